@@ -1,0 +1,42 @@
+# Everything runs in .venv, which the first target that needs it makes and later ones find made.
+#
+#   make demo    plan examples/gpt.py for 4 processes on this machine, and train it
+#   make test    the tests
+#   make lint    ruff and mypy
+#   make clean   throw .venv and the demo's plan away
+
+PYTHON ?= python3.11
+TORCH  := torch==2.13.0
+BIN    := .venv/bin
+
+.PHONY: demo test lint clean
+
+demo: .venv/installed
+	@mkdir -p demo
+	$(BIN)/autopipe plan examples/gpt.py --cluster local:4 --pp 2 --dp 2 -o demo/plan.json
+	$(BIN)/autopipe run demo/plan.json --local 4 --steps 40
+
+test: .venv/installed-dev
+	$(BIN)/python -m pytest
+
+lint: .venv/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv demo
+
+# The stamps are younger than pyproject.toml as long as what it asks for is installed. torch goes
+# first and by itself, so that its version is the one named here and not the newest allowed.
+.venv/installed: pyproject.toml
+	@echo "making .venv with $(TORCH): a minute or two, once" >&2
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/pip install -qq --disable-pip-version-check $(TORCH)
+	@$(BIN)/pip install -qq --disable-pip-version-check --editable .
+	@touch $@
+
+.venv/installed-dev: .venv/installed
+	@echo "adding what tests and lint need: half a minute, once" >&2
+	@$(BIN)/pip install -qq --disable-pip-version-check --editable '.[dev]'
+	@touch $@

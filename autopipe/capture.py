@@ -1,0 +1,195 @@
+"""From a module and a batch to torch.export's program: the branches eager takes, nothing baked in.
+
+Non-strict export in training IR: ops stay as the user's code calls them (`linear`, not `addmm` and
+`t`), batch norm stays in training, in-place ops stay in place. The batch is a symbol. Reads are
+recorded first and replayed (see `reads`).
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopipe import batches, places
+from autopipe.errors import CaptureError, ModelError
+from autopipe.plan import InputSpec, Read
+from autopipe.reads import ReadsParameter, record, replay
+
+Loss = Callable[[Any, Any], Any]
+
+
+class Program(nn.Module):
+    """The model and its loss as one module whose forward takes the batch's tensors, flat."""
+
+    def __init__(
+        self, model: nn.Module, batch: object, loss: Loss | None, specs: Sequence[InputSpec]
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self._batch = batch
+        self._loss = loss
+        self._fixed = {spec.path: spec.value for spec in specs if spec.dtype == "python"}
+        self._paths = [spec.path for spec in specs if spec.dtype != "python"]
+
+    def forward(self, *tensors: Tensor) -> Any:
+        leaves = {**self._fixed, **dict(zip(self._paths, tensors, strict=True))}
+        batch = batches.rebuild(self._batch, leaves)
+        args, kwargs = batches.bind(self.model, batch, self._loss)
+        outputs = self.model(*args, **kwargs)
+        return outputs_to_loss(outputs, batch, self._loss)
+
+
+def outputs_to_loss(outputs: Any, batch: Any, loss: Loss | None) -> Any:
+    """A scalar tensor, or `(sum, count)`.
+
+    Raises:
+        ModelError: there is neither a loss function, nor a scalar output, nor an output's `.loss`.
+    """
+    if loss is not None:
+        value = loss(outputs, batch)
+        whose = "loss(outputs, batch)"
+    else:
+        value = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        value = getattr(value, "loss", value)
+        whose = "the model"
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], Tensor):
+        return value
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value
+    shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+    raise ModelError(
+        f"{whose} gives a {type(value).__name__}{shape}; a loss is a scalar tensor or (sum, count)",
+        hint=None if loss is not None else "give a loss(outputs, batch) function",
+    )
+
+
+def capture(
+    program: Program,
+    leaves: Mapping[str, Any],
+    specs: Sequence[InputSpec],
+    *,
+    reads: Sequence[Read] | None,
+    real: Callable[[], nn.Module] | None,
+    symbolic: bool = True,
+) -> tuple[torch.export.ExportedProgram, tuple[Read, ...]]:
+    """Export `program`, whose parameters are fake, on the example batch `leaves`.
+
+    Args:
+        reads: the record of an earlier capture; None records now, which needs true inputs.
+        real: builds the model with its weights, for a read that depends on one; None: none to have.
+        symbolic: whether the batch is a symbol or the example's own rows.
+
+    Raises:
+        CaptureError: export cannot capture the model; the sentence names the user's line.
+    """
+    tensors = [leaves[spec.path] for spec in specs if spec.dtype != "python"]
+    # A tensor that is passed twice would be one input of the graph: labels would be the tokens.
+    tensors = [tensor.detach().clone() for tensor in tensors]
+    rows = torch.export.Dim("rows")
+    dims = tuple(_dynamic(spec, rows) for spec in specs if spec.dtype != "python")
+    with _faithful(), warnings.catch_warnings():
+        # Export warns of what autopipe handles: attributes set in forward, LSTM's flat weights.
+        warnings.simplefilter("ignore")
+        if reads is None:
+            reads = _record(program, tensors, real)
+        try:
+            with torch.random.fork_rng(devices=[]), replay(reads):
+                exported = torch.export.export(
+                    program,
+                    tuple(tensors),
+                    strict=False,
+                    dynamic_shapes=(dims,) if symbolic else None,
+                )
+        except ModelError:
+            raise
+        except Exception as error:  # export raises whatever the model's own code raises
+            raise _refusal(error) from error
+    return exported, tuple(reads)
+
+
+def _dynamic(spec: InputSpec, rows: Any) -> dict[int, Any] | None:
+    if spec.batch_dim is None:
+        return None
+    factor = batches.size_of(spec.shape[spec.batch_dim], 1)
+    return {spec.batch_dim: rows if factor == 1 else factor * rows}
+
+
+def _record(
+    program: Program, tensors: Sequence[Tensor], real: Callable[[], nn.Module] | None
+) -> tuple[Read, ...]:
+    try:
+        return record(lambda: program(*[tensor.clone() for tensor in tensors]))
+    except ReadsParameter as found:
+        if real is None:
+            raise CaptureError(
+                f"{found.place}: Python reads a value here that depends on the model's weights, "
+                "which are not at hand",
+                hint="express the branch as a computation (torch.where), or plan where the whole "
+                "model fits in memory",
+            ) from found
+    except ModelError:
+        raise
+    except Exception as error:  # whatever the model's own code raises
+        raise _refusal(error) from error
+    fake, program.model = program.model, real()
+    try:
+        buffers = {n: b.detach().clone() for n, b in program.model.named_buffers()}
+        reads = record(lambda: program(*[tensor.clone() for tensor in tensors]))
+        with torch.no_grad():
+            for name, buffer in program.model.named_buffers():
+                buffer.copy_(buffers[name])
+        return reads
+    finally:
+        program.model = fake
+
+
+def _refusal(error: Exception) -> CaptureError:
+    place = places.of_error(error)
+    reason = str(error).strip().splitlines()
+    return CaptureError(
+        f"{place + ': ' if place else ''}the model cannot be captured: "
+        f"{type(error).__name__}: {reason[0] if reason else 'no reason given'}",
+        hint="the line must work on tensors whose values are not known and whose batch is a "
+        "symbol; run with --debug for torch.export's own report",
+    )
+
+
+_ASKED_WHILE_TRACING = (
+    "is_tracing",
+    "is_torchdynamo_exporting",
+    "is_torchdynamo_compiling",
+    "is_jit_tracing",
+    "is_torch_fx_proxy",
+    "is_fake_tensor",
+    "is_cuda_stream_capturing",
+)
+
+
+@contextmanager
+def _faithful() -> Iterator[None]:
+    """Make transformers take the branches it takes in eager.
+
+    Asked whether it is traced, its code builds whole masks where eager passes `is_causal=True`:
+    right, but another program (9 % more bytes saved for backward on llama, no flash kernel). Its
+    mixture-of-experts code is left alone: it would pick a kernel with no fake version.
+    """
+    changed: list[tuple[Any, str, Any]] = []
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("transformers") or name.startswith("transformers.integrations.moe"):
+            continue
+        for flag in _ASKED_WHILE_TRACING:
+            function = getattr(module, "__dict__", {}).get(flag)
+            if callable(function):
+                changed.append((module, flag, function))
+                setattr(module, flag, lambda *args, **kwargs: False)
+    try:
+        yield
+    finally:
+        for module, flag, function in changed:
+            setattr(module, flag, function)

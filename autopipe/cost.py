@@ -1,0 +1,221 @@
+"""What each node costs, as formulas in the rows of a micro-batch: operations and bytes moved.
+
+The table gives operations of a forward; backward follows from it:
+
+    forward    flops                        reads its tensors, writes its results
+    backward   flops, once for each matrix  reads the results' gradients and its tensors,
+               that needs a gradient        writes the gradients
+
+Time is a roofline (Williams, Waterman, Patterson, CACM 2009): the slower of computing and moving,
+and at least what the host needs to launch an op.
+
+    seconds = max(flops / rate, bytes / bandwidth) + launches * launch
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import sympy
+import torch
+from numpy.typing import NDArray
+
+from autopipe.cluster import Device
+from autopipe.errors import AutopipeError
+from autopipe.fake import views
+from autopipe.graph import BATCH, Dim, Graph, Node, Ref, State, TensorSpec, values_in
+from autopipe.trace import READ_OP, resolve
+
+
+@dataclass(frozen=True)
+class NodeCost:
+    """Formulas of one node. `launches` are (forward, backward) ops that the host starts."""
+
+    forward_flops: Dim
+    forward_bytes: Dim
+    backward_flops: Dim
+    backward_bytes: Dim
+    launches: tuple[int, int]
+    dtype: torch.dtype
+
+
+Specs = Sequence[TensorSpec]
+Rule = Callable[[Node, Specs, TensorSpec], Dim]
+"""Forward operations from the node, its tensor operands in order and its first result."""
+
+RULES: dict[str, Rule] = {}
+"""Operations by op; what is not here does one per element it makes and is bound by its bytes."""
+
+
+def rule(*ops: str) -> Callable[[Rule], Rule]:
+    """Enter a function in the table; an op that is there already is refused."""
+
+    def enter(function: Rule) -> Rule:
+        for op in ops:
+            assert op not in RULES, f"two rules for {op}"
+            RULES[op] = function
+        return function
+
+    return enter
+
+
+def _elements(spec: TensorSpec) -> Dim:
+    return sympy.prod(spec.shape)  # type: ignore[no-any-return]
+
+
+@rule("linear")
+def _linear(node: Node, operands: Specs, made: TensorSpec) -> Dim:
+    """[..., k] x [n, k] -> [..., n]: a multiplication and an addition per k and result."""
+    return 2 * _elements(made) * operands[1].shape[1]
+
+
+@rule("mm", "bmm", "matmul", "mv", "dot")
+def _matmul(node: Node, operands: Specs, made: TensorSpec) -> Dim:
+    """[..., m, k] x [..., k, n] -> [..., m, n]."""
+    return 2 * _elements(made) * operands[0].shape[-1]
+
+
+@rule("addmm", "baddbmm", "addbmm", "addmv")
+def _addmm(node: Node, operands: Specs, made: TensorSpec) -> Dim:
+    """A matmul of the second and third operand; the first is added."""
+    return 2 * _elements(made) * operands[1].shape[-1]
+
+
+@rule("conv1d", "conv2d", "conv3d", "convolution")
+def _convolution(node: Node, operands: Specs, made: TensorSpec) -> Dim:
+    """Weight [out, in / groups, *kernel]: each result element needs a whole filter."""
+    weight = operands[1]
+    return 2 * _elements(made) * (_elements(weight) / weight.shape[0])
+
+
+@rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+def _transposed(node: Node, operands: Specs, made: TensorSpec) -> Dim:
+    """Weight [in, out / groups, *kernel]: each input element spreads over a whole filter."""
+    weight = operands[1]
+    return 2 * _elements(operands[0]) * (_elements(weight) / weight.shape[0])
+
+
+@rule("scaled_dot_product_attention")
+def _attention(node: Node, operands: Specs, made: TensorSpec) -> Dim:
+    """q [.., s, d], k [.., t, d], v [.., t, e]: 2 s t d for the scores and 2 s t e for the sum.
+
+    A causal kernel leaves out the half above the diagonal (FlashAttention-2, Dao 2023, section 3.1).
+    """
+    query, key = operands[0], operands[1]
+    causal = node.args[5] if len(node.args) > 5 else node.kwargs.get("is_causal", False)
+    scores = sympy.prod(query.shape[:-1]) * key.shape[-2]
+    flops = 2 * scores * (query.shape[-1] + made.shape[-1])
+    return flops / 2 if causal else flops
+
+
+@rule("lstm", "gru", "rnn_tanh", "rnn_relu")
+def _recurrent(node: Node, operands: Specs, made: TensorSpec) -> Dim:
+    """Every weight matrix once per time step and row: x [b, t, ...] gives b * t of them."""
+    steps = sympy.prod(operands[0].shape[:-1])
+    matrices = [spec for spec in operands[1:] if len(spec.shape) == 2]
+    return sum((2 * steps * _elements(matrix) for matrix in matrices), sympy.Integer(0))
+
+
+@rule("einsum")
+def _einsum(node: Node, operands: Specs, made: TensorSpec) -> Dim:
+    """A multiplication and an addition per combination of all the letters."""
+    equation = str(node.args[0]).replace(" ", "").split("->")[0]
+    sizes: dict[str, Dim] = {}
+    for letters, spec in zip(equation.split(","), operands, strict=False):
+        if "." in letters or len(letters) != len(spec.shape):
+            return 2 * _elements(made)
+        sizes.update(zip(letters, spec.shape, strict=True))
+    return 2 * sympy.prod(sizes.values())  # type: ignore[no-any-return]
+
+
+def costs(graph: Graph) -> tuple[NodeCost, ...]:
+    """The formulas of every node."""
+    carrying = gradient_values(graph)
+    return tuple(_cost(graph, node, carrying) for node in graph.nodes)
+
+
+def gradient_values(graph: Graph) -> set[Ref | State]:
+    """The values through which a gradient flows back to a trainable parameter."""
+    carrying: set[Ref | State] = {State(n) for n, s in graph.states.items() if s.trainable}
+    for node in graph.nodes:
+        if node.grad and node.op not in (READ_OP, "aten.detach.default"):
+            if any(value in carrying for value in node.values()):
+                carrying |= {
+                    Ref(node.name, number)
+                    for number, spec in enumerate(node.outputs)
+                    if spec is not None and spec.dtype.is_floating_point
+                }
+    return carrying
+
+
+def _cost(graph: Graph, node: Node, carrying: set[Ref | State]) -> NodeCost:
+    made = [spec for spec in node.outputs if spec is not None]
+    dtype = made[0].dtype if made else torch.float32
+    nothing = sympy.Integer(0)
+    if not made or views(resolve(node.op)) and not node.op.split(".")[1].endswith("_"):
+        back = int(any(Ref(node.name, n) in carrying for n in range(len(node.outputs))))
+        return NodeCost(nothing, nothing, nothing, nothing, (1, back), dtype)
+    values = list(values_in((node.args, tuple(node.kwargs.values()))))
+    operands = [graph.spec(value) for value in values]
+    formula = RULES.get(node.op.split(".")[1])
+    flops = formula(node, operands, made[0]) if formula else _elements(made[0])
+    written = sum((spec.bytes for spec in made), nothing)
+    read = sum((spec.bytes for spec in operands), nothing)
+    if node.op == "aten.embedding.default":
+        read = made[0].bytes  # only the rows that are looked up
+    wanted = [spec for v, spec in zip(values, operands, strict=True) if v in carrying]
+    if not any(Ref(node.name, n) in carrying for n in range(len(node.outputs))):
+        return NodeCost(flops, read + written, nothing, nothing, (1, 0), dtype)
+    gradients = sum((spec.bytes for spec in wanted), nothing)
+    matrices = min(2, sum(len(spec.shape) > 1 for spec in wanted)) if formula else 1
+    if node.op.startswith("aten.scaled_dot_product"):
+        # dV, dP, dQ, dK and the scores again: 5 matmuls against 2 (FlashAttention-2, section 3.1).
+        back_flops = flops * sympy.Rational(5, 2)
+    else:
+        back_flops = flops * matrices
+    return NodeCost(
+        flops, read + written, back_flops, written + read + gradients, (1, len(wanted)), dtype
+    )
+
+
+_RATE = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "bf16"}
+
+
+def seconds(
+    formulas: Sequence[NodeCost], rows: int, device: Device
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Forward and backward seconds of every node with micro-batches of `rows` rows.
+
+    Raises:
+        AutopipeError: the device has no rate for a dtype the graph computes in.
+    """
+    forward_flops, forward_bytes, backward_flops, backward_bytes = (
+        _evaluate([getattr(cost, name) for cost in formulas], rows)
+        for name in ("forward_flops", "forward_bytes", "backward_flops", "backward_bytes")
+    )
+    rates = np.array([_rate(device, cost.dtype) for cost in formulas])
+    launches = np.array([cost.launches for cost in formulas]).reshape(-1, 2)
+    forward = np.maximum(forward_flops / rates, forward_bytes / device.bandwidth)
+    backward = np.maximum(backward_flops / rates, backward_bytes / device.bandwidth)
+    return forward + launches[:, 0] * device.launch, backward + launches[:, 1] * device.launch
+
+
+def _rate(device: Device, dtype: torch.dtype) -> float:
+    name = _RATE.get(dtype, "fp32")
+    if name not in device.flops:
+        raise AutopipeError(
+            f"the model computes in {name}, and {device.kind} has no rate for it, only for "
+            f"{', '.join(device.flops)}",
+            hint=f"add {name!r} to the device's flops in the cluster file",
+        )
+    return device.flops[name]
+
+
+def _evaluate(formulas: Sequence[Dim], rows: int) -> NDArray[np.float64]:
+    """The formulas at `rows`; equal ones, of which a deep model has many, are evaluated once."""
+    distinct = list(dict.fromkeys(map(sympy.sympify, formulas)))
+    values = sympy.lambdify(BATCH, distinct, "math")(rows)
+    found = dict(zip(distinct, values, strict=True))
+    return np.array([float(found[sympy.sympify(formula)]) for formula in formulas])

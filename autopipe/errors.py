@@ -1,0 +1,56 @@
+"""Everything autopipe refuses, as one tree.
+
+    AutopipeError                    a sentence, and the hint below it
+    +-- ModelError                   the model file, its inputs or its batch
+    |   +-- CaptureError             the model cannot be captured as a graph
+    +-- PlanError                    a plan file that cannot be read, or is of something else
+    +-- InfeasibleError              no plan fits what was asked
+    +-- ScheduleError                a program that cannot run: a deadlock, a missing transfer
+    +-- LaunchError                  the processes are not the ones the plan was made for
+
+Each says what was asked, what was found and where; `hint` says what to try next. The command line
+prints both and exits with code 2: these are mistakes of a user, not of the program.
+"""
+
+from __future__ import annotations
+
+
+class AutopipeError(Exception):
+    """The base of the tree: `except autopipe.AutopipeError` catches whatever a user can mend.
+
+    Args:
+        message: one sentence: what was asked, what was found, the place.
+        hint: what to try next; printed on its own line after `hint:`.
+    """
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return self.message if self.hint is None else f"{self.message}\nhint: {self.hint}"
+
+
+class ModelError(AutopipeError):
+    """The model file, the inputs or the batch is not what a step needs."""
+
+
+class CaptureError(ModelError):
+    """`torch.export` cannot capture the model; the message names the user's own line."""
+
+
+class PlanError(AutopipeError):
+    """A plan file is truncated, of another format, of another model, or says what cannot be."""
+
+
+class InfeasibleError(AutopipeError):
+    """No plan fits; the message carries the nearest one and the shortfall in bytes."""
+
+
+class ScheduleError(AutopipeError):
+    """The programs of a schedule cannot run to their end."""
+
+
+class LaunchError(AutopipeError):
+    """The processes found are not those the plan binds its ranks to."""

@@ -1,0 +1,105 @@
+"""One hash that tells whether a plan was made for this very graph, and where two graphs part.
+
+It covers ops, edges, arguments, parameter names and shapes. Whatever depends on the batch is one
+symbol, so traces of one model with a symbolic batch and with fixed rows agree.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import sympy
+
+from autopipe.graph import Arg, Graph, TensorSpec, Value
+
+_BATCH = "~"
+_DIGITS = 4
+
+
+def lines(graph: Graph, twin: Graph | None = None) -> list[str]:
+    """One line of text per input, state, node and result, without any number of rows.
+
+    Args:
+        twin: for a graph traced at fixed rows, the same model traced at other rows: an integer
+            that differs between the two depends on the batch.
+    """
+    mine = list(_lines(graph))
+    if twin is None:
+        return ["".join(_text(token) for token in line) for line in mine]
+    other = list(_lines(twin))
+    if len(mine) != len(other):
+        other = mine  # different graphs: nothing can be told about the batch
+    return [
+        "".join(_text(a) if a == b else _BATCH for a, b in zip(line, there, strict=False))
+        for line, there in zip(mine, other, strict=True)
+    ]
+
+
+def fingerprint(graph: Graph, twin: Graph | None = None) -> str:
+    """64 hexadecimal digits (SHA-256)."""
+    return hashlib.sha256("\n".join(lines(graph, twin)).encode()).hexdigest()
+
+
+def trail(graph: Graph) -> str:
+    """Four digits per line of a hash of all lines up to it: the first that differs tells where."""
+    rolling, digits = hashlib.sha256(), []
+    for line in lines(graph):
+        rolling.update(line.encode())
+        digits.append(rolling.hexdigest()[:_DIGITS])
+    return "".join(digits)
+
+
+def first_difference(graph: Graph, planned: str) -> str:
+    """The first line of `graph` that is not what the plan's trail saw."""
+    mine = trail(graph)
+    for position, line in enumerate(lines(graph)):
+        here = slice(position * _DIGITS, (position + 1) * _DIGITS)
+        if mine[here] != planned[here]:
+            return line
+    return "nothing: the plan's model goes on where this one ends"
+
+
+Token = str | int | sympy.Expr
+
+
+def _lines(graph: Graph) -> Iterator[list[Token]]:
+    for path, spec in graph.inputs.items():
+        yield [f"<{path}> ", *_spec(spec)]
+    for name, state in sorted(graph.states.items()):
+        yield [f"[{name}] {state.kind} {state.trainable} ", *_spec(state.spec)]
+    for node in graph.nodes:
+        line: list[Token] = [f"{node.name} = {node.op} {node.grad} {node.autocast} ("]
+        for arg in node.args:
+            line += [*_tokens(arg), ", "]
+        for key, arg in sorted(node.kwargs.items()):
+            line += [f"{key}=", *_tokens(arg), ", "]
+        line.append(") -> ")
+        for output in node.outputs:
+            line += _spec(output) if output is not None else ["nothing"]
+        yield line
+    yield ["return ", *_tokens(graph.outputs)]
+
+
+def _spec(spec: TensorSpec) -> list[Token]:
+    tokens: list[Token] = [str(spec.dtype), "["]
+    for dim in spec.shape:
+        tokens += [dim, ","]
+    return [*tokens, "]"]
+
+
+def _tokens(arg: Arg) -> list[Token]:
+    if isinstance(arg, tuple):
+        tokens: list[Token] = ["("]
+        for item in arg:
+            tokens += [*_tokens(item), ","]
+        return [*tokens, ")"]
+    if isinstance(arg, Value):
+        return [str(arg)]
+    if isinstance(arg, int | sympy.Expr) and not isinstance(arg, bool):
+        return [arg]
+    return [repr(arg)]
+
+
+def _text(token: Token) -> str:
+    return _BATCH if isinstance(token, sympy.Expr) else str(token)

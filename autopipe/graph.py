@@ -1,0 +1,203 @@
+"""The graph: what a training step computes, op by op, as plain data in the order it runs.
+
+    Graph   ::= inputs, states, nodes, outputs
+    Node    ::= name = op(arg, ..., key=arg, ...)          name: `transformer.h.3.mlp/linear/0`
+    arg     ::= Value | Dim | number | text | dtype | (arg, ...)
+    Value   ::= Ref(node, output)                          made by a node
+              | Input(path)                                a leaf of the batch
+              | State(name)                                a parameter, buffer or constant
+    Dim     ::= integer | expression in b                  b: rows of a micro-batch
+
+There are no nodes for sizes, asserts and aliases: sizes are expressions in `BATCH`, so one graph
+serves every micro-batch size, and a traced graph has the same names whether the batch was a symbol.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import sympy
+import torch
+
+BATCH = sympy.Symbol("b", integer=True, positive=True)
+"""The rows of one micro-batch."""
+
+Dim = int | sympy.Expr
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """Output number `output` of node `node`."""
+
+    node: str
+    output: int = 0
+
+    def __str__(self) -> str:
+        return self.node if self.output == 0 else f"{self.node}:{self.output}"
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A leaf of the batch, by its path."""
+
+    path: str
+
+    def __str__(self) -> str:
+        return f"<{self.path}>"
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A parameter, buffer or constant, by the model's own name."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return f"[{self.name}]"
+
+
+Value = Ref | Input | State
+Arg = object
+"""Anything of the grammar's `arg`; what is no `Value` or `Dim` goes to the op as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and dtype of a tensor, without its values."""
+
+    shape: tuple[Dim, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> Dim:
+        """Bytes of the dense tensor, an expression in `BATCH` where the batch is a dim."""
+        return sympy.prod(self.shape) * self.dtype.itemsize  # type: ignore[no-any-return]
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Autocast:
+    """The autocast region a node stands in; it decides the dtype the op computes in."""
+
+    device_type: str
+    dtype: torch.dtype | None
+    enabled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One op. `packed` is True where the op returns a tuple and `outputs` are its parts.
+
+    `scopes` are the module calls it ran in, outermost first (`transformer.h.3`,
+    `transformer.h.3.mlp`; `shared@1` is the second call of one module), without the model itself.
+    `place` is the user's line, `grad` is False inside `torch.no_grad()`.
+    """
+
+    name: str
+    op: str
+    args: tuple[Arg, ...]
+    kwargs: Mapping[str, Arg]
+    outputs: tuple[TensorSpec | None, ...]
+    packed: bool
+    scopes: tuple[str, ...]
+    place: str
+    grad: bool = True
+    autocast: Autocast | None = None
+
+    def values(self) -> Iterator[Value]:
+        """The values it reads, in the order of its arguments, repeats included."""
+        yield from values_in((self.args, tuple(self.kwargs.values())))
+
+    def __str__(self) -> str:
+        words = [show(a) for a in self.args] + [f"{k}={show(a)}" for k, a in self.kwargs.items()]
+        made = ", ".join(str(s) for s in self.outputs)
+        return f"{self.name} = {self.op}({', '.join(words)}) -> {made}"
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """A tensor the model owns. `kind` is "parameter", "buffer" or "constant".
+
+    `aliases` are the other names of a tied parameter; `persistent` is False for buffers that a
+    checkpoint leaves out.
+    """
+
+    spec: TensorSpec
+    kind: str
+    trainable: bool = False
+    aliases: tuple[str, ...] = ()
+    persistent: bool = True
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A traced model and its loss. `outputs` is (loss,) or (sum, count).
+
+    `constants` holds the values of the tensors that the forward made from Python numbers.
+    """
+
+    inputs: Mapping[str, TensorSpec]
+    states: Mapping[str, StateSpec]
+    nodes: tuple[Node, ...]
+    outputs: tuple[Arg, ...]
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
+
+    def spec(self, value: Value) -> TensorSpec:
+        """Shape and dtype of a value."""
+        if isinstance(value, Input):
+            return self.inputs[value.path]
+        if isinstance(value, State):
+            return self.states[value.name].spec
+        found = self.nodes[self.index[value.node]].outputs[value.output]
+        assert found is not None, f"{value} is no tensor"
+        return found
+
+    @property
+    def index(self) -> dict[str, int]:
+        """Position of each node by its name."""
+        cached = self.__dict__.get("_index")
+        if cached is None:
+            cached = {node.name: position for position, node in enumerate(self.nodes)}
+            self.__dict__["_index"] = cached
+        return cached  # type: ignore[no-any-return]
+
+    def __str__(self) -> str:
+        lines = [f"<{path}>: {spec}" for path, spec in self.inputs.items()]
+        lines += [f"[{name}]: {state.kind} {state.spec}" for name, state in self.states.items()]
+        lines += [str(node) for node in self.nodes]
+        return "\n".join([*lines, f"return {show(self.outputs)}"])
+
+
+def values_in(arg: Arg) -> Iterator[Value]:
+    """The values inside an argument, nested ones included."""
+    if isinstance(arg, Ref | Input | State):
+        yield arg
+    elif isinstance(arg, tuple):
+        for item in arg:
+            yield from values_in(item)
+
+
+def at_batch(dim: Dim, rows: int) -> int:
+    """The integer that a dim is when a micro-batch has `rows` rows."""
+    return dim if isinstance(dim, int) else int(dim.subs(BATCH, rows))
+
+
+def shape_at(spec: TensorSpec, rows: int) -> tuple[int, ...]:
+    """The shape when a micro-batch has `rows` rows."""
+    return tuple(at_batch(dim, rows) for dim in spec.shape)
+
+
+def bytes_at(spec: TensorSpec, rows: int) -> int:
+    """Bytes of the dense tensor when a micro-batch has `rows` rows."""
+    return math.prod(shape_at(spec, rows)) * spec.dtype.itemsize
+
+
+def show(arg: Arg) -> str:
+    """An argument as one would write it."""
+    if isinstance(arg, tuple):
+        return f"({', '.join(show(item) for item in arg)})"
+    return str(arg).removeprefix("torch.")

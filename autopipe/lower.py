@@ -1,0 +1,261 @@
+"""From a stage to modules that run it: one GraphModule per block, called by one per stage.
+
+    stage GraphModule                       named_parameters()
+      embedding(tokens, [wte.weight])         wte.weight
+      h_0 = self.h.0(embedding, mask)         h.0.ln.weight, h.0.mlp.weight, ...
+      h_1 = self.h.1(h_0, mask)               h.1.ln.weight, ...
+
+Every module sits at the path the model has it, so parameters keep the model's own names. Sizes are
+integers: a stage is lowered for one number of rows per micro-batch, and lowered again for another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+
+from autopipe.blocks import Block
+from autopipe.dataflow import is_random
+from autopipe.graph import Arg, Autocast, Graph, Input, Node, Ref, State, Value, at_batch, values_in
+from autopipe.partition import Stage
+from autopipe.plan import Read
+from autopipe.randomness import draw
+from autopipe.reads import check
+from autopipe.trace import READ_OP, resolve
+
+
+NODE_NAME = "autopipe_node"
+"""The key in an fx node's meta under which its graph node's name stands."""
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A stage that runs: `module(*received, *inputs)` gives the tensors to send, then the results.
+
+    The order of the arguments is that of `stage.receives` and `stage.inputs`; of the results that
+    of `stage.outgoing`, and in the last stage of the graph's outputs.
+    """
+
+    stage: Stage
+    module: fx.GraphModule
+    rows: int
+
+
+def lower(
+    graph: Graph,
+    stage: Stage,
+    blocks: Sequence[Block],
+    states: Mapping[str, Tensor],
+    reads: Sequence[Read] | None,
+    rows: int,
+    *,
+    last: bool,
+    device: torch.device | str = "cpu",
+) -> Lowered:
+    """Make the modules of a stage for micro-batches of `rows` rows.
+
+    Args:
+        states: the parameters, buffers and constants of the stage, by name; taken as they are.
+        reads: the record that read nodes check against; None leaves the checks out.
+        last: whether the stage makes the graph's results.
+    """
+    root = nn.Module()
+    for name in stage.states:
+        _install(root, name, states[name])
+    emitter = _Emitter(graph, reads, rows, torch.device(device))
+    arguments: list[Value] = [ref for ref, _ in stage.receives]
+    arguments += [Input(path) for path in stage.inputs]
+    results: list[Arg] = [*stage.outgoing, *(graph.outputs if last else ())]
+    runs = _runs(graph, stage, blocks)
+    outer, env = fx.Graph(), {}
+    for value in arguments:
+        env[value] = outer.placeholder(_identifier(str(value)))
+        if value in stage.copied:
+            # Written in place below: autograd forbids that on a leaf, and the buffer is not ours.
+            env[value] = outer.call_function(torch.ops.aten.clone.default, (env[value],))
+    taken: set[str] = set()
+    for number, (block, positions) in enumerate(runs):
+        nodes = [graph.nodes[p] for p in positions]
+        if block is None:
+            emitter.emit(outer, nodes, env, prefix="")
+            continue
+        after = [v for _, rest in runs[number + 1 :] for p in rest for v in graph.nodes[p].values()]
+        home = block.path.partition("@")[0]
+        path = home
+        while path in taken:  # a module called again, or a block in two pieces
+            path += "_again"
+        taken.add(path)
+        piece = emitter.piece(root.get_submodule(home), home, nodes, {*after, *values_in(tuple(results))})
+        parent, _, leaf = path.rpartition(".")
+        setattr(root.get_submodule(parent), leaf, piece.module)
+        for value in piece.arguments:
+            emitter.load(outer, value, env, prefix="")
+        call = outer.call_module(path, tuple(env[v] for v in piece.arguments))
+        for position, value in enumerate(piece.results):
+            env[value] = outer.call_function(_take, (call, position))
+    for value in values_in(tuple(results)):
+        emitter.load(outer, value, env, prefix="")
+    outer.output(tuple(emitter.argument(result, env) for result in results))
+    return Lowered(stage, fx.GraphModule(root, outer, class_name=f"Stage{stage.index}"), rows)
+
+
+def _take(values: Any, position: int) -> Any:
+    return values[position]
+
+
+def _install(root: nn.Module, name: str, tensor: Tensor) -> None:
+    """Register a tensor under its dotted name, with plain modules on the way."""
+    *path, leaf = name.split(".")
+    module = root
+    for part in path:
+        if not hasattr(module, part):
+            module.add_module(part, nn.Module())
+        module = module.get_submodule(part)
+    if isinstance(tensor, nn.Parameter):
+        module.register_parameter(leaf, tensor)
+    else:
+        module.register_buffer(leaf, tensor)
+
+
+def _runs(
+    graph: Graph, stage: Stage, blocks: Sequence[Block]
+) -> list[tuple[Block | None, list[int]]]:
+    """A stage's nodes as consecutive runs, each inside one block or inside none."""
+    owner = {p: block for block in blocks for p in range(block.first, block.stop)}
+    runs: list[tuple[Block | None, list[int]]] = []
+    for position in stage.nodes:
+        # A local node from elsewhere is the stage's own, not a piece of a block it does not have.
+        block = owner.get(position) if stage.first <= position < stage.stop else None
+        if not runs or runs[-1][0] is not block:
+            runs.append((block, []))
+        runs[-1][1].append(position)
+    return [
+        (block if block and _has_home(graph, block, positions) else None, positions)
+        for block, positions in runs
+    ]
+
+
+def _has_home(graph: Graph, block: Block, positions: Sequence[int]) -> bool:
+    """Whether the stage has parameters under the block's path, so that a module stands there."""
+    home = block.path.partition("@")[0] + "."
+    return any(
+        isinstance(value, State) and value.name.startswith(home)
+        for position in positions
+        for value in graph.nodes[position].values()
+    )
+
+
+@dataclass(frozen=True)
+class _Piece:
+    module: fx.GraphModule
+    arguments: tuple[Value, ...]
+    results: tuple[Value, ...]
+
+
+@dataclass(frozen=True)
+class _Emitter:
+    """Writes nodes into an fx graph for one number of rows and one device."""
+
+    graph: Graph
+    reads: Sequence[Read] | None
+    rows: int
+    device: torch.device
+
+    def piece(
+        self, root: nn.Module, home: str, nodes: Sequence[Node], wanted: set[Value]
+    ) -> _Piece:
+        """One block's module: what it reads from outside are its arguments."""
+        made = {Ref(n.name, i) for n in nodes for i in range(len(n.outputs))}
+        inner, env = fx.Graph(), {}
+        arguments: list[Value] = []
+        for value in dict.fromkeys(v for node in nodes for v in node.values()):
+            own_state = isinstance(value, State) and value.name.startswith(home + ".")
+            if value not in made and not own_state:
+                arguments.append(value)
+                env[value] = inner.placeholder(_identifier(str(value)))
+        results = tuple(sorted(made & wanted, key=lambda r: (self.graph.index[r.node], r.output)))
+        self.emit(inner, nodes, env, prefix=home + ".")
+        inner.output(tuple(env[value] for value in results))
+        name = "".join(part.capitalize() for part in _identifier(home).split("_"))
+        return _Piece(fx.GraphModule(root, inner, class_name=name), tuple(arguments), results)
+
+    def emit(
+        self, into: fx.Graph, nodes: Sequence[Node], env: dict[Value, fx.Node], prefix: str
+    ) -> None:
+        for node in nodes:
+            if node.op == READ_OP and self.reads is None:
+                continue
+            for value in node.values():
+                self.load(into, value, env, prefix)
+            args, kwargs = self._arguments(into, node, env)
+            call = self._call(into, node, args, kwargs)
+            call.meta[NODE_NAME] = node.name
+            if not node.packed:
+                env[Ref(node.name)] = call
+                continue
+            for number in range(len(node.outputs)):
+                env[Ref(node.name, number)] = into.call_function(_take, (call, number))
+
+    def load(self, into: fx.Graph, value: Value, env: dict[Value, fx.Node], prefix: str) -> None:
+        """Bring a state into reach at its first use."""
+        if isinstance(value, State) and value not in env:
+            env[value] = into.get_attr(value.name.removeprefix(prefix))
+
+    def argument(self, arg: Arg, env: Mapping[Value, Any]) -> Any:
+        """An argument as fx takes it: nodes, integers, lists."""
+        if isinstance(arg, Value):
+            return env[arg]
+        if isinstance(arg, tuple):
+            return tuple(self.argument(item, env) for item in arg)
+        if isinstance(arg, sympy.Expr):
+            return at_batch(arg, self.rows)
+        return self.device if isinstance(arg, torch.device) else arg
+
+    def _arguments(
+        self, into: fx.Graph, node: Node, env: Mapping[Value, fx.Node]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if not node.grad:
+            # Inside torch.no_grad(): what comes in from outside must not carry a gradient through.
+            env = {
+                value: into.call_function(torch.ops.aten.detach.default, (env[value],))
+                for value in dict.fromkeys(node.values())
+            }
+        args = tuple(self.argument(arg, env) for arg in node.args)
+        return args, {key: self.argument(arg, env) for key, arg in node.kwargs.items()}
+
+    def _call(
+        self, into: fx.Graph, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> fx.Node:
+        if node.op == READ_OP and self.reads is not None:
+            read = self.reads[args[1]]
+            return into.call_function(_check, (args[0], read.kind, read.value, read.place))
+        op = resolve(node.op)
+        if is_random(node):
+            op, args = draw, (op, node.name, *args)
+        if node.autocast is not None:
+            auto: Autocast = node.autocast
+            args = (auto.device_type, auto.dtype, auto.enabled, op, *args)
+            op = _under_autocast
+        return into.call_function(op, args, kwargs)
+
+
+def _check(tensor: Tensor, kind: str, value: Any, place: str) -> None:
+    check(tensor, Read(kind, value, place))
+
+
+def _under_autocast(
+    device_type: str, dtype: torch.dtype | None, enabled: bool, op: Any, *args: Any, **kwargs: Any
+) -> Any:
+    with torch.autocast(device_type, dtype=dtype, enabled=enabled):
+        return op(*args, **kwargs)
+
+
+def _identifier(text: str) -> str:
+    """A Python name for a path: `<image.mask>` -> `image_mask`."""
+    name = "".join(c if c.isalnum() else "_" for c in text).strip("_")
+    return name if name and not name[0].isdigit() else f"v_{name}"

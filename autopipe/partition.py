@@ -1,0 +1,195 @@
+"""Stages: which nodes each one runs, what it receives and sends, and where a cut may be.
+
+    stage 0            stage 1            stage 2
+    embed, block 0     block 1            block 2, loss
+        | hidden ---------> | hidden ---------> |
+        | skip ------------------------------> |      sent straight to the stage that needs it
+      mask               mask'              mask''    made again from the batch: nothing sent
+
+A stage runs a range of the graph's order, without the local nodes in it (see `dataflow`) but with
+every local node that it needs, wherever it stood.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopipe.dataflow import Dataflow
+from autopipe.errors import PlanError
+from autopipe.graph import Input, Ref, State, Value, values_in
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a partition.
+
+    Attributes:
+        first, stop: its range of node positions.
+        nodes: the positions it runs, in order, local nodes from elsewhere included.
+        inputs: paths of the batch's leaves it reads.
+        states: names of the parameters, buffers and constants it reads.
+        receives: tensors from earlier stages, each with the stage that makes it.
+        sends: tensors for later stages, each with the stage that needs it.
+        copied: received tensors that the stage writes in place.
+    """
+
+    index: int
+    first: int
+    stop: int
+    nodes: tuple[int, ...]
+    inputs: tuple[str, ...]
+    states: tuple[str, ...]
+    receives: tuple[tuple[Ref, int], ...]
+    sends: tuple[tuple[Ref, int], ...]
+    copied: frozenset[Ref]
+
+    @property
+    def outgoing(self) -> tuple[Ref, ...]:
+        """The distinct tensors it sends."""
+        return tuple(dict.fromkeys(value for value, _ in self.sends))
+
+
+def legal_cuts(flow: Dataflow) -> tuple[int, ...]:
+    """Positions before which the graph may be cut, ascending.
+
+    A cut stands before a node that is not local. It must not separate nodes that touch a buffer or
+    input which one of them writes, nor send two aliases of a storage that is written later.
+    """
+    nodes = flow.graph.nodes
+    legal = [position > 0 and not local for position, local in enumerate(flow.local)]
+    for root, group in _written_groups(flow).items():
+        spans = [_span(flow, value) for value in group]
+        if not isinstance(root, Ref):
+            touched = [p for _, last in spans for p in last] + list(flow.writers[root])
+            for cut in range(min(touched) + 1, max(touched) + 1):
+                legal[cut] = False
+            continue
+        last_write = flow.writers[root][-1]
+        for cut in range(flow.position(root) + 1, last_write + 1):
+            crossing = [made for made, used in spans if made < cut and used and used[-1] >= cut]
+            written_later = any(writer >= cut for writer in flow.writers[root])
+            if written_later and len(crossing) > 1:
+                legal[cut] = False
+    assert len(legal) == len(nodes)
+    return tuple(position for position, fine in enumerate(legal) if fine)
+
+
+def _written_groups(flow: Dataflow) -> dict[Value, list[Value]]:
+    """The values of each storage that a node writes and that is not made again everywhere."""
+    groups: dict[Value, list[Value]] = defaultdict(list)
+    for value, root in flow.root.items():
+        local = isinstance(root, Ref) and flow.local[flow.position(root)]
+        if root in flow.writers and not local:
+            groups[root].append(value)
+    return groups
+
+
+def _span(flow: Dataflow, value: Value) -> tuple[int, tuple[int, ...]]:
+    """Where a value is made, and where it is read."""
+    return flow.position(value), flow.users.get(value, ())
+
+
+def partition(flow: Dataflow, cuts: Sequence[int]) -> tuple[Stage, ...]:
+    """The stages between `cuts`, positions of the nodes that begin the later stages.
+
+    Raises:
+        PlanError: a cut is not legal; the sentence names the node.
+    """
+    graph = flow.graph
+    legal = set(legal_cuts(flow))
+    for cut in cuts:
+        if cut not in legal:
+            raise PlanError(
+                f"the graph cannot be cut before {graph.nodes[cut].name!r}: "
+                + (
+                    "it depends on the batch alone and is made again in every stage"
+                    if flow.local[cut]
+                    else "two sides of the cut would share a tensor that is written in place"
+                ),
+                hint="cut at another node; `autopipe trace` lists them",
+            )
+    bounds = [0, *cuts, len(graph.nodes)]
+    if sorted(set(bounds)) != bounds:
+        raise PlanError(f"cuts must ascend and leave no stage empty, found {list(cuts)}")
+    needed = [_needed(flow, bounds, index) for index in range(len(bounds) - 1)]
+    received = [received for _, received in needed]
+    stages = []
+    for index, (positions, arrivals) in enumerate(needed):
+        reads = [v for p in positions for v in graph.nodes[p].values()]
+        if index == len(needed) - 1:
+            reads += values_in(graph.outputs)
+        sends = [
+            (value, other)
+            for other in range(index + 1, len(needed))
+            for value, source in received[other]
+            if source == index
+        ]
+        copied = frozenset(
+            value
+            for value, _ in arrivals
+            if any(w in positions for w in flow.writers.get(flow.root[value], ()))
+        )
+        stages.append(
+            Stage(
+                index,
+                bounds[index],
+                bounds[index + 1],
+                tuple(sorted(positions)),
+                tuple(dict.fromkeys(v.path for v in reads if isinstance(v, Input))),
+                tuple(dict.fromkeys(v.name for v in reads if isinstance(v, State))),
+                tuple(arrivals),
+                tuple(sends),
+                copied,
+            )
+        )
+    return tuple(stages)
+
+
+def _needed(
+    flow: Dataflow, bounds: Sequence[int], index: int
+) -> tuple[set[int], list[tuple[Ref, int]]]:
+    """The nodes of stage `index`, and the tensors it receives with the stage that makes each."""
+    graph = flow.graph
+    first, stop = bounds[index], bounds[index + 1]
+    pending = [p for p in range(first, stop) if not flow.local[p]]
+    wanted: list[Value] = []
+    if index == len(bounds) - 2:
+        wanted = list(values_in(graph.outputs))
+    positions: set[int] = set()
+    received: dict[Ref, int] = {}
+
+    def need(value: Value) -> None:
+        if not isinstance(value, Ref):
+            return
+        made = flow.position(value)
+        if flow.local[made]:
+            pending.append(made)
+        elif made < first:
+            received[value] = bisect_right(bounds, made) - 1
+
+    for value in wanted:
+        need(value)
+    while pending:
+        position = pending.pop()
+        if position in positions:
+            continue
+        positions.add(position)
+        for value in graph.nodes[position].values():
+            need(value)
+        pending += [writer for writer in flow.before[position] if flow.local[writer]]
+    # The earliest maker first: the order in which both sides count a channel's tensors.
+    order = sorted(received.items(), key=lambda item: (flow.position(item[0]), item[0].output))
+    return positions, order
+
+
+def tied_states(stages: Sequence[Stage], trainable: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """Trainable parameters that stand in several stages, with those stages."""
+    owners: dict[str, list[int]] = defaultdict(list)
+    for stage in stages:
+        for name in stage.states:
+            if name in set(trainable):
+                owners[name].append(stage.index)
+    return {name: tuple(found) for name, found in owners.items() if len(found) > 1}

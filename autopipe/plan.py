@@ -1,0 +1,307 @@
+"""The plan: every decision about one training step, as plain data that comes back equal from disk.
+
+    Plan
+    +-- what it was made for    fingerprint, trail, versions, source, inputs, reads
+    +-- where it runs           cluster, mesh (rank -> coordinate -> node and device)
+    +-- how a step goes         batch, schedule, boundaries (window, depth), precision, optimizer
+    +-- what each stage does    stages: first and last node, parameters, what enters and leaves
+    +-- why                     prediction (seconds, bytes), planner (bound, next best, what binds)
+
+A plan names things (`first="transformer.h.4/layer_norm/0"`), never node numbers. Seconds and bytes
+are the only units. `save` writes beside the file and renames, so a reader never meets half a plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from autopipe import codec
+from autopipe.cluster import Cluster
+from autopipe.errors import PlanError
+
+FORMAT = 1
+"""The version of the file format; raised when a field changes its meaning."""
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """One leaf of the batch.
+
+    `path` is the leaf's place in the batch tree: `input_ids`, `0`, `image.mask`. A tensor has a
+    `shape` whose entries are integers or expressions in `b`, the rows of a micro-batch, and a
+    `batch_dim` (None: every micro-batch gets the whole tensor). Integer tensors carry the bounds
+    seen while tracing. A leaf that is no tensor has `dtype` "python" and its `value`.
+    """
+
+    path: str
+    shape: tuple[int | str, ...]
+    dtype: str
+    batch_dim: int | None
+    low: int | None = None
+    high: int | None = None
+    value: bool | int | float | str | None = None
+
+
+@dataclass(frozen=True)
+class Read:
+    """A value that Python read from a tensor while tracing, so a branch the graph has taken.
+
+    Every rank re-checks it on every micro-batch: a branch that stops being true is an error,
+    never a wrong gradient.
+    """
+
+    kind: str
+    value: bool | int | float
+    place: str
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs: rank = (pp * DP + dp) * TP + tp."""
+
+    rank: int
+    pp: int
+    dp: int
+    tp: int
+    node: int
+    local: int
+    device: str
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The degrees of pipeline, data and tensor parallelism and the rank at each coordinate."""
+
+    pp: int
+    dp: int
+    tp: int
+    places: tuple[Place, ...]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """`rows` of the whole batch: each of dp shares goes through in `micro_batches` equal parts."""
+
+    rows: int
+    micro_batches: int
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """Between stage i and i + 1: receives posted ahead, and extra micro-batches in flight."""
+
+    window: int
+    depth: int
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A tensor that enters or leaves a stage; `shape` is in `b`, the rows of a micro-batch."""
+
+    name: str
+    shape: tuple[int | str, ...]
+    dtype: str
+    peer: int
+    gradient: bool
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How one tensor that is not replicated lies over the tensor-parallel ranks: `S(0)`, `P`."""
+
+    name: str
+    state: str
+
+
+@dataclass(frozen=True)
+class BlockClass:
+    """Blocks of one structure, by module path, and the tensor states they share."""
+
+    name: str
+    members: tuple[str, ...]
+    states: tuple[Sharding, ...] = ()
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Peak bytes of one device by what they are for.
+
+    `activations` are those saved from forward to backward for all micro-batches in flight,
+    received tensors included; `transfers` are the buffers of receives posted ahead and of sends
+    under way.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    buffers: int
+    activations: int
+    transfers: int
+
+    @property
+    def peak(self) -> int:
+        """Bytes of one device at the fullest moment of a step."""
+        return (
+            self.parameters
+            + self.gradients
+            + self.optimizer
+            + self.buffers
+            + self.activations
+            + self.transfers
+        )
+
+
+@dataclass(frozen=True)
+class StagePrediction:
+    """Seconds of one micro-batch and peak bytes of one device."""
+
+    forward_seconds: float
+    backward_seconds: float
+    memory: Memory
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage: the nodes from `first` to `last` in the graph's order.
+
+    `parameters` are under the model's own names; one that stands in two stages is tied, and its
+    gradients are summed. `recompute` names the blocks whose activations are made again in backward.
+    """
+
+    first: str
+    last: str
+    nodes: int
+    parameters: tuple[str, ...]
+    receives: tuple[Transfer, ...]
+    sends: tuple[Transfer, ...]
+    recompute: tuple[str, ...]
+    zero: int
+    predicted: StagePrediction
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one step: its seconds, and the share of them that a stage idles for the schedule."""
+
+    step_seconds: float
+    bubble: float
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Another mesh that was considered, and what keeps it from being the plan."""
+
+    pp: int
+    dp: int
+    tp: int
+    micro_batches: int
+    schedule: str
+    step_seconds: float | None
+    why: str
+
+
+@dataclass(frozen=True)
+class PlannerNote:
+    """Who made the plan and why it is this one: the bound it meets, what binds, the next best."""
+
+    name: str
+    bound_seconds: float
+    binding: str
+    next_best: Alternative | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A decision about how to split one model over one cluster; see the module's picture."""
+
+    format: int
+    versions: dict[str, str]
+    source: str | None
+    fingerprint: str
+    trail: str
+    inputs: tuple[InputSpec, ...]
+    reads: tuple[Read, ...]
+    cluster: Cluster
+    mesh: Mesh
+    batch: Batch
+    precision: str
+    optimizer: str
+    schedule: str
+    boundaries: tuple[Boundary, ...]
+    blocks: tuple[BlockClass, ...]
+    stages: tuple[StagePlan, ...]
+    prediction: Prediction
+    planner: PlannerNote
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON: beside `path`, then renamed. The same plan is the same bytes."""
+        codec.save(self, Path(path))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan back.
+
+        Raises:
+            PlanError: the file is missing, truncated, of another format version, has an unknown
+                or missing field or one of the wrong type (`plan.stages[1].first: ...`), or its
+                parts do not agree with each other.
+        """
+        plan = codec.load(cls, Path(path), root="plan", format=FORMAT)
+        check(plan)
+        return plan
+
+
+def check(plan: Plan) -> None:
+    """Refuse a plan whose parts contradict each other, naming the path of the part.
+
+    Raises:
+        PlanError: as `Plan.load`.
+    """
+    mesh, stages = plan.mesh, plan.stages
+    world = mesh.pp * mesh.dp * mesh.tp
+
+    def refuse(path: str, asked: str, found: str) -> None:
+        raise PlanError(f"plan.{path}: expected {asked}, found {found}")
+
+    for name, degree in (("pp", mesh.pp), ("dp", mesh.dp), ("tp", mesh.tp)):
+        if degree < 1:
+            refuse(f"mesh.{name}", "a degree of at least 1", str(degree))
+    if len(stages) != mesh.pp:
+        refuse("stages", f"{mesh.pp} stages (mesh.pp)", str(len(stages)))
+    if len(plan.boundaries) != mesh.pp - 1:
+        refuse("boundaries", f"{mesh.pp - 1} (mesh.pp - 1)", str(len(plan.boundaries)))
+    if len(mesh.places) != world:
+        refuse("mesh.places", f"{world} places (pp * dp * tp)", str(len(mesh.places)))
+    for rank, place in enumerate(mesh.places):
+        expected = (place.pp * mesh.dp + place.dp) * mesh.tp + place.tp
+        if place.rank != rank or expected != rank:
+            refuse(
+                f"mesh.places[{rank}]",
+                f"rank {rank} = (pp * {mesh.dp} + dp) * {mesh.tp} + tp",
+                f"rank {place.rank} at pp={place.pp} dp={place.dp} tp={place.tp}",
+            )
+    if plan.batch.micro_batches < 1:
+        refuse("batch.micro_batches", "at least 1", str(plan.batch.micro_batches))
+    if plan.batch.rows < 1 or plan.batch.rows % (mesh.dp * plan.batch.micro_batches):
+        refuse(
+            "batch.rows",
+            f"a multiple of dp * micro_batches = {mesh.dp * plan.batch.micro_batches}",
+            str(plan.batch.rows),
+        )
+    for index, boundary in enumerate(plan.boundaries):
+        if boundary.window < 1:
+            refuse(f"boundaries[{index}].window", "at least 1", str(boundary.window))
+        if boundary.depth < 0:
+            refuse(f"boundaries[{index}].depth", "at least 0", str(boundary.depth))
+    for index, stage in enumerate(stages):
+        for word in ("receives", "sends"):
+            for slot, transfer in enumerate(getattr(stage, word)):
+                low, high = (0, index) if word == "receives" else (index + 1, mesh.pp)
+                if not low <= transfer.peer < high:
+                    side = "an earlier" if word == "receives" else "a later"
+                    refuse(
+                        f"stages[{index}].{word}[{slot}].peer",
+                        f"{side} stage",
+                        str(transfer.peer),
+                    )

@@ -1,0 +1,174 @@
+"""What datasheets say about devices and links, and the share of it that programs reach.
+
+    floating-point operations a second = datasheet * MATMUL_SHARE
+    bytes a second of memory           = datasheet * MEMORY_SHARE
+    bytes a second of a link           = datasheet * LINK_SHARE
+    bytes of memory                    = what torch reports - RESERVE
+
+In datasheets a TB is 1e12 bytes and a TFLOP 1e12 operations, never powers of two; the "80GB" of a
+name are nearly 80 GiB. Peaks are dense: the figures printed for tensor cores are often twice as
+high, for matrices half of which is zero. `autopipe probe` measures instead of reading.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MATMUL_SHARE = 0.8
+"""Share of the peak that large matmuls reach.
+
+Measured by others in bf16: 86% on A100 SXM, 82% on A100 PCIe, 80% on H100 SXM;
+https://github.com/stas00/ml-engineering/tree/master/compute/accelerator, table of maximum
+achievable matmul FLOPS. The lowest of the three, for all devices and dtypes.
+"""
+
+MEMORY_SHARE = 0.9
+"""Share of the memory bandwidth that an elementwise op on large tensors reaches: an assumption."""
+
+LINK_SHARE = 0.88
+"""Share of a link's bandwidth that a long transfer reaches.
+
+Measured by others between two H200 over NVLink: 396 of 450 GB/s;
+https://github.com/stas00/ml-engineering/tree/master/network. An assumption for the other links.
+"""
+
+LAUNCH = 5e-6
+"""Seconds that the host needs to put one op on a GPU's queue, from Python: an assumption."""
+
+RESERVE = 2**30
+"""Bytes of a GPU that hold no tensor: CUDA's context and NCCL's buffers. An assumption."""
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A kind of link: seconds before the first byte, datasheet bytes a second in one direction."""
+
+    latency: float
+    bandwidth: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Datasheet:
+    """A kind of device, by its datasheet.
+
+    `memory` is in bytes, as `torch.cuda.get_device_properties` reports it: 0.2 to 0.8 GiB below
+    the nominal GiB, and another sixteenth below on GDDR6 with error correction (L4, L40S, T4).
+    `flops` are peaks by dtype, where the device has the dtype; fp32 is without TF32, as torch
+    computes unless told otherwise. `within` and `between` name the `WIRES` that join it to a
+    device of its node and of another node in the machines it is usually sold in.
+    """
+
+    memory: float
+    flops: dict[str, float]
+    bandwidth: float
+    within: str
+    between: str
+    source: str
+
+
+# The seconds are NCCL's own model of a ring with its Simple protocol, the one that point-to-point
+# transfers use: 8.4 us, and 3.4 over NVLink, 5.7 over PCIe or 14.0 over a network more.
+_NCCL = "https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc (baseLat, hwLat)"
+_NVLINK, _PCIE, _NETWORK = 8.4e-6 + 3.4e-6, 8.4e-6 + 5.7e-6, 8.4e-6 + 14.0e-6
+
+WIRES: dict[str, Wire] = {
+    "NVLink 2": Wire(_NVLINK, 150e9, f"https://www.nvidia.com/en-us/data-center/v100/; {_NCCL}"),
+    "NVLink 3": Wire(_NVLINK, 300e9, f"https://www.nvidia.com/en-us/data-center/a100/; {_NCCL}"),
+    "NVLink 4": Wire(_NVLINK, 450e9, f"https://www.nvidia.com/en-us/data-center/h100/; {_NCCL}"),
+    "PCIe 3 x16": Wire(_PCIE, 15.75e9, f"https://en.wikipedia.org/wiki/PCI_Express; {_NCCL}"),
+    "PCIe 4 x16": Wire(_PCIE, 31.5e9, f"https://en.wikipedia.org/wiki/PCI_Express; {_NCCL}"),
+    # One card a GPU, as in DGX-2 (EDR), DGX A100 (HDR) and DGX H100 (NDR).
+    "InfiniBand EDR": Wire(_NETWORK, 12.5e9, f"https://en.wikipedia.org/wiki/InfiniBand; {_NCCL}"),
+    "InfiniBand HDR": Wire(_NETWORK, 25e9, f"https://en.wikipedia.org/wiki/InfiniBand; {_NCCL}"),
+    "InfiniBand NDR": Wire(_NETWORK, 50e9, f"https://en.wikipedia.org/wiki/InfiniBand; {_NCCL}"),
+    # One card a node.
+    "100 GbE": Wire(
+        _NETWORK, 12.5e9, f"https://en.wikipedia.org/wiki/100_Gigabit_Ethernet; {_NCCL}"
+    ),
+}
+
+DEVICES: dict[str, Datasheet] = {
+    "A100-40GB": Datasheet(
+        memory=39.4 * GIB,
+        flops={"fp32": 19.5e12, "bf16": 312e12, "fp16": 312e12},
+        bandwidth=1.555e12,
+        within="NVLink 3",
+        between="InfiniBand HDR",
+        source="https://www.nvidia.com/en-us/data-center/a100/ (SXM)",
+    ),
+    "A100-80GB": Datasheet(
+        memory=79.1 * GIB,
+        flops={"fp32": 19.5e12, "bf16": 312e12, "fp16": 312e12},
+        bandwidth=2.039e12,
+        within="NVLink 3",
+        between="InfiniBand HDR",
+        source="https://www.nvidia.com/en-us/data-center/a100/ (SXM)",
+    ),
+    "A100-PCIe-80GB": Datasheet(
+        memory=79.1 * GIB,
+        flops={"fp32": 19.5e12, "bf16": 312e12, "fp16": 312e12},
+        bandwidth=1.935e12,
+        within="PCIe 4 x16",
+        between="100 GbE",
+        source="https://www.nvidia.com/en-us/data-center/a100/ (PCIe)",
+    ),
+    "H100-80GB": Datasheet(
+        memory=79.1 * GIB,
+        flops={"fp32": 67e12, "bf16": 989e12, "fp16": 989e12},
+        bandwidth=3.35e12,
+        within="NVLink 4",
+        between="InfiniBand NDR",
+        source="https://www.nvidia.com/en-us/data-center/h100/ (SXM)",
+    ),
+    "H200": Datasheet(
+        memory=139.8 * GIB,
+        flops={"fp32": 67e12, "bf16": 989e12, "fp16": 989e12},
+        bandwidth=4.8e12,
+        within="NVLink 4",
+        between="InfiniBand NDR",
+        source="https://www.nvidia.com/en-us/data-center/h200/ (SXM)",
+    ),
+    "V100-32GB": Datasheet(
+        memory=31.7 * GIB,
+        flops={"fp32": 15.7e12, "fp16": 125e12},
+        bandwidth=0.9e12,
+        within="NVLink 2",
+        between="InfiniBand EDR",
+        source="https://www.nvidia.com/en-us/data-center/v100/ (SXM2)",
+    ),
+    "L40S": Datasheet(
+        memory=44.4 * GIB,
+        flops={"fp32": 91.6e12, "bf16": 362e12, "fp16": 362e12},
+        bandwidth=0.864e12,
+        within="PCIe 4 x16",
+        between="100 GbE",
+        source="https://www.nvidia.com/en-us/data-center/l40s/",
+    ),
+    "L4": Datasheet(
+        memory=22.0 * GIB,
+        flops={"fp32": 30.3e12, "bf16": 121e12, "fp16": 121e12},
+        bandwidth=0.3e12,
+        within="PCIe 4 x16",
+        between="100 GbE",
+        source="https://www.nvidia.com/en-us/data-center/l4/",
+    ),
+    "T4": Datasheet(
+        memory=14.5 * GIB,
+        flops={"fp32": 8.1e12, "fp16": 65e12},
+        bandwidth=0.32e12,
+        within="PCIe 3 x16",
+        between="100 GbE",
+        source="https://www.nvidia.com/en-us/data-center/tesla-t4/",
+    ),
+    "RTX4090": Datasheet(
+        memory=23.6 * GIB,
+        flops={"fp32": 82.6e12, "bf16": 165.2e12, "fp16": 165.2e12},
+        bandwidth=1.008e12,
+        within="PCIe 4 x16",
+        between="100 GbE",
+        source="https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf",
+    ),
+}

@@ -1,0 +1,418 @@
+"""Measures the machine one stands on: rates of its devices, and of the link between processes.
+
+    process 0   | matmul | add | ops | <--- ping-pong ---> |
+    process 1   | matmul | add | ops | <------------------ |        one median of each figure
+    process 2   | matmul | add | ops | <--- ping-pong ---> |
+    process 3   | matmul | add | ops | <------------------ |
+                ^ barrier            ^ barrier
+
+All processes measure at the same time, so that each gets the share of cores, caches and memory
+that it has when they train. A rate is work over the time of a whole *window*, long beside a time
+slice of the operating system: where processes share a core, single operations mostly run
+undisturbed and would say that each has the core for itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date, timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from autopipe import codec, presets
+from autopipe.cluster import Cluster, Device, Group, Link, Node, check
+from autopipe.errors import AutopipeError, LaunchError, PlanError
+
+WINDOW = 0.05
+"""Seconds of uninterrupted repetition that make one figure."""
+
+WINDOWS = 5
+"""Windows of which the median is taken."""
+
+PATIENCE = 120.0
+"""Seconds after which processes that have not finished are given up."""
+
+SMALL, LARGE = 2**10, 2**20
+"""Bytes of the two messages: the first measures latency, their difference bandwidth."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What one process measured: rates per second, times in seconds.
+
+    `forward` and `backward` are of one small op that autograd records. `latency` and `bandwidth`
+    are those of the link, None for a process without a partner.
+    """
+
+    flops: dict[str, float]
+    memory_bandwidth: float
+    forward: float
+    backward: float
+    latency: float | None
+    bandwidth: float | None
+
+
+@dataclass(frozen=True)
+class _Cached:
+    """A measurement, and the circumstances in which it holds."""
+
+    key: dict[str, str]
+    cluster: Cluster
+
+
+def local_processes() -> int:
+    """How many processes this machine is for: one a GPU, or 2 without."""
+    return torch.cuda.device_count() or 2
+
+
+def local_cluster(processes: int, say: Say | None = None) -> Cluster:
+    """This machine as a cluster of `processes` devices; measured once, then read from a cache.
+
+    The cache is `$XDG_CACHE_HOME/autopipe` or `~/.cache/autopipe`, one file per processor, number
+    of cores and processes, GPU and torch version. A file that cannot be read is measured anew.
+
+    Raises:
+        AutopipeError, LaunchError: as `probe`.
+    """
+    say = say or _silent
+    key = _key(processes)
+    path = _cache_path(key)
+    cached = _read_cache(path, key)
+    if cached is not None:
+        say(f"rates of this machine: measured before, read from {path}")
+        return cached
+    device, link = probe(processes, say)
+    group = Group(processes, device)
+    cluster = Cluster(f"local:{processes}", (Node(1, (group,)),), within=link, between=link)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        codec.save(_Cached(key, cluster), path)
+    except (OSError, PlanError) as error:
+        say(f"the rates are not kept for next time: {error}")
+    return cluster
+
+
+def probe(processes: int, say: Say | None = None) -> tuple[Device, Link]:
+    """Start `processes` processes, measure all of them at once, and take medians over them.
+
+    On a machine with GPUs there is one process a GPU. Without, each process has an equal part of
+    the cores and is said to have an equal part of the installed memory, whatever else may be
+    using it. A single process has no link: its own memory stands for it.
+
+    Raises:
+        AutopipeError: less than one process, or more than there are GPUs.
+        LaunchError: a process failed, with the end of what it wrote.
+    """
+    say = say or _silent
+    gpus = torch.cuda.device_count()
+    if processes < 1:
+        raise AutopipeError(f"asked to measure {processes} processes, at least 1 is needed")
+    if gpus and processes > gpus:
+        raise AutopipeError(
+            f"asked for {processes} processes, found {gpus} GPUs",
+            hint=f"use local:{gpus}",
+        )
+    say(f"measuring this machine with {processes} processes at once, some seconds")
+    samples = run_workers(processes, [sys.executable, "-c", _WORKER])
+    flops = {
+        dtype: statistics.median(sample.flops[dtype] for sample in samples)
+        for dtype in samples[0].flops
+    }
+    for dtype, rate in flops.items():
+        say(f"  matmul in {dtype}: {rate / 1e9:.4g} GFLOP/s a process")
+    bandwidth = statistics.median(sample.memory_bandwidth for sample in samples)
+    say(f"  memory: {bandwidth / 1e9:.3g} GB/s a process")
+    forward = statistics.median(sample.forward for sample in samples)
+    backward = statistics.median(sample.backward for sample in samples)
+    say(f"  one small op: {forward * 1e6:.3g} us forward, {backward * 1e6:.3g} us backward")
+    device = Device(
+        kind=torch.cuda.get_device_name() if gpus else "cpu",
+        memory=_memory(processes, bool(gpus)),
+        flops=flops,
+        bandwidth=bandwidth,
+        # A step runs about as many ops backward as forward.
+        launch=(forward + backward) / 2,
+        source=f"measured on {_key(processes)['processor']}, {_cores()} cores, {processes} "
+        f"processes, torch {torch.__version__}, {date.today().isoformat()}",
+    )
+    link = _link(samples, device)
+    say(f"  between processes: {link}")
+    return device, link
+
+
+def run_workers(processes: int, command: list[str]) -> list[Sample]:
+    """The sample of each process of `command`, called with rank, processes and a shared folder.
+
+    Raises:
+        LaunchError: a process ended badly or not at all; the others are stopped.
+    """
+    with tempfile.TemporaryDirectory(prefix="autopipe-probe-") as name:
+        folder = Path(name)
+        workers: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(processes):
+                arguments = [*command, str(rank), str(processes), name]
+                with open(folder / f"{rank}.log", "wb") as log:
+                    worker = subprocess.Popen(
+                        arguments,
+                        env=_environment(processes),
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                    )
+                workers.append(worker)
+            _wait(workers, folder)
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.wait()
+        return [
+            codec.load(Sample, folder / f"{rank}.json", root="sample") for rank in range(processes)
+        ]
+
+
+# --- The process that measures -------------------------------------------------------------------
+
+# Not `-m autopipe.probe`: where the package imports this module, that would make it twice.
+_WORKER = "import sys; from autopipe import probe; probe.worker(*sys.argv[1:])"
+
+
+def worker(rank_text: str, processes_text: str, folder: str) -> None:
+    """Measure as process `rank` of `processes`, and leave a `Sample` in `folder`."""
+    rank, processes = int(rank_text), int(processes_text)
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    torch.set_num_threads(_threads(processes))
+    dist.init_process_group(
+        "nccl" if cuda else "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=processes,
+        timeout=timedelta(seconds=PATIENCE),
+    )
+    sizes = [(256, 384, 384), (512, 768, 768), (1024, 1024, 1024)]
+    if cuda:
+        sizes = [(4096, 4096, 4096), (8192, 8192, 8192)]
+    dist.barrier()
+    flops = {
+        name: statistics.median(_matmul_rate(size, dtype, device) for size in sizes)
+        for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
+    }
+    dist.barrier()
+    memory_bandwidth = _add_rate(device)
+    dist.barrier()
+    forward, backward = _op_seconds(device)
+    dist.barrier()
+    latency, bandwidth = _ping_pong(rank, processes, device)
+    sample = Sample(flops, memory_bandwidth, forward, backward, latency, bandwidth)
+    codec.save(sample, Path(folder, f"{rank}.json"))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _matmul_rate(size: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> float:
+    """Floating-point operations a second of (m, k) @ (k, n)."""
+    m, k, n = size
+    left = torch.randn(m, k, dtype=dtype, device=device)
+    right = torch.randn(k, n, dtype=dtype, device=device)
+    out = torch.empty(m, n, dtype=dtype, device=device)
+    return 2 * m * k * n / _seconds(lambda: torch.mm(left, right, out=out), device)
+
+
+def _add_rate(device: torch.device) -> float:
+    """Bytes a second of an addition that reads two tensors and writes one, none in a cache."""
+    size = 2**26 if device.type == "cpu" else 2**28
+    left = torch.ones(size // 4, device=device)
+    right, out = torch.ones_like(left), torch.ones_like(left)
+    return 3 * size / _seconds(lambda: torch.add(left, right, out=out), device)
+
+
+def _op_seconds(device: torch.device, ops: int = 200) -> tuple[float, float]:
+    """Seconds of one addition of 8 numbers that autograd records, and of its backward."""
+    start = torch.ones(8, device=device, requires_grad=True)
+    seed = torch.ones(8, device=device)
+    rounds = []
+    for _ in range(WINDOWS + 1):
+        forward = backward = 0.0
+        count = 0
+        while forward + backward < WINDOW:
+            begin = _now(device)
+            value = start
+            for _ in range(ops):
+                value = value + 1.0
+            middle = _now(device)
+            torch.autograd.backward(value, seed)
+            forward += middle - begin
+            backward += _now(device) - middle
+            count += ops
+        rounds.append((forward / count, backward / count))
+    # The first round warms up.
+    forwards, backwards = zip(*rounds[1:], strict=True)
+    return statistics.median(forwards), statistics.median(backwards)
+
+
+def _ping_pong(
+    rank: int, processes: int, device: torch.device
+) -> tuple[float | None, float | None]:
+    """Latency and bandwidth one way between processes 2i and 2i + 1, all pairs at once."""
+    partner = rank ^ 1
+    if partner >= processes:
+        return None, None
+    small, large = (_one_way(rank, partner, size, device) for size in (SMALL, LARGE))
+    # Noise can make the small message the slower one; then its time is no latency to subtract.
+    transfer = large - small if large > small else large
+    return small, (LARGE - SMALL) / transfer
+
+
+def _one_way(rank: int, partner: int, size: int, device: torch.device) -> float:
+    """Seconds in which a message of `size` bytes goes one way: half of there and back."""
+    message = torch.ones(size, dtype=torch.uint8, device=device)
+    first, second = (dist.send, dist.recv) if rank < partner else (dist.recv, dist.send)
+    rounds = 100 if size == SMALL else 20
+    times = []
+    for _ in range(WINDOWS + 1):
+        begin = _now(device)
+        for _ in range(rounds):
+            first(message, partner)
+            second(message, partner)
+        times.append((_now(device) - begin) / (2 * rounds))
+    return statistics.median(times[1:])
+
+
+def _seconds(op: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one call of `op`: the median over windows, after one window to warm up."""
+    times = []
+    for _ in range(WINDOWS + 1):
+        begin, calls = _now(device), 0
+        # Asked of the device each time: a GPU's queue takes seconds of work in a millisecond.
+        while _now(device) - begin < WINDOW:
+            op()
+            calls += 1
+        times.append((_now(device) - begin) / calls)
+    return statistics.median(times[1:])
+
+
+def _now(device: torch.device) -> float:
+    """The clock, once all that was asked of `device` is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+# --- Around it -----------------------------------------------------------------------------------
+
+
+def _wait(workers: list[subprocess.Popen[bytes]], folder: Path) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while any(worker.poll() is None for worker in workers):
+        failed = [rank for rank, worker in enumerate(workers) if worker.poll()]
+        if failed or time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+    for rank, worker in enumerate(workers):
+        code = worker.poll()
+        if code is not None and code != 0:
+            lines = (folder / f"{rank}.log").read_text(errors="replace").splitlines()
+            raise LaunchError(
+                f"process {rank} of {len(workers)} that measured this machine ended with code "
+                f"{code}: {lines[-1] if lines else 'it wrote nothing'}",
+                hint="describe the machine in a cluster file instead, or try fewer processes",
+            )
+    if any(worker.poll() is None for worker in workers):
+        raise LaunchError(f"measuring this machine did not end within {PATIENCE:.0f} seconds")
+
+
+def _environment(processes: int) -> dict[str, str]:
+    """The environment of a worker: this package can be imported, and gloo talks over loopback."""
+    environment = dict(os.environ)
+    home = str(Path(__file__).resolve().parents[1])
+    environment["PYTHONPATH"] = os.pathsep.join(
+        part for part in (home, environment.get("PYTHONPATH")) if part
+    )
+    environment["OMP_NUM_THREADS"] = str(_threads(processes))
+    if sys.platform == "linux":
+        # Else gloo looks up the name of the host, which not every machine can answer.
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
+    return environment
+
+
+def _link(samples: list[Sample], device: Device) -> Link:
+    latencies = [sample.latency for sample in samples if sample.latency is not None]
+    bandwidths = [sample.bandwidth for sample in samples if sample.bandwidth is not None]
+    if not latencies:
+        return Link(latency=0.0, bandwidth=device.bandwidth)
+    return Link(statistics.median(latencies), statistics.median(bandwidths))
+
+
+def _memory(processes: int, cuda: bool) -> int:
+    if cuda:
+        totals = (torch.cuda.get_device_properties(i).total_memory for i in range(processes))
+        return int(min(totals)) - presets.RESERVE
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // processes
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _threads(processes: int) -> int:
+    return max(1, _cores() // processes)
+
+
+def _key(processes: int) -> dict[str, str]:
+    """The circumstances in which a measurement holds."""
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "processor": _processor(),
+        "cores": str(_cores()),
+        "gpus": ", ".join(gpus),
+        "torch": str(torch.__version__),
+        "processes": str(processes),
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _cache_path(key: dict[str, str]) -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    return Path(home, "autopipe", f"probe-{digest[:16]}.json")
+
+
+def _read_cache(path: Path, key: dict[str, str]) -> Cluster | None:
+    try:
+        cached = codec.load(_Cached, path, root="cache")
+        check(cached.cluster)
+    except AutopipeError:
+        return None
+    return cached.cluster if cached.key == key else None
+
+
+def _silent(line: str) -> None:
+    """Say nothing."""

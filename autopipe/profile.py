@@ -1,0 +1,287 @@
+"""From a graph to the planner's `Problem`: units between cuts, their seconds, bytes and crossings.
+
+Bytes kept for backward are not modelled but observed: the whole graph runs once on tensors without
+memory, and each storage that autograd keeps is entered with the nodes that keep it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopipe import cost
+from autopipe.blocks import Block
+from autopipe.cluster import Cluster
+from autopipe.dataflow import Dataflow
+from autopipe.fake import fake_mode, storage_key
+from autopipe.graph import Graph, Ref, State, bytes_at, shape_at
+from autopipe.lower import NODE_NAME, lower
+from autopipe.partition import legal_cuts, partition
+from autopipe.problem import Constraints, Crossing, Problem, Profile, Saved, Shared
+from autopipe.rehearsal import fake_state
+
+MOST_UNITS = 320
+"""More units than this are made larger: planning takes time with their square."""
+
+
+@dataclass(frozen=True)
+class Units:
+    """The graph's nodes in units: `starts[u]` is the position of unit u's first node."""
+
+    starts: tuple[int, ...]
+
+    def of(self, position: int) -> int:
+        """The unit of the node at `position`; what comes after the last node is in the last."""
+        return min(bisect_right(self.starts, position), len(self.starts)) - 1
+
+
+def find_units(flow: Dataflow, at_least: int = 1, most: int = MOST_UNITS) -> Units:
+    """Units with a trainable parameter each, so that every stage has something to train.
+
+    Between two nodes that use parameters stands one cut, where the fewest bytes cross. More of the
+    legal cuts are taken, the narrowest first, only where `at_least` units need them; where there
+    would be too many, each stretch of equally many cuts keeps its narrowest.
+    """
+    width = _crossing_bytes(flow)
+
+    def narrowest(cuts: Sequence[int]) -> int:
+        return min(cuts, key=lambda cut: (width[cut], cut))
+
+    legal = legal_cuts(flow)
+    users = sorted(
+        {
+            flow.users[State(name)][0]
+            for name, state in flow.graph.states.items()
+            if state.trainable
+        }
+    )
+    gaps = [[cut for cut in legal if left < cut <= right] for left, right in pairwise(users)]
+    cuts = sorted({narrowest(gap) for gap in gaps if gap})
+    if len(cuts) >= most:
+        stretch = -(-len(cuts) // (most - 1))
+        cuts = [narrowest(cuts[i : i + stretch]) for i in range(0, len(cuts), stretch)]
+    missing = at_least - 1 - len(cuts)
+    if missing > 0:
+        others = sorted(set(legal) - set(cuts), key=lambda cut: (width[cut], cut))
+        cuts = sorted([*cuts, *others[:missing]])
+    return Units((0, *cuts))
+
+
+def _crossing_bytes(flow: Dataflow) -> list[int]:
+    """Bytes that would cross a cut before each node, at one row."""
+    change = [0] * (len(flow.graph.nodes) + 2)
+    for value, users in flow.users.items():
+        if isinstance(value, Ref) and not flow.local[flow.position(value)]:
+            size = bytes_at(flow.graph.spec(value), 1)
+            change[flow.position(value) + 1] += size
+            change[users[-1] + 1] -= size
+    width, total = [], 0
+    for step in change:
+        total += step
+        width.append(total)
+    return width
+
+
+def build_problem(
+    flow: Dataflow,
+    blocks: Sequence[Block],
+    units: Units,
+    cluster: Cluster,
+    *,
+    batch: int,
+    rows: Sequence[int],
+    optimizer_factor: float,
+    window: int,
+    constraints: Constraints,
+) -> Problem:
+    """The problem of splitting a graph over a cluster.
+
+    Args:
+        batch: rows of the whole batch.
+        rows: the micro-batch sizes to consider.
+        optimizer_factor: bytes of optimizer state per byte of trainable parameter.
+    """
+    graph, device = flow.graph, cluster.slowest_device
+    link = cluster.within if len(cluster.devices_per_node) == 1 else cluster.between
+    formulas = cost.costs(graph)
+    parameters, constants = _states(graph, flow, units)
+    kept = _kept(flow, units, sorted(rows))
+    profiles = []
+    for size in sorted(rows):
+        forward, backward = cost.seconds(formulas, size, device)
+        profiles.append(
+            Profile(
+                size,
+                _by_unit(forward, units),
+                _by_unit(backward, units),
+                kept[size],
+                _crossings(flow, units, size),
+            )
+        )
+    memory = cluster.smallest_memory
+    return Problem(
+        units=len(units.starts),
+        blocks=tuple(_block_units(units, blocks)),
+        parameters=parameters,
+        constants=constants,
+        optimizer_factor=optimizer_factor,
+        profiles=tuple(profiles),
+        batch=batch,
+        devices=cluster.num_devices,
+        memory=min(memory, constraints.memory or memory),
+        latency=link.latency,
+        bandwidth=link.bandwidth,
+        window=window,
+        constraints=constraints,
+    )
+
+
+def _by_unit(seconds: Any, units: Units) -> tuple[float, ...]:
+    bounds = [*units.starts, len(seconds)]
+    return tuple(float(seconds[first:stop].sum()) for first, stop in pairwise(bounds))
+
+
+def _block_units(units: Units, blocks: Sequence[Block]) -> list[tuple[int, int]]:
+    """Blocks as ranges of units; one that no cut can separate from the last is left out."""
+    ranges: list[tuple[int, int]] = []
+    for block in blocks:
+        first, stop = units.of(block.first), units.of(block.stop - 1) + 1
+        if units.starts[first] == block.first and (not ranges or ranges[-1][1] <= first):
+            ranges.append((first, stop))
+    return ranges
+
+
+def _states(
+    graph: Graph, flow: Dataflow, units: Units
+) -> tuple[tuple[Shared, ...], tuple[Shared, ...]]:
+    """Trainable parameters, and everything else the model holds."""
+    trainable, other = [], []
+    for name, state in graph.states.items():
+        used = sorted({units.of(position) for position in flow.users[State(name)]})
+        shared = Shared(bytes_at(state.spec, 1), tuple(used))
+        (trainable if state.trainable else other).append(shared)
+    return tuple(trainable), tuple(other)
+
+
+def _crossings(flow: Dataflow, units: Units, rows: int) -> tuple[Crossing, ...]:
+    """Every tensor that leaves the unit it is made in."""
+    carrying = cost.gradient_values(flow.graph)
+    found = []
+    for value, users in flow.users.items():
+        if not isinstance(value, Ref) or flow.local[flow.position(value)]:
+            continue
+        producer = units.of(flow.position(value))
+        later = sorted({units.of(user) for user in users} - {producer})
+        if later:
+            size = bytes_at(flow.graph.spec(value), rows)
+            found.append(Crossing(size, producer, tuple(later), value in carrying))
+    return tuple(found)
+
+
+@dataclass
+class _Storage:
+    """A storage that autograd keeps: where it is made (None: in every stage), who keeps it."""
+
+    bytes: int
+    producer: int | None
+    savers: list[int]
+
+
+def _kept(
+    flow: Dataflow, units: Units, rows: Sequence[int]
+) -> dict[int, tuple[Saved, ...]]:
+    """What autograd keeps at each number of rows.
+
+    Bytes are a straight line in the rows for nearly every model. It is drawn through two runs and
+    checked by a third; only where the check fails is every size run.
+    """
+    runs = {size: _observe(flow, units, size) for size in _spread(rows)}
+    if len(runs) == 3:
+        low, middle, high = (runs[size] for size in sorted(runs))
+        small, between, large = sorted(runs)
+        guess = _line(low, high, small, large, between)
+        if guess == middle:
+            return {size: _line(low, high, small, large, size) or low for size in rows}
+    return {size: runs.get(size) or _observe(flow, units, size) for size in rows}
+
+
+def _spread(rows: Sequence[int]) -> set[int]:
+    return {rows[0], rows[len(rows) // 2], rows[-1]}
+
+
+def _line(
+    low: tuple[Saved, ...], high: tuple[Saved, ...], small: int, large: int, rows: int
+) -> tuple[Saved, ...] | None:
+    """The storages at `rows` on the line through two runs; None if they are not the same ones."""
+    if len(low) != len(high):
+        return None
+    line = []
+    for a, b in zip(low, high, strict=True):
+        rise, rest = divmod((b.bytes - a.bytes) * (rows - small), large - small)
+        if rest or replace(b, bytes=a.bytes) != a:
+            return None
+        line.append(replace(a, bytes=a.bytes + rise))
+    return tuple(line)
+
+
+def _observe(flow: Dataflow, units: Units, rows: int) -> tuple[Saved, ...]:
+    """Run the graph under fake tensors, and note for each kept storage who made and who keeps it."""
+    graph = flow.graph
+    (whole,) = partition(flow, ())
+    with fake_mode():
+        states = {name: fake_state(graph, name) for name in whole.states}
+        inputs = [
+            torch.empty(shape_at(graph.inputs[path], rows), dtype=graph.inputs[path].dtype)
+            for path in whole.inputs
+        ]
+        lowered = lower(graph, whole, (), states, None, rows, last=True)
+        watch = _Watch(flow, units, lowered.module, {storage_key(t) for t in (*states.values(), *inputs)})
+        with torch.autograd.graph.saved_tensors_hooks(watch.pack, lambda tensor: tensor):
+            watch.run(*inputs)
+    return tuple(
+        Saved(s.bytes, s.producer, tuple(sorted(set(s.savers)))) for s in watch.kept.values()
+    )
+
+
+class _Watch(fx.Interpreter):
+    """Interprets a lowered graph and remembers which node made and which keep a storage."""
+
+    def __init__(
+        self, flow: Dataflow, units: Units, module: fx.GraphModule, owned: set[int]
+    ) -> None:
+        super().__init__(module, garbage_collect_values=False)  # storages keep their addresses
+        self.kept: dict[int, _Storage] = {}
+        self._flow = flow
+        self._units = units
+        self._owned = owned
+        self._made: dict[int, int] = {}
+        self._position = 0
+
+    def run_node(self, n: fx.Node) -> Any:
+        name = n.meta.get(NODE_NAME)
+        if name is not None:
+            self._position = self._flow.graph.index[name]
+        result = super().run_node(n)
+        for tensor in result if isinstance(result, list | tuple) else [result]:
+            if isinstance(tensor, Tensor):
+                self._made.setdefault(storage_key(tensor), self._position)
+        return result
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        key = storage_key(tensor)
+        if key in self._owned:
+            return tensor
+        unit = self._units.of(self._position)
+        if key not in self.kept:
+            made = self._made.get(key, self._position)
+            producer = None if self._flow.local[made] else self._units.of(made)
+            self.kept[key] = _Storage(tensor.untyped_storage().nbytes(), producer, [])
+        self.kept[key].savers.append(unit)
+        return tensor
+

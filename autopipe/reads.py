@@ -1,0 +1,233 @@
+"""Values that Python reads from tensors while a model runs: `if mask.all():`, `lengths.tolist()`.
+
+A traced graph has taken one branch for good, so every read is (1) answered truly while tracing,
+(2) written down, and (3) checked again on every micro-batch by a node in the graph:
+
+    record   one run with fake parameters and real inputs. A read of what depends on inputs, buffers
+             and constants alone is a real value; one that depends on a parameter is not, and then
+             the same run is made with the real model.
+    replay   torch.export runs the model with fake inputs; reads are answered from the record, and
+             each leaves `autopipe::read(tensor, i)` in the graph.
+    check    at run time that node compares the tensor with the record.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from autopipe import places
+from autopipe.errors import CaptureError, ModelError
+from autopipe.fake import (
+    DataDependentOutputException,
+    TorchDispatchMode,
+    is_fake,
+    written_arguments,
+)
+from autopipe.plan import Read
+
+
+class ReadsParameter(Exception):
+    """A read depends on a parameter that has no values; `place` is the user's line."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__(place)
+        self.place = place
+
+
+def _truth(tensor: Tensor) -> bool:
+    return bool(tensor)
+
+
+_READERS: Mapping[str, Callable[[Tensor], Any]] = {
+    "__bool__": _truth,
+    "is_nonzero": _truth,
+    "__contains__": _truth,
+    "equal": _truth,
+    "allclose": _truth,
+    "__int__": int,
+    "__index__": int,
+    "__float__": float,
+    "item": Tensor.item,
+    "tolist": Tensor.tolist,
+}
+
+
+def _subject(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    """The tensor whose value a read gives: for `x in t` it is `(t == x).any()`."""
+    first: Tensor = args[0]
+    if name == "__contains__":
+        return (first == args[1]).any()
+    if name == "equal":
+        return (first == args[1]).all() if first.shape == args[1].shape else first.new_zeros(())
+    if name == "allclose":
+        return torch.isclose(*args, **kwargs).all()
+    return first
+
+
+def _value(name: str, tensor: Tensor) -> bool | int | float | str:
+    """A read's value as the plan keeps it: lists are JSON text."""
+    value = _READERS[name](tensor)
+    return json.dumps(value) if isinstance(value, list) else value
+
+
+@torch.library.custom_op("autopipe::read", mutates_args=())
+def read_op(tensor: Tensor, index: int) -> None:
+    """Stands in a traced graph for read number `index` of the record."""
+
+
+@read_op.register_fake
+def _(tensor: Tensor, index: int) -> None:
+    return None
+
+
+def check(tensor: Tensor, read: Read) -> None:
+    """Refuse to go on where a recorded branch is not the one this micro-batch takes.
+
+    Raises:
+        ModelError: the value differs from the record.
+    """
+    found = _value(read.kind, tensor)
+    if found != read.value:
+        raise ModelError(
+            f"{read.place}: Python read {read.value!r} from a tensor here when the model was "
+            f"traced, and reads {found!r} in this micro-batch: the traced branch is not the one "
+            "it would take",
+            hint="plan with inputs that take the branch your batches take, or make the branch "
+            "part of the computation (torch.where)",
+        )
+
+
+class _Recording(TorchFunctionMode):
+    """Answers reads truly and keeps them."""
+
+    def __init__(self, tainted: Callable[[Tensor], bool]) -> None:
+        super().__init__()
+        self.reads: list[Read] = []
+        self._tainted = tainted
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name not in _READERS or not args or not isinstance(args[0], Tensor):
+            return func(*args, **(kwargs or {}))
+        tensor = _subject(name, args, kwargs or {})
+        if is_fake(tensor) or self._tainted(tensor):
+            raise ReadsParameter(places.here())
+        self.reads.append(Read(name, _value(name, tensor), places.here()))
+        return _READERS[name](tensor)
+
+
+class _Taint(TorchDispatchMode):  # type: ignore[misc]
+    """Follows real tensors that a fake one was written into: their values mean nothing any more.
+
+        out = torch.zeros(3)        # real
+        out[0] = hidden.sum()       # hidden is fake: the zero stays, and is a lie from here on
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, Tensor] = {}  # by address; the tensor keeps the address taken
+
+    def __call__(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self._storages
+
+    def _mark(self, tensor: Tensor) -> None:
+        if not is_fake(tensor) and tensor.numel():
+            self._storages[tensor.untyped_storage().data_ptr()] = tensor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        operands = list(_tensors((args, kwargs or {})))
+        if any(is_fake(t) or self(t) for t in operands):
+            for tensor in _tensors((result, written_arguments(func, args, kwargs or {}))):
+                self._mark(tensor)
+        return result
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for item in tree.values():
+            yield from _tensors(item)
+    elif isinstance(tree, list | tuple):
+        for item in tree:
+            yield from _tensors(item)
+
+
+def record(run: Callable[[], object]) -> tuple[Read, ...]:
+    """The reads of one run of the model, in order. The global random state is left as it was.
+
+    Raises:
+        ReadsParameter: a read depends on a parameter, and the parameters are fake.
+        CaptureError: the model uses a custom autograd.Function, whose backward a traced graph
+            would lose.
+    """
+    taint = _Taint()
+    recording = _Recording(taint)
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), _refusing_custom_functions():
+        try:
+            with taint, recording:
+                run()
+        except DataDependentOutputException as error:
+            raise ReadsParameter(places.of_error(error)) from error
+    return tuple(recording.reads)
+
+
+class replay(TorchFunctionMode):  # noqa: N801 - used as `with replay(reads):`
+    """Answers reads from a record and leaves `autopipe::read` in the graph for each.
+
+    Raises:
+        CaptureError: the run reads otherwise than the record.
+    """
+
+    def __init__(self, reads: Sequence[Read]) -> None:
+        super().__init__()
+        self._reads = reads
+        self._next = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name not in _READERS or not args or not isinstance(args[0], Tensor):
+            return func(*args, **(kwargs or {}))
+        index, self._next = self._next, self._next + 1
+        if index >= len(self._reads) or self._reads[index].kind != name:
+            expected = self._reads[index].kind if index < len(self._reads) else "no further read"
+            raise CaptureError(
+                f"{places.here()}: Python reads a tensor here ({name}), where the record of the "
+                f"model's reads has {expected}",
+                hint="the model reads other tensors each time it runs (state kept between calls?)",
+            )
+        read = self._reads[index]
+        read_op(_subject(name, args, kwargs or {}), index)
+        return json.loads(read.value) if isinstance(read.value, str) else read.value
+
+
+@contextmanager
+def _refusing_custom_functions() -> Iterator[None]:
+    """torch.export inlines the forward of an autograd.Function and forgets its backward."""
+    original = torch.autograd.Function.__dict__.get("apply")
+    apply = torch.autograd.Function.apply.__func__
+
+    def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
+        raise CaptureError(
+            f"{places.here()}: the model calls {cls.__module__}.{cls.__qualname__}, a custom "
+            "autograd.Function; torch.export traces its forward and loses its backward",
+            hint="register it as an op with torch.library.custom_op and register_autograd",
+        )
+
+    refuse.__wrapped__ = apply  # type: ignore[attr-defined]
+    torch.autograd.Function.apply = classmethod(refuse)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if original is None:
+            del torch.autograd.Function.apply
+        else:
+            torch.autograd.Function.apply = original

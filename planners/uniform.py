@@ -1,0 +1,42 @@
+"""Equal shares of blocks: what Megatron-LM does, and the baseline for the others.
+
+    blocks   0 1 2 3 4 5 6 over 3 stages  ->  0 1 2 | 3 4 | 5 6
+
+The first stages get one block more if they do not divide (in Narayanan et al., SC21, section 2.2,
+they do). Units before the first block stay with the first stage, units after the last
+block with the last one, units between two blocks with the earlier one. A model with fewer blocks
+than stages is cut by its number of units instead. No cost is looked at for the cuts; mesh,
+micro-batches and schedule are the fastest that fit by the estimate.
+"""
+
+from __future__ import annotations
+
+from autopipe.estimate import estimate
+from autopipe.planners.answer import Answer, best_answer
+from autopipe.planners.search import Frame, schedules
+from autopipe.problem import Decision, Problem
+
+
+def uniform(problem: Problem) -> Answer:
+    """Plan by equal shares of blocks.
+
+    Raises:
+        InfeasibleError: no mesh and number of micro-batches fits with such cuts.
+    """
+    return best_answer(problem, _choose, heuristic="uniform")
+
+
+def _choose(problem: Problem, frame: Frame) -> Decision:
+    cuts = even_cuts(problem, frame.pp)
+    decisions = [Decision(*frame, name, cuts) for name in schedules(problem)]
+    return min(decisions, key=lambda decision: estimate(problem, decision).overflow)
+
+
+def even_cuts(problem: Problem, pp: int) -> tuple[int, ...]:
+    """The pp - 1 cuts between pp equal shares, in units; pp is at most the number of units."""
+    if len(problem.blocks) >= pp:
+        starts = [first for first, _ in problem.blocks]
+    else:
+        starts = list(range(problem.units))
+    share, larger = divmod(len(starts), pp)
+    return tuple(starts[stage * share + min(stage, larger)] for stage in range(1, pp))

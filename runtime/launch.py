@@ -1,0 +1,359 @@
+"""How a run's processes come to life: who each one is, and what is started before the first step.
+
+    torchrun         RANK, WORLD_SIZE, ...      --+
+    autopipe --local the same, set by `spawn`   --+-->  World  --start-->  process group
+    srun             SLURM_PROCID, ...          --+
+
+This module imports torch only inside `start`: the parent that `--local N` leaves waiting for its
+children has no use for it, nor for the seconds that its import takes.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+from autopipe.errors import LaunchError
+
+TIMEOUT = 300.0
+"""Seconds that a process waits for another one, at the start or in a transfer, before it gives up.
+
+The last resort against a peer that hangs without dying: compiling a stage has to fit within it.
+"""
+
+
+@dataclass(frozen=True)
+class World:
+    """Which process this is, out of how many, and where the first one listens.
+
+    `rank` (of `size`) counts over all nodes, `local_rank` (of `local_size`) on this one, and `node`
+    the nodes.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node: int
+    master_addr: str
+    master_port: int
+
+
+def world_from(
+    environ: Mapping[str, str], nodelist: Callable[[str], str] | None = None
+) -> World | None:
+    """Read who this process is from the variables of torchrun or, without those, of a Slurm step.
+
+    torchrun comes first because srun may have started it. Ranks are the launcher's own, as a plan
+    binds ranks to devices.
+
+    Args:
+        environ: usually `os.environ`.
+        nodelist: from Slurm's list of nodes (`node[1-4,7]`) to the address of the first one;
+            `first_address` unless given. Not called when MASTER_ADDR is set.
+
+    Returns:
+        None outside both: the process was started alone.
+
+    Raises:
+        LaunchError: a variable is missing or not a number, or the first node has no address.
+    """
+    if "RANK" in environ:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+        rank, size, local_rank, local_size, node = (_number(environ, name) for name in names)
+        address, port = _value(environ, "MASTER_ADDR"), _number(environ, "MASTER_PORT")
+        return World(rank, size, local_rank, local_size, node, address, port)
+    step = environ.get("SLURM_STEP_ID", "")
+    if step.isdecimal() and int(step) < _SPECIAL_STEP and "SLURM_PROCID" in environ:
+        names = ("PROCID", "STEP_NUM_TASKS", "LOCALID", "NODEID", "JOB_ID")
+        rank, size, local_rank, node, job = (_number(environ, f"SLURM_{name}") for name in names)
+        local_size = tasks_per_node(_value(environ, "SLURM_STEP_TASKS_PER_NODE"))[node]
+        nodes = _value(environ, "SLURM_STEP_NODELIST")
+        address = environ.get("MASTER_ADDR") or (nodelist or first_address)(nodes)
+        # Below 32768, where Linux begins to hand out ports by itself, and different for the steps
+        # of a job and for jobs that share a node.
+        own = 10000 + (16 * job + int(step)) % 20000
+        port = _number(environ, "MASTER_PORT") if "MASTER_PORT" in environ else own
+        return World(rank, size, local_rank, local_size, node, address, port)
+    return None
+
+
+_SPECIAL_STEP = 0xFFFFFFF0
+"""Step ids from here on are not srun's but the batch script's or an interactive shell's: one
+process, though SLURM_NTASKS counts what the job asked for (slurm.h, SLURM_BATCH_SCRIPT)."""
+
+
+def _value(environ: Mapping[str, str], name: str) -> str:
+    if name not in environ:
+        found = next(key for key in ("RANK", "SLURM_PROCID") if key in environ)
+        raise LaunchError(
+            f"{found} is {environ[found]!r} in the environment, but {name} is not set",
+            hint="start the processes with torchrun or srun, which set both, "
+            f"or unset {found} to run alone",
+        )
+    return environ[name]
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    if not _value(environ, name).isdecimal():
+        raise LaunchError(f"{name} is {environ[name]!r} in the environment, expected a number")
+    return int(environ[name])
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """Slurm's run-length form, spelled out: "2(x2),1" -> [2, 2, 1].
+
+    Raises:
+        LaunchError: `text` is of another form.
+    """
+    counts: list[int] = []
+    for item in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item)
+        if match is None:
+            raise LaunchError(f"tasks per node of a Slurm step: expected '2(x2),1', found {text!r}")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def first_address(nodelist: str) -> str:
+    """Ask Slurm for an address of the first node of `nodelist`.
+
+    A node's name usually is its host name. Where it does not resolve (containers, several nodes on
+    one host), Slurm's configuration says where the node is: NodeAddr.
+
+    Raises:
+        LaunchError: scontrol is missing or fails.
+    """
+    name = _scontrol("show", "hostnames", nodelist).split()[0]
+    try:
+        _resolve(name)
+    except LaunchError:
+        found = re.search(r"\bNodeAddr=(\S+)", _scontrol("show", "node", name))
+        return found[1] if found else name
+    return name
+
+
+def _scontrol(*arguments: str) -> str:
+    command = ("scontrol", *arguments)
+    try:
+        return subprocess.check_output(command, text=True, timeout=30)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise LaunchError(
+            f"no address of the first node: `{' '.join(command)}` failed: {error}",
+            hint="export MASTER_ADDR, the address of the first node, before srun",
+        ) from error
+
+
+def check_world(world: World, expected: int) -> None:
+    """Refuse to go on with another number of processes than the plan's.
+
+    Raises:
+        LaunchError: `world.size` is not `expected`.
+    """
+    if world.size != expected:
+        raise LaunchError(
+            f"the plan is for {expected} processes, but {world.size} were started "
+            f"(this is rank {world.rank}, on node {world.node})",
+            hint=f"torchrun --nproc-per-node {expected} -m autopipe run plan.json\n"
+            f"  or: autopipe run plan.json --local {expected}\n"
+            f"  or: srun -n {expected} autopipe run plan.json",
+        )
+
+
+@contextmanager
+def start(world: World, timeout: float = TIMEOUT) -> Iterator[None]:
+    """Open torch's default process group (gloo) for the time of the block.
+
+    Every rank has to come in within `timeout` seconds. The processes of a node share out its cores
+    and its GPUs.
+
+    Raises:
+        LaunchError: gloo would announce an address that the other nodes cannot reach.
+    """
+    import torch
+    import torch.distributed as dist
+
+    device = interface(world, os.environ)
+    torch.set_num_threads(max(1, cores() // world.local_size))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(world.local_rank % torch.cuda.device_count())
+    host = f"[{world.master_addr}]" if ":" in world.master_addr else world.master_addr
+    if device is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = device
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://{host}:{world.master_port}",
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timedelta(seconds=timeout),
+        )
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        if device is not None:
+            del os.environ["GLOO_SOCKET_IFNAME"]
+
+
+def _resolve(name: str) -> str:
+    try:
+        return str(socket.getaddrinfo(name, None)[0][4][0])
+    except OSError as error:
+        raise LaunchError(f"the host name {name!r} has no address: {error}") from error
+
+
+def interface(
+    world: World, environ: Mapping[str, str], resolve: Callable[[str], str] = _resolve
+) -> str | None:
+    """The network interface that gloo has to be told of; None where it finds one by itself.
+
+    gloo announces the address that the host's own name resolves to. Debian maps that name to
+    127.0.1.1, which no other host can reach: the run would hang before its first step.
+
+    Args:
+        world: who this process is.
+        environ: usually `os.environ`; a GLOO_SOCKET_IFNAME in it is left alone.
+        resolve: from a host name to its address.
+
+    Raises:
+        LaunchError: there are several hosts, and gloo would announce a loopback address.
+    """
+    if "GLOO_SOCKET_IFNAME" in environ:
+        return None
+    if world.local_size == world.size:
+        return "lo" if "lo" in (name for _, name in socket.if_nameindex()) else None
+    own, master = resolve(socket.gethostname()), resolve(world.master_addr)
+    # Nodes that all are this host (a simulated cluster) reach each other by loopback too.
+    if ipaddress.ip_address(own).is_loopback and not ipaddress.ip_address(master).is_loopback:
+        raise LaunchError(
+            f"rank {world.rank}: this host's own name resolves to {own}, which the other nodes "
+            f"cannot reach (rank 0 is at {world.master_addr}, {master})",
+            hint="export GLOO_SOCKET_IFNAME, the network interface towards the other nodes "
+            "(`ip route` lists them)",
+        )
+    return None
+
+
+def cores() -> int:
+    """How many cores this process may use: what Slurm or a container has left of the machine."""
+    every = os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else every
+
+
+GRACE = 5.0
+"""Seconds between asking a process to end (SIGTERM) and ending it (SIGKILL)."""
+
+
+def spawn(
+    processes: int,
+    argv: Sequence[str],
+    command: Sequence[str] = (sys.executable, "-m", "autopipe"),
+) -> int:
+    """Run `command` with `argv` in so many processes on this machine: what `--local N` does.
+
+    They find torchrun's variables in their environment and write to the same stdout and stderr.
+    All of them end when one fails, on Ctrl-C or on SIGTERM: none outlives this function.
+
+    Each leads a session of its own: Ctrl-C reaches the parent alone, which then ends each of them
+    with what that one has started in turn (data loaders). A parent that is itself killed cannot do
+    so; on Linux the kernel then does. Call it from the main thread, where signals arrive.
+
+    Returns:
+        0, or the code of the first process that failed; 128 + n if signal n killed it, or stopped
+        this function.
+
+    Raises:
+        LaunchError: fewer than one process is asked for.
+    """
+    if processes < 1:
+        raise LaunchError(f"expected at least 1 local process, found {processes}")
+    # A program of its own, not Popen's `preexec_fn`: that one is unsafe in a parent with threads.
+    guard = [sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid())]
+    if sys.platform != "linux":
+        guard = []
+    with _signals(signal.SIGINT, signal.SIGTERM) as received:
+        children: list[subprocess.Popen[bytes]] = []
+        try:
+            for environ in _environments(processes):
+                full = [*guard, *command, *argv]
+                children.append(subprocess.Popen(full, env=environ, start_new_session=True))
+            while not received:
+                codes = [child.poll() for child in children]
+                failed = [(code, rank) for rank, code in enumerate(codes) if code]
+                if failed:
+                    # The peers of a killed process fail too, a moment later: name the cause.
+                    code, rank = min(failed)
+                    how = f"exited with code {code}"
+                    if code < 0:
+                        how = f"was killed by signal {-code} ({signal.strsignal(-code)})"
+                    print(f"rank {rank} of {processes} {how}; ending the others", file=sys.stderr)
+                    return code if code > 0 else 128 - code
+                if None not in codes:
+                    return 0
+                time.sleep(0.05)
+            return 128 + received[0]
+        finally:
+            _end(children)
+
+
+def _environments(processes: int) -> Iterator[dict[str, str]]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    # An agent of torchrun's that started the parent knows nothing of these processes.
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
+    for rank in range(processes):
+        yield {
+            "OMP_NUM_THREADS": str(max(1, cores() // processes)),
+            **inherited,
+            "RANK": str(rank),
+            "WORLD_SIZE": str(processes),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(processes),
+            "GROUP_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+
+
+_GUARD = """
+import ctypes, os, signal, sys
+PR_SET_PDEATHSIG = 1  # linux/prctl.h; outlives exec
+ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+if os.getppid() == int(sys.argv[1]):  # otherwise the parent was gone before the line above
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
+
+def _end(children: Sequence[subprocess.Popen[bytes]]) -> None:
+    deadline = time.monotonic() + GRACE
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for child in children:
+            if child.poll() is None:
+                os.killpg(child.pid, number)
+        while time.monotonic() < deadline and any(child.poll() is None for child in children):
+            time.sleep(0.01)
+    for child in children:
+        child.wait()
+
+
+@contextmanager
+def _signals(*numbers: signal.Signals) -> Iterator[list[int]]:
+    """Note these signals, in the order they come in, instead of dying of them."""
+    received: list[int] = []
+    before = {n: signal.signal(n, lambda number, _: received.append(number)) for n in numbers}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,202 @@
+"""Where a rank's own parameters and buffers come from; no rank ever holds the others'.
+
+    1  a model with its weights           its own tensors are taken as they are
+    2  weights= (safetensors or a         own names are read
+       torch.distributed.checkpoint)
+    3  a constructor, and it fits in      one process of a machine builds the whole model at a time,
+       host memory                        seeded, and keeps its own part: the same weights as in
+                                          one process
+    4  a constructor, and it does not     own modules initialise themselves (`reset_parameters`),
+                                          each seeded by its path
+    5  else                               refused, with the bytes it would need
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from autopipe.errors import ModelError
+from autopipe.fake import is_fake
+from autopipe.graph import Graph, shape_at
+from autopipe.randomness import seed as derive_seed
+
+Factory = Callable[[], nn.Module]
+
+
+def materialize(
+    graph: Graph,
+    names: Sequence[str],
+    skeleton: nn.Module,
+    source: nn.Module | Factory,
+    *,
+    weights: str | Path | None = None,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    memory: int | None = None,
+) -> dict[str, Tensor]:
+    """The tensors of `names` on `device`: parameters as `nn.Parameter`, buffers and constants.
+
+    Args:
+        skeleton: the model with fake parameters and real buffers.
+        source: the model with its weights, or what constructs it.
+        weights: a safetensors file, a folder of them, or a distributed checkpoint's folder.
+        seed: of the initialisation.
+        memory: bytes of host memory there are; None asks the system.
+
+    Raises:
+        ModelError: a tensor is not to be had; the sentence says which and why.
+    """
+    states = {name: graph.states[name] for name in names}
+    found: dict[str, Tensor] = {n: graph.constants[n] for n in names if n in graph.constants}
+    wanted = [name for name, state in states.items() if state.kind == "parameter"]
+    if weights is not None:
+        saved = [n for n in names if states[n].kind == "parameter" or states[n].persistent]
+        saved = [n for n in saved if n not in found]
+        found |= _read(Path(weights), graph, saved)
+        model = skeleton
+    elif isinstance(source, nn.Module):
+        model = source
+    elif _bytes(skeleton) <= (memory if memory is not None else available_memory()):
+        model = _build_in_turn(source, seed)
+    else:
+        found |= _initialise(skeleton, wanted, seed)
+        model = skeleton
+    result: dict[str, Tensor] = {}
+    for name, state in states.items():
+        tensor = found.get(name)
+        if tensor is None:
+            parameter = state.kind == "parameter"
+            tensor = model.get_parameter(name) if parameter else model.get_buffer(name)
+        if is_fake(tensor) or tensor.is_meta:
+            raise ModelError(
+                f"{state.kind} {name!r} has no values: the model was built without memory",
+                hint="give weights=, or the function that builds the model instead of the model",
+            )
+        if state.kind != "parameter":
+            result[name] = tensor.to(device)
+        elif isinstance(tensor, nn.Parameter) and tensor.device == torch.device(device):
+            result[name] = tensor
+        else:
+            result[name] = nn.Parameter(tensor.detach().to(device), state.trainable)
+    return result
+
+
+def available_memory() -> int:
+    """Bytes of host memory that can be had without swapping (/proc/meminfo, MemAvailable)."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _bytes(skeleton: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in skeleton.parameters())
+
+
+def _build_in_turn(factory: Factory, seed: int) -> nn.Module:
+    """Build the model while no other process of this machine and user does."""
+    with _turn(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return factory()
+
+
+@contextmanager
+def _turn() -> Iterator[None]:
+    path = Path(tempfile.gettempdir()) / f"autopipe-{os.getuid()}.lock"
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _read(path: Path, graph: Graph, names: Sequence[str]) -> dict[str, Tensor]:
+    """Own tensors from a checkpoint; a tied parameter may stand under any of its names."""
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    if not files:
+        return _read_distributed(path, graph, names)
+    found: dict[str, Tensor] = {}
+    for file in files:
+        with safe_open(str(file), framework="pt") as stored:
+            keys = set(stored.keys())
+            for name in names:
+                key = next((k for k in (name, *graph.states[name].aliases) if k in keys), None)
+                if key is not None:
+                    found[name] = stored.get_tensor(key)
+    for name in names:
+        shape = shape_at(graph.states[name].spec, 1)
+        if name not in found:
+            raise ModelError(f"{path}: holds no {name!r}, which the model has as {list(shape)}")
+        if tuple(found[name].shape) != shape:
+            raise ModelError(
+                f"{path}: {name!r} has the shape {list(found[name].shape)}, in the model "
+                f"{list(shape)}"
+            )
+    return found
+
+
+def _read_distributed(path: Path, graph: Graph, names: Sequence[str]) -> dict[str, Tensor]:
+    if not (path / ".metadata").is_file():
+        raise ModelError(
+            f"weights {str(path)!r} is neither a safetensors file, nor a folder of them, nor a "
+            "torch.distributed.checkpoint folder"
+        )
+    specs = {name: graph.states[name].spec for name in names}
+    found = {n: torch.empty(shape_at(spec, 1), dtype=spec.dtype) for n, spec in specs.items()}
+    try:
+        dcp.load(dict(found), checkpoint_id=str(path), no_dist=True)
+    except (dcp.api.CheckpointException, RuntimeError, ValueError) as error:
+        # CheckpointException is a BaseException: nothing below would catch it.
+        raise ModelError(f"{path}: {str(error).strip().splitlines()[-1]}") from error
+    return found
+
+
+def _initialise(skeleton: nn.Module, names: Sequence[str], seed: int) -> dict[str, Tensor]:
+    """Let the modules that own `names` initialise themselves, each seeded by its path."""
+    owners: dict[str, list[str]] = {}
+    for name in names:
+        owners.setdefault(name.rpartition(".")[0], []).append(name)
+    found: dict[str, Tensor] = {}
+    for path, own in owners.items():
+        module = skeleton.get_submodule(path)
+        reset = _initialiser(skeleton, module)
+        if reset is None:
+            raise ModelError(
+                f"the model's {_bytes(skeleton)} bytes of parameters do not fit in this machine's "
+                f"memory at once, and {path or 'the model'!r} ({type(module).__name__}) has no "
+                "reset_parameters to initialise it alone",
+                hint="give weights=, or define reset_parameters on the module",
+            )
+        fakes = {k: p for k, p in module.named_parameters(recurse=False)}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive_seed(seed, path))
+            for key, fake in fakes.items():
+                empty = torch.empty(fake.shape, dtype=fake.dtype)
+                module.register_parameter(key, nn.Parameter(empty, fake.requires_grad))
+            reset()
+        for name in own:
+            found[name] = module.get_parameter(name.rpartition(".")[2])
+        for key, fake in fakes.items():
+            module.register_parameter(key, fake)
+    return found
+
+
+def _initialiser(skeleton: nn.Module, module: nn.Module) -> Callable[[], object] | None:
+    own = getattr(module, "reset_parameters", None)
+    if callable(own):
+        return own
+    shared = getattr(skeleton, "_init_weights", None)  # transformers' convention
+    return (lambda: shared(module)) if callable(shared) else None
+
+
+def skeleton_buffers(skeleton: nn.Module) -> Mapping[str, Tensor]:
+    """The buffers of a model without weights; they are real."""
+    return dict(skeleton.named_buffers())

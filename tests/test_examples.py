@@ -1,0 +1,54 @@
+"""Every example is a model file that trains by itself, in one process and without autopipe."""
+
+import runpy
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.fixture(scope="module")
+def gpt() -> dict[str, Any]:
+    return runpy.run_path(str(EXAMPLES / "gpt.py"))
+
+
+def test_gpt_has_about_ten_million_parameters(gpt: dict[str, Any]) -> None:
+    # 6 blocks of 12 w^2 + 13 w, embedding and head of 256 w, 128 w positions, the last norm of 2 w.
+    w = 384
+    expected = 6 * (12 * w * w + 13 * w) + 2 * 256 * w + 128 * w + 2 * w
+    assert expected == 10_893_312
+    assert sum(p.numel() for p in gpt["model"]().parameters()) == expected
+
+
+def test_gpt_learns(gpt: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = gpt["model"]()
+    optimizer = gpt["optimizer"](model.parameters())
+    losses = []
+    for batch in islice(gpt["batches"](4), 6):
+        loss = gpt["loss"](model(batch["tokens"]), batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[0] > 5.0
+    assert losses[-1] < 4.0
+
+
+def test_gpt_targets_are_the_next_bytes(gpt: dict[str, Any]) -> None:
+    batch = gpt["inputs"](3)
+    assert batch["tokens"].shape == batch["targets"].shape == (3, 128)
+    assert batch["tokens"].dtype == batch["targets"].dtype == torch.int64
+    assert torch.equal(batch["tokens"][:, 1:], batch["targets"][:, :-1])
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 4])
+def test_gpt_sees_the_same_rows_however_many_shards(gpt: dict[str, Any], num_shards: int) -> None:
+    shards = [islice(gpt["batches"](8, shard, num_shards), 3) for shard in range(num_shards)]
+    for whole, *parts in zip(gpt["batches"](8), *shards, strict=False):
+        for key in ("tokens", "targets"):
+            assert torch.equal(whole[key], torch.cat([part[key] for part in parts]))

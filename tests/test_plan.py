@@ -1,0 +1,143 @@
+"""The plan file: it comes back equal, its schema is current, and its parts agree."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from autopipe import codec, schema
+from autopipe.errors import PlanError
+from autopipe.plan import Batch, Boundary, Plan, check
+from tests.plans import example_plan
+
+PLAN = example_plan()
+
+
+def changed(part: str, **fields: Any) -> Plan:
+    """The example with fields of one part changed."""
+    return replace(PLAN, **{part: replace(getattr(PLAN, part), **fields)})
+
+
+def with_stage(index: int, **fields: Any) -> Plan:
+    """The example with fields of one stage changed."""
+    stages = list(PLAN.stages)
+    stages[index] = replace(stages[index], **fields)
+    return replace(PLAN, stages=tuple(stages))
+
+
+def test_a_saved_plan_comes_back_equal_and_is_the_same_bytes(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    PLAN.save(first)
+    plan = Plan.load(first)
+    assert plan == PLAN
+    plan.save(second)
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_the_published_schema_is_current() -> None:
+    assert schema.PATH.read_text() == schema.text(), (
+        "the plan has changed: make plan.schema.json again with `python -m autopipe.schema`"
+    )
+
+
+def test_the_schema_takes_the_example() -> None:
+    published = json.loads(schema.PATH.read_text())
+    Draft202012Validator.check_schema(published)
+    validator = Draft202012Validator(published)
+    data: Any = codec.to_json(PLAN)
+    validator.validate(data)
+    data["stages"][1]["first"] = 7
+    assert [error.json_path for error in validator.iter_errors(data)] == ["$.stages[1].first"]
+
+
+def test_every_part_of_the_schema_is_described() -> None:
+    published = json.loads(schema.PATH.read_text())
+    for name, part in published["$defs"].items():
+        # A dataclass without a docstring gets its signature for one.
+        assert part["description"] and not part["description"].startswith(f"{name}(")
+
+
+def test_a_wrong_type_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    PLAN.save(path)
+    path.write_text(path.read_text().replace('"block.1/layer_norm/0"', "7"))
+    with pytest.raises(PlanError) as caught:
+        Plan.load(path)
+    assert caught.value.message == "plan.stages[1].first: expected a string, found 7"
+
+
+def test_a_file_of_a_later_format(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    replace(PLAN, format=2).save(path)
+    with pytest.raises(PlanError) as caught:
+        Plan.load(path)
+    assert caught.value.message == (
+        "plan.format: this autopipe reads format 1, the file is format 2"
+    )
+    assert caught.value.hint == "make the plan again with `autopipe plan`"
+
+
+def test_peak_memory_is_the_sum_of_its_parts() -> None:
+    assert PLAN.stages[0].predicted.memory.peak == 4096 + 4096 + 8192 + 0 + 2048 + 512
+
+
+SENT, RECEIVED = PLAN.stages[0].sends[0], PLAN.stages[1].receives[0]
+
+
+@pytest.mark.parametrize(
+    "plan, sentence",
+    [
+        (changed("mesh", tp=0), "mesh.tp: expected a degree of at least 1, found 0"),
+        (
+            replace(PLAN, stages=PLAN.stages[:1]),
+            "stages: expected 2 stages (mesh.pp), found 1",
+        ),
+        (replace(PLAN, boundaries=()), "boundaries: expected 1 (mesh.pp - 1), found 0"),
+        (
+            changed("mesh", places=PLAN.mesh.places[:1]),
+            "mesh.places: expected 2 places (pp * dp * tp), found 1",
+        ),
+        (
+            changed("mesh", places=PLAN.mesh.places[::-1]),
+            "mesh.places[0]: expected rank 0 = (pp * 1 + dp) * 1 + tp, "
+            "found rank 1 at pp=1 dp=0 tp=0",
+        ),
+        (
+            replace(PLAN, batch=Batch(rows=8, micro_batches=0)),
+            "batch.micro_batches: expected at least 1, found 0",
+        ),
+        (
+            replace(PLAN, batch=Batch(rows=10, micro_batches=4)),
+            "batch.rows: expected a multiple of dp * micro_batches = 4, found 10",
+        ),
+        (
+            replace(PLAN, boundaries=(Boundary(window=0, depth=0),)),
+            "boundaries[0].window: expected at least 1, found 0",
+        ),
+        (
+            replace(PLAN, boundaries=(Boundary(window=1, depth=-1),)),
+            "boundaries[0].depth: expected at least 0, found -1",
+        ),
+        (
+            with_stage(0, sends=(replace(SENT, peer=0),)),
+            "stages[0].sends[0].peer: expected a later stage, found 0",
+        ),
+        (
+            with_stage(1, receives=(replace(RECEIVED, peer=1),)),
+            "stages[1].receives[0].peer: expected an earlier stage, found 1",
+        ),
+    ],
+)
+def test_parts_that_contradict_each_other(plan: Plan, sentence: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        check(plan)
+    assert caught.value.message == f"plan.{sentence}"
+
+
+def test_the_example_agrees_with_itself() -> None:
+    check(PLAN)
