@@ -1,8 +1,8 @@
 """autopipe: split a PyTorch model nobody prepared over the devices at hand, and run it.
 
-    plan = autopipe.plan(model, inputs, cluster="local:4")
-    pipe = autopipe.parallelize(model, plan)
-    loss = pipe.step(batch)
+plan = autopipe.plan(model, inputs, cluster="local:4")
+pipe = autopipe.parallelize(model, plan)
+loss = pipe.step(batch)
 """
 
 from autopipe.errors import (

@@ -2,8 +2,8 @@
 
     {"ids": [8, 24], "image": {"mask": [8, 24]}}  ->  {"ids": ..., "image.mask": ...}
 
-A batch is what `inputs(batch_size)` gives: a tuple for `model(*batch)`, a dict for `model(**batch)`.
-Entries that the model's forward does not take are for the loss alone.
+A batch is what `inputs(batch_size)` gives: a tuple for `model(*batch)`, a dict for
+`model(**batch)`. Entries that the model's forward does not take are for the loss alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.errors import ModelError
-from autopipe.graph import BATCH, Dim
+from autopipe.graph import BATCH, Dim, at_batch
 from autopipe.plan import InputSpec
 
 Leaf = Tensor | bool | int | float | str | None
@@ -91,7 +91,7 @@ def unflatten(leaves: Mapping[str, Any]) -> Any:
 
 def size_of(entry: int | str, rows: int) -> int:
     """The size that an entry of an `InputSpec.shape` is at `rows` rows."""
-    return entry if isinstance(entry, int) else int(dim_of(entry).subs(BATCH, rows))  # type: ignore[union-attr]
+    return at_batch(dim_of(entry), rows)
 
 
 def dim_of(entry: int | str) -> Dim:
@@ -112,7 +112,9 @@ def describe(batch: object, other: object | None, rows: int, other_rows: int) ->
             f"inputs({rows}) has the entries {list(leaves)}, inputs({other_rows}) has "
             f"{list(others)}: they must be the same"
         )
-    return [_describe(path, leaf, others.get(path), rows, other_rows) for path, leaf in leaves.items()]
+    return [
+        _describe(path, leaf, others.get(path), rows, other_rows) for path, leaf in leaves.items()
+    ]
 
 
 def _describe(path: str, leaf: Leaf, other: Leaf, rows: int, other_rows: int) -> InputSpec:
@@ -237,7 +239,9 @@ def bind(
         kwargs = {key: item for key, item in batch.items() if key not in extra}
     else:
         args = tuple(batch) if isinstance(batch, Sequence) else (batch,)
-        positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        positional = [
+            p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
         takes_all = any(p.kind is p.VAR_POSITIONAL for p in parameters)
         extra = [] if takes_all else [str(i) for i in range(len(positional), len(args))]
         args = args[: len(args) - len(extra)]

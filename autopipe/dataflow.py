@@ -110,7 +110,7 @@ def _local(
     before: list[tuple[int, ...]],
 ) -> tuple[bool, ...]:
     """The nodes that depend on nothing but the batch, constants and buffers nobody writes."""
-    bound = {r for r in writers if isinstance(r, Input | State)}
+    bound: set[Value] = {r for r in writers if isinstance(r, Input | State)}
     local = [False] * len(graph.nodes)
     while True:  # a group of aliases is local as a whole or not at all
         for position, node in enumerate(graph.nodes):

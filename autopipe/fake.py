@@ -20,6 +20,7 @@ from typing import Any, cast
 import sympy
 import torch
 from torch import nn
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     FakeTensor,
@@ -34,6 +35,7 @@ __all__ = [
     "expression",
     "fake_like",
     "fake_mode",
+    "is_control_flow",
     "is_fake",
     "skeleton",
     "storage_key",
@@ -61,6 +63,11 @@ def fake_like(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
 def expression(size: torch.SymInt | torch.SymFloat | torch.SymBool) -> sympy.Expr:
     """The sympy expression of a symbolic size."""
     return size.node.expr
+
+
+def is_control_flow(op: object) -> bool:
+    """Whether an op takes whole subgraphs: `cond`, `while_loop`, `map`."""
+    return isinstance(op, HigherOrderOperator)
 
 
 def writes(op: Any) -> tuple[int, ...]:
@@ -130,7 +137,7 @@ def _registering_fakes() -> Iterator[None]:
             param = known[1]
         original(self, name, param)
 
-    nn.Module.register_parameter = register  # type: ignore[method-assign,assignment]
+    nn.Module.register_parameter = register  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -145,4 +152,4 @@ def _fake_parameter(mode: FakeTensorMode, parameter: nn.Parameter) -> nn.Paramet
 
 def storage_key(tensor: torch.Tensor) -> int:
     """What two tensors have in common that share memory, real or fake."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)

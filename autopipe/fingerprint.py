@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from typing import TypeAlias
 
 import sympy
 
@@ -60,7 +61,7 @@ def first_difference(graph: Graph, planned: str) -> str:
     return "nothing: the plan's model goes on where this one ends"
 
 
-Token = str | int | sympy.Expr
+Token: TypeAlias = str | int | sympy.Expr
 
 
 def _lines(graph: Graph) -> Iterator[list[Token]]:

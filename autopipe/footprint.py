@@ -78,4 +78,6 @@ def _distinct(
     channels: Mapping[tuple[Flow, int], Mapping[Hashable, int]], flow: Flow
 ) -> dict[Hashable, int]:
     """Every tensor of a flow once, whatever number of stages it goes to or comes from."""
-    return {ref: size for (f, _), refs in channels.items() if f is flow for ref, size in refs.items()}
+    return {
+        ref: size for (f, _), refs in channels.items() if f is flow for ref, size in refs.items()
+    }

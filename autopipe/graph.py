@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import sympy
 import torch
@@ -24,7 +25,7 @@ import torch
 BATCH = sympy.Symbol("b", integer=True, positive=True)
 """The rows of one micro-batch."""
 
-Dim = int | sympy.Expr
+Dim: TypeAlias = int | sympy.Expr
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class TensorSpec:
     @property
     def bytes(self) -> Dim:
         """Bytes of the dense tensor, an expression in `BATCH` where the batch is a dim."""
-        return sympy.prod(self.shape) * self.dtype.itemsize  # type: ignore[no-any-return]
+        return sympy.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
@@ -163,7 +164,7 @@ class Graph:
         if cached is None:
             cached = {node.name: position for position, node in enumerate(self.nodes)}
             self.__dict__["_index"] = cached
-        return cached  # type: ignore[no-any-return]
+        return cached
 
     def __str__(self) -> str:
         lines = [f"<{path}>: {spec}" for path, spec in self.inputs.items()]

@@ -28,7 +28,6 @@ from autopipe.randomness import draw
 from autopipe.reads import check
 from autopipe.trace import READ_OP, resolve
 
-
 NODE_NAME = "autopipe_node"
 """The key in an fx node's meta under which its graph node's name stands."""
 
@@ -90,7 +89,9 @@ def lower(
         while path in taken:  # a module called again, or a block in two pieces
             path += "_again"
         taken.add(path)
-        piece = emitter.piece(root.get_submodule(home), home, nodes, {*after, *values_in(tuple(results))})
+        piece = emitter.piece(
+            root.get_submodule(home), home, nodes, {*after, *values_in(tuple(results))}
+        )
         parent, _, leaf = path.rpartition(".")
         setattr(root.get_submodule(parent), leaf, piece.module)
         for value in piece.arguments:

@@ -16,9 +16,9 @@ from torch import nn
 from autopipe import batches, fingerprint
 from autopipe.blocks import find_blocks
 from autopipe.capture import Loss
-from autopipe.dataflow import Dataflow, analyse
+from autopipe.dataflow import analyse
 from autopipe.errors import LaunchError, PlanError
-from autopipe.graph import Graph, Ref, State
+from autopipe.graph import Graph
 from autopipe.partition import Stage, partition, tied_states
 from autopipe.plan import Place, Plan, check
 from autopipe.planning import Factory, bare, batches_for_tracing
@@ -76,7 +76,8 @@ def parallelize(
         device=device,
     )
 
-    def evaluation() -> Split:
+    def evaluation(batch: Any) -> Split:
+        example = batches_for_tracing(batch, plan.inputs)
         real: Callable[[], nn.Module] = lambda: model if isinstance(model, nn.Module) else model()  # noqa: E731
         found = trace(skeleton, example, plan.inputs, loss, training=False, real=real)
         skeleton.train()
@@ -137,11 +138,11 @@ def split_for_evaluation(found: Trace, training: Split) -> Split:
     cuts: list[int] = []
     current = 0
     for position, node in enumerate(graph.nodes):
-        stage = planned.get(node.name, current)
-        if flow.local[position] or stage <= current:
+        index = planned.get(node.name, current)
+        if flow.local[position] or index <= current:
             continue
-        cuts += [position] * (stage - current)
-        current = stage
+        cuts += [position] * (index - current)
+        current = index
     if len(set(cuts)) != len(stages) - 1:
         raise PlanError(
             "the model computes nothing in some stages when it evaluates, so it cannot be "

@@ -52,7 +52,7 @@ class Read:
     """
 
     kind: str
-    value: bool | int | float
+    value: bool | int | float | str
     place: str
 
 

@@ -1,6 +1,6 @@
 """`plan`: from a model and a cluster to a `Plan`.
 
-    model, inputs --trace--> Graph --profile--> Problem --planner--> Decision --rehearse--> Plan
+model, inputs --trace--> Graph --profile--> Problem --planner--> Decision --rehearse--> Plan
 """
 
 from __future__ import annotations
@@ -373,14 +373,15 @@ def _bytes(memory: int | str | None) -> int | None:
     Raises:
         AutopipeError: the text is no size.
     """
-    if memory is None or isinstance(memory, int):
+    if not isinstance(memory, str):
         return memory
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", memory, re.IGNORECASE)
     if found is None:
         raise AutopipeError(f"memory {memory!r} is no size", hint="24GiB, 512MB or bytes")
     number, letter, binary = found.groups()
     power = "KMGT".index(letter.upper()) + 1 if letter else 0
-    return round(float(number) * (1024 if binary else 1000) ** power)
+    unit: int = (1024 if binary else 1000) ** power
+    return round(float(number) * unit)
 
 
 def _sizes(rows: int, devices: int, constraints: Constraints) -> list[int]:
@@ -414,7 +415,7 @@ def _optimizer(optimizer: str | MakeOptimizer) -> MakeOptimizer:
 
 def _versions(model: nn.Module | Factory) -> dict[str, str]:
     """torch's version, and that of the package the model's class comes from."""
-    found = {"torch": torch.__version__}
+    found = {"torch": str(torch.__version__)}
     made_by = type(model) if isinstance(model, nn.Module) else model
     package = made_by.__module__.partition(".")[0]
     with contextlib.suppress(metadata.PackageNotFoundError, ValueError):

@@ -79,11 +79,12 @@ def local_processes() -> int:
     return torch.cuda.device_count() or 2
 
 
-def local_cluster(processes: int, say: Say | None = None) -> Cluster:
+def local_cluster(processes: int, say: Say | None = None, *, again: bool = False) -> Cluster:
     """This machine as a cluster of `processes` devices; measured once, then read from a cache.
 
     The cache is `$XDG_CACHE_HOME/autopipe` or `~/.cache/autopipe`, one file per processor, number
-    of cores and processes, GPU and torch version. A file that cannot be read is measured anew.
+    of cores and processes, GPU and torch version. A file that cannot be read is measured anew, and
+    with `again` any.
 
     Raises:
         AutopipeError, LaunchError: as `probe`.
@@ -91,7 +92,7 @@ def local_cluster(processes: int, say: Say | None = None) -> Cluster:
     say = say or _silent
     key = _key(processes)
     path = _cache_path(key)
-    cached = _read_cache(path, key)
+    cached = None if again else _read_cache(path, key)
     if cached is not None:
         say(f"rates of this machine: measured before, read from {path}")
         return cached

@@ -7,9 +7,9 @@ is a range of units [i, j); a candidate is a mesh, a number of micro-batches and
              |----|----|----|----|----|----|
     cuts          ^         ^                    cuts (1, 3): stages [0,1) [1,3) [3,6)
 
-Everything a stage pays is a sum over its range of what is here: seconds per unit, bytes that a range
-pays for once however many of its units use them (`Shared`), storages kept from forward to backward
-by the unit that first saves them (`Saved`), and tensors that cross a cut (`Crossing`).
+Everything a stage pays is a sum over its range of what is here: seconds per unit, bytes that a
+range pays for once however many of its units use them (`Shared`), storages kept from forward to
+backward (`Saved`), and tensors that cross a cut (`Crossing`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class Saved:
-    """A storage of `bytes` that units `savers` (ascending) keep for backward.
+    """A storage of `bytes` that units `savers` (ascending, none before `producer`) keep for backward.
 
     It is made in unit `producer`; a stage that starts after the producer has received the tensor
     instead and pays for it as a `Crossing`. None: made anew in every stage that needs it.
@@ -40,7 +40,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Crossing:
-    """A tensor of `bytes` made in unit `producer`, used in `consumers` (ascending).
+    """A tensor of `bytes` made in unit `producer`, used in later units `consumers` (ascending).
 
     Sent to each later stage with a consumer; with `gradient`, one of the same size comes back.
     """

@@ -55,11 +55,7 @@ def find_units(flow: Dataflow, at_least: int = 1, most: int = MOST_UNITS) -> Uni
 
     legal = legal_cuts(flow)
     users = sorted(
-        {
-            flow.users[State(name)][0]
-            for name, state in flow.graph.states.items()
-            if state.trainable
-        }
+        {flow.users[State(name)][0] for name, state in flow.graph.states.items() if state.trainable}
     )
     gaps = [[cut for cut in legal if left < cut <= right] for left, right in pairwise(users)]
     cuts = sorted({narrowest(gap) for gap in gaps if gap})
@@ -161,7 +157,8 @@ def _states(
     graph: Graph, flow: Dataflow, units: Units
 ) -> tuple[tuple[Shared, ...], tuple[Shared, ...]]:
     """Trainable parameters, and everything else the model holds."""
-    trainable, other = [], []
+    trainable: list[Shared] = []
+    other: list[Shared] = []
     for name, state in graph.states.items():
         used = sorted({units.of(position) for position in flow.users[State(name)]})
         shared = Shared(bytes_at(state.spec, 1), tuple(used))
@@ -193,9 +190,7 @@ class _Storage:
     savers: list[int]
 
 
-def _kept(
-    flow: Dataflow, units: Units, rows: Sequence[int]
-) -> dict[int, tuple[Saved, ...]]:
+def _kept(flow: Dataflow, units: Units, rows: Sequence[int]) -> dict[int, tuple[Saved, ...]]:
     """What autograd keeps at each number of rows.
 
     Bytes are a straight line in the rows for nearly every model. It is drawn through two runs and
@@ -231,7 +226,7 @@ def _line(
 
 
 def _observe(flow: Dataflow, units: Units, rows: int) -> tuple[Saved, ...]:
-    """Run the graph under fake tensors, and note for each kept storage who made and who keeps it."""
+    """Run the graph on tensors without memory; note who made and who keeps each kept storage."""
     graph = flow.graph
     (whole,) = partition(flow, ())
     with fake_mode():
@@ -241,7 +236,9 @@ def _observe(flow: Dataflow, units: Units, rows: int) -> tuple[Saved, ...]:
             for path in whole.inputs
         ]
         lowered = lower(graph, whole, (), states, None, rows, last=True)
-        watch = _Watch(flow, units, lowered.module, {storage_key(t) for t in (*states.values(), *inputs)})
+        watch = _Watch(
+            flow, units, lowered.module, {storage_key(t) for t in (*states.values(), *inputs)}
+        )
         with torch.autograd.graph.saved_tensors_hooks(watch.pack, lambda tensor: tensor):
             watch.run(*inputs)
     return tuple(
@@ -284,4 +281,3 @@ class _Watch(fx.Interpreter):
             self.kept[key] = _Storage(tensor.untyped_storage().nbytes(), producer, [])
         self.kept[key].savers.append(unit)
         return tensor
-

@@ -63,7 +63,8 @@ def _subject(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tenso
     """The tensor whose value a read gives: for `x in t` it is `(t == x).any()`."""
     first: Tensor = args[0]
     if name == "__contains__":
-        return (first == args[1]).any()
+        found: Tensor = (first == args[1]).any()
+        return found
     if name == "equal":
         return (first == args[1]).all() if first.shape == args[1].shape else first.new_zeros(())
     if name == "allclose":
@@ -123,15 +124,15 @@ class _Recording(TorchFunctionMode):
         return _READERS[name](tensor)
 
 
-class _Taint(TorchDispatchMode):  # type: ignore[misc]
+class _Taint(TorchDispatchMode):
     """Follows real tensors that a fake one was written into: their values mean nothing any more.
 
-        out = torch.zeros(3)        # real
-        out[0] = hidden.sum()       # hidden is fake: the zero stays, and is a lie from here on
+    out = torch.zeros(3)        # real
+    out[0] = hidden.sum()       # hidden is fake: the zero stays, and is a lie from here on
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._storages: dict[int, Tensor] = {}  # by address; the tensor keeps the address taken
 
     def __call__(self, tensor: Tensor) -> bool:
@@ -213,7 +214,6 @@ class replay(TorchFunctionMode):  # noqa: N801 - used as `with replay(reads):`
 def _refusing_custom_functions() -> Iterator[None]:
     """torch.export inlines the forward of an autograd.Function and forgets its backward."""
     original = torch.autograd.Function.__dict__.get("apply")
-    apply = torch.autograd.Function.apply.__func__
 
     def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
         raise CaptureError(
@@ -222,12 +222,11 @@ def _refusing_custom_functions() -> Iterator[None]:
             hint="register it as an op with torch.library.custom_op and register_autograd",
         )
 
-    refuse.__wrapped__ = apply  # type: ignore[attr-defined]
-    torch.autograd.Function.apply = classmethod(refuse)  # type: ignore[assignment]
+    torch.autograd.Function.apply = classmethod(refuse)  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
         if original is None:
             del torch.autograd.Function.apply
         else:
-            torch.autograd.Function.apply = original
+            torch.autograd.Function.apply = original  # type: ignore[method-assign]

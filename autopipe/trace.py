@@ -19,6 +19,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import sympy
@@ -29,7 +30,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from autopipe import batches, places
 from autopipe.capture import Loss, Program, capture
 from autopipe.errors import CaptureError
-from autopipe.fake import expression, is_fake, writes
+from autopipe.fake import expression, is_control_flow, is_fake, writes
 from autopipe.graph import (
     BATCH,
     Arg,
@@ -98,9 +99,7 @@ def trace(
     batches.bind(model, batch, loss)
     model.train(training)
     program = Program(model, batch, loss, specs).train(training)
-    exported, reads = capture(
-        program, leaves, specs, reads=reads, real=real, symbolic=symbolic
-    )
+    exported, reads = capture(program, leaves, specs, reads=reads, real=real, symbolic=symbolic)
     graph = _Converter(exported, model, [s.path for s in specs if s.dtype != "python"]).convert()
     return Trace(graph, tuple(specs), reads)
 
@@ -197,7 +196,7 @@ class _Converter:
         scopes = self._scopes(node) or region.scopes
         if name in ("wrap_with_set_grad_enabled", "wrap_with_autocast"):
             return self._wrapped(name, node, env, _Region(scopes, region.grad, region.autocast))
-        if isinstance(target, torch._ops.HigherOrderOperator):
+        if is_control_flow(target):
             raise CaptureError(
                 f"{places.of_trace(node.stack_trace)}: the model uses {name}, control flow inside "
                 "the graph that autopipe cannot split"
@@ -258,7 +257,8 @@ class _Converter:
         if isinstance(value, bool | int | float):
             return value
         found = self._dim(value)
-        strange = getattr(found, "free_symbols", set()) - {BATCH}
+        symbols: set[sympy.Symbol] = getattr(found, "free_symbols", set())
+        strange = symbols - {BATCH}
         if strange:
             raise CaptureError(
                 f"{places.of_trace(node.stack_trace)}: a size here depends on the values of a "
@@ -307,7 +307,7 @@ class _Converter:
             self.batch_symbol = symbols[0]
         if self.batch_symbol is not None:
             found = found.subs(self.batch_symbol, BATCH)
-        return int(found) if found.is_Integer else found  # type: ignore[no-any-return]
+        return int(found) if found.is_Integer else found
 
     def _spec(self, tensor: Tensor) -> TensorSpec:
         return TensorSpec(tuple(self._dim(size) for size in tensor.shape), tensor.dtype)
@@ -316,8 +316,8 @@ class _Converter:
         value = self.exported.constants[target]
         if not isinstance(value, Tensor) or is_fake(value):
             raise CaptureError(
-                f"the model keeps {target.removeprefix('model.')} from one call to the next outside "
-                "its buffers",
+                f"the model keeps {target.removeprefix('model.')} from one call to the next "
+                "outside its buffers",
                 hint="register it with register_buffer",
             )
         return value
@@ -326,9 +326,8 @@ class _Converter:
 def _names_by_identity(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Every name of a parameter or buffer -> all names of that tensor, the first one in front."""
     names: dict[int, list[str]] = {}
-    for name, tensor in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(tensor), []).append(name)
-    for name, tensor in model.named_buffers(remove_duplicate=False):
+    parameters = model.named_parameters(remove_duplicate=False)
+    for name, tensor in chain(parameters, model.named_buffers(remove_duplicate=False)):
         names.setdefault(id(tensor), []).append(name)
     return {name: tuple(group) for group in names.values() for name in group}
 

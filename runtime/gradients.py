@@ -45,7 +45,9 @@ class GradientSum:
                 pending.append((work, flat, bucket))
         for work, flat, bucket in pending:
             work.wait()
-            for gradient, summed in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+            for gradient, summed in zip(
+                bucket, torch.split(flat, [g.numel() for g in bucket]), strict=True
+            ):
                 gradient.copy_(summed.view(gradient.shape))
 
     def _by_group(self) -> list[tuple[dist.ProcessGroup, list[Tensor]]]:

@@ -1,14 +1,14 @@
 """Where a rank's own parameters and buffers come from; no rank ever holds the others'.
 
-    1  a model with its weights           its own tensors are taken as they are
-    2  weights= (safetensors or a         own names are read
-       torch.distributed.checkpoint)
-    3  a constructor, and it fits in      one process of a machine builds the whole model at a time,
-       host memory                        seeded, and keeps its own part: the same weights as in
-                                          one process
-    4  a constructor, and it does not     own modules initialise themselves (`reset_parameters`),
-                                          each seeded by its path
-    5  else                               refused, with the bytes it would need
+1  a model with its weights           its own tensors are taken as they are
+2  weights= (safetensors or a         own names are read
+   torch.distributed.checkpoint)
+3  a constructor, and it fits in      one process of a machine builds the whole model at a time,
+   host memory                        seeded, and keeps its own part: the same weights as in
+                                      one process
+4  a constructor, and it does not     own modules initialise themselves (`reset_parameters`),
+                                      each seeded by its path
+5  else                               refused, with the bytes it would need
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from autopipe.errors import ModelError
 from autopipe.fake import is_fake
@@ -152,8 +153,8 @@ def _read_distributed(path: Path, graph: Graph, names: Sequence[str]) -> dict[st
     specs = {name: graph.states[name].spec for name in names}
     found = {n: torch.empty(shape_at(spec, 1), dtype=spec.dtype) for n, spec in specs.items()}
     try:
-        dcp.load(dict(found), checkpoint_id=str(path), no_dist=True)
-    except (dcp.api.CheckpointException, RuntimeError, ValueError) as error:
+        load(dict(found), checkpoint_id=str(path), no_dist=True)
+    except (CheckpointException, RuntimeError, ValueError) as error:
         # CheckpointException is a BaseException: nothing below would catch it.
         raise ModelError(f"{path}: {str(error).strip().splitlines()[-1]}") from error
     return found
@@ -190,7 +191,7 @@ def _initialise(skeleton: nn.Module, names: Sequence[str], seed: int) -> dict[st
 
 
 def _initialiser(skeleton: nn.Module, module: nn.Module) -> Callable[[], object] | None:
-    own = getattr(module, "reset_parameters", None)
+    own: object = getattr(module, "reset_parameters", None)
     if callable(own):
         return own
     shared = getattr(skeleton, "_init_weights", None)  # transformers' convention

@@ -1,14 +1,14 @@
 """`Pipe`: this rank's stage of a planned model, and the training step that all ranks run together.
 
-    pipe = autopipe.parallelize(model, plan)        on every rank
-    optimizer = torch.optim.AdamW(pipe.parameters())
-    loss = pipe.step(batch)                         gradients are this batch's, summed over ranks
-    pipe.clip_grad_norm_(1.0); optimizer.step()
+pipe = autopipe.parallelize(model, plan)        on every rank
+optimizer = torch.optim.AdamW(pipe.parameters())
+loss = pipe.step(batch)                         gradients are this batch's, summed over ranks
+pipe.clip_grad_norm_(1.0); optimizer.step()
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,7 +80,8 @@ class Pipe:
         split: the model in training.
         states: this rank's parameters, buffers and constants.
         transport: carries tensors between the stages of this data-parallel coordinate.
-        evaluation: traces and cuts the model in evaluation; called at the first `evaluate`.
+        evaluation: traces and cuts the model in evaluation on a batch; called at the first
+            `evaluate`.
         seed: of dropout and every other random number of the run.
     """
 
@@ -92,7 +93,7 @@ class Pipe:
         states: Mapping[str, Tensor],
         transport: Transport,
         groups: Groups,
-        evaluation: Any,
+        evaluation: Callable[[Any], Split],
         seed: int,
         device: torch.device,
     ) -> None:
@@ -195,7 +196,7 @@ class Pipe:
         """
         leaves = batches.flatten(batch)
         if self._evaluation is None:
-            self._evaluation = self._trace_evaluation()
+            self._evaluation = self._trace_evaluation(batch)
         rows, micro_batches = self._rows(leaves, sharded, None)
         ready = self._prepare(False, rows, micro_batches)
         results = self._run(ready, leaves, rows, micro_batches, sharded, 0.0)
@@ -211,13 +212,11 @@ class Pipe:
         owned = [
             parameter.grad
             for name, parameter in self.named_parameters()
-            if parameter.grad is not None and min(self._tied.get(name, (self.place.pp,))) == self.place.pp
+            if parameter.grad is not None
+            and min(self._tied.get(name, (self.place.pp,))) == self.place.pp
         ]
-        square = torch.zeros((), dtype=torch.float32, device=self._device)
-        for norm in torch._foreach_norm(owned) if owned else ():
-            square += norm.float() ** 2
-        square = self._all_reduce(square, self._groups.pipeline)
-        norm = square.sqrt()
+        own = torch.nn.utils.get_total_norm(owned).to(self._device, torch.float32)
+        norm = self._all_reduce(own**2, self._groups.pipeline).sqrt()
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for parameter in self.parameters():
             if parameter.grad is not None:
@@ -242,8 +241,12 @@ class Pipe:
             Memory(
                 parameters=_bytes(parameters),
                 gradients=_bytes([p.grad for p in trainable if p.grad is not None]),
-                optimizer=sum(_bytes([t for t in s.values() if isinstance(t, Tensor)]) for s in states),
-                buffers=_bytes([t for t in self._states.values() if not isinstance(t, nn.Parameter)]),
+                optimizer=sum(
+                    _bytes([t for t in s.values() if isinstance(t, Tensor)]) for s in states
+                ),
+                buffers=_bytes(
+                    [t for t in self._states.values() if not isinstance(t, nn.Parameter)]
+                ),
                 activations=peak.get("activations", 0),
                 transfers=peak.get("transfers", 0),
             ),
@@ -327,7 +330,7 @@ class Pipe:
     def _rows(
         self, leaves: Mapping[str, batches.Leaf], sharded: bool, micro_batches: int | None
     ) -> tuple[int, int]:
-        """Rows of a micro-batch, and how many of them; None: as many as divide, up to the plan's."""
+        """Rows of a micro-batch, and how many; None: as many as divide, up to the plan's."""
         rows = batches.rows_of(self.plan.inputs, leaves)
         dp = 1 if sharded else self.plan.mesh.dp
         if micro_batches is None and rows % dp == 0:
@@ -335,7 +338,9 @@ class Pipe:
             micro_batches = max(m for m in range(1, most + 1) if rows // dp % m == 0)
         parts = dp * (micro_batches or 1)
         if rows % parts:
-            into = f"{micro_batches or 1} micro-batches" + (f" on each of {dp} data-parallel ranks" if dp > 1 else "")
+            into = f"{micro_batches or 1} micro-batches" + (
+                f" on each of {dp} data-parallel ranks" if dp > 1 else ""
+            )
             raise ModelError(
                 f"the batch has {rows} rows, which do not divide into {into}",
                 hint=f"give {max(parts, rows - rows % parts)} rows, or another multiple of {parts}",
@@ -355,7 +360,8 @@ class Pipe:
             if not torch.equal(found[place.rank], found[first]):
                 whose = f"of data-parallel coordinate {place.dp} " if sharded else ""
                 raise ModelError(
-                    f"ranks {whose}were given different batches: rank {first} and rank {place.rank}",
+                    f"ranks {whose}were given different batches: rank {first} and rank "
+                    f"{place.rank}",
                     hint="every rank passes the same batch to step; a rank that passes its own "
                     "part says step(batch, sharded=True)",
                 )

@@ -16,10 +16,13 @@ import autopipe
 
 ROOT = Path(__file__).parent.parent
 
-DOORS = {"__init__", "__main__", "api", "cli", "commands"}  # the Python API, the command line
+DOORS = {"__init__", "__main__", "cli", "parallel", "planning"}  # Python API, command line
 VALUES = {  # plain values and arithmetic: a plan is made, read, drawn and proved without torch
     f"autopipe.{name}"
-    for name in "cluster codec errors estimate plan problem proof schedule transfers".split()
+    for name in (
+        *("cluster", "codec", "errors", "estimate", "plan"),
+        *("presets", "problem", "proof", "schedule", "transfers"),
+    )
 }
 
 
@@ -106,8 +109,8 @@ def test_the_table_refuses(module: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        ("autopipe.api", "autopipe.runtime.executor"),
-        ("autopipe.commands.plan", "autopipe.planners"),
+        ("autopipe.parallel", "autopipe.runtime.executor"),
+        ("autopipe.planning", "autopipe.planners"),
         ("autopipe.planners.dynamic", "autopipe.problem.Problem"),
         ("autopipe.runtime.executor", "torch.distributed"),
         ("autopipe.fake", "torch._subclasses.FakeTensorMode"),

@@ -1,0 +1,146 @@
+"""A user's model file: plain functions that say what to train, found by name.
+
+model() -> nn.Module                               required
+inputs(batch_size) -> tuple | dict                 required
+loss(outputs, batch) -> Tensor | (sum, count)      the output itself, or its .loss
+batches(batch_size, shard=0, num_shards=1)         inputs(batch_size), again and again
+optimizer(parameters) -> Optimizer                 AdamW
+batch_size = 32                                    8 a device
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopipe import places
+from autopipe.errors import AutopipeError, ModelError
+from autopipe.randomness import seed as derive_seed
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """The functions of a model file; an error in one of them names the user's line."""
+
+    source: str
+    model: Callable[[], nn.Module]
+    inputs: Callable[[int], Any]
+    loss: Callable[[Any, Any], Any] | None
+    batches: Callable[..., Iterable[Any]] | None
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None
+    batch_size: int | None
+
+    @property
+    def sharded(self) -> bool:
+        """Whether `batches` gives each data-parallel coordinate its own part."""
+        return (
+            self.batches is not None and "num_shards" in inspect.signature(self.batches).parameters
+        )
+
+    def stream(self, batch_size: int, shard: int, num_shards: int, seed: int) -> Iterator[Any]:
+        """The batches of a run: parts of them where `sharded`, the same on every rank otherwise."""
+        if self.batches is None:
+            for step in range(sys.maxsize):
+                with torch.random.fork_rng(devices=[]):
+                    torch.manual_seed(derive_seed(seed, "inputs", step))
+                    batch = self.inputs(batch_size)
+                yield batch
+        elif self.sharded:
+            yield from self.batches(batch_size, shard=shard, num_shards=num_shards)
+        else:
+            yield from self.batches(batch_size)
+
+
+def load(source: str) -> ModelFile:
+    """Read `model.py`, or `package.module:factory` where the module holds the other functions.
+
+    Raises:
+        ModelError: there is no such file, it fails when it is run, or it lacks a function.
+    """
+    if source.startswith("hf:") or source.endswith(".onnx"):
+        raise ModelError(f"{source}: this version reads model files only", hint="see `model()`")
+    name, colon, factory = source.partition(":")
+    module = _by_name(name) if colon else _by_path(Path(source))
+    factory = factory or "model"
+    for required, does in ((factory, "builds the model"), ("inputs", "gives an example batch")):
+        if not callable(getattr(module, required, None)):
+            arguments = "batch_size" if required == "inputs" else ""
+            raise ModelError(
+                f"{source} has no function {required}({arguments}), which {does}",
+                hint=f"def {required}({arguments}): ...",
+            )
+    size = getattr(module, "batch_size", None)
+    if size is not None and (not isinstance(size, int) or size < 1):
+        raise ModelError(f"{source}: batch_size is {size!r}, expected a number of rows")
+
+    def function(name: str) -> Any:
+        found = getattr(module, name, None)
+        return _guarded(found, f"{source}: {name}") if callable(found) else None
+
+    return ModelFile(
+        source,
+        function(factory),
+        function("inputs"),
+        getattr(module, "loss", None),
+        getattr(module, "batches", None),
+        function("optimizer"),
+        size,
+    )
+
+
+def _guarded(function: Callable[..., Any], what: str) -> Callable[..., Any]:
+    """The function, its errors as sentences with the user's line."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except AutopipeError:
+            raise
+        except Exception as error:  # the user's code may raise anything
+            place = places.of_error(error)
+            raise ModelError(f"{place}: {what}() raised {type(error).__name__}: {error}") from error
+
+    call.__module__ = function.__module__
+    return call
+
+
+def _by_path(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ModelError(f"there is no model file {str(path)!r}", hint="autopipe plan model.py")
+    spec = importlib.util.spec_from_file_location(f"autopipe_model_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ModelError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look their module up by name
+    sys.path.insert(0, str(path.parent.resolve()))  # as `python model.py` does
+    loader = spec.loader
+    _run(lambda: loader.exec_module(module), str(path))
+    return module
+
+
+def _by_name(name: str) -> ModuleType:
+    sys.path.insert(0, str(Path.cwd()))
+    module: ModuleType = _run(lambda: importlib.import_module(name), name)
+    return module
+
+
+def _run(action: Callable[[], Any], what: str) -> Any:
+    try:
+        return action()
+    except SyntaxError as error:
+        raise ModelError(f"{error.filename}:{error.lineno}: {error.msg}") from error
+    except Exception as error:  # the user's code may raise anything
+        place = places.of_error(error)
+        raise ModelError(
+            f"{place or what}: {what} cannot be run: {type(error).__name__}: {error}"
+        ) from error

@@ -1,0 +1,214 @@
+"""A whole pipeline in this process: one thread per stage, the real executor, the real programs.
+
+    cut("gpt", pp=2)  ->  Cut: stages, boundaries, blocks of a model of the zoo, traced once
+    run(cut, batch, micro_batches=4, schedule="1f1b")  ->  Outcome: losses, gradients, buffers
+
+Nothing is simulated but the network (`transport.local_network`) and the sum of tied gradients,
+which processes do with an all-reduce and this harness by adding.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from torch import Tensor, nn
+
+from autopipe import assemble, batches, fake
+from autopipe.blocks import Block, find_blocks
+from autopipe.dataflow import Dataflow, analyse
+from autopipe.graph import Graph
+from autopipe.lower import lower
+from autopipe.partition import Stage, legal_cuts, partition
+from autopipe.plan import InputSpec
+from autopipe.rehearsal import Rehearsal, rehearse
+from autopipe.runtime.engine import AutogradEngine
+from autopipe.runtime.executor import Executor, Step
+from autopipe.runtime.meter import Meter
+from autopipe.runtime.transport import LocalTransport, local_network
+from autopipe.schedule import Programs
+from autopipe.trace import Trace, trace
+from tests.zoo import ZOO, Batch
+
+ROWS = 2
+"""Rows of a micro-batch."""
+
+WINDOW = 2
+
+
+@cache
+def traced(name: str) -> tuple[Trace, Dataflow, tuple[Block, ...]]:
+    """A model of the zoo as a graph."""
+    case = ZOO[name]
+    specs = batches.describe(case.inputs(2), case.inputs(3), 2, 3)
+    found = trace(
+        fake.build_fake(case.model), case.inputs(2), specs, case.loss, real=lambda: case.model()
+    )
+    return found, analyse(found.graph), find_blocks(found.graph)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A model of the zoo in stages, for micro-batches of `rows` rows."""
+
+    name: str
+    trace: Trace
+    flow: Dataflow
+    blocks: tuple[Block, ...]
+    stages: tuple[Stage, ...]
+    rehearsal: Rehearsal
+    rows: int
+
+    @property
+    def graph(self) -> Graph:
+        return self.trace.graph
+
+    @property
+    def specs(self) -> Sequence[InputSpec]:
+        return self.trace.inputs
+
+    def programs(self, schedule: str, micro_batches: int) -> Programs:
+        windows = [WINDOW] * (len(self.stages) - 1)
+        boundaries = self.rehearsal.boundaries
+        return assemble.step_programs(schedule, self.stages, boundaries, micro_batches, windows)
+
+    def __str__(self) -> str:
+        return f"{self.name} before {[self.graph.nodes[s.first].name for s in self.stages[1:]]}"
+
+
+@cache
+def cut(name: str, pp: int, seed: int | None = None, rows: int = ROWS) -> Cut:
+    """Cut evenly by the number of legal cuts, or with a seed anywhere that is legal."""
+    found, flow, blocks = traced(name)
+    legal = legal_cuts(flow)
+    chosen = [legal[len(legal) * number // pp] for number in range(1, pp)]
+    if seed is not None:
+        chosen = sorted(random.Random(f"{name} {pp} {seed}").sample(legal, pp - 1))
+    stages = partition(flow, chosen)
+    rehearsal = rehearse(found.graph, stages, blocks, rows)
+    return Cut(name, found, flow, blocks, stages, rehearsal, rows)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step left behind: in every stage, and summed or joined under the model's names."""
+
+    losses: list[tuple[Tensor, ...]]
+    gradients: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    executors: list[Executor]
+
+
+def own_states(cut: Cut, stage: Stage, model: nn.Module) -> dict[str, Tensor]:
+    """A stage's own copy of its parameters, buffers and constants."""
+    graph, own = cut.graph, {}
+    for name in stage.states:
+        if graph.states[name].kind == "parameter":
+            parameter = model.get_parameter(name)
+            own[name] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+        elif name in graph.constants:
+            own[name] = graph.constants[name].clone()
+        else:
+            own[name] = model.get_buffer(name).clone()
+    return own
+
+
+def micro_batch(cut: Cut, batch: Batch, k: int) -> Any:
+    """Micro-batch k of a batch, as a batch."""
+    leaves = batches.flatten(batch)
+    rows = batches.slice_rows(cut.specs, leaves, k * cut.rows, (k + 1) * cut.rows)
+    return batches.rebuild(batch, rows)
+
+
+def executors(cut: Cut, *, metered: bool = False) -> tuple[list[Executor], list[dict[str, Tensor]]]:
+    """The stages of the zoo's model, ready to run, and what each one owns."""
+    model = ZOO[cut.name].model()
+    made, owned = [], []
+    for stage, transport in zip(cut.stages, local_network(len(cut.stages)), strict=True):
+        own = own_states(cut, stage, model)
+        last = stage.index == len(cut.stages) - 1
+        reads = cut.trace.reads
+        lowered = lower(cut.graph, stage, cut.blocks, own, reads, cut.rows, last=last)
+        engine = AutogradEngine(lowered.module)
+        boundaries, values = cut.rehearsal.boundaries, list(own.values())
+        executor = Executor(stage, boundaries, engine, transport, values, lambda: None)
+        executor.meter = Meter() if metered else None
+        made.append(executor)
+        owned.append(own)
+    return made, owned
+
+
+def step(
+    made: Sequence[Executor],
+    programs: Programs,
+    cut: Cut,
+    batch: Batch,
+    seed: float,
+    number: int = 0,
+) -> list[tuple[Tensor, ...]]:
+    """One step of all stages, each in its thread; the results of the last one."""
+    leaves = batches.flatten(batch)
+
+    def inputs_of(stage: Stage, k: int) -> list[Tensor]:
+        rows = batches.slice_rows(cut.specs, leaves, k * cut.rows, (k + 1) * cut.rows)
+        return [rows[path] for path in stage.inputs]  # type: ignore[misc]
+
+    def run_one(executor: Executor) -> list[tuple[Tensor, ...]]:
+        stage, transport = executor.stage, executor.transport
+        assert isinstance(transport, LocalTransport)
+        try:
+            inputs = Step(lambda k: inputs_of(stage, k), seed, (0, number, 0))
+            results = executor.run(programs[stage.index], inputs)
+            transport.close()
+        except BaseException as error:
+            transport.abort(error)
+            raise
+        return results
+
+    with ThreadPoolExecutor(len(made)) as threads:
+        running = [threads.submit(run_one, executor) for executor in made]
+    return [future.result() for future in running][-1]
+
+
+def run(
+    cut: Cut,
+    batch: Batch,
+    *,
+    micro_batches: int,
+    schedule: str = "1f1b",
+    metered: bool = False,
+    seed: float | None = None,
+) -> Outcome:
+    """One step of the zoo's model from its first weights.
+
+    Args:
+        seed: the gradient of each micro-batch's loss; None: its share of a mean.
+    """
+    made, owned = executors(cut, metered=metered)
+    share = 1 / micro_batches if seed is None else seed
+    losses = step(made, cut.programs(schedule, micro_batches), cut, batch, share)
+    return Outcome(losses, gradients(owned), buffers(cut, owned), made)
+
+
+def gradients(owned: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Every parameter's gradient, summed over the stages that have the parameter."""
+    found: dict[str, Tensor] = {}
+    for own in owned:
+        for name, tensor in own.items():
+            if tensor.grad is not None:
+                found[name] = found[name] + tensor.grad if name in found else tensor.grad
+    return found
+
+
+def buffers(cut: Cut, owned: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Every buffer of the model as the stages have left it."""
+    return {
+        name: tensor
+        for own in owned
+        for name, tensor in own.items()
+        if cut.graph.states[name].kind == "buffer"
+    }
