@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from autopipe import batches, places
 from autopipe.errors import CaptureError, ModelError
+from autopipe.fake import DynamicOutputShapeException
 from autopipe.plan import InputSpec, Read
 from autopipe.reads import ReadsParameter, record, replay
 
@@ -62,9 +63,12 @@ def outputs_to_loss(outputs: Any, batch: Any, loss: Loss | None) -> Any:
         return value
     if isinstance(value, Tensor) and value.numel() == 1:
         return value
-    shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+    if isinstance(value, Tensor):
+        found = f"tensor of shape {tuple(value.shape)}"
+    else:
+        found = type(value).__name__
     raise ModelError(
-        f"{whose} gives a {type(value).__name__}{shape}; a loss is a scalar tensor or (sum, count)",
+        f"{whose} gives a {found}; a loss is a scalar tensor or (sum, count)",
         hint=None if loss is not None else "give a loss(outputs, batch) function",
     )
 
@@ -124,7 +128,8 @@ def _record(
     program: Program, tensors: Sequence[Tensor], real: Callable[[], nn.Module] | None
 ) -> tuple[Read, ...]:
     try:
-        return record(lambda: program(*[tensor.clone() for tensor in tensors]))
+        with _restoring(program.model):
+            return record(lambda: program(*[tensor.clone() for tensor in tensors]))
     except ReadsParameter as found:
         if real is None:
             raise CaptureError(
@@ -139,24 +144,48 @@ def _record(
         raise _refusal(error) from error
     fake, program.model = program.model, real()
     try:
-        buffers = {n: b.detach().clone() for n, b in program.model.named_buffers()}
-        reads = record(lambda: program(*[tensor.clone() for tensor in tensors]))
-        with torch.no_grad():
-            for name, buffer in program.model.named_buffers():
-                buffer.copy_(buffers[name])
-        return reads
+        with _restoring(program.model):
+            if program.model.training != program.training:
+                program.model.train(program.training)
+            return record(lambda: program(*[tensor.clone() for tensor in tensors]))
     finally:
         program.model = fake
 
 
+@contextmanager
+def _restoring(model: nn.Module) -> Iterator[None]:
+    """Leave a model as it was: its buffers, and what is in training."""
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    training = {module: module.training for module in model.modules()}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(buffers[name])
+        for module, flag in training.items():
+            module.training = flag
+
+
 def _refusal(error: Exception) -> CaptureError:
     place = places.of_error(error)
+    if isinstance(error, DynamicOutputShapeException):
+        return depends_on_values(place)
     reason = str(error).strip().splitlines()
     return CaptureError(
         f"{place + ': ' if place else ''}the model cannot be captured: "
         f"{type(error).__name__}: {reason[0] if reason else 'no reason given'}",
         hint="the line must work on tensors whose values are not known and whose batch is a "
         "symbol; run with --debug for torch.export's own report",
+    )
+
+
+def depends_on_values(place: str) -> CaptureError:
+    """The refusal of a tensor whose size nobody can tell before the step."""
+    return CaptureError(
+        f"{place}: a size here depends on the values of a tensor, so the stages cannot know what "
+        "they will receive",
+        hint="pad to a fixed size, or mask with torch.where",
     )
 
 

@@ -23,6 +23,7 @@ from torch import nn
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
+    DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
 )
@@ -30,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "DataDependentOutputException",
+    "DynamicOutputShapeException",
     "TorchDispatchMode",
     "build_fake",
     "expression",

@@ -13,20 +13,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autopipe import batches, fingerprint
-from autopipe.blocks import find_blocks
+from autopipe import batches
+from autopipe.binding import Split, check_runs, split_as_planned, split_for_evaluation
 from autopipe.capture import Loss
-from autopipe.dataflow import analyse
-from autopipe.errors import LaunchError, PlanError
+from autopipe.errors import LaunchError
 from autopipe.graph import Graph
-from autopipe.partition import Stage, partition, tied_states
+from autopipe.partition import Stage, tied_states
 from autopipe.plan import Place, Plan, check
 from autopipe.planning import Factory, bare, batches_for_tracing
 from autopipe.runtime.launch import World, check_world, start, world_from
 from autopipe.runtime.materialize import materialize
-from autopipe.runtime.pipe import Groups, Pipe, Split
+from autopipe.runtime.pipe import Groups, Pipe
 from autopipe.runtime.transport import GlooTransport, Transport, local_network, make_groups
-from autopipe.trace import Trace, trace
+from autopipe.trace import trace
 
 
 def parallelize(
@@ -55,6 +54,7 @@ def parallelize(
         ModelError: the model cannot be captured, or a parameter is not to be had.
     """
     check(plan)
+    check_runs(plan)
     rank = _join(plan)
     place = plan.mesh.places[rank]
     device = _device(place)
@@ -80,89 +80,10 @@ def parallelize(
         example = batches_for_tracing(batch, plan.inputs)
         real: Callable[[], nn.Module] = lambda: model if isinstance(model, nn.Module) else model()  # noqa: E731
         found = trace(skeleton, example, plan.inputs, loss, training=False, real=real)
-        skeleton.train()
         return split_for_evaluation(found, split)
 
     transport, groups = _connect(plan, place, split)
     return Pipe(plan, place, split, states, transport, groups, evaluation, seed, device)
-
-
-def split_as_planned(traced: Trace, plan: Plan) -> Split:
-    """Cut a traced model where the plan says.
-
-    Raises:
-        PlanError: the plan is of another model, or names nodes that are no place to cut.
-    """
-    graph = traced.graph
-    if fingerprint.fingerprint(graph) != plan.fingerprint:
-        planned = ", ".join(f"{name} {version}" for name, version in plan.versions.items())
-        raise PlanError(
-            "plan.fingerprint: the plan was made for another model, another loss, or by other "
-            f"versions (planned with {planned}; here torch {torch.__version__}). First "
-            f"difference: {fingerprint.first_difference(graph, plan.trail)}",
-            hint="plan again with `autopipe plan`",
-        )
-    starts = []
-    for index, stage in enumerate(plan.stages):
-        for word, name in (("first", stage.first), ("last", stage.last)):
-            if name not in graph.index:
-                raise PlanError(f"plan.stages[{index}].{word}: the model has no node {name!r}")
-        starts.append(graph.index[stage.first])
-    ends = [*(graph.index[stage.last] + 1 for stage in plan.stages)]
-    expected = [0, *ends[:-1]]
-    for index, (start_, end) in enumerate(zip(starts, expected, strict=True)):
-        if start_ != end:
-            raise PlanError(
-                f"plan.stages[{index}].first: stage {index} begins with "
-                f"{plan.stages[index].first!r}, expected {graph.nodes[end].name!r}: the stages "
-                "must hold every node once, in order"
-            )
-    if ends[-1] != len(graph.nodes):
-        raise PlanError(
-            f"plan.stages[{len(ends) - 1}].last: the last stage ends with "
-            f"{plan.stages[-1].last!r}, the model with {graph.nodes[-1].name!r}"
-        )
-    return Split(traced, partition(analyse(graph), starts[1:]), find_blocks(graph))
-
-
-def split_for_evaluation(found: Trace, training: Split) -> Split:
-    """Cut the graph of evaluation so that every stage needs the parameters it has.
-
-    The two graphs differ by dropout and the like. A node's stage is that of the node of the same
-    name in training, or that of the node before it.
-    """
-    graph, flow = found.graph, analyse(found.graph)
-    stages = training.stages
-    owner = {p: stage.index for stage in stages for p in range(stage.first, stage.stop)}
-    planned = {node.name: owner[position] for position, node in enumerate(training.graph.nodes)}
-    cuts: list[int] = []
-    current = 0
-    for position, node in enumerate(graph.nodes):
-        index = planned.get(node.name, current)
-        if flow.local[position] or index <= current:
-            continue
-        cuts += [position] * (index - current)
-        current = index
-    if len(set(cuts)) != len(stages) - 1:
-        raise PlanError(
-            "the model computes nothing in some stages when it evaluates, so it cannot be "
-            "evaluated with this plan",
-            hint="cut the model elsewhere",
-        )
-    split = Split(found, partition(flow, cuts), find_blocks(graph))
-    for stage, trained in zip(split.stages, stages, strict=True):
-        missing = [
-            name
-            for name in stage.states
-            if name not in trained.states and graph.states[name].kind != "constant"
-        ]
-        if missing:
-            raise PlanError(
-                f"in evaluation stage {stage.index} needs {missing[0]!r}, which it does not hold "
-                "in training",
-                hint="cut the model elsewhere",
-            )
-    return split
 
 
 def _join(plan: Plan) -> int:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from autopipe import codec
+from autopipe import cluster, codec
 from autopipe.cluster import Cluster
 from autopipe.errors import PlanError
 
@@ -264,6 +264,7 @@ def check(plan: Plan) -> None:
     def refuse(path: str, asked: str, found: str) -> None:
         raise PlanError(f"plan.{path}: expected {asked}, found {found}")
 
+    cluster.check(plan.cluster, "plan.cluster")
     for name, degree in (("pp", mesh.pp), ("dp", mesh.dp), ("tp", mesh.tp)):
         if degree < 1:
             refuse(f"mesh.{name}", "a degree of at least 1", str(degree))

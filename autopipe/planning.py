@@ -152,11 +152,18 @@ def trace_model(
 
 def bare(model: nn.Module | Factory) -> nn.Module:
     """The model with fake parameters; a given model itself is left as it is."""
-    if isinstance(model, nn.Module):
-        return fake.skeleton(model)
-    built = fake.build_fake(model)
+    built = fake.skeleton(model) if isinstance(model, nn.Module) else fake.build_fake(model)
     if not isinstance(built, nn.Module):
         raise ModelError(f"model() gives a {type(built).__name__}, not an nn.Module")
+    first: dict[tuple[int, int], str] = {}
+    for name, parameter in built.named_parameters():
+        where = fake.storage_key(parameter), int(parameter.storage_offset())
+        if parameter.numel() and first.setdefault(where, name) != name:
+            raise ModelError(
+                f"{first[where]!r} and {name!r} are two parameters in one memory: split over two "
+                "stages they would drift apart",
+                hint="tie them by making both names the same nn.Parameter",
+            )
     return built
 
 

@@ -16,6 +16,7 @@ torch's own `mul_17` differs between two traces of one model.
 from __future__ import annotations
 
 import operator
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -97,8 +98,10 @@ def trace(
     """
     leaves = batches.flatten(batch)
     batches.bind(model, batch, loss)
-    model.train(training)
-    program = Program(model, batch, loss, specs).train(training)
+    if model.training != training:  # a model in training keeps what parts of it are set to
+        model.train(training)
+    program = Program(model, batch, loss, specs)
+    program.training = training
     exported, reads = capture(program, leaves, specs, reads=reads, real=real, symbolic=symbolic)
     graph = _Converter(exported, model, [s.path for s in specs if s.dtype != "python"]).convert()
     return Trace(graph, tuple(specs), reads)
@@ -191,7 +194,7 @@ class _Converter:
         if name.startswith(_DROPPED):
             return None
         args = tuple(self._arg(arg, env) for arg in node.args)
-        if name in _ALIASES:
+        if name in _ALIASES or _is_whole_slice(name, args):
             return args[0]
         scopes = self._scopes(node) or region.scopes
         if name in ("wrap_with_set_grad_enabled", "wrap_with_autocast"):
@@ -321,6 +324,14 @@ class _Converter:
                 hint="register it with register_buffer",
             )
         return value
+
+
+def _is_whole_slice(op: str, args: tuple[Arg, ...]) -> bool:
+    """Whether an op is `x[:]`: eager and a trace at fixed rows leave it out, a symbolic one not."""
+    return op == "aten.slice.Tensor" and args[2:3] in ((), (0,)) and args[3:] in (
+        (),
+        (sys.maxsize,),
+    )
 
 
 def _names_by_identity(model: nn.Module) -> dict[str, tuple[str, ...]]:

@@ -179,6 +179,7 @@ class Executor:
         counted = (
             self.meter.keeping((*self._owned, *received, *inputs)) if self.meter else nullcontext()
         )
+        self._count("transfers", self._bytes(self.stage.outgoing))
         with stream(run, number, first + k), counted:
             results = self.engine.forward(k, (*received, *inputs))
         outgoing = dict(zip(self.stage.outgoing, results, strict=False))
@@ -199,13 +200,17 @@ class Executor:
         for number, result in enumerate(self._results.get(k, ())):
             is_loss = number == 0 and isinstance(result, Tensor)
             seeds.append(torch.full_like(result, step.seed) if is_loss else None)
+        here = self.stage.index
+        returning = [ref for ref, _ in self.stage.receives if here in self.boundaries[ref].gradients]
+        # They come as what was saved goes, in autograd's order: counted as if there was room for
+        # both, which is the most that it can be and what a plan predicts.
+        self._count("transfers", self._bytes(returning))
         made = self.engine.backward_input(k, seeds)
         self.engine.backward_weight(k)
-        here = self.stage.index
         back = {
             ref: gradient if gradient is not None else torch.zeros_like(self._arrived[k][ref])
             for (ref, _), gradient in zip(self.stage.receives, made, strict=False)
-            if here in self.boundaries[ref].gradients
+            if ref in returning
         }
         self._leave(Flow.GRADIENT, k, back)
         self._count("transfers", -self._bytes(gradients))
@@ -218,7 +223,6 @@ class Executor:
         peers = self.stage.sends if flow is Flow.ACTIVATION else self.stage.receives
         self._outgoing[flow, k] = tensors
         self._unsent[flow, k] = len({other for ref, other in peers if ref in tensors})
-        self._count("transfers", self._bytes(tensors))
 
     def _release(self, k: int, *, recycle: bool) -> None:
         arrived = self._arrived.pop(k, {})

@@ -16,14 +16,16 @@ from __future__ import annotations
 import fcntl
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from autopipe.errors import ModelError
@@ -67,11 +69,13 @@ def materialize(
         model = skeleton
     elif isinstance(source, nn.Module):
         model = source
-    elif _bytes(skeleton) <= (memory if memory is not None else available_memory()):
-        model = _build_in_turn(source, seed)
     else:
-        found |= _initialise(skeleton, wanted, seed)
-        model = skeleton
+        memory = available_memory() if memory is None else memory
+        if _bytes(skeleton) <= memory:
+            model = _build_in_turn(source, seed)
+        else:
+            found |= _initialise(skeleton, wanted, seed, memory)
+            model = skeleton
     result: dict[str, Tensor] = {}
     for name, state in states.items():
         tensor = found.get(name)
@@ -129,18 +133,10 @@ def _read(path: Path, graph: Graph, names: Sequence[str]) -> dict[str, Tensor]:
         with safe_open(str(file), framework="pt") as stored:
             keys = set(stored.keys())
             for name in names:
-                key = next((k for k in (name, *graph.states[name].aliases) if k in keys), None)
+                key = _stored_as(graph, name, keys)
                 if key is not None:
                     found[name] = stored.get_tensor(key)
-    for name in names:
-        shape = shape_at(graph.states[name].spec, 1)
-        if name not in found:
-            raise ModelError(f"{path}: holds no {name!r}, which the model has as {list(shape)}")
-        if tuple(found[name].shape) != shape:
-            raise ModelError(
-                f"{path}: {name!r} has the shape {list(found[name].shape)}, in the model "
-                f"{list(shape)}"
-            )
+    _check_shapes(path, graph, names, {name: tensor.shape for name, tensor in found.items()})
     return found
 
 
@@ -150,17 +146,44 @@ def _read_distributed(path: Path, graph: Graph, names: Sequence[str]) -> dict[st
             f"weights {str(path)!r} is neither a safetensors file, nor a folder of them, nor a "
             "torch.distributed.checkpoint folder"
         )
+    stored = {
+        key: entry.size
+        for key, entry in FileSystemReader(path).read_metadata().state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    keys = {name: _stored_as(graph, name, stored.keys()) for name in names}
+    sizes = {name: stored[key] for name, key in keys.items() if key is not None}
+    _check_shapes(path, graph, names, sizes)
     specs = {name: graph.states[name].spec for name in names}
     found = {n: torch.empty(shape_at(spec, 1), dtype=spec.dtype) for n, spec in specs.items()}
-    try:
-        load(dict(found), checkpoint_id=str(path), no_dist=True)
-    except (CheckpointException, RuntimeError, ValueError) as error:
-        # CheckpointException is a BaseException: nothing below would catch it.
-        raise ModelError(f"{path}: {str(error).strip().splitlines()[-1]}") from error
+    with warnings.catch_warnings():
+        # Every rank reads its own by itself, on purpose.
+        warnings.filterwarnings("ignore", message=".*single process")
+        wanted = {keys[name] or name: tensor for name, tensor in found.items()}
+        load(wanted, checkpoint_id=str(path), no_dist=True)
     return found
 
 
-def _initialise(skeleton: nn.Module, names: Sequence[str], seed: int) -> dict[str, Tensor]:
+def _stored_as(graph: Graph, name: str, keys: Collection[str]) -> str | None:
+    return next((key for key in (name, *graph.states[name].aliases) if key in keys), None)
+
+
+def _check_shapes(
+    path: Path, graph: Graph, names: Sequence[str], stored: Mapping[str, Sequence[int]]
+) -> None:
+    for name in names:
+        shape = list(shape_at(graph.states[name].spec, 1))
+        if name not in stored:
+            raise ModelError(f"{path}: holds no {name!r}, which the model has as {shape}")
+        if list(stored[name]) != shape:
+            raise ModelError(
+                f"{path}: {name!r} has the shape {list(stored[name])}, in the model {shape}"
+            )
+
+
+def _initialise(
+    skeleton: nn.Module, names: Sequence[str], seed: int, memory: int
+) -> dict[str, Tensor]:
     """Let the modules that own `names` initialise themselves, each seeded by its path."""
     owners: dict[str, list[str]] = {}
     for name in names:
@@ -168,12 +191,12 @@ def _initialise(skeleton: nn.Module, names: Sequence[str], seed: int) -> dict[st
     found: dict[str, Tensor] = {}
     for path, own in owners.items():
         module = skeleton.get_submodule(path)
-        reset = _initialiser(skeleton, module)
+        reset = _initialiser(skeleton, path)
         if reset is None:
             raise ModelError(
                 f"the model's {_bytes(skeleton)} bytes of parameters do not fit in this machine's "
-                f"memory at once, and {path or 'the model'!r} ({type(module).__name__}) has no "
-                "reset_parameters to initialise it alone",
+                f"memory ({memory} bytes), and {path or 'the model'!r} ({type(module).__name__}) "
+                "has no reset_parameters to initialise it alone",
                 hint="give weights=, or define reset_parameters on the module",
             )
         fakes = {k: p for k, p in module.named_parameters(recurse=False)}
@@ -190,14 +213,16 @@ def _initialise(skeleton: nn.Module, names: Sequence[str], seed: int) -> dict[st
     return found
 
 
-def _initialiser(skeleton: nn.Module, module: nn.Module) -> Callable[[], object] | None:
-    own: object = getattr(module, "reset_parameters", None)
-    if callable(own):
-        return own
-    shared = getattr(skeleton, "_init_weights", None)  # transformers' convention
-    return (lambda: shared(module)) if callable(shared) else None
+def _initialiser(skeleton: nn.Module, path: str) -> Callable[[], object] | None:
+    """What initialises the module at `path`.
 
-
-def skeleton_buffers(skeleton: nn.Module) -> Mapping[str, Tensor]:
-    """The buffers of a model without weights; they are real."""
-    return dict(skeleton.named_buffers())
+    transformers' convention comes first: its models overrule `reset_parameters` in a method that
+    is called with every module, parents after their children, whose parameters they may scale.
+    """
+    shared = getattr(skeleton, "_init_weights", None)
+    if callable(shared):
+        parts = path.split(".") if path else []
+        paths = [".".join(parts[:length]) for length in range(len(parts), -1, -1)]
+        return lambda: [shared(skeleton.get_submodule(own)) for own in paths]
+    own: object = getattr(skeleton.get_submodule(path), "reset_parameters", None)
+    return own if callable(own) else None

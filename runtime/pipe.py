@@ -18,11 +18,10 @@ from torch import Tensor, nn
 
 from autopipe import batches
 from autopipe.assemble import evaluation_programs, step_programs
-from autopipe.blocks import Block
+from autopipe.binding import Split
 from autopipe.errors import ModelError
-from autopipe.graph import Graph
 from autopipe.lower import lower
-from autopipe.partition import Stage, tied_states
+from autopipe.partition import tied_states
 from autopipe.plan import Memory, Place, Plan, StagePrediction
 from autopipe.rehearsal import rehearse
 from autopipe.runtime.engine import AutogradEngine
@@ -31,21 +30,6 @@ from autopipe.runtime.gradients import GradientSum
 from autopipe.runtime.meter import Meter
 from autopipe.runtime.transport import Transport
 from autopipe.schedule import Kind, Program
-from autopipe.trace import Trace
-
-
-@dataclass(frozen=True)
-class Split:
-    """A traced model cut into stages: one for training, one for evaluation."""
-
-    trace: Trace
-    stages: tuple[Stage, ...]
-    blocks: tuple[Block, ...]
-
-    @property
-    def graph(self) -> Graph:
-        """The traced model."""
-        return self.trace.graph
 
 
 @dataclass(frozen=True)
@@ -164,9 +148,9 @@ class Pipe:
                 ranks were given different ones (checked in the first step).
         """
         leaves = batches.flatten(batch)
-        rows, micro_batches = self._rows(leaves, sharded, self.plan.batch.micro_batches)
         if self._steps == 0:
-            self._check_same(leaves, sharded)
+            self._check_same(leaves, sharded)  # first, so that no rank waits for one that refuses
+        rows, micro_batches = self._rows(leaves, sharded, self.plan.batch.micro_batches)
         total_rows = rows * micro_batches * self.plan.mesh.dp
         ready = self._last = self._prepare(True, rows, micro_batches)
         for parameter in self.parameters():
@@ -348,22 +332,36 @@ class Pipe:
         return rows // parts, micro_batches or 1
 
     def _check_same(self, leaves: Mapping[str, batches.Leaf], sharded: bool) -> None:
-        """Refuse batches that differ between ranks which must be given the same one."""
+        """Refuse, on every rank, batches that differ between ranks which must be given the same."""
         if self._groups.world is None:
             return
-        mine = torch.tensor([batches.fingerprint(leaves)])
+        refusal: ModelError | None = None
+        try:
+            rows = batches.rows_of(self.plan.inputs, leaves)
+        except ModelError as error:
+            rows, refusal = -1, error
+        mine = torch.tensor([batches.fingerprint(leaves), rows])
         found = [torch.empty_like(mine) for _ in self.plan.mesh.places]
         dist.all_gather(found, mine, group=self._groups.world)
         for place in self.plan.mesh.places:
-            first = place.rank if not sharded else place.dp * self.plan.mesh.tp
-            first = first if sharded else 0
-            if not torch.equal(found[place.rank], found[first]):
+            first = place.dp * self.plan.mesh.tp if sharded else 0
+            if found[place.rank][0] != found[first][0]:
                 whose = f"of data-parallel coordinate {place.dp} " if sharded else ""
                 raise ModelError(
                     f"ranks {whose}were given different batches: rank {first} and rank "
                     f"{place.rank}",
                     hint="every rank passes the same batch to step; a rank that passes its own "
                     "part says step(batch, sharded=True)",
+                )
+        if refusal is not None:
+            raise refusal
+        for place in self.plan.mesh.places:
+            other = int(found[place.rank][1])
+            if other != rows:
+                what = f"{other} rows" if other >= 0 else "a batch that does not fit the plan"
+                raise ModelError(
+                    f"rank {self.place.rank} was given {rows} rows, rank {place.rank} {what}: "
+                    "the parts of all data-parallel coordinates must be of one size"
                 )
 
     def _all_reduce(self, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from autopipe import assemble, batches, fake
 from autopipe.blocks import Block, find_blocks
+from autopipe.cluster import Cluster, Device, Group, Link, Node
 from autopipe.dataflow import Dataflow, analyse
 from autopipe.graph import Graph
 from autopipe.lower import lower
@@ -38,6 +40,14 @@ ROWS = 2
 """Rows of a micro-batch."""
 
 WINDOW = 2
+"""Receives posted ahead."""
+
+
+def machine(processes: int, memory: int = 2**30) -> Cluster:
+    """So many processes on this machine, with round rates: nothing is probed."""
+    cpu = Device("cpu", memory, {"fp32": 1e10}, 1e10, 1e-6, "made up for tests")
+    link = Link(1e-4, 1e9)
+    return Cluster(f"local:{processes}", (Node(1, (Group(processes, cpu),)),), link, link)
 
 
 @cache
@@ -124,7 +134,7 @@ def micro_batch(cut: Cut, batch: Batch, k: int) -> Any:
     return batches.rebuild(batch, rows)
 
 
-def executors(cut: Cut, *, metered: bool = False) -> tuple[list[Executor], list[dict[str, Tensor]]]:
+def ready(cut: Cut, *, metered: bool = False) -> tuple[list[Executor], list[dict[str, Tensor]]]:
     """The stages of the zoo's model, ready to run, and what each one owns."""
     model = ZOO[cut.name].model()
     made, owned = [], []
@@ -149,6 +159,8 @@ def step(
     batch: Batch,
     seed: float,
     number: int = 0,
+    *,
+    training: bool = True,
 ) -> list[tuple[Tensor, ...]]:
     """One step of all stages, each in its thread; the results of the last one."""
     leaves = batches.flatten(batch)
@@ -162,14 +174,16 @@ def step(
         assert isinstance(transport, LocalTransport)
         try:
             inputs = Step(lambda k: inputs_of(stage, k), seed, (0, number, 0))
-            results = executor.run(programs[stage.index], inputs)
+            with torch.set_grad_enabled(training):
+                results = executor.run(programs[stage.index], inputs)
             transport.close()
         except BaseException as error:
             transport.abort(error)
             raise
         return results
 
-    with ThreadPoolExecutor(len(made)) as threads:
+    # One core a stage, which a thread says for itself: oneDNN asks the thread, not the process.
+    with ThreadPoolExecutor(len(made), initializer=torch.set_num_threads, initargs=(1,)) as threads:
         running = [threads.submit(run_one, executor) for executor in made]
     return [future.result() for future in running][-1]
 
@@ -188,7 +202,7 @@ def run(
     Args:
         seed: the gradient of each micro-batch's loss; None: its share of a mean.
     """
-    made, owned = executors(cut, metered=metered)
+    made, owned = ready(cut, metered=metered)
     share = 1 / micro_batches if seed is None else seed
     losses = step(made, cut.programs(schedule, micro_batches), cut, batch, share)
     return Outcome(losses, gradients(owned), buffers(cut, owned), made)

@@ -1,0 +1,163 @@
+"""A plan and a traced model put together: the plan's cuts found in the graph, or refused.
+
+    plan.stages[1].first = "h.4/layer_norm/0"  ->  position 61 of the graph  ->  Stage
+
+Evaluation is another graph, without dropout and the like; it is cut so that every stage needs the
+parameters it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from autopipe import fingerprint
+from autopipe.blocks import Block, find_blocks
+from autopipe.dataflow import analyse
+from autopipe.errors import PlanError
+from autopipe.graph import Graph, Ref
+from autopipe.partition import Stage, partition
+from autopipe.plan import Plan
+from autopipe.schedule import SCHEDULES
+from autopipe.trace import Trace
+
+
+@dataclass(frozen=True)
+class Split:
+    """A traced model cut into stages."""
+
+    trace: Trace
+    stages: tuple[Stage, ...]
+    blocks: tuple[Block, ...]
+
+    @property
+    def graph(self) -> Graph:
+        """The traced model."""
+        return self.trace.graph
+
+
+def split_as_planned(traced: Trace, plan: Plan) -> Split:
+    """Cut a traced model where the plan says.
+
+    Raises:
+        PlanError: the plan is of another model, or names nodes that are no place to cut.
+    """
+    graph = traced.graph
+    if fingerprint.fingerprint(graph) != plan.fingerprint:
+        planned = ", ".join(f"{name} {version}" for name, version in plan.versions.items())
+        raise PlanError(
+            "plan.fingerprint: the plan was made for another model, another loss, or by other "
+            f"versions (planned with {planned}; here torch {torch.__version__}). First "
+            f"difference: {fingerprint.first_difference(graph, plan.trail)}",
+            hint="plan again with `autopipe plan`",
+        )
+    starts = []
+    for index, stage in enumerate(plan.stages):
+        for word, name in (("first", stage.first), ("last", stage.last)):
+            if name not in graph.index:
+                raise PlanError(f"plan.stages[{index}].{word}: the model has no node {name!r}")
+        starts.append(graph.index[stage.first])
+    ends = [*(graph.index[stage.last] + 1 for stage in plan.stages)]
+    expected = [0, *ends[:-1]]
+    for index, (start_, end) in enumerate(zip(starts, expected, strict=True)):
+        if start_ != end:
+            rest = graph.nodes[end:]
+            expected_name = repr(rest[0].name) if rest else "nothing after the last node"
+            raise PlanError(
+                f"plan.stages[{index}].first: stage {index} begins with "
+                f"{plan.stages[index].first!r}, expected {expected_name}: the stages "
+                "must hold every node once, in order"
+            )
+    if ends[-1] != len(graph.nodes):
+        raise PlanError(
+            f"plan.stages[{len(ends) - 1}].last: the last stage ends with "
+            f"{plan.stages[-1].last!r}, the model with {graph.nodes[-1].name!r}"
+        )
+    stages = partition(analyse(graph), starts[1:])
+    for index, (own, written) in enumerate(zip(stages, plan.stages, strict=True)):
+        parameters = [n for n in own.states if graph.states[n].kind == "parameter"]
+        for word, expected_, found in (
+            ("parameters", parameters, list(written.parameters)),
+            ("receives", _peers(own.receives), [(t.name, t.peer) for t in written.receives]),
+            ("sends", _peers(own.sends), [(t.name, t.peer) for t in written.sends]),
+        ):
+            differing = set(map(str, expected_)) ^ set(map(str, found))
+            if differing:
+                raise PlanError(
+                    f"plan.stages[{index}].{word}: the stage from {written.first!r} to "
+                    f"{written.last!r} has {len(expected_)} of them, the plan {len(found)}; they "
+                    f"differ in {min(differing)}"
+                )
+    return Split(traced, stages, find_blocks(graph))
+
+
+def _peers(transfers: Iterable[tuple[Ref, int]]) -> list[tuple[str, int]]:
+    return [(str(ref), peer) for ref, peer in transfers]
+
+
+def check_runs(plan: Plan) -> None:
+    """Refuse what the plan's format can say and this version cannot do.
+
+    Raises:
+        PlanError: names the field.
+    """
+    asked = {
+        "mesh.tp": (plan.mesh.tp, 1),
+        "precision": (plan.precision, "fp32"),
+        **{f"boundaries[{i}].depth": (b.depth, 0) for i, b in enumerate(plan.boundaries)},
+        **{f"stages[{i}].zero": (s.zero, 0) for i, s in enumerate(plan.stages)},
+        **{f"stages[{i}].recompute": (s.recompute, ()) for i, s in enumerate(plan.stages)},
+        **{f"blocks[{i}].states": (b.states, ()) for i, b in enumerate(plan.blocks)},
+    }
+    for path, (found, runs) in asked.items():
+        if found != runs:
+            raise PlanError(
+                f"plan.{path}: {found!r} was asked for; this version runs {runs!r} only"
+            )
+    if plan.schedule not in SCHEDULES:
+        raise PlanError(
+            f"plan.schedule: there is no schedule {plan.schedule!r}",
+            hint=f"one of {', '.join(SCHEDULES)}",
+        )
+
+
+def split_for_evaluation(found: Trace, training: Split) -> Split:
+    """Cut the graph of evaluation so that every stage needs the parameters it has.
+
+    The two graphs differ by dropout and the like. A node's stage is that of the node of the same
+    name in training, or that of the node before it.
+    """
+    graph, flow = found.graph, analyse(found.graph)
+    stages = training.stages
+    owner = {p: stage.index for stage in stages for p in range(stage.first, stage.stop)}
+    planned = {node.name: owner[position] for position, node in enumerate(training.graph.nodes)}
+    cuts: list[int] = []
+    current = 0
+    for position, node in enumerate(graph.nodes):
+        index = planned.get(node.name, current)
+        if flow.local[position] or index <= current:
+            continue
+        cuts += [position] * (index - current)
+        current = index
+    if len(set(cuts)) != len(stages) - 1:
+        raise PlanError(
+            "the model computes nothing in some stages when it evaluates, so it cannot be "
+            "evaluated with this plan",
+            hint="cut the model elsewhere",
+        )
+    split = Split(found, partition(flow, cuts), find_blocks(graph))
+    for stage, trained in zip(split.stages, stages, strict=True):
+        missing = [
+            name
+            for name in stage.states
+            if name not in trained.states and graph.states[name].kind != "constant"
+        ]
+        if missing:
+            raise PlanError(
+                f"in evaluation stage {stage.index} needs {missing[0]!r}, which it does not hold "
+                "in training",
+                hint="cut the model elsewhere",
+            )
+    return split
