@@ -48,12 +48,12 @@ def options(
 def trace(model: ModelArgument) -> None:
     """Print the model's graph: the nodes that a plan names."""
     from autopipe import batches, modelfile
-    from autopipe.planning import trace_model
+    from autopipe.source import trace_source
 
     file = modelfile.load(model)
     example = file.inputs(2)
     specs = batches.describe(example, file.inputs(3), 2, 3)
-    print(trace_model(file.model, example, specs, file.loss).graph)
+    print(trace_source(file.model, example, specs, file.loss).graph)
 
 
 @app.command()

@@ -5,13 +5,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from autopipe import batches
 from autopipe.binding import Split, check_runs, split_as_planned, split_for_evaluation
@@ -20,16 +19,16 @@ from autopipe.errors import LaunchError
 from autopipe.graph import Graph
 from autopipe.partition import Stage, tied_states
 from autopipe.plan import Place, Plan, check
-from autopipe.planning import Factory, bare, batches_for_tracing
 from autopipe.runtime.launch import World, check_world, start, world_from
 from autopipe.runtime.materialize import materialize
 from autopipe.runtime.pipe import Groups, Pipe
 from autopipe.runtime.transport import GlooTransport, Transport, local_network, make_groups
+from autopipe.source import Source, bare, trace_source
 from autopipe.trace import trace
 
 
 def parallelize(
-    model: nn.Module | Factory,
+    model: Source,
     plan: Plan,
     *,
     inputs: Any = None,
@@ -63,7 +62,7 @@ def parallelize(
     if example is None:
         example = batches.from_specs(plan.inputs, 2)
     else:
-        example = batches_for_tracing(example, plan.inputs)
+        example = batches.two_rows(example, plan.inputs)
     traced = trace(skeleton, example, plan.inputs, loss, reads=plan.reads)
     split = split_as_planned(traced, plan)
     states = materialize(
@@ -77,9 +76,8 @@ def parallelize(
     )
 
     def evaluation(batch: Any) -> Split:
-        example = batches_for_tracing(batch, plan.inputs)
-        real: Callable[[], nn.Module] = lambda: model if isinstance(model, nn.Module) else model()  # noqa: E731
-        found = trace(skeleton, example, plan.inputs, loss, training=False, real=real)
+        example = batches.two_rows(batch, plan.inputs)
+        found = trace_source(model, example, plan.inputs, loss, training=False)
         return split_for_evaluation(found, split)
 
     transport, groups = _connect(plan, place, split)

@@ -5,63 +5,39 @@ model, inputs --trace--> Graph --profile--> Problem --planner--> Decision --rehe
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from autopipe import assemble, batches, fake, fingerprint
+from autopipe import batches
 from autopipe.blocks import Block, classes, find_blocks
 from autopipe.capture import Loss
 from autopipe.cluster import Cluster, LocalSpec, parse
-from autopipe.dataflow import Dataflow, analyse
-from autopipe.errors import AutopipeError, InfeasibleError, ModelError
-from autopipe.estimate import Estimate
-from autopipe.footprint import footprint
-from autopipe.graph import Ref, bytes_at
-from autopipe.partition import Stage, partition
-from autopipe.plan import (
-    FORMAT,
-    Batch,
-    BlockClass,
-    Boundary,
-    InputSpec,
-    Memory,
-    Mesh,
-    Place,
-    Plan,
-    PlannerNote,
-    Prediction,
-    StagePlan,
-    StagePrediction,
-    Transfer,
-)
-from autopipe.planners import PLANNERS, Answer
+from autopipe.dataflow import analyse
+from autopipe.draft import WINDOW, Draft
+from autopipe.errors import AutopipeError, ModelError
+from autopipe.graph import bytes_at
+from autopipe.plan import InputSpec, Plan
+from autopipe.planners import PLANNERS
 from autopipe.probe import local_cluster, local_processes
-from autopipe.problem import Constraints, Decision
-from autopipe.profile import Units, build_problem, find_units
-from autopipe.rehearsal import Rehearsal, rehearse
-from autopipe.trace import Trace, trace
-
-WINDOW = 2
-"""Receives posted ahead per boundary: one being filled while one is computed on."""
+from autopipe.problem import Constraints
+from autopipe.profile import build_problem, find_units
+from autopipe.source import Source, trace_source, versions
+from autopipe.trace import Trace
 
 ROWS_PER_DEVICE = 8
 """Rows of the batch for each device where nobody says how many."""
 
-Factory = Callable[[], nn.Module]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Say = Callable[[str], None]
 
 
 def plan(
-    model: nn.Module | Factory,
+    model: Source,
     inputs: Any,
     *,
     loss: Loss | None = None,
@@ -112,7 +88,7 @@ def plan(
     rows = batch_size or _rows(inputs, example, specs) or ROWS_PER_DEVICE * machine.num_devices
     constraints = Constraints(pp, dp, tp, micro_batches, schedule, _bytes(memory))
 
-    traced = trace_model(model, batches_for_tracing(example, specs), specs, loss)
+    traced = trace_source(model, batches.two_rows(example, specs), specs, loss)
     graph = traced.graph
     flow, blocks = analyse(graph), find_blocks(graph)
     units = find_units(flow, at_least=pp or 1)
@@ -130,56 +106,23 @@ def plan(
         constraints=constraints,
     )
     answer = PLANNERS[planner](problem)
-    found = _Found(
-        traced, flow, blocks, units, machine, rows, precision, factor, planner, answer, source
+    draft = Draft(
+        traced,
+        flow,
+        blocks,
+        units,
+        answer,
+        machine,
+        rows,
+        memory=problem.memory,
+        precision=precision,
+        planner=planner,
+        optimizer=optimizer if isinstance(optimizer, str) else "custom",
+        optimizer_factor=factor,
+        versions=versions(model),
+        source=source,
     )
-    name = optimizer if isinstance(optimizer, str) else "custom"
-    return found.plan(_versions(model), name, problem.memory)
-
-
-def trace_model(
-    model: nn.Module | Factory, example: Any, specs: Sequence[InputSpec], loss: Loss | None
-) -> Trace:
-    """Trace a model in training without allocating its weights."""
-    return trace(
-        bare(model),
-        example,
-        specs,
-        loss,
-        real=lambda: model if isinstance(model, nn.Module) else model(),
-    )
-
-
-def bare(model: nn.Module | Factory) -> nn.Module:
-    """The model with fake parameters; a given model itself is left as it is."""
-    built = fake.skeleton(model) if isinstance(model, nn.Module) else fake.build_fake(model)
-    if not isinstance(built, nn.Module):
-        raise ModelError(f"model() gives a {type(built).__name__}, not an nn.Module")
-    first: dict[tuple[int, int], str] = {}
-    for name, parameter in built.named_parameters():
-        where = fake.storage_key(parameter), int(parameter.storage_offset())
-        if parameter.numel() and first.setdefault(where, name) != name:
-            raise ModelError(
-                f"{first[where]!r} and {name!r} are two parameters in one memory: split over two "
-                "stages they would drift apart",
-                hint="tie them by making both names the same nn.Parameter",
-            )
-    return built
-
-
-def batches_for_tracing(example: Any, specs: Sequence[InputSpec]) -> Any:
-    """Two rows of the example: export takes a dim of size 1 for a constant."""
-    leaves = batches.flatten(example)
-    rows = batches.rows_of(specs, leaves)
-    if rows >= 2:
-        return batches.rebuild(example, batches.slice_rows(specs, leaves, 0, 2))
-    doubled = {
-        spec.path: torch.cat([leaf, leaf], spec.batch_dim)
-        if isinstance(leaf := leaves[spec.path], Tensor) and spec.batch_dim is not None
-        else leaf
-        for spec in specs
-    }
-    return batches.rebuild(example, doubled)
+    return draft.plan()
 
 
 def optimizer_factor(make: MakeOptimizer) -> float:
@@ -196,134 +139,6 @@ def optimizer_factor(make: MakeOptimizer) -> float:
         if isinstance(tensor, Tensor) and tensor.numel() > 1
     )
     return held / (parameter.numel() * parameter.element_size())
-
-
-@dataclass(frozen=True)
-class _Found:
-    """A planner's answer and all that is needed to write it down."""
-
-    traced: Trace
-    flow: Dataflow
-    blocks: tuple[Block, ...]
-    units: Units
-    cluster: Cluster
-    rows: int
-    precision: str
-    optimizer_factor: float
-    planner: str
-    answer: Answer
-    source: str | None
-
-    def plan(self, versions: dict[str, str], optimizer: str, memory: int) -> Plan:
-        decision, estimate = self.answer.decision, self.answer.estimate
-        cuts = [self.units.starts[cut] for cut in decision.cuts]
-        stages = partition(self.flow, cuts)
-        rows = self.rows // (decision.dp * decision.micro_batches)
-        rehearsal = rehearse(self.traced.graph, stages, self.blocks, rows)
-        windows = [WINDOW] * (decision.pp - 1)
-        programs = assemble.step_programs(
-            decision.schedule, stages, rehearsal.boundaries, decision.micro_batches, windows
-        )
-        peaks = [
-            footprint(program, assemble.sizes(stage, rehearsal.boundaries, kept))
-            for program, stage, kept in zip(programs, stages, rehearsal.saved, strict=True)
-        ]
-        memories = [
-            self._memory(stage, peak["activations"], peak["transfers"])
-            for stage, peak in zip(stages, peaks, strict=True)
-        ]
-        _check_fits(memories, memory, decision)
-        return Plan(
-            format=FORMAT,
-            versions=versions,
-            source=self.source,
-            fingerprint=fingerprint.fingerprint(self.traced.graph),
-            trail=fingerprint.trail(self.traced.graph),
-            inputs=self.traced.inputs,
-            reads=self.traced.reads,
-            cluster=self.cluster,
-            mesh=_mesh(self.cluster, decision),
-            batch=Batch(self.rows, decision.micro_batches),
-            precision=self.precision,
-            optimizer=optimizer,
-            schedule=decision.schedule,
-            boundaries=tuple(Boundary(window, 0) for window in windows),
-            blocks=tuple(BlockClass(n, m) for n, m in classes(self.blocks).items()),
-            stages=tuple(
-                self._stage(stage, rehearsal, estimate, used)
-                for stage, used in zip(stages, memories, strict=True)
-            ),
-            prediction=Prediction(estimate.step_seconds, estimate.bubble),
-            planner=PlannerNote(
-                self.planner,
-                self.answer.bound_seconds,
-                self.answer.binding,
-                self.answer.alternatives[0] if self.answer.alternatives else None,
-            ),
-        )
-
-    def _memory(self, stage: Stage, activations: int, transfers: int) -> Memory:
-        graph = self.traced.graph
-        sizes = {n: bytes_at(graph.states[n].spec, 1) for n in stage.states}
-        of = {kind: 0 for kind in ("parameter", "buffer", "constant")}
-        for name, size in sizes.items():
-            of[graph.states[name].kind] += size
-        trainable = sum(size for n, size in sizes.items() if graph.states[n].trainable)
-        return Memory(
-            parameters=of["parameter"],
-            gradients=trainable,
-            optimizer=round(trainable * self.optimizer_factor),
-            buffers=of["buffer"] + of["constant"],
-            activations=activations,
-            transfers=transfers,
-        )
-
-    def _stage(
-        self, stage: Stage, rehearsal: Rehearsal, estimate: Estimate, memory: Memory
-    ) -> StagePlan:
-        graph = self.traced.graph
-
-        def transfer(ref: Ref, peer: int, receiver: int) -> Transfer:
-            spec = graph.spec(ref)
-            shape = tuple(dim if isinstance(dim, int) else str(dim) for dim in spec.shape)
-            back = receiver in rehearsal.boundaries[ref].gradients
-            return Transfer(str(ref), shape, str(spec.dtype).removeprefix("torch."), peer, back)
-
-        predicted = estimate.stages[stage.index]
-        return StagePlan(
-            first=graph.nodes[stage.first].name,
-            last=graph.nodes[stage.stop - 1].name,
-            nodes=len(stage.nodes),
-            parameters=tuple(n for n in stage.states if graph.states[n].kind == "parameter"),
-            receives=tuple(transfer(ref, peer, stage.index) for ref, peer in stage.receives),
-            sends=tuple(transfer(ref, peer, peer) for ref, peer in stage.sends),
-            recompute=(),
-            zero=0,
-            predicted=StagePrediction(
-                predicted.forward_seconds, predicted.backward_seconds, memory
-            ),
-        )
-
-
-def _check_fits(memories: Sequence[Memory], limit: int, decision: Decision) -> None:
-    """The estimate holds more buffers than a program ever does; this is the last word."""
-    for index, memory in enumerate(memories):
-        if memory.peak > limit:
-            raise InfeasibleError(
-                f"no plan fits {limit} bytes a device: of the nearest (pp={decision.pp} "
-                f"dp={decision.dp} micro_batches={decision.micro_batches}) stage {index} needs "
-                f"{memory.peak} bytes, {memory.peak - limit} too many",
-                hint="more stages, more micro-batches, or a higher memory limit",
-            )
-
-
-def _mesh(cluster: Cluster, decision: Decision) -> Mesh:
-    places = []
-    for rank in range(decision.pp * decision.dp):
-        node, local, device = cluster.device_at(rank)
-        name = "cpu" if device.kind == "cpu" else f"cuda:{local}"
-        places.append(Place(rank, *divmod(rank, decision.dp), 0, node, local, name))
-    return Mesh(decision.pp, decision.dp, 1, tuple(places))
 
 
 def _refuse_unknown(precision: str, zero: int, recompute: Sequence[str], planner: str) -> None:
@@ -418,16 +233,6 @@ def _optimizer(optimizer: str | MakeOptimizer) -> MakeOptimizer:
         )
     kind = names[optimizer.lower()]
     return lambda parameters: kind(parameters)  # type: ignore[call-arg]
-
-
-def _versions(model: nn.Module | Factory) -> dict[str, str]:
-    """torch's version, and that of the package the model's class comes from."""
-    found = {"torch": str(torch.__version__)}
-    made_by = type(model) if isinstance(model, nn.Module) else model
-    package = made_by.__module__.partition(".")[0]
-    with contextlib.suppress(metadata.PackageNotFoundError, ValueError):
-        found[package] = metadata.version(package)
-    return found
 
 
 def _summary(traced: Trace, blocks: Sequence[Block]) -> str:

@@ -328,9 +328,14 @@ class _Converter:
 
 def _is_whole_slice(op: str, args: tuple[Arg, ...]) -> bool:
     """Whether an op is `x[:]`: eager and a trace at fixed rows leave it out, a symbolic one not."""
-    return op == "aten.slice.Tensor" and args[2:3] in ((), (0,)) and args[3:] in (
-        (),
-        (sys.maxsize,),
+    return (
+        op == "aten.slice.Tensor"
+        and args[2:3] in ((), (0,))
+        and args[3:]
+        in (
+            (),
+            (sys.maxsize,),
+        )
     )
 
 

@@ -201,7 +201,9 @@ class Executor:
             is_loss = number == 0 and isinstance(result, Tensor)
             seeds.append(torch.full_like(result, step.seed) if is_loss else None)
         here = self.stage.index
-        returning = [ref for ref, _ in self.stage.receives if here in self.boundaries[ref].gradients]
+        returning = [
+            ref for ref, _ in self.stage.receives if here in self.boundaries[ref].gradients
+        ]
         # They come as what was saved goes, in autograd's order: counted as if there was room for
         # both, which is the most that it can be and what a plan predicts.
         self._count("transfers", self._bytes(returning))

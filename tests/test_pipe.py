@@ -58,10 +58,16 @@ def pipe() -> Pipe:
     ("change", "words"),
     [
         ({"tokens": None}, "batch['tokens'] is None, not a tensor int64[b, 12]"),
-        ({"tokens": torch.zeros(4, 12)}, "batch['tokens'] is float32[4, 12]; the plan was made for"),
+        (
+            {"tokens": torch.zeros(4, 12)},
+            "batch['tokens'] is float32[4, 12]; the plan was made for",
+        ),
         ({"tokens": torch.zeros(4, 9, dtype=torch.int64)}, "is int64[4, 9]; the plan was made for"),
         ({"labels": torch.zeros(2, 12, dtype=torch.int64)}, "with b = 4 as in the entries before"),
-        ({"mask": torch.ones(4, 12)}, "the batch has the entries ['labels', 'mask', 'tokens'], the"),
+        (
+            {"mask": torch.ones(4, 12)},
+            "the batch has the entries ['labels', 'mask', 'tokens'], the",
+        ),
     ],
 )
 def test_a_batch_that_does_not_fit(pipe: Pipe, change: dict[str, object], words: str) -> None:
@@ -73,7 +79,9 @@ def test_a_batch_that_does_not_fit(pipe: Pipe, change: dict[str, object], words:
 
 
 def test_a_missing_entry(pipe: Pipe) -> None:
-    with pytest.raises(ModelError, match=r"entries \['tokens'\], the plan was made for \['labels', "):
+    with pytest.raises(
+        ModelError, match=r"entries \['tokens'\], the plan was made for \['labels', "
+    ):
         pipe.step({"tokens": torch.zeros(4, 12, dtype=torch.int64)})
 
 

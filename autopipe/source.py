@@ -1,0 +1,71 @@
+"""A model as it is given, a module or the function that builds one, and what is made of it.
+
+A module's own weights are never copied, and a function's never allocated: both give the same
+skeleton to trace, and only a rank that needs them builds the weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopipe import fake
+from autopipe.capture import Loss
+from autopipe.errors import ModelError
+from autopipe.plan import InputSpec, Read
+from autopipe.trace import Trace, trace
+
+Factory = Callable[[], nn.Module]
+Source = nn.Module | Factory
+
+
+def bare(model: Source) -> nn.Module:
+    """The model with fake parameters; a given model itself is left as it is."""
+    built = fake.skeleton(model) if isinstance(model, nn.Module) else fake.build_fake(model)
+    if not isinstance(built, nn.Module):
+        raise ModelError(f"model() gives a {type(built).__name__}, not an nn.Module")
+    first: dict[tuple[int, int], str] = {}
+    for name, parameter in built.named_parameters():
+        where = fake.storage_key(parameter), int(parameter.storage_offset())
+        if parameter.numel() and first.setdefault(where, name) != name:
+            raise ModelError(
+                f"{first[where]!r} and {name!r} are two parameters in one memory: split over two "
+                "stages they would drift apart",
+                hint="tie them by making both names the same nn.Parameter",
+            )
+    return built
+
+
+def trace_source(
+    model: Source,
+    example: Any,
+    specs: Sequence[InputSpec],
+    loss: Loss | None,
+    *,
+    training: bool = True,
+    reads: Sequence[Read] | None = None,
+) -> Trace:
+    """Trace a model without allocating its weights; a read that depends on one builds them.
+
+    Args and raises: as `trace.trace`.
+    """
+
+    def real() -> nn.Module:
+        return model if isinstance(model, nn.Module) else model()
+
+    return trace(bare(model), example, specs, loss, training=training, reads=reads, real=real)
+
+
+def versions(model: Source) -> dict[str, str]:
+    """torch's version, and that of the package the model's class comes from."""
+    found = {"torch": str(torch.__version__)}
+    made_by = type(model) if isinstance(model, nn.Module) else model
+    package = made_by.__module__.partition(".")[0]
+    with contextlib.suppress(metadata.PackageNotFoundError, ValueError):
+        found[package] = metadata.version(package)
+    return found
