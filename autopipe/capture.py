@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from autopipe import batches, places
-from autopipe.errors import CaptureError, ModelError
+from autopipe.errors import AutopipeError, CaptureError, ModelError
+from autopipe.fake import quiet
 from autopipe.fake import DynamicOutputShapeException
 from autopipe.plan import InputSpec, Read
 from autopipe.reads import ReadsParameter, record, replay
@@ -128,7 +129,7 @@ def _record(
     program: Program, tensors: Sequence[Tensor], real: Callable[[], nn.Module] | None
 ) -> tuple[Read, ...]:
     try:
-        with _restoring(program.model):
+        with _restoring(program.model), quiet():
             return record(lambda: program(*[tensor.clone() for tensor in tensors]))
     except ReadsParameter as found:
         if real is None:
@@ -141,13 +142,19 @@ def _record(
     except ModelError:
         raise
     except Exception as error:  # whatever the model's own code raises
-        raise _refusal(error) from error
+        # Perhaps for the lack of values alone: some kernels have no version for fake tensors.
+        if real is None:
+            raise _refusal(error) from error
     fake, program.model = program.model, real()
     try:
         with _restoring(program.model):
             if program.model.training != program.training:
                 program.model.train(program.training)
             return record(lambda: program(*[tensor.clone() for tensor in tensors]))
+    except AutopipeError:
+        raise
+    except Exception as error:  # whatever the model's own code raises
+        raise _refusal(error) from error
     finally:
         program.model = fake
 

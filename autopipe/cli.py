@@ -8,8 +8,11 @@ stdout is data, stderr is talk. Commands pass files to each other:
 
 from __future__ import annotations
 
+import logging
 import os
+import socket
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Annotated
@@ -31,6 +34,9 @@ app = typer.Typer(
 ModelArgument = Annotated[str, typer.Argument(help="model.py, or package.module:factory")]
 PlanArgument = Annotated[Path, typer.Argument(help="a plan file")]
 
+TURN = 5.0
+"""Seconds that a rank leaves to the one that can name the cause; a launcher ends it meanwhile."""
+
 
 def say(line: str) -> None:
     """A line of talk."""
@@ -39,9 +45,11 @@ def say(line: str) -> None:
 
 @app.callback()
 def options(
-    debug: Annotated[bool, typer.Option(help="Show where in the code an error arose.")] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show where in the code an error arose; anywhere.")
+    ] = False,
 ) -> None:
-    """Options of every command."""
+    """Options of every command; `main` reads them, so that they may stand behind it too."""
 
 
 @app.command()
@@ -75,6 +83,7 @@ def plan(
     planner: Annotated[str, typer.Option(help="dynamic, exhaustive or uniform")] = "dynamic",
 ) -> None:
     """Decide how to split a model; what is not constrained is the planner's choice."""
+    from autopipe import explain as words
     from autopipe import modelfile
     from autopipe.planning import plan as make_plan
 
@@ -99,9 +108,10 @@ def plan(
     made.save(output)
     mesh = made.mesh
     say(
-        f"plan: pp={mesh.pp} dp={mesh.dp} tp={mesh.tp}, {made.batch.micro_batches} micro-batches, "
-        f"{made.schedule}; predicted step {made.prediction.step_seconds * 1e3:.1f} ms, "
-        f"{made.batch.rows} rows"
+        f"plan: pp={mesh.pp} dp={mesh.dp} tp={mesh.tp}, "
+        f"{words.count(made.batch.micro_batches, 'micro-batch', 'micro-batches')}, "
+        f"{made.schedule}; predicted step {words.seconds(made.prediction.step_seconds)}, "
+        f"{words.count(made.batch.rows, 'row')}"
     )
     print(output)
 
@@ -125,7 +135,6 @@ def run(
 ) -> None:
     """Train as planned: under torchrun, under srun, or with --local N processes started here."""
     world = launch.world_from(os.environ)
-    leader = world is None or world.rank == 0
     try:
         loaded = Plan.load(plan)
         source = model or _found(loaded, plan)
@@ -137,11 +146,14 @@ def run(
         if local is not None and local > 1 and world is None:
             raise typer.Exit(launch.spawn(local, sys.argv[1:]))
         _train(loaded, source, steps, seed, weights)
-    except AutopipeError:
-        if leader:
+    except AutopipeError as error:
+        if world is None or world.rank == 0:
             raise
-        # Every rank finds the same mistake before the first step; one tells it.
-        raise typer.Exit(2) from None
+        # Most mistakes every rank finds, and rank 0 tells them: its end ends this one.
+        time.sleep(TURN)
+        if not _listens(world):
+            raise typer.Exit(2) from None
+        raise type(error)(f"rank {world.rank}: {error.message}", hint=error.hint) from error
 
 
 @app.command()
@@ -171,7 +183,9 @@ def _train(plan: Plan, source: str, steps: int | None, seed: int, weights: Path 
     pipe = parallelize(file.model, plan, loss=file.loss, weights=weights, seed=seed)
     leader = pipe.place.rank == 0
     measured = train(pipe, file, steps, seed, say)
-    if leader and measured.stages:
+    if leader and not measured.stages:
+        say(f"{source}: batches({plan.batch.rows}) gave no batch, so there was no step")
+    elif leader:
         planned = [stage.predicted for stage in plan.stages]
         table = words.compare(
             planned, measured.stages, plan.prediction.step_seconds, measured.step_seconds
@@ -191,15 +205,16 @@ def _found(plan: Plan, path: Path) -> str:
     """The plan's model file, from the plan's own folder."""
     if plan.source is None:
         raise PlanError(
-            "plan.source: the plan does not say where its model is", hint="--model FILE"
+            f"plan.source: {path} does not say where its model is",
+            hint=f"autopipe run {path} --model FILE",
         )
     if ":" in plan.source:
         return plan.source
     source = path.resolve().parent / plan.source
     if not source.is_file():
         raise ModelError(
-            f"plan.source: the model file {plan.source!r} is not there, seen from {path}",
-            hint="--model FILE",
+            f"plan.source: there is no model file {plan.source!r} in the folder of {path}",
+            hint=f"autopipe run {path} --model FILE",
         )
     return str(source)
 
@@ -207,8 +222,11 @@ def _found(plan: Plan, path: Path) -> str:
 def main() -> None:
     """The entry point: errors of the user's as sentences, exit code 2, no traceback."""
     debug = "--debug" in sys.argv
+    if not debug:
+        # torch logs the traceback of whatever fails on fake tensors; the error names the line.
+        logging.getLogger("torch._subclasses").setLevel(logging.CRITICAL)
     try:
-        app()
+        app(args=[argument for argument in sys.argv[1:] if argument != "--debug"])
     except AutopipeError as error:
         if debug:
             traceback.print_exc()
@@ -225,10 +243,20 @@ def main() -> None:
         sys.exit(1)
 
 
+def _listens(world: launch.World) -> bool:
+    """Whether rank 0 has come through its own checks, and so has not told this rank's mistake."""
+    try:
+        socket.create_connection((world.master_addr, world.master_port), TURN).close()
+    except OSError:
+        return False
+    return True
+
+
 def _unexpected(error: Exception) -> str:
     reason = str(error).strip().splitlines()
     first = reason[0] if reason else ""
     if "Connection closed by peer" in first or "Connection reset" in first:
+        time.sleep(TURN)  # the rank that is gone has the code that the launcher should see
         rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID")
         return f"rank {rank}: another rank is gone; what it said stands above"
     return f"{type(error).__name__}: {first}\n\nhint: --debug shows where"

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,6 +40,8 @@ __all__ = [
     "fake_mode",
     "is_control_flow",
     "is_fake",
+    "lists_as_one_read",
+    "quiet",
     "skeleton",
     "storage_key",
     "views",
@@ -57,9 +60,34 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep torch from logging a trace for an op that has no version for fake tensors.
+
+    The error still arises; whoever catches it knows better whether it matters.
+    """
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
 def fake_like(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
     """A fake tensor of the same shape, strides, dtype and device in `mode`."""
     return cast(torch.Tensor, mode.from_tensor(tensor))
+
+
+@contextmanager
+def lists_as_one_read() -> Iterator[None]:
+    """Make `tolist` of a fake tensor what it is of a real one: one call, not an `item` for each."""
+    original = FakeTensor.tolist
+    FakeTensor.tolist = torch.Tensor.tolist  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FakeTensor.tolist = original  # type: ignore[method-assign]
 
 
 def expression(size: torch.SymInt | torch.SymFloat | torch.SymBool) -> sympy.Expr:

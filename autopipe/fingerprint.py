@@ -1,7 +1,7 @@
 """One hash that tells whether a plan was made for this very graph, and where two graphs part.
 
-It covers ops, edges, arguments, parameter names and shapes. Whatever depends on the batch is one
-symbol, so traces of one model with a symbolic batch and with fixed rows agree.
+It covers ops, edges, arguments, constants, parameter names and shapes. Whatever depends on the
+batch is one symbol, so traces of one model with a symbolic batch and with fixed rows agree.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import TypeAlias
 
 import sympy
+import torch
 
 from autopipe.graph import Arg, Graph, TensorSpec, Value
 
@@ -68,7 +69,8 @@ def _lines(graph: Graph) -> Iterator[list[Token]]:
     for path, spec in graph.inputs.items():
         yield [f"<{path}> ", *_spec(spec)]
     for name, state in sorted(graph.states.items()):
-        yield [f"[{name}] {state.kind} {state.trainable} ", *_spec(state.spec)]
+        value = [_digest(graph.constants[name])] if name in graph.constants else []
+        yield [f"[{name}] {state.kind} {state.trainable} ", *_spec(state.spec), *value]
     for node in graph.nodes:
         line: list[Token] = [f"{node.name} = {node.op} {node.grad} {node.autocast} ("]
         for arg in node.args:
@@ -80,6 +82,12 @@ def _lines(graph: Graph) -> Iterator[list[Token]]:
             line += _spec(output) if output is not None else ["nothing"]
         yield line
     yield ["return ", *_tokens(graph.outputs)]
+
+
+def _digest(constant: torch.Tensor) -> str:
+    """The values of a tensor the forward makes from numbers, which are as good as arguments."""
+    raw = constant.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return hashlib.sha256(raw.numpy().tobytes()).hexdigest()
 
 
 def _spec(spec: TensorSpec) -> list[Token]:

@@ -15,6 +15,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -55,10 +56,16 @@ class ModelFile:
                     torch.manual_seed(derive_seed(seed, "inputs", step))
                     batch = self.inputs(batch_size)
                 yield batch
-        elif self.sharded:
-            yield from self.batches(batch_size, shard=shard, num_shards=num_shards)
-        else:
-            yield from self.batches(batch_size)
+            return
+        part = {"shard": shard, "num_shards": num_shards} if self.sharded else {}
+        with _told(f"{self.source}: batches"):
+            given = iter(self.batches(batch_size, **part))
+        while True:
+            with _told(f"{self.source}: batches"):
+                batch = next(given, _END)
+            if batch is _END:
+                return
+            yield batch
 
 
 def load(source: str) -> ModelFile:
@@ -83,35 +90,54 @@ def load(source: str) -> ModelFile:
     if size is not None and (not isinstance(size, int) or size < 1):
         raise ModelError(f"{source}: batch_size is {size!r}, expected a number of rows")
 
-    def function(name: str) -> Any:
+    def function(name: str, gives: str | None = None) -> Any:
         found = getattr(module, name, None)
-        return _guarded(found, f"{source}: {name}") if callable(found) else None
+        return _guarded(found, f"{source}: {name}", gives) if callable(found) else None
 
     return ModelFile(
         source,
-        function(factory),
+        function(factory, "nn.Module"),
         function("inputs"),
         getattr(module, "loss", None),
         getattr(module, "batches", None),
-        function("optimizer"),
+        function("optimizer", "torch.optim.Optimizer"),
         size,
     )
 
 
-def _guarded(function: Callable[..., Any], what: str) -> Callable[..., Any]:
-    """The function, its errors as sentences with the user's line."""
+_END = object()
+_RESULTS = {"nn.Module": nn.Module, "torch.optim.Optimizer": torch.optim.Optimizer}
+
+
+def _guarded(function: Callable[..., Any], what: str, gives: str | None = None) -> Any:
+    """The function, its errors as sentences with the user's line, its result of the kind asked."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except AutopipeError:
-            raise
-        except Exception as error:  # the user's code may raise anything
-            place = places.of_error(error)
-            raise ModelError(f"{place}: {what}() raised {type(error).__name__}: {error}") from error
+        with _told(what):
+            result = function(*args, **kwargs)
+        if gives is not None and not isinstance(result, _RESULTS[gives]):
+            raise ModelError(
+                f"{what}() returned {result!r}, expected {gives}",
+                hint="does it end without a `return`?" if result is None else None,
+            )
+        return result
 
     call.__module__ = function.__module__
     return call
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Errors of the user's own code in the block as one sentence."""
+    try:
+        yield
+    except AutopipeError:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        place = places.of_error(error)
+        raise ModelError(
+            f"{place + ': ' if place else ''}{what}() raised {type(error).__name__}: {error}"
+        ) from error
 
 
 def _by_path(path: Path) -> ModuleType:
@@ -139,6 +165,12 @@ def _run(action: Callable[[], Any], what: str) -> Any:
         return action()
     except SyntaxError as error:
         raise ModelError(f"{error.filename}:{error.lineno}: {error.msg}") from error
+    except SystemExit as error:
+        raise ModelError(
+            f"{places.of_error(error)}: {what} ends the program (exit code {error.code}) when it "
+            "is imported",
+            hint='put what it does as a program under `if __name__ == "__main__":`',
+        ) from error
     except Exception as error:  # the user's code may raise anything
         place = places.of_error(error)
         raise ModelError(

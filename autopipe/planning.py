@@ -195,8 +195,15 @@ def _bytes(memory: int | str | None) -> int | None:
     Raises:
         AutopipeError: the text is no size.
     """
-    if not isinstance(memory, str):
-        return memory
+    if memory is None:
+        return None
+    size = memory if isinstance(memory, int) else _parsed(memory)
+    if size < 1:
+        raise AutopipeError(f"memory {memory!r} is {size} bytes, expected at least 1")
+    return size
+
+
+def _parsed(memory: str) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", memory, re.IGNORECASE)
     if found is None:
         raise AutopipeError(f"memory {memory!r} is no size", hint="24GiB, 512MB or bytes")
@@ -207,7 +214,20 @@ def _bytes(memory: int | str | None) -> int | None:
 
 
 def _sizes(rows: int, devices: int, constraints: Constraints) -> list[int]:
-    """Micro-batch sizes that some mesh could use."""
+    """Micro-batch sizes that some mesh could use.
+
+    Raises:
+        AutopipeError: the rows do not divide into what was asked for.
+    """
+    asked = {"dp": constraints.dp, "micro_batches": constraints.micro_batches}
+    parts = (constraints.dp or 1) * (constraints.micro_batches or 1)
+    if rows % parts:
+        into = " x ".join(f"{name}={count}" for name, count in asked.items() if count)
+        below = rows - rows % parts
+        raise AutopipeError(
+            f"a batch of {rows} rows does not divide into {into}, {parts} parts",
+            hint=f"a batch of {f'{below} or ' if below else ''}{below + parts} rows does",
+        )
     sizes = set()
     for dp in range(1, devices + 1):
         if constraints.dp not in (None, dp) or rows % dp:

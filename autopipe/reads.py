@@ -28,6 +28,7 @@ from autopipe.fake import (
     DataDependentOutputException,
     TorchDispatchMode,
     is_fake,
+    lists_as_one_read,
     written_arguments,
 )
 from autopipe.plan import Read
@@ -66,7 +67,9 @@ def _subject(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tenso
         found: Tensor = (first == args[1]).any()
         return found
     if name == "equal":
-        return (first == args[1]).all() if first.shape == args[1].shape else first.new_zeros(())
+        # The dims first: sizes of unlike tensors must not be compared, the batch may be among them.
+        alike = first.ndim == args[1].ndim and first.shape == args[1].shape
+        return (first == args[1]).all() if alike else first.new_zeros(())
     if name == "allclose":
         return torch.isclose(*args, **kwargs).all()
     return first
@@ -95,7 +98,8 @@ def check(tensor: Tensor, read: Read) -> None:
         ModelError: the value differs from the record.
     """
     found = _value(read.kind, tensor)
-    if found != read.value:
+    both_nan = found != found and read.value != read.value
+    if found != read.value and not both_nan:
         raise ModelError(
             f"{read.place}: Python read {read.value!r} from a tensor here when the model was "
             f"traced, and reads {found!r} in this micro-batch: the traced branch is not the one "
@@ -181,12 +185,21 @@ def record(run: Callable[[], object]) -> tuple[Read, ...]:
     return tuple(recording.reads)
 
 
-class replay(TorchFunctionMode):  # noqa: N801 - used as `with replay(reads):`
-    """Answers reads from a record and leaves `autopipe::read` in the graph for each.
+@contextmanager
+def replay(reads: Sequence[Read]) -> Iterator[None]:
+    """Answer reads from a record and leave `autopipe::read` in the graph for each.
 
     Raises:
-        CaptureError: the run reads otherwise than the record.
+        CaptureError: the run reads otherwise than the record, or uses a custom autograd.Function.
     """
+    replaying = _Replaying(reads)
+    with _refusing_custom_functions(), lists_as_one_read(), replaying:
+        yield
+    replaying.check_all_read()
+
+
+class _Replaying(TorchFunctionMode):
+    """Answers reads from a record, each in its turn."""
 
     def __init__(self, reads: Sequence[Read]) -> None:
         super().__init__()
@@ -209,13 +222,26 @@ class replay(TorchFunctionMode):  # noqa: N801 - used as `with replay(reads):`
         read_op(_subject(name, args, kwargs or {}), index)
         return json.loads(read.value) if isinstance(read.value, str) else read.value
 
+    def check_all_read(self) -> None:
+        """Refuse a run that ended before the record did."""
+        if self._next < len(self._reads):
+            missing = self._reads[self._next]
+            raise CaptureError(
+                f"{missing.place}: Python read a tensor here ({missing.kind}) when the model's "
+                "reads were recorded, and does not while it is traced",
+                hint="the model reads other tensors each time it runs (state kept between calls?)",
+            )
+
 
 @contextmanager
 def _refusing_custom_functions() -> Iterator[None]:
     """torch.export inlines the forward of an autograd.Function and forgets its backward."""
     original = torch.autograd.Function.__dict__.get("apply")
+    apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 
     def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__.startswith("torch._"):  # how torch runs ops of torch.library
+            return apply(cls, *args, **kwargs)
         raise CaptureError(
             f"{places.here()}: the model calls {cls.__module__}.{cls.__qualname__}, a custom "
             "autograd.Function; torch.export traces its forward and loses its backward",

@@ -7,8 +7,10 @@ skeleton to trace, and only a rank that needs them builds the weights.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from torch import nn
 
 from autopipe import fake
 from autopipe.capture import Loss
-from autopipe.errors import ModelError
+from autopipe.errors import CaptureError, ModelError
 from autopipe.plan import InputSpec, Read
 from autopipe.trace import Trace, trace
 
@@ -55,10 +57,34 @@ def trace_source(
     Args and raises: as `trace.trace`.
     """
 
-    def real() -> nn.Module:
-        return model if isinstance(model, nn.Module) else model()
+    skeleton = bare(model)
 
-    return trace(bare(model), example, specs, loss, training=training, reads=reads, real=real)
+    def real() -> nn.Module:
+        if isinstance(model, nn.Module):
+            return model
+        needed, found = parameter_bytes(skeleton), available_memory()
+        if needed > found:
+            raise CaptureError(
+                f"the model must run once with its weights, for Python reads values that depend on "
+                f"them; they take {needed} bytes, and {found} are free",
+                hint="express the branch as a computation (torch.where)",
+            )
+        return model()
+
+    return trace(skeleton, example, specs, loss, training=training, reads=reads, real=real)
+
+
+def parameter_bytes(model: nn.Module) -> int:
+    """Bytes of a model's parameters, tied ones once."""
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def available_memory() -> int:
+    """Bytes of host memory that can be had without swapping (/proc/meminfo, MemAvailable)."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def versions(model: Source) -> dict[str, str]:

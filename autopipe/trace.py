@@ -29,7 +29,7 @@ from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind, OutputKind
 
 from autopipe import batches, places
-from autopipe.capture import Loss, Program, capture
+from autopipe.capture import Loss, Program, capture, depends_on_values
 from autopipe.errors import CaptureError
 from autopipe.fake import expression, is_control_flow, is_fake, writes
 from autopipe.graph import (
@@ -226,7 +226,7 @@ class _Converter:
         value = node.meta.get("val")
         packed = isinstance(value, list | tuple)
         parts = value if isinstance(value, list | tuple) else [value]
-        outputs = tuple(self._spec(v) if isinstance(v, Tensor) else None for v in parts)
+        outputs = tuple(self._spec(v, node) if isinstance(v, Tensor) else None for v in parts)
         place = places.of_trace(node.stack_trace)
         self.nodes.append(
             Node(
@@ -259,16 +259,7 @@ class _Converter:
     def _scalar(self, value: Any, node: fx.Node) -> Any:
         if isinstance(value, bool | int | float):
             return value
-        found = self._dim(value)
-        symbols: set[sympy.Symbol] = getattr(found, "free_symbols", set())
-        strange = symbols - {BATCH}
-        if strange:
-            raise CaptureError(
-                f"{places.of_trace(node.stack_trace)}: a size here depends on the values of a "
-                "tensor, so the stages cannot know what they will receive",
-                hint="pad to a fixed size",
-            )
-        return found
+        return self._dim(value, node)
 
     def _is_fresh_constant(self, arg: Arg) -> bool:
         return (
@@ -301,19 +292,21 @@ class _Converter:
             return self._dim(arg)
         return arg
 
-    def _dim(self, size: Any) -> Dim:
+    def _dim(self, size: Any, node: fx.Node | None = None) -> Dim:
         if isinstance(size, int):
             return size
         found = expression(size)
         symbols = [s for s in found.free_symbols if not str(s).startswith(("u", "zuf"))]
+        if len(symbols) < len(found.free_symbols):  # the others stand for values of tensors
+            raise depends_on_values(places.of_trace(node.stack_trace if node else None))
         if self.batch_symbol is None and symbols:
             self.batch_symbol = symbols[0]
         if self.batch_symbol is not None:
             found = found.subs(self.batch_symbol, BATCH)
         return int(found) if found.is_Integer else found
 
-    def _spec(self, tensor: Tensor) -> TensorSpec:
-        return TensorSpec(tuple(self._dim(size) for size in tensor.shape), tensor.dtype)
+    def _spec(self, tensor: Tensor, node: fx.Node | None = None) -> TensorSpec:
+        return TensorSpec(tuple(self._dim(size, node) for size in tensor.shape), tensor.dtype)
 
     def _constant(self, target: str) -> Tensor:
         value = self.exported.constants[target]

@@ -32,6 +32,7 @@ from autopipe.errors import ModelError
 from autopipe.fake import is_fake
 from autopipe.graph import Graph, shape_at
 from autopipe.randomness import seed as derive_seed
+from autopipe.source import available_memory, parameter_bytes
 
 Factory = Callable[[], nn.Module]
 
@@ -71,7 +72,7 @@ def materialize(
         model = source
     else:
         memory = available_memory() if memory is None else memory
-        if _bytes(skeleton) <= memory:
+        if parameter_bytes(skeleton) <= memory:
             model = _build_in_turn(source, seed)
         else:
             found |= _initialise(skeleton, wanted, seed, memory)
@@ -94,18 +95,6 @@ def materialize(
         else:
             result[name] = nn.Parameter(tensor.detach().to(device), state.trainable)
     return result
-
-
-def available_memory() -> int:
-    """Bytes of host memory that can be had without swapping (/proc/meminfo, MemAvailable)."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _bytes(skeleton: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in skeleton.parameters())
 
 
 def _build_in_turn(factory: Factory, seed: int) -> nn.Module:
@@ -194,7 +183,7 @@ def _initialise(
         reset = _initialiser(skeleton, path)
         if reset is None:
             raise ModelError(
-                f"the model's {_bytes(skeleton)} bytes of parameters do not fit in this machine's "
+                f"the model's {parameter_bytes(skeleton)} bytes of parameters do not fit in this machine's "
                 f"memory ({memory} bytes), and {path or 'the model'!r} ({type(module).__name__}) "
                 "has no reset_parameters to initialise it alone",
                 hint="give weights=, or define reset_parameters on the module",

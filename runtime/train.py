@@ -43,7 +43,7 @@ def train(
     """Train for `steps` steps, or as long as the batches last.
 
     Every rank calls it; rank 0 talks. Bytes are counted in the second step, seconds in those after
-    it: the first one also allocates.
+    it: the first one also allocates. A run of fewer steps is measured in those it has.
     """
     plan, place = pipe.plan, pipe.place
     random.seed(seed)
@@ -60,18 +60,18 @@ def train(
     memory = None
     with _progress(steps, place.rank == 0, say) as show:
         for step, batch in enumerate(islice(stream, steps)):
-            pipe.meter = Meter() if step == 1 else None
+            pipe.meter = Meter() if step < 2 else None
             began = perf_counter()
             loss = pipe.step(batch, sharded=file.sharded)
             optimizer.step()
             losses.append(float(loss))
             elapsed = perf_counter() - began
-            if step == 1 or memory is None:
+            if step < 2:
                 memory = pipe.measured(optimizer).memory
             if step >= 2:
                 seconds.append(elapsed)
                 compute.append(pipe.measured())
-            show(step, losses[-1], _rate(batch, file.sharded, plan.mesh.dp, elapsed))
+            show(step, losses[-1], _rate(batch, plan, file.sharded, elapsed))
     if memory is None:
         return Measured((), 0.0, ())
     compute = compute or [pipe.measured()]
@@ -102,14 +102,15 @@ def _by_stage(own: StagePrediction, plan: Plan) -> tuple[StagePrediction, ...]:
     return tuple(stages)
 
 
-def _rate(batch: Any, sharded: bool, dp: int, seconds: float) -> str:
-    """Tokens a second where the first tensor of whole numbers is [rows, length]; rows otherwise."""
-    tensors = [leaf for leaf in batches.flatten(batch).values() if isinstance(leaf, Tensor)]
-    parts = dp if sharded else 1
+def _rate(batch: Any, plan: Plan, sharded: bool, seconds: float) -> str:
+    """Tokens a second where there is a tensor of whole numbers [rows, length]; rows otherwise."""
+    leaves = batches.flatten(batch)
+    parts = plan.mesh.dp if sharded else 1
+    tensors = [leaf for leaf in leaves.values() if isinstance(leaf, Tensor)]
     tokens = next((t for t in tensors if t.ndim == 2 and t.dtype == torch.int64), None)
     if tokens is not None:
         return f"{tokens.numel() * parts / seconds:,.0f} tokens/s"
-    return f"{tensors[0].shape[0] * parts / seconds:,.1f} rows/s"
+    return f"{batches.rows_of(plan.inputs, leaves) * parts / seconds:,.1f} rows/s"
 
 
 Show = Callable[[int, float, str], None]

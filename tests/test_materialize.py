@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from autopipe import fake
 from autopipe.errors import ModelError
 from autopipe.runtime import materialize as module
-from autopipe.runtime.materialize import available_memory, materialize
+from autopipe.runtime.materialize import materialize
+from autopipe.source import available_memory
 from tests.inprocess import Cut, cut
 from tests.zoo import ZOO
 

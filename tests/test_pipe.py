@@ -1,9 +1,9 @@
 """Training steps in real processes are those of one process; the stories are in `pipe_worker`."""
 
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 
 import pytest
 import torch
@@ -16,16 +16,24 @@ from tests.pipe_worker import STORIES, ZOO, Story, close, piped, planned, whole_
 ROOT = Path(__file__).parent.parent
 
 
-@cache
-def told(world: int) -> Path:
+Told = Callable[[int], Path]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     """All stories of one world, told once by so many processes: a file per story and rank."""
-    folder = Path(mkdtemp(prefix="autopipe-stories-"))
-    worker = (sys.executable, str(ROOT / "tests" / "pipe_worker.py"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        (folder / "code").write_text(str(spawn(world, [str(folder)], command=worker)))
-    return folder
+
+    @cache
+    def tell(world: int) -> Path:
+        folder = tmp_path_factory.mktemp(f"world-{world}")
+        worker = (sys.executable, str(ROOT / "tests" / "pipe_worker.py"))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", str(ROOT))
+            patch.setenv("HF_HUB_OFFLINE", "1")
+            (folder / "code").write_text(str(spawn(world, [str(folder)], command=worker)))
+        return folder
+
+    return tell
 
 
 @pytest.mark.parametrize(
@@ -33,7 +41,7 @@ def told(world: int) -> Path:
     [(world, story) for world, stories in STORIES.items() for story in stories],
     ids=lambda value: value if isinstance(value, int) else value.__name__,
 )
-def test_story(world: int, story: Story) -> None:
+def test_story(world: int, story: Story, told: Told) -> None:
     folder = told(world)
     for rank in range(world):
         result = folder / f"{story.__name__}.{rank}"
@@ -42,7 +50,7 @@ def test_story(world: int, story: Story) -> None:
 
 
 @pytest.mark.parametrize("world", STORIES)
-def test_all_processes_end_well(world: int) -> None:
+def test_all_processes_end_well(world: int, told: Told) -> None:
     assert (told(world) / "code").read_text() == "0"
 
 

@@ -65,12 +65,12 @@ def test_a_graph_reads_like_the_model():
         layers.0/linear/0 = aten.linear.default(norm/layer_norm/0, [layers.0.weight]) -> float32[b, 4]
         view/0 = aten.view.default(layers.0/linear/0, (2*b, -1)) -> float32[2*b, 2]
         relu/0 = aten.relu.default(view/0) -> float32[2*b, 2]
-        view/1 = aten.view.default(relu/0, (b, 4)) -> float32[b, 4]
-        layers.1/linear/0 = aten.linear.default(view/1, [layers.1.weight]) -> float32[b, 4]
-        view/2 = aten.view.default(layers.1/linear/0, (2*b, -1)) -> float32[2*b, 2]
-        relu/1 = aten.relu.default(view/2) -> float32[2*b, 2]
-        view/3 = aten.view.default(relu/1, (b, 4)) -> float32[b, 4]
-        loss()/mean/0 = aten.mean.default(view/3) -> float32[]
+        view_as/0 = aten.view_as.default(relu/0, norm/layer_norm/0) -> float32[b, 4]
+        layers.1/linear/0 = aten.linear.default(view_as/0, [layers.1.weight]) -> float32[b, 4]
+        view/1 = aten.view.default(layers.1/linear/0, (2*b, -1)) -> float32[2*b, 2]
+        relu/1 = aten.relu.default(view/1) -> float32[2*b, 2]
+        view_as/1 = aten.view_as.default(relu/1, view_as/0) -> float32[b, 4]
+        loss()/mean/0 = aten.mean.default(view_as/1) -> float32[]
         return (loss()/mean/0)""")
 
 
@@ -93,14 +93,24 @@ def at_rows(case_or_model, inputs, loss, count):
     return trace(skeleton, batch, specs, loss, symbolic=False, real=real).graph
 
 
-@pytest.mark.parametrize("name", ["gpt", "resnet", "llama", "lstm"])
+@pytest.mark.parametrize("name", ["gpt", "resnet", "lstm"])
 def test_symbolic_and_fixed_rows_give_the_same_names_and_fingerprint(name):
     case = ZOO[name]
     symbolic = traced(name)[0].graph
-    one, four, seven = (at_rows(case.model(), case.inputs, case.loss, b) for b in (1, 4, 7))
+    one, four = (at_rows(case.model(), case.inputs, case.loss, b) for b in (1, 4))
     names = [n.name for n in symbolic.nodes]
     assert names == [n.name for n in one.nodes] == [n.name for n in four.nodes]
-    assert fingerprint(symbolic) == fingerprint(one, four) == fingerprint(four, seven)
+    assert fingerprint(symbolic) == fingerprint(one, four) == fingerprint(four, one)
+
+
+def test_a_whole_slice_is_no_node():
+    """`hidden[slice(0, None), :]` of llama: eager returns `hidden`, a symbolic trace had a slice."""
+    case = ZOO["llama"]
+    symbolic = traced("llama")[0].graph
+    # Not one row: for that, its mask code asks whether sequences are packed into it.
+    three, four = (at_rows(case.model(), case.inputs, case.loss, b) for b in (3, 4))
+    assert [n.name for n in symbolic.nodes] == [n.name for n in four.nodes]
+    assert fingerprint(symbolic) == fingerprint(three, four)
 
 
 # What a model is made of.
@@ -333,7 +343,7 @@ def test_a_model_without_a_scalar_and_without_a_loss_is_refused():
     with pytest.raises(ModelError) as error:
         graph_of(Tiny(), loss=None)
     assert str(error.value) == (
-        "the model gives a Tensor of shape (2, 4); a loss is a scalar tensor or (sum, count)\n"
+        "the model gives a tensor of shape (2, 4); a loss is a scalar tensor or (sum, count)\n"
         "hint: give a loss(outputs, batch) function"
     )
 
@@ -354,13 +364,19 @@ def test_one_tensor_passed_twice_is_two_inputs():
     assert {"<x>", "<y>"} <= used
 
 
-def test_a_size_that_depends_on_values_is_refused_with_its_line():
+@pytest.mark.parametrize("of", ["inputs", "weights"])
+def test_a_size_that_depends_on_values_is_refused_with_its_line(of):
     class Model(Tiny):
         def forward(self, x):
-            return super().forward(x)[x.sum(1) > 2].mean()
+            y = super().forward(x)
+            return (x if of == "inputs" else y)[x > 2].mean() + y.mean()  # this line
 
-    with pytest.raises(CaptureError, match=r"test_trace.py:\d+.*depends on the values of a tensor"):
+    lines, first = inspect.getsourcelines(Model.forward)
+    line = next(first + n for n, text in enumerate(lines) if "this line" in text)
+    with pytest.raises(CaptureError) as error:
         graph_of(Model(), loss=None)
+    assert str(error.value).startswith(f"{__file__}:{line}")
+    assert "a size here depends on the values of a tensor" in str(error.value)
 
 
 def test_a_batch_expression_is_kept_in_arguments():

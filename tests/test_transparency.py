@@ -3,8 +3,8 @@
     whole     loss(model(batch k)).backward(1/m)        for each micro-batch k in turn
     split     the same micro-batches through 2, 3 or 4 stages, any schedule
 
-All of it bitwise in fp32, but for gradients that sum contributions of more than one stage. Floats do
-not associate, and a stage can only add up what it has itself:
+All of it bitwise in fp32, but for gradients that sum contributions of more than one stage. Floats
+do not associate, and a stage can only add up what it has itself:
 
     whole     ((d + c) + b) + a           split      (d + c) + (b + a)
 
@@ -121,7 +121,7 @@ def test_cut_evenly(name: str, pp: int, schedule: str) -> None:
         check(cut(name, pp), micro_batches, schedule)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("pp", [2, 3, 4])
 @pytest.mark.parametrize("name", DETERMINISTIC)
 def test_cut_anywhere(name: str, pp: int, seed: int) -> None:

@@ -1,0 +1,122 @@
+"""Stages as modules that run: their names, their parts and their sizes."""
+
+import pytest
+import torch
+from torch import fx
+
+from autopipe.lower import NODE_NAME
+from tests.inprocess import traced
+from tests.staged import eager_step, lowered, micro_batches, one_micro_batch, split, staged_step
+from tests.zoo import ZOO
+
+
+def stages_of(name, cuts, rows=2):
+    found = traced(name)[0]
+    model = ZOO[name].model()
+    return model, found, lowered(found, model, cuts, rows)
+
+
+def test_parameters_have_the_models_own_names_and_are_the_models_own():
+    model, _, modules = stages_of("unet", ["bottom.0/conv2d/0"])
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    held = {}
+    for stage in modules:
+        held |= dict(stage.module.named_parameters()) | dict(stage.module.named_buffers())
+    assert {name: id(tensor) for name, tensor in held.items()} == {
+        name: id(tensor) for name, tensor in named.items()
+    }
+
+
+def test_a_tied_parameter_keeps_its_first_name_in_every_stage():
+    _, _, modules = stages_of("gpt2", ["transformer.h.2.ln_1/layer_norm/0"])
+    weights = [dict(stage.module.named_parameters())["transformer.wte.weight"] for stage in modules]
+    assert weights[0] is weights[1]
+
+
+def calls(module):
+    return [node.target for node in module.graph.nodes if node.op == "call_module"]
+
+
+def test_a_stage_calls_one_module_per_block():
+    _, _, (first, second) = stages_of("gpt", ["blocks.2.norm1/layer_norm/0"])
+    assert calls(first.module) == ["blocks.0", "blocks.1"]
+    assert calls(second.module) == ["blocks.2", "blocks.3"]
+    block = first.module.get_submodule("blocks.0")
+    assert isinstance(block, fx.GraphModule)
+    assert type(block).__name__ == "Blocks0"
+    assert "qkv.weight" in dict(block.named_parameters())
+
+
+def test_a_block_cut_in_two_is_a_module_in_both_stages():
+    _, _, (first, second) = stages_of("gpt", ["blocks.1.up/linear/0"])
+    assert calls(first.module)[-1] == calls(second.module)[0] == "blocks.1"
+    parts = [dict(stage.module.get_submodule("blocks.1").named_parameters()) for stage in (first, second)]
+    assert "qkv.weight" in parts[0] and "down.weight" in parts[1]
+    assert parts[0].keys().isdisjoint(parts[1].keys())
+
+
+def test_every_node_of_the_stage_is_in_its_code_once():
+    _, found, modules = stages_of("llama", ["model.layers.2.self_attn.q_proj/linear/0"])
+    for stage in modules:
+        graphs = [m.graph for m in stage.module.modules() if isinstance(m, fx.GraphModule)]
+        written = [n.meta[NODE_NAME] for g in graphs for n in g.nodes if NODE_NAME in n.meta]
+        assert sorted(written) == sorted(found.graph.nodes[p].name for p in stage.stage.nodes)
+
+
+def test_the_code_reads_like_the_model():
+    _, _, (stage,) = stages_of("frozen", [])
+    code = stage.module.code
+    assert "layers_0_weight = self.layers._modules" in code or "self.layers" in code
+    assert "torch.ops.aten.embedding.default" in code
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_one_trace_serves_every_number_of_rows(rows):
+    case, found = ZOO["unet"], traced("unet")[0]
+    batch = case.inputs(rows)
+    step = staged_step(case.model(), found, batch, ["bottom.0/conv2d/0"], 1)
+    assert torch.equal(step.losses[0], eager_step(case, found, batch, 1).losses[0])
+
+
+def test_another_number_of_rows_is_another_lowering():
+    _, found, modules = stages_of("gpt", [], rows=2)
+    assert modules[0].rows == 2
+    three = micro_batches(found, ZOO["gpt"].inputs(3), 1)[0]
+    # view(2, ...) of three rows: sizes are integers, so this cannot pass unseen.
+    found = traced("gpt2")[0]
+    modules = lowered(found, ZOO["gpt2"].model(), [], 2)
+    three = micro_batches(found, ZOO["gpt2"].inputs(3), 1)[0]
+    with pytest.raises(RuntimeError, match="shape"):
+        one_micro_batch(modules, three, 1.0)
+
+
+def test_arguments_are_what_arrives_and_then_the_inputs():
+    _, found, (first, second) = stages_of("gpt", ["blocks.2.norm1/layer_norm/0"])
+    placeholders = [n.name for n in second.module.graph.nodes if n.op == "placeholder"]
+    assert placeholders == ["blocks_1_add_1", "labels"]
+    assert [n.name for n in first.module.graph.nodes if n.op == "placeholder"] == ["tokens"]
+
+
+def test_what_a_stage_writes_of_what_arrived_is_its_own_copy():
+    _, found, (_, second) = stages_of("resnet", ["blocks.1.relu/relu_/0"])
+    (ref,) = second.stage.copied
+    buffer = torch.ones(2, 16, 8, 8).neg().requires_grad_()
+    inputs = [micro_batches(found, ZOO["resnet"].inputs(2), 1)[0][p] for p in second.stage.inputs]
+    second.module(*[buffer for _ in second.stage.receives], *inputs)
+    assert (buffer == -1).all(), "relu_ ran on a copy of the receive buffer"
+    assert ref in dict(second.stage.receives)
+
+
+def test_reads_are_checked_unless_left_out():
+    """A rehearsal on tensors without values has nothing to check."""
+    from autopipe.blocks import find_blocks
+    from autopipe.lower import lower
+
+    found, model = traced("llama")[0], ZOO["llama"].model()
+    (stage,) = split(found, [])
+    named = {**found.graph.constants, **dict(model.named_parameters()), **dict(model.named_buffers())}
+    states = {name: named[name] for name in stage.states}
+    assert found.reads
+    for reads, checks in ((found.reads, len(found.reads)), (None, 0)):
+        made = lower(found.graph, stage, find_blocks(found.graph), states, reads, 2, last=True)
+        assert made.module.code.count("_check(") == checks
