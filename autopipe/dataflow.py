@@ -62,10 +62,10 @@ def analyse(graph: Graph) -> Dataflow:
             users[value].append(position)
         op = resolve(node.op)
         written = _written(node, op)
-        shared = (written or list(values_in(node.args[:1]))) if views(op) else []
+        shared = written if written and views(op) else _shared(node, op)
         for number in range(len(node.outputs)):
             made = Ref(node.name, number)
-            root[made] = root[shared[0]] if shared else made
+            root[made] = root[shared[min(number, len(shared) - 1)]] if shared else made
         before.append(tuple({p for v in read for p in writers[root[v]]}))
         for value in written:
             writers[root[value]].append(position)
@@ -77,6 +77,25 @@ def analyse(graph: Graph) -> Dataflow:
     return Dataflow(
         graph, root, frozen_writers, tuple(before), local, {v: tuple(p) for v, p in users.items()}
     )
+
+
+_UNDECLARED = frozenset(
+    "dropout feature_dropout alpha_dropout feature_alpha_dropout type_as atleast_1d atleast_2d "
+    "atleast_3d broadcast_tensors meshgrid einsum sum_to_size unsafe_chunk unsafe_split".split()
+)
+"""Ops that give back an argument or a view of it in some cases, though their schemas do not say.
+
+A dropout of nothing is one of them: it returns its input.
+"""
+
+
+def _shared(node: Node, op: object) -> list[Value]:
+    """The values whose memory the results may lie in: one for each result, or one for all."""
+    undeclared = node.op.split(".")[1] in _UNDECLARED and not is_random(node)
+    if not undeclared and not views(op):
+        return []
+    of_each = isinstance(node.args[0], tuple) and len(node.args[0]) == len(node.outputs)
+    return list(values_in(node.args))[: len(node.outputs) if of_each else 1]
 
 
 def _written(node: Node, op: object) -> list[Value]:

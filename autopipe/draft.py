@@ -45,7 +45,7 @@ WINDOW = 2
 
 @dataclass(frozen=True)
 class Draft:
-    """A planner's answer and what it was given.
+    """All that goes into a plan but the planner's answer.
 
     Attributes:
         rows: of the whole batch.
@@ -59,7 +59,6 @@ class Draft:
     flow: Dataflow
     blocks: tuple[Block, ...]
     units: Units
-    answer: Answer
     cluster: Cluster
     rows: int
     memory: int
@@ -70,14 +69,13 @@ class Draft:
     versions: dict[str, str]
     source: str | None
 
-    def plan(self) -> Plan:
-        """The plan.
+    def plan(self, answer: Answer) -> Plan:
+        """The plan that a planner's answer makes.
 
         Raises:
-            InfeasibleError: a stage's program holds more than the estimate said, and more than
-                the device has.
+            Overflow: a stage's program holds more than the estimate said, and more than a device.
         """
-        decision, estimate = self.answer.decision, self.answer.estimate
+        decision, estimate = answer.decision, answer.estimate
         cuts = [self.units.starts[cut] for cut in decision.cuts]
         stages = partition(self.flow, cuts)
         rows = self.rows // (decision.dp * decision.micro_batches)
@@ -118,9 +116,9 @@ class Draft:
             prediction=Prediction(estimate.step_seconds, estimate.bubble),
             planner=PlannerNote(
                 self.planner,
-                self.answer.bound_seconds,
-                self.answer.binding,
-                self.answer.alternatives[0] if self.answer.alternatives else None,
+                answer.bound_seconds,
+                answer.binding,
+                answer.alternatives[0] if answer.alternatives else None,
             ),
         )
 
@@ -167,15 +165,23 @@ class Draft:
         )
 
 
+class Overflow(InfeasibleError):
+    """The exact bytes of a stage are `bytes` more than a device may hold."""
+
+    def __init__(self, message: str, bytes: int) -> None:
+        super().__init__(message, hint="more stages, more micro-batches, or a higher memory limit")
+        self.bytes = bytes
+
+
 def _check_fits(memories: Sequence[Memory], limit: int, decision: Decision) -> None:
-    """The estimate holds more buffers than a program ever does; this is the last word."""
+    """The last word on memory: what the programs hold, to the byte."""
     for index, memory in enumerate(memories):
         if memory.peak > limit:
-            raise InfeasibleError(
+            raise Overflow(
                 f"no plan fits {limit} bytes a device: of the nearest (pp={decision.pp} "
                 f"dp={decision.dp} micro_batches={decision.micro_batches}) stage {index} needs "
                 f"{memory.peak} bytes, {memory.peak - limit} too many",
-                hint="more stages, more micro-batches, or a higher memory limit",
+                memory.peak - limit,
             )
 
 

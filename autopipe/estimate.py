@@ -15,7 +15,8 @@ make up a step. Over one range, `Tables` knows
     optimizer_factor * W       optimizer state
     C                          buffers and frozen parameters
     n_s * (A + R)              activations: what is received is kept until its backward
-    min(window, m) * (R + S')  receives posted ahead: activations, and gradients coming back
+    min(window, m) * R         receives posted ahead
+    min(window + 1, m) * S'    the same for gradients, and the one that backward is using
     min(2, m) * (S + R')       sends under way: one leaving, one being filled
 
 n_s is the schedule's: m for `gpipe` (Huang et al., GPipe, NeurIPS 2019), min(m, p - s) for `1f1b`
@@ -168,13 +169,15 @@ def memory(
     `in_flight` broadcasts against the shape of `ranges`; so does each result.
     """
     posted, under_way = min(problem.window, micro_batches), min(2, micro_batches)
+    arriving = min(problem.window + 1, micro_batches)
     return (
         ranges.trainable,
         ranges.trainable,
         np.rint(problem.optimizer_factor * ranges.trainable).astype(np.int64),
         ranges.constants,
         np.asarray(in_flight) * (ranges.saved + ranges.received),
-        posted * (ranges.received + ranges.sent_gradient)
+        posted * ranges.received
+        + arriving * ranges.sent_gradient
         + under_way * (ranges.sent + ranges.received_gradient),
     )
 

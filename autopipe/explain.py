@@ -32,11 +32,11 @@ def explain(plan: Plan) -> RenderableType:
     """The whole plan."""
     mesh, batch = plan.mesh, plan.batch
     rows = batch.rows // (mesh.dp * batch.micro_batches)
+    parts = count(batch.micro_batches, "micro-batch", "micro-batches")
     head = (
         f"{plan.schedule} on {plan.cluster.name}: {count(mesh.pp, 'pipeline stage')} (pp) x "
         f"{count(mesh.dp, 'replica')} (dp) x {count(mesh.tp, 'tensor part')} (tp)\n"
-        f"one step: {count(batch.rows, 'row')}, on each replica "
-        f"{count(batch.micro_batches, 'micro-batch', 'micro-batches')} of b = {count(rows, 'row')}\n"
+        f"one step: {count(batch.rows, 'row')}, on each replica {parts} of b = {count(rows, 'row')}\n"
         f"predicted: {seconds(plan.prediction.step_seconds)} a step, of which a stage idles "
         f"{plan.prediction.bubble:.0%} (the bubble)\n"
     )
@@ -139,7 +139,6 @@ def compare(
             f"{seconds(before.backward_seconds)} / {seconds(after.backward_seconds)}",
             *(f"{p(before.memory) / size:.1f} / {p(after.memory) / size:.1f}" for p in parts),
         )
-    table.add_section()
     table.add_row("step", f"{seconds(planned_step)} / {seconds(measured_step)}")
     title = (
         "planned / measured: one micro-batch's forward and backward, and the step;\n"

@@ -15,7 +15,7 @@ import copy
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import sympy
@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    unset_fake_temporarily,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -41,6 +42,7 @@ __all__ = [
     "is_control_flow",
     "is_fake",
     "lists_as_one_read",
+    "outside_fake_mode",
     "quiet",
     "skeleton",
     "storage_key",
@@ -58,6 +60,11 @@ def fake_mode() -> FakeTensorMode:
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether a tensor has no values behind it."""
     return isinstance(tensor, FakeTensor)
+
+
+def outside_fake_mode() -> AbstractContextManager[object]:
+    """Real tensors for a while, inside a fake mode."""
+    return cast(AbstractContextManager[object], unset_fake_temporarily())
 
 
 @contextmanager

@@ -22,6 +22,8 @@ from torch import Tensor, fx, nn
 from autopipe.blocks import Block
 from autopipe.dataflow import is_random
 from autopipe.graph import Arg, Autocast, Graph, Input, Node, Ref, State, Value, at_batch, values_in
+from autopipe.opaque import OPAQUE
+from autopipe.opaque import run as run_opaque
 from autopipe.partition import Stage
 from autopipe.plan import Read
 from autopipe.randomness import draw
@@ -60,7 +62,8 @@ def lower(
 
     Args:
         states: the parameters, buffers and constants of the stage, by name; taken as they are.
-        reads: the record that read nodes check against; None leaves the checks out.
+        reads: the record that read nodes check against; None for a rehearsal on fake tensors,
+            which has no values to check and observes opaque ops.
         last: whether the stage makes the graph's results.
     """
     root = nn.Module()
@@ -238,6 +241,8 @@ class _Emitter:
         op = resolve(node.op)
         if is_random(node):
             op, args = draw, (op, node.name, *args)
+        if self.reads is None and node.op in OPAQUE:
+            op, args = run_opaque, (op, *args)
         if node.autocast is not None:
             auto: Autocast = node.autocast
             args = (auto.device_type, auto.dtype, auto.enabled, op, *args)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,13 @@ from autopipe.blocks import Block, classes, find_blocks
 from autopipe.capture import Loss
 from autopipe.cluster import Cluster, LocalSpec, parse
 from autopipe.dataflow import analyse
-from autopipe.draft import WINDOW, Draft
-from autopipe.errors import AutopipeError, ModelError
+from autopipe.draft import WINDOW, Draft, Overflow
+from autopipe.errors import AutopipeError, InfeasibleError, ModelError
 from autopipe.graph import bytes_at
 from autopipe.plan import InputSpec, Plan
-from autopipe.planners import PLANNERS
+from autopipe.planners import PLANNERS, Planner
 from autopipe.probe import local_cluster, local_processes
-from autopipe.problem import Constraints
+from autopipe.problem import Constraints, Problem
 from autopipe.profile import build_problem, find_units
 from autopipe.source import Source, trace_source, versions
 from autopipe.trace import Trace
@@ -105,13 +106,11 @@ def plan(
         window=WINDOW,
         constraints=constraints,
     )
-    answer = PLANNERS[planner](problem)
     draft = Draft(
         traced,
         flow,
         blocks,
         units,
-        answer,
         machine,
         rows,
         memory=problem.memory,
@@ -122,7 +121,26 @@ def plan(
         versions=versions(model),
         source=source,
     )
-    return draft.plan()
+    return _plan_that_fits(PLANNERS[planner], problem, draft)
+
+
+def _plan_that_fits(planner: Planner, problem: Problem, draft: Draft) -> Plan:
+    """The planner's answer written down; asked again for less where its exact bytes are too many.
+
+    Raises:
+        InfeasibleError: no plan fits.
+    """
+    answer = planner(problem)
+    while True:
+        try:
+            return draft.plan(answer)
+        except Overflow as overflow:
+            problem = replace(problem, memory=problem.memory - overflow.bytes)
+            try:
+                answer = planner(problem)
+            except InfeasibleError:
+                # Its numbers would be of a limit that nobody has set.
+                raise overflow from None
 
 
 def optimizer_factor(make: MakeOptimizer) -> float:
@@ -225,7 +243,7 @@ def _sizes(rows: int, devices: int, constraints: Constraints) -> list[int]:
         into = " x ".join(f"{name}={count}" for name, count in asked.items() if count)
         below = rows - rows % parts
         raise AutopipeError(
-            f"a batch of {rows} rows does not divide into {into}, {parts} parts",
+            f"a batch of {rows} rows does not divide into {into} equal parts",
             hint=f"a batch of {f'{below} or ' if below else ''}{below + parts} rows does",
         )
     sizes = set()

@@ -27,7 +27,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class Saved:
-    """A storage of `bytes` that `savers` keep for backward: units, ascending, none before `producer`.
+    """A storage of `bytes` that units `savers` keep for backward, none of them before `producer`.
 
     It is made in unit `producer`; a stage that starts after the producer has received the tensor
     instead and pays for it as a `Crossing`. None: made anew in every stage that needs it.

@@ -22,6 +22,7 @@ from autopipe.dataflow import Dataflow
 from autopipe.fake import fake_mode, storage_key
 from autopipe.graph import Graph, Ref, State, bytes_at, shape_at
 from autopipe.lower import NODE_NAME, lower
+from autopipe.opaque import observing
 from autopipe.partition import legal_cuts, partition
 from autopipe.problem import Constraints, Crossing, Problem, Profile, Saved, Shared
 from autopipe.rehearsal import fake_state
@@ -239,7 +240,7 @@ def _observe(flow: Dataflow, units: Units, rows: int) -> tuple[Saved, ...]:
         watch = _Watch(
             flow, units, lowered.module, {storage_key(t) for t in (*states.values(), *inputs)}
         )
-        with torch.autograd.graph.saved_tensors_hooks(watch.pack, lambda tensor: tensor):
+        with observing(watch.pack):
             watch.run(*inputs)
     return tuple(
         Saved(s.bytes, s.producer, tuple(sorted(set(s.savers)))) for s in watch.kept.values()
@@ -258,6 +259,7 @@ class _Watch(fx.Interpreter):
         self._units = units
         self._owned = owned
         self._made: dict[int, int] = {}
+        self._alive: list[Tensor] = []  # a storage that is gone would lend its key to another
         self._position = 0
 
     def run_node(self, n: fx.Node) -> Any:
@@ -275,6 +277,7 @@ class _Watch(fx.Interpreter):
         if key in self._owned:
             return tensor
         unit = self._units.of(self._position)
+        self._alive.append(tensor)
         if key not in self.kept:
             made = self._made.get(key, self._position)
             producer = None if self._flow.local[made] else self._units.of(made)

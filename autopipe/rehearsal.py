@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from autopipe.blocks import Block
 from autopipe.fake import fake_mode, storage_key
 from autopipe.graph import Graph, Ref, shape_at
 from autopipe.lower import lower
+from autopipe.opaque import observing
 from autopipe.partition import Stage
 
 Strides = tuple[int, ...]
@@ -66,6 +67,29 @@ def rehearse(
     Args:
         gradients: False for an evaluation graph: forward alone, nothing is kept.
     """
+    found, unused = _rehearse(graph, stages, blocks, rows, gradients, frozenset())
+    if unused:
+        found, _ = _rehearse(graph, stages, blocks, rows, gradients, unused)
+    return found
+
+
+Arrival = tuple[Ref, int]
+"""A crossing tensor in one of the stages that receive it."""
+
+
+def _rehearse(
+    graph: Graph,
+    stages: Sequence[Stage],
+    blocks: Sequence[Block],
+    rows: int,
+    gradients: bool,
+    unused: frozenset[Arrival],
+) -> tuple[Rehearsal, frozenset[Arrival]]:
+    """Rehearse; `unused` are arrivals to which no gradient flows back, and so is what is returned.
+
+    They are known only after the backward: a tensor may cross to be detached. With them known, what
+    leads to them alone keeps nothing for backward, as in the whole model.
+    """
     boundaries: dict[Ref, Boundary] = {}
     arrivals: list[dict[Ref, Tensor]] = []
     results: list[dict[Ref, Tensor]] = []
@@ -86,7 +110,11 @@ def rehearse(
             saved.append(sum(kept.values()))
             outgoing = dict(zip(stage.outgoing, made, strict=False))
             for ref, tensor in outgoing.items():
-                takers = [to for value, to in stage.sends if value == ref and tensor.requires_grad]
+                takers = [
+                    to
+                    for value, to in stage.sends
+                    if value == ref and tensor.requires_grad and (ref, to) not in unused
+                ]
                 strides = dense_strides(tensor)
                 boundaries[ref] = Boundary(
                     tuple(tensor.shape), strides, tensor.dtype, dict.fromkeys(takers, strides)
@@ -95,8 +123,8 @@ def rehearse(
             results.append(outgoing)
         losses = made[len(stages[-1].outgoing) :]
         if gradients:
-            _backward(stages, boundaries, arrivals, results, losses[0])
-    return Rehearsal(boundaries, tuple(saved))
+            unused = _backward(stages, boundaries, arrivals, results, losses[0])
+    return Rehearsal(boundaries, tuple(saved)), unused
 
 
 def _backward(
@@ -105,8 +133,12 @@ def _backward(
     arrivals: Sequence[Mapping[Ref, Tensor]],
     results: Sequence[Mapping[Ref, Tensor]],
     loss: Tensor,
-) -> None:
-    """The backward of every stage from the last one on, to learn the strides of gradients."""
+) -> frozenset[Arrival]:
+    """The backward of every stage from the last one on, to learn the strides of gradients.
+
+    Returns the arrivals that no gradient came to.
+    """
+    unused: set[Arrival] = set()
     for stage in reversed(stages):
         if stage.index == len(stages) - 1:
             roots = [loss] if loss.requires_grad else []
@@ -121,12 +153,14 @@ def _backward(
         if roots:
             torch.autograd.backward(roots, seeds)
         for ref, tensor in arrivals[stage.index].items():
+            boundary = boundaries[ref]
+            strides = dict(boundary.gradients)
             if tensor.grad is not None:
-                boundary = boundaries[ref]
-                strides = {**boundary.gradients, stage.index: dense_strides(tensor.grad)}
-                boundaries[ref] = Boundary(
-                    boundary.shape, boundary.strides, boundary.dtype, strides
-                )
+                strides[stage.index] = dense_strides(tensor.grad)
+            elif strides.pop(stage.index, None) is not None:
+                unused.add((ref, stage.index))
+            boundaries[ref] = replace(boundary, gradients=strides)
+    return frozenset(unused)
 
 
 def _summed(boundary: Boundary) -> Tensor:
@@ -167,12 +201,14 @@ def keeping(*, not_owned_by: Iterable[Tensor]) -> Iterator[dict[int, int]]:
     """
     owned = {storage_key(tensor) for tensor in not_owned_by}
     kept: dict[int, int] = {}
+    alive: list[Tensor] = []  # a storage that is gone would lend its key to another
 
     def pack(tensor: Tensor) -> Tensor:
         key = storage_key(tensor)
         if key not in owned:
             kept[key] = tensor.untyped_storage().nbytes()
+            alive.append(tensor)
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with observing(pack):
         yield kept

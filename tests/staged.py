@@ -147,12 +147,12 @@ def one_micro_batch(modules, leaves, weight, watch=lambda stage, run: run()):
         if lowered is modules[-1]:
             roots, seeds = [loss], [torch.full_like(loss, weight)]
         else:
-            back = [ref for ref in stage.outgoing if made[ref].requires_grad]
+            back = [ref for ref in stage.outgoing if ref in returned]
             roots, seeds = [made[ref] for ref in back], [sum_of(returned[ref]) for ref in back]
         if roots and roots[0].requires_grad:
             torch.autograd.backward(roots, seeds)
         for (ref, _), tensor in zip(stage.receives, received[stage.index], strict=True):
-            if tensor.requires_grad:
+            if tensor.grad is not None:  # it may have crossed only to be detached
                 returned.setdefault(ref, []).append(tensor.grad)
     return loss
 

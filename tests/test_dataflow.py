@@ -61,14 +61,12 @@ def test_the_picture_of_the_docstring():
 
 def test_every_part_of_a_split_is_the_storage_it_came_from():
     def run(model, x):
-        y = model.layer(x)
-        a, b = y.chunk(2, 1)
-        y.mul_(2)
-        return a + b
+        a, b = model.layer(x).chunk(2, 1)
+        return a.reshape(-1, 1, 2) + b.t().t()
 
     flow = flow_of(run)
     assert {str(flow.root[Ref("chunk/0", n)]) for n in (0, 1)} == {"layer/linear/0"}
-    assert root(flow, "mul_/0") == "layer/linear/0"
+    assert root(flow, "t/1") == "layer/linear/0", "a view of a view"
 
 
 def test_users_are_positions_and_the_result_is_used_after_the_last():
@@ -141,7 +139,7 @@ def test_what_is_filled_in_place_with_an_activation_is_not_local_nor_are_its_ali
 
 
 def test_the_masks_and_positions_of_the_zoo_are_local():
-    for name, few in {"gpt2": 18, "llama": 36, "t5": 60, "mask": 23}.items():
+    for name, few in {"gpt2": 18, "llama": 36, "t5": 60, "mask": 17}.items():
         flow = traced(name)[1]
         assert sum(flow.local) >= few, name
         states = flow.graph.states

@@ -130,7 +130,7 @@ def test_two_stages_by_hand() -> None:
         optimizer=2 * 100,
         buffers=0,
         activations=2 * 10,
-        transfers=3 * 8 + 2 * 12,
+        transfers=(3 + 1) * 8 + 2 * 12,  # gradients: 3 posted ahead, and the one in use
     )
 
     # Stage 1 is units 1 and 2: it receives 8 + 4 once though both units use the 8; 8 go back.

@@ -57,7 +57,7 @@ def test_a_view_counts_as_its_whole_storage() -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize("micro_batches", [2, 8])
 @pytest.mark.parametrize("pp", [2, 3])
-@pytest.mark.parametrize("name", ["gpt", "unet", "gpt2", "t5"])
+@pytest.mark.parametrize("name", ["gpt", "unet", "lstm", "gpt2", "t5", "llama", "whisper"])
 def test_predicted_is_measured(name: str, pp: int, micro_batches: int, schedule: str) -> None:
     """To the byte: the same walk over the same program, once on paper and once in the run."""
     for seed in (None, 1):

@@ -278,7 +278,22 @@ def no_gradient_crosses(m, x):
     return m.second(y) + y
 
 
-STORIES = [write_through_a_view, write_what_arrived_twice, fill_rows_in_place, count_and_use,
+def write_what_came_back(m, x):
+    """dropout of nothing, type_as of the same type: the very tensor comes back, undeclared."""
+    y = m.first(x)
+    z = F.dropout(y, 0.0).type_as(x)
+    z.relu_()
+    return m.second(z) + y
+
+
+def write_what_was_broadcast(m, x):
+    y = m.first(x)
+    _, z = torch.broadcast_tensors(x, y)
+    y.relu_()
+    return m.second(z) + y
+
+
+STORIES = [write_what_came_back, write_what_was_broadcast, write_through_a_view, write_what_arrived_twice, fill_rows_in_place, count_and_use,
            integers_cross, no_gradient_crosses]  # fmt: skip
 
 

@@ -1,0 +1,93 @@
+"""Ops whose real kernel keeps more for backward than its fake one shows, and what it keeps.
+
+The CPU's LSTM (oneDNN) keeps a workspace whose size only the kernel knows; under fake tensors it is
+empty, and a stage with an LSTM would be predicted at a tenth of its bytes. Such an op is run once
+for real, on zeros of the same shapes, and what that keeps is what counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopipe.fake import outside_fake_mode, storage_key
+
+OPAQUE = ("aten.lstm.input",)
+
+Pack = Callable[[Tensor], Tensor]
+_packs: list[Pack] = []
+
+
+@contextmanager
+def observing(pack: Pack) -> Iterator[None]:
+    """Call `pack` with every tensor that autograd, or an opaque op's real kernel, keeps."""
+    _packs.append(pack)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, _same):
+            yield
+    finally:
+        _packs.pop()
+
+
+def run(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run an opaque op on fake tensors, and tell the observer what its real kernel keeps."""
+    with torch.autograd.graph.saved_tensors_hooks(_same, _same):
+        result = op(*args, **kwargs)
+    if _packs and torch.is_grad_enabled():
+        operands = list(_tensors(args))
+        saved, workspace = _kept(op, _described(args))
+        for position in saved:
+            _packs[-1](operands[position])
+        _packs[-1](torch.empty(workspace, dtype=torch.uint8))
+    return result
+
+
+@lru_cache(maxsize=256)
+def _kept(op: Callable[..., Any], described: tuple[Any, ...]) -> tuple[tuple[int, ...], int]:
+    """Which operands the real kernel keeps, by position, and the bytes of all else it keeps."""
+    with outside_fake_mode(), torch.enable_grad():
+        args = _zeros(described)
+        positions = {storage_key(t): n for n, t in enumerate(_tensors(args))}
+        kept: dict[int, int] = {}
+        alive: list[Tensor] = []
+
+        def pack(tensor: Tensor) -> Tensor:
+            alive.append(tensor)
+            kept[storage_key(tensor)] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, _same):
+            op(*args)
+    saved = sorted(positions[key] for key in kept if key in positions)
+    return tuple(saved), sum(size for key, size in kept.items() if key not in positions)
+
+
+def _described(arg: Any) -> Any:
+    """An argument with (shape, dtype, whether it carries a gradient) in place of tensors."""
+    if isinstance(arg, Tensor):
+        return "tensor", tuple(arg.shape), arg.dtype, arg.requires_grad
+    return tuple(map(_described, arg)) if isinstance(arg, list | tuple) else arg
+
+
+def _zeros(described: Any) -> Any:
+    if isinstance(described, tuple) and described[:1] == ("tensor",):
+        _, shape, dtype, gradient = described
+        return torch.zeros(shape, dtype=dtype, requires_grad=gradient)
+    return tuple(map(_zeros, described)) if isinstance(described, tuple) else described
+
+
+def _tensors(args: Any) -> Iterator[Tensor]:
+    if isinstance(args, Tensor):
+        yield args
+    elif isinstance(args, list | tuple):
+        for arg in args:
+            yield from _tensors(arg)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
