@@ -7,6 +7,7 @@ recorded first and replayed (see `reads`).
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,8 +19,7 @@ from torch import Tensor, nn
 
 from autopipe import batches, places
 from autopipe.errors import AutopipeError, CaptureError, ModelError
-from autopipe.fake import quiet
-from autopipe.fake import DynamicOutputShapeException
+from autopipe.fake import DynamicOutputShapeException, quiet
 from autopipe.plan import InputSpec, Read
 from autopipe.reads import ReadsParameter, record, replay
 
@@ -174,11 +174,23 @@ def _restoring(model: nn.Module) -> Iterator[None]:
             module.training = flag
 
 
+_ROWS = re.compile(r"L\['tensors'\]\[\d+\]\.size\(\)\[\d+\]")
+"""How torch.export names the batch dim of a tensor."""
+
+
 def _refusal(error: Exception) -> CaptureError:
     place = places.of_error(error)
     if isinstance(error, DynamicOutputShapeException):
         return depends_on_values(place)
     reason = str(error).strip().splitlines()
+    guards = [line.strip(" -") for line in reason if line.startswith("  - ")]
+    if guards and "Constraints violated" in reason[0]:
+        guard = _ROWS.sub("rows", guards[0]).removeprefix("Not all values of rows = rows in the ")
+        return CaptureError(
+            f"the model cannot be captured for every number of rows: {guard.split('. ')[0]}",
+            hint="a size or a branch in forward depends on the number of rows; "
+            "TORCH_LOGS=+dynamic shows the line",
+        )
     return CaptureError(
         f"{place + ': ' if place else ''}the model cannot be captured: "
         f"{type(error).__name__}: {reason[0] if reason else 'no reason given'}",

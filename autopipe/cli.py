@@ -8,7 +8,6 @@ stdout is data, stderr is talk. Commands pass files to each other:
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import sys
@@ -222,9 +221,6 @@ def _found(plan: Plan, path: Path) -> str:
 def main() -> None:
     """The entry point: errors of the user's as sentences, exit code 2, no traceback."""
     debug = "--debug" in sys.argv
-    if not debug:
-        # torch logs the traceback of whatever fails on fake tensors; the error names the line.
-        logging.getLogger("torch._subclasses").setLevel(logging.CRITICAL)
     try:
         app(args=[argument for argument in sys.argv[1:] if argument != "--debug"])
     except AutopipeError as error:

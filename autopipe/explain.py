@@ -36,7 +36,8 @@ def explain(plan: Plan) -> RenderableType:
     head = (
         f"{plan.schedule} on {plan.cluster.name}: {count(mesh.pp, 'pipeline stage')} (pp) x "
         f"{count(mesh.dp, 'replica')} (dp) x {count(mesh.tp, 'tensor part')} (tp)\n"
-        f"one step: {count(batch.rows, 'row')}, on each replica {parts} of b = {count(rows, 'row')}\n"
+        f"one step: {count(batch.rows, 'row')}, {parts} of b = {count(rows, 'row')} on each "
+        "replica\n"
         f"predicted: {seconds(plan.prediction.step_seconds)} a step, of which a stage idles "
         f"{plan.prediction.bubble:.0%} (the bubble)\n"
     )
@@ -139,12 +140,12 @@ def compare(
             f"{seconds(before.backward_seconds)} / {seconds(after.backward_seconds)}",
             *(f"{p(before.memory) / size:.1f} / {p(after.memory) / size:.1f}" for p in parts),
         )
-    table.add_row("step", f"{seconds(planned_step)} / {seconds(measured_step)}")
     title = (
-        "planned / measured: one micro-batch's forward and backward, and the step;\n"
-        f"a device's memory in {unit}: activations and transfers are part of the peak\n"
+        "planned / measured: one micro-batch's forward and backward; a device's memory in "
+        f"{unit},\nof whose peak activations and transfers are parts\n"
     )
-    return Group(Text(title), table)
+    step = f"a step: {seconds(planned_step)} / {seconds(measured_step)}"
+    return Group(Text(title), table, Text(step))
 
 
 def _table(*names: str) -> Table:

@@ -56,7 +56,8 @@ def legal_cuts(flow: Dataflow) -> tuple[int, ...]:
     """Positions before which the graph may be cut, ascending.
 
     A cut stands before a node that is not local. It must not separate nodes that touch a buffer or
-    input which one of them writes, nor send two aliases of a storage that is written later.
+    input which one of them writes. Where a storage is written later, a cut must not send two of its
+    aliases, nor one that is read again after the write: a third stage would be sent what it was.
     """
     nodes = flow.graph.nodes
     legal = [position > 0 and not local for position, local in enumerate(flow.local)]
@@ -67,11 +68,10 @@ def legal_cuts(flow: Dataflow) -> tuple[int, ...]:
             for cut in range(min(touched) + 1, max(touched) + 1):
                 legal[cut] = False
             continue
-        last_write = flow.writers[root][-1]
-        for cut in range(flow.position(root) + 1, last_write + 1):
-            crossing = [made for made, used in spans if made < cut and used and used[-1] >= cut]
-            written_later = any(writer >= cut for writer in flow.writers[root])
-            if written_later and len(crossing) > 1:
+        for cut in range(flow.position(root) + 1, flow.writers[root][-1] + 1):
+            crossing = [used for made, used in spans if made < cut and used and used[-1] >= cut]
+            next_write = next(writer for writer in flow.writers[root] if writer >= cut)
+            if len(crossing) > 1 or any(used[-1] > next_write for used in crossing):
                 legal[cut] = False
     assert len(legal) == len(nodes)
     return tuple(position for position, fine in enumerate(legal) if fine)

@@ -92,7 +92,7 @@ def plan(
     traced = trace_source(model, batches.two_rows(example, specs), specs, loss)
     graph = traced.graph
     flow, blocks = analyse(graph), find_blocks(graph)
-    units = find_units(flow, at_least=pp or 1)
+    units = find_units(flow, blocks, at_least=pp or 1)
     say(_summary(traced, blocks))
     factor = optimizer_factor(_optimizer(optimizer))
     problem = build_problem(

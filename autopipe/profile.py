@@ -42,17 +42,21 @@ class Units:
         return min(bisect_right(self.starts, position), len(self.starts)) - 1
 
 
-def find_units(flow: Dataflow, at_least: int = 1, most: int = MOST_UNITS) -> Units:
+def find_units(
+    flow: Dataflow, blocks: Sequence[Block] = (), at_least: int = 1, most: int = MOST_UNITS
+) -> Units:
     """Units with a trainable parameter each, so that every stage has something to train.
 
-    Between two nodes that use parameters stands one cut, where the fewest bytes cross. More of the
+    Between two nodes that use parameters stands one cut, where the fewest bytes cross; of equally
+    narrow places the beginning of a block is taken, else the first. More of the
     legal cuts are taken, the narrowest first, only where `at_least` units need them; where there
     would be too many, each stretch of equally many cuts keeps its narrowest.
     """
     width = _crossing_bytes(flow)
+    beginnings = {block.first for block in blocks}
 
     def narrowest(cuts: Sequence[int]) -> int:
-        return min(cuts, key=lambda cut: (width[cut], cut))
+        return min(cuts, key=lambda cut: (width[cut], cut not in beginnings, cut))
 
     legal = legal_cuts(flow)
     users = sorted(
@@ -184,10 +188,10 @@ def _crossings(flow: Dataflow, units: Units, rows: int) -> tuple[Crossing, ...]:
 
 @dataclass
 class _Storage:
-    """A storage that autograd keeps: where it is made (None: in every stage), who keeps it."""
+    """A storage that autograd keeps: the node that makes it, and those that keep it."""
 
     bytes: int
-    producer: int | None
+    made: int
     savers: list[int]
 
 
@@ -237,50 +241,55 @@ def _observe(flow: Dataflow, units: Units, rows: int) -> tuple[Saved, ...]:
             for path in whole.inputs
         ]
         lowered = lower(graph, whole, (), states, None, rows, last=True)
-        watch = _Watch(
-            flow, units, lowered.module, {storage_key(t) for t in (*states.values(), *inputs)}
-        )
+        owned = {storage_key(tensor) for tensor in (*states.values(), *inputs)}
+        watch = _Watch(flow, lowered.module, owned)
         with observing(watch.pack):
             watch.run(*inputs)
     return tuple(
-        Saved(s.bytes, s.producer, tuple(sorted(set(s.savers)))) for s in watch.kept.values()
+        Saved(
+            storage.bytes,
+            None if flow.local[storage.made] else units.of(storage.made),
+            tuple(sorted({units.of(position) for position in storage.savers})),
+        )
+        for storage in watch.kept.values()
     )
 
 
 class _Watch(fx.Interpreter):
     """Interprets a lowered graph and remembers which node made and which keep a storage."""
 
-    def __init__(
-        self, flow: Dataflow, units: Units, module: fx.GraphModule, owned: set[int]
-    ) -> None:
+    def __init__(self, flow: Dataflow, module: fx.GraphModule, owned: set[int]) -> None:
         super().__init__(module, garbage_collect_values=False)  # storages keep their addresses
         self.kept: dict[int, _Storage] = {}
-        self._flow = flow
-        self._units = units
+        self._index = flow.graph.index
         self._owned = owned
         self._made: dict[int, int] = {}
+        self._writing = {p for positions in flow.writers.values() for p in positions}
         self._alive: list[Tensor] = []  # a storage that is gone would lend its key to another
         self._position = 0
 
     def run_node(self, n: fx.Node) -> Any:
         name = n.meta.get(NODE_NAME)
         if name is not None:
-            self._position = self._flow.graph.index[name]
+            self._position = self._index[name]
         result = super().run_node(n)
         for tensor in result if isinstance(result, list | tuple) else [result]:
             if isinstance(tensor, Tensor):
-                self._made.setdefault(storage_key(tensor), self._position)
+                key = storage_key(tensor)
+                # A stage writes a copy of what it has received: that copy is made by the write.
+                if key not in self._made or self._position in self._writing:
+                    self._made[key] = self._position
+                    if key in self.kept:
+                        self.kept[key].made = self._position
         return result
 
     def pack(self, tensor: Tensor) -> Tensor:
         key = storage_key(tensor)
         if key in self._owned:
             return tensor
-        unit = self._units.of(self._position)
         self._alive.append(tensor)
         if key not in self.kept:
             made = self._made.get(key, self._position)
-            producer = None if self._flow.local[made] else self._units.of(made)
-            self.kept[key] = _Storage(tensor.untyped_storage().nbytes(), producer, [])
-        self.kept[key].savers.append(unit)
+            self.kept[key] = _Storage(tensor.untyped_storage().nbytes(), made, [])
+        self.kept[key].savers.append(self._position)
         return tensor

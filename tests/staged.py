@@ -127,10 +127,10 @@ def staged_step(model, trace, batch, cuts, count, *, seeded=False, step=0):
     return Step.of(losses, model)
 
 
-def one_micro_batch(modules, leaves, weight, watch=lambda stage, run: run()):
+def one_micro_batch(modules, leaves, weight, watch=None):
     """Forward and backward through all stages; returns the loss.
 
-    `watch(stage, run)` calls `run` for each stage's forward, to look at what it does.
+    `watch(stage, module, arrived, inputs)` runs a stage's forward instead, to look at what it does.
     """
     made, received, results = {}, [], []
     for lowered in modules:
@@ -138,7 +138,10 @@ def one_micro_batch(modules, leaves, weight, watch=lambda stage, run: run()):
         arrived = [sent(made[ref]) for ref, _ in stage.receives]
         inputs = [leaves[path] for path in stage.inputs]
         received.append(arrived)
-        results.append(watch(stage, lambda l=lowered, a=arrived, i=inputs: l.module(*a, *i)))
+        if watch is None:
+            results.append(lowered.module(*arrived, *inputs))
+        else:
+            results.append(watch(stage, lowered.module, arrived, inputs))
         made.update(zip(stage.outgoing, results[-1], strict=False))
     loss = results[-1][0]
     returned = {}

@@ -115,15 +115,40 @@ def test_the_rows_of_a_batch():
 
 
 UNFIT = {
-    "dtype": ({"ids": torch.zeros(4, 3)}, "batch['ids'] is float32[4, 3]; the plan was made for int64[b, 3]"),
-    "dims": ({"ids": torch.zeros(4, dtype=torch.long)}, "batch['ids'] is int64[4]; the plan was made for int64[b, 3]"),
-    "size": ({"ids": torch.zeros(4, 9, dtype=torch.long)}, "batch['ids'] is int64[4, 9]; the plan was made for int64[b, 3]"),
-    "rows": ({"windows": torch.zeros(5, 6)}, "batch['windows'] is float32[5, 6]; the plan was made for float32[5, 2*b] with b = 4 as in the entries before it"),
-    "odd": ({"windows": torch.zeros(5, 9)}, "batch['windows'] is float32[5, 9]; the plan was made for float32[5, 2*b] with b = 4 as in the entries before it"),
-    "python": ({"mode": "test"}, "batch['mode'] is 'test'; the plan was made with 'train', which the traced graph holds as a constant"),
+    "dtype": (
+        {"ids": torch.zeros(4, 3)},
+        "batch['ids'] is float32[4, 3]; the plan was made for int64[b, 3]",
+    ),
+    "dims": (
+        {"ids": torch.zeros(4, dtype=torch.long)},
+        "batch['ids'] is int64[4]; the plan was made for int64[b, 3]",
+    ),
+    "size": (
+        {"ids": torch.zeros(4, 9, dtype=torch.long)},
+        "batch['ids'] is int64[4, 9]; the plan was made for int64[b, 3]",
+    ),
+    "rows": (
+        {"windows": torch.zeros(5, 6)},
+        "batch['windows'] is float32[5, 6]; the plan was made for float32[5, 2*b] with b = 4 as in "
+        "the entries before it",
+    ),
+    "odd": (
+        {"windows": torch.zeros(5, 9)},
+        "batch['windows'] is float32[5, 9]; the plan was made for float32[5, 2*b] with b = 4 as in "
+        "the entries before it",
+    ),
+    "python": (
+        {"mode": "test"},
+        "batch['mode'] is 'test'; the plan was made with 'train', which the traced graph holds as "
+        "a constant",
+    ),
     "no tensor": ({"ids": 3}, "batch['ids'] is 3, not a tensor int64[b, 3]"),
-    "tensor for python": ({"nothing": torch.zeros(1)}, "batch['nothing'] is tensor([0.]); the plan was made with None, which the traced graph holds as a constant"),
-}  # fmt: skip
+    "a tensor": (
+        {"nothing": torch.zeros(1)},
+        "batch['nothing'] is tensor([0.]); the plan was made with None, which the traced graph "
+        "holds as a constant",
+    ),
+}
 
 
 @pytest.mark.parametrize(("entries", "sentence"), UNFIT.values(), ids=UNFIT)

@@ -81,7 +81,7 @@ def test_the_users_own_line_is_named(kind):
 
 @pytest.mark.parametrize("kind", [FewRows, Divides], ids=lambda kind: kind.__name__)
 def test_a_batch_that_export_fixes_to_some_rows_is_refused(kind):
-    with pytest.raises(CaptureError, match="the model cannot be captured"):
+    with pytest.raises(CaptureError, match=r"cannot be captured for every number of rows: .*rows"):
         trace_model(kind(), inputs)
 
 
@@ -126,15 +126,15 @@ def test_a_loss_is_a_scalar_or_a_sum_and_a_count():
 
 
 BAD = {
-    "many numbers": (torch.ones(2, 3), None, "the model gives a tensor of shape (2, 3); a loss is a scalar tensor or (sum, count)"),
-    "nothing": (None, None, "the model gives a NoneType; a loss is a scalar tensor or (sum, count)"),
-    "dict": ({"logits": 1}, None, "the model gives a NoneType; a loss is a scalar tensor or (sum, count)"),
-    "a number": (1, lambda o, b: 0.5, "loss(outputs, batch) gives a float; a loss is a scalar tensor or (sum, count)"),
-}  # fmt: skip
+    "many numbers": (torch.ones(2, 3), None, "the model gives a tensor of shape (2, 3)"),
+    "nothing": (None, None, "the model gives a NoneType"),
+    "no .loss": ({"logits": 1}, None, "the model gives a NoneType"),
+    "no tensor": (1, lambda o, b: 0.5, "loss(outputs, batch) gives a float"),
+}
 
 
-@pytest.mark.parametrize(("outputs", "loss", "sentence"), BAD.values(), ids=BAD)
-def test_anything_else_is_refused(outputs, loss, sentence):
+@pytest.mark.parametrize(("outputs", "loss", "found"), BAD.values(), ids=BAD)
+def test_anything_else_is_refused(outputs, loss, found):
     with pytest.raises(ModelError) as error:
         outputs_to_loss(outputs, None, loss)
-    assert error.value.message == sentence
+    assert error.value.message == f"{found}; a loss is a scalar tensor or (sum, count)"

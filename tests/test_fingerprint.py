@@ -5,7 +5,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from autopipe import batches, fake
 from autopipe.fingerprint import fingerprint, first_difference, lines, trail
+from autopipe.trace import trace
 from tests.staged import trace_model
 
 
@@ -63,8 +65,6 @@ def test_the_batch_is_one_sign_in_every_line():
 
 def test_a_constant_that_equals_the_rows_is_no_batch():
     """Traced at 6 rows the batch and the length are both 6; a twin tells which is which."""
-    from autopipe import batches, fake
-    from autopipe.trace import trace
 
     def fixed(rows):
         batch = {"x": torch.zeros(rows, 6, 16)}

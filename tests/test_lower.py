@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import fx
 
-from autopipe.lower import NODE_NAME
+from autopipe.blocks import find_blocks
+from autopipe.lower import NODE_NAME, lower
 from tests.inprocess import traced
 from tests.staged import eager_step, lowered, micro_batches, one_micro_batch, split, staged_step
 from tests.zoo import ZOO
@@ -50,7 +51,9 @@ def test_a_stage_calls_one_module_per_block():
 def test_a_block_cut_in_two_is_a_module_in_both_stages():
     _, _, (first, second) = stages_of("gpt", ["blocks.1.up/linear/0"])
     assert calls(first.module)[-1] == calls(second.module)[0] == "blocks.1"
-    parts = [dict(stage.module.get_submodule("blocks.1").named_parameters()) for stage in (first, second)]
+    parts = [
+        dict(stage.module.get_submodule("blocks.1").named_parameters()) for stage in (first, second)
+    ]
     assert "qkv.weight" in parts[0] and "down.weight" in parts[1]
     assert parts[0].keys().isdisjoint(parts[1].keys())
 
@@ -63,13 +66,6 @@ def test_every_node_of_the_stage_is_in_its_code_once():
         assert sorted(written) == sorted(found.graph.nodes[p].name for p in stage.stage.nodes)
 
 
-def test_the_code_reads_like_the_model():
-    _, _, (stage,) = stages_of("frozen", [])
-    code = stage.module.code
-    assert "layers_0_weight = self.layers._modules" in code or "self.layers" in code
-    assert "torch.ops.aten.embedding.default" in code
-
-
 @pytest.mark.parametrize("rows", [1, 5])
 def test_one_trace_serves_every_number_of_rows(rows):
     case, found = ZOO["unet"], traced("unet")[0]
@@ -79,12 +75,9 @@ def test_one_trace_serves_every_number_of_rows(rows):
 
 
 def test_another_number_of_rows_is_another_lowering():
-    _, found, modules = stages_of("gpt", [], rows=2)
+    """Sizes are integers, so three rows cannot pass through views made for two unseen."""
+    _, found, modules = stages_of("gpt2", [], rows=2)
     assert modules[0].rows == 2
-    three = micro_batches(found, ZOO["gpt"].inputs(3), 1)[0]
-    # view(2, ...) of three rows: sizes are integers, so this cannot pass unseen.
-    found = traced("gpt2")[0]
-    modules = lowered(found, ZOO["gpt2"].model(), [], 2)
     three = micro_batches(found, ZOO["gpt2"].inputs(3), 1)[0]
     with pytest.raises(RuntimeError, match="shape"):
         one_micro_batch(modules, three, 1.0)
@@ -109,12 +102,13 @@ def test_what_a_stage_writes_of_what_arrived_is_its_own_copy():
 
 def test_reads_are_checked_unless_left_out():
     """A rehearsal on tensors without values has nothing to check."""
-    from autopipe.blocks import find_blocks
-    from autopipe.lower import lower
-
     found, model = traced("llama")[0], ZOO["llama"].model()
     (stage,) = split(found, [])
-    named = {**found.graph.constants, **dict(model.named_parameters()), **dict(model.named_buffers())}
+    named = {
+        **found.graph.constants,
+        **dict(model.named_parameters()),
+        **dict(model.named_buffers()),
+    }
     states = {name: named[name] for name in stage.states}
     assert found.reads
     for reads, checks in ((found.reads, len(found.reads)), (None, 0)):
