@@ -222,7 +222,8 @@ def main() -> None:
     """The entry point: errors of the user's as sentences, exit code 2, no traceback."""
     debug = "--debug" in sys.argv
     try:
-        app(args=[argument for argument in sys.argv[1:] if argument != "--debug"])
+        arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+        app(args=arguments, prog_name="autopipe")
     except AutopipeError as error:
         if debug:
             traceback.print_exc()

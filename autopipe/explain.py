@@ -144,7 +144,7 @@ def compare(
         "planned / measured: one micro-batch's forward and backward; a device's memory in "
         f"{unit},\nof whose peak activations and transfers are parts\n"
     )
-    step = f"a step: {seconds(planned_step)} / {seconds(measured_step)}"
+    step = f"a step, before the optimizer's: {seconds(planned_step)} / {seconds(measured_step)}"
     return Group(Text(title), table, Text(step))
 
 

@@ -239,7 +239,8 @@ def _sizes(rows: int, devices: int, constraints: Constraints) -> list[int]:
     """
     asked = {"dp": constraints.dp, "micro_batches": constraints.micro_batches}
     parts = (constraints.dp or 1) * (constraints.micro_batches or 1)
-    if rows % parts:
+    meets_devices = constraints.dp is None or devices % constraints.dp == 0
+    if rows % parts and (meets_devices or constraints.pp is not None):
         into = " x ".join(f"{name}={count}" for name, count in asked.items() if count)
         below = rows - rows % parts
         raise AutopipeError(

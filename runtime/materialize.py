@@ -184,8 +184,8 @@ def _initialise(
         if reset is None:
             raise ModelError(
                 f"the model's {parameter_bytes(skeleton)} bytes of parameters do not fit in this "
-                f"machine's memory ({memory} bytes), and {path or 'the model'!r} ({type(module).__name__}) "
-                "has no reset_parameters to initialise it alone",
+                f"machine's memory ({memory} bytes), and {path or 'the model'!r} "
+                f"({type(module).__name__}) has no reset_parameters to initialise it alone",
                 hint="give weights=, or define reset_parameters on the module",
             )
         fakes = {k: p for k, p in module.named_parameters(recurse=False)}

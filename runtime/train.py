@@ -63,13 +63,14 @@ def train(
             pipe.meter = Meter() if step < 2 else None
             began = perf_counter()
             loss = pipe.step(batch, sharded=file.sharded)
+            planned = perf_counter() - began  # what a plan predicts ends with the gradients
             optimizer.step()
             losses.append(float(loss))
             elapsed = perf_counter() - began
             if step < 2:
                 memory = pipe.measured(optimizer).memory
             if step >= 2:
-                seconds.append(elapsed)
+                seconds.append(planned)
                 compute.append(pipe.measured())
             show(step, losses[-1], _rate(batch, plan, file.sharded, elapsed))
     if memory is None:
@@ -80,7 +81,7 @@ def train(
         statistics.median(found.backward_seconds for found in compute),
         memory,
     )
-    return Measured(_by_stage(own, plan), statistics.median(seconds or [elapsed]), tuple(losses))
+    return Measured(_by_stage(own, plan), statistics.median(seconds or [planned]), tuple(losses))
 
 
 def _by_stage(own: StagePrediction, plan: Plan) -> tuple[StagePrediction, ...]:
