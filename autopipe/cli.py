@@ -86,6 +86,9 @@ def plan(
     from autopipe import modelfile
     from autopipe.planning import plan as make_plan
 
+    folder = output.resolve().parent
+    if not folder.is_dir():
+        raise AutopipeError(f"the plan cannot be written to {output}: there is no folder {folder}")
     file = modelfile.load(model)
     made = make_plan(
         file.model,
@@ -101,7 +104,7 @@ def plan(
         schedule=schedule,
         memory=memory,
         planner=planner,
-        source=_relative(model, output.resolve().parent),
+        source=_relative(model, folder),
         say=say,
     )
     made.save(output)

@@ -143,13 +143,13 @@ def _indivisible(problem: Problem, degrees: list[int]) -> InfeasibleError:
         above = [m for m in counts if m > asked][:1]
         return InfeasibleError(
             f"micro_batches={asked} was asked for, and {whole} does not divide into {asked} "
-            f"micro-batches of a size that was profiled ({sizes} rows)",
+            f"micro-batches of {sizes} rows",
             hint=f"the nearest that does is micro_batches={one_of(below + above)}",
         )
     least = degrees[0] * min(profile.rows for profile in problem.profiles)
     below_rows = problem.batch // least * least
     batches = [rows for rows in (below_rows, below_rows + least) if rows > 0]
     return InfeasibleError(
-        f"{whole} does not divide into micro-batches of a size that was profiled ({sizes} rows)",
+        f"{whole} does not divide into micro-batches of {sizes} rows",
         hint=f"a batch of {one_of(batches)} rows divides, or give pp and dp other degrees",
     )

@@ -720,6 +720,14 @@ def test_batches_that_end_by_themselves(count: int, autopipe: Shell) -> None:
     assert said == Said(0, "", f"{place}: batches(4) gave no batch, so there was no step\n")
 
 
+def test_a_plan_for_a_folder_that_is_not_there(autopipe: Shell) -> None:
+    """It is refused before the model is traced, not after."""
+    said = autopipe("plan", "net.py", "-o", "no/plan.json")
+    assert said.code == 2
+    assert said.error.startswith("the plan cannot be written to no/plan.json: there is no folder")
+    assert autopipe.files() == ["net.py"]
+
+
 def test_batches_whose_last_one_is_smaller(autopipe: Shell) -> None:
     """Two batches of 4 rows train; one of 3 rows does not divide."""
     more = "\ndef batches(batch_size):\n    return [inputs(n) for n in (batch_size, 3)]\n"

@@ -283,13 +283,12 @@ def test_frames_use_all_devices_unless_both_degrees_are_fixed(
         (
             Constraints(pp=3, micro_batches=5),
             "micro_batches=5 was asked for, and a batch of 12 rows over dp=2 does not divide into "
-            "5 micro-batches of a size that was profiled (1, 2 or 4 rows)",
+            "5 micro-batches of 1, 2 or 4 rows",
             "the nearest that does is micro_batches=3 or 6",
         ),
         (
             Constraints(pp=1, dp=5),
-            "a batch of 12 rows over dp=5 does not divide into micro-batches of a size that was "
-            "profiled (1, 2 or 4 rows)",
+            "a batch of 12 rows over dp=5 does not divide into micro-batches of 1, 2 or 4 rows",
             "a batch of 10 or 15 rows divides",
         ),
         (
