@@ -88,7 +88,7 @@ def plan(
 
     folder = output.resolve().parent
     if not folder.is_dir():
-        raise AutopipeError(f"the plan cannot be written to {output}: there is no folder {folder}")
+        raise AutopipeError(f"{output} cannot be written: there is no folder {folder}")
     file = modelfile.load(model)
     made = make_plan(
         file.model,
