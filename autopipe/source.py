@@ -19,7 +19,7 @@ from torch import nn
 from autopipe import fake
 from autopipe.capture import Loss
 from autopipe.errors import CaptureError, ModelError
-from autopipe.plan import InputSpec, Read
+from autopipe.plan import InputSpec
 from autopipe.trace import Trace, trace
 
 Factory = Callable[[], nn.Module]
@@ -50,13 +50,11 @@ def trace_source(
     loss: Loss | None,
     *,
     training: bool = True,
-    reads: Sequence[Read] | None = None,
 ) -> Trace:
     """Trace a model without allocating its weights; a read that depends on one builds them.
 
     Args and raises: as `trace.trace`.
     """
-
     skeleton = bare(model)
 
     def real() -> nn.Module:
@@ -71,7 +69,7 @@ def trace_source(
             )
         return model()
 
-    return trace(skeleton, example, specs, loss, training=training, reads=reads, real=real)
+    return trace(skeleton, example, specs, loss, training=training, real=real)
 
 
 def parameter_bytes(model: nn.Module) -> int:
