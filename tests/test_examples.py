@@ -1,6 +1,9 @@
 """Every example is a model file that trains by itself, in one process and without autopipe."""
 
+import os
 import runpy
+import subprocess
+import sys
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -52,3 +55,28 @@ def test_gpt_sees_the_same_rows_however_many_shards(gpt: dict[str, Any], num_sha
     for whole, *parts in zip(gpt["batches"](8), *shards, strict=False):
         for key in ("tokens", "targets"):
             assert torch.equal(whole[key], torch.cat([part[key] for part in parts]))
+
+
+LEARN = EXAMPLES / "learn"
+
+
+def test_the_story_of_a_pipeline_ends_with_the_same_loss_each_time() -> None:
+    """Four steps, four programs, one loss; only what they hold differs, as README.md says."""
+
+    def begin(step: str, *launcher: str) -> subprocess.Popen[str]:
+        command = [sys.executable, *launcher, str(LEARN / f"{step}.py")]
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True)
+
+    runs = {"step1_one_process": begin("step1_one_process")}
+    for step in ("step2_naive", "step3_gpipe", "step4_1f1b"):
+        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
+        runs[step] = begin(step, *launcher)
+        for run in list(runs.values())[-2:-1]:  # two at a time: a machine has few cores
+            run.wait(timeout=100)
+    told = {step: run.communicate(timeout=100)[0].strip() for step, run in runs.items()}
+    loss = told["step1_one_process"].partition(", ")[0]
+    held = {"step2_naive": "1 1 1 1", "step3_gpipe": "8 8 8 8", "step4_1f1b": "4 3 2 1"}
+    assert loss.removeprefix("loss ") in (LEARN / "README.md").read_text()
+    for step, count in held.items():
+        assert told[step] == f"{loss}, micro-batches held: {count}"
