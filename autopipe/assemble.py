@@ -6,15 +6,16 @@ what is run.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 
 from autopipe import proof
-from autopipe.footprint import Sizes
+from autopipe.footprint import Sizes, footprint
 from autopipe.graph import Ref
 from autopipe.partition import Stage
-from autopipe.rehearsal import Boundary
-from autopipe.schedule import SCHEDULES, Flow, Programs, forward_only
-from autopipe.transfers import Edge, insert
+from autopipe.rehearsal import Boundary, Rehearsal
+from autopipe.schedule import Flow, Programs, holders
+from autopipe.transfers import SENDS_UNDER_WAY, Edge, insert
 
 
 def edges(stages: Sequence[Stage], boundaries: Mapping[Ref, Boundary]) -> tuple[Edge, ...]:
@@ -28,38 +29,25 @@ def edges(stages: Sequence[Stage], boundaries: Mapping[Ref, Boundary]) -> tuple[
 
 
 def step_programs(
-    schedule: str,
+    compute: Programs,
     stages: Sequence[Stage],
     boundaries: Mapping[Ref, Boundary],
-    micro_batches: int,
     windows: Sequence[int],
+    sends_ahead: int = SENDS_UNDER_WAY,
 ) -> Programs:
-    """The programs of one training step, proved free of deadlock.
+    """The programs of one training step, or of an evaluation, proved free of deadlock.
 
     Raises:
         ScheduleError: they are not; the sentence is the circle of waits.
     """
-    compute = SCHEDULES[schedule](len(stages), micro_batches)
-    programs = insert(compute, edges(stages, boundaries), windows)
+    programs = insert(compute, edges(stages, boundaries), windows, sends_ahead)
     proof.check(programs)
     return programs
 
 
-def evaluation_programs(
-    stages: Sequence[Stage],
-    boundaries: Mapping[Ref, Boundary],
-    micro_batches: int,
-    windows: Sequence[int],
-) -> Programs:
-    """The programs of one evaluation: forward alone, proved like a step's."""
-    compute = forward_only(len(stages), micro_batches)
-    programs = insert(compute, edges(stages, boundaries), windows)
-    proof.check(programs)
-    return programs
-
-
-def sizes(stage: Stage, boundaries: Mapping[Ref, Boundary], kept: int) -> Sizes:
-    """What one micro-batch weighs in a stage; `kept` as `Rehearsal.saved` has it."""
+def sizes(rehearsal: Rehearsal, stage: Stage) -> Sizes:
+    """What one micro-batch weighs in a stage."""
+    boundaries = rehearsal.boundaries
     arriving: dict[tuple[Flow, int], dict[Hashable, int]] = {}
     leaving: dict[tuple[Flow, int], dict[Hashable, int]] = {}
     for ref, source in stage.receives:
@@ -72,4 +60,21 @@ def sizes(stage: Stage, boundaries: Mapping[Ref, Boundary], kept: int) -> Sizes:
         leaving.setdefault((Flow.ACTIVATION, target), {})[ref] = boundary.bytes
         if target in boundary.gradients:
             arriving.setdefault((Flow.GRADIENT, target), {})[ref] = boundary.bytes
-    return Sizes(kept, arriving, leaving)
+    i = stage.index
+    stash, fresh = (rehearsal.stash[i], rehearsal.fresh[i]) if rehearsal.stash else (0, 0)
+    return Sizes(rehearsal.saved[i], arriving, leaving, stash, fresh, rehearsal.recomputed[i])
+
+
+def footprints(
+    programs: Programs, stages: Sequence[Stage], rehearsal: Rehearsal
+) -> tuple[Counter[str], ...]:
+    """Bytes of "activations" and "transfers" of each stage at its rank's fullest moment."""
+    found: list[Counter[str]] = [Counter() for _ in stages]
+    for rank, program in enumerate(programs):
+        own = [
+            stage for stage, holder in zip(stages, holders(programs), strict=True) if holder == rank
+        ]
+        held = footprint(program, {stage.index: sizes(rehearsal, stage) for stage in own})
+        for (stage, kind), size in held.items():
+            found[stage][kind] += size
+    return tuple(found)

@@ -2,8 +2,8 @@
 
     plan.stages[1].first = "h.4/layer_norm/0"  ->  position 61 of the graph  ->  Stage
 
-Evaluation is another graph, without dropout and the like; it is cut so that every stage needs the
-parameters it has.
+Evaluation is another graph, in which dropout and batch norm do something else, and the model's code
+may too; it is cut so that every stage needs the parameters it has.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from dataclasses import dataclass
 
 import torch
 
-from autopipe import fingerprint
+from autopipe import fingerprint, programs
 from autopipe.blocks import Block, find_blocks
 from autopipe.dataflow import analyse
 from autopipe.errors import PlanError
 from autopipe.graph import Graph, Ref
 from autopipe.partition import Stage, partition
 from autopipe.plan import Plan
-from autopipe.schedule import SCHEDULES
+from autopipe.precision import PRECISIONS
+from autopipe.schedule import splits
 from autopipe.trace import Trace
 
 
@@ -97,37 +98,55 @@ def _peers(transfers: Iterable[tuple[Ref, int]]) -> list[tuple[str, int]]:
     return [(str(ref), peer) for ref, peer in transfers]
 
 
-def check_runs(plan: Plan) -> None:
-    """Refuse what the plan's format can say and this version cannot do.
+def check_runs(plan: Plan, *, compiled: bool = False) -> None:
+    """Refuse what the plan's format can say and this version cannot do, alone or together.
+
+    Args:
+        compiled: its stages are to go through torch.compile.
 
     Raises:
         PlanError: names the field.
+        ScheduleError: the schedule is none.
     """
-    asked = {
-        "mesh.tp": (plan.mesh.tp, 1),
-        "precision": (plan.precision, "fp32"),
-        **{f"boundaries[{i}].depth": (b.depth, 0) for i, b in enumerate(plan.boundaries)},
-        **{f"stages[{i}].zero": (s.zero, 0) for i, s in enumerate(plan.stages)},
-        **{f"stages[{i}].recompute": (s.recompute, ()) for i, s in enumerate(plan.stages)},
-        **{f"blocks[{i}].states": (b.states, ()) for i, b in enumerate(plan.blocks)},
+    refused = {
+        "mesh.tp": (plan.mesh.tp, (1,)),
+        "precision": (plan.precision, tuple(PRECISIONS)),
+        **{f"stages[{i}].zero": (s.zero, (0, 1, 3)) for i, s in enumerate(plan.stages)},
+        **{f"blocks[{i}].states": (b.states, ((),)) for i, b in enumerate(plan.blocks)},
     }
-    for path, (found, runs) in asked.items():
-        if found != runs:
+    for path, (found, runs) in refused.items():
+        if found not in runs:
             raise PlanError(
-                f"plan.{path}: {found!r} was asked for; this version runs {runs!r} only"
+                f"plan.{path}: {found!r} was asked for; this version runs "
+                f"{' or '.join(map(repr, runs))} only"
             )
-    if plan.schedule not in SCHEDULES:
-        raise PlanError(
-            f"plan.schedule: there is no schedule {plan.schedule!r}",
-            hint=f"one of {', '.join(SCHEDULES)}",
-        )
+    for index, stage in enumerate(plan.stages):
+        if stage.zero != plan.zero:
+            raise PlanError(
+                f"plan.stages[{index}].zero: {stage.zero}, but {plan.zero} in stage 0; all stages "
+                "of a pipeline are held alike"
+            )
+    split_backwards = splits(programs.compute(plan))
+    zero_3 = plan.zero == 3
+    for pair, found, why in (
+        (f"{plan.schedule} and torch.compile", split_backwards and compiled, "code has no halves"),
+        (f"{plan.schedule} and zero=3", split_backwards and zero_3, "it gathers for both at once"),
+        ("torch.compile and zero=3", compiled and zero_3, "it gathers block by block"),
+    ):
+        if found:
+            raise PlanError(
+                f"{pair} do not go together: {why}",
+                hint="plan with 1f1b, or with zero=1, or run without --compile",
+            )
 
 
 def split_for_evaluation(found: Trace, training: Split) -> Split:
     """Cut the graph of evaluation so that every stage needs the parameters it has.
 
-    The two graphs differ by dropout and the like. A node's stage is that of the node of the same
-    name in training, or that of the node before it.
+    A node's stage is that of the node of the same name in training, or that of the node before it.
+
+    Raises:
+        PlanError: a stage would compute nothing, or would need parameters of another one.
     """
     graph, flow = found.graph, analyse(found.graph)
     stages = training.stages

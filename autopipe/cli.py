@@ -1,27 +1,33 @@
-"""The command line: `autopipe trace | plan | explain | run | probe`.
+"""The command line: `autopipe trace | plan | explain | simulate | run | emit | probe`.
 
 stdout is data, stderr is talk. Commands pass files to each other:
 
     autopipe plan model.py -o plan.json     ->  autopipe explain plan.json
+                                            ->  autopipe simulate plan.json --svg step.svg
                                             ->  autopipe run plan.json --local 4
+                                            ->  autopipe emit plan.json -o FOLDER
 """
 
 from __future__ import annotations
 
+import functools
 import os
-import socket
 import sys
-import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from autopipe import codec
 from autopipe.errors import AutopipeError, ModelError, PlanError
 from autopipe.plan import Plan
-from autopipe.runtime import launch
+from autopipe.runtime import launch, voice, watchdog
+from autopipe.runtime.words import sentence
+
+if TYPE_CHECKING:  # it imports torch, which most commands have no use for
+    from autopipe.runtime.train import Measured
 
 app = typer.Typer(
     add_completion=False,
@@ -32,9 +38,6 @@ app = typer.Typer(
 
 ModelArgument = Annotated[str, typer.Argument(help="model.py, or package.module:factory")]
 PlanArgument = Annotated[Path, typer.Argument(help="a plan file")]
-
-TURN = 5.0
-"""Seconds that a rank leaves to the one that can name the cause; a launcher ends it meanwhile."""
 
 
 def say(line: str) -> None:
@@ -73,7 +76,20 @@ def plan(
     tp: Annotated[int | None, typer.Option(min=1, help="tensor-parallel degree")] = None,
     dp: Annotated[int | None, typer.Option(min=1, help="data-parallel replicas")] = None,
     micro_batches: Annotated[int | None, typer.Option(min=1, help="of each replica")] = None,
-    schedule: Annotated[str | None, typer.Option(help="gpipe or 1f1b")] = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(help="naive, gpipe, 1f1b, eager-1f1b, interleaved, zb-h1, zb-v, or a file"),
+    ] = None,
+    chunks: Annotated[int | None, typer.Option(min=2, help="of a rank: interleaved")] = None,
+    window: Annotated[int | None, typer.Option(min=1, help="receives posted ahead")] = None,
+    depth: Annotated[
+        int | None, typer.Option(min=0, help="more micro-batches in flight: eager-1f1b")
+    ] = None,
+    precision: Annotated[str, typer.Option(help="fp32, or mixed: bf16 or fp16")] = "fp32",
+    zero: Annotated[int, typer.Option(help="0, 1 or 3")] = 0,
+    recompute: Annotated[
+        list[str] | None, typer.Option(help="all, a class of blocks, or blocks; may be repeated")
+    ] = None,
     memory: Annotated[str | None, typer.Option(help="limit of a device, as 24GiB")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="rows of the whole batch")] = None,
     cluster: Annotated[
@@ -102,6 +118,12 @@ def plan(
         tp=tp,
         micro_batches=micro_batches,
         schedule=schedule,
+        chunks=chunks,
+        window=window,
+        depth=depth,
+        precision=precision,
+        zero=zero,
+        recompute=recompute or (),
         memory=memory,
         planner=planner,
         source=_relative(model, folder),
@@ -127,6 +149,44 @@ def explain(plan: PlanArgument) -> None:
 
 
 @app.command()
+def simulate(
+    what: Annotated[
+        str | None, typer.Argument(help="a plan, a schedule's name or file; every schedule")
+    ] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="of a pipeline")] = 4,
+    micro_batches: Annotated[int, typer.Option(min=1)] = 8,
+    chunks: Annotated[int, typer.Option(min=2, help="of a rank: interleaved")] = 2,
+    forward: Annotated[float, typer.Option(min=0, help="time of a rank's micro-batch")] = 1.0,
+    backward: Annotated[float, typer.Option(min=0, help="the same")] = 2.0,
+    latency: Annotated[float, typer.Option(min=0, help="of a transfer, one way")] = 0.0,
+    window: Annotated[int, typer.Option(min=1, help="receives posted ahead")] = 2,
+    depth: Annotated[int, typer.Option(min=0, help="more micro-batches in flight: eager-1f1b")] = 1,
+    waits: Annotated[bool, typer.Option("--waits", help="draw them, as dots")] = False,
+    transfers: Annotated[bool, typer.Option("--transfers", help="draw them")] = False,
+    svg: Annotated[Path | None, typer.Option(help="a picture as well")] = None,
+) -> None:
+    """Draw a step, proved and timed by its longest path; of a plan, the one it predicts."""
+    from autopipe import picture, sketch
+    from autopipe.schedules import SCHEDULES
+
+    shape = sketch.Shape(ranks, micro_batches, chunks, forward, backward, latency, window, depth)
+    if svg is not None and what is None:
+        raise AutopipeError(
+            "--svg makes one picture, and no schedule was named",
+            hint=f"autopipe simulate 1f1b --svg {svg}",
+        )
+    check_folder(svg)
+    for name in [what] if what is not None else SCHEDULES:
+        if name.endswith(".json"):
+            timeline = sketch.of_plan(Plan.load(name))
+        else:
+            timeline = sketch.of_schedule(name, shape)
+        print(sketch.describe(name, timeline, waits=waits, transfers=transfers), end="\n\n")
+        if svg is not None:
+            codec.write(picture.svg(timeline, Path(name).name), svg)
+
+
+@app.command()
 def run(
     plan: PlanArgument,
     local: Annotated[int | None, typer.Option(min=1, help="start so many processes here")] = None,
@@ -134,12 +194,18 @@ def run(
     seed: Annotated[int, typer.Option(help="of the weights, the dropout and the batches")] = 0,
     weights: Annotated[Path | None, typer.Option(help="a checkpoint to start from")] = None,
     model: Annotated[str | None, typer.Option(help="the model file, if it has moved")] = None,
+    compile: Annotated[bool, typer.Option("--compile", help="through torch.compile")] = False,
+    offload: Annotated[
+        bool, typer.Option("--offload", help="shards of ZeRO-3 to the host")
+    ] = False,
+    trace: Annotated[Path | None, typer.Option(help="a file for ui.perfetto.dev")] = None,
 ) -> None:
     """Train as planned: under torchrun, under srun, or with --local N processes started here."""
     world = launch.world_from(os.environ)
-    try:
+    with voice.one_voice(world, debug=_debug()):
         loaded = Plan.load(plan)
-        source = model or _found(loaded, plan)
+        check_folder(trace)
+        source = model or _found(loaded, plan, "run")
         if local is not None:
             launch.check_world(launch.World(0, local, 0, local, 0, "", 0), len(loaded.mesh.places))
         elif world is not None or len(loaded.mesh.places) > 1:
@@ -147,15 +213,28 @@ def run(
             launch.check_world(world or alone, len(loaded.mesh.places))
         if local is not None and local > 1 and world is None:
             raise typer.Exit(launch.spawn(local, sys.argv[1:]))
-        _train(loaded, source, steps, seed, weights)
-    except AutopipeError as error:
-        if world is None or world.rank == 0:
-            raise
-        # Most mistakes every rank finds, and rank 0 tells them: its end ends this one.
-        time.sleep(TURN)
-        if not _listens(world):
-            raise typer.Exit(2) from None
-        raise type(error)(f"rank {world.rank}: {error.message}", hint=error.hint) from error
+        _train(loaded, source, steps, seed, weights, compile, offload, trace)
+
+
+@app.command()
+def emit(
+    plan: PlanArgument,
+    output: Annotated[Path, typer.Option("-o", "--output", help="a folder")],
+    force: Annotated[bool, typer.Option("--force", help="replace the folder, whole")] = False,
+    model: Annotated[str | None, typer.Option(help="the model file, if it has moved")] = None,
+) -> None:
+    """Write what a plan runs as Python to read, edit and run: stages, programs, train.py."""
+    from autopipe import modelfile
+    from autopipe.emit import emit as write
+
+    loaded = Plan.load(plan)
+    source = model or _found(loaded, plan, "emit")
+    file = modelfile.load(source)
+    there = _relative(source, output.resolve())
+    write(file.model, loaded, output, loss=file.loss, source=there, force=force)
+    processes = len(loaded.mesh.places)
+    say(f"run it: torchrun --nproc-per-node {processes} {output / 'train.py'}")
+    print(output)
 
 
 @app.command()
@@ -175,25 +254,63 @@ def probe(
         print(output)
 
 
-def _train(plan: Plan, source: str, steps: int | None, seed: int, weights: Path | None) -> None:
-    from autopipe import explain as words
+def _train(
+    plan: Plan,
+    source: str,
+    steps: int | None,
+    seed: int,
+    weights: Path | None,
+    compile: bool,
+    offload: bool,
+    trace: Path | None,
+) -> None:
     from autopipe import modelfile
     from autopipe.parallel import parallelize
     from autopipe.runtime.train import train
 
     file = modelfile.load(source)
-    pipe = parallelize(file.model, plan, loss=file.loss, weights=weights, seed=seed)
-    leader = pipe.place.rank == 0
-    measured = train(pipe, file, steps, seed, say)
-    if leader and not measured.stages:
+    pipe = parallelize(
+        file.model,
+        plan,
+        loss=file.loss,
+        weights=weights,
+        seed=seed,
+        compile=compile,
+        offload=offload,
+    )
+    measured = train(pipe, file, steps, seed, say, trace)
+    if pipe.place.rank == 0:
+        report(plan, measured, source, trace)
+
+
+def report(plan: Plan, measured: Measured, source: str, trace: Path | None = None) -> None:
+    """Say what a run has measured, beside what was planned, and print its losses."""
+    from autopipe import explain as words
+
+    if not measured.stages:
         say(f"{source}: batches({plan.batch.rows}) gave no batch, so there was no step")
-    elif leader:
-        planned = [stage.predicted for stage in plan.stages]
-        table = words.compare(
-            planned, measured.stages, plan.prediction.step_seconds, measured.step_seconds
-        )
-        words.console().print(table)
-        print(f"loss {measured.losses[0]:.3f} -> {measured.losses[-1]:.3f}", flush=True)
+        return
+    table = words.compare(
+        [stage.predicted for stage in plan.stages],
+        measured.stages,
+        plan.prediction.step_seconds,
+        measured.step_seconds,
+        measured.bubbles,
+    )
+    words.console().print(table)
+    if trace is not None:
+        say(f"{trace}: open it at https://ui.perfetto.dev")
+    print(f"loss {measured.losses[0]:.3f} -> {measured.losses[-1]:.3f}", flush=True)
+
+
+def check_folder(file: Path | None) -> None:
+    """Refuse a file that is to be written in the end where there is no folder for it.
+
+    Raises:
+        AutopipeError: names the folder.
+    """
+    if file is not None and not file.resolve().parent.is_dir():
+        raise AutopipeError(f"{file} cannot be written: there is no folder {file.resolve().parent}")
 
 
 def _relative(source: str, folder: Path) -> str:
@@ -203,12 +320,12 @@ def _relative(source: str, folder: Path) -> str:
     return os.path.relpath(Path(source).resolve(), folder)
 
 
-def _found(plan: Plan, path: Path) -> str:
+def _found(plan: Plan, path: Path, command: str) -> str:
     """The plan's model file, from the plan's own folder."""
     if plan.source is None:
         raise PlanError(
             f"plan.source: {path} does not say where its model is",
-            hint=f"autopipe run {path} --model FILE",
+            hint=f"autopipe {command} {path} --model FILE",
         )
     if ":" in plan.source:
         return plan.source
@@ -216,47 +333,54 @@ def _found(plan: Plan, path: Path) -> str:
     if not source.is_file():
         raise ModelError(
             f"plan.source: there is no model file {plan.source!r} in the folder of {path}",
-            hint=f"autopipe run {path} --model FILE",
+            hint=f"autopipe {command} {path} --model FILE",
         )
     return str(source)
 
 
 def main() -> None:
     """The entry point: errors of the user's as sentences, exit code 2, no traceback."""
-    debug = "--debug" in sys.argv
+    _call(app, "autopipe")
+
+
+def program(function: Callable[..., None]) -> None:
+    """Run a function as the program of every rank; its arguments are the options.
+
+    Its errors are told as those of `autopipe run`.
+    """
+
+    @functools.wraps(function)
+    def told(*args: Any, **kwargs: Any) -> None:
+        with voice.one_voice(launch.world_from(os.environ), debug=_debug()):
+            function(*args, **kwargs)
+
+    own = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    own.command()(told)
+    _call(own, Path(sys.argv[0]).name)
+
+
+def _call(command: typer.Typer, name: str) -> None:
     try:
         arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
-        app(args=arguments, prog_name="autopipe")
+        command(args=arguments, prog_name=name)
     except AutopipeError as error:
-        if debug:
+        if _debug():
             traceback.print_exc()
-        say(f"error: {error.message}")
+        say(f"error: {voice.who()}{error.message}")
         if error.hint is not None:
             say(f"\nhint: {error.hint}")
-        sys.exit(2)
-    except KeyboardInterrupt:
+        sys.exit(voice.code(error))
+    except KeyboardInterrupt as error:
+        watchdog.verdict(error)
         sys.exit(130)
-    except Exception as error:  # whatever else: ours, or a peer's that is gone
-        if debug:
+    except Exception as error:  # whatever else: not a user's mistake
+        if _debug():
             raise
-        say(f"error: {_unexpected(error)}")
-        sys.exit(1)
+        found = watchdog.verdict(error)  # it has the rank, the step and the instruction
+        what = found.text if found is not None else f"{voice.who()}{sentence(error)}"
+        say(f"error: {what}\n\nhint: --debug shows where")
+        sys.exit(voice.code(error))
 
 
-def _listens(world: launch.World) -> bool:
-    """Whether rank 0 has come through its own checks, and so has not told this rank's mistake."""
-    try:
-        socket.create_connection((world.master_addr, world.master_port), TURN).close()
-    except OSError:
-        return False
-    return True
-
-
-def _unexpected(error: Exception) -> str:
-    reason = str(error).strip().splitlines()
-    first = reason[0] if reason else ""
-    if "Connection closed by peer" in first or "Connection reset" in first:
-        time.sleep(TURN)  # the rank that is gone has the code that the launcher should see
-        rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID")
-        return f"rank {rank}: another rank is gone; what it said stands above"
-    return f"{type(error).__name__}: {first}\n\nhint: --debug shows where"
+def _debug() -> bool:
+    return "--debug" in sys.argv

@@ -185,9 +185,15 @@ _RATE = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "bf16"}
 
 
 def seconds(
-    formulas: Sequence[NodeCost], rows: int, device: Device
+    formulas: Sequence[NodeCost],
+    rows: int,
+    device: Device,
+    dtypes: Sequence[torch.dtype] | None = None,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Forward and backward seconds of every node with micro-batches of `rows` rows.
+
+    Args:
+        dtypes: what each node computes in, where that is not what the model says.
 
     Raises:
         AutopipeError: the device has no rate for a dtype the graph computes in.
@@ -196,7 +202,8 @@ def seconds(
         _evaluate([getattr(cost, name) for cost in formulas], rows)
         for name in ("forward_flops", "forward_bytes", "backward_flops", "backward_bytes")
     )
-    rates = np.array([_rate(device, cost.dtype) for cost in formulas])
+    dtypes = dtypes or [cost.dtype for cost in formulas]
+    rates = np.array([_rate(device, dtype) for dtype in dtypes])
     launches = np.array([cost.launches for cost in formulas]).reshape(-1, 2)
     forward = np.maximum(forward_flops / rates, forward_bytes / device.bandwidth)
     backward = np.maximum(backward_flops / rates, backward_bytes / device.bandwidth)

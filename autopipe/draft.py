@@ -6,17 +6,24 @@ programs walked, so that a plan's bytes are those its run will hold.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
-from autopipe import assemble, fingerprint
+from torch import nn
+
+from autopipe import assemble, fingerprint, programs
+from autopipe.ahead import choose
 from autopipe.blocks import Block, classes
 from autopipe.cluster import Cluster
 from autopipe.dataflow import Dataflow
-from autopipe.errors import InfeasibleError
+from autopipe.errors import InfeasibleError, ScheduleError
 from autopipe.estimate import Estimate
-from autopipe.footprint import footprint
-from autopipe.graph import Ref, bytes_at
+from autopipe.fake import fake_mode
+from autopipe.forecast import pipeline, with_prediction
+from autopipe.graph import Dim, Ref, State, bytes_at
+from autopipe.halves import rehearse_halves
+from autopipe.lower import lower
 from autopipe.partition import Stage, partition
 from autopipe.plan import (
     FORMAT,
@@ -34,10 +41,16 @@ from autopipe.plan import (
     Transfer,
 )
 from autopipe.planners import Answer
-from autopipe.problem import Decision
+from autopipe.problem import Constraints, Decision
 from autopipe.profile import Units
-from autopipe.rehearsal import Rehearsal, rehearse
+from autopipe.recompute import within
+from autopipe.rehearsal import Rehearsal, fake_state, rehearse
+from autopipe.runtime.units import owners
+from autopipe.schedule import format_programs, holders, splits
+from autopipe.schedules import named
 from autopipe.trace import Trace
+
+EAGER = "eager-1f1b"
 
 WINDOW = 2
 """Receives posted ahead per boundary: one being filled while one is computed on."""
@@ -51,7 +64,9 @@ class Draft:
         rows: of the whole batch.
         memory: bytes that a device may hold.
         planner, optimizer: their names.
-        optimizer_factor: as the problem has it.
+        optimizer_factor, constraints: as the problem has them.
+        recompute: paths of the blocks that run again in backward.
+        zero: the ZeRO stage.
         versions, source: as the plan has them.
     """
 
@@ -66,6 +81,9 @@ class Draft:
     planner: str
     optimizer: str
     optimizer_factor: float
+    recompute: tuple[str, ...]
+    zero: int
+    constraints: Constraints
     versions: dict[str, str]
     source: str | None
 
@@ -79,26 +97,20 @@ class Draft:
         cuts = [self.units.starts[cut] for cut in decision.cuts]
         stages = partition(self.flow, cuts)
         rows = self.rows // (decision.dp * decision.micro_batches)
-        rehearsal = rehearse(self.traced.graph, stages, self.blocks, rows)
-        windows = [WINDOW] * (decision.pp - 1)
-        programs = assemble.step_programs(
-            decision.schedule, stages, rehearsal.boundaries, decision.micro_batches, windows
-        )
-        peaks = [
-            footprint(program, assemble.sizes(stage, rehearsal.boundaries, kept))
-            for program, stage, kept in zip(programs, stages, rehearsal.saved, strict=True)
-        ]
-        memories = [
-            self._memory(stage, peak["activations"], peak["transfers"])
-            for stage, peak in zip(stages, peaks, strict=True)
-        ]
-        _check_fits(memories, self.memory, decision)
-        return Plan(
+        graph, again, low = self.traced.graph, self.recompute, self.precision
+        rehearsal = rehearse(graph, stages, self.blocks, rows, recompute=again, precision=low)
+        if self._splits(decision):
+            rehearsal = rehearse_halves(graph, stages, self.blocks, rehearsal, rows, again, low)
+        gathered = [0] * len(stages)
+        if self.zero == 3 and decision.dp > 1:
+            rehearsal, gathered = self._sharded(stages, rehearsal, rows)
+        written = format_programs(self.constraints.programs).splitlines()
+        found = Plan(
             format=FORMAT,
             versions=self.versions,
             source=self.source,
-            fingerprint=fingerprint.fingerprint(self.traced.graph),
-            trail=fingerprint.trail(self.traced.graph),
+            fingerprint=fingerprint.fingerprint(graph),
+            trail=fingerprint.trail(graph),
             inputs=self.traced.inputs,
             reads=self.traced.reads,
             cluster=self.cluster,
@@ -107,13 +119,11 @@ class Draft:
             precision=self.precision,
             optimizer=self.optimizer,
             schedule=decision.schedule,
-            boundaries=tuple(Boundary(window, 0) for window in windows),
+            programs=tuple(written),
+            boundaries=self._asked(decision),
             blocks=tuple(BlockClass(n, m) for n, m in classes(self.blocks).items()),
-            stages=tuple(
-                self._stage(stage, rehearsal, estimate, used)
-                for stage, used in zip(stages, memories, strict=True)
-            ),
-            prediction=Prediction(estimate.step_seconds, estimate.bubble),
+            stages=tuple(self._stage(stage, rehearsal, estimate) for stage in stages),
+            prediction=Prediction(0.0, 0.0),
             planner=PlannerNote(
                 self.planner,
                 answer.bound_seconds,
@@ -121,33 +131,148 @@ class Draft:
                 answer.alternatives[0] if answer.alternatives else None,
             ),
         )
+        if decision.schedule == EAGER and self.constraints.depth is None:
+            found = self._ahead(found, stages, rehearsal, gathered)
+        found = self._with_memory(found, stages, rehearsal, gathered)
+        _check_fits(found, self.memory)
+        return with_prediction(found)
 
-    def _memory(self, stage: Stage, activations: int, transfers: int) -> Memory:
-        graph = self.traced.graph
-        sizes = {n: bytes_at(graph.states[n].spec, 1) for n in stage.states}
-        of = {kind: 0 for kind in ("parameter", "buffer", "constant")}
-        for name, size in sizes.items():
-            of[graph.states[name].kind] += size
-        trainable = sum(size for n, size in sizes.items() if graph.states[n].trainable)
-        return Memory(
-            parameters=of["parameter"],
-            gradients=trainable,
-            optimizer=round(trainable * self.optimizer_factor),
-            buffers=of["buffer"] + of["constant"],
-            activations=activations,
-            transfers=transfers,
+    def _splits(self, decision: Decision) -> bool:
+        """Whether backwards are split, into those for inputs and those for weights."""
+        written = self.constraints.programs
+        return splits(written) if written else named(decision.schedule).splits
+
+    def _asked(self, decision: Decision) -> tuple[Boundary, ...]:
+        """Windows and depths as asked for, or the usual ones."""
+        depth = self.constraints.depth or 0
+        if decision.schedule != EAGER and depth:
+            raise ScheduleError(
+                f"depth={depth} was asked for, and {decision.schedule} takes none",
+                hint=f"schedule={EAGER!r} does",
+            )
+        window = self.constraints.window or WINDOW
+        return (Boundary(window, depth),) * (decision.stages - 1)
+
+    def _sharded(
+        self, stages: Sequence[Stage], rehearsal: Rehearsal, rows: int
+    ) -> tuple[Rehearsal, list[int]]:
+        """The rehearsal under ZeRO-3, and the bytes of each stage that are whole in its backward.
+
+        Parameters come and go, and so do their copies in low precision: what a step has one of,
+        each micro-batch in flight has then, but for what blocks that run again keep for themselves.
+        """
+        graph, saved, gathered = self.traced.graph, list(rehearsal.saved), []
+        again = {p for b in self.blocks if b.path in self.recompute for p in range(b.first, b.stop)}
+        for stage in stages:
+            with fake_mode():
+                lowered = lower(
+                    graph,
+                    stage,
+                    self.blocks,
+                    {name: fake_state(graph, name) for name in stage.states},
+                    None,
+                    rows,
+                    last=stage.index == len(stages) - 1,
+                    recompute=within(stage, self.blocks, self.recompute),
+                    precision=self.precision,
+                )
+            for name in lowered.low:
+                own = [p for p in self.flow.users[State(name)] if p in stage.nodes]
+                if not again.issuperset(own):
+                    saved[stage.index] += bytes_at(graph.states[name].spec, 1) // 2
+            parameters = [n for n in stage.states if graph.states[n].kind == "parameter"]
+            together: Counter[str | None] = Counter()
+            for name, block in owners(_tree(stage.states), lowered.module, parameters).items():
+                together[block] += bytes_at(graph.states[name].spec, 1)
+            outside = together.pop(None, 0)
+            # As `autopipe.runtime.fully_sharded` has it.
+            gathered.append(2 * outside + 7 * max(together.values(), default=0))
+        low = (0,) * len(stages)
+        return replace(rehearsal, saved=tuple(saved), low=low), gathered
+
+    def _ahead(
+        self, plan: Plan, stages: Sequence[Stage], rehearsal: Rehearsal, gathered: Sequence[int]
+    ) -> Plan:
+        """The plan with the depths and windows that its links ask for, as far as memory allows."""
+        least = replace(plan, boundaries=(Boundary(1, 0),) * len(plan.boundaries))
+        holding = self._with_memory(least, stages, rehearsal, gathered)
+        chosen = choose(
+            pipeline(
+                holding,
+                held=[
+                    rehearsal.saved[stage.index]
+                    + sum(rehearsal.boundaries[ref].bytes for ref, _ in stage.receives)
+                    for stage in stages
+                ],
+                room=[self.memory - stage.predicted.memory.peak for stage in holding.stages],
+            )
+        )
+        windows = chosen.windows
+        if self.constraints.window is not None:
+            windows = (self.constraints.window,) * len(plan.boundaries)
+        return replace(plan, boundaries=tuple(map(Boundary, windows, chosen.depths)))
+
+    def _with_memory(
+        self, plan: Plan, stages: Sequence[Stage], rehearsal: Rehearsal, gathered: Sequence[int]
+    ) -> Plan:
+        """The plan with the bytes that its programs hold."""
+        windows = [boundary.window for boundary in plan.boundaries]
+        compute = programs.compute(plan)
+        peaks = assemble.footprints(
+            assemble.step_programs(
+                compute, stages, rehearsal.boundaries, windows, programs.sends_ahead(plan)
+            ),
+            stages,
+            rehearsal,
+        )
+        placed = holders(compute)
+        memories: list[Memory] = []
+        for stage, peak in zip(stages, peaks, strict=True):
+            with_it = [s for s in stages if placed[s.index] == placed[stage.index]]
+            earlier = {n for s in with_it if s.index < stage.index for n in s.states}
+            own = [name for name in stage.states if name not in earlier]
+            whole = rehearsal.low[stage.index]
+            if stage is max(with_it, key=lambda s: gathered[s.index]):  # one runs at a time
+                whole += gathered[stage.index]
+            memories.append(self._memory(own, peak, whole, plan.mesh.dp))
+        return replace(
+            plan,
+            stages=tuple(
+                replace(stage, predicted=replace(stage.predicted, memory=memory))
+                for stage, memory in zip(plan.stages, memories, strict=True)
+            ),
         )
 
-    def _stage(
-        self, stage: Stage, rehearsal: Rehearsal, estimate: Estimate, memory: Memory
-    ) -> StagePlan:
+    def _memory(self, names: Sequence[str], peak: Counter[str], whole: int, dp: int) -> Memory:
+        """What a stage holds of states that no stage before it on its device has."""
+        graph = self.traced.graph
+        states = {name: graph.states[name] for name in names}
+        sizes = {name: bytes_at(state.spec, 1) for name, state in states.items()}
+        # Rows are dealt out; the first rank has the most.
+        dealt = {name: _share(state.spec.shape, sizes[name], dp) for name, state in states.items()}
+        parameters = [name for name, state in states.items() if state.kind == "parameter"]
+        trained = [name for name, state in states.items() if state.trainable]
+        held = dealt if self.zero == 3 else sizes
+        updated = dealt if self.zero else sizes
+        return Memory(
+            parameters=sum(held[name] for name in parameters) + whole,
+            gradients=sum(held[name] for name in trained),
+            optimizer=round(sum(updated[name] for name in trained) * self.optimizer_factor),
+            buffers=sum(size for name, size in sizes.items() if name not in parameters),
+            activations=peak["activations"],
+            transfers=peak["transfers"],
+        )
+
+    def _stage(self, stage: Stage, rehearsal: Rehearsal, estimate: Estimate) -> StagePlan:
         graph = self.traced.graph
 
         def transfer(ref: Ref, peer: int, receiver: int) -> Transfer:
-            spec = graph.spec(ref)
-            shape = tuple(dim if isinstance(dim, int) else str(dim) for dim in spec.shape)
-            back = receiver in rehearsal.boundaries[ref].gradients
-            return Transfer(str(ref), shape, str(spec.dtype).removeprefix("torch."), peer, back)
+            boundary = rehearsal.boundaries[ref]
+            shape = tuple(
+                dim if isinstance(dim, int) else str(dim) for dim in graph.spec(ref).shape
+            )
+            dtype = str(boundary.dtype).removeprefix("torch.")
+            return Transfer(str(ref), shape, dtype, peer, receiver in boundary.gradients)
 
         predicted = estimate.stages[stage.index]
         return StagePlan(
@@ -157,10 +282,10 @@ class Draft:
             parameters=tuple(n for n in stage.states if graph.states[n].kind == "parameter"),
             receives=tuple(transfer(ref, peer, stage.index) for ref, peer in stage.receives),
             sends=tuple(transfer(ref, peer, peer) for ref, peer in stage.sends),
-            recompute=(),
-            zero=0,
+            recompute=within(stage, self.blocks, self.recompute),
+            zero=self.zero,
             predicted=StagePrediction(
-                predicted.forward_seconds, predicted.backward_seconds, memory
+                predicted.forward_seconds, predicted.backward_seconds, Memory(0, 0, 0, 0, 0, 0)
             ),
         )
 
@@ -173,15 +298,38 @@ class Overflow(InfeasibleError):
         self.bytes = bytes
 
 
-def _check_fits(memories: Sequence[Memory], limit: int, decision: Decision) -> None:
+def _tree(names: Iterable[str]) -> nn.Module:
+    """Modules at the paths of the model that have these states."""
+    root = nn.Module()
+    for name in names:
+        place = root
+        for part in name.split(".")[:-1]:
+            if not hasattr(place, part):
+                place.add_module(part, nn.Module())
+            place = place.get_submodule(part)
+    return root
+
+
+def _share(shape: Sequence[Dim], size: int, ranks: int) -> int:
+    """Bytes of a parameter's rows that the first of so many ranks gets."""
+    rows = int(shape[0]) if shape else 1
+    return -(-rows // ranks) * size // rows if rows else 0
+
+
+def _check_fits(plan: Plan, limit: int) -> None:
     """The last word on memory: what the programs hold, to the byte."""
-    for index, memory in enumerate(memories):
-        if memory.peak > limit:
+    placed = holders(programs.compute(plan))
+    for rank in range(plan.mesh.pp):
+        own = [stage for stage, holder in enumerate(placed) if holder == rank]
+        held = sum(plan.stages[stage].predicted.memory.peak for stage in own)
+        if held > limit:
+            names = " and ".join(map(str, own))
             raise Overflow(
-                f"no plan fits {limit} bytes a device: of the nearest (pp={decision.pp} "
-                f"dp={decision.dp} micro_batches={decision.micro_batches}) stage {index} needs "
-                f"{memory.peak} bytes, {memory.peak - limit} too many",
-                memory.peak - limit,
+                f"no plan fits {limit} bytes a device: of the nearest (pp={plan.mesh.pp} "
+                f"dp={plan.mesh.dp} micro_batches={plan.batch.micro_batches}) "
+                f"stage{'s' if len(own) > 1 else ''} {names} need{'' if len(own) > 1 else 's'} "
+                f"{held} bytes, {held - limit} too many",
+                held - limit,
             )
 
 

@@ -1,5 +1,8 @@
 """What a decision costs: the one estimate that scores every planner and that none of them owns.
 
+It is for searching. The plan that is found is walked and its step simulated (`autopipe.draft`,
+`autopipe.forecast`); those are the figures that the plan has.
+
 Let stage s of p hold the units [i, j), a micro-batch have r = batch / (dp * m) rows, and m of them
 make up a step. Over one range, `Tables` knows
 
@@ -17,10 +20,12 @@ make up a step. Over one range, `Tables` knows
     n_s * (A + R)              activations: what is received is kept until its backward
     min(window, m) * R         receives posted ahead
     min(window + 1, m) * S'    the same for gradients, and the one that backward is using
-    min(2, m) * (S + R')       sends under way: one leaving, one being filled
+    S + min(2, m) * R'         sends under way: one leaving, and a gradient that is being made
 
 n_s is the schedule's: m for `gpipe` (Huang et al., GPipe, NeurIPS 2019), min(m, p - s) for `1f1b`
-(Narayanan et al., PipeDream, SOSP 2019; Megatron-LM, SC21, section 2.2).
+(Narayanan et al., PipeDream, SOSP 2019; Megatron-LM, SC21, section 2.2). A device with several
+stages has the sum of theirs, each at its own fullest. ZeRO divides the optimizer state (1), or
+parameters and gradients too (3), by dp, and 3 adds what it gathers (`Tables.gathered`).
 
 **Seconds** of a micro-batch in stage s, transfers taken as not overlapped, and of the step:
 
@@ -35,157 +40,79 @@ slow stage overlaps with the first micro-batch's way through the stages after it
     reduce_s = 2 * (dp - 1) / dp * W / bandwidth + 2 * (dp - 1) * latency      0 if dp = 1
 
 is the ring all-reduce of the gradients (Patarasuk and Yuan, JPDC 2009). Stage 0 is the last to
-finish its backwards, so only its all-reduce is exposed: the others' hide in the cool-down.
+finish its backwards, so only its all-reduce is exposed: the others' hide in the cool-down. ZeRO-3
+has none: its F and B gather and scatter, which takes 3 / 2 of it in every micro-batch.
 
-    bubble = 1 - m * mean_s t_s / (sum_s t_s + (m - 1) * max_s t_s)
+Other schedules are scored roughly. With v stages on each rank, and f the part of a micro-batch's
+seconds in a stage for which each further rank waits while the pipeline fills and drains,
 
-is the share of the step, all-reduce aside, that the mean stage idles: (p - 1) / (m + p - 1) when
-all t_s are equal.
+    step = f / v * sum_s t_s + (v * m - f) * max_s t_s + reduce_0
+
+    f = 1      gpipe, 1f1b, interleaved        1/3    zb-h1 and zb-v, if F, I and W are alike
+        m      naive: nothing overlaps         1      a written schedule, whatever it is
+
+which without transfers is exact where all stages are alike, F = I = W, and there are enough
+micro-batches (a multiple of p for interleaved, 2 p for zb-v). For `eager-1f1b` depths and windows
+are taken to hide the links: max_s is that of max(F + B, R / bandwidth, R' / bandwidth).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from autopipe.errors import InfeasibleError
 from autopipe.plan import Memory
-from autopipe.problem import Crossing, Decision, Problem, Profile, Saved, Shared
-from autopipe.schedule import in_flight
-
-Bytes = NDArray[np.int64]
-Seconds = NDArray[np.float64]
-
-
-@dataclass(frozen=True, eq=False)
-class Tables:
-    """Sums over ranges of units: every field is an array of one shape, an entry per range.
-
-    `tables` gives all ranges, shape (units + 1, units + 1), where entry [i, j] is of the range
-    [i, j) and zero unless i < j. `at` selects some of them, in any shape. Seconds and bytes are of
-    one micro-batch.
-    """
-
-    forward: Seconds
-    backward: Seconds
-    trainable: Bytes
-    constants: Bytes
-    saved: Bytes
-    received: Bytes
-    received_gradient: Bytes
-    sent: Bytes
-    sent_gradient: Bytes
-
-    def at(self, first: ArrayLike, end: ArrayLike) -> Tables:
-        """The ranges [first, end), two index arrays of one shape, which the fields then have."""
-        index = np.asarray(first), np.asarray(end)
-        return Tables(*(np.asarray(getattr(self, field.name)[index]) for field in fields(self)))
-
-
-def tables(problem: Problem, profile: Profile) -> Tables:
-    """All ranges of the problem's units under one profile; cached, for the last few profiles."""
-    return _tables(problem.units, problem.parameters, problem.constants, profile)
-
-
-# What a stage pays for is a set of items, and an item counts for a range at most once. In the plane
-# of ranges (first unit i, end j) the ranges that hold an item with member units p1 < p2 < ... are
-# disjoint rectangles, one per member that is the range's first:
-#
-#     p_{k-1} < i <= p_k < j
-#
-# A rectangle is two or four corners in a difference array; one running sum along each axis fills
-# all of them in.
-_Rectangle = tuple[int, int, int, int, int]  # bytes, for first <= i <= last and low <= j <= high
-
-
-@lru_cache(maxsize=16)
-def _tables(
-    units: int, parameters: tuple[Shared, ...], constants: tuple[Shared, ...], profile: Profile
-) -> Tables:
-    returning = tuple(crossing for crossing in profile.crossings if crossing.gradient)
-    return Tables(
-        forward=_prefix(profile.forward),
-        backward=_prefix(profile.backward),
-        trainable=_fill(units, _held(units, parameters)),
-        constants=_fill(units, _held(units, constants)),
-        saved=_fill(units, _saved(units, profile.saved)),
-        received=_fill(units, _received(units, profile.crossings)),
-        received_gradient=_fill(units, _received(units, returning)),
-        sent=_fill(units, _sent(profile.crossings)),
-        sent_gradient=_fill(units, _sent(returning)),
-    )
-
-
-def _prefix(seconds: tuple[float, ...]) -> Seconds:
-    sums = np.concatenate(([0.0], np.cumsum(seconds)))
-    return np.triu(sums[None, :] - sums[:, None])
-
-
-def _fill(units: int, rectangles: Iterable[_Rectangle]) -> Bytes:
-    corners = np.zeros((units + 2, units + 2), dtype=np.int64)
-    for size, first, last, low, high in rectangles:
-        if first <= last and low <= high:
-            corners[first, low] += size
-            corners[last + 1, low] -= size
-            corners[first, high + 1] -= size
-            corners[last + 1, high + 1] += size
-    return corners.cumsum(axis=0).cumsum(axis=1)[: units + 1, : units + 1]
-
-
-def _held(units: int, items: tuple[Shared, ...]) -> Iterable[_Rectangle]:
-    for item in items:
-        for before, member in zip((-1, *item.units), item.units, strict=False):
-            yield item.bytes, before + 1, member, member + 1, units
-
-
-def _saved(units: int, items: tuple[Saved, ...]) -> Iterable[_Rectangle]:
-    for item in items:
-        for before, saver in zip((-1, *item.savers), item.savers, strict=False):
-            # A range that starts after the producer has received the tensor: see `_received`.
-            last = saver if item.producer is None else min(saver, item.producer)
-            yield item.bytes, before + 1, last, saver + 1, units
-
-
-def _received(units: int, items: tuple[Crossing, ...]) -> Iterable[_Rectangle]:
-    for item in items:
-        for before, user in zip((item.producer, *item.consumers), item.consumers, strict=False):
-            yield item.bytes, before + 1, user, user + 1, units
-
-
-def _sent(items: tuple[Crossing, ...]) -> Iterable[_Rectangle]:
-    for item in items:
-        yield item.bytes, 0, item.producer, item.producer + 1, item.consumers[-1]
+from autopipe.problem import Constraints, Decision, Problem, Profile
+from autopipe.schedule import holders
+from autopipe.schedules import flying, in_flight, make, named
+from autopipe.tables import Bytes, Seconds, Tables, tables
 
 
 def memory(
-    ranges: Tables, problem: Problem, micro_batches: int, in_flight: ArrayLike
+    ranges: Tables, problem: Problem, micro_batches: int, in_flight: ArrayLike, dp: int = 1
 ) -> tuple[Bytes, ...]:
     """Bytes on one device by what they are for, in the order of the fields of `Memory`.
 
     `in_flight` broadcasts against the shape of `ranges`; so does each result.
     """
-    posted, under_way = min(problem.window, micro_batches), min(2, micro_batches)
-    arriving = min(problem.window + 1, micro_batches)
+    posted, arriving = (min(problem.window + n, micro_batches) for n in (0, 1))
+    leaving = min(2, micro_batches)
+    whole, dealt = ranges.trainable, -(-ranges.trainable // dp)
+    fully = problem.zero == 3 and dp > 1
     return (
-        ranges.trainable,
-        ranges.trainable,
-        np.rint(problem.optimizer_factor * ranges.trainable).astype(np.int64),
+        dealt + ranges.gathered if fully else whole,
+        dealt if fully else whole,
+        np.rint(problem.optimizer_factor * (dealt if problem.zero else whole)).astype(np.int64),
         ranges.constants,
         np.asarray(in_flight) * (ranges.saved + ranges.received),
         posted * ranges.received
         + arriving * ranges.sent_gradient
-        + under_way * (ranges.sent + ranges.received_gradient),
+        + ranges.sent
+        + leaving * ranges.received_gradient,
     )
 
 
-def peak(ranges: Tables, problem: Problem, micro_batches: int, in_flight: ArrayLike) -> Bytes:
+def peak(
+    ranges: Tables, problem: Problem, micro_batches: int, in_flight: ArrayLike, dp: int = 1
+) -> Bytes:
     """Peak bytes of one device, the sum of `memory`: linear in the micro-batches in flight."""
-    parts = np.broadcast_arrays(*memory(ranges, problem, micro_batches, in_flight))
+    parts = np.broadcast_arrays(*memory(ranges, problem, micro_batches, in_flight, dp))
     return np.asarray(np.sum(parts, axis=0))
+
+
+def compute_seconds(ranges: Tables, problem: Problem, dp: int = 1) -> tuple[Seconds, Seconds]:
+    """Seconds of a forward and of a backward: F and B, and gathering under ZeRO-3.
+
+    Each gathers all parameters, backward scatters the gradients too, each half a ring all-reduce.
+    """
+    if problem.zero < 3:
+        return ranges.forward, ranges.backward
+    ring = _ring(ranges, problem, dp)
+    return np.asarray(ranges.forward + ring / 2), np.asarray(ranges.backward + ring)
 
 
 def transfer_seconds(ranges: Tables, problem: Problem) -> Seconds:
@@ -194,38 +121,63 @@ def transfer_seconds(ranges: Tables, problem: Problem) -> Seconds:
     return np.asarray(moved + 2 * problem.latency * (ranges.received > 0))
 
 
-def stage_seconds(ranges: Tables, problem: Problem) -> Seconds:
+def stage_seconds(ranges: Tables, problem: Problem, dp: int = 1) -> Seconds:
     """Seconds of one micro-batch in a stage: t_s of the module's formulas."""
-    return np.asarray(ranges.forward + ranges.backward + transfer_seconds(ranges, problem))
+    return sum(compute_seconds(ranges, problem, dp), transfer_seconds(ranges, problem))
+
+
+def periods(ranges: Tables, problem: Problem, schedule: str, dp: int = 1) -> Seconds:
+    """Seconds that a stage takes for each further micro-batch."""
+    if schedule != "eager-1f1b":
+        return stage_seconds(ranges, problem, dp)
+    forward, backward = compute_seconds(ranges, problem, dp)
+    carrying = np.maximum(ranges.received, ranges.received_gradient) / problem.bandwidth
+    return np.asarray(np.maximum(forward + backward, carrying))
 
 
 def reduce_seconds(ranges: Tables, problem: Problem, dp: int) -> Seconds:
-    """Seconds of the ring all-reduce of a stage's gradients over `dp` devices."""
+    """Seconds in which a stage's gradients are summed over `dp` devices when they are made."""
+    return _ring(ranges, problem, dp) if problem.zero < 3 else np.zeros_like(ranges.forward)
+
+
+def _ring(ranges: Tables, problem: Problem, dp: int) -> Seconds:
+    """A ring all-reduce of the trainable bytes over `dp` devices."""
     moved = 2 * (dp - 1) / dp * ranges.trainable / problem.bandwidth
     return np.asarray(moved + 2 * (dp - 1) * problem.latency)
 
 
-def pipeline_seconds(stages: Seconds, micro_batches: int) -> Seconds:
-    """Seconds of a step, all-reduce aside, from t_s along the last axis of `stages`."""
-    return np.asarray(stages.sum(axis=-1) + (micro_batches - 1) * stages.max(axis=-1))
+def weights(problem: Problem, schedule: str, micro_batches: int) -> tuple[float, float]:
+    """Of the sum and of the largest of a pipeline's stages in the seconds of a step."""
+    chunks = chunks_of(problem.constraints, schedule)
+    filling = float(micro_batches) if schedule == "naive" else _FILLING.get(schedule, 1.0)
+    return filling / chunks, chunks * micro_batches - filling
+
+
+_FILLING = {"zb-h1": 1 / 3, "zb-v": 1 / 3}
+"""f of the module's formulas, where it is not 1."""
+
+
+def pipeline_seconds(stages: Seconds, periods: Seconds, weights: tuple[float, float]) -> Seconds:
+    """Seconds of a step, all-reduce aside, from those of its stages along the last axis."""
+    return np.asarray(weights[0] * stages.sum(axis=-1) + weights[1] * periods.max(axis=-1))
 
 
 @dataclass(frozen=True)
 class StageEstimate:
-    """One stage, units `first` to `last` inclusive: seconds of a micro-batch, bytes of a device."""
+    """One stage, units `first` to `last` inclusive: seconds of a micro-batch, bytes of a device.
+
+    `period` are the seconds that each further micro-batch takes: all of them, or, where transfers
+    are hidden, those of computing or of the wire.
+    """
 
     first: int
     last: int
     forward_seconds: float
     backward_seconds: float
     transfer_seconds: float
+    period: float
     in_flight: int
     memory: Memory
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of one micro-batch, forward, backward and transfers."""
-        return self.forward_seconds + self.backward_seconds + self.transfer_seconds
 
 
 @dataclass(frozen=True)
@@ -236,19 +188,59 @@ class Estimate:
         stages: one per stage.
         step_seconds: of the whole step.
         reduce_seconds: the part of the step in which stage 0 reduces its gradients.
-        bubble: share of the step, all-reduce aside, that the mean stage idles.
-        fits: no stage needs more than the problem's memory.
-        worst: the stage with the highest peak.
-        overflow: bytes that it needs beyond the problem's memory; 0 if it fits.
+        fits: no device needs more than the problem's memory.
+        worst: the stages of the fullest device.
+        overflow: bytes that they need beyond the problem's memory; 0 if they fit.
     """
 
     stages: tuple[StageEstimate, ...]
     step_seconds: float
     reduce_seconds: float
-    bubble: float
     fits: bool
-    worst: int
+    worst: tuple[int, ...]
     overflow: int
+
+
+def chunks_of(constraints: Constraints, schedule: str) -> int:
+    """How many stages each rank holds under a schedule."""
+    if constraints.programs:
+        return len(holders(constraints.programs)) // len(constraints.programs)
+    return named(schedule).chunks or constraints.chunks or FEWEST_CHUNKS
+
+
+FEWEST_CHUNKS = 2
+"""Stages on each rank under the schedule interleaved, where nobody asks for more: with one it is
+1f1b."""
+
+
+def in_flights(problem: Problem, schedule: str, pp: int, micro_batches: int) -> tuple[int, ...]:
+    """Of each stage of a pipeline, the most micro-batches whose activations it holds at once."""
+    asked = problem.constraints
+    if asked.programs:
+        ranks = holders(asked.programs)
+        return tuple(flying(asked.programs[rank], stage) for stage, rank in enumerate(ranks))
+    chunks = chunks_of(asked, schedule)
+    depths = (asked.depth or 0,) * (pp - 1) if named(schedule).depths else ()
+    return tuple(
+        in_flight(schedule, pp, micro_batches, stage, chunks=chunks, depths=depths)
+        for stage in range(pp * chunks)
+    )
+
+
+@lru_cache(maxsize=256)
+def placement(constraints: Constraints, schedule: str, pp: int) -> tuple[int, ...]:
+    """The rank of each stage of a pipeline."""
+    if constraints.programs:
+        return holders(constraints.programs)
+    return holders(make(schedule, pp, 1, chunks=chunks_of(constraints, schedule)))
+
+
+def room(problem: Problem, schedule: str) -> int:
+    """Bytes that a stage may hold so that a device's stages fit it together, whatever the others.
+
+    A device's memory in equal shares: enough, and for several stages a device more than is needed.
+    """
+    return problem.memory // chunks_of(problem.constraints, schedule)
 
 
 def profile_of(problem: Problem, dp: int, micro_batches: int) -> Profile | None:
@@ -264,41 +256,50 @@ def estimate(problem: Problem, decision: Decision) -> Estimate:
 
     Raises:
         InfeasibleError: the batch does not divide into the decision's micro-batches, no profile
-            has their rows, or the cuts are not pp - 1 ascending units in 1 .. units - 1.
+            has their rows, or the cuts are no ascending units between 1 and units - 1.
     """
     pp, dp, m = decision.pp, decision.dp, decision.micro_batches
     profile = _checked_profile(problem, decision)
     bounds = np.array((0, *decision.cuts, problem.units))
     ranges = tables(problem, profile).at(bounds[:-1], bounds[1:])
 
-    flying = [in_flight(decision.schedule, pp, m, stage) for stage in range(pp)]
-    parts = memory(ranges, problem, m, flying)
+    held = in_flights(problem, decision.schedule, pp, m)
+    parts = memory(ranges, problem, m, held, dp)
+    forward, backward = compute_seconds(ranges, problem, dp)
     transfers = transfer_seconds(ranges, problem)
+    further = periods(ranges, problem, decision.schedule, dp)
     stages = tuple(
         StageEstimate(
             first=int(bounds[s]),
             last=int(bounds[s + 1]) - 1,
-            forward_seconds=float(ranges.forward[s]),
-            backward_seconds=float(ranges.backward[s]),
+            forward_seconds=float(forward[s]),
+            backward_seconds=float(backward[s]),
             transfer_seconds=float(transfers[s]),
-            in_flight=flying[s],
+            period=float(further[s]),
+            in_flight=held[s],
             memory=Memory(*(int(part[s]) for part in parts)),
         )
-        for s in range(pp)
+        for s in range(decision.stages)
     )
 
-    seconds = stage_seconds(ranges, problem)
-    pipeline = float(pipeline_seconds(seconds, m))
+    pipeline = pipeline_seconds(
+        stage_seconds(ranges, problem, dp),
+        further,
+        weights(problem, decision.schedule, m),
+    )
     reduce = float(reduce_seconds(ranges, problem, dp)[0])
-    worst = max(range(pp), key=lambda s: stages[s].memory.peak)
-    overflow = max(0, stages[worst].memory.peak - problem.memory)
+    ranks = placement(problem.constraints, decision.schedule, pp)
+    devices = [0] * pp
+    for stage, rank in zip(stages, ranks, strict=True):
+        devices[rank] += stage.memory.peak
+    fullest = max(devices)
+    overflow = max(0, fullest - problem.memory)
     return Estimate(
         stages=stages,
-        step_seconds=pipeline + reduce,
+        step_seconds=float(pipeline) + reduce,
         reduce_seconds=reduce,
-        bubble=max(0.0, 1 - m * float(seconds.mean()) / pipeline) if pipeline else 0.0,
         fits=overflow == 0,
-        worst=worst,
+        worst=tuple(s for s, rank in enumerate(ranks) if rank == devices.index(fullest)),
         overflow=overflow,
     )
 
@@ -306,9 +307,10 @@ def estimate(problem: Problem, decision: Decision) -> Estimate:
 def _checked_profile(problem: Problem, decision: Decision) -> Profile:
     bounds = (0, *decision.cuts, problem.units)
     ascending = all(first < end for first, end in zip(bounds, bounds[1:], strict=False))
-    if len(decision.cuts) != decision.pp - 1 or not ascending:
+    stages = decision.pp * chunks_of(problem.constraints, decision.schedule)
+    if decision.stages != stages or not ascending:
         raise InfeasibleError(
-            f"pp={decision.pp} needs {decision.pp - 1} ascending cuts between 1 and "
+            f"pp={decision.pp} needs {stages - 1} ascending cuts between 1 and "
             f"{problem.units - 1}, found {decision.cuts}"
         )
     profile = profile_of(problem, decision.dp, decision.micro_batches)

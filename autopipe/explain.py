@@ -6,14 +6,15 @@ Every line fits 100 columns; names of nodes, which may be long, stand on lines o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autopipe.plan import Memory, Plan, StagePlan, StagePrediction, Transfer
-from autopipe.schedule import SCHEDULES, draw
+from autopipe import forecast, programs, schedule, sketch
+from autopipe.plan import Batch, Memory, Plan, StagePlan, StagePrediction, Transfer
 
 WIDTH = 100
 """Columns of a page; a terminal may have more."""
@@ -33,25 +34,62 @@ def explain(plan: Plan) -> RenderableType:
     mesh, batch = plan.mesh, plan.batch
     rows = batch.rows // (mesh.dp * batch.micro_batches)
     parts = count(batch.micro_batches, "micro-batch", "micro-batches")
-    head = (
-        f"{plan.schedule} on {plan.cluster.name}: {count(mesh.pp, 'pipeline stage')} (pp) x "
-        f"{count(mesh.dp, 'replica')} (dp) x {count(mesh.tp, 'tensor part')} (tp)\n"
+    pipeline = count(len(plan.stages), "pipeline stage")
+    if len(plan.stages) > mesh.pp:
+        pipeline += f" on {count(mesh.pp, 'rank')}"
+    head = [
+        f"{plan.schedule} on {plan.cluster.name}: {pipeline} (pp) x "
+        f"{count(mesh.dp, 'replica')} (dp) x {count(mesh.tp, 'tensor part')} (tp)",
         f"one step: {count(batch.rows, 'row')}, {parts} of b = {count(rows, 'row')} on each "
-        "replica\n"
-        f"predicted: {seconds(plan.prediction.step_seconds)} a step, of which a stage idles "
-        f"{plan.prediction.bubble:.0%} (the bubble)\n"
+        "replica",
+        *_asked(plan),
+        f"predicted: {seconds(plan.prediction.step_seconds)} a step, of which a rank idles "
+        f"{plan.prediction.bubble:.0%} (the bubble)\n",
+    ]
+    return Group(
+        Text("\n".join(head)),
+        *_table_of(plan),
+        *_nodes(plan),
+        Text(),
+        *_timeline(plan),
+        *_why(plan),
     )
-    stages = (_stage(index, stage) for index, stage in enumerate(plan.stages))
-    return Group(Text(head), *_stages(plan), *stages, Text(), *_timeline(plan), *_why(plan))
 
 
-def _stages(plan: Plan) -> list[RenderableType]:
+def _asked(plan: Plan) -> list[str]:
+    """What is not as usual."""
+    lines = []
+    if plan.precision != "fp32":
+        lines.append(f"precision: {plan.precision} in matrix products, fp32 in all that is kept")
+    if plan.zero:
+        dealt = {1: "optimizer state is", 3: "parameters, gradients and optimizer state are"}
+        lines.append(f"zero: {plan.zero}, {dealt[plan.zero]} dealt out over the replicas")
+    again = {block for stage in plan.stages for block in stage.recompute}
+    if again:
+        lines.append(f"recompute: {count(len(again), 'block')}, a second time in backward")
+    if any(boundary.depth for boundary in plan.boundaries):
+        windows = _each([boundary.window for boundary in plan.boundaries])
+        depths = _each([boundary.depth for boundary in plan.boundaries])
+        lines.append(
+            f"boundaries: {windows} receives posted ahead, {depths} more micro-batches in flight"
+        )
+    return lines
+
+
+def _each(numbers: Sequence[int]) -> str:
+    """`2`, or `2 2 1` where they differ."""
+    return " ".join(map(str, numbers if len(set(numbers)) > 1 else numbers[:1]))
+
+
+def _table_of(plan: Plan) -> list[RenderableType]:
+    """Of each stage the seconds and the bytes."""
     memories = [stage.predicted.memory for stage in plan.stages]
     unit, size = _unit(memories)
+    ranks = _ranks(plan)
     table = _table("stage", "forward", "backward", *_PARTS)
     for index, stage in enumerate(plan.stages):
         table.add_row(
-            str(index),
+            f"{index}, rank {ranks[index]}" if ranks else str(index),
             seconds(stage.predicted.forward_seconds),
             seconds(stage.predicted.backward_seconds),
             *(f"{part(memories[index]) / size:.1f}" for part in _PARTS.values()),
@@ -60,6 +98,12 @@ def _stages(plan: Plan) -> list[RenderableType]:
         "peak is the sum of what stands right of it: weights (with buffers), their gradients, the\n"
         "optimizer's state, activations kept from forward to backward, buffers of transfers\n"
     )
+    if ranks:
+        held = [0] * plan.mesh.pp
+        for rank, memory in zip(ranks, memories, strict=True):
+            held[rank] += memory.peak
+        sums = ", ".join(f"{peak / size:.1f} on rank {rank}" for rank, peak in enumerate(held))
+        legend += f"at the fullest moment of the rank, whose stages hold together {sums}\n"
     return [
         Text(f"predicted: one micro-batch's forward and backward; a device's memory in {unit}\n"),
         table,
@@ -67,11 +111,25 @@ def _stages(plan: Plan) -> list[RenderableType]:
     ]
 
 
-def _stage(index: int, stage: StagePlan) -> Text:
+def _ranks(plan: Plan) -> tuple[int, ...]:
+    """The rank of each stage, where that is not its number."""
+    alone = len(plan.stages) == plan.mesh.pp
+    return () if alone else schedule.holders(programs.compute(plan))
+
+
+def _nodes(plan: Plan) -> list[Text]:
+    ranks = _ranks(plan)
+    names = [
+        f"stage {index}{f' on rank {ranks[index]}' if ranks else ''}"
+        for index in range(len(plan.stages))
+    ]
+    return [_stage(name, stage) for name, stage in zip(names, plan.stages, strict=True)]
+
+
+def _stage(name: str, stage: StagePlan) -> Text:
     """Which nodes a stage holds, and what it sends on."""
     lines = [
-        f"stage {index}: {count(stage.nodes, 'node')}, "
-        f"{count(len(stage.parameters), 'parameter tensor')}",
+        f"{name}: {count(stage.nodes, 'node')}, {count(len(stage.parameters), 'parameter tensor')}",
         f"  from {stage.first}",
         f"  to   {stage.last}",
         *(f"  {_sent(transfer)}" for transfer in stage.sends),
@@ -84,35 +142,72 @@ def _stage(index: int, stage: StagePlan) -> Text:
 def _sent(sent: Transfer) -> str:
     shape = ", ".join(map(str, sent.shape))
     back = ", its gradient comes back" if sent.gradient else ""
-    return f"sends {sent.name} {sent.dtype}[{shape}] to stage {sent.peer}{back}"
+    what = f"{sent.dtype}[{shape}] to stage {sent.peer}{back}"
+    line = f"sends {sent.name} {what}"
+    return line if len(line) + 2 <= WIDTH else f"sends {sent.name}\n    {what}"
 
 
 def _timeline(plan: Plan) -> list[Text]:
-    """One step's forwards and backwards to scale, transfers taken as free."""
-    forward = [stage.predicted.forward_seconds for stage in plan.stages]
-    backward = [stage.predicted.backward_seconds for stage in plan.stages]
-    if not min(forward + backward) > 0:
+    """One step as it is predicted, to scale."""
+    predicted = [stage.predicted for stage in plan.stages]
+    if not all(min(s.forward_seconds, s.backward_seconds) > 0 for s in predicted):
         return []
-    total, pp = plan.batch.micro_batches, plan.mesh.pp
-    # Enough to see the warm-up, the steady state and the cool-down; less where the page is full.
-    for shown in range(min(total, 2 * pp + 2), 0, -1):
-        programs = SCHEDULES[plan.schedule](pp, shown)
-        for unit in (min(forward + backward), sum(forward + backward) / (3 * pp)):
-            picture = draw(programs, forward, backward, unit).splitlines()
-            # What a rank is to a program is a stage to a plan: with replicas, several ranks.
-            lines = [line.replace("rank", "stage", 1) for line in picture]
-            if max(map(len, lines)) <= WIDTH:
-                of = f", {shown} of {total} micro-batches" if shown < total else ""
-                title = f"one step: F forward, B backward, numbered by micro-batch{of}"
-                return [Text(title), *(Text(line, no_wrap=True) for line in lines), Text()]
-    return []
+    total = plan.batch.micro_batches
+    found = _drawing(plan)
+    if found is None:
+        return []
+    shown, picture = found
+    backward, notes = "B", []
+    if schedule.splits(programs.compute(plan)):
+        backward = "I, W"
+        notes.append("I is backward for inputs, W for weights")
+    chunks = len(plan.stages) // plan.mesh.pp
+    if chunks > 1:
+        second = "lower case is a rank's second stage"
+        notes.append(second if chunks == 2 else "what stands in front is the stage")
+    of = f", {shown} of {total} micro-batches" if shown < total else ""
+    lines = [
+        f"one step of a pipeline: F forward, {backward} backward, numbered by micro-batch{of}",
+        *(["; ".join(notes)] if notes else []),
+        *picture.splitlines(),
+    ]
+    return [*(Text(line, no_wrap=True) for line in lines), Text()]
+
+
+def _drawing(plan: Plan) -> tuple[int, str] | None:
+    """How many micro-batches fit the page, and their picture.
+
+    Enough to see the warm-up, the steady state and the cool-down. Where that is too much there are
+    fewer; where it would be too few, labels are cut.
+    """
+    total = plan.batch.micro_batches
+    rows = plan.batch.rows // total
+    most, few = min(total, 2 * plan.mesh.pp + 2), min(total, 3)
+    if plan.programs:  # a written schedule is for its own number of micro-batches
+        most = few = total
+    timelines = {
+        shown: forecast.timeline(replace(plan, batch=Batch(rows * shown, shown)))
+        for shown in range(most, 0 if few < total else few - 1, -1)
+    }
+    for labels, fewest in ((1, few), (2, few), (None, 1)):
+        for shown, timeline in timelines.items():
+            if shown < fewest:
+                continue
+            unit = 5 * timeline.seconds / WIDTH
+            if labels is not None:
+                unit = labels * sketch.shortest(timeline)
+            picture = sketch.fitting(timeline, unit, WIDTH)
+            if picture is not None:
+                return shown, picture
+    return None
 
 
 def _why(plan: Plan) -> list[Text]:
     note = plan.planner
     lines = [
         f"why: {note.binding}",
-        f"planner {note.name}: no plan can take less than {seconds(note.bound_seconds)} a step",
+        f"planner {note.name}: by its own, rougher estimate no plan takes less than "
+        f"{seconds(note.bound_seconds)} a step",
     ]
     if note.next_best is not None:
         other = note.next_best
@@ -128,10 +223,16 @@ def compare(
     measured: Sequence[StagePrediction],
     planned_step: float,
     measured_step: float,
+    bubbles: Sequence[float] = (),
 ) -> RenderableType:
-    """Planned beside measured: seconds of a micro-batch, peak bytes, and the step."""
+    """Planned beside measured: seconds of a micro-batch, peak bytes, and the step.
+
+    Args:
+        bubbles: the share of a step that each stage's device was measured not to compute, if any.
+    """
     unit, size = _unit([stage.memory for stage in (*planned, *measured)])
-    table = _table("stage", "forward", "backward", "peak", "activations", "transfers")
+    names = ("stage", "forward", "backward", "peak", "activations", "transfers")
+    table = _table(*names, *(["bubble"] if bubbles else []))
     for index, (before, after) in enumerate(zip(planned, measured, strict=True)):
         parts = (_PARTS[name] for name in ("peak", "activations", "transfers"))
         table.add_row(
@@ -139,6 +240,7 @@ def compare(
             f"{seconds(before.forward_seconds)} / {seconds(after.forward_seconds)}",
             f"{seconds(before.backward_seconds)} / {seconds(after.backward_seconds)}",
             *(f"{p(before.memory) / size:.1f} / {p(after.memory) / size:.1f}" for p in parts),
+            *(f"{bubble:.0%}" for bubble in bubbles[index : index + 1]),
         )
     title = (
         "planned / measured: one micro-batch's forward and backward; a device's memory in "

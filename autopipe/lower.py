@@ -7,27 +7,33 @@
 
 Every module sits at the path the model has it, so parameters keep the model's own names. Sizes are
 integers: a stage is lowered for one number of rows per micro-batch, and lowered again for another.
+In mixed precision a parameter that goes to a matrix product goes there as this step's copy of it:
+
+      linear(layer_norm, low(self.mlp.weight))
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard
 
 import sympy
 import torch
 from torch import Tensor, fx, nn
 
 from autopipe.blocks import Block
-from autopipe.dataflow import is_random
+from autopipe.dataflow import analyse, is_random
+from autopipe.errors import PlanError
 from autopipe.graph import Arg, Autocast, Graph, Input, Node, Ref, State, Value, at_batch, values_in
 from autopipe.opaque import OPAQUE
 from autopipe.opaque import run as run_opaque
 from autopipe.partition import Stage
 from autopipe.plan import Read
+from autopipe.precision import LOWERED, low
 from autopipe.randomness import draw
 from autopipe.reads import check
+from autopipe.recompute import Recomputed, obstacle, refuse, within
 from autopipe.trace import READ_OP, resolve
 
 NODE_NAME = "autopipe_node"
@@ -39,12 +45,14 @@ class Lowered:
     """A stage that runs: `module(*received, *inputs)` gives the tensors to send, then the results.
 
     The order of the arguments is that of `stage.receives` and `stage.inputs`; of the results that
-    of `stage.outgoing`, and in the last stage of the graph's outputs.
+    of `stage.outgoing`, and in the last stage of the graph's outputs. `low` names the parameters
+    that want a copy in low precision for each step (`precision.arithmetic`).
     """
 
     stage: Stage
     module: fx.GraphModule
     rows: int
+    low: tuple[str, ...] = ()
 
 
 def lower(
@@ -57,6 +65,8 @@ def lower(
     *,
     last: bool,
     device: torch.device | str = "cpu",
+    recompute: Collection[str] = (),
+    precision: str = "fp32",
 ) -> Lowered:
     """Make the modules of a stage for micro-batches of `rows` rows.
 
@@ -65,15 +75,22 @@ def lower(
         reads: the record that read nodes check against; None for a rehearsal on fake tensors,
             which has no values to check and observes opaque ops.
         last: whether the stage makes the graph's results.
+        recompute: paths of blocks that run again in backward; of a block that the stage has only
+            in part, that part does, unless no parameter is in it.
+        precision: that of the steps to come; the module itself runs in any.
+
+    Raises:
+        PlanError: a block to recompute is none of the stage's, or would not do the same again.
     """
     root = nn.Module()
     for name in stage.states:
         _install(root, name, states[name])
-    emitter = _Emitter(graph, reads, rows, torch.device(device))
+    emitter = _Emitter(graph, reads, rows, torch.device(device), precision != "fp32")
     arguments: list[Value] = [ref for ref, _ in stage.receives]
     arguments += [Input(path) for path in stage.inputs]
     results: list[Arg] = [*stage.outgoing, *(graph.outputs if last else ())]
     runs = _runs(graph, stage, blocks)
+    _check_recompute(graph, stage, blocks, runs, recompute)
     outer, env = fx.Graph(), {}
     for value in arguments:
         env[value] = outer.placeholder(_identifier(str(value)))
@@ -96,19 +113,22 @@ def lower(
             root.get_submodule(home), home, nodes, {*after, *values_in(tuple(results))}
         )
         parent, _, leaf = path.rpartition(".")
-        setattr(root.get_submodule(parent), leaf, piece.module)
+        module = Recomputed(piece.module) if block.path in recompute else piece.module
+        setattr(root.get_submodule(parent), leaf, module)
         for value in piece.arguments:
             emitter.load(outer, value, env, prefix="")
         call = outer.call_module(path, tuple(env[v] for v in piece.arguments))
         for position, value in enumerate(piece.results):
-            env[value] = outer.call_function(_take, (call, position))
+            env[value] = outer.call_function(take, (call, position))
     for value in values_in(tuple(results)):
         emitter.load(outer, value, env, prefix="")
     outer.output(tuple(emitter.argument(result, env) for result in results))
-    return Lowered(stage, fx.GraphModule(root, outer, class_name=f"Stage{stage.index}"), rows)
+    module = fx.GraphModule(root, outer, class_name=f"Stage{stage.index}")
+    return Lowered(stage, module, rows, tuple(emitter.low))
 
 
-def _take(values: Any, position: int) -> Any:
+def take(values: Any, position: int) -> Any:
+    """One of the results of a block or of an op that has several."""
     return values[position]
 
 
@@ -144,6 +164,30 @@ def _runs(
     ]
 
 
+def _check_recompute(
+    graph: Graph,
+    stage: Stage,
+    blocks: Sequence[Block],
+    runs: Sequence[tuple[Block | None, list[int]]],
+    recompute: Collection[str],
+) -> None:
+    if not recompute:
+        return
+    unknown = sorted(set(recompute) - set(within(stage, blocks, recompute)))
+    if unknown:
+        there = within(stage, blocks, [block.path for block in blocks])
+        raise PlanError(
+            f"stage {stage.index}: {unknown[0]!r} is to be recomputed and is no block of the stage",
+            hint=f"its blocks are {', '.join(there)}" if there else "it has none",
+        )
+    flow = analyse(graph)
+    for block, positions in runs:
+        if block is not None and block.path in recompute:
+            reason = obstacle(flow, positions)
+            if reason is not None:
+                refuse(stage, block.path, reason)
+
+
 def _has_home(graph: Graph, block: Block, positions: Sequence[int]) -> bool:
     """Whether the stage has parameters under the block's path, so that a module stands there."""
     home = block.path.partition("@")[0] + "."
@@ -163,12 +207,17 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Emitter:
-    """Writes nodes into an fx graph for one number of rows and one device."""
+    """Writes nodes into an fx graph for one number of rows and one device.
+
+    With `mixed`, parameters go to matrix products as copies; `low` are the names of those that do.
+    """
 
     graph: Graph
     reads: Sequence[Read] | None
     rows: int
     device: torch.device
+    mixed: bool
+    low: dict[str, None] = field(default_factory=dict)
 
     def piece(
         self, root: nn.Module, home: str, nodes: Sequence[Node], wanted: set[Value]
@@ -203,7 +252,7 @@ class _Emitter:
                 env[Ref(node.name)] = call
                 continue
             for number in range(len(node.outputs)):
-                env[Ref(node.name, number)] = into.call_function(_take, (call, number))
+                env[Ref(node.name, number)] = into.call_function(take, (call, number))
 
     def load(self, into: fx.Graph, value: Value, env: dict[Value, fx.Node], prefix: str) -> None:
         """Bring a state into reach at its first use."""
@@ -223,6 +272,10 @@ class _Emitter:
     def _arguments(
         self, into: fx.Graph, node: Node, env: Mapping[Value, fx.Node]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.mixed and node.autocast is None and node.op.split(".")[1] in LOWERED:
+            wide = {v: v.name for v in node.values() if self._is_wide_parameter(v)}
+            self.low.update(dict.fromkeys(wide.values()))
+            env = {**env, **{v: into.call_function(low, (env[v],)) for v in wide}}
         if not node.grad:
             # Inside torch.no_grad(): what comes in from outside must not carry a gradient through.
             env = {
@@ -231,6 +284,12 @@ class _Emitter:
             }
         args = tuple(self.argument(arg, env) for arg in node.args)
         return args, {key: self.argument(arg, env) for key, arg in node.kwargs.items()}
+
+    def _is_wide_parameter(self, value: Value) -> TypeGuard[State]:
+        if not isinstance(value, State):
+            return False
+        state = self.graph.states[value.name]
+        return state.kind == "parameter" and state.spec.dtype == torch.float32
 
     def _call(
         self, into: fx.Graph, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -252,6 +311,10 @@ class _Emitter:
 
 def _check(tensor: Tensor, kind: str, value: Any, place: str) -> None:
     check(tensor, Read(kind, value, place))
+
+
+python_only = frozenset({draw, _check})
+"""Functions in a stage's code that seed generators or read values: no compiler may look inside."""
 
 
 def _under_autocast(

@@ -5,6 +5,7 @@ inputs(batch_size) -> tuple | dict                 required
 loss(outputs, batch) -> Tensor | (sum, count)      the output itself, or its .loss
 batches(batch_size, shard=0, num_shards=1)         inputs(batch_size), again and again
 optimizer(parameters) -> Optimizer                 AdamW
+scheduler(optimizer) -> LRScheduler                the learning rate stays; else stepped every step
 batch_size = 32                                    8 a device
 """
 
@@ -23,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from autopipe import places
 from autopipe.errors import AutopipeError, ModelError
@@ -39,6 +41,7 @@ class ModelFile:
     loss: Callable[[Any, Any], Any] | None
     batches: Callable[..., Iterable[Any]] | None
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None
+    scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None
     batch_size: int | None
 
     @property
@@ -101,12 +104,17 @@ def load(source: str) -> ModelFile:
         getattr(module, "loss", None),
         getattr(module, "batches", None),
         function("optimizer", "torch.optim.Optimizer"),
+        function("scheduler", "torch.optim.lr_scheduler.LRScheduler"),
         size,
     )
 
 
 _END = object()
-_RESULTS = {"nn.Module": nn.Module, "torch.optim.Optimizer": torch.optim.Optimizer}
+_RESULTS = {
+    "nn.Module": nn.Module,
+    "torch.optim.Optimizer": torch.optim.Optimizer,
+    "torch.optim.lr_scheduler.LRScheduler": LRScheduler,
+}
 
 
 def _guarded(function: Callable[..., Any], what: str, gives: str | None = None) -> Any:

@@ -40,7 +40,9 @@ def run(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = op(*args, **kwargs)
     if _packs and torch.is_grad_enabled():
         operands = list(_tensors(args))
-        saved, workspace = _kept(op, _described(args))
+        # Autocast decides what the kernel computes in, and so what it keeps.
+        low = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        saved, workspace = _kept(op, low, _described(args))
         for position in saved:
             _packs[-1](operands[position])
         _packs[-1](torch.empty(workspace, dtype=torch.uint8))
@@ -48,7 +50,9 @@ def run(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 @lru_cache(maxsize=256)
-def _kept(op: Callable[..., Any], described: tuple[Any, ...]) -> tuple[tuple[int, ...], int]:
+def _kept(
+    op: Callable[..., Any], low: torch.dtype | None, described: tuple[Any, ...]
+) -> tuple[tuple[int, ...], int]:
     """Which operands the real kernel keeps, by position, and the bytes of all else it keeps."""
     with outside_fake_mode(), torch.enable_grad():
         args = _zeros(described)

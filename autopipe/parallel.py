@@ -5,26 +5,31 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from autopipe import batches
+from autopipe import batches, programs
 from autopipe.binding import Split, check_runs, split_as_planned, split_for_evaluation
 from autopipe.capture import Loss
 from autopipe.errors import LaunchError
-from autopipe.graph import Graph
-from autopipe.partition import Stage, tied_states
+from autopipe.partition import Stage
 from autopipe.plan import Place, Plan, check
+from autopipe.runtime.connect import backend_for, transport_for
+from autopipe.runtime.emitted import Emitted
+from autopipe.runtime.holding import hold
 from autopipe.runtime.launch import World, check_world, start, world_from
 from autopipe.runtime.materialize import materialize
-from autopipe.runtime.pipe import Groups, Pipe
-from autopipe.runtime.transport import GlooTransport, Transport, local_network, make_groups
+from autopipe.runtime.pipe import Pipe
+from autopipe.runtime.ready import Rank
+from autopipe.runtime.watchdog import Watchdog
+from autopipe.schedule import holders
 from autopipe.source import Source, bare, trace_source
 from autopipe.trace import trace
+from autopipe.transfers import Edge
 
 
 def parallelize(
@@ -35,6 +40,9 @@ def parallelize(
     loss: Loss | None = None,
     weights: str | Path | None = None,
     seed: int = 0,
+    compile: bool = False,
+    offload: bool = False,
+    emitted: str | Path | None = None,
 ) -> Pipe:
     """Make this rank's part of `model` as `plan` says; every rank calls it.
 
@@ -46,17 +54,25 @@ def parallelize(
         loss: as given to `plan`.
         weights: a checkpoint to read this rank's parameters from.
         seed: of the initialisation and of dropout.
+        compile: whether stages run through torch.compile.
+        offload: under ZeRO-3, keep parameters, gradients and optimizer state in host memory.
+        emitted: a folder that `autopipe emit` has written for this plan: training steps run its
+            stages and its programs, as they stand there now.
 
     Raises:
         LaunchError: other processes were started than the plan is for.
         PlanError: the plan was made for another model; names the first node that differs.
         ModelError: the model cannot be captured, or a parameter is not to be had.
+        ScheduleError: the programs in `emitted` would wait for each other, or are not whole.
     """
     check(plan)
-    check_runs(plan)
-    rank = _join(plan)
-    place = plan.mesh.places[rank]
+    files = Emitted.load(emitted, plan) if emitted is not None else None
+    plan = files.plan if files is not None else plan
+    check_runs(plan, compiled=compile)
+    number, watchdog = _join(plan)
+    place = plan.mesh.places[number]
     device = _device(place)
+    compute = programs.compute(plan)
     skeleton = bare(model)
     example = inputs(2) if callable(inputs) else inputs
     if example is None:
@@ -65,9 +81,10 @@ def parallelize(
         example = batches.two_rows(example, plan.inputs)
     traced = trace(skeleton, example, plan.inputs, loss, reads=plan.reads)
     split = split_as_planned(traced, plan)
+    own = [stage for stage in split.stages if holders(compute)[stage.index] == place.pp]
     states = materialize(
         traced.graph,
-        split.stages[place.pp].states,
+        list(dict.fromkeys(name for stage in own for name in stage.states)),
         skeleton,
         model,
         weights=weights,
@@ -80,12 +97,22 @@ def parallelize(
         found = trace_source(model, example, plan.inputs, loss, training=False)
         return split_for_evaluation(found, split)
 
-    transport, groups = _connect(plan, place, split)
-    return Pipe(plan, place, split, states, transport, groups, evaluation, seed, device)
+    pipelines = [
+        [plan.mesh.rank(holder, dp) for holder in holders(compute)] for dp in range(plan.mesh.dp)
+    ]
+    transport = transport_for(device, pipelines, _edges(split.stages))
+    alone = len(plan.mesh.places) == 1
+    backend = "gloo" if alone else backend_for(device)
+    gradients, sharded = hold(
+        plan, place, split, holders(compute), states, device, backend, offload=offload
+    )
+    rank = Rank(plan, place, states, transport, device, compute, sharded, compile, files)
+    world = None if alone else dist.group.WORLD
+    return Pipe(rank, split, gradients, world, evaluation, seed, watchdog)
 
 
-def _join(plan: Plan) -> int:
-    """This process's rank; opens the default process group unless the caller has."""
+def _join(plan: Plan) -> tuple[int, Watchdog]:
+    """This process's rank and its watchdog; opens the default group unless the caller has."""
     world_size = len(plan.mesh.places)
     if dist.is_initialized():
         world = World(dist.get_rank(), dist.get_world_size(), 0, 1, 0, "", 0)
@@ -93,11 +120,12 @@ def _join(plan: Plan) -> int:
         found = world_from(os.environ)
         world = found or World(0, 1, 0, 1, 0, "localhost", 0)
     check_world(world, world_size)
-    if world_size > 1 and not dist.is_initialized():
-        opened = contextlib.ExitStack()
-        opened.enter_context(start(world))
-        atexit.register(opened.close)
-    return world.rank
+    if world_size == 1 or dist.is_initialized():
+        return world.rank, Watchdog()
+    opened = contextlib.ExitStack()
+    watchdog = opened.enter_context(start(world))
+    atexit.register(opened.close)
+    return world.rank, watchdog
 
 
 def _device(place: Place) -> torch.device:
@@ -111,42 +139,7 @@ def _device(place: Place) -> torch.device:
     return torch.device("cuda", place.local % torch.cuda.device_count())
 
 
-def _connect(plan: Plan, place: Place, split: Split) -> tuple[Transport, Groups]:
-    """Open every process group, on all ranks in one order."""
-    mesh = plan.mesh
-    if len(mesh.places) == 1:
-        return local_network(1)[0], Groups(None, None, {})
-    transport: Transport | None = None
-    pipeline: dist.ProcessGroup | None = None
-    flows = make_groups(len(mesh.places))
-    for dp in range(mesh.dp):
-        ranks = [p.rank for p in mesh.places if p.dp == dp]
-        group = dist.new_group(ranks)
-        if dp == place.dp:
-            transport, pipeline = GlooTransport(ranks, flows), group
-    shared = _shared_groups(mesh.places, split.stages, place, split.graph)
-    assert transport is not None
-    return transport, Groups(dist.group.WORLD, pipeline, shared)
-
-
-def _shared_groups(
-    places: Sequence[Place], stages: Sequence[Stage], place: Place, graph: Graph
-) -> Mapping[str, dist.ProcessGroup]:
-    """For each of this rank's parameters that others hold too: the group of all who do."""
-    trainable = [name for name, state in graph.states.items() if state.trainable]
-    tied = tied_states(stages, trainable)
-    holders = {
-        name: tied.get(name, (stage.index,))
-        for stage in stages
-        for name in stage.states
-        if name in set(trainable)
-    }
-    groups: dict[str, dist.ProcessGroup] = {}
-    for owners in sorted(set(holders.values())):
-        ranks = [p.rank for p in places if p.pp in owners]
-        if len(ranks) < 2:
-            continue
-        group = dist.new_group(ranks)
-        if place.pp in owners:
-            groups |= {name: group for name, held in holders.items() if held == owners}
-    return groups
+def _edges(stages: Sequence[Stage]) -> list[Edge]:
+    """Every pair of stages that exchange tensors, as if all gradients came back."""
+    pairs = {(stage.index, target) for stage in stages for _, target in stage.sends}
+    return [Edge(source, target, gradient=True) for source, target in sorted(pairs)]

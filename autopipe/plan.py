@@ -3,7 +3,8 @@
     Plan
     +-- what it was made for    fingerprint, trail, versions, source, inputs, reads
     +-- where it runs           cluster, mesh (rank -> coordinate -> node and device)
-    +-- how a step goes         batch, schedule, boundaries (window, depth), precision, optimizer
+    +-- how a step goes         batch, schedule (programs), boundaries (window, depth), precision,
+    |                           optimizer
     +-- what each stage does    stages: first and last node, parameters, what enters and leaves
     +-- why                     prediction (seconds, bytes), planner (bound, next best, what binds)
 
@@ -20,7 +21,7 @@ from autopipe import cluster, codec
 from autopipe.cluster import Cluster
 from autopipe.errors import PlanError
 
-FORMAT = 1
+FORMAT = 2
 """The version of the file format; raised when a field changes its meaning."""
 
 
@@ -78,6 +79,10 @@ class Mesh:
     tp: int
     places: tuple[Place, ...]
 
+    def rank(self, pp: int, dp: int, tp: int = 0) -> int:
+        """The rank at a coordinate."""
+        return (pp * self.dp + dp) * self.tp + tp
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -125,8 +130,10 @@ class BlockClass:
 
 @dataclass(frozen=True)
 class Memory:
-    """Peak bytes of one device by what they are for.
+    """Bytes of one stage, by what they are for, at the fullest moment of the device it is on.
 
+    A device that holds several stages has the sum of theirs; what two of them share counts with the
+    first. `parameters` are with copies in low precision and, under ZeRO-3, what is gathered.
     `activations` are those saved from forward to backward for all micro-batches in flight,
     received tensors included; `transfers` are the buffers of receives posted ahead and of sends
     under way.
@@ -141,7 +148,7 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """Bytes of one device at the fullest moment of a step."""
+        """All of them."""
         return (
             self.parameters
             + self.gradients
@@ -154,7 +161,11 @@ class Memory:
 
 @dataclass(frozen=True)
 class StagePrediction:
-    """Seconds of one micro-batch and peak bytes of one device."""
+    """Seconds of one micro-batch, and the stage's bytes when its device is fullest.
+
+    Under ZeRO-3 a forward gathers the stage's parameters, and a backward does and scatters their
+    gradients: the seconds are with that.
+    """
 
     forward_seconds: float
     backward_seconds: float
@@ -182,7 +193,8 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one step: its seconds, and the share of them that a stage idles for the schedule."""
+    """Of one step, by the longest path through its programs: its seconds, before the optimizer's,
+    and the bubble, the share of them for which the mean rank does not compute."""
 
     step_seconds: float
     bubble: float
@@ -203,7 +215,11 @@ class Alternative:
 
 @dataclass(frozen=True)
 class PlannerNote:
-    """Who made the plan and why it is this one: the bound it meets, what binds, the next best."""
+    """Who made the plan and why it is this one: the bound it meets, what binds, the next best.
+
+    `bound_seconds`, and all other seconds here, are by the estimate that planners search with. It
+    is rougher than the plan's prediction, and the step that is predicted may take less.
+    """
 
     name: str
     bound_seconds: float
@@ -213,7 +229,12 @@ class PlannerNote:
 
 @dataclass(frozen=True)
 class Plan:
-    """A decision about how to split one model over one cluster; see the module's picture."""
+    """A decision about how to split one model over one cluster; see the module's picture.
+
+    A pipeline of `mesh.pp` ranks holds `len(stages)` stages, each rank equally many: more than one
+    under the schedules interleaved and zb-v. `programs` are the lines of a schedule that the user
+    has written, `rank 0: 0F0 0F1 ...`; none for a schedule that has a name.
+    """
 
     format: int
     versions: dict[str, str]
@@ -228,11 +249,17 @@ class Plan:
     precision: str
     optimizer: str
     schedule: str
+    programs: tuple[str, ...]
     boundaries: tuple[Boundary, ...]
     blocks: tuple[BlockClass, ...]
     stages: tuple[StagePlan, ...]
     prediction: Prediction
     planner: PlannerNote
+
+    @property
+    def zero(self) -> int:
+        """The ZeRO stage, 0, 1 or 3: one for all stages of the pipeline."""
+        return self.stages[0].zero
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON: beside `path`, then renamed. The same plan is the same bytes."""
@@ -268,14 +295,14 @@ def check(plan: Plan) -> None:
     for name, degree in (("pp", mesh.pp), ("dp", mesh.dp), ("tp", mesh.tp)):
         if degree < 1:
             refuse(f"mesh.{name}", "a degree of at least 1", str(degree))
-    if len(stages) != mesh.pp:
-        refuse("stages", f"{mesh.pp} stages (mesh.pp)", str(len(stages)))
-    if len(plan.boundaries) != mesh.pp - 1:
-        refuse("boundaries", f"{mesh.pp - 1} (mesh.pp - 1)", str(len(plan.boundaries)))
+    if not stages or len(stages) % mesh.pp:
+        refuse("stages", f"equally many on each of {mesh.pp} ranks (mesh.pp)", str(len(stages)))
+    if len(plan.boundaries) != len(stages) - 1:
+        refuse("boundaries", f"{len(stages) - 1}, one between stages", str(len(plan.boundaries)))
     if len(mesh.places) != world:
         refuse("mesh.places", f"{world} places (pp * dp * tp)", str(len(mesh.places)))
     for rank, place in enumerate(mesh.places):
-        expected = (place.pp * mesh.dp + place.dp) * mesh.tp + place.tp
+        expected = mesh.rank(place.pp, place.dp, place.tp)
         if place.rank != rank or expected != rank:
             refuse(
                 f"mesh.places[{rank}]",
@@ -298,7 +325,7 @@ def check(plan: Plan) -> None:
     for index, stage in enumerate(stages):
         for word in ("receives", "sends"):
             for slot, transfer in enumerate(getattr(stage, word)):
-                low, high = (0, index) if word == "receives" else (index + 1, mesh.pp)
+                low, high = (0, index) if word == "receives" else (index + 1, len(stages))
                 if not low <= transfer.peer < high:
                     side = "an earlier" if word == "receives" else "a later"
                     refuse(

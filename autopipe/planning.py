@@ -14,19 +14,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopipe import batches
+from autopipe import batches, sketch
+from autopipe.binding import check_runs
 from autopipe.blocks import Block, classes, find_blocks
 from autopipe.capture import Loss
 from autopipe.cluster import Cluster, LocalSpec, parse
 from autopipe.dataflow import analyse
-from autopipe.draft import WINDOW, Draft, Overflow
+from autopipe.draft import EAGER, WINDOW, Draft, Overflow
 from autopipe.errors import AutopipeError, InfeasibleError, ModelError
+from autopipe.estimate import chunks_of
 from autopipe.graph import bytes_at
 from autopipe.plan import InputSpec, Plan
 from autopipe.planners import PLANNERS, Planner
+from autopipe.precision import PRECISIONS
 from autopipe.probe import local_cluster, local_processes
-from autopipe.problem import Constraints, Problem
+from autopipe.problem import WRITTEN, Constraints, Problem
 from autopipe.profile import build_problem, find_units
+from autopipe.programs import micro_batches as count_micro_batches
+from autopipe.recompute import blocks_to_recompute
+from autopipe.schedule import Programs
+from autopipe.schedules import SCHEDULES
 from autopipe.source import Source, trace_source, versions
 from autopipe.trace import Trace
 
@@ -51,9 +58,12 @@ def plan(
     tp: int | None = None,
     micro_batches: int | None = None,
     schedule: str | None = None,
+    chunks: int | None = None,
+    window: int | None = None,
+    depth: int | None = None,
     memory: int | str | None = None,
     zero: int = 0,
-    recompute: Sequence[str] = (),
+    recompute: str | Sequence[str] = (),
     planner: str = "dynamic",
     source: str | None = None,
     say: Say | None = None,
@@ -67,12 +77,17 @@ def plan(
         loss: `loss(outputs, batch)`, a scalar tensor or `(sum, count)`; default: a scalar output,
             or an output's `.loss`.
         optimizer: the name of one in torch.optim, or a function from parameters to one.
-        precision: "fp32".
+        precision: "fp32"; "bf16" or "fp16" for mixed precision.
         cluster: "local:4", "2x8xA100-80GB", a file, a `Cluster`; default: this machine.
         batch_size: rows of the whole batch; default: the example's, or 8 a device.
-        pp, dp, tp, micro_batches, schedule: constraints; None leaves them to the planner.
+        pp, dp, tp, micro_batches: constraints; None leaves them to the planner.
+        schedule: one of `schedules.SCHEDULES`, or a file that one is written in.
+        chunks: stages on each rank, for the schedule interleaved.
+        window, depth: at every boundary, the receives posted ahead and, for eager-1f1b, the
+            micro-batches in flight besides; None: as many as the link asks for and memory allows.
         memory: bytes a device may hold ("24GiB"), where that is less than it has.
-        zero, recompute: not in this version.
+        zero: 1 deals out optimizer state over replicas, 3 parameters and gradients too.
+        recompute: blocks that run again in backward: "all", a class of them, or paths.
         planner: "dynamic", "exhaustive" or "uniform".
         source: where the model comes from, for the plan to remember.
         say: gets a line of talk at a time.
@@ -80,19 +95,29 @@ def plan(
     Raises:
         ModelError: the inputs do not fit the model, or (CaptureError) it cannot be captured.
         InfeasibleError: no plan fits; says the nearest one and its shortfall in bytes.
+        PlanError: a schedule and a ZeRO stage that do not go together.
         AutopipeError: an argument cannot be met.
     """
     say = say or (lambda line: None)
-    _refuse_unknown(precision, zero, recompute, planner)
+    _refuse_unknown(precision, zero, planner)
+    written: Programs = ()
+    if schedule is not None and schedule not in SCHEDULES:
+        written = sketch.from_file(Path(schedule))
+        schedule = WRITTEN
+        pp, micro_batches = _as_written(written, pp, micro_batches)
     machine = _cluster(cluster, (pp, dp, tp), say)
     example, specs = _example(inputs)
     rows = batch_size or _rows(inputs, example, specs) or ROWS_PER_DEVICE * machine.num_devices
-    constraints = Constraints(pp, dp, tp, micro_batches, schedule, _bytes(memory))
+    constraints = Constraints(
+        pp, dp, tp, micro_batches, schedule, _bytes(memory), chunks, window, depth, written
+    )
 
     traced = trace_source(model, batches.two_rows(example, specs), specs, loss)
     graph = traced.graph
     flow, blocks = analyse(graph), find_blocks(graph)
-    units = find_units(flow, blocks, at_least=pp or 1)
+    again = blocks_to_recompute(blocks, [recompute] if isinstance(recompute, str) else recompute)
+    stages = (pp or 1) * (chunks_of(constraints, schedule) if schedule is not None else 1)
+    units = find_units(flow, blocks, at_least=stages)
     say(_summary(traced, blocks))
     factor = optimizer_factor(_optimizer(optimizer))
     problem = build_problem(
@@ -103,8 +128,11 @@ def plan(
         batch=rows,
         rows=_sizes(rows, machine.num_devices, constraints),
         optimizer_factor=factor,
-        window=WINDOW,
+        window=window or (1 if schedule == EAGER else WINDOW),  # eager's are chosen from 1 on
         constraints=constraints,
+        precision=precision,
+        recompute=again,
+        zero=zero,
     )
     draft = Draft(
         traced,
@@ -118,10 +146,15 @@ def plan(
         planner=planner,
         optimizer=optimizer if isinstance(optimizer, str) else "custom",
         optimizer_factor=factor,
+        recompute=again,
+        zero=zero,
+        constraints=constraints,
         versions=versions(model),
         source=source,
     )
-    return _plan_that_fits(PLANNERS[planner], problem, draft)
+    made = _plan_that_fits(PLANNERS[planner], problem, draft)
+    check_runs(made)
+    return made
 
 
 def _plan_that_fits(planner: Planner, problem: Problem, draft: Draft) -> Plan:
@@ -159,17 +192,28 @@ def optimizer_factor(make: MakeOptimizer) -> float:
     return held / (parameter.numel() * parameter.element_size())
 
 
-def _refuse_unknown(precision: str, zero: int, recompute: Sequence[str], planner: str) -> None:
-    if precision != "fp32":
-        raise AutopipeError(f"precision {precision!r} was asked for; this version runs fp32 only")
-    if zero or recompute:
-        raise AutopipeError(
-            f"zero={zero} recompute={list(recompute)} was asked for; this version has neither"
-        )
-    if planner not in PLANNERS:
-        raise AutopipeError(
-            f"there is no planner {planner!r}", hint=f"one of {', '.join(sorted(PLANNERS))}"
-        )
+def _refuse_unknown(precision: str, zero: int, planner: str) -> None:
+    for what, asked, known in (
+        ("precision", precision, tuple(PRECISIONS)),
+        ("ZeRO stage", zero, (0, 1, 3)),
+        ("planner", planner, tuple(sorted(PLANNERS))),
+    ):
+        if asked not in known:
+            raise AutopipeError(
+                f"there is no {what} {asked!r}", hint=f"one of {', '.join(map(str, known))}"
+            )
+
+
+def _as_written(programs: Programs, pp: int | None, micro_batches: int | None) -> tuple[int, int]:
+    """The ranks and micro-batches of a schedule from a file, which must be those asked for."""
+    found = len(programs), count_micro_batches(programs)
+    for name, asked, is_for in (("pp", pp, found[0]), ("micro_batches", micro_batches, found[1])):
+        if asked not in (None, is_for):
+            raise AutopipeError(
+                f"{name}={asked} was asked for, and the schedule is written for {name}={is_for}",
+                hint=f"leave {name} out, or write the schedule for {asked}",
+            )
+    return found
 
 
 def _cluster(

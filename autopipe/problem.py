@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autopipe.schedule import Programs
+
 
 @dataclass(frozen=True)
 class Shared:
@@ -67,7 +69,13 @@ class Profile:
 
 @dataclass(frozen=True)
 class Constraints:
-    """What the user has fixed; None leaves it to the planner."""
+    """What the user has fixed; None leaves it to the planner.
+
+    `chunks` are the stages on each rank under the schedule interleaved; `window` and `depth` hold
+    at every boundary: receives posted ahead, and the micro-batches in flight besides. `programs` is
+    a schedule that the user has written: `schedule` is then `WRITTEN`, and pp and micro_batches are
+    those it is for.
+    """
 
     pp: int | None = None
     dp: int | None = None
@@ -75,6 +83,14 @@ class Constraints:
     micro_batches: int | None = None
     schedule: str | None = None
     memory: int | None = None
+    chunks: int | None = None
+    window: int | None = None
+    depth: int | None = None
+    programs: Programs = ()
+
+
+WRITTEN = "written"
+"""The name of a schedule from a file."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +111,7 @@ class Problem:
         bandwidth: bytes a second between two devices, one direction.
         window: receives posted ahead per boundary.
         constraints: what the user has fixed.
+        zero: the ZeRO stage.
     """
 
     units: int
@@ -110,14 +127,23 @@ class Problem:
     bandwidth: float
     window: int
     constraints: Constraints
+    zero: int = 0
 
 
 @dataclass(frozen=True)
 class Decision:
-    """A planner's answer: the mesh, the micro-batches, the schedule and the cuts between units."""
+    """A planner's answer: the mesh, the micro-batches, the schedule and the cuts between units.
+
+    A pipeline has one stage more than cuts; each of its pp ranks holds equally many.
+    """
 
     pp: int
     dp: int
     micro_batches: int
     schedule: str
     cuts: tuple[int, ...]
+
+    @property
+    def stages(self) -> int:
+        """How many stages a pipeline has, on all its ranks together."""
+        return len(self.cuts) + 1

@@ -7,12 +7,15 @@ memory, and each storage that autograd keeps is entered with the nodes that keep
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, fx
 
 from autopipe import cost
@@ -24,6 +27,7 @@ from autopipe.graph import Graph, Ref, State, bytes_at, shape_at
 from autopipe.lower import NODE_NAME, lower
 from autopipe.opaque import observing
 from autopipe.partition import legal_cuts, partition
+from autopipe.precision import LOWERED, PRECISIONS, WideStatistics, arithmetic, computing
 from autopipe.problem import Constraints, Crossing, Problem, Profile, Saved, Shared
 from autopipe.rehearsal import fake_state
 
@@ -100,6 +104,9 @@ def build_problem(
     optimizer_factor: float,
     window: int,
     constraints: Constraints,
+    precision: str = "fp32",
+    recompute: Collection[str] = (),
+    zero: int = 0,
 ) -> Problem:
     """The problem of splitting a graph over a cluster.
 
@@ -107,22 +114,28 @@ def build_problem(
         batch: rows of the whole batch.
         rows: the micro-batch sizes to consider.
         optimizer_factor: bytes of optimizer state per byte of trainable parameter.
+        precision: what matrix products are computed in.
+        recompute: paths of the blocks that run again in backward.
+        zero: the ZeRO stage.
     """
     graph, device = flow.graph, cluster.slowest_device
     link = cluster.within if len(cluster.devices_per_node) == 1 else cluster.between
     formulas = cost.costs(graph)
     parameters, constants = _states(graph, flow, units)
-    kept = _kept(flow, units, sorted(rows))
+    again = np.array(_again(graph, blocks, recompute))
+    dtypes = _dtypes(graph, formulas, precision)
+    kept, made_in = _kept(flow, units, sorted(rows), again, precision)
     profiles = []
     for size in sorted(rows):
-        forward, backward = cost.seconds(formulas, size, device)
+        forward, backward = cost.seconds(formulas, size, device, dtypes)
+        backward = backward + np.where(again >= 0, forward, 0.0)
         profiles.append(
             Profile(
                 size,
                 _by_unit(forward, units),
                 _by_unit(backward, units),
                 kept[size],
-                _crossings(flow, units, size),
+                _crossings(flow, units, size, made_in),
             )
         )
     memory = cluster.smallest_memory
@@ -140,7 +153,26 @@ def build_problem(
         bandwidth=link.bandwidth,
         window=window,
         constraints=constraints,
+        zero=zero,
     )
+
+
+def _again(graph: Graph, blocks: Sequence[Block], recompute: Collection[str]) -> list[int]:
+    """Of each node the number of the block that it is recomputed with, or -1."""
+    again = [-1] * len(graph.nodes)
+    for number, block in enumerate(blocks):
+        if block.path in recompute:
+            again[block.first : block.stop] = [number] * (block.stop - block.first)
+    return again
+
+
+def _dtypes(graph: Graph, formulas: Sequence[cost.NodeCost], precision: str) -> list[torch.dtype]:
+    """What each node computes in: in mixed precision matrix products in another dtype."""
+    low = PRECISIONS[precision]
+    return [
+        low if low is not None and node.op.split(".")[1] in LOWERED else formula.dtype
+        for node, formula in zip(graph.nodes, formulas, strict=True)
+    ]
 
 
 def _by_unit(seconds: Any, units: Units) -> tuple[float, ...]:
@@ -171,7 +203,11 @@ def _states(
     return tuple(trainable), tuple(other)
 
 
-def _crossings(flow: Dataflow, units: Units, rows: int) -> tuple[Crossing, ...]:
+Made = Mapping[Ref, torch.dtype]
+"""What the graph's values are made in; in mixed precision that is not what the model says."""
+
+
+def _crossings(flow: Dataflow, units: Units, rows: int, made_in: Made) -> tuple[Crossing, ...]:
     """Every tensor that leaves the unit it is made in."""
     carrying = cost.gradient_values(flow.graph)
     found = []
@@ -181,7 +217,8 @@ def _crossings(flow: Dataflow, units: Units, rows: int) -> tuple[Crossing, ...]:
         producer = units.of(flow.position(value))
         later = sorted({units.of(user) for user in users} - {producer})
         if later:
-            size = bytes_at(flow.graph.spec(value), rows)
+            spec = flow.graph.spec(value)
+            size = bytes_at(spec, rows) * made_in[value].itemsize // spec.dtype.itemsize
             found.append(Crossing(size, producer, tuple(later), value in carrying))
     return tuple(found)
 
@@ -195,20 +232,26 @@ class _Storage:
     savers: list[int]
 
 
-def _kept(flow: Dataflow, units: Units, rows: Sequence[int]) -> dict[int, tuple[Saved, ...]]:
-    """What autograd keeps at each number of rows.
+def _kept(
+    flow: Dataflow, units: Units, rows: Sequence[int], again: NDArray[np.int64], precision: str
+) -> tuple[dict[int, tuple[Saved, ...]], Made]:
+    """What autograd keeps at each number of rows, and what values are made in.
 
     Bytes are a straight line in the rows for nearly every model. It is drawn through two runs and
     checked by a third; only where the check fails is every size run.
     """
-    runs = {size: _observe(flow, units, size) for size in _spread(rows)}
+    observe = partial(_observe, flow, units, again, precision)
+    observed = {size: observe(size) for size in _spread(rows)}
+    runs = {size: saved for size, (saved, _) in observed.items()}
+    made_in = observed[rows[0]][1]
     if len(runs) == 3:
         low, middle, high = (runs[size] for size in sorted(runs))
         small, between, large = sorted(runs)
         guess = _line(low, high, small, large, between)
         if guess == middle:
-            return {size: _line(low, high, small, large, size) or low for size in rows}
-    return {size: runs.get(size) or _observe(flow, units, size) for size in rows}
+            line = {size: _line(low, high, small, large, size) or low for size in rows}
+            return line, made_in
+    return {size: runs.get(size) or observe(size)[0] for size in rows}, made_in
 
 
 def _spread(rows: Sequence[int]) -> set[int]:
@@ -230,29 +273,44 @@ def _line(
     return tuple(line)
 
 
-def _observe(flow: Dataflow, units: Units, rows: int) -> tuple[Saved, ...]:
-    """Run the graph on tensors without memory; note who made and who keeps each kept storage."""
+def _observe(
+    flow: Dataflow, units: Units, again: NDArray[np.int64], precision: str, rows: int
+) -> tuple[tuple[Saved, ...], Made]:
+    """Run the graph on tensors without memory; note who made and who keeps each kept storage.
+
+    What a block that runs again makes and keeps for itself is not kept. Also returns what each
+    value was made in.
+    """
     graph = flow.graph
     (whole,) = partition(flow, ())
-    with fake_mode():
+    with fake_mode(), WideStatistics():
         states = {name: fake_state(graph, name) for name in whole.states}
         inputs = [
             torch.empty(shape_at(graph.inputs[path], rows), dtype=graph.inputs[path].dtype)
             for path in whole.inputs
         ]
-        lowered = lower(graph, whole, (), states, None, rows, last=True)
-        owned = {storage_key(tensor) for tensor in (*states.values(), *inputs)}
+        lowered = lower(graph, whole, (), states, None, rows, last=True, precision=precision)
+        how = arithmetic(precision, "cpu", [states[name] for name in lowered.low])
+        copies = how.copies.values()
+        owned = {storage_key(tensor) for tensor in (*states.values(), *inputs, *copies)}
         watch = _Watch(flow, lowered.module, owned)
-        with observing(watch.pack):
+        with observing(watch.pack), computing(how):
             watch.run(*inputs)
-    return tuple(
+    saved = tuple(
         Saved(
             storage.bytes,
             None if flow.local[storage.made] else units.of(storage.made),
-            tuple(sorted({units.of(position) for position in storage.savers})),
+            tuple(sorted({units.of(position) for position in savers})),
         )
         for storage in watch.kept.values()
+        if (savers := [s for s in storage.savers if not _within(again, storage.made, s)])
     )
+    return saved, watch.made_in
+
+
+def _within(again: NDArray[np.int64], made: int, saver: int) -> bool:
+    """Whether both nodes run again, with the same block."""
+    return bool(again[saver] >= 0 and again[saver] == again[made])
 
 
 class _Watch(fx.Interpreter):
@@ -261,6 +319,7 @@ class _Watch(fx.Interpreter):
     def __init__(self, flow: Dataflow, module: fx.GraphModule, owned: set[int]) -> None:
         super().__init__(module, garbage_collect_values=False)  # storages keep their addresses
         self.kept: dict[int, _Storage] = {}
+        self.made_in: dict[Ref, torch.dtype] = {}
         self._index = flow.graph.index
         self._owned = owned
         self._made: dict[int, int] = {}
@@ -273,8 +332,10 @@ class _Watch(fx.Interpreter):
         if name is not None:
             self._position = self._index[name]
         result = super().run_node(n)
-        for tensor in result if isinstance(result, list | tuple) else [result]:
+        for number, tensor in enumerate(result if isinstance(result, list | tuple) else [result]):
             if isinstance(tensor, Tensor):
+                if name is not None:
+                    self.made_in[Ref(name, number)] = tensor.dtype
                 key = storage_key(tensor)
                 # A stage writes a copy of what it has received: that copy is made by the write.
                 if key not in self._made or self._position in self._writing:

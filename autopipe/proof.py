@@ -1,37 +1,46 @@
 """The proof, before anything starts, that programs run to their end and swap no tensors.
 
-The model is the strictest transport there is: a transfer is ONE event that happens when both ends
-are ready for it and the transfer before it on its channel is over. Nothing is buffered.
+First the rules that take no walk (`autopipe.rules`): each program whole by itself, both ends of a
+channel in the same order. Then the graph of waits (`autopipe.walk`): it runs to its end, or what is
+left holds a circle, which is the deadlock and is followed in words. A transport that buffers or
+completes early only takes edges away from that graph, hence the proof holds for gloo, for NCCL with
+one communicator per channel, and for queues between threads. REDUCE and STEP add no edges: sums
+wait for each other only in STEP, after which no rank has anything to do.
 
-    SEND at the source --+                +--> WAIT at the target
-                         +--> transfer ---+
-    POST at the target --+       |        +--> FREE at the source
-                                 v
-                     the channel's next transfer
+Why channels are not to share a communicator. Receives are posted ahead, so of two transfers in
+opposite directions each rank has its receive in line before its send; a lane that runs them in
+that order waits on both sides for the other:
 
-With the order of each program this is a graph in which everything waits for ALL its predecessors.
-Such a graph can be run in any order that its edges allow and always gets equally far, so running
-it once, without time, is the proof: it ends, or what is left holds a cycle, which is the deadlock.
-A transport that buffers or completes early only takes edges away, hence the proof holds for gloo,
-for NCCL with one communicator per channel, and for queues between threads.
-
-Before that, each program alone and the two ends of each channel are held against the rules that the
-graph takes for granted; `_neighbours` lists them.
+    rank 0   lane: POST_B0  SEND_F0        for B0 rank 1 has to run F0 ...
+    rank 1   lane: POST_F0  SEND_B0        ... which is behind B0 on rank 0
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Container
+import operator
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+
+import numpy as np
 
 from autopipe.errors import ScheduleError
-from autopipe.schedule import Channel, Flow, Instruction, Kind, Program, Programs
+from autopipe.rules import Ints, check_alone, check_ends, check_sums, ends, orders, tables
+from autopipe.schedule import Channel, Instruction, Kind, Programs, holders
+from autopipe.walk import CODES, NEVER, Delays, Graph, Walk, walk
+
+Lanes = Callable[[Channel], Hashable]
+"""Which lane a channel is on: transfers of one lane start in the order in which a rank issues their
+ends. For example `lambda channel: 0`, one communicator for everything."""
 
 
-def check(programs: Programs) -> None:
+def check(programs: Programs, lanes: Lanes | None = None) -> None:
     """Refuse programs that cannot run to their end, whatever the transport.
 
-    The time it takes is linear in the number of instructions.
+    The time it takes is linear in the number of instructions: about a microsecond for each.
+
+    Args:
+        lanes: for a transport whose channels share lanes; else each channel is a lane of its own.
+            Stages on one rank need no transport, so channels between them are always apart.
 
     Raises:
         ScheduleError: one sentence that names ranks and instructions. One stands twice, on two
@@ -42,167 +51,135 @@ def check(programs: Programs) -> None:
                 of rank 1; rank 1 waits at 1WAIT_F1<0 for 0SEND_F1>1, which comes after 0WAIT_B0<1
                 of rank 0
     """
-    holder: dict[int, int] = {}
-    for rank, program in enumerate(programs):
-        for stage in {instruction.stage for instruction in program}:
-            if holder.setdefault(stage, rank) != rank:
-                raise ScheduleError(f"stage {stage} stands on ranks {holder[stage]} and {rank}")
-    for rank, program in enumerate(programs):
-        _check_alone(rank, program)
-    sends, posts = _orders(programs, Kind.SEND), _orders(programs, Kind.POST)
-    for channel in dict.fromkeys((*sends, *posts)):
-        _check_ends(channel, sends[channel], posts[channel])
-    _run(programs, sends, holder)
+    run(graph(programs, lanes), lanes=lanes)
 
 
-def _check_alone(rank: int, program: Program) -> None:
-    """Hold one program against the rules that need no other."""
-    place = {instruction: position for position, instruction in enumerate(program)}
-    for position, instruction in enumerate(program):
-        if place[instruction] != position:
-            raise ScheduleError(f"rank {rank}: {instruction} stands twice")
-        if instruction.kind is Kind.REDUCE and position + 1 < len(program):
-            raise ScheduleError(
-                f"rank {rank}: {program[position + 1]} stands after {instruction}, which ends a "
-                "program: all ranks meet there"
-            )
-        before, after = _neighbours(instruction, place)
-        if before is not None and place.get(before, len(program)) > position:
-            found = "stands after it" if before in place else "is missing"
-            raise ScheduleError(
-                f"rank {rank}: {instruction} needs {before} before it, which {found}"
-            )
-        if after is not None and place.get(after, -1) < position:
-            found = "stands before it" if after in place else "is missing"
-            raise ScheduleError(f"rank {rank}: {instruction} needs {after} after it, which {found}")
+def graph(programs: Programs, lanes: Lanes | None = None) -> Graph:
+    """The graph of waits of programs that keep the rules.
 
-
-def _neighbours(
-    instruction: Instruction, place: Container[Instruction]
-) -> tuple[Instruction | None, Instruction | None]:
-    """What must stand before an instruction in its own program, and what after it.
-
-    The chains that every program is woven from, with I for B where backward is split:
-
-        POST_F WAIT_F F SEND_F FREE_F B        POST_B WAIT_B B SEND_B FREE_B        F B    F I W
-
-    A forward's sends are freed before its backward, which lets go of what they may view.
+    Raises:
+        ScheduleError: as `check`, deadlock aside.
     """
-    kind, stage, k, flow, peer = instruction
-    if flow is None:
-        if kind is Kind.FORWARD or kind is Kind.REDUCE:
-            return None, None
-        made = Kind.BACKWARD_INPUT if kind is Kind.BACKWARD_WEIGHT else Kind.FORWARD
-        return Instruction(made, stage, k), None
-    if kind is Kind.POST:
-        return None, Instruction(Kind.WAIT, stage, k, flow, peer)
-    compute = Instruction(Kind.FORWARD, stage, k)
-    if flow is Flow.GRADIENT or kind is Kind.FREE:
-        compute = Instruction(Kind.BACKWARD_INPUT, stage, k)
-        if compute not in place:
-            compute = Instruction(Kind.BACKWARD, stage, k)
-    if kind is Kind.WAIT:
-        return Instruction(Kind.POST, stage, k, flow, peer), compute
-    if kind is Kind.SEND:
-        return compute, Instruction(Kind.FREE, stage, k, flow, peer)
-    lets_go = flow is Flow.ACTIVATION and compute in place
-    return Instruction(Kind.SEND, stage, k, flow, peer), compute if lets_go else None
+    holder = holders(programs)
+    made, microbatches = tables(programs)
+    for rank, (program, table) in enumerate(zip(programs, made, strict=True)):
+        check_alone(rank, program, table)
+    check_sums(programs, made)
+    sends = orders(made, Kind.SEND)
+    check_ends(sends, orders(made, Kind.POST), microbatches)
+
+    by_column: dict[Channel, Ints] = {}  # the numbers of a channel's transfers
+    transfers: list[tuple[int, int]] = []
+    for index, (channel, order) in enumerate(sends.items()):
+        by_column[channel] = np.zeros(len(microbatches), np.int64)
+        by_column[channel][order] = len(transfers) + np.arange(len(order))
+        transfers += [(index, k) for k in microbatches[order].tolist()]
+    codes, numbers = [], []
+    for table in made:
+        code = np.array([CODES[line[0]] for line in table.lines], np.int64)
+        number = np.zeros(len(table.line), np.int64)
+        for line, index in table.lines.items():
+            if line[2] is not None:
+                there = table.line == index
+                channel = Instruction(line[0], line[1], 0, line[2], line[3]).channel
+                number[there] = by_column[channel][table.column[there]]
+        codes.append(code[table.line].tolist())
+        numbers.append(number.tolist())
+    found = Graph(programs, made, holder, codes, numbers, tuple(sends), transfers)
+    return replace(found, lanes=_shared(found, lanes)) if lanes else found
 
 
-def _orders(programs: Programs, kind: Kind) -> defaultdict[Channel, dict[int, int]]:
-    """The order in which one end of each channel, the SENDs or the POSTs, issues its transfers."""
-    orders: defaultdict[Channel, dict[int, int]] = defaultdict(dict)
-    for program in programs:
-        for instruction in program:
-            if instruction.kind is kind:
-                order = orders[instruction.channel]
-                order[instruction.microbatch] = len(order)
-    return orders
+def _shared(graph: Graph, lanes: Lanes) -> list[tuple[int, int]]:
+    """Which transfer comes right after which on a lane of one of its two ranks."""
+    found = []
+    for program, numbers in zip(graph.programs, graph.numbers, strict=True):
+        last: dict[Hashable, int] = {}
+        for instruction, number in zip(program, numbers, strict=True):
+            if _on_lane(graph, instruction):
+                lane = lanes(instruction.channel)
+                if lane in last:
+                    found.append((last[lane], number))
+                last[lane] = number
+    return found
 
 
-def _check_ends(channel: Channel, sends: dict[int, int], posts: dict[int, int]) -> None:
-    """Refuse a transfer with one end, and ends that pair the wrong tensors."""
-    send = Instruction(Kind.SEND, channel.source, 0, channel.flow, channel.target)
-    post = Instruction(Kind.POST, channel.target, 0, channel.flow, channel.source)
-    for one, other, unpaired in (
-        (send, post, sends.keys() - posts.keys()),
-        (post, send, posts.keys() - sends.keys()),
-    ):
-        if unpaired:
-            one, other = (end._replace(microbatch=min(unpaired)) for end in (one, other))
-            raise ScheduleError(f"{one} has no {other}: a transfer needs both ends")
-    for number, (sent, posted) in enumerate(zip(sends, posts, strict=True)):
-        if sent != posted:
-            one, other = send._replace(microbatch=sent), post._replace(microbatch=posted)
-            raise ScheduleError(
-                f"transfer {number} from stage {channel.source} to stage {channel.target} is "
-                f"{one} at the source and {other} at the target: tensors would be swapped"
-            )
+def _on_lane(graph: Graph, instruction: Instruction) -> bool:
+    """Whether this is an end of a transfer that leaves its rank: others need no transport."""
+    if instruction.kind is not Kind.SEND and instruction.kind is not Kind.POST:
+        return False
+    source, target, _ = instruction.channel
+    return graph.holder[source] != graph.holder[target]
 
 
-def _run(programs: Programs, orders: dict[Channel, dict[int, int]], holder: dict[int, int]) -> None:
-    """Run every program as far as it goes; refuse if that is not to the end.
+def run(graph: Graph, delays: Delays | None = None, lanes: Lanes | None = None) -> Walk:
+    """Walk through a graph, made with the same `lanes`, to the end of every program.
 
-    Both ends issue the transfers of a channel in the same order, so transfer number n is over as
-    soon as more than n have been sent and more than n posted: two counters hold a channel's state.
+    Raises:
+        ScheduleError: there is no way to the end: a deadlock.
     """
-    sent = dict.fromkeys(orders, 0)
-    posted = dict.fromkeys(orders, 0)
-    position = [0] * len(programs)
-    ready = list(range(len(programs)))
-    while ready:
-        rank = ready.pop()
-        program = programs[rank]
-        while position[rank] < len(program):
-            instruction = program[position[rank]]
-            if instruction.flow is not None:
-                channel = instruction.channel
-                if instruction.kind is Kind.SEND:
-                    sent[channel] += 1
-                    ready.append(holder[channel.target])
-                elif instruction.kind is Kind.POST:
-                    posted[channel] += 1
-                    ready.append(holder[channel.source])
-                else:
-                    number = orders[channel][instruction.microbatch]
-                    if sent[channel] <= number or posted[channel] <= number:
-                        break
-            position[rank] += 1
-
-    stuck = {r: p[position[r]] for r, p in enumerate(programs) if position[r] < len(p)}
-    if not stuck:
-        return
-    missing = {}
-    for rank, instruction in stuck.items():
-        channel, k = instruction.channel, instruction.microbatch
-        missing[rank] = (
-            Instruction(Kind.SEND, channel.source, k, channel.flow, channel.target)
-            if sent[channel] <= orders[channel][k]
-            else Instruction(Kind.POST, channel.target, k, channel.flow, channel.source)
-        )
+    found = walk(graph, delays)
+    if all(map(operator.eq, map(len, found.ends), map(len, graph.programs))):
+        return found
     raise ScheduleError(
-        "deadlock: " + "; ".join(_circle(stuck, missing, holder)),
+        "deadlock: " + "; ".join(_circle(graph, found, lanes)),
         hint="one of these must stand earlier or later in its program, or a window be wider",
     )
 
 
-def _circle(
-    stuck: dict[int, Instruction], missing: dict[int, Instruction], holder: dict[int, int]
-) -> list[str]:
+_Transfer = tuple[Channel, int]
+
+
+def _circle(graph: Graph, found: Walk, lanes: Lanes | None) -> list[str]:
     """Who waits for whom around the circle, from its lowest rank.
 
-    Every rank that is left waits for an instruction that another rank has ahead of it: following
-    them from anywhere comes back to a rank already met.
+    Whoever is left, a rank at its WAIT or FREE or a transfer in its lane, waits for another that is
+    left: following them from anywhere comes back to one already met.
     """
-    path: list[int] = []
-    rank = min(stuck)
-    while rank not in path:
-        path.append(rank)
-        rank = holder[missing[rank].stage]
-    circle = path[path.index(rank) :]
-    start = circle.index(min(circle))
-    return [
-        f"rank {rank} waits at {stuck[rank]} for {missing[rank]}, which comes after "
-        f"{stuck[holder[missing[rank].stage]]} of rank {holder[missing[rank].stage]}"
-        for rank in circle[start:] + circle[:start]
-    ]
+    at = {
+        rank: program[len(done)]
+        for rank, (program, done) in enumerate(zip(graph.programs, found.ends, strict=True))
+        if len(done) < len(program)
+    }
+    ahead = {rank: set(graph.programs[rank][len(found.ends[rank]) :]) for rank in at}
+    happened = {
+        (graph.channels[channel], k)
+        for (channel, k), time in zip(graph.transfers, found.arrived, strict=True)
+        if time != NEVER
+    }
+
+    def blame(waiting: int | _Transfer) -> tuple[int | _Transfer, Instruction, str]:
+        """Whom a rank or a transfer waits for, by what instruction, and where that stands."""
+        if isinstance(waiting, int):
+            channel, k = at[waiting].channel, at[waiting].microbatch
+        else:
+            channel, k = waiting
+        for end in ends(channel, k):
+            rank = graph.holder[end.stage]
+            if end in ahead.get(rank, ()):
+                later = (
+                    f"after {at[rank]} of rank {rank}" if rank != waiting else "later on that rank"
+                )
+                return rank, end, f"which comes {later}"
+        for end in ends(channel, k):  # both are issued, so the transfer is behind another
+            rank = graph.holder[end.stage]
+            program = graph.programs[rank]
+            for other in reversed(program[: program.index(end)]):
+                if lanes and _on_lane(graph, other) and lanes(other.channel) == lanes(end.channel):
+                    before = other.channel, other.microbatch
+                    if before not in happened:
+                        return before, other, f"which is before {end} in a lane of rank {rank}"
+        raise AssertionError(f"{channel} {k} has not happened and waits for nothing")
+
+    path: list[int | _Transfer] = []
+    words: list[str] = []
+    node: int | _Transfer = min(at)
+    name: Instruction | None = None
+    while node not in path:
+        who = f"rank {node} waits at {at[node]}" if isinstance(node, int) else f"{name} waits"
+        path.append(node)
+        node, name, why = blame(node)
+        words.append(f"{who} for {name}, {why}")
+    first = path.index(node)
+    ranks = [other for other in path[first:] if isinstance(other, int)]
+    start = path.index(min(ranks)) if ranks else first
+    return words[start:] + words[first:start]

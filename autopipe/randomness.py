@@ -8,11 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import torch
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+DRAWN = "autopipe_drawn"
+"""The key in a traced node's meta under which the name of the node it draws for stands."""
+
+Key = tuple[int, int, int]
+"""Run, step and global micro-batch."""
 
 _current = threading.local()
 # The generators below are the process's own; threads (tests run one per stage) take turns.
@@ -25,22 +32,53 @@ def seed(*parts: object) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-@contextmanager
-def stream(run: int, step: int, microbatch: int) -> Iterator[None]:
-    """Random nodes that run inside draw for this run, step and global micro-batch."""
-    _current.key = (run, step, microbatch)
-    try:
-        yield
-    finally:
-        del _current.key
+class stream:
+    """Random nodes that run inside draw for this run, step and global micro-batch.
+
+    A context manager; a class, for it stands around every forward and every backward.
+    """
+
+    __slots__ = ("_before", "_key")
+
+    def __init__(self, run: int, step: int, microbatch: int) -> None:
+        self._key: Key | None = (run, step, microbatch)
+
+    @classmethod
+    def resumed(cls, key: Key | None) -> stream:
+        """The stream that `current()` has told of, maybe in another thread; None: outside any."""
+        again = cls(0, 0, 0)
+        again._key = key
+        return again
+
+    def __enter__(self) -> None:
+        self._before = current()
+        _current.key = self._key
+
+    def __exit__(self, *error: object) -> None:
+        _current.key = self._before
+
+
+def current() -> Key | None:
+    """Which stream this thread draws from; None outside any."""
+    return getattr(_current, "key", None)
 
 
 def draw(op: Callable[..., Any], node: str, *args: Any, **kwargs: Any) -> Any:
     """Call a random op with the generators seeded for `node`; their state is left as it was.
 
-    Outside a stream (fake tensors, which draw nothing) the op is called as it is.
+    Outside a stream (fake tensors, which draw nothing) the op is called as it is. While `make_fx`
+    traces, the calls that it becomes are marked with the node's name.
     """
-    key = getattr(_current, "key", None)
+    tracing = get_proxy_mode()
+    if tracing is not None:
+        calls = tracing.tracer.graph.nodes
+        before = len(calls)
+        try:
+            return op(*args, **kwargs)
+        finally:  # a block that runs again in backward may end in the middle of an op
+            for call in islice(calls, before, None):
+                call.meta[DRAWN] = node
+    key = current()
     if key is None:
         return op(*args, **kwargs)
     with _generators, torch.random.fork_rng(device_type="cuda"):

@@ -97,6 +97,21 @@ def check(tensor: Tensor, read: Read) -> None:
     Raises:
         ModelError: the value differs from the record.
     """
+    check_op(tensor, read.kind, json.dumps(read.value), read.place)
+
+
+@torch.library.custom_op("autopipe::check", mutates_args=())
+def check_op(tensor: Tensor, kind: str, value: str, place: str) -> None:
+    """`check` as an op, which a trace keeps; the value is JSON text."""
+    _compare(tensor, Read(kind, json.loads(value), place))
+
+
+@check_op.register_fake
+def _(tensor: Tensor, kind: str, value: str, place: str) -> None:
+    return None
+
+
+def _compare(tensor: Tensor, read: Read) -> None:
     found = _value(read.kind, tensor)
     both_nan = found != found and read.value != read.value
     if found != read.value and not both_nan:

@@ -1,16 +1,19 @@
 """A rehearsal: all stages of a partition run once, forward and backward, on tensors without memory.
 
-It gives what no formula gives exactly: the bytes each stage keeps for backward, and how the tensors
-that cross a cut look (strides, whether a gradient comes back, and in which strides). Layout is part
-of the result: a reduction over the same values in another layout adds in another order.
+It gives what no formula gives exactly: the bytes each stage keeps for backward and makes again in
+it, and how the tensors that cross a cut look (dtype, strides, whether a gradient comes back, and in
+which strides). Layout is part of the result: a reduction over the same values in another layout
+adds in another order.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import weakref
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,6 +24,8 @@ from autopipe.graph import Graph, Ref, shape_at
 from autopipe.lower import lower
 from autopipe.opaque import observing
 from autopipe.partition import Stage
+from autopipe.precision import WideStatistics, arithmetic, computing
+from autopipe.recompute import within
 
 Strides = tuple[int, ...]
 
@@ -45,13 +50,30 @@ class Boundary:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """The crossing tensors, and per stage the bytes that one micro-batch keeps for backward.
+    """The crossing tensors, and bytes per stage.
 
-    Parameters, buffers, the batch and received tensors are not among the kept bytes.
+    Attributes:
+        saved: what one micro-batch keeps from forward to backward. Parameters, buffers, the batch
+            and received tensors are not among it, nor copies in low precision.
+        recomputed: how much more than `saved` is held at the fullest moment of a backward, because
+            blocks are run again in it: by then the blocks after them have let go of theirs.
+
+                saved   |#### args of 4 blocks ####|## rest ##|
+                        |#### args of 4 blocks ####|      <- the rest is gone
+                                          + |##### block 3 again #####|
+                                                       |-----|  recomputed
+
+        low: the step's copies of parameters in low precision, all micro-batches together.
+        stash, fresh: where backwards are split, what is held between the two halves, and what of it
+            the first half has made (`autopipe.halves`); nothing otherwise.
     """
 
     boundaries: Mapping[Ref, Boundary]
     saved: tuple[int, ...]
+    recomputed: tuple[int, ...]
+    low: tuple[int, ...]
+    stash: tuple[int, ...] = ()
+    fresh: tuple[int, ...] = ()
 
 
 def rehearse(
@@ -61,16 +83,22 @@ def rehearse(
     rows: int,
     *,
     gradients: bool = True,
+    recompute: Collection[str] = (),
+    precision: str = "fp32",
 ) -> Rehearsal:
     """Run the stages under fake tensors with micro-batches of `rows` rows.
 
     Args:
         gradients: False for an evaluation graph: forward alone, nothing is kept.
+        recompute: paths of the blocks that run again in backward, of all stages.
+        precision: what matrix products are computed in.
+
+    Raises:
+        PlanError: a block to recompute would not do the same again.
     """
-    found, unused = _rehearse(graph, stages, blocks, rows, gradients, frozenset())
-    if unused:
-        found, _ = _rehearse(graph, stages, blocks, rows, gradients, unused)
-    return found
+    run = partial(_rehearse, graph, stages, blocks, rows, gradients, recompute, precision)
+    found, unused = run(frozenset())
+    return run(unused)[0] if unused else found
 
 
 Arrival = tuple[Ref, int]
@@ -83,6 +111,8 @@ def _rehearse(
     blocks: Sequence[Block],
     rows: int,
     gradients: bool,
+    recompute: Collection[str],
+    precision: str,
     unused: frozenset[Arrival],
 ) -> tuple[Rehearsal, frozenset[Arrival]]:
     """Rehearse; `unused` are arrivals to which no gradient flows back, and so is what is returned.
@@ -91,23 +121,38 @@ def _rehearse(
     leads to them alone keeps nothing for backward, as in the whole model.
     """
     boundaries: dict[Ref, Boundary] = {}
+    recomputed = [0] * len(stages)
     arrivals: list[dict[Ref, Tensor]] = []
     results: list[dict[Ref, Tensor]] = []
     saved: list[int] = []
-    with fake_mode(), torch.set_grad_enabled(gradients):
+    low: list[int] = []
+    kept: list[Kept] = []
+    with fake_mode(), WideStatistics(), torch.set_grad_enabled(gradients):
         for stage in stages:
             states = {name: fake_state(graph, name) for name in stage.states}
             lowered = lower(
-                graph, stage, blocks, states, None, rows, last=stage.index == len(stages) - 1
+                graph,
+                stage,
+                blocks,
+                states,
+                None,
+                rows,
+                last=stage.index == len(stages) - 1,
+                recompute=within(stage, blocks, recompute),
+                precision=precision,
             )
+            how = arithmetic(precision, "cpu", [states[name] for name in lowered.low])
+            copies = how.copies.values()
+            low.append(sum(copy.untyped_storage().nbytes() for copy in copies))
             received = {ref: _arrival(boundaries[ref], stage.index) for ref, _ in stage.receives}
             inputs = [
                 torch.empty(shape_at(graph.inputs[path], rows), dtype=graph.inputs[path].dtype)
                 for path in stage.inputs
             ]
-            with keeping(not_owned_by=(*states.values(), *received.values(), *inputs)) as kept:
+            kept.append(Kept((*states.values(), *received.values(), *inputs, *copies)))
+            with observing(kept[-1].keep), computing(how):
                 made = lowered.module(*received.values(), *inputs)
-            saved.append(sum(kept.values()))
+            saved.append(sum(kept[-1].sizes.values()))
             outgoing = dict(zip(stage.outgoing, made, strict=False))
             for ref, tensor in outgoing.items():
                 takers = [
@@ -123,8 +168,8 @@ def _rehearse(
             results.append(outgoing)
         losses = made[len(stages[-1].outgoing) :]
         if gradients:
-            unused = _backward(stages, boundaries, arrivals, results, losses[0])
-    return Rehearsal(boundaries, tuple(saved)), unused
+            unused, recomputed = _backward(stages, boundaries, arrivals, results, losses[0], kept)
+    return Rehearsal(boundaries, tuple(saved), tuple(recomputed), tuple(low)), unused
 
 
 def _backward(
@@ -133,12 +178,14 @@ def _backward(
     arrivals: Sequence[Mapping[Ref, Tensor]],
     results: Sequence[Mapping[Ref, Tensor]],
     loss: Tensor,
-) -> frozenset[Arrival]:
+    kept: Sequence[Kept],
+) -> tuple[frozenset[Arrival], list[int]]:
     """The backward of every stage from the last one on, to learn the strides of gradients.
 
-    Returns the arrivals that no gradient came to.
+    Returns the arrivals that no gradient came to, and what `Rehearsal.recomputed` has.
     """
     unused: set[Arrival] = set()
+    recomputed = [0] * len(stages)
     for stage in reversed(stages):
         if stage.index == len(stages) - 1:
             roots = [loss] if loss.requires_grad else []
@@ -151,7 +198,11 @@ def _backward(
                 if boundaries[ref].gradients
             ]
         if roots:
-            torch.autograd.backward(roots, seeds)
+            of = kept[stage.index]
+            before = of.most = of.now
+            with observing(of.keep):
+                torch.autograd.backward(roots, seeds)
+            recomputed[stage.index] = of.most - before
         for ref, tensor in arrivals[stage.index].items():
             boundary = boundaries[ref]
             strides = dict(boundary.gradients)
@@ -160,7 +211,7 @@ def _backward(
             elif strides.pop(stage.index, None) is not None:
                 unused.add((ref, stage.index))
             boundaries[ref] = replace(boundary, gradients=strides)
-    return frozenset(unused)
+    return frozenset(unused), recomputed
 
 
 def _summed(boundary: Boundary) -> Tensor:
@@ -193,22 +244,41 @@ def dense_strides(tensor: Tensor) -> Strides:
     return torch.empty_like(tensor).stride()
 
 
-@contextmanager
-def keeping(*, not_owned_by: Iterable[Tensor]) -> Iterator[dict[int, int]]:
-    """Collect the storages that autograd keeps for backward: their bytes, by storage.
+class Kept:
+    """What autograd keeps of one stage, storage by storage, as it comes and goes.
 
-    Those of `not_owned_by` are left out: somebody else pays for them.
+    Storages of `not_owned_by` are left out: somebody else pays for them.
+
+    Attributes:
+        sizes: bytes of every storage that was ever kept.
+        now, most: bytes kept at this moment, and at the fullest since `most` was last set.
     """
-    owned = {storage_key(tensor) for tensor in not_owned_by}
-    kept: dict[int, int] = {}
-    alive: list[Tensor] = []  # a storage that is gone would lend its key to another
 
-    def pack(tensor: Tensor) -> Tensor:
+    def __init__(self, not_owned_by: Iterable[Tensor]) -> None:
+        self.sizes: dict[int, int] = {}
+        self.now = self.most = 0
+        # Storages are held, not keys alone: one that is gone would lend its key to another.
+        self._owned = {storage_key(tensor): tensor.untyped_storage() for tensor in not_owned_by}
+        self._storages: list[torch.UntypedStorage] = []
+        self._users: Counter[int] = Counter()
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """What autograd is to keep in the place of a tensor; it is kept as long as that lives."""
         key = storage_key(tensor)
-        if key not in owned:
-            kept[key] = tensor.untyped_storage().nbytes()
-            alive.append(tensor)
-        return tensor
+        if key in self._owned:
+            return tensor
+        storage = tensor.untyped_storage()
+        self._storages.append(storage)
+        self.sizes[key] = storage.nbytes()
+        self._users[key] += 1
+        if self._users[key] == 1:
+            self.now += self.sizes[key]
+            self.most = max(self.most, self.now)
+        held = tensor.detach()
+        weakref.finalize(held, self._let_go, key)
+        return held
 
-    with observing(pack):
-        yield kept
+    def _let_go(self, key: int) -> None:
+        self._users[key] -= 1
+        if self._users[key] == 0:
+            self.now -= self.sizes[key]

@@ -16,10 +16,11 @@ from typing import NamedTuple
 import numpy as np
 
 from autopipe.errors import InfeasibleError
-from autopipe.estimate import Estimate, estimate, peak, profile_of, tables
-from autopipe.plan import Alternative
-from autopipe.planners.search import Frame, frames, one_of
+from autopipe.estimate import Estimate, chunks_of, estimate, peak, profile_of, weights
+from autopipe.plan import Alternative, Memory
+from autopipe.planners.search import Frame, frames, one_of, schedules
 from autopipe.problem import Decision, Problem
+from autopipe.tables import tables
 
 Choice = Callable[[Problem, Frame], Decision]
 
@@ -41,7 +42,7 @@ class Answer:
         decision: the best decision it knows. Ties go to fewer stages, then fewer micro-batches,
             then `1f1b`.
         estimate: what that costs.
-        bound_seconds: no plan under the same constraints takes less for a step.
+        bound_seconds: by the estimate no plan under the same constraints takes less for a step.
         binding: a sentence on what keeps the step from being faster.
         alternatives: the best decision of each other frame: those that fit, fastest first, then
             those that do not, the nearest first.
@@ -83,10 +84,12 @@ def best_answer(problem: Problem, choice: Choice, *, heuristic: str | None = Non
     best = next(s for s in scored if s.estimate.fits and s.estimate.step_seconds <= tied)
     misfits = sorted((s for s in scored if not s.estimate.fits), key=lambda s: s.estimate.overflow)
     step = best.estimate.step_seconds
+    # Of several stages on a rank no planner tries unequal shares of the device.
+    exact = heuristic is None and best.decision.stages == best.decision.pp
     return Answer(
         decision=best.decision,
         estimate=best.estimate,
-        bound_seconds=min(_bound(problem, s.frame) for s in scored) if heuristic else step,
+        bound_seconds=step if exact else min(_bound(problem, s.frame) for s in scored),
         binding=_binding(problem, choice, best),
         alternatives=tuple(
             _alternative(problem, best, other) for other in fitting + misfits if other is not best
@@ -102,9 +105,13 @@ def _bound(problem: Problem, frame: Frame) -> float:
     """Seconds of a step with perfect balance, free transfers and a free all-reduce."""
     profile = profile_of(problem, frame.dp, frame.micro_batches)
     assert profile is not None, "a frame has a profile"
-    return math.fsum(profile.forward + profile.backward) * (
-        1 + (frame.micro_batches - 1) / frame.pp
-    )
+    whole = math.fsum(profile.forward + profile.backward)
+    steps = []
+    for name in schedules(problem):
+        of_sum, of_largest = weights(problem, name, frame.micro_batches)
+        stages = frame.pp * chunks_of(problem.constraints, name)
+        steps.append(whole * (of_sum + of_largest / stages))
+    return min(steps)
 
 
 def _alternative(problem: Problem, best: _Scored, other: _Scored) -> Alternative:
@@ -113,11 +120,12 @@ def _alternative(problem: Problem, best: _Scored, other: _Scored) -> Alternative
     if not found.fits:
         amount = Amount(problem.memory)
         limit = amount.of(problem.memory)
-        need = amount(found.stages[found.worst].memory.peak)
+        needing, held = _fullest(found)
+        need = amount(held.peak)
         if need == amount(problem.memory):
-            why = f"stage {found.worst} needs {found.overflow} bytes more than {limit}"
+            why = f"{needing} {found.overflow} bytes more than {limit}"
         else:
-            why = f"stage {found.worst} needs {need} of {limit}"
+            why = f"{needing} {need} of {limit}"
     elif found.step_seconds > step * (1 + VISIBLE):
         why = f"{percent(found.step_seconds / step - 1)} slower"
     else:
@@ -131,6 +139,15 @@ def _alternative(problem: Problem, best: _Scored, other: _Scored) -> Alternative
         step_seconds=found.step_seconds if found.fits else None,
         why=why,
     )
+
+
+def _fullest(found: Estimate) -> tuple[str, Memory]:
+    """`stage 0 needs`, and all that the stages of the fullest device hold."""
+    parts = [vars(found.stages[stage].memory) for stage in found.worst]
+    held = Memory(**{name: sum(part[name] for part in parts) for name in parts[0]})
+    *most, last = map(str, found.worst)
+    words = f"stages {', '.join(most)} and {last} need" if most else f"stage {last} needs"
+    return words, held
 
 
 def _binding(problem: Problem, choice: Choice, best: _Scored) -> str:
@@ -156,13 +173,12 @@ def _binding(problem: Problem, choice: Choice, best: _Scored) -> str:
             f"memory: without the limit of {limit}, {first.frame} would be {gain} faster"
         )
 
-    seconds = [stage.seconds for stage in found.stages]
-    slowest = max(range(decision.pp), key=lambda s: seconds[s])
+    seconds = [stage.period for stage in found.stages]
+    slowest = max(range(decision.stages), key=lambda s: seconds[s])
     mean = sum(seconds) / len(seconds)
     pace = f"stage {slowest} sets the pace with {duration(seconds[slowest])} a micro-batch"
     if decision.pp > 1 and mean > 0:
         pace += f", {percent(seconds[slowest] / mean - 1)} above the mean stage"
-        pace += f"; the bubble is {percent(found.bubble)}"
     if found.reduce_seconds > VISIBLE * found.step_seconds:
         pace += (
             f"; reducing its gradients takes {percent(found.reduce_seconds / found.step_seconds)}"
@@ -175,9 +191,10 @@ def _nothing_fits(
 ) -> InfeasibleError:
     nearest = min(scored, key=lambda s: s.estimate.overflow)
     found = nearest.estimate
-    stage = found.stages[found.worst]
-    held, amount = stage.memory, Amount(problem.memory)
-    flying = f"{stage.in_flight} micro-batch{'' if stage.in_flight == 1 else 'es'}"
+    needing, held = _fullest(found)
+    amount = Amount(problem.memory)
+    in_flight = max(found.stages[stage].in_flight for stage in found.worst)
+    flying = f"{in_flight} micro-batch{'' if in_flight == 1 else 'es'}"
     kind = f"{heuristic} plan" if heuristic else "plan"
     parts = [
         (held.parameters + held.gradients + held.optimizer, "parameters, gradients and optimizer"),
@@ -190,7 +207,7 @@ def _nothing_fits(
     )
     return InfeasibleError(
         f"no {kind} fits {amount.of(problem.memory)} a device: nearest is "
-        f"{nearest.frame}, whose stage {found.worst} needs {amount.of(held.peak)}, "
+        f"{nearest.frame}, whose {needing} {amount.of(held.peak)}, "
         f"{found.overflow} bytes too many ({listed}).",
         hint=_what_would_help(problem, scored, nearest, heuristic),
     )
@@ -209,15 +226,16 @@ def _what_would_help(
             helps.append(f"less than dp={asked.dp}, and so more stages")
         else:
             helps.append(f"more than {problem.devices} devices")
-    stage = nearest.estimate.stages[nearest.estimate.worst]
+    _, held = _fullest(nearest.estimate)
+    in_flight = max(nearest.estimate.stages[stage].in_flight for stage in nearest.estimate.worst)
     rows = problem.batch // (nearest.decision.dp * nearest.decision.micro_batches)
-    moving = stage.memory.activations + stage.memory.transfers > 0
+    moving = held.activations + held.transfers > 0
     if asked.micro_batches is not None and moving and problem.profiles[0].rows < rows:
         helps.append(f"more micro-batches than {asked.micro_batches}, which makes them smaller")
-    if asked.schedule is not None and asked.schedule != "1f1b" and stage.in_flight > 1:
+    if asked.schedule is not None and asked.schedule != "1f1b" and in_flight > 1:
         helps.append("the schedule 1f1b, which holds fewer micro-batches")
     what = "devices" if asked.memory is None else "a memory limit"
-    helps.append(f"{what} of {Amount(problem.memory).ceiling(stage.memory.peak)}")
+    helps.append(f"{what} of {Amount(problem.memory).ceiling(held.peak)}")
     return one_of(helps)
 
 
@@ -227,7 +245,8 @@ def _more_stages_could_fit(problem: Problem, scored: list[_Scored]) -> bool:
         return False
     first = np.arange(problem.units)
     alone = tables(problem, problem.profiles[0]).at(first, first + 1)
-    return bool(peak(alone, problem, 1, 1).max() <= problem.memory)
+    dp = problem.constraints.dp or 1
+    return bool(peak(alone, problem, 1, 1, dp).max() <= problem.memory)
 
 
 class Amount:

@@ -5,11 +5,14 @@
 
 **Constraints.** Stage s holds in_flight(s) micro-batches, a number that its place alone decides:
 
-    peak_s(c_s, c_{s+1}) <= memory           else t_s(c_s, c_{s+1}) = infinity    -> `_seconds`
+    peak_s(c_s, c_{s+1}) <= room             else t_s(c_s, c_{s+1}) = infinity    -> `_seconds`
 
 **Objective.** By `autopipe.estimate`, with t_s the seconds of a micro-batch in stage s,
 
     step = T + (m - 1) * M,    T = sum_s t_s + reduce_0,    M = max_s t_s
+
+or with other weights than 1 and m - 1, and under eager-1f1b another t_s for M, where the schedule
+asks for them; what follows holds for any.
 
 T and M are each easy. Let V_s[i] be the best value of stages s .. p - 1 on the units [i, n):
 
@@ -41,11 +44,20 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from autopipe.estimate import Tables, peak, profile_of, reduce_seconds, stage_seconds, tables
+from autopipe.estimate import (
+    in_flights,
+    peak,
+    periods,
+    profile_of,
+    reduce_seconds,
+    room,
+    stage_seconds,
+    weights,
+)
 from autopipe.planners.answer import TOLERANCE, Answer, best_answer
-from autopipe.planners.search import Frame, schedules, undominated
+from autopipe.planners.search import Frame, undominated
 from autopipe.problem import Decision, Problem
-from autopipe.schedule import in_flight
+from autopipe.tables import Tables, tables
 
 Costs = NDArray[np.float64]
 """By range: entry [i, j] is of the units [i, j), infinite where a stage may not be that."""
@@ -57,7 +69,8 @@ NEXT = 1 - 1e-12
 
 
 def dynamic(problem: Problem) -> Answer:
-    """Plan exactly.
+    """Plan exactly, where each rank has one stage; where it has several, each stage gets an equal
+    share of its device, and what only unequal shares would fit is not found.
 
     Of equally fast cuts in a frame it takes some with the least maximum, M*, if those are among
     them, and then the earliest: the first stages, where most is in flight, have the least to hold.
@@ -76,9 +89,15 @@ def _choose(problem: Problem, frame: Frame) -> Decision:
 
     nearest: list[tuple[float, Decision]] = []
     fastest: list[tuple[float, Decision]] = []
-    for name in undominated(schedules(problem), frame):
+    for name in undominated(problem, frame):
         peaks = _peaks(ranges, problem, frame, name)
-        found = _fastest(_seconds(ranges, problem, peaks), reduce, frame.micro_batches)
+        of_sum, of_largest = weights(problem, name, frame.micro_batches)
+        found = _fastest(
+            _fitting(peaks, room(problem, name), of_sum * stage_seconds(ranges, problem, frame.dp)),
+            _fitting(peaks, room(problem, name), periods(ranges, problem, name, frame.dp)),
+            reduce,
+            of_largest,
+        )
         if found is not None:
             step, cuts = found
             fastest.append((step, Decision(*frame, name, cuts)))
@@ -94,52 +113,60 @@ def _peaks(ranges: Tables, problem: Problem, frame: Frame, name: str) -> list[Co
     units = np.arange(problem.units + 1)
     empty = units[:, None] >= units[None, :]
     # Linear in the micro-batches in flight: two evaluations serve all stages.
-    none, one = (peak(ranges, problem, frame.micro_batches, n).astype(float) for n in (0, 1))
+    none, one = (
+        peak(ranges, problem, frame.micro_batches, n, frame.dp).astype(float) for n in (0, 1)
+    )
     none[empty] = np.inf
     each = np.where(empty, 0.0, one - none)
-    flying = (in_flight(name, frame.pp, frame.micro_batches, s) for s in range(frame.pp))
-    return [none + n * each for n in flying]
+    return [none + n * each for n in in_flights(problem, name, frame.pp, frame.micro_batches)]
 
 
-def _seconds(ranges: Tables, problem: Problem, peaks: Sequence[Costs]) -> list[Costs]:
-    """Seconds of a micro-batch per stage and range, infinite where the range does not fit."""
-    seconds = stage_seconds(ranges, problem)
-    return [np.where(bytes <= problem.memory, seconds, np.inf) for bytes in peaks]
+def _fitting(peaks: Sequence[Costs], limit: int, seconds: Costs) -> list[Costs]:
+    """Seconds per stage and range, infinite where a range does not fit."""
+    return [np.where(bytes <= limit, seconds, np.inf) for bytes in peaks]
 
 
-def _fastest(seconds: Sequence[Costs], reduce: Costs, m: int) -> tuple[float, Cuts] | None:
+def _fastest(
+    seconds: Sequence[Costs], periods: Sequence[Costs], reduce: Costs, weight: float
+) -> tuple[float, Cuts] | None:
     """The least step and its cuts, by the descent over thresholds; None if no cuts fit.
 
     Args:
-        seconds: one array per stage.
+        seconds: what a stage adds to T, one array per stage.
+        periods: those of which M is the largest.
         reduce: seconds of the all-reduce, for the range that stage 0 gets.
-        m: micro-batches.
+        weight: of M in the step.
     """
-    least = float(_tails(np.maximum, seconds)[0][0])
+    least = float(_tails(np.maximum, periods)[0][0])
     if least == np.inf:
         return None
-    total, longest, cuts = _under(least / NEXT, seconds, reduce)
-    best = total + (m - 1) * longest, cuts
+    total, longest, cuts = _under(least / NEXT, seconds, periods, reduce)
+    best = total + weight * longest, cuts
     limit = np.inf
     while limit >= least:
-        total, longest, cuts = _under(limit, seconds, reduce)
-        step = total + (m - 1) * longest
+        total, longest, cuts = _under(limit, seconds, periods, reduce)
+        step = total + weight * longest
         if step < best[0] * (1 - TOLERANCE):
             best = step, cuts
-        if total + (m - 1) * least >= best[0] * NEXT:
+        if total + weight * least >= best[0] * NEXT or weight == 0:
             break
-        limit = min(longest * NEXT, (best[0] - total) / (m - 1))
+        limit = min(longest * NEXT, (best[0] - total) / weight)
     return best
 
 
-def _under(limit: float, seconds: Sequence[Costs], reduce: Costs) -> tuple[float, float, Cuts]:
-    """The least T with no stage longer than `limit`, its M and its cuts."""
-    costs = [np.where(stage <= limit, stage, np.inf) for stage in seconds]
+def _under(
+    limit: float, seconds: Sequence[Costs], periods: Sequence[Costs], reduce: Costs
+) -> tuple[float, float, Cuts]:
+    """The least T with no period longer than `limit`, its M and its cuts."""
+    costs = [
+        np.where(period <= limit, stage, np.inf)
+        for stage, period in zip(seconds, periods, strict=True)
+    ]
     costs[0] = costs[0] + reduce
     tails = _tails(np.add, costs)
     cuts = _walk(np.add, costs, tails)
     bounds = (0, *cuts, len(reduce) - 1)
-    longest = max(stage[bounds[s], bounds[s + 1]] for s, stage in enumerate(seconds))
+    longest = max(period[bounds[s], bounds[s + 1]] for s, period in enumerate(periods))
     return float(tails[0][0]), float(longest), cuts
 
 

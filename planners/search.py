@@ -13,9 +13,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from autopipe.errors import InfeasibleError
-from autopipe.estimate import profile_of
-from autopipe.problem import Problem
-from autopipe.schedule import SCHEDULES, in_flight
+from autopipe.estimate import chunks_of, in_flights, profile_of
+from autopipe.problem import WRITTEN, Problem
+from autopipe.schedules import SCHEDULES
+
+CONSIDERED = ("1f1b", "gpipe")
+"""The schedules to choose from where none is asked for, the preferred one first."""
 
 
 class Frame(NamedTuple):
@@ -56,26 +59,26 @@ def schedules(problem: Problem) -> tuple[str, ...]:
     """
     asked = problem.constraints.schedule
     if asked is None:
-        return tuple(sorted(SCHEDULES, key=lambda name: (name != "1f1b", name)))
-    if asked not in SCHEDULES:
+        return CONSIDERED
+    if asked not in (*SCHEDULES, WRITTEN):
         raise InfeasibleError(
             f"schedule={asked!r} was asked for, and there is none of that name",
-            hint=f"schedule is {one_of(sorted(SCHEDULES))}",
+            hint=f"schedule is {one_of(list(SCHEDULES))}, or a file with one",
         )
     return (asked,)
 
 
-def undominated(names: Sequence[str], frame: Frame) -> tuple[str, ...]:
-    """`names` without those that hold, in every stage, no fewer micro-batches than an earlier one.
+def undominated(problem: Problem, frame: Frame) -> tuple[str, ...]:
+    """The schedules without those that hold, in every stage, no less than an earlier one.
 
-    The estimate of a step's seconds does not ask for the schedule, only that of its memory does:
-    what fits under the later name fits under the earlier one and is as fast.
+    By the estimate those that are considered together take the same seconds, and differ in memory
+    alone: what fits under the later name fits under the earlier one and is as fast.
     """
-    kept: dict[str, list[int]] = {}
-    for name in names:
-        flying = [in_flight(name, frame.pp, frame.micro_batches, s) for s in range(frame.pp)]
-        if not any(all(map(int.__le__, other, flying)) for other in kept.values()):
-            kept[name] = flying
+    kept: dict[str, tuple[int, ...]] = {}
+    for name in schedules(problem):
+        held = in_flights(problem, name, frame.pp, frame.micro_batches)
+        if not any(all(map(int.__le__, other, held)) for other in kept.values()):
+            kept[name] = held
     return tuple(kept)
 
 
@@ -116,13 +119,14 @@ def _meshes(problem: Problem) -> list[tuple[int, int]]:
                 f"{devices} devices",
                 hint=f"{name} of {one_of(degrees)}; or fix both pp and dp, and the rest stay idle",
             )
-    possible = [mesh for mesh in meshes if mesh[0] <= units]
+    chunks = max(chunks_of(asked, name) for name in schedules(problem))
+    possible = [mesh for mesh in meshes if mesh[0] * chunks <= units]
     if not possible:
         pp, dp = meshes[0]
         raise InfeasibleError(
-            f"pp={pp} dp={dp} needs a model of at least {pp} units, one a stage; "
+            f"pp={pp} dp={dp} needs a model of at least {pp * chunks} units, one a stage; "
             f"this one has {units} to cut between",
-            hint=f"pp of at most {units}",
+            hint=f"pp of at most {units // chunks}",
         )
     return possible
 

@@ -11,7 +11,7 @@ micro-batches and schedule are the fastest that fit by the estimate.
 
 from __future__ import annotations
 
-from autopipe.estimate import estimate
+from autopipe.estimate import chunks_of, estimate
 from autopipe.planners.answer import Answer, best_answer
 from autopipe.planners.search import Frame, schedules
 from autopipe.problem import Decision, Problem
@@ -27,16 +27,18 @@ def uniform(problem: Problem) -> Answer:
 
 
 def _choose(problem: Problem, frame: Frame) -> Decision:
-    cuts = even_cuts(problem, frame.pp)
-    decisions = [Decision(*frame, name, cuts) for name in schedules(problem)]
+    decisions = [
+        Decision(*frame, name, even_cuts(problem, frame.pp * chunks_of(problem.constraints, name)))
+        for name in schedules(problem)
+    ]
     return min(decisions, key=lambda decision: estimate(problem, decision).overflow)
 
 
-def even_cuts(problem: Problem, pp: int) -> tuple[int, ...]:
-    """The pp - 1 cuts between pp equal shares, in units; pp is at most the number of units."""
-    if len(problem.blocks) >= pp:
+def even_cuts(problem: Problem, stages: int) -> tuple[int, ...]:
+    """The cuts between so many equal shares, in units; there are at least as many units."""
+    if len(problem.blocks) >= stages:
         starts = [first for first, _ in problem.blocks]
     else:
         starts = list(range(problem.units))
-    share, larger = divmod(len(starts), pp)
-    return tuple(starts[stage * share + min(stage, larger)] for stage in range(1, pp))
+    share, larger = divmod(len(starts), stages)
+    return tuple(starts[stage * share + min(stage, larger)] for stage in range(1, stages))

@@ -1,7 +1,7 @@
 """How a run's processes come to life: who each one is, and what is started before the first step.
 
     torchrun         RANK, WORLD_SIZE, ...      --+
-    autopipe --local the same, set by `spawn`   --+-->  World  --start-->  process group
+    autopipe --local the same, set by `spawn`   --+-->  World  --start-->  process group, watchdog
     srun             SLURM_PROCID, ...          --+
 
 This module imports torch only inside `start`: the parent that `--local N` leaves waiting for its
@@ -13,17 +13,17 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-import signal
 import socket
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
 from autopipe.errors import LaunchError
+from autopipe.runtime.spawn import cores
+from autopipe.runtime.spawn import spawn as spawn
+from autopipe.runtime.watchdog import LOCAL, Store, Watchdog, watch
 
 TIMEOUT = 300.0
 """Seconds that a process waits for another one, at the start or in a transfer, before it gives up.
@@ -171,11 +171,11 @@ def check_world(world: World, expected: int) -> None:
 
 
 @contextmanager
-def start(world: World, timeout: float = TIMEOUT) -> Iterator[None]:
-    """Open torch's default process group (gloo) for the time of the block.
+def start(world: World, timeout: float = TIMEOUT) -> Iterator[Watchdog]:
+    """Open torch's default process group (gloo) for the time of the block, under a watchdog.
 
-    Every rank has to come in within `timeout` seconds. The processes of a node share out its cores
-    and its GPUs.
+    At its end rank 0 waits for the other ranks: their store lives in its process. Every rank has to
+    come in within `timeout` seconds. The processes of a node share out its cores and its GPUs.
 
     Raises:
         LaunchError: gloo would announce an address that the other nodes cannot reach.
@@ -187,23 +187,43 @@ def start(world: World, timeout: float = TIMEOUT) -> Iterator[None]:
     torch.set_num_threads(max(1, cores() // world.local_size))
     if torch.cuda.is_available():
         torch.cuda.set_device(world.local_rank % torch.cuda.device_count())
-    host = f"[{world.master_addr}]" if ":" in world.master_addr else world.master_addr
     if device is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = device
+    limit = timedelta(seconds=timeout)
+    # As torch's own rendezvous does: torchrun says so if its agent listens there in rank 0's stead.
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"tcp://{host}:{world.master_port}",
-            rank=world.rank,
-            world_size=world.size,
-            timeout=timedelta(seconds=timeout),
+        store = dist.TCPStore(  # type: ignore[attr-defined]  # public all the same
+            world.master_addr,
+            world.master_port,
+            world.size,
+            is_master=world.rank == 0 and not agent,
+            timeout=limit,
+            multi_tenant=not agent,
         )
-        yield
+        with _watch(world, store) as watchdog:
+            dist.init_process_group(
+                "gloo", store=store, rank=world.rank, world_size=world.size, timeout=limit
+            )
+            yield watchdog
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
         if device is not None:
             del os.environ["GLOO_SOCKET_IFNAME"]
+
+
+def _watch(world: World, store: Store) -> Watchdog:
+    if world.size == 1:
+        return Watchdog()
+    return watch(
+        store,
+        rank=world.rank,
+        size=world.size,
+        node=world.node,
+        local_rank=world.local_rank,
+        host=LOCAL if world.local_size == world.size else world.master_addr,
+    )
 
 
 def _resolve(name: str) -> str:
@@ -243,117 +263,3 @@ def interface(
             "(`ip route` lists them)",
         )
     return None
-
-
-def cores() -> int:
-    """How many cores this process may use: what Slurm or a container has left of the machine."""
-    every = os.cpu_count() or 1
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else every
-
-
-GRACE = 5.0
-"""Seconds between asking a process to end (SIGTERM) and ending it (SIGKILL)."""
-
-
-def spawn(
-    processes: int,
-    argv: Sequence[str],
-    command: Sequence[str] = (sys.executable, "-m", "autopipe"),
-) -> int:
-    """Run `command` with `argv` in so many processes on this machine: what `--local N` does.
-
-    They find torchrun's variables in their environment and write to the same stdout and stderr.
-    All of them end when one fails, on Ctrl-C or on SIGTERM: none outlives this function.
-
-    Each leads a session of its own: Ctrl-C reaches the parent alone, which then ends each of them
-    with what that one has started in turn (data loaders). A parent that is itself killed cannot do
-    so; on Linux the kernel then does. Call it from the main thread, where signals arrive.
-
-    Returns:
-        0, or the code of the first process that failed; 128 + n if signal n killed it, or stopped
-        this function.
-
-    Raises:
-        LaunchError: fewer than one process is asked for.
-    """
-    if processes < 1:
-        raise LaunchError(f"expected at least 1 local process, found {processes}")
-    # A program of its own, not Popen's `preexec_fn`: that one is unsafe in a parent with threads.
-    guard = [sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid())]
-    if sys.platform != "linux":
-        guard = []
-    with _signals(signal.SIGINT, signal.SIGTERM) as received:
-        children: list[subprocess.Popen[bytes]] = []
-        try:
-            for environ in _environments(processes):
-                full = [*guard, *command, *argv]
-                children.append(subprocess.Popen(full, env=environ, start_new_session=True))
-            while not received:
-                codes = [child.poll() for child in children]
-                failed = [(code, rank) for rank, code in enumerate(codes) if code]
-                if failed:
-                    # The peers of a killed process fail too, a moment later: name the cause.
-                    code, rank = min(failed)
-                    how = f"exited with code {code}"
-                    if code < 0:
-                        how = f"was killed by signal {-code} ({signal.strsignal(-code)})"
-                    print(f"rank {rank} of {processes} {how}; ending the others", file=sys.stderr)
-                    return code if code > 0 else 128 - code
-                if None not in codes:
-                    return 0
-                time.sleep(0.05)
-            return 128 + received[0]
-        finally:
-            _end(children)
-
-
-def _environments(processes: int) -> Iterator[dict[str, str]]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    # An agent of torchrun's that started the parent knows nothing of these processes.
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
-    for rank in range(processes):
-        yield {
-            "OMP_NUM_THREADS": str(max(1, cores() // processes)),
-            **inherited,
-            "RANK": str(rank),
-            "WORLD_SIZE": str(processes),
-            "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": str(processes),
-            "GROUP_RANK": "0",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-
-
-_GUARD = """
-import ctypes, os, signal, sys
-PR_SET_PDEATHSIG = 1  # linux/prctl.h; outlives exec
-ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-if os.getppid() == int(sys.argv[1]):  # otherwise the parent was gone before the line above
-    os.execvp(sys.argv[2], sys.argv[2:])
-"""
-
-
-def _end(children: Sequence[subprocess.Popen[bytes]]) -> None:
-    deadline = time.monotonic() + GRACE
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        for child in children:
-            if child.poll() is None:
-                os.killpg(child.pid, number)
-        while time.monotonic() < deadline and any(child.poll() is None for child in children):
-            time.sleep(0.01)
-    for child in children:
-        child.wait()
-
-
-@contextmanager
-def _signals(*numbers: signal.Signals) -> Iterator[list[int]]:
-    """Note these signals, in the order they come in, instead of dying of them."""
-    received: list[int] = []
-    before = {n: signal.signal(n, lambda number, _: received.append(number)) for n in numbers}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

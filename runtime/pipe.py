@@ -1,4 +1,4 @@
-"""`Pipe`: this rank's stage of a planned model, and the training step that all ranks run together.
+"""`Pipe`: this rank's part of a planned model, and the training step that all ranks run together.
 
 pipe = autopipe.parallelize(model, plan)        on every rank
 optimizer = torch.optim.AdamW(pipe.parameters())
@@ -8,8 +8,7 @@ pipe.clip_grad_norm_(1.0); optimizer.step()
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,118 +16,102 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopipe import batches
-from autopipe.assemble import evaluation_programs, step_programs
 from autopipe.binding import Split
 from autopipe.errors import ModelError
-from autopipe.lower import lower
-from autopipe.partition import tied_states
-from autopipe.plan import Memory, Place, Plan, StagePrediction
-from autopipe.rehearsal import rehearse
-from autopipe.runtime.engine import AutogradEngine
-from autopipe.runtime.executor import Executor, Step
-from autopipe.runtime.gradients import GradientSum
+from autopipe.partition import Stage
+from autopipe.plan import Memory, StagePrediction
+from autopipe.runtime import ready
+from autopipe.runtime.agree import check_same
+from autopipe.runtime.executor import Executor, Record
+from autopipe.runtime.gradients import Gradients, total_norm
 from autopipe.runtime.meter import Meter
-from autopipe.runtime.transport import Transport
-from autopipe.schedule import Kind, Program
-
-
-@dataclass(frozen=True)
-class Groups:
-    """The process groups of one rank; None where the rank would be alone.
-
-    Attributes:
-        world: all ranks.
-        pipeline: the ranks of this data-parallel coordinate, one per stage.
-        shared: of each parameter that stands on other ranks too, all ranks it stands on.
-    """
-
-    world: dist.ProcessGroup | None
-    pipeline: dist.ProcessGroup | None
-    shared: Mapping[str, dist.ProcessGroup]
-
-
-@dataclass(frozen=True)
-class _Ready:
-    """A stage lowered for one number of rows and micro-batches, with the program it runs."""
-
-    executor: Executor
-    program: Program
+from autopipe.runtime.ready import Rank
+from autopipe.runtime.scaling import LossScale
+from autopipe.runtime.stage import Step
+from autopipe.runtime.watchdog import Watchdog
+from autopipe.schedule import Kind
 
 
 class Pipe:
     """One rank's part of a planned model; made by `autopipe.parallelize`.
 
     Args:
-        plan: the plan all ranks share.
-        place: this rank's place in it.
+        rank: this rank's states and place.
         split: the model in training.
-        states: this rank's parameters, buffers and constants.
-        transport: carries tensors between the stages of this data-parallel coordinate.
+        gradients: how this rank holds its parameters, and sums their gradients.
+        world: the process group of all ranks; None if there is one rank.
         evaluation: traces and cuts the model in evaluation on a batch; called at the first
             `evaluate`.
         seed: of dropout and every other random number of the run.
+        watchdog: is told where this rank is.
+
+    Attributes:
+        meter: counts the bytes of the steps that come, if there is one.
+        record: as an `Executor` has it.
+        loss_scale: under fp16.
     """
 
     def __init__(
         self,
-        plan: Plan,
-        place: Place,
+        rank: Rank,
         split: Split,
-        states: Mapping[str, Tensor],
-        transport: Transport,
-        groups: Groups,
+        gradients: Gradients,
+        world: dist.ProcessGroup | None,
         evaluation: Callable[[Any], Split],
         seed: int,
-        device: torch.device,
+        watchdog: Watchdog,
     ) -> None:
-        self.plan = plan
-        self.place = place
-        self.stage = split.stages[place.pp]
+        self.plan = rank.plan
+        self.place = rank.place
+        self.stages: tuple[Stage, ...] = tuple(split.stages[index] for index in rank.stages)
         self.meter: Meter | None = None
+        self.record: Record | None = None
+        self.loss_scale = LossScale() if rank.plan.precision == "fp16" else None
+        self._rank = rank
         self._split = split
-        self._states = states
-        self._transport = transport
-        self._groups = groups
+        self._gradients = gradients
+        self._world = world
         self._trace_evaluation = evaluation
         self._evaluation: Split | None = None
         self._seed = seed
-        self._device = device
+        self._watchdog = watchdog
         self._steps = 0
-        self._ready: dict[tuple[bool, int, int], _Ready] = {}
-        self._last: _Ready | None = None
-        names = [n for n, s in split.graph.states.items() if s.trainable]
-        self._tied = tied_states(split.stages, names)
-        self._reduce = GradientSum(
-            dict(self.named_parameters()), groups.shared, frozenset(self._tied)
-        )
+        self._ready: dict[tuple[bool, int, int], Executor] = {}
+        self._last: Executor | None = None
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters under the model's own names."""
-        for name, tensor in self._states.items():
-            if isinstance(tensor, nn.Parameter):
-                yield name, tensor
+        """What this rank's optimizer updates, under the model's own names.
+
+        Whole parameters, or under ZeRO this rank's shards of them.
+        """
+        yield from self._gradients.shards().items()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This rank's parameters, for an optimizer.
 
-        A stage without any gives one of no elements: torch's optimizers refuse an empty list, and
+        A rank without any gives one of no elements: torch's optimizers refuse an empty list, and
         a training script should not have to know which stages have parameters.
         """
         own = [parameter for _, parameter in self.named_parameters()]
-        yield from own or [nn.Parameter(torch.empty(0, device=self._device))]
+        yield from own or [nn.Parameter(torch.empty(0, device=self._rank.device))]
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's buffers under the model's own names."""
-        for name, tensor in self._states.items():
+        for name, tensor in self._rank.states.items():
             if self._split.graph.states[name].kind == "buffer":
                 yield name, tensor
 
     def state_dict(self) -> dict[str, Tensor]:
-        """This rank's parameters and persistent buffers; all ranks' together are the model's."""
+        """This rank's parameters and persistent buffers; all ranks' together are the model's.
+
+        Every rank calls it: under ZeRO-1 parameters are gathered first. Under ZeRO-3 they are
+        DTensors, of which each rank has its part.
+        """
+        self._gradients.gather()
         states = self._split.graph.states
         return {
             name: tensor.detach()
-            for name, tensor in self._states.items()
+            for name, tensor in self._rank.states.items()
             if states[name].kind == "parameter"
             or (states[name].kind == "buffer" and states[name].persistent)
         }
@@ -137,7 +120,8 @@ class Pipe:
         """Run forward and backward of all micro-batches; returns the mean loss, on every rank.
 
         Afterwards `.grad` of this rank's parameters holds the gradient of this batch alone,
-        summed over data-parallel ranks and tied copies; what was in it before is gone.
+        summed over data-parallel ranks and tied copies; what was in it before is gone. If the
+        gradients of an fp16 step overflow, every `.grad` is None: optimizers then pass over it.
 
         Args:
             batch: the whole batch, the same on every rank; each takes its part.
@@ -145,28 +129,34 @@ class Pipe:
 
         Raises:
             ModelError: the batch is not what the plan was made for, its rows do not divide, or
-                ranks were given different ones (checked in the first step).
+                ranks were given different ones; no rank has sent anything then. Contents are
+                compared in the first step, numbers of rows in every one.
         """
+        with self._watchdog.at(self._steps):
+            loss = self._step(batch, sharded)
+        self._steps += 1
+        return loss
+
+    def _step(self, batch: Any, sharded: bool) -> Tensor:
         leaves = batches.flatten(batch)
-        if self._steps == 0:
-            self._check_same(leaves, sharded)  # first, so that no rank waits for one that refuses
+        self._check_same(leaves, sharded, contents=self._steps == 0)
         rows, micro_batches = self._rows(leaves, sharded, self.plan.batch.micro_batches)
         total_rows = rows * micro_batches * self.plan.mesh.dp
-        ready = self._last = self._prepare(True, rows, micro_batches)
-        for parameter in self.parameters():
+        executor = self._last = self._prepare(True, rows, micro_batches)
+        self._gradients.gather()
+        for parameter in (*self.parameters(), *self._trainable()):
             parameter.grad = None
         counted = len(self._split.graph.outputs) == 2
         # A mean is seeded with its share of the batch. A sum is seeded with one over a count that
         # every rank knows before the step, the rows, and set right by the true count after it.
         seed = 1.0 / (total_rows if counted else micro_batches * self.plan.mesh.dp)
-        results = self._run(ready, leaves, rows, micro_batches, sharded, seed)
+        scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
+        results = self._run(executor, leaves, rows, micro_batches, sharded, seed * scale)
         loss, count = self._mean(results, counted)
-        if counted:
-            scale = total_rows / count if count else 0.0
-            for parameter in self.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(scale)
-        self._steps += 1
+        if counted and count != total_rows:
+            _scale(self.parameters(), total_rows / count if count else 0.0)
+        if self.loss_scale is not None:
+            self.loss_scale.unscale(list(self.parameters()), self._world)
         return loss
 
     @torch.no_grad()
@@ -178,105 +168,105 @@ class Pipe:
         Raises:
             ModelError: as `step`.
         """
+        with self._watchdog.at(self._steps - 1):  # the last one still
+            return self._evaluate(batch, sharded)
+
+    def _evaluate(self, batch: Any, sharded: bool) -> Tensor:
         leaves = batches.flatten(batch)
+        self._check_same(leaves, sharded, contents=self._evaluation is None)
         if self._evaluation is None:
             self._evaluation = self._trace_evaluation(batch)
         rows, micro_batches = self._rows(leaves, sharded, None)
-        ready = self._prepare(False, rows, micro_batches)
-        results = self._run(ready, leaves, rows, micro_batches, sharded, 0.0)
+        executor = self._prepare(False, rows, micro_batches)
+        self._gradients.gather()
+        results = self._run(executor, leaves, rows, micro_batches, sharded, 0.0)
         return self._mean(results, len(self._evaluation.graph.outputs) == 2)[0]
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their norm over the whole model is at most `max_norm`.
 
-        A tied parameter counts once. Returns the norm before, as
+        Over all stages and shards; a tied parameter counts once. Returns the norm before, as
         `torch.nn.utils.clip_grad_norm_` does for one process.
         """
-        owned = [
-            parameter.grad
-            for name, parameter in self.named_parameters()
-            if parameter.grad is not None
-            and min(self._tied.get(name, (self.place.pp,))) == self.place.pp
-        ]
-        own = torch.nn.utils.get_total_norm(owned).to(self._device, torch.float32)
-        norm = self._all_reduce(own**2, self._groups.pipeline).sqrt()
-        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for parameter in self.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(scale.to(parameter.grad.dtype))
+        owned = self._gradients.owned_gradients()
+        norm = total_norm(owned, self._world, self._rank.device)
+        _scale(self.parameters(), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
 
-    def measured(self, optimizer: torch.optim.Optimizer | None = None) -> StagePrediction:
-        """What the last step took on this rank, in the plan's own terms.
+    def measured(
+        self, optimizer: torch.optim.Optimizer | None = None
+    ) -> dict[int, StagePrediction]:
+        """What the last step took in each stage of this rank, in the plan's own terms.
 
-        Bytes are those of a step run with `pipe.meter = Meter()`.
+        Bytes are those of a step run with `pipe.meter = Meter()`; what two stages of a rank share
+        counts with the first.
         """
         assert self._last is not None, "measured() is called after a step"
-        seconds = self._last.executor.seconds
-        rounds = sum(i.kind is Kind.FORWARD for i in self._last.program)
-        parameters = list(self.parameters())
-        trainable = [p for p in parameters if p.grad is not None]
+        found: dict[int, StagePrediction] = {}
+        seen: set[str] = set()
+        for stage in self.stages:
+            own = [name for name in stage.states if name not in seen]
+            seen |= set(own)
+            found[stage.index] = self._measured(stage.index, own, self._last, optimizer)
+        return found
+
+    def _measured(
+        self,
+        stage: int,
+        names: Sequence[str],
+        executor: Executor,
+        optimizer: torch.optim.Optimizer | None,
+    ) -> StagePrediction:
+        rounds = sum(i.kind is Kind.FORWARD and i.stage == stage for i in executor.program)
+        backward = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+        seconds = executor.seconds
+        kinds = {name: self._split.graph.states[name].kind for name in names}
+        shards = dict(self._gradients.shards())
+        parameters = [self._rank.states[n] for n in names if kinds[n] == "parameter"]
+        buffers = [self._rank.states[n] for n in names if kinds[n] != "parameter"]
+        trained = [n for n in names if n in shards and shards[n].grad is not None]
         peak = self.meter.at_peak if self.meter is not None else {}
-        states = optimizer.state.values() if optimizer is not None else ()
+        held = optimizer.state if optimizer is not None else {}
         return StagePrediction(
-            seconds[Kind.FORWARD] / rounds,
-            seconds[Kind.BACKWARD] / rounds,
+            seconds[stage, Kind.FORWARD] / rounds,
+            sum(seconds[stage, kind] for kind in backward) / rounds,
             Memory(
                 parameters=_bytes(parameters),
-                gradients=_bytes([p.grad for p in trainable if p.grad is not None]),
+                gradients=_bytes([self._rank.states[n] for n in trained]),
                 optimizer=sum(
-                    _bytes([t for t in s.values() if isinstance(t, Tensor)]) for s in states
+                    _bytes([t for t in held[shards[n]].values() if isinstance(t, Tensor)])
+                    for n in trained
+                    if shards[n] in held
                 ),
-                buffers=_bytes(
-                    [t for t in self._states.values() if not isinstance(t, nn.Parameter)]
-                ),
-                activations=peak.get("activations", 0),
-                transfers=peak.get("transfers", 0),
+                buffers=_bytes(buffers),
+                activations=peak.get((stage, "activations"), 0),
+                transfers=peak.get((stage, "transfers"), 0),
             ),
         )
 
-    def _prepare(self, training: bool, rows: int, micro_batches: int) -> _Ready:
-        """Lower the stage for `rows` rows per micro-batch, once."""
+    def _trainable(self) -> Iterator[nn.Parameter]:
+        """The whole parameters that backward writes to, of which an optimizer may see shards."""
+        for tensor in self._rank.states.values():
+            if isinstance(tensor, nn.Parameter):
+                yield tensor
+
+    def _prepare(self, training: bool, rows: int, micro_batches: int) -> Executor:
+        """What runs a batch of this shape; made once."""
         key = training, rows, micro_batches
         if key not in self._ready:
-            split = self._split if training else self._evaluation
-            assert split is not None
-            stage = split.stages[self.place.pp]
-            rehearsal = rehearse(split.graph, split.stages, split.blocks, rows, gradients=training)
-            windows = [boundary.window for boundary in self.plan.boundaries]
-            boundaries = rehearsal.boundaries
             if training:
-                programs = step_programs(
-                    self.plan.schedule, split.stages, boundaries, micro_batches, windows
-                )
+                made = ready.training(self._rank, self._split, rows, self._gradients)
             else:
-                programs = evaluation_programs(split.stages, boundaries, micro_batches, windows)
-            lowered = lower(
-                split.graph,
-                stage,
-                split.blocks,
-                self._states,
-                split.trace.reads,
-                rows,
-                last=self.place.pp == self.plan.mesh.pp - 1,
-                device=self._device,
-            )
-            executor = Executor(
-                stage,
-                boundaries,
-                AutogradEngine(lowered.module),
-                self._transport,
-                list(self._states.values()),
-                self._reduce,
-                self._device,
-            )
-            self._ready[key] = _Ready(executor, programs[self.place.pp])
+                assert self._evaluation is not None
+                made = ready.evaluation(self._rank, self._evaluation, rows, micro_batches)
+            made.watch = self._watchdog.learn(made.program)
+            self._ready[key] = made
         return self._ready[key]
 
     def _run(
         self,
-        ready: _Ready,
+        executor: Executor,
         leaves: Mapping[str, batches.Leaf],
         rows: int,
         micro_batches: int,
@@ -284,16 +274,18 @@ class Pipe:
         seed: float,
     ) -> list[tuple[Tensor, ...]]:
         first = 0 if sharded else self.place.dp * rows * micro_batches
-        stage = ready.executor.stage
 
-        def inputs(k: int) -> list[Tensor]:
+        def inputs(stage: Stage, k: int) -> list[Tensor]:
             start = first + k * rows
             cut = batches.slice_rows(self.plan.inputs, leaves, start, start + rows)
-            return [_tensor(cut[path]).to(self._device) for path in stage.inputs]
+            return [_tensor(cut[path]).to(self._rank.device) for path in stage.inputs]
 
-        ready.executor.meter = self.meter
+        executor.meter = self.meter
+        executor.record = self.record
         stream = (self._seed, self._steps, self.place.dp * micro_batches)
-        return ready.executor.run(ready.program, Step(inputs, seed, stream))
+        results = executor.run(Step(inputs, seed, stream))
+        self._watchdog.between()
+        return results
 
     def _mean(self, results: Sequence[tuple[Tensor, ...]], counted: bool) -> tuple[Tensor, float]:
         """The loss of the whole batch from those of the last stages' micro-batches, everywhere."""
@@ -308,7 +300,7 @@ class Pipe:
                 sums[0], sums[1] = total.double(), sum(float(result[1]) for result in results)
             else:
                 sums[0], sums[1] = (total / len(results)).double(), 1.0
-        sums = self._all_reduce(sums, self._groups.world)
+        sums = self._all_reduce(sums)
         return (sums[0] / sums[1]).to(dtype), float(sums[1])
 
     def _rows(
@@ -331,43 +323,22 @@ class Pipe:
             )
         return rows // parts, micro_batches or 1
 
-    def _check_same(self, leaves: Mapping[str, batches.Leaf], sharded: bool) -> None:
-        """Refuse, on every rank, batches that differ between ranks which must be given the same."""
-        if self._groups.world is None:
-            return
-        refusal: ModelError | None = None
-        try:
-            rows = batches.rows_of(self.plan.inputs, leaves)
-        except ModelError as error:
-            rows, refusal = -1, error
-        mine = torch.tensor([batches.fingerprint(leaves), rows])
-        found = [torch.empty_like(mine) for _ in self.plan.mesh.places]
-        dist.all_gather(found, mine, group=self._groups.world)
-        for place in self.plan.mesh.places:
-            first = place.dp * self.plan.mesh.tp if sharded else 0
-            if found[place.rank][0] != found[first][0]:
-                whose = f"of data-parallel coordinate {place.dp} " if sharded else ""
-                raise ModelError(
-                    f"ranks {whose}were given different batches: rank {first} and rank "
-                    f"{place.rank}",
-                    hint="every rank passes the same batch to step; a rank that passes its own "
-                    "part says step(batch, sharded=True)",
-                )
-        if refusal is not None:
-            raise refusal
-        for place in self.plan.mesh.places:
-            other = int(found[place.rank][1])
-            if other != rows:
-                what = f"{other} rows" if other >= 0 else "a batch that does not fit the plan"
-                raise ModelError(
-                    f"rank {self.place.rank} was given {rows} rows, rank {place.rank} {what}: "
-                    "the parts of all data-parallel coordinates must be of one size"
-                )
+    def _check_same(
+        self, leaves: Mapping[str, batches.Leaf], sharded: bool, *, contents: bool
+    ) -> None:
+        plan, place, world = self.plan, self.place, self._world
+        check_same(plan, place, world, leaves, sharded=sharded, contents=contents)
 
-    def _all_reduce(self, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        if group is not None:
-            dist.all_reduce(tensor, group=group)
+    def _all_reduce(self, tensor: Tensor) -> Tensor:
+        if self._world is not None:
+            dist.all_reduce(tensor, group=self._world)
         return tensor
+
+
+def _scale(parameters: Iterable[nn.Parameter], factor: Tensor | float) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor)
 
 
 def _tensor(leaf: batches.Leaf) -> Tensor:
@@ -375,5 +346,5 @@ def _tensor(leaf: batches.Leaf) -> Tensor:
     return leaf
 
 
-def _bytes(tensors: Sequence[Tensor]) -> int:
+def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

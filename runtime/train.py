@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -23,6 +24,7 @@ from autopipe.modelfile import ModelFile
 from autopipe.plan import Plan, StagePrediction
 from autopipe.runtime.meter import Meter
 from autopipe.runtime.pipe import Pipe
+from autopipe.runtime.record import Recorder, write
 
 LINES = 10
 """How many lines of progress a run prints where there is no terminal to draw a bar on."""
@@ -30,20 +32,30 @@ LINES = 10
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run has measured: each stage's worst rank, and the median step."""
+    """What a run has measured: each stage's worst rank, the median step, and on rank 0 of a traced
+    run the share of a step that each stage's rank did not compute."""
 
     stages: tuple[StagePrediction, ...]
     step_seconds: float
     losses: tuple[float, ...]
+    bubbles: tuple[float, ...] = ()
 
 
 def train(
-    pipe: Pipe, file: ModelFile, steps: int | None, seed: int, say: Callable[[str], None]
+    pipe: Pipe,
+    file: ModelFile,
+    steps: int | None,
+    seed: int,
+    say: Callable[[str], None],
+    trace: Path | None = None,
 ) -> Measured:
     """Train for `steps` steps, or as long as the batches last.
 
     Every rank calls it; rank 0 talks. Bytes are counted in the second step, seconds in those after
     it: the first one also allocates. A run of fewer steps is measured in those it has.
+
+    Args:
+        trace: where to write what every rank did when in the last steps, for ui.perfetto.dev.
     """
     plan, place = pipe.plan, pipe.place
     random.seed(seed)
@@ -52,47 +64,62 @@ def train(
     optimizer = (
         file.optimizer(parameters) if file.optimizer is not None else torch.optim.AdamW(parameters)
     )
+    scheduler = file.scheduler(optimizer) if file.scheduler is not None else None
+    recorder = Recorder() if trace is not None else None
+    pipe.record = recorder.record if recorder is not None else None
     rows = plan.batch.rows
     stream = file.stream(rows, place.dp, plan.mesh.dp, seed)
     losses: list[float] = []
     seconds: list[float] = []
-    compute: list[StagePrediction] = []
-    memory = None
+    compute: list[dict[int, StagePrediction]] = []
+    memory: dict[int, StagePrediction] | None = None
     with _progress(steps, place.rank == 0, say) as show:
         for step, batch in enumerate(islice(stream, steps)):
             pipe.meter = Meter() if step < 2 else None
+            if recorder is not None:
+                recorder.begin(step + 1)
             began = perf_counter()
             loss = pipe.step(batch, sharded=file.sharded)
             planned = perf_counter() - began  # what a plan predicts ends with the gradients
             optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
             losses.append(float(loss))
             elapsed = perf_counter() - began
             if step < 2:
-                memory = pipe.measured(optimizer).memory
+                memory = pipe.measured(optimizer)
             if step >= 2:
                 seconds.append(planned)
                 compute.append(pipe.measured())
             show(step, losses[-1], _rate(batch, plan, file.sharded, elapsed))
+    bubbles: tuple[float, ...] = ()
+    if recorder is not None and trace is not None:
+        world = dist.group.WORLD if len(plan.mesh.places) > 1 else None
+        bubbles = write(trace, recorder, plan, trace.stem, place.rank, world)
     if memory is None:
         return Measured((), 0.0, ())
     compute = compute or [pipe.measured()]
-    own = StagePrediction(
-        statistics.median(found.forward_seconds for found in compute),
-        statistics.median(found.backward_seconds for found in compute),
-        memory,
-    )
-    return Measured(_by_stage(own, plan), statistics.median(seconds or [planned]), tuple(losses))
+    own = {
+        stage: StagePrediction(
+            statistics.median(found[stage].forward_seconds for found in compute),
+            statistics.median(found[stage].backward_seconds for found in compute),
+            held.memory,
+        )
+        for stage, held in memory.items()
+    }
+    step_seconds = statistics.median(seconds or [planned])
+    return Measured(_by_stage(own, plan), step_seconds, tuple(losses), bubbles)
 
 
-def _by_stage(own: StagePrediction, plan: Plan) -> tuple[StagePrediction, ...]:
+def _by_stage(own: dict[int, StagePrediction], plan: Plan) -> tuple[StagePrediction, ...]:
     """Every rank's measurement, put together: of a stage's replicas the median and the fullest."""
-    found: list[StagePrediction] = [own]
+    found: list[dict[int, StagePrediction]] = [own]
     if len(plan.mesh.places) > 1:
         found = [own] * len(plan.mesh.places)
         dist.all_gather_object(found, own)
     stages = []
-    for stage in range(plan.mesh.pp):
-        replicas = [found[place.rank] for place in plan.mesh.places if place.pp == stage]
+    for stage in range(len(plan.stages)):
+        replicas = [measured[stage] for measured in found if stage in measured]
         stages.append(
             replace(
                 max(replicas, key=lambda replica: replica.memory.peak),

@@ -1,4 +1,4 @@
-"""A whole pipeline in this process: one thread per stage, the real executor, the real programs.
+"""A whole pipeline in this process: one thread per rank, the real executor, the real programs.
 
     cut("gpt", pp=2)  ->  Cut: stages, boundaries, blocks of a model of the zoo, traced once
     run(cut, batch, micro_batches=4, schedule="1f1b")  ->  Outcome: losses, gradients, buffers
@@ -13,7 +13,7 @@ import random
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -24,16 +24,22 @@ from autopipe.blocks import Block, find_blocks
 from autopipe.cluster import Cluster, Device, Group, Link, Node
 from autopipe.dataflow import Dataflow, analyse
 from autopipe.graph import Graph
+from autopipe.halves import halves, rehearse_halves
 from autopipe.lower import lower
 from autopipe.partition import Stage, legal_cuts, partition
 from autopipe.plan import InputSpec
+from autopipe.precision import arithmetic
+from autopipe.recompute import blocks_to_recompute, within
 from autopipe.rehearsal import Rehearsal, rehearse
-from autopipe.runtime.engine import AutogradEngine
-from autopipe.runtime.executor import Executor, Step
+from autopipe.runtime.engine import AutogradEngine, Engine, JointEngine
+from autopipe.runtime.executor import Executor
+from autopipe.runtime.local import LocalTransport, local_network
 from autopipe.runtime.meter import Meter
-from autopipe.runtime.transport import LocalTransport, local_network
-from autopipe.schedule import Programs
+from autopipe.runtime.stage import Pool, StageRun, Step
+from autopipe.schedule import Programs, holders, splits
+from autopipe.schedules import make
 from autopipe.trace import Trace, trace
+from autopipe.transfers import sends_for
 from tests.zoo import ZOO, Batch
 
 ROWS = 2
@@ -45,7 +51,7 @@ WINDOW = 2
 
 def machine(processes: int, memory: int = 2**30) -> Cluster:
     """So many processes on this machine, with round rates: nothing is probed."""
-    cpu = Device("cpu", memory, {"fp32": 1e10}, 1e10, 1e-6, "made up for tests")
+    cpu = Device("cpu", memory, {"fp32": 1e10, "bf16": 2e10}, 1e10, 1e-6, "made up for tests")
     link = Link(1e-4, 1e9)
     return Cluster(f"local:{processes}", (Node(1, (Group(processes, cpu),)),), link, link)
 
@@ -72,6 +78,8 @@ class Cut:
     stages: tuple[Stage, ...]
     rehearsal: Rehearsal
     rows: int
+    recompute: tuple[str, ...] = ()
+    precision: str = "fp32"
 
     @property
     def graph(self) -> Graph:
@@ -81,26 +89,53 @@ class Cut:
     def specs(self) -> Sequence[InputSpec]:
         return self.trace.inputs
 
-    def programs(self, schedule: str, micro_batches: int) -> Programs:
-        windows = [WINDOW] * (len(self.stages) - 1)
-        boundaries = self.rehearsal.boundaries
-        return assemble.step_programs(schedule, self.stages, boundaries, micro_batches, windows)
+    def programs(
+        self,
+        schedule: str,
+        micro_batches: int,
+        *,
+        chunks: int = 1,
+        window: int = WINDOW,
+        depth: int = 0,
+    ) -> Programs:
+        """A step's programs: `chunks` stages on each rank, the same window and depth everywhere."""
+        stages = len(self.stages)
+        depths = [depth] * (stages - 1) if depth else []
+        compute = make(schedule, stages // chunks, micro_batches, chunks=chunks, depths=depths)
+        boundaries, windows = self.rehearsal.boundaries, [window] * (stages - 1)
+        ahead = sends_for(depths)
+        return assemble.step_programs(compute, self.stages, boundaries, windows, ahead)
 
     def __str__(self) -> str:
         return f"{self.name} before {[self.graph.nodes[s.first].name for s in self.stages[1:]]}"
 
 
 @cache
-def cut(name: str, pp: int, seed: int | None = None, rows: int = ROWS) -> Cut:
-    """Cut evenly by the number of legal cuts, or with a seed anywhere that is legal."""
+def cut(
+    name: str,
+    pp: int,
+    seed: int | None = None,
+    rows: int = ROWS,
+    *,
+    split: bool = False,
+    recompute: tuple[str, ...] = (),
+    precision: str = "fp32",
+) -> Cut:
+    """Cut evenly by the number of legal cuts, or with a seed anywhere that is legal.
+
+    With `split` the stages are rehearsed for schedules that split backwards.
+    """
     found, flow, blocks = traced(name)
     legal = legal_cuts(flow)
     chosen = [legal[len(legal) * number // pp] for number in range(1, pp)]
     if seed is not None:
         chosen = sorted(random.Random(f"{name} {pp} {seed}").sample(legal, pp - 1))
     stages = partition(flow, chosen)
-    rehearsal = rehearse(found.graph, stages, blocks, rows)
-    return Cut(name, found, flow, blocks, stages, rehearsal, rows)
+    graph, again = found.graph, blocks_to_recompute(blocks, recompute)
+    rehearsal = rehearse(graph, stages, blocks, rows, recompute=again, precision=precision)
+    if split:
+        rehearsal = rehearse_halves(graph, stages, blocks, rehearsal, rows, again, precision)
+    return Cut(name, found, flow, blocks, stages, rehearsal, rows, again, precision)
 
 
 @dataclass(frozen=True)
@@ -134,27 +169,62 @@ def micro_batch(cut: Cut, batch: Batch, k: int) -> Any:
     return batches.rebuild(batch, rows)
 
 
-def ready(cut: Cut, *, metered: bool = False) -> tuple[list[Executor], list[dict[str, Tensor]]]:
-    """The stages of the zoo's model, ready to run, and what each one owns."""
+def ready(
+    cut: Cut, programs: Programs, *, metered: bool = False
+) -> tuple[list[Executor], list[dict[str, Tensor]]]:
+    """The ranks of the zoo's model, ready to run, and what each one owns."""
     model = ZOO[cut.name].model()
     made, owned = [], []
-    for stage, transport in zip(cut.stages, local_network(len(cut.stages)), strict=True):
-        own = own_states(cut, stage, model)
-        last = stage.index == len(cut.stages) - 1
-        reads = cut.trace.reads
-        lowered = lower(cut.graph, stage, cut.blocks, own, reads, cut.rows, last=last)
-        engine = AutogradEngine(lowered.module)
-        boundaries, values = cut.rehearsal.boundaries, list(own.values())
-        executor = Executor(stage, boundaries, engine, transport, values, lambda: None)
+    ranks = holders(programs)
+    split = splits(programs)
+    for rank, transport in enumerate(local_network(ranks)):
+        stages = [s for s, holder in zip(cut.stages, ranks, strict=True) if holder == rank]
+        own: dict[str, Tensor] = {}
+        for stage in stages:
+            own = own_states(cut, stage, model) | own
+        runs, low = [], list[Tensor]()
+        for stage in stages:
+            last, how = stage.index == len(cut.stages) - 1, cut.precision
+            lowered = lower(
+                cut.graph,
+                stage,
+                cut.blocks,
+                own,
+                cut.trace.reads,
+                cut.rows,
+                last=last,
+                recompute=within(stage, cut.blocks, cut.recompute),
+                precision=how,
+            )
+            low += [own[name] for name in lowered.low]
+            joint = None
+            if split:
+                joint = halves(cut.graph, lowered, cut.rehearsal, last=last, precision=how)
+            module = lowered.module
+            engine: Engine = AutogradEngine(module) if joint is None else JointEngine(module, joint)
+            boundaries, values = cut.rehearsal.boundaries, [own[name] for name in stage.states]
+            pool = Pool(torch.device("cpu"))
+            runs.append(StageRun(stage, boundaries, engine, transport, values, pool))
+        begin = partial(arithmetic, cut.precision, "cpu", low)
+        executor = Executor(runs, programs[rank], Unsummed(), begin)
         executor.meter = Meter() if metered else None
         made.append(executor)
         owned.append(own)
     return made, owned
 
 
+class Unsummed:
+    """In the place of the sum over processes: this harness adds what it finds at the end."""
+
+    def arm(self, stage: int) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
 def step(
     made: Sequence[Executor],
-    programs: Programs,
     cut: Cut,
     batch: Batch,
     seed: float,
@@ -162,7 +232,7 @@ def step(
     *,
     training: bool = True,
 ) -> list[tuple[Tensor, ...]]:
-    """One step of all stages, each in its thread; the results of the last one."""
+    """One step of all ranks, each in its thread; the results of the last stage."""
     leaves = batches.flatten(batch)
 
     def inputs_of(stage: Stage, k: int) -> list[Tensor]:
@@ -170,22 +240,21 @@ def step(
         return [rows[path] for path in stage.inputs]  # type: ignore[misc]
 
     def run_one(executor: Executor) -> list[tuple[Tensor, ...]]:
-        stage, transport = executor.stage, executor.transport
+        transport = next(iter(executor.stages.values())).transport
         assert isinstance(transport, LocalTransport)
         try:
-            inputs = Step(lambda k: inputs_of(stage, k), seed, (0, number, 0))
             with torch.set_grad_enabled(training):
-                results = executor.run(programs[stage.index], inputs)
+                results = executor.run(Step(inputs_of, seed, (0, number, 0)))
             transport.close()
         except BaseException as error:
             transport.abort(error)
             raise
         return results
 
-    # One core a stage, which a thread says for itself: oneDNN asks the thread, not the process.
+    # One core a rank, which a thread says for itself: oneDNN asks the thread, not the process.
     with ThreadPoolExecutor(len(made), initializer=torch.set_num_threads, initargs=(1,)) as threads:
         running = [threads.submit(run_one, executor) for executor in made]
-    return [future.result() for future in running][-1]
+    return next(found for future in running if (found := future.result()))
 
 
 def run(
@@ -196,20 +265,22 @@ def run(
     schedule: str = "1f1b",
     metered: bool = False,
     seed: float | None = None,
+    **shape: int,
 ) -> Outcome:
     """One step of the zoo's model from its first weights.
 
     Args:
         seed: the gradient of each micro-batch's loss; None: its share of a mean.
+        shape: chunks, window and depth, as `Cut.programs` takes them.
     """
-    made, owned = ready(cut, metered=metered)
+    made, owned = ready(cut, cut.programs(schedule, micro_batches, **shape), metered=metered)
     share = 1 / micro_batches if seed is None else seed
-    losses = step(made, cut.programs(schedule, micro_batches), cut, batch, share)
+    losses = step(made, cut, batch, share)
     return Outcome(losses, gradients(owned), buffers(cut, owned), made)
 
 
 def gradients(owned: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Every parameter's gradient, summed over the stages that have the parameter."""
+    """Every parameter's gradient, summed over the ranks that have the parameter."""
     found: dict[str, Tensor] = {}
     for own in owned:
         for name, tensor in own.items():

@@ -1,9 +1,15 @@
-"""A small plan that is valid and has something in every field; tests change what they are about."""
+"""Small plans that are valid; tests change what they are about.
+
+`example_plan` has something in every field, `chain` has as many stages as one likes.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 from autopipe import cluster
-from autopipe.cluster import Cluster
+from autopipe.cluster import Cluster, Link
 from autopipe.plan import (
     FORMAT,
     Alternative,
@@ -67,7 +73,8 @@ def example_plan() -> Plan:
         precision="fp32",
         optimizer="adamw",
         schedule="1f1b",
-        boundaries=(Boundary(window=2, depth=1),),
+        programs=(),
+        boundaries=(Boundary(window=2, depth=0),),
         blocks=(BlockClass("block", ("block.0", "block.1"), (Sharding("up.weight", "S(0)"),)),),
         stages=(
             StagePlan(
@@ -107,5 +114,40 @@ def example_plan() -> Plan:
                 step_seconds=0.02,
                 why="the gradients take longer than the bubble",
             ),
+        ),
+    )
+
+
+def chain(
+    pp: int,
+    micro_batches: int,
+    change: Callable[[int], float] = lambda stage: 1e-3,
+    schedule: str = "1f1b",
+    chunks: int = 1,
+) -> Plan:
+    """A chain of stages on `pp` ranks; a forward takes `change(stage)` seconds, a backward twice.
+
+    Each holds 70 GiB and sends the next what the example's first stage does: 12 * 32 floats a row,
+    one row a micro-batch, over links that hardly take time.
+    """
+    plan = example_plan()
+    memory = Memory(20 * 2**30, 20 * 2**30, 10 * 2**30, 0, 19 * 2**30, 2**30)
+    stages = pp * chunks
+    (sent,) = plan.stages[0].sends
+    return replace(
+        plan,
+        cluster=replace(plan.cluster, within=Link(0.0, 1e12)),
+        mesh=Mesh(pp, 1, 1, tuple(Place(rank, rank, 0, 0, 0, rank, "cpu") for rank in range(pp))),
+        batch=Batch(micro_batches, micro_batches),
+        schedule=schedule,
+        boundaries=(Boundary(2, 0),) * (stages - 1),
+        stages=tuple(
+            replace(
+                plan.stages[0],
+                predicted=StagePrediction(change(stage), 2 * change(stage), memory),
+                receives=(replace(sent, peer=stage - 1),) if stage > 0 else (),
+                sends=(replace(sent, peer=stage + 1),) if stage < stages - 1 else (),
+            )
+            for stage in range(stages)
         ),
     )

@@ -20,8 +20,10 @@ DOORS = {"__init__", "__main__", "cli", "draft", "parallel", "planning"}  # Pyth
 VALUES = {  # plain values and arithmetic: a plan is made, read, drawn and proved without torch
     f"autopipe.{name}"
     for name in (
-        *("cluster", "codec", "errors", "estimate", "plan"),
-        *("presets", "problem", "proof", "schedule", "transfers"),
+        *("ahead", "cluster", "codec", "errors", "estimate", "explain", "footprint", "forecast"),
+        *("law", "perfetto", "picture", "plan", "presets", "problem", "programs", "proof"),
+        *("rules", "schedule", "schedules", "schema", "simulate", "sketch", "tables", "tracks"),
+        *("transfers", "walk", "written"),
     )
 }
 
@@ -98,6 +100,7 @@ def test_imports_run_downhill(module: str) -> None:
         ("autopipe.runtime.executor", "autopipe.planners.uniform"),
         ("autopipe.trace", "autopipe.runtime.executor"),
         ("autopipe.schedule", "torch"),
+        ("autopipe.forecast", "autopipe.rehearsal.rehearse"),
         ("autopipe.trace", "torch._dynamo"),
         ("autopipe.trace", "torch.utils._pytree.tree_map"),
     ],

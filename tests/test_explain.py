@@ -1,6 +1,5 @@
 """What a person is shown: whole pages as they are printed, none wider than 100 columns."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
 
@@ -8,8 +7,10 @@ import pytest
 from rich.console import Console, RenderableType
 
 from autopipe.explain import WIDTH, compare, console, count, explain, seconds
-from autopipe.plan import Batch, Boundary, Memory, Mesh, Place, Plan, StagePrediction
-from tests.plans import example_plan
+from autopipe.plan import Boundary, Memory, Plan, StagePrediction
+from autopipe.schedule import format_programs
+from autopipe.schedules import make
+from tests.plans import chain, example_plan
 
 
 def page(content: RenderableType, width: int = WIDTH) -> str:
@@ -21,7 +22,8 @@ def page(content: RenderableType, width: int = WIDTH) -> str:
 PAGE = """\
 1f1b on 2xA100-80GB: 2 pipeline stages (pp) x 1 replica (dp) x 1 tensor part (tp)
 one step: 8 rows, 4 micro-batches of b = 2 rows on each replica
-predicted: 15.5 ms a step, of which a stage idles 20% (the bubble)
+recompute: 1 block, a second time in backward
+predicted: 15.5 ms a step, of which a rank idles 20% (the bubble)
 
 predicted: one micro-batch's forward and backward; a device's memory in KiB
 
@@ -41,12 +43,12 @@ stage 1: 10 nodes, 2 parameter tensors
   from block.1/layer_norm/0
   to   head/linear/0
 
-one step: F forward, B backward, numbered by micro-batch
-stage 0: F0 F1       B0--- F2 B1--- F3 B2---    B3---
-stage 1:    F0 B0--- F1 B1--- F2 B2--- F3 B3---
+one step of a pipeline: F forward, B backward, numbered by micro-batch
+rank 0: F0 F1       B0--- F2 B1--- F3 B2---    B3---
+rank 1:    F0 B0--- F1 B1--- F2 B2--- F3 B3---
 
 why: stage 1 is the slowest
-planner exact: no plan can take less than 15.0 ms a step
+planner exact: by its own, rougher estimate no plan takes less than 15.0 ms a step
 next best: pp=1 dp=2 tp=1 micro_batches=1 1f1b: the gradients take longer than the bubble
 """
 
@@ -72,54 +74,132 @@ def test_long_names_leave_the_table_as_it_is() -> None:
     assert table in text
 
 
-def deep(pp: int, micro_batches: int, change: Callable[[int], float] = lambda stage: 1e-3) -> Plan:
-    """`pp` stages whose forward takes `change(stage)` seconds, and 70 GiB each."""
-    plan = example_plan()
-    memory = Memory(20 * 2**30, 20 * 2**30, 10 * 2**30, 0, 19 * 2**30, 2**30)
-    stages = tuple(
-        replace(
-            plan.stages[0],
-            predicted=StagePrediction(change(stage), 2 * change(stage), memory),
-            sends=(),
-        )
-        for stage in range(pp)
-    )
-    return replace(
-        plan,
-        mesh=Mesh(pp, 1, 1, tuple(Place(rank, rank, 0, 0, 0, rank, "cpu") for rank in range(pp))),
-        batch=Batch(micro_batches, micro_batches),
-        boundaries=(Boundary(2, 0),) * (pp - 1),
-        stages=stages,
-    )
+def drawn(plan: Plan) -> str:
+    """The picture of a plan's page, with its title."""
+    text = page(explain(plan))
+    return text[text.index("one step of a pipeline") : text.index("\nwhy: ")]
 
 
 def test_a_page_is_never_wider() -> None:
     for pp, micro_batches in ((1, 1), (1, 64), (2, 64), (4, 4), (8, 64), (12, 512)):
-        text = page(explain(deep(pp, micro_batches)))
+        text = page(explain(chain(pp, micro_batches)))
         assert max(map(len, text.splitlines())) <= WIDTH, (pp, micro_batches)
-        assert text.count("\nstage 0: F0") == (pp < 12)  # too deep to be drawn
+        assert text.count("\nrank 0: F") == (pp < 12)  # too deep to be drawn
         assert f"\n{pp - 1:<5}    1.0 ms     2.0 ms   70.0" in text
         assert "a device's memory in GiB" in text
 
 
 def test_as_many_micro_batches_as_fit_are_drawn() -> None:
-    text = page(explain(deep(4, 64)))
-    assert "one step: F forward, B backward, numbered by micro-batch, 7 of 64 micro-batches" in text
-    drawn = [line for line in text.splitlines() if line.startswith("stage 3: ")][-1]
-    assert (
-        drawn == "stage 3:          F0 B0--- F1 B1--- F2 B2--- F3 B3--- F4 B4--- F5 B5--- F6 B6---"
+    """Of four ranks the seventh micro-batch ends in column 98, the eighth would in 107."""
+    title, *_, last = drawn(chain(4, 64)).splitlines()
+    assert title == (
+        "one step of a pipeline: F forward, B backward, numbered by micro-batch, "
+        "7 of 64 micro-batches"
     )
+    assert last == "rank 3:          F0 B0--- F1 B1--- F2 B2--- F3 B3--- F4 B4--- F5 B5--- F6 B6---"
 
 
 def test_stages_of_very_unlike_length_are_still_drawn() -> None:
-    text = page(explain(deep(2, 4, lambda stage: 1e-6 if stage else 1e-2)))
-    assert "stage 1: " in text
+    text = page(explain(chain(2, 4, lambda stage: 1e-6 if stage else 1e-2)))
+    assert "\nrank 1: " in text
     assert max(map(len, text.splitlines())) <= WIDTH
 
 
 def test_a_stage_that_takes_no_time_is_not_drawn() -> None:
-    text = page(explain(deep(2, 4, lambda stage: 0.0)))
-    assert "one step: F" not in text and "why: " in text
+    text = page(explain(chain(2, 4, lambda stage: 0.0)))
+    assert "one step of a pipeline" not in text and "why: " in text
+
+
+def test_second_stages_of_ranks_are_in_lower_case() -> None:
+    """Four stages on two ranks: micro-batch 0 goes forward in the first 4 ms, 0 1 0 1, then back.
+
+    Stage 3 on rank 1 runs it backward from 4 to 6 ms, stage 2 on rank 0 from 6 to 8.
+    """
+    assert drawn(chain(2, 4, schedule="interleaved", chunks=2)) == (
+        "one step of a pipeline: F forward, B backward, numbered by micro-batch\n"
+        "lower case is a rank's second stage\n"
+        "rank 0: F0 F1 f0 f1 F2    b0--- F3 b1--- f2 B0--- f3 B1---    b2---    b3--- B2--- B3---\n"
+        "rank 1:    F0 F1 f0 b0--- f1 b1--- F2 B0--- F3 B1--- f2 b2--- f3 b3--- B2--- B3---\n"
+    )
+
+
+def test_backwards_in_halves() -> None:
+    """I and W are half of B, 1 ms each: rank 0 has the gradient from rank 1's I0 at 3 ms."""
+    assert drawn(chain(2, 2, schedule="zb-h1")) == (
+        "one step of a pipeline: F forward, I, W backward, numbered by micro-batch\n"
+        "I is backward for inputs, W for weights\n"
+        "rank 0: F0 F1    I0 W0 I1 W1\n"
+        "rank 1:    F0 I0 F1 I1 W0 W1\n"
+    )
+
+
+def test_more_stages_of_a_rank_have_their_number_in_front() -> None:
+    assert drawn(chain(1, 1, schedule="interleaved", chunks=3)) == (
+        "one step of a pipeline: F forward, B backward, numbered by micro-batch\n"
+        "what stands in front is the stage\n"
+        "rank 0: 0F0 1F0 2F0 2B0---- 1B0---- 0B0----\n"
+    )
+
+
+def test_the_table_says_which_rank_has_a_stage_and_what_it_has_in_all() -> None:
+    text = page(explain(chain(2, 4, schedule="zb-v", chunks=2)))
+    assert text.startswith(
+        "zb-v on 2xA100-80GB: 4 pipeline stages on 2 ranks (pp) x 1 replica (dp) x 1 tensor part"
+    )
+    rows = [line.split("   ")[0] for line in text.splitlines() if ", rank " in line]
+    assert rows[:4] == ["0, rank 0", "1, rank 1", "2, rank 1", "3, rank 0"]
+    assert "stages hold together 140.0 on rank 0, 140.0 on rank 1\n" in text
+    assert "\nstage 2 on rank 1: 9 nodes, 2 parameter tensors\n" in text
+    assert max(map(len, text.splitlines())) <= WIDTH
+
+
+def test_what_is_not_as_usual_stands_on_top() -> None:
+    plan = example_plan()
+    usual = page(explain(replace(plan, stages=(plan.stages[1],) * 2)))
+    assert usual.splitlines()[2].startswith("predicted: ")
+    stages = tuple(replace(s, zero=3, recompute=("block.0", "block.1")) for s in plan.stages)
+    unusual = replace(
+        plan,
+        precision="bf16",
+        schedule="eager-1f1b",
+        boundaries=(Boundary(window=3, depth=1),),
+        stages=stages,
+    )
+    assert page(explain(unusual)).splitlines()[2:7] == [
+        "precision: bf16 in matrix products, fp32 in all that is kept",
+        "zero: 3, parameters, gradients and optimizer state are dealt out over the replicas",
+        "recompute: 2 blocks, a second time in backward",
+        "boundaries: 3 receives posted ahead, 1 more micro-batches in flight",
+        "predicted: 15.5 ms a step, of which a rank idles 20% (the bubble)",
+    ]
+    slow = replace(chain(3, 4, schedule="eager-1f1b"), boundaries=(Boundary(3, 1), Boundary(2, 0)))
+    assert "\nboundaries: 3 2 receives posted ahead, 1 0 more micro-batches" in page(explain(slow))
+
+
+def test_a_written_schedule_is_drawn_whole() -> None:
+    """There is no shorter one: it is drawn with all its micro-batches, or not at all."""
+    lines = ("rank 0: 0F1 0F0 0B0 0B1", "rank 1: 1F1 1F0 1B0 1B1")
+    plan = replace(chain(2, 2), schedule="written", programs=lines)
+    assert drawn(plan).splitlines()[1:] == [
+        "rank 0: F1 F0          B0--- B1---",
+        "rank 1:    F1 F0 B0--- B1---",
+    ]
+    many = format_programs(make("gpipe", 2, 40)).splitlines()
+    plan = replace(chain(2, 40), schedule="written", programs=tuple(many))
+    assert "one step of a pipeline" not in page(explain(plan))
+
+
+def test_a_long_name_has_a_line_of_its_own() -> None:
+    plan = chain(2, 2)
+    (sent,) = plan.stages[0].sends
+    first = replace(
+        plan.stages[0], sends=(replace(sent, name="model." + "layers.11." * 4 + "add"),)
+    )
+    text = page(explain(replace(plan, stages=(first, plan.stages[1]))))
+    assert (
+        "\n  sends model.layers.11.layers.11.layers.11.layers.11.add\n"
+        "    float32[b, 12, 32] to stage 1, its gradient comes back\n"
+    ) in text
 
 
 def test_planned_beside_measured() -> None:

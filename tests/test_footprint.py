@@ -1,7 +1,11 @@
 """The fullest moment of a program, worked by hand on two drawn stages."""
 
-from autopipe.footprint import Sizes, footprint
-from autopipe.schedule import Flow, gpipe, one_f_one_b, parse_programs
+from collections import Counter
+
+from autopipe import footprint as walked
+from autopipe.footprint import Sizes
+from autopipe.schedule import Flow, parse_programs
+from autopipe.schedules import gpipe, one_f_one_b
 from autopipe.transfers import Edge, insert
 
 F, B = Flow.ACTIVATION, Flow.GRADIENT
@@ -15,6 +19,12 @@ LAST = Sizes(kept=60, arriving={(F, 0): {"x": 10}}, leaving={(B, 0): {"x": 10}})
 def program(text):
     (only,) = parse_programs("rank 0: " + " ".join(text.split()))
     return only
+
+
+def footprint(program, sizes):
+    """Of a rank with one stage, by kind alone."""
+    stage = program[0].stage
+    return Counter({kind: n for (_, kind), n in walked.footprint(program, {stage: sizes}).items()})
 
 
 def test_the_first_stage_of_two():
@@ -85,3 +95,41 @@ def test_a_tensor_stays_until_the_last_of_its_sends_is_through():
     skip = Sizes(kept=0, arriving={}, leaving={(F, 1): {"x": 10}, (F, 2): {"x": 10}})
     one_send_open = program("0F0 0SEND_F0>1 0SEND_F0>2 0FREE_F0>1 0F1 0FREE_F0>2")
     assert footprint(one_send_open, skip)["transfers"] == 20
+
+
+def test_a_split_backward_lets_go_in_two_halves():
+    """I makes 5 of what W needs, W needs 30 of the 100 that F kept, and what came and went besides.
+
+                 activations   transfers
+    POST_B0                           10
+    F0                   100          20   kept, + x on its way out
+    WAIT_B0              100          20
+    I0                   105          20   + what I makes                      <- the fullest
+                          35          10   (after it: FREE has let x go; 30 of F's and 5 of I's)
+    W0                    35          10
+                           0           0   (after it)
+    """
+    split = Sizes(
+        kept=100, arriving={(B, 1): {"x": 10}}, leaving={(F, 1): {"x": 10}}, stash=35, fresh=5
+    )
+    first = program("0POST_B0<1 0F0 0SEND_F0>1 0WAIT_B0<1 0I0 0FREE_F0>1 0W0")
+    assert footprint(first, split) == {"activations": 105, "transfers": 20}
+    # Of two micro-batches whose W comes late, the stash of one lies below the other's peak.
+    two = program("0F0 0I0 0F1 0I1 0W0 0W1")
+    alone = Sizes(kept=100, arriving={}, leaving={}, stash=35, fresh=5)
+    assert +footprint(two, alone) == {"activations": 35 + 105}
+
+
+def test_recomputation_is_a_moment_in_each_backward():
+    again = Sizes(kept=10, arriving={}, leaving={}, again=60)
+    assert +footprint(program("0F0 0F1 0B0 0B1"), again) == {"activations": 2 * 10 + 60}
+
+
+def test_two_stages_on_one_rank_are_full_together():
+    """Stage 0 keeps 100, stage 3 keeps 60; when stage 3 runs, stage 0 holds two micro-batches."""
+    (rank,) = parse_programs("rank 0: 0F0 0F1 3F0 3B0 0B0 3F1 3B1 0B1")
+    one, other = (Sizes(kept=size, arriving={}, leaving={}) for size in (100, 60))
+    assert +walked.footprint(rank, {0: one, 3: other}) == {
+        (0, "activations"): 200,
+        (3, "activations"): 60,
+    }

@@ -1,11 +1,8 @@
-"""Who a process is under each launcher, and that none of `--local N` outlives its parent."""
+"""Who a process is under each launcher, and what is refused before the first step."""
 
 import os
-import signal
 import socket
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +10,8 @@ import pytest
 
 from autopipe.errors import LaunchError
 from autopipe.runtime import launch
-from autopipe.runtime.launch import World, check_world, interface, spawn, tasks_per_node, world_from
+from autopipe.runtime.launch import World, check_world, interface, tasks_per_node, world_from
+from autopipe.runtime.spawn import spawn
 
 ROOT = Path(__file__).parent.parent
 
@@ -196,46 +194,7 @@ def test_a_host_that_would_announce_its_loopback() -> None:
     assert interface(world, {}, simulated.__getitem__) is None
 
 
-# --- processes of this machine
-
-
-def alive(pid: int) -> bool:
-    """Whether the process runs; one that only waits to be collected does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-
-# Every process leaves its id in the folder, and waits there until the others have.
-MEET = """
-import os, pathlib, signal, sys, time
-folder, rank = pathlib.Path(sys.argv[1]), int(os.environ["RANK"])
-{before}
-(folder / f"{{rank}}.part").write_text(str(os.getpid()))
-(folder / f"{{rank}}.part").rename(folder / f"{{rank}}.pid")
-while len(list(folder.glob("*.pid"))) < int(os.environ["WORLD_SIZE"]):
-    time.sleep(0.01)
-{after}
-time.sleep(60)
-"""
-
-
-def program(after: str = "", before: str = "") -> tuple[str, ...]:
-    return (sys.executable, "-c", MEET.format(before=before, after=after))
-
-
-def pids(folder: Path) -> list[int]:
-    return [int(path.read_text()) for path in sorted(folder.glob("*.pid"))]
+# --- the process group
 
 
 REDUCE = """
@@ -259,82 +218,3 @@ def test_processes_that_find_each_other(
     assert spawn(2, [str(tmp_path)], command=(sys.executable, "-c", REDUCE)) == 0
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["[1.0, 2.0]"] * 2
     assert capfd.readouterr().err == ""
-
-
-def test_what_each_process_finds_in_its_environment(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    script = (
-        "import os; from autopipe.runtime.launch import world_from;"
-        "world = world_from(os.environ);"
-        "print(world.rank, world.size, world.local_rank, world.local_size, world.node,"
-        " world.master_addr, os.environ['OMP_NUM_THREADS'])"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    assert spawn(2, [], command=(sys.executable, "-c", script)) == 0
-    assert sorted(capfd.readouterr().out.splitlines()) == [
-        "0 2 0 2 0 127.0.0.1 3",
-        "1 2 1 2 0 127.0.0.1 3",
-    ]
-
-
-@linux
-def test_the_code_of_the_one_that_fails(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert spawn(3, [str(tmp_path)], command=program("if rank == 1: sys.exit(7)")) == 7
-    assert capfd.readouterr().err == "rank 1 of 3 exited with code 7; ending the others\n"
-    assert [alive(pid) for pid in pids(tmp_path)] == [False] * 3
-
-
-@linux
-def test_the_signal_that_killed_one(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    killed = program("if rank == 2: os.kill(os.getpid(), signal.SIGKILL)")
-    assert spawn(3, [str(tmp_path)], command=killed) == 128 + 9
-    assert capfd.readouterr().err == (
-        "rank 2 of 3 was killed by signal 9 (Killed); ending the others\n"
-    )
-    assert [alive(pid) for pid in pids(tmp_path)] == [False] * 3
-
-
-@linux
-def test_one_that_does_not_listen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "GRACE", 0.2)
-    deaf = program("if rank == 0: sys.exit(1)", "signal.signal(signal.SIGTERM, signal.SIG_IGN)")
-    assert spawn(2, [str(tmp_path)], command=deaf) == 1
-    assert [alive(pid) for pid in pids(tmp_path)] == [False] * 2
-
-
-@linux
-@pytest.mark.parametrize(
-    ("number", "code"),
-    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)],
-)
-def test_nobody_outlives_the_parent(tmp_path: Path, number: int, code: int) -> None:
-    """Asked to end, or killed on the spot: then the kernel ends the children in its stead."""
-    script = (
-        "import sys; from autopipe.runtime.launch import spawn;"
-        "sys.exit(spawn(2, sys.argv[1:2], command=sys.argv[2:]))"
-    )
-    parent = subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path), *program()],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    try:
-        wait_until(lambda: len(pids(tmp_path)) == 2)
-        assert all(alive(pid) for pid in pids(tmp_path))
-        parent.send_signal(number)
-        assert parent.wait(timeout=20) == code
-        wait_until(lambda: not any(alive(pid) for pid in pids(tmp_path)))
-    finally:
-        parent.kill()
-
-
-def test_handlers_are_put_back() -> None:
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    assert spawn(1, [], command=(sys.executable, "-c", "")) == 0
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
-
-
-def test_no_processes() -> None:
-    with pytest.raises(LaunchError, match="at least 1 local process, found 0"):
-        spawn(0, [])

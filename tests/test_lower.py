@@ -114,3 +114,31 @@ def test_reads_are_checked_unless_left_out():
     for reads, checks in ((found.reads, len(found.reads)), (None, 0)):
         made = lower(found.graph, stage, find_blocks(found.graph), states, reads, 2, last=True)
         assert made.module.code.count("_check(") == checks
+
+
+def test_a_recomputed_block_stands_at_its_place_under_its_names():
+    found, model = traced("gpt")[0], ZOO["gpt"].model()
+    (stage,) = split(found, [])
+    states = {name: dict(model.named_parameters())[name] for name in stage.states}
+    blocks = find_blocks(found.graph)
+    made = lower(found.graph, stage, blocks, states, None, 2, last=True, recompute=["blocks.2"])
+    kinds = [type(made.module.get_submodule(f"blocks.{n}")).__name__ for n in range(4)]
+    assert kinds == ["Blocks0", "Blocks1", "Recomputed", "Blocks3"]
+    assert dict(made.module.named_parameters()).keys() == dict(model.named_parameters()).keys()
+
+
+def test_in_mixed_precision_linears_take_copies_and_norms_do_not():
+    found, model = traced("gpt")[0], ZOO["gpt"].model()
+    (stage,) = split(found, [])
+    states = {name: dict(model.named_parameters())[name] for name in stage.states}
+    blocks = find_blocks(found.graph)
+    made = lower(found.graph, stage, blocks, states, None, 2, last=True, precision="bf16")
+    code = made.module.get_submodule("blocks.0").code
+    assert "low = autopipe_precision_low(qkv_weight)" in code
+    assert "autopipe_precision_low(norm1_weight)" not in code
+    assert "embedding.weight" not in made.low
+    assert [name for name in made.low if name.startswith("blocks.0")] == [
+        f"blocks.0.{layer}.{kind}"
+        for layer in ("qkv", "out", "up", "down")
+        for kind in ("weight", "bias")
+    ]

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from autopipe import assemble
-from autopipe.footprint import footprint
 from autopipe.runtime.meter import Meter
-from tests.inprocess import ROWS, cut, run
+from tests.inprocess import ROWS, Cut, cut, run
 from tests.zoo import ZOO
 
 FLOAT = 4
@@ -15,31 +14,31 @@ FLOAT = 4
 def test_the_fullest_moment() -> None:
     """Of all kinds together, not of each kind by itself."""
     meter = Meter()
-    meter.hold("activations", 100)
-    meter.hold("transfers", 50)  # 150
-    meter.hold("activations", -100)
-    meter.hold("transfers", 60)  # 110
-    assert meter.at_peak == {"activations": 100, "transfers": 50}
-    assert meter.now == {"activations": 0, "transfers": 110}
+    meter.hold(0, "activations", 100)
+    meter.hold(0, "transfers", 50)  # 150
+    meter.hold(0, "activations", -100)
+    meter.hold(0, "transfers", 60)  # 110
+    assert meter.at_peak == {(0, "activations"): 100, (0, "transfers"): 50}
+    assert meter.now == {(0, "activations"): 0, (0, "transfers"): 110}
 
 
 def test_a_storage_is_counted_once_until_backward_lets_go() -> None:
     """sin(x) + cos(x) save x twice; x.exp() saves its result."""
     meter, x = Meter(), torch.ones(10, requires_grad=True)
     y = x * 1.0
-    with meter.keeping([x]):
+    with meter.keeping(0, [x]):
         result = (y.sin() + y.cos() + x.exp()).sum()
-    assert meter.now["activations"] == (10 + 10) * FLOAT  # y, and exp(x)
+    assert meter.now[0, "activations"] == (10 + 10) * FLOAT  # y, and exp(x)
     result.backward()
     del result
-    assert meter.now["activations"] == 0
-    assert meter.at_peak["activations"] == 20 * FLOAT
+    assert meter.now[0, "activations"] == 0
+    assert meter.at_peak[0, "activations"] == 20 * FLOAT
 
 
 def test_owned_storages_are_somebody_elses() -> None:
     """A parameter, a received tensor, a row of the batch: and a view of one is it too."""
     meter, weight, x = Meter(), torch.ones(4, 4, requires_grad=True), torch.ones(8, 4)
-    with meter.keeping([weight, x]):
+    with meter.keeping(0, [weight, x]):
         _ = x[2:4] @ weight.t()
     assert meter.now.total() == 0
 
@@ -47,10 +46,10 @@ def test_owned_storages_are_somebody_elses() -> None:
 def test_a_view_counts_as_its_whole_storage() -> None:
     """As long as any part of it is needed, all of it is held."""
     meter, weight = Meter(), torch.ones(4, requires_grad=True)
-    with meter.keeping([weight]):
+    with meter.keeping(0, [weight]):
         whole = torch.ones(100, 4)
         kept = whole[:1] * weight
-    assert meter.now["activations"] == 400 * FLOAT
+    assert meter.now[0, "activations"] == 400 * FLOAT
     kept.sum().backward()
 
 
@@ -61,18 +60,41 @@ def test_a_view_counts_as_its_whole_storage() -> None:
 def test_predicted_is_measured(name: str, pp: int, micro_batches: int, schedule: str) -> None:
     """To the byte: the same walk over the same program, once on paper and once in the run."""
     for seed in (None, 1):
-        split = cut(name, pp, seed)
-        batch = ZOO[name].inputs(ROWS * micro_batches)
-        made = run(split, batch, micro_batches=micro_batches, schedule=schedule, metered=True)
-        programs = split.programs(schedule, micro_batches)
-        for executor, program in zip(made.executors, programs, strict=True):
-            stage, meter = executor.stage, executor.meter
-            kept = split.rehearsal.saved[stage.index]
-            sizes = assemble.sizes(stage, split.rehearsal.boundaries, kept)
-            predicted = footprint(program, sizes)
-            assert meter is not None
-            assert +meter.at_peak == +predicted, f"{split}: stage {stage.index}"
-            assert meter.now.total() == 0, f"{split}: stage {stage.index} still holds something"
+        held_as_predicted(cut(name, pp, seed), schedule, micro_batches)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", "zb-v", "eager-1f1b"])
+@pytest.mark.parametrize("name", ["gpt", "unet", "gpt2"])
+def test_predicted_is_measured_whatever_the_schedule(name: str, schedule: str) -> None:
+    """With two stages on a rank, and with what W holds besides."""
+    chunks = 2 if schedule in ("interleaved", "zb-v") else 1
+    split = schedule.startswith("zb")
+    held_as_predicted(cut(name, 4, split=split), schedule, 5, chunks=chunks)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("recompute", [(), ("all",)])
+@pytest.mark.parametrize("name", ["gpt", "gpt2", "llama", "dropout"])
+def test_predicted_is_measured_in_low_precision_and_with_blocks_that_run_again(
+    name: str, recompute: tuple[str, ...], precision: str
+) -> None:
+    found = cut(name, 2, recompute=recompute, precision=precision)
+    held_as_predicted(found, "1f1b", 4)
+
+
+def held_as_predicted(found: Cut, schedule: str, micro_batches: int, **shape: int) -> None:
+    batch = ZOO[found.name].inputs(ROWS * micro_batches)
+    made = run(found, batch, micro_batches=micro_batches, schedule=schedule, metered=True, **shape)
+    programs = found.programs(schedule, micro_batches, **shape)
+    predicted = assemble.footprints(programs, found.stages, found.rehearsal)
+    for executor in made.executors:
+        meter = executor.meter
+        assert meter is not None
+        for stage in executor.stages:
+            for kind in ("activations", "transfers"):
+                held = meter.at_peak[stage, kind]
+                assert held == predicted[stage][kind], f"{found}: stage {stage}, {kind}"
+        assert meter.now.total() == 0, f"{found}: something is still held"
 
 
 def test_1f1b_holds_less_than_gpipe() -> None:
@@ -81,7 +103,8 @@ def test_1f1b_holds_less_than_gpipe() -> None:
 
     def kept(schedule: str) -> list[int]:
         made = run(cut("gpt", 2), batch, micro_batches=8, schedule=schedule, metered=True).executors
-        return [e.meter.at_peak["activations"] for e in made if e.meter is not None]
+        meters = [executor.meter for executor in made]
+        return [m.at_peak[stage, "activations"] for stage, m in enumerate(meters) if m is not None]
 
     one_each = cut("gpt", 2).rehearsal.saved[0]
     assert kept("1f1b")[0] == 2 * one_each

@@ -61,7 +61,7 @@ def test_model_and_inputs_are_enough() -> None:
     file = load(SMALLEST)
     assert isinstance(file.model(), nn.Linear)
     assert file.inputs(5)["input"].shape == (5, 3)
-    assert (file.loss, file.batches, file.optimizer, file.batch_size) == (None, None, None, None)
+    assert (file.loss, file.batches, file.optimizer, file.scheduler, file.batch_size) == (None,) * 5
     assert not file.sharded
 
 

@@ -1,4 +1,4 @@
-"""`parallelize` checks plan and processes at the door; what it makes is told in `pipe_worker`."""
+"""`parallelize` checks plan and processes at the door; what it makes is told in `pipe_stories`."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 import autopipe
-from autopipe import CaptureError, LaunchError, ModelError, Plan, PlanError
-from tests.pipe_worker import ZOO, piped, planned
+from autopipe import AutopipeError, CaptureError, LaunchError, ModelError, Plan, PlanError
+from tests.pipes import ZOO, piped, planned
 
 CASE = ZOO["gpt"]
 
@@ -57,7 +57,7 @@ def test_inputs_of_another_model(plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
-        (lambda p: replace(p, stages=()), "plan.stages: expected 1 stages"),
+        (lambda p: replace(p, stages=()), "plan.stages: expected equally many on each of 1 ranks"),
         (
             lambda p: replace(p, stages=(replace(p.stages[0], first="nowhere"),)),
             "plan.stages[0].first: the model has no node 'nowhere'",
@@ -66,12 +66,12 @@ def test_inputs_of_another_model(plan: Plan) -> None:
             lambda p: replace(p, stages=(replace(p.stages[0], last=p.stages[0].first),)),
             "plan.stages[0].last: the last stage ends with",
         ),
-        (lambda p: replace(p, schedule="zb-h1"), "plan.schedule: there is no schedule 'zb-h1'"),
-        (lambda p: replace(p, precision="bf16"), "plan.precision: 'bf16' was asked for"),
+        (lambda p: replace(p, schedule="2f2b"), "there is no schedule '2f2b'"),
+        (lambda p: replace(p, precision="fp8"), "plan.precision: 'fp8' was asked for"),
     ],
 )
 def test_an_edited_plan(plan: Plan, edit: Callable[[Plan], Plan], words: str) -> None:
-    with pytest.raises(PlanError) as refused:
+    with pytest.raises(AutopipeError) as refused:
         piped("gpt", edit(plan))
     assert words in str(refused.value)
 

@@ -1,4 +1,7 @@
-"""Training steps in real processes are those of one process; the stories are in `pipe_worker`."""
+"""Training steps in real processes are those of one process.
+
+What happens in processes is told in `pipe_stories` and `step_stories`.
+"""
 
 import sys
 from collections.abc import Callable
@@ -11,7 +14,8 @@ import torch
 import autopipe
 from autopipe import ModelError, Pipe
 from autopipe.runtime.launch import spawn
-from tests.pipe_worker import STORIES, ZOO, Story, close, piped, planned, whole_loss
+from tests import pipe_worker
+from tests.pipes import STORIES, ZOO, Story, close, piped, planned, whole_loss
 
 ROOT = Path(__file__).parent.parent
 
@@ -26,7 +30,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     @cache
     def tell(world: int) -> Path:
         folder = tmp_path_factory.mktemp(f"world-{world}")
-        worker = (sys.executable, str(ROOT / "tests" / "pipe_worker.py"))
+        worker = (sys.executable, pipe_worker.__file__)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", str(ROOT))
             patch.setenv("HF_HUB_OFFLINE", "1")

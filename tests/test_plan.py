@@ -12,7 +12,7 @@ from jsonschema import Draft202012Validator
 
 from autopipe import codec, schema
 from autopipe.errors import PlanError
-from autopipe.plan import Batch, Boundary, Plan, check
+from autopipe.plan import FORMAT, Batch, Boundary, Plan, check
 from tests.plans import example_plan
 
 PLAN = example_plan()
@@ -73,11 +73,11 @@ def test_a_wrong_type_in_a_file(tmp_path: Path) -> None:
 
 def test_a_file_of_a_later_format(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    replace(PLAN, format=2).save(path)
+    replace(PLAN, format=FORMAT + 1).save(path)
     with pytest.raises(PlanError) as caught:
         Plan.load(path)
     assert caught.value.message == (
-        "plan.format: this autopipe reads format 1, the file is format 2"
+        f"plan.format: this autopipe reads format {FORMAT}, the file is format {FORMAT + 1}"
     )
     assert caught.value.hint == "make the plan again with `autopipe plan`"
 
@@ -95,9 +95,13 @@ SENT, RECEIVED = PLAN.stages[0].sends[0], PLAN.stages[1].receives[0]
         (changed("mesh", tp=0), "mesh.tp: expected a degree of at least 1, found 0"),
         (
             replace(PLAN, stages=PLAN.stages[:1]),
-            "stages: expected 2 stages (mesh.pp), found 1",
+            "stages: expected equally many on each of 2 ranks (mesh.pp), found 1",
         ),
-        (replace(PLAN, boundaries=()), "boundaries: expected 1 (mesh.pp - 1), found 0"),
+        (
+            replace(PLAN, stages=()),
+            "stages: expected equally many on each of 2 ranks (mesh.pp), found 0",
+        ),
+        (replace(PLAN, boundaries=()), "boundaries: expected 1, one between stages, found 0"),
         (
             changed("mesh", places=PLAN.mesh.places[:1]),
             "mesh.places: expected 2 places (pp * dp * tp), found 1",
@@ -141,3 +145,26 @@ def test_parts_that_contradict_each_other(plan: Plan, sentence: str) -> None:
 
 def test_the_example_agrees_with_itself() -> None:
     check(PLAN)
+
+
+def test_a_rank_may_hold_several_stages() -> None:
+    """Four stages on two ranks, and the boundaries between them; three stages are none for two."""
+    first, last = PLAN.stages
+    between = replace(last, receives=(replace(RECEIVED, peer=0),), sends=(replace(SENT, peer=3),))
+    four = replace(PLAN, stages=(first, between, between, last), boundaries=(Boundary(2, 0),) * 3)
+    check(four)
+    three = replace(PLAN, stages=(first, between, last), boundaries=(Boundary(2, 0),) * 2)
+    with pytest.raises(PlanError, match="equally many on each of 2 ranks .*, found 3"):
+        check(three)
+
+
+def test_a_written_schedule_comes_back_with_the_plan(tmp_path: Path) -> None:
+    lines = ("rank 0: 0F0 0F1 0B0 0B1", "rank 1: 1F0 1B0 1F1 1B1")
+    plan = replace(PLAN, schedule="written", programs=lines, batch=Batch(8, 2))
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+
+
+def test_the_zero_stage_is_that_of_every_stage() -> None:
+    assert PLAN.zero == 0
+    assert replace(PLAN, stages=tuple(replace(s, zero=3) for s in PLAN.stages)).zero == 3

@@ -15,16 +15,17 @@ from autopipe.planners.answer import Amount, duration, percent
 from autopipe.planners.search import Frame, frames, schedules, undominated
 from autopipe.planners.uniform import even_cuts
 from autopipe.problem import Constraints, Crossing, Decision, Problem, Profile, Saved, Shared
+from autopipe.schedules import SCHEDULES
 from tests.problems import random_problem
 
 SEEDS = range(200)
 
 
 @functools.cache
-def answer_or_refusal(planner: str, seed: int, gpipe: bool = False) -> Answer | InfeasibleError:
-    problem = random_problem(seed)
-    if gpipe:
-        problem = replace(problem, constraints=Constraints(schedule="gpipe"))
+def answer_or_refusal(
+    planner: str, seed: int, schedule: str | None = None, zero: int = 0
+) -> Answer | InfeasibleError:
+    problem = replace(random_problem(seed), zero=zero, constraints=Constraints(schedule=schedule))
     try:
         return PLANNERS[planner](problem)
     except InfeasibleError as refusal:
@@ -39,11 +40,28 @@ def steps(answer: Answer) -> dict[Frame, float | None]:
     return {best: answer.estimate.step_seconds, **others}
 
 
-@pytest.mark.parametrize("gpipe", [False, True])
+@pytest.mark.parametrize("schedule", [None, "gpipe"])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_dynamic_is_exhaustive_in_every_frame(seed: int, gpipe: bool) -> None:
-    dynamic = answer_or_refusal("dynamic", seed, gpipe)
-    exhaustive = answer_or_refusal("exhaustive", seed, gpipe)
+def test_dynamic_is_exhaustive_in_every_frame(seed: int, schedule: str | None) -> None:
+    same_in_every_frame(seed, schedule)
+
+
+@pytest.mark.parametrize("schedule", [n for n in SCHEDULES if n not in ("1f1b", "gpipe")])
+@pytest.mark.parametrize("seed", range(30))
+def test_under_every_schedule_too(seed: int, schedule: str) -> None:
+    """Of several stages on a rank, both look at those alone that fit an equal share each."""
+    same_in_every_frame(seed, schedule)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("seed", range(40))
+def test_and_under_zero(seed: int, zero: int) -> None:
+    same_in_every_frame(seed, None, zero)
+
+
+def same_in_every_frame(seed: int, schedule: str | None, zero: int = 0) -> None:
+    dynamic = answer_or_refusal("dynamic", seed, schedule, zero)
+    exhaustive = answer_or_refusal("exhaustive", seed, schedule, zero)
     if isinstance(exhaustive, InfeasibleError):
         assert str(dynamic) == str(exhaustive)
         return
@@ -232,9 +250,12 @@ def test_uniform_gives_equal_shares_of_blocks(
 
 
 def test_gpipe_is_considered_only_where_it_holds_less_than_1f1b_in_some_stage() -> None:
-    assert undominated(("1f1b", "gpipe"), Frame(4, 1, 8)) == ("1f1b",)
-    assert undominated(("gpipe", "1f1b"), Frame(4, 1, 8)) == ("gpipe", "1f1b")
-    assert undominated(("gpipe", "1f1b"), Frame(4, 1, 1)) == ("gpipe",)
+    """GPipe holds no less than 1F1B anywhere; asked for, it is what there is."""
+    problem = model((1.0,) * 4, devices=4, batch=8)
+    assert schedules(problem) == ("1f1b", "gpipe")
+    assert undominated(problem, Frame(4, 1, 8)) == ("1f1b",)
+    gpipe = replace(problem, constraints=Constraints(schedule="gpipe"))
+    assert undominated(gpipe, Frame(4, 1, 8)) == ("gpipe",)
 
 
 @pytest.mark.parametrize(
@@ -294,7 +315,7 @@ def test_frames_use_all_devices_unless_both_degrees_are_fixed(
         (
             Constraints(schedule="2f2b"),
             "schedule='2f2b' was asked for, and there is none of that name",
-            "schedule is 1f1b or gpipe",
+            "schedule is naive, gpipe, 1f1b, eager-1f1b, interleaved, zb-h1 or zb-v, or a file",
         ),
     ],
 )
@@ -419,6 +440,72 @@ def test_dynamic_plans_a_deep_model_as_a_greedy_bound_says() -> None:
     answer = PLANNERS["dynamic"](model((1.0,) * 200, devices=8, batch=64))
     assert answer.decision.cuts == tuple(range(25, 200, 25))
     assert answer.estimate.step_seconds == 200 + 63 * 25
+
+
+def test_a_rank_of_several_stages_needs_that_many_units() -> None:
+    constraints = Constraints(pp=2, schedule="interleaved", chunks=3)
+    answer = PLANNERS["dynamic"](model((1.0,) * 6, constraints=constraints))
+    assert answer.decision == Decision(2, 1, 4, "interleaved", (1, 2, 3, 4, 5))
+    for planner in PLANNERS.values():
+        with pytest.raises(InfeasibleError) as refusal:
+            planner(model((1.0,) * 5, constraints=constraints))
+        assert str(refusal.value) == (
+            "pp=2 dp=1 needs a model of at least 6 units, one a stage; this one has 5 to cut "
+            "between\nhint: pp of at most 1"
+        )
+
+
+def test_a_device_that_several_stages_overfill_is_told_by_all_of_them() -> None:
+    """Four units of 4 GiB; stages 0 and 3 hold four micro-batches and one, of a quarter each."""
+    constraints = Constraints(pp=2, schedule="zb-v", micro_batches=4)
+    problem = model(
+        (1.0,) * 4, parameter=GIB, saved=GIB // 4, memory=8 * GIB, constraints=constraints
+    )
+    for planner in ("dynamic", "exhaustive"):
+        with pytest.raises(InfeasibleError) as refusal:
+            PLANNERS[planner](problem)
+        assert str(refusal.value) == (
+            "no plan fits 8.0 GiB a device: nearest is pp=2 dp=1 micro_batches=4, whose stages 0 "
+            "and 3 need 9.2 GiB, 1342177280 bytes too many (8.0 parameters, gradients and "
+            "optimizer, 1.2 activations of 4 micro-batches in flight).\n"
+            "hint: more stages than pp=2, the schedule 1f1b, which holds fewer micro-batches or "
+            "devices of 9.3 GiB"
+        )
+
+
+def test_unequal_shares_of_a_device_are_not_looked_for() -> None:
+    """Units of 400, 800, 400 and 400 bytes: under zb-v 800 on rank 0, 1200 on rank 1.
+
+    Half of 1200 has no room for unit 1. The nearest is found, and fits after all; and its bound is
+    that of perfect balance, not its own step.
+    """
+    constraints = Constraints(pp=2, schedule="zb-v", micro_batches=4)
+    problem = model((1.0, 1.0, 1.0, 2.0), memory=1200, saved=0, constraints=constraints)
+    problem = replace(problem, parameters=(*problem.parameters, Shared(100, (1,))))
+    answer = PLANNERS["dynamic"](problem)
+    assert answer.decision.cuts == (1, 2, 3)
+    # 1 / 6 of the sum of 5, and 8 - 1 / 3 times the longest stage, or an equal one.
+    assert answer.estimate.step_seconds == pytest.approx(5 / 6 + (8 - 1 / 3) * 2)
+    assert answer.bound_seconds == pytest.approx(5 / 6 + (8 - 1 / 3) * 5 / 4)
+
+
+def test_naive_has_nothing_to_balance() -> None:
+    """Four micro-batches in turn through 4 seconds, wherever the cut is: it is in the middle."""
+    answer = PLANNERS["dynamic"](model((1.0,) * 4, constraints=Constraints(2, schedule="naive")))
+    assert (answer.decision.cuts, answer.estimate.step_seconds) == ((2,), 16)
+
+
+def test_zero_makes_room() -> None:
+    """Two replicas of two units: 2 * 4 * 100 bytes of states, of which Adam has half.
+
+    With ZeRO-1 a device holds 400 and 200, with ZeRO-3 100, 100 and 200 and 2 * 200 gathered.
+    """
+    problem = model((1.0, 1.0), saved=0, constraints=Constraints(pp=1, dp=2))
+    for zero, least in ((0, 800), (1, 600), (3, 800)):
+        dealt = replace(problem, zero=zero, memory=least)
+        assert PLANNERS["dynamic"](dealt).decision == Decision(1, 2, 2, "1f1b", ())
+        with pytest.raises(InfeasibleError):
+            PLANNERS["dynamic"](replace(dealt, memory=least - 1))
 
 
 def test_schedules_prefer_1f1b() -> None:

@@ -2,17 +2,32 @@
 
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import autopipe
-from autopipe import AutopipeError, InfeasibleError, ModelError, Plan, planning
-from autopipe.cluster import Cluster
+from autopipe import (
+    AutopipeError,
+    InfeasibleError,
+    ModelError,
+    Plan,
+    ScheduleError,
+    planning,
+    programs,
+)
+from autopipe.cluster import Cluster, Link
+from autopipe.draft import WINDOW
+from autopipe.forecast import with_prediction
+from autopipe.plan import Boundary, Prediction
 from autopipe.planning import optimizer_factor
+from autopipe.schedule import holders
+from autopipe.schedules import make
 from tests.inprocess import machine
 from tests.zoo import ZOO
 
@@ -185,9 +200,11 @@ def test_the_optimizers_memory(name: Any, factor: int) -> None:
     [
         ({"optimizer": "lion"}, "torch.optim has no optimizer 'lion'"),
         ({"planner": "oracle"}, "there is no planner 'oracle'\nhint: one of dynamic, exhaustive, "),
-        ({"precision": "bf16"}, "precision 'bf16' was asked for; this version runs fp32 only"),
-        ({"zero": 3}, "zero=3 recompute=[] was asked for; this version has neither"),
-        ({"recompute": ["blocks.0"]}, "recompute=['blocks.0'] was asked for"),
+        ({"precision": "fp8"}, "there is no precision 'fp8'\nhint: one of fp32, bf16, fp16"),
+        ({"zero": 2}, "there is no ZeRO stage 2\nhint: one of 0, 1, 3"),
+        ({"recompute": "blocks.9"}, "no block and no class of blocks 'blocks.9'"),
+        ({"pp": 2, "schedule": "zb-h1", "zero": 3}, "zb-h1 and zero=3 do not go together"),
+        ({"pp": 2, "schedule": "1f1b", "depth": 1}, "depth=1 was asked for, and 1f1b takes none"),
     ],
 )
 def test_refused(options: dict[str, Any], words: str) -> None:
@@ -213,6 +230,240 @@ def test_inputs_that_do_not_fit() -> None:
         planned(inputs={"labels": torch.zeros(2, 12, dtype=torch.int64)})
     with pytest.raises(ModelError, match=r"gives a dict, not an nn\.Module"):
         planned(model=dict)
+
+
+# Low precision, blocks that run again, states that are dealt out.
+
+
+def parts(plan: Plan, name: str) -> list[int]:
+    """That part of the memory of every stage."""
+    return [getattr(stage.predicted.memory, name) for stage in plan.stages]
+
+
+def test_mixed_precision() -> None:
+    """What matrix products make is kept and sent in two bytes; a step has copies of weights."""
+    low, wide = (
+        planned(pp=2, micro_batches=4, precision=precision, planner="uniform")
+        for precision in ("bf16", "fp32")
+    )
+    assert low.precision == "bf16"
+    for before, after in zip(wide.stages, low.stages, strict=True):
+        one, other = before.predicted, after.predicted
+        assert other.memory.activations < one.memory.activations
+        # A copy in half the bytes of every weight that goes to a matrix product, of no embedding.
+        copies = other.memory.parameters - one.memory.parameters
+        assert 0 < copies < one.memory.parameters / 2
+        assert (other.memory.gradients, other.memory.optimizer) == (
+            one.memory.gradients, one.memory.optimizer,
+        )  # fmt: skip
+        assert other.forward_seconds < one.forward_seconds
+
+
+def test_what_a_matrix_product_sends_is_sent_in_low_precision() -> None:
+    """Cut where blocks.1 has widened: what crosses in bf16, and the residual stream in fp32."""
+    plans = {
+        precision: planned(pp=2, schedule="interleaved", micro_batches=4, precision=precision)
+        for precision in ("fp32", "bf16", "fp16")
+    }
+    dtypes = {
+        precision: {t.name: t.dtype for stage in plan.stages for t in stage.sends}
+        for precision, plan in plans.items()
+    }
+    assert set(dtypes["fp32"].values()) == {"float32"}
+    for precision, low in (("bf16", "bfloat16"), ("fp16", "float16")):
+        for name, dtype in dtypes[precision].items():
+            assert dtype == ("float32" if "/add/" in name or "norm" in name else low), name
+    taken = {t.name: t.dtype for stage in plans["bf16"].stages for t in stage.receives}
+    assert taken == dtypes["bf16"]
+
+
+def test_blocks_that_run_again() -> None:
+    """They keep their arguments alone, and backward takes a forward more."""
+    usual = planned(pp=1, dp=1, micro_batches=4)
+    for recompute in ("all", "blocks.0", [f"blocks.{n}" for n in range(4)]):
+        again = planned(pp=1, dp=1, micro_batches=4, recompute=recompute)  # a class is all of them
+        (stage,), (before,) = again.stages, usual.stages
+        assert stage.recompute == ("blocks.0", "blocks.1", "blocks.2", "blocks.3")
+        assert stage.predicted.memory.activations < before.predicted.memory.activations
+        assert stage.predicted.forward_seconds == before.predicted.forward_seconds
+        assert stage.predicted.backward_seconds > before.predicted.backward_seconds * 1.2
+    some = planned(pp=2, dp=1, micro_batches=4, recompute=["blocks.1", "blocks.3"])
+    assert {block for stage in some.stages for block in stage.recompute} == {"blocks.1", "blocks.3"}
+
+
+def test_zero_1_deals_out_optimizer_state() -> None:
+    """Rows are dealt out; each of this model's parameters has an even number of them."""
+    usual, dealt = (planned(cluster=machine(4), pp=2, dp=2, zero=zero) for zero in (0, 1))
+    assert dealt.zero == 1
+    assert parts(dealt, "optimizer") == [size // 2 for size in parts(usual, "optimizer")]
+    for name in ("parameters", "gradients", "buffers", "activations", "transfers"):
+        assert parts(dealt, name) == parts(usual, name)
+
+
+def test_zero_3_deals_out_everything_and_gathers_what_runs() -> None:
+    """2 R + 7 U: the largest block, and what is in none."""
+    usual, dealt = (planned(pp=1, dp=2, micro_batches=2, zero=zero) for zero in (0, 3))
+    assert dealt.zero == 3
+    for name in ("gradients", "optimizer"):
+        assert parts(dealt, name) == [size // 2 for size in parts(usual, name)]
+    sizes = {n: p.numel() * 4 for n, p in CASE.model().named_parameters()}
+    blocks = [sum(sizes[n] for n in sizes if n.startswith(f"blocks.{k}.")) for k in range(4)]
+    outside = sum(sizes.values()) - sum(blocks)
+    assert parts(dealt, "parameters") == [sum(sizes.values()) // 2 + 2 * outside + 7 * max(blocks)]
+    # Each forward gathers, each backward gathers and scatters: half a ring, and a whole one.
+    ring = sum(sizes.values()) / 1e9 + 2 * 1e-4
+    (before,), (after,) = usual.stages, dealt.stages
+    more = after.predicted.forward_seconds - before.predicted.forward_seconds
+    assert more == pytest.approx(ring / 2)
+    more = after.predicted.backward_seconds - before.predicted.backward_seconds
+    assert more == pytest.approx(ring)
+
+
+def test_under_zero_3_each_micro_batch_has_copies_of_its_own() -> None:
+    """A gathered parameter is let go of, and so its copy in bf16 is the micro-batch's."""
+    shape: dict[str, Any] = {"cluster": machine(4), "pp": 2, "dp": 2, "micro_batches": 4}
+    low, sharded, wide = (
+        planned(precision=precision, zero=zero, planner="uniform", **shape)
+        for precision, zero in (("bf16", 0), ("bf16", 3), ("fp32", 0))
+    )
+    copies = np.subtract(parts(low, "parameters"), parts(wide, "parameters"))
+    held = np.subtract(parts(sharded, "activations"), parts(low, "activations"))
+    assert held.tolist() == [2 * copies[0], copies[1]]  # two micro-batches in flight, and one
+
+
+# Several stages on a rank, and schedules from files.
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks"), [("interleaved", 2), ("interleaved", 3), ("zb-v", 2)]
+)
+def test_several_stages_on_a_rank(schedule: str, chunks: int) -> None:
+    plan = planned(pp=2, schedule=schedule, chunks=chunks, micro_batches=4)
+    assert len(plan.stages) == 2 * chunks and len(plan.boundaries) == 2 * chunks - 1
+    assert (
+        holders(programs.compute(plan))
+        == {
+            ("interleaved", 2): (0, 1, 0, 1),
+            ("interleaved", 3): (0, 1, 0, 1, 0, 1),
+            ("zb-v", 2): (0, 1, 1, 0),
+        }[schedule, chunks]
+    )
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
+def test_a_device_has_room_for_all_its_stages(schedule: str) -> None:
+    """Their peaks together are what fits, to the byte, and one byte less does not."""
+    shape: dict[str, Any] = {"pp": 2, "schedule": schedule, "micro_batches": 4}
+    plan = planned(**shape)
+    ranks = holders(programs.compute(plan))
+    held = [0, 0]
+    for stage, rank in zip(plan.stages, ranks, strict=True):
+        held[rank] += stage.predicted.memory.peak
+    assert planned(**shape, memory=max(held)).stages
+    least = max(held)
+    try:  # with less there may be other cuts, which then hold less
+        less = planned(**shape, memory=least - 1)
+    except InfeasibleError as refused:
+        assert re.search(r"stages \d and \d need", refused.message)
+    else:
+        sums = [0, 0]
+        for stage, rank in zip(less.stages, ranks, strict=True):
+            sums[rank] += stage.predicted.memory.peak
+        assert max(sums) < least
+
+
+def test_a_parameter_of_two_stages_of_a_rank_is_held_once() -> None:
+    """GPT-2's embedding is its head: under zb-v rank 0 has the first stage and the last."""
+    case = ZOO["gpt2"]
+    tied = {"model": case.model, "inputs": case.inputs, "loss": case.loss}
+    plan = planned(**tied, pp=2, schedule="zb-v", micro_batches=4)
+    name = "transformer.wte.weight"
+    assert [name in stage.parameters for stage in plan.stages] == [True, False, False, True]
+    whole = sum(p.numel() * 4 for p in case.model().parameters())
+    assert sum(parts(plan, "gradients")) == whole
+    two = planned(**tied, pp=2, schedule="1f1b", micro_batches=4)
+    shared = case.model().get_parameter(name).numel() * 4
+    assert sum(parts(two, "gradients")) == whole + shared
+
+
+def test_split_backwards_hold_what_the_second_half_needs() -> None:
+    """zb-h1 on two ranks: as many in flight as under 1F1B, and the last rank one more."""
+    usual, split = (
+        planned(pp=2, schedule=name, micro_batches=4, planner="uniform")
+        for name in ("1f1b", "zb-h1")
+    )
+    assert [s.first for s in usual.stages] == [s.first for s in split.stages]
+    before, after = parts(usual, "activations"), parts(split, "activations")
+    assert after[0] >= before[0] * 0.9 and after[1] > before[1] * 1.5
+    assert split.prediction.step_seconds < usual.prediction.step_seconds
+
+
+def test_a_schedule_from_a_file(tmp_path: Path) -> None:
+    """It says how many ranks and micro-batches there are; the plan has its lines."""
+    path = tmp_path / "mine.txt"
+    path.write_text("rank 0: 0F0 0F1 0B0 0B1\n# the last stage\nrank 1: 1F0 1B0 1F1 1B1\n")
+    plan = planned(schedule=str(path))
+    assert (plan.schedule, plan.mesh.pp, plan.batch.micro_batches) == ("written", 2, 2)
+    assert plan.programs == ("rank 0: 0F0 0F1 0B0 0B1", "rank 1: 1F0 1B0 1F1 1B1")
+    named = planned(schedule="1f1b", pp=2, micro_batches=2)
+    assert plan.prediction == named.prediction
+    assert parts(plan, "peak") == parts(named, "peak")
+    for name, asked, is_for in (("pp", 3, 2), ("micro_batches", 4, 2)):
+        with pytest.raises(AutopipeError) as refused:
+            planned(schedule=str(path), **{name: asked})
+        assert refused.value.message == (
+            f"{name}={asked} was asked for, and the schedule is written for {name}={is_for}"
+        )
+
+
+def test_a_written_schedule_that_waits_for_itself(tmp_path: Path) -> None:
+    path = tmp_path / "mine.txt"
+    path.write_text("rank 0: 0F0 0B0 0F1 0B1\nrank 1: 1F1 1F0 1B0 1B1\n")
+    with pytest.raises(ScheduleError, match="wait"):
+        planned(schedule=str(path))
+
+
+# Windows and depths.
+
+
+def test_windows_and_depths_as_asked_for() -> None:
+    for window in (1, 3):
+        plan = planned(pp=2, window=window, micro_batches=4)
+        assert plan.boundaries == (Boundary(window, 0),)
+    assert planned(pp=2).boundaries == (Boundary(WINDOW, 0),)
+    deep = planned(pp=2, schedule="eager-1f1b", depth=1, micro_batches=4)
+    assert deep.boundaries == (Boundary(WINDOW, 1),)
+    assert programs.compute(deep) == make("eager-1f1b", 2, 4, depths=(1,))
+    shallow = planned(pp=2, schedule="eager-1f1b", depth=0, micro_batches=4)
+    assert parts(deep, "activations")[0] > parts(shallow, "activations")[0]
+
+
+def slow(processes: int, latency: float) -> Cluster:
+    link = Link(latency, 1e9)
+    return replace(machine(processes), within=link, between=link)
+
+
+def test_a_slow_link_gets_depth_where_memory_allows() -> None:
+    shape: dict[str, Any] = {"pp": 2, "micro_batches": 8, "cluster": slow(2, 1e-3)}
+    eager, usual = (planned(schedule=name, **shape) for name in ("eager-1f1b", "1f1b"))
+    assert eager.boundaries[0].depth > 0
+    assert eager.prediction.step_seconds < usual.prediction.step_seconds * 0.8
+    fixed = planned(schedule="eager-1f1b", window=2, **shape)
+    assert fixed.boundaries[0].window == 2 and fixed.boundaries[0].depth > 0
+    shape["planner"] = "uniform"  # the same cuts, whatever the memory
+    least = planned(schedule="eager-1f1b", depth=0, window=1, **shape)
+    tight = planned(schedule="eager-1f1b", memory=max(parts(least, "peak")), **shape)
+    assert tight.boundaries == (Boundary(1, 0),)
+    near = planned(schedule="eager-1f1b", **{**shape, "cluster": slow(2, 1e-9)})
+    assert near.boundaries[0].depth == 0
+
+
+def test_the_prediction_is_the_longest_path_of_the_plans_own_numbers() -> None:
+    plan = planned(pp=2, micro_batches=4)
+    assert with_prediction(replace(plan, prediction=Prediction(0.0, 0.0))) == plan
+    # No step is shorter than what its slowest stage computes.
+    slowest = max(s.predicted.forward_seconds + s.predicted.backward_seconds for s in plan.stages)
+    assert plan.prediction.step_seconds > 4 * slowest
 
 
 def test_two_parameters_in_one_memory() -> None:

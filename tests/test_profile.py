@@ -23,7 +23,7 @@ from tests.zoo import ZOO
 CLUSTER = machine(4)
 
 
-def problem_of(name, *, at_least=8, rows=(1, 2, 4), batch=8):
+def problem_of(name, *, at_least=8, rows=(1, 2, 4), batch=8, **how):
     found, flow, blocks = traced(name)
     units = find_units(flow, blocks, at_least)
     return units, build_problem(
@@ -36,6 +36,7 @@ def problem_of(name, *, at_least=8, rows=(1, 2, 4), batch=8):
         optimizer_factor=2.0,
         window=2,
         constraints=Constraints(),
+        **how,
     )
 
 
@@ -47,13 +48,30 @@ def ranges_of(units, chance, stages):
 @pytest.mark.parametrize("name", list(ZOO))
 def test_saved_and_crossing_bytes_are_those_of_a_rehearsal_of_the_same_cuts(name):
     """To the byte, for any cuts between units: what the planner adds up is what a run keeps."""
+    as_rehearsed(name)
+
+
+@pytest.mark.parametrize("name", ["gpt", "unet", "resnet", "llama", "frozen", "t5"])
+def test_in_low_precision_too(name):
+    """Matrix products are made in bf16, and so are what of theirs is kept and what crosses."""
+    as_rehearsed(name, precision="bf16")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["gpt", "llama", "gpt2"])
+def test_where_blocks_run_again_they_keep_their_arguments(name, precision):
+    again = [block.path for block in traced(name)[2]]
+    as_rehearsed(name, precision=precision, recompute=again)
+
+
+def as_rehearsed(name, **how):
     found, flow, blocks = traced(name)
-    units, problem = problem_of(name)
+    units, problem = problem_of(name, **how)
     chance = random.Random(name)
     for profile, stages in itertools.product(problem.profiles, (1, 2, 4)):
         ranges = ranges_of(units, chance, stages)
         parts = partition(flow, [units.starts[first] for first, _ in ranges[1:]])
-        rehearsal = rehearse(found.graph, parts, blocks, profile.rows)
+        rehearsal = rehearse(found.graph, parts, blocks, profile.rows, **how)
         table = tables(problem, profile)
         boundaries = rehearsal.boundaries
         for stage, (first, end) in zip(parts, ranges, strict=True):
@@ -92,6 +110,32 @@ def test_seconds_of_a_unit_are_the_sum_of_its_nodes():
     assert sum(profile.backward) == pytest.approx(backward.sum())
     second = slice(units.starts[1], units.starts[2])
     assert profile.forward[1] == pytest.approx(forward[second].sum())
+
+
+def test_what_runs_again_takes_its_forwards_seconds_once_more():
+    found, _, blocks = traced("gpt")
+    units, usual = problem_of("gpt")
+    _, again = problem_of("gpt", recompute=[blocks[1].path])
+    forward, _ = cost.seconds(cost.costs(found.graph), 2, CLUSTER.slowest_device)
+    before, after = usual.profiles[1], again.profiles[1]
+    assert after.forward == before.forward
+    more = [a - b for a, b in zip(after.backward, before.backward, strict=True)]
+    assert sum(more) == pytest.approx(forward[blocks[1].first : blocks[1].stop].sum())
+    inside = range(units.of(blocks[1].first), units.of(blocks[1].stop - 1) + 1)
+    assert all((seconds > 0) == (unit in inside) for unit, seconds in enumerate(more))
+
+
+def test_matrix_products_run_at_the_rate_of_their_precision():
+    """At 2e10 operations a second in place of 1e10; what else a step does takes what it took."""
+    _, usual = problem_of("gpt")
+    _, low = problem_of("gpt", precision="bf16")
+    for before, after in zip(usual.profiles, low.profiles, strict=True):
+        assert sum(before.forward) / 2 < sum(after.forward) < sum(before.forward)
+        assert sum(before.backward) / 2 < sum(after.backward) < sum(before.backward)
+
+
+def test_the_problem_knows_how_parameters_are_held():
+    assert [problem_of("gpt", zero=zero)[1].zero for zero in (0, 1, 3)] == [0, 1, 3]
 
 
 def test_the_problem_is_of_the_cluster_and_of_what_was_asked():

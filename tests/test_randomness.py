@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopipe import randomness
-from autopipe.randomness import draw, stream
+from autopipe.randomness import DRAWN, draw, stream
 from tests.inprocess import traced
 from tests.staged import differences, staged_step
 from tests.zoo import ZOO
@@ -47,6 +48,24 @@ def test_an_error_inside_leaves_generator_and_stream_alone():
     expected = torch.rand(2)
     torch.manual_seed(0)
     assert torch.equal(draw(torch.rand, "a", 2), expected)
+
+
+def test_a_trace_marks_the_calls_that_a_random_op_becomes():
+    """Those of the op and no other; also where the op is left in the middle."""
+
+    def broken(x):
+        torch.rand_like(x)
+        raise ZeroDivisionError
+
+    def run(x):
+        y = draw(torch.rand_like, "a", x + 1)
+        with pytest.raises(ZeroDivisionError):
+            draw(broken, "b", x)
+        return y
+
+    found = make_fx(run)(torch.ones(3))
+    marks = [node.meta.get(DRAWN) for node in found.graph.nodes if node.op == "call_function"]
+    assert marks == [None, "a", "b"]
 
 
 # A whole model with dropout in all the usual places.

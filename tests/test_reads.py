@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopipe import batches, fake
 from autopipe.errors import CaptureError, ModelError
@@ -236,3 +237,19 @@ def test_a_custom_function_is_refused_with_a_record_too():
     model = fake.skeleton(Reader(lambda m, x, h: Double.apply(h) is not None))
     with pytest.raises(CaptureError, match="custom autograd.Function"):
         trace(model, ones(2), specs, reads=())
+
+
+def test_a_check_is_an_op_that_a_trace_of_fake_tensors_keeps():
+    """It has no result, and fake tensors no value that it could check."""
+    read = Read("__bool__", True, "x.py:1")
+
+    def run(x):
+        check((x > 0).all(), read)
+        return x + 1
+
+    with fake.fake_mode():
+        found = make_fx(run)(torch.ones(3))
+    assert torch.ops.autopipe.check.default in [node.target for node in found.graph.nodes]
+    assert found(torch.ones(3)).tolist() == [2, 2, 2]
+    with pytest.raises(ModelError, match="x.py:1: Python read True"):
+        found(torch.zeros(3))

@@ -10,8 +10,11 @@ from torch.nn import functional as F
 from autopipe.blocks import find_blocks
 from autopipe.dataflow import analyse
 from autopipe.graph import Ref
+from autopipe.lower import lower
+from autopipe.opaque import observing
 from autopipe.partition import legal_cuts
-from autopipe.rehearsal import dense_strides, keeping, rehearse
+from autopipe.precision import arithmetic, computing
+from autopipe.rehearsal import Kept, dense_strides, rehearse
 from tests.inprocess import traced
 from tests.staged import lowered, micro_batches, one_micro_batch, split, trace_model
 from tests.zoo import ZOO
@@ -30,9 +33,10 @@ class Observed:
 
     def watch(self, stage, module, arrived, inputs):
         states = [*module.parameters(), *module.buffers()]
-        with keeping(not_owned_by=(*states, *arrived, *inputs)) as kept:
+        kept = Kept((*states, *arrived, *inputs))
+        with observing(kept.keep):
             results = module(*arrived, *inputs)
-        self.saved.append(sum(kept.values()))
+        self.saved.append(kept.now)
         for ref, tensor in zip(stage.outgoing, results, strict=False):
             self.strides[ref] = dense_strides(tensor)
         for (ref, _), tensor in zip(stage.receives, arrived, strict=True):
@@ -158,6 +162,115 @@ def test_what_crosses_only_to_be_detached_sends_no_gradient_back():
     }
 
 
+# Recomputation and mixed precision
+
+
+def observed(found, model, asked, precision):
+    """Bytes that real tensors keep in forward, and at the fullest moment of backward besides."""
+    blocks, (stage,) = find_blocks(found.graph), split(found, [])
+    named = dict(model.named_parameters()) | dict(model.named_buffers()) | found.graph.constants
+    states = {name: named[name] for name in stage.states}
+    options = {"recompute": asked, "precision": precision}
+    made = lower(found.graph, stage, blocks, states, found.reads, ROWS, last=True, **options)
+    how = arithmetic(precision, "cpu", [named[name] for name in made.low])
+    return made, stage, [*states.values(), *how.copies.values()], how
+
+
+@pytest.mark.parametrize(
+    ("name", "share", "precision"),
+    [
+        *((name, 0, "bf16") for name in ("gpt", "gpt2", "llama", "t5", "unet", "resnet")),
+        *((name, 1, "fp32") for name in ("gpt", "gpt2", "llama", "t5")),
+        *((name, 2, "bf16") for name in ("gpt", "gpt2", "llama", "t5")),
+        ("gpt", 2, "fp16"),
+    ],
+)
+def test_bytes_kept_and_made_again_are_those_of_real_tensors(name, share, precision):
+    """With all blocks recomputed, every other one, or (share 0) none."""
+    case, found = ZOO[name], traced(name)[0]
+    blocks = find_blocks(found.graph)
+    asked = [block.path for block in blocks][::share] if share else []
+    rehearsal = rehearse(
+        found.graph, split(found, []), blocks, ROWS, recompute=asked, precision=precision
+    )
+    made, stage, owned, how = observed(found, case.model(), asked, precision)
+    leaves = micro_batches(found, case.inputs(ROWS), 1)[0]
+    inputs = [leaves[path] for path in stage.inputs]
+    kept = Kept([*owned, *inputs])
+    with observing(kept.keep), computing(how):
+        (loss, *_) = made.module(*inputs)
+    assert rehearsal.saved == (kept.now,)
+    before = kept.most = kept.now
+    with observing(kept.keep):
+        loss.backward()
+    assert rehearsal.recomputed == (kept.most - before,)
+    assert rehearsal.low == (sum(c.untyped_storage().nbytes() for c in how.copies.values()),)
+
+
+def test_what_is_made_again_worked_by_hand():
+    """Two blocks tanh(linear(x)) on [3, 4]: x is 48 bytes, and so is each tanh.
+
+                        kept                                   made again
+    nothing recomputed  tanh 0, tanh 1, exp                     -
+    both                tanh 0 (block 1's argument), exp        block 1: its tanh, when exp is gone
+                                                                block 0: its tanh, when block 1's
+                                                                argument and tanh are gone
+    Block 0 is given the batch, which is not counted. So never is more held than was kept.
+    """
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return torch.tanh(self.linear(x))
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([Layer(), Layer()])
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x.exp().mean()
+
+    found = trace_model(Two(), lambda b: {"x": torch.ones(b, 4)})
+    stages, blocks = split(found, []), find_blocks(found.graph)
+    paths = [block.path for block in blocks]
+    assert paths == ["layers.0", "layers.1"]
+    plain = rehearse(found.graph, stages, blocks, ROWS)
+    assert (plain.saved, plain.recomputed) == ((3 * 48,), (0,))
+    both = rehearse(found.graph, stages, blocks, ROWS, recompute=paths)
+    assert (both.saved, both.recomputed) == ((2 * 48,), (0,))
+    first = rehearse(found.graph, stages, blocks, ROWS, recompute=paths[:1])
+    assert (first.saved, first.recomputed) == ((3 * 48,), (0,)), "block 1 keeps tanh 0 anyway"
+
+
+def test_mixed_precision_crosses_cuts_as_it_is():
+    """A linear's result is bf16 and so is its gradient; the residual stream stays fp32."""
+    found = traced("gpt")[0]
+    cuts = ["blocks.1.norm1/layer_norm/0", "blocks.2.up/linear/0", "blocks.2/gelu/0"]
+    stages = split(found, cuts)
+    rehearsal = rehearse(found.graph, stages, find_blocks(found.graph), ROWS, precision="bf16")
+    dtypes = {str(ref): boundary.dtype for ref, boundary in rehearsal.boundaries.items()}
+    assert dtypes["blocks.0/add/1"] == torch.float32
+    assert dtypes["blocks.2.up/linear/0"] == torch.bfloat16
+    up = rehearsal.boundaries[Ref("blocks.2.up/linear/0")]
+    assert up.bytes == ROWS * 12 * 128 * 2
+
+
+def test_copies_in_low_precision_are_counted_once_per_stage():
+    """Weights and biases of linears; neither norms nor the embedding, whose op is a look-up."""
+    found = traced("gpt")[0]
+    stages = split(found, ["blocks.1.norm1/layer_norm/0"])
+    rehearsal = rehearse(found.graph, stages, find_blocks(found.graph), ROWS, precision="bf16")
+    linears = 32 * 96 + 96 + 32 * 32 + 32 + 2 * (32 * 128) + 128 + 32
+    assert rehearsal.low[0] == 2 * linears
+    assert rehearsal.low[1] == 2 * (3 * linears + 32 * 64)
+
+
 def test_evaluation_keeps_nothing_and_returns_nothing():
     case = ZOO["gpt"]
     found = trace_model(case.model(), case.inputs, case.loss, training=False)
@@ -169,7 +282,11 @@ def test_evaluation_keeps_nothing_and_returns_nothing():
 
 def test_a_storage_that_two_nodes_keep_is_kept_once_and_anothers_not_at_all():
     mine, weight = torch.ones(8, requires_grad=True), torch.ones(8, requires_grad=True)
-    with keeping(not_owned_by=[weight]) as kept:
+    kept = Kept(not_owned_by=[weight])
+    with observing(kept.keep):
         x = mine * 2
-        ((x * weight) + x.view(2, 4).reshape(8) * weight).sum()
-    assert list(kept.values()) == [8 * 4]
+        y = ((x * weight) + x.view(2, 4).reshape(8) * weight).sum()
+    assert list(kept.sizes.values()) == [8 * 4]
+    assert kept.now == kept.most == 8 * 4
+    y.backward()
+    assert (kept.now, kept.most) == (0, 8 * 4)

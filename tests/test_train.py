@@ -1,5 +1,6 @@
 """The loop of `autopipe run`, in one process: how long it goes on, what it says and measures."""
 
+import json
 import os
 import pty
 import re
@@ -37,7 +38,7 @@ def loss(outputs, batch):
     return ((outputs - batch["target"]) ** 2).mean()
 """
 
-Load = Callable[[str], tuple[Pipe, ModelFile]]
+Load = Callable[..., tuple[Pipe, ModelFile]]
 
 
 @pytest.fixture
@@ -45,12 +46,12 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
     """A pipe of one stage for a model file with more functions, in batches of 8 rows."""
     monkeypatch.setattr(sys, "path", [*sys.path])
 
-    def make(more: str = "") -> tuple[Pipe, ModelFile]:
+    def make(more: str = "", **asked: Any) -> tuple[Pipe, ModelFile]:
         (tmp_path / "net.py").write_text(MODEL + more)
         file = modelfile.load(str(tmp_path / "net.py"))
         plan = autopipe.plan(
             file.model, file.inputs, loss=file.loss, cluster=machine(1), batch_size=8,
-            micro_batches=2,
+            micro_batches=2, **asked,
         )  # fmt: skip
         return autopipe.parallelize(file.model, plan, loss=file.loss), file
 
@@ -88,6 +89,26 @@ def test_the_losses_are_those_of_a_plain_loop(load: Load) -> None:
         expected.backward()
         optimizer.step()
     assert len(measured.losses) == 4
+
+
+def test_a_scheduler_is_stepped_with_the_optimizer(load: Load) -> None:
+    """Rates 0.1, 0.05, 0.025, ...: those of a plain loop, and not one of them twice."""
+    pipe, file = load(
+        "def optimizer(parameters): return torch.optim.SGD(parameters, lr=0.1)\n"
+        "def scheduler(optimizer): return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)\n"
+    )
+    measured, _ = run(pipe, file, 4)
+    torch.manual_seed(0)
+    plain = file.model()
+    assert file.loss is not None
+    for number, batch in zip(range(4), file.stream(8, 0, 1, 0), strict=False):
+        expected = file.loss(plain(batch["input"]), batch)
+        assert measured.losses[number] == pytest.approx(expected.item(), rel=1e-6)
+        plain.zero_grad()
+        expected.backward()
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                parameter -= 0.1 * 0.5**number * parameter.grad  # type: ignore[operator]
 
 
 def test_finite_batches_end_the_run(load: Load) -> None:
@@ -136,6 +157,33 @@ def test_a_run_of_few_steps_is_measured_too(load: Load, steps: int) -> None:
     assert stage.forward_seconds > 0 and stage.backward_seconds > 0
     assert measured.step_seconds > 2 * (stage.forward_seconds + stage.backward_seconds) * 0.5
     assert isinstance(stage, StagePrediction)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
+def test_two_stages_on_one_rank_are_measured_apart(schedule: str, load: Load) -> None:
+    pipe, file = load("", schedule=schedule)
+    measured, _ = run(pipe, file, 3)
+    assert len(measured.stages) == len(pipe.plan.stages) == 2
+    for found, planned in zip(measured.stages, pipe.plan.stages, strict=True):
+        assert found.forward_seconds > 0 and found.backward_seconds > 0
+        memory = planned.predicted.memory
+        assert found.memory.activations == memory.activations
+        assert (found.memory.parameters, found.memory.gradients) == (
+            memory.parameters, memory.gradients)  # fmt: skip
+
+
+def test_a_trace_of_the_last_steps(load: Load, tmp_path: Path) -> None:
+    """And with it how much of a step the rank did not compute."""
+    pipe, file = load("")
+    path = tmp_path / "run.json"
+    measured = train(pipe, file, 3, 0, lambda line: None, path)
+    (bubble,) = measured.bubbles
+    assert 0 < bubble < 1
+    names = [event["name"] for event in json.loads(path.read_text())["traceEvents"]]
+    steps = [name for name in names if name.startswith("step ")]
+    assert steps == ["step 2", "step 3"]  # the first one allocates: it is left out
+    assert names.count("0F0") == names.count("0B1") == 2
+    assert run(pipe, file, 2)[0].bubbles == ()
 
 
 # --- what it says

@@ -1,133 +1,13 @@
-"""Both transports tell the same stories; the one in memory shows the rendezvous step by step."""
+"""What all transports share: which bytes travel, and the mailbox within a rank."""
 
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
 
-from autopipe.runtime.launch import spawn
-from autopipe.runtime.transport import LocalTransport, Transport, is_dense, local_network
-from tests.transport_stories import STAGES, STORIES, B, F, Story
-
-ROOT = Path(__file__).parent.parent
-
-
-def tell(story: Story, network: list[LocalTransport]) -> None:
-    """Run `story` with one thread per stage; a stage that fails wakes up the others."""
-
-    def run(stage: int) -> None:
-        try:
-            story(network[stage], stage)
-            network[stage].close()
-        except BaseException as error:
-            network[stage].abort(error)
-            raise
-
-    with ThreadPoolExecutor(len(network)) as threads:
-        stages = [threads.submit(run, stage) for stage in range(len(network))]
-    for stage in stages:
-        stage.result()
-
-
-@pytest.fixture(scope="module")
-def told_over_gloo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All stories, told once by three processes: a file per story and stage."""
-    folder = tmp_path_factory.mktemp("gloo")
-    worker = (sys.executable, str(ROOT / "tests" / "transport_stories.py"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))
-        (folder / "code").write_text(str(spawn(STAGES, [str(folder)], command=worker)))
-    return folder
-
-
-@pytest.mark.parametrize("story", STORIES)
-def test_in_memory(story: Story) -> None:
-    tell(story, local_network(STAGES, timeout=10))
-
-
-@pytest.mark.parametrize("story", STORIES)
-def test_over_gloo(story: Story, told_over_gloo: Path) -> None:
-    for stage in range(STAGES):
-        result = told_over_gloo / f"{story.__name__}.{stage}"
-        assert result.exists(), "an earlier story failed"
-        assert result.read_text() == ""
-
-
-def test_gloo_closes(told_over_gloo: Path) -> None:
-    assert (told_over_gloo / "code").read_text() == "0"
-
-
-def test_a_send_completes_only_when_its_receive_is_posted() -> None:
-    zero, one = local_network(2, timeout=0.05)
-    buffer = torch.zeros(1)
-    send = zero.send(torch.ones(1), 1, F, tag=3)
-    with pytest.raises(TimeoutError) as late:
-        send.wait()
-    assert str(late.value) == (
-        "send of stage 0 -> stage 1, flow F, tag 3: no receive came within 0.05 s"
-    )
-    one.post(buffer, 0, F, tag=3).wait()  # meets the send, which is still there
-    send.wait()
-    assert buffer.item() == 1
-
-
-def test_a_receive_waits_for_a_send_of_its_own_channel() -> None:
-    zero, one = local_network(2, timeout=0.05)
-    post = zero.post(torch.zeros(1), 1, B, tag=0)
-    for tag, flow in ((1, B), (0, F)):
-        one.send(torch.ones(1), 0, flow, tag)
-    with pytest.raises(TimeoutError, match="receive of stage 1 -> stage 0, flow B, tag 0: no send"):
-        post.wait()
-
-
-def test_two_stages_that_both_wait_for_their_sends() -> None:
-    """The deadlock that posting ahead avoids, found instead of hung."""
-
-    def story(transport: Transport, stage: int) -> None:
-        transport.send(torch.ones(1), 1 - stage, F, tag=0).wait()
-        transport.post(torch.zeros(1), 1 - stage, F, tag=0).wait()
-
-    with pytest.raises((TimeoutError, RuntimeError), match="no receive came within 0.1 s"):
-        tell(story, local_network(2, timeout=0.1))
-
-
-def test_a_failing_stage_wakes_up_the_others() -> None:
-    zero, one, two = local_network(3)
-    wait = one.post(torch.zeros(1), 0, F, tag=0).wait
-    with ThreadPoolExecutor(1) as thread:
-        waiting = thread.submit(wait)
-        zero.abort(ZeroDivisionError("in the loss"))
-        zero.abort(KeyError("what came of it"))
-        with pytest.raises(RuntimeError, match="stage 0 has failed: in the loss") as woken:
-            waiting.result(timeout=10)
-    assert isinstance(woken.value.__cause__, ZeroDivisionError)
-    with pytest.raises(RuntimeError, match="stage 0 has failed"):
-        two.send(torch.ones(1), 0, F, tag=0)
-    one.close()  # what is left over is no news now
-
-
-def test_a_transfer_that_nobody_met_is_found_at_the_end() -> None:
-    zero, one = local_network(2)
-    zero.send(torch.ones(1), 1, F, tag=0)
-    one.close()
-    with pytest.raises(RuntimeError, match="closed before a receive came"):
-        zero.close()
-
-
-def test_a_buffer_of_another_size() -> None:
-    zero, one = local_network(2)
-    zero.send(torch.ones(3), 1, F, tag=0)
-    with pytest.raises(RuntimeError, match="12 bytes are sent, and the buffer takes 16"):
-        one.post(torch.ones(4), 0, F, tag=0)
-
-
-def test_a_buffer_with_gaps() -> None:
-    (zero,) = local_network(1)
-    with pytest.raises(AssertionError, match=r"a buffer with gaps: .* strides \(2,\)"):
-        zero.post(torch.zeros(6)[::2], 0, F, tag=0)
+from autopipe.errors import ScheduleError
+from autopipe.runtime.transport import Mailbox, incoming, is_dense, outgoing
+from tests.transport_stories import on
 
 
 def test_dense_is_every_place_once() -> None:
@@ -136,3 +16,73 @@ def test_dense_is_every_place_once() -> None:
         tensor = torch.zeros(20).as_strided(shape, strides)
         places = [i * strides[0] + j * strides[1] for i in range(shape[0]) for j in range(shape[1])]
         assert is_dense(tensor) == (sorted(places) == list(range(len(places)))), (shape, strides)
+
+
+def test_dense_tensors_travel_without_a_copy() -> None:
+    values = torch.arange(24.0, requires_grad=True)
+    for tensor in (values, values.view(4, 6), values.view(4, 6).t(), values[6:18].view(3, 4)):
+        for row in (outgoing(tensor), incoming(tensor)):
+            assert row.data_ptr() == tensor.data_ptr() and row.nbytes == tensor.nbytes
+            assert row.is_contiguous() and not row.requires_grad
+
+
+def test_what_has_gaps_is_copied_and_left_alone() -> None:
+    values = torch.arange(24.0).view(4, 6)
+    row = outgoing(values[:, ::2])
+    assert row.tolist() == [[0, 2, 4], [6, 8, 10], [12, 14, 16], [18, 20, 22]]
+    row.zero_()
+    assert values[0, 2] == 2
+
+
+def test_a_buffer_with_gaps() -> None:
+    with pytest.raises(AssertionError, match=r"a buffer with gaps: .* strides \(2,\)"):
+        incoming(torch.zeros(6)[::2])
+
+
+def test_within_a_rank_both_sides_complete_when_they_meet() -> None:
+    box, buffer = Mailbox(), torch.zeros(2)
+    send = box.send(torch.ones(2), on(2, 3), 0)
+    assert buffer.tolist() == [0, 0]
+    post = box.post(buffer, on(2, 3), 0)
+    assert buffer.tolist() == [1, 1]
+    post.wait()
+    send.wait()
+    box.close()
+
+
+def test_within_a_rank_nobody_else_ends_a_wait() -> None:
+    """A thread that waits for itself would wait for ever: it is told so at once."""
+    box = Mailbox()
+    send, post = box.send(torch.ones(1), on(2, 3), 0), box.post(torch.zeros(1), on(2, 3), 1)
+    with pytest.raises(ScheduleError) as found:
+        send.wait()
+    assert str(found.value) == (
+        "send of stage 2 -> stage 3, flow F, slot 0: waited for before its receive was issued, "
+        "which the same rank would have to do: it would wait for ever\n"
+        "hint: in a schedule of your own, put SEND before WAIT and POST before FREE"
+    )
+    with pytest.raises(ScheduleError, match="before its send was issued"):
+        post.wait()
+    with pytest.raises(RuntimeError, match="slot 0: closed before a receive came"):
+        box.close()
+
+
+def test_a_mailbox_keeps_the_order_of_a_slot() -> None:
+    """Three micro-batches of one slot, two of another, in between."""
+    box = Mailbox()
+    for slot, value in ((0, 1.0), (1, 10.0), (0, 2.0), (0, 3.0), (1, 20.0)):
+        box.send(torch.tensor([value]), on(2, 3), slot)
+    buffers = {slot: torch.zeros(3) for slot in (1, 0)}
+    for slot, count in ((1, 2), (0, 3)):
+        for k in range(count):
+            box.post(buffers[slot][k], on(2, 3), slot)
+    assert buffers[0].tolist() == [1, 2, 3] and buffers[1].tolist() == [10, 20, 0]
+
+
+def test_a_mailbox_refuses_another_size() -> None:
+    box = Mailbox()
+    box.post(torch.zeros(4), on(2, 3), 0)
+    with pytest.raises(
+        RuntimeError, match="send of .*: 12 bytes are sent, and the buffer takes 16"
+    ):
+        box.send(torch.ones(3), on(2, 3), 0)

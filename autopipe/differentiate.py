@@ -1,0 +1,246 @@
+"""A lowered stage and its backward as one graph of torch's own ops: its joint graph.
+
+The stage runs once on fake tensors under autograd, whose backward is part of the run, while
+`make_fx` writes down every op. The graph is the run to the op: ops in place stay in place, autocast
+has become casts, a read is checked by an op of its own, and what a block that is recomputed does
+again stands among the backward. Random ops still draw from the streams of `randomness`.
+
+    lowered stage    y = linear(x, w)                  one node, differentiable
+    joint graph      t = w.t();  y = mm(x, t)          forward
+                     dx = mm(dy, t.t());  dw = ...     backward, from dy on
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+
+from autopipe.fake import fake_mode, quiet
+from autopipe.lower import Lowered
+from autopipe.opaque import OPAQUE
+from autopipe.precision import WideStatistics, arithmetic, computing
+from autopipe.randomness import DRAWN, draw
+
+
+class CannotSplit(Exception):
+    """A stage that has no joint graph; its backward is for autograd, all of it in one piece."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A tensor without its values. `gradient`: whether backward is to give it one."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device = torch.device("cpu")
+    gradient: bool = False
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Layout:
+        """A tensor's own layout."""
+        shape, strides = tuple(tensor.shape), tensor.stride()
+        return cls(shape, strides, tensor.dtype, tensor.device, tensor.requires_grad)
+
+    @classmethod
+    def dense(
+        cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> Layout:
+        """That of a tensor without gaps, row by row."""
+        strides = torch.empty(shape, device="meta").stride()
+        return cls(tuple(shape), strides, dtype, torch.device(device))
+
+    def empty(self) -> Tensor:
+        """A tensor that is so laid out; its values are anything."""
+        tensor = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+        return tensor.requires_grad_(self.gradient)
+
+    def fit(self, tensor: Tensor) -> Tensor:
+        """The tensor itself where it is so laid out, else a copy that is."""
+        sizes = zip(self.shape, self.strides, tensor.stride(), strict=True)
+        if all(mine == its for size, mine, its in sizes if size > 1):
+            return tensor
+        room = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+        return room.copy_(tensor)
+
+
+@dataclass(frozen=True)
+class JointGraph:
+    """A joint graph by its parts; the nodes are in the order of the run.
+
+    Attributes:
+        states: of parameters and buffers, with their names.
+        copies: of parameters in low precision, with the parameters' names and the dtype.
+        seeds: of the gradients that backward starts from, by the position of the result.
+        unseeded: positions of the results that need a gradient and were said never to get one.
+        results: what the stage returns: nodes, numbers, None.
+        of_arguments: the gradient of each argument, None where there is none.
+        of_parameters: the gradients of those parameters that have one, by name.
+    """
+
+    states: Mapping[fx.Node, str]
+    copies: Mapping[fx.Node, tuple[str, torch.dtype]]
+    arguments: Sequence[fx.Node]
+    seeds: Mapping[int, fx.Node]
+    unseeded: Sequence[int]
+    forward: Sequence[fx.Node]
+    backward: Sequence[fx.Node]
+    results: Sequence[Any]
+    of_arguments: Sequence[fx.Node | None]
+    of_parameters: Mapping[str, fx.Node]
+
+
+def differentiate(
+    lowered: Lowered,
+    arguments: Sequence[Layout],
+    seeds: Sequence[Layout | None],
+    precision: str = "fp32",
+) -> JointGraph:
+    """Trace a stage with its backward. Nothing is computed, and no tensor of the stage changes.
+
+    Args:
+        arguments: how they will be laid out, and which of them need a gradient.
+        seeds: for each result the layout of its gradient, or None where none ever comes. One for a
+            result that needs no gradient is left out, as autograd does.
+        precision: what the stage computes in. A surrounding autocast is traced as well.
+
+    Raises:
+        CannotSplit: the stage has an opaque op, or one that cannot be traced.
+    """
+    _refuse_opaque(lowered.module)
+    given = {n: seed for n, seed in enumerate(seeds) if seed is not None}
+    step = _Step(lowered, tuple(given), precision)
+    with fake_mode(), WideStatistics(), torch.enable_grad(), quiet():
+        states = {name: _fake(state) for name, state in step.states()}
+        leaves = [layout.empty() for layout in (*arguments, *given.values())]
+
+        def run(*tensors: Tensor) -> Any:
+            of_stage = dict(zip(states, tensors, strict=False))
+            return torch.func.functional_call(step, of_stage, tensors[len(states) :])
+
+        try:
+            graph = make_fx(run)(*states.values(), *leaves).graph
+        except Exception as error:  # whatever an op, or its fake kernel, cannot do
+            raise CannotSplit(f"{type(error).__name__}: {error}") from error
+    names = [name.removeprefix("stage.") for name in states]
+    return step.parts(graph, names)
+
+
+def _fake(state: Tensor) -> Tensor:
+    learns, fake = state.requires_grad, Layout.of(state.detach()).empty()
+    return nn.Parameter(fake, learns) if isinstance(state, nn.Parameter) else fake
+
+
+def _refuse_opaque(module: nn.Module) -> None:
+    for part in module.modules():
+        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
+            for op in map(str, (node.target, *node.args)):
+                if op in OPAQUE:
+                    raise CannotSplit(f"{op} keeps for backward what only its real kernel knows")
+
+
+class _Step(nn.Module):
+    """Forward and backward of one micro-batch, and what a trace of them does not say of itself."""
+
+    def __init__(self, lowered: Lowered, seeded: tuple[int, ...], precision: str) -> None:
+        super().__init__()
+        self.stage = lowered.module
+        self.low, self.precision = lowered.low, precision
+        self.seeded = seeded
+        self.roots: list[int] = []
+        self.unseeded: list[int] = []
+        self.results = 0
+        self.copied: set[str] = set()
+        self.ran: set[str] = set()
+
+    def states(self) -> list[tuple[str, Tensor]]:
+        """Parameters and buffers by name."""
+        return [*self.named_parameters(), *self.named_buffers()]
+
+    def forward(self, *tensors: Tensor) -> tuple[Any, ...]:
+        """(*results, *gradients): of all states and arguments, None where there is none."""
+        count = len(tensors) - len(self.seeded)
+        arguments, starts = tensors[:count], tensors[count:]
+        states = [state for _, state in self.states()]
+        devices = {tensor.device.type for tensor in (*states, *tensors)}
+        lowered = [self.stage.get_parameter(name) for name in self.low]
+        before = _traced()
+        how = arithmetic(self.precision, states[0].device if states else "cpu", lowered)
+        self.copied = _traced() - before
+        with computing(how):
+            results = self.stage(*arguments)
+        self.ran = _traced()
+        self.results = len(results)
+        live = [n for n, x in enumerate(results) if isinstance(x, Tensor) and x.requires_grad]
+        roots = {n: x for n, x in zip(self.seeded, starts, strict=True) if n in live}
+        self.roots = list(roots)
+        self.unseeded = [n for n in live if n not in roots]
+        leaves = [*states, *arguments]
+        learning = [leaf for leaf in leaves if leaf.requires_grad]
+        found: Sequence[Tensor | None] = [None] * len(learning)
+        if roots and learning:
+            with ExitStack() as stack:
+                stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+                for device in devices:  # backward runs outside of autocast
+                    stack.enter_context(torch.autocast(device, enabled=False))
+                found = torch.autograd.grad(
+                    [results[n] for n in roots], learning, list(roots.values()), allow_unused=True
+                )
+        gradients = iter(found)
+        return (*results, *(next(gradients) if x.requires_grad else None for x in leaves))
+
+    def parts(self, graph: fx.Graph, names: Sequence[str]) -> JointGraph:
+        """The graph of a trace of `forward`, whose first inputs are the states of `names`."""
+        given = list(graph.find_nodes(op="placeholder"))
+        calls = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+        constant = next((node for node in calls if node.op != "call_function"), None)
+        if constant is not None:
+            raise CannotSplit(f"{constant.target} is a tensor that the trace has made a constant")
+        states = dict(zip(given, names, strict=False))
+        first = len(given) - len(self.seeded)
+        starts = dict(zip(self.seeded, given[first:], strict=True))
+        outputs: Any = graph.output_node().args[0]
+        gradients = outputs[self.results :]
+        copies = {node: node.args[0] for node in calls if node.name in self.copied}
+        return JointGraph(
+            states,
+            {copy: (states[of], copy.meta["val"].dtype) for copy, of in copies.items()},
+            given[len(names) : first],
+            {n: starts[n] for n in self.roots},
+            self.unseeded,
+            _drawing([n for n in calls if n.name in self.ran and n not in copies]),
+            _drawing([n for n in calls if n.name not in self.ran]),
+            outputs[: self.results],
+            gradients[len(names) :],
+            {n: g for n, g in zip(names, gradients, strict=False) if g is not None},
+        )
+
+
+def _traced() -> set[str]:
+    """The names of the nodes that the trace under way has so far."""
+    mode = get_proxy_mode()
+    assert mode is not None
+    return {node.name for node in mode.tracer.graph.nodes}
+
+
+def _drawing(nodes: list[fx.Node]) -> list[fx.Node]:
+    """Let random calls draw as in the stage: each from the stream of the node it was traced for."""
+    seen: set[str] = set()
+    for node in nodes:
+        name = node.meta.get(DRAWN)
+        tags = getattr(node.target, "tags", ())
+        if name is None or torch.Tag.nondeterministic_seeded not in tags:
+            continue
+        if name in seen:
+            raise CannotSplit(f"{name} draws twice from its stream")
+        seen.add(name)
+        op: Any = node.target
+        node.args = (op, name, *node.args)
+        node.target = draw
+    return nodes

@@ -1,0 +1,233 @@
+"""`autopipe emit`: what a plan runs, as files that one can read, diff, edit and run.
+
+    DIR/plan.json      the plan
+    DIR/programs.txt   what each rank runs in a step, transfers included
+    DIR/stage_0.py     a stage as plain PyTorch, one file for each
+    DIR/train.py       what `autopipe run` does, for torchrun
+
+The folder is written beside its place and renamed: it is there whole or not at all.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from autopipe import batches, codec, programs, proof
+from autopipe.binding import check_runs, split_as_planned
+from autopipe.capture import Loss
+from autopipe.errors import PlanError
+from autopipe.fake import fake_mode
+from autopipe.lower import lower
+from autopipe.plan import Plan
+from autopipe.recompute import within
+from autopipe.rehearsal import fake_state, rehearse
+from autopipe.schedule import Programs, format_programs, holders
+from autopipe.source import Source, bare
+from autopipe.stage_code import Surroundings, stage_code
+from autopipe.trace import trace
+
+
+def emit(
+    model: Source,
+    plan: Plan,
+    folder: Path,
+    *,
+    loss: Loss | None = None,
+    source: str | None = None,
+    force: bool = False,
+) -> None:
+    """Write the folder of a plan.
+
+    Args:
+        model: as given to `parallelize`; no weights are made.
+        loss: as given to `plan`.
+        source: where the model file is, as seen from `folder`; None: the plan's own word.
+        force: replace a folder that is there, whole.
+
+    Raises:
+        PlanError: the folder is there and not empty, or cannot be written; or the plan is of
+            another model.
+    """
+    if folder.exists() and not force and (not folder.is_dir() or any(folder.iterdir())):
+        raise PlanError(
+            f"{folder} is there already, and not empty",
+            hint="--force replaces it, with all that has been edited in it",
+        )
+    check_runs(plan)
+    plan = replace(plan, source=source or plan.source)
+    if plan.source is None:
+        raise PlanError("plan.source: train.py is to build the model, and nobody says where it is")
+    step = programs.step(plan)
+    proof.check(step)
+    files = {
+        "plan.json": codec.dumps(plan),
+        "programs.txt": programs_text(plan, step),
+        **stages(model, plan, loss),
+        "train.py": train_text(plan),
+    }
+    _write(files, folder)
+
+
+def stages(model: Source, plan: Plan, loss: Loss | None) -> dict[str, str]:
+    """The text of each stage's module, by its file's name.
+
+    Raises:
+        PlanError: the plan is of another model.
+    """
+    skeleton = bare(model)
+    example = batches.from_specs(plan.inputs, 2)
+    traced = trace(skeleton, example, plan.inputs, loss, reads=plan.reads)
+    split = split_as_planned(traced, plan)
+    graph, blocks = split.graph, split.blocks
+    rows = rows_of(plan)
+    recompute = [path for stage in plan.stages for path in stage.recompute]
+    rehearsal = rehearse(
+        graph, split.stages, blocks, rows, recompute=recompute, precision=plan.precision
+    )
+    ranks = holders(programs.compute(plan))
+    found = {}
+    for stage in split.stages:
+        with fake_mode():
+            lowered = lower(
+                graph,
+                stage,
+                blocks,
+                {name: fake_state(graph, name) for name in stage.states},
+                plan.reads,
+                rows,
+                last=stage.index == len(split.stages) - 1,
+                recompute=within(stage, blocks, recompute),
+                precision=plan.precision,
+            )
+        around = Surroundings(
+            graph,
+            blocks,
+            rehearsal.boundaries,
+            plan.precision,
+            len(split.stages),
+            ranks[stage.index],
+            lambda path: type(skeleton.get_submodule(path)).__name__,
+        )
+        found[f"stage_{stage.index}.py"] = stage_code(lowered, around)
+    return found
+
+
+def rows_of(plan: Plan) -> int:
+    """The rows of a micro-batch of a plan."""
+    return plan.batch.rows // (plan.mesh.dp * plan.batch.micro_batches)
+
+
+def programs_text(plan: Plan, step: Programs) -> str:
+    """The programs of a step, with what one needs to read and to change them."""
+    ranks = ", ".join(f"{s} on rank {r}" for s, r in enumerate(holders(step)))
+    count = sum(map(len, step))
+    return f"""\
+# What each rank of a pipeline runs in one step: {plan.schedule}, {plan.batch.micro_batches} \
+micro-batches.
+# Stages: {ranks}.
+#
+#   0F3            stage 0: forward of micro-batch 3
+#   1B3            stage 1: backward of it; I and W are its halves, for inputs and for weights
+#   1POST_F3<0     make room for what stage 0 sends of it; F: activations, B: their gradients
+#   1WAIT_F3<0     wait until it is here
+#   0SEND_F3>1     send it to stage 1
+#   0FREE_F3>1     wait until it has gone
+#   0REDUCE        the next backward of stage 0 is its last: sum gradients as it makes them
+#   0STEP          wait for these sums
+#
+# Proved: {count} instructions, no rank waits for another for good, and no two tensors are swapped.
+# train.py reads this file and proves it again. Instructions may stand in another order; a rank
+# needs all of its own.
+
+{format_programs(step)}
+"""
+
+
+def train_text(plan: Plan) -> str:
+    """The program that runs the folder."""
+    assert plan.source is not None
+    colon = ":" in plan.source
+    where = repr(plan.source).replace("'", '"')
+    source = where if colon else f"str(FOLDER / {where})"
+    return TRAIN.replace("PROCESSES", str(len(plan.mesh.places))).replace("SOURCE", source)
+
+
+TRAIN = '''\
+"""Trains as planned, stage by stage as the files in this folder have it.
+
+    torchrun --nproc-per-node PROCESSES train.py --steps 10
+
+`--help` lists the options: they are those of `autopipe run`, which runs plan.json without the other
+files. Under srun it is `srun -n PROCESSES python train.py`.
+"""
+
+from pathlib import Path
+
+import autopipe
+from autopipe import cli, modelfile
+from autopipe.runtime.train import train
+
+FOLDER = Path(__file__).resolve().parent
+
+
+def main(
+    steps: int | None = None,
+    seed: int = 0,
+    weights: Path | None = None,
+    compile: bool = False,
+    offload: bool = False,
+    trace: Path | None = None,
+) -> None:
+    """Train for so many steps, or as long as the batches last."""
+    cli.check_folder(trace)
+    plan = autopipe.Plan.load(FOLDER / "plan.json")
+    file = modelfile.load(SOURCE)
+    # This rank's stages from stage_*.py, and its program from programs.txt.
+    pipe = autopipe.parallelize(
+        file.model,
+        plan,
+        loss=file.loss,
+        weights=weights,
+        seed=seed,
+        compile=compile,
+        offload=offload,
+        emitted=FOLDER,
+    )
+    # Batches through the pipe, an optimizer step after each; a line of progress from rank 0.
+    measured = train(pipe, file, steps, seed, cli.say, trace)
+    if pipe.place.rank == 0:
+        cli.report(plan, measured, file.source, trace)
+
+
+if __name__ == "__main__":
+    cli.program(main)
+'''
+
+
+def _write(files: Mapping[str, str], folder: Path) -> None:
+    """All files, or none: they are written into a folder beside, which then takes the place."""
+    folder = folder.resolve()
+    beside = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
+    old = beside.with_suffix(".old")
+    try:
+        beside.mkdir()
+        for name, text in files.items():
+            codec.write(text, beside / name)
+        if folder.exists():
+            os.replace(folder, old)
+        os.replace(beside, folder)
+    except OSError as error:
+        if old.exists() and not folder.exists():
+            os.replace(old, folder)
+        raise PlanError(
+            f"{folder} cannot be written: {error.strerror}",
+            hint="is the folder above it there, and are you allowed to write in it?",
+        ) from error
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,124 @@
+"""How long a plan's step takes, by the longest path through its programs, from the plan alone.
+
+seconds of a stage      plan.stages[i].predicted
+seconds of a transfer   the bytes of what crosses, the link between the nodes of the two ranks
+seconds of a sum        ring all-reduce of a stage's gradients over dp ranks; none under ZeRO-3
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+import sympy
+
+from autopipe import cluster, programs, simulate
+from autopipe.law import Boundary, Pipeline
+from autopipe.plan import Plan, Prediction, Transfer
+from autopipe.schedule import Channel, Flow, holders
+from autopipe.simulate import Costs, Timeline
+
+_BITS = {"bool": 8}
+"""Of the dtypes whose name does not say it."""
+
+
+def timeline(plan: Plan) -> Timeline:
+    """When everything in a plan's step happens, as predicted.
+
+    Raises:
+        ScheduleError: the plan's programs cannot run to their end.
+    """
+    return simulate.simulate(programs.step(plan), costs(plan))
+
+
+def with_prediction(plan: Plan) -> Plan:
+    """The plan with the step that its own numbers predict.
+
+    Raises:
+        ScheduleError: as `timeline`.
+    """
+    found = timeline(plan)
+    return replace(plan, prediction=Prediction(found.seconds, found.bubble))
+
+
+def costs(plan: Plan) -> Costs:
+    """The seconds of everything in a plan's step."""
+    placed = holders(programs.compute(plan))
+    rows = plan.batch.rows // (plan.mesh.dp * plan.batch.micro_batches)
+    moved: dict[Channel, int] = {}
+    for index, stage in enumerate(plan.stages):
+        for sent in stage.sends:
+            size = transfer_bytes(sent, rows)
+            there = Channel(index, sent.peer, Flow.ACTIVATION)
+            back = Channel(sent.peer, index, Flow.GRADIENT)
+            moved[there] = moved.get(there, 0) + size
+            if sent.gradient:
+                moved[back] = moved.get(back, 0) + size
+
+    def link(channel: Channel) -> simulate.Link:
+        wire = _link(plan, placed[channel.source], placed[channel.target])
+        return simulate.Link(wire.latency, wire.bandwidth, moved.get(channel, 0))
+
+    predicted = [stage.predicted for stage in plan.stages]
+    return Costs.of(
+        [stage.forward_seconds for stage in predicted],
+        [stage.backward_seconds for stage in predicted],
+        reduce=[
+            _reduce(plan, placed[index], stage.memory.gradients)
+            for index, stage in enumerate(predicted)
+        ],
+        links=link,
+    )
+
+
+def pipeline(plan: Plan, *, held: Sequence[int], room: Sequence[int]) -> Pipeline:
+    """What `autopipe.ahead` has to know of a plan with a stage on each rank.
+
+    Args:
+        held: bytes that one more micro-batch in flight takes in each stage.
+        room: bytes that each stage has left with depths of 0 and windows of 1.
+    """
+    found = costs(plan)
+    boundaries = []
+    for j in range(len(plan.stages) - 1):
+        there, back = Channel(j, j + 1, Flow.ACTIVATION), Channel(j + 1, j, Flow.GRADIENT)
+        wire, returning = found.links(there), found.links(back)
+        posted = int(max(wire.bytes, returning.bytes))
+        boundaries.append(
+            Boundary(wire.latency, wire.bandwidth, wire.bytes, returning.bytes, posted)
+        )
+    micro_batches = plan.batch.micro_batches
+    return Pipeline(found.forward, found.backward, boundaries, micro_batches, held, room)
+
+
+def transfer_bytes(transfer: Transfer, rows: int) -> int:
+    """Bytes of a crossing tensor of a micro-batch of `rows` rows."""
+    elements = sympy.prod([sympy.sympify(dim) for dim in transfer.shape])
+    bits = _BITS.get(transfer.dtype) or int(re.findall(r"\d+", transfer.dtype)[0])
+    return int(sympy.sympify(elements).subs("b", rows)) * bits // 8
+
+
+def _link(plan: Plan, source: int, target: int) -> cluster.Link:
+    """The slowest of the links between two ranks of a pipeline, over all pipelines."""
+    mesh = plan.mesh
+    for dp in range(mesh.dp):
+        here, there = (mesh.places[mesh.rank(pp, dp)] for pp in (source, target))
+        if here.node != there.node:
+            return plan.cluster.between
+    return plan.cluster.within
+
+
+def _reduce(plan: Plan, pp: int, size: int) -> float:
+    """Ring all-reduce of a stage's gradients (Patarasuk and Yuan, JPDC 2009).
+
+    Under ZeRO-1 it is its two halves, of which the second begins the next step. Under ZeRO-3 every
+    backward has summed what it made.
+    """
+    mesh = plan.mesh
+    if mesh.dp == 1 or plan.zero == 3:
+        return 0.0
+    nodes = {mesh.places[mesh.rank(pp, dp)].node for dp in range(mesh.dp)}
+    link = plan.cluster.within if len(nodes) == 1 else plan.cluster.between
+    share = 2 * (mesh.dp - 1)
+    return share / mesh.dp * size / link.bandwidth + share * link.latency

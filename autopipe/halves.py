@@ -1,0 +1,110 @@
+"""A stage's backward in two halves as a pipeline runs it: laid out as the rehearsal found it.
+
+The planner asks what the halves hold, the runtime asks for the halves themselves; both ask here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from autopipe.blocks import Block
+from autopipe.differentiate import CannotSplit, Layout
+from autopipe.fake import fake_mode
+from autopipe.graph import Graph, Ref, shape_at
+from autopipe.joint import Joint, split
+from autopipe.lower import Lowered, lower
+from autopipe.opaque import OPAQUE
+from autopipe.partition import Stage
+from autopipe.recompute import within
+from autopipe.rehearsal import Boundary, Rehearsal, fake_state
+
+
+def halves(
+    graph: Graph,
+    lowered: Lowered,
+    rehearsal: Rehearsal,
+    *,
+    last: bool,
+    precision: str = "fp32",
+    device: torch.device | str = "cpu",
+) -> Joint | None:
+    """A lowered stage in halves; None if it cannot be: its first half is then all of its backward.
+
+    Args:
+        last: whether the stage makes the graph's results.
+    """
+    stage, boundaries, place = lowered.stage, rehearsal.boundaries, torch.device(device)
+    if any(graph.nodes[position].op in OPAQUE for position in stage.nodes):
+        return None  # it keeps for backward what only its real kernel knows
+
+    def crossing(boundary: Boundary, strides: Sequence[int], gradient: bool = False) -> Layout:
+        return Layout(boundary.shape, tuple(strides), boundary.dtype, place, gradient)
+
+    arguments = [
+        crossing(boundaries[ref], boundaries[ref].strides, stage.index in boundaries[ref].gradients)
+        for ref, _ in stage.receives
+    ]
+    arguments += [
+        Layout.dense(shape_at(graph.inputs[path], lowered.rows), graph.inputs[path].dtype, place)
+        for path in stage.inputs
+    ]
+    # Of the gradients that come for one tensor the latest stage's is the first, and is added to.
+    seeds = [
+        crossing(boundary, boundary.gradients[max(boundary.gradients)])
+        if boundary.gradients
+        else None
+        for boundary in (boundaries[ref] for ref in stage.outgoing)
+    ]
+    if last:
+        loss = graph.outputs[0]
+        assert isinstance(loss, Ref), "a loss is made by a node"
+        spec = graph.spec(loss)
+        seeds += [Layout.dense(shape_at(spec, lowered.rows), spec.dtype, place)]
+        seeds += [None] * (len(graph.outputs) - 1)
+    try:
+        return split(lowered, arguments, seeds, precision)
+    except CannotSplit:
+        return None
+
+
+def rehearse_halves(
+    graph: Graph,
+    stages: Sequence[Stage],
+    blocks: Sequence[Block],
+    rehearsal: Rehearsal,
+    rows: int,
+    recompute: Sequence[str] = (),
+    precision: str = "fp32",
+) -> Rehearsal:
+    """A rehearsal with the bytes that split backwards hold in place of whole ones."""
+    saved, again = list(rehearsal.saved), list(rehearsal.recomputed)
+    stash, fresh = [0] * len(stages), [0] * len(stages)
+    for stage in stages:
+        last = stage.index == len(stages) - 1
+        with fake_mode():
+            states = {name: fake_state(graph, name) for name in stage.states}
+            lowered = lower(
+                graph,
+                stage,
+                blocks,
+                states,
+                None,
+                rows,
+                last=last,
+                recompute=within(stage, blocks, recompute),
+                precision=precision,
+            )
+        joint = halves(graph, lowered, rehearsal, last=last, precision=precision)
+        if joint is not None:
+            i = stage.index
+            saved[i], stash[i], fresh[i], again[i] = joint.kept, joint.stash, joint.fresh, 0
+    return replace(
+        rehearsal,
+        saved=tuple(saved),
+        recomputed=tuple(again),
+        stash=tuple(stash),
+        fresh=tuple(fresh),
+    )

@@ -1,0 +1,70 @@
+"""What the values of a lowered stage look like: one run on fake tensors, noted on every node."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopipe.fake import fake_mode
+from autopipe.graph import Graph, Ref, shape_at
+from autopipe.lower import Lowered
+from autopipe.precision import arithmetic, computing
+from autopipe.recompute import Recomputed
+from autopipe.rehearsal import Boundary
+
+SPEC = "autopipe_spec"
+"""The key in an fx node's meta for its value as text, `float32[2, 12]`; of several, a list."""
+
+
+def observe(
+    lowered: Lowered, graph: Graph, boundaries: Mapping[Ref, Boundary], precision: str
+) -> None:
+    """Run a stage and its blocks, and note what their values look like.
+
+    Args:
+        lowered: for fake tensors.
+        boundaries: the tensors that it receives.
+    """
+    with fake_mode(), torch.no_grad():
+        low = [lowered.module.get_parameter(name) for name in lowered.low]
+        arguments = [
+            torch.empty_strided(found.shape, found.strides, dtype=found.dtype)
+            for found in (boundaries[ref] for ref, _ in lowered.stage.receives)
+        ]
+        for spec in (graph.inputs[path] for path in lowered.stage.inputs):
+            arguments.append(torch.empty(shape_at(spec, lowered.rows), dtype=spec.dtype))
+        with computing(arithmetic(precision, "cpu", low)):
+            _Observer(lowered.module).run(*arguments)
+
+
+class _Observer(fx.Interpreter):
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        n.meta[SPEC] = _spec(result)
+        return result
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return _Observer(piece_of(self.fetch_attr(target))).run(*args)
+
+
+def piece_of(module: Any) -> fx.GraphModule:
+    """The code of a block, be it run again in backward or not."""
+    found: Any = module.block if isinstance(module, Recomputed) else module
+    assert isinstance(found, fx.GraphModule), found
+    return found
+
+
+def _spec(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return [_spec(item) for item in value] if isinstance(value, list | tuple) else None
+
+
+def specs_of(code: fx.Graph) -> tuple[list[str], list[str]]:
+    """What the arguments and the results of an observed graph look like."""
+    results: Any = code.output_node().args[0]
+    made = [r.meta[SPEC] if isinstance(r, fx.Node) else "" for r in results]
+    return [node.meta[SPEC] for node in code.find_nodes(op="placeholder")], made

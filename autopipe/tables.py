@@ -1,0 +1,143 @@
+"""Sums over ranges of units: what any stage there may be holds, keeps, receives and sends.
+
+A model of n units has n (n + 1) / 2 ranges, and a planner asks for most of them. All are summed
+once, as arrays: entry [i, j] is of the range [i, j).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from autopipe.problem import Crossing, Problem, Profile, Saved, Shared
+
+Bytes = NDArray[np.int64]
+Seconds = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Tables:
+    """Sums over ranges of units: every field is an array of one shape, an entry per range.
+
+    `tables` gives all ranges, shape (units + 1, units + 1), where entry [i, j] is of the range
+    [i, j) and zero unless i < j. `at` selects some of them, in any shape. Seconds and bytes are of
+    one micro-batch.
+
+    `gathered` are bytes of parameters that ZeRO-3 makes whole while a backward runs: 2 R + 7 U as
+    in `autopipe.runtime.fully_sharded`, U being the largest of the problem's blocks that the range
+    has any unit of, and R what is trainable in the range and in no block.
+    """
+
+    forward: Seconds
+    backward: Seconds
+    trainable: Bytes
+    constants: Bytes
+    gathered: Bytes
+    saved: Bytes
+    received: Bytes
+    received_gradient: Bytes
+    sent: Bytes
+    sent_gradient: Bytes
+
+    def at(self, first: ArrayLike, end: ArrayLike) -> Tables:
+        """The ranges [first, end), two index arrays of one shape, which the fields then have."""
+        index = np.asarray(first), np.asarray(end)
+        return Tables(*(np.asarray(getattr(self, field.name)[index]) for field in fields(self)))
+
+
+def tables(problem: Problem, profile: Profile) -> Tables:
+    """All ranges of the problem's units under one profile; cached, for the last few profiles."""
+    return _tables(problem.units, problem.parameters, problem.constants, problem.blocks, profile)
+
+
+# What a stage pays for is a set of items, and an item counts for a range at most once. In the plane
+# of ranges (first unit i, end j) the ranges that hold an item with member units p1 < p2 < ... are
+# disjoint rectangles, one per member that is the range's first:
+#
+#     p_{k-1} < i <= p_k < j
+#
+# A rectangle is two or four corners in a difference array; one running sum along each axis fills
+# all of them in.
+_Rectangle = tuple[int, int, int, int, int]  # bytes, for first <= i <= last and low <= j <= high
+
+
+@lru_cache(maxsize=16)
+def _tables(
+    units: int,
+    parameters: tuple[Shared, ...],
+    constants: tuple[Shared, ...],
+    blocks: tuple[tuple[int, int], ...],
+    profile: Profile,
+) -> Tables:
+    returning = tuple(crossing for crossing in profile.crossings if crossing.gradient)
+    return Tables(
+        forward=_prefix(profile.forward),
+        backward=_prefix(profile.backward),
+        trainable=_fill(units, _held(units, parameters)),
+        constants=_fill(units, _held(units, constants)),
+        gathered=_gathered(units, parameters, blocks),
+        saved=_fill(units, _saved(units, profile.saved)),
+        received=_fill(units, _received(units, profile.crossings)),
+        received_gradient=_fill(units, _received(units, returning)),
+        sent=_fill(units, _sent(profile.crossings)),
+        sent_gradient=_fill(units, _sent(returning)),
+    )
+
+
+def _prefix(seconds: tuple[float, ...]) -> Seconds:
+    sums = np.concatenate(([0.0], np.cumsum(seconds)))
+    return np.triu(sums[None, :] - sums[:, None])
+
+
+def _fill(units: int, rectangles: Iterable[_Rectangle]) -> Bytes:
+    corners = np.zeros((units + 2, units + 2), dtype=np.int64)
+    for size, first, last, low, high in rectangles:
+        if first <= last and low <= high:
+            corners[first, low] += size
+            corners[last + 1, low] -= size
+            corners[first, high + 1] -= size
+            corners[last + 1, high + 1] += size
+    return corners.cumsum(axis=0).cumsum(axis=1)[: units + 1, : units + 1]
+
+
+def _held(units: int, items: tuple[Shared, ...]) -> Iterable[_Rectangle]:
+    for item in items:
+        for before, member in zip((-1, *item.units), item.units, strict=False):
+            yield item.bytes, before + 1, member, member + 1, units
+
+
+def _gathered(
+    units: int, parameters: tuple[Shared, ...], blocks: tuple[tuple[int, int], ...]
+) -> Bytes:
+    largest = np.zeros((units + 1, units + 1), dtype=np.int64)
+    outside = parameters
+    for first, stop in blocks:
+        own = {p for p in outside if first <= p.units[0] and p.units[-1] < stop}
+        size = sum(parameter.bytes for parameter in outside if parameter in own)
+        outside = tuple(parameter for parameter in outside if parameter not in own)
+        having = largest[:stop, first + 1 :]  # the ranges [i, j) with i < stop and j > first
+        np.maximum(having, size, out=having)
+    return 2 * _fill(units, _held(units, outside)) + 7 * np.triu(largest, 1)
+
+
+def _saved(units: int, items: tuple[Saved, ...]) -> Iterable[_Rectangle]:
+    for item in items:
+        for before, saver in zip((-1, *item.savers), item.savers, strict=False):
+            # A range that starts after the producer has received the tensor: see `_received`.
+            last = saver if item.producer is None else min(saver, item.producer)
+            yield item.bytes, before + 1, last, saver + 1, units
+
+
+def _received(units: int, items: tuple[Crossing, ...]) -> Iterable[_Rectangle]:
+    for item in items:
+        for before, user in zip((item.producer, *item.consumers), item.consumers, strict=False):
+            yield item.bytes, before + 1, user, user + 1, units
+
+
+def _sent(items: tuple[Crossing, ...]) -> Iterable[_Rectangle]:
+    for item in items:
+        yield item.bytes, 0, item.producer, item.producer + 1, item.consumers[-1]

@@ -1,0 +1,1 @@
+"""What becomes of a run when a rank comes to harm; see README.md."""

@@ -1,0 +1,123 @@
+"""How a rank holds its parameters, by the plan's ZeRO stage, and with whom it shares them.
+
+    zero  parameters            gradients             optimizer state
+    0     whole                 whole, summed         whole             GradientSum
+    1     whole                 own rows of the sum   of own rows       OptimizerShards
+    3     own rows              own rows of the sum   of own rows       FullyShardedSum
+
+A parameter is shared by the ranks of a stage in all data-parallel coordinates, and by stages that
+are tied to each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autopipe.binding import Split
+from autopipe.lower import lower
+from autopipe.partition import tied_states
+from autopipe.plan import Place, Plan
+from autopipe.runtime.fully_sharded import FullyShardedSum, ShardedStage, shard_stage
+from autopipe.runtime.gradients import Gradients, GradientSum
+from autopipe.runtime.zero import OptimizerShards
+
+
+def hold(
+    plan: Plan,
+    place: Place,
+    split: Split,
+    placed: Sequence[int],
+    states: MutableMapping[str, Tensor],
+    device: torch.device,
+    backend: str,
+    *,
+    offload: bool = False,
+) -> tuple[Gradients, dict[int, ShardedStage]]:
+    """Open the groups that share parameters, and deal out what the plan says is dealt out.
+
+    Every rank calls it, at the same point of its program. Under ZeRO-3 the parameters in `states`
+    are DTensors afterwards.
+
+    Args:
+        placed: the pipeline rank of each stage.
+        states: this rank's own, by name.
+        backend: of the groups.
+        offload: under ZeRO-3, keep shards in the host's memory.
+
+    Returns:
+        The gradients' sum, and this rank's stages that are in shards.
+    """
+    mesh, graph = plan.mesh, split.graph
+    owners = _owners(split, placed)
+    own = [stage for stage in split.stages if placed[stage.index] == place.pp]
+    if plan.zero < 3 or mesh.dp == 1:
+        # In the order of the graph, which is the same on every rank.
+        parameters = {n: p for n in graph.states if isinstance(p := states.get(n), nn.Parameter)}
+        members = {
+            name: tuple(mesh.rank(pp, dp) for pp in pps for dp in range(mesh.dp))
+            for name, pps in owners.items()
+        }
+        groups = _open(members, place.rank, backend)
+        stages = {stage.index: [n for n in stage.states if n in parameters] for stage in own}
+        kind = OptimizerShards if plan.zero and mesh.dp > 1 else GradientSum
+        return kind(parameters, groups, stages), {}
+
+    replicas = [
+        dist.new_group([mesh.rank(pp, dp) for dp in range(mesh.dp)], backend=backend)
+        for pp in range(mesh.pp)
+    ]
+    sharded: dict[int, ShardedStage] = {}
+    for stage in own:
+        of_stage = {name: states[name] for name in stage.states}
+        lowered = lower(
+            graph,
+            stage,
+            split.blocks,
+            of_stage,
+            split.trace.reads,
+            plan.batch.rows // (mesh.dp * plan.batch.micro_batches),
+            last=stage.index == len(split.stages) - 1,
+            device=device,
+            recompute=plan.stages[stage.index].recompute,
+            precision=plan.precision,
+        )
+        found = shard_stage(lowered.module, of_stage, replicas[place.pp], offload=offload)
+        sharded[stage.index] = found
+        states.update(found.parameters)
+    tied: dict[str, dist.ProcessGroup] = {}
+    for dp in range(mesh.dp):
+        copies = {
+            name: tuple(mesh.rank(pp, dp) for pp in pps)
+            for name, pps in owners.items()
+            if len(pps) > 1
+        }
+        tied |= _open(copies, place.rank, backend)
+    return FullyShardedSum(sharded, tied), sharded
+
+
+def _owners(split: Split, placed: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """Of each trainable parameter the pipeline ranks that hold it, in the order of the graph."""
+    trainable = [name for name, state in split.graph.states.items() if state.trainable]
+    tied = tied_states(split.stages, trainable)
+    found: dict[str, tuple[int, ...]] = {}
+    for name in trainable:
+        stages = tied.get(name) or [s.index for s in split.stages if name in s.states][:1]
+        found[name] = tuple(sorted({placed[stage] for stage in stages}))
+    return found
+
+
+def _open(
+    members: Mapping[str, tuple[int, ...]], rank: int, backend: str
+) -> dict[str, dist.ProcessGroup]:
+    """A group for each set of several ranks, on all ranks in one order; those `rank` is in."""
+    found: dict[str, dist.ProcessGroup] = {}
+    for ranks in sorted(set(members.values())):
+        if len(ranks) > 1:
+            group = dist.new_group(list(ranks), backend=backend)
+            if rank in ranks:
+                found |= {name: group for name, who in members.items() if who == ranks}
+    return found

@@ -1,0 +1,200 @@
+"""A model of the zoo as a pipe in real processes, beside the same model in one process.
+
+    plan = planned("gpt", pp=2, dp=2, micro_batches=4)      every rank calls it, at the same place
+    pipe = piped("gpt", plan)
+    together(pipe)                                          three steps of both: they stay together
+
+Each story of `pipe_stories` and `step_stories` is a function that every rank of its world runs; it
+is entered here, and `pipe_worker` tells it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import autopipe
+from autopipe import Pipe, Plan, batches, parallel, planning, programs
+from autopipe.runtime.zero import own_rows
+from autopipe.schedule import holders
+from autopipe.trace import Trace
+from tests import zoo
+from tests.inprocess import machine
+from tests.models import CLASSES, WIDTH
+from tests.zoo import Batch, Case
+
+ZOO = {
+    **zoo.ZOO,
+    "linear": Case(
+        lambda: nn.Linear(WIDTH, CLASSES),
+        lambda rows: {"input": zoo.noise(rows, WIDTH), "labels": zoo.integers(rows, below=CLASSES)},
+        zoo.entropy,
+    ),
+}
+Story = Callable[[], None]
+STORIES: dict[int, list[Story]] = {2: [], 3: [], 4: []}
+
+
+def story(world: int, name: str | None = None) -> Callable[[Story], Story]:
+    """Enter a story under the number of processes it needs."""
+
+    def enter(told: Story) -> Story:
+        told.__name__ = name or told.__name__
+        STORIES[world].append(told)
+        return told
+
+    return enter
+
+
+_TRACES: dict[str, Trace] = {}
+
+
+@contextmanager
+def traced_once(name: str) -> Iterator[None]:
+    """Trace a model for the first plan or pipe of it in this process, and for no later one.
+
+    The graph is the same every time; to find it takes far longer than all that is told of it.
+    """
+
+    def again(find: Callable[..., Trace]) -> Callable[..., Trace]:
+        def found(*args: Any, **kwargs: Any) -> Trace:
+            if name not in _TRACES:
+                _TRACES[name] = find(*args, **kwargs)
+            return _TRACES[name]
+
+        return found
+
+    with (
+        patch.object(planning, "trace_source", again(planning.trace_source)),
+        patch.object(parallel, "trace", again(parallel.trace)),
+    ):
+        yield
+
+
+@cache
+def planned(
+    name: str, pp: int, dp: int, micro_batches: int, schedule: str = "1f1b", **constraints: Any
+) -> Plan:
+    """A plan of a zoo's model with two rows a micro-batch; rank 0 makes it for all."""
+    if dist.is_initialized() and dist.get_rank() > 0:
+        made: list[Any] = [None]
+    else:
+        case = ZOO[name]
+        with traced_once(name):
+            plan = autopipe.plan(
+                case.model,
+                case.inputs,
+                loss=case.loss,
+                cluster=machine(pp * dp),
+                batch_size=2 * dp * micro_batches,
+                pp=pp,
+                dp=dp,
+                micro_batches=micro_batches,
+                schedule=schedule,
+                **constraints,
+            )
+        made = [plan]
+    if dist.is_initialized():
+        dist.broadcast_object_list(made)
+    return made[0]  # type: ignore[no-any-return]
+
+
+def piped(name: str, plan: Plan, **options: Any) -> Pipe:
+    """The zoo's model with the zoo's weights, as planned."""
+    case = ZOO[name]
+    with traced_once(name):
+        return autopipe.parallelize(case.model(), plan, loss=case.loss, **options)
+
+
+def whole_loss(name: str, model: nn.Module, batch: Batch) -> Tensor:
+    """The loss of the whole batch in one process, in one go."""
+    found = ZOO[name].eager(model, batch)
+    return found if isinstance(found, Tensor) else found[0] / found[1]
+
+
+def drawn(name: str, rows: int, number: int) -> Batch:
+    """Another batch for each number: rows further down the zoo's."""
+    case = ZOO[name]
+    batch = case.inputs(rows * (number + 1))
+    specs = batches.describe(case.inputs(2), case.inputs(3), 2, 3)
+    leaves = batches.slice_rows(specs, batches.flatten(batch), rows * number, rows * (number + 1))
+    return batches.rebuild(batch, leaves)  # type: ignore[no-any-return]
+
+
+def own(pipe: Pipe, name: str, whole: Tensor) -> Tensor:
+    """This rank's part of one process's parameter or gradient: under ZeRO its rows."""
+    plan, place = pipe.plan, pipe.place
+    if plan.zero == 0 or plan.mesh.dp == 1:
+        return whole
+    placed = holders(programs.compute(plan))
+    sharing = [place.pp]
+    if plan.zero == 1:  # over all that have it, tied stages too; ZeRO-3 over replicas alone
+        having = zip(plan.stages, placed, strict=True)
+        sharing = sorted({rank for stage, rank in having if name in stage.parameters})
+    position = sharing.index(place.pp) * plan.mesh.dp + place.dp
+    return whole[slice(*own_rows(len(whole), len(sharing) * plan.mesh.dp, position))]
+
+
+def full(tensor: Tensor) -> Tensor:
+    """All of a tensor; of a DTensor, every rank that has a part of it calls this."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def close(found: Tensor, expected: Tensor, said: str = "", to: float = 1e-5) -> None:
+    """Equal to a part of the largest entry."""
+    assert found.shape == expected.shape, f"{said}: {found.shape}, expected {expected.shape}"
+    if not expected.numel():
+        return
+    most = to * float(expected.detach().abs().max().clamp_min(1e-6))
+    off = float((found.detach() - expected.detach()).abs().max())
+    assert off <= most, f"{said}: off by {off:.2e}, allowed {most:.2e}"
+
+
+@contextmanager
+def refused(kind: type[Exception], *words: str) -> Iterator[None]:
+    """The block raises `kind`, and its sentence has these words."""
+    try:
+        yield
+    except kind as error:
+        for word in words:
+            assert word in str(error), f"{word!r} is not in {error}"
+        return
+    raise AssertionError(f"no {kind.__name__} was raised")
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def together(name: str, pipe: Pipe, *, steps: int = 3, clip: float = 0.5) -> None:
+    """So many steps beside one process: losses, gradients, norms and weights stay together."""
+    model = ZOO[name].model()
+    ours, theirs = sgd(pipe.parameters()), sgd(model.parameters())
+    for number in range(steps):
+        batch = drawn(name, pipe.plan.batch.rows, number)
+        expected = whole_loss(name, model, batch)
+        theirs.zero_grad()
+        expected.backward()
+        close(pipe.step(batch), expected, f"loss {number}")
+        for key, parameter in pipe.named_parameters():
+            gradient = model.get_parameter(key).grad
+            assert (parameter.grad is None) == (gradient is None), key
+            if gradient is not None and parameter.grad is not None:
+                part = own(pipe, key, gradient)
+                close(parameter.grad, part, f"gradient of {key}, step {number}", 5e-5)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+        close(pipe.clip_grad_norm_(clip), norm, f"norm {number}")
+        ours.step()
+        theirs.step()
+    for key, parameter in pipe.named_parameters():
+        close(parameter, own(pipe, key, model.get_parameter(key)), f"{key} after {steps} steps")
+    for key, tensor in pipe.state_dict().items():
+        close(full(tensor), model.state_dict()[key], f"{key} in the state dict")

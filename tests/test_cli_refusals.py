@@ -1,0 +1,355 @@
+"""The command line: one sentence and exit code 2 for each mistake of a user; nothing is written."""
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autopipe import cli, codec
+from tests.inprocess import machine
+from tests.shell import NET, Said, Shell, changed
+
+
+@pytest.fixture
+def autopipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Shell:
+    return Shell(tmp_path, monkeypatch, capsys)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The file of a cluster of four processes on this machine."""
+    path = tmp_path_factory.mktemp("cluster") / "four.json"
+    codec.save(machine(4), path)
+    return str(path)
+
+
+# --- words that mean nothing, and wishes that cannot be met
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            "--planner best",
+            "there is no planner 'best'\n\nhint: one of dynamic, exhaustive, uniform",
+        ),
+        (
+            "--schedule zb-h3",
+            "there is no schedule 'zb-h3', and no file with one can be read: [Errno 2] No such "
+            "file or directory: 'zb-h3'\n\nhint: one of naive, gpipe, 1f1b, ",
+        ),
+        (
+            "--schedule 1f1b --depth 2",
+            "depth=2 was asked for, and 1f1b takes none\n\nhint: schedule='eager-1f1b' does",
+        ),
+        ("--precision fp8", "there is no precision 'fp8'\n\nhint: one of fp32, bf16, fp16"),
+        ("--zero 2", "there is no ZeRO stage 2\n\nhint: one of 0, 1, 3"),
+        (
+            "--zero 3 --schedule zb-h1 --pp 2",
+            "zb-h1 and zero=3 do not go together: it gathers for both at once",
+        ),
+        ("--recompute all", "recompute: the model has no block and no class of blocks 'all'"),
+        ("--cluster 8xA100-81GB", "'8xA100-81GB': no device 'A100-81GB' is known\n\nhint: known, "),
+        ("--cluster gone.json", "gone.json: no such file, asked for the cluster"),
+        ("--cluster local:x", "'local:x': expected a number of processes, found 'x'"),
+        ("--memory plenty", "memory 'plenty' is no size\n\nhint: 24GiB, 512MB or bytes"),
+        ("--memory 0", "memory '0' is 0 bytes, expected at least 1"),
+        ("--tp 2", "tp=2 was asked for; this version plans tp=1 only"),
+        ("--pp 3", "pp=3 was asked for and does not divide the 4 devices"),
+        ("--dp 3", "dp=3 was asked for and does not divide the 4 devices"),
+        (
+            "--batch 10 --dp 4",
+            "a batch of 10 rows does not divide into dp=4 equal parts\n\n"
+            "hint: a batch of 8 or 12 rows does",
+        ),
+        (
+            "--batch 10 --dp 2 --micro-batches 3",
+            "a batch of 10 rows does not divide into dp=2 x micro_batches=3 equal parts\n\n"
+            "hint: a batch of 6 or 12 rows does",
+        ),
+        (
+            "--batch 2 --micro-batches 3",
+            "a batch of 2 rows does not divide into micro_batches=3 equal parts\n\n"
+            "hint: a batch of 3 rows does",
+        ),
+        ("-o gone/plan.json", "gone/plan.json cannot be written: there is no folder "),
+    ],
+)
+def test_an_argument_that_cannot_be_met(
+    arguments: str, sentence: str, autopipe: Shell, four: str
+) -> None:
+    cluster = [] if "--cluster" in arguments else ["--cluster", four]
+    assert autopipe("plan", "net.py", *cluster, *arguments.split()).error.startswith(sentence)
+    assert autopipe.files() == ["net.py"]
+
+
+def test_memory_that_is_too_low(autopipe: Shell, four: str) -> None:
+    """The shortfall in bytes, the stage, and what to try next."""
+    said = autopipe("plan", "net.py", "--cluster", four, "--memory", "2000")
+    found = re.match(
+        r"no plan fits .* a device: .*pp=\d dp=\d micro_batches=\d+.* stage \d needs .*, "
+        r"\d+ (bytes )?too many.*\n\nhint: ",
+        said.error,
+        re.DOTALL,
+    )
+    assert found, said.error
+    assert autopipe.files() == ["net.py"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ("--pp 0", "Invalid value for '--pp'"),
+        ("--chunks 1", "Invalid value for '--chunks'"),
+        ("--window 0", "Invalid value for '--window'"),
+        ("--depth -1", "Invalid value for '--depth'"),
+        ("--batch many", "Invalid value for '--batch'"),
+        ("--frob", "No such option: --frob"),
+        ("--memory", "Option '--memory' requires an argument"),
+    ],
+)
+def test_what_the_parser_refuses(arguments: str, reason: str, autopipe: Shell) -> None:
+    said = autopipe("plan", "net.py", *arguments.split())
+    assert said.code == 2 and said.out == "" and "Traceback" not in said.err
+    assert reason in said.err
+    assert autopipe.files() == ["net.py"]
+
+
+# --- a schedule in a file
+
+
+@pytest.mark.parametrize(
+    ("lines", "arguments", "sentence"),
+    [
+        ("", "", "steps.txt: expected a schedule, found no instruction"),
+        ("rank 0: 0F0 0B1", "", "steps.txt: rank 0: 0B1 needs 0F1 before it, which is missing"),
+        ("rank 0: 0F0 0WAIT_B0<1", "", "steps.txt: rank 0: expected compute alone, found 0WAIT"),
+        ("rank 0: forward", "", "steps.txt: rank 0: expected an instruction, found 'forward'"),
+        (
+            "rank 0: 0F0 0B0\nrank 1: 1F0 1B0",
+            "--pp 4",
+            "pp=4 was asked for, and the schedule is written for pp=2\n\nhint: leave pp out, or ",
+        ),
+        (
+            "rank 0: 0F0 0B0\nrank 1: 1F0 1B0",
+            "--micro-batches 4",
+            "micro_batches=4 was asked for, and the schedule is written for micro_batches=1",
+        ),
+        (
+            "rank 0: 0F0 0B0 0F1 0B1\nrank 1: 1F0 1F1 1B0 1B1",
+            "",
+            "deadlock: rank 0 waits at 0WAIT_B0<1 for 1SEND_B0>0, which comes after ",
+        ),
+    ],
+)
+def test_a_written_schedule(
+    lines: str, arguments: str, sentence: str, autopipe: Shell, four: str
+) -> None:
+    autopipe.write("steps.txt", lines)
+    command = ("plan", "net.py", "--cluster", four, "--schedule", "steps.txt")
+    assert autopipe(*command, *arguments.split()).error.startswith(sentence)
+    if not arguments:
+        assert autopipe("simulate", "steps.txt").error.startswith(sentence)
+    assert autopipe.files() == ["net.py", "steps.txt"]
+
+
+# --- simulate
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("zb-h3", "there is no schedule 'zb-h3', and no file with one can be read: "),
+        ("gone.json", "gone.json: no such file, asked for the plan"),
+        (
+            "--svg step.svg",
+            "--svg makes one picture, and no schedule was named\n\n"
+            "hint: autopipe simulate 1f1b --svg step.svg",
+        ),
+        ("1f1b --svg gone/step.svg", "gone/step.svg cannot be written: there is no folder "),
+    ],
+)
+def test_what_cannot_be_drawn(arguments: str, sentence: str, autopipe: Shell) -> None:
+    assert autopipe("simulate", *arguments.split()).error.startswith(sentence)
+    assert autopipe.files() == ["net.py"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["--ranks 0", "--micro-batches 0", "--chunks 1", "--window 0", "--depth -1", "--latency -1"],
+)
+def test_numbers_out_of_range(arguments: str, autopipe: Shell) -> None:
+    said = autopipe("simulate", "1f1b", *arguments.split())
+    assert said.code == 2 and said.out == "" and "Traceback" not in said.err
+    assert f"Invalid value for '{arguments.split()[0]}'" in said.err
+
+
+# --- a plan that is wrong
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (
+            lambda plan: plan.update(format=7),
+            "plan.format: this autopipe reads format 2, the file is format 7\n\n"
+            "hint: make the plan again with `autopipe plan`",
+        ),
+        (
+            lambda plan: plan.update(shedule="1f1b"),
+            "plan.shedule: unknown field; Plan has format, ",
+        ),
+        (
+            lambda plan: plan["stages"].pop(),
+            "plan.stages: expected equally many on each of 2 ranks (mesh.pp), found 1",
+        ),
+        (
+            lambda plan: plan["boundaries"].pop(),
+            "plan.boundaries: expected 1, one between stages, found 0",
+        ),
+        (lambda plan: plan["batch"].pop("rows"), "plan.batch.rows: missing; expected an integer"),
+        (
+            lambda plan: plan.update(source="moved.py"),
+            "plan.source: there is no model file 'moved.py' in the folder of plan.json\n\n"
+            "hint: autopipe run plan.json --model FILE",
+        ),
+        (
+            lambda plan: plan.update(source=None),
+            "plan.source: plan.json does not say where its model is\n\n"
+            "hint: autopipe run plan.json --model FILE",
+        ),
+    ],
+)
+def test_a_plan_that_is_wrong_starts_no_process(
+    change: Callable[[dict[str, Any]], object],
+    sentence: str,
+    autopipe: Shell,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cli.launch, "spawn", None)
+    autopipe.plan(4, "--pp", "2", "--dp", "2")
+    autopipe.edit(change)
+    assert autopipe("run", "plan.json", "--local", "4").error.startswith(sentence)
+
+
+@pytest.mark.parametrize("command", ["explain", "run", "simulate"])
+def test_no_plan_and_half_a_plan(command: str, autopipe: Shell) -> None:
+    assert autopipe(command, "gone.json").error.startswith("gone.json: no such file, asked for the")
+    autopipe.plan(1)
+    autopipe.write("plan.json", Path("plan.json").read_text()[:700])
+    error = autopipe(command, "plan.json").error
+    assert re.match(
+        r"plan.json, line \d+, column \d+: the file ends in the middle\n\nhint: ", error
+    )
+
+
+def test_a_plan_of_another_model(autopipe: Shell) -> None:
+    """The first node that differs, and the versions."""
+    autopipe.plan(1, "--batch", "4")
+    autopipe.write("net.py", changed("y.relu()", "y.tanh()"))
+    error = autopipe("run", "plan.json", "--steps", "1").error
+    assert error.startswith("plan.fingerprint: the plan was made for another model")
+    assert "planned with torch " in error and "here torch " in error
+    assert "First difference: tanh/0 = aten.tanh.default" in error
+    assert error.endswith("hint: plan again with `autopipe plan`")
+
+
+@pytest.mark.parametrize("word", ["first", "last"])
+def test_a_stage_that_begins_or_ends_with_no_node(word: str, autopipe: Shell) -> None:
+    autopipe.plan(1, "--batch", "4")
+    autopipe.edit(lambda plan: plan["stages"][0].update({word: "up/conv/0"}))
+    error = autopipe("run", "plan.json", "--steps", "1").error
+    assert error.startswith(f"plan.stages[0].{word}: the model has no node 'up/conv/0'")
+
+
+def test_batches_whose_last_one_is_smaller(autopipe: Shell) -> None:
+    """Two batches of 4 rows train; one of 3 rows does not divide."""
+    more = "\ndef batches(batch_size):\n    return [inputs(n) for n in (batch_size, 3)]\n"
+    autopipe.write("net.py", NET + more)
+    autopipe.plan(1, "--batch", "4", "--micro-batches", "2")
+    assert autopipe("run", "plan.json").error == (
+        "the batch has 3 rows, which do not divide into 2 micro-batches\n\n"
+        "hint: give 2 rows, or another multiple of 2"
+    )
+
+
+# --- options of a run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "change", "sentence"),
+    [
+        (
+            "--trace gone/trace.json",
+            {},
+            "gone/trace.json cannot be written: there is no folder ",
+        ),
+        (
+            "--compile",
+            {"schedule": "zb-h1"},
+            "zb-h1 and torch.compile do not go together: code has no halves",
+        ),
+        ("--weights gone.safetensors", {}, "weights 'gone.safetensors' is neither a safetensors "),
+        ("", {"precision": "fp8"}, "plan.precision: 'fp8' was asked for; this version runs 'fp32'"),
+        ("", {"schedule": "zb-h3"}, "there is no schedule 'zb-h3'"),
+        (
+            "",
+            {"programs": ["rank 0: 0F0 0F1 0B0 0B1"]},
+            "plan.programs: they are for 2 micro-batches, the plan has 1",
+        ),
+    ],
+)
+def test_a_run_that_cannot_be(
+    arguments: str, change: dict[str, Any], sentence: str, autopipe: Shell
+) -> None:
+    autopipe.plan(1, "--batch", "4", "--micro-batches", "1")
+    autopipe.edit(lambda plan: plan.update(change))
+    found = autopipe("run", "plan.json", "--steps", "1", *arguments.split()).error
+    assert found.startswith(sentence)
+    assert autopipe.files() == ["cluster.json", "net.py", "plan.json"]
+
+
+# --- other processes than the plan's
+
+
+@pytest.mark.parametrize(("found", "arguments"), [(1, ""), (3, "--local 3")])
+def test_another_number_of_processes(found: int, arguments: str, autopipe: Shell) -> None:
+    autopipe.plan(4, "--pp", "2", "--dp", "2")
+    assert autopipe("run", "plan.json", *arguments.split()).error == (
+        f"the plan is for 4 processes, but {found} were started (this is rank 0, on node 0)"
+        "\n\nhint: torchrun --nproc-per-node 4 -m autopipe run plan.json\n"
+        "  or: autopipe run plan.json --local 4\n"
+        "  or: srun -n 4 autopipe run plan.json"
+    )
+
+
+# --- --debug
+
+
+def test_debug_may_stand_anywhere(autopipe: Shell) -> None:
+    for argv in (["--debug", "plan", "gone.py"], ["plan", "gone.py", "--debug"]):
+        said = autopipe(*argv)
+        assert said.code == 2 and said.err.startswith("Traceback (most recent call last):\n")
+        assert "\nerror: there is no model file 'gone.py'\n" in said.err
+    assert "--debug" in autopipe("--help").out
+
+
+def test_what_nobody_foresaw(autopipe: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code 1, not a user's mistake; the traceback is a flag away."""
+
+    def fails(*_: object) -> None:
+        raise ZeroDivisionError("division by zero\nand more")
+
+    monkeypatch.setattr("autopipe.modelfile.load", fails)
+    said = autopipe("trace", "net.py")
+    assert said == Said(
+        1, "", "error: ZeroDivisionError: division by zero\n\nhint: --debug shows where\n"
+    )
+    monkeypatch.setattr(sys, "argv", ["autopipe", "trace", "net.py", "--debug"])
+    with pytest.raises(ZeroDivisionError):
+        cli.main()

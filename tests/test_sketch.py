@@ -1,0 +1,130 @@
+"""Schedules on paper: by name, from a file, of a plan; with a headline, on a page of text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autopipe import sketch
+from autopipe.errors import ScheduleError
+from autopipe.schedule import format_programs
+from autopipe.schedules import SCHEDULES, make
+from autopipe.sketch import WIDTH, Shape
+from tests.plans import chain
+
+
+def test_a_schedule_by_its_name() -> None:
+    """F + B = 3 on each of two ranks: four micro-batches, and one rank's to fill and drain."""
+    timeline = sketch.of_schedule("1f1b", Shape(ranks=2, micro_batches=4))
+    assert sketch.describe("1f1b", timeline, waits=False, transfers=False) == (
+        "1f1b: 2 ranks, 4 micro-batches; a step takes 15, the bubble is 20%; micro-batches held by "
+        "each rank: 2, 1\n"
+        "rank 0: F0 F1       B0--- F2 B1--- F3 B2---    B3---\n"
+        "rank 1:    F0 B0--- F1 B1--- F2 B2--- F3 B3---"
+    )
+
+
+def test_waits_and_transfers_are_drawn_on_demand() -> None:
+    """Notice of the receive comes with the end of F0; then each way takes 1."""
+    timeline = sketch.of_schedule("1f1b", Shape(ranks=2, micro_batches=1, latency=1.0))
+    assert sketch.describe("1f1b", timeline, waits=True, transfers=True).splitlines()[1:] == [
+        "rank 0: F0 .............. B0---",
+        "rank 1: ..... F0 B0---",
+        "0 to 1:    F0",
+        "1 to 0:                B0",
+    ]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_ranks_micro_batch_takes_the_same_however_many_stages_it_is_cut_into(name: str) -> None:
+    """In three chunks each has a third of it, and what a rank computes in all is 4 (1 + 2)."""
+    timeline = sketch.of_schedule(name, Shape(ranks=2, micro_batches=4, chunks=3))
+    assert timeline.busy == pytest.approx((12, 12))
+
+
+def test_what_a_rank_of_several_stages_holds_is_told_by_stage() -> None:
+    timeline = sketch.of_schedule("zb-v", Shape(ranks=2, micro_batches=4))
+    head = sketch.describe("zb-v", timeline, waits=False, transfers=False).splitlines()[0]
+    assert head.endswith("held by each rank: 4 + 1, 3 + 2")
+
+
+def test_depths_are_those_of_eager_1f1b_alone() -> None:
+    deep = Shape(ranks=2, micro_batches=6, depth=3)
+    held = [
+        sketch.describe(name, sketch.of_schedule(name, deep), waits=False, transfers=False)
+        for name in ("1f1b", "eager-1f1b")
+    ]
+    assert "each rank: 2, 1\n" in held[0] and "each rank: 5, 1\n" in held[1]
+
+
+def test_a_schedule_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.txt"
+    path.write_text(f"# GPipe\n{format_programs(make('gpipe', 2, 3))}\n")
+    programs = sketch.from_file(path)
+    assert programs == make("gpipe", 2, 3)
+    of_file = sketch.of_schedule(str(path), Shape(ranks=9))  # the file says how many
+    assert of_file == sketch.of_schedule("gpipe", Shape(ranks=2, micro_batches=3))
+
+
+def test_no_schedule_and_no_file(tmp_path: Path) -> None:
+    with pytest.raises(ScheduleError) as refused:
+        sketch.of_schedule("zigzag", Shape())
+    assert refused.value.message.startswith(
+        "there is no schedule 'zigzag', and no file with one can be read: "
+    )
+    assert (refused.value.hint or "").startswith("one of naive, gpipe, 1f1b, eager-1f1b, ")
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\xff")
+    with pytest.raises(ScheduleError, match="no file with one can be read"):
+        sketch.from_file(tmp_path / "picture.png")
+
+
+def test_a_file_with_a_mistake_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "mine.txt"
+    path.write_text("rank 0: 0F0 0B0\nrank 1: 1B0 1F0\n")
+    with pytest.raises(ScheduleError) as refused:
+        sketch.from_file(path)
+    assert refused.value.message == (
+        f"{path}: rank 1: 1B0 needs 1F0 before it, which stands after it"
+    )
+
+
+def test_a_file_whose_ranks_wait_for_each_other_for_good(tmp_path: Path) -> None:
+    """Stage 0 wants the gradient of micro-batch 0 before it sends stage 1 what that wants first."""
+    path = tmp_path / "mine.txt"
+    path.write_text("rank 0: 0F0 0B0 0F1 0B1\nrank 1: 1F1 1F0 1B0 1B1\n")
+    with pytest.raises(ScheduleError, match="wait"):
+        sketch.of_schedule(str(path), Shape())
+
+
+def test_the_timeline_of_a_plan_is_the_one_it_predicts() -> None:
+    assert sketch.of_plan(chain(2, 4)).seconds == pytest.approx(15e-3, rel=1e-6)
+
+
+def test_labels_are_cut_before_a_page_is_too_wide() -> None:
+    """32 micro-batches of F + B = 3 need 3 columns for each second; a page has fewer."""
+    timeline = sketch.of_schedule("1f1b", Shape(ranks=2, micro_batches=32))
+    lines = sketch.drawing(timeline).splitlines()
+    assert WIDTH < max(map(len, lines)) <= 2 * WIDTH
+    wide = sketch.drawing(sketch.of_schedule("1f1b", Shape(ranks=2, micro_batches=10)))
+    assert max(map(len, wide.splitlines())) <= WIDTH and "B9---" in wide
+
+
+def test_a_drawing_that_fits_or_none() -> None:
+    timeline = sketch.of_schedule("gpipe", Shape(ranks=1, micro_batches=2))
+    assert sketch.shortest(timeline) == 1.0
+    assert sketch.fitting(timeline, 1.0, 26) == "rank 0: F0 F1 B0--- B1---"
+    assert sketch.fitting(timeline, 1.0, 24) is None
+    assert sketch.fitting(timeline, 2.0, 24) == "rank 0: F F B0 B1"
+
+
+def test_very_unlike_seconds_are_never_drawn_to_the_scale_of_the_shortest() -> None:
+    """At a label a nanosecond the line would have nine thousand million columns."""
+    timeline = sketch.of_schedule("1f1b", Shape(ranks=1, micro_batches=1, forward=1e-9, backward=3))
+    assert sketch.fitting(timeline, sketch.shortest(timeline), WIDTH) is None
+    assert max(map(len, sketch.drawing(timeline).splitlines())) <= WIDTH
+
+
+def test_no_time_at_all_is_drawn_too() -> None:
+    still = Shape(ranks=2, micro_batches=1, forward=0.0, backward=0.0)
+    assert sketch.drawing(sketch.of_schedule("1f1b", still)) == "rank 0: F B\nrank 1: F B"

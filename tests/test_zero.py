@@ -1,0 +1,52 @@
+"""Sharded optimizers leave the parameters of one process; the stories are in `zero_worker`."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from autopipe.runtime.zero import _same_elements, own_rows
+from tests.zero_worker import STORIES, Story, told
+
+
+@pytest.fixture(scope="module")
+def tell(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    return cache(lambda world: told("zero", world, tmp_path_factory.mktemp(f"world-{world}")))
+
+
+@pytest.mark.parametrize(
+    ("world", "story"),
+    [(world, story) for world, stories in STORIES["zero"].items() for story in stories],
+    ids=lambda value: value if isinstance(value, int) else value.__name__,
+)
+def test_story(world: int, story: Story, tell: Callable[[int], Path]) -> None:
+    folder = tell(world)
+    for rank in range(world):
+        result = folder / f"{story.__name__}.{rank}"
+        assert result.exists(), "an earlier story failed, or another rank of this one"
+        assert result.read_text() == ""
+
+
+@pytest.mark.parametrize("world", STORIES["zero"])
+def test_all_processes_end_well(world: int, tell: Callable[[int], Path]) -> None:
+    assert (tell(world) / "code").read_text() == "0"
+
+
+@pytest.mark.parametrize("rows", range(8))
+@pytest.mark.parametrize("ranks", range(1, 6))
+def test_rows_are_dealt_as_torch_deals_them(rows: int, ranks: int) -> None:
+    """`torch.chunk`, which gives no empty chunks: the ranks that come too late have none."""
+    chunks = [chunk.tolist() for chunk in torch.arange(rows).chunk(ranks)] if rows else []
+    dealt = [list(range(*own_rows(rows, ranks, rank))) for rank in range(ranks)]
+    assert dealt == chunks + [[]] * (ranks - len(chunks))
+
+
+def test_a_parameter_and_its_columns() -> None:
+    """The picture: 8 elements, 3 to each of 4 ranks, in a table with another parameter's 2."""
+    table = torch.full((4, 5), -1)
+    for flat, column in _same_elements(torch.arange(8), table[:, 2:]):
+        column.copy_(flat)
+    assert table[:, 2:].tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, -1], [-1, -1, -1]]
+    assert bool((table[:, :2] == -1).all())
