@@ -15,6 +15,7 @@ sending on the other. Which rank holds which stage is the transport's business:
 
     both stages on one rank    `Mailbox`, in every transport
     ranks of one process       autopipe.runtime.local, for tests
+    processes of one host      autopipe.runtime.direct, CPU tensors
     processes, CPU tensors     autopipe.runtime.gloo
     processes, a GPU each      autopipe.runtime.nccl
 
