@@ -50,8 +50,8 @@ from autopipe.source_code import (
 
 WORDS = {
     randomness.draw: "draw",
-    lower._check: "check",
-    lower._under_autocast: "under_autocast",
+    lower.check_read: "check_read",
+    lower.under_autocast: "under_autocast",
     low: "low",
     torch.ops.aten.detach.default: "detach",
 }

@@ -83,8 +83,7 @@ def lower(
         PlanError: a block to recompute is none of the stage's, or would not do the same again.
     """
     root = nn.Module()
-    for name in stage.states:
-        _install(root, name, states[name])
+    _install(root, stage, states)
     emitter = _Emitter(graph, reads, rows, torch.device(device), precision != "fp32")
     arguments: list[Value] = [ref for ref, _ in stage.receives]
     arguments += [Input(path) for path in stage.inputs]
@@ -97,7 +96,7 @@ def lower(
         if value in stage.copied:
             # Written in place below: autograd forbids that on a leaf, and the buffer is not ours.
             env[value] = outer.call_function(torch.ops.aten.clone.default, (env[value],))
-    taken: set[str] = set()
+    pieces: dict[str, nn.Module] = {}
     for number, (block, positions) in enumerate(runs):
         nodes = [graph.nodes[p] for p in positions]
         if block is None:
@@ -106,15 +105,12 @@ def lower(
         after = [v for _, rest in runs[number + 1 :] for p in rest for v in graph.nodes[p].values()]
         home = block.path.partition("@")[0]
         path = home
-        while path in taken:  # a module called again, or a block in two pieces
+        while path in pieces:  # a module called again, or a block in two pieces
             path += "_again"
-        taken.add(path)
         piece = emitter.piece(
             root.get_submodule(home), home, nodes, {*after, *values_in(tuple(results))}
         )
-        parent, _, leaf = path.rpartition(".")
-        module = Recomputed(piece.module) if block.path in recompute else piece.module
-        setattr(root.get_submodule(parent), leaf, module)
+        pieces[path] = Recomputed(piece.module) if block.path in recompute else piece.module
         for value in piece.arguments:
             emitter.load(outer, value, env, prefix="")
         call = outer.call_module(path, tuple(env[v] for v in piece.arguments))
@@ -123,6 +119,10 @@ def lower(
     for value in values_in(tuple(results)):
         emitter.load(outer, value, env, prefix="")
     outer.output(tuple(emitter.argument(result, env) for result in results))
+    for path, module in pieces.items():
+        parent, _, leaf = path.rpartition(".")
+        setattr(root.get_submodule(parent), leaf, module)
+    _install(root, stage, states)  # again: a piece has only those that it reads itself
     module = fx.GraphModule(root, outer, class_name=f"Stage{stage.index}")
     return Lowered(stage, module, rows, tuple(emitter.low))
 
@@ -132,18 +132,20 @@ def take(values: Any, position: int) -> Any:
     return values[position]
 
 
-def _install(root: nn.Module, name: str, tensor: Tensor) -> None:
-    """Register a tensor under its dotted name, with plain modules on the way."""
-    *path, leaf = name.split(".")
-    module = root
-    for part in path:
-        if not hasattr(module, part):
-            module.add_module(part, nn.Module())
-        module = module.get_submodule(part)
-    if isinstance(tensor, nn.Parameter):
-        module.register_parameter(leaf, tensor)
-    else:
-        module.register_buffer(leaf, tensor)
+def _install(root: nn.Module, stage: Stage, states: Mapping[str, Tensor]) -> None:
+    """Register a stage's states under their dotted names, with plain modules on the way."""
+    for name in stage.states:
+        *path, leaf = name.split(".")
+        module = root
+        for part in path:
+            if not hasattr(module, part):
+                module.add_module(part, nn.Module())
+            module = module.get_submodule(part)
+        tensor = states[name]
+        if isinstance(tensor, nn.Parameter):
+            module.register_parameter(leaf, tensor)
+        else:
+            module.register_buffer(leaf, tensor)
 
 
 def _runs(
@@ -296,7 +298,7 @@ class _Emitter:
     ) -> fx.Node:
         if node.op == READ_OP and self.reads is not None:
             read = self.reads[args[1]]
-            return into.call_function(_check, (args[0], read.kind, read.value, read.place))
+            return into.call_function(check_read, (args[0], read.kind, read.value, read.place))
         op = resolve(node.op)
         if is_random(node):
             op, args = draw, (op, node.name, *args)
@@ -305,21 +307,27 @@ class _Emitter:
         if node.autocast is not None:
             auto: Autocast = node.autocast
             args = (auto.device_type, auto.dtype, auto.enabled, op, *args)
-            op = _under_autocast
+            op = under_autocast
         return into.call_function(op, args, kwargs)
 
 
-def _check(tensor: Tensor, kind: str, value: Any, place: str) -> None:
+def check_read(tensor: Tensor, kind: str, value: Any, place: str) -> None:
+    """Compare what a read node reads with the record of it.
+
+    Raises:
+        ModelError: the value differs (`reads.check`).
+    """
     check(tensor, Read(kind, value, place))
 
 
-python_only = frozenset({draw, _check})
+python_only = frozenset({draw, check_read})
 """Functions in a stage's code that seed generators or read values: no compiler may look inside."""
 
 
-def _under_autocast(
+def under_autocast(
     device_type: str, dtype: torch.dtype | None, enabled: bool, op: Any, *args: Any, **kwargs: Any
 ) -> Any:
+    """An op under the autocast that the model itself had around it."""
     with torch.autocast(device_type, dtype=dtype, enabled=enabled):
         return op(*args, **kwargs)
 

@@ -25,9 +25,7 @@ from autopipe import places, proof
 from autopipe import programs as of_plan
 from autopipe.errors import AutopipeError, PlanError, ScheduleError
 from autopipe.graph import Ref
-from autopipe.lower import Lowered
-from autopipe.lower import _check as check
-from autopipe.lower import _under_autocast as under_autocast
+from autopipe.lower import Lowered, check_read, under_autocast
 from autopipe.plan import Plan
 from autopipe.precision import low
 from autopipe.randomness import draw
@@ -41,7 +39,7 @@ __all__ = [
     "Recomputed",
     "States",
     "buffer",
-    "check",
+    "check_read",
     "detach",
     "draw",
     "low",

@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
-from autopipe.lower import _check, _under_autocast, take
+from autopipe.lower import check_read, take, under_autocast
 from autopipe.precision import low
 from autopipe.randomness import draw
 from autopipe.recompute import Recomputed
@@ -37,7 +37,7 @@ def graph_of(module: nn.Module) -> fx.GraphModule:
 
 
 def _trace(module: nn.Module) -> fx.Graph:
-    tracer = _Tracer(autowrap_functions=(_check, _under_autocast, draw, low))
+    tracer = _Tracer(autowrap_functions=(check_read, under_autocast, draw, low))
     with _Making(tracer):
         graph = tracer.trace(module)
     for node in graph.find_nodes(op="call_function", target=operator.getitem):

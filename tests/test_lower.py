@@ -2,12 +2,20 @@
 
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 
 from autopipe.blocks import find_blocks
 from autopipe.lower import NODE_NAME, lower
 from tests.inprocess import traced
-from tests.staged import eager_step, lowered, micro_batches, one_micro_batch, split, staged_step
+from tests.staged import (
+    eager_step,
+    lowered,
+    micro_batches,
+    one_micro_batch,
+    split,
+    staged_step,
+    trace_model,
+)
 from tests.zoo import ZOO
 
 
@@ -56,6 +64,46 @@ def test_a_block_cut_in_two_is_a_module_in_both_stages():
     ]
     assert "qkv.weight" in parts[0] and "down.weight" in parts[1]
     assert parts[0].keys().isdisjoint(parts[1].keys())
+
+
+class Halves(nn.Module):
+    """Two linear layers whose second sum is outside of every block, as a penalty is."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return x + self.down(self.up(x).relu())
+
+
+class Twice(nn.Module):
+    """Both layers are called a second time, and one's `scale` is used by nobody but the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Halves(), Halves()])
+
+    def forward(self, x):
+        for layer in [*self.layers, *self.layers]:
+            x = layer(x)
+        return (x * self.layers[0].scale).square().mean()
+
+
+def test_a_module_called_again_in_the_stage_that_has_half_of_its_first_call():
+    """The first call's second half has no `up`; the second call, in the same stage, needs it."""
+    model = Twice()
+    found = trace_model(model, lambda rows: {"x": torch.ones(rows, 4)})
+    first, second = lowered(found, model, ["layers.1.down/linear/0"], 2)
+    assert calls(first.module) == ["layers.0", "layers.1"]
+    assert calls(second.module) == ["layers.1", "layers.0", "layers.1_again"]
+    held = dict(second.module.named_parameters())
+    assert held.keys() == {name for name in second.stage.states}
+    assert all(held[name] is model.get_parameter(name) for name in held)
+    x = torch.rand(2, 4)
+    loss = one_micro_batch([first, second], micro_batches(found, {"x": x}, 1)[0], 1.0)
+    assert torch.equal(loss, model(x))
 
 
 def test_every_node_of_the_stage_is_in_its_code_once():
@@ -113,7 +161,7 @@ def test_reads_are_checked_unless_left_out():
     assert found.reads
     for reads, checks in ((found.reads, len(found.reads)), (None, 0)):
         made = lower(found.graph, stage, find_blocks(found.graph), states, reads, 2, last=True)
-        assert made.module.code.count("_check(") == checks
+        assert made.module.code.count("check_read(") == checks
 
 
 def test_a_recomputed_block_stands_at_its_place_under_its_names():

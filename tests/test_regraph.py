@@ -9,7 +9,7 @@ from torch import Tensor, fx, nn
 from autopipe.randomness import stream
 from autopipe.recompute import Recomputed
 from autopipe.runtime.compile import compile_stage
-from autopipe.runtime.emitted import States, check, draw, low, parameter
+from autopipe.runtime.emitted import States, check_read, draw, low, parameter
 from autopipe.runtime.regraph import graph_of
 
 # torch's own compiler warns itself: it asks for the .grad of tensors that have none.
@@ -41,7 +41,7 @@ class Stage0(States):
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         arange = aten.arange.default(4)
-        check(aten.all.default(x), "__bool__", True, "net.py:3")
+        check_read(aten.all.default(x), "__bool__", True, "net.py:3")
         a, b = self.block(aten.mul.Tensor(x, arange))
         return (aten.mul.Tensor(a, self.scale["0"].weight), b)
 
@@ -66,7 +66,7 @@ def test_the_graphs_of_a_stage() -> None:
         x = x()
         arange_default = aten.arange.default(4)
         all_default = aten.all.default(x)
-        _check = _check(all_default, __bool__, True, net.py:3)
+        check_read = check_read(all_default, __bool__, True, net.py:3)
         mul_tensor = aten.mul.Tensor(x, arange_default)
         block = block(mul_tensor)
         getitem = take(block, 0)

@@ -22,11 +22,12 @@ MICRO_BATCHES = 8
 _MOVED = ("POST", "WAIT", "SEND", "FREE", "REDUCE", "STEP")
 KINDS = {"zb-h1": ("F", "I", "W", *_MOVED), "1f1b": ("F", "B", *_MOVED)}
 
-SECONDS = {"kill": 2.0, "stop": 15.0, "raise": 5.0}
+SECONDS = {"kill": 2.0, "stop": 15.0, "raise": 15.0}
 """From the harm to the end of the last rank and its sidecar, at most."""
 
-CODES = {"kill": -9, "stop": -9, "raise": 1}
-"""How the rank that has come to harm ends; a launcher says 128 + n for a signal n."""
+CODES = {"kill": {-9}, "stop": {-9}, "raise": {1, -15}}
+"""How the rank that has come to harm ends; a launcher says 128 + n for a signal n. One that has
+raised is ended if Python has not taken it down in `hub.LEAVE` seconds, on a crowded machine."""
 
 
 def make(schedule: str, folder: Path) -> Path:
@@ -54,7 +55,7 @@ def make(schedule: str, folder: Path) -> Path:
 def broken(story: Story, launcher: str) -> list[str]:
     """What of the promise a run has not kept, as sentences; empty if all is well."""
     event, found = story.harm.event, []
-    limit, code = SECONDS[event], CODES[event]
+    limit, codes = SECONDS[event], CODES[event]
     if len(story.told) != 1:
         found.append(f"{story.place}: told {len(story.told)} times, expected once")
     for rank in range(SIZE):
@@ -66,11 +67,11 @@ def broken(story: Story, launcher: str) -> list[str]:
         found.append(f"the last rank ended after {story.ended:.2f} s, expected {limit:g} s")
     if launcher.startswith("alone"):
         others = story.codes[: story.harm.rank] + story.codes[story.harm.rank + 1 :]
-        if story.codes[story.harm.rank] != code or not set(others) <= {1, -15}:
+        if story.codes[story.harm.rank] not in codes or not set(others) <= {1, -15}:
             found.append(f"the ranks ended with {story.codes}")
     elif launcher.startswith("torchrun"):
         if story.codes != [1]:
             found.append(f"torchrun ended with {story.codes[0]}")
-    elif story.codes != [code if code > 0 else 128 - code]:
+    elif story.codes[0] not in {code if code > 0 else 128 - code for code in codes}:
         found.append(f"the launcher ended with {story.codes[0]}")
     return found

@@ -118,14 +118,14 @@ def tell(plan: Path, launcher: str, harm: Harm) -> Story:
         os.close(writer)
         outside = {process.pid for process in started} if own else set()
         mark, deadline = Path(harm.folder, "harm"), time.monotonic() + LIMIT
-        # A rank that is gone is a zombie until it is asked for its code, and no longer running.
         while not mark.exists() or running(harm.folder) - outside:
             late = time.monotonic() > deadline
-            if late or not (mark.exists() or running(harm.folder)):
+            over = all(process.poll() is not None for process in started)
+            if late or (over and not mark.exists()):
                 said = "\n".join(line for _, line in heard)
                 what = "runs on" if late else "ended without it"
                 raise TimeoutError(f"{harm}: {what}: {running(harm.folder)}\n{said}")
-            time.sleep(0.02)
+            time.sleep(0.03)
         ended = time.monotonic()
         codes = [process.wait(max(1.0, deadline - time.monotonic())) for process in started]
         closed = time.monotonic()
