@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopipe import codec
+from autopipe import codec, files
 from autopipe.errors import AutopipeError, ModelError, PlanError
 from autopipe.plan import Plan
 from autopipe.runtime import launch, voice, watchdog
@@ -183,7 +183,7 @@ def simulate(
             timeline = sketch.of_schedule(name, shape)
         print(sketch.describe(name, timeline, waits=waits, transfers=transfers), end="\n\n")
         if svg is not None:
-            codec.write(picture.svg(timeline, Path(name).name), svg)
+            files.write(picture.svg(timeline, Path(name).name), svg)
 
 
 @app.command()

@@ -24,13 +24,12 @@ import functools
 import inspect
 import json
 import math
-import os
-import secrets
 import types
 import typing
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
+from autopipe import files
 from autopipe.errors import PlanError
 
 T = TypeVar("T")
@@ -81,27 +80,10 @@ def save(value: object, path: Path) -> None:
     """Write `value` beside `path`, flush it to the disk and rename: a reader sees all or nothing.
 
     Raises:
-        PlanError: as `to_json`, or the file cannot be written; then nothing is left behind.
+        PlanError: as `to_json`.
+        AutopipeError: the file cannot be written; then nothing is left behind.
     """
-    write(dumps(value), path)
-
-
-def write(text: str, path: Path) -> None:
-    """Put `text` at `path` as `save` does."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with open(temporary, "x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        raise PlanError(
-            f"{path} cannot be written: {error.strerror}",
-            hint="is the folder there, and are you allowed to write in it?",
-        ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    files.write(dumps(value), path)
 
 
 def load(cls: type[T], path: Path, *, root: str, format: int | None = None) -> T:

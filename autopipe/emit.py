@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from autopipe import batches, codec, programs, proof
+from autopipe import batches, codec, files, programs, proof
 from autopipe.binding import check_runs, split_as_planned
 from autopipe.capture import Loss
 from autopipe.errors import PlanError
@@ -64,13 +64,13 @@ def emit(
         raise PlanError("plan.source: train.py is to build the model, and nobody says where it is")
     step = programs.step(plan)
     proof.check(step)
-    files = {
+    contents = {
         "plan.json": codec.dumps(plan),
         "programs.txt": programs_text(plan, step),
         **stages(model, plan, loss),
         "train.py": train_text(plan),
     }
-    _write(files, folder)
+    _write(contents, folder)
 
 
 def stages(model: Source, plan: Plan, loss: Loss | None) -> dict[str, str]:
@@ -209,15 +209,15 @@ if __name__ == "__main__":
 '''
 
 
-def _write(files: Mapping[str, str], folder: Path) -> None:
+def _write(contents: Mapping[str, str], folder: Path) -> None:
     """All files, or none: they are written into a folder beside, which then takes the place."""
     folder = folder.resolve()
     beside = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
     old = beside.with_suffix(".old")
     try:
         beside.mkdir()
-        for name, text in files.items():
-            codec.write(text, beside / name)
+        for name, text in contents.items():
+            files.write(text, beside / name)
         if folder.exists():
             os.replace(folder, old)
         os.replace(beside, folder)

@@ -28,15 +28,13 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
-import secrets
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from autopipe.errors import AutopipeError
+from autopipe import files
 from autopipe.plan import Plan
 from autopipe.schedule import Kind
 from autopipe.tracks import Event, Step, Track, Transfer, bubbles, walls
@@ -66,17 +64,7 @@ def save(path: Path, tracks: Sequence[Track], about: Mapping[str, str]) -> None:
     data = text(tracks, about).encode()
     if path.suffix == ".gz":
         data = gzip.compress(data, mtime=0)  # no time in it: the same tracks are the same bytes
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        temporary.write_bytes(data)
-        os.replace(temporary, path)
-    except OSError as error:
-        raise AutopipeError(
-            f"the trace {path} cannot be written: {error.strerror}",
-            hint="is the folder there, and are you allowed to write in it?",
-        ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    files.write(data, path)
 
 
 def text(tracks: Sequence[Track], about: Mapping[str, str]) -> str:

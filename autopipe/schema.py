@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from autopipe import codec
+from autopipe import codec, files
 from autopipe.plan import Plan
 
 PATH = Path(__file__).with_name("plan.schema.json")
@@ -18,7 +18,7 @@ def text() -> str:
 
 def main() -> None:
     """Write the schema beside this file."""
-    codec.write(text(), PATH)
+    files.write(text(), PATH)
     print(PATH, file=sys.stderr)
 
 

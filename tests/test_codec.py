@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -183,27 +182,6 @@ def test_what_would_not_come_back_is_not_written(value: object, sentence: str) -
 
 
 # --- Files ---------------------------------------------------------------------------------------
-
-
-def test_a_failed_save_leaves_the_old_file_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "tree.json"
-    path.write_text("old")
-
-    def full(source: object, target: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(PlanError, match="cannot be written: No space left on device"):
-        codec.save(TREE, path)
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="cannot be written: No such file or directory"):
-        codec.save(TREE, tmp_path / "nowhere" / "tree.json")
 
 
 def test_a_file_cut_anywhere_is_said_to_end_in_the_middle(tmp_path: Path) -> None:
