@@ -1,0 +1,109 @@
+"""Segments that ops downstream ask of a weight: what makes a fused weight divisible.
+
+    c_attn.weight [h, 3h]      S(1, 3)   <- addmm [b, s, 3h]   S(2, 3)   <- split into q, k, v
+
+A weight can be dealt out in any number of segments; which one is of use, only the op that takes the
+pieces apart knows. So demands go from each of those ops back to where the value comes from.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import pairwise
+
+from autopipe.graph import Ref, Value
+from autopipe.placements import Placement, S, through_view
+from autopipe.strategies import Model, Op, bounds, is_pointwise, permutation, pieces
+
+MOST = 8
+"""Of how many equal matrices a fused weight is taken to be, at most, where a view tells them apart.
+"""
+
+_VIEWS = ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "unsqueeze", "squeeze")
+
+
+def demands(model: Model) -> dict[Value, tuple[Placement, ...]]:
+    """Placements of each value that something made of it asks for, itself or further down."""
+    found: dict[Value, dict[Placement, None]] = defaultdict(dict)
+    cuts = _cuts(model)
+    for node in reversed(model.graph.nodes):
+        op = Op(model, node, lambda value: ())
+        if not op.inputs or not op.outputs:
+            continue
+        x = op.inputs[0]
+        wanted = list(found[op.outputs[0]])
+        if op.name in ("split", "split_with_sizes", "chunk"):
+            dim = op.dim(of=x)
+            found[x][S(dim, pieces(op, dim))] = None
+        elif op.name == "slice":
+            dim = op.dim(of=x)
+            if len(cuts[x, dim]) > 2:
+                lengths = tuple(b - a for a, b in pairwise(sorted(cuts[x, dim])))
+                found[x][S(dim, lengths)] = None
+        elif op.name in _VIEWS:
+            for placement in wanted:
+                _add(model, found, op, placement)
+            for dim in range(1, len(op.made)):
+                _add(model, found, op, S(dim), of_fused=True)
+        elif op.name in ("transpose", "permute", "t", "numpy_T"):
+            order = permutation(op)
+            for placement in wanted:
+                found[x][S(order[placement.dim], placement.segments)] = None
+        elif op.name in ("linear", "addmm", "mm", "matmul"):
+            _of_weight(op, wanted, found)
+        elif is_pointwise(node):
+            for placement in wanted:
+                for value in op.inputs:
+                    aligned = op.aligned(value, placement.dim)
+                    if aligned is not None:
+                        found[value][S(aligned, placement.segments)] = None
+    return {value: tuple(placements) for value, placements in found.items()}
+
+
+def _cuts(model: Model) -> dict[tuple[Value, int], set[int]]:
+    """Where slices of a value begin and end, by its dim."""
+    found: dict[tuple[Value, int], set[int]] = defaultdict(set)
+    for node in model.graph.nodes:
+        if node.op == "aten.slice.Tensor" and Ref(node.name) in model.carrying:
+            op = Op(model, node, lambda value: ())
+            x = op.inputs[0]
+            dim = op.dim(of=x)
+            found[x, dim] |= {0, *bounds(op, x, dim), op.shape(x)[dim]}
+    return found
+
+
+def _add(
+    model: Model,
+    found: dict[Value, dict[Placement, None]],
+    op: Op,
+    placement: Placement,
+    *,
+    of_fused: bool = False,
+) -> None:
+    x = op.inputs[0]
+    before = through_view(
+        op.made, op.shape(x), placement.dim, placement.segments, model.ranks
+    )
+    if before is not None:
+        few = isinstance(before.segments, int) and 1 < before.segments <= MOST
+        if few or not of_fused:
+            found[x][before] = None
+
+
+def _of_weight(
+    op: Op, wanted: list[Placement], found: dict[Value, dict[Placement, None]]
+) -> None:
+    """The last dim of a product is the weight's; a bias has that dim only."""
+    x, w, bias = (
+        (op["input"], op["weight"], op["bias"])
+        if op.name == "linear"
+        else (op["mat1"], op["mat2"], op["self"])
+        if op.name == "addmm"
+        else (*op.node.args[:2], None)
+    )
+    for placement in wanted:
+        if placement.dim == len(op.made) - 1:
+            outer = 0 if op.name == "linear" else len(op.shape(w)) - 1
+            found[w][S(outer, placement.segments)] = None
+            if bias is not None:
+                found[bias][S(0, placement.segments)] = None

@@ -1,0 +1,218 @@
+"""How a tensor lies over the ranks of an axis: four states, each of the value AND the gradient.
+
+    state    value             gradient          dual
+    I        replicated        replicated        I
+    R        replicated        partial sum       P
+    P        partial sum       replicated        R
+    S(d)     shard of dim d    shard of dim d    S(d)
+
+A gradient lies as the dual of its value. Ranks exchange something only where a tensor goes from one
+state into another; what the conversion does to the gradient is its dual, read from right to left:
+
+             to I                  to R                to P            to S
+    from I   -                     - | all-reduce      x 1/n | -       slice | all-gather
+    from R   - | x 1/n             -                   none            slice | zero-pad
+    from P   all-reduce | -        all-reduce, both    -               reduce-scatter | all-gather
+    from S   all-gather | slice    all-gather |        none            all-to-all, both
+                                     reduce-scatter
+
+(value | gradient; - leaves it as it is.) I to R and P to I are f and g of Megatron-LM (Shoeybi et
+al., 2019, arXiv:1909.08053, section 3); P to S and S to R are those of sequence parallelism
+(Korthikanti et al., 2022, arXiv:2205.05198, section 4.2.2). The four states are those that types of
+SPMD programs have come to elsewhere: the "varying" and "invariant" of JAX's shard_map with their
+partial sums.
+
+An op on I alone is right, whatever it does; so is one on R alone, as backward is linear in the
+gradient it is given.
+
+**Segments.** A fused weight is several matrices in one: rows of q, k and v. S(0, 3) has three equal
+segments, and each rank a part of each; S(0, 8+2+2) has segments of these lengths.
+
+    S(0)       r0 r0 r0 r0 r0 r0 | r1 r1 r1 r1 r1 r1
+    S(0, 3)    r0 r0 | r1 r1 | r0 r0 | r1 r1 | r0 r0 | r1 r1
+
+**The rows of a micro-batch** are a symbol in a graph. Rules ask what divides what, so `BIG`, a large
+prime, stands for it: what divides a multiple of it as a number does so as a formula.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+import sympy
+
+from autopipe.graph import BATCH, Dim
+
+BIG = 1_000_003
+"""Stands for the rows of a micro-batch; a prime, and larger than any other factor of a size."""
+
+Segments: TypeAlias = int | tuple[int, ...]
+"""So many equal segments, or segments of these lengths."""
+
+
+class Placement(NamedTuple):
+    """A state: I, R, P, or S with the dim that is sharded and its segments."""
+
+    kind: str
+    dim: int = -1
+    segments: Segments = 1
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each rank has a part of the elements only."""
+        return self.kind == "S"
+
+    def __str__(self) -> str:
+        if not self.sharded:
+            return self.kind
+        if isinstance(self.segments, tuple):
+            return f"S({self.dim}, {'+'.join(map(str, self.segments))})"
+        of_rows, rest = divmod(self.segments, BIG)
+        many = "b" if of_rows == 1 else f"{of_rows}*b"
+        count = self.segments if rest else many
+        return f"S({self.dim})" if self.segments == 1 else f"S({self.dim}, {count})"
+
+
+I = Placement("I")  # noqa: E741
+R = Placement("R")
+P = Placement("P")
+
+
+def S(dim: int, segments: Segments = 1) -> Placement:
+    """Shards of `dim`; equal lengths of segments are the same as their number."""
+    if isinstance(segments, tuple) and len(set(segments)) == 1:
+        segments = len(segments)
+    return Placement("S", dim, segments)
+
+
+def parse(text: str) -> Placement:
+    """The placement that `str` wrote.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if text in ("I", "R", "P"):
+        return Placement(text)
+    found = re.fullmatch(r"S\((\d+)(?:, (?:(\d+)|(?:(\d+)\*)?(b)|(\d+(?:\+\d+)+)))?\)", text)
+    if found is None:
+        raise ValueError(f"{text!r} is no placement; I, R, P, S(0), S(0, 3) and S(0, 8+2+2) are")
+    dim, count, times, of_rows, lengths = found.groups()
+    if lengths:
+        return S(int(dim), tuple(map(int, lengths.split("+"))))
+    if of_rows:
+        return S(int(dim), int(times or 1) * BIG)
+    return S(int(dim), int(count or 1))
+
+
+def at_big(dim: Dim) -> int:
+    """A size with `BIG` rows."""
+    return dim if isinstance(dim, int) else int(dim.subs(BATCH, BIG))
+
+
+def in_rows(size: int) -> Dim:
+    """The size, or number of segments, that `at_big` made of a multiple of the rows."""
+    times, rest = divmod(size, BIG)
+    return size if rest or not times else times * BATCH
+
+
+def lengths(size: int, segments: Segments) -> tuple[int, ...]:
+    """The lengths of the segments of a dim of `size`."""
+    return segments if isinstance(segments, tuple) else (size // segments,) * segments
+
+
+def divides(size: int, segments: Segments, ranks: int) -> bool:
+    """Whether each rank gets equally much of every segment."""
+    if isinstance(segments, tuple):
+        return sum(segments) == size and all(length % ranks == 0 for length in segments)
+    return size % (segments * ranks) == 0
+
+
+def part(size: int, ranks: int, rank: int) -> tuple[int, int]:
+    """Where a rank's part of a segment begins, and its length, as `torch.chunk` deals it out."""
+    most = -(-size // ranks)
+    begin = min(rank * most, size)
+    return begin, min(most, size - begin)
+
+
+def local_size(size: Dim, segments: Segments, ranks: int, rank: int) -> Dim:
+    """What a rank has of a dim."""
+    if segments == 1 and isinstance(size, int):
+        return part(size, ranks, rank)[1]
+    return size // ranks if isinstance(size, int) else sympy.expand(size / ranks)
+
+
+def through_view(
+    before: Sequence[int], after: Sequence[int], dim: int, segments: Segments, ranks: int
+) -> Placement | None:
+    """Where the shards of a tensor are after a view of it; None: in no one dim.
+
+    A segment's part is a run of so many elements in memory. The dim of the result in which such
+    runs are again parts of segments is the one:
+
+        [2, 6, 4]  S(1)  -> [2, 24] S(1) -> [12, 4]: runs of 3 x 4 in 2 segments  S(0, 2)
+    """
+    size, inner = before[dim], 1
+    for length in before[dim + 1 :]:
+        inner *= length
+    strides, stride = [0] * len(after), 1
+    for axis in reversed(range(len(after))):
+        strides[axis], stride = stride, stride * after[axis]
+    for axis, length in enumerate(after):
+        if length == size and strides[axis] == inner and length > 1:
+            return S(axis, segments)
+    if isinstance(segments, tuple) or size % (segments * ranks):
+        return None
+    run = size // (segments * ranks) * inner
+    for axis, length in enumerate(after):
+        whole = length * strides[axis]
+        if length > 1 and run % strides[axis] == 0 and whole % (run * ranks) == 0:
+            return S(axis, whole // (run * ranks))
+    return None
+
+
+class Move(NamedTuple):
+    """What a conversion sends: which collective, of how much of the whole tensor's bytes.
+
+    On a ring of n ranks (Patarasuk and Yuan, JPDC 2009) each sends and receives
+    `rounds * (n - 1) / n` times the bytes in `rounds * (n - 1)` messages.
+    """
+
+    name: str
+    rounds: int
+
+
+ALL_REDUCE = Move("all-reduce", 2)
+ALL_GATHER = Move("all-gather", 1)
+REDUCE_SCATTER = Move("reduce-scatter", 1)
+ALL_TO_ALL = Move("all-to-all", 1)
+
+_MOVES: dict[str, tuple[Move | None, Move | None]] = {
+    "IR": (None, ALL_REDUCE),
+    "IP": (None, None),
+    "IS": (None, ALL_GATHER),
+    "RI": (None, None),
+    "RS": (None, None),
+    "PI": (ALL_REDUCE, None),
+    "PR": (ALL_REDUCE, ALL_REDUCE),
+    "PS": (REDUCE_SCATTER, ALL_GATHER),
+    "SI": (ALL_GATHER, None),
+    "SR": (ALL_GATHER, REDUCE_SCATTER),
+    "SS": (ALL_TO_ALL, ALL_TO_ALL),
+}
+
+
+def moves(
+    source: Placement, target: Placement, differentiable: bool
+) -> tuple[Move | None, Move | None] | None:
+    """What a conversion sends of the value and of the gradient; None: there is no such one.
+
+    A value without a gradient is replicated in one way only.
+    """
+    if source == target:
+        return None, None
+    found = _MOVES.get(source.kind + target.kind)
+    if found is None:
+        return None
+    return found if differentiable else (found[0], None)
