@@ -9,6 +9,9 @@ PYTHON ?= python3.11
 TORCH  := torch==2.13.0
 BIN    := .venv/bin
 
+# Processes of `make test`. Each test file runs in one of them, in the order of tests/conftest.py.
+JOBS   ?= 2
+
 .PHONY: demo test lint clean
 
 demo: .venv/installed
@@ -17,7 +20,7 @@ demo: .venv/installed
 	$(BIN)/autopipe run demo/plan.json --local 4 --steps 40
 
 test: .venv/installed-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

@@ -24,9 +24,6 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from autopipe.errors import ModelError
 from autopipe.fake import is_fake
@@ -47,6 +44,7 @@ def materialize(
     seed: int = 0,
     device: torch.device | str = "cpu",
     memory: int | None = None,
+    part: Callable[[str, Tensor], Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """The tensors of `names` on `device`: parameters as `nn.Parameter`, buffers and constants.
 
@@ -56,6 +54,7 @@ def materialize(
         weights: a safetensors file, a folder of them, or a distributed checkpoint's folder.
         seed: of the initialisation.
         memory: bytes of host memory there are; None asks the system.
+        part: what this rank keeps of a tensor, by its name; the tensor itself where that is all.
 
     Raises:
         ModelError: a tensor is not to be had; the sentence says which and why.
@@ -88,6 +87,8 @@ def materialize(
                 f"{state.kind} {name!r} has no values: the model was built without memory",
                 hint="give weights=, or the function that builds the model instead of the model",
             )
+        if part is not None:
+            tensor = part(name, tensor)
         if state.kind != "parameter":
             result[name] = tensor.to(device)
         elif isinstance(tensor, nn.Parameter) and tensor.device == torch.device(device):
@@ -130,6 +131,11 @@ def _read(path: Path, graph: Graph, names: Sequence[str]) -> dict[str, Tensor]:
 
 
 def _read_distributed(path: Path, graph: Graph, names: Sequence[str]) -> dict[str, Tensor]:
+    # A quarter of a second to import, which every other start of a rank can do without.
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
+
     if not (path / ".metadata").is_file():
         raise ModelError(
             f"weights {str(path)!r} is neither a safetensors file, nor a folder of them, nor a "

@@ -9,6 +9,7 @@ torch is not imported here: the parent that waits for its children has no use fo
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -86,9 +87,20 @@ def spawn(
             _end(children)
 
 
+def free_port() -> int:
+    """A port of this machine that nobody listens on.
+
+    Below those that Linux gives to connections by itself (from 32768 on): until rank 0 listens, one
+    of them could be given to any.
+    """
+    while True:
+        with suppress(OSError):
+            with socket.create_server(("127.0.0.1", random.randrange(20000, 32768))) as server:
+                return int(server.getsockname()[1])
+
+
 def _environments(processes: int) -> Iterator[dict[str, str]]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     # An agent of torchrun's that started the parent knows nothing of these processes.
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
     for rank in range(processes):

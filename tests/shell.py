@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import pytest
 
 from autopipe import cli, codec
 from autopipe.runtime import voice
+from autopipe.runtime.spawn import free_port as free_port
 from tests.inprocess import machine
 
 ROOT = Path(__file__).parent.parent
@@ -161,11 +161,6 @@ def srun_environment(rank: int, size: int, port: int) -> dict[str, str]:
         "SLURM_STEP_NODELIST": "here", "SLURM_LOCALID": str(rank), "SLURM_NODEID": "0",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
     }  # fmt: skip
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def save_plans(folder: Path) -> Path:

@@ -1,12 +1,14 @@
 """Who gets wires: between real processes, with hosts that are made up and rights that are given up.
 
-A rank says into a file of its own what it got (see `main`); `what_came` starts three and reads.
+A rank says into files of its own what it got (see `main`); `what_came` starts three and reads.
 """
 
 import ctypes
 import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -40,56 +42,68 @@ def test_one_host(one: Host | None, other: Host | None, expected: bool) -> None:
     assert Card(one, 1, b"").shares_host(Card(other, 2, b"")) is expected
 
 
-def what_came(folder: Path, hosts: str, asked: str) -> list[str]:
-    """What each rank says."""
+class Scene(NamedTuple):
+    """A letter for the host of each rank ("x": host a, without rights), and what is asked for."""
+
+    hosts: str
+    asked: str
+
+
+def what_came(folder: Path, *scenes: Scene) -> dict[Scene, list[str]]:
+    """What each rank says in each scene; the same three processes play all of them."""
     root = Path(__file__).parent.parent
+    argv = [str(folder), *(word for scene in scenes for word in scene)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(root))
-        patch.setenv(VARIABLE, asked)
-        assert spawn(RANKS, [hosts, str(folder)], command=(sys.executable, __file__)) == 0
-    return [(folder / str(rank)).read_text() for rank in range(RANKS)]
+        assert spawn(RANKS, argv, command=(sys.executable, __file__)) == 0
+    return {
+        scene: [(folder / f"{number}.{rank}").read_text() for rank in range(RANKS)]
+        for number, scene in enumerate(scenes)
+    }
 
 
-def test_one_host_for_all(tmp_path: Path) -> None:
-    assert what_came(tmp_path, "aaa", "") == [
-        "direct to 1, 2",
-        "direct to 0, 2",
-        "direct to 0, 1",
-    ]
+ONE = Scene("aaa", "")
+TWO = Scene("aab", "direct")
+EACH = Scene("abc", "")
+EACH_DIRECT = Scene("abc", "direct")
 
 
-def test_two_hosts(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def came(tmp_path_factory: pytest.TempPathFactory) -> dict[Scene, list[str]]:
+    return what_came(tmp_path_factory.mktemp("links"), ONE, TWO, EACH, EACH_DIRECT)
+
+
+def test_one_host_for_all(came: dict[Scene, list[str]]) -> None:
+    assert came[ONE] == ["direct to 1, 2", "direct to 0, 2", "direct to 0, 1"]
+
+
+def test_two_hosts(came: dict[Scene, list[str]]) -> None:
     """All stories go well over wires and gloo together."""
-    assert what_came(tmp_path, "aab", "direct") == [
-        "direct to 1, gloo",
-        "direct to 0, gloo",
-        "direct to nobody, gloo",
-    ]
+    assert came[TWO] == ["direct to 1, gloo", "direct to 0, gloo", "direct to nobody, gloo"]
 
 
-def test_a_host_each(tmp_path: Path) -> None:
-    assert what_came(tmp_path, "abc", "") == ["gloo"] * 3
+def test_a_host_each(came: dict[Scene, list[str]]) -> None:
+    assert came[EACH] == ["gloo"] * 3
 
 
-def test_a_host_each_though_direct_is_asked_for(tmp_path: Path) -> None:
+def test_a_host_each_though_direct_is_asked_for(came: dict[Scene, list[str]]) -> None:
     error = (
         "AUTOPIPE_TRANSPORT is 'direct', but no two ranks that exchange tensors share a host\n"
         "hint: unset AUTOPIPE_TRANSPORT: gloo does without"
     )
-    assert what_came(tmp_path, "abc", "direct") == [error] * 3
+    assert came[EACH_DIRECT] == [error] * 3
 
 
 def test_ranks_that_may_not_copy(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Rank 1 is another user's: all go over gloo, and nothing is said."""
-    assert what_came(tmp_path, "axa", "") == ["gloo"] * 3
+    """Rank 1 is another user's: all go over gloo in silence, unless direct is asked for."""
+    silent, direct = Scene("axa", ""), Scene("axa", "direct")
+    found = what_came(tmp_path, silent, direct)
     assert capfd.readouterr() == ("", "")
-
-
-def test_ranks_that_may_not_copy_though_direct_is_asked_for(tmp_path: Path) -> None:
-    found = what_came(tmp_path, "axa", "direct")
-    assert found[0] == found[1] == found[2]
-    assert "'direct', but rank" in found[0]
-    assert "Operation not permitted, between its memory and that of rank" in found[0]
+    assert found[silent] == ["gloo"] * 3
+    refused, *others = found[direct]
+    assert others == [refused] * 2
+    assert "'direct', but rank" in refused
+    assert "Operation not permitted, between its memory and that of rank" in refused
 
 
 def test_a_stranger_who_calls() -> None:
@@ -106,33 +120,46 @@ def test_a_stranger_who_calls() -> None:
         assert listener.fileno() == -1
 
 
-def main(hosts: str, folder: Path) -> None:
-    """Say what transport this rank has, after all stories have been told over it.
+def main(folder: Path, scenes: list[Scene]) -> None:
+    """Say what transport this rank has in each scene, after all stories were told over it.
 
-    Args:
-        hosts: a letter for each rank; "x" is "a", for a rank that gives up its rights.
+    Rights that are given up do not come back: scenes with an "x" have to be the last.
     """
     world = world_from(os.environ)
     assert world is not None
-    own = hosts[world.rank]
     found = links.host()
     assert found is not None
-    pretended = found._replace(boot="a" if own == "x" else own)
-    links.host = lambda: pretended
-    with (folder / str(world.rank)).open("w") as file, start(world, timeout=60):
-        if own == "x":
-            if os.getuid() == 0:
-                os.setresuid(65534, 65534, 65534)
-            ctypes.CDLL(None).prctl(4, 0)  # PR_SET_DUMPABLE: not to be traced
-        try:
-            made = transport_for(torch.device("cpu"), [STAGES], EDGES, timeout=60)
-        except LaunchError as error:
-            file.write(str(error))
-            return
-        for story in STORIES:
-            story(made, world.rank)
-        file.write(words(made))
-        made.close()
+    with ExitStack() as open_until_end, start(world, timeout=60):
+        names = [folder / f"{number}.{world.rank}" for number in range(len(scenes))]
+        files = [open_until_end.enter_context(name.open("w")) for name in names]
+        for scene, file in zip(scenes, files, strict=True):
+            own = scene.hosts[world.rank]
+            pretended = found._replace(boot="a" if own == "x" else own)
+            links.host = lambda pretended=pretended: pretended
+            os.environ[VARIABLE] = scene.asked
+            if own == "x":
+                give_up_rights()
+            file.write(what_is_made(world.rank))
+
+
+def give_up_rights() -> None:
+    """No longer root, and not to be traced."""
+    if os.getuid() == 0:
+        os.setresuid(65534, 65534, 65534)
+    ctypes.CDLL(None).prctl(4, 0)  # PR_SET_DUMPABLE
+
+
+def what_is_made(rank: int) -> str:
+    """The transport in words, or why there is none."""
+    try:
+        made = transport_for(torch.device("cpu"), [STAGES], EDGES, timeout=60)
+    except LaunchError as error:
+        return str(error)
+    for story in STORIES:
+        story(made, rank)
+    said = words(made)
+    made.close()
+    return said
 
 
 def words(transport: Transport) -> str:
@@ -144,4 +171,4 @@ def words(transport: Transport) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(Path(sys.argv[1]), [*map(Scene, sys.argv[2::2], sys.argv[3::2])])

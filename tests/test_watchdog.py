@@ -5,7 +5,6 @@ The ranks (`watched.py`) are started as srun starts them: nobody but the watchdo
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from autopipe.runtime import watchdog
+from autopipe.runtime.spawn import free_port
 from autopipe.runtime.watchdog import Verdict, Watchdog, watch
 from tests.test_sidecar import running
 
@@ -45,15 +45,13 @@ class Story:
 
 def story(folder: Path, rank: int, step: int, instruction: str, harm: str) -> Story:
     """Run four ranks of which one comes to harm, and see that nothing is left of them."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
     environ = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
         "TOKEN": str(folder),
         "OMP_NUM_THREADS": "1",
         **{"WORLD_SIZE": str(SIZE), "LOCAL_WORLD_SIZE": str(SIZE), "GROUP_RANK": "0"},
-        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())},
     }
     command = [sys.executable, str(ROOT / "tests" / "watched.py")]
     command += [str(rank), str(step), instruction, harm]
