@@ -9,7 +9,7 @@ may too; it is cut so that every stage needs the parameters it has.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,11 +17,14 @@ from autopipe import fingerprint, programs
 from autopipe.blocks import Block, find_blocks
 from autopipe.dataflow import analyse
 from autopipe.errors import PlanError
+from autopipe.functional import out_of_place
 from autopipe.graph import Graph, Ref
 from autopipe.partition import Stage, partition
+from autopipe.placed import read_back
 from autopipe.plan import Plan
 from autopipe.precision import PRECISIONS
 from autopipe.schedule import splits
+from autopipe.shard import blocks_of, shard_graph
 from autopipe.trace import Trace
 
 
@@ -39,8 +42,11 @@ class Split:
         return self.trace.graph
 
 
-def split_as_planned(traced: Trace, plan: Plan) -> Split:
-    """Cut a traced model where the plan says.
+def split_as_planned(traced: Trace, plan: Plan, tp: int = 0) -> Split:
+    """Deal a traced model out as the plan says, and cut it where it says.
+
+    Args:
+        tp: the tensor-parallel coordinate whose part of the model is wanted.
 
     Raises:
         PlanError: the plan is of another model, or names nodes that are no place to cut.
@@ -54,6 +60,8 @@ def split_as_planned(traced: Trace, plan: Plan) -> Split:
             f"difference: {fingerprint.first_difference(graph, plan.trail)}",
             hint="plan again with `autopipe plan`",
         )
+    traced, blocks = dealt_out(traced, plan, tp)
+    graph = traced.graph
     starts = []
     for index, stage in enumerate(plan.stages):
         for word, name in (("first", stage.first), ("last", stage.last)):
@@ -91,7 +99,7 @@ def split_as_planned(traced: Trace, plan: Plan) -> Split:
                     f"{written.last!r} has {len(expected_)} of them, the plan {len(found)}; they "
                     f"differ in {min(differing)}"
                 )
-    return Split(traced, stages, find_blocks(graph))
+    return Split(traced, stages, blocks)
 
 
 def _peers(transfers: Iterable[tuple[Ref, int]]) -> list[tuple[str, int]]:
@@ -109,10 +117,13 @@ def check_runs(plan: Plan, *, compiled: bool = False) -> None:
         ScheduleError: the schedule is none.
     """
     refused = {
-        "mesh.tp": (plan.mesh.tp, (1,)),
         "precision": (plan.precision, tuple(PRECISIONS)),
         **{f"stages[{i}].zero": (s.zero, (0, 1, 3)) for i, s in enumerate(plan.stages)},
-        **{f"blocks[{i}].states": (b.states, ((),)) for i, b in enumerate(plan.blocks)},
+        **{
+            f"blocks[{i}].states": (block.states, ((),))
+            for i, block in enumerate(plan.blocks)
+            if plan.mesh.tp == 1
+        },
     }
     for path, (found, runs) in refused.items():
         if found not in runs:
@@ -140,10 +151,24 @@ def check_runs(plan: Plan, *, compiled: bool = False) -> None:
             )
 
 
-def split_for_evaluation(found: Trace, training: Split) -> Split:
+def dealt_out(traced: Trace, plan: Plan, tp: int) -> tuple[Trace, tuple[Block, ...]]:
+    """What tensor-parallel coordinate `tp` has of a traced model, and its blocks."""
+    blocks = find_blocks(traced.graph)
+    if plan.mesh.tp == 1:
+        return traced, blocks
+    graph = shard_graph(analyse(out_of_place(traced.graph)), read_back(plan), tp)
+    return replace(traced, graph=graph), blocks_of(graph, blocks)
+
+
+def split_for_evaluation(
+    found: Trace, training: Split, blocks: tuple[Block, ...] | None = None
+) -> Split:
     """Cut the graph of evaluation so that every stage needs the parameters it has.
 
     A node's stage is that of the node of the same name in training, or that of the node before it.
+
+    Args:
+        blocks: those of the graph, if they are known.
 
     Raises:
         PlanError: a stage would compute nothing, or would need parameters of another one.
@@ -166,7 +191,7 @@ def split_for_evaluation(found: Trace, training: Split) -> Split:
             "evaluated with this plan",
             hint="cut the model elsewhere",
         )
-    split = Split(found, partition(flow, cuts), find_blocks(graph))
+    split = Split(found, partition(flow, cuts), blocks or find_blocks(graph))
     for stage, trained in zip(split.stages, stages, strict=True):
         missing = [
             name

@@ -95,6 +95,9 @@ def plan(
     cluster: Annotated[
         str | None, typer.Option(help="local:4, 2x8xA100-80GB, or a file; this machine")
     ] = None,
+    sequence: Annotated[
+        bool, typer.Option("--sequence-parallel", help="with tp: shard tokens between layers too")
+    ] = False,
     planner: Annotated[str, typer.Option(help="dynamic, exhaustive or uniform")] = "dynamic",
 ) -> None:
     """Decide how to split a model; what is not constrained is the planner's choice."""
@@ -126,6 +129,7 @@ def plan(
         recompute=recompute or (),
         memory=memory,
         planner=planner,
+        sequence_parallel=sequence,
         source=_relative(model, folder),
         say=say,
     )

@@ -71,6 +71,13 @@ def _linear(node: Node, operands: Specs, made: TensorSpec) -> Dim:
     return 2 * _elements(made) * operands[1].shape[1]
 
 
+@rule("columns")
+def _columns(node: Node, operands: Specs, made: TensorSpec) -> Dim:
+    """Linear layers of one input beside each other."""
+    results = sum((_elements(spec) for spec in node.outputs if spec), sympy.Integer(0))
+    return 2 * results * operands[0].shape[-1]
+
+
 @rule("mm", "bmm", "matmul", "mv", "dot")
 def _matmul(node: Node, operands: Specs, made: TensorSpec) -> Dim:
     """[..., m, k] x [..., k, n] -> [..., m, n]."""

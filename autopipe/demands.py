@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from autopipe.graph import Ref, Value
 from autopipe.placements import Placement, S, through_view
-from autopipe.strategies import Model, Op, bounds, is_pointwise, permutation, pieces
+from autopipe.strategies import Model, Op, bounds, is_pointwise, operands, permutation, pieces
 
 MOST = 8
 """Of how many equal matrices a fused weight is taken to be, at most, where a view tells them apart.
@@ -81,26 +81,20 @@ def _add(
     of_fused: bool = False,
 ) -> None:
     x = op.inputs[0]
-    before = through_view(
-        op.made, op.shape(x), placement.dim, placement.segments, model.ranks
-    )
+    before = through_view(op.made, op.shape(x), placement.dim, placement.segments, model.ranks)
     if before is not None:
         few = isinstance(before.segments, int) and 1 < before.segments <= MOST
         if few or not of_fused:
             found[x][before] = None
 
 
-def _of_weight(
-    op: Op, wanted: list[Placement], found: dict[Value, dict[Placement, None]]
-) -> None:
+def _of_weight(op: Op, wanted: list[Placement], found: dict[Value, dict[Placement, None]]) -> None:
     """The last dim of a product is the weight's; a bias has that dim only."""
-    x, w, bias = (
-        (op["input"], op["weight"], op["bias"])
-        if op.name == "linear"
-        else (op["mat1"], op["mat2"], op["self"])
-        if op.name == "addmm"
-        else (*op.node.args[:2], None)
-    )
+    if op.name in ("linear", "addmm"):
+        names = ("weight", "bias") if op.name == "linear" else ("mat2", "self")
+        w, bias = op[names[0]], op[names[1]]
+    else:
+        w, bias = operands(op)[1], None
     for placement in wanted:
         if placement.dim == len(op.made) - 1:
             outer = 0 if op.name == "linear" else len(op.shape(w)) - 1

@@ -14,9 +14,10 @@ from torch import nn
 
 from autopipe import assemble, fingerprint, programs
 from autopipe.ahead import choose
-from autopipe.blocks import Block, classes
+from autopipe.blocks import Block
 from autopipe.cluster import Cluster
 from autopipe.dataflow import Dataflow
+from autopipe.degrees import Degree
 from autopipe.errors import InfeasibleError, ScheduleError
 from autopipe.estimate import Estimate
 from autopipe.fake import fake_mode
@@ -25,10 +26,10 @@ from autopipe.graph import Dim, Ref, State, bytes_at
 from autopipe.halves import rehearse_halves
 from autopipe.lower import lower
 from autopipe.partition import Stage, partition
+from autopipe.placed import write_down
 from autopipe.plan import (
     FORMAT,
     Batch,
-    BlockClass,
     Boundary,
     Memory,
     Mesh,
@@ -61,6 +62,7 @@ class Draft:
     """All that goes into a plan but the planner's answer.
 
     Attributes:
+        degree: the model as a tensor-parallel rank runs it.
         rows: of the whole batch.
         memory: bytes that a device may hold.
         planner, optimizer: their names.
@@ -70,9 +72,7 @@ class Draft:
         versions, source: as the plan has them.
     """
 
-    traced: Trace
-    flow: Dataflow
-    blocks: tuple[Block, ...]
+    degree: Degree
     units: Units
     cluster: Cluster
     rows: int
@@ -86,6 +86,21 @@ class Draft:
     constraints: Constraints
     versions: dict[str, str]
     source: str | None
+
+    @property
+    def traced(self) -> Trace:
+        """What a rank runs, uncut."""
+        return self.degree.trace
+
+    @property
+    def flow(self) -> Dataflow:
+        """Its dataflow."""
+        return self.degree.flow
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """Its blocks."""
+        return self.degree.blocks
 
     def plan(self, answer: Answer) -> Plan:
         """The plan that a planner's answer makes.
@@ -104,24 +119,28 @@ class Draft:
         gathered = [0] * len(stages)
         if self.zero == 3 and decision.dp > 1:
             rehearsal, gathered = self._sharded(stages, rehearsal, rows)
+        whole = self.degree.whole.graph
+        classes, states, collectives = write_down(
+            whole, self.degree.whole_blocks, self.degree.sharding, graph, rows
+        )
         written = format_programs(self.constraints.programs).splitlines()
         found = Plan(
             format=FORMAT,
             versions=self.versions,
             source=self.source,
-            fingerprint=fingerprint.fingerprint(graph),
-            trail=fingerprint.trail(graph),
+            fingerprint=fingerprint.fingerprint(whole),
+            trail=fingerprint.trail(whole),
             inputs=self.traced.inputs,
             reads=self.traced.reads,
             cluster=self.cluster,
-            mesh=_mesh(self.cluster, decision),
+            mesh=_mesh(self.cluster, decision, self.degree.tp),
             batch=Batch(self.rows, decision.micro_batches),
             precision=self.precision,
             optimizer=self.optimizer,
             schedule=decision.schedule,
             programs=tuple(written),
             boundaries=self._asked(decision),
-            blocks=tuple(BlockClass(n, m) for n, m in classes(self.blocks).items()),
+            blocks=classes,
             stages=tuple(self._stage(stage, rehearsal, estimate) for stage in stages),
             prediction=Prediction(0.0, 0.0),
             planner=PlannerNote(
@@ -130,6 +149,8 @@ class Draft:
                 answer.binding,
                 answer.alternatives[0] if answer.alternatives else None,
             ),
+            states=states,
+            collectives=collectives,
         )
         if decision.schedule == EAGER and self.constraints.depth is None:
             found = self._ahead(found, stages, rehearsal, gathered)
@@ -291,11 +312,11 @@ class Draft:
 
 
 class Overflow(InfeasibleError):
-    """The exact bytes of a stage are `bytes` more than a device may hold."""
+    """The exact bytes of a stage are `shortfall` more than a device may hold."""
 
     def __init__(self, message: str, bytes: int) -> None:
-        super().__init__(message, hint="more stages, more micro-batches, or a higher memory limit")
-        self.bytes = bytes
+        hint = "more stages, more micro-batches, or a higher memory limit"
+        super().__init__(message, hint=hint, shortfall=bytes)
 
 
 def _tree(names: Iterable[str]) -> nn.Module:
@@ -333,10 +354,11 @@ def _check_fits(plan: Plan, limit: int) -> None:
             )
 
 
-def _mesh(cluster: Cluster, decision: Decision) -> Mesh:
+def _mesh(cluster: Cluster, decision: Decision, tp: int) -> Mesh:
     places = []
-    for rank in range(decision.pp * decision.dp):
+    for rank in range(decision.pp * decision.dp * tp):
         node, local, device = cluster.device_at(rank)
         name = "cpu" if device.kind == "cpu" else f"cuda:{local}"
-        places.append(Place(rank, *divmod(rank, decision.dp), 0, node, local, name))
-    return Mesh(decision.pp, decision.dp, 1, tuple(places))
+        pipeline, part = divmod(rank, tp)
+        places.append(Place(rank, *divmod(pipeline, decision.dp), part, node, local, name))
+    return Mesh(decision.pp, decision.dp, tp, tuple(places))

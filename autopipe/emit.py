@@ -2,7 +2,7 @@
 
     DIR/plan.json      the plan
     DIR/programs.txt   what each rank runs in a step, transfers included
-    DIR/stage_0.py     a stage as plain PyTorch, one file for each
+    DIR/stage_0.py     a stage as plain PyTorch, one file for each; stage_0_tp1.py: its second part
     DIR/train.py       what `autopipe run` does, for torchrun
 
 The folder is written beside its place and renamed: it is there whole or not at all.
@@ -17,13 +17,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from autopipe import batches, codec, files, programs, proof
-from autopipe.binding import check_runs, split_as_planned
+from torch import nn
+
+from autopipe import batches, codec, collectives, files, programs, proof
+from autopipe.binding import Split, check_runs, split_as_planned
 from autopipe.capture import Loss
+from autopipe.collectives import Planned
 from autopipe.errors import PlanError
 from autopipe.fake import fake_mode
 from autopipe.lower import lower
-from autopipe.plan import Plan
+from autopipe.plan import Plan, stage_file
 from autopipe.recompute import within
 from autopipe.rehearsal import fake_state, rehearse
 from autopipe.schedule import Programs, format_programs, holders
@@ -82,7 +85,17 @@ def stages(model: Source, plan: Plan, loss: Loss | None) -> dict[str, str]:
     skeleton = bare(model)
     example = batches.from_specs(plan.inputs, 2)
     traced = trace(skeleton, example, plan.inputs, loss, reads=plan.reads)
-    split = split_as_planned(traced, plan)
+    found = {}
+    for part in range(plan.mesh.tp):
+        with collectives.bind(collectives.TENSOR_PARALLEL, Planned(plan.mesh.tp, part)):
+            split = split_as_planned(traced, plan, part)
+            for index, text in _of_part(split, plan, skeleton).items():
+                found[stage_file(plan, index, part)] = text
+    return found
+
+
+def _of_part(split: Split, plan: Plan, skeleton: nn.Module) -> dict[int, str]:
+    """The text of each stage as one tensor-parallel rank runs it."""
     graph, blocks = split.graph, split.blocks
     rows = rows_of(plan)
     recompute = [path for stage in plan.stages for path in stage.recompute]
@@ -90,7 +103,7 @@ def stages(model: Source, plan: Plan, loss: Loss | None) -> dict[str, str]:
         graph, split.stages, blocks, rows, recompute=recompute, precision=plan.precision
     )
     ranks = holders(programs.compute(plan))
-    found = {}
+    found: dict[int, str] = {}
     for stage in split.stages:
         with fake_mode():
             lowered = lower(
@@ -113,7 +126,7 @@ def stages(model: Source, plan: Plan, loss: Loss | None) -> dict[str, str]:
             ranks[stage.index],
             lambda path: type(skeleton.get_submodule(path)).__name__,
         )
-        found[f"stage_{stage.index}.py"] = stage_code(lowered, around)
+        found[stage.index] = stage_code(lowered, around)
     return found
 
 

@@ -45,7 +45,15 @@ class PlanError(AutopipeError):
 
 
 class InfeasibleError(AutopipeError):
-    """No plan fits; the message carries the nearest one and the shortfall in bytes."""
+    """No plan fits; the message carries the nearest one and the shortfall in bytes.
+
+    Args:
+        shortfall: those bytes; 0 where it is not for want of memory.
+    """
+
+    def __init__(self, message: str, *, hint: str | None = None, shortfall: int = 0) -> None:
+        super().__init__(message, hint=hint)
+        self.shortfall = shortfall
 
 
 class ScheduleError(AutopipeError):

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopipe import forecast, programs, schedule, sketch
+from autopipe.megatron import describe
 from autopipe.plan import Batch, Memory, Plan, StagePlan, StagePrediction, Transfer
 
 WIDTH = 100
@@ -50,6 +51,7 @@ def explain(plan: Plan) -> RenderableType:
         Text("\n".join(head)),
         *_table_of(plan),
         *_nodes(plan),
+        *[Text(line) for line in describe(plan)],
         Text(),
         *_timeline(plan),
         *_why(plan),

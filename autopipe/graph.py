@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import sympy
 import torch
@@ -95,7 +95,8 @@ class Node:
 
     `scopes` are the module calls it ran in, outermost first (`transformer.h.3`,
     `transformer.h.3.mlp`; `shared@1` is the second call of one module), without the model itself.
-    `place` is the user's line, `grad` is False inside `torch.no_grad()`.
+    `place` is the user's line, `grad` is False inside `torch.no_grad()`. A random op draws from its
+    `stream`, or by its name: on shards each rank draws numbers of its own.
     """
 
     name: str
@@ -108,6 +109,7 @@ class Node:
     place: str
     grad: bool = True
     autocast: Autocast | None = None
+    stream: str = ""
 
     def values(self) -> Iterator[Value]:
         """The values it reads, in the order of its arguments, repeats included."""
@@ -180,6 +182,15 @@ def values_in(arg: Arg) -> Iterator[Value]:
     elif isinstance(arg, tuple):
         for item in arg:
             yield from values_in(item)
+
+
+def swap(arg: Arg, values: Mapping[Value, Value]) -> Any:
+    """An argument with other values in the place of some."""
+    if isinstance(arg, Ref | Input | State):
+        return values.get(arg, arg)
+    if isinstance(arg, tuple) and not hasattr(arg, "_fields"):
+        return tuple(swap(item, values) for item in arg)
+    return arg
 
 
 def at_batch(dim: Dim, rows: int) -> int:

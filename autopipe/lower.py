@@ -29,6 +29,7 @@ from autopipe.graph import Arg, Autocast, Graph, Input, Node, Ref, State, Value,
 from autopipe.opaque import OPAQUE
 from autopipe.opaque import run as run_opaque
 from autopipe.partition import Stage
+from autopipe.placements import Placement
 from autopipe.plan import Read
 from autopipe.precision import LOWERED, low
 from autopipe.randomness import draw
@@ -265,6 +266,8 @@ class _Emitter:
         """An argument as fx takes it: nodes, integers, lists."""
         if isinstance(arg, Value):
             return env[arg]
+        if isinstance(arg, Placement):
+            return str(arg.at(self.rows))
         if isinstance(arg, tuple):
             return tuple(self.argument(item, env) for item in arg)
         if isinstance(arg, sympy.Expr):
@@ -301,7 +304,7 @@ class _Emitter:
             return into.call_function(check_read, (args[0], read.kind, read.value, read.place))
         op = resolve(node.op)
         if is_random(node):
-            op, args = draw, (op, node.name, *args)
+            op, args = draw, (op, node.stream or node.name, *args)
         if self.reads is None and node.op in OPAQUE:
             op, args = run_opaque, (op, *args)
         if node.autocast is not None:

@@ -6,27 +6,39 @@ import atexit
 import contextlib
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
-from autopipe import batches, programs
-from autopipe.binding import Split, check_runs, split_as_planned, split_for_evaluation
+from autopipe import batches, collectives, programs
+from autopipe.binding import (
+    Split,
+    check_runs,
+    dealt_out,
+    split_as_planned,
+    split_for_evaluation,
+)
 from autopipe.capture import Loss
 from autopipe.errors import LaunchError
 from autopipe.partition import Stage
+from autopipe.placed import read_back
+from autopipe.placements import I, Sharding
 from autopipe.plan import Place, Plan, check
-from autopipe.runtime.connect import backend_for, transport_for
+from autopipe.runtime.connect import backend_for, shares_memory, transport_for
 from autopipe.runtime.emitted import Emitted
 from autopipe.runtime.holding import hold
 from autopipe.runtime.launch import World, check_world, start, world_from
 from autopipe.runtime.materialize import materialize
 from autopipe.runtime.pipe import Pipe
 from autopipe.runtime.ready import Rank
+from autopipe.runtime.shared import tensor_parallel_axis
 from autopipe.runtime.watchdog import Watchdog
 from autopipe.schedule import holders
+from autopipe.shard import replicated
 from autopipe.source import Source, bare, trace_source
 from autopipe.trace import trace
 from autopipe.transfers import Edge
@@ -80,7 +92,14 @@ def parallelize(
     else:
         example = batches.two_rows(example, plan.inputs)
     traced = trace(skeleton, example, plan.inputs, loss, reads=plan.reads)
-    split = split_as_planned(traced, plan)
+    backend = "gloo" if len(plan.mesh.places) == 1 else backend_for(device)
+    sharding = read_back(plan)
+    if plan.mesh.tp > 1:
+        collectives.attach(
+            collectives.TENSOR_PARALLEL,
+            tensor_parallel_axis(plan, place, backend, shared=shares_memory(device)),
+        )
+    split = split_as_planned(traced, plan, place.tp)
     own = [stage for stage in split.stages if holders(compute)[stage.index] == place.pp]
     states = materialize(
         traced.graph,
@@ -89,26 +108,36 @@ def parallelize(
         model,
         weights=weights,
         seed=seed,
+        part=partial(_own_part, sharding, place.tp),
         device=device,
     )
 
     def evaluation(batch: Any) -> Split:
         example = batches.two_rows(batch, plan.inputs)
         found = trace_source(model, example, plan.inputs, loss, training=False)
-        return split_for_evaluation(found, split)
+        local, blocks = dealt_out(found, plan, place.tp)
+        return split_for_evaluation(local, split, blocks)
 
     pipelines = [
-        [plan.mesh.rank(holder, dp) for holder in holders(compute)] for dp in range(plan.mesh.dp)
+        [plan.mesh.rank(holder, dp, tp) for holder in holders(compute)]
+        for dp in range(plan.mesh.dp)
+        for tp in range(plan.mesh.tp)
     ]
     transport = transport_for(device, pipelines, _edges(split.stages))
-    alone = len(plan.mesh.places) == 1
-    backend = "gloo" if alone else backend_for(device)
     gradients, sharded = hold(
-        plan, place, split, holders(compute), states, device, backend, offload=offload
+        plan,
+        place,
+        split,
+        holders(compute),
+        states,
+        device,
+        backend,
+        partial=replicated(sharding),
+        offload=offload,
     )
     rank = Rank(plan, place, states, transport, device, compute, sharded, compile, files)
-    world = None if alone else dist.group.WORLD
-    return Pipe(rank, split, gradients, world, evaluation, seed, watchdog)
+    world = dist.group.WORLD if len(plan.mesh.places) > 1 else None
+    return Pipe(rank, split, gradients, world, evaluation, seed, watchdog, sharding)
 
 
 def _join(plan: Plan) -> tuple[int, Watchdog]:
@@ -126,6 +155,15 @@ def _join(plan: Plan) -> tuple[int, Watchdog]:
     watchdog = opened.enter_context(start(world))
     atexit.register(opened.close)
     return world.rank, watchdog
+
+
+def _own_part(sharding: Sharding, rank: int, name: str, tensor: Tensor) -> Tensor:
+    """What a rank keeps of a parameter: a copy, so that the rest of its memory can go."""
+    lies = sharding.states.get(name, I)
+    if not lies.sharded:
+        return tensor
+    own = collectives.own_part(tensor.detach(), lies, sharding.ranks, rank).clone()
+    return nn.Parameter(own.contiguous(), tensor.requires_grad)
 
 
 def _device(place: Place) -> torch.device:

@@ -31,19 +31,18 @@ segments, and each rank a part of each; S(0, 8+2+2) has segments of these length
     S(0)       r0 r0 r0 r0 r0 r0 | r1 r1 r1 r1 r1 r1
     S(0, 3)    r0 r0 | r1 r1 | r0 r0 | r1 r1 | r0 r0 | r1 r1
 
-**The rows of a micro-batch** are a symbol in a graph. Rules ask what divides what, so `BIG`, a large
-prime, stands for it: what divides a multiple of it as a number does so as a formula.
+**The rows of a micro-batch** are a symbol in a graph. Rules ask what divides what, so `BIG`, a
+large prime, stands for it: what divides a multiple of it as a number does so as a formula.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import sympy
-
-from autopipe.graph import BATCH, Dim
 
 BIG = 1_000_003
 """Stands for the rows of a micro-batch; a prime, and larger than any other factor of a size."""
@@ -63,6 +62,12 @@ class Placement(NamedTuple):
     def sharded(self) -> bool:
         """Whether each rank has a part of the elements only."""
         return self.kind == "S"
+
+    def at(self, rows: int) -> Placement:
+        """For micro-batches of `rows` rows, if the segments are as many as those."""
+        if not isinstance(self.segments, int) or self.segments % BIG:
+            return self
+        return self._replace(segments=self.segments // BIG * rows)
 
     def __str__(self) -> str:
         if not self.sharded:
@@ -106,17 +111,6 @@ def parse(text: str) -> Placement:
     return S(int(dim), int(count or 1))
 
 
-def at_big(dim: Dim) -> int:
-    """A size with `BIG` rows."""
-    return dim if isinstance(dim, int) else int(dim.subs(BATCH, BIG))
-
-
-def in_rows(size: int) -> Dim:
-    """The size, or number of segments, that `at_big` made of a multiple of the rows."""
-    times, rest = divmod(size, BIG)
-    return size if rest or not times else times * BATCH
-
-
 def lengths(size: int, segments: Segments) -> tuple[int, ...]:
     """The lengths of the segments of a dim of `size`."""
     return segments if isinstance(segments, tuple) else (size // segments,) * segments
@@ -136,7 +130,9 @@ def part(size: int, ranks: int, rank: int) -> tuple[int, int]:
     return begin, min(most, size - begin)
 
 
-def local_size(size: Dim, segments: Segments, ranks: int, rank: int) -> Dim:
+def local_size(
+    size: int | sympy.Expr, segments: Segments, ranks: int, rank: int
+) -> int | sympy.Expr:
     """What a rank has of a dim."""
     if segments == 1 and isinstance(size, int):
         return part(size, ranks, rank)[1]
@@ -216,3 +212,18 @@ def moves(
     if found is None:
         return None
     return found if differentiable else (found[0], None)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a graph is dealt out: what is not here is replicated.
+
+    Attributes:
+        states: the placement of each parameter, buffer and constant, by name.
+        nodes: the strategy of each node, by name, as the placements of its distinct tensor inputs
+            in order, and of what it makes.
+    """
+
+    ranks: int
+    states: Mapping[str, Placement]
+    nodes: Mapping[str, tuple[tuple[Placement, ...], Placement]]

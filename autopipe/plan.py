@@ -6,6 +6,7 @@
     +-- how a step goes         batch, schedule (programs), boundaries (window, depth), precision,
     |                           optimizer
     +-- what each stage does    stages: first and last node, parameters, what enters and leaves
+    +-- how tensors lie         blocks, states: of all that is not replicated over tp ranks
     +-- why                     prediction (seconds, bytes), planner (bound, next best, what binds)
 
 A plan names things (`first="transformer.h.4/layer_norm/0"`), never node numbers. Seconds and bytes
@@ -113,19 +114,43 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How one tensor that is not replicated lies over the tensor-parallel ranks: `S(0)`, `P`."""
+    """How a parameter lies over the tensor-parallel ranks, or what a node makes: `S(0)`, `P`.
+
+    Of a node `inputs` are the placements of the distinct tensors that it reads, in their order.
+    `autopipe.placements` has the states. What is not named is replicated, `I`.
+    """
 
     name: str
     state: str
+    inputs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Collective:
+    """What tensor-parallel ranks exchange of one tensor, in every micro-batch.
+
+    `forward` and `backward` are empty, or all-reduce, all-gather, reduce-scatter, all-to-all;
+    `size` is in bytes of the whole tensor.
+    """
+
+    tensor: str
+    forward: str
+    backward: str
+    size: int
 
 
 @dataclass(frozen=True)
 class BlockClass:
-    """Blocks of one structure, by module path, and the tensor states they share."""
+    """Blocks of one structure, by module path, and the tensor states they share.
+
+    Names in `states` begin at the block: `mlp.up.weight`, `mlp.up/linear/0`. `collectives` are
+    those of one block, the last.
+    """
 
     name: str
     members: tuple[str, ...]
     states: tuple[Sharding, ...] = ()
+    collectives: tuple[Collective, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -233,7 +258,8 @@ class Plan:
 
     A pipeline of `mesh.pp` ranks holds `len(stages)` stages, each rank equally many: more than one
     under the schedules interleaved and zb-v. `programs` are the lines of a schedule that the user
-    has written, `rank 0: 0F0 0F1 ...`; none for a schedule that has a name.
+    has written, `rank 0: 0F0 0F1 ...`; none for a schedule that has a name. `states` and
+    `collectives` are those of what is in no block.
     """
 
     format: int
@@ -255,6 +281,8 @@ class Plan:
     stages: tuple[StagePlan, ...]
     prediction: Prediction
     planner: PlannerNote
+    states: tuple[Sharding, ...] = ()
+    collectives: tuple[Collective, ...] = ()
 
     @property
     def zero(self) -> int:
@@ -333,3 +361,12 @@ def check(plan: Plan) -> None:
                         f"{side} stage",
                         str(transfer.peer),
                     )
+
+
+def stage_file(plan: Plan, stage: int, part: int) -> str:
+    """The name of the file that `autopipe emit` writes for a stage, or for a part of one.
+
+    Args:
+        part: the tensor-parallel coordinate.
+    """
+    return f"stage_{stage}_tp{part}.py" if plan.mesh.tp > 1 else f"stage_{stage}.py"

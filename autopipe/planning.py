@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,14 @@ from autopipe.blocks import Block, classes, find_blocks
 from autopipe.capture import Loss
 from autopipe.cluster import Cluster, LocalSpec, parse
 from autopipe.dataflow import analyse
+from autopipe.degrees import as_first, as_one_rank, degrees, sending_seconds
 from autopipe.draft import EAGER, WINDOW, Draft, Overflow
 from autopipe.errors import AutopipeError, InfeasibleError, ModelError
 from autopipe.estimate import chunks_of
 from autopipe.graph import bytes_at
 from autopipe.plan import InputSpec, Plan
-from autopipe.planners import PLANNERS, Planner
+from autopipe.planners import PLANNERS, Answer, Planner
+from autopipe.planners.answer import beside
 from autopipe.precision import PRECISIONS
 from autopipe.probe import local_cluster, local_processes
 from autopipe.problem import WRITTEN, Constraints, Problem
@@ -65,6 +68,7 @@ def plan(
     zero: int = 0,
     recompute: str | Sequence[str] = (),
     planner: str = "dynamic",
+    sequence_parallel: bool = False,
     source: str | None = None,
     say: Say | None = None,
 ) -> Plan:
@@ -89,6 +93,8 @@ def plan(
         zero: 1 deals out optimizer state over replicas, 3 parameters and gradients too.
         recompute: blocks that run again in backward: "all", a class of them, or paths.
         planner: "dynamic", "exhaustive" or "uniform".
+        sequence_parallel: with tp, also shard the batch's second dim between layers, where that
+            takes less time; it holds less.
         source: where the model comes from, for the plan to remember.
         say: gets a line of talk at a time.
 
@@ -117,58 +123,99 @@ def plan(
     flow, blocks = analyse(graph), find_blocks(graph)
     again = blocks_to_recompute(blocks, [recompute] if isinstance(recompute, str) else recompute)
     stages = (pp or 1) * (chunks_of(constraints, schedule) if schedule is not None else 1)
-    units = find_units(flow, blocks, at_least=stages)
     say(_summary(traced, blocks))
     factor = optimizer_factor(_optimizer(optimizer))
-    problem = build_problem(
-        flow,
-        blocks,
-        units,
-        machine,
-        batch=rows,
-        rows=_sizes(rows, machine.num_devices, constraints),
-        optimizer_factor=factor,
-        window=window or (1 if schedule == EAGER else WINDOW),  # eager's are chosen from 1 on
-        constraints=constraints,
-        precision=precision,
-        recompute=again,
-        zero=zero,
-    )
-    draft = Draft(
-        traced,
-        flow,
-        blocks,
-        units,
-        machine,
-        rows,
-        memory=problem.memory,
-        precision=precision,
-        planner=planner,
-        optimizer=optimizer if isinstance(optimizer, str) else "custom",
-        optimizer_factor=factor,
-        recompute=again,
-        zero=zero,
-        constraints=constraints,
-        versions=versions(model),
-        source=source,
-    )
-    made = _plan_that_fits(PLANNERS[planner], problem, draft)
+    all_fixed = pp is not None and dp is not None
+
+    def at(tp: int) -> tuple[Problem, Draft]:
+        sizes = _sizes(rows, machine.num_devices // tp, constraints)
+        degree = as_one_rank(
+            tp, traced, flow, blocks, machine, sizes[0], zero=zero, sequence=sequence_parallel
+        )
+        units = find_units(degree.flow, degree.blocks, at_least=stages)
+        problem = build_problem(
+            degree.flow,
+            degree.blocks,
+            units,
+            machine,
+            batch=rows,
+            rows=sizes,
+            optimizer_factor=factor,
+            window=window or (1 if schedule == EAGER else WINDOW),  # eager's are chosen from 1 on
+            constraints=constraints,
+            precision=precision,
+            recompute=again,
+            zero=zero,
+            tp=tp,
+            sending=partial(sending_seconds, degree),
+        )
+        draft = Draft(
+            degree,
+            units,
+            machine,
+            rows,
+            memory=problem.memory,
+            precision=precision,
+            planner=planner,
+            optimizer=optimizer if isinstance(optimizer, str) else "custom",
+            optimizer_factor=factor,
+            recompute=again,
+            zero=zero,
+            constraints=constraints,
+            versions=versions(model),
+            source=source,
+        )
+        return problem, draft
+
+    tried = degrees(machine, tp, all_fixed=all_fixed)
+    made = _best_degree(tried, at, PLANNERS[planner])
     check_runs(made)
     return made
 
 
-def _plan_that_fits(planner: Planner, problem: Problem, draft: Draft) -> Plan:
+def _best_degree(
+    tried: Sequence[int], at: Callable[[int], tuple[Problem, Draft]], planner: Planner
+) -> Plan:
+    """The best answer of all tensor-parallel degrees written down; of equal ones the lowest's.
+
+    Raises:
+        InfeasibleError: no plan fits; of those there could be, the one with the least shortfall.
+    """
+    answers: dict[int, tuple[Problem, Draft, Answer]] = {}
+    refused: list[InfeasibleError] = []
+    for tp in tried:
+        with as_first(tp):
+            try:
+                problem, draft = at(tp)
+                answers[tp] = problem, draft, planner(problem)
+            except InfeasibleError as error:
+                refused.append(error)
+    if not answers:
+        raise min(refused, key=lambda error: error.shortfall)
+    order = sorted(answers, key=lambda tp: answers[tp][2].estimate.step_seconds)
+    for number, tp in enumerate(order):
+        problem, draft, answer = answers[tp]
+        others = {other: answers[other][2] for other in order[number + 1 :]}
+        with as_first(tp):
+            try:
+                return _plan_that_fits(planner, problem, draft, beside(answer, others))
+            except InfeasibleError:
+                if number == len(order) - 1:
+                    raise
+    raise AssertionError("unreachable")
+
+
+def _plan_that_fits(planner: Planner, problem: Problem, draft: Draft, answer: Answer) -> Plan:
     """The planner's answer written down; asked again for less where its exact bytes are too many.
 
     Raises:
         InfeasibleError: no plan fits.
     """
-    answer = planner(problem)
     while True:
         try:
             return draft.plan(answer)
         except Overflow as overflow:
-            problem = replace(problem, memory=problem.memory - overflow.bytes)
+            problem = replace(problem, memory=problem.memory - overflow.shortfall)
             try:
                 answer = planner(problem)
             except InfeasibleError:

@@ -38,7 +38,7 @@ PRECISIONS: Mapping[str, torch.dtype | None] = {
 """What matrix products are computed in; None: in whatever their operands are."""
 
 LOWERED = frozenset(
-    "linear matmul mm bmm addmm baddbmm addbmm conv1d conv2d conv3d "
+    "linear columns matmul mm bmm addmm baddbmm addbmm conv1d conv2d conv3d "
     "conv_transpose1d conv_transpose2d conv_transpose3d".split()
 )
 """Ops to which a parameter goes as its copy: those that autocast lowers on every kind of device.

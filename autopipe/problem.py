@@ -105,13 +105,14 @@ class Problem:
         optimizer_factor: bytes of optimizer state per byte of trainable parameter.
         profiles: one per micro-batch size worth considering, `rows` ascending.
         batch: rows of the whole batch.
-        devices: how many there are; all are taken for equal to the weakest of them.
+        devices: for how many pp * dp there are devices; all are taken for equal to the weakest.
         memory: bytes of the smallest device, or the user's lower limit.
         latency: seconds before the first byte between two devices.
         bandwidth: bytes a second between two devices, one direction.
         window: receives posted ahead per boundary.
         constraints: what the user has fixed.
         zero: the ZeRO stage.
+        tp: the tensor-parallel degree that the profiles are for.
     """
 
     units: int
@@ -128,6 +129,7 @@ class Problem:
     window: int
     constraints: Constraints
     zero: int = 0
+    tp: int = 1
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ memory, and each storage that autograd keeps is entered with the nodes that keep
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -107,6 +107,8 @@ def build_problem(
     precision: str = "fp32",
     recompute: Collection[str] = (),
     zero: int = 0,
+    tp: int = 1,
+    sending: Callable[[int], Sequence[tuple[float, float]]] | None = None,
 ) -> Problem:
     """The problem of splitting a graph over a cluster.
 
@@ -117,6 +119,8 @@ def build_problem(
         precision: what matrix products are computed in.
         recompute: paths of the blocks that run again in backward.
         zero: the ZeRO stage.
+        tp: the tensor-parallel degree whose first rank runs the graph.
+        sending: for so many rows the forward and backward seconds that nodes exchange something.
     """
     graph, device = flow.graph, cluster.slowest_device
     link = cluster.within if len(cluster.devices_per_node) == 1 else cluster.between
@@ -128,6 +132,9 @@ def build_problem(
     profiles = []
     for size in sorted(rows):
         forward, backward = cost.seconds(formulas, size, device, dtypes)
+        if sending is not None:
+            there, back = np.array(sending(size)).T
+            forward, backward = forward + there, backward + back
         backward = backward + np.where(again >= 0, forward, 0.0)
         profiles.append(
             Profile(
@@ -147,13 +154,14 @@ def build_problem(
         optimizer_factor=optimizer_factor,
         profiles=tuple(profiles),
         batch=batch,
-        devices=cluster.num_devices,
+        devices=cluster.num_devices // tp,
         memory=min(memory, constraints.memory or memory),
         latency=link.latency,
         bandwidth=link.bandwidth,
         window=window,
         constraints=constraints,
         zero=zero,
+        tp=tp,
     )
 
 

@@ -27,7 +27,7 @@ import torch
 
 from autopipe.cost import gradient_values
 from autopipe.dataflow import Dataflow
-from autopipe.graph import Graph, Node, Ref, State, Value, values_in
+from autopipe.graph import Graph, Node, Ref, State, Value, at_batch, shape_at, values_in
 from autopipe.placements import (
     BIG,
     I,
@@ -35,7 +35,6 @@ from autopipe.placements import (
     Placement,
     R,
     S,
-    at_big,
     divides,
     through_view,
 )
@@ -87,7 +86,7 @@ class Model:
         """Sizes, with `placements.BIG` rows in a micro-batch."""
         found = self._shapes.get(value)
         if found is None:
-            found = self._shapes[value] = tuple(map(at_big, self.graph.spec(value).shape))
+            found = self._shapes[value] = shape_at(self.graph.spec(value), BIG)
         return found
 
     def is_tensor(self, value: Value) -> bool:
@@ -158,7 +157,7 @@ class Op:
 
     def free(self, value: Value) -> Placement:
         """Replicated, where the gradient may be partial if there is one."""
-        return R if value in self.model.carrying else I
+        return R if self.carries and value in self.model.carrying else I
 
     def dim(self, name: str = "dim", of: Value | None = None) -> int:
         """A dim among the arguments, counted from the front."""
@@ -293,7 +292,7 @@ def permute(op: Op) -> Iterator[Strategy]:
         yield Strategy({x: P}, P)
 
 
-@rule("expand", "expand_as")
+@rule("expand")
 def expand(op: Op) -> Iterator[Strategy]:
     """Dims that are not spread keep their shards."""
     x = op.inputs[0]
@@ -347,8 +346,8 @@ def bounds(op: Op, x: Value, dim: int) -> tuple[int, int]:
     """Where a slice begins and ends; (0, 0) if it takes not all in between."""
     size = op.shape(x)[dim]
 
-    def inside(at: Any, default: int) -> int:
-        at = default if at is None else at_big(at)
+    def inside(given: Any, default: int) -> int:
+        at = default if given is None else at_batch(given, BIG)
         return min(max(at + size if at < 0 else at, 0), size)
 
     if op["step"] != 1:
@@ -442,8 +441,10 @@ def repeat_interleave(op: Op) -> Iterator[Strategy]:
     if len(op.inputs) == 1 and op.arguments.get("dim") is not None:
         (x,) = op.inputs
         for placement in op.shards(x):
-            if placement.dim != op.dim() or placement.segments == 1 and op.model.divides(
-                x, placement
+            if (
+                placement.dim != op.dim()
+                or placement.segments == 1
+                and op.model.divides(x, placement)
             ):
                 yield Strategy({x: placement}, placement)
 
@@ -468,7 +469,7 @@ def reduce(op: Op) -> Iterator[Strategy]:
 @rule("index")
 def index(op: Op) -> Iterator[Strategy]:
     """One vector of positions picks from one dim; the others keep their shards."""
-    x, positions = op.inputs[0], op["indices"]
+    positions = op["indices"]
     given = [dim for dim, at in enumerate(positions) if at is not None]
     if len(given) == 1 and len(op.shape(positions[given[0]])) == 1:
         yield from _but(op, given)
@@ -493,10 +494,16 @@ def addmm(op: Op) -> Iterator[Strategy]:
 @rule("mm", "bmm", "matmul")
 def matmul(op: Op) -> Iterator[Strategy]:
     """[..., m, k] x [..., k, n] gives [..., m, n]; dims in front of both are of a batch."""
-    x, w = op.node.args[:2]
+    x, w = operands(op)
     rank = len(op.shape(w))
     if min(len(op.shape(x)), rank) >= 2:
         yield from _product(op, x, w, rank - 2, rank - 1, None)
+
+
+def operands(op: Op) -> tuple[Value, Value]:
+    """Both tensors of a product."""
+    x, w = values_in(op.node.args[:2])
+    return x, w
 
 
 def _product(op: Op, x: Any, w: Any, inner: int, outer: int, bias: Any) -> Iterator[Strategy]:
@@ -515,7 +522,8 @@ def _product(op: Op, x: Any, w: Any, inner: int, outer: int, bias: Any) -> Itera
     for placement in op.shards(w):
         segments = placement.segments
         if placement.dim == outer:
-            yield Strategy({w: placement} | with_bias(S(0, segments)), S(len(op.made) - 1, segments))
+            columns = S(len(op.made) - 1, segments)
+            yield Strategy({w: placement} | with_bias(S(0, segments)), columns)
         elif placement.dim == inner:
             if op.carries:
                 yield Strategy({x: S(last, segments), w: placement} | with_bias(P), P)

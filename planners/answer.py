@@ -9,7 +9,7 @@ keeps each other one from being it, and the sentence when nothing fits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -97,6 +97,41 @@ def best_answer(problem: Problem, choice: Choice, *, heuristic: str | None = Non
     )
 
 
+def beside(answer: Answer, others: Mapping[int, Answer]) -> Answer:
+    """A degree's answer with the best of other tensor-parallel degrees among its alternatives.
+
+    Args:
+        others: by their degree; none is faster.
+    """
+    step = answer.estimate.step_seconds
+    rivals = [
+        Alternative(
+            pp=other.decision.pp,
+            dp=other.decision.dp,
+            tp=tp,
+            micro_batches=other.decision.micro_batches,
+            schedule=other.decision.schedule,
+            step_seconds=other.estimate.step_seconds,
+            why=_slower(other.estimate.step_seconds, step),
+        )
+        for tp, other in others.items()
+    ]
+    known = (*rivals, *answer.alternatives)
+    return replace(
+        answer,
+        bound_seconds=min([answer.bound_seconds, *(o.bound_seconds for o in others.values())]),
+        alternatives=tuple(
+            sorted(known, key=lambda a: math.inf if a.step_seconds is None else a.step_seconds)
+        ),
+    )
+
+
+def _slower(seconds: float, than: float) -> str:
+    if seconds > than * (1 + VISIBLE):
+        return f"{percent(seconds / than - 1)} slower"
+    return "as fast; ties go to fewer stages, then to fewer micro-batches"
+
+
 def _score(problem: Problem, decision: Decision) -> _Scored:
     return _Scored(decision, estimate(problem, decision))
 
@@ -126,14 +161,12 @@ def _alternative(problem: Problem, best: _Scored, other: _Scored) -> Alternative
             why = f"{needing} {found.overflow} bytes more than {limit}"
         else:
             why = f"{needing} {need} of {limit}"
-    elif found.step_seconds > step * (1 + VISIBLE):
-        why = f"{percent(found.step_seconds / step - 1)} slower"
     else:
-        why = "as fast; ties go to fewer stages, then to fewer micro-batches"
+        why = _slower(found.step_seconds, step)
     return Alternative(
         pp=decision.pp,
         dp=decision.dp,
-        tp=1,
+        tp=problem.tp,
         micro_batches=decision.micro_batches,
         schedule=decision.schedule,
         step_seconds=found.step_seconds if found.fits else None,
@@ -205,11 +238,13 @@ def _nothing_fits(
     listed = ", ".join(
         f"{amount(size)} {what}" for size, what in parts if amount(size) != amount(0)
     )
+    of_tp = f" tp={problem.tp}" if problem.tp > 1 else ""
     return InfeasibleError(
         f"no {kind} fits {amount.of(problem.memory)} a device: nearest is "
-        f"{nearest.frame}, whose {needing} {amount.of(held.peak)}, "
+        f"{nearest.frame}{of_tp}, whose {needing} {amount.of(held.peak)}, "
         f"{found.overflow} bytes too many ({listed}).",
         hint=_what_would_help(problem, scored, nearest, heuristic),
+        shortfall=found.overflow,
     )
 
 

@@ -95,16 +95,14 @@ def _meshes(problem: Problem) -> list[tuple[int, int]]:
         degree = getattr(asked, name)
         if degree is not None and degree < 1:
             raise InfeasibleError(f"{name}={degree} was asked for, and the least is 1")
-    if asked.tp not in (None, 1):
-        raise InfeasibleError(
-            f"tp={asked.tp} was asked for; this version plans tp=1 only",
-            hint="leave tp out, and pp and dp share the devices",
-        )
     if asked.pp is not None and asked.dp is not None:
         meshes = [(asked.pp, asked.dp)]
         if asked.pp * asked.dp > devices:
+            tp = problem.tp
+            of_tp = f" tp={tp}" if tp > 1 else ""
             raise InfeasibleError(
-                f"pp={asked.pp} dp={asked.dp} needs {asked.pp * asked.dp} devices, found {devices}",
+                f"pp={asked.pp} dp={asked.dp}{of_tp} needs {asked.pp * asked.dp * tp} devices, "
+                f"found {devices * tp}",
                 hint="leave out pp or dp, and the other one follows",
             )
     else:

@@ -120,6 +120,11 @@ def backend_for(device: torch.device) -> str:
     return "nccl" if _agree(device).transport == "nccl" else "gloo"
 
 
+def shares_memory(device: torch.device) -> bool:
+    """Whether ranks on one host may talk through shared memory, as direct transfers do."""
+    return device.type == "cpu" and os.environ.get(VARIABLE, "direct") == "direct"
+
+
 def transport_for(
     device: torch.device,
     pipelines: Sequence[Sequence[int]],

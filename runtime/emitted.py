@@ -26,7 +26,7 @@ from autopipe import programs as of_plan
 from autopipe.errors import AutopipeError, PlanError, ScheduleError
 from autopipe.graph import Ref
 from autopipe.lower import Lowered, check_read, under_autocast
-from autopipe.plan import Plan
+from autopipe.plan import Plan, stage_file
 from autopipe.precision import low
 from autopipe.randomness import draw
 from autopipe.recompute import Recomputed
@@ -134,12 +134,14 @@ class Emitted:
         boundaries: Mapping[Ref, Boundary],
         device: torch.device,
         *,
+        part: int = 0,
         as_graph: bool = False,
     ) -> Lowered:
         """A lowered stage with the module of its file in the place of the module lowered.
 
         Args:
             boundaries: the tensors that cross cuts, which the module is to give as they are.
+            part: the tensor-parallel coordinate.
             as_graph: traced, as a GraphModule, for those who work on its code.
 
         Raises:
@@ -147,7 +149,7 @@ class Emitted:
                 parameters or buffers than the stage.
         """
         index = lowered.stage.index
-        path = self.folder / f"stage_{index}.py"
+        path = self.folder / stage_file(self.plan, index, part)
         source = _run(path, device)
         rows = getattr(source, "ROWS", None)
         if rows != lowered.rows:

@@ -268,14 +268,14 @@ class FullyShardedSum:
     def gather(self) -> None:
         """Nothing: every forward and backward gathers what it uses."""
 
-    def owned_gradients(self) -> list[Tensor]:
+    def owned_gradients(self) -> dict[str, Tensor]:
         """Those of the shards; of tied copies, the first one's."""
-        return [
-            shard.grad
+        return {
+            name: shard.grad
             for name, shard in self._shards.items()
             if shard.grad is not None
             and (name not in self._tied or dist.get_rank(self._tied[name]) == 0)
-        ]
+        }
 
 
 def _install(root: nn.Module, name: str, tensor: Tensor) -> None:

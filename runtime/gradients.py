@@ -58,8 +58,8 @@ class Gradients(Protocol):
         Every rank calls it at the same place: before each step and each evaluation.
         """
 
-    def owned_gradients(self) -> list[Tensor]:
-        """Gradients, or parts of them, such that all ranks' together are the model's, each once."""
+    def owned_gradients(self) -> dict[str, Tensor]:
+        """Gradients by name, or parts of them: all ranks' together are the model's, each once."""
 
 
 @dataclass(frozen=True)
@@ -184,14 +184,14 @@ class GradientSum:
     def gather(self) -> None:
         """Nothing: every rank updates all of its parameters, alike."""
 
-    def owned_gradients(self) -> list[Tensor]:
+    def owned_gradients(self) -> dict[str, Tensor]:
         """The gradients of what stands here only, or here on the first of its group."""
-        return [
-            parameter.grad
+        return {
+            name: parameter.grad
             for name, parameter in self._parameters.items()
             if parameter.grad is not None
             and (name not in self._groups or dist.get_rank(self._groups[name]) == 0)
-        ]
+        }
 
     def _trainable(self) -> tuple[bool, ...]:
         return tuple(self._parameters[name].requires_grad for name in self._shared)
@@ -292,16 +292,16 @@ def buckets(names: Iterable[str], parameters: Mapping[str, nn.Parameter]) -> Ite
 
 
 def total_norm(
-    owned: Sequence[Tensor], group: dist.ProcessGroup | None, device: torch.device
+    owned: Iterable[Tensor], group: dist.ProcessGroup | None, device: torch.device
 ) -> Tensor:
     """The norm of the whole model's gradients, on every rank.
 
     Args:
-        owned: this rank's `owned_gradients()`.
+        owned: this rank's `owned_gradients()`, those that count.
         group: all ranks of the run; None: this one is alone.
         device: where the ranks' sum is made.
     """
-    square = torch.nn.utils.get_total_norm(owned).to(device, torch.float32) ** 2
+    square = torch.nn.utils.get_total_norm(list(owned)).to(device, torch.float32) ** 2
     if group is not None:
         dist.all_reduce(square, group=group)
     return square.sqrt()

@@ -11,19 +11,23 @@ are tied to each other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Collection, MutableMapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopipe.binding import Split
+from autopipe.errors import PlanError
 from autopipe.lower import lower
 from autopipe.partition import tied_states
 from autopipe.plan import Place, Plan
-from autopipe.runtime.fully_sharded import FullyShardedSum, ShardedStage, shard_stage
 from autopipe.runtime.gradients import Gradients, GradientSum
 from autopipe.runtime.zero import OptimizerShards
+
+if TYPE_CHECKING:
+    from autopipe.runtime.fully_sharded import ShardedStage
 
 
 def hold(
@@ -35,6 +39,7 @@ def hold(
     device: torch.device,
     backend: str,
     *,
+    partial: Collection[str] = (),
     offload: bool = False,
 ) -> tuple[Gradients, dict[int, ShardedStage]]:
     """Open the groups that share parameters, and deal out what the plan says is dealt out.
@@ -46,6 +51,7 @@ def hold(
         placed: the pipeline rank of each stage.
         states: this rank's own, by name.
         backend: of the groups.
+        partial: names of those whose gradient on each tensor-parallel rank is a part of a sum.
         offload: under ZeRO-3, keep shards in the host's memory.
 
     Returns:
@@ -57,19 +63,39 @@ def hold(
     if plan.zero < 3 or mesh.dp == 1:
         # In the order of the graph, which is the same on every rank.
         parameters = {n: p for n in graph.states if isinstance(p := states.get(n), nn.Parameter)}
-        members = {
-            name: tuple(mesh.rank(pp, dp) for pp in pps for dp in range(mesh.dp))
+        # Each tensor-parallel coordinate by itself, but for gradients that are partial over them.
+        members = [
+            (
+                name,
+                tuple(
+                    mesh.rank(pp, dp, tp)
+                    for pp in pps
+                    for dp in range(mesh.dp)
+                    for tp in (range(mesh.tp) if name in partial else (own_tp,))
+                ),
+            )
             for name, pps in owners.items()
-        }
+            for own_tp in range(mesh.tp)
+        ]
         groups = _open(members, place.rank, backend)
         stages = {stage.index: [n for n in stage.states if n in parameters] for stage in own}
         kind = OptimizerShards if plan.zero and mesh.dp > 1 else GradientSum
         return kind(parameters, groups, stages), {}
 
-    replicas = [
-        dist.new_group([mesh.rank(pp, dp) for dp in range(mesh.dp)], backend=backend)
+    if partial:
+        raise PlanError(
+            f"plan: under zero=3 {min(partial)!r} may not lie as R over tensor-parallel ranks, "
+            "whose gradient is summed over them once a step",
+            hint="plan again with zero=3, or with zero=1",
+        )
+    # Only here: importing torch's FSDP takes a quarter of a second, at the start of every rank.
+    from autopipe.runtime.fully_sharded import FullyShardedSum, shard_stage
+
+    replicas = {
+        (pp, tp): dist.new_group([mesh.rank(pp, dp, tp) for dp in range(mesh.dp)], backend=backend)
         for pp in range(mesh.pp)
-    ]
+        for tp in range(mesh.tp)
+    }
     sharded: dict[int, ShardedStage] = {}
     for stage in own:
         of_stage = {name: states[name] for name in stage.states}
@@ -85,16 +111,17 @@ def hold(
             recompute=plan.stages[stage.index].recompute,
             precision=plan.precision,
         )
-        found = shard_stage(lowered.module, of_stage, replicas[place.pp], offload=offload)
+        found = shard_stage(lowered.module, of_stage, replicas[place.pp, place.tp], offload=offload)
         sharded[stage.index] = found
         states.update(found.parameters)
     tied: dict[str, dist.ProcessGroup] = {}
     for dp in range(mesh.dp):
-        copies = {
-            name: tuple(mesh.rank(pp, dp) for pp in pps)
+        copies = [
+            (name, tuple(mesh.rank(pp, dp, tp) for pp in pps))
             for name, pps in owners.items()
             if len(pps) > 1
-        }
+            for tp in range(mesh.tp)
+        ]
         tied |= _open(copies, place.rank, backend)
     return FullyShardedSum(sharded, tied), sharded
 
@@ -111,13 +138,13 @@ def _owners(split: Split, placed: Sequence[int]) -> dict[str, tuple[int, ...]]:
 
 
 def _open(
-    members: Mapping[str, tuple[int, ...]], rank: int, backend: str
+    members: Sequence[tuple[str, tuple[int, ...]]], rank: int, backend: str
 ) -> dict[str, dist.ProcessGroup]:
     """A group for each set of several ranks, on all ranks in one order; those `rank` is in."""
     found: dict[str, dist.ProcessGroup] = {}
-    for ranks in sorted(set(members.values())):
+    for ranks in sorted({ranks for _, ranks in members}):
         if len(ranks) > 1:
             group = dist.new_group(list(ranks), backend=backend)
             if rank in ranks:
-                found |= {name: group for name, who in members.items() if who == ranks}
+                found |= {name: group for name, who in members if who == ranks}
     return found

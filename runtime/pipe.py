@@ -14,11 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from autopipe import batches
+from autopipe import batches, collectives
 from autopipe.binding import Split
 from autopipe.errors import ModelError
 from autopipe.partition import Stage
+from autopipe.placements import I, Sharding
 from autopipe.plan import Memory, StagePrediction
 from autopipe.runtime import ready
 from autopipe.runtime.agree import check_same
@@ -44,6 +46,7 @@ class Pipe:
             `evaluate`.
         seed: of dropout and every other random number of the run.
         watchdog: is told where this rank is.
+        sharding: how parameters lie over tensor-parallel ranks.
 
     Attributes:
         meter: counts the bytes of the steps that come, if there is one.
@@ -60,6 +63,7 @@ class Pipe:
         evaluation: Callable[[Any], Split],
         seed: int,
         watchdog: Watchdog,
+        sharding: Sharding | None = None,
     ) -> None:
         self.plan = rank.plan
         self.place = rank.place
@@ -75,6 +79,7 @@ class Pipe:
         self._evaluation: Split | None = None
         self._seed = seed
         self._watchdog = watchdog
+        self._sharding = sharding or Sharding(1, {}, {})
         self._steps = 0
         self._ready: dict[tuple[bool, int, int], Executor] = {}
         self._last: Executor | None = None
@@ -104,17 +109,26 @@ class Pipe:
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's parameters and persistent buffers; all ranks' together are the model's.
 
-        Every rank calls it: under ZeRO-1 parameters are gathered first. Under ZeRO-3 they are
-        DTensors, of which each rank has its part.
+        Every rank calls it: what is dealt out over tensor-parallel ranks, or under ZeRO-1, is
+        gathered first. Under ZeRO-3 the rest are DTensors, of which each rank has its part.
         """
         self._gradients.gather()
         states = self._split.graph.states
         return {
-            name: tensor.detach()
+            name: self._whole(name, tensor.detach())
             for name, tensor in self._rank.states.items()
             if states[name].kind == "parameter"
             or (states[name].kind == "buffer" and states[name].persistent)
         }
+
+    def _whole(self, name: str, tensor: Tensor) -> Tensor:
+        """A tensor of which each tensor-parallel rank has a part, put together."""
+        lies = self._sharding.states.get(name, I)
+        if not lies.sharded:
+            return tensor
+        if isinstance(tensor, DTensor):  # rows of a part
+            tensor = tensor.full_tensor()
+        return collectives.whole(tensor, collectives.TENSOR_PARALLEL, lies)
 
     def step(self, batch: Any, *, sharded: bool = False) -> Tensor:
         """Run forward and backward of all micro-batches; returns the mean loss, on every rank.
@@ -189,8 +203,10 @@ class Pipe:
         Over all stages and shards; a tied parameter counts once. Returns the norm before, as
         `torch.nn.utils.clip_grad_norm_` does for one process.
         """
-        owned = self._gradients.owned_gradients()
-        norm = total_norm(owned, self._world, self._rank.device)
+        owned = self._gradients.owned_gradients().items()
+        lies, first = self._sharding.states, self.place.tp == 0
+        counted = [g for name, g in owned if first or lies.get(name, I) != I]
+        norm = total_norm(counted, self._world, self._rank.device)
         _scale(self.parameters(), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
 
@@ -301,7 +317,8 @@ class Pipe:
             else:
                 sums[0], sums[1] = (total / len(results)).double(), 1.0
         sums = self._all_reduce(sums)
-        return (sums[0] / sums[1]).to(dtype), float(sums[1])
+        # Each tensor-parallel rank has told of the same micro-batches.
+        return (sums[0] / sums[1]).to(dtype), float(sums[1]) / self.plan.mesh.tp
 
     def _rows(
         self, leaves: Mapping[str, batches.Leaf], sharded: bool, micro_batches: int | None

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,12 +25,14 @@ from autopipe.runtime.compile import compile_stage
 from autopipe.runtime.emitted import Emitted
 from autopipe.runtime.engine import AutogradEngine, Engine, JointEngine
 from autopipe.runtime.executor import Executor
-from autopipe.runtime.fully_sharded import ShardedStage
 from autopipe.runtime.gradients import Gradients
 from autopipe.runtime.stage import Pool, StageRun
 from autopipe.runtime.transport import Transport
 from autopipe.schedule import Programs, holders, splits
 from autopipe.schedules import forward_only
+
+if TYPE_CHECKING:
+    from autopipe.runtime.fully_sharded import ShardedStage
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,7 @@ def _executor(
                 lowered,
                 rehearsal.boundaries,
                 rank.device,
+                part=rank.place.tp,
                 as_graph=rank.compiled or dealt is not None,
             )
         joint = None

@@ -39,12 +39,12 @@ from torch import Tensor, nn
 from autopipe.runtime.gradients import Bucket, GradientSum, buckets, by_group
 
 # torch 2.13 has given these two new names, and warns about the old ones.
-_reduce_scatter = (
+reduce_scatter_single = (
     dist.reduce_scatter_single
     if hasattr(dist, "reduce_scatter_single")
     else dist.reduce_scatter_tensor
 )
-_all_gather = (
+all_gather_single = (
     dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 )
 
@@ -106,9 +106,9 @@ class OptimizerShards:
         """
         self._sum.finish()
 
-    def owned_gradients(self) -> list[Tensor]:
+    def owned_gradients(self) -> dict[str, Tensor]:
         """Those of the shards."""
-        return [shard.grad for shard in self._shards.values() if shard.grad is not None]
+        return {name: s.grad for name, s in self._shards.items() if s.grad is not None}
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -135,7 +135,7 @@ class OptimizerShards:
         ):
             shard = self._of[parameter]
             piece[: shard.numel()].copy_(shard.reshape(-1))
-        work = _all_gather(table.view(-1), own, group=bucket.group, async_op=True)
+        work = all_gather_single(table.view(-1), own, group=bucket.group, async_op=True)
         assert work is not None
 
         def fetch() -> None:
@@ -161,7 +161,7 @@ class OptimizerShards:
                     theirs.copy_(mine)
             parameter.grad = None
         own = table.new_empty(table.shape[1])
-        work = _reduce_scatter(own, table.view(-1), group=bucket.group, async_op=True)
+        work = reduce_scatter_single(own, table.view(-1), group=bucket.group, async_op=True)
         assert work is not None
 
         def place() -> None:

@@ -16,6 +16,7 @@ import torch
 from autopipe.runtime.launch import start, world_from
 from tests import pipe_stories as pipe_stories
 from tests import step_stories as step_stories
+from tests import tp_stories as tp_stories
 from tests.pipes import STORIES
 
 

@@ -23,6 +23,9 @@ from torch.distributed.tensor import DTensor
 
 import autopipe
 from autopipe import Pipe, Plan, batches, parallel, planning, programs
+from autopipe.collectives import own_part
+from autopipe.placed import read_back
+from autopipe.placements import I
 from autopipe.runtime.zero import own_rows
 from autopipe.schedule import holders
 from autopipe.trace import Trace
@@ -93,7 +96,7 @@ def planned(
                 case.model,
                 case.inputs,
                 loss=case.loss,
-                cluster=machine(pp * dp),
+                cluster=machine(pp * dp * constraints.get("tp", 1)),
                 batch_size=2 * dp * micro_batches,
                 pp=pp,
                 dp=dp,
@@ -130,8 +133,11 @@ def drawn(name: str, rows: int, number: int) -> Batch:
 
 
 def own(pipe: Pipe, name: str, whole: Tensor) -> Tensor:
-    """This rank's part of one process's parameter or gradient: under ZeRO its rows."""
+    """This rank's part of one process's parameter or gradient: its shard, under ZeRO its rows."""
     plan, place = pipe.plan, pipe.place
+    lies = read_back(plan).states.get(name, I)
+    if lies.sharded:
+        whole = own_part(whole, lies, plan.mesh.tp, place.tp)
     if plan.zero == 0 or plan.mesh.dp == 1:
         return whole
     placed = holders(programs.compute(plan))

@@ -119,11 +119,6 @@ def test_what_runs(schedule: str, precision: str, zero: int) -> None:
     ("plan", "compiled", "sentence"),
     [
         (
-            replace(PLAN, mesh=replace(PLAN.mesh, tp=2)),
-            False,
-            "plan.mesh.tp: 2 was asked for; this version runs 1 only",
-        ),
-        (
             replace(PLAN, precision="fp8"),
             False,
             "plan.precision: 'fp8' was asked for; this version runs 'fp32' or 'bf16' or 'fp16'",

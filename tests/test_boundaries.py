@@ -21,19 +21,9 @@ VALUES = {  # plain values and arithmetic: a plan is made, read, drawn and prove
     f"autopipe.{name}"
     for name in (
         *("ahead", "cluster", "codec", "errors", "estimate", "explain", "files", "footprint"),
-        *(
-            "forecast",
-            "law",
-            "perfetto",
-            "picture",
-            "plan",
-            "presets",
-            "problem",
-            "programs",
-            "proof",
-        ),
-        *("proof", "rules", "schedule", "schedules", "schema", "simulate", "sketch", "tables"),
-        *("tracks", "transfers", "walk", "written"),
+        *("forecast", "law", "megatron", "perfetto", "picture", "placements", "plan", "presets"),
+        *("problem", "programs", "proof", "rules", "schedule", "schedules", "schema", "simulate"),
+        *("sketch", "tables", "tracks", "transfers", "walk", "written"),
     )
 }
 

@@ -59,7 +59,10 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> str:
         ("--cluster local:x", "'local:x': expected a number of processes, found 'x'"),
         ("--memory plenty", "memory 'plenty' is no size\n\nhint: 24GiB, 512MB or bytes"),
         ("--memory 0", "memory '0' is 0 bytes, expected at least 1"),
-        ("--tp 2", "tp=2 was asked for; this version plans tp=1 only"),
+        (
+            "--tp 3",
+            "tp=3 was asked for and does not divide the 4 devices\n\nhint: tp of 1, 2, 4",
+        ),
         ("--pp 3", "pp=3 was asked for and does not divide the 4 devices"),
         ("--dp 3", "dp=3 was asked for and does not divide the 4 devices"),
         (
@@ -90,7 +93,7 @@ def test_an_argument_that_cannot_be_met(
 
 def test_memory_that_is_too_low(autopipe: Shell, four: str) -> None:
     """The shortfall in bytes, the stage, and what to try next."""
-    said = autopipe("plan", "net.py", "--cluster", four, "--memory", "2000")
+    said = autopipe("plan", "net.py", "--cluster", four, "--memory", "2000", "--tp", "1")
     found = re.match(
         r"no plan fits .* a device: .*pp=\d dp=\d micro_batches=\d+.* stage \d needs .*, "
         r"\d+ (bytes )?too many.*\n\nhint: ",

@@ -167,7 +167,7 @@ def test_one_rank_alone() -> None:
     sums = GradientSum({"a": made, "b": without}, {}, {0: ["a", "b"]})
     sums.arm(0)
     sums.finish()
-    owned = sums.owned_gradients()
+    owned = list(sums.owned_gradients().values())
     assert [grad.tolist() for grad in owned] == [[3, 4]]
     assert total_norm(owned, None, torch.device("cpu")) == 5
     assert total_norm([], None, torch.device("cpu")) == 0

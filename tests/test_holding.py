@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from autopipe import Plan, programs
 from autopipe.binding import Split, split_as_planned
-from autopipe.runtime import holding
+from autopipe.runtime import fully_sharded, holding
 from autopipe.runtime.fully_sharded import FullyShardedSum
 from autopipe.runtime.gradients import Gradients, GradientSum
 from autopipe.runtime.zero import OptimizerShards
@@ -95,7 +95,7 @@ def hold(monkeypatch: pytest.MonkeyPatch) -> Hold:
             patch.setattr(dist, "new_group", new_group)
             patch.setattr(dist, "get_world_size", len)
             patch.setattr(dist, "get_rank", lambda group: group.index(rank))
-            patch.setattr(holding, "shard_stage", shard_stage)
+            patch.setattr(fully_sharded, "shard_stage", shard_stage)
             found.gradients, _ = holding.hold(
                 plan, place, split, placed, found.states, torch.device("cpu"), "gloo"
             )

@@ -1,6 +1,6 @@
 """Training steps in real processes are those of one process.
 
-What happens in processes is told in `pipe_stories` and `step_stories`.
+What happens in processes is told in `pipe_stories`, `step_stories` and `tp_stories`.
 """
 
 import sys

@@ -279,7 +279,6 @@ def test_frames_use_all_devices_unless_both_degrees_are_fixed(
 @pytest.mark.parametrize(
     ("constraints", "sentence", "hint"),
     [
-        (Constraints(tp=2), "tp=2 was asked for; this version plans tp=1 only", "leave tp out"),
         (Constraints(pp=0), "pp=0 was asked for, and the least is 1", None),
         (
             Constraints(pp=4, dp=2),

@@ -94,7 +94,7 @@ def test_stages_join() -> None:
 def test_too_little_memory(memory: int | str) -> None:
     """The nearest plan, its stage, the bytes it needs and lacks, and what would help."""
     with pytest.raises(InfeasibleError) as refused:
-        planned(memory=memory)
+        planned(memory=memory, tp=1)
     said = refused.value
     assert said.message.startswith("no plan fits 29.3 KiB a device: nearest is pp=2 dp=1 micro_")
     assert re.search(r"whose stage \d needs [\d.]+ KiB, \d+ bytes too many", said.message)
@@ -214,7 +214,7 @@ def test_refused(options: dict[str, Any], words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"pp": 3}, {"tp": 2}, {"micro_batches": 3}, {"schedule": "zigzag"}, {"dp": 3}]
+    "options", [{"pp": 3}, {"tp": 3}, {"micro_batches": 3}, {"schedule": "zigzag"}, {"dp": 3}]
 )
 def test_constraints_that_cannot_be_met(options: dict[str, Any]) -> None:
     """More stages than devices, 3 parts of 8 rows, an unknown schedule."""

@@ -162,7 +162,7 @@ def stays_with_one_process(
                 step(p, sums, number, micro_batches)
                 whole_step(reference, number, dist.get_world_size() * micro_batches)
                 found = [q.grad for q in reference.values() if q.grad is not None]
-                owned = sums.owned_gradients()
+                owned = list(sums.owned_gradients().values())
                 norm = total_norm(owned, dist.group.WORLD, torch.device("cpu"))
                 close(norm, torch.nn.utils.get_total_norm(found), f"norm {number}")
                 ours.step()
@@ -577,7 +577,9 @@ def three_steps_of_a_sharded_stage() -> None:
                     for name, shard in sums.shards().items():
                         assert (shard.grad is None) == (named[name].grad is None), name
                     found = [q.grad for q in named.values() if q.grad is not None]
-                    norm = total_norm(sums.owned_gradients(), dist.group.WORLD, rows.device)
+                    norm = total_norm(
+                        sums.owned_gradients().values(), dist.group.WORLD, rows.device
+                    )
                     close(norm, torch.nn.utils.get_total_norm(found), "norm", 1e-5)
                     ours.step()
                     theirs.step()
@@ -717,7 +719,7 @@ def tied_stages() -> None:
     head = sums.shards()["head"].grad
     assert head is not None and reference.head.grad is not None
     close(head, reference.head.grad.chunk(2)[rank % 2], "head", 1e-5)
-    owned = [tuple(g.shape) for g in sums.owned_gradients()]
+    owned = [tuple(g.shape) for g in sums.owned_gradients().values()]
     everyone: list[Any] = [None] * 4
     dist.all_gather_object(everyone, owned)
     assert len(everyone[0]) == len(everyone[2]) + 1, "head counts on its first stage"

@@ -1,0 +1,162 @@
+"""Tensor-parallel degrees: which there are, and the model as one rank of each sees it.
+
+    degree 1      the model as traced
+    degree 2, 4   its part of every tensor that can be dealt out, by the best sharding
+
+A degree's ranks stand beside each other, on one node as far as nodes have devices enough: nothing
+else is sent as often.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+
+from autopipe import collectives, cost
+from autopipe.blocks import Block
+from autopipe.cluster import Cluster, Link
+from autopipe.collectives import Planned
+from autopipe.dataflow import Dataflow, analyse
+from autopipe.errors import InfeasibleError
+from autopipe.functional import out_of_place
+from autopipe.graph import State
+from autopipe.placements import Move, Sharding
+from autopipe.shard import AXIS, blocks_of, sent_by, shard_graph, whole_bytes
+from autopipe.sharding import Axis, shard
+from autopipe.strategies import Model
+from autopipe.trace import Trace
+
+MOST = 8
+"""The highest degree that is tried where none is asked for: the devices of a usual node."""
+
+
+@dataclass(frozen=True)
+class Degree:
+    """A model as the first of `tp` ranks runs it; the first has the most of what does not divide.
+
+    Attributes:
+        whole: the model as traced, and its blocks.
+        sharding: None at degree 1.
+    """
+
+    tp: int
+    whole: Trace
+    whole_blocks: tuple[Block, ...]
+    sharding: Sharding | None
+    trace: Trace
+    flow: Dataflow
+    blocks: tuple[Block, ...]
+    link: Link
+
+
+def degrees(cluster: Cluster, asked: int | None, *, all_fixed: bool) -> tuple[int, ...]:
+    """Those to try, ascending.
+
+    Args:
+        asked: the one to have; None: any.
+        all_fixed: whether the other degrees are asked for too; then devices may stay idle.
+
+    Raises:
+        InfeasibleError: the one that is asked for does not divide the devices.
+    """
+    devices = cluster.num_devices
+    dividing = [tp for tp in range(1, devices + 1) if devices % tp == 0]
+    if asked is None:
+        least = min(cluster.devices_per_node)
+        return tuple(tp for tp in dividing if tp <= min(least, MOST))
+    if devices % asked and not (all_fixed and asked <= devices):
+        raise InfeasibleError(
+            f"tp={asked} was asked for and does not divide the {devices} devices",
+            hint=f"tp of {', '.join(map(str, dividing))}",
+        )
+    return (asked,)
+
+
+def as_one_rank(
+    tp: int,
+    traced: Trace,
+    flow: Dataflow,
+    blocks: tuple[Block, ...],
+    cluster: Cluster,
+    rows: int,
+    *,
+    zero: int = 0,
+    sequence: bool = False,
+) -> Degree:
+    """The model at one degree.
+
+    Args:
+        rows: of the micro-batch for which the sharding is the best.
+        zero: the ZeRO stage; 3 wants every gradient whole.
+        sequence: also consider shards of the batch's second dim.
+
+    Raises:
+        InfeasibleError: nothing of the model divides into so many parts.
+    """
+    link = _link(cluster, tp)
+    if tp == 1:
+        return Degree(1, traced, blocks, None, traced, flow, blocks, link)
+    axis = Axis(tp, link, cluster.slowest_device)
+    flow = analyse(out_of_place(traced.graph))
+    sharding = shard(flow, blocks, axis, rows, sequence=sequence, partial=zero < 3)
+    _check_divides(flow, sharding)
+    graph = shard_graph(flow, sharding, 0)
+    local = replace(traced, graph=graph)
+    own = blocks_of(graph, blocks)
+    return Degree(tp, traced, blocks, sharding, local, analyse(graph), own, link)
+
+
+def _link(cluster: Cluster, tp: int) -> Link:
+    """What joins ranks that stand beside each other."""
+    fits = all(devices % tp == 0 for devices in cluster.devices_per_node)
+    return cluster.within if fits or len(cluster.devices_per_node) == 1 else cluster.between
+
+
+def _check_divides(flow: Dataflow, sharding: Sharding) -> None:
+    graph, model = flow.graph, Model(flow, sharding.ranks)
+    if any(
+        lies.sharded and model.divides(State(name), lies) for name, lies in sharding.states.items()
+    ):
+        return
+    sizes = {
+        int(size)
+        for state in graph.states.values()
+        if state.kind == "parameter" and len(state.spec.shape) > 1
+        for size in state.spec.shape
+    }
+    dividing = [n for n in range(2, 65) if any(size % n == 0 for size in sizes)]
+    shown = ", ".join(map(str, sorted(sizes, reverse=True)[:6]))
+    raise InfeasibleError(
+        f"tp={sharding.ranks} was asked for, and no parameter divides into {sharding.ranks} equal "
+        f"parts: their matrices have dims of {shown}",
+        hint=f"tp of {', '.join(map(str, dividing[:6]))}" if dividing else "leave tp out",
+    )
+
+
+def sending_seconds(degree: Degree, rows: int) -> list[tuple[float, float]]:
+    """Forward and backward seconds that each node's collective takes, 0 for one that has none.
+
+    On a ring (Patarasuk and Yuan, JPDC 2009): `placements.Move`.
+    """
+    graph, ranks, link = degree.trace.graph, degree.tp, degree.link
+    carrying = cost.gradient_values(graph)
+
+    def seconds(move: Move | None, size: int) -> float:
+        if move is None:
+            return 0.0
+        sent = move.rounds * (ranks - 1) / ranks * size
+        if move.name == "all-to-all":
+            sent /= ranks
+        return move.rounds * (ranks - 1) * link.latency + sent / link.bandwidth
+
+    found = []
+    for node in graph.nodes:
+        there, back = sent_by(node, carrying)
+        size = whole_bytes(graph, node, ranks, rows) if there or back else 0
+        found.append((seconds(there, size), seconds(back, size)))
+    return found
+
+
+def as_first(tp: int) -> AbstractContextManager[None]:
+    """A context in which fake tensors can be run as the first of `tp` ranks."""
+    return collectives.bind(AXIS, Planned(tp, 0))

@@ -1,0 +1,74 @@
+"""Which tensor-parallel degrees there are, and what those cost that send something."""
+
+import pytest
+
+from autopipe.blocks import find_blocks
+from autopipe.cluster import parse
+from autopipe.dataflow import analyse
+from autopipe.degrees import Degree, as_one_rank, degrees, sending_seconds
+from autopipe.errors import InfeasibleError
+from tests.inprocess import machine
+from tests.staged import traced
+
+
+@pytest.mark.parametrize(
+    ("cluster", "expected"),
+    [
+        ("8xA100-80GB", (1, 2, 4, 8)),
+        ("2x8xA100-80GB", (1, 2, 4, 8)),  # not over the link between the nodes
+        ("6xA100-80GB", (1, 2, 3, 6)),
+        ("A100-80GB", (1,)),
+    ],
+)
+def test_degrees_that_are_tried(cluster: str, expected: tuple[int, ...]) -> None:
+    found = parse(cluster)
+    assert not isinstance(found, tuple)
+    assert degrees(found, None, all_fixed=False) == expected  # type: ignore[arg-type]
+
+
+def test_a_degree_that_does_not_divide_the_devices() -> None:
+    """Unless every degree is fixed: then some devices stay idle, as was asked for."""
+    with pytest.raises(InfeasibleError) as refused:
+        degrees(machine(8), 3, all_fixed=False)
+    assert str(refused.value) == (
+        "tp=3 was asked for and does not divide the 8 devices\nhint: tp of 1, 2, 4, 8"
+    )
+    assert degrees(machine(8), 3, all_fixed=True) == (3,)
+
+
+def at(tp: int, name: str = "gpt") -> Degree:
+    trace = traced(name)
+    blocks = find_blocks(trace.graph)
+    return as_one_rank(tp, trace, analyse(trace.graph), blocks, machine(tp), 2)
+
+
+def test_a_degree_that_divides_nothing() -> None:
+    with pytest.raises(InfeasibleError) as refused:
+        at(7)
+    said = refused.value
+    assert said.message.startswith(
+        "tp=7 was asked for, and no parameter divides into 7 equal parts"
+    )
+    assert said.hint is not None and said.hint.startswith("tp of 2, 3, 4, 6")
+
+
+def test_blocks_stand_where_they_stood() -> None:
+    whole, half = at(1), at(2)
+    assert [block.path for block in half.blocks] == [block.path for block in whole.blocks]
+    for block in half.blocks:
+        own = half.trace.graph.nodes[block.first : block.stop]
+        assert all(block.path in node.scopes for node in own)
+
+
+def test_seconds_of_a_collective() -> None:
+    """An all-reduce of B bytes among n takes 2 (n - 1) (latency + B / n / bandwidth) on a ring."""
+    degree, rows = at(2), 2
+    link = degree.link
+    size = rows * 12 * 32 * 4  # [b, s, h] in fp32
+    expected = 2 * (link.latency + size / 2 / link.bandwidth)
+    by_name = dict(
+        zip((n.name for n in degree.trace.graph.nodes), sending_seconds(degree, rows), strict=True)
+    )
+    assert by_name["blocks.1.down/linear/0>I"] == pytest.approx((expected, 0.0))
+    assert by_name["blocks.1.up/linear/0"] == pytest.approx((0.0, expected))
+    assert by_name["blocks.1/gelu/0"] == (0.0, 0.0)
