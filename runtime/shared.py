@@ -34,7 +34,7 @@ SLOT = 2**20
 
 _LINE = 64  # bytes between two counters: a cache line for each
 
-_SPINS = 2000
+_SPINS = 300
 """Looks at a counter before a rank sleeps between them: as long as a turn takes where all are about
 to come, and not so long as to keep a core from one that has it to share."""
 
