@@ -17,14 +17,13 @@ from autopipe import fingerprint, programs
 from autopipe.blocks import Block, find_blocks
 from autopipe.dataflow import analyse
 from autopipe.errors import PlanError
-from autopipe.functional import out_of_place
 from autopipe.graph import Graph, Ref
 from autopipe.partition import Stage, partition
 from autopipe.placed import read_back
 from autopipe.plan import Plan
 from autopipe.precision import PRECISIONS
 from autopipe.schedule import splits
-from autopipe.shard import blocks_of, shard_graph
+from autopipe.shard import blocks_of, shard_graph, shardable
 from autopipe.trace import Trace
 
 
@@ -156,7 +155,7 @@ def dealt_out(traced: Trace, plan: Plan, tp: int) -> tuple[Trace, tuple[Block, .
     blocks = find_blocks(traced.graph)
     if plan.mesh.tp == 1:
         return traced, blocks
-    graph = shard_graph(analyse(out_of_place(traced.graph)), read_back(plan), tp)
+    graph = shard_graph(shardable(traced.graph), read_back(plan), tp)
     return replace(traced, graph=graph), blocks_of(graph, blocks)
 
 
@@ -191,7 +190,7 @@ def split_for_evaluation(
             "evaluated with this plan",
             hint="cut the model elsewhere",
         )
-    split = Split(found, partition(flow, cuts), blocks or find_blocks(graph))
+    split = Split(found, partition(flow, cuts), find_blocks(graph) if blocks is None else blocks)
     for stage, trained in zip(split.stages, stages, strict=True):
         missing = [
             name

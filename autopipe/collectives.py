@@ -93,6 +93,9 @@ def _placement(text: str) -> Placement:
     return parse(text)
 
 
+CONVERT = "autopipe.convert.default"
+"""The op of a graph's conversions."""
+
 _DUALS = {"I": "I", "R": "P", "P": "R"}
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopipe.collectives import axis_of
+from autopipe.collectives import CONVERT, axis_of
 from autopipe.graph import Graph, Node, Ref, State, Value, swap, values_in
 from autopipe.placements import I, R
 
@@ -99,7 +99,7 @@ def fuse(graph: Graph) -> Graph:
     values: dict[Value, Value] = {}
     for node in graph.nodes:
         layers = users[Ref(node.name)]
-        if node.op != "autopipe.convert.default" or node.args[2:4] != (I, R):
+        if node.op != CONVERT or node.args[2:4] != (I, R):
             continue
         if not layers or not all(_is_column(graph, node, layer) for layer in layers):
             continue

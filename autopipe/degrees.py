@@ -18,10 +18,9 @@ from autopipe.cluster import Cluster, Link
 from autopipe.collectives import Planned
 from autopipe.dataflow import Dataflow, analyse
 from autopipe.errors import InfeasibleError
-from autopipe.functional import out_of_place
 from autopipe.graph import State
 from autopipe.placements import Move, Sharding
-from autopipe.shard import AXIS, blocks_of, sent_by, shard_graph, whole_bytes
+from autopipe.shard import blocks_of, sent_by, shard_graph, shardable, whole_bytes
 from autopipe.sharding import Axis, shard
 from autopipe.strategies import Model
 from autopipe.trace import Trace
@@ -97,7 +96,7 @@ def as_one_rank(
     if tp == 1:
         return Degree(1, traced, blocks, None, traced, flow, blocks, link)
     axis = Axis(tp, link, cluster.slowest_device)
-    flow = analyse(out_of_place(traced.graph))
+    flow = shardable(traced.graph)
     sharding = shard(flow, blocks, axis, rows, sequence=sequence, partial=zero < 3)
     _check_divides(flow, sharding)
     graph = shard_graph(flow, sharding, 0)
@@ -144,10 +143,7 @@ def sending_seconds(degree: Degree, rows: int) -> list[tuple[float, float]]:
     def seconds(move: Move | None, size: int) -> float:
         if move is None:
             return 0.0
-        sent = move.rounds * (ranks - 1) / ranks * size
-        if move.name == "all-to-all":
-            sent /= ranks
-        return move.rounds * (ranks - 1) * link.latency + sent / link.bandwidth
+        return move.rounds * (ranks - 1) * link.latency + move.sent(size, ranks) / link.bandwidth
 
     found = []
     for node in graph.nodes:
@@ -159,4 +155,4 @@ def sending_seconds(degree: Degree, rows: int) -> list[tuple[float, float]]:
 
 def as_first(tp: int) -> AbstractContextManager[None]:
     """A context in which fake tensors can be run as the first of `tp` ranks."""
-    return collectives.bind(AXIS, Planned(tp, 0))
+    return collectives.bind(collectives.TENSOR_PARALLEL, Planned(tp, 0))

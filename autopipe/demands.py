@@ -13,13 +13,24 @@ from itertools import pairwise
 
 from autopipe.graph import Ref, Value
 from autopipe.placements import Placement, S, through_view
-from autopipe.strategies import Model, Op, bounds, is_pointwise, operands, permutation, pieces
+from autopipe.strategies import (
+    RULES,
+    Model,
+    Op,
+    bounds,
+    is_pointwise,
+    operands,
+    permutation,
+    permute,
+    pieces,
+    slice_,
+    split,
+    view,
+)
 
 MOST = 8
 """Of how many equal matrices a fused weight is taken to be, at most, where a view tells them apart.
 """
-
-_VIEWS = ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "unsqueeze", "squeeze")
 
 
 def demands(model: Model) -> dict[Value, tuple[Placement, ...]]:
@@ -32,20 +43,21 @@ def demands(model: Model) -> dict[Value, tuple[Placement, ...]]:
             continue
         x = op.inputs[0]
         wanted = list(found[op.outputs[0]])
-        if op.name in ("split", "split_with_sizes", "chunk"):
+        rule = RULES.get(op.name)
+        if rule is split:
             dim = op.dim(of=x)
             found[x][S(dim, pieces(op, dim))] = None
-        elif op.name == "slice":
+        elif rule is slice_:
             dim = op.dim(of=x)
             if len(cuts[x, dim]) > 2:
                 lengths = tuple(b - a for a, b in pairwise(sorted(cuts[x, dim])))
                 found[x][S(dim, lengths)] = None
-        elif op.name in _VIEWS:
+        elif rule is view:
             for placement in wanted:
                 _add(model, found, op, placement)
             for dim in range(1, len(op.made)):
                 _add(model, found, op, S(dim), of_fused=True)
-        elif op.name in ("transpose", "permute", "t", "numpy_T"):
+        elif rule is permute:
             order = permutation(op)
             for placement in wanted:
                 found[x][S(order[placement.dim], placement.segments)] = None

@@ -178,6 +178,11 @@ class Move(NamedTuple):
     name: str
     rounds: int
 
+    def sent(self, size: float, ranks: int) -> float:
+        """Bytes that each rank sends of a tensor of `size` bytes as a whole."""
+        each = self.rounds * (ranks - 1) / ranks * size
+        return each / ranks if self.name == "all-to-all" else each
+
 
 ALL_REDUCE = Move("all-reduce", 2)
 ALL_GATHER = Move("all-gather", 1)

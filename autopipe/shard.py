@@ -24,10 +24,11 @@ from typing import Any
 
 import torch
 
-from autopipe import collectives
 from autopipe.blocks import Block
+from autopipe.collectives import CONVERT, TENSOR_PARALLEL
 from autopipe.columns import COLUMNS, fuse
-from autopipe.dataflow import Dataflow, is_random
+from autopipe.dataflow import Dataflow, analyse, is_random
+from autopipe.functional import out_of_place
 from autopipe.graph import (
     Arg,
     Dim,
@@ -57,9 +58,10 @@ from autopipe.placements import (
 )
 from autopipe.strategies import Model, Op, segment_of
 
-AXIS = collectives.TENSOR_PARALLEL
 
-CONVERT = "autopipe.convert.default"
+def shardable(graph: Graph) -> Dataflow:
+    """The form of a model that is dealt out; planning and running both begin with it."""
+    return analyse(out_of_place(graph))
 
 
 def shard_graph(flow: Dataflow, sharding: Sharding, rank: int) -> Graph:
@@ -143,18 +145,14 @@ class _Local:
     def __post_init__(self) -> None:
         for node in self.model.graph.nodes:
             for value, lies in self.inputs(node).items():
-                self._wanted.setdefault(value, {})[self.normal(value, lies)] = None
+                self._wanted.setdefault(value, {})[self.model.normal(value, lies)] = None
         for output in self.model.graph.outputs:
             if isinstance(output, Ref | Input | State):
                 self._wanted.setdefault(output, {})[I] = None
 
-    def normal(self, value: Value, lies: Placement) -> Placement:
-        """Without a gradient there is one way to be replicated."""
-        return I if lies == R and value not in self.model.carrying else lies
-
     def inputs(self, node: Node) -> dict[Value, Placement]:
         """How the tensors that a node reads are to lie."""
-        tensors = [v for v in dict.fromkeys(node.values()) if self.model.is_tensor(v)]
+        tensors = self.model.tensors(node)
         known = self.sharding.nodes.get(node.name)
         if known is None or len(known[0]) != len(tensors):
             return dict.fromkeys(tensors, I)
@@ -169,7 +167,7 @@ class _Local:
     def lies(self, value: Value) -> Placement:
         """How a value lies where it is made."""
         if isinstance(value, State):
-            return self.normal(value, self.sharding.states.get(value.name, I))
+            return self.model.normal(value, self.sharding.states.get(value.name, I))
         return self._lies.get(value, I)
 
     def spec(self, spec: TensorSpec, lies: Placement) -> TensorSpec:
@@ -192,13 +190,13 @@ class _Local:
     def add(self, node: Node) -> None:
         """Put a node's local form at the end, with the conversions that it is the first to need."""
         wanted, output = self.inputs(node), self.output(node)
-        values = {v: self.get(v, self.normal(v, lies), node) for v, lies in wanted.items()}
+        values = {v: self.get(v, self.model.normal(v, lies), node) for v, lies in wanted.items()}
         outputs = tuple(spec and self.spec(spec, output) for spec in node.outputs)
         args = swap(node.args, values)
         kwargs = {key: swap(arg, values) for key, arg in node.kwargs.items()}
         local = replace(node, args=args, kwargs=kwargs, outputs=outputs)
         if output.sharded and is_random(node):
-            local = replace(local, stream=f"{node.name}#{AXIS}{self.rank}")
+            local = replace(local, stream=f"{node.name}#{TENSOR_PARALLEL}{self.rank}")
         if any(lies.sharded for lies in (*wanted.values(), output)):
             op = Op(self.model, node, lambda value: ())
             rewrite = LOCAL.get(op.name)
@@ -209,7 +207,7 @@ class _Local:
             if spec is None:
                 continue
             value = Ref(node.name, number)
-            self._lies[value] = self.normal(value, output)
+            self._lies[value] = self.model.normal(value, output)
             if output == P:
                 for target in self._wanted.get(value, ()):
                     self.get(value, target, node)
@@ -228,7 +226,7 @@ class _Local:
             made = Node(
                 name=f"{own}{value}>{target}",
                 op=CONVERT,
-                args=(value, AXIS, source, target, size),
+                args=(value, TENSOR_PARALLEL, source, target, size),
                 kwargs={},
                 outputs=(self.spec(whole, target),),
                 packed=False,
@@ -294,7 +292,7 @@ class _Rewriting:
                 self.node,
                 name=f"{self.node.name}/{word}",
                 op=CONVERT,
-                args=(value, AXIS, P, I, 0),
+                args=(value, TENSOR_PARALLEL, P, I, 0),
                 kwargs={},
                 outputs=(spec,),
                 packed=False,
@@ -448,7 +446,7 @@ def _cross_entropy(rewriting: _Rewriting) -> Node:
             node,
             name=f"{node.name}/most",
             op="autopipe.largest.default",
-            args=(own_most, AXIS),
+            args=(own_most, TENSOR_PARALLEL),
             kwargs={},
             outputs=(TensorSpec((rows, 1), wide),),
             packed=False,

@@ -64,11 +64,8 @@ class Axis(NamedTuple):
         """
         if move is None:
             return 0.0
-        sent = move.rounds * (self.ranks - 1) / self.ranks * size
-        if move.name == "all-to-all":
-            sent /= self.ranks
         copied = 2 * size / self.device.bandwidth if strided else 0.0
-        return (START + sent) / self.link.bandwidth + copied
+        return (START + move.sent(size, self.ranks)) / self.link.bandwidth + copied
 
 
 def shard(
@@ -246,9 +243,7 @@ def _solve(
         found: dict[Placement, list[int]] = defaultdict(list)
         for number, (inputs, output) in enumerate(choices[variable]):
             lies = output if position is None else inputs[position]
-            if lies == R and value not in model.carrying:
-                lies = I  # without a gradient there is no difference
-            found[lies].append(x[variable][number])
+            found[model.normal(value, lies)].append(x[variable][number])
         return found
 
     edges: dict[tuple[Hashable, Want], dict[tuple[Placement, Placement], int]] = {}
@@ -305,8 +300,7 @@ def _users(model: Model, names: _Names) -> dict[Value, dict[Want, None]]:
     """Who reads each value; the graph's results do, as they are."""
     users: dict[Value, dict[Want, None]] = defaultdict(dict)
     for node in model.graph.nodes:
-        tensors = (v for v in dict.fromkeys(node.values()) if model.is_tensor(v))
-        for position, value in enumerate(tensors):
+        for position, value in enumerate(model.tensors(node)):
             users[value][names.nodes[node.name], position] = None
     for value in dict.fromkeys(values_in(model.graph.outputs)):
         users[value][_RESULTS, 0] = None

@@ -95,6 +95,14 @@ class Model:
             return True
         return self.graph.nodes[self.graph.index[value.node]].outputs[value.output] is not None
 
+    def tensors(self, node: Node) -> tuple[Value, ...]:
+        """The distinct tensors that a node reads, in their order."""
+        return tuple(value for value in dict.fromkeys(node.values()) if self.is_tensor(value))
+
+    def normal(self, value: Value, lies: Placement) -> Placement:
+        """Without a gradient there is one way to be replicated."""
+        return I if lies == R and value not in self.carrying else lies
+
     def can_shard(self, value: Value, placement: Placement) -> bool:
         """Whether each rank gets a part, and all equally much but of a very long dim."""
         size = self.shape(value)[placement.dim]
@@ -123,7 +131,7 @@ class Op:
     @cached_property
     def inputs(self) -> tuple[Value, ...]:
         """The distinct tensors it reads."""
-        return tuple(v for v in dict.fromkeys(self.node.values()) if self.model.is_tensor(v))
+        return self.model.tensors(self.node)
 
     @cached_property
     def outputs(self) -> tuple[Ref, ...]:

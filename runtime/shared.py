@@ -117,14 +117,17 @@ class SharedAxis(GroupAxis):
         return [slot.view(mine.dtype) for slot in slots]
 
 
-def open_together(group: dist.ProcessGroup) -> mmap.mmap | None:
+def open_together(group: dist.ProcessGroup, wanted: bool = True) -> mmap.mmap | None:
     """Memory that all ranks of a group have, or None on all: they may not see each other.
 
     Every rank of the group calls it, at the same point of its program.
+
+    Args:
+        wanted: whether to have it at all; the first rank's word is all ranks'.
     """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     size = ranks * (_LINE + 2 * SLOT)
-    able = platform.machine() in ("x86_64", "AMD64") and hasattr(os, "memfd_create")
+    able = wanted and platform.machine() in ("x86_64", "AMD64") and hasattr(os, "memfd_create")
     told: list[tuple[str, bytes] | None] = [None]
     memory: mmap.mmap | None = None
     with contextlib.ExitStack() as opened:
@@ -165,5 +168,5 @@ def tensor_parallel_axis(plan: Plan, place: Place, backend: str, *, shared: bool
                 own = group, {mesh.places[rank].node for rank in ranks}
     assert own is not None, "a rank is in the mesh"
     group, nodes = own
-    memory = open_together(group) if shared and len(nodes) == 1 else None
+    memory = open_together(group, shared) if backend == "gloo" and len(nodes) == 1 else None
     return SharedAxis(group, memory) if memory is not None else GroupAxis(group)

@@ -8,13 +8,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autopipe.blocks import find_blocks
+from autopipe.collectives import CONVERT
 from autopipe.dataflow import analyse
 from autopipe.graph import shape_at
 from autopipe.lower import lower
 from autopipe.partition import partition
 from autopipe.placements import S, Sharding
 from autopipe.randomness import stream
-from autopipe.shard import CONVERT, shard_graph
+from autopipe.shard import shard_graph
 from autopipe.trace import Trace
 from tests import simulated
 from tests.simulated import Meeting, axis, dealt, everywhere, one_process, shard, states_of, step
