@@ -1,10 +1,12 @@
 """The machine a plan is made for: nodes of devices, and the links that join them.
 
-    2x8xA100-80GB     2 nodes of 8            rank order, (node, local):
-    8xH100-80GB       1 node of 8
-    A100-80GB         1 device                  node 0 [ 0  1  2 .. 7 ]  within: NVLink
-    local:4           4 processes here                    |
-    cluster.json      anything else             node 1 [ 8  9 10 .. 15]  between: InfiniBand
+    2x8xA100-80GB                    2 nodes of 8          rank order, (node, local):
+    8xH100-80GB                      1 node of 8
+    A100-80GB                        1 device                node 0 [ 0  1  2 .. 7 ]  within
+    2xA100-80GB+4xA100-40GB          a node of each                    |  between
+    4x1x2xA100-80GB@30ms,1Gbit/s     4 sites, far apart      node 1 [ 8  9 10 .. 15]
+    local:4                          4 processes here                  :  across
+    cluster.json                     anything else           node 2 [16 17 18 .. 23]  another site
 
 Rates are those that programs reach, not those that datasheets promise; `Device.source` says which
 figures they come from. Links are given for a pair of devices, in one direction.
@@ -12,12 +14,8 @@ figures they come from. Links are given for a pair of devices, in one direction.
 
 from __future__ import annotations
 
-import difflib
-import re
 from dataclasses import dataclass
-from pathlib import Path
 
-from autopipe import codec, presets
 from autopipe.errors import AutopipeError
 
 
@@ -47,6 +45,8 @@ class Device:
         bandwidth: bytes a second that an elementwise op reads and writes.
         launch: seconds per op that the host needs at least.
         source: where the figures come from.
+        half: a dim of so much halves the rate of a matmul: of (m, k) @ (k, n) it reaches
+            m / (m + half) * k / (k + half) * n / (n + half) of `flops` (`autopipe.cost`).
     """
 
     kind: str
@@ -55,6 +55,7 @@ class Device:
     bandwidth: float
     launch: float
     source: str
+    half: float = 0.0
 
     def __str__(self) -> str:
         rates = ", ".join(f"{dtype} {rate / 1e12:.3g}" for dtype, rate in self.flops.items())
@@ -74,10 +75,17 @@ class Group:
 
 @dataclass(frozen=True)
 class Node:
-    """`count` equal nodes in a row, each with the devices of `groups`."""
+    """`count` equal nodes in a row, each with the devices of `groups`.
+
+    Args:
+        site: the number of the place they stand at.
+        within: the link between their devices, where it is not the cluster's.
+    """
 
     count: int
     groups: tuple[Group, ...]
+    site: int = 0
+    within: Link | None = None
 
     @property
     def num_devices(self) -> int:
@@ -87,12 +95,19 @@ class Node:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes in rank order, the link `within` a node and the one `between` nodes."""
+    """Nodes in rank order, and the links that join devices, by level.
+
+    Args:
+        within: two devices of a node.
+        between: two devices of different nodes at one site; each pair has its own.
+        across: two sites. All that a site's devices send at once shares it.
+    """
 
     name: str
     nodes: tuple[Node, ...]
     within: Link
     between: Link
+    across: Link | None = None
 
     @property
     def num_devices(self) -> int:
@@ -108,6 +123,10 @@ class Cluster:
     def devices(self) -> tuple[Device, ...]:
         """The device of each group: every kind there is, in rank order, repeats included."""
         return tuple(group.device for node in self.nodes for group in node.groups)
+
+    def link_of(self, node: Node) -> Link:
+        """What joins the devices of a node."""
+        return node.within or self.within
 
     @property
     def smallest_memory(self) -> int:
@@ -138,47 +157,15 @@ class Cluster:
 
     def __str__(self) -> str:
         kinds = "\n".join(f"  {device}" for device in dict.fromkeys(map(str, self.devices)))
+        links = [f"within a node: {link}" for link in dict.fromkeys(map(self.link_of, self.nodes))]
+        links.append(f"between nodes: {self.between}")
+        if self.across is not None:
+            links.append(f"between sites: {self.across}, shared by all that a site sends")
         return (
             f"{self.name}: {_number(len(self.devices_per_node), 'node')}, "
             f"{_number(self.num_devices, 'device')}\n{kinds}\n"
-            f"  within a node: {self.within}\n  between nodes: {self.between}"
+            + "\n".join(f"  {line}" for line in links)
         )
-
-
-@dataclass(frozen=True)
-class LocalSpec:
-    """`processes` processes on this machine; a probe turns it into a `Cluster`."""
-
-    processes: int
-
-
-def parse(spec: str) -> Cluster | LocalSpec:
-    """What a user means by `spec`; the module's picture lists the forms.
-
-    Raises:
-        AutopipeError: a device that no preset knows, a count below 1, a form not listed.
-        PlanError: the file cannot be read; see `codec.load`.
-    """
-    if spec.endswith(".json"):
-        cluster = codec.load(Cluster, Path(spec), root="cluster")
-        check(cluster)
-        return cluster
-    if spec.startswith("local:"):
-        return LocalSpec(_count(spec, spec.removeprefix("local:"), "processes"))
-    form = re.fullmatch(r"(?:(-?\d+)x)?(?:(-?\d+)x)?(.+)", spec)
-    if form is None:
-        raise AutopipeError(f"no cluster is described by {spec!r}", hint=_FORMS)
-    counts = [text for text in form.groups()[:2] if text is not None]
-    devices = _count(spec, counts[-1], "devices in a node") if counts else 1
-    nodes = _count(spec, counts[0], "nodes") if len(counts) == 2 else 1
-    kind = _known_kind(spec, form[3])
-    sheet = presets.DEVICES[kind]
-    return Cluster(
-        name=spec,
-        nodes=(Node(nodes, (Group(devices, _device(kind, sheet)),)),),
-        within=_link(presets.WIRES[sheet.within]),
-        between=_link(presets.WIRES[sheet.between]),
-    )
 
 
 def check(cluster: Cluster, path: str = "cluster") -> None:
@@ -195,55 +182,13 @@ def check(cluster: Cluster, path: str = "cluster") -> None:
         for j, group in enumerate(node.groups):
             _positive(f"{here}.groups[{j}].count", group.count)
             _check_device(f"{here}.groups[{j}].device", group.device)
-    for name, link in (("within", cluster.within), ("between", cluster.between)):
-        _not_negative(f"{path}.{name}.latency", link.latency)
-        _positive(f"{path}.{name}.bandwidth", link.bandwidth)
-
-
-_FORMS = (
-    "2x8xA100-80GB (nodes x devices x kind), 8xH100-80GB, local:4 (processes on this machine) or "
-    "a .json file"
-)
-
-
-def _count(spec: str, text: str, what: str) -> int:
-    if not re.fullmatch(r"-?\d+", text):
-        raise AutopipeError(f"{spec!r}: expected a number of {what}, found {text!r}", hint=_FORMS)
-    if int(text) < 1:
-        raise AutopipeError(f"{spec!r}: expected at least 1 for the {what}, found {text}")
-    return int(text)
-
-
-def _known_kind(spec: str, asked: str) -> str:
-    by_lower = {kind.lower(): kind for kind in presets.DEVICES}
-    asked_lower = asked.lower()
-    if asked_lower in by_lower:
-        return by_lower[asked_lower]
-
-    def distance(kind: str) -> tuple[bool, float]:
-        likeness = difflib.SequenceMatcher(None, asked_lower, kind).ratio()
-        return not kind.startswith(asked_lower), -likeness
-
-    close = [by_lower[kind] for kind in sorted(by_lower, key=distance)]
-    raise AutopipeError(
-        f"{spec!r}: no device {asked!r} is known",
-        hint=f"known, the closest first: {', '.join(close)}; describe others in a .json file",
-    )
-
-
-def _device(kind: str, sheet: presets.Datasheet) -> Device:
-    return Device(
-        kind=kind,
-        memory=int(sheet.memory) - presets.RESERVE,
-        flops={dtype: peak * presets.MATMUL_SHARE for dtype, peak in sheet.flops.items()},
-        bandwidth=sheet.bandwidth * presets.MEMORY_SHARE,
-        launch=presets.LAUNCH,
-        source=f"{presets.MATMUL_SHARE:.0%} of the peaks of {sheet.source}",
-    )
-
-
-def _link(wire: presets.Wire) -> Link:
-    return Link(wire.latency, wire.bandwidth * presets.LINK_SHARE)
+        _check_link(f"{here}.within", node.within)
+    for name in ("within", "between", "across"):
+        _check_link(f"{path}.{name}", getattr(cluster, name))
+    if cluster.across is None and len({node.site for node in cluster.nodes}) > 1:
+        raise AutopipeError(
+            f"{path}.across: expected the link between sites, as nodes stand at several; found none"
+        )
 
 
 def _check_device(path: str, device: Device) -> None:
@@ -253,6 +198,13 @@ def _check_device(path: str, device: Device) -> None:
         _positive(f"{path}.flops.{dtype}", rate)
     _positive(f"{path}.bandwidth", device.bandwidth)
     _not_negative(f"{path}.launch", device.launch)
+    _not_negative(f"{path}.half", device.half)
+
+
+def _check_link(path: str, link: Link | None) -> None:
+    if link is not None:
+        _not_negative(f"{path}.latency", link.latency)
+        _positive(f"{path}.bandwidth", link.bandwidth)
 
 
 def _filled(path: str, entries: tuple[object, ...] | dict[str, float]) -> None:

@@ -10,6 +10,14 @@ Time is a roofline (Williams, Waterman, Patterson, CACM 2009): the slower of com
 and at least what the host needs to launch an op.
 
     seconds = max(flops / rate, bytes / bandwidth) + launches * launch
+
+A matmul of (m, k) @ (k, n) reaches less than the rate the smaller it is: tiles stay empty at its
+edges, and every tile begins and ends. With h the dim that halves the rate, `Device.half`,
+
+    rate = flops * m / (m + h) * k / (k + h) * n / (n + h)
+
+which is Hockney's half-performance length (Parallel Computing 1985) in each dim. The matmuls of its
+backward are of the same three dims.
 """
 
 from __future__ import annotations
@@ -31,7 +39,10 @@ from autopipe.trace import READ_OP, resolve
 
 @dataclass(frozen=True)
 class NodeCost:
-    """Formulas of one node. `launches` are (forward, backward) ops that the host starts."""
+    """Formulas of one node. `launches` are (forward, backward) ops that the host starts.
+
+    `dims` are those of its matmul, (m, k, n); none where it is no matmul.
+    """
 
     forward_flops: Dim
     forward_bytes: Dim
@@ -39,6 +50,7 @@ class NodeCost:
     backward_bytes: Dim
     launches: tuple[int, int]
     dtype: torch.dtype
+    dims: tuple[Dim, ...] = ()
 
 
 Specs = Sequence[TensorSpec]
@@ -138,6 +150,28 @@ def _einsum(node: Node, operands: Specs, made: TensorSpec) -> Dim:
     return 2 * sympy.prod(sizes.values())
 
 
+def _dims(op: str, operands: Specs, made: TensorSpec) -> tuple[Dim, ...]:
+    """(m, k, n) of the matmul that an op is; batches of them aside."""
+    shapes = [spec.shape for spec in operands]
+    match op:
+        case "linear" | "columns":
+            k = shapes[0][-1]
+            return _elements(operands[0]) / k, k, made.shape[-1]
+        case "mm" | "bmm" | "matmul" if len(shapes[0]) > 1 and len(shapes[1]) > 1:
+            return shapes[0][-2], shapes[0][-1], shapes[1][-1]
+        case "addmm" | "baddbmm":
+            return shapes[1][-2], shapes[1][-1], shapes[2][-1]
+        case "conv1d" | "conv2d" | "conv3d" | "convolution":
+            out = made.shape[1]
+            return _elements(made) / out, _elements(operands[1]) / out, out
+        case "scaled_dot_product_attention":
+            return shapes[0][-2], shapes[0][-1], shapes[1][-2]
+        case "lstm" | "gru" | "rnn_tanh" | "rnn_relu":
+            matrix = next(shape for shape in shapes[1:] if len(shape) == 2)
+            return shapes[0][0], matrix[1], matrix[0]
+    return ()
+
+
 def costs(graph: Graph) -> tuple[NodeCost, ...]:
     """The formulas of every node."""
     carrying = gradient_values(graph)
@@ -169,13 +203,14 @@ def _cost(graph: Graph, node: Node, carrying: set[Ref | State]) -> NodeCost:
     operands = [graph.spec(value) for value in values]
     formula = RULES.get(node.op.split(".")[1])
     flops = formula(node, operands, made[0]) if formula else _elements(made[0])
+    dims = _dims(node.op.split(".")[1], operands, made[0])
     written = sum((spec.bytes for spec in made), nothing)
     read = sum((spec.bytes for spec in operands), nothing)
     if node.op == "aten.embedding.default":
         read = made[0].bytes  # only the rows that are looked up
     wanted = [spec for v, spec in zip(values, operands, strict=True) if v in carrying]
     if not any(Ref(node.name, n) in carrying for n in range(len(node.outputs))):
-        return NodeCost(flops, read + written, nothing, nothing, (1, 0), dtype)
+        return NodeCost(flops, read + written, nothing, nothing, (1, 0), dtype, dims)
     gradients = sum((spec.bytes for spec in wanted), nothing)
     matrices = min(2, sum(len(spec.shape) > 1 for spec in wanted)) if formula else 1
     if node.op.startswith("aten.scaled_dot_product"):
@@ -183,9 +218,9 @@ def _cost(graph: Graph, node: Node, carrying: set[Ref | State]) -> NodeCost:
         back_flops = flops * sympy.Rational(5, 2)
     else:
         back_flops = flops * matrices
-    return NodeCost(
-        flops, read + written, back_flops, written + read + gradients, (1, len(wanted)), dtype
-    )
+    moved_back = written + read + gradients
+    launches = 1, len(wanted)
+    return NodeCost(flops, read + written, back_flops, moved_back, launches, dtype, dims)
 
 
 _RATE = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "bf16"}
@@ -210,11 +245,17 @@ def seconds(
         for name in ("forward_flops", "forward_bytes", "backward_flops", "backward_bytes")
     )
     dtypes = dtypes or [cost.dtype for cost in formulas]
-    rates = np.array([_rate(device, dtype) for dtype in dtypes])
+    reached = _evaluate([_reached(cost.dims, device.half) for cost in formulas], rows)
+    rates = np.array([_rate(device, dtype) for dtype in dtypes]) * reached
     launches = np.array([cost.launches for cost in formulas]).reshape(-1, 2)
     forward = np.maximum(forward_flops / rates, forward_bytes / device.bandwidth)
     backward = np.maximum(backward_flops / rates, backward_bytes / device.bandwidth)
     return forward + launches[:, 0] * device.launch, backward + launches[:, 1] * device.launch
+
+
+def _reached(dims: Sequence[Dim], half: float) -> Dim:
+    """The share of the rate that a matmul of these dims reaches."""
+    return sympy.prod([dim / (dim + half) for dim in dims]) if half else sympy.Integer(1)
 
 
 def _rate(device: Device, dtype: torch.dtype) -> float:

@@ -19,7 +19,7 @@ from autopipe import batches, sketch
 from autopipe.binding import check_runs
 from autopipe.blocks import Block, classes, find_blocks
 from autopipe.capture import Loss
-from autopipe.cluster import Cluster, LocalSpec, parse
+from autopipe.cluster import Cluster
 from autopipe.dataflow import analyse
 from autopipe.degrees import as_first, as_one_rank, degrees, sending_seconds
 from autopipe.draft import EAGER, WINDOW, Draft, Overflow
@@ -38,6 +38,7 @@ from autopipe.recompute import blocks_to_recompute
 from autopipe.schedule import Programs
 from autopipe.schedules import SCHEDULES
 from autopipe.source import Source, trace_source, versions
+from autopipe.spec import LocalSpec, parse
 from autopipe.trace import Trace
 
 ROWS_PER_DEVICE = 8

@@ -22,6 +22,9 @@ https://github.com/stas00/ml-engineering/tree/master/compute/accelerator, table 
 achievable matmul FLOPS. The lowest of the three, for all devices and dtypes.
 """
 
+HALF = 64.0
+"""The dim that halves a matmul's rate: half a tile of 128. An assumption."""
+
 MEMORY_SHARE = 0.9
 """Share of the memory bandwidth that an elementwise op on large tensors reaches: an assumption."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from autopipe import cluster
+from autopipe import spec
 from autopipe.cluster import Cluster, Link
 from autopipe.plan import (
     FORMAT,
@@ -36,7 +36,7 @@ def example_plan() -> Plan:
 
     rank 0 (stage 0)   embed, block 0  --hidden-->  block 1, head   rank 1 (stage 1)
     """
-    machine = cluster.parse("2xA100-80GB")
+    machine = spec.parse("2xA100-80GB")
     assert isinstance(machine, Cluster)
     predicted = StagePrediction(
         forward_seconds=0.001,

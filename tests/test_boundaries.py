@@ -20,10 +20,20 @@ DOORS = {"__init__", "__main__", "cli", "draft", "parallel", "planning"}  # Pyth
 VALUES = {  # plain values and arithmetic: a plan is made, read, drawn and proved without torch
     f"autopipe.{name}"
     for name in (
-        *("ahead", "cluster", "codec", "errors", "estimate", "explain", "files", "footprint"),
+        *(
+            "ahead",
+            "cluster",
+            "codec",
+            "communication",
+            "errors",
+            "estimate",
+            "explain",
+            "files",
+            "footprint",
+        ),
         *("forecast", "law", "megatron", "perfetto", "picture", "placements", "plan", "presets"),
         *("problem", "programs", "proof", "rules", "schedule", "schedules", "schema", "simulate"),
-        *("sketch", "tables", "tracks", "transfers", "walk", "written"),
+        *("sketch", "spec", "tables", "tracks", "transfers", "walk", "written"),
     )
 }
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from autopipe import codec, presets
-from autopipe.cluster import Cluster, Device, Group, Link, LocalSpec, Node, check, parse
+from autopipe.cluster import Cluster, Device, Group, Link, Node, check
 from autopipe.errors import AutopipeError, PlanError
+from autopipe.spec import parse
 
 SMALL = Device("small", 10, {"fp32": 2.0, "bf16": 4.0}, 5.0, 0.0, "by hand")
 LARGE = Device("large", 20, {"fp32": 1.0, "bf16": 8.0}, 5.0, 0.0, "by hand")
@@ -32,27 +33,6 @@ def cluster_of(spec: str) -> Cluster:
     return cluster
 
 
-@pytest.mark.parametrize(
-    "spec, per_node, kind",
-    [
-        ("A100-80GB", [1], "A100-80GB"),
-        ("8xH100-80GB", [8], "H100-80GB"),
-        ("2x8xA100-80GB", [8, 8], "A100-80GB"),
-        ("3x1xrtx4090", [1, 1, 1], "RTX4090"),
-    ],
-)
-def test_nodes_x_devices_x_kind(spec: str, per_node: list[int], kind: str) -> None:
-    cluster = cluster_of(spec)
-    assert cluster.devices_per_node == per_node
-    assert cluster.num_devices == sum(per_node)
-    assert cluster.slowest_device.kind == kind
-    assert cluster.name == spec
-
-
-def test_local_is_left_to_the_probe() -> None:
-    assert parse("local:4") == LocalSpec(processes=4)
-
-
 def test_ranks_run_through_the_nodes() -> None:
     found = [MIXED.device_at(rank) for rank in range(MIXED.num_devices)]
     assert [node for node, _, _ in found] == [0, 0, 1, 1, 2, 2, 2]
@@ -70,19 +50,6 @@ def test_the_weakest_of_a_mixed_cluster() -> None:
     assert MIXED.smallest_memory == 10
     # By the fastest dtype of each: 4 of the small one against 8, though it is faster in fp32.
     assert MIXED.slowest_device is SMALL
-
-
-def test_a_preset_is_the_share_of_the_datasheet_that_programs_reach() -> None:
-    device = cluster_of("A100-80GB").slowest_device
-    assert device.flops["bf16"] == pytest.approx(0.8 * 312e12)
-    assert device.flops["fp32"] == pytest.approx(0.8 * 19.5e12)
-    # Terabytes of a datasheet are 1e12 bytes; taken for 2**40 they would be 10 % too many.
-    assert device.bandwidth == pytest.approx(0.9 * 2.039e12)
-    # torch reports 79.1 GiB of the nominal 80, and one more holds CUDA's context.
-    assert device.memory == pytest.approx(78.1 * 2**30, abs=1)
-    cluster = cluster_of("2x8xA100-80GB")
-    assert cluster.within.bandwidth == pytest.approx(0.88 * 300e9)
-    assert cluster.between.bandwidth == pytest.approx(0.88 * 25e9)
 
 
 @pytest.mark.parametrize("kind", presets.DEVICES)
@@ -104,39 +71,6 @@ def test_printed() -> None:
         "  within a node: 11.8 us, 264 GB/s\n"
         "  between nodes: 22.4 us, 22 GB/s"
     )
-
-
-@pytest.mark.parametrize(
-    "spec, sentence",
-    [
-        ("0x8xA100-80GB", "'0x8xA100-80GB': expected at least 1 for the nodes, found 0"),
-        ("-2xA100-80GB", "'-2xA100-80GB': expected at least 1 for the devices in a node, found -2"),
-        ("local:0", "'local:0': expected at least 1 for the processes, found 0"),
-        ("local:two", "'local:two': expected a number of processes, found 'two'"),
-        ("8xA100", "'8xA100': no device 'A100' is known"),
-        ("2x2x2xL4", "'2x2x2xL4': no device '2xL4' is known"),
-        ("", "no cluster is described by ''"),
-    ],
-)
-def test_refused(spec: str, sentence: str) -> None:
-    with pytest.raises(AutopipeError) as caught:
-        parse(spec)
-    assert caught.value.message == sentence
-
-
-def test_an_unknown_device_is_answered_with_the_closest() -> None:
-    with pytest.raises(AutopipeError) as caught:
-        parse("8xH100")
-    assert caught.value.hint is not None
-    assert caught.value.hint.startswith("known, the closest first: H100-80GB, H200, ")
-
-
-def test_a_kind_that_is_sold_in_two_sizes_is_answered_with_both() -> None:
-    with pytest.raises(AutopipeError) as caught:
-        parse("A100")
-    assert caught.value.hint is not None
-    first_three = caught.value.hint.removeprefix("known, the closest first: ").split(", ")[:3]
-    assert sorted(first_three) == ["A100-40GB", "A100-80GB", "A100-PCIe-80GB"]
 
 
 def test_a_file_is_a_cluster_too(tmp_path: Path) -> None:

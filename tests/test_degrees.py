@@ -3,10 +3,10 @@
 import pytest
 
 from autopipe.blocks import find_blocks
-from autopipe.cluster import parse
 from autopipe.dataflow import analyse
 from autopipe.degrees import Degree, as_one_rank, degrees, sending_seconds
 from autopipe.errors import InfeasibleError
+from autopipe.spec import parse
 from tests.inprocess import machine
 from tests.staged import traced
 

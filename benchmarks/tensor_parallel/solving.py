@@ -13,9 +13,9 @@ import sys
 from time import process_time
 
 from autopipe.blocks import find_blocks
-from autopipe.cluster import parse
 from autopipe.dataflow import analyse
 from autopipe.sharding import Axis, shard
+from autopipe.spec import parse
 from tests.staged import trace_model
 
 
