@@ -86,11 +86,14 @@ def plan(
         int | None, typer.Option(min=0, help="more micro-batches in flight: eager-1f1b")
     ] = None,
     precision: Annotated[str, typer.Option(help="fp32, or mixed: bf16 or fp16")] = "fp32",
-    zero: Annotated[int, typer.Option(help="0, 1 or 3")] = 0,
+    zero: Annotated[int | None, typer.Option(help="0, 1 or 3")] = None,
     recompute: Annotated[
-        list[str] | None, typer.Option(help="all, a class of blocks, or blocks; may be repeated")
+        list[str] | None,
+        typer.Option(help="all, none, a class of blocks, or blocks; may be repeated"),
     ] = None,
-    memory: Annotated[str | None, typer.Option(help="limit of a device, as 24GiB")] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="limit of a device, as 24GiB; or of each, with commas")
+    ] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="rows of the whole batch")] = None,
     cluster: Annotated[
         str | None, typer.Option(help="local:4, 2x8xA100-80GB, or a file; this machine")
@@ -126,7 +129,7 @@ def plan(
         depth=depth,
         precision=precision,
         zero=zero,
-        recompute=recompute or (),
+        recompute=recompute,
         memory=memory,
         planner=planner,
         sequence_parallel=sequence,

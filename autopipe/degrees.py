@@ -48,27 +48,35 @@ class Degree:
     link: Link
 
 
-def degrees(cluster: Cluster, asked: int | None, *, all_fixed: bool) -> tuple[int, ...]:
-    """Those to try, ascending.
+def degrees(cluster: Cluster, asked: int | None) -> tuple[tuple[int, ...], ...]:
+    """Those to try, ascending, and those to try where none of them will do.
+
+    Within nodes first: those that divide every node and, where there is one node, powers of two
+    too, which leave some of its devices idle. Beyond them only where that is not possible.
 
     Args:
         asked: the one to have; None: any.
-        all_fixed: whether the other degrees are asked for too; then devices may stay idle.
 
     Raises:
-        InfeasibleError: the one that is asked for does not divide the devices.
+        InfeasibleError: more than there are devices.
     """
-    devices = cluster.num_devices
-    dividing = [tp for tp in range(1, devices + 1) if devices % tp == 0]
-    if asked is None:
-        least = min(cluster.devices_per_node)
-        return tuple(tp for tp in dividing if tp <= min(least, MOST))
-    if devices % asked and not (all_fixed and asked <= devices):
-        raise InfeasibleError(
-            f"tp={asked} was asked for and does not divide the {devices} devices",
-            hint=f"tp of {', '.join(map(str, dividing))}",
-        )
-    return (asked,)
+    devices, nodes = cluster.num_devices, cluster.devices_per_node
+    if asked is not None:
+        if asked > devices:
+            raise InfeasibleError(
+                f"tp={asked} was asked for, and {cluster.name} has {devices} devices",
+                hint=f"tp of at most {devices}",
+            )
+        return ((asked,),)
+    most = min(*nodes, MOST) if len(nodes) > 1 else min(nodes[0], MOST)
+    alone = len(nodes) == 1
+    near = tuple(
+        tp
+        for tp in range(1, most + 1)
+        if all(node % tp == 0 for node in nodes) or (alone and tp & (tp - 1) == 0)
+    )
+    far = tuple(tp for tp in (2, 4, 8, 16) if max(near) < tp <= devices and devices % tp == 0)
+    return near, far
 
 
 def as_one_rank(

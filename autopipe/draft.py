@@ -25,6 +25,7 @@ from autopipe.forecast import pipeline, with_prediction
 from autopipe.graph import Dim, Ref, State, bytes_at
 from autopipe.halves import rehearse_halves
 from autopipe.lower import lower
+from autopipe.machine import Machine
 from autopipe.partition import Stage, partition
 from autopipe.placed import write_down
 from autopipe.plan import (
@@ -49,12 +50,14 @@ from autopipe.rehearsal import Rehearsal, fake_state, rehearse
 from autopipe.runtime.units import owners
 from autopipe.schedule import format_programs, holders, splits
 from autopipe.schedules import named
+from autopipe.stage_costs import EAGER
 from autopipe.trace import Trace
-
-EAGER = "eager-1f1b"
 
 WINDOW = 2
 """Receives posted ahead per boundary: one being filled while one is computed on."""
+
+MOST_ALTERNATIVES = 8
+"""Other meshes that a plan tells of."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +67,10 @@ class Draft:
     Attributes:
         degree: the model as a tensor-parallel rank runs it.
         rows: of the whole batch.
-        memory: bytes that a device may hold.
+        machine: the devices, and the bytes that they may hold.
         planner, optimizer: their names.
         optimizer_factor, constraints: as the problem has them.
-        recompute: paths of the blocks that run again in backward.
-        zero: the ZeRO stage.
+        reruns: paths of the blocks that may run again in backward, as the problem numbers them.
         versions, source: as the plan has them.
     """
 
@@ -76,13 +78,12 @@ class Draft:
     units: Units
     cluster: Cluster
     rows: int
-    memory: int
+    machine: Machine
     precision: str
     planner: str
     optimizer: str
     optimizer_factor: float
-    recompute: tuple[str, ...]
-    zero: int
+    reruns: tuple[str, ...]
     constraints: Constraints
     versions: dict[str, str]
     source: str | None
@@ -109,16 +110,19 @@ class Draft:
             Overflow: a stage's program holds more than the estimate said, and more than a device.
         """
         decision, estimate = answer.decision, answer.estimate
+        frame = decision.frame
         cuts = [self.units.starts[cut] for cut in decision.cuts]
         stages = partition(self.flow, cuts)
-        rows = self.rows // (decision.dp * decision.micro_batches)
-        graph, again, low = self.traced.graph, self.recompute, self.precision
+        rows = self.rows // (frame.dp * frame.micro_batches)
+        graph, low = self.traced.graph, self.precision
+        numbers = {number for blocks in decision.recompute for number in blocks}
+        again = tuple(path for number, path in enumerate(self.reruns) if number in numbers)
         rehearsal = rehearse(graph, stages, self.blocks, rows, recompute=again, precision=low)
-        if self._splits(decision):
+        if self._splits(frame.schedule):
             rehearsal = rehearse_halves(graph, stages, self.blocks, rehearsal, rows, again, low)
         gathered = [0] * len(stages)
-        if self.zero == 3 and decision.dp > 1:
-            rehearsal, gathered = self._sharded(stages, rehearsal, rows)
+        if frame.zero == 3 and frame.dp > 1:
+            rehearsal, gathered = self._sharded(stages, rehearsal, rows, again)
         whole = self.degree.whole.graph
         classes, states, collectives = write_down(
             whole, self.degree.whole_blocks, self.degree.sharding, graph, rows
@@ -134,48 +138,54 @@ class Draft:
             reads=self.traced.reads,
             cluster=self.cluster,
             mesh=_mesh(self.cluster, decision, self.degree.tp),
-            batch=Batch(self.rows, decision.micro_batches),
+            batch=Batch(self.rows, frame.micro_batches),
             precision=self.precision,
             optimizer=self.optimizer,
-            schedule=decision.schedule,
+            schedule=frame.schedule,
             programs=tuple(written),
             boundaries=self._asked(decision),
             blocks=classes,
-            stages=tuple(self._stage(stage, rehearsal, estimate) for stage in stages),
+            stages=tuple(
+                self._stage(stage, rehearsal, estimate, again, frame.zero) for stage in stages
+            ),
             prediction=Prediction(0.0, 0.0),
             planner=PlannerNote(
                 self.planner,
                 answer.bound_seconds,
                 answer.binding,
                 answer.alternatives[0] if answer.alternatives else None,
+                answer.alternatives[1:MOST_ALTERNATIVES],
             ),
             states=states,
             collectives=collectives,
         )
-        if decision.schedule == EAGER and self.constraints.depth is None:
-            found = self._ahead(found, stages, rehearsal, gathered)
+        groups = self.machine.groups(frame.dp)
+        row = decision.groups or range(frame.pp)
+        limits = [groups[group].memory for group in row]
+        if frame.schedule == EAGER and self.constraints.depth is None:
+            found = self._ahead(found, stages, rehearsal, gathered, limits)
         found = self._with_memory(found, stages, rehearsal, gathered)
-        _check_fits(found, self.memory)
+        _check_fits(found, limits)
         return with_prediction(found)
 
-    def _splits(self, decision: Decision) -> bool:
+    def _splits(self, schedule: str) -> bool:
         """Whether backwards are split, into those for inputs and those for weights."""
         written = self.constraints.programs
-        return splits(written) if written else named(decision.schedule).splits
+        return splits(written) if written else named(schedule).splits
 
     def _asked(self, decision: Decision) -> tuple[Boundary, ...]:
         """Windows and depths as asked for, or the usual ones."""
         depth = self.constraints.depth or 0
-        if decision.schedule != EAGER and depth:
+        if decision.frame.schedule != EAGER and depth:
             raise ScheduleError(
-                f"depth={depth} was asked for, and {decision.schedule} takes none",
+                f"depth={depth} was asked for, and {decision.frame.schedule} takes none",
                 hint=f"schedule={EAGER!r} does",
             )
         window = self.constraints.window or WINDOW
         return (Boundary(window, depth),) * (decision.stages - 1)
 
     def _sharded(
-        self, stages: Sequence[Stage], rehearsal: Rehearsal, rows: int
+        self, stages: Sequence[Stage], rehearsal: Rehearsal, rows: int, recompute: tuple[str, ...]
     ) -> tuple[Rehearsal, list[int]]:
         """The rehearsal under ZeRO-3, and the bytes of each stage that are whole in its backward.
 
@@ -183,7 +193,7 @@ class Draft:
         each micro-batch in flight has then, but for what blocks that run again keep for themselves.
         """
         graph, saved, gathered = self.traced.graph, list(rehearsal.saved), []
-        again = {p for b in self.blocks if b.path in self.recompute for p in range(b.first, b.stop)}
+        again = {p for b in self.blocks if b.path in recompute for p in range(b.first, b.stop)}
         for stage in stages:
             with fake_mode():
                 lowered = lower(
@@ -194,7 +204,7 @@ class Draft:
                     None,
                     rows,
                     last=stage.index == len(stages) - 1,
-                    recompute=within(stage, self.blocks, self.recompute),
+                    recompute=within(stage, self.blocks, recompute),
                     precision=self.precision,
                 )
             for name in lowered.low:
@@ -212,7 +222,12 @@ class Draft:
         return replace(rehearsal, saved=tuple(saved), low=low), gathered
 
     def _ahead(
-        self, plan: Plan, stages: Sequence[Stage], rehearsal: Rehearsal, gathered: Sequence[int]
+        self,
+        plan: Plan,
+        stages: Sequence[Stage],
+        rehearsal: Rehearsal,
+        gathered: Sequence[int],
+        limits: Sequence[int],
     ) -> Plan:
         """The plan with the depths and windows that its links ask for, as far as memory allows."""
         least = replace(plan, boundaries=(Boundary(1, 0),) * len(plan.boundaries))
@@ -225,7 +240,10 @@ class Draft:
                     + sum(rehearsal.boundaries[ref].bytes for ref, _ in stage.receives)
                     for stage in stages
                 ],
-                room=[self.memory - stage.predicted.memory.peak for stage in holding.stages],
+                room=[
+                    limit - stage.predicted.memory.peak
+                    for limit, stage in zip(limits, holding.stages, strict=True)
+                ],
             )
         )
         windows = chosen.windows
@@ -255,7 +273,7 @@ class Draft:
             whole = rehearsal.low[stage.index]
             if stage is max(with_it, key=lambda s: gathered[s.index]):  # one runs at a time
                 whole += gathered[stage.index]
-            memories.append(self._memory(own, peak, whole, plan.mesh.dp))
+            memories.append(self._memory(own, peak, whole, plan.mesh.dp, plan.zero))
         return replace(
             plan,
             stages=tuple(
@@ -264,7 +282,9 @@ class Draft:
             ),
         )
 
-    def _memory(self, names: Sequence[str], peak: Counter[str], whole: int, dp: int) -> Memory:
+    def _memory(
+        self, names: Sequence[str], peak: Counter[str], whole: int, dp: int, zero: int
+    ) -> Memory:
         """What a stage holds of states that no stage before it on its device has."""
         graph = self.traced.graph
         states = {name: graph.states[name] for name in names}
@@ -273,8 +293,8 @@ class Draft:
         dealt = {name: _share(state.spec.shape, sizes[name], dp) for name, state in states.items()}
         parameters = [name for name, state in states.items() if state.kind == "parameter"]
         trained = [name for name, state in states.items() if state.trainable]
-        held = dealt if self.zero == 3 else sizes
-        updated = dealt if self.zero else sizes
+        held = dealt if zero == 3 else sizes
+        updated = dealt if zero else sizes
         return Memory(
             parameters=sum(held[name] for name in parameters) + whole,
             gradients=sum(held[name] for name in trained),
@@ -284,7 +304,14 @@ class Draft:
             transfers=peak["transfers"],
         )
 
-    def _stage(self, stage: Stage, rehearsal: Rehearsal, estimate: Estimate) -> StagePlan:
+    def _stage(
+        self,
+        stage: Stage,
+        rehearsal: Rehearsal,
+        estimate: Estimate,
+        recompute: tuple[str, ...],
+        zero: int,
+    ) -> StagePlan:
         graph = self.traced.graph
 
         def transfer(ref: Ref, peer: int, receiver: int) -> Transfer:
@@ -303,8 +330,8 @@ class Draft:
             parameters=tuple(n for n in stage.states if graph.states[n].kind == "parameter"),
             receives=tuple(transfer(ref, peer, stage.index) for ref, peer in stage.receives),
             sends=tuple(transfer(ref, peer, peer) for ref, peer in stage.sends),
-            recompute=within(stage, self.blocks, self.recompute),
-            zero=self.zero,
+            recompute=within(stage, self.blocks, recompute),
+            zero=zero,
             predicted=StagePrediction(
                 predicted.forward_seconds, predicted.backward_seconds, Memory(0, 0, 0, 0, 0, 0)
             ),
@@ -337,10 +364,10 @@ def _share(shape: Sequence[Dim], size: int, ranks: int) -> int:
     return -(-rows // ranks) * size // rows if rows else 0
 
 
-def _check_fits(plan: Plan, limit: int) -> None:
-    """The last word on memory: what the programs hold, to the byte."""
+def _check_fits(plan: Plan, limits: Sequence[int]) -> None:
+    """The last word on memory: what the programs hold, to the byte, of each rank's limit."""
     placed = holders(programs.compute(plan))
-    for rank in range(plan.mesh.pp):
+    for rank, limit in enumerate(limits):
         own = [stage for stage, holder in enumerate(placed) if holder == rank]
         held = sum(plan.stages[stage].predicted.memory.peak for stage in own)
         if held > limit:
@@ -355,10 +382,12 @@ def _check_fits(plan: Plan, limit: int) -> None:
 
 
 def _mesh(cluster: Cluster, decision: Decision, tp: int) -> Mesh:
-    places = []
-    for rank in range(decision.pp * decision.dp * tp):
-        node, local, device = cluster.device_at(rank)
-        name = "cpu" if device.kind == "cpu" else f"cuda:{local}"
-        pipeline, part = divmod(rank, tp)
-        places.append(Place(rank, *divmod(pipeline, decision.dp), part, node, local, name))
-    return Mesh(decision.pp, decision.dp, tp, tuple(places))
+    """Every rank's place: pipeline rank `pp` has the devices of its group, in their order."""
+    frame, places = decision.frame, []
+    for pp, group in enumerate(decision.groups or range(frame.pp)):
+        for part in range(frame.dp * tp):
+            node, local, device = cluster.device_at(group * frame.dp * tp + part)
+            name = "cpu" if device.kind == "cpu" else f"cuda:{local}"
+            rank = pp * frame.dp * tp + part
+            places.append(Place(rank, pp, *divmod(part, tp), node, local, name))
+    return Mesh(frame.pp, frame.dp, tp, tuple(places))

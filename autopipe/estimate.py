@@ -3,163 +3,133 @@
 It is for searching. The plan that is found is walked and its step simulated (`autopipe.draft`,
 `autopipe.forecast`); those are the figures that the plan has.
 
-Let stage s of p hold the units [i, j), a micro-batch have r = batch / (dp * m) rows, and m of them
-make up a step. Over one range, `Tables` knows
+Of p stages and m micro-batches let t_s be the seconds of a micro-batch in stage s, and reduce_s
+those of summing its gradients (`autopipe.stage_costs`). A step takes
 
-    F, B     forward and backward seconds              W, C     trainable and constant bytes
-    A        bytes saved from forward to backward
-    R, R'    bytes received, and those of them whose gradient goes back
-    S, S'    bytes sent, and those of them whose gradient comes back
-
-**Memory** of a device of stage s, n_s being its micro-batches in flight:
-
-    W                          parameters
-    W                          gradients
-    optimizer_factor * W       optimizer state
-    C                          buffers and frozen parameters
-    n_s * (A + R)              activations: what is received is kept until its backward
-    min(window, m) * R         receives posted ahead
-    min(window + 1, m) * S'    the same for gradients, and the one that backward is using
-    S + min(2, m) * R'         sends under way: one leaving, and a gradient that is being made
-
-n_s is the schedule's: m for `gpipe` (Huang et al., GPipe, NeurIPS 2019), min(m, p - s) for `1f1b`
-(Narayanan et al., PipeDream, SOSP 2019; Megatron-LM, SC21, section 2.2). A device with several
-stages has the sum of theirs, each at its own fullest. ZeRO divides the optimizer state (1), or
-parameters and gradients too (3), by dp, and 3 adds what it gathers (`Tables.gathered`).
-
-**Seconds** of a micro-batch in stage s, transfers taken as not overlapped, and of the step:
-
-    t_s  = F + B + (R + R') / bandwidth + (2 * latency if R > 0)
     step = sum_s t_s + (m - 1) * max_s t_s + reduce_0
 
 The sum is one micro-batch through all stages and back; each of the others adds one period of the
 slowest stage (GPipe, section 2; SC21, section 2.2.1, where all t_s are equal). That is exact for
 `gpipe` if B / F is the same in all stages, and an upper bound for `1f1b`, where the warm-up of a
-slow stage overlaps with the first micro-batch's way through the stages after it.
+slow stage overlaps with the first micro-batch's way through the stages after it. Stage 0 is the
+last to finish its backwards, so only its all-reduce is exposed: the others' hide in the cool-down.
 
-    reduce_s = 2 * (dp - 1) / dp * W / bandwidth + 2 * (dp - 1) * latency      0 if dp = 1
-
-is the ring all-reduce of the gradients (Patarasuk and Yuan, JPDC 2009). Stage 0 is the last to
-finish its backwards, so only its all-reduce is exposed: the others' hide in the cool-down. ZeRO-3
-has none: its F and B gather and scatter, which takes 3 / 2 of it in every micro-batch.
-
-Other schedules are scored roughly. With v stages on each rank, and f the part of a micro-batch's
-seconds in a stage for which each further rank waits while the pipeline fills and drains,
+Of any schedule with v stages on each rank
 
     step = f / v * sum_s t_s + (v * m - f) * max_s t_s + reduce_0
 
-    f = 1      gpipe, 1f1b, interleaved        1/3    zb-h1 and zb-v, if F, I and W are alike
-        m      naive: nothing overlaps         1      a written schedule, whatever it is
+with f the part of a micro-batch's seconds in a rank for which each further rank waits while the
+pipeline fills and drains: 1 for 1f1b, gpipe and eager-1f1b, m for naive, 1/3 for zb-h1 with enough
+micro-batches. f is counted: it is what makes the formula exact for the schedule's own programs
+where stages are alike, F = I = W, and links are free. For `eager-1f1b` at depth e the largest is no
+less than (sum_s (F + B) + 2 latencies of every boundary) / (1 + (p - 1) (1 + e)), the law of
+`autopipe.law` for the whole pipeline. A problem that is `steady` asks for the period alone,
 
-which without transfers is exact where all stages are alike, F = I = W, and there are enough
-micro-batches (a multiple of p for interleaved, 2 p for zb-v). For `eager-1f1b` depths and windows
-are taken to hide the links: max_s is that of max(F + B, R / bandwidth, R' / bandwidth).
+    step = m * max_s (t_s + reduce_s / m)
 """
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from autopipe.errors import InfeasibleError
 from autopipe.plan import Memory
-from autopipe.problem import Constraints, Decision, Problem, Profile
-from autopipe.schedule import holders
+from autopipe.problem import Constraints, Decision, Frame, Problem, Profile
+from autopipe.reruns import blocks_of, compositions, figures
+from autopipe.schedule import Programs, holders
 from autopipe.schedules import flying, in_flight, make, named
-from autopipe.tables import Bytes, Seconds, Tables, tables
+from autopipe.simulate import Costs, simulate
+from autopipe.stage_costs import (
+    EAGER,
+    Place,
+    costs,
+    gather_seconds,
+    memory,
+    reduce_seconds,
+    sets_of,
+    stage_seconds,
+    transfer_seconds,
+)
+from autopipe.tables import Times, tables
+from autopipe.transfers import Edge, insert
 
 
-def memory(
-    ranges: Tables, problem: Problem, micro_batches: int, in_flight: ArrayLike, dp: int = 1
-) -> tuple[Bytes, ...]:
-    """Bytes on one device by what they are for, in the order of the fields of `Memory`.
-
-    `in_flight` broadcasts against the shape of `ranges`; so does each result.
-    """
-    posted, arriving = (min(problem.window + n, micro_batches) for n in (0, 1))
-    leaving = min(2, micro_batches)
-    whole, dealt = ranges.trainable, -(-ranges.trainable // dp)
-    fully = problem.zero == 3 and dp > 1
-    return (
-        dealt + ranges.gathered if fully else whole,
-        dealt if fully else whole,
-        np.rint(problem.optimizer_factor * (dealt if problem.zero else whole)).astype(np.int64),
-        ranges.constants,
-        np.asarray(in_flight) * (ranges.saved + ranges.received),
-        posted * ranges.received
-        + arriving * ranges.sent_gradient
-        + ranges.sent
-        + leaving * ranges.received_gradient,
-    )
-
-
-def peak(
-    ranges: Tables, problem: Problem, micro_batches: int, in_flight: ArrayLike, dp: int = 1
-) -> Bytes:
-    """Peak bytes of one device, the sum of `memory`: linear in the micro-batches in flight."""
-    parts = np.broadcast_arrays(*memory(ranges, problem, micro_batches, in_flight, dp))
-    return np.asarray(np.sum(parts, axis=0))
-
-
-def compute_seconds(ranges: Tables, problem: Problem, dp: int = 1) -> tuple[Seconds, Seconds]:
-    """Seconds of a forward and of a backward: F and B, and gathering under ZeRO-3.
-
-    Each gathers all parameters, backward scatters the gradients too, each half a ring all-reduce.
-    """
-    if problem.zero < 3:
-        return ranges.forward, ranges.backward
-    ring = _ring(ranges, problem, dp)
-    return np.asarray(ranges.forward + ring / 2), np.asarray(ranges.backward + ring)
-
-
-def transfer_seconds(ranges: Tables, problem: Problem) -> Seconds:
-    """Seconds in which a stage receives a micro-batch and sends its gradients back."""
-    moved = (ranges.received + ranges.received_gradient) / problem.bandwidth
-    return np.asarray(moved + 2 * problem.latency * (ranges.received > 0))
-
-
-def stage_seconds(ranges: Tables, problem: Problem, dp: int = 1) -> Seconds:
-    """Seconds of one micro-batch in a stage: t_s of the module's formulas."""
-    return sum(compute_seconds(ranges, problem, dp), transfer_seconds(ranges, problem))
-
-
-def periods(ranges: Tables, problem: Problem, schedule: str, dp: int = 1) -> Seconds:
-    """Seconds that a stage takes for each further micro-batch."""
-    if schedule != "eager-1f1b":
-        return stage_seconds(ranges, problem, dp)
-    forward, backward = compute_seconds(ranges, problem, dp)
-    carrying = np.maximum(ranges.received, ranges.received_gradient) / problem.bandwidth
-    return np.asarray(np.maximum(forward + backward, carrying))
-
-
-def reduce_seconds(ranges: Tables, problem: Problem, dp: int) -> Seconds:
-    """Seconds in which a stage's gradients are summed over `dp` devices when they are made."""
-    return _ring(ranges, problem, dp) if problem.zero < 3 else np.zeros_like(ranges.forward)
-
-
-def _ring(ranges: Tables, problem: Problem, dp: int) -> Seconds:
-    """A ring all-reduce of the trainable bytes over `dp` devices."""
-    moved = 2 * (dp - 1) / dp * ranges.trainable / problem.bandwidth
-    return np.asarray(moved + 2 * (dp - 1) * problem.latency)
-
-
-def weights(problem: Problem, schedule: str, micro_batches: int) -> tuple[float, float]:
+def weights(problem: Problem, frame: Frame) -> tuple[float, float]:
     """Of the sum and of the largest of a pipeline's stages in the seconds of a step."""
-    chunks = chunks_of(problem.constraints, schedule)
-    filling = float(micro_batches) if schedule == "naive" else _FILLING.get(schedule, 1.0)
-    return filling / chunks, chunks * micro_batches - filling
+    if problem.steady:
+        return 0.0, float(frame.micro_batches)
+    asked, m = problem.constraints, frame.micro_batches
+    chunks = chunks_of(asked, frame.schedule)
+    if frame.pp == 1 and chunks == 1:
+        return 1.0, m - 1.0
+    if asked.programs:
+        filling = _filling(asked.programs, m)
+    elif frame.schedule in ("1f1b", "gpipe", EAGER):
+        filling = 1.0
+    else:
+        ranks = min(frame.pp, MOST_RANKS)
+        counted = math.ceil(m * ranks / frame.pp)
+        if counted > 4 * ranks:
+            counted = 3 * ranks + counted % ranks
+        filling = named_filling(frame.schedule, ranks, counted, chunks)
+    return filling / chunks, chunks * m - filling
 
 
-_FILLING = {"zb-h1": 1 / 3, "zb-v": 1 / 3}
-"""f of the module's formulas, where it is not 1."""
+MOST_RANKS = 8
+"""Ranks of the pipeline that f is counted in; in longer ones it is that of as many micro-batches a
+rank."""
 
 
-def pipeline_seconds(stages: Seconds, periods: Seconds, weights: tuple[float, float]) -> Seconds:
-    """Seconds of a step, all-reduce aside, from those of its stages along the last axis."""
-    return np.asarray(weights[0] * stages.sum(axis=-1) + weights[1] * periods.max(axis=-1))
+@lru_cache(maxsize=1024)
+def named_filling(schedule: str, ranks: int, micro_batches: int, chunks: int) -> float:
+    """f of a schedule that has a name."""
+    return _filling(make(schedule, ranks, micro_batches, chunks=chunks), micro_batches)
+
+
+@lru_cache(maxsize=16)
+def _filling(programs: Programs, micro_batches: int) -> float:
+    """f of the module's formulas, from the step that equal stages take without transfers."""
+    stages, ranks = len(holders(programs)), len(programs)
+    if ranks == 1:
+        return 1.0
+    chain = [Edge(stage, stage + 1, gradient=True) for stage in range(stages - 1)]
+    windows = [micro_batches] * (stages - 1)
+    step = simulate(insert(programs, chain, windows), Costs.even(stages)).seconds
+    return (step / 3.0 - stages / ranks * micro_batches) / (ranks - 1)
+
+
+def floor_seconds(problem: Problem, frame: Frame) -> float:
+    """What the period of eager-1f1b is at least, whatever the cuts; else 0.
+
+    The links are those between the first groups, in rank order, whichever hold the stages.
+    """
+    if frame.schedule != EAGER or frame.pp == 1:
+        return 0.0
+    profile = profile_of(problem, frame.dp, frame.micro_batches)
+    assert profile is not None, "a frame has a profile"
+    quickest = min(
+        math.fsum((*forward, *backward))
+        for forward, backward in zip(profile.forward, profile.backward, strict=True)
+    )
+    links = [problem.machine.link(frame.dp, *pair).link for pair in pairwise(range(frame.pp))]
+    way = quickest + 2 * sum(link.latency for link in links)
+    return way / (1 + (frame.pp - 1) * (1 + frame.depth))
+
+
+def step_seconds(
+    seconds: Times, periods: Times, weights: tuple[float, float], floor: float = 0.0
+) -> Times:
+    """Seconds of a step from those of its stages along the last axis."""
+    slowest = np.maximum(periods.max(axis=-1), floor)
+    return np.asarray(weights[0] * seconds.sum(axis=-1) + weights[1] * slowest)
 
 
 @dataclass(frozen=True)
@@ -187,17 +157,20 @@ class Estimate:
     Args:
         stages: one per stage.
         step_seconds: of the whole step.
-        reduce_seconds: the part of the step in which stage 0 reduces its gradients.
-        fits: no device needs more than the problem's memory.
-        worst: the stages of the fullest device.
-        overflow: bytes that they need beyond the problem's memory; 0 if they fit.
+        spent: where a device's seconds of a step go, on average, by what they are for.
+        fits: no device needs more than it may hold.
+        worst: the stages of the device that needs most beyond what it may hold, or is nearest to
+            it.
+        limit: bytes that that device may hold.
+        overflow: bytes that they need beyond it; 0 if they fit.
     """
 
     stages: tuple[StageEstimate, ...]
     step_seconds: float
-    reduce_seconds: float
+    spent: Mapping[str, float]
     fits: bool
     worst: tuple[int, ...]
+    limit: int
     overflow: int
 
 
@@ -213,17 +186,19 @@ FEWEST_CHUNKS = 2
 1f1b."""
 
 
-def in_flights(problem: Problem, schedule: str, pp: int, micro_batches: int) -> tuple[int, ...]:
+def in_flights(problem: Problem, frame: Frame) -> tuple[int, ...]:
     """Of each stage of a pipeline, the most micro-batches whose activations it holds at once."""
     asked = problem.constraints
     if asked.programs:
         ranks = holders(asked.programs)
         return tuple(flying(asked.programs[rank], stage) for stage, rank in enumerate(ranks))
-    chunks = chunks_of(asked, schedule)
-    depths = (asked.depth or 0,) * (pp - 1) if named(schedule).depths else ()
+    chunks = chunks_of(asked, frame.schedule)
+    depths = (frame.depth,) * (frame.pp - 1) if named(frame.schedule).depths else ()
     return tuple(
-        in_flight(schedule, pp, micro_batches, stage, chunks=chunks, depths=depths)
-        for stage in range(pp * chunks)
+        in_flight(
+            frame.schedule, frame.pp, frame.micro_batches, stage, chunks=chunks, depths=depths
+        )
+        for stage in range(frame.pp * chunks)
     )
 
 
@@ -235,12 +210,36 @@ def placement(constraints: Constraints, schedule: str, pp: int) -> tuple[int, ..
     return holders(make(schedule, pp, 1, chunks=chunks_of(constraints, schedule)))
 
 
-def room(problem: Problem, schedule: str) -> int:
-    """Bytes that a stage may hold so that a device's stages fit it together, whatever the others.
+def places(problem: Problem, frame: Frame, groups: Sequence[int]) -> tuple[Place, ...]:
+    """What each stage is given if the pipeline's ranks have these groups of devices."""
+    ranks = placement(problem.constraints, frame.schedule, frame.pp)
+    held = in_flights(problem, frame)
+    row = [groups[rank] for rank in ranks]
+    return tuple(
+        place_of(problem, frame, stage, held[stage], group, row[stage - 1] if stage else None)
+        for stage, group in enumerate(row)
+    )
 
-    A device's memory in equal shares: enough, and for several stages a device more than is needed.
+
+def place_of(
+    problem: Problem, frame: Frame, stage: int, held: int, group: int, earlier: int | None
+) -> Place:
+    """What a stage is given.
+
+    Args:
+        held: its micro-batches in flight.
+        group, earlier: the numbers of its group of devices, and of the stage's before it.
     """
-    return problem.memory // chunks_of(problem.constraints, schedule)
+    machine = problem.machine
+    linked = earlier is not None and earlier != group
+    return Place(
+        held,
+        machine.groups(frame.dp)[group],
+        machine.link(frame.dp, earlier, group) if earlier is not None and linked else None,
+        stage == 0,
+        chunks_of(problem.constraints, frame.schedule),
+        weights(problem, frame)[0],
+    )
 
 
 def profile_of(problem: Problem, dp: int, micro_batches: int) -> Profile | None:
@@ -258,67 +257,133 @@ def estimate(problem: Problem, decision: Decision) -> Estimate:
         InfeasibleError: the batch does not divide into the decision's micro-batches, no profile
             has their rows, or the cuts are no ascending units between 1 and units - 1.
     """
-    pp, dp, m = decision.pp, decision.dp, decision.micro_batches
+    frame = decision.frame
     profile = _checked_profile(problem, decision)
-    bounds = np.array((0, *decision.cuts, problem.units))
-    ranges = tables(problem, profile).at(bounds[:-1], bounds[1:])
-
-    held = in_flights(problem, decision.schedule, pp, m)
-    parts = memory(ranges, problem, m, held, dp)
-    forward, backward = compute_seconds(ranges, problem, dp)
-    transfers = transfer_seconds(ranges, problem)
-    further = periods(ranges, problem, decision.schedule, dp)
-    stages = tuple(
-        StageEstimate(
-            first=int(bounds[s]),
-            last=int(bounds[s + 1]) - 1,
-            forward_seconds=float(forward[s]),
-            backward_seconds=float(backward[s]),
-            transfer_seconds=float(transfers[s]),
-            period=float(further[s]),
-            in_flight=held[s],
-            memory=Memory(*(int(part[s]) for part in parts)),
-        )
-        for s in range(decision.stages)
+    bounds = (0, *decision.cuts, problem.units)
+    groups = decision.groups or tuple(range(frame.pp))
+    found = places(problem, frame, groups)
+    again = decision.recompute or ((),) * decision.stages
+    stages = [
+        _stage(problem, frame, profile, place, bounds[s : s + 2], again[s])
+        for s, place in enumerate(found)
+    ]
+    step = step_seconds(
+        np.array([stage.seconds for stage in stages]),
+        np.array([stage.estimate.period for stage in stages]),
+        weights(problem, frame),
+        floor_seconds(problem, frame),
     )
-
-    pipeline = pipeline_seconds(
-        stage_seconds(ranges, problem, dp),
-        further,
-        weights(problem, decision.schedule, m),
-    )
-    reduce = float(reduce_seconds(ranges, problem, dp)[0])
-    ranks = placement(problem.constraints, decision.schedule, pp)
-    devices = [0] * pp
+    ranks = placement(problem.constraints, frame.schedule, frame.pp)
+    beyond = [-found[ranks.index(rank)].group.memory for rank in range(frame.pp)]
     for stage, rank in zip(stages, ranks, strict=True):
-        devices[rank] += stage.memory.peak
-    fullest = max(devices)
-    overflow = max(0, fullest - problem.memory)
+        beyond[rank] += stage.estimate.memory.peak
+    worst = max(range(frame.pp), key=lambda rank: beyond[rank])
+    spent: dict[str, float] = defaultdict(float)
+    for stage in stages:
+        for cause, amount in stage.spent.items():
+            spent[cause] += amount * frame.micro_batches / frame.pp
+    spent["reducing gradients"] = stages[0].reduce if not problem.steady else 0.0
+    spent["the bubble"] = max(0.0, float(step) - math.fsum(spent.values()))
     return Estimate(
-        stages=stages,
-        step_seconds=float(pipeline) + reduce,
-        reduce_seconds=reduce,
-        fits=overflow == 0,
-        worst=tuple(s for s, rank in enumerate(ranks) if rank == devices.index(fullest)),
-        overflow=overflow,
+        stages=tuple(stage.estimate for stage in stages),
+        step_seconds=float(step),
+        spent=spent,
+        fits=beyond[worst] <= 0,
+        worst=tuple(s for s, rank in enumerate(ranks) if rank == worst),
+        limit=found[ranks.index(worst)].group.memory,
+        overflow=max(0, beyond[worst]),
     )
+
+
+def settle(
+    problem: Problem, frame: Frame, cuts: tuple[int, ...], groups: tuple[int, ...]
+) -> Decision:
+    """The decision that these cuts and groups of devices make: what must run again does."""
+    profile = profile_of(problem, frame.dp, frame.micro_batches)
+    assert profile is not None, "a frame has a profile"
+    of, numbers, again = tables(problem, profile), compositions(problem).number, []
+    bounds = (0, *cuts, problem.units)
+    for place, first, last in zip(places(problem, frame, groups), bounds, bounds[1:], strict=False):
+        own = numbers[first, last]
+        found = costs(problem, frame, place, of.at(first, last), own)
+        counts = sets_of(problem, frame, place).counts[int(found.again)]
+        again.append(blocks_of(problem, first, last, counts))
+    return Decision(frame, cuts, tuple(again), groups)
+
+
+class _Stage(NamedTuple):
+    estimate: StageEstimate
+    seconds: float
+    reduce: float
+    spent: Mapping[str, float]
+
+
+def _stage(
+    problem: Problem,
+    frame: Frame,
+    profile: Profile,
+    place: Place,
+    bounds: tuple[int, ...],
+    blocks: Sequence[int],
+) -> _Stage:
+    """One stage [first, last) of which these blocks run again."""
+    first, last = bounds
+    ranges = tables(problem, profile).at(first, last)
+    kind, dropped, extra = place.group.kind, 0, 0.0
+    for block in blocks:
+        start, stop = problem.reruns[block]
+        part = max(first - start, 0), min(last, stop) - start
+        saves, costs = figures(problem, profile.rows, kind, block, part)
+        dropped, extra = dropped + saves, extra + costs
+    held = 0
+    if dropped and problem.reruns_stay:
+        held = dropped
+    elif dropped:
+        sets = sets_of(problem, frame, place)
+        held = int(sets.largest[compositions(problem).number[first, last]])
+    parts = memory(ranges, problem, frame, place.in_flight, dropped, held)
+    seconds, period = stage_seconds(problem, frame, place, ranges, extra)
+    gathering = float(gather_seconds(ranges, problem, frame, place.group))
+    transfers = float(transfer_seconds(ranges, problem, frame, place.before))
+    forward, backward = float(ranges.forward[kind]), float(ranges.backward[kind])
+    exchange = float(ranges.exchange)
+    found = StageEstimate(
+        first=first,
+        last=last - 1,
+        forward_seconds=forward + gathering,
+        backward_seconds=backward + 2 * gathering + extra,
+        transfer_seconds=transfers,
+        period=float(period),
+        in_flight=place.in_flight,
+        memory=Memory(*(int(part) for part in parts)),
+    )
+    spent = {
+        "computing": forward + backward - exchange,
+        "running blocks again": extra,
+        "tensor-parallel exchanges": exchange,
+        "gathering parameters": 3 * gathering,
+        "transfers": transfers,
+    }
+    reduce = float(reduce_seconds(ranges, problem, frame, place.group))
+    return _Stage(found, float(seconds), reduce, spent)
 
 
 def _checked_profile(problem: Problem, decision: Decision) -> Profile:
+    frame = decision.frame
     bounds = (0, *decision.cuts, problem.units)
     ascending = all(first < end for first, end in zip(bounds, bounds[1:], strict=False))
-    stages = decision.pp * chunks_of(problem.constraints, decision.schedule)
+    stages = frame.pp * chunks_of(problem.constraints, frame.schedule)
     if decision.stages != stages or not ascending:
         raise InfeasibleError(
-            f"pp={decision.pp} needs {stages - 1} ascending cuts between 1 and "
+            f"pp={frame.pp} needs {stages - 1} ascending cuts between 1 and "
             f"{problem.units - 1}, found {decision.cuts}"
         )
-    profile = profile_of(problem, decision.dp, decision.micro_batches)
+    profile = profile_of(problem, frame.dp, frame.micro_batches)
     if profile is None:
         rows = ", ".join(str(profile.rows) for profile in problem.profiles)
         raise InfeasibleError(
-            f"a batch of {problem.batch} rows over dp={decision.dp} and "
-            f"micro_batches={decision.micro_batches} does not give micro-batches of a size that "
+            f"a batch of {problem.batch} rows over dp={frame.dp} and "
+            f"micro_batches={frame.micro_batches} does not give micro-batches of a size that "
             f"was profiled ({rows} rows)"
         )
     return profile

@@ -14,8 +14,9 @@ from dataclasses import replace
 import sympy
 
 from autopipe import cluster, programs, simulate
+from autopipe.communication import Topology, all_reduce
 from autopipe.law import Boundary, Pipeline
-from autopipe.plan import Plan, Prediction, Transfer
+from autopipe.plan import Place, Plan, Prediction, Transfer
 from autopipe.schedule import Channel, Flow, holders
 from autopipe.simulate import Costs, Timeline
 
@@ -100,17 +101,28 @@ def transfer_bytes(transfer: Transfer, rows: int) -> int:
 
 
 def _link(plan: Plan, source: int, target: int) -> cluster.Link:
-    """The slowest of the links between two ranks of a pipeline, over all pipelines."""
-    mesh = plan.mesh
-    for dp in range(mesh.dp):
-        here, there = (mesh.places[mesh.rank(pp, dp)] for pp in (source, target))
-        if here.node != there.node:
-            return plan.cluster.between
-    return plan.cluster.within
+    """The slowest of the links between two ranks of a pipeline, over all pipelines.
+
+    All ranks of a stage send at once; over a link that is shared they take turns.
+    """
+    mesh, topology = plan.mesh, Topology.of(plan.cluster)
+    there = [place for place in mesh.places if place.pp == source and place.tp == 0]
+    pairs = [
+        topology.pair(_device(plan, place), _device(plan, mesh.places[mesh.rank(target, place.dp)]))
+        for place in there
+    ]
+    slowest = max(pairs, key=lambda level: (level.shared, -level.link.bandwidth))
+    turns = mesh.dp * mesh.tp if slowest.shared else 1
+    return replace(slowest.link, bandwidth=slowest.link.bandwidth / turns)
+
+
+def _device(plan: Plan, place: Place) -> int:
+    """The number of a place's device in the cluster."""
+    return sum(plan.cluster.devices_per_node[: place.node]) + place.local
 
 
 def _reduce(plan: Plan, pp: int, size: int) -> float:
-    """Ring all-reduce of a stage's gradients (Patarasuk and Yuan, JPDC 2009).
+    """Seconds in which a stage's gradients are summed (`autopipe.communication`).
 
     Under ZeRO-1 it is its two halves, of which the second begins the next step. Under ZeRO-3 every
     backward has summed what it made.
@@ -118,7 +130,6 @@ def _reduce(plan: Plan, pp: int, size: int) -> float:
     mesh = plan.mesh
     if mesh.dp == 1 or plan.zero == 3:
         return 0.0
-    nodes = {mesh.places[mesh.rank(pp, dp)].node for dp in range(mesh.dp)}
-    link = plan.cluster.within if len(nodes) == 1 else plan.cluster.between
-    share = 2 * (mesh.dp - 1)
-    return share / mesh.dp * size / link.bandwidth + share * link.latency
+    places = [mesh.places[mesh.rank(pp, dp)] for dp in range(mesh.dp)]
+    levels = Topology.of(plan.cluster).levels([_device(plan, place) for place in places])
+    return all_reduce(size, levels, mesh.tp)

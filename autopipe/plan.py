@@ -240,7 +240,8 @@ class Alternative:
 
 @dataclass(frozen=True)
 class PlannerNote:
-    """Who made the plan and why it is this one: the bound it meets, what binds, the next best.
+    """Who made the plan and why it is this one: the bound it meets, what binds, the next best mesh
+    and `others` after it.
 
     `bound_seconds`, and all other seconds here, are by the estimate that planners search with. It
     is rougher than the plan's prediction, and the step that is predicted may take less.
@@ -250,6 +251,7 @@ class PlannerNote:
     bound_seconds: float
     binding: str
     next_best: Alternative | None
+    others: tuple[Alternative, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -22,16 +22,17 @@ from autopipe.capture import Loss
 from autopipe.cluster import Cluster
 from autopipe.dataflow import analyse
 from autopipe.degrees import as_first, as_one_rank, degrees, sending_seconds
-from autopipe.draft import EAGER, WINDOW, Draft, Overflow
+from autopipe.draft import WINDOW, Draft, Overflow
 from autopipe.errors import AutopipeError, InfeasibleError, ModelError
 from autopipe.estimate import chunks_of
 from autopipe.graph import bytes_at
+from autopipe.machine import machine_of
 from autopipe.plan import InputSpec, Plan
 from autopipe.planners import PLANNERS, Answer, Planner
 from autopipe.planners.answer import beside
 from autopipe.precision import PRECISIONS
 from autopipe.probe import local_cluster, local_processes
-from autopipe.problem import WRITTEN, Constraints, Problem
+from autopipe.problem import WRITTEN, ZERO, Constraints, Problem
 from autopipe.profile import build_problem, find_units
 from autopipe.programs import micro_batches as count_micro_batches
 from autopipe.recompute import blocks_to_recompute
@@ -39,10 +40,14 @@ from autopipe.schedule import Programs
 from autopipe.schedules import SCHEDULES
 from autopipe.source import Source, trace_source, versions
 from autopipe.spec import LocalSpec, parse
+from autopipe.stage_costs import EAGER
 from autopipe.trace import Trace
 
 ROWS_PER_DEVICE = 8
 """Rows of the batch for each device where nobody says how many."""
+
+NOTHING = "none"
+"""Asks for no block to run again."""
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Say = Callable[[str], None]
@@ -65,9 +70,9 @@ def plan(
     chunks: int | None = None,
     window: int | None = None,
     depth: int | None = None,
-    memory: int | str | None = None,
-    zero: int = 0,
-    recompute: str | Sequence[str] = (),
+    memory: int | str | Sequence[int | str] | None = None,
+    zero: int | None = None,
+    recompute: str | Sequence[str] | None = None,
     planner: str = "dynamic",
     sequence_parallel: bool = False,
     source: str | None = None,
@@ -90,9 +95,12 @@ def plan(
         chunks: stages on each rank, for the schedule interleaved.
         window, depth: at every boundary, the receives posted ahead and, for eager-1f1b, the
             micro-batches in flight besides; None: as many as the link asks for and memory allows.
-        memory: bytes a device may hold ("24GiB"), where that is less than it has.
-        zero: 1 deals out optimizer state over replicas, 3 parameters and gradients too.
-        recompute: blocks that run again in backward: "all", a class of them, or paths.
+        memory: bytes a device may hold ("24GiB"), where that is less than it has; or one such
+            number for each device.
+        zero: 1 deals out optimizer state over replicas, 3 parameters and gradients too; None: as
+            much of it as memory asks for.
+        recompute: blocks that run again in backward: "all", "none", a class of them, or paths;
+            None: as few as memory asks for.
         planner: "dynamic", "exhaustive" or "uniform".
         sequence_parallel: with tp, also shard the batch's second dim between layers, where that
             takes less time; it holds less.
@@ -115,30 +123,37 @@ def plan(
     machine = _cluster(cluster, (pp, dp, tp), say)
     example, specs = _example(inputs)
     rows = batch_size or _rows(inputs, example, specs) or ROWS_PER_DEVICE * machine.num_devices
+    limits = _limits(memory, machine)
     constraints = Constraints(
-        pp, dp, tp, micro_batches, schedule, _bytes(memory), chunks, window, depth, written
+        pp, dp, tp, micro_batches, schedule, limits, chunks, window, depth, zero, None, written
     )
 
     traced = trace_source(model, batches.two_rows(example, specs), specs, loss)
     graph = traced.graph
     flow, blocks = analyse(graph), find_blocks(graph)
-    again = blocks_to_recompute(blocks, [recompute] if isinstance(recompute, str) else recompute)
+    again = None
+    if recompute is not None:
+        words = [recompute] if isinstance(recompute, str) else recompute
+        again = blocks_to_recompute(blocks, [word for word in words if word != NOTHING])
     stages = (pp or 1) * (chunks_of(constraints, schedule) if schedule is not None else 1)
     say(_summary(traced, blocks))
     factor = optimizer_factor(_optimizer(optimizer))
-    all_fixed = pp is not None and dp is not None
 
     def at(tp: int) -> tuple[Problem, Draft]:
         sizes = _sizes(rows, machine.num_devices // tp, constraints)
+        # A parameter that ZeRO-3 deals out needs its whole gradient on every tensor-parallel rank.
+        zeros = (zero,) if zero is not None else ZERO if tp == 1 else ZERO[:2]
         degree = as_one_rank(
-            tp, traced, flow, blocks, machine, sizes[0], zero=zero, sequence=sequence_parallel
+            tp, traced, flow, blocks, machine, sizes[0], zero=zeros[-1], sequence=sequence_parallel
         )
         units = find_units(degree.flow, degree.blocks, at_least=stages)
-        problem = build_problem(
+        devices, kinds = machine_of(machine, tp, limits)
+        problem, reruns = build_problem(
             degree.flow,
             degree.blocks,
             units,
-            machine,
+            devices,
+            kinds,
             batch=rows,
             rows=sizes,
             optimizer_factor=factor,
@@ -146,51 +161,55 @@ def plan(
             constraints=constraints,
             precision=precision,
             recompute=again,
-            zero=zero,
+            zeros=zeros,
             tp=tp,
-            sending=partial(sending_seconds, degree),
+            sending=partial(sending_seconds, degree) if tp > 1 else None,
         )
         draft = Draft(
             degree,
             units,
             machine,
             rows,
-            memory=problem.memory,
+            devices,
             precision=precision,
             planner=planner,
             optimizer=optimizer if isinstance(optimizer, str) else "custom",
             optimizer_factor=factor,
-            recompute=again,
-            zero=zero,
+            reruns=reruns,
             constraints=constraints,
             versions=versions(model),
             source=source,
         )
         return problem, draft
 
-    tried = degrees(machine, tp, all_fixed=all_fixed)
-    made = _best_degree(tried, at, PLANNERS[planner])
+    made = _best_degree(degrees(machine, tp), at, PLANNERS[planner])
     check_runs(made)
     return made
 
 
 def _best_degree(
-    tried: Sequence[int], at: Callable[[int], tuple[Problem, Draft]], planner: Planner
+    tried: Sequence[Sequence[int]],
+    at: Callable[[int], tuple[Problem, Draft]],
+    planner: Planner,
 ) -> Plan:
     """The best answer of all tensor-parallel degrees written down; of equal ones the lowest's.
+
+    Args:
+        tried: degrees to try, and others to try only where nothing fits at those.
 
     Raises:
         InfeasibleError: no plan fits; of those there could be, the one with the least shortfall.
     """
     answers: dict[int, tuple[Problem, Draft, Answer]] = {}
     refused: list[InfeasibleError] = []
-    for tp in tried:
-        with as_first(tp):
-            try:
-                problem, draft = at(tp)
-                answers[tp] = problem, draft, planner(problem)
-            except InfeasibleError as error:
-                refused.append(error)
+    for further in tried:
+        for tp in further if not answers else ():
+            with as_first(tp):
+                try:
+                    problem, draft = at(tp)
+                    answers[tp] = problem, draft, planner(problem)
+                except InfeasibleError as error:
+                    refused.append(error)
     if not answers:
         raise min(refused, key=lambda error: error.shortfall)
     order = sorted(answers, key=lambda tp: answers[tp][2].estimate.step_seconds)
@@ -216,7 +235,9 @@ def _plan_that_fits(planner: Planner, problem: Problem, draft: Draft, answer: An
         try:
             return draft.plan(answer)
         except Overflow as overflow:
-            problem = replace(problem, memory=problem.memory - overflow.shortfall)
+            machine = problem.machine
+            less = tuple(memory - overflow.shortfall for memory in machine.memory)
+            problem = replace(problem, machine=replace(machine, memory=less))
             try:
                 answer = planner(problem)
             except InfeasibleError:
@@ -240,15 +261,16 @@ def optimizer_factor(make: MakeOptimizer) -> float:
     return held / (parameter.numel() * parameter.element_size())
 
 
-def _refuse_unknown(precision: str, zero: int, planner: str) -> None:
+def _refuse_unknown(precision: str, zero: int | None, planner: str) -> None:
     for what, asked, known in (
         ("precision", precision, tuple(PRECISIONS)),
-        ("ZeRO stage", zero, (0, 1, 3)),
+        ("ZeRO stage", zero, (None, *ZERO)),
         ("planner", planner, tuple(sorted(PLANNERS))),
     ):
         if asked not in known:
             raise AutopipeError(
-                f"there is no {what} {asked!r}", hint=f"one of {', '.join(map(str, known))}"
+                f"there is no {what} {asked!r}",
+                hint=f"one of {', '.join(str(word) for word in known if word is not None)}",
             )
 
 
@@ -299,14 +321,35 @@ def _rows(inputs: Any, example: Any, specs: Sequence[InputSpec]) -> int | None:
     return None if callable(inputs) else batches.rows_of(specs, batches.flatten(example))
 
 
-def _bytes(memory: int | str | None) -> int | None:
+def _limits(
+    memory: int | str | Sequence[int | str] | None, cluster: Cluster
+) -> tuple[int, ...] | None:
+    """A limit for each device, from one for all of them or from one for each.
+
+    Raises:
+        AutopipeError: a text is no size, or there are more or fewer limits than devices.
+    """
+    if memory is None:
+        return None
+    each = memory.split(",") if isinstance(memory, str) else memory
+    devices = cluster.num_devices
+    limits = [_bytes(each)] if isinstance(each, int) else [_bytes(limit) for limit in each]
+    if len(limits) == 1:
+        return tuple(limits * devices)
+    if len(limits) != devices:
+        raise AutopipeError(
+            f"memory: {len(limits)} limits were given for the {devices} devices of {cluster.name}",
+            hint="one limit for all devices, or one for each, as 80GiB,40GiB,40GiB",
+        )
+    return tuple(limits)
+
+
+def _bytes(memory: int | str) -> int:
     """Bytes from a number or text: 24GiB, 24GB, 512MiB, 1000000.
 
     Raises:
         AutopipeError: the text is no size.
     """
-    if memory is None:
-        return None
     size = memory if isinstance(memory, int) else _parsed(memory)
     if size < 1:
         raise AutopipeError(f"memory {memory!r} is {size} bytes, expected at least 1")

@@ -9,14 +9,19 @@ is a range of units [i, j); a candidate is a mesh, a number of micro-batches and
 
 Everything a stage pays is a sum over its range of what is here: seconds per unit, bytes that a
 range pays for once however many of its units use them (`Shared`), storages kept from forward to
-backward (`Saved`), and tensors that cross a cut (`Crossing`).
+backward (`Saved`), and tensors that cross a cut (`Crossing`). A block may run again in backward:
+then it takes its forward's seconds once more, and keeps none of what only itself would keep.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from autopipe.machine import Machine
 from autopipe.schedule import Programs
+from autopipe.schedule import splits as halved
+from autopipe.schedules import named
 
 
 @dataclass(frozen=True)
@@ -33,11 +38,14 @@ class Saved:
 
     It is made in unit `producer`; a stage that starts after the producer has received the tensor
     instead and pays for it as a `Crossing`. None: made anew in every stage that needs it.
+    `rerun` is the number of the block that makes it and alone keeps it; if that one runs again,
+    nobody keeps it.
     """
 
     bytes: int
     producer: int | None
     savers: tuple[int, ...]
+    rerun: int | None = None
 
 
 @dataclass(frozen=True)
@@ -53,18 +61,28 @@ class Crossing:
     gradient: bool
 
 
+Seconds = tuple[float, ...]
+
+
 @dataclass(frozen=True)
 class Profile:
-    """What one micro-batch of `rows` rows costs on one device, by unit.
+    """What one micro-batch of `rows` rows costs, by unit.
 
-    `forward` and `backward` are seconds per unit, as many as the problem has units.
+    Args:
+        forward, backward: of each kind of device the seconds of each unit.
+        again: of each of the problem's reruns and each kind of device, the seconds that it takes a
+            second time in each of its units.
+        exchange: of each unit, the seconds of `forward` and `backward` together in which
+            tensor-parallel ranks exchange something; none at all if there are none.
     """
 
     rows: int
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
+    forward: tuple[Seconds, ...]
+    backward: tuple[Seconds, ...]
     saved: tuple[Saved, ...]
     crossings: tuple[Crossing, ...]
+    again: tuple[tuple[Seconds, ...], ...] = ()
+    exchange: Seconds = ()
 
 
 @dataclass(frozen=True)
@@ -72,9 +90,10 @@ class Constraints:
     """What the user has fixed; None leaves it to the planner.
 
     `chunks` are the stages on each rank under the schedule interleaved; `window` and `depth` hold
-    at every boundary: receives posted ahead, and the micro-batches in flight besides. `programs` is
-    a schedule that the user has written: `schedule` is then `WRITTEN`, and pp and micro_batches are
-    those it is for.
+    at every boundary: receives posted ahead, and the micro-batches in flight besides. `recompute`
+    are numbers of the problem's reruns: those, and no others, run again. `programs` is a schedule
+    that the user has written: `schedule` is then `WRITTEN`, and pp and micro_batches are those it
+    is for.
     """
 
     pp: int | None = None
@@ -82,20 +101,25 @@ class Constraints:
     tp: int | None = None
     micro_batches: int | None = None
     schedule: str | None = None
-    memory: int | None = None
+    memory: tuple[int, ...] | None = None
     chunks: int | None = None
     window: int | None = None
     depth: int | None = None
+    zero: int | None = None
+    recompute: tuple[int, ...] | None = None
     programs: Programs = ()
 
 
 WRITTEN = "written"
 """The name of a schedule from a file."""
 
+ZERO = (0, 1, 3)
+"""The ZeRO stages there are, by what they deal out; the least is preferred."""
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Problem:
-    """All that a planner may look at.
+    """All that a planner may look at; the same one is only itself.
 
     Args:
         units: how many units the model has.
@@ -105,14 +129,17 @@ class Problem:
         optimizer_factor: bytes of optimizer state per byte of trainable parameter.
         profiles: one per micro-batch size worth considering, `rows` ascending.
         batch: rows of the whole batch.
-        devices: for how many pp * dp there are devices; all are taken for equal to the weakest.
-        memory: bytes of the smallest device, or the user's lower limit.
-        latency: seconds before the first byte between two devices.
-        bandwidth: bytes a second between two devices, one direction.
+        machine: the devices.
         window: receives posted ahead per boundary.
         constraints: what the user has fixed.
-        zero: the ZeRO stage.
+        reruns: ranges [first, last) of units, one per block that can run again, in order; in the
+            first and in the last of its units may stand something else besides.
+        zeros: the ZeRO stages to choose from, ascending.
         tp: the tensor-parallel degree that the profiles are for.
+        steady: not a step is to be the shortest but its period, as in a pipeline that is never
+            drained; a transfer then takes the time of both who send and who receive.
+        reruns_stay: what a block has made again stays until its stage's backward is over; else only
+            until its own is, so that there is that of one block at a time.
     """
 
     units: int
@@ -122,28 +149,58 @@ class Problem:
     optimizer_factor: float
     profiles: tuple[Profile, ...]
     batch: int
-    devices: int
-    memory: int
-    latency: float
-    bandwidth: float
+    machine: Machine
     window: int
     constraints: Constraints
-    zero: int = 0
+    reruns: tuple[tuple[int, int], ...] = ()
+    zeros: tuple[int, ...] = (0,)
     tp: int = 1
+    steady: bool = False
+    reruns_stay: bool = False
 
 
-@dataclass(frozen=True)
-class Decision:
-    """A planner's answer: the mesh, the micro-batches, the schedule and the cuts between units.
+def splits(problem: Problem, schedule: str) -> bool:
+    """Whether a schedule has backward in halves; what is split cannot run again."""
+    programs = problem.constraints.programs
+    return halved(programs) if programs else named(schedule).splits
 
-    A pipeline has one stage more than cuts; each of its pp ranks holds equally many.
+
+class Frame(NamedTuple):
+    """A candidate before its cuts: a mesh, the micro-batches, and how they run.
+
+    `depth` are the micro-batches in flight besides at every boundary: of eager-1f1b alone.
     """
 
     pp: int
     dp: int
     micro_batches: int
+    zero: int
     schedule: str
+    depth: int = 0
+
+    def __str__(self) -> str:
+        words = f"pp={self.pp} dp={self.dp} micro_batches={self.micro_batches}"
+        if self.zero:
+            words += f" zero={self.zero}"
+        return words
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A planner's answer: the frame, the cuts, what runs again, and whose devices are whose.
+
+    A pipeline has one stage more than cuts; each of its pp ranks holds equally many.
+
+    Args:
+        recompute: numbers of the problem's reruns, ascending, of each stage.
+        groups: of each of the pp ranks the number of its group of `dp` devices
+            (`Machine.groups`); empty: they stand in that order.
+    """
+
+    frame: Frame
     cuts: tuple[int, ...]
+    recompute: tuple[tuple[int, ...], ...] = ()
+    groups: tuple[int, ...] = ()
 
     @property
     def stages(self) -> int:

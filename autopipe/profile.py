@@ -20,15 +20,17 @@ from torch import Tensor, fx
 
 from autopipe import cost
 from autopipe.blocks import Block
-from autopipe.cluster import Cluster
+from autopipe.cluster import Device
 from autopipe.dataflow import Dataflow
 from autopipe.fake import fake_mode, storage_key
 from autopipe.graph import Graph, Ref, State, bytes_at, shape_at
 from autopipe.lower import NODE_NAME, lower
+from autopipe.machine import Machine
 from autopipe.opaque import observing
 from autopipe.partition import legal_cuts, partition
 from autopipe.precision import LOWERED, PRECISIONS, WideStatistics, arithmetic, computing
-from autopipe.problem import Constraints, Crossing, Problem, Profile, Saved, Shared
+from autopipe.problem import Constraints, Crossing, Problem, Profile, Saved, Seconds, Shared
+from autopipe.recompute import obstacle
 from autopipe.rehearsal import fake_state
 
 MOST_UNITS = 320
@@ -97,7 +99,8 @@ def build_problem(
     flow: Dataflow,
     blocks: Sequence[Block],
     units: Units,
-    cluster: Cluster,
+    machine: Machine,
+    kinds: Sequence[Device],
     *,
     batch: int,
     rows: Sequence[int],
@@ -105,48 +108,58 @@ def build_problem(
     window: int,
     constraints: Constraints,
     precision: str = "fp32",
-    recompute: Collection[str] = (),
-    zero: int = 0,
+    recompute: Collection[str] | None = None,
+    zeros: tuple[int, ...] = (0,),
     tp: int = 1,
     sending: Callable[[int], Sequence[tuple[float, float]]] | None = None,
-) -> Problem:
-    """The problem of splitting a graph over a cluster.
+) -> tuple[Problem, tuple[str, ...]]:
+    """The problem of splitting a graph over a machine, and the paths of its reruns.
 
     Args:
+        kinds: the machine's kinds of devices.
         batch: rows of the whole batch.
         rows: the micro-batch sizes to consider.
         optimizer_factor: bytes of optimizer state per byte of trainable parameter.
         precision: what matrix products are computed in.
-        recompute: paths of the blocks that run again in backward.
-        zero: the ZeRO stage.
+        recompute: paths of the blocks that run again in backward; None: the planner's choice of
+            all that can.
+        zeros: the ZeRO stages to choose from.
         tp: the tensor-parallel degree whose first rank runs the graph.
         sending: for so many rows the forward and backward seconds that nodes exchange something.
     """
-    graph, device = flow.graph, cluster.slowest_device
-    link = cluster.within if len(cluster.devices_per_node) == 1 else cluster.between
+    graph = flow.graph
     formulas = cost.costs(graph)
     parameters, constants = _states(graph, flow, units)
-    again = np.array(_again(graph, blocks, recompute))
+    may = [
+        block
+        for block in blocks
+        if (recompute is None and obstacle(flow, range(block.first, block.stop)) is None)
+        or (recompute is not None and block.path in recompute)
+    ]
+    again = np.array(_numbers(graph, may))
     dtypes = _dtypes(graph, formulas, precision)
     kept, made_in = _kept(flow, units, sorted(rows), again, precision)
+    starts = np.array(units.starts)
     profiles = []
     for size in sorted(rows):
-        forward, backward = cost.seconds(formulas, size, device, dtypes)
+        exchange = np.zeros((2, len(graph.nodes)))
         if sending is not None:
-            there, back = np.array(sending(size)).T
-            forward, backward = forward + there, backward + back
-        backward = backward + np.where(again >= 0, forward, 0.0)
+            exchange = np.array(sending(size)).T
+        times = [cost.seconds(formulas, size, device, dtypes) + exchange for device in kinds]
         profiles.append(
             Profile(
                 size,
-                _by_unit(forward, units),
-                _by_unit(backward, units),
+                tuple(_by_unit(forward, starts) for forward, _ in times),
+                tuple(_by_unit(backward, starts) for _, backward in times),
                 kept[size],
                 _crossings(flow, units, size, made_in),
+                tuple(
+                    tuple(_of_block(forward, block, units) for forward, _ in times) for block in may
+                ),
+                _by_unit(exchange.sum(axis=0), starts) if sending is not None else (),
             )
         )
-    memory = cluster.smallest_memory
-    return Problem(
+    problem = Problem(
         units=len(units.starts),
         blocks=tuple(_block_units(units, blocks)),
         parameters=parameters,
@@ -154,24 +167,24 @@ def build_problem(
         optimizer_factor=optimizer_factor,
         profiles=tuple(profiles),
         batch=batch,
-        devices=cluster.num_devices // tp,
-        memory=min(memory, constraints.memory or memory),
-        latency=link.latency,
-        bandwidth=link.bandwidth,
+        machine=machine,
         window=window,
-        constraints=constraints,
-        zero=zero,
+        constraints=replace(
+            constraints, recompute=None if recompute is None else tuple(range(len(may)))
+        ),
+        reruns=tuple((units.of(block.first), units.of(block.stop - 1) + 1) for block in may),
+        zeros=zeros,
         tp=tp,
     )
+    return problem, tuple(block.path for block in may)
 
 
-def _again(graph: Graph, blocks: Sequence[Block], recompute: Collection[str]) -> list[int]:
-    """Of each node the number of the block that it is recomputed with, or -1."""
-    again = [-1] * len(graph.nodes)
+def _numbers(graph: Graph, blocks: Sequence[Block]) -> list[int]:
+    """Of each node the number of the block that it is in, or -1."""
+    numbers = [-1] * len(graph.nodes)
     for number, block in enumerate(blocks):
-        if block.path in recompute:
-            again[block.first : block.stop] = [number] * (block.stop - block.first)
-    return again
+        numbers[block.first : block.stop] = [number] * (block.stop - block.first)
+    return numbers
 
 
 def _dtypes(graph: Graph, formulas: Sequence[cost.NodeCost], precision: str) -> list[torch.dtype]:
@@ -183,9 +196,16 @@ def _dtypes(graph: Graph, formulas: Sequence[cost.NodeCost], precision: str) -> 
     ]
 
 
-def _by_unit(seconds: Any, units: Units) -> tuple[float, ...]:
-    bounds = [*units.starts, len(seconds)]
-    return tuple(float(seconds[first:stop].sum()) for first, stop in pairwise(bounds))
+def _by_unit(seconds: NDArray[np.float64], starts: NDArray[np.int64]) -> Seconds:
+    return tuple(np.add.reduceat(seconds, starts).tolist())
+
+
+def _of_block(seconds: NDArray[np.float64], block: Block, units: Units) -> Seconds:
+    """The seconds of a block's own nodes in each of the units it is in."""
+    first, last = units.of(block.first), units.of(block.stop - 1)
+    inside = [start - block.first for start in units.starts[first + 1 : last + 1]]
+    own = seconds[block.first : block.stop]
+    return tuple(np.add.reduceat(own, np.array([0, *inside])).tolist())
 
 
 def _block_units(units: Units, blocks: Sequence[Block]) -> list[tuple[int, int]]:
@@ -286,8 +306,11 @@ def _observe(
 ) -> tuple[tuple[Saved, ...], Made]:
     """Run the graph on tensors without memory; note who made and who keeps each kept storage.
 
-    What a block that runs again makes and keeps for itself is not kept. Also returns what each
-    value was made in.
+    Args:
+        again: of each node the number of the block that it may run again with, or -1.
+
+    Returns:
+        The storages, and what each value was made in.
     """
     graph = flow.graph
     (whole,) = partition(flow, ())
@@ -304,21 +327,14 @@ def _observe(
         watch = _Watch(flow, lowered.module, owned)
         with observing(watch.pack), computing(how):
             watch.run(*inputs)
-    saved = tuple(
-        Saved(
-            storage.bytes,
-            None if flow.local[storage.made] else units.of(storage.made),
-            tuple(sorted({units.of(position) for position in savers})),
-        )
-        for storage in watch.kept.values()
-        if (savers := [s for s in storage.savers if not _within(again, storage.made, s)])
-    )
-    return saved, watch.made_in
-
-
-def _within(again: NDArray[np.int64], made: int, saver: int) -> bool:
-    """Whether both nodes run again, with the same block."""
-    return bool(again[saver] >= 0 and again[saver] == again[made])
+    saved = []
+    for storage in watch.kept.values():
+        producer = None if flow.local[storage.made] else units.of(storage.made)
+        savers = tuple(sorted({units.of(position) for position in storage.savers}))
+        alone = {int(again[storage.made]), *again[storage.savers].tolist()}
+        number = alone.pop() if len(alone) == 1 else -1
+        saved.append(Saved(storage.bytes, producer, savers, number if number >= 0 else None))
+    return tuple(saved), watch.made_in
 
 
 class _Watch(fx.Interpreter):

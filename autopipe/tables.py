@@ -13,10 +13,10 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from autopipe.problem import Crossing, Problem, Profile, Saved, Shared
+from autopipe.problem import Crossing, Problem, Profile, Saved, Seconds, Shared
 
 Bytes = NDArray[np.int64]
-Seconds = NDArray[np.float64]
+Times = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,15 +25,16 @@ class Tables:
 
     `tables` gives all ranges, shape (units + 1, units + 1), where entry [i, j] is of the range
     [i, j) and zero unless i < j. `at` selects some of them, in any shape. Seconds and bytes are of
-    one micro-batch.
+    one micro-batch; `forward` and `backward` have an array for each kind of device.
 
     `gathered` are bytes of parameters that ZeRO-3 makes whole while a backward runs: 2 R + 7 U as
     in `autopipe.runtime.fully_sharded`, U being the largest of the problem's blocks that the range
     has any unit of, and R what is trainable in the range and in no block.
     """
 
-    forward: Seconds
-    backward: Seconds
+    forward: tuple[Times, ...]
+    backward: tuple[Times, ...]
+    exchange: Times
     trainable: Bytes
     constants: Bytes
     gathered: Bytes
@@ -46,12 +47,39 @@ class Tables:
     def at(self, first: ArrayLike, end: ArrayLike) -> Tables:
         """The ranges [first, end), two index arrays of one shape, which the fields then have."""
         index = np.asarray(first), np.asarray(end)
-        return Tables(*(np.asarray(getattr(self, field.name)[index]) for field in fields(self)))
+
+        def select(whole: tuple[Times, ...] | NDArray[np.generic]) -> object:
+            if isinstance(whole, tuple):
+                return tuple(np.asarray(kind[index]) for kind in whole)
+            return np.asarray(whole[index])
+
+        return Tables(*(select(getattr(self, field.name)) for field in fields(self)))  # type: ignore[arg-type]
 
 
 def tables(problem: Problem, profile: Profile) -> Tables:
-    """All ranges of the problem's units under one profile; cached, for the last few profiles."""
-    return _tables(problem.units, problem.parameters, problem.constants, problem.blocks, profile)
+    """All ranges of the problem's units under one profile; the last few are remembered."""
+    return _tables(problem, profile.rows)
+
+
+@lru_cache(maxsize=16)
+def _tables(problem: Problem, rows: int) -> Tables:
+    profile = next(profile for profile in problem.profiles if profile.rows == rows)
+    units, crossings = problem.units, profile.crossings
+    returning = tuple(crossing for crossing in crossings if crossing.gradient)
+    held = _of_states(units, problem.parameters, problem.constants, problem.blocks)
+    return Tables(
+        forward=tuple(map(_prefix, profile.forward)),
+        backward=tuple(map(_prefix, profile.backward)),
+        exchange=_prefix(profile.exchange or (0.0,) * units),
+        trainable=held[0],
+        constants=held[1],
+        gathered=held[2],
+        saved=_fill(units, _saved(units, profile.saved)),
+        received=_fill(units, _received(units, crossings)),
+        received_gradient=_fill(units, _received(units, returning)),
+        sent=_fill(units, _sent(crossings)),
+        sent_gradient=_fill(units, _sent(returning)),
+    )
 
 
 # What a stage pays for is a set of items, and an item counts for a range at most once. In the plane
@@ -66,29 +94,21 @@ _Rectangle = tuple[int, int, int, int, int]  # bytes, for first <= i <= last and
 
 
 @lru_cache(maxsize=16)
-def _tables(
+def _of_states(
     units: int,
     parameters: tuple[Shared, ...],
     constants: tuple[Shared, ...],
     blocks: tuple[tuple[int, int], ...],
-    profile: Profile,
-) -> Tables:
-    returning = tuple(crossing for crossing in profile.crossings if crossing.gradient)
-    return Tables(
-        forward=_prefix(profile.forward),
-        backward=_prefix(profile.backward),
-        trainable=_fill(units, _held(units, parameters)),
-        constants=_fill(units, _held(units, constants)),
-        gathered=_gathered(units, parameters, blocks),
-        saved=_fill(units, _saved(units, profile.saved)),
-        received=_fill(units, _received(units, profile.crossings)),
-        received_gradient=_fill(units, _received(units, returning)),
-        sent=_fill(units, _sent(profile.crossings)),
-        sent_gradient=_fill(units, _sent(returning)),
+) -> tuple[Bytes, Bytes, Bytes]:
+    """What no profile changes: trainable, constant and gathered bytes."""
+    return (
+        _fill(units, _held(units, parameters)),
+        _fill(units, _held(units, constants)),
+        _gathered(units, parameters, blocks),
     )
 
 
-def _prefix(seconds: tuple[float, ...]) -> Seconds:
+def _prefix(seconds: Seconds) -> Times:
     sums = np.concatenate(([0.0], np.cumsum(seconds)))
     return np.triu(sums[None, :] - sums[:, None])
 
@@ -124,7 +144,12 @@ def _gathered(
     return 2 * _fill(units, _held(units, outside)) + 7 * np.triu(largest, 1)
 
 
-def _saved(units: int, items: tuple[Saved, ...]) -> Iterable[_Rectangle]:
+def dropped(units: int, items: Iterable[Saved]) -> Bytes:
+    """Bytes that each range saves of these items alone, as `Tables.saved` counts them."""
+    return _fill(units, _saved(units, items))
+
+
+def _saved(units: int, items: Iterable[Saved]) -> Iterable[_Rectangle]:
     for item in items:
         for before, saver in zip((-1, *item.savers), item.savers, strict=False):
             # A range that starts after the producer has received the tensor: see `_received`.

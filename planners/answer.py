@@ -1,25 +1,30 @@
-"""From a planner's choice in every frame to its answer: the best one, and the reasons for it.
+"""From a planner's choice in every frame to its answer: the best one, and what comes next.
 
 A planner proper is a `Choice`: given a frame it returns the fastest decision that fits, or, where
 none fits, one that is as near to fitting as it can find. Everything else is the same for all
-planners and stands here: comparing frames by the shared estimate, what binds the best one, what
-keeps each other one from being it, and the sentence when nothing fits.
+planners and stands here. Frames are tried in the order of what they take at least, by `bound`,
+
+    step >= of_sum * W + of_largest * W / stages        W: the whole model on the fastest device
+
+and once two meshes are known that take less than the next bound, no frame that is left can be the
+best or the second best mesh: those are not tried. What the best one takes is then a proved bound
+for all plans that the frames allow.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import numpy as np
-
-from autopipe.errors import InfeasibleError
-from autopipe.estimate import Estimate, chunks_of, estimate, peak, profile_of, weights
-from autopipe.plan import Alternative, Memory
-from autopipe.planners.search import Frame, frames, one_of, schedules
-from autopipe.problem import Decision, Problem
+from autopipe.estimate import Estimate, chunks_of, estimate, profile_of, weights
+from autopipe.plan import Alternative
+from autopipe.planners import reasons
+from autopipe.planners.amounts import percent
+from autopipe.planners.search import frames
+from autopipe.problem import Decision, Frame, Problem
+from autopipe.stage_costs import gather_seconds
 from autopipe.tables import tables
 
 Choice = Callable[[Problem, Frame], Decision]
@@ -27,11 +32,8 @@ Choice = Callable[[Problem, Frame], Decision]
 TOLERANCE = 1e-9
 """Steps whose seconds differ by less, relatively, tie: the order of a sum must decide nothing."""
 
-UNLIMITED = 2**62
-"""Bytes of a device that holds everything."""
-
-VISIBLE = 5e-4
-"""The least relative difference that `percent` does not print as nothing."""
+MOST_TRIED = 24
+"""Frames that are looked at again, as if memory had no limit, to say what it costs."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +41,13 @@ class Answer:
     """What a planner returns.
 
     Args:
-        decision: the best decision it knows. Ties go to fewer stages, then fewer micro-batches,
-            then `1f1b`.
+        decision: the best decision it knows. Ties go to fewer stages, then more replicas, fewer
+            micro-batches, less ZeRO, then `1f1b`.
         estimate: what that costs.
         bound_seconds: by the estimate no plan under the same constraints takes less for a step.
         binding: a sentence on what keeps the step from being faster.
-        alternatives: the best decision of each other frame: those that fit, fastest first, then
-            those that do not, the nearest first.
+        alternatives: the best decision of each other mesh: those that fit, fastest first, then
+            those of which a bound was enough, then those that do not fit, the nearest first.
     """
 
     decision: Decision
@@ -55,17 +57,20 @@ class Answer:
     alternatives: tuple[Alternative, ...]
 
 
-class _Scored(NamedTuple):
+class Scored(NamedTuple):
+    """A decision and what it costs."""
+
     decision: Decision
     estimate: Estimate
 
     @property
-    def frame(self) -> Frame:
-        return Frame(self.decision.pp, self.decision.dp, self.decision.micro_batches)
+    def mesh(self) -> tuple[int, int]:
+        """Stages and replicas."""
+        return self.decision.frame[:2]
 
 
 def best_answer(problem: Problem, choice: Choice, *, heuristic: str | None = None) -> Answer:
-    """Choose in every frame and return the best, with its reasons.
+    """Choose in every frame that may win and return the best, with its reasons.
 
     Args:
         choice: see the module.
@@ -75,26 +80,86 @@ def best_answer(problem: Problem, choice: Choice, *, heuristic: str | None = Non
     Raises:
         InfeasibleError: the constraints contradict each other, or no decision fits.
     """
-    scored = [_score(problem, choice(problem, frame)) for frame in frames(problem)]
-    fitting = sorted((s for s in scored if s.estimate.fits), key=lambda s: s.estimate.step_seconds)
+    every = frames(problem)
+    least = {frame: bound(problem, frame) for frame in every}
+    scored = _tried(problem, choice, sorted(every, key=lambda frame: least[frame]), least)
+    fitting = [s for s in scored.values() if s.estimate.fits]
     if not fitting:
-        raise _nothing_fits(problem, scored, heuristic)
-    tied = fitting[0].estimate.step_seconds * (1 + TOLERANCE)
+        raise reasons.nothing_fits(problem, list(scored.values()), heuristic)
+    tied = min(s.estimate.step_seconds for s in fitting) * (1 + TOLERANCE)
     # Frames come in the order in which ties are decided.
-    best = next(s for s in scored if s.estimate.fits and s.estimate.step_seconds <= tied)
-    misfits = sorted((s for s in scored if not s.estimate.fits), key=lambda s: s.estimate.overflow)
+    best = next(
+        scored[frame]
+        for frame in every
+        if frame in scored
+        and scored[frame].estimate.fits
+        and scored[frame].estimate.step_seconds <= tied
+    )
     step = best.estimate.step_seconds
-    # Of several stages on a rank no planner tries unequal shares of the device.
-    exact = heuristic is None and best.decision.stages == best.decision.pp
+    roomy = _without_limit(problem, choice, every, least, step)
     return Answer(
         decision=best.decision,
         estimate=best.estimate,
-        bound_seconds=step if exact else min(_bound(problem, s.frame) for s in scored),
-        binding=_binding(problem, choice, best),
-        alternatives=tuple(
-            _alternative(problem, best, other) for other in fitting + misfits if other is not best
-        ),
+        bound_seconds=step if heuristic is None else min(least.values()),
+        binding=reasons.binding(problem, best, roomy),
+        alternatives=_alternatives(problem, best, scored, least),
     )
+
+
+def _tried(
+    problem: Problem, choice: Choice, order: Sequence[Frame], least: Mapping[Frame, float]
+) -> dict[Frame, Scored]:
+    """Frames in their order, until neither the best nor the second best mesh can be another."""
+    scored: dict[Frame, Scored] = {}
+    fastest: dict[tuple[int, int], float] = {}
+    for frame in order:
+        if len(fastest) > 1 and least[frame] > sorted(fastest.values())[1] * (1 + TOLERANCE):
+            break
+        found = _score(problem, choice(problem, frame))
+        scored[frame] = found
+        if found.estimate.fits:
+            step = found.estimate.step_seconds
+            fastest[found.mesh] = min(step, fastest.get(found.mesh, math.inf))
+    return scored
+
+
+def _without_limit(
+    problem: Problem,
+    choice: Choice,
+    every: Sequence[Frame],
+    least: Mapping[Frame, float],
+    step: float,
+) -> Scored | None:
+    """The best decision if devices held everything, if that is visibly faster than `step`."""
+    machine = problem.machine
+    limitless = replace(machine, memory=(reasons.UNLIMITED,) * machine.devices)
+    roomy, best = replace(problem, machine=limitless), None
+    order = sorted(every, key=lambda frame: least[frame])
+    for frame in order[:MOST_TRIED]:
+        if least[frame] >= step * (1 - reasons.VISIBLE):
+            break
+        found = _score(roomy, choice(roomy, frame))
+        if found.estimate.step_seconds < step * (1 - reasons.VISIBLE):
+            best, step = found, found.estimate.step_seconds
+    return best
+
+
+def bound(problem: Problem, frame: Frame) -> float:
+    """Seconds of a step with perfect balance, free transfers and a free all-reduce."""
+    profile = profile_of(problem, frame.dp, frame.micro_batches)
+    assert profile is not None, "a frame has a profile"
+    quickest = (
+        map(min, zip(*profile.forward, strict=True)),
+        map(min, zip(*profile.backward, strict=True)),
+    )
+    whole = math.fsum(seconds for kind in quickest for seconds in kind)
+    if frame.zero == 3 and problem.machine.alike:
+        ranges = tables(problem, profile).at(0, problem.units)
+        group = problem.machine.groups(frame.dp)[0]
+        whole += 3 * float(gather_seconds(ranges, problem, frame, group))
+    of_sum, of_largest = weights(problem, frame)
+    stages = frame.pp * chunks_of(problem.constraints, frame.schedule)
+    return whole * (of_sum + of_largest / stages)
 
 
 def beside(answer: Answer, others: Mapping[int, Answer]) -> Answer:
@@ -103,18 +168,9 @@ def beside(answer: Answer, others: Mapping[int, Answer]) -> Answer:
     Args:
         others: by their degree; none is faster.
     """
-    step = answer.estimate.step_seconds
     rivals = [
-        Alternative(
-            pp=other.decision.pp,
-            dp=other.decision.dp,
-            tp=tp,
-            micro_batches=other.decision.micro_batches,
-            schedule=other.decision.schedule,
-            step_seconds=other.estimate.step_seconds,
-            why=_slower(other.estimate.step_seconds, step),
-        )
-        for tp, other in others.items()
+        alternative(tp, Scored(answer.decision, answer.estimate), Scored(o.decision, o.estimate))
+        for tp, o in others.items()
     ]
     known = (*rivals, *answer.alternatives)
     return replace(
@@ -126,194 +182,75 @@ def beside(answer: Answer, others: Mapping[int, Answer]) -> Answer:
     )
 
 
-def _slower(seconds: float, than: float) -> str:
-    if seconds > than * (1 + VISIBLE):
-        return f"{percent(seconds / than - 1)} slower"
-    return "as fast; ties go to fewer stages, then to fewer micro-batches"
+def _score(problem: Problem, decision: Decision) -> Scored:
+    return Scored(decision, estimate(problem, decision))
 
 
-def _score(problem: Problem, decision: Decision) -> _Scored:
-    return _Scored(decision, estimate(problem, decision))
-
-
-def _bound(problem: Problem, frame: Frame) -> float:
-    """Seconds of a step with perfect balance, free transfers and a free all-reduce."""
-    profile = profile_of(problem, frame.dp, frame.micro_batches)
-    assert profile is not None, "a frame has a profile"
-    whole = math.fsum(profile.forward + profile.backward)
-    steps = []
-    for name in schedules(problem):
-        of_sum, of_largest = weights(problem, name, frame.micro_batches)
-        stages = frame.pp * chunks_of(problem.constraints, name)
-        steps.append(whole * (of_sum + of_largest / stages))
-    return min(steps)
-
-
-def _alternative(problem: Problem, best: _Scored, other: _Scored) -> Alternative:
-    decision, found = other
-    step = best.estimate.step_seconds
-    if not found.fits:
-        amount = Amount(problem.memory)
-        limit = amount.of(problem.memory)
-        needing, held = _fullest(found)
-        need = amount(held.peak)
-        if need == amount(problem.memory):
-            why = f"{needing} {found.overflow} bytes more than {limit}"
+def _alternatives(
+    problem: Problem,
+    best: Scored,
+    scored: Mapping[Frame, Scored],
+    least: Mapping[Frame, float],
+) -> tuple[Alternative, ...]:
+    """The best of every other mesh."""
+    fitting: dict[tuple[int, int], Scored] = {}
+    nearest: dict[tuple[int, int], Scored] = {}
+    for found in scored.values():
+        if found.estimate.fits:
+            known = fitting.get(found.mesh)
+            if known is None or found.estimate.step_seconds < known.estimate.step_seconds:
+                fitting[found.mesh] = found
         else:
-            why = f"{needing} {need} of {limit}"
-    else:
-        why = _slower(found.step_seconds, step)
-    return Alternative(
-        pp=decision.pp,
-        dp=decision.dp,
-        tp=problem.tp,
-        micro_batches=decision.micro_batches,
-        schedule=decision.schedule,
-        step_seconds=found.step_seconds if found.fits else None,
-        why=why,
-    )
-
-
-def _fullest(found: Estimate) -> tuple[str, Memory]:
-    """`stage 0 needs`, and all that the stages of the fullest device hold."""
-    parts = [vars(found.stages[stage].memory) for stage in found.worst]
-    held = Memory(**{name: sum(part[name] for part in parts) for name in parts[0]})
-    *most, last = map(str, found.worst)
-    words = f"stages {', '.join(most)} and {last} need" if most else f"stage {last} needs"
-    return words, held
-
-
-def _binding(problem: Problem, choice: Choice, best: _Scored) -> str:
-    """What keeps the step from being faster: idle devices, memory, or the balance of stages."""
-    reasons = []
-    decision, found = best
-    used = decision.pp * decision.dp
-    if used < problem.devices:
-        reasons.append(
-            f"{problem.devices - used} of {problem.devices} devices stay idle, as "
-            f"pp={decision.pp} dp={decision.dp} was asked for"
-        )
-
-    roomy = replace(problem, memory=UNLIMITED)
-    visibly_faster = found.step_seconds * (1 - VISIBLE)
-    promising = [f for f in frames(problem) if _bound(problem, f) < visibly_faster]
-    unlimited = [_score(roomy, choice(roomy, frame)) for frame in promising]
-    first = min(unlimited, key=lambda s: s.estimate.step_seconds, default=best)
-    if first.estimate.step_seconds < visibly_faster:
-        gain = percent(1 - first.estimate.step_seconds / found.step_seconds)
-        limit = Amount(problem.memory).of(problem.memory)
-        reasons.append(
-            f"memory: without the limit of {limit}, {first.frame} would be {gain} faster"
-        )
-
-    seconds = [stage.period for stage in found.stages]
-    slowest = max(range(decision.stages), key=lambda s: seconds[s])
-    mean = sum(seconds) / len(seconds)
-    pace = f"stage {slowest} sets the pace with {duration(seconds[slowest])} a micro-batch"
-    if decision.pp > 1 and mean > 0:
-        pace += f", {percent(seconds[slowest] / mean - 1)} above the mean stage"
-    if found.reduce_seconds > VISIBLE * found.step_seconds:
-        pace += (
-            f"; reducing its gradients takes {percent(found.reduce_seconds / found.step_seconds)}"
-        )
-    return "; ".join((*reasons, pace))
-
-
-def _nothing_fits(
-    problem: Problem, scored: list[_Scored], heuristic: str | None
-) -> InfeasibleError:
-    nearest = min(scored, key=lambda s: s.estimate.overflow)
-    found = nearest.estimate
-    needing, held = _fullest(found)
-    amount = Amount(problem.memory)
-    in_flight = max(found.stages[stage].in_flight for stage in found.worst)
-    flying = f"{in_flight} micro-batch{'' if in_flight == 1 else 'es'}"
-    kind = f"{heuristic} plan" if heuristic else "plan"
-    parts = [
-        (held.parameters + held.gradients + held.optimizer, "parameters, gradients and optimizer"),
-        (held.buffers, "buffers"),
-        (held.activations, f"activations of {flying} in flight"),
-        (held.transfers, "transfers"),
+            known = nearest.get(found.mesh)
+            if known is None or found.estimate.overflow < known.estimate.overflow:
+                nearest[found.mesh] = found
+    fitting.pop(best.mesh, None)
+    steps = sorted(fitting.values(), key=lambda found: found.estimate.step_seconds)
+    untried: dict[tuple[int, int], Frame] = {}
+    for frame in least:
+        mesh = frame[:2]
+        if frame not in scored and mesh not in fitting and mesh != best.mesh:
+            if mesh not in untried or least[frame] < least[untried[mesh]]:
+                untried[mesh] = frame
+    bounded = sorted(untried.values(), key=lambda frame: least[frame])
+    misfits = [
+        found
+        for mesh, found in nearest.items()
+        if mesh not in fitting and mesh not in untried and mesh != best.mesh
     ]
-    listed = ", ".join(
-        f"{amount(size)} {what}" for size, what in parts if amount(size) != amount(0)
-    )
-    of_tp = f" tp={problem.tp}" if problem.tp > 1 else ""
-    return InfeasibleError(
-        f"no {kind} fits {amount.of(problem.memory)} a device: nearest is "
-        f"{nearest.frame}{of_tp}, whose {needing} {amount.of(held.peak)}, "
-        f"{found.overflow} bytes too many ({listed}).",
-        hint=_what_would_help(problem, scored, nearest, heuristic),
-        shortfall=found.overflow,
+    return (
+        *(alternative(problem.tp, best, found) for found in steps),
+        *(_bounded(problem, best, frame, least[frame]) for frame in bounded),
+        *(
+            alternative(problem.tp, best, found)
+            for found in sorted(misfits, key=lambda found: found.estimate.overflow)
+        ),
     )
 
 
-def _what_would_help(
-    problem: Problem, scored: list[_Scored], nearest: _Scored, heuristic: str | None
-) -> str:
-    asked, helps = problem.constraints, []
-    if heuristic:
-        helps.append("the planner `dynamic`, which places cuts by memory")
-    if _more_stages_could_fit(problem, scored):
-        if asked.pp is not None:
-            helps.append(f"more stages than pp={asked.pp}")
-        elif asked.dp is not None and asked.dp > 1:
-            helps.append(f"less than dp={asked.dp}, and so more stages")
-        else:
-            helps.append(f"more than {problem.devices} devices")
-    _, held = _fullest(nearest.estimate)
-    in_flight = max(nearest.estimate.stages[stage].in_flight for stage in nearest.estimate.worst)
-    rows = problem.batch // (nearest.decision.dp * nearest.decision.micro_batches)
-    moving = held.activations + held.transfers > 0
-    if asked.micro_batches is not None and moving and problem.profiles[0].rows < rows:
-        helps.append(f"more micro-batches than {asked.micro_batches}, which makes them smaller")
-    if asked.schedule is not None and asked.schedule != "1f1b" and in_flight > 1:
-        helps.append("the schedule 1f1b, which holds fewer micro-batches")
-    what = "devices" if asked.memory is None else "a memory limit"
-    helps.append(f"{what} of {Amount(problem.memory).ceiling(held.peak)}")
-    return one_of(helps)
+def alternative(tp: int, best: Scored, other: Scored) -> Alternative:
+    """A decision beside the best one."""
+    frame, found = other.decision.frame, other.estimate
+    return Alternative(
+        pp=frame.pp,
+        dp=frame.dp,
+        tp=tp,
+        micro_batches=frame.micro_batches,
+        schedule=frame.schedule,
+        step_seconds=found.step_seconds if found.fits else None,
+        why=reasons.slower(best.estimate, found) if found.fits else reasons.misfit(found),
+    )
 
 
-def _more_stages_could_fit(problem: Problem, scored: list[_Scored]) -> bool:
-    """Every unit fits a device of its own, and that has not been tried."""
-    if max(s.decision.pp for s in scored) == problem.units:
-        return False
-    first = np.arange(problem.units)
-    alone = tables(problem, problem.profiles[0]).at(first, first + 1)
-    dp = problem.constraints.dp or 1
-    return bool(peak(alone, problem, 1, 1, dp).max() <= problem.memory)
-
-
-class Amount:
-    """Prints bytes in one unit: the largest of which `scale` bytes are at least a tenth."""
-
-    def __init__(self, scale: int) -> None:
-        sizes = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
-        fitting = (name for name, size in sizes.items() if 10 * scale >= size)
-        self.unit = next(fitting, "bytes")
-        self.size = sizes.get(self.unit, 1)
-
-    def __call__(self, size: float) -> str:
-        """The bare number: `18.3`."""
-        return f"{size / self.size:.1f}" if self.size > 1 else f"{size:.0f}"
-
-    def of(self, size: float) -> str:
-        """The number and its unit: `18.3 GiB`."""
-        return f"{self(size)} {self.unit}"
-
-    def ceiling(self, size: int) -> str:
-        """As `of`, but rounded up, so that what is printed is enough."""
-        return self.of(math.ceil(10 * size / self.size) * self.size / 10)
-
-
-def percent(ratio: float) -> str:
-    """`0.3 %`, `12 %`."""
-    return f"{100 * max(ratio, 0.0):.{1 if ratio < 0.0995 else 0}f} %"  # never -0.0 %
-
-
-def duration(seconds: float) -> str:
-    """Three digits and a unit: `12.3 ms`."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} us"
+def _bounded(problem: Problem, best: Scored, frame: Frame, least: float) -> Alternative:
+    """A mesh that was not tried, as even its bound is too slow."""
+    more = percent(least / best.estimate.step_seconds - 1)
+    return Alternative(
+        pp=frame.pp,
+        dp=frame.dp,
+        tp=problem.tp,
+        micro_batches=frame.micro_batches,
+        schedule=frame.schedule,
+        step_seconds=None,
+        why=f"at least {more} slower, even if its stages were perfectly balanced",
+    )

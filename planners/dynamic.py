@@ -1,24 +1,33 @@
 """The fastest plan, exactly, by dynamic programs over stages from the last one backwards.
 
-**Variables.** A frame (pp, dp, m) is fixed: there are few, and all are tried. Left are the cuts
-0 = c_0 < c_1 < ... < c_p = n of n units into p stages.
+**Variables.** A frame (pp, dp, m, zero, schedule, depth) is fixed: frames are tried one after the
+other. Left are the cuts 0 = c_0 < c_1 < ... < c_p = n of n units into p stages, the group of
+devices g_s that holds stage s, and the blocks R_s that run again in it.
 
-**Constraints.** Stage s holds in_flight(s) micro-batches, a number that its place alone decides:
+**Constraints.** Stage s holds in_flight(s) micro-batches, a number that its place alone decides;
+no group holds two stages, and those of one class are used in rank order;
 
-    peak_s(c_s, c_{s+1}) <= room             else t_s(c_s, c_{s+1}) = infinity    -> `_seconds`
+    peak_s(c_s, c_{s+1}, R_s) <= room(g_s)          else t_s = infinity         -> `estimate.costs`
+
+R_s matters to its own stage alone: of all that fit the cheapest is taken before anything else
+(`autopipe.reruns`), and t_s(i, j) is a number for every place and range.
 
 **Objective.** By `autopipe.estimate`, with t_s the seconds of a micro-batch in stage s,
 
     step = T + (m - 1) * M,    T = sum_s t_s + reduce_0,    M = max_s t_s
 
-or with other weights than 1 and m - 1, and under eager-1f1b another t_s for M, where the schedule
-asks for them; what follows holds for any.
+or with other weights than 1 and m - 1, another t_s for M, or M no less than a constant, where the
+schedule asks for them; what follows holds for any.
 
-T and M are each easy. Let V_s[i] be the best value of stages s .. p - 1 on the units [i, n):
+T and M are each easy. A state is how many groups of each class the stages before s have used, and
+the class of the last, u = (used, last): that tells which group comes next in every class, and the
+link to it. Let V_s[u, i] be the best value of stages s .. p - 1 on the units [i, n):
 
-    V_p[n] = 0,    V_s[i] = min over j > i of  t_s(i, j) (+) V_{s+1}[j]                -> `_tails`
+    V_p[u, n] = 0
+    V_s[u, i] = min over classes c and j > i of  t_s(u, c, i, j) (+) V_{s+1}[u + c, j]   -> `_best`
 
 with (+) a sum gives the least T, and with (+) a maximum the least M, which is M*.
+Where all devices are alike there is one class, and a state for each s: a program over cuts alone.
 
 **Both at once.** For a threshold L let T(L) be the least T of the cuts whose stages all take at
 most L: the sum program with longer ranges forbidden. T(L) never rises with L, and the optimum is
@@ -31,38 +40,42 @@ skips nothing that is better: cuts with a maximum in (M, L] have a sum of at lea
 that beat B have a maximum below (B - T) / (m - 1) with T >= T(L). It ends as soon as
 T(L) + (m - 1) * M* >= B. Starting from B = T(M*) + (m - 1) * M*, that takes few rounds.
 
-Where no cuts fit, the maximum program over peaks finds those whose fullest stage is the least
-full. A program takes O(p n^2), in numpy. The descent is that of Hansen's paths of least sum and
-least maximum (Bicriterion path problems, 1980), on the graph whose nodes are cuts; the objective
-is Alpa's (Zheng et al., OSDI 2022, section 5), which walks up the thresholds instead.
+Where no cuts fit, the maximum program over the bytes beyond what a group may hold finds those
+whose fullest stage is the least too full. A program takes O(p n^2) a state, in numpy. The descent
+is that of Hansen's paths of least sum and least maximum (Bicriterion path problems, 1980), on the
+graph whose nodes are cuts; the objective is Alpa's (Zheng et al., OSDI 2022, section 5), which
+walks up the thresholds instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopipe.estimate import (
+    floor_seconds,
     in_flights,
-    peak,
-    periods,
+    place_of,
+    placement,
     profile_of,
-    reduce_seconds,
-    room,
-    stage_seconds,
+    settle,
     weights,
 )
 from autopipe.planners.answer import TOLERANCE, Answer, best_answer
-from autopipe.planners.search import Frame, undominated
-from autopipe.problem import Decision, Problem
-from autopipe.tables import Tables, tables
+from autopipe.planners.orders import Classes, classes
+from autopipe.problem import Decision, Frame, Problem
+from autopipe.reruns import compositions
+from autopipe.stage_costs import Place, costs
+from autopipe.tables import tables
 
-Costs = NDArray[np.float64]
+Array = NDArray[np.float64]
 """By range: entry [i, j] is of the units [i, j), infinite where a stage may not be that."""
-
-Cuts = tuple[int, ...]
 
 NEXT = 1 - 1e-12
 """Times a maximum: just below it, past those that differ by the order of a sum."""
@@ -70,7 +83,8 @@ NEXT = 1 - 1e-12
 
 def dynamic(problem: Problem) -> Answer:
     """Plan exactly, where each rank has one stage; where it has several, each stage gets an equal
-    share of its device, and what only unequal shares would fit is not found.
+    share of its device and the devices stand in rank order, and what only other shares or another
+    order would fit is not found.
 
     Of equally fast cuts in a frame it takes some with the least maximum, M*, if those are among
     them, and then the earliest: the first stages, where most is in flight, have the least to hold.
@@ -78,116 +92,194 @@ def dynamic(problem: Problem) -> Answer:
     Raises:
         InfeasibleError: no plan fits; the message carries the one that comes nearest.
     """
-    return best_answer(problem, _choose)
+    return best_answer(problem, choose)
 
 
-def _choose(problem: Problem, frame: Frame) -> Decision:
+def choose(problem: Problem, frame: Frame) -> Decision:
+    """The fastest decision of a frame that fits, else the one that is nearest to fitting."""
+    arcs = _arcs(problem, frame)
+    path = _fastest(arcs, weights(problem, frame), floor_seconds(problem, frame))
+    if path is None:
+        path = _best(np.maximum, arcs, lambda arc: arc.beyond)
+    ranks = placement(problem.constraints, frame.schedule, frame.pp)
+    groups = dict(zip(ranks, path.groups, strict=True))
+    return settle(problem, frame, path.cuts, tuple(groups[rank] for rank in range(frame.pp)))
+
+
+class _State(NamedTuple):
+    """How many groups of each class are used, and the last one."""
+
+    used: tuple[int, ...]
+    last: int | None
+
+
+@dataclass(frozen=True, eq=False)
+class _Arc:
+    """A group for a stage: from the state before it to the one after, and what ranges cost there.
+
+    `seconds` go into T and `periods` into M, infinite where a range does not fit; `beyond` are
+    bytes more than the group may hold.
+    """
+
+    source: _State
+    target: _State
+    group: int
+    seconds: Array
+    periods: Array
+    beyond: Array
+
+
+_Layers = list[list[_Arc]]
+"""Of each stage its arcs."""
+
+
+class _Path(NamedTuple):
+    value: float
+    cuts: tuple[int, ...]
+    groups: tuple[int, ...]
+    arcs: tuple[_Arc, ...]
+
+    @property
+    def longest(self) -> float:
+        """The largest period of its stages."""
+        bounds = (0, *self.cuts, len(self.arcs[0].periods) - 1)
+        ranges = zip(self.arcs, pairwise(bounds), strict=True)
+        return float(max(arc.periods[first, last] for arc, (first, last) in ranges))
+
+
+def _arcs(problem: Problem, frame: Frame) -> _Layers:
+    """All that the stages of a frame may be."""
     profile = profile_of(problem, frame.dp, frame.micro_batches)
     assert profile is not None, "a frame has a profile"
-    ranges = tables(problem, profile)
-    reduce = reduce_seconds(ranges, problem, frame.dp)
-
-    nearest: list[tuple[float, Decision]] = []
-    fastest: list[tuple[float, Decision]] = []
-    for name in undominated(problem, frame):
-        peaks = _peaks(ranges, problem, frame, name)
-        of_sum, of_largest = weights(problem, name, frame.micro_batches)
-        found = _fastest(
-            _fitting(peaks, room(problem, name), of_sum * stage_seconds(ranges, problem, frame.dp)),
-            _fitting(peaks, room(problem, name), periods(ranges, problem, name, frame.dp)),
-            reduce,
-            of_largest,
-        )
-        if found is not None:
-            step, cuts = found
-            fastest.append((step, Decision(*frame, name, cuts)))
-        elif not fastest:
-            tails = _tails(np.maximum, peaks)
-            cuts = _walk(np.maximum, peaks, tails)
-            nearest.append((tails[0][0], Decision(*frame, name, cuts)))
-    return min(fastest or nearest, key=lambda choice: choice[0])[1]
-
-
-def _peaks(ranges: Tables, problem: Problem, frame: Frame, name: str) -> list[Costs]:
-    """Peak bytes per stage and range."""
+    ranges, numbers = tables(problem, profile), compositions(problem).number
     units = np.arange(problem.units + 1)
     empty = units[:, None] >= units[None, :]
-    # Linear in the micro-batches in flight: two evaluations serve all stages.
-    none, one = (
-        peak(ranges, problem, frame.micro_batches, n, frame.dp).astype(float) for n in (0, 1)
-    )
-    none[empty] = np.inf
-    each = np.where(empty, 0.0, one - none)
-    return [none + n * each for n in in_flights(problem, name, frame.pp, frame.micro_batches)]
+
+    @cache
+    def costing(place: Place) -> tuple[Array, Array, Array]:
+        found = costs(problem, frame, place, ranges, numbers)
+        misfit = (found.peaks > place.room) | empty
+        return (
+            np.where(misfit, np.inf, found.seconds),
+            np.where(misfit, np.inf, found.periods),
+            np.where(empty, np.inf, found.peaks - place.room),
+        )
+
+    layers = []
+    for stage, (held, steps) in enumerate(
+        zip(in_flights(problem, frame), _steps(problem, frame), strict=True)
+    ):
+        layers.append(
+            [
+                _Arc(
+                    source,
+                    target,
+                    group,
+                    *costing(place_of(problem, frame, stage, held, group, earlier)),
+                )
+                for source, target, group, earlier in steps
+            ]
+        )
+    return layers
 
 
-def _fitting(peaks: Sequence[Costs], limit: int, seconds: Costs) -> list[Costs]:
-    """Seconds per stage and range, infinite where a range does not fit."""
-    return [np.where(bytes <= limit, seconds, np.inf) for bytes in peaks]
+_Step = tuple[_State, _State, int, int | None]
+"""From a state to the next one, the group that takes the stage, and the one before it."""
 
 
-def _fastest(
-    seconds: Sequence[Costs], periods: Sequence[Costs], reduce: Costs, weight: float
-) -> tuple[float, Cuts] | None:
-    """The least step and its cuts, by the descent over thresholds; None if no cuts fit.
+def _steps(problem: Problem, frame: Frame) -> list[list[_Step]]:
+    """Of each stage all steps that any order of groups takes there."""
+    known = classes(problem, frame)
+    if len(known) == 1:
+        ranks = placement(problem.constraints, frame.schedule, frame.pp)
+        states = [_State((stage,), 0) for stage in range(len(ranks) + 1)]
+        earlier = [None, *ranks]
+        return [
+            [(states[stage], states[stage + 1], rank, earlier[stage])]
+            for stage, rank in enumerate(ranks)
+        ]
+    layers: list[list[_Step]] = []
+    reached = [_State((0,) * len(known), None)]
+    for _ in range(frame.pp):
+        layers.append([step for state in reached for step in _further(known, state)])
+        reached = list(dict.fromkeys(target for _, target, _, _ in layers[-1]))
+    return layers
+
+
+def _further(known: Classes, state: _State) -> Iterator[_Step]:
+    """The steps from a state: one to each class that has a group left."""
+    used, last = state
+    earlier = None if last is None else known[last][used[last] - 1]
+    for kind, groups in enumerate(known):
+        if used[kind] < len(groups):
+            taken = (*used[:kind], used[kind] + 1, *used[kind + 1 :])
+            yield state, _State(taken, kind), groups[used[kind]], earlier
+
+
+def _fastest(layers: _Layers, weights: tuple[float, float], floor: float) -> _Path | None:
+    """The path of the least step, by the descent over thresholds; None if no cuts fit.
 
     Args:
-        seconds: what a stage adds to T, one array per stage.
-        periods: those of which M is the largest.
-        reduce: seconds of the all-reduce, for the range that stage 0 gets.
-        weight: of M in the step.
+        weights: of T and of M in the step.
+        floor: what M counts as at least.
     """
-    least = float(_tails(np.maximum, periods)[0][0])
+    of_sum, of_largest = weights
+    least = _best(np.maximum, layers, lambda arc: arc.periods).value
     if least == np.inf:
         return None
-    total, longest, cuts = _under(least / NEXT, seconds, periods, reduce)
-    best = total + weight * longest, cuts
+
+    def under(limit: float) -> tuple[float, float, _Path]:
+        """The step and T of the least T with no period longer than `limit`."""
+        masked: dict[int, Array] = {}
+
+        def seconds(arc: _Arc) -> Array:
+            if id(arc.seconds) not in masked:
+                masked[id(arc.seconds)] = np.where(arc.periods <= limit, arc.seconds, np.inf)
+            return masked[id(arc.seconds)]
+
+        path = _best(np.add, layers, seconds)
+        total = of_sum * path.value
+        return total + of_largest * max(path.longest, floor), total, path
+
+    step, _, best = under(least / NEXT)
     limit = np.inf
     while limit >= least:
-        total, longest, cuts = _under(limit, seconds, periods, reduce)
-        step = total + weight * longest
-        if step < best[0] * (1 - TOLERANCE):
-            best = step, cuts
-        if total + weight * least >= best[0] * NEXT or weight == 0:
+        found, total, path = under(limit)
+        if found < step * (1 - TOLERANCE):
+            step, best = found, path
+        if total + of_largest * max(least, floor) >= step * NEXT or of_largest == 0:
             break
-        limit = min(longest * NEXT, (best[0] - total) / weight)
+        limit = min(path.longest * NEXT, (step - total) / of_largest)
     return best
 
 
-def _under(
-    limit: float, seconds: Sequence[Costs], periods: Sequence[Costs], reduce: Costs
-) -> tuple[float, float, Cuts]:
-    """The least T with no period longer than `limit`, its M and its cuts."""
-    costs = [
-        np.where(period <= limit, stage, np.inf)
-        for stage, period in zip(seconds, periods, strict=True)
-    ]
-    costs[0] = costs[0] + reduce
-    tails = _tails(np.add, costs)
-    cuts = _walk(np.add, costs, tails)
-    bounds = (0, *cuts, len(reduce) - 1)
-    longest = max(period[bounds[s], bounds[s + 1]] for s, period in enumerate(periods))
-    return float(tails[0][0]), float(longest), cuts
+_Join = Callable[[Array, Array], Array]
+_Of = Callable[[_Arc], Array]
 
 
-_Join = Callable[[Costs, Costs], Costs]
+def _best(join: _Join, layers: _Layers, of: _Of) -> _Path:
+    """The path of the least value by the module's recurrence; of equal ones that whose groups and
+    then whose cuts come first, up to the rounding of sums."""
+    end = np.full(len(layers[0][0].seconds), np.inf)
+    end[-1] = 0.0
+    tails: list[dict[_State, Array]] = [{arc.target: end for arc in layers[-1]}]
+    for arcs in reversed(layers):
+        here: dict[_State, Array] = {}
+        for arc in arcs:
+            value = join(of(arc), tails[-1][arc.target]).min(axis=1)
+            here[arc.source] = np.minimum(here.get(arc.source, value), value)
+        tails.append(here)
+    tails.reverse()
 
-
-def _tails(join: _Join, costs: Sequence[Costs]) -> list[Costs]:
-    """V_0 .. V_p of the module's recurrence: entry [i] of V_s is of the units [i, n)."""
-    tail = np.full(len(costs[0]), np.inf)
-    tail[-1] = 0.0
-    tails = [tail]
-    for stage in reversed(costs):
-        tails.append(join(stage, tails[-1]).min(axis=1))
-    return tails[::-1]
-
-
-def _walk(join: _Join, costs: Sequence[Costs], tails: Sequence[Costs]) -> Cuts:
-    """The earliest cuts that reach the value of V_0[0], up to the rounding of sums."""
-    cuts: list[int] = []
-    at = 0
-    for stage, here, after in zip(costs[:-1], tails[:-2], tails[1:-1], strict=True):
-        at = int(np.argmax(join(stage[at], after) <= here[at] / NEXT))
-        cuts.append(at)
-    return tuple(cuts)
+    (state,) = tails[0]
+    at, bounds, taken = 0, [], []
+    for arcs, here, after in zip(layers, tails, tails[1:], strict=False):
+        for arc in (arc for arc in arcs if arc.source == state):
+            good = join(of(arc)[at], after[arc.target]) <= here[state][at] / NEXT
+            if good.any():
+                break
+        at, state = int(np.argmax(good)), arc.target
+        bounds.append(at)
+        taken.append(arc)
+    value = float(next(iter(tails[0].values()))[0])
+    return _Path(value, tuple(bounds[:-1]), tuple(arc.group for arc in taken), tuple(taken))

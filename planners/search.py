@@ -1,39 +1,39 @@
-"""Where a planner may look: the meshes, micro-batches and schedules that the constraints leave.
+"""Where a planner may look: the frames that the constraints leave.
 
-    frame = (pp, dp, micro_batches)        what is left to a planner: a schedule, and pp - 1 cuts
+    frame = (pp, dp, micro_batches, zero, schedule, depth)      what is left to a planner: the cuts,
+                                                                what runs again, whose devices
 
-A mesh uses every device, pp * dp = devices, unless the user fixes both degrees. Micro-batches are
-equal and of a size that has a profile. Constraints that leave nothing are refused here, at the
-door, in terms of what was asked; that nothing *fits* is found later.
+On up to SMALL devices every mesh is looked at, so that one may win that leaves some idle; on more,
+those alone that leave the fewest. Micro-batches are equal and of a size that has a profile.
+Constraints that leave nothing are refused here, at the door, in terms of what was asked; that
+nothing *fits* is found later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
 
 from autopipe.errors import InfeasibleError
-from autopipe.estimate import chunks_of, in_flights, profile_of
-from autopipe.problem import WRITTEN, Problem
-from autopipe.schedules import SCHEDULES
+from autopipe.estimate import chunks_of, floor_seconds, profile_of
+from autopipe.problem import WRITTEN, Frame, Problem, splits
+from autopipe.schedules import SCHEDULES, named
+from autopipe.stage_costs import EAGER
 
-CONSIDERED = ("1f1b", "gpipe")
-"""The schedules to choose from where none is asked for, the preferred one first."""
+CONSIDERED = ("1f1b", EAGER, "interleaved", "zb-h1", "zb-v")
+"""The schedules to choose from where none is asked for, the preferred one first. `gpipe` takes the
+seconds of `1f1b` and holds no less, and `naive` is for comparison."""
 
+SMALL = 64
+"""Devices up to which every mesh is looked at."""
 
-class Frame(NamedTuple):
-    """A candidate before its schedule and its cuts."""
-
-    pp: int
-    dp: int
-    micro_batches: int
-
-    def __str__(self) -> str:
-        return f"pp={self.pp} dp={self.dp} micro_batches={self.micro_batches}"
+DEPTHS = (1, 2, 4, 8, 16)
+"""Micro-batches in flight besides, at each boundary, that are looked at for eager-1f1b."""
 
 
 def frames(problem: Problem) -> tuple[Frame, ...]:
-    """All frames to consider: fewest stages first, then fewest micro-batches.
+    """All frames to consider, those that win ties first.
+
+    Fewest stages, then most replicas, fewest micro-batches, the least ZeRO, the first schedule.
 
     Raises:
         InfeasibleError: the constraints contradict the devices, the units or the batch.
@@ -41,10 +41,11 @@ def frames(problem: Problem) -> tuple[Frame, ...]:
     meshes = _meshes(problem)
     asked = problem.constraints.micro_batches
     found = tuple(
-        Frame(pp, dp, m)
+        frame
         for pp, dp in meshes
         for m in _micro_batches(problem, dp)
         if asked in (None, m)
+        for frame in _variants(problem, pp, dp, m)
     )
     if not found:
         raise _indivisible(problem, sorted({dp for _, dp in meshes}))
@@ -68,65 +69,89 @@ def schedules(problem: Problem) -> tuple[str, ...]:
     return (asked,)
 
 
-def undominated(problem: Problem, frame: Frame) -> tuple[str, ...]:
-    """The schedules without those that hold, in every stage, no less than an earlier one.
-
-    By the estimate those that are considered together take the same seconds, and differ in memory
-    alone: what fits under the later name fits under the earlier one and is as fast.
-    """
-    kept: dict[str, tuple[int, ...]] = {}
-    for name in schedules(problem):
-        held = in_flights(problem, name, frame.pp, frame.micro_batches)
-        if not any(all(map(int.__le__, other, held)) for other in kept.values()):
-            kept[name] = held
-    return tuple(kept)
-
-
 def one_of(choices: Sequence[object]) -> str:
     """`1`, `1 or 2`, `1, 2 or 4`."""
     *most, last = map(str, choices)
     return f"{', '.join(most)} or {last}" if most else last
 
 
+def _variants(problem: Problem, pp: int, dp: int, m: int) -> Iterator[Frame]:
+    """The ways to run a mesh and its micro-batches."""
+    asked = problem.constraints
+    zeros = [zero for zero in problem.zeros if dp > 1 or zero == problem.zeros[0]]
+    for zero in zeros:
+        for name in schedules(problem):
+            chunks = chunks_of(asked, name)
+            if pp * chunks > problem.units or (splits(problem, name) and zero == 3):
+                continue
+            if asked.schedule is None and pp == 1 and name != CONSIDERED[0]:
+                continue  # without a pipeline they are all one
+            for depth in _depths(problem, name, pp, dp, m):
+                yield Frame(pp, dp, m, zero, name, depth)
+
+
+def _depths(problem: Problem, name: str, pp: int, dp: int, m: int) -> Iterator[int]:
+    """Those of a schedule: of eager-1f1b as many as still hide something."""
+    asked = problem.constraints
+    if asked.schedule == WRITTEN or not named(name).depths:
+        yield 0
+    elif asked.depth is not None:
+        yield asked.depth
+    else:
+        profile = profile_of(problem, dp, m)
+        assert profile is not None, "a frame has a profile"
+        computing = sum(profile.forward[0]) + sum(profile.backward[0])
+        for depth in DEPTHS:
+            if depth < m or depth == 1:
+                yield depth
+            if floor_seconds(problem, Frame(pp, dp, m, 0, name, depth)) <= computing / pp:
+                return
+
+
 def _meshes(problem: Problem) -> list[tuple[int, int]]:
-    """All (pp, dp), fewest stages first."""
-    asked, devices, units = problem.constraints, problem.devices, problem.units
+    """All (pp, dp), fewest stages first, then most replicas."""
+    asked, devices, units = problem.constraints, problem.machine.devices, problem.units
     for name in ("pp", "dp", "tp", "micro_batches"):
         degree = getattr(asked, name)
         if degree is not None and degree < 1:
             raise InfeasibleError(f"{name}={degree} was asked for, and the least is 1")
-    if asked.pp is not None and asked.dp is not None:
-        meshes = [(asked.pp, asked.dp)]
-        if asked.pp * asked.dp > devices:
-            tp = problem.tp
-            of_tp = f" tp={tp}" if tp > 1 else ""
-            raise InfeasibleError(
-                f"pp={asked.pp} dp={asked.dp}{of_tp} needs {asked.pp * asked.dp * tp} devices, "
-                f"found {devices * tp}",
-                hint="leave out pp or dp, and the other one follows",
-            )
-    else:
-        whole = [(pp, devices // pp) for pp in range(1, devices + 1) if devices % pp == 0]
-        meshes = [mesh for mesh in whole if asked.pp in (None, mesh[0])]
-        meshes = [mesh for mesh in meshes if asked.dp in (None, mesh[1])]
-        if not meshes:
-            axis, name = (0, "pp") if asked.pp is not None else (1, "dp")
-            degrees = sorted(mesh[axis] for mesh in whole if mesh[0] <= units)
-            raise InfeasibleError(
-                f"{name}={getattr(asked, name)} was asked for and does not divide the "
-                f"{devices} devices",
-                hint=f"{name} of {one_of(degrees)}; or fix both pp and dp, and the rest stay idle",
-            )
-    chunks = max(chunks_of(asked, name) for name in schedules(problem))
+    _check_devices(problem)
+    chunks = min(chunks_of(asked, name) for name in schedules(problem))
+    pps = [asked.pp] if asked.pp is not None else range(1, min(devices, units // chunks) + 1)
+    meshes = [
+        (pp, dp)
+        for pp in pps
+        for dp in ([asked.dp] if asked.dp is not None else range(devices // pp, 0, -1))
+        if pp * dp <= devices
+    ]
+    if devices > SMALL:
+        dividing = [mesh for mesh in meshes if _micro_batches(problem, mesh[1])]
+        most = max((pp * dp for pp, dp in dividing), default=0)
+        meshes = [(pp, dp) for pp, dp in dividing if pp * dp == most] or meshes
     possible = [mesh for mesh in meshes if mesh[0] * chunks <= units]
     if not possible:
-        pp, dp = meshes[0]
+        pp, dp = meshes[0] if meshes else (asked.pp or 1, asked.dp or 1)
         raise InfeasibleError(
             f"pp={pp} dp={dp} needs a model of at least {pp * chunks} units, one a stage; "
             f"this one has {units} to cut between",
             hint=f"pp of at most {units // chunks}",
         )
     return possible
+
+
+def _check_devices(problem: Problem) -> None:
+    asked, devices, tp = problem.constraints, problem.machine.devices, problem.tp
+    pp, dp = asked.pp or 1, asked.dp or 1
+    if pp * dp <= devices:
+        return
+    words = [f"{name}={n}" for name, n in (("pp", asked.pp), ("dp", asked.dp)) if n is not None]
+    if tp > 1:
+        words.append(f"tp={tp}")
+    hint = "leave out pp or dp, and the other one follows" if len(words) > 1 else None
+    raise InfeasibleError(
+        f"{' '.join(words)} needs {pp * dp * tp} devices, found {devices * tp}",
+        hint=hint or f"{words[0].split('=')[0]} of at most {devices}",
+    )
 
 
 def _micro_batches(problem: Problem, dp: int) -> list[int]:

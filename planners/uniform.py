@@ -11,10 +11,9 @@ micro-batches and schedule are the fastest that fit by the estimate.
 
 from __future__ import annotations
 
-from autopipe.estimate import chunks_of, estimate
+from autopipe.estimate import chunks_of, settle
 from autopipe.planners.answer import Answer, best_answer
-from autopipe.planners.search import Frame, schedules
-from autopipe.problem import Decision, Problem
+from autopipe.problem import Decision, Frame, Problem
 
 
 def uniform(problem: Problem) -> Answer:
@@ -27,11 +26,8 @@ def uniform(problem: Problem) -> Answer:
 
 
 def _choose(problem: Problem, frame: Frame) -> Decision:
-    decisions = [
-        Decision(*frame, name, even_cuts(problem, frame.pp * chunks_of(problem.constraints, name)))
-        for name in schedules(problem)
-    ]
-    return min(decisions, key=lambda decision: estimate(problem, decision).overflow)
+    cuts = even_cuts(problem, frame.pp * chunks_of(problem.constraints, frame.schedule))
+    return settle(problem, frame, cuts, tuple(range(frame.pp)))
 
 
 def even_cuts(problem: Problem, stages: int) -> tuple[int, ...]:

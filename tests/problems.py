@@ -2,13 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
+from autopipe.cluster import Link
+from autopipe.communication import Topology
+from autopipe.machine import Machine
 from autopipe.problem import Constraints, Crossing, Problem, Profile, Saved, Shared
+
+
+def machine(
+    kinds: tuple[int, ...] | int,
+    memory: tuple[int, ...] | int,
+    links: tuple[Link, ...] = (Link(0.0, 1e9),) * 3,
+    nodes: tuple[int, ...] = (),
+    sites: tuple[int, ...] = (),
+    streams: int = 1,
+) -> Machine:
+    """Devices of these kinds, or so many alike; one node unless said otherwise."""
+    row = (0,) * kinds if isinstance(kinds, int) else kinds
+    held = (memory,) * len(row) if isinstance(memory, int) else memory
+    nodes = nodes or (0,) * len(row)
+    sites = sites or (0,) * len(row)
+    within, between, across = links
+    places = Topology(nodes, sites, (within,) * (max(nodes) + 1), between, across)
+    return Machine(row, held, places, streams)
 
 
 def random_problem(seed: int) -> Problem:
     """1 to 9 units, 1 to 6 devices, a batch of 1 to 24 rows; the same seed, the same problem.
+
+    All devices are alike and on one link, nothing runs again and there is no ZeRO: `rich_problem`
+    has all that.
 
     In some all units cost the same, so that cuts tie; parameters are shared by up to three units,
     tensors skip over units, some have no gradient, and in about half memory is tight. The batch
@@ -40,10 +65,11 @@ def random_problem(seed: int) -> Problem:
         optimizer_factor=factor,
         profiles=profiles,
         batch=batch,
-        devices=devices,
-        memory=int(everything * (random.uniform(0.4, 1.2) / devices if tight else 100)),
-        latency=random.choice((0.0, 1e-4, 0.3)),
-        bandwidth=random.choice((1e3, 1e5, 1e9)),
+        machine=machine(
+            devices,
+            int(everything * (random.uniform(0.4, 1.2) / devices if tight else 100)),
+            (Link(random.choice((0.0, 1e-4, 0.3)), random.choice((1e3, 1e5, 1e9))),) * 3,
+        ),
         window=random.randint(1, 3),
         constraints=Constraints(),
     )
@@ -80,8 +106,8 @@ def _profiles(random: Random, units: int, batch: int) -> tuple[Profile, ...]:
     return tuple(
         Profile(
             rows=rows,
-            forward=tuple(cost * rows + overhead for cost in one_row),
-            backward=tuple(2 * cost * rows + overhead for cost in one_row),
+            forward=(tuple(cost * rows + overhead for cost in one_row),),
+            backward=(tuple(2 * cost * rows + overhead for cost in one_row),),
             saved=tuple(Saved(s.bytes * rows, s.producer, s.savers) for s in saved),
             crossings=tuple(
                 Crossing(c.bytes * rows, c.producer, c.consumers, c.gradient) for c in crossings
@@ -98,3 +124,69 @@ def _blocks(random: Random, units: int) -> tuple[tuple[int, int], ...]:
         return ()
     first = min(random.randint(0, 1), units - 1)
     return tuple((start, start + size) for start in range(first, units - size + 1, size))
+
+
+def rich_problem(seed: int) -> Problem:
+    """A random problem on up to three kinds of devices, nodes and sites, whose blocks may run again
+    and whose states may be dealt out."""
+    plain = random_problem(seed)
+    random = Random(f"rich {seed}")
+    devices = plain.machine.devices
+    kinds = tuple(sorted(random.choices(range(random.randint(1, 3)), k=devices)))
+    kinds = tuple(kind - kinds[0] for kind in kinds)
+    memory = plain.machine.memory[0]
+    limits = [int(memory * random.uniform(0.5, 1.0)) for _ in range(3)]
+    nodes = tuple(device // random.randint(1, 3) for device in range(devices))
+    nodes = tuple(sorted(nodes))
+    near = plain.machine.topology.within[0]
+    links = (near, Link(near.latency * 2, near.bandwidth / 3), Link(0.1, near.bandwidth / 20))
+    starts = sorted(
+        random.sample(range(plain.units + 1), random.randint(1, min(5, plain.units + 1)))
+    )
+    reruns = tuple((a, b) for a, b in zip(starts, starts[1:], strict=False))[:4]
+    alike = random.random() < 0.5
+    spread = max(kinds) + 1
+
+    def of(profile: Profile) -> Profile:
+        numbers = Random(f"saved {seed}")  # the same in every profile
+        own = [
+            Saved(
+                numbers.randint(1, 900) * profile.rows, first, (numbers.randrange(first, last),), b
+            )
+            for b, (first, last) in enumerate(reruns)
+            for _ in range(2)
+        ]
+        if alike:
+            own = [
+                Saved(500 * profile.rows, first, (last - 1,), b)
+                for b, (first, last) in enumerate(reruns)
+            ]
+        return replace(
+            profile,
+            forward=tuple(_slower(profile.forward[0], kind) for kind in range(spread)),
+            backward=tuple(_slower(profile.backward[0], kind) for kind in range(spread)),
+            saved=(*profile.saved, *own),
+            again=tuple(
+                tuple(_slower(profile.forward[0][first:last], kind) for kind in range(spread))
+                for first, last in reruns
+            ),
+        )
+
+    return replace(
+        plain,
+        machine=machine(
+            kinds,
+            tuple(limits[kind] for kind in kinds),
+            links,
+            nodes,
+            tuple(node // 2 for node in nodes),
+            random.choice((1, 2)),
+        ),
+        profiles=tuple(map(of, plain.profiles)),
+        reruns=reruns,
+        zeros=random.choice(((0,), (0, 1), (0, 1, 3))),
+    )
+
+
+def _slower(seconds: tuple[float, ...], kind: int) -> tuple[float, ...]:
+    return tuple(cost * (1 + 0.5 * kind) for cost in seconds)

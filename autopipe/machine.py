@@ -1,0 +1,117 @@
+"""The devices that a planner deals out: what kinds there are, and in which groups they work.
+
+One pipeline stage is held by a *group* of dp devices that stand beside each other in rank order,
+each of which means tp devices in truth. Groups are numbered in rank order:
+
+    device    0   1   2   3   4   5   6   7            kinds: A, B, C
+              A   A   B   B   B   B   C   C
+    dp=1      0   1   2   3   4   5   6   7            8 groups, of 3 classes
+    dp=2      0-------1-------2-------3---             4 groups, of 3 classes
+    dp=3      0-----------1-----------   -   -         2 groups; two devices are in none
+
+A group is as fast as its slowest device and holds as much as its smallest. Groups of one class are
+alike in both and are used in rank order; which class holds which stage is the planner's choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from autopipe.cluster import Cluster, Device
+from autopipe.communication import Level, Levels, Topology
+
+
+@dataclass(frozen=True)
+class Group:
+    """Devices that hold one stage together.
+
+    Args:
+        kind: the number of the slowest kind among them.
+        memory: bytes of the smallest.
+        levels: how they sum gradients.
+    """
+
+    kind: int
+    memory: int
+    levels: Levels
+
+
+@dataclass(frozen=True, eq=False)
+class Machine:
+    """Devices in rank order.
+
+    Args:
+        kinds: of each device the number of its kind; higher ones are slower.
+        memory: bytes that each may hold.
+        topology: where they stand.
+        streams: how many devices each of them means.
+    """
+
+    kinds: tuple[int, ...]
+    memory: tuple[int, ...]
+    topology: Topology
+    streams: int = 1
+
+    @property
+    def devices(self) -> int:
+        """How many there are."""
+        return len(self.kinds)
+
+    @cached_property
+    def alike(self) -> bool:
+        """Whether all are of one kind and hold as much."""
+        return len(set(zip(self.kinds, self.memory, strict=True))) == 1
+
+    def groups(self, dp: int) -> tuple[Group, ...]:
+        """All groups of so many devices."""
+        return _groups(self, dp)
+
+    def link(self, dp: int, group: int, other: int) -> Level:
+        """The slowest of the links between the devices of two groups, one to one."""
+        pairs = {self.topology.pair(group * dp + d, other * dp + d) for d in range(dp)}
+        return max(pairs, key=lambda level: (level.shared, -level.link.bandwidth))
+
+
+@lru_cache(maxsize=256)
+def _groups(machine: Machine, dp: int) -> tuple[Group, ...]:
+    found = []
+    for first in range(0, machine.devices - dp + 1, dp):
+        own = slice(first, first + dp)
+        levels = machine.topology.levels(range(first, first + dp))
+        found.append(Group(max(machine.kinds[own]), min(machine.memory[own]), levels))
+    return tuple(found)
+
+
+def machine_of(
+    cluster: Cluster, tp: int = 1, limits: Sequence[int] | None = None
+) -> tuple[Machine, tuple[Device, ...]]:
+    """A cluster's machine, and its kinds of devices, the fastest first.
+
+    Args:
+        tp: so many devices beside each other are one of the machine's.
+        limits: bytes that each of the cluster's devices may hold at most.
+    """
+    kinds: list[Device] = []
+    for device in sorted(cluster.devices, key=lambda device: -max(device.flops.values())):
+        if device not in kinds:
+            kinds.append(device)
+    row = [
+        group.device
+        for node in cluster.nodes
+        for _ in range(node.count)
+        for group in node.groups
+        for _ in range(group.count)
+    ]
+    number = {id(device): kinds.index(device) for device in cluster.devices}
+    memory = [device.memory for device in row]
+    if limits is not None:
+        memory = [min(pair) for pair in zip(memory, limits, strict=True)]
+    starts = range(0, len(row) - tp + 1, tp)
+    return Machine(
+        tuple(max(number[id(device)] for device in row[i : i + tp]) for i in starts),
+        tuple(min(memory[i : i + tp]) for i in starts),
+        Topology.of(cluster, tp),
+        tp,
+    ), tuple(kinds)

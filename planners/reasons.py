@@ -1,0 +1,119 @@
+"""Why a decision is the best one, why another is not, and the sentence when nothing fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from autopipe.errors import InfeasibleError
+from autopipe.estimate import Estimate
+from autopipe.plan import Memory
+from autopipe.planners.amounts import Amount, duration, percent
+from autopipe.problem import Problem
+
+if TYPE_CHECKING:
+    from autopipe.planners.answer import Scored
+
+UNLIMITED = 2**62
+"""Bytes of a device that holds everything."""
+
+VISIBLE = 5e-4
+"""The least relative difference that `percent` does not print as nothing."""
+
+
+def slower(best: Estimate, other: Estimate) -> str:
+    """What makes another decision slower: the cause whose seconds grow most."""
+    step = best.step_seconds
+    if other.step_seconds <= step * (1 + VISIBLE):
+        return "as fast; ties go to fewer stages, then to more replicas and fewer micro-batches"
+    causes = set(best.spent) | set(other.spent)
+    grown = {cause: other.spent.get(cause, 0) - best.spent.get(cause, 0) for cause in causes}
+    cause = max(sorted(grown), key=lambda cause: grown[cause])
+    return f"{percent(other.step_seconds / step - 1)} slower, by {cause}"
+
+
+def misfit(found: Estimate) -> str:
+    """`stage 0 needs 83.1 of 80.0 GiB`."""
+    amount = Amount(found.limit)
+    needing, held = fullest(found)
+    if amount(held.peak) == amount(found.limit):
+        return f"{needing} {found.overflow} bytes more than {amount.of(found.limit)}"
+    return f"{needing} {amount(held.peak)} of {amount.of(found.limit)}"
+
+
+def fullest(found: Estimate) -> tuple[str, Memory]:
+    """`stage 0 needs`, and all that the stages of the fullest device hold."""
+    parts = [vars(found.stages[stage].memory) for stage in found.worst]
+    held = Memory(**{name: sum(part[name] for part in parts) for name in parts[0]})
+    *most, last = map(str, found.worst)
+    words = f"stages {', '.join(most)} and {last} need" if most else f"stage {last} needs"
+    return words, held
+
+
+def binding(problem: Problem, best: Scored, roomy: Scored | None) -> str:
+    """What keeps the step from being faster: idle devices, memory, or the balance of stages.
+
+    Args:
+        roomy: the best decision if devices held everything, if that is faster.
+    """
+    reasons = []
+    decision, found = best
+    frame = decision.frame
+    used = frame.pp * frame.dp * problem.tp
+    devices = problem.machine.devices * problem.tp
+    if used < devices:
+        asked = problem.constraints
+        why = (
+            f"as pp={frame.pp} dp={frame.dp} was asked for"
+            if asked.pp is not None and asked.dp is not None
+            else f"as no mesh of more makes a batch of {problem.batch} rows faster"
+        )
+        reasons.append(f"{devices - used} of {devices} devices stay idle, {why}")
+    if roomy is not None:
+        gain = percent(1 - roomy.estimate.step_seconds / found.step_seconds)
+        limit = Amount(found.limit).of(found.limit)
+        reasons.append(
+            f"memory: without the limit of {limit}, {roomy.decision.frame} would be {gain} faster"
+        )
+
+    seconds = [stage.period for stage in found.stages]
+    slowest = max(range(decision.stages), key=lambda s: seconds[s])
+    mean = sum(seconds) / len(seconds)
+    pace = f"stage {slowest} sets the pace with {duration(seconds[slowest])} a micro-batch"
+    if frame.pp > 1 and mean > 0:
+        pace += f", {percent(seconds[slowest] / mean - 1)} above the mean stage"
+    reduce = found.spent["reducing gradients"]
+    if reduce > VISIBLE * found.step_seconds:
+        pace += f"; reducing its gradients takes {percent(reduce / found.step_seconds)}"
+    return "; ".join((*reasons, pace))
+
+
+def nothing_fits(
+    problem: Problem, scored: Sequence[Scored], heuristic: str | None
+) -> InfeasibleError:
+    """The refusal, with the decision that comes nearest and what it lacks, by part."""
+    nearest = min(scored, key=lambda s: s.estimate.overflow)
+    found = nearest.estimate
+    needing, held = fullest(found)
+    amount = Amount(found.limit)
+    in_flight = max(found.stages[stage].in_flight for stage in found.worst)
+    flying = f"{in_flight} micro-batch{'' if in_flight == 1 else 'es'}"
+    kind = f"{heuristic} plan" if heuristic else "plan"
+    parts = [
+        (held.parameters + held.gradients + held.optimizer, "parameters, gradients and optimizer"),
+        (held.buffers, "buffers"),
+        (held.activations, f"activations of {flying} in flight"),
+        (held.transfers, "transfers"),
+    ]
+    listed = ", ".join(
+        f"{amount(size)} {what}" for size, what in parts if amount(size) != amount(0)
+    )
+    of_tp = f" tp={problem.tp}" if problem.tp > 1 else ""
+    again = " with blocks run again" if any(nearest.decision.recompute) else ""
+    return InfeasibleError(
+        f"no {kind} fits {amount.of(found.limit)} a device: nearest is "
+        f"{nearest.decision.frame}{of_tp}{again}, whose {needing} {amount.of(held.peak)}, "
+        f"{found.overflow} bytes too many ({listed}).",
+        hint=f"devices of {amount.ceiling(held.peak)}",
+        shortfall=found.overflow,
+    )
