@@ -148,11 +148,19 @@ def plan(
 
 
 @app.command()
-def explain(plan: PlanArgument) -> None:
+def explain(
+    plan: PlanArgument,
+    html: Annotated[Path | None, typer.Option(help="a page with a picture, too")] = None,
+) -> None:
     """Show a plan to a person: stages, timeline, and why it is this one."""
     from autopipe import explain as words
 
-    words.console().print(words.explain(Plan.load(plan)))
+    check_folder(html)
+    loaded = Plan.load(plan)
+    words.console().print(words.explain(loaded))
+    if html is not None:
+        files.write(words.page(loaded, plan.name), html)
+        say(f"{html}: open it in a browser")
 
 
 @app.command()

@@ -151,6 +151,7 @@ class Draft:
             prediction=Prediction(0.0, 0.0),
             planner=PlannerNote(
                 self.planner,
+                estimate.step_seconds,
                 answer.bound_seconds,
                 answer.binding,
                 answer.alternatives[0] if answer.alternatives else None,

@@ -33,7 +33,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -59,7 +59,6 @@ from autopipe.stage_costs import (
     transfer_seconds,
 )
 from autopipe.tables import Times, tables
-from autopipe.transfers import Edge, insert
 
 
 def weights(problem: Problem, frame: Frame) -> tuple[float, float]:
@@ -100,9 +99,7 @@ def _filling(programs: Programs, micro_batches: int) -> float:
     stages, ranks = len(holders(programs)), len(programs)
     if ranks == 1:
         return 1.0
-    chain = [Edge(stage, stage + 1, gradient=True) for stage in range(stages - 1)]
-    windows = [micro_batches] * (stages - 1)
-    step = simulate(insert(programs, chain, windows), Costs.even(stages)).seconds
+    step = simulate(programs, Costs.even(stages)).seconds
     return (step / 3.0 - stages / ranks * micro_batches) / (ranks - 1)
 
 
@@ -232,9 +229,11 @@ def place_of(
     """
     machine = problem.machine
     linked = earlier is not None and earlier != group
+    own = machine.groups(frame.dp)[group]
+    beyond = problem.beyond.get(frame.schedule, 0)
     return Place(
         held,
-        machine.groups(frame.dp)[group],
+        replace(own, memory=own.memory - beyond) if beyond else own,
         machine.link(frame.dp, earlier, group) if earlier is not None and linked else None,
         stage == 0,
         chunks_of(problem.constraints, frame.schedule),

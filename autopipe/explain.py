@@ -5,8 +5,10 @@ Every line fits 100 columns; names of nodes, which may be long, stand on lines o
 
 from __future__ import annotations
 
+import html
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from io import StringIO
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
@@ -15,7 +17,8 @@ from rich.text import Text
 
 from autopipe import forecast, programs, schedule, sketch
 from autopipe.megatron import describe
-from autopipe.plan import Batch, Memory, Plan, StagePlan, StagePrediction, Transfer
+from autopipe.picture import svg
+from autopipe.plan import Alternative, Batch, Memory, Plan, StagePlan, StagePrediction, Transfer
 
 WIDTH = 100
 """Columns of a page; a terminal may have more."""
@@ -88,12 +91,14 @@ def _table_of(plan: Plan) -> list[RenderableType]:
     memories = [stage.predicted.memory for stage in plan.stages]
     unit, size = _unit(memories)
     ranks = _ranks(plan)
-    table = _table("stage", "forward", "backward", *_PARTS)
+    bubbles = forecast.timeline(plan).bubbles
+    table = _table("stage", "forward", "backward", "bubble", *_PARTS)
     for index, stage in enumerate(plan.stages):
         table.add_row(
             f"{index}, rank {ranks[index]}" if ranks else str(index),
             seconds(stage.predicted.forward_seconds),
             seconds(stage.predicted.backward_seconds),
+            f"{bubbles[ranks[index] if ranks else index]:.0%}",
             *(f"{part(memories[index]) / size:.1f}" for part in _PARTS.values()),
         )
     legend = (
@@ -206,18 +211,27 @@ def _drawing(plan: Plan) -> tuple[int, str] | None:
 
 def _why(plan: Plan) -> list[Text]:
     note = plan.planner
-    lines = [
-        f"why: {note.binding}",
-        f"planner {note.name}: by its own, rougher estimate no plan takes less than "
-        f"{seconds(note.bound_seconds)} a step",
-    ]
+    lines = [f"why: {note.binding}"]
+    step, bound = plan.prediction.step_seconds, note.bound_seconds
+    lines.append(
+        f"planner {note.name}: by its own, rougher estimate this plan takes "
+        f"{seconds(note.step_seconds)} a step and none less than {seconds(bound)}, a gap of "
+        f"{max(0.0, note.step_seconds / bound - 1) if bound else 0:.1%}; the longest path through "
+        f"its programs says {seconds(step)}"
+    )
     if note.next_best is not None:
-        other = note.next_best
-        lines.append(
-            f"next best: pp={other.pp} dp={other.dp} tp={other.tp} "
-            f"micro_batches={other.micro_batches} {other.schedule}: {other.why}"
-        )
-    return [Text(line) for line in lines]
+        lines.append("why not another mesh, the nearest first:")
+        lines += [f"  {_other(other)}" for other in (note.next_best, *note.others)]
+    return [Text(line, overflow="fold") for line in lines]
+
+
+def _other(other: Alternative) -> str:
+    """`pp=4 dp=2 tp=1, 8 micro-batches, 1f1b: 3.0 % slower, by transfers`."""
+    return (
+        f"pp={other.pp} dp={other.dp} tp={other.tp}, "
+        f"{count(other.micro_batches, 'micro-batch', 'micro-batches')}, {other.schedule}: "
+        f"{other.why}"
+    )
 
 
 def compare(
@@ -278,6 +292,31 @@ def seconds(time: float) -> str:
 def count(number: int, one: str, many: str | None = None) -> str:
     """1 row, 2 rows."""
     return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def page(plan: Plan, title: str) -> str:
+    """The whole plan as one HTML file: the step as a picture, and below it what `explain` says."""
+    recorded = Console(record=True, width=WIDTH, file=StringIO(), highlight=False)
+    recorded.print(explain(plan))
+    text = recorded.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+    return _PAGE.format(
+        title=html.escape(title), picture=svg(forecast.timeline(plan), title), text=text
+    )
+
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head><meta charset="utf-8"><title>{title}</title>
+<style>
+body {{ font-family: sans-serif; margin: 2em auto; max-width: 1240px; color: #24292f }}
+pre {{ font-family: ui-monospace, monospace; line-height: 1.35; overflow-x: auto }}
+</style></head>
+<body>
+{picture}
+{text}
+</body>
+</html>
+"""
 
 
 def console() -> Console:

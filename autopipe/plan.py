@@ -243,11 +243,13 @@ class PlannerNote:
     """Who made the plan and why it is this one: the bound it meets, what binds, the next best mesh
     and `others` after it.
 
-    `bound_seconds`, and all other seconds here, are by the estimate that planners search with. It
-    is rougher than the plan's prediction, and the step that is predicted may take less.
+    `step_seconds` of this plan, `bound_seconds` that none goes below, and all other seconds here
+    are by the estimate that planners search with. It is rougher than the plan's prediction, and the
+    step that is predicted may take less.
     """
 
     name: str
+    step_seconds: float
     bound_seconds: float
     binding: str
     next_best: Alternative | None

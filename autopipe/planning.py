@@ -211,7 +211,9 @@ def _best_degree(
                 except InfeasibleError as error:
                     refused.append(error)
     if not answers:
-        raise min(refused, key=lambda error: error.shortfall)
+        # Of those that want memory the nearest; else what contradicts itself at the lowest degree.
+        wanting = [error for error in refused if error.shortfall]
+        raise min(wanting or refused[:1], key=lambda error: error.shortfall)
     order = sorted(answers, key=lambda tp: answers[tp][2].estimate.step_seconds)
     for number, tp in enumerate(order):
         problem, draft, answer = answers[tp]
@@ -235,9 +237,9 @@ def _plan_that_fits(planner: Planner, problem: Problem, draft: Draft, answer: An
         try:
             return draft.plan(answer)
         except Overflow as overflow:
-            machine = problem.machine
-            less = tuple(memory - overflow.shortfall for memory in machine.memory)
-            problem = replace(problem, machine=replace(machine, memory=less))
+            schedule = answer.decision.frame.schedule
+            beyond = problem.beyond.get(schedule, 0) + overflow.shortfall
+            problem = replace(problem, beyond={**problem.beyond, schedule: beyond})
             try:
                 answer = planner(problem)
             except InfeasibleError:

@@ -15,7 +15,8 @@ then it takes its forward's seconds once more, and keeps none of what only itsel
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from autopipe.machine import Machine
@@ -138,6 +139,7 @@ class Problem:
         tp: the tensor-parallel degree that the profiles are for.
         steady: not a step is to be the shortest but its period, as in a pipeline that is never
             drained; a transfer then takes the time of both who send and who receive.
+        beyond: by schedule, bytes that a plan's programs were seen to hold beyond the estimate.
         reruns_stay: what a block has made again stays until its stage's backward is over; else only
             until its own is, so that there is that of one block at a time.
     """
@@ -157,6 +159,7 @@ class Problem:
     tp: int = 1
     steady: bool = False
     reruns_stay: bool = False
+    beyond: Mapping[str, int] = field(default_factory=dict)
 
 
 def splits(problem: Problem, schedule: str) -> bool:

@@ -33,7 +33,7 @@ from autopipe.problem import Constraints, Crossing, Problem, Profile, Saved, Sec
 from autopipe.recompute import obstacle
 from autopipe.rehearsal import fake_state
 
-MOST_UNITS = 320
+MOST_UNITS = 128
 """More units than this are made larger: planning takes time with their square."""
 
 
@@ -129,7 +129,6 @@ def build_problem(
     """
     graph = flow.graph
     formulas = cost.costs(graph)
-    parameters, constants = _states(graph, flow, units)
     may = [
         block
         for block in blocks
@@ -138,7 +137,8 @@ def build_problem(
     ]
     again = np.array(_numbers(graph, may))
     dtypes = _dtypes(graph, formulas, precision)
-    kept, made_in = _kept(flow, units, sorted(rows), again, precision)
+    kept, made_in, copies = _kept(flow, units, sorted(rows), again, precision)
+    parameters, constants = _states(graph, flow, units, copies)
     starts = np.array(units.starts)
     profiles = []
     for size in sorted(rows):
@@ -219,17 +219,22 @@ def _block_units(units: Units, blocks: Sequence[Block]) -> list[tuple[int, int]]
 
 
 def _states(
-    graph: Graph, flow: Dataflow, units: Units
+    graph: Graph, flow: Dataflow, units: Units, copies: Collection[str]
 ) -> tuple[tuple[Shared, ...], tuple[Shared, ...]]:
-    """Trainable parameters, and everything else the model holds."""
+    """Trainable parameters, and all else that is held: copies in low precision are among it."""
     trainable: list[Shared] = []
     other: list[Shared] = []
     for name, state in graph.states.items():
         used = sorted({units.of(position) for position in flow.users[State(name)]})
         shared = Shared(bytes_at(state.spec, 1), tuple(used))
         (trainable if state.trainable else other).append(shared)
+        if name in copies:
+            other.append(Shared(shared.bytes // 2, shared.units))
     return tuple(trainable), tuple(other)
 
+
+Copies = tuple[str, ...]
+"""Names of the parameters of which there is a copy in low precision."""
 
 Made = Mapping[Ref, torch.dtype]
 """What the graph's values are made in; in mixed precision that is not what the model says."""
@@ -262,24 +267,24 @@ class _Storage:
 
 def _kept(
     flow: Dataflow, units: Units, rows: Sequence[int], again: NDArray[np.int64], precision: str
-) -> tuple[dict[int, tuple[Saved, ...]], Made]:
-    """What autograd keeps at each number of rows, and what values are made in.
+) -> tuple[dict[int, tuple[Saved, ...]], Made, Copies]:
+    """What autograd keeps at each number of rows, what values are made in, and the low copies.
 
     Bytes are a straight line in the rows for nearly every model. It is drawn through two runs and
     checked by a third; only where the check fails is every size run.
     """
     observe = partial(_observe, flow, units, again, precision)
     observed = {size: observe(size) for size in _spread(rows)}
-    runs = {size: saved for size, (saved, _) in observed.items()}
-    made_in = observed[rows[0]][1]
+    runs = {size: saved for size, (saved, *_) in observed.items()}
+    _, made_in, copies = observed[rows[0]]
     if len(runs) == 3:
         low, middle, high = (runs[size] for size in sorted(runs))
         small, between, large = sorted(runs)
         guess = _line(low, high, small, large, between)
         if guess == middle:
             line = {size: _line(low, high, small, large, size) or low for size in rows}
-            return line, made_in
-    return {size: runs.get(size) or observe(size)[0] for size in rows}, made_in
+            return line, made_in, copies
+    return {size: runs.get(size) or observe(size)[0] for size in rows}, made_in, copies
 
 
 def _spread(rows: Sequence[int]) -> set[int]:
@@ -303,14 +308,14 @@ def _line(
 
 def _observe(
     flow: Dataflow, units: Units, again: NDArray[np.int64], precision: str, rows: int
-) -> tuple[tuple[Saved, ...], Made]:
+) -> tuple[tuple[Saved, ...], Made, Copies]:
     """Run the graph on tensors without memory; note who made and who keeps each kept storage.
 
     Args:
         again: of each node the number of the block that it may run again with, or -1.
 
     Returns:
-        The storages, and what each value was made in.
+        The storages, what each value was made in, and the parameters that have low copies.
     """
     graph = flow.graph
     (whole,) = partition(flow, ())
@@ -334,7 +339,7 @@ def _observe(
         alone = {int(again[storage.made]), *again[storage.savers].tolist()}
         number = alone.pop() if len(alone) == 1 else -1
         saved.append(Saved(storage.bytes, producer, savers, number if number >= 0 else None))
-    return tuple(saved), watch.made_in
+    return tuple(saved), watch.made_in, tuple(lowered.low)
 
 
 class _Watch(fx.Interpreter):

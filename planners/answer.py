@@ -22,6 +22,7 @@ from autopipe.estimate import Estimate, chunks_of, estimate, profile_of, weights
 from autopipe.plan import Alternative
 from autopipe.planners import reasons
 from autopipe.planners.amounts import percent
+from autopipe.planners.relax import limitless, would_fit
 from autopipe.planners.search import frames
 from autopipe.problem import Decision, Frame, Problem
 from autopipe.stage_costs import gather_seconds
@@ -82,19 +83,11 @@ def best_answer(problem: Problem, choice: Choice, *, heuristic: str | None = Non
     """
     every = frames(problem)
     least = {frame: bound(problem, frame) for frame in every}
-    scored = _tried(problem, choice, sorted(every, key=lambda frame: least[frame]), least)
-    fitting = [s for s in scored.values() if s.estimate.fits]
-    if not fitting:
-        raise reasons.nothing_fits(problem, list(scored.values()), heuristic)
-    tied = min(s.estimate.step_seconds for s in fitting) * (1 + TOLERANCE)
-    # Frames come in the order in which ties are decided.
-    best = next(
-        scored[frame]
-        for frame in every
-        if frame in scored
-        and scored[frame].estimate.fits
-        and scored[frame].estimate.step_seconds <= tied
-    )
+    scored = _tried(problem, choice, least)
+    best = _best(every, scored)
+    if best is None:
+        helps = would_fit(problem, lambda changed: _fastest(changed, choice))
+        raise reasons.nothing_fits(problem, list(scored.values()), helps, heuristic)
     step = best.estimate.step_seconds
     roomy = _without_limit(problem, choice, every, least, step)
     return Answer(
@@ -106,13 +99,26 @@ def best_answer(problem: Problem, choice: Choice, *, heuristic: str | None = Non
     )
 
 
-def _tried(
-    problem: Problem, choice: Choice, order: Sequence[Frame], least: Mapping[Frame, float]
-) -> dict[Frame, Scored]:
-    """Frames in their order, until neither the best nor the second best mesh can be another."""
+def _fastest(problem: Problem, choice: Choice) -> tuple[Decision, float] | None:
+    """The best decision and its step, without reasons."""
+    every = frames(problem)
+    found = _tried(problem, choice, {frame: bound(problem, frame) for frame in every})
+    best = _best(every, found)
+    return None if best is None else (best.decision, best.estimate.step_seconds)
+
+
+def _best(every: Sequence[Frame], scored: Mapping[Frame, Scored]) -> Scored | None:
+    """The fastest that fits; of equals the first, as frames come in the order that decides."""
+    fitting = [scored[f] for f in every if f in scored and scored[f].estimate.fits]
+    least = min((found.estimate.step_seconds for found in fitting), default=0.0)
+    return next((s for s in fitting if s.estimate.step_seconds <= least * (1 + TOLERANCE)), None)
+
+
+def _tried(problem: Problem, choice: Choice, least: Mapping[Frame, float]) -> dict[Frame, Scored]:
+    """Frames by their bounds, until neither the best nor the second best mesh can be another."""
     scored: dict[Frame, Scored] = {}
     fastest: dict[tuple[int, int], float] = {}
-    for frame in order:
+    for frame in sorted(least, key=lambda frame: least[frame]):
         if len(fastest) > 1 and least[frame] > sorted(fastest.values())[1] * (1 + TOLERANCE):
             break
         found = _score(problem, choice(problem, frame))
@@ -131,9 +137,7 @@ def _without_limit(
     step: float,
 ) -> Scored | None:
     """The best decision if devices held everything, if that is visibly faster than `step`."""
-    machine = problem.machine
-    limitless = replace(machine, memory=(reasons.UNLIMITED,) * machine.devices)
-    roomy, best = replace(problem, machine=limitless), None
+    roomy, best = limitless(problem), None
     order = sorted(every, key=lambda frame: least[frame])
     for frame in order[:MOST_TRIED]:
         if least[frame] >= step * (1 - reasons.VISIBLE):
@@ -252,5 +256,5 @@ def _bounded(problem: Problem, best: Scored, frame: Frame, least: float) -> Alte
         micro_batches=frame.micro_batches,
         schedule=frame.schedule,
         step_seconds=None,
-        why=f"at least {more} slower, even if its stages were perfectly balanced",
+        why=f"at least {more} slower, by its bound",
     )

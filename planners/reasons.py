@@ -9,13 +9,11 @@ from autopipe.errors import InfeasibleError
 from autopipe.estimate import Estimate
 from autopipe.plan import Memory
 from autopipe.planners.amounts import Amount, duration, percent
+from autopipe.planners.search import one_of
 from autopipe.problem import Problem
 
 if TYPE_CHECKING:
     from autopipe.planners.answer import Scored
-
-UNLIMITED = 2**62
-"""Bytes of a device that holds everything."""
 
 VISIBLE = 5e-4
 """The least relative difference that `percent` does not print as nothing."""
@@ -89,9 +87,14 @@ def binding(problem: Problem, best: Scored, roomy: Scored | None) -> str:
 
 
 def nothing_fits(
-    problem: Problem, scored: Sequence[Scored], heuristic: str | None
+    problem: Problem, scored: Sequence[Scored], helps: Sequence[str], heuristic: str | None
 ) -> InfeasibleError:
-    """The refusal, with the decision that comes nearest and what it lacks, by part."""
+    """The refusal, with the decision that comes nearest and what it lacks, by part.
+
+    Args:
+        helps: changes after which a plan fits.
+        heuristic: the planner's name if it may have missed one.
+    """
     nearest = min(scored, key=lambda s: s.estimate.overflow)
     found = nearest.estimate
     needing, held = fullest(found)
@@ -99,6 +102,7 @@ def nothing_fits(
     in_flight = max(found.stages[stage].in_flight for stage in found.worst)
     flying = f"{in_flight} micro-batch{'' if in_flight == 1 else 'es'}"
     kind = f"{heuristic} plan" if heuristic else "plan"
+    what = "devices" if problem.constraints.memory is None else "a memory limit"
     parts = [
         (held.parameters + held.gradients + held.optimizer, "parameters, gradients and optimizer"),
         (held.buffers, "buffers"),
@@ -114,6 +118,12 @@ def nothing_fits(
         f"no {kind} fits {amount.of(found.limit)} a device: nearest is "
         f"{nearest.decision.frame}{of_tp}{again}, whose {needing} {amount.of(held.peak)}, "
         f"{found.overflow} bytes too many ({listed}).",
-        hint=f"devices of {amount.ceiling(held.peak)}",
+        hint=one_of(
+            [
+                *(["the planner `dynamic`, which places cuts by memory"] if heuristic else []),
+                *helps,
+                f"{what} of {amount.ceiling(held.peak)}",
+            ]
+        ),
         shortfall=found.overflow,
     )
