@@ -149,12 +149,21 @@ def _join(plan: Plan) -> tuple[int, Watchdog]:
         found = world_from(os.environ)
         world = found or World(0, 1, 0, 1, 0, "localhost", 0)
     check_world(world, world_size)
+    # Launchers count ranks node by node. A plan that gives slow devices other stages does not.
+    in_order = sorted(plan.mesh.places, key=lambda place: (place.node, place.local))
+    rank = in_order[world.rank].rank
     if world_size == 1 or dist.is_initialized():
-        return world.rank, Watchdog()
+        if rank != world.rank:
+            raise LaunchError(
+                f"the plan has rank {rank} where the process group that is open has rank "
+                f"{world.rank}: its stages are not in the order of the devices",
+                hint="leave opening the process group to parallelize",
+            )
+        return rank, Watchdog()
     opened = contextlib.ExitStack()
-    watchdog = opened.enter_context(start(world))
+    watchdog = opened.enter_context(start(world, rank=rank))
     atexit.register(opened.close)
-    return world.rank, watchdog
+    return rank, watchdog
 
 
 def _own_part(sharding: Sharding, rank: int, name: str, tensor: Tensor) -> Tensor:

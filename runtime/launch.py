@@ -17,7 +17,7 @@ import socket
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from autopipe.errors import LaunchError
@@ -171,8 +171,14 @@ def check_world(world: World, expected: int) -> None:
 
 
 @contextmanager
-def start(world: World, timeout: float = TIMEOUT) -> Iterator[Watchdog]:
+def start(
+    world: World, timeout: float = TIMEOUT, *, rank: int | None = None
+) -> Iterator[Watchdog]:
     """Open torch's default process group (gloo) for the time of the block, under a watchdog.
+
+    Args:
+        world: as the launcher has it.
+        rank: this process's rank in the group, where the plan gives it another one.
 
     At its end rank 0 waits for the other ranks: their store lives in its process. Every rank has to
     come in within `timeout` seconds. The processes of a node share out its cores and its GPUs.
@@ -192,6 +198,7 @@ def start(world: World, timeout: float = TIMEOUT) -> Iterator[Watchdog]:
     limit = timedelta(seconds=timeout)
     # As torch's own rendezvous does: torchrun says so if its agent listens there in rank 0's stead.
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    planned = world if rank is None else replace(world, rank=rank)
     try:
         store = dist.TCPStore(  # type: ignore[attr-defined]  # public all the same
             world.master_addr,
@@ -201,9 +208,9 @@ def start(world: World, timeout: float = TIMEOUT) -> Iterator[Watchdog]:
             timeout=limit,
             multi_tenant=not agent,
         )
-        with _watch(world, store) as watchdog:
+        with _watch(planned, store) as watchdog:
             dist.init_process_group(
-                "gloo", store=store, rank=world.rank, world_size=world.size, timeout=limit
+                "gloo", store=store, rank=planned.rank, world_size=world.size, timeout=limit
             )
             yield watchdog
     finally:
