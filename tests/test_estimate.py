@@ -148,12 +148,12 @@ def test_under_zero_3_a_forward_gathers_and_a_backward_gathers_and_scatters() ->
 
 
 def test_a_steady_pipeline_is_as_fast_as_its_slowest_stage() -> None:
-    """Two replicas: t + reduce / m is 3 + 5 + 0.5 there and 20.5 + ... here."""
+    """Two replicas. What stage 0 sends keeps it as busy as who receives it, latencies apart."""
     problem = replace(PROBLEM, steady=True)
     found = estimate(problem, Decision(Frame(2, 2, 2, 0, "1f1b"), (1,)))
     reduce = [2 * (size / 2 / 4 + 0.25) for size in (100, 150)]
     assert [stage.period for stage in found.stages] == [
-        3 + 5.5 + reduce[0] / 2,  # what it sends keeps stage 0 as busy as what it would receive
+        3 + 5 + reduce[0] / 2,
         20.5 + reduce[1] / 2,
     ]
     assert found.step_seconds == 2 * (20.5 + reduce[1] / 2)
@@ -209,7 +209,7 @@ def test_what_filling_and_draining_costs() -> None:
     """Of a rank's 3 seconds a micro-batch: all of them, or a third where W fills the bubble.
 
     1f1b      rank 0: F0 F1 F2    B0--- F3 B1--- ...
-    zb-h1     rank 0: F0 F1 F2       I0 F3 W0 I1 ...         2 s are lost there, 2 / 3 here a rank
+    zb-h1     rank 0: F0 F1 F2       I0 F3 W0 ...
     naive     all other ranks wait while one works
     """
     for m in (1, 4, 9):
@@ -351,7 +351,6 @@ def test_a_settled_decision_runs_again_what_must(seed: int) -> None:
     cuts = tuple(sorted(random.sample(range(1, problem.units), pp - 1)))
     groups = tuple(random.sample(range(problem.machine.devices), pp))
     found = settle(problem, frame, cuts, groups)
-    assert found[:3] if isinstance(found, tuple) else found.frame == frame
     usual = estimate(problem, Decision(frame, cuts, (), groups))
     settled = estimate(problem, found)
     assert settled.overflow <= usual.overflow
