@@ -73,6 +73,8 @@ def weights(problem: Problem, frame: Frame) -> tuple[float, float]:
         filling = _filling(asked.programs, m)
     elif frame.schedule in ("1f1b", "gpipe", EAGER):
         filling = 1.0
+    elif frame.schedule == "naive":
+        filling = float(m)
     else:
         ranks = min(frame.pp, MOST_RANKS)
         counted = math.ceil(m * ranks / frame.pp)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from autopipe import spec
-from autopipe.cluster import Cluster, Link
+from autopipe.cluster import Cluster, Group, Link, Node
 from autopipe.plan import (
     FORMAT,
     Alternative,
@@ -136,7 +136,12 @@ def chain(
     (sent,) = plan.stages[0].sends
     return replace(
         plan,
-        cluster=replace(plan.cluster, within=Link(0.0, 1e12)),
+        cluster=replace(
+            plan.cluster,
+            name=f"{pp}xA100-80GB",
+            nodes=(Node(1, (Group(pp, plan.cluster.slowest_device),)),),
+            within=Link(0.0, 1e12),
+        ),
         mesh=Mesh(pp, 1, 1, tuple(Place(rank, rank, 0, 0, 0, rank, "cpu") for rank in range(pp))),
         batch=Batch(micro_batches, micro_batches),
         schedule=schedule,

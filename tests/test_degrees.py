@@ -3,6 +3,7 @@
 import pytest
 
 from autopipe.blocks import find_blocks
+from autopipe.cluster import Cluster
 from autopipe.dataflow import analyse
 from autopipe.degrees import Degree, as_one_rank, degrees, sending_seconds
 from autopipe.errors import InfeasibleError
@@ -12,28 +13,31 @@ from tests.staged import traced
 
 
 @pytest.mark.parametrize(
-    ("cluster", "expected"),
+    ("cluster", "near", "far"),
     [
-        ("8xA100-80GB", (1, 2, 4, 8)),
-        ("2x8xA100-80GB", (1, 2, 4, 8)),  # not over the link between the nodes
-        ("6xA100-80GB", (1, 2, 3, 6)),
-        ("A100-80GB", (1,)),
+        ("8xA100-80GB", (1, 2, 4, 8), ()),
+        ("2x8xA100-80GB", (1, 2, 4, 8), (16,)),  # over the link between the nodes if it must be
+        ("6xA100-80GB", (1, 2, 3, 4, 6), ()),  # of 4, two devices stay idle
+        ("2x6xA100-80GB", (1, 2, 3, 6), ()),
+        ("2xA100-80GB+4xA100-40GB", (1, 2), ()),  # the first node has no more
+        ("4x1xA100-80GB", (1,), (2, 4)),
+        ("A100-80GB", (1,), ()),
     ],
 )
-def test_degrees_that_are_tried(cluster: str, expected: tuple[int, ...]) -> None:
+def test_degrees_that_are_tried(cluster: str, near: tuple[int, ...], far: tuple[int, ...]) -> None:
     found = parse(cluster)
-    assert not isinstance(found, tuple)
-    assert degrees(found, None, all_fixed=False) == expected  # type: ignore[arg-type]
+    assert isinstance(found, Cluster)
+    assert degrees(found, None) == (near, far)
 
 
-def test_a_degree_that_does_not_divide_the_devices() -> None:
-    """Unless every degree is fixed: then some devices stay idle, as was asked for."""
+def test_a_degree_that_is_asked_for() -> None:
+    """It need not divide the devices: some stay idle then."""
+    assert degrees(machine(8), 3) == ((3,),)
     with pytest.raises(InfeasibleError) as refused:
-        degrees(machine(8), 3, all_fixed=False)
+        degrees(machine(8), 9)
     assert str(refused.value) == (
-        "tp=3 was asked for and does not divide the 8 devices\nhint: tp of 1, 2, 4, 8"
+        "tp=9 was asked for, and local:8 has 8 devices\nhint: tp of at most 8"
     )
-    assert degrees(machine(8), 3, all_fixed=True) == (3,)
 
 
 def at(tp: int, name: str = "gpt") -> Degree:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
 from autopipe import forecast
-from autopipe.cluster import Link
+from autopipe.cluster import Group, Link, Node
 from autopipe.law import Boundary as Between
 from autopipe.plan import Batch, Boundary, Mesh, Place, Plan, Transfer
 from autopipe.schedule import Channel, Flow
@@ -24,13 +25,26 @@ def over(plan: Plan, within: Link, between: Link | None = None) -> Plan:
 
 
 def placed(plan: Plan, dp: int, nodes: list[int]) -> Plan:
-    """The plan with `dp` replicas and rank r on node `nodes[r]`."""
-    pp = plan.mesh.pp
-    places = tuple(
-        Place(rank, *divmod(rank, dp), 0, node, 0, "cpu") for rank, node in enumerate(nodes)
-    )
+    """The plan with `dp` replicas and rank r on node `nodes[r]`, ascending."""
+    device = plan.cluster.slowest_device
     rows = plan.batch.micro_batches * dp
-    return replace(plan, mesh=Mesh(pp, dp, 1, places), batch=Batch(rows, plan.batch.micro_batches))
+    return replace(
+        plan,
+        cluster=replace(
+            plan.cluster,
+            nodes=tuple(Node(1, (Group(count, device),)) for count in Counter(nodes).values()),
+        ),
+        mesh=Mesh(
+            plan.mesh.pp,
+            dp,
+            1,
+            tuple(
+                Place(rank, *divmod(rank, dp), 0, node, nodes[:rank].count(node), "cpu")
+                for rank, node in enumerate(nodes)
+            ),
+        ),
+        batch=Batch(rows, plan.batch.micro_batches),
+    )
 
 
 def test_one_micro_batch_there_and_back() -> None:
@@ -118,6 +132,22 @@ def test_gradients_are_summed_in_a_ring() -> None:
     assert forecast.costs(plan).reduce == [pytest.approx(4 / 3 * 20 + 4 * 0.5)]
     # Both micro-batches, then the sum of what the last backward makes.
     assert forecast.timeline(plan).seconds == pytest.approx(2 * 3e-3 + 4 / 3 * 20 + 2, rel=1e-3)
+
+
+def test_a_sum_goes_by_levels_where_nodes_have_equally_many() -> None:
+    """20 GiB over 2 x 2 replicas: a half in each node, then a quarter between the nodes, twice."""
+    near, far = Link(0.0, 20 * 2**30), Link(0.5, 2**30)
+    plan = placed(over(chain(1, 2), near, far), 4, [0, 0, 1, 1])
+    assert forecast.costs(plan).reduce == [pytest.approx(2 * 1 / 2 * 1 + 2 * (1 / 2 * 10 + 0.5))]
+
+
+def test_what_all_ranks_of_a_stage_send_takes_turns_on_a_link_between_sites() -> None:
+    """Two pipelines from one site to another: each has half of the wire."""
+    plan = placed(over(chain(2, 2), Link(0.0, 1e9)), 2, [0, 0, 1, 1])
+    here, there = plan.cluster.nodes
+    cluster = replace(plan.cluster, nodes=(here, replace(there, site=1)), across=Link(1.0, 100.0))
+    link = forecast.costs(replace(plan, cluster=cluster)).links(Channel(0, 1, Flow.ACTIVATION))
+    assert (link.latency, link.bandwidth) == (1.0, 50.0)
 
 
 def test_under_zero_1_the_ring_has_two_halves_and_under_zero_3_there_is_none() -> None:
