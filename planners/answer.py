@@ -134,6 +134,9 @@ def _without_limit(
     machine = problem.machine
     limitless = replace(machine, memory=(reasons.UNLIMITED,) * machine.devices)
     roomy, best = replace(problem, machine=limitless), None
+    if problem.constraints.recompute is None:  # nothing runs again, then
+        kept = tuple(replace(profile, saved=(), again=()) for profile in problem.profiles)
+        roomy = replace(roomy, profiles=kept, reruns=())
     order = sorted(every, key=lambda frame: least[frame])
     for frame in order[:MOST_TRIED]:
         if least[frame] >= step * (1 - reasons.VISIBLE):
