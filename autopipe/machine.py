@@ -70,8 +70,7 @@ class Machine:
 
     def link(self, dp: int, group: int, other: int) -> Level:
         """The slowest of the links between the devices of two groups, one to one."""
-        pairs = {self.topology.pair(group * dp + d, other * dp + d) for d in range(dp)}
-        return max(pairs, key=lambda level: (level.shared, -level.link.bandwidth))
+        return _link(self, dp, group, other)
 
 
 @lru_cache(maxsize=256)
@@ -82,6 +81,12 @@ def _groups(machine: Machine, dp: int) -> tuple[Group, ...]:
         levels = machine.topology.levels(range(first, first + dp))
         found.append(Group(max(machine.kinds[own]), min(machine.memory[own]), levels))
     return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def _link(machine: Machine, dp: int, group: int, other: int) -> Level:
+    pairs = {machine.topology.pair(group * dp + d, other * dp + d) for d in range(dp)}
+    return max(pairs, key=lambda level: (level.shared, -level.link.bandwidth))
 
 
 def machine_of(

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -105,19 +105,25 @@ def reruns(problem: Problem, rows: int, kind: int, free: bool) -> Reruns:
     saved: list[NDArray[np.int64]] = []
     spent: list[Times] = []
     counts: list[tuple[int, ...]] = []
+
+    @cache
+    def sets(groups: tuple[_Group, ...]) -> _Sets:
+        """Of a range those of all its blocks but the last are those of a shorter range."""
+        return _with(sets(groups[:-1]), groups[-1]) if groups else _NONE
+
     for parts in made.parts:
         groups = []
         for part, count in parts.items():
             size, seconds = figures(problem, rows, kind, made.firsts[part.kind], part[1:])
             always = fixed is not None and made.firsts[part.kind] in fixed
             most = count if always or (free and fixed is None and size > 0) else 0
-            groups.append((most if always else 0, most, size, seconds))
-        found = _sets(groups)
-        saved.append(found[0])
-        spent.append(found[1])
-        counts += [tuple(row) for row in found[2].tolist()]
-        largest.append(max((size for _, most, size, _ in groups if most), default=0))
-        starts.append(starts[-1] + len(found[0]))
+            groups.append(_Group(most if always else 0, most, size, seconds))
+        found = sets(tuple(groups))
+        saved.append(found.saved)
+        spent.append(found.spent)
+        counts += map(tuple, found.counts.tolist())
+        largest.append(max((group.size for group in groups if group.most), default=0))
+        starts.append(starts[-1] + len(found.saved))
     return Reruns(
         np.array(largest, np.int64),
         np.array(starts, np.int64),
@@ -188,7 +194,9 @@ def compositions(problem: Problem) -> Compositions:
     known: dict[tuple[tuple[Part, int], ...], int] = {(): 0}
     ahead = [_cut(problem, kinds, int(head[i]), i, None) for i in range(n + 1)]
     behind = [_cut(problem, kinds, int(tail[j]), None, j) for j in range(n + 1)]
-    between: dict[tuple[int, int], tuple[int, ...]] = {}
+    lengths = (stop - start for start, stop in (problem.reruns[block] for block in firsts))
+    whole = [Part(kind, 0, length) for kind, length in enumerate(lengths)]
+    between: dict[tuple[int, int], dict[Part, int]] = {}
     for i in range(n):
         for j in range(i + 1, n + 1):
             if head[i] > tail[j]:
@@ -200,11 +208,9 @@ def compositions(problem: Problem) -> Compositions:
             else:
                 inner = (int(head[i]) + 1, int(tail[j]))
                 if inner not in between:
-                    between[inner] = tuple((passed[inner[1]] - passed[inner[0]]).tolist())
-                for kind, count in enumerate(between[inner]):
-                    if count:
-                        start, stop = problem.reruns[firsts[kind]]
-                        parts[Part(kind, 0, stop - start)] = count
+                    counts = (passed[inner[1]] - passed[inner[0]]).tolist()
+                    between[inner] = {p: n for p, n in zip(whole, counts, strict=True) if n}
+                parts = dict(between[inner])
                 for part in (ahead[i], behind[j]):
                     if part is not None:
                         parts[part] = parts.get(part, 0) + 1
@@ -251,28 +257,37 @@ def _classes(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(kinds), tuple(firsts)
 
 
-def _sets(
-    groups: Sequence[tuple[int, int, int, float]],
-) -> tuple[Bytes, Times, Numbers]:
-    """All sets that no other beats: their bytes and seconds, ascending, and counts by group.
+class _Group(NamedTuple):
+    """Equal parts: the least and the most of them that run again, what each saves and costs."""
 
-    Args:
-        groups: for equal parts the least and the most of them, and what each saves and costs.
-    """
-    saved, spent = np.zeros(1, np.int64), np.zeros(1)
-    counts = np.zeros((1, 0), np.int64)
-    for least, most, size, seconds in groups:
-        number = np.arange(least, most + 1)
-        saved = (saved[:, None] + number * size).ravel()
-        spent = (spent[:, None] + number * seconds).ravel()
-        counts = np.hstack(
-            (np.repeat(counts, len(number), axis=0), np.tile(number, len(counts))[:, None])
-        )
-        order = np.lexsort((-saved, spent))
-        best = np.maximum.accumulate(saved[order])
-        first = np.concatenate(([True], best[1:] > best[:-1]))
-        kept = order[first]
-        if len(kept) > MOST_SETS:
-            kept = kept[np.unique(np.linspace(0, len(kept) - 1, MOST_SETS).astype(np.int64))]
-        saved, spent, counts = saved[kept], spent[kept], counts[kept]
-    return saved, spent, counts
+    least: int
+    most: int
+    size: int
+    seconds: float
+
+
+class _Sets(NamedTuple):
+    """All sets that no other beats: their bytes and seconds, ascending, and counts by group."""
+
+    saved: Bytes
+    spent: Times
+    counts: Numbers
+
+
+_NONE = _Sets(np.zeros(1, np.int64), np.zeros(1), np.zeros((1, 0), np.int64))
+
+
+def _with(sets: _Sets, group: _Group) -> _Sets:
+    """The sets of one more group's parts besides."""
+    number = np.arange(group.least, group.most + 1)
+    saved = (sets.saved[:, None] + number * group.size).ravel()
+    spent = (sets.spent[:, None] + number * group.seconds).ravel()
+    order = np.lexsort((-saved, spent))
+    best = np.maximum.accumulate(saved[order])
+    first = np.concatenate(([True], best[1:] > best[:-1]))
+    kept = order[first]
+    if len(kept) > MOST_SETS:
+        kept = kept[np.unique(np.linspace(0, len(kept) - 1, MOST_SETS).astype(np.int64))]
+    before, own = np.divmod(kept, len(number))
+    counts = np.concatenate((sets.counts[before], number[own, None]), axis=1)
+    return _Sets(saved[kept], spent[kept], counts)

@@ -83,9 +83,13 @@ def _said(name: str, decision: Decision, problem: Problem) -> str:
 
 
 def limitless(problem: Problem) -> Problem:
-    """The same on devices that hold everything."""
+    """The same on devices that hold everything; no block need run again, if none was asked to."""
     machine = problem.machine
-    return replace(problem, machine=replace(machine, memory=(UNLIMITED,) * machine.devices))
+    roomy = replace(problem, machine=replace(machine, memory=(UNLIMITED,) * machine.devices))
+    if problem.constraints.recompute is not None:
+        return roomy
+    kept = tuple(replace(profile, saved=(), again=()) for profile in problem.profiles)
+    return replace(roomy, profiles=kept, reruns=())
 
 
 UNLIMITED = 2**62

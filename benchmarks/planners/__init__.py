@@ -1,0 +1,1 @@
+"""Plans of other planners' published problems, ours beside theirs."""
