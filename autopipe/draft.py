@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -45,7 +45,7 @@ from autopipe.planners import Answer
 from autopipe.problem import Constraints, Decision
 from autopipe.profile import Units
 from autopipe.recompute import within
-from autopipe.rehearsal import Rehearsal, fake_state, rehearse
+from autopipe.rehearsal import Known, Rehearsal, fake_state, rehearse
 from autopipe.runtime.units import owners
 from autopipe.schedule import format_programs, holders, splits
 from autopipe.schedules import named
@@ -70,6 +70,7 @@ class Draft:
         recompute: paths of the blocks that run again in backward.
         zero: the ZeRO stage.
         versions, source: as the plan has them.
+        known: what rehearsals have learnt so far.
     """
 
     degree: Degree
@@ -86,6 +87,7 @@ class Draft:
     constraints: Constraints
     versions: dict[str, str]
     source: str | None
+    known: Known = field(default_factory=dict)
 
     @property
     def traced(self) -> Trace:
@@ -113,7 +115,9 @@ class Draft:
         stages = partition(self.flow, cuts)
         rows = self.rows // (decision.dp * decision.micro_batches)
         graph, again, low = self.traced.graph, self.recompute, self.precision
-        rehearsal = rehearse(graph, stages, self.blocks, rows, recompute=again, precision=low)
+        rehearsal = rehearse(
+            graph, stages, self.blocks, rows, recompute=again, precision=low, known=self.known
+        )
         if self._splits(decision):
             rehearsal = rehearse_halves(graph, stages, self.blocks, rehearsal, rows, again, low)
         gathered = [0] * len(stages)
