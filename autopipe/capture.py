@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from autopipe import batches, places
 from autopipe.errors import AutopipeError, CaptureError, ModelError
 from autopipe.fake import DynamicOutputShapeException, quiet
+from autopipe.likeness import Likeness
 from autopipe.plan import InputSpec, Read
 from autopipe.reads import ReadsParameter, record, replay
+from autopipe.standins import standing_in
 
 Loss = Callable[[Any, Any], Any]
 
@@ -79,33 +81,30 @@ def capture(
     leaves: Mapping[str, Any],
     specs: Sequence[InputSpec],
     *,
-    reads: Sequence[Read] | None,
-    real: Callable[[], nn.Module] | None,
+    reads: Sequence[Read],
+    alike: Mapping[str, str],
     symbolic: bool = True,
-) -> tuple[torch.export.ExportedProgram, tuple[Read, ...]]:
+) -> torch.export.ExportedProgram:
     """Export `program`, whose parameters are fake, on the example batch `leaves`.
 
     Args:
-        reads: the record of an earlier capture; None records now, which needs true inputs.
-        real: builds the model with its weights, for a read that depends on one; None: none to have.
+        reads: the record of a run (`look`).
+        alike: modules that a stand-in takes the place of (`standins`).
         symbolic: whether the batch is a symbol or the example's own rows.
 
     Raises:
         CaptureError: export cannot capture the model; the sentence names the user's line.
     """
-    tensors = [leaves[spec.path] for spec in specs if spec.dtype != "python"]
-    # A tensor that is passed twice would be one input of the graph: labels would be the tokens.
-    tensors = [tensor.detach().clone() for tensor in tensors]
+    tensors = _tensors(leaves, specs)
     rows = torch.export.Dim("rows")
     dims = tuple(_dynamic(spec, rows) for spec in specs if spec.dtype != "python")
     with _faithful(), warnings.catch_warnings():
         # Export warns of what autopipe handles: attributes set in forward, LSTM's flat weights.
         warnings.simplefilter("ignore")
-        if reads is None:
-            reads = _record(program, tensors, real)
+        standing = standing_in(program.model, alike)
         try:
-            with torch.random.fork_rng(devices=[]), replay(reads):
-                exported = torch.export.export(
+            with torch.random.fork_rng(devices=[]), replay(reads), standing:
+                return torch.export.export(
                     program,
                     tuple(tensors),
                     strict=False,
@@ -115,7 +114,45 @@ def capture(
             raise
         except Exception as error:  # export raises whatever the model's own code raises
             raise _refusal(error) from error
-    return exported, tuple(reads)
+
+
+def look(
+    program: Program,
+    leaves: Mapping[str, Any],
+    specs: Sequence[InputSpec],
+    *,
+    reads: Sequence[Read] | None,
+    real: Callable[[], nn.Module] | None,
+) -> tuple[tuple[Read, ...], Mapping[str, str]]:
+    """Run `program` once on true inputs: what Python reads, and which modules are alike.
+
+    Args:
+        reads: the record of an earlier run, which is taken; None records now.
+        real: builds the model with its weights, for a read that depends on one; None: none to have.
+
+    Raises:
+        CaptureError: a read cannot be answered; the sentence names the user's line.
+    """
+    likeness = Likeness(program.model)
+    if reads is not None and (reads or not likeness.candidates):
+        return tuple(reads), {}
+    with _faithful(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            found = _record(program, _tensors(leaves, specs), real, likeness)
+        except AutopipeError:
+            if reads is None:
+                raise
+            found = ()
+    return (found, likeness.alike) if reads is None or not found else (tuple(reads), {})
+
+
+def _tensors(leaves: Mapping[str, Any], specs: Sequence[InputSpec]) -> list[Tensor]:
+    """The batch's tensors, each its own: passed twice, one would be one input of the graph.
+
+    Labels would be the tokens.
+    """
+    return [leaves[spec.path].detach().clone() for spec in specs if spec.dtype != "python"]
 
 
 def _dynamic(spec: InputSpec, rows: Any) -> dict[int, Any] | None:
@@ -126,11 +163,18 @@ def _dynamic(spec: InputSpec, rows: Any) -> dict[int, Any] | None:
 
 
 def _record(
-    program: Program, tensors: Sequence[Tensor], real: Callable[[], nn.Module] | None
+    program: Program,
+    tensors: Sequence[Tensor],
+    real: Callable[[], nn.Module] | None,
+    likeness: Likeness,
 ) -> tuple[Read, ...]:
+    def run() -> None:
+        with likeness.watching():
+            program(*[tensor.clone() for tensor in tensors])
+
     try:
         with _restoring(program.model), quiet():
-            return record(lambda: program(*[tensor.clone() for tensor in tensors]))
+            return record(run)
     except ReadsParameter as found:
         if real is None:
             raise CaptureError(

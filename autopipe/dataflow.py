@@ -50,7 +50,14 @@ class Dataflow:
 
 
 def analyse(graph: Graph) -> Dataflow:
-    """Find aliases, writes and what can be made again."""
+    """Find aliases, writes and what can be made again; once for a graph."""
+    known: Dataflow | None = graph.__dict__.get("_dataflow")
+    if known is None:
+        known = graph.__dict__["_dataflow"] = _analyse(graph)
+    return known
+
+
+def _analyse(graph: Graph) -> Dataflow:
     root: dict[Value, Value] = {}
     writers: dict[Value, list[int]] = defaultdict(list)
     before: list[tuple[int, ...]] = []

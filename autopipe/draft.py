@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -46,7 +46,7 @@ from autopipe.planners import Answer
 from autopipe.problem import Constraints, Decision
 from autopipe.profile import Units
 from autopipe.recompute import within
-from autopipe.rehearsal import Rehearsal, fake_state, rehearse
+from autopipe.rehearsal import Known, Rehearsal, fake_state, rehearse
 from autopipe.runtime.units import owners
 from autopipe.schedule import format_programs, holders, splits
 from autopipe.schedules import named
@@ -72,6 +72,7 @@ class Draft:
         optimizer_factor, constraints: as the problem has them.
         reruns: paths of the blocks that may run again in backward, as the problem numbers them.
         versions, source: as the plan has them.
+        known: what rehearsals have learnt so far.
     """
 
     degree: Degree
@@ -87,6 +88,7 @@ class Draft:
     constraints: Constraints
     versions: dict[str, str]
     source: str | None
+    known: Known = field(default_factory=dict)
 
     @property
     def traced(self) -> Trace:
@@ -117,7 +119,9 @@ class Draft:
         graph, low = self.traced.graph, self.precision
         numbers = {number for blocks in decision.recompute for number in blocks}
         again = tuple(path for number, path in enumerate(self.reruns) if number in numbers)
-        rehearsal = rehearse(graph, stages, self.blocks, rows, recompute=again, precision=low)
+        rehearsal = rehearse(
+            graph, stages, self.blocks, rows, recompute=again, precision=low, known=self.known
+        )
         if self._splits(frame.schedule):
             rehearsal = rehearse_halves(graph, stages, self.blocks, rehearsal, rows, again, low)
         gathered = [0] * len(stages)

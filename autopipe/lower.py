@@ -90,7 +90,7 @@ def lower(
     arguments += [Input(path) for path in stage.inputs]
     results: list[Arg] = [*stage.outgoing, *(graph.outputs if last else ())]
     runs = _runs(graph, stage, blocks)
-    _check_recompute(graph, stage, blocks, runs, recompute)
+    check_recompute(graph, stage, blocks, recompute)
     outer, env = fx.Graph(), {}
     for value in arguments:
         env[value] = outer.placeholder(_identifier(str(value)))
@@ -167,13 +167,14 @@ def _runs(
     ]
 
 
-def _check_recompute(
-    graph: Graph,
-    stage: Stage,
-    blocks: Sequence[Block],
-    runs: Sequence[tuple[Block | None, list[int]]],
-    recompute: Collection[str],
+def check_recompute(
+    graph: Graph, stage: Stage, blocks: Sequence[Block], recompute: Collection[str]
 ) -> None:
+    """Refuse blocks that are none of the stage's, or would not do the same again.
+
+    Raises:
+        PlanError: names the block, and what stands in its way.
+    """
     if not recompute:
         return
     unknown = sorted(set(recompute) - set(within(stage, blocks, recompute)))
@@ -184,7 +185,7 @@ def _check_recompute(
             hint=f"its blocks are {', '.join(there)}" if there else "it has none",
         )
     flow = analyse(graph)
-    for block, positions in runs:
+    for block, positions in _runs(graph, stage, blocks):
         if block is not None and block.path in recompute:
             reason = obstacle(flow, positions)
             if reason is not None:

@@ -11,9 +11,10 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,8 @@ from torch import Tensor
 from autopipe.blocks import Block
 from autopipe.fake import fake_mode, storage_key
 from autopipe.graph import Graph, Ref, shape_at
-from autopipe.lower import lower
+from autopipe.kinds import kind_of
+from autopipe.lower import check_recompute, lower
 from autopipe.opaque import observing
 from autopipe.partition import Stage
 from autopipe.precision import WideStatistics, arithmetic, computing
@@ -85,6 +87,7 @@ def rehearse(
     gradients: bool = True,
     recompute: Collection[str] = (),
     precision: str = "fp32",
+    known: Known | None = None,
 ) -> Rehearsal:
     """Run the stages under fake tensors with micro-batches of `rows` rows.
 
@@ -92,126 +95,196 @@ def rehearse(
         gradients: False for an evaluation graph: forward alone, nothing is kept.
         recompute: paths of the blocks that run again in backward, of all stages.
         precision: what matrix products are computed in.
+        known: what earlier rehearsals of this graph have learnt, and this one adds to.
 
     Raises:
         PlanError: a block to recompute would not do the same again.
     """
-    run = partial(_rehearse, graph, stages, blocks, rows, gradients, recompute, precision)
-    found, unused = run(frozenset())
-    return run(unused)[0] if unused else found
+    known = {} if known is None else known
+    run = partial(_Rehearsing, graph, stages, blocks, rows, gradients, recompute, precision, known)
+    found, unused = run(frozenset()).run()
+    return run(unused).run()[0] if unused else found
 
 
 Arrival = tuple[Ref, int]
 """A crossing tensor in one of the stages that receive it."""
 
+Known = dict[Hashable, Any]
+"""What has been learnt of kinds of stages (`kinds`), for rehearsals of one graph to share."""
 
-def _rehearse(
-    graph: Graph,
-    stages: Sequence[Stage],
-    blocks: Sequence[Block],
-    rows: int,
-    gradients: bool,
-    recompute: Collection[str],
-    precision: str,
-    unused: frozenset[Arrival],
-) -> tuple[Rehearsal, frozenset[Arrival]]:
-    """Rehearse; `unused` are arrivals to which no gradient flows back, and so is what is returned.
+
+@dataclass(frozen=True)
+class _Forward:
+    """What the forward of a kind of stage gave: of each outgoing tensor its look."""
+
+    made: tuple[tuple[Boundary, bool], ...]
+    saved: int
+    low: int
+
+
+@dataclass(frozen=True)
+class _Live:
+    """A forward that has been run, and its one backward not yet."""
+
+    arrivals: tuple[Tensor, ...]
+    results: tuple[Tensor, ...]
+    loss: Tensor | None
+    kept: Kept
+
+
+@dataclass
+class _Rehearsing:
+    """One rehearsal; `unused` are arrivals to which no gradient flows back.
 
     They are known only after the backward: a tensor may cross to be detached. With them known, what
     leads to them alone keeps nothing for backward, as in the whole model.
+
+    A stage of a kind that has been run, on tensors that look the same, is not run again.
     """
-    boundaries: dict[Ref, Boundary] = {}
-    recomputed = [0] * len(stages)
-    arrivals: list[dict[Ref, Tensor]] = []
-    results: list[dict[Ref, Tensor]] = []
-    saved: list[int] = []
-    low: list[int] = []
-    kept: list[Kept] = []
-    with fake_mode(), WideStatistics(), torch.set_grad_enabled(gradients):
-        for stage in stages:
-            states = {name: fake_state(graph, name) for name in stage.states}
-            lowered = lower(
-                graph,
-                stage,
-                blocks,
-                states,
-                None,
-                rows,
-                last=stage.index == len(stages) - 1,
-                recompute=within(stage, blocks, recompute),
-                precision=precision,
+
+    graph: Graph
+    stages: Sequence[Stage]
+    blocks: Sequence[Block]
+    rows: int
+    gradients: bool
+    recompute: Collection[str]
+    precision: str
+    known: Known
+    unused: frozenset[Arrival]
+    boundaries: dict[Ref, Boundary] = field(default_factory=dict)
+    live: dict[Hashable, _Live] = field(default_factory=dict)
+
+    def run(self) -> tuple[Rehearsal, frozenset[Arrival]]:
+        """The rehearsal, and the arrivals to which no gradient flowed back."""
+        with fake_mode(), WideStatistics(), torch.set_grad_enabled(self.gradients):
+            kinds = [self._kind(stage) for stage in self.stages]
+            keys: list[Hashable] = []
+            forwards: list[_Forward] = []
+            for stage, kind in zip(self.stages, kinds, strict=True):
+                keys.append((kind, self._received(stage)))
+                forwards.append(self._forward(stage, keys[-1]))
+                for ref, (boundary, carries) in zip(stage.outgoing, forwards[-1].made, strict=True):
+                    takers = [
+                        to
+                        for value, to in stage.sends
+                        if value == ref and carries and (ref, to) not in self.unused
+                    ]
+                    strides = dict.fromkeys(takers, boundary.strides)
+                    self.boundaries[ref] = replace(boundary, gradients=strides)
+            unused, recomputed = self.unused, [0] * len(self.stages)
+            if self.gradients:
+                unused, recomputed = self._backwards(keys)
+        found = Rehearsal(
+            self.boundaries,
+            tuple(forward.saved for forward in forwards),
+            tuple(recomputed),
+            tuple(forward.low for forward in forwards),
+        )
+        return found, unused
+
+    def _kind(self, stage: Stage) -> Hashable:
+        again = within(stage, self.blocks, self.recompute)
+        check_recompute(self.graph, stage, self.blocks, again)
+        kind = kind_of(self.graph, stage, self.blocks, again, last=self._is_last(stage))
+        return kind, self.rows, self.gradients, self.precision
+
+    def _is_last(self, stage: Stage) -> bool:
+        return stage.index == len(self.stages) - 1
+
+    def _received(self, stage: Stage) -> Hashable:
+        """How the tensors look that a stage receives."""
+        found = ((self.boundaries[ref], stage.index) for ref, _ in stage.receives)
+        return tuple((b.shape, b.strides, b.dtype, to in b.gradients) for b, to in found)
+
+    def _forward(self, stage: Stage, key: Hashable) -> _Forward:
+        if key not in self.known:
+            self.known[key], self.live[key] = self._run(stage)
+        found: _Forward = self.known[key]
+        return found
+
+    def _run(self, stage: Stage) -> tuple[_Forward, _Live]:
+        graph, rows, last = self.graph, self.rows, self._is_last(stage)
+        states = {name: fake_state(graph, name) for name in stage.states}
+        again = within(stage, self.blocks, self.recompute)
+        lowered = lower(
+            graph,
+            stage,
+            self.blocks,
+            states,
+            None,
+            rows,
+            last=last,
+            recompute=again,
+            precision=self.precision,
+        )
+        how = arithmetic(self.precision, "cpu", [states[name] for name in lowered.low])
+        copies = how.copies.values()
+        received = [_arrival(self.boundaries[ref], stage.index) for ref, _ in stage.receives]
+        inputs = [
+            torch.empty(shape_at(graph.inputs[path], rows), dtype=graph.inputs[path].dtype)
+            for path in stage.inputs
+        ]
+        kept = Kept((*states.values(), *received, *inputs, *copies))
+        with observing(kept.keep), computing(how):
+            made = lowered.module(*received, *inputs)
+        outgoing = tuple(made[: len(stage.outgoing)])
+        found = _Forward(
+            tuple(
+                (Boundary(tuple(t.shape), dense_strides(t), t.dtype, {}), t.requires_grad)
+                for t in outgoing
+            ),
+            sum(kept.sizes.values()),
+            sum(copy.untyped_storage().nbytes() for copy in copies),
+        )
+        loss = made[len(outgoing)] if last else None
+        return found, _Live(tuple(received), outgoing, loss, kept)
+
+    def _backwards(self, keys: Sequence[Hashable]) -> tuple[frozenset[Arrival], list[int]]:
+        """The backward of every stage from the last one on, to learn the strides of gradients.
+
+        Returns the arrivals that no gradient came to, and what `Rehearsal.recomputed` has.
+        """
+        unused: set[Arrival] = set()
+        recomputed = [0] * len(self.stages)
+        for stage in reversed(self.stages):
+            sent = tuple(self.boundaries[ref] for ref in stage.outgoing)
+            seeds = tuple(
+                tuple(strides for _, strides in sorted(b.gradients.items(), reverse=True))
+                for b in sent
             )
-            how = arithmetic(precision, "cpu", [states[name] for name in lowered.low])
-            copies = how.copies.values()
-            low.append(sum(copy.untyped_storage().nbytes() for copy in copies))
-            received = {ref: _arrival(boundaries[ref], stage.index) for ref, _ in stage.receives}
-            inputs = [
-                torch.empty(shape_at(graph.inputs[path], rows), dtype=graph.inputs[path].dtype)
-                for path in stage.inputs
-            ]
-            kept.append(Kept((*states.values(), *received.values(), *inputs, *copies)))
-            with observing(kept[-1].keep), computing(how):
-                made = lowered.module(*received.values(), *inputs)
-            saved.append(sum(kept[-1].sizes.values()))
-            outgoing = dict(zip(stage.outgoing, made, strict=False))
-            for ref, tensor in outgoing.items():
-                takers = [
-                    to
-                    for value, to in stage.sends
-                    if value == ref and tensor.requires_grad and (ref, to) not in unused
-                ]
-                strides = dense_strides(tensor)
-                boundaries[ref] = Boundary(
-                    tuple(tensor.shape), strides, tensor.dtype, dict.fromkeys(takers, strides)
-                )
-            arrivals.append(received)
-            results.append(outgoing)
-        losses = made[len(stages[-1].outgoing) :]
-        if gradients:
-            unused, recomputed = _backward(stages, boundaries, arrivals, results, losses[0], kept)
-    return Rehearsal(boundaries, tuple(saved), tuple(recomputed), tuple(low)), unused
+            key = "backward", keys[stage.index], seeds
+            if key not in self.known:
+                live = self.live.pop(keys[stage.index], None) or self._run(stage)[1]
+                self.known[key] = _backward(live, sent)
+            recomputed[stage.index], gradients = self.known[key]
+            for (ref, _), found in zip(stage.receives, gradients, strict=True):
+                boundary = self.boundaries[ref]
+                strides = dict(boundary.gradients)
+                if found is not None:
+                    strides[stage.index] = found
+                elif strides.pop(stage.index, None) is not None:
+                    unused.add((ref, stage.index))
+                self.boundaries[ref] = replace(boundary, gradients=strides)
+        return frozenset(unused), recomputed
 
 
-def _backward(
-    stages: Sequence[Stage],
-    boundaries: dict[Ref, Boundary],
-    arrivals: Sequence[Mapping[Ref, Tensor]],
-    results: Sequence[Mapping[Ref, Tensor]],
-    loss: Tensor,
-    kept: Sequence[Kept],
-) -> tuple[frozenset[Arrival], list[int]]:
-    """The backward of every stage from the last one on, to learn the strides of gradients.
-
-    Returns the arrivals that no gradient came to, and what `Rehearsal.recomputed` has.
-    """
-    unused: set[Arrival] = set()
-    recomputed = [0] * len(stages)
-    for stage in reversed(stages):
-        if stage.index == len(stages) - 1:
-            roots = [loss] if loss.requires_grad else []
-            seeds = [torch.ones_like(root) for root in roots]
-        else:
-            roots = [r for ref, r in results[stage.index].items() if boundaries[ref].gradients]
-            seeds = [
-                _summed(boundaries[ref])
-                for ref in results[stage.index]
-                if boundaries[ref].gradients
-            ]
-        if roots:
-            of = kept[stage.index]
-            before = of.most = of.now
-            with observing(of.keep):
-                torch.autograd.backward(roots, seeds)
-            recomputed[stage.index] = of.most - before
-        for ref, tensor in arrivals[stage.index].items():
-            boundary = boundaries[ref]
-            strides = dict(boundary.gradients)
-            if tensor.grad is not None:
-                strides[stage.index] = dense_strides(tensor.grad)
-            elif strides.pop(stage.index, None) is not None:
-                unused.add((ref, stage.index))
-            boundaries[ref] = replace(boundary, gradients=strides)
-    return frozenset(unused), recomputed
+def _backward(live: _Live, sent: Sequence[Boundary]) -> tuple[int, tuple[Strides | None, ...]]:
+    """One backward: what it holds more than the forward kept, and the strides of its gradients."""
+    if live.loss is not None:
+        roots = [live.loss] if live.loss.requires_grad else []
+        seeds = [torch.ones_like(root) for root in roots]
+    else:
+        carrying = [(r, b) for r, b in zip(live.results, sent, strict=True) if b.gradients]
+        roots = [root for root, _ in carrying]
+        seeds = [_summed(boundary) for _, boundary in carrying]
+    more = 0
+    if roots:
+        before = live.kept.most = live.kept.now
+        with observing(live.kept.keep):
+            torch.autograd.backward(roots, seeds)
+        more = live.kept.most - before
+    arrived = (tensor.grad for tensor in live.arrivals)
+    return more, tuple(None if grad is None else dense_strides(grad) for grad in arrived)
 
 
 def _summed(boundary: Boundary) -> Tensor:

@@ -15,6 +15,7 @@ torch's own `mul_17` differs between two traces of one model.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import sys
 from collections import Counter
@@ -29,7 +30,7 @@ from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind, OutputKind
 
 from autopipe import batches, places
-from autopipe.capture import Loss, Program, capture, depends_on_values
+from autopipe.capture import Loss, Program, capture, depends_on_values, look
 from autopipe.errors import CaptureError
 from autopipe.fake import expression, is_control_flow, is_fake, writes
 from autopipe.graph import (
@@ -48,6 +49,7 @@ from autopipe.graph import (
     values_in,
 )
 from autopipe.plan import InputSpec, Read
+from autopipe.standins import BEGIN, END, STAND_IN, Span
 
 READ_OP = "autopipe.read.default"
 LOSS_SCOPE = "loss()"
@@ -102,9 +104,18 @@ def trace(
         model.train(training)
     program = Program(model, batch, loss, specs)
     program.training = training
-    exported, reads = capture(program, leaves, specs, reads=reads, real=real, symbolic=symbolic)
-    graph = _Converter(exported, model, [s.path for s in specs if s.dtype != "python"]).convert()
-    return Trace(graph, tuple(specs), reads)
+    reads, alike = look(program, leaves, specs, reads=reads, real=real)
+
+    def graph(alike: Mapping[str, str]) -> Graph:
+        exported = capture(program, leaves, specs, reads=reads, alike=alike, symbolic=symbolic)
+        paths = [spec.path for spec in specs if spec.dtype != "python"]
+        return _Converter(exported, model, paths).convert()
+
+    if alike:
+        # Whatever does not go well with stand-ins: without them it does, or says why in full.
+        with contextlib.suppress(Exception):
+            return Trace(graph(alike), tuple(specs), reads)
+    return Trace(graph({}), tuple(specs), reads)
 
 
 @dataclass
@@ -124,10 +135,12 @@ class _Converter:
     nodes: list[Node] = field(default_factory=list)
     ordinals: Counter[tuple[str, str]] = field(default_factory=Counter)
     batch_symbol: sympy.Symbol | None = None
+    states: dict[str, StateSpec] = field(default_factory=dict)
+    spans: dict[int, Span] = field(default_factory=dict)
 
     def convert(self) -> Graph:
         inputs: dict[str, TensorSpec] = {}
-        states: dict[str, StateSpec] = {}
+        states = self.states
         constants: dict[str, Tensor] = {}
         values: dict[str, Value] = {}
         aliases = _names_by_identity(self.model)
@@ -197,6 +210,8 @@ class _Converter:
         if name in _ALIASES or _is_whole_slice(name, args):
             return args[0]
         scopes = self._scopes(node) or region.scopes
+        if name in (BEGIN, END, STAND_IN):
+            return self._stand_in(name, args[0], int(args[1]), scopes)
         if name in ("wrap_with_set_grad_enabled", "wrap_with_autocast"):
             return self._wrapped(name, node, env, _Region(scopes, region.grad, region.autocast))
         if is_control_flow(target):
@@ -218,11 +233,7 @@ class _Converter:
         scopes: tuple[str, ...],
         region: _Region,
     ) -> Ref | tuple[Ref, ...] | None:
-        scope = scopes[-1] if scopes else ""
-        short = op.split(".")[1] if op.count(".") else op
-        ordinal = self.ordinals[scope, short]
-        self.ordinals[scope, short] += 1
-        name = f"{scope}/{short}/{ordinal}".lstrip("/")
+        name = self._name(scopes, op)
         value = node.meta.get("val")
         packed = isinstance(value, list | tuple)
         parts = value if isinstance(value, list | tuple) else [value]
@@ -236,6 +247,28 @@ class _Converter:
         if not packed:
             return Ref(name)
         return tuple(Ref(name, number) for number in range(len(outputs)))
+
+    def _name(self, scopes: tuple[str, ...], op: str) -> str:
+        scope = scopes[-1] if scopes else ""
+        short = op.split(".")[1] if op.count(".") else op
+        ordinal = self.ordinals[scope, short]
+        self.ordinals[scope, short] += 1
+        return f"{scope}/{short}/{ordinal}".lstrip("/")
+
+    def _stand_in(
+        self, op: str, tensors: tuple[Value, ...], number: int, scopes: tuple[str, ...]
+    ) -> tuple[Value, ...] | None:
+        """Note where the nodes of a block are, or write those of one that is like it."""
+        if op == BEGIN:
+            self.spans[number] = Span(scopes, tensors, len(self.nodes))
+        elif op == END:
+            self.spans[number].stop, self.spans[number].results = len(self.nodes), tensors
+        else:
+            span = self.spans[number]
+            made, results = span.again(self.nodes, scopes, tensors, self._name, self.states)
+            self.nodes += made
+            return results
+        return None
 
     def _wrapped(self, name: str, node: fx.Node, env: dict[fx.Node, Any], region: _Region) -> Any:
         if name == "wrap_with_set_grad_enabled":
