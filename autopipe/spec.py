@@ -133,10 +133,10 @@ def _device(kind: str, sheet: presets.Datasheet) -> Device:
     return Device(
         kind=kind,
         memory=int(sheet.memory) - presets.RESERVE,
-        flops={dtype: peak * presets.MATMUL_SHARE for dtype, peak in sheet.flops.items()},
+        flops={dtype: peak * sheet.matmul_share for dtype, peak in sheet.flops.items()},
         bandwidth=sheet.bandwidth * presets.MEMORY_SHARE,
         launch=presets.LAUNCH,
-        source=f"{presets.MATMUL_SHARE:.0%} of the peaks of {sheet.source}",
+        source=f"{sheet.matmul_share:.0%} of the peaks of {sheet.source}",
         half=presets.HALF,
     )
 
