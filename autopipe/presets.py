@@ -1,6 +1,6 @@
 """What datasheets say about devices and links, and the share of it that programs reach.
 
-    floating-point operations a second = datasheet * matmul_share
+    floating-point operations a second = datasheet * matmul_share * steady
     bytes a second of memory           = datasheet * MEMORY_SHARE
     bytes a second of a link           = datasheet * LINK_SHARE
     bytes of memory                    = what torch reports - RESERVE
@@ -20,6 +20,13 @@ MATMUL_SHARE = 0.8
 Where others have, `Datasheet.matmul_share` has their share, in bf16 and for all dtypes:
 https://github.com/stas00/ml-engineering/tree/master/compute/accelerator, table of maximum
 achievable matmul FLOPS.
+"""
+
+STEADY, STEADY_NEWER = 0.82, 0.76
+"""Share of that rate which matmuls hold all through a training step: up to A100, and from H100 on.
+
+Power and heat slow the clocks of a device that is never idle, those of faster devices more. Fitted
+to published training runs on A100 and on H100; benchmarks/published has the errors that are left.
 """
 
 HALF = 64.0
@@ -62,7 +69,7 @@ class Datasheet:
     `flops` are peaks by dtype, where the device has the dtype; fp32 is without TF32, as torch
     computes unless told otherwise. `within` and `between` name the `WIRES` that join it to a
     device of its node and of another node in the machines it is usually sold in. `matmul_share` is
-    the share of the peaks that large matmuls reach.
+    the share of the peaks that large matmuls reach, `steady` the share of that in a long run.
     """
 
     memory: float
@@ -72,6 +79,7 @@ class Datasheet:
     between: str
     source: str
     matmul_share: float = MATMUL_SHARE
+    steady: float = STEADY
 
 
 # The seconds are NCCL's own model of a ring with its Simple protocol, the one that point-to-point
@@ -143,6 +151,7 @@ DEVICES: dict[str, Datasheet] = {
         between="InfiniBand NDR",
         source="https://www.nvidia.com/en-us/data-center/h100/ (SXM)",
         matmul_share=794.5 / 989,
+        steady=STEADY_NEWER,
     ),
     "H200": Datasheet(
         memory=139.8 * GIB,
@@ -152,6 +161,7 @@ DEVICES: dict[str, Datasheet] = {
         between="InfiniBand NDR",
         source="https://www.nvidia.com/en-us/data-center/h200/ (SXM)",
         matmul_share=794.5 / 989,
+        steady=STEADY_NEWER,
     ),
     "V100-32GB": Datasheet(
         memory=31.7 * GIB,
@@ -200,6 +210,7 @@ DEVICES: dict[str, Datasheet] = {
         within="PCIe 5 x16",
         between="InfiniBand NDR",
         source="https://www.nvidia.com/en-us/data-center/h100/ (PCIe)",
+        steady=STEADY_NEWER,
     ),
     "H100-96GB": Datasheet(
         memory=94.5 * GIB,
@@ -209,6 +220,7 @@ DEVICES: dict[str, Datasheet] = {
         between="InfiniBand NDR",
         source="https://github.com/pytorch/torchtitan/tree/main/benchmarks (H100 96GB HBM2e, 500 W)",
         matmul_share=794.5 / 989 * (500 / 700) ** (1 / 3),
+        steady=STEADY_NEWER,
     ),
     "H800-80GB": Datasheet(
         memory=79.1 * GIB,
@@ -218,6 +230,7 @@ DEVICES: dict[str, Datasheet] = {
         between="InfiniBand NDR",
         source="https://lenovopress.lenovo.com/lp1814 (SXM)",
         matmul_share=794.5 / 989,
+        steady=STEADY_NEWER,
     ),
     "B200": Datasheet(
         memory=178.4 * GIB,
@@ -227,6 +240,7 @@ DEVICES: dict[str, Datasheet] = {
         between="InfiniBand NDR",
         source="https://www.nvidia.com/en-us/data-center/hgx/ (HGX B200)",
         matmul_share=1745 / 2250,
+        steady=STEADY_NEWER,
     ),
     "GB200": Datasheet(
         memory=184.0 * GIB,
@@ -236,6 +250,7 @@ DEVICES: dict[str, Datasheet] = {
         between="InfiniBand NDR",
         source="https://www.nvidia.com/en-us/data-center/gb200-nvl72/",
         matmul_share=1822 / 2500,
+        steady=STEADY_NEWER,
     ),
     "B300": Datasheet(
         memory=267.0 * GIB,
@@ -245,6 +260,7 @@ DEVICES: dict[str, Datasheet] = {
         between="InfiniBand XDR",
         source="https://www.nvidia.com/en-us/data-center/hgx/ (HGX B300)",
         matmul_share=1769 / 2250,
+        steady=STEADY_NEWER,
     ),
     "V100-16GB": Datasheet(
         memory=15.8 * GIB,

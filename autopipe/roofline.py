@@ -12,20 +12,15 @@ which is Hockney's half-performance length (Parallel Computing 1985) in each dim
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from autopipe.cluster import Device
 
 
-def reached(dims: Sequence[float], half: float, wave: float = 0.0) -> float:
+def reached(dims: Sequence[float], half: float) -> float:
     """The share of its rate at which a device computes a matmul of these dims; 1 of none."""
-    share = 1.0
-    for dim in dims:
-        share *= dim / (dim + half)
-    if dims:
-        area = dims[0] * dims[2]
-        share *= area / (area + wave)
-    return share
+    return math.prod(dim / (dim + half) for dim in dims)
 
 
 def kernel_seconds(
@@ -35,7 +30,6 @@ def kernel_seconds(
     size: float,
     dims: Sequence[float] = (),
     launches: int = 1,
-    wave: float = 0.0,
 ) -> float:
     """Seconds of `launches` kernels that compute `flops` and move `size` bytes together.
 
@@ -43,5 +37,5 @@ def kernel_seconds(
         dtype: a key of `device.flops`.
         dims: (m, k, n) if it is a matmul.
     """
-    computing = flops / (device.flops[dtype] * reached(dims, device.half, wave)) if flops else 0.0
-    return max(computing, size / device.bandwidth) + launches * device.launch
+    rate = device.flops[dtype] * reached(dims, device.half)
+    return max(flops / rate, size / device.bandwidth) + launches * device.launch

@@ -66,6 +66,7 @@ class Machine:
         capacity: bytes of its memory in all.
         tensor, data: the levels over which a tensor- and a data-parallel group sums.
         hop: the link to the next rank of the pipeline.
+        newer: the device is H100's generation or a later one.
     """
 
     device: Device
@@ -73,6 +74,7 @@ class Machine:
     tensor: Levels
     data: Levels
     hop: Link
+    newer: bool
 
 
 def machine_of(run: Run) -> Machine:
@@ -92,4 +94,5 @@ def machine_of(run: Run) -> Machine:
         tensor=topology.levels(range(run.tp)),
         data=topology.levels(range(0, beside, run.tp)),
         hop=topology.pair(0, beside).link if run.pp > 1 else cluster.within,
+        newer=presets.DEVICES[group.device.kind].steady == presets.STEADY_NEWER,
     )

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from autopipe import schedules
-from autopipe.schedule import Instruction, Kind, Programs
+from autopipe.schedule import Instruction, Kind, Programs, holders
 from autopipe.simulate import COMPUTE, Costs, Timeline, simulate
 from benchmarks.published.rows import Run
 
@@ -46,6 +46,15 @@ def seconds(run: Run, costs: Costs) -> float:
     few, more = (count + run.micro_batches % run.pp for count in (few, more))
     first, second = (_simulated(run, costs, count) for count in (few, more))
     return second + (second - first) / (more - few) * (run.micro_batches - more)
+
+
+def busiest(run: Run, costs: Costs) -> float:
+    """Seconds for which the busiest rank computes: what is left of `seconds` without its bubble."""
+    ranks = holders(programs_of(run.schedule, run.pp, 1, run.chunks))
+    each = [0.0] * run.pp
+    for rank, forward, backward in zip(ranks, costs.forward, costs.backward, strict=True):
+        each[rank] += forward + backward
+    return run.micro_batches * max(each)
 
 
 def _simulated(run: Run, costs: Costs, micro_batches: int) -> float:

@@ -150,6 +150,15 @@ class Run:
     oom: bool
 
     @property
+    def loss_ranks(self) -> int:
+        """Tensor-parallel ranks that the logits are divided over when the loss is computed.
+
+        All of them as Megatron-LM has it, also under DeepSpeed; one where llama runs with
+        DeepSpeed: those programs gather the logits first.
+        """
+        return 1 if self.framework == "deepspeed" and self.model.llama else self.tp
+
+    @property
     def stages(self) -> int:
         """Of the pipeline, all ranks' chunks together."""
         return self.pp * self.chunks
@@ -297,7 +306,7 @@ def _recompute(text: str) -> str:
 
 
 def _attention(text: str) -> str:
-    if "flash" in text:
+    if "flash" in text and "unfused" not in text:
         return "flash1" if re.search(r"flash.*v?1\.", text) else "flash"
     return "composed" if "torch" in text else "fused"
 

@@ -31,7 +31,7 @@ class Kernel(NamedTuple):
         bytes: read and written.
         dims: (m, k, n) of a matmul.
         times: how many kernels.
-        what: `flash1` if it is the first FlashAttention, which has a rate of its own.
+        what: `flash` or `flash1` of FlashAttention, whose rates are its own whatever the dims.
     """
 
     flops: float = 0.0
@@ -39,7 +39,6 @@ class Kernel(NamedTuple):
     dims: tuple[float, ...] = ()
     times: int = 1
     what: str = ""
-    batched: bool = False
 
 
 Kernels = tuple[Kernel, ...]
@@ -65,7 +64,7 @@ class Work:
 
 def matmul(m: float, k: float, n: float, batch: float = 1) -> Kernel:
     """(m, k) @ (k, n), `batch` of them in one kernel."""
-    return Kernel(2 * batch * m * k * n, 2 * batch * (m * k + k * n + m * n), (m, k, n), batched=batch > 1)
+    return Kernel(2 * batch * m * k * n, 2 * batch * (m * k + k * n + m * n), (m, k, n))
 
 
 def elementwise(size: float, times: int = 1) -> Kernel:
@@ -128,7 +127,7 @@ def head(run: Run) -> Work:
     """The last norm, the logits and the cross entropy over them."""
     model, n, t = run.model, run.micro_batch * run.model.seq, run.tp
     dims = n, model.hidden, model.vocab / t
-    logits = n * model.vocab / t
+    logits = n * model.vocab / run.loss_ranks
     return Work(
         # fp32 copy, maximum, difference, exponentials, their sum: 6 + 4 + 8 + 8 + 4 bytes
         forward=(matmul(*dims), elementwise(LOSS_FORWARD * logits, 6)),
@@ -138,7 +137,8 @@ def head(run: Run) -> Work:
             elementwise(LOSS_BACKWARD * logits, 3),
         ),
         backward_weight=_weight_gradient(run, *dims),
-        sums_forward=(),
+        # Gathering takes half as long as summing as many bytes.
+        sums_forward=(n * model.vocab,) if run.loss_ranks < t else (),
         sums_backward=(2.0 * n * model.hidden,),
         parameters=0.0 if model.tied and run.pp == 1 else model.embedding_parameters / t,
     )
@@ -168,8 +168,8 @@ def _attention(run: Run) -> tuple[Kernels, Kernels]:
     if run.attention.startswith("flash"):
         moved = 2 * b * s * (2 * model.heads + 2 * model.kv_heads) * d / t
         pair = 2 * 2 * rows * s * s * d / 2
-        forward = Kernel(pair, moved, (s, d, s), what=run.attention)
-        return (forward,), (Kernel(2.5 * pair, 2.5 * moved, (s, d, s), 2, run.attention),)
+        forward = Kernel(pair, moved, what=run.attention)
+        return (forward,), (Kernel(2.5 * pair, 2.5 * moved, (), 2, run.attention),)
     scores, sums = matmul(s, d, s, rows), matmul(s, s, d, rows)
     elements = rows * s * s
     passes, kernels = SOFTMAX_BYTES[run.attention], 8 if run.attention == "composed" else 1
@@ -182,11 +182,11 @@ def _attention(run: Run) -> tuple[Kernels, Kernels]:
     )
 
 
-SOFTMAX_BYTES = {"fused": (4, 6), "composed": (22, 16)}
+SOFTMAX_BYTES = {"fused": (4, 6), "composed": (28, 32)}
 """Bytes moved for each score, forward and backward.
 
-Fused: read and written once in 16 bits. Composed, forward: scaled 4, masked 4, to fp32 6, softmax
-8, back 6 less what caches hold; backward: to fp32 6, softmax 12, back 6, masked 4, scaled 4.
+Fused: scores read and written once; backward reads gradient and softmax, writes one. Composed:
+scaled 4, masked 4, to fp32 6, softmax 8, back 6; backward softmax 12, and the others again.
 """
 
 
