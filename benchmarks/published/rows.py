@@ -88,7 +88,8 @@ class Run:
     """What ran, and what its source says of it.
 
     Args:
-        table, source: where it was published.
+        table, source, confidence: where it was published, and how it was read there.
+        name: of the model.
         model: what was trained.
         micro_batch: sequences of a micro-batch on one rank.
         micro_batches: of a step, on each data-parallel rank.
@@ -118,6 +119,7 @@ class Run:
     table: str
     source: str
     confidence: str
+    name: str
     model: Model
     batch: int
     micro_batch: int
@@ -164,9 +166,9 @@ class Run:
         return self.pp * self.chunks
 
     @property
-    def sweep(self) -> tuple[str, ...]:
-        """Rows that differ in their layout alone have this in common."""
-        return self.table, self.source, str(self.model), self.gpu, str(self.devices)
+    def sweep(self) -> tuple[str, str, str]:
+        """Rows of one section that train the same model, in layouts of their own."""
+        return self.table, self.source, self.name
 
 
 def read(row: Row) -> Run:
@@ -197,6 +199,7 @@ def read(row: Row) -> Run:
         table=row.get("table") or "",
         source=row.get("source") or "",
         confidence=row.get("confidence") or "",
+        name=row.get("model") or "",
         model=model,
         batch=batch,
         micro_batch=micro_batch,
