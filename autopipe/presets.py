@@ -218,7 +218,8 @@ DEVICES: dict[str, Datasheet] = {
         bandwidth=2.4e12,
         within="NVLink 4",
         between="InfiniBand NDR",
-        source="https://github.com/pytorch/torchtitan/tree/main/benchmarks (H100 96GB HBM2e, 500 W)",
+        source="https://github.com/pytorch/torchtitan/tree/main/benchmarks (96GB HBM2e, 500 W)",
+        # Power goes with the cube of the clock: 500 W of H100's 700.
         matmul_share=794.5 / 989 * (500 / 700) ** (1 / 3),
         steady=STEADY_NEWER,
     ),
@@ -300,7 +301,7 @@ DEVICES: dict[str, Datasheet] = {
         bandwidth=3.28e12 / 2,
         within="Infinity Fabric 3",
         between="InfiniBand HDR",
-        source="https://www.amd.com/en/products/accelerators/instinct/mi200.html (one of its two dies)",
+        source="https://www.amd.com/en/products/accelerators/instinct/mi200.html (one of two dies)",
     ),
     "MI300X": Datasheet(
         memory=191.7 * GIB,

@@ -32,7 +32,17 @@ VALUES = {  # plain values and arithmetic: a plan is made, read, drawn and prove
             "footprint",
         ),
         *("forecast", "law", "megatron", "perfetto", "picture", "placements", "plan", "presets"),
-        *("problem", "programs", "proof", "rules", "schedule", "schedules", "schema", "simulate"),
+        *(
+            "problem",
+            "programs",
+            "proof",
+            "roofline",
+            "rules",
+            "schedule",
+            "schedules",
+            "schema",
+            "simulate",
+        ),
         *("sketch", "spec", "tables", "tracks", "transfers", "walk", "written"),
     )
 }

@@ -14,6 +14,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from autopipe.errors import AutopipeError
 from benchmarks.published import memory, scores, zero_bubble
 from benchmarks.published.machine import machine_of
 from benchmarks.published.rows import Row, Unsupported, read
@@ -37,7 +38,7 @@ def main() -> int:
     for row in rows:
         try:
             prediction = predicted(row)
-        except Unsupported as reason:
+        except (Unsupported, AutopipeError) as reason:
             head = {"kind": "row", "run_id": row.get("run_id"), "source": row.get("source")}
             _print({**head, "unsupported": str(reason)})
         else:

@@ -48,9 +48,7 @@ def cluster_of(
     outside = found.between
     if rate := re.search(r"(?:(\d+)\s*x\s*)?([\d.]+)\s*gb(?:it)?/s", between.lower()):
         whole = float(rate[1] or 1) * float(rate[2]) * 1e9 / 8 * presets.LINK_SHARE
-        outside = Link(
-            outside.latency, whole if "per gpu" in between.lower() else whole / per_node
-        )
+        outside = Link(outside.latency, whole if "per gpu" in between.lower() else whole / per_node)
     cluster = dataclasses.replace(found, within=inside, between=outside)
     return cluster, Topology.of(cluster)
 

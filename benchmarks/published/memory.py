@@ -19,8 +19,12 @@ from benchmarks.published.transformer import embedding, head, kept, layer
 FRAGMENTED = 0.1
 """What the allocator has reserved and cannot use, as a share of what is allocated: fitted."""
 
-CONTEXT = 4.5 * 2**30
-"""Bytes of CUDA's context, of libraries, of NCCL's buffers and of DeepSpeed's buckets: fitted."""
+CONTEXT = 2.5 * 2**30
+"""Bytes of CUDA's context, of libraries and of NCCL's buffers, which no tensor has: fitted."""
+
+BUCKETS = 2 * 5e8 * 2
+"""Bytes of DeepSpeed's two buckets, for reducing and for gathering, of 5e8 elements by default:
+https://www.deepspeed.ai/docs/config-json/ (reduce_bucket_size, allgather_bucket_size)."""
 
 
 def allocated(run: Run) -> float:
@@ -81,8 +85,9 @@ def _states(run: Run, stage: int, layers: int) -> float:
     owned = layers * one
     owned += embedding(run).parameters if stage == 0 else 0.0
     owned += head(run).parameters if stage == run.stages - 1 else 0.0
-    gathered = 2 * 2 * one if run.sharding == 3 else 0.0  # a layer, and the next one
-    return owned * state_bytes(run) + gathered
+    beside = 2 * 2 * one if run.sharding == 3 else 0.0  # a layer is gathered, and the next one
+    beside += BUCKETS if run.framework == "deepspeed" and run.sharding else 0.0
+    return owned * state_bytes(run) + beside
 
 
 def _kept(run: Run, stage: int, layers: int) -> float:

@@ -7,7 +7,7 @@ What a row leaves out is filled in by these rules, in this order; what it says a
     kv_heads         heads           ffn   4 hidden, or 8/3 hidden if gated
     vocab            32000 for llama, else 51200 (GPT-2's 50257, padded as Megatron-LM does)
     step seconds     gbs seq / (tokens/s n_gpus),  gbs / (samples/s n_gpus),
-                     flops / (TFLOP/s n_gpus),  flops / (MFU peak n_gpus)
+                     flops / (TFLOP/s n_gpus)
 
 `flops` are those that the row's kind of TFLOP/s counts: the model's, or with recomputed work.
 A row that asks for what is not modelled raises `Unsupported`, whose text says what.
@@ -184,11 +184,7 @@ def read(row: Row) -> Run:
     dp = _count(row, "dp", max(1, (_number(row, "n_gpus") or tp * pp) / (tp * pp)))
     devices = tp * pp * dp
     batch, micro_batch, micro_batches = _batch(row, dp)
-    schedule = _schedule(_text(row, "schedule")) if pp > 1 else "1f1b"
-    wanted = 2 if schedule in ("interleaved", "zb-v") else 1
-    chunks = _count(row, "vpp", wanted) if wanted > 1 else 1
-    if schedule == "interleaved" and chunks == 1:
-        schedule = "1f1b"
+    schedule, chunks = _schedule(row, pp)
     attention, precision = _text(row, "attention"), _text(row, "precision")
     extra = " ".join(_text(row, name) for name in ("extra", "notes"))
     shard = _text(row, "opt_shard")
@@ -288,13 +284,22 @@ _SCHEDULES = (
 )
 
 
-def _schedule(text: str) -> str:
-    for pattern, name in _SCHEDULES:
-        if re.search(pattern, text):
-            return name
-    if text in ("", "none"):
-        return "1f1b"
-    raise Unsupported(f"schedule {text}")
+def _schedule(row: Row, pp: int) -> tuple[str, int]:
+    """The schedule and the stages on each rank; a pipeline of none given runs 1F1B."""
+    text = _text(row, "schedule")
+    if re.search(r"half|min", text):
+        raise Unsupported(f"schedule {row['schedule']}")
+    name = next((name for pattern, name in _SCHEDULES if re.search(pattern, text)), "")
+    if pp == 1 or not name and text in ("", "none"):
+        name = "1f1b"
+    if name == "1f1b" and pp > 1 and _count(row, "vpp", 1) > 1:
+        name = "interleaved"
+    if name == "interleaved":
+        chunks = _count(row, "vpp", 2)
+        return ("interleaved", chunks) if chunks > 1 else ("1f1b", 1)
+    if not name:
+        raise Unsupported(f"schedule {row['schedule']}")
+    return name, 2 if name == "zb-v" else 1
 
 
 def _recompute(text: str) -> str:

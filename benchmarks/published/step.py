@@ -106,7 +106,9 @@ class Rank:
         run, machine, found = self.run, self.machine, 0.0
         if run.dp > 1 and run.sharding < 3 and run.framework != "fsdp":
             scattered = all_gather(run.gradient_bytes * self._owned(), machine.data)
-            found += (scattered + all_gather(2 * self._owned(), machine.data)) / self.constants.gradients
+            found += (
+                scattered + all_gather(2 * self._owned(), machine.data)
+            ) / self.constants.gradients
         if run.model.tied and run.pp > 1:
             size = run.gradient_bytes * run.model.embedding_parameters / run.tp
             found += machine.hop.latency + size / machine.hop.bandwidth

@@ -197,9 +197,7 @@ def _elementwise(run: Run) -> tuple[Kernels, Kernels]:
     norm, norm_back = (4, 10) if run.fused_norm else (32, 48)
     residual, residual_back = (7, 11) if run.dropout else (6, 6)
     forward = [elementwise(2 * (norm + residual) * outside, 4 if run.fused_norm else 14)]
-    backward = [
-        elementwise(2 * (norm_back + residual_back) * outside, 8 if run.fused_norm else 24)
-    ]
+    backward = [elementwise(2 * (norm_back + residual_back) * outside, 8 if run.fused_norm else 24)]
     inner = n * model.ffn / t
     activation = ((6, 10) if run.fused else (10, 20)) if model.gated else (4, 6)
     forward.append(elementwise(activation[0] * inner, 2))
@@ -250,4 +248,4 @@ def kept(run: Run) -> float:
 
 
 NORM_KEPT = 12
-"""Bytes that two RMS norms of single ops keep for each element besides their inputs: fp32 copies."""
+"""Bytes for each element that two RMS norms of single ops keep besides inputs: fp32 copies."""
