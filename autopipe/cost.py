@@ -11,13 +11,8 @@ and at least what the host needs to launch an op.
 
     seconds = max(flops / rate, bytes / bandwidth) + launches * launch
 
-A matmul of (m, k) @ (k, n) reaches less than the rate the smaller it is: tiles stay empty at its
-edges, and every tile begins and ends. With h the dim that halves the rate, `Device.half`,
-
-    rate = flops * m / (m + h) * k / (k + h) * n / (n + h)
-
-which is Hockney's half-performance length (Parallel Computing 1985) in each dim. The matmuls of its
-backward are of the same three dims.
+where a small matmul reaches less than the rate (`autopipe.roofline`). The matmuls of its backward
+are of the same three dims.
 """
 
 from __future__ import annotations
@@ -34,6 +29,7 @@ from autopipe.cluster import Device
 from autopipe.errors import AutopipeError
 from autopipe.fake import views
 from autopipe.graph import BATCH, Dim, Graph, Node, Ref, State, TensorSpec, values_in
+from autopipe.roofline import reached
 from autopipe.trace import READ_OP, resolve
 
 
@@ -245,17 +241,12 @@ def seconds(
         for name in ("forward_flops", "forward_bytes", "backward_flops", "backward_bytes")
     )
     dtypes = dtypes or [cost.dtype for cost in formulas]
-    reached = _evaluate([_reached(cost.dims, device.half) for cost in formulas], rows)
-    rates = np.array([_rate(device, dtype) for dtype in dtypes]) * reached
+    shares = _evaluate([reached(cost.dims, device.half) for cost in formulas], rows)
+    rates = np.array([_rate(device, dtype) for dtype in dtypes]) * shares
     launches = np.array([cost.launches for cost in formulas]).reshape(-1, 2)
     forward = np.maximum(forward_flops / rates, forward_bytes / device.bandwidth)
     backward = np.maximum(backward_flops / rates, backward_bytes / device.bandwidth)
     return forward + launches[:, 0] * device.launch, backward + launches[:, 1] * device.launch
-
-
-def _reached(dims: Sequence[Dim], half: float) -> Dim:
-    """The share of the rate that a matmul of these dims reaches."""
-    return sympy.prod([dim / (dim + half) for dim in dims]) if half else sympy.Integer(1)
 
 
 def _rate(device: Device, dtype: torch.dtype) -> float:

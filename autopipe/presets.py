@@ -1,6 +1,6 @@
 """What datasheets say about devices and links, and the share of it that programs reach.
 
-    floating-point operations a second = datasheet * MATMUL_SHARE
+    floating-point operations a second = datasheet * matmul_share * steady
     bytes a second of memory           = datasheet * MEMORY_SHARE
     bytes a second of a link           = datasheet * LINK_SHARE
     bytes of memory                    = what torch reports - RESERVE
@@ -15,11 +15,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MATMUL_SHARE = 0.8
-"""Share of the peak that large matmuls reach.
+"""Share of the peak that large matmuls reach, where nobody has measured it.
 
-Measured by others in bf16: 86% on A100 SXM, 82% on A100 PCIe, 80% on H100 SXM;
+Where others have, `Datasheet.matmul_share` has their share, in bf16 and for all dtypes:
 https://github.com/stas00/ml-engineering/tree/master/compute/accelerator, table of maximum
-achievable matmul FLOPS. The lowest of the three, for all devices and dtypes.
+achievable matmul FLOPS.
+"""
+
+STEADY, STEADY_NEWER = 0.82, 0.76
+"""Share of that rate which matmuls hold all through a training step: up to A100, and from H100 on.
+
+Power and heat slow the clocks of a device that is never idle, those of faster devices more. Fitted
+to published training runs on A100 and on H100; benchmarks/published has the errors that are left.
 """
 
 HALF = 64.0
@@ -61,7 +68,8 @@ class Datasheet:
     the nominal GiB, and another sixteenth below on GDDR6 with error correction (L4, L40S, T4).
     `flops` are peaks by dtype, where the device has the dtype; fp32 is without TF32, as torch
     computes unless told otherwise. `within` and `between` name the `WIRES` that join it to a
-    device of its node and of another node in the machines it is usually sold in.
+    device of its node and of another node in the machines it is usually sold in. `matmul_share` is
+    the share of the peaks that large matmuls reach, `steady` the share of that in a long run.
     """
 
     memory: float
@@ -70,6 +78,8 @@ class Datasheet:
     within: str
     between: str
     source: str
+    matmul_share: float = MATMUL_SHARE
+    steady: float = STEADY
 
 
 # The seconds are NCCL's own model of a ring with its Simple protocol, the one that point-to-point
@@ -81,12 +91,24 @@ WIRES: dict[str, Wire] = {
     "NVLink 2": Wire(_NVLINK, 150e9, f"https://www.nvidia.com/en-us/data-center/v100/; {_NCCL}"),
     "NVLink 3": Wire(_NVLINK, 300e9, f"https://www.nvidia.com/en-us/data-center/a100/; {_NCCL}"),
     "NVLink 4": Wire(_NVLINK, 450e9, f"https://www.nvidia.com/en-us/data-center/h100/; {_NCCL}"),
+    "NVLink 5": Wire(_NVLINK, 900e9, f"https://www.nvidia.com/en-us/data-center/hgx/; {_NCCL}"),
+    # Half of H100's, as reported of the export model.
+    "NVLink 4, H800": Wire(_NVLINK, 200e9, f"https://lenovopress.lenovo.com/lp1814; {_NCCL}"),
+    # A device's links to all of its node together.
+    "Infinity Fabric 3": Wire(
+        _NVLINK, 350e9, f"https://www.amd.com/en/products/accelerators/instinct/mi200.html; {_NCCL}"
+    ),
+    "Infinity Fabric 4": Wire(
+        _NVLINK, 448e9, f"https://www.amd.com/en/products/accelerators/instinct/mi300.html; {_NCCL}"
+    ),
+    "PCIe 5 x16": Wire(_PCIE, 63e9, f"https://en.wikipedia.org/wiki/PCI_Express; {_NCCL}"),
     "PCIe 3 x16": Wire(_PCIE, 15.75e9, f"https://en.wikipedia.org/wiki/PCI_Express; {_NCCL}"),
     "PCIe 4 x16": Wire(_PCIE, 31.5e9, f"https://en.wikipedia.org/wiki/PCI_Express; {_NCCL}"),
     # One card a GPU, as in DGX-2 (EDR), DGX A100 (HDR) and DGX H100 (NDR).
     "InfiniBand EDR": Wire(_NETWORK, 12.5e9, f"https://en.wikipedia.org/wiki/InfiniBand; {_NCCL}"),
     "InfiniBand HDR": Wire(_NETWORK, 25e9, f"https://en.wikipedia.org/wiki/InfiniBand; {_NCCL}"),
     "InfiniBand NDR": Wire(_NETWORK, 50e9, f"https://en.wikipedia.org/wiki/InfiniBand; {_NCCL}"),
+    "InfiniBand XDR": Wire(_NETWORK, 100e9, f"https://en.wikipedia.org/wiki/InfiniBand; {_NCCL}"),
     # One card a node.
     "100 GbE": Wire(
         _NETWORK, 12.5e9, f"https://en.wikipedia.org/wiki/100_Gigabit_Ethernet; {_NCCL}"
@@ -101,6 +123,7 @@ DEVICES: dict[str, Datasheet] = {
         within="NVLink 3",
         between="InfiniBand HDR",
         source="https://www.nvidia.com/en-us/data-center/a100/ (SXM)",
+        matmul_share=271.2 / 312,
     ),
     "A100-80GB": Datasheet(
         memory=79.1 * GIB,
@@ -109,6 +132,7 @@ DEVICES: dict[str, Datasheet] = {
         within="NVLink 3",
         between="InfiniBand HDR",
         source="https://www.nvidia.com/en-us/data-center/a100/ (SXM)",
+        matmul_share=271.2 / 312,
     ),
     "A100-PCIe-80GB": Datasheet(
         memory=79.1 * GIB,
@@ -117,6 +141,7 @@ DEVICES: dict[str, Datasheet] = {
         within="PCIe 4 x16",
         between="100 GbE",
         source="https://www.nvidia.com/en-us/data-center/a100/ (PCIe)",
+        matmul_share=252.9 / 312,
     ),
     "H100-80GB": Datasheet(
         memory=79.1 * GIB,
@@ -125,6 +150,8 @@ DEVICES: dict[str, Datasheet] = {
         within="NVLink 4",
         between="InfiniBand NDR",
         source="https://www.nvidia.com/en-us/data-center/h100/ (SXM)",
+        matmul_share=794.5 / 989,
+        steady=STEADY_NEWER,
     ),
     "H200": Datasheet(
         memory=139.8 * GIB,
@@ -133,6 +160,8 @@ DEVICES: dict[str, Datasheet] = {
         within="NVLink 4",
         between="InfiniBand NDR",
         source="https://www.nvidia.com/en-us/data-center/h200/ (SXM)",
+        matmul_share=794.5 / 989,
+        steady=STEADY_NEWER,
     ),
     "V100-32GB": Datasheet(
         memory=31.7 * GIB,
@@ -173,5 +202,123 @@ DEVICES: dict[str, Datasheet] = {
         within="PCIe 4 x16",
         between="100 GbE",
         source="https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf",
+    ),
+    "H100-PCIe-80GB": Datasheet(
+        memory=79.1 * GIB,
+        flops={"fp32": 51e12, "bf16": 756e12, "fp16": 756e12},
+        bandwidth=2.0e12,
+        within="PCIe 5 x16",
+        between="InfiniBand NDR",
+        source="https://www.nvidia.com/en-us/data-center/h100/ (PCIe)",
+        steady=STEADY_NEWER,
+    ),
+    "H100-96GB": Datasheet(
+        memory=94.5 * GIB,
+        flops={"fp32": 67e12, "bf16": 989e12, "fp16": 989e12},
+        bandwidth=2.4e12,
+        within="NVLink 4",
+        between="InfiniBand NDR",
+        source="https://github.com/pytorch/torchtitan/tree/main/benchmarks (96GB HBM2e, 500 W)",
+        # Power goes with the cube of the clock: 500 W of H100's 700.
+        matmul_share=794.5 / 989 * (500 / 700) ** (1 / 3),
+        steady=STEADY_NEWER,
+    ),
+    "H800-80GB": Datasheet(
+        memory=79.1 * GIB,
+        flops={"fp32": 67e12, "bf16": 989e12, "fp16": 989e12},
+        bandwidth=3.35e12,
+        within="NVLink 4, H800",
+        between="InfiniBand NDR",
+        source="https://lenovopress.lenovo.com/lp1814 (SXM)",
+        matmul_share=794.5 / 989,
+        steady=STEADY_NEWER,
+    ),
+    "B200": Datasheet(
+        memory=178.4 * GIB,
+        flops={"fp32": 75e12, "bf16": 2250e12, "fp16": 2250e12},
+        bandwidth=8e12,
+        within="NVLink 5",
+        between="InfiniBand NDR",
+        source="https://www.nvidia.com/en-us/data-center/hgx/ (HGX B200)",
+        matmul_share=1745 / 2250,
+        steady=STEADY_NEWER,
+    ),
+    "GB200": Datasheet(
+        memory=184.0 * GIB,
+        flops={"fp32": 80e12, "bf16": 2500e12, "fp16": 2500e12},
+        bandwidth=8e12,
+        within="NVLink 5",
+        between="InfiniBand NDR",
+        source="https://www.nvidia.com/en-us/data-center/gb200-nvl72/",
+        matmul_share=1822 / 2500,
+        steady=STEADY_NEWER,
+    ),
+    "B300": Datasheet(
+        memory=267.0 * GIB,
+        flops={"fp32": 75e12, "bf16": 2250e12, "fp16": 2250e12},
+        bandwidth=8e12,
+        within="NVLink 5",
+        between="InfiniBand XDR",
+        source="https://www.nvidia.com/en-us/data-center/hgx/ (HGX B300)",
+        matmul_share=1769 / 2250,
+        steady=STEADY_NEWER,
+    ),
+    "V100-16GB": Datasheet(
+        memory=15.8 * GIB,
+        flops={"fp32": 15.7e12, "fp16": 125e12},
+        bandwidth=0.9e12,
+        within="NVLink 2",
+        between="InfiniBand EDR",
+        source="https://www.nvidia.com/en-us/data-center/v100/ (SXM2)",
+    ),
+    "A10G": Datasheet(
+        memory=22.0 * GIB,
+        flops={"fp32": 35e12, "bf16": 70e12, "fp16": 70e12},
+        bandwidth=0.6e12,
+        within="PCIe 4 x16",
+        between="100 GbE",
+        source="https://aws.amazon.com/ec2/instance-types/g5/",
+    ),
+    "RTX3090": Datasheet(
+        memory=23.6 * GIB,
+        flops={"fp32": 35.6e12, "bf16": 71e12, "fp16": 71e12},
+        bandwidth=0.936e12,
+        within="PCIe 4 x16",
+        between="100 GbE",
+        source="https://images.nvidia.com/aem-dam/en-zz/Solutions/geforce/ampere/pdf/NVIDIA-ampere-GA102-GPU-Architecture-Whitepaper-V1.pdf",
+    ),
+    "RTXA6000": Datasheet(
+        memory=47.5 * GIB,
+        flops={"fp32": 38.7e12, "bf16": 154.8e12, "fp16": 154.8e12},
+        bandwidth=0.768e12,
+        within="PCIe 4 x16",
+        between="100 GbE",
+        source="https://www.nvidia.com/en-us/design-visualization/rtx-a6000/",
+    ),
+    "MI250X": Datasheet(
+        memory=64.0 * GIB,
+        flops={"fp32": 47.9e12 / 2, "bf16": 383e12 / 2, "fp16": 383e12 / 2},
+        bandwidth=3.28e12 / 2,
+        within="Infinity Fabric 3",
+        between="InfiniBand HDR",
+        source="https://www.amd.com/en/products/accelerators/instinct/mi200.html (one of two dies)",
+    ),
+    "MI300X": Datasheet(
+        memory=191.7 * GIB,
+        flops={"fp32": 163.4e12, "bf16": 1307e12, "fp16": 1307e12},
+        bandwidth=5.3e12,
+        within="Infinity Fabric 4",
+        between="InfiniBand NDR",
+        source="https://www.amd.com/en/products/accelerators/instinct/mi300.html",
+        matmul_share=668.4 / 1307,
+    ),
+    "MI325X": Datasheet(
+        memory=255.7 * GIB,
+        flops={"fp32": 163.4e12, "bf16": 1307e12, "fp16": 1307e12},
+        bandwidth=6.0e12,
+        within="Infinity Fabric 4",
+        between="InfiniBand NDR",
+        source="https://www.amd.com/en/products/accelerators/instinct/mi300/mi325x.html",
+        matmul_share=784.9 / 1307,
     ),
 }

@@ -130,13 +130,14 @@ def _known_kind(spec: str, asked: str) -> str:
 
 
 def _device(kind: str, sheet: presets.Datasheet) -> Device:
+    share = sheet.matmul_share * sheet.steady
     return Device(
         kind=kind,
         memory=int(sheet.memory) - presets.RESERVE,
-        flops={dtype: peak * presets.MATMUL_SHARE for dtype, peak in sheet.flops.items()},
+        flops={dtype: peak * share for dtype, peak in sheet.flops.items()},
         bandwidth=sheet.bandwidth * presets.MEMORY_SHARE,
         launch=presets.LAUNCH,
-        source=f"{presets.MATMUL_SHARE:.0%} of the peaks of {sheet.source}",
+        source=f"{share:.0%} of the peaks of {sheet.source}",
         half=presets.HALF,
     )
 

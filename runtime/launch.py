@@ -171,9 +171,7 @@ def check_world(world: World, expected: int) -> None:
 
 
 @contextmanager
-def start(
-    world: World, timeout: float = TIMEOUT, *, rank: int | None = None
-) -> Iterator[Watchdog]:
+def start(world: World, timeout: float = TIMEOUT, *, rank: int | None = None) -> Iterator[Watchdog]:
     """Open torch's default process group (gloo) for the time of the block, under a watchdog.
 
     Args:

@@ -22,8 +22,18 @@ VALUES = {  # plain values and arithmetic: a plan is made, read, drawn and prove
     for name in (
         *("ahead", "cluster", "codec", "communication", "errors", "estimate", "explain", "files"),
         *("footprint", "forecast", "law", "machine", "megatron", "perfetto", "picture"),
-        *("placements", "plan", "presets", "problem", "programs", "proof", "reruns", "rules"),
-        *("schedule", "schedules", "schema", "simulate", "sketch", "spec", "stage_costs"),
+        *("placements", "plan", "presets", "problem", "programs", "proof", "reruns"),
+        *(
+            "roofline",
+            "rules",
+            "schedule",
+            "schedules",
+            "schema",
+            "simulate",
+            "sketch",
+            "spec",
+            "stage_costs",
+        ),
         *("tables", "tracks", "transfers", "walk", "written"),
     )
 }

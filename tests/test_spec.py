@@ -38,8 +38,9 @@ def test_local_is_left_to_the_probe() -> None:
 
 def test_a_preset_is_the_share_of_the_datasheet_that_programs_reach() -> None:
     device = cluster_of("A100-80GB").slowest_device
-    assert device.flops["bf16"] == pytest.approx(0.8 * 312e12)
-    assert device.flops["fp32"] == pytest.approx(0.8 * 19.5e12)
+    # Large matmuls reach 271.2 of 312 TFLOP/s, and hold 82 % of that through a training step.
+    assert device.flops["bf16"] == pytest.approx(0.82 * 271.2e12)
+    assert device.flops["fp32"] == pytest.approx(0.82 * 271.2 / 312 * 19.5e12)
     # Terabytes of a datasheet are 1e12 bytes; taken for 2**40 they would be 10 % too many.
     assert device.bandwidth == pytest.approx(0.9 * 2.039e12)
     # torch reports 79.1 GiB of the nominal 80, and one more holds CUDA's context.

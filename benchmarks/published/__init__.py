@@ -1,0 +1,1 @@
+"""autopipe's cost model beside published training runs: how far off is it? See README.md."""
