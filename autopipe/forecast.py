@@ -15,9 +15,12 @@ import sympy
 
 from autopipe import cluster, programs, simulate
 from autopipe.law import Boundary, Pipeline
-from autopipe.plan import Plan, Prediction, Transfer
+from autopipe.plan import Plan, Prediction, StagePlan, Transfer
 from autopipe.schedule import Channel, Flow, holders
 from autopipe.simulate import Costs, Timeline
+
+ADDING = 3
+"""Times that a gradient's bytes move when it is added to another: two are read, one is written."""
 
 _BITS = {"bool": 8}
 """Of the dtypes whose name does not say it."""
@@ -63,13 +66,25 @@ def costs(plan: Plan) -> Costs:
     predicted = [stage.predicted for stage in plan.stages]
     return Costs.of(
         [stage.forward_seconds for stage in predicted],
-        [stage.backward_seconds for stage in predicted],
+        [_backward(plan, stage) for stage in plan.stages],
         reduce=[
             _reduce(plan, placed[index], stage.memory.gradients)
             for index, stage in enumerate(predicted)
         ],
         links=link,
     )
+
+
+def _backward(plan: Plan, stage: StagePlan) -> float:
+    """Seconds of a stage's backward, the mean over a step's micro-batches.
+
+    The gradients of the first one are not added to any: they become the parameters' own.
+    """
+    predicted = stage.predicted
+    if stage.zero == 3:
+        return predicted.backward_seconds
+    adding = ADDING * predicted.memory.gradients / plan.cluster.slowest_device.bandwidth
+    return max(predicted.backward_seconds - adding / plan.batch.micro_batches, 0.0)
 
 
 def pipeline(plan: Plan, *, held: Sequence[int], room: Sequence[int]) -> Pipeline:
