@@ -15,6 +15,9 @@ and backward adds what it has made to the gradients of parameters: they are read
 
     seconds = ... + 3 * gradients / bandwidth
 
+That is so from the second micro-batch on. The gradients of the first are written to memory that is
+in no cache, which is counted alike.
+
 A matmul of (m, k) @ (k, n) reaches less than the rate the smaller it is: tiles stay empty at its
 edges, and every tile begins and ends. With h the dim that halves the rate, `Device.half`,
 
@@ -40,7 +43,6 @@ from numpy.typing import NDArray
 from autopipe.cluster import Device
 from autopipe.errors import AutopipeError
 from autopipe.fake import views
-from autopipe.forecast import ADDING
 from autopipe.graph import (
     BATCH,
     Dim,
@@ -324,6 +326,10 @@ def seconds(
     backward = np.maximum(backward_flops / backward_rates, backward_bytes / device.bandwidth)
     backward += ADDING * added / device.bandwidth
     return forward + forward_starts, backward + backward_starts
+
+
+ADDING = 3
+"""Times that a gradient's bytes move when it is added to another: two are read, one is written."""
 
 
 def _paces(

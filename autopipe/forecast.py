@@ -2,7 +2,8 @@
 
 seconds of a stage      plan.stages[i].predicted
 seconds of a transfer   the bytes of what crosses, the link between the nodes of the two ranks
-seconds of a sum        ring all-reduce of a stage's gradients over dp ranks; none under ZeRO-3
+seconds of a sum        ring all-reduce of a stage's gradients over dp ranks, and copies of them in
+                        the rank's own memory, to and from what is sent; none under ZeRO-3
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ import sympy
 
 from autopipe import cluster, programs, simulate
 from autopipe.law import Boundary, Pipeline
-from autopipe.plan import Plan, Prediction, StagePlan, Transfer
+from autopipe.plan import Plan, Prediction, Transfer
 from autopipe.schedule import Channel, Flow, holders
 from autopipe.simulate import Costs, Timeline
 
-ADDING = 3
-"""Times that a gradient's bytes move when it is added to another: two are read, one is written."""
-
 _BITS = {"bool": 8}
 """Of the dtypes whose name does not say it."""
+
+
+_COPIES = {0: 2, 1: 6}
+"""Times that gradients move beside the wire, by ZeRO stage: into a bucket, a read and a write
+(`runtime.gradients`); into a table that was zeros before, and parameters out of one
+(`runtime.zero`)."""
 
 
 def timeline(plan: Plan) -> Timeline:
@@ -66,25 +70,13 @@ def costs(plan: Plan) -> Costs:
     predicted = [stage.predicted for stage in plan.stages]
     return Costs.of(
         [stage.forward_seconds for stage in predicted],
-        [_backward(plan, stage) for stage in plan.stages],
+        [stage.backward_seconds for stage in predicted],
         reduce=[
             _reduce(plan, placed[index], stage.memory.gradients)
             for index, stage in enumerate(predicted)
         ],
         links=link,
     )
-
-
-def _backward(plan: Plan, stage: StagePlan) -> float:
-    """Seconds of a stage's backward, the mean over a step's micro-batches.
-
-    The gradients of the first one are not added to any: they become the parameters' own.
-    """
-    predicted = stage.predicted
-    if stage.zero == 3:
-        return predicted.backward_seconds
-    adding = ADDING * predicted.memory.gradients / plan.cluster.slowest_device.bandwidth
-    return max(predicted.backward_seconds - adding / plan.batch.micro_batches, 0.0)
 
 
 def pipeline(plan: Plan, *, held: Sequence[int], room: Sequence[int]) -> Pipeline:
@@ -136,4 +128,5 @@ def _reduce(plan: Plan, pp: int, size: int) -> float:
     nodes = {mesh.places[mesh.rank(pp, dp)].node for dp in range(mesh.dp)}
     link = plan.cluster.within if len(nodes) == 1 else plan.cluster.between
     share = 2 * (mesh.dp - 1)
-    return share / mesh.dp * size / link.bandwidth + share * link.latency
+    copied = _COPIES[plan.zero] * size / plan.cluster.slowest_device.bandwidth
+    return share / mesh.dp * size / link.bandwidth + share * link.latency + copied
