@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import sympy
@@ -89,8 +90,12 @@ def unflatten(leaves: Mapping[str, Any]) -> Any:
     return tuple(tree.values()) if all(head.isdigit() for head in tree) else tree
 
 
+@lru_cache(maxsize=1024)
 def size_of(entry: int | str, rows: int) -> int:
-    """The size that an entry of an `InputSpec.shape` is at `rows` rows."""
+    """The size that an entry of an `InputSpec.shape` is at `rows` rows.
+
+    Remembered: sympy reads text in .4 ms, and every micro-batch of a step asks.
+    """
     return at_batch(dim_of(entry), rows)
 
 

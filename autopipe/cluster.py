@@ -14,7 +14,7 @@ figures they come from. Links are given for a pair of devices, in one direction.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autopipe.errors import AutopipeError
 
@@ -35,6 +35,26 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Pace:
+    """How fast an op runs: `start` seconds, and then `rate` operations a second.
+
+    Operations are counted as `autopipe.cost` counts them: an op without a rule does one for each
+    element. A rate of 0 is that of matmuls.
+    """
+
+    start: float
+    rate: float = 0.0
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The paces of one op, forward and backward, in fp32."""
+
+    forward: Pace
+    backward: Pace
+
+
+@dataclass(frozen=True)
 class Device:
     """One device, or one process of several that share a CPU.
 
@@ -47,6 +67,8 @@ class Device:
         source: where the figures come from.
         half: a dim of so much halves the rate of a matmul: of (m, k) @ (k, n) it reaches
             m / (m + half) * k / (k + half) * n / (n + half) of `flops` (`autopipe.cost`).
+        kernels: ops by name that are neither as fast as their bytes nor as a matmul; on a CPU a
+            tanh computes for longer than it reads.
     """
 
     kind: str
@@ -56,6 +78,7 @@ class Device:
     launch: float
     source: str
     half: float = 0.0
+    kernels: dict[str, Kernel] = field(default_factory=dict)
 
     def __str__(self) -> str:
         rates = ", ".join(f"{dtype} {rate / 1e12:.3g}" for dtype, rate in self.flops.items())
@@ -199,6 +222,11 @@ def _check_device(path: str, device: Device) -> None:
     _positive(f"{path}.bandwidth", device.bandwidth)
     _not_negative(f"{path}.launch", device.launch)
     _not_negative(f"{path}.half", device.half)
+    for name, kernel in device.kernels.items():
+        for way in ("forward", "backward"):
+            pace = getattr(kernel, way)
+            _not_negative(f"{path}.kernels.{name}.{way}.start", pace.start)
+            _not_negative(f"{path}.kernels.{name}.{way}.rate", pace.rate)
 
 
 def _check_link(path: str, link: Link | None) -> None:

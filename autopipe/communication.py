@@ -55,6 +55,25 @@ def all_gather(size: float, levels: Levels, streams: int = 1) -> float:
     return _ringed(size, levels, streams, 1)
 
 
+def gradient_sum(size: float, levels: Levels, streams: int, zero: int, copying: float) -> float:
+    """Seconds in which `size` bytes of gradients are summed, under ZeRO 0 or 1.
+
+    Beside the wire, gradients move in a rank's own memory: into a bucket, a read and a write
+    (`runtime.gradients`), or into a table that was zeros before, and parameters out of one
+    (`runtime.zero`).
+
+    Args:
+        copying: bytes a second of a rank's own memory.
+    """
+    if not levels:
+        return 0.0
+    return all_reduce(size, levels, streams) + _COPIES[zero] * size / copying
+
+
+_COPIES = {0: 2, 1: 6}
+"""Times that gradients move beside the wire, by ZeRO stage."""
+
+
 def _ringed(size: float, levels: Levels, streams: int, rounds: int) -> float:
     seconds, below = 0.0, 1
     for ranks, link, shared in levels:

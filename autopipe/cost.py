@@ -12,7 +12,16 @@ and at least what the host needs to launch an op.
     seconds = max(flops / rate, bytes / bandwidth) + launches * launch
 
 where a small matmul reaches less than the rate (`autopipe.roofline`). The matmuls of its backward
-are of the same three dims.
+are of the same three dims. And backward adds what it has made to the gradients of parameters: they
+are read twice and written.
+
+    seconds = ... + 3 * gradients / bandwidth
+
+That is so from the second micro-batch on. The gradients of the first are written to memory that is
+in no cache, which is counted alike.
+
+Ops that have been measured (`Device.kernels`) take their own start instead of launches, and their
+own rate instead of a matmul's.
 """
 
 from __future__ import annotations
@@ -28,16 +37,20 @@ from numpy.typing import NDArray
 from autopipe.cluster import Device
 from autopipe.errors import AutopipeError
 from autopipe.fake import views
-from autopipe.graph import BATCH, Dim, Graph, Node, Ref, State, TensorSpec, values_in
+from autopipe.graph import BATCH, Dim, Graph, Node, Ref, State, TensorSpec, at_batch, values_in
 from autopipe.roofline import reached
 from autopipe.trace import READ_OP, resolve
 
 
 @dataclass(frozen=True)
 class NodeCost:
-    """Formulas of one node. `launches` are (forward, backward) ops that the host starts.
+    """Formulas of one node.
 
-    `dims` are those of its matmul, (m, k, n); none where it is no matmul.
+    Args:
+        launches: (forward, backward) ops that the host starts.
+        dims: those of its matmul, (m, k, n); none where it is no matmul.
+        kernel: under which name a `Device` may know its pace.
+        gradients: bytes that backward adds to the gradients of parameters.
     """
 
     forward_flops: Dim
@@ -47,6 +60,8 @@ class NodeCost:
     launches: tuple[int, int]
     dtype: torch.dtype
     dims: tuple[Dim, ...] = ()
+    kernel: str = ""
+    gradients: Dim = sympy.Integer(0)
 
 
 Specs = Sequence[TensorSpec]
@@ -168,6 +183,31 @@ def _dims(op: str, operands: Specs, made: TensorSpec) -> tuple[Dim, ...]:
     return ()
 
 
+_LIKE = {
+    **dict.fromkeys(("conv1d", "conv3d", "convolution"), "conv2d"),
+    **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), "conv2d"),
+    **dict.fromkeys(("gru", "rnn_tanh", "rnn_relu"), "lstm"),
+    **dict.fromkeys(("columns", "addmm", "mm", "bmm", "matmul", "baddbmm"), "linear"),
+    **dict.fromkeys(("group_norm", "instance_norm", "rms_norm"), "layer_norm"),
+    **dict.fromkeys(("_softmax", "_safe_softmax"), "softmax"),
+    **dict.fromkeys(("log", "sin", "cos", "erf"), "exp"),
+    "softplus": "sigmoid",
+}
+"""Ops whose pace is taken from a relative's."""
+
+
+def _kernel(node: Node, operands: Specs) -> str:
+    """The name of a node's pace; attention has three, by what it can be fused with."""
+    op = node.op.split(".")[1]
+    if op != "scaled_dot_product_attention":
+        return _LIKE.get(op, op)
+    given = dict(zip(("attn_mask", "dropout_p", "is_causal"), node.args[3:], strict=False))
+    given |= node.kwargs
+    if given.get("dropout_p"):
+        return "attention with dropout"
+    return "causal attention" if given.get("is_causal") else "attention"
+
+
 def costs(graph: Graph) -> tuple[NodeCost, ...]:
     """The formulas of every node."""
     carrying = gradient_values(graph)
@@ -198,15 +238,15 @@ def _cost(graph: Graph, node: Node, carrying: set[Ref | State]) -> NodeCost:
     values = list(values_in((node.args, tuple(node.kwargs.values()))))
     operands = [graph.spec(value) for value in values]
     formula = RULES.get(node.op.split(".")[1])
-    flops = formula(node, operands, made[0]) if formula else _elements(made[0])
-    dims = _dims(node.op.split(".")[1], operands, made[0])
+    flops = formula(node, operands, made[0]) if formula else _touched(node, operands, made[0])
+    dims, kernel = _dims(node.op.split(".")[1], operands, made[0]), _kernel(node, operands)
     written = sum((spec.bytes for spec in made), nothing)
     read = sum((spec.bytes for spec in operands), nothing)
     if node.op == "aten.embedding.default":
         read = made[0].bytes  # only the rows that are looked up
     wanted = [spec for v, spec in zip(values, operands, strict=True) if v in carrying]
     if not any(Ref(node.name, n) in carrying for n in range(len(node.outputs))):
-        return NodeCost(flops, read + written, nothing, nothing, (1, 0), dtype, dims)
+        return NodeCost(flops, read + written, nothing, nothing, (1, 0), dtype, dims, kernel)
     gradients = sum((spec.bytes for spec in wanted), nothing)
     matrices = min(2, sum(len(spec.shape) > 1 for spec in wanted)) if formula else 1
     if node.op.startswith("aten.scaled_dot_product"):
@@ -215,9 +255,24 @@ def _cost(graph: Graph, node: Node, carrying: set[Ref | State]) -> NodeCost:
     else:
         back_flops = flops * matrices
     moved_back = written + read + gradients
+    trained = {v for v in values if isinstance(v, State) and v in carrying}
+    added = sum((graph.spec(state).bytes for state in trained), nothing)
     launches = 1, len(wanted)
-    return NodeCost(flops, read + written, back_flops, moved_back, launches, dtype, dims)
+    return NodeCost(
+        flops, read + written, back_flops, moved_back, launches, dtype, dims, kernel, added
+    )
 
+
+def _touched(node: Node, operands: Specs, made: TensorSpec) -> Dim:
+    """Elements that an op without a rule works through: those it makes, or all that it reduces."""
+    if node.op == "aten.embedding.default":
+        return _elements(made)
+    every = [_elements(made), *map(_elements, operands)]
+    return max(every, key=lambda size: at_batch(sympy.sympify(size), _MANY))
+
+
+_MANY = 2**20
+"""Rows by which sizes are compared."""
 
 _RATE = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "bf16"}
 
@@ -236,17 +291,56 @@ def seconds(
     Raises:
         AutopipeError: the device has no rate for a dtype the graph computes in.
     """
-    forward_flops, forward_bytes, backward_flops, backward_bytes = (
+    forward_flops, forward_bytes, backward_flops, backward_bytes, added = (
         _evaluate([getattr(cost, name) for cost in formulas], rows)
-        for name in ("forward_flops", "forward_bytes", "backward_flops", "backward_bytes")
+        for name in (
+            "forward_flops",
+            "forward_bytes",
+            "backward_flops",
+            "backward_bytes",
+            "gradients",
+        )
     )
     dtypes = dtypes or [cost.dtype for cost in formulas]
     shares = _evaluate([reached(cost.dims, device.half) for cost in formulas], rows)
-    rates = np.array([_rate(device, dtype) for dtype in dtypes]) * shares
-    launches = np.array([cost.launches for cost in formulas]).reshape(-1, 2)
-    forward = np.maximum(forward_flops / rates, forward_bytes / device.bandwidth)
-    backward = np.maximum(backward_flops / rates, backward_bytes / device.bandwidth)
-    return forward + launches[:, 0] * device.launch, backward + launches[:, 1] * device.launch
+    rates = np.array([_rate(device, dtype) for dtype in dtypes])
+    forward_starts, forward_rates, backward_starts, backward_rates = _paces(
+        formulas, device, rates, rates * shares
+    )
+    forward = np.maximum(forward_flops / forward_rates, forward_bytes / device.bandwidth)
+    backward = np.maximum(backward_flops / backward_rates, backward_bytes / device.bandwidth)
+    backward += ADDING * added / device.bandwidth
+    return forward + forward_starts, backward + backward_starts
+
+
+ADDING = 3
+"""Times that a gradient's bytes move when it is added to another: two are read, one is written."""
+
+
+def _paces(
+    formulas: Sequence[NodeCost],
+    device: Device,
+    rates: NDArray[np.float64],
+    matmuls: NDArray[np.float64],
+) -> tuple[NDArray[np.float64], ...]:
+    """Starts and rates, forward and backward.
+
+    A kernel's rate is that of fp32; another dtype is taken to be as much quicker as in a matmul.
+    """
+    found = []
+    for way in (0, 1):
+        starts = np.array([cost.launches[way] * device.launch for cost in formulas])
+        own = matmuls.copy()
+        for number, cost in enumerate(formulas):
+            kernel = device.kernels.get(cost.kernel)
+            if kernel is None or not cost.launches[way]:
+                continue
+            pace = kernel.backward if way else kernel.forward
+            starts[number] = pace.start
+            if pace.rate:
+                own[number] = pace.rate * rates[number] / device.flops.get("fp32", rates[number])
+        found += [starts, own]
+    return tuple(found)
 
 
 def _rate(device: Device, dtype: torch.dtype) -> float:

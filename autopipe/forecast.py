@@ -2,7 +2,8 @@
 
 seconds of a stage      plan.stages[i].predicted
 seconds of a transfer   the bytes of what crosses, the link between the nodes of the two ranks
-seconds of a sum        ring all-reduce of a stage's gradients over dp ranks; none under ZeRO-3
+seconds of a sum        ring all-reduce of a stage's gradients over dp ranks, and copies of them in
+                        the rank's own memory, to and from what is sent; none under ZeRO-3
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import replace
 import sympy
 
 from autopipe import cluster, programs, simulate
-from autopipe.communication import Topology, all_reduce
+from autopipe.communication import Topology, gradient_sum
 from autopipe.law import Boundary, Pipeline
 from autopipe.plan import Place, Plan, Prediction, Transfer
 from autopipe.schedule import Channel, Flow, holders
@@ -132,4 +133,5 @@ def _reduce(plan: Plan, pp: int, size: int) -> float:
         return 0.0
     places = [mesh.places[mesh.rank(pp, dp)] for dp in range(mesh.dp)]
     levels = Topology.of(plan.cluster).levels([_device(plan, place) for place in places])
-    return all_reduce(size, levels, mesh.tp)
+    copying = plan.cluster.slowest_device.bandwidth
+    return gradient_sum(size, levels, mesh.tp, plan.zero, copying)

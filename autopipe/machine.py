@@ -15,6 +15,7 @@ alike in both and are used in rank order; which class holds which stage is the p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -47,12 +48,14 @@ class Machine:
         memory: bytes that each may hold.
         topology: where they stand.
         streams: how many devices each of them means.
+        copying: bytes a second at which the slowest moves its own memory.
     """
 
     kinds: tuple[int, ...]
     memory: tuple[int, ...]
     topology: Topology
     streams: int = 1
+    copying: float = math.inf
 
     @property
     def devices(self) -> int:
@@ -119,4 +122,5 @@ def machine_of(
         tuple(min(memory[i : i + tp]) for i in starts),
         Topology.of(cluster, tp),
         tp,
+        cluster.slowest_device.bandwidth,
     ), tuple(kinds)

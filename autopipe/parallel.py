@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopipe import batches, collectives, programs
+from autopipe import batches, collectives, heap, programs
 from autopipe.binding import (
     Split,
     check_runs,
@@ -84,6 +84,8 @@ def parallelize(
     number, watchdog = _join(plan)
     place = plan.mesh.places[number]
     device = _device(place)
+    if device.type == "cpu":
+        heap.keep()
     compute = programs.compute(plan)
     skeleton = bare(model)
     example = inputs(2) if callable(inputs) else inputs

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date, timedelta
 from pathlib import Path
@@ -31,15 +31,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from autopipe import codec, presets
-from autopipe.cluster import Cluster, Device, Group, Link, Node, check
+from autopipe import codec, heap, presets, speeds
+from autopipe.cluster import Cluster, Device, Group, Kernel, Link, Node, Pace, check
 from autopipe.errors import AutopipeError, LaunchError, PlanError
-
-WINDOW = 0.05
-"""Seconds of uninterrupted repetition that make one figure."""
-
-WINDOWS = 5
-"""Windows of which the median is taken."""
 
 PATIENCE = 120.0
 """Seconds after which processes that have not finished are given up."""
@@ -52,16 +46,17 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Sample:
-    """What one process measured: rates per second, times in seconds.
+    """What one process measured: as `Device` has it, and the link.
 
-    `forward` and `backward` are of one small op that autograd records. `latency` and `bandwidth`
-    are those of the link, None for a process without a partner.
+    `launch` is of one small op that autograd records, forward and backward. `latency` and
+    `bandwidth` are those of the link, None for a process without a partner.
     """
 
     flops: dict[str, float]
+    half: float
     memory_bandwidth: float
-    forward: float
-    backward: float
+    launch: tuple[float, float]
+    kernels: dict[str, Kernel]
     latency: float | None
     bandwidth: float | None
 
@@ -137,9 +132,12 @@ def probe(processes: int, say: Say | None = None) -> tuple[Device, Link]:
         say(f"  matmul in {dtype}: {rate / 1e9:.4g} GFLOP/s a process")
     bandwidth = statistics.median(sample.memory_bandwidth for sample in samples)
     say(f"  memory: {bandwidth / 1e9:.3g} GB/s a process")
-    forward = statistics.median(sample.forward for sample in samples)
-    backward = statistics.median(sample.backward for sample in samples)
+    half = statistics.median(sample.half for sample in samples)
+    say(f"  of matmuls with dims of {half:.3g} an eighth of it")
+    forward, backward = (statistics.median(sample.launch[n] for sample in samples) for n in (0, 1))
     say(f"  one small op: {forward * 1e6:.3g} us forward, {backward * 1e6:.3g} us backward")
+    kernels = _medians([sample.kernels for sample in samples])
+    say(f"  by themselves: {', '.join(kernels)}")
     device = Device(
         kind=torch.cuda.get_device_name() if gpus else "cpu",
         memory=_memory(processes, bool(gpus)),
@@ -149,6 +147,8 @@ def probe(processes: int, say: Say | None = None) -> tuple[Device, Link]:
         launch=(forward + backward) / 2,
         source=f"measured on {_key(processes)['processor']}, {_cores()} cores, {processes} "
         f"processes, torch {torch.__version__}, {date.today().isoformat()}",
+        half=half,
+        kernels=kernels,
     )
     link = _link(samples, device)
     say(f"  between processes: {link}")
@@ -199,6 +199,8 @@ def worker(rank_text: str, processes_text: str, folder: str) -> None:
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
+    else:
+        heap.keep()  # as a rank does
     torch.set_num_threads(_threads(processes))
     dist.init_process_group(
         "nccl" if cuda else "gloo",
@@ -207,65 +209,21 @@ def worker(rank_text: str, processes_text: str, folder: str) -> None:
         world_size=processes,
         timeout=timedelta(seconds=PATIENCE),
     )
-    sizes = [(256, 384, 384), (512, 768, 768), (1024, 1024, 1024)]
-    if cuda:
-        sizes = [(4096, 4096, 4096), (8192, 8192, 8192)]
     dist.barrier()
-    flops = {
-        name: statistics.median(_matmul_rate(size, dtype, device) for size in sizes)
-        for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
-    }
+    fp32, half = speeds.matmuls(torch.float32, device)
+    bf16, _ = speeds.matmuls(torch.bfloat16, device, half)
     dist.barrier()
-    memory_bandwidth = _add_rate(device)
+    memory_bandwidth = speeds.memory(device)
     dist.barrier()
-    forward, backward = _op_seconds(device)
+    launch = speeds.launch(device)
+    kernels = speeds.kernels(device)
     dist.barrier()
     latency, bandwidth = _ping_pong(rank, processes, device)
-    sample = Sample(flops, memory_bandwidth, forward, backward, latency, bandwidth)
+    flops = {"fp32": fp32, "bf16": bf16}
+    sample = Sample(flops, half, memory_bandwidth, launch, kernels, latency, bandwidth)
     codec.save(sample, Path(folder, f"{rank}.json"))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _matmul_rate(size: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> float:
-    """Floating-point operations a second of (m, k) @ (k, n)."""
-    m, k, n = size
-    left = torch.randn(m, k, dtype=dtype, device=device)
-    right = torch.randn(k, n, dtype=dtype, device=device)
-    out = torch.empty(m, n, dtype=dtype, device=device)
-    return 2 * m * k * n / _seconds(lambda: torch.mm(left, right, out=out), device)
-
-
-def _add_rate(device: torch.device) -> float:
-    """Bytes a second of an addition that reads two tensors and writes one, none in a cache."""
-    size = 2**26 if device.type == "cpu" else 2**28
-    left = torch.ones(size // 4, device=device)
-    right, out = torch.ones_like(left), torch.ones_like(left)
-    return 3 * size / _seconds(lambda: torch.add(left, right, out=out), device)
-
-
-def _op_seconds(device: torch.device, ops: int = 200) -> tuple[float, float]:
-    """Seconds of one addition of 8 numbers that autograd records, and of its backward."""
-    start = torch.ones(8, device=device, requires_grad=True)
-    seed = torch.ones(8, device=device)
-    rounds = []
-    for _ in range(WINDOWS + 1):
-        forward = backward = 0.0
-        count = 0
-        while forward + backward < WINDOW:
-            begin = _now(device)
-            value = start
-            for _ in range(ops):
-                value = value + 1.0
-            middle = _now(device)
-            torch.autograd.backward(value, seed)
-            forward += middle - begin
-            backward += _now(device) - middle
-            count += ops
-        rounds.append((forward / count, backward / count))
-    # The first round warms up.
-    forwards, backwards = zip(*rounds[1:], strict=True)
-    return statistics.median(forwards), statistics.median(backwards)
 
 
 def _ping_pong(
@@ -287,33 +245,13 @@ def _one_way(rank: int, partner: int, size: int, device: torch.device) -> float:
     first, second = (dist.send, dist.recv) if rank < partner else (dist.recv, dist.send)
     rounds = 100 if size == SMALL else 20
     times = []
-    for _ in range(WINDOWS + 1):
-        begin = _now(device)
+    for _ in range(speeds.WINDOWS + 1):
+        begin = speeds.now(device)
         for _ in range(rounds):
             first(message, partner)
             second(message, partner)
-        times.append((_now(device) - begin) / (2 * rounds))
+        times.append((speeds.now(device) - begin) / (2 * rounds))
     return statistics.median(times[1:])
-
-
-def _seconds(op: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one call of `op`: the median over windows, after one window to warm up."""
-    times = []
-    for _ in range(WINDOWS + 1):
-        begin, calls = _now(device), 0
-        # Asked of the device each time: a GPU's queue takes seconds of work in a millisecond.
-        while _now(device) - begin < WINDOW:
-            op()
-            calls += 1
-        times.append((_now(device) - begin) / calls)
-    return statistics.median(times[1:])
-
-
-def _now(device: torch.device) -> float:
-    """The clock, once all that was asked of `device` is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 # --- Around it -----------------------------------------------------------------------------------
@@ -351,6 +289,19 @@ def _environment(processes: int) -> dict[str, str]:
         # Else gloo looks up the name of the host, which not every machine can answer.
         environment["GLOO_SOCKET_IFNAME"] = "lo"
     return environment
+
+
+def _medians(found: Sequence[dict[str, Kernel]]) -> dict[str, Kernel]:
+    """Each figure's median over processes."""
+
+    def pace(name: str, way: str) -> Pace:
+        paces = [getattr(kernels[name], way) for kernels in found]
+        return Pace(
+            statistics.median(pace.start for pace in paces),
+            statistics.median(pace.rate for pace in paces),
+        )
+
+    return {name: Kernel(pace(name, "forward"), pace(name, "backward")) for name in found[0]}
 
 
 def _link(samples: list[Sample], device: Device) -> Link:

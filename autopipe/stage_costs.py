@@ -42,11 +42,12 @@ Under `eager-1f1b` windows are taken to hide the links: a further micro-batch ta
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
-from autopipe.communication import Level, Levels, all_gather, all_reduce
+from autopipe.communication import Level, Levels, all_gather, gradient_sum
 from autopipe.machine import Group
 from autopipe.problem import Frame, Problem, splits
 from autopipe.reruns import Numbers, Reruns, reruns
@@ -112,7 +113,9 @@ def reduce_seconds(ranges: Tables, problem: Problem, frame: Frame, group: Group)
     """Seconds in which a stage's gradients are summed over its devices when they are made."""
     if frame.zero == 3:
         return np.zeros_like(ranges.exchange)
-    return _linear(all_reduce, ranges.trainable, group.levels, problem.machine.streams)
+    copying = problem.machine.copying
+    summed = partial(gradient_sum, zero=frame.zero, copying=copying)
+    return _linear(summed, ranges.trainable, group.levels, problem.machine.streams)
 
 
 def _linear(exchange: _Exchange, sizes: Bytes, levels: Levels, streams: int) -> Times:

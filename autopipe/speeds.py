@@ -1,0 +1,273 @@
+"""How fast one process computes: matmuls, memory, and the ops that are as fast as neither.
+
+    matmul of (m, k) @ (k, n)    rate * m / (m + h) * k / (k + h) * n / (n + h)     h, rate fitted
+    any other op                 start + operations / rate            from a small and a large one
+
+What is measured is what a model does: results are allocated, weights come from memory and not from
+a cache, autograd records. An op is measured in a chain of itself, x -> f(x) -> f(f(x)), so that
+asking autograd for its backward counts once for many.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autopipe.cluster import Kernel, Pace
+
+WINDOW = 0.05
+"""Seconds of uninterrupted repetition that make one figure."""
+
+WINDOWS = 5
+"""Windows of which the median is taken."""
+
+SHORT = 0.01
+"""The same for one op of many: all of them together take seconds."""
+
+COLD = 2**26
+"""Bytes of weights that are used in turn: more than a core's share of the caches."""
+
+
+def now(device: torch.device) -> float:
+    """The clock, once all that was asked of `device` is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def seconds(op: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one call of `op`: the median over windows, after one window to warm up."""
+    times = []
+    for _ in range(WINDOWS + 1):
+        begin, calls = now(device), 0
+        # Asked of the device each time: a GPU's queue takes seconds of work in a millisecond.
+        while now(device) - begin < WINDOW:
+            op()
+            calls += 1
+        times.append((now(device) - begin) / calls)
+    return statistics.median(times[1:])
+
+
+# --- Matmuls -------------------------------------------------------------------------------------
+
+Dims = tuple[int, int, int]
+
+ON_CPU: tuple[Dims, ...] = ((32, 1024, 1024), (128, 256, 256), (256, 384, 1536), (1024, 768, 768))
+ON_GPU: tuple[Dims, ...] = ((256, 1024, 1024), (1024, 2048, 2048), (4096, 4096, 4096))
+
+
+def matmuls(
+    dtype: torch.dtype, device: torch.device, half: float | None = None
+) -> tuple[float, float]:
+    """Operations a second of large matmuls, and the dim that halves them; `half` if it is known."""
+    sizes = ON_CPU if device.type == "cpu" else ON_GPU
+    return fit([(dims, _matmul_seconds(dims, dtype, device)) for dims in sizes], half)
+
+
+def _matmul_seconds(dims: Dims, dtype: torch.dtype, device: torch.device) -> float:
+    m, k, n = dims
+    x = torch.randn(m, k, dtype=dtype, device=device)
+    turns = -(-COLD // (k * n * dtype.itemsize))
+    weights = list(torch.randn(turns, n, k, dtype=dtype, device=device))
+    turn = count()
+    return seconds(lambda: F.linear(x, weights[next(turn) % turns]), device)
+
+
+def fit(found: Sequence[tuple[Dims, float]], half: float | None = None) -> tuple[float, float]:
+    """The (rate, half) for which seconds come nearest to those found, as ratios.
+
+    seconds * rate = 2 m k n (1 + half / m) (1 + half / k) (1 + half / n)
+    """
+
+    def rates(half: float) -> list[float]:
+        return [
+            math.log(2 * math.prod(dim + half for dim in dims) / taken) for dims, taken in found
+        ]
+
+    if half is None:
+        half = min(HALVES, key=lambda half: statistics.pvariance(rates(half)))
+    return math.exp(statistics.fmean(rates(half))), half
+
+
+HALVES = [0.0, *(2 ** (n / 4) for n in range(45))]
+"""The candidates of `fit`: up to 2048, a quarter of an octave apart."""
+
+# --- Memory and launches -------------------------------------------------------------------------
+
+
+def memory(device: torch.device) -> float:
+    """Bytes a second of an addition that reads two tensors and writes one, none in a cache."""
+    size = 2**26 if device.type == "cpu" else 2**28
+    left = torch.ones(size // 4, device=device)
+    right, out = torch.ones_like(left), torch.ones_like(left)
+    return 3 * size / seconds(lambda: torch.add(left, right, out=out), device)
+
+
+def launch(device: torch.device) -> tuple[float, float]:
+    """Seconds of one addition of 8 numbers that autograd records, and of its backward.
+
+    It is called as a stage's graph calls it.
+    """
+    add = torch.ops.aten.add.Tensor
+    return chained(lambda x: add(x, 1.0), torch.ones(8, device=device), 200, device, WINDOW)
+
+
+# --- Other ops -----------------------------------------------------------------------------------
+
+Function = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An op to measure on tensors of `shape` with more and more rows before it.
+
+    Args:
+        make: the function, of one tensor to another of the same shape.
+        rows: few, which is nearly all start, and many.
+        operations: of a row, forward and backward; None: one an element.
+    """
+
+    make: Callable[[torch.device], Function]
+    shape: tuple[int, ...]
+    rows: tuple[int, int] = (4, 512)
+    operations: tuple[float, float] | None = None
+
+
+def _plain(function: Function) -> Callable[[torch.device], Function]:
+    return lambda device: function
+
+
+def _linear(device: torch.device) -> Function:
+    return nn.Linear(64, 64, device=device)
+
+
+def _convolution(device: torch.device) -> Function:
+    return nn.Conv2d(64, 64, 3, padding=1, device=device)
+
+
+def _recurrent(device: torch.device) -> Function:
+    lstm = nn.LSTM(256, 256, batch_first=True, device=device)
+
+    def run(x: Tensor) -> Tensor:
+        found: Tensor = lstm(x)[0]
+        return found
+
+    return run
+
+
+def _norm(device: torch.device) -> Function:
+    return nn.LayerNorm(512, device=device)
+
+
+def _batch_norm(device: torch.device) -> Function:
+    return nn.BatchNorm2d(64, device=device)
+
+
+def _attention(*, causal: bool = False, dropout: float = 0.0) -> Callable[[torch.device], Function]:
+    return lambda device: (
+        lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=causal, dropout_p=dropout)
+    )
+
+
+def _entropy(device: torch.device) -> Function:
+    """Of 512 classes; the result is spread over the logits' shape again, at no cost."""
+
+    def run(x: Tensor) -> Tensor:
+        targets = torch.zeros(len(x), dtype=torch.int64, device=device)
+        return F.cross_entropy(x, targets).expand(x.shape)
+
+    return run
+
+
+_HEADS, _TOKENS, _HEAD = 4, 128, 64
+_SCORES = 4.0 * _HEADS * _TOKENS * _TOKENS * _HEAD
+_FILTERS = 2.0 * 16 * 16 * 64 * 64 * 9
+_CELLS = 2.0 * 32 * (256 + 256) * 1024
+_SEQUENCES = (_HEADS, _TOKENS, _HEAD)
+
+SUBJECTS = {
+    "linear": Subject(_linear, (4, 64), (1, 2), (0.0, 0.0)),
+    "conv2d": Subject(_convolution, (64, 16, 16), (1, 8), (_FILTERS, 2 * _FILTERS)),
+    "lstm": Subject(_recurrent, (32, 256), (1, 8), (_CELLS, 2 * _CELLS)),
+    "attention": Subject(_attention(), _SEQUENCES, (1, 4), (_SCORES, 2.5 * _SCORES)),
+    "causal attention": Subject(
+        _attention(causal=True), _SEQUENCES, (1, 4), (_SCORES / 2, 1.25 * _SCORES)
+    ),
+    "attention with dropout": Subject(
+        _attention(dropout=0.1), _SEQUENCES, (1, 4), (_SCORES, 2.5 * _SCORES)
+    ),
+    "layer_norm": Subject(_norm, (512,)),
+    "batch_norm": Subject(_batch_norm, (64, 16, 16), (1, 16)),
+    "softmax": Subject(_plain(lambda x: F.softmax(x, -1)), (512,)),
+    "log_softmax": Subject(_plain(lambda x: F.log_softmax(x, -1)), (512,)),
+    "cross_entropy_loss": Subject(_entropy, (512,)),
+    "dropout": Subject(_plain(F.dropout), (512,)),
+    "gelu": Subject(_plain(F.gelu), (512,)),
+    "silu": Subject(_plain(F.silu), (512,)),
+    "tanh": Subject(_plain(torch.tanh), (512,)),
+    "sigmoid": Subject(_plain(torch.sigmoid), (512,)),
+    "exp": Subject(_plain(lambda x: torch.exp(-x)), (512,)),
+    "pow": Subject(_plain(lambda x: torch.pow(x, 3.0)), (512,)),
+}
+"""What models are made of that a CPU does not do at the speed of its memory."""
+
+
+def kernels(device: torch.device) -> dict[str, Kernel]:
+    """The pace of each op of `SUBJECTS`; none on a GPU, where they are as fast as their bytes."""
+    if device.type != "cpu":
+        return {}
+    return {name: _kernel(subject, device) for name, subject in SUBJECTS.items()}
+
+
+def _kernel(subject: Subject, device: torch.device) -> Kernel:
+    function = subject.make(device)
+    few, many = subject.rows
+    small = chained(function, torch.rand(few, *subject.shape, device=device), 8, device, SHORT)
+    large = chained(function, torch.rand(many, *subject.shape, device=device), 4, device, SHORT)
+    operations = subject.operations or (float(math.prod(subject.shape)),) * 2
+    return Kernel(
+        *(pace(few * n, a, many * n, b) for n, a, b in zip(operations, small, large, strict=True))
+    )
+
+
+def pace(few: float, short: float, many: float, long: float) -> Pace:
+    """The pace that takes `short` seconds for `few` operations and `long` for `many`."""
+    if many == few:
+        return Pace(short)
+    # Noise can make few operations the slower ones; then all of it is start.
+    each = max(long - short, long / 10) / (many - few)
+    return Pace(max(short - few * each, 0.0), 1 / each)
+
+
+def chained(
+    function: Function, x: Tensor, ops: int, device: torch.device, window: float
+) -> tuple[float, float]:
+    """Seconds of one of `ops` functions in a row, and of its backward: medians over windows."""
+    x = x.requires_grad_()
+    seed = torch.ones_like(x)
+    rounds = []
+    for _ in range(WINDOWS + 1):
+        forward = backward = 0.0
+        calls = 0
+        while forward + backward < window:
+            begin = now(device)
+            value = x
+            for _ in range(ops):
+                value = function(value)
+            middle = now(device)
+            torch.autograd.backward(value, seed)
+            forward += middle - begin
+            backward += now(device) - middle
+            calls += ops
+        rounds.append((forward / calls, backward / calls))
+    # The first round warms up.
+    forwards, backwards = zip(*rounds[1:], strict=True)
+    return statistics.median(forwards), statistics.median(backwards)

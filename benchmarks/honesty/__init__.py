@@ -1,0 +1,1 @@
+"""Predicted beside measured, on this machine: see README.md."""

@@ -1,0 +1,123 @@
+"""What is predicted and measured: a model, a mesh, a schedule; and the row that comes out of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from autopipe import programs
+from autopipe.plan import Memory, Plan
+from autopipe.runtime.train import Measured
+from autopipe.schedule import holders
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: as many processes as the mesh has ranks."""
+
+    model: str
+    rows: int
+    pp: int = 1
+    dp: int = 1
+    tp: int = 1
+    micro_batches: int = 1
+    schedule: str = "1f1b"
+    zero: int = 0
+    recompute: bool = False
+
+    @property
+    def processes(self) -> int:
+        """Ranks of the mesh."""
+        return self.pp * self.dp * self.tp
+
+    @property
+    def name(self) -> str:
+        """As it is chosen on the command line: gpt/pp2/m4/1f1b."""
+        mesh = "".join(
+            f"{axis}{getattr(self, axis)}" for axis in ("pp", "dp", "tp") if getattr(self, axis) > 1
+        )
+        extra = (f"/zero{self.zero}" if self.zero else "") + ("/again" if self.recompute else "")
+        return f"{self.model}/{mesh or 'one'}/m{self.micro_batches}/{self.schedule}{extra}"
+
+
+CASES = (
+    Case("gpt", 8, pp=2, micro_batches=4),
+    Case("gpt", 8, dp=2, micro_batches=2),
+    Case("gpt", 8, tp=2, micro_batches=2),
+    Case("gpt", 8, micro_batches=4),
+    Case("gpt", 8, pp=2, micro_batches=4, schedule="zb-h1"),
+    Case("gpt", 16, pp=2, micro_batches=4, recompute=True),
+    Case("gpt", 8, dp=2, micro_batches=1, zero=1),
+    Case("gpt-narrow", 16, pp=2, micro_batches=16),
+    Case("gpt-narrow", 16, pp=2, micro_batches=4, schedule="gpipe"),
+    Case("gpt-wide", 8, pp=2, micro_batches=4),
+    Case("gpt-wide", 4, dp=2, micro_batches=1, zero=3),
+    Case("gpt-wide", 4, tp=2),
+    Case("mini-gpt", 4, pp=2, micro_batches=4),
+    Case("conv", 32, pp=2, micro_batches=4),
+    Case("conv", 32, dp=2, micro_batches=2),
+    Case("mlp", 256, pp=2, micro_batches=8),
+    Case("mlp", 64, dp=2),
+    Case("lstm", 16, pp=2, micro_batches=4),
+    Case("llama", 16, pp=2, micro_batches=8),
+    Case("llama", 16, dp=2, micro_batches=2),
+    Case("gpt2", 16, pp=2, micro_batches=4, schedule="gpipe"),
+    Case("gpt2", 16, micro_batches=2),
+)
+"""At most two processes: one for each core of the machine of the README."""
+
+
+def row(case: Case, plan: Plan, measured: Measured) -> Row:
+    """Predicted beside measured; errors are predicted / measured - 1."""
+    step = plan.prediction.step_seconds
+    predicted, found = (
+        peaks(plan, [stage.memory for stage in stages])
+        for stages in ([s.predicted for s in plan.stages], measured.stages)
+    )
+    return {
+        "case": case.name,
+        "model": case.model,
+        "mesh": {"pp": case.pp, "dp": case.dp, "tp": case.tp},
+        "rows": case.rows,
+        "micro_batches": case.micro_batches,
+        "schedule": case.schedule,
+        "zero": case.zero,
+        "recompute": case.recompute,
+        "predicted_seconds": step,
+        "measured_seconds": measured.step_seconds,
+        "seconds_error": step / measured.step_seconds - 1,
+        "predicted_bytes": predicted,
+        "measured_bytes": found,
+        "bytes_error": max((p / m - 1 for p, m in zip(predicted, found, strict=True)), key=abs),
+        "stages": [
+            {
+                "predicted": [s.predicted.forward_seconds, s.predicted.backward_seconds],
+                "measured": [m.forward_seconds, m.backward_seconds],
+            }
+            for s, m in zip(plan.stages, measured.stages, strict=True)
+        ],
+    }
+
+
+def peaks(plan: Plan, memories: list[Memory]) -> list[int]:
+    """Peak bytes of each rank of a pipeline."""
+    total = [0] * plan.mesh.pp
+    for stage, rank in enumerate(holders(programs.compute(plan))):
+        total[rank] += memories[stage].peak
+    return total
+
+
+def summary(rows: list[Row]) -> Row:
+    """The last line: how far off the median and the worst prediction are."""
+    seconds = [abs(row["seconds_error"]) for row in rows]
+    bytes = [abs(row["bytes_error"]) for row in rows]
+    return {
+        "runs": len(rows),
+        "median_seconds_error": median(seconds),
+        "worst_seconds_error": max(seconds),
+        "median_bytes_error": median(bytes),
+        "worst_bytes_error": max(bytes),
+    }
