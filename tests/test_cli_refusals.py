@@ -51,7 +51,8 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> str:
         ("--zero 2", "there is no ZeRO stage 2\n\nhint: one of 0, 1, 3"),
         (
             "--zero 3 --schedule zb-h1 --pp 2",
-            "zb-h1 and zero=3 do not go together: it gathers for both at once",
+            "zb-h1 and zero=3 do not go together: it gathers for both halves of a backward at once"
+            "\n\nhint: the schedule 1f1b, or zero=1",
         ),
         ("--recompute all", "recompute: the model has no block and no class of blocks 'all'"),
         ("--cluster 8xA100-81GB", "'8xA100-81GB': no device 'A100-81GB' is known\n\nhint: known, "),
@@ -61,10 +62,17 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> str:
         ("--memory 0", "memory '0' is 0 bytes, expected at least 1"),
         (
             "--tp 3",
-            "tp=3 was asked for and does not divide the 4 devices\n\nhint: tp of 1, 2, 4",
+            "tp=3 was asked for, and no parameter divides into 3 equal parts: their matrices have "
+            "dims of 16, 8, 4\n\nhint: tp of 2, 4",
         ),
-        ("--pp 3", "pp=3 was asked for and does not divide the 4 devices"),
-        ("--dp 3", "dp=3 was asked for and does not divide the 4 devices"),
+        ("--tp 5", "tp=5 was asked for, and local:4 has 4 devices\n\nhint: tp of at most 4"),
+        ("--pp 5", "pp=5 needs 5 devices, found 4\n\nhint: pp of at most 4"),
+        ("--dp 5", "dp=5 needs 5 devices, found 4\n\nhint: dp of at most 4"),
+        (
+            "--dp 3",
+            "a batch of 32 rows does not divide into dp=3 equal parts\n\n"
+            "hint: a batch of 30 or 33 rows does",
+        ),
         (
             "--batch 10 --dp 4",
             "a batch of 10 rows does not divide into dp=4 equal parts\n\n"
