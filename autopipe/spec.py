@@ -71,8 +71,8 @@ def _from_file(path: Path) -> Cluster:
 
 
 _EXAMPLE = (
-    "`autopipe probe -o FILE` writes a whole one; figures are in seconds, bytes, bytes a second and "
-    "operations a second"
+    "`autopipe probe -o FILE` writes a whole one; figures are in seconds, bytes, bytes a second "
+    "and operations a second"
 )
 
 

@@ -101,6 +101,8 @@ def _depths(problem: Problem, name: str, pp: int, dp: int, m: int) -> Iterator[i
     else:
         profile = profile_of(problem, dp, m)
         assert profile is not None, "a frame has a profile"
+        if asked.schedule == EAGER:
+            yield 0  # it is 1f1b then, which memory may ask for
         computing = sum(profile.forward[0]) + sum(profile.backward[0])
         for depth in DEPTHS:
             if depth < m or depth == 1:

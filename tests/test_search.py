@@ -88,12 +88,15 @@ def test_a_schedule_of_several_stages_a_rank_needs_as_many_units() -> None:
     assert (3, "1f1b") in found
 
 
-@pytest.mark.parametrize(("latency", "depths"), [(0.0, [1]), (1.0, [1, 2]), (100.0, [1, 2, 4, 8])])
+@pytest.mark.parametrize(
+    ("latency", "depths"), [(0.0, [0, 1]), (1.0, [0, 1, 2]), (100.0, [0, 1, 2, 4, 8])]
+)
 def test_depths_are_looked_at_as_far_as_they_hide_something(
     latency: float, depths: list[int]
 ) -> None:
     """Two stages of one second each, 16 micro-batches: once 2 s and twice the latency are hidden by
-    2 + e micro-batches in flight, the period is that of the slower stage."""
+    2 + e micro-batches in flight, the period is that of the slower stage. Where it is asked for,
+    it may also be without any, which is 1f1b."""
     problem = line(
         (1.0, 1.0),
         batch=16,
@@ -101,6 +104,8 @@ def test_depths_are_looked_at_as_far_as_they_hide_something(
         constraints=Constraints(pp=2, schedule=EAGER),
     )
     assert [frame.depth for frame in frames(problem)] == depths
+    either = frames(asking(problem, schedule=None))
+    assert [frame.depth for frame in either if frame.schedule == EAGER] == depths[1:]
     (asked,) = frames(asking(problem, depth=3))
     assert asked == Frame(2, 1, 16, 0, EAGER, 3)
 
