@@ -27,10 +27,13 @@ def would_fit(problem: Problem, fastest: Fastest) -> list[str]:
     """Changes after which a plan fits, as words; each with the time it takes more than a plan for
     devices that hold everything, `zero 1 (+6 % time)`."""
     unlimited = fastest(limitless(problem))
-    words = []
+    words, enough = [], False
     for name, change in _changes(problem):
+        if name == "devices" and enough:
+            break  # the fewest are named
         found = _fitting(change, fastest)
         if found is not None:
+            enough = name == "devices"
             decision, step = found
             more = ""
             if unlimited is not None and step > unlimited[1]:
