@@ -59,9 +59,7 @@ def test_a_few_bytes_too_many_are_not_rounded_away() -> None:
 
 def test_nothing_fits_names_the_nearest_and_what_it_lacks() -> None:
     """Two units a stage: 4 * 2 * 1.5 GiB of parameters, and 2 * 2 * 1.25 GiB of activations."""
-    problem = line(
-        (1.0,) * 4, parameter=3 * GIB // 2, saved=5 * GIB // 4, memory=16 * GIB, batch=8
-    )
+    problem = line((1.0,) * 4, parameter=3 * GIB // 2, saved=5 * GIB // 4, memory=16 * GIB, batch=8)
     with pytest.raises(InfeasibleError) as refusal:
         PLANNERS["dynamic"](problem)
     assert refusal.value.message == (
