@@ -9,6 +9,7 @@ seconds of a sum        ring all-reduce of a stage's gradients over dp ranks, an
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -47,16 +48,7 @@ def with_prediction(plan: Plan) -> Plan:
 def costs(plan: Plan) -> Costs:
     """The seconds of everything in a plan's step."""
     placed = holders(programs.compute(plan))
-    rows = plan.batch.rows // (plan.mesh.dp * plan.batch.micro_batches)
-    moved: dict[Channel, int] = {}
-    for index, stage in enumerate(plan.stages):
-        for sent in stage.sends:
-            size = transfer_bytes(sent, rows)
-            there = Channel(index, sent.peer, Flow.ACTIVATION)
-            back = Channel(sent.peer, index, Flow.GRADIENT)
-            moved[there] = moved.get(there, 0) + size
-            if sent.gradient:
-                moved[back] = moved.get(back, 0) + size
+    moved = crossing_bytes(plan)
 
     def link(channel: Channel) -> simulate.Link:
         wire = _link(plan, placed[channel.source], placed[channel.target])
@@ -72,6 +64,19 @@ def costs(plan: Plan) -> Costs:
         ],
         links=link,
     )
+
+
+def crossing_bytes(plan: Plan) -> dict[Channel, int]:
+    """Bytes of a micro-batch's tensors, and of their gradients, between each pair of stages."""
+    rows = plan.batch.rows // (plan.mesh.dp * plan.batch.micro_batches)
+    moved: Counter[Channel] = Counter()
+    for index, stage in enumerate(plan.stages):
+        for sent in stage.sends:
+            size = transfer_bytes(sent, rows)
+            moved[Channel(index, sent.peer, Flow.ACTIVATION)] += size
+            if sent.gradient:
+                moved[Channel(sent.peer, index, Flow.GRADIENT)] += size
+    return dict(moved)
 
 
 def pipeline(plan: Plan, *, held: Sequence[int], room: Sequence[int]) -> Pipeline:
@@ -109,15 +114,16 @@ def _link(plan: Plan, source: int, target: int) -> cluster.Link:
     mesh, topology = plan.mesh, Topology.of(plan.cluster)
     there = [place for place in mesh.places if place.pp == source and place.tp == 0]
     pairs = [
-        topology.pair(_device(plan, place), _device(plan, mesh.places[mesh.rank(target, place.dp)]))
+        topology.pair(*(device_of(plan, mesh.places[rank]) for rank in (place.rank, other)))
         for place in there
+        for other in (mesh.rank(target, place.dp),)
     ]
     slowest = max(pairs, key=lambda level: (level.shared, -level.link.bandwidth))
     turns = mesh.dp * mesh.tp if slowest.shared else 1
     return replace(slowest.link, bandwidth=slowest.link.bandwidth / turns)
 
 
-def _device(plan: Plan, place: Place) -> int:
+def device_of(plan: Plan, place: Place) -> int:
     """The number of a place's device in the cluster."""
     return sum(plan.cluster.devices_per_node[: place.node]) + place.local
 
@@ -132,6 +138,6 @@ def _reduce(plan: Plan, pp: int, size: int) -> float:
     if mesh.dp == 1 or plan.zero == 3:
         return 0.0
     places = [mesh.places[mesh.rank(pp, dp)] for dp in range(mesh.dp)]
-    levels = Topology.of(plan.cluster).levels([_device(plan, place) for place in places])
+    levels = Topology.of(plan.cluster).levels([device_of(plan, place) for place in places])
     copying = plan.cluster.slowest_device.bandwidth
     return gradient_sum(size, levels, mesh.tp, plan.zero, copying)
