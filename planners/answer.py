@@ -29,6 +29,8 @@ from autopipe.stage_costs import gather_seconds
 from autopipe.tables import tables
 
 Choice = Callable[[Problem, Frame], Decision]
+Fitting = Callable[[Problem, Frame], Decision | None]
+"""A choice, or one that may say that nothing fits."""
 
 TOLERANCE = 1e-9
 """Steps whose seconds differ by less, relatively, tie: the order of a sum must decide nothing."""
@@ -83,10 +85,10 @@ def best_answer(problem: Problem, choice: Choice, *, heuristic: str | None = Non
     """
     every = frames(problem)
     least = {frame: bound(problem, frame) for frame in every}
-    scored = _tried(problem, choice, least)
+    scored = _tried(problem, choice, least, 2)
     best = _best(every, scored)
     if best is None:
-        helps = would_fit(problem, lambda changed: _fastest(changed, choice))
+        helps = would_fit(problem, lambda changed: fastest(changed, choice))
         raise reasons.nothing_fits(problem, list(scored.values()), helps, heuristic)
     step = best.estimate.step_seconds
     roomy = _without_limit(problem, choice, every, least, step)
@@ -99,12 +101,15 @@ def best_answer(problem: Problem, choice: Choice, *, heuristic: str | None = Non
     )
 
 
-def _fastest(problem: Problem, choice: Choice) -> tuple[Decision, float] | None:
-    """The best decision and its step, without reasons."""
+def fastest(problem: Problem, fitting: Fitting) -> Scored | None:
+    """The best decision alone, without reasons or other meshes; None: nothing fits.
+
+    Raises:
+        InfeasibleError: the constraints contradict each other.
+    """
     every = frames(problem)
-    found = _tried(problem, choice, {frame: bound(problem, frame) for frame in every})
-    best = _best(every, found)
-    return None if best is None else (best.decision, best.estimate.step_seconds)
+    least = {frame: bound(problem, frame) for frame in every}
+    return _best(every, _tried(problem, fitting, least, 1))
 
 
 def _best(every: Sequence[Frame], scored: Mapping[Frame, Scored]) -> Scored | None:
@@ -114,18 +119,25 @@ def _best(every: Sequence[Frame], scored: Mapping[Frame, Scored]) -> Scored | No
     return next((s for s in fitting if s.estimate.step_seconds <= least * (1 + TOLERANCE)), None)
 
 
-def _tried(problem: Problem, choice: Choice, least: Mapping[Frame, float]) -> dict[Frame, Scored]:
-    """Frames by their bounds, until neither the best nor the second best mesh can be another."""
+def _tried(
+    problem: Problem, choice: Fitting, least: Mapping[Frame, float], meshes: int
+) -> dict[Frame, Scored]:
+    """Frames by their bounds, until none of the so many best meshes can be another."""
     scored: dict[Frame, Scored] = {}
-    fastest: dict[tuple[int, int], float] = {}
+    quickest: dict[tuple[int, int], float] = {}
     for frame in sorted(least, key=lambda frame: least[frame]):
-        if len(fastest) > 1 and least[frame] > sorted(fastest.values())[1] * (1 + TOLERANCE):
-            break
-        found = _score(problem, choice(problem, frame))
+        if len(quickest) >= meshes:
+            known = sorted(quickest.values())[meshes - 1]
+            if least[frame] > known * (1 + TOLERANCE):
+                break
+        decision = choice(problem, frame)
+        if decision is None:
+            continue
+        found = _score(problem, decision)
         scored[frame] = found
         if found.estimate.fits:
             step = found.estimate.step_seconds
-            fastest[found.mesh] = min(step, fastest.get(found.mesh, math.inf))
+            quickest[found.mesh] = min(step, quickest.get(found.mesh, math.inf))
     return scored
 
 
