@@ -72,11 +72,18 @@ class Scored(NamedTuple):
         return self.decision.frame[:2]
 
 
-def best_answer(problem: Problem, choice: Choice, *, heuristic: str | None = None) -> Answer:
+def best_answer(
+    problem: Problem,
+    choice: Choice,
+    *,
+    fitting: Fitting | None = None,
+    heuristic: str | None = None,
+) -> Answer:
     """Choose in every frame that may win and return the best, with its reasons.
 
     Args:
         choice: see the module.
+        fitting: the same where what does not fit is of no interest, if that is quicker.
         heuristic: the planner's name if `choice` is not optimal in every frame; an optimal one
             makes the answer its own bound.
 
@@ -88,7 +95,7 @@ def best_answer(problem: Problem, choice: Choice, *, heuristic: str | None = Non
     scored = _tried(problem, choice, least, 2)
     best = _best(every, scored)
     if best is None:
-        helps = would_fit(problem, lambda changed: fastest(changed, choice))
+        helps = would_fit(problem, lambda changed: fastest(changed, fitting or choice))
         raise reasons.nothing_fits(problem, list(scored.values()), helps, heuristic)
     step = best.estimate.step_seconds
     roomy = _without_limit(problem, choice, every, least, step)

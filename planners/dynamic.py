@@ -93,7 +93,7 @@ def dynamic(problem: Problem) -> Answer:
     Raises:
         InfeasibleError: no plan fits; the message carries the one that comes nearest.
     """
-    return best_answer(problem, choose)
+    return best_answer(problem, choose, fitting=_fitting)
 
 
 def fastest(problem: Problem) -> Scored | None:

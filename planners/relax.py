@@ -3,7 +3,8 @@
 asked for            tried in its place
 recompute=...        any blocks                 micro_batches=1    any number
 zero=0               zero 1, zero 3             schedule=gpipe     any
-pp=2                 any number of stages       these devices      1, 2, 4 ... more of the last
+pp=2                 any number of stages       these devices      1, 2, 4 ... more of the last,
+                                                                   until they are enough
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ def would_fit(problem: Problem, fastest: Fastest) -> list[str]:
             if unlimited is not None and step > unlimited.estimate.step_seconds:
                 more = f" (+{percent(step / unlimited.estimate.step_seconds - 1)} time)"
             words.append(f"{_said(name, found.decision, change)}{more}")
+            if name == "devices":
+                break  # those that follow are only more of them
     return words
 
 

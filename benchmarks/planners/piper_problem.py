@@ -11,9 +11,9 @@ which is Piper's objective (`piper`) if reduce_s is 4 (d - 1) / d * w / bw. Here
 
 What Piper counts in memory is bytes besides, b, and a * y in flight. A recomputed layer has a' < a
 and b' = b + (a - a') within a quarter of a MiB: its activations stay where they are made again,
-those of one micro-batch (`Problem.reruns_hold`). The larger of b and b' - (a - a') is taken. Parameters
-and crossings must count for time alone. They are in `TRAFFIC` and memory is in `MEMORY`, so that
-they weigh 2^18 times less beside it.
+those of one micro-batch (`Problem.reruns_hold`). The larger of b and b' - (a - a') is taken.
+Parameters and crossings must count for time alone. They are in `TRAFFIC` and memory is in `MEMORY`,
+so that they weigh 2^18 times less beside it.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ Found = tuple[float, list[Stage]]
 
 
 def plan(graph: Graph, conditions: Conditions) -> Found | None:
-    """The best of `planners.dynamic` over all tensor-parallel degrees, by Piper's formulas; None: none fits.
+    """The best of `planners.dynamic` over all degrees, by Piper's formulas; None: nothing fits.
 
-    The seconds are Piper's too, but where tensor-parallel ranks synchronise: see `problem`.
+    Degrees are tensor-parallel ones. The seconds are Piper's too, but where tensor-parallel ranks synchronise: see `problem`.
     """
     found = list(_plans(graph, conditions))
     return min(found, key=lambda one: score(graph, conditions, one[1]).objective, default=None)
