@@ -40,7 +40,8 @@ Found = tuple[float, list[Stage]]
 def plan(graph: Graph, conditions: Conditions) -> Found | None:
     """The best of `planners.dynamic` over all degrees, by Piper's formulas; None: nothing fits.
 
-    Degrees are tensor-parallel ones. The seconds are Piper's too, but where tensor-parallel ranks synchronise: see `problem`.
+    Degrees are tensor-parallel ones. The seconds are those of `problem`: at cuts where their ranks
+    synchronise they may be more than Piper's.
     """
     found = list(_plans(graph, conditions))
     return min(found, key=lambda one: score(graph, conditions, one[1]).objective, default=None)
