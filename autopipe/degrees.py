@@ -18,7 +18,7 @@ from autopipe.cluster import Cluster, Link
 from autopipe.collectives import Planned
 from autopipe.dataflow import Dataflow, analyse
 from autopipe.errors import InfeasibleError
-from autopipe.graph import State
+from autopipe.graph import Graph, State
 from autopipe.placements import Move, Sharding
 from autopipe.shard import blocks_of, sent_by, shard_graph, shardable, whole_bytes
 from autopipe.sharding import Axis, shard
@@ -140,12 +140,15 @@ def _check_divides(flow: Dataflow, sharding: Sharding) -> None:
     )
 
 
-def sending_seconds(degree: Degree, rows: int) -> list[tuple[float, float]]:
+def sending_seconds(degree: Degree, graph: Graph, rows: int) -> list[tuple[float, float]]:
     """Forward and backward seconds that each node's collective takes, 0 for one that has none.
+
+    Args:
+        graph: the degree's, or a part of it.
 
     On a ring (Patarasuk and Yuan, JPDC 2009): `placements.Move`.
     """
-    graph, ranks, link = degree.trace.graph, degree.tp, degree.link
+    ranks, link = degree.tp, degree.link
     carrying = cost.gradient_values(graph)
 
     def seconds(move: Move | None, size: int) -> float:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import sympy
@@ -195,7 +196,12 @@ def swap(arg: Arg, values: Mapping[Value, Value]) -> Any:
 
 def at_batch(dim: Dim, rows: int) -> int:
     """The integer that a dim is when a micro-batch has `rows` rows."""
-    return dim if isinstance(dim, int) else int(dim.subs(BATCH, rows))
+    return dim if isinstance(dim, int) else _substituted(dim, rows)
+
+
+@lru_cache(maxsize=2**14)
+def _substituted(dim: sympy.Expr, rows: int) -> int:
+    return int(dim.subs(BATCH, rows))
 
 
 def shape_at(spec: TensorSpec, rows: int) -> tuple[int, ...]:
