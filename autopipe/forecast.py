@@ -9,6 +9,7 @@ seconds of a sum        ring all-reduce of a stage's gradients over dp ranks, an
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -48,16 +49,7 @@ def with_prediction(plan: Plan) -> Plan:
 def costs(plan: Plan) -> Costs:
     """The seconds of everything in a plan's step."""
     placed, wires = holders(programs.compute(plan)), _Wires.of(plan)
-    rows = plan.batch.rows // (plan.mesh.dp * plan.batch.micro_batches)
-    moved: dict[Channel, int] = {}
-    for index, stage in enumerate(plan.stages):
-        for sent in stage.sends:
-            size = transfer_bytes(sent, rows)
-            there = Channel(index, sent.peer, Flow.ACTIVATION)
-            back = Channel(sent.peer, index, Flow.GRADIENT)
-            moved[there] = moved.get(there, 0) + size
-            if sent.gradient:
-                moved[back] = moved.get(back, 0) + size
+    moved = crossing_bytes(plan)
 
     def link(channel: Channel) -> simulate.Link:
         wire = wires.link(placed[channel.source], placed[channel.target])
@@ -73,6 +65,19 @@ def costs(plan: Plan) -> Costs:
         ],
         links=link,
     )
+
+
+def crossing_bytes(plan: Plan) -> dict[Channel, int]:
+    """Bytes of a micro-batch's tensors, and of their gradients, between each pair of stages."""
+    rows = plan.batch.rows // (plan.mesh.dp * plan.batch.micro_batches)
+    moved: Counter[Channel] = Counter()
+    for index, stage in enumerate(plan.stages):
+        for sent in stage.sends:
+            size = transfer_bytes(sent, rows)
+            moved[Channel(index, sent.peer, Flow.ACTIVATION)] += size
+            if sent.gradient:
+                moved[Channel(sent.peer, index, Flow.GRADIENT)] += size
+    return dict(moved)
 
 
 def pipeline(plan: Plan, *, held: Sequence[int], room: Sequence[int]) -> Pipeline:
@@ -102,6 +107,12 @@ def transfer_bytes(transfer: Transfer, rows: int) -> int:
     return int(sympy.sympify(elements).subs("b", rows)) * bits // 8
 
 
+def devices(plan: Plan) -> list[int]:
+    """The number of each rank's device in the cluster."""
+    before = [0, *accumulate(plan.cluster.devices_per_node)]
+    return [before[place.node] + place.local for place in plan.mesh.places]
+
+
 @dataclass(frozen=True)
 class _Wires:
     """The links between a plan's ranks; `devices` are numbers in the cluster, by rank."""
@@ -112,9 +123,7 @@ class _Wires:
 
     @staticmethod
     def of(plan: Plan) -> _Wires:
-        before = [0, *accumulate(plan.cluster.devices_per_node)]
-        devices = [before[place.node] + place.local for place in plan.mesh.places]
-        return _Wires(plan, Topology.of(plan.cluster), devices)
+        return _Wires(plan, Topology.of(plan.cluster), devices(plan))
 
     def _replicas(self, pp: int) -> list[int]:
         """The devices of a pipeline rank's replicas."""

@@ -114,7 +114,7 @@ class Node:
 
     def values(self) -> Iterator[Value]:
         """The values it reads, in the order of its arguments, repeats included."""
-        yield from values_in((self.args, tuple(self.kwargs.values())))
+        return values_in((self.args, tuple(self.kwargs.values())))
 
     def __str__(self) -> str:
         words = [show(a) for a in self.args] + [f"{k}={show(a)}" for k, a in self.kwargs.items()]
@@ -178,11 +178,20 @@ class Graph:
 
 def values_in(arg: Arg) -> Iterator[Value]:
     """The values inside an argument, nested ones included."""
-    if isinstance(arg, Ref | Input | State):
-        yield arg
+    found: list[Value] = []
+    _collect(arg, found)
+    return iter(found)
+
+
+def _collect(arg: Arg, found: list[Value]) -> None:
+    if isinstance(arg, _VALUES):
+        found.append(arg)
     elif isinstance(arg, tuple):
         for item in arg:
-            yield from values_in(item)
+            _collect(item, found)
+
+
+_VALUES = (Ref, Input, State)
 
 
 def swap(arg: Arg, values: Mapping[Value, Value]) -> Any:

@@ -223,7 +223,7 @@ def _last_use(flow: Dataflow, block: Block) -> int:
 
 
 def _form(
-    flow: Dataflow, carrying: set[Ref | State], before: Block, block: Block
+    flow: Dataflow, carrying: frozenset[Ref | State], before: Block, block: Block
 ) -> Hashable | None:
     """What equals another block's only if both do the same; None: the block is like no other."""
     graph, first = flow.graph, block.first

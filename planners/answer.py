@@ -8,13 +8,14 @@ planners and stands here. Frames are tried in the order of what they take at lea
 
 and once two meshes are known that take less than the next bound, no frame that is left can be the
 best or the second best mesh: those are not tried. What the best one takes is then a proved bound
-for all plans that the frames allow.
+for all plans that the frames allow. Plain data parallelism is tried in any case: it is what people
+know, and ask about.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -56,6 +57,11 @@ class Answer:
     bound_seconds: float
     binding: str
     alternatives: tuple[Alternative, ...]
+    plain: Scored | None = None
+
+
+Mesh = tuple[int, int]
+"""Stages and replicas."""
 
 
 class Scored(NamedTuple):
@@ -65,7 +71,7 @@ class Scored(NamedTuple):
     estimate: Estimate
 
     @property
-    def mesh(self) -> tuple[int, int]:
+    def mesh(self) -> Mesh:
         """Stages and replicas."""
         return self.decision.frame[:2]
 
@@ -90,12 +96,14 @@ def best_answer(problem: Problem, choice: Choice, *, heuristic: str | None = Non
         raise reasons.nothing_fits(problem, list(scored.values()), helps, heuristic)
     step = best.estimate.step_seconds
     roomy = _without_limit(problem, choice, every, least, step)
+    plain = next((_by_mesh(scored)[frame[:2]] for frame in _plain(every)), None)
     return Answer(
         decision=best.decision,
         estimate=best.estimate,
         bound_seconds=step if heuristic is None else min(least.values()),
         binding=reasons.binding(problem, best, roomy),
         alternatives=_alternatives(problem, best, scored, least),
+        plain=None if plain is None or plain.mesh == best.mesh else plain,
     )
 
 
@@ -117,16 +125,28 @@ def _best(every: Sequence[Frame], scored: Mapping[Frame, Scored]) -> Scored | No
 def _tried(problem: Problem, choice: Choice, least: Mapping[Frame, float]) -> dict[Frame, Scored]:
     """Frames by their bounds, until neither the best nor the second best mesh can be another."""
     scored: dict[Frame, Scored] = {}
-    fastest: dict[tuple[int, int], float] = {}
-    for frame in sorted(least, key=lambda frame: least[frame]):
-        if len(fastest) > 1 and least[frame] > sorted(fastest.values())[1] * (1 + TOLERANCE):
-            break
-        found = _score(problem, choice(problem, frame))
-        scored[frame] = found
+    fastest: dict[Mesh, float] = {}
+
+    def look_at(frame: Frame) -> None:
+        found = scored[frame] = _score(problem, choice(problem, frame))
         if found.estimate.fits:
             step = found.estimate.step_seconds
             fastest[found.mesh] = min(step, fastest.get(found.mesh, math.inf))
+
+    for frame in sorted(least, key=lambda frame: least[frame]):
+        if len(fastest) > 1 and least[frame] > sorted(fastest.values())[1] * (1 + TOLERANCE):
+            break
+        look_at(frame)
+    for frame in sorted(_plain(least), key=lambda frame: least[frame]):
+        if frame not in scored and least[frame] < fastest.get(frame[:2], math.inf):
+            look_at(frame)
     return scored
+
+
+def _plain(every: Collection[Frame]) -> list[Frame]:
+    """The frames of plain data parallelism: one stage, on as many replicas as there may be."""
+    most = max((frame.dp for frame in every if frame.pp == 1), default=0)
+    return [frame for frame in every if frame.pp == 1 and frame.dp == most]
 
 
 def _without_limit(
@@ -172,10 +192,10 @@ def beside(answer: Answer, others: Mapping[int, Answer]) -> Answer:
     Args:
         others: by their degree; none is faster.
     """
-    rivals = [
-        alternative(tp, Scored(answer.decision, answer.estimate), Scored(o.decision, o.estimate))
-        for tp, o in others.items()
-    ]
+    best = Scored(answer.decision, answer.estimate)
+    rivals = [alternative(tp, best, Scored(o.decision, o.estimate)) for tp, o in others.items()]
+    if 1 in others and others[1].plain is not None:
+        rivals.append(alternative(1, best, others[1].plain))
     known = (*rivals, *answer.alternatives)
     return replace(
         answer,
@@ -190,41 +210,43 @@ def _score(problem: Problem, decision: Decision) -> Scored:
     return Scored(decision, estimate(problem, decision))
 
 
+def _by_mesh(scored: Mapping[Frame, Scored]) -> dict[Mesh, Scored]:
+    """The fastest that fits of each mesh; where none does, the one that is nearest to it."""
+
+    def order(found: Scored) -> tuple[float, float]:
+        return found.estimate.overflow, found.estimate.step_seconds
+
+    found: dict[Mesh, Scored] = {}
+    for one in scored.values():
+        known = found.get(one.mesh)
+        if known is None or order(one) < order(known):
+            found[one.mesh] = one
+    return found
+
+
 def _alternatives(
     problem: Problem,
     best: Scored,
     scored: Mapping[Frame, Scored],
     least: Mapping[Frame, float],
 ) -> tuple[Alternative, ...]:
-    """The best of every other mesh."""
-    fitting: dict[tuple[int, int], Scored] = {}
-    nearest: dict[tuple[int, int], Scored] = {}
-    for found in scored.values():
-        if found.estimate.fits:
-            known = fitting.get(found.mesh)
-            if known is None or found.estimate.step_seconds < known.estimate.step_seconds:
-                fitting[found.mesh] = found
-        else:
-            known = nearest.get(found.mesh)
-            if known is None or found.estimate.overflow < known.estimate.overflow:
-                nearest[found.mesh] = found
-    fitting.pop(best.mesh, None)
-    steps = sorted(fitting.values(), key=lambda found: found.estimate.step_seconds)
-    untried: dict[tuple[int, int], Frame] = {}
+    """All meshes but the best one's; a frame that was not tried may still fit, by its bound."""
+    rest = [found for mesh, found in _by_mesh(scored).items() if mesh != best.mesh]
+    fitting = {found.mesh: found for found in rest if found.estimate.fits}
+    untried: dict[Mesh, Frame] = {}
     for frame in least:
         mesh = frame[:2]
         if frame not in scored and mesh not in fitting and mesh != best.mesh:
             if mesh not in untried or least[frame] < least[untried[mesh]]:
                 untried[mesh] = frame
-    bounded = sorted(untried.values(), key=lambda frame: least[frame])
-    misfits = [
-        found
-        for mesh, found in nearest.items()
-        if mesh not in fitting and mesh not in untried and mesh != best.mesh
-    ]
+    steps = sorted(fitting.values(), key=lambda found: found.estimate.step_seconds)
+    misfits = [f for f in rest if f.mesh not in fitting and f.mesh not in untried]
     return (
         *(alternative(problem.tp, best, found) for found in steps),
-        *(_bounded(problem, best, frame, least[frame]) for frame in bounded),
+        *(
+            _bounded(problem, best, frame, least[frame])
+            for frame in sorted(untried.values(), key=lambda frame: least[frame])
+        ),
         *(
             alternative(problem.tp, best, found)
             for found in sorted(misfits, key=lambda found: found.estimate.overflow)
@@ -243,6 +265,7 @@ def alternative(tp: int, best: Scored, other: Scored) -> Alternative:
         schedule=frame.schedule,
         step_seconds=found.step_seconds if found.fits else None,
         why=reasons.slower(best.estimate, found) if found.fits else reasons.misfit(found),
+        zero=frame.zero,
     )
 
 
@@ -257,4 +280,5 @@ def _bounded(problem: Problem, best: Scored, frame: Frame, least: float) -> Alte
         schedule=frame.schedule,
         step_seconds=None,
         why=f"at least {more} slower, by its bound",
+        zero=frame.zero,
     )
