@@ -141,11 +141,9 @@ def _nodes(plan: Plan) -> list[Text]:
 
 def _devices(plan: Plan, pp: int) -> str:
     """`2 x A100-40GB`."""
-    kinds = Counter(
-        plan.cluster.device_at(forecast.device_of(plan, place))[2].kind
-        for place in plan.mesh.places
-        if place.pp == pp
-    )
+    mesh, devices = plan.mesh, forecast.devices(plan)
+    own = devices[mesh.rank(pp, 0) : mesh.rank(pp + 1, 0)]
+    kinds = Counter(plan.cluster.device_at(device)[2].kind for device in own)
     return " and ".join(f"{number} x {kind}" for kind, number in kinds.items())
 
 

@@ -49,7 +49,7 @@ class Traffic:
 def traffic(plan: Plan) -> Traffic | None:
     """None for a plan that stays on one node."""
     mesh, topology = plan.mesh, Topology.of(plan.cluster)
-    device = [forecast.device_of(plan, place) for place in mesh.places]
+    device = forecast.devices(plan)
     sites = len({topology.sites[own] for own in device}) > 1
     of_device = topology.sites if sites else topology.nodes
     where = [of_device[own] for own in device]
