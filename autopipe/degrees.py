@@ -164,12 +164,15 @@ def _check_divides(flow: Dataflow, sharding: Sharding, cluster: Cluster) -> None
     )
 
 
-def sending_seconds(degree: Degree, rows: int) -> list[tuple[float, float]]:
+def sending_seconds(degree: Degree, graph: Graph, rows: int) -> list[tuple[float, float]]:
     """Forward and backward seconds that each node's collective takes, 0 for one that has none.
+
+    Args:
+        graph: the degree's, or a part of it.
 
     On a ring (Patarasuk and Yuan, JPDC 2009): `placements.Move`.
     """
-    graph, ranks, link = degree.trace.graph, degree.tp, degree.link
+    ranks, link = degree.tp, degree.link
     carrying = cost.gradient_values(graph)
 
     def seconds(move: Move | None, size: int) -> float:

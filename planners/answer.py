@@ -8,7 +8,8 @@ planners and stands here. Frames are tried in the order of what they take at lea
 
 and once two meshes are known that take less than the next bound, no frame that is left can be the
 best or the second best mesh: those are not tried. What the best one takes is then a proved bound
-for all plans that the frames allow.
+for all plans that the frames allow. Plain data parallelism is tried in any case: it is what people
+know, and ask about.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from autopipe.stage_costs import gather_seconds
 from autopipe.tables import tables
 
 Choice = Callable[[Problem, Frame], Decision]
+Fitting = Callable[[Problem, Frame], Decision | None]
+"""A choice, or one that may say that nothing fits."""
 
 TOLERANCE = 1e-9
 """Steps whose seconds differ by less, relatively, tie: the order of a sum must decide nothing."""
@@ -56,6 +59,11 @@ class Answer:
     bound_seconds: float
     binding: str
     alternatives: tuple[Alternative, ...]
+    plain: Scored | None = None
+
+
+Mesh = tuple[int, int]
+"""Stages and replicas."""
 
 
 class Scored(NamedTuple):
@@ -65,16 +73,23 @@ class Scored(NamedTuple):
     estimate: Estimate
 
     @property
-    def mesh(self) -> tuple[int, int]:
+    def mesh(self) -> Mesh:
         """Stages and replicas."""
         return self.decision.frame[:2]
 
 
-def best_answer(problem: Problem, choice: Choice, *, heuristic: str | None = None) -> Answer:
+def best_answer(
+    problem: Problem,
+    choice: Choice,
+    *,
+    fitting: Fitting | None = None,
+    heuristic: str | None = None,
+) -> Answer:
     """Choose in every frame that may win and return the best, with its reasons.
 
     Args:
         choice: see the module.
+        fitting: the same where what does not fit is of no interest, if that is quicker.
         heuristic: the planner's name if `choice` is not optimal in every frame; an optimal one
             makes the answer its own bound.
 
@@ -83,10 +98,13 @@ def best_answer(problem: Problem, choice: Choice, *, heuristic: str | None = Non
     """
     every = frames(problem)
     least = {frame: bound(problem, frame) for frame in every}
-    scored = _tried(problem, choice, least)
+    scored = _tried(problem, choice, least, 2)
+    alone = (1, max((frame.dp for frame in every if frame.pp == 1), default=0))
+    rest = {f: least[f] for f in every if f[:2] == alone and f not in scored}
+    scored |= _tried(problem, choice, rest, 1)
     best = _best(every, scored)
     if best is None:
-        helps = would_fit(problem, lambda changed: _fastest(changed, choice))
+        helps = would_fit(problem, lambda changed: fastest(changed, fitting or choice))
         raise reasons.nothing_fits(problem, list(scored.values()), helps, heuristic)
     step = best.estimate.step_seconds
     roomy = _without_limit(problem, choice, every, least, step)
@@ -96,15 +114,19 @@ def best_answer(problem: Problem, choice: Choice, *, heuristic: str | None = Non
         bound_seconds=step if heuristic is None else min(least.values()),
         binding=reasons.binding(problem, best, roomy),
         alternatives=_alternatives(problem, best, scored, least),
+        plain=None if alone == best.mesh else _by_mesh(scored).get(alone),
     )
 
 
-def _fastest(problem: Problem, choice: Choice) -> tuple[Decision, float] | None:
-    """The best decision and its step, without reasons."""
+def fastest(problem: Problem, fitting: Fitting) -> Scored | None:
+    """The best decision alone, without reasons or other meshes; None: nothing fits.
+
+    Raises:
+        InfeasibleError: the constraints contradict each other.
+    """
     every = frames(problem)
-    found = _tried(problem, choice, {frame: bound(problem, frame) for frame in every})
-    best = _best(every, found)
-    return None if best is None else (best.decision, best.estimate.step_seconds)
+    least = {frame: bound(problem, frame) for frame in every}
+    return _best(every, _tried(problem, fitting, least, 1))
 
 
 def _best(every: Sequence[Frame], scored: Mapping[Frame, Scored]) -> Scored | None:
@@ -114,18 +136,25 @@ def _best(every: Sequence[Frame], scored: Mapping[Frame, Scored]) -> Scored | No
     return next((s for s in fitting if s.estimate.step_seconds <= least * (1 + TOLERANCE)), None)
 
 
-def _tried(problem: Problem, choice: Choice, least: Mapping[Frame, float]) -> dict[Frame, Scored]:
-    """Frames by their bounds, until neither the best nor the second best mesh can be another."""
+def _tried(
+    problem: Problem, choice: Fitting, least: Mapping[Frame, float], meshes: int
+) -> dict[Frame, Scored]:
+    """Frames by their bounds, until none of the so many best meshes can be another."""
     scored: dict[Frame, Scored] = {}
-    fastest: dict[tuple[int, int], float] = {}
+    quickest: dict[Mesh, float] = {}
     for frame in sorted(least, key=lambda frame: least[frame]):
-        if len(fastest) > 1 and least[frame] > sorted(fastest.values())[1] * (1 + TOLERANCE):
-            break
-        found = _score(problem, choice(problem, frame))
+        if len(quickest) >= meshes:
+            known = sorted(quickest.values())[meshes - 1]
+            if least[frame] > known * (1 + TOLERANCE):
+                break
+        decision = choice(problem, frame)
+        if decision is None:
+            continue
+        found = _score(problem, decision)
         scored[frame] = found
         if found.estimate.fits:
             step = found.estimate.step_seconds
-            fastest[found.mesh] = min(step, fastest.get(found.mesh, math.inf))
+            quickest[found.mesh] = min(step, quickest.get(found.mesh, math.inf))
     return scored
 
 
@@ -172,10 +201,10 @@ def beside(answer: Answer, others: Mapping[int, Answer]) -> Answer:
     Args:
         others: by their degree; none is faster.
     """
-    rivals = [
-        alternative(tp, Scored(answer.decision, answer.estimate), Scored(o.decision, o.estimate))
-        for tp, o in others.items()
-    ]
+    best = Scored(answer.decision, answer.estimate)
+    rivals = [alternative(tp, best, Scored(o.decision, o.estimate)) for tp, o in others.items()]
+    if 1 in others and others[1].plain is not None:
+        rivals.append(alternative(1, best, others[1].plain))
     known = (*rivals, *answer.alternatives)
     return replace(
         answer,
@@ -190,41 +219,43 @@ def _score(problem: Problem, decision: Decision) -> Scored:
     return Scored(decision, estimate(problem, decision))
 
 
+def _by_mesh(scored: Mapping[Frame, Scored]) -> dict[Mesh, Scored]:
+    """The fastest that fits of each mesh; where none does, the one that is nearest to it."""
+
+    def order(found: Scored) -> tuple[float, float]:
+        return found.estimate.overflow, found.estimate.step_seconds
+
+    found: dict[Mesh, Scored] = {}
+    for one in scored.values():
+        known = found.get(one.mesh)
+        if known is None or order(one) < order(known):
+            found[one.mesh] = one
+    return found
+
+
 def _alternatives(
     problem: Problem,
     best: Scored,
     scored: Mapping[Frame, Scored],
     least: Mapping[Frame, float],
 ) -> tuple[Alternative, ...]:
-    """The best of every other mesh."""
-    fitting: dict[tuple[int, int], Scored] = {}
-    nearest: dict[tuple[int, int], Scored] = {}
-    for found in scored.values():
-        if found.estimate.fits:
-            known = fitting.get(found.mesh)
-            if known is None or found.estimate.step_seconds < known.estimate.step_seconds:
-                fitting[found.mesh] = found
-        else:
-            known = nearest.get(found.mesh)
-            if known is None or found.estimate.overflow < known.estimate.overflow:
-                nearest[found.mesh] = found
-    fitting.pop(best.mesh, None)
-    steps = sorted(fitting.values(), key=lambda found: found.estimate.step_seconds)
-    untried: dict[tuple[int, int], Frame] = {}
+    """All meshes but the best one's; a frame that was not tried may still fit, by its bound."""
+    rest = [found for mesh, found in _by_mesh(scored).items() if mesh != best.mesh]
+    fitting = {found.mesh: found for found in rest if found.estimate.fits}
+    untried: dict[Mesh, Frame] = {}
     for frame in least:
         mesh = frame[:2]
         if frame not in scored and mesh not in fitting and mesh != best.mesh:
             if mesh not in untried or least[frame] < least[untried[mesh]]:
                 untried[mesh] = frame
-    bounded = sorted(untried.values(), key=lambda frame: least[frame])
-    misfits = [
-        found
-        for mesh, found in nearest.items()
-        if mesh not in fitting and mesh not in untried and mesh != best.mesh
-    ]
+    steps = sorted(fitting.values(), key=lambda found: found.estimate.step_seconds)
+    misfits = [f for f in rest if f.mesh not in fitting and f.mesh not in untried]
     return (
         *(alternative(problem.tp, best, found) for found in steps),
-        *(_bounded(problem, best, frame, least[frame]) for frame in bounded),
+        *(
+            _bounded(problem, best, frame, least[frame])
+            for frame in sorted(untried.values(), key=lambda frame: least[frame])
+        ),
         *(
             alternative(problem.tp, best, found)
             for found in sorted(misfits, key=lambda found: found.estimate.overflow)
@@ -243,6 +274,7 @@ def alternative(tp: int, best: Scored, other: Scored) -> Alternative:
         schedule=frame.schedule,
         step_seconds=found.step_seconds if found.fits else None,
         why=reasons.slower(best.estimate, found) if found.fits else reasons.misfit(found),
+        zero=frame.zero,
     )
 
 
@@ -257,4 +289,5 @@ def _bounded(problem: Problem, best: Scored, frame: Frame, least: float) -> Alte
         schedule=frame.schedule,
         step_seconds=None,
         why=f"at least {more} slower, by its bound",
+        zero=frame.zero,
     )

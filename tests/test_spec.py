@@ -111,5 +111,5 @@ def test_sites_share_the_link_that_is_given() -> None:
     assert [node.site for node in cluster.nodes] == [0, 1, 2, 3]
     assert cluster.across == Link(0.03, 125e6)
     assert str(cluster).endswith(
-        "between sites: 3e+04 us, 0.125 GB/s, shared by all that a site sends"
+        "between sites: 30 ms, 0.125 GB/s, shared by all that a site sends"
     )
