@@ -52,6 +52,8 @@ class Answer:
         binding: a sentence on what keeps the step from being faster.
         alternatives: the best decision of each other mesh: those that fit, fastest first, then
             those of which a bound was enough, then those that do not fit, the nearest first.
+        plain: the best of a single stage on most devices, data parallelism alone, where that is
+            another mesh.
     """
 
     decision: Decision

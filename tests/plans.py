@@ -113,7 +113,7 @@ def example_plan() -> Plan:
                 micro_batches=1,
                 schedule="1f1b",
                 step_seconds=0.02,
-                why="the gradients take longer than the bubble",
+                why="29 % slower, by the bubble",
             ),
             others=(
                 Alternative(

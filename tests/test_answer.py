@@ -97,14 +97,21 @@ def test_alternatives_are_one_a_mesh_and_the_best_first(make: Callable[[int], Pr
 
 
 def test_a_mesh_that_even_its_bound_rules_out_is_not_tried() -> None:
-    """Three equal units take 12 s on one device and 6 on two; three stages are at 1f1b's
-    3 + 3 * 1 = 6 as well. Two stages take 3 + 3 * 2 = 9. One device need not be tried."""
-    problem = line((1.0,) * 3, devices=3, constraints=Constraints(schedule="1f1b", dp=1))
+    """Six equal units, four micro-batches, at best 6 + 3 * 6 / p seconds on p stages.
+
+    p       6     5     4     3     2     1
+    step    9    12    12    12    15    24        bound    9  9.6  10.5  12  15  24
+
+    Two meshes are known below 15, so that two stages need not be tried. One is always: it is data
+    parallelism alone, which people ask about.
+    """
+    problem = line((1.0,) * 6, devices=6, constraints=Constraints(schedule="1f1b", dp=1))
     found = PLANNERS["dynamic"](problem)
-    assert (found.decision.frame.pp, found.estimate.step_seconds) == (3, 6)
-    two, one = found.alternatives
-    assert (two.pp, two.step_seconds) == (2, 9)
-    assert (one.pp, one.step_seconds, one.why) == (1, None, "at least 100 % slower, by its bound")
+    assert (found.decision.frame.pp, found.estimate.step_seconds) == (6, 9)
+    *others, two = found.alternatives
+    assert {a.pp: a.step_seconds for a in others} == {5: 12, 4: 12, 3: 12, 1: 24}
+    assert (two.pp, two.step_seconds, two.why) == (2, None, "at least 67 % slower, by its bound")
+    assert found.plain is not None and found.plain.estimate.step_seconds == 24
 
 
 def test_ties_go_to_fewer_stages_then_fewer_micro_batches_then_1f1b() -> None:

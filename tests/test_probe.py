@@ -58,7 +58,8 @@ def test_processes_share_the_memory_of_the_machine(
 
 
 def test_a_line_of_talk_per_measurement(measured: tuple[Device, Link, list[str]]) -> None:
-    words = ("measuring", "bf16", "fp32", "memory", "small op", "between processes")
+    words = ("measuring", "bf16", "fp32", "memory", "an eighth", "small op")
+    words += ("by themselves", "between processes")
     assert len(measured[2]) == len(words)
     for word, line in zip(words, measured[2], strict=True):
         assert word in line

@@ -133,7 +133,7 @@ def test_the_limit_binds_where_a_plan_without_it_is_faster() -> None:
 def test_devices_that_the_user_leaves_idle_are_mentioned() -> None:
     fixed = Constraints(pp=2, dp=1, schedule="1f1b")
     assert PLANNERS["dynamic"](line((1.0,) * 4, devices=3, constraints=fixed)).binding.startswith(
-        "1 of 3 devices stay idle, as pp=2 dp=1 was asked for; stage 0 sets the pace"
+        "1 of 3 devices stays idle, as pp=2 dp=1 was asked for; stage 0 sets the pace"
     )
 
 
@@ -141,5 +141,5 @@ def test_and_those_that_nobody_can_use() -> None:
     """Two units and two rows are too few for a third device."""
     problem = line((1.0,) * 2, devices=3, batch=2, parameter=0, constraints=ONE_F_ONE_B)
     assert PLANNERS["dynamic"](problem).binding.startswith(
-        "1 of 3 devices stay idle, as no mesh of more makes a batch of 2 rows faster; "
+        "1 of 3 devices stays idle, as no mesh of more makes a batch of 2 rows faster; "
     )

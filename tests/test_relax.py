@@ -7,21 +7,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 
-from autopipe.errors import InfeasibleError
 from autopipe.planners import PLANNERS
+from autopipe.planners.dynamic import fastest
 from autopipe.planners.relax import UNLIMITED, limitless, would_fit
-from autopipe.problem import Constraints, Decision, Problem, Saved
+from autopipe.problem import Constraints, Problem, Saved
 from tests.problems import line, machine, rich_problem
 
 ONE = Constraints(pp=1, dp=1, schedule="1f1b")
-
-
-def fastest(problem: Problem) -> tuple[Decision, float] | None:
-    try:
-        found = PLANNERS["dynamic"](problem)
-    except InfeasibleError:
-        return None
-    return found.decision, found.estimate.step_seconds
 
 
 def helps(problem: Problem) -> list[str]:
