@@ -31,7 +31,9 @@ class Link:
         return self.latency + size / self.bandwidth
 
     def __str__(self) -> str:
-        return f"{self.latency * 1e6:.3g} us, {self.bandwidth / 1e9:.3g} GB/s"
+        waits = self.latency
+        latency = f"{waits * 1e3:.3g} ms" if waits >= 1e-3 else f"{waits * 1e6:.3g} us"
+        return f"{latency}, {self.bandwidth / 1e9:.3g} GB/s"
 
 
 @dataclass(frozen=True)

@@ -214,8 +214,15 @@ def costs(graph: Graph) -> tuple[NodeCost, ...]:
     return tuple(_cost(graph, node, carrying) for node in graph.nodes)
 
 
-def gradient_values(graph: Graph) -> set[Ref | State]:
+def gradient_values(graph: Graph) -> frozenset[Ref | State]:
     """The values through which a gradient flows back to a trainable parameter."""
+    known: frozenset[Ref | State] | None = graph.__dict__.get("_carrying")
+    if known is None:
+        known = graph.__dict__["_carrying"] = _gradient_values(graph)
+    return known
+
+
+def _gradient_values(graph: Graph) -> frozenset[Ref | State]:
     carrying: set[Ref | State] = {State(n) for n, s in graph.states.items() if s.trainable}
     for node in graph.nodes:
         if node.grad and node.op not in (READ_OP, "aten.detach.default"):
@@ -225,10 +232,10 @@ def gradient_values(graph: Graph) -> set[Ref | State]:
                     for number, spec in enumerate(node.outputs)
                     if spec is not None and spec.dtype.is_floating_point
                 }
-    return carrying
+    return frozenset(carrying)
 
 
-def _cost(graph: Graph, node: Node, carrying: set[Ref | State]) -> NodeCost:
+def _cost(graph: Graph, node: Node, carrying: frozenset[Ref | State]) -> NodeCost:
     made = [spec for spec in node.outputs if spec is not None]
     dtype = made[0].dtype if made else torch.float32
     nothing = sympy.Integer(0)

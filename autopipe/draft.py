@@ -30,6 +30,7 @@ from autopipe.partition import Stage, partition
 from autopipe.placed import write_down
 from autopipe.plan import (
     FORMAT,
+    Alternative,
     Batch,
     Boundary,
     Memory,
@@ -57,7 +58,7 @@ WINDOW = 2
 """Receives posted ahead per boundary: one being filled while one is computed on."""
 
 MOST_ALTERNATIVES = 8
-"""Other meshes that a plan tells of."""
+"""Other meshes that a plan tells of, beside data parallelism alone."""
 
 
 @dataclass(frozen=True)
@@ -158,8 +159,7 @@ class Draft:
                 estimate.step_seconds,
                 answer.bound_seconds,
                 answer.binding,
-                answer.alternatives[0] if answer.alternatives else None,
-                answer.alternatives[1:MOST_ALTERNATIVES],
+                *_told(answer.alternatives),
             ),
             states=states,
             collectives=collectives,
@@ -349,6 +349,19 @@ class Overflow(InfeasibleError):
     def __init__(self, message: str, bytes: int) -> None:
         hint = "more stages, more micro-batches, or a higher memory limit"
         super().__init__(message, hint=hint, shortfall=bytes)
+
+
+def _told(
+    alternatives: tuple[Alternative, ...],
+) -> tuple[Alternative | None, tuple[Alternative, ...]]:
+    """The next best mesh and those after it, data parallelism alone among them."""
+    if not alternatives:
+        return None, ()
+    next_best, *others = alternatives
+    alone = [a for a in alternatives if a.pp == a.tp == 1 < a.dp]
+    most = max((a.dp for a in alone), default=0)
+    rest = [a for a in others[MOST_ALTERNATIVES:] if a in alone and a.dp == most]
+    return next_best, (*others[:MOST_ALTERNATIVES], *rest)
 
 
 def _tree(names: Iterable[str]) -> nn.Module:

@@ -6,6 +6,7 @@ Every line fits 100 columns; names of nodes, which may be long, stand on lines o
 from __future__ import annotations
 
 import html
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from io import StringIO
@@ -19,6 +20,7 @@ from autopipe import forecast, programs, schedule, sketch
 from autopipe.megatron import describe
 from autopipe.picture import svg
 from autopipe.plan import Alternative, Batch, Memory, Plan, StagePlan, StagePrediction, Transfer
+from autopipe.traffic import traffic
 
 WIDTH = 100
 """Columns of a page; a terminal may have more."""
@@ -26,7 +28,7 @@ WIDTH = 100
 _PARTS: Mapping[str, Callable[[Memory], int]] = {
     "peak": lambda memory: memory.peak,
     "weights": lambda memory: memory.parameters + memory.buffers,
-    "gradients": lambda memory: memory.gradients,
+    "grads": lambda memory: memory.gradients,
     "optimizer": lambda memory: memory.optimizer,
     "activations": lambda memory: memory.activations,
     "transfers": lambda memory: memory.transfers,
@@ -57,6 +59,7 @@ def explain(plan: Plan) -> RenderableType:
         *[Text(line) for line in describe(plan)],
         Text(),
         *_timeline(plan),
+        *_traffic(plan),
         *_why(plan),
     )
 
@@ -126,11 +129,22 @@ def _ranks(plan: Plan) -> tuple[int, ...]:
 
 def _nodes(plan: Plan) -> list[Text]:
     ranks = _ranks(plan)
+    placed = schedule.holders(programs.compute(plan))
     names = [
         f"stage {index}{f' on rank {ranks[index]}' if ranks else ''}"
         for index in range(len(plan.stages))
     ]
+    if len({device.kind for device in plan.cluster.devices}) > 1:
+        names = [f"{name}, on {_devices(plan, pp)}" for name, pp in zip(names, placed, strict=True)]
     return [_stage(name, stage) for name, stage in zip(names, plan.stages, strict=True)]
+
+
+def _devices(plan: Plan, pp: int) -> str:
+    """`2 x A100-40GB`."""
+    mesh, devices = plan.mesh, forecast.devices(plan)
+    own = devices[mesh.rank(pp, 0) : mesh.rank(pp + 1, 0)]
+    kinds = Counter(plan.cluster.device_at(device)[2].kind for device in own)
+    return " and ".join(f"{number} x {kind}" for kind, number in kinds.items())
 
 
 def _stage(name: str, stage: StagePlan) -> Text:
@@ -209,6 +223,30 @@ def _drawing(plan: Plan) -> tuple[int, str] | None:
     return None
 
 
+def _traffic(plan: Plan) -> list[Text]:
+    """What goes over the farthest links, beside what would if gradients were summed there."""
+    found = traffic(plan)
+    if found is None:
+        return []
+    parts = []
+    if found.activations:
+        between = ", ".join(f"{one} and {other}" for one, other in found.pairs)
+        parts.append(
+            f"{gigabytes(found.activations)} of activations and {gigabytes(found.gradients)} of "
+            f"their gradients, between stages {between}; the busiest wire carries them for "
+            f"{seconds(found.busy)}"
+        )
+    if found.sums:
+        parts.append(f"{gigabytes(found.sums)} to sum the gradients of parameters")
+    else:
+        parts.append(
+            f"summing the gradients of all parameters there would send "
+            f"{gigabytes(found.sum_of_all)}"
+        )
+    line = f"a step sends between {found.places} {found.kind} ({found.link}): {'; '.join(parts)}"
+    return [Text(line, overflow="fold"), Text()]
+
+
 def _why(plan: Plan) -> list[Text]:
     note = plan.planner
     lines = [f"why: {note.binding}"]
@@ -221,16 +259,23 @@ def _why(plan: Plan) -> list[Text]:
     )
     if note.next_best is not None:
         lines.append("why not another mesh, the nearest first:")
-        lines += [f"  {_other(other)}" for other in (note.next_best, *note.others)]
+        others = (note.next_best, *note.others)
+        alone = [other.dp for other in others if other.pp == other.tp == 1 < other.dp]
+        most = 0 if plan.mesh.pp == plan.mesh.tp == 1 else max(alone, default=0)
+        for other in others:
+            plain = other.pp == other.tp == 1 and other.dp == most
+            lines.append(f"  {'data parallelism alone: ' if plain else ''}{_other(other)}")
     return [Text(line, overflow="fold") for line in lines]
 
 
 def _other(other: Alternative) -> str:
-    """`pp=4 dp=2 tp=1, 8 micro-batches, 1f1b: 3.0 % slower, by transfers`."""
+    """`pp=4 dp=2 tp=1, 8 micro-batches, 1f1b: 2.05 s, 3.0 % slower, by transfers`."""
+    zero = f" zero={other.zero}" if other.zero else ""
+    step = "" if other.step_seconds is None else f"{seconds(other.step_seconds)}, "
     return (
-        f"pp={other.pp} dp={other.dp} tp={other.tp}, "
+        f"pp={other.pp} dp={other.dp} tp={other.tp}{zero}, "
         f"{count(other.micro_batches, 'micro-batch', 'micro-batches')}, {other.schedule}: "
-        f"{other.why}"
+        f"{step}{other.why}"
     )
 
 
@@ -267,8 +312,8 @@ def compare(
 
 
 def _table(*names: str) -> Table:
-    """An empty table: names on the left, figures on the right."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    """An empty table: names on the left, figures on the right; with all of them it fits a page."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 0, 0, 1))
     for name in names:
         table.add_column(name, justify="left" if name == "stage" else "right", no_wrap=True)
     return table
@@ -287,6 +332,11 @@ def seconds(time: float) -> str:
     if time < 1e-3:
         return f"{time * 1e6:.0f} us"
     return f"{time * 1e3:.1f} ms" if time < 1 else f"{time:.2f} s"
+
+
+def gigabytes(size: float) -> str:
+    """As links are measured: 4.3 GB, 350 MB."""
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
 def count(number: int, one: str, many: str | None = None) -> str:

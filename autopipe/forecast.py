@@ -9,15 +9,17 @@ seconds of a sum        ring all-reduce of a stage's gradients over dp ranks, an
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import sympy
 
 from autopipe import cluster, programs, simulate
 from autopipe.communication import Topology, gradient_sum
 from autopipe.law import Boundary, Pipeline
-from autopipe.plan import Place, Plan, Prediction, Transfer
+from autopipe.plan import Plan, Prediction, Transfer
 from autopipe.schedule import Channel, Flow, holders
 from autopipe.simulate import Costs, Timeline
 
@@ -46,20 +48,11 @@ def with_prediction(plan: Plan) -> Plan:
 
 def costs(plan: Plan) -> Costs:
     """The seconds of everything in a plan's step."""
-    placed = holders(programs.compute(plan))
-    rows = plan.batch.rows // (plan.mesh.dp * plan.batch.micro_batches)
-    moved: dict[Channel, int] = {}
-    for index, stage in enumerate(plan.stages):
-        for sent in stage.sends:
-            size = transfer_bytes(sent, rows)
-            there = Channel(index, sent.peer, Flow.ACTIVATION)
-            back = Channel(sent.peer, index, Flow.GRADIENT)
-            moved[there] = moved.get(there, 0) + size
-            if sent.gradient:
-                moved[back] = moved.get(back, 0) + size
+    placed, wires = holders(programs.compute(plan)), _Wires.of(plan)
+    moved = crossing_bytes(plan)
 
     def link(channel: Channel) -> simulate.Link:
-        wire = _link(plan, placed[channel.source], placed[channel.target])
+        wire = wires.link(placed[channel.source], placed[channel.target])
         return simulate.Link(wire.latency, wire.bandwidth, moved.get(channel, 0))
 
     predicted = [stage.predicted for stage in plan.stages]
@@ -67,11 +60,24 @@ def costs(plan: Plan) -> Costs:
         [stage.forward_seconds for stage in predicted],
         [stage.backward_seconds for stage in predicted],
         reduce=[
-            _reduce(plan, placed[index], stage.memory.gradients)
+            wires.reduce(placed[index], stage.memory.gradients)
             for index, stage in enumerate(predicted)
         ],
         links=link,
     )
+
+
+def crossing_bytes(plan: Plan) -> dict[Channel, int]:
+    """Bytes of a micro-batch's tensors, and of their gradients, between each pair of stages."""
+    rows = plan.batch.rows // (plan.mesh.dp * plan.batch.micro_batches)
+    moved: Counter[Channel] = Counter()
+    for index, stage in enumerate(plan.stages):
+        for sent in stage.sends:
+            size = transfer_bytes(sent, rows)
+            moved[Channel(index, sent.peer, Flow.ACTIVATION)] += size
+            if sent.gradient:
+                moved[Channel(sent.peer, index, Flow.GRADIENT)] += size
+    return dict(moved)
 
 
 def pipeline(plan: Plan, *, held: Sequence[int], room: Sequence[int]) -> Pipeline:
@@ -101,37 +107,50 @@ def transfer_bytes(transfer: Transfer, rows: int) -> int:
     return int(sympy.sympify(elements).subs("b", rows)) * bits // 8
 
 
-def _link(plan: Plan, source: int, target: int) -> cluster.Link:
-    """The slowest of the links between two ranks of a pipeline, over all pipelines.
-
-    All ranks of a stage send at once; over a link that is shared they take turns.
-    """
-    mesh, topology = plan.mesh, Topology.of(plan.cluster)
-    there = [place for place in mesh.places if place.pp == source and place.tp == 0]
-    pairs = [
-        topology.pair(_device(plan, place), _device(plan, mesh.places[mesh.rank(target, place.dp)]))
-        for place in there
-    ]
-    slowest = max(pairs, key=lambda level: (level.shared, -level.link.bandwidth))
-    turns = mesh.dp * mesh.tp if slowest.shared else 1
-    return replace(slowest.link, bandwidth=slowest.link.bandwidth / turns)
+def devices(plan: Plan) -> list[int]:
+    """The number of each rank's device in the cluster."""
+    before = [0, *accumulate(plan.cluster.devices_per_node)]
+    return [before[place.node] + place.local for place in plan.mesh.places]
 
 
-def _device(plan: Plan, place: Place) -> int:
-    """The number of a place's device in the cluster."""
-    return sum(plan.cluster.devices_per_node[: place.node]) + place.local
+@dataclass(frozen=True)
+class _Wires:
+    """The links between a plan's ranks; `devices` are numbers in the cluster, by rank."""
 
+    plan: Plan
+    topology: Topology
+    devices: Sequence[int]
 
-def _reduce(plan: Plan, pp: int, size: int) -> float:
-    """Seconds in which a stage's gradients are summed (`autopipe.communication`).
+    @staticmethod
+    def of(plan: Plan) -> _Wires:
+        return _Wires(plan, Topology.of(plan.cluster), devices(plan))
 
-    Under ZeRO-1 it is its two halves, of which the second begins the next step. Under ZeRO-3 every
-    backward has summed what it made.
-    """
-    mesh = plan.mesh
-    if mesh.dp == 1 or plan.zero == 3:
-        return 0.0
-    places = [mesh.places[mesh.rank(pp, dp)] for dp in range(mesh.dp)]
-    levels = Topology.of(plan.cluster).levels([_device(plan, place) for place in places])
-    copying = plan.cluster.slowest_device.bandwidth
-    return gradient_sum(size, levels, mesh.tp, plan.zero, copying)
+    def _replicas(self, pp: int) -> list[int]:
+        """The devices of a pipeline rank's replicas."""
+        mesh = self.plan.mesh
+        return [self.devices[mesh.rank(pp, dp)] for dp in range(mesh.dp)]
+
+    def link(self, source: int, target: int) -> cluster.Link:
+        """The slowest of the links between two ranks of a pipeline, over all pipelines.
+
+        All ranks of a stage send at once; over a link that is shared they take turns.
+        """
+        mesh = self.plan.mesh
+        ends = zip(self._replicas(source), self._replicas(target), strict=True)
+        pairs = [self.topology.pair(*pair) for pair in ends]
+        slowest = max(pairs, key=lambda level: (level.shared, -level.link.bandwidth))
+        turns = mesh.dp * mesh.tp if slowest.shared else 1
+        return replace(slowest.link, bandwidth=slowest.link.bandwidth / turns)
+
+    def reduce(self, pp: int, size: int) -> float:
+        """Seconds in which a stage's gradients are summed (`autopipe.communication`).
+
+        Under ZeRO-1 it is its two halves, of which the second begins the next step. Under ZeRO-3
+        every backward has summed what it made.
+        """
+        mesh = self.plan.mesh
+        if mesh.dp == 1 or self.plan.zero == 3:
+            return 0.0
+        levels = self.topology.levels(self._replicas(pp))
+        copying = self.plan.cluster.slowest_device.bandwidth
+        return gradient_sum(size, levels, mesh.tp, self.plan.zero, copying)

@@ -49,7 +49,7 @@ def _made_new(
     flow: Dataflow,
     node: Node,
     last: dict[Value, dict[int, int]],
-    carrying: set[Ref | State],
+    carrying: frozenset[Ref | State],
 ) -> Node:
     """The node out of place, or as it is."""
     twin = node.op.replace("_.", ".", 1)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import sympy
@@ -113,7 +114,7 @@ class Node:
 
     def values(self) -> Iterator[Value]:
         """The values it reads, in the order of its arguments, repeats included."""
-        yield from values_in((self.args, tuple(self.kwargs.values())))
+        return values_in((self.args, tuple(self.kwargs.values())))
 
     def __str__(self) -> str:
         words = [show(a) for a in self.args] + [f"{k}={show(a)}" for k, a in self.kwargs.items()]
@@ -177,11 +178,20 @@ class Graph:
 
 def values_in(arg: Arg) -> Iterator[Value]:
     """The values inside an argument, nested ones included."""
-    if isinstance(arg, Ref | Input | State):
-        yield arg
+    found: list[Value] = []
+    _collect(arg, found)
+    return iter(found)
+
+
+def _collect(arg: Arg, found: list[Value]) -> None:
+    if isinstance(arg, _VALUES):
+        found.append(arg)
     elif isinstance(arg, tuple):
         for item in arg:
-            yield from values_in(item)
+            _collect(item, found)
+
+
+_VALUES = (Ref, Input, State)
 
 
 def swap(arg: Arg, values: Mapping[Value, Value]) -> Any:
@@ -195,7 +205,12 @@ def swap(arg: Arg, values: Mapping[Value, Value]) -> Any:
 
 def at_batch(dim: Dim, rows: int) -> int:
     """The integer that a dim is when a micro-batch has `rows` rows."""
-    return dim if isinstance(dim, int) else int(dim.subs(BATCH, rows))
+    return dim if isinstance(dim, int) else _substituted(dim, rows)
+
+
+@lru_cache(maxsize=2**14)
+def _substituted(dim: sympy.Expr, rows: int) -> int:
+    return int(dim.subs(BATCH, rows))
 
 
 def shape_at(spec: TensorSpec, rows: int) -> tuple[int, ...]:

@@ -236,6 +236,7 @@ class Alternative:
     schedule: str
     step_seconds: float | None
     why: str
+    zero: int = 0
 
 
 @dataclass(frozen=True)

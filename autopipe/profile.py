@@ -1,17 +1,19 @@
 """From a graph to the planner's `Problem`: units between cuts, their seconds, bytes and crossings.
 
-Bytes kept for backward are not modelled but observed: the whole graph runs once on tensors without
-memory, and each storage that autograd keeps is entered with the nodes that keep it.
+Bytes kept for backward are not modelled but observed: the graph runs once on tensors without
+memory, and each storage that autograd keeps is entered with the nodes that keep it. Of blocks that
+do the same few are run and costed (`autopipe.shorten`).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,9 +23,9 @@ from torch import Tensor, fx
 from autopipe import cost
 from autopipe.blocks import Block
 from autopipe.cluster import Device
-from autopipe.dataflow import Dataflow
+from autopipe.dataflow import Dataflow, analyse
 from autopipe.fake import fake_mode, storage_key
-from autopipe.graph import Graph, Ref, State, bytes_at, shape_at
+from autopipe.graph import Graph, Ref, State, TensorSpec, bytes_at, shape_at
 from autopipe.lower import NODE_NAME, lower
 from autopipe.machine import Machine
 from autopipe.opaque import observing
@@ -32,6 +34,7 @@ from autopipe.precision import LOWERED, PRECISIONS, WideStatistics, arithmetic, 
 from autopipe.problem import Constraints, Crossing, Problem, Profile, Saved, Seconds, Shared
 from autopipe.recompute import obstacle
 from autopipe.rehearsal import fake_state
+from autopipe.shorten import Short, Storage, Uneven, shorten
 
 MOST_UNITS = 128
 """More units than this are made larger: planning takes time with their square."""
@@ -68,7 +71,8 @@ def find_units(
     users = sorted(
         {flow.users[State(name)][0] for name, state in flow.graph.states.items() if state.trainable}
     )
-    gaps = [[cut for cut in legal if left < cut <= right] for left, right in pairwise(users)]
+    ends = [bisect_right(legal, user) for user in users]
+    gaps = [legal[left:right] for left, right in pairwise(ends)]
     cuts = sorted({narrowest(gap) for gap in gaps if gap})
     if len(cuts) >= most:
         stretch = -(-len(cuts) // (most - 1))
@@ -111,7 +115,7 @@ def build_problem(
     recompute: Collection[str] | None = None,
     zeros: tuple[int, ...] = (0,),
     tp: int = 1,
-    sending: Callable[[int], Sequence[tuple[float, float]]] | None = None,
+    sending: Callable[[Graph, int], Sequence[tuple[float, float]]] | None = None,
 ) -> tuple[Problem, tuple[str, ...]]:
     """The problem of splitting a graph over a machine, and the paths of its reruns.
 
@@ -125,34 +129,44 @@ def build_problem(
             all that can.
         zeros: the ZeRO stages to choose from.
         tp: the tensor-parallel degree whose first rank runs the graph.
-        sending: for so many rows the forward and backward seconds that nodes exchange something.
+        sending: the forward and backward seconds that the nodes of the graph, or of a part of it,
+            exchange something, for so many rows.
     """
     graph = flow.graph
-    formulas = cost.costs(graph)
     may = [
         block
         for block in blocks
         if (recompute is None and obstacle(flow, range(block.first, block.stop)) is None)
         or (recompute is not None and block.path in recompute)
     ]
-    again = np.array(_numbers(graph, may))
-    dtypes = _dtypes(graph, formulas, precision)
-    kept, made_in, copies = _kept(flow, units, sorted(rows), again, precision)
+    again, sizes = np.array(_numbers(graph, may)), sorted(rows)
+    short = shorten(flow, blocks)
+    try:
+        kept, made_in, copies = _Kept(flow, short, precision).at(units, sizes, again)
+    except Uneven:
+        short = shorten(flow, ())
+        kept, made_in, copies = _Kept(flow, short, precision).at(units, sizes, again)
+    formulas = cost.costs(short.graph)
+    dtypes = _dtypes(short.graph, formulas, precision)
     parameters, constants = _states(graph, flow, units, copies)
+    crossings = _crossings(flow, units, made_in)
     starts = np.array(units.starts)
     profiles = []
-    for size in sorted(rows):
+    for size in sizes:
         exchange = np.zeros((2, len(graph.nodes)))
         if sending is not None:
-            exchange = np.array(sending(size)).T
-        times = [cost.seconds(formulas, size, device, dtypes) + exchange for device in kinds]
+            exchange = np.array(sending(short.graph, size)).T[:, short.like]
+        times = [
+            np.stack(cost.seconds(formulas, size, device, dtypes))[:, short.like] + exchange
+            for device in kinds
+        ]
         profiles.append(
             Profile(
                 size,
                 tuple(_by_unit(forward, starts) for forward, _ in times),
                 tuple(_by_unit(backward, starts) for _, backward in times),
                 kept[size],
-                _crossings(flow, units, size, made_in),
+                crossings(size),
                 tuple(
                     tuple(_of_block(forward, block, units) for forward, _ in times) for block in may
                 ),
@@ -222,102 +236,161 @@ def _states(
     graph: Graph, flow: Dataflow, units: Units, copies: Collection[str]
 ) -> tuple[tuple[Shared, ...], tuple[Shared, ...]]:
     """Trainable parameters, and all else that is held: copies in low precision are among it."""
-    trainable: list[Shared] = []
-    other: list[Shared] = []
+    trainable: Counter[tuple[int, ...]] = Counter()
+    other: Counter[tuple[int, ...]] = Counter()
     for name, state in graph.states.items():
-        used = sorted({units.of(position) for position in flow.users[State(name)]})
-        shared = Shared(bytes_at(state.spec, 1), tuple(used))
-        (trainable if state.trainable else other).append(shared)
+        used = tuple(sorted({units.of(position) for position in flow.users[State(name)]}))
+        size = bytes_at(state.spec, 1)
+        (trainable if state.trainable else other)[used] += size
         if name in copies:
-            other.append(Shared(shared.bytes // 2, shared.units))
-    return tuple(trainable), tuple(other)
+            other[used] += size // 2
+    return (
+        tuple(Shared(size, used) for used, size in trainable.items()),
+        tuple(Shared(size, used) for used, size in other.items()),
+    )
 
-
-Copies = tuple[str, ...]
-"""Names of the parameters of which there is a copy in low precision."""
 
 Made = Mapping[Ref, torch.dtype]
 """What the graph's values are made in; in mixed precision that is not what the model says."""
 
 
-def _crossings(flow: Dataflow, units: Units, rows: int, made_in: Made) -> tuple[Crossing, ...]:
-    """Every tensor that leaves the unit it is made in."""
+def _crossings(
+    flow: Dataflow, units: Units, made_in: Made
+) -> Callable[[int], tuple[Crossing, ...]]:
+    """For so many rows the tensors that leave the unit they are made in; those that go the same way
+    as one."""
     carrying = cost.gradient_values(flow.graph)
-    found = []
+    ways: dict[tuple[int, tuple[int, ...], bool], Counter[TensorSpec]] = defaultdict(Counter)
     for value, users in flow.users.items():
         if not isinstance(value, Ref) or flow.local[flow.position(value)]:
             continue
         producer = units.of(flow.position(value))
-        later = sorted({units.of(user) for user in users} - {producer})
+        later = tuple(sorted({units.of(user) for user in users} - {producer}))
         if later:
-            spec = flow.graph.spec(value)
-            size = bytes_at(spec, rows) * made_in[value].itemsize // spec.dtype.itemsize
-            found.append(Crossing(size, producer, tuple(later), value in carrying))
-    return tuple(found)
+            spec = replace(flow.graph.spec(value), dtype=made_in[value])
+            ways[producer, later, value in carrying][spec] += 1
+
+    def at(rows: int) -> tuple[Crossing, ...]:
+        return tuple(
+            Crossing(sum(bytes_at(spec, rows) * n for spec, n in specs.items()), *way)
+            for way, specs in ways.items()
+        )
+
+    return at
 
 
-@dataclass
-class _Storage:
-    """A storage that autograd keeps: the node that makes it, and those that keep it."""
+@dataclass(frozen=True)
+class _Seen:
+    """What one run of a graph has shown.
 
-    bytes: int
-    made: int
-    savers: list[int]
-
-
-def _kept(
-    flow: Dataflow, units: Units, rows: Sequence[int], again: NDArray[np.int64], precision: str
-) -> tuple[dict[int, tuple[Saved, ...]], Made, Copies]:
-    """What autograd keeps at each number of rows, what values are made in, and the low copies.
-
-    Bytes are a straight line in the rows for nearly every model. It is drawn through two runs and
-    checked by a third; only where the check fails is every size run.
+    Attributes:
+        storages: those that autograd keeps, each with its bytes.
+        made_in: what the nodes' results are made in, by the nodes' positions.
+        copies: the parameters of which there are copies in low precision.
     """
-    observe = partial(_observe, flow, units, again, precision)
-    observed = {size: observe(size) for size in _spread(rows)}
-    runs = {size: saved for size, (saved, *_) in observed.items()}
-    _, made_in, copies = observed[rows[0]]
-    if len(runs) == 3:
-        low, middle, high = (runs[size] for size in sorted(runs))
-        small, between, large = sorted(runs)
-        guess = _line(low, high, small, large, between)
-        if guess == middle:
-            line = {size: _line(low, high, small, large, size) or low for size in rows}
-            return line, made_in, copies
-    return {size: runs.get(size) or observe(size)[0] for size in rows}, made_in, copies
+
+    storages: tuple[Storage, ...]
+    bytes: tuple[int, ...]
+    made_in: Mapping[int, tuple[torch.dtype | None, ...]]
+    copies: tuple[str, ...]
 
 
-def _spread(rows: Sequence[int]) -> set[int]:
-    return {rows[0], rows[len(rows) // 2], rows[-1]}
+@dataclass(frozen=True)
+class _Kept:
+    """What autograd keeps of a graph, from runs of a short one in its place."""
+
+    flow: Dataflow
+    short: Short
+    precision: str
+
+    def at(
+        self, units: Units, rows: Sequence[int], again: NDArray[np.int64]
+    ) -> tuple[dict[int, tuple[Saved, ...]], Made, frozenset[str]]:
+        """What is kept at each number of rows, what values are made in, and the low copies.
+
+        Bytes are a straight line in the rows for nearly every model, but that few rows may be
+        another case. It is drawn through two runs and checked by a third.
+
+        Args:
+            again: of each node the number of the block that it may run again with, or -1.
+
+        Raises:
+            Uneven: the short graph does not tell.
+        """
+        observe = cache(partial(_observe, self.short, self.precision))
+        first, where = observe(rows[0]), cache(partial(self._by_unit, units, again))
+        sizes: dict[int, tuple[Saved, ...]] = {}
+        lines = _lines(observe, rows)
+        for size in rows:
+            seen, bytes = lines[size]
+            sizes[size] = tuple(
+                Saved(sum(bytes[number] for number in numbers), *place)
+                for place, numbers in where(seen.storages).items()
+            )
+        nodes, like = self.flow.graph.nodes, self.short.like.tolist()
+        kept = self.short.kept
+        made_in = {
+            Ref(node.name, number): dtype
+            for node, standing in zip(nodes, like, strict=True)
+            for number, dtype in enumerate(first.made_in.get(kept[standing], ()))
+            if dtype is not None
+        }
+        low = set(first.copies)
+        return (
+            sizes,
+            made_in,
+            frozenset(n for n, known in self.short.states.items() if known in low),
+        )
+
+    def _by_unit(
+        self, units: Units, again: NDArray[np.int64], storages: tuple[Storage, ...]
+    ) -> dict[tuple[int | None, tuple[int, ...], int | None], list[int]]:
+        """Numbers of the storages that are kept in the same units, by those."""
+        found: dict[tuple[int | None, tuple[int, ...], int | None], list[int]] = defaultdict(list)
+        for number, seen in enumerate(storages):
+            for made, savers in self.short.along(seen):
+                alone = {int(again[made]), *again[list(savers)].tolist()}
+                rerun = alone.pop() if len(alone) == 1 else -1
+                place = (
+                    None if self.flow.local[made] else units.of(made),
+                    tuple(sorted({units.of(position) for position in savers})),
+                    rerun if rerun >= 0 else None,
+                )
+                found[place].append(number)
+        return found
 
 
-def _line(
-    low: tuple[Saved, ...], high: tuple[Saved, ...], small: int, large: int, rows: int
-) -> tuple[Saved, ...] | None:
-    """The storages at `rows` on the line through two runs; None if they are not the same ones."""
-    if len(low) != len(high):
-        return None
-    line = []
-    for a, b in zip(low, high, strict=True):
-        rise, rest = divmod((b.bytes - a.bytes) * (rows - small), large - small)
-        if rest or replace(b, bytes=a.bytes) != a:
-            return None
-        line.append(replace(a, bytes=a.bytes + rise))
-    return tuple(line)
+def _lines(
+    observe: Callable[[int], _Seen], rows: Sequence[int]
+) -> dict[int, tuple[_Seen, Sequence[int]]]:
+    """The storages at each number of rows, and their bytes."""
+    if len(rows) > 3:
+        small, between, large = rows[0], rows[len(rows) // 2], rows[-1]
+        low, middle, high = observe(small), observe(between), observe(large)
+        if low.storages == middle.storages == high.storages:
+            sizes = np.array(low.bytes), np.array(high.bytes)
+            lines = {}
+            for size in rows:
+                rise, rest = np.divmod((sizes[1] - sizes[0]) * (size - small), large - small)
+                if rest.any() or (
+                    size == between and (sizes[0] + rise).tolist() != [*middle.bytes]
+                ):
+                    break
+                lines[size] = low, (sizes[0] + rise).tolist()
+            else:
+                return lines
+        return _lines(observe, rows[1:]) | {small: (low, low.bytes)}
+    return {size: (observe(size), observe(size).bytes) for size in rows}
 
 
-def _observe(
-    flow: Dataflow, units: Units, again: NDArray[np.int64], precision: str, rows: int
-) -> tuple[tuple[Saved, ...], Made, Copies]:
-    """Run the graph on tensors without memory; note who made and who keeps each kept storage.
+def _observe(short: Short, precision: str, rows: int) -> _Seen:
+    """Run a graph on tensors without memory; note who made and who keeps each kept storage.
 
-    Args:
-        again: of each node the number of the block that it may run again with, or -1.
-
-    Returns:
-        The storages, what each value was made in, and the parameters that have low copies.
+    Raises:
+        Uneven: blocks that should be alike do not make what looks the same.
     """
-    graph = flow.graph
+    graph = short.graph
+    flow = analyse(graph)
     (whole,) = partition(flow, ())
     with fake_mode(), WideStatistics():
         states = {name: fake_state(graph, name) for name in whole.states}
@@ -332,14 +405,39 @@ def _observe(
         watch = _Watch(flow, lowered.module, owned)
         with observing(watch.pack), computing(how):
             watch.run(*inputs)
-    saved = []
-    for storage in watch.kept.values():
-        producer = None if flow.local[storage.made] else units.of(storage.made)
-        savers = tuple(sorted({units.of(position) for position in storage.savers}))
-        alone = {int(again[storage.made]), *again[storage.savers].tolist()}
-        number = alone.pop() if len(alone) == 1 else -1
-        saved.append(Saved(storage.bytes, producer, savers, number if number >= 0 else None))
-    return tuple(saved), watch.made_in, tuple(lowered.low)
+    at = short.kept
+    if not short.uniform({at[position]: look for position, look in watch.looks.items()}):
+        raise Uneven
+    return _Seen(
+        tuple(
+            Storage(at[kept.made], tuple(at[saver] for saver in kept.savers))
+            for kept in watch.kept.values()
+        ),
+        tuple(kept.bytes for kept in watch.kept.values()),
+        {
+            at[position]: tuple(None if one is None else one.dtype for one in look)
+            for position, look in watch.looks.items()
+        },
+        tuple(lowered.low),
+    )
+
+
+@dataclass
+class _Storage:
+    """A storage that autograd keeps: the node that makes it, and those that keep it."""
+
+    bytes: int
+    made: int
+    savers: list[int]
+
+
+class _Look(NamedTuple):
+    """What a tensor looks like."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    carries: bool
 
 
 class _Watch(fx.Interpreter):
@@ -348,7 +446,7 @@ class _Watch(fx.Interpreter):
     def __init__(self, flow: Dataflow, module: fx.GraphModule, owned: set[int]) -> None:
         super().__init__(module, garbage_collect_values=False)  # storages keep their addresses
         self.kept: dict[int, _Storage] = {}
-        self.made_in: dict[Ref, torch.dtype] = {}
+        self.looks: dict[int, tuple[_Look | None, ...]] = {}
         self._index = flow.graph.index
         self._owned = owned
         self._made: dict[int, int] = {}
@@ -361,10 +459,11 @@ class _Watch(fx.Interpreter):
         if name is not None:
             self._position = self._index[name]
         result = super().run_node(n)
-        for number, tensor in enumerate(result if isinstance(result, list | tuple) else [result]):
+        made = result if isinstance(result, list | tuple) else [result]
+        if name is not None:
+            self.looks[self._position] = tuple(map(_look, made))
+        for tensor in made:
             if isinstance(tensor, Tensor):
-                if name is not None:
-                    self.made_in[Ref(name, number)] = tensor.dtype
                 key = storage_key(tensor)
                 # A stage writes a copy of what it has received: that copy is made by the write.
                 if key not in self._made or self._position in self._writing:
@@ -383,3 +482,9 @@ class _Watch(fx.Interpreter):
             self.kept[key] = _Storage(tensor.untyped_storage().nbytes(), made, [])
         self.kept[key].savers.append(self._position)
         return tensor
+
+
+def _look(made: Any) -> _Look | None:
+    if not isinstance(made, Tensor):
+        return None
+    return _Look(tuple(made.shape), made.stride(), made.dtype, made.requires_grad)

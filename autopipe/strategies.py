@@ -69,7 +69,7 @@ class Model:
         return self.flow.graph
 
     @cached_property
-    def carrying(self) -> set[Ref | State]:
+    def carrying(self) -> frozenset[Ref | State]:
         """The values that a gradient flows through."""
         return gradient_values(self.graph)
 

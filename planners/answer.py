@@ -8,7 +8,8 @@ planners and stands here. Frames are tried in the order of what they take at lea
 
 and once two meshes are known that take less than the next bound, no frame that is left can be the
 best or the second best mesh: those are not tried. What the best one takes is then a proved bound
-for all plans that the frames allow.
+for all plans that the frames allow. Plain data parallelism is tried in any case: it is what people
+know, and ask about.
 """
 
 from __future__ import annotations
@@ -58,6 +59,11 @@ class Answer:
     bound_seconds: float
     binding: str
     alternatives: tuple[Alternative, ...]
+    plain: Scored | None = None
+
+
+Mesh = tuple[int, int]
+"""Stages and replicas."""
 
 
 class Scored(NamedTuple):
@@ -67,7 +73,7 @@ class Scored(NamedTuple):
     estimate: Estimate
 
     @property
-    def mesh(self) -> tuple[int, int]:
+    def mesh(self) -> Mesh:
         """Stages and replicas."""
         return self.decision.frame[:2]
 
@@ -93,6 +99,9 @@ def best_answer(
     every = frames(problem)
     least = {frame: bound(problem, frame) for frame in every}
     scored = _tried(problem, choice, least, 2)
+    alone = (1, max((frame.dp for frame in every if frame.pp == 1), default=0))
+    rest = {f: least[f] for f in every if f[:2] == alone and f not in scored}
+    scored |= _tried(problem, choice, rest, 1)
     best = _best(every, scored)
     if best is None:
         helps = would_fit(problem, lambda changed: fastest(changed, fitting or choice))
@@ -105,6 +114,7 @@ def best_answer(
         bound_seconds=step if heuristic is None else min(least.values()),
         binding=reasons.binding(problem, best, roomy),
         alternatives=_alternatives(problem, best, scored, least),
+        plain=None if alone == best.mesh else _by_mesh(scored).get(alone),
     )
 
 
@@ -131,7 +141,7 @@ def _tried(
 ) -> dict[Frame, Scored]:
     """Frames by their bounds, until none of the so many best meshes can be another."""
     scored: dict[Frame, Scored] = {}
-    quickest: dict[tuple[int, int], float] = {}
+    quickest: dict[Mesh, float] = {}
     for frame in sorted(least, key=lambda frame: least[frame]):
         if len(quickest) >= meshes:
             known = sorted(quickest.values())[meshes - 1]
@@ -191,10 +201,10 @@ def beside(answer: Answer, others: Mapping[int, Answer]) -> Answer:
     Args:
         others: by their degree; none is faster.
     """
-    rivals = [
-        alternative(tp, Scored(answer.decision, answer.estimate), Scored(o.decision, o.estimate))
-        for tp, o in others.items()
-    ]
+    best = Scored(answer.decision, answer.estimate)
+    rivals = [alternative(tp, best, Scored(o.decision, o.estimate)) for tp, o in others.items()]
+    if 1 in others and others[1].plain is not None:
+        rivals.append(alternative(1, best, others[1].plain))
     known = (*rivals, *answer.alternatives)
     return replace(
         answer,
@@ -209,41 +219,43 @@ def _score(problem: Problem, decision: Decision) -> Scored:
     return Scored(decision, estimate(problem, decision))
 
 
+def _by_mesh(scored: Mapping[Frame, Scored]) -> dict[Mesh, Scored]:
+    """The fastest that fits of each mesh; where none does, the one that is nearest to it."""
+
+    def order(found: Scored) -> tuple[float, float]:
+        return found.estimate.overflow, found.estimate.step_seconds
+
+    found: dict[Mesh, Scored] = {}
+    for one in scored.values():
+        known = found.get(one.mesh)
+        if known is None or order(one) < order(known):
+            found[one.mesh] = one
+    return found
+
+
 def _alternatives(
     problem: Problem,
     best: Scored,
     scored: Mapping[Frame, Scored],
     least: Mapping[Frame, float],
 ) -> tuple[Alternative, ...]:
-    """The best of every other mesh."""
-    fitting: dict[tuple[int, int], Scored] = {}
-    nearest: dict[tuple[int, int], Scored] = {}
-    for found in scored.values():
-        if found.estimate.fits:
-            known = fitting.get(found.mesh)
-            if known is None or found.estimate.step_seconds < known.estimate.step_seconds:
-                fitting[found.mesh] = found
-        else:
-            known = nearest.get(found.mesh)
-            if known is None or found.estimate.overflow < known.estimate.overflow:
-                nearest[found.mesh] = found
-    fitting.pop(best.mesh, None)
-    steps = sorted(fitting.values(), key=lambda found: found.estimate.step_seconds)
-    untried: dict[tuple[int, int], Frame] = {}
+    """All meshes but the best one's; a frame that was not tried may still fit, by its bound."""
+    rest = [found for mesh, found in _by_mesh(scored).items() if mesh != best.mesh]
+    fitting = {found.mesh: found for found in rest if found.estimate.fits}
+    untried: dict[Mesh, Frame] = {}
     for frame in least:
         mesh = frame[:2]
         if frame not in scored and mesh not in fitting and mesh != best.mesh:
             if mesh not in untried or least[frame] < least[untried[mesh]]:
                 untried[mesh] = frame
-    bounded = sorted(untried.values(), key=lambda frame: least[frame])
-    misfits = [
-        found
-        for mesh, found in nearest.items()
-        if mesh not in fitting and mesh not in untried and mesh != best.mesh
-    ]
+    steps = sorted(fitting.values(), key=lambda found: found.estimate.step_seconds)
+    misfits = [f for f in rest if f.mesh not in fitting and f.mesh not in untried]
     return (
         *(alternative(problem.tp, best, found) for found in steps),
-        *(_bounded(problem, best, frame, least[frame]) for frame in bounded),
+        *(
+            _bounded(problem, best, frame, least[frame])
+            for frame in sorted(untried.values(), key=lambda frame: least[frame])
+        ),
         *(
             alternative(problem.tp, best, found)
             for found in sorted(misfits, key=lambda found: found.estimate.overflow)
@@ -262,6 +274,7 @@ def alternative(tp: int, best: Scored, other: Scored) -> Alternative:
         schedule=frame.schedule,
         step_seconds=found.step_seconds if found.fits else None,
         why=reasons.slower(best.estimate, found) if found.fits else reasons.misfit(found),
+        zero=frame.zero,
     )
 
 
@@ -276,4 +289,5 @@ def _bounded(problem: Problem, best: Scored, frame: Frame, least: float) -> Alte
         schedule=frame.schedule,
         step_seconds=None,
         why=f"at least {more} slower, by its bound",
+        zero=frame.zero,
     )

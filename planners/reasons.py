@@ -59,14 +59,15 @@ def binding(problem: Problem, best: Scored, roomy: Scored | None) -> str:
     frame = decision.frame
     used = frame.pp * frame.dp * problem.tp
     devices = problem.machine.devices * problem.tp
-    if used < devices:
+    idle = devices - used
+    if idle:
         asked = problem.constraints
         why = (
             f"as pp={frame.pp} dp={frame.dp} was asked for"
             if asked.pp is not None and asked.dp is not None
             else f"as no mesh of more makes a batch of {problem.batch} rows faster"
         )
-        reasons.append(f"{devices - used} of {devices} devices stay idle, {why}")
+        reasons.append(f"{idle} of {devices} devices stay{'s' if idle == 1 else ''} idle, {why}")
     if roomy is not None:
         gain = percent(1 - roomy.estimate.step_seconds / found.step_seconds)
         limit = Amount(found.limit).of(found.limit)

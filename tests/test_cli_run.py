@@ -166,6 +166,26 @@ def test_every_launcher_trains_alike(planned: Path) -> None:
     assert local.out.splitlines()[-1] == torchrun.out.splitlines()[-1]
 
 
+def test_a_slow_device_that_comes_first_holds_a_later_stage(planned: Path) -> None:
+    """A plan may deal devices out in another order than the launcher, which counts node by node."""
+    plan = json.loads((planned / "pp2.json").read_text())
+    for place in plan["mesh"]["places"]:
+        place["local"] = 1 - place["local"]
+    (planned / "crossed.json").write_text(json.dumps(plan))
+    port, found = free_port(), []
+    for name, table in (("pp2", 0), ("crossed", 1)):
+        run = (sys.executable, "-m", "autopipe", "run", f"{name}.json")
+        ranks = [
+            start(*run, folder=planned, environ=srun_environment(rank, 2, port)) for rank in (0, 1)
+        ]
+        said = [end(rank) for rank in ranks]
+        check_run(said[table], stages=2)  # by whoever has stage 0
+        assert (said[1 - table].code, said[1 - table].out) == (0, "")
+        found.append(losses(said[table]))
+        port = free_port()
+    assert found[0] == found[1]
+
+
 WRITTEN = """\
 # All forwards first, and backwards the other way round: a schedule that has no name.
 rank 0: 0F0 0F1 0B1 0B0

@@ -84,7 +84,7 @@ def test_an_unknown_device_is_answered_with_the_closest() -> None:
     with pytest.raises(AutopipeError) as caught:
         parse("8xH100")
     assert caught.value.hint is not None
-    assert caught.value.hint.startswith("known, the closest first: H100-80GB, H200, ")
+    assert caught.value.hint.startswith("known, the closest first: H100-80GB, H100-96GB, ")
 
 
 def test_a_kind_that_is_sold_in_two_sizes_is_answered_with_both() -> None:
@@ -111,5 +111,5 @@ def test_sites_share_the_link_that_is_given() -> None:
     assert [node.site for node in cluster.nodes] == [0, 1, 2, 3]
     assert cluster.across == Link(0.03, 125e6)
     assert str(cluster).endswith(
-        "between sites: 3e+04 us, 0.125 GB/s, shared by all that a site sends"
+        "between sites: 30 ms, 0.125 GB/s, shared by all that a site sends"
     )
