@@ -19,7 +19,8 @@ from benchmarks.published import memory, scores, zero_bubble
 from benchmarks.published.machine import machine_of
 from benchmarks.published.rows import Row, Unsupported, read
 from benchmarks.published.scores import Prediction
-from benchmarks.published.step import FITTED, Constants, predict
+from benchmarks.published.constants import Constants, fitted
+from benchmarks.published.step import predict
 
 NEVER_FITTED = "B200"
 """Devices whose rows are reported apart."""

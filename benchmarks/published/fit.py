@@ -1,13 +1,15 @@
-"""Fit `step.Constants` and the steady rates: `python -m benchmarks.published.fit ROWS.csv`.
+"""Fit the constants: `python -m benchmarks.published.fit ROWS.csv > benchmarks/published/fitted.json`.
 
-Each source in turn is left out: constants are fitted to the others and its error is that of rows
-they have not seen. Devices that are never fitted are left out of all. Prints one JSON object per
-source on stdout, and one of the fit to all.
+Each source in turn is left out and the constants are fitted to the others; then to all. Devices
+that are never fitted are left out of all.
 
-The loss is the mean over sources of the mean |log(predicted / published)|, weighted by the square
-root of their rows, so that neither one long table nor many short ones decide; a row counts at most
-0.4. Each constant is multiplied or divided by a step as long as that helps, in turn, and the step
-shrinks. A pipeline's bubble hardly depends on them: its share is simulated once.
+    loss = mean over sources, weighted by sqrt(rows), of mean min(|log(predicted / published)|, 0.4)
+         + 0.003 * sum over constants of |log(value / expected)|
+
+so that neither one long table nor many short ones decide, a row that is far off counts as much as
+any other such row, and a constant of which the sources say nothing stays what is expected. Each
+is multiplied or divided by a factor as long as that helps, in turn, and the factor shrinks. A
+pipeline's bubble hardly depends on the constants: its share is simulated once.
 """
 
 from __future__ import annotations
@@ -18,102 +20,94 @@ import json
 import math
 import sys
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from autopipe.errors import AutopipeError
 from benchmarks.published import pipeline
-from benchmarks.published.__main__ import NEVER_FITTED
-from benchmarks.published.machine import Machine, machine_of
-from benchmarks.published.rows import Run, Unsupported, read
-from benchmarks.published.scores import quantile
-from benchmarks.published.step import FITTED, Constants, Rank
+from benchmarks.published.constants import EXPECTED, Constants
+from benchmarks.published.machine import NEVER_FITTED, machine_of
+from benchmarks.published.rows import Unsupported, read
+from benchmarks.published.step import Rank
+from benchmarks.published.transformer import parts_of
 
-Point = dict[str, float]
-"""`Constants` by name, and the share of their rate that devices hold: `rate`, `rate_newer`."""
+FAR, PULL = 0.4, 0.003
+"""What a row counts at most, and what a constant costs that is e times what is expected."""
 
-START: Point = {**dataclasses.asdict(FITTED), "rate": 1.0, "rate_newer": 1.0}
-"""Rates are relative to those of `autopipe.presets`."""
+TIMES = tuple(f.name for f in dataclasses.fields(Constants) if f.name not in ("fragmented", "context"))
+"""Constants of time."""
 
 
 class Timed(NamedTuple):
-    """A run, its machine, its published seconds and how much longer its bubble makes it."""
+    """A rank, its published seconds and how much longer its pipeline's bubble makes them."""
 
-    run: Run
-    machine: Machine
+    rank: Rank
     seconds: float
     stretch: float
 
 
 def main() -> int:
-    """Print the errors of every source, fitted without it."""
+    """Print the constants by the source that is left out."""
     sources: dict[str, list[Timed]] = defaultdict(list)
     with open(sys.argv[1], newline="") as file:
         for row in csv.DictReader(file):
             try:
                 run = read(row)
                 machine = machine_of(run)
-            except Unsupported:
+            except (Unsupported, AutopipeError):
                 continue
             if run.seconds and NEVER_FITTED not in run.gpu:
-                costs = Rank(run, machine, FITTED).costs()
+                rank = Rank(run, machine, parts_of(run), EXPECTED)
+                costs = rank.costs()
                 stretch = pipeline.seconds(run, costs) / pipeline.busiest(run, costs)
-                name = run.table.split("_table")[0]
-                sources[name].append(Timed(run, machine, run.seconds, stretch))
-    for name, rows in sources.items():
-        point = fit({other: found for other, found in sources.items() if other != name})
-        errors = [abs(math.expm1(logarithm(point, timed))) for timed in rows]
-        _print(name, len(rows), quantile(errors, 0.5), quantile(errors, 0.9), point)
-    point = fit(sources)
-    every = [abs(math.expm1(logarithm(point, t))) for rows in sources.values() for t in rows]
-    _print("none left out", len(every), quantile(every, 0.5), quantile(every, 0.9), point)
+                sources[run.origin].append(Timed(rank, run.seconds, stretch))
+    found = {}
+    for left_out in ("", *sources):
+        others = {name: rows for name, rows in sources.items() if name != left_out}
+        point = fit(others)
+        found[left_out] = {k: float(f"{v:.3g}") for k, v in dataclasses.asdict(point).items()}
+        print(left_out or "all", f"{loss(point, others):.4f}", found[left_out], file=sys.stderr)
+    print(json.dumps(found, indent=1))
     return 0
 
 
-def fit(sources: dict[str, list[Timed]], rounds: int = 4) -> Point:
+def fit(sources: Mapping[str, Sequence[Timed]]) -> Constants:
     """The constants with the least loss that descending one by one finds."""
-    best, point = loss(START, sources), dict(START)
-    step = 1.15
-    for _ in range(rounds):
-        for name in point:
-            for factor in (step, 1 / step):
+    point, factor = EXPECTED, 1.2
+    best = loss(point, sources)
+    while factor > 1.01:
+        before = best
+        for name in TIMES:
+            for step in (factor, 1 / factor):
                 while True:
-                    tried = {**point, name: point[name] * factor}
+                    tried = dataclasses.replace(point, **{name: getattr(point, name) * step})
                     found = loss(tried, sources)
                     if found >= best - 1e-6:
                         break
                     best, point = found, tried
-        step = step**0.5
+        if before - best < 1e-4:
+            factor **= 0.5
     return point
 
 
-def loss(point: Point, sources: dict[str, list[Timed]]) -> float:
+def loss(constants: Constants, sources: Mapping[str, Sequence[Timed]]) -> float:
     """What a fit makes small."""
     total = weights = 0.0
     for rows in sources.values():
         weight = math.sqrt(len(rows))
-        mean = sum(min(abs(logarithm(point, timed)), 0.4) for timed in rows) / len(rows)
-        total, weights = total + weight * mean, weights + weight
-    return total / weights
-
-
-def logarithm(point: Point, timed: Timed) -> float:
-    """log(predicted / published)."""
-    held = dict(point)
-    older, newer = held.pop("rate"), held.pop("rate_newer")
-    share = newer if timed.machine.newer else older
-    device = timed.machine.device
-    flops = {dtype: rate * share for dtype, rate in device.flops.items()}
-    machine = dataclasses.replace(timed.machine, device=dataclasses.replace(device, flops=flops))
-    rank = Rank(timed.run, machine, Constants(**held))
-    seconds = timed.stretch * pipeline.busiest(timed.run, rank.costs())
-    return math.log((seconds + rank.gradients() + rank.optimizer()) / timed.seconds)
-
-
-def _print(name: str, rows: int, median: float, p90: float, point: Point) -> None:
-    line = {"left_out": name, "rows": rows, "median_error": median, "p90_error": p90, **point}
-    print(
-        json.dumps({k: float(f"{v:.3g}") if isinstance(v, float) else v for k, v in line.items()})
+        far = sum(min(abs(logarithm(constants, timed)), FAR) for timed in rows)
+        total, weights = total + weight * far / len(rows), weights + weight
+    pulled = sum(
+        abs(math.log(getattr(constants, name) / getattr(EXPECTED, name))) for name in TIMES
     )
-    sys.stdout.flush()
+    return total / weights + PULL * pulled
+
+
+def logarithm(constants: Constants, timed: Timed) -> float:
+    """log(predicted / published)."""
+    rank = dataclasses.replace(timed.rank, constants=constants)
+    seconds = timed.stretch * pipeline.busiest(rank.run, rank.costs())
+    return math.log((seconds + rank.gradients() + rank.optimizer()) / timed.seconds)
 
 
 if __name__ == "__main__":

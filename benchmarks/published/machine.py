@@ -11,6 +11,9 @@ from autopipe.cluster import Cluster, Device, Link
 from autopipe.communication import Levels, Topology
 from benchmarks.published.rows import Run, Unsupported
 
+NEVER_FITTED = "B200"
+"""Devices to whose rows no constant is fitted, so that there are some of a device never seen."""
+
 
 def kind_of(gpu: str, memory_gb: float | None) -> str:
     """The preset of a device by what sources call it: `A100-SXM4-80GB`, `H100-96GB-HBM2e (500W)`.

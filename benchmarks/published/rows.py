@@ -166,6 +166,11 @@ class Run:
         return self.pp * self.chunks
 
     @property
+    def origin(self) -> str:
+        """Who published it: rows of several tables of one paper have one origin."""
+        return re.sub(r"_table\w*$", "", self.table)
+
+    @property
     def sweep(self) -> tuple[str, str, str]:
         """Rows of one section that train the same model, in layouts of their own."""
         return self.table, self.source, self.name

@@ -72,6 +72,19 @@ def elementwise(size: float, times: int = 1) -> Kernel:
     return Kernel(bytes=size, times=times)
 
 
+class Parts(NamedTuple):
+    """The three kinds of parts that stages are made of."""
+
+    layer: Work
+    embedding: Work
+    head: Work
+
+
+def parts_of(run: Run) -> Parts:
+    """What the parts of a run's model do."""
+    return Parts(layer(run), embedding(run), head(run))
+
+
 def layer(run: Run) -> Work:
     """One layer, with what its recomputation adds to backward."""
     model, n, t = run.model, run.micro_batch * run.model.seq, run.tp
