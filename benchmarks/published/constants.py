@@ -26,11 +26,9 @@ class Constants:
         flash, flash1: the rate of FlashAttention, and of its first version, as a share of a
             matmul's, forward and backward together.
         flash_newer: that share again on H100 and later, whose own instructions they do not use.
-        misaligned: the rate of matmuls whose dims are no multiples of 8, so that rows do not begin
-            at 16 bytes, as a share of the rate of others.
+        misaligned: a matmul one of whose dims is divided by 2^k, but not by 2^(k+1), runs at
+            (2^k / 64)^misaligned of the rate of one whose dims are multiples of 64.
         gradients: the share of its links that a sum of gradients reaches.
-        deepspeed: the share of its links that a sum of a layer's results reaches under DeepSpeed.
-        wait: seconds for which such a sum of 8 ranks waits besides; of t ranks (t - 1) / 7 of it.
         fragmented: what the allocator has reserved and cannot use, as a share of what is allocated.
         context: GiB of CUDA's context, of libraries and of NCCL's buffers, which no tensor has.
     """
@@ -40,10 +38,8 @@ class Constants:
     flash: float = 0.6
     flash1: float = 0.35
     flash_newer: float = 0.55
-    misaligned: float = 0.5
+    misaligned: float = 0.1
     gradients: float = 1.0
-    deepspeed: float = 1.0
-    wait: float = 1e-4
     fragmented: float = 0.05
     context: float = 2.0
 

@@ -14,6 +14,10 @@ from benchmarks.published.rows import Run, Unsupported
 NEVER_FITTED = "B200"
 """Devices to whose rows no constant is fitted, so that there are some of a device never seen."""
 
+NVLINK = 25e9
+"""Bytes a second of one link in one direction, of NVLink 2 to 4;
+https://en.wikipedia.org/wiki/NVLink."""
+
 
 def kind_of(gpu: str, memory_gb: float | None) -> str:
     """The preset of a device by what sources call it: `A100-SXM4-80GB`, `H100-96GB-HBM2e (500W)`.
@@ -47,7 +51,9 @@ def cluster_of(
     inside = found.within
     if generation := re.search(r"nvlink\s*(\d)", within.lower()):
         wire = presets.WIRES[f"NVLink {generation[1]}"]
-        inside = Link(wire.latency, wire.bandwidth * presets.LINK_SHARE)
+        links = re.search(r"(\d+) links", within.lower())
+        bandwidth = int(links[1]) * NVLINK if links else wire.bandwidth
+        inside = Link(wire.latency, bandwidth * presets.LINK_SHARE)
     outside = found.between
     if rate := re.search(r"(?:(\d+)\s*x\s*)?([\d.]+)\s*gb(?:it)?/s", between.lower()):
         whole = float(rate[1] or 1) * float(rate[2]) * 1e9 / 8 * presets.LINK_SHARE
