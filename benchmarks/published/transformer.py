@@ -182,7 +182,8 @@ def _attention(run: Run) -> tuple[Kernels, Kernels]:
         moved = 2 * b * s * (2 * model.heads + 2 * model.kv_heads) * d / t
         pair = 2 * 2 * rows * s * s * d / 2
         forward = Kernel(pair, moved, what=run.attention)
-        return (forward,), (Kernel(2.5 * pair, 2.5 * moved, (), 2, run.attention),)
+        slower = FLASH_BACKWARD[run.attention]
+        return (forward,), (Kernel(2.5 * slower * pair, 2.5 * moved, (), 2, run.attention),)
     scores, sums = matmul(s, d, s, rows), matmul(s, s, d, rows)
     elements = rows * s * s
     passes, kernels = SOFTMAX_BYTES[run.attention], 8 if run.attention == "composed" else 1
@@ -194,6 +195,10 @@ def _attention(run: Run) -> tuple[Kernels, Kernels]:
         backward_passes,
     )
 
+
+FLASH_BACKWARD = {"flash": 73 / 63, "flash1": 40 / 30}
+"""How much slower FlashAttention's backward computes than its forward: 63 % against 73 % of A100's
+peak, and of the first version 25 to 35 % against 30 to 50 % (Dao 2023, sections 1 and 3.2)."""
 
 SOFTMAX_BYTES = {"fused": (4, 6), "composed": (28, 32)}
 """Bytes moved for each score, forward and backward.
