@@ -234,8 +234,8 @@ def _elementwise(run: Run) -> tuple[Kernels, Kernels]:
 NORM_BYTES = {True: (4, 10), False: (36, 84)}
 """Bytes moved for each element of a norm, forward and backward, by whether it is one kernel.
 
-Else it is RMS norm op by op: to fp32 6, square 8, mean 4, scale 8, back 6, weight 4; backward of the
-weight 12, of the casts 12, of scaling 24, of the mean 4, of the square 20, and their sum 12.
+Else it is RMS norm op by op: to fp32 6, square 8, mean 4, scale 8, back 6, weight 4; backward of
+the weight 12, of the casts 12, of scaling 24, of the mean 4, of the square 20, and their sum 12.
 """
 
 
