@@ -29,6 +29,8 @@ class Constants:
         misaligned: a matmul one of whose dims is divided by 2^k, but not by 2^(k+1), runs at
             (2^k / 64)^misaligned of the rate of one whose dims are multiples of 64.
         gradients: the share of its links that a sum of gradients reaches.
+        wait: seconds for which 8 tensor-parallel ranks wait for each other before each sum, and of
+            t ranks (t - 1) / 7 of it, in programs built on DeepSpeed; Megatron-LM's do not.
         fragmented: what the allocator has reserved and cannot use, as a share of what is allocated.
         context: GiB of CUDA's context, of libraries and of NCCL's buffers, which no tensor has.
     """
@@ -40,6 +42,7 @@ class Constants:
     flash_newer: float = 0.55
     misaligned: float = 0.1
     gradients: float = 1.0
+    wait: float = 5e-4
     fragmented: float = 0.05
     context: float = 2.0
 

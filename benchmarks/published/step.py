@@ -154,7 +154,10 @@ class Rank:
 
     def _exchanged(self, sums: tuple[float, ...]) -> float:
         """Seconds of sums over the tensor-parallel ranks."""
-        return sum(all_reduce(size, self.machine.tensor) for size in sums)
+        waits = 0.0
+        if self.run.framework == "deepspeed":
+            waits = len(sums) * self.constants.wait * (self.run.tp - 1) / 7
+        return waits + sum(all_reduce(size, self.machine.tensor) for size in sums)
 
     def _owned(self) -> float:
         """Weights of the rank that has most."""
