@@ -33,7 +33,7 @@ def kind_of(gpu: str, memory_gb: float | None) -> str:
     for kind, sheet in presets.DEVICES.items():
         family = re.sub(r"-(PCIe|\d+GB).*", "", kind)
         if name.startswith(family.lower()) and pcie >= ("PCIe" in kind):
-            size = memory_gb or float((re.search(r"(\d+)gb", name) or [0, 0])[1])
+            size = memory_gb or float((re.search(r"(\d+)\s*gb", gpu.lower()) or [0, 0])[1])
             off = abs(sheet.memory / presets.GIB - size) if size else sheet.memory / presets.GIB
             found.append((-len(family), pcie != ("PCIe" in kind), off, kind))
     if not found:
@@ -49,8 +49,9 @@ def cluster_of(
     found = spec.parse(f"{-(-devices // per_node)}x{per_node}x{kind_of(gpu, memory_gb)}")
     assert isinstance(found, Cluster)
     inside = found.within
-    if generation := re.search(r"nvlink\s*(\d)", within.lower()):
-        wire = presets.WIRES[f"NVLink {generation[1]}"]
+    generation = re.search(r"nvlink\s*(\d)", within.lower())
+    wire = presets.WIRES.get(f"NVLink {generation[1]}") if generation else None
+    if wire:
         links = re.search(r"(\d+) links", within.lower())
         bandwidth = int(links[1]) * NVLINK if links else wire.bandwidth
         inside = Link(wire.latency, bandwidth * presets.LINK_SHARE)

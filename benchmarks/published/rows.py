@@ -242,7 +242,7 @@ def _refuse(row: Row) -> None:
             raise Unsupported(f"{what}, {name} = {row[name]}")
     if (_number(row, "n_experts") or 0) > 1 or "moe" in _text(row, "arch"):
         raise Unsupported("experts")
-    if re.search(r"fp8|float8|int8", _text(row, "precision")):
+    if re.search(r"fp8|float8|int8|^(fp|tf|float)32", _text(row, "precision")):
         raise Unsupported(f"precision {row['precision']}")
 
 
