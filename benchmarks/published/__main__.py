@@ -114,7 +114,7 @@ def table(lines: Iterable[dict[str, Any]]) -> str:
         elif not line["held"]:
             bad.append(
                 f"sweep {line['table']} {line['model']}, {line['rows']} rows: rank correlation "
-                f"{line['rank_correlation']:.2f}, best {line['best']:+.1%}"
+                f"{line['rank_correlation']:.3f}, best {line['best']:+.1%}"
             )
     widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
     text = [
