@@ -22,7 +22,7 @@ https://github.com/stas00/ml-engineering/tree/master/compute/accelerator, table 
 achievable matmul FLOPS.
 """
 
-STEADY, STEADY_NEWER = 0.83, 0.71
+STEADY, STEADY_NEWER = 0.82, 0.71
 """Share of that rate which matmuls hold all through a training step: up to A100, and from H100 on.
 
 Power and heat slow the clocks of a device that is never idle, those of faster devices more. Fitted
