@@ -39,7 +39,7 @@ SHORT = 0.01
 """The same for one op of many: all of them together take seconds."""
 
 COLD = 2**26
-"""Bytes of weights that are used in turn: more than a core's share of the caches."""
+"""Bytes of weights that are used in turn, or of a chain: more than a core's share of the caches."""
 
 
 def now(device: torch.device) -> float:
@@ -243,12 +243,15 @@ def kernels(device: torch.device) -> dict[str, Kernel]:
 
 
 def _chains(subject: Subject, device: torch.device) -> list[Chain]:
-    """Of few rows, and of many."""
+    """Of few rows, and of many.
+
+    What a step makes is read again in its backward, when it is in no cache any more. An op that
+    takes as long as its elements is measured so; what computes for longer does not notice.
+    """
     function = subject.make(device)
-    return [
-        Chain(function, torch.rand(rows, *subject.shape, device=device), ops)
-        for rows, ops in zip(subject.rows, (8, 4), strict=True)
-    ]
+    few, many = (torch.rand(rows, *subject.shape, device=device) for rows in subject.rows)
+    long = 4 if subject.operations else COLD // many.nbytes
+    return [Chain(function, few, 8), Chain(function, many, long)]
 
 
 def _kernel(subject: Subject, small: tuple[float, float], large: tuple[float, float]) -> Kernel:
