@@ -47,6 +47,7 @@ from autopipe.problem import Constraints, Decision
 from autopipe.profile import Units
 from autopipe.recompute import within
 from autopipe.rehearsal import Known, Rehearsal, fake_state, rehearse
+from autopipe.runtime.gradients import BUCKET_BYTES
 from autopipe.runtime.units import owners
 from autopipe.schedule import format_programs, holders, splits
 from autopipe.schedules import named
@@ -278,7 +279,7 @@ class Draft:
             whole = rehearsal.low[stage.index]
             if stage is max(with_it, key=lambda s: gathered[s.index]):  # one runs at a time
                 whole += gathered[stage.index]
-            memories.append(self._memory(own, peak, whole, plan.mesh.dp, plan.zero))
+            memories.append(self._memory(own, peak, whole, plan))
         return replace(
             plan,
             stages=tuple(
@@ -287,11 +288,13 @@ class Draft:
             ),
         )
 
-    def _memory(
-        self, names: Sequence[str], peak: Counter[str], whole: int, dp: int, zero: int
-    ) -> Memory:
-        """What a stage holds of states that no stage before it on its device has."""
-        graph = self.traced.graph
+    def _memory(self, names: Sequence[str], peak: Counter[str], whole: int, plan: Plan) -> Memory:
+        """What a stage holds of states that no stage before it on its device has.
+
+        From the second micro-batch on, a gradient is made beside the sum that it is added to: the
+        largest one counts twice.
+        """
+        graph, dp, zero = self.traced.graph, plan.mesh.dp, plan.zero
         states = {name: graph.states[name] for name in names}
         sizes = {name: bytes_at(state.spec, 1) for name, state in states.items()}
         # Rows are dealt out; the first rank has the most.
@@ -300,13 +303,19 @@ class Draft:
         trained = [name for name, state in states.items() if state.trainable]
         held = dealt if zero == 3 else sizes
         updated = dealt if zero else sizes
+        added = 0
+        if plan.batch.micro_batches > 1 and zero != 3:
+            added = max((sizes[name] for name in trained), default=0)
+        flying = added + peak["activations"] + peak["transfers"]
+        summed = 0 if dp == 1 or zero == 3 else min(BUCKET_BYTES, sum(sizes[n] for n in trained))
         return Memory(
             parameters=sum(held[name] for name in parameters) + whole,
-            gradients=sum(held[name] for name in trained),
+            gradients=sum(held[name] for name in trained) + added,
             optimizer=round(sum(updated[name] for name in trained) * self.optimizer_factor),
             buffers=sum(size for name, size in sizes.items() if name not in parameters),
             activations=peak["activations"],
-            transfers=peak["transfers"],
+            # A bucket is filled when the last backward is over and has let go of the rest.
+            transfers=peak["transfers"] + max(summed - flying, 0),
         )
 
     def _stage(

@@ -61,26 +61,30 @@ def run(case: Case, machine: Machine) -> Row:
     with cores(case.processes):
         before = machine.probed(case.processes)
         plan = make(case, before)
-        measured, waited = train(case, plan)
+        measured, waited, held = train(case, plan)
         after = machine.probed(case.processes, again=True)
     drifted = drift(before.slowest_device, after.slowest_device)
     found = {"waited": waited, "drift": drifted, "disturbed": disturbed(waited, drifted)}
-    return {**row(case, plan, measured), **found}
+    return {**row(case, plan, measured, held), **found}
 
 
-def train(case: Case, plan: Plan) -> tuple[Measured, float]:
-    """What the plan's processes measure, and the longest share that one waited for its core."""
+def train(case: Case, plan: Plan) -> tuple[Measured, float, list[int]]:
+    """What the plan's processes measure, the longest share that one waited for its core, and the
+    peak bytes of each rank's allocator."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         plan.save(folder / "plan.json")
         steps = max(10, min(300, round(RUN / plan.prediction.step_seconds)))
         command = (sys.executable, "-m", "benchmarks.honesty.rank")
-        arguments = [case.model, str(folder / "plan.json"), str(steps), name]
-        code = spawn(case.processes, arguments, command)
-        if code:
-            raise SystemExit(f"{case.name}: a process ended with code {code}")
+        for number in (steps, 0):
+            arguments = [case.model, str(folder / "plan.json"), str(number), name]
+            code = spawn(case.processes, arguments, command)
+            if code:
+                raise SystemExit(f"{case.name}: a process ended with code {code}")
         measured = codec.load(Measured, folder / "measured.json", root="measured")
-        return measured, max(float(path.read_text()) for path in folder.glob("*.waited"))
+        waited = max(float(path.read_text()) for path in folder.glob("*.waited"))
+        ranks = range(case.processes)
+        return measured, waited, [int((folder / f"{rank}.bytes").read_text()) for rank in ranks]
 
 
 class Machine:
