@@ -289,11 +289,7 @@ class Draft:
         )
 
     def _memory(self, names: Sequence[str], peak: Counter[str], whole: int, plan: Plan) -> Memory:
-        """What a stage holds of states that no stage before it on its device has.
-
-        From the second micro-batch on, a gradient is made beside the sum that it is added to: the
-        largest one counts twice.
-        """
+        """What a stage holds of states that no stage before it on its device has."""
         graph, dp, zero = self.traced.graph, plan.mesh.dp, plan.zero
         states = {name: graph.states[name] for name in names}
         sizes = {name: bytes_at(state.spec, 1) for name, state in states.items()}
@@ -303,19 +299,14 @@ class Draft:
         trained = [name for name, state in states.items() if state.trainable]
         held = dealt if zero == 3 else sizes
         updated = dealt if zero else sizes
-        added = 0
-        if plan.batch.micro_batches > 1 and zero != 3:
-            added = max((sizes[name] for name in trained), default=0)
-        flying = added + peak["activations"] + peak["transfers"]
-        summed = 0 if dp == 1 or zero == 3 else min(BUCKET_BYTES, sum(sizes[n] for n in trained))
         return Memory(
             parameters=sum(held[name] for name in parameters) + whole,
-            gradients=sum(held[name] for name in trained) + added,
+            gradients=sum(held[name] for name in trained),
             optimizer=round(sum(updated[name] for name in trained) * self.optimizer_factor),
             buffers=sum(size for name, size in sizes.items() if name not in parameters),
             activations=peak["activations"],
-            # A bucket is filled when the last backward is over and has let go of the rest.
-            transfers=peak["transfers"] + max(summed - flying, 0),
+            transfers=peak["transfers"],
+            passing=_passing([sizes[name] for name in trained], peak, plan),
         )
 
     def _stage(
@@ -376,6 +367,19 @@ def _share(shape: Sequence[Dim], size: int, ranks: int) -> int:
     """Bytes of a parameter's rows that the first of so many ranks gets."""
     rows = int(shape[0]) if shape else 1
     return -(-rows // ranks) * size // rows if rows else 0
+
+
+def _passing(gradients: Sequence[int], peak: Counter[str], plan: Plan) -> int:
+    """Bytes of `Memory.passing`.
+
+    From the second micro-batch on, each gradient is made beside the sum that it is added to. A
+    bucket is filled at the end, when the last backward has let go of what is at the peak.
+    """
+    if plan.zero == 3:
+        return 0  # what is gathered is counted with the gradients that it makes
+    added = max(gradients, default=0) if plan.batch.micro_batches > 1 else 0
+    bucket = min(BUCKET_BYTES, sum(gradients)) if plan.mesh.dp > 1 else 0
+    return max(added, bucket - peak.total())
 
 
 def _check_fits(plan: Plan, limits: Sequence[int]) -> None:
