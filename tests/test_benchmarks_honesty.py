@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,18 +25,16 @@ def test_every_case_has_a_model_and_a_name_of_its_own() -> None:
     assert max(case.processes for case in CASES) == 2
 
 
-def test_the_peak_is_the_most_that_is_alive_in_the_second_part(tmp_path: object) -> None:
+def test_the_peak_is_the_most_that_is_alive_in_the_second_part(tmp_path: Path) -> None:
     """Kept 4000 bytes; within the step 8000 more for a while. What came before does not count."""
-    kept = []
+    kept: list[torch.Tensor] = []
 
-    def first() -> object:
+    def first() -> Callable[[], object]:
         torch.ones(100_000)  # gone again
         kept.append(torch.ones(1000))
         return lambda: torch.ones(2000).sum()
 
-    from pathlib import Path
-
-    found = allocator.peak(first, Path(str(tmp_path)))  # type: ignore[arg-type]
+    found = allocator.peak(first, tmp_path)
     assert 12_000 <= found < 13_000
 
 
