@@ -286,7 +286,7 @@ _SCHEDULES = (
     (r"zb-?v", "zb-v"),
     (r"zb-?2p|zb-?h2", "zb-2p"),
     (r"zb-?1p|zb-?h1", "zb-h1"),
-    (r"gpipe", "gpipe"),
+    (r"gpipe|afab", "gpipe"),
     (r"1f1b", "1f1b"),
 )
 
