@@ -96,8 +96,8 @@ class Run:
         schedule: one of autopipe's schedules, or `zb-2p`; 1f1b if there is no pipeline.
         chunks: stages on each rank.
         sequence_parallel: Megatron's, along with tensor parallelism.
-        recompute: none, attention, elementwise (all but matmuls), alternate (every other layer),
-            full.
+        recompute: none, attention, elementwise (all but every other matmul), alternate (every
+            other layer), full.
         attention: composed (of torch's ops), fused (Megatron's softmax kernel), flash1 or flash.
         fused: elementwise ops are fused, as torch.compile and Transformer Engine do.
         fused_norm: norms are one kernel.
@@ -286,7 +286,7 @@ _SCHEDULES = (
     (r"zb-?v", "zb-v"),
     (r"zb-?2p|zb-?h2", "zb-2p"),
     (r"zb-?1p|zb-?h1", "zb-h1"),
-    (r"gpipe", "gpipe"),
+    (r"gpipe|afab", "gpipe"),
     (r"1f1b", "1f1b"),
 )
 

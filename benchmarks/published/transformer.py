@@ -105,7 +105,9 @@ def layer(run: Run) -> Work:
     again: dict[str, Kernels] = {
         "none": (),
         "attention": core,
-        "elementwise": passes,
+        # torchtitan's `selective op` keeps the output of every other matmul: not of keys, of out,
+        # of a gate's second half.
+        "elementwise": (*passes, matmul(n, h / t, h), matmul(n, h, f / t)),
         "alternate": (),
         "full": forward,
     }
