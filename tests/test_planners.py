@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import chain, combinations, product
+from typing import Literal
 
 import pytest
 
@@ -102,9 +103,11 @@ def test_where_zero_and_what_runs_again_are_asked_for(
         same(found_by("dynamic", asked), found_by("exhaustive", asked))
 
 
-def test_a_pipeline_that_is_never_drained_too() -> None:
+@pytest.mark.parametrize("hold", ["one", "all", "none"])
+def test_a_pipeline_that_is_never_drained_too(hold: Literal["one", "all", "none"]) -> None:
+    """Whatever of what runs again is counted as held."""
     for seed in range(20):
-        steady = replace(rich_problem(seed), steady=True, reruns_stay=seed % 2 == 1)
+        steady = replace(rich_problem(seed), steady=True, reruns_hold=hold)
         same(found_by("dynamic", steady), found_by("exhaustive", steady))
 
 
