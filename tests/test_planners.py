@@ -129,9 +129,8 @@ def test_the_problems_are_of_all_kinds() -> None:
         every = [found_in("dynamic", make, seed) for seed in range(200)]
         decisions = [found.decision for found in every if isinstance(found, Answer)]
         refused = [str(found) for found in every if isinstance(found, InfeasibleError)]
-        assert sum("plan fits" in sentence for sentence in refused) >= (
-            40 if make != "tight" else 0
-        )
+        if make != "tight":
+            assert sum("plan fits" in sentence for sentence in refused) >= 40
         assert sum(decision.frame.pp > 1 for decision in decisions) >= 10
         assert {decision.frame.schedule for decision in decisions} >= {"1f1b", "zb-h1"}
         if make == "rich":
