@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -107,11 +108,15 @@ def plan(
     from autopipe import explain as words
     from autopipe import modelfile
     from autopipe.planning import plan as make_plan
+    from autopipe.stopwatch import Stopwatch
 
+    watch = Stopwatch()
+    watch.add("started", time.process_time())
     folder = output.resolve().parent
     if not folder.is_dir():
         raise AutopipeError(f"{output} cannot be written: there is no folder {folder}")
-    file = modelfile.load(model)
+    with watch("started"):
+        file = modelfile.load(model)
     made = make_plan(
         file.model,
         file.inputs,
@@ -135,8 +140,10 @@ def plan(
         sequence_parallel=sequence,
         source=_relative(model, folder),
         say=say,
+        watch=watch,
     )
-    made.save(output)
+    with watch("written"):
+        made.save(output)
     mesh = made.mesh
     say(
         f"plan: pp={mesh.pp} dp={mesh.dp} tp={mesh.tp}, "
@@ -144,6 +151,7 @@ def plan(
         f"{made.schedule}; predicted step {words.seconds(made.prediction.step_seconds)}, "
         f"{words.count(made.batch.rows, 'row')}"
     )
+    say(f"time: {watch}")
     print(output)
 
 

@@ -10,13 +10,16 @@ sum do so level by level, n_l at level l, each level with the shard that the one
 A reduce-scatter or an all-gather on a ring takes (n - 1) / n * S / bandwidth + (n - 1) * latency
 (Patarasuk and Yuan, JPDC 2009); on a tree a sum's latencies grow with log2 n instead, 2 log2 n of
 them (Sanders, Speck and Traeff, Parallel Computing 2009, as NCCL has it). The quicker is taken.
+
+The bandwidth is that of messages, unless a link has been measured under collectives
+(`Link.summing`, `Link.gathering`).
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -44,7 +47,7 @@ def all_reduce(size: float, levels: Levels, streams: int = 1) -> float:
     Args:
         streams: so many groups do it at the same time, side by side: they share shared links.
     """
-    return _ringed(size, levels, streams, 2)
+    return _ringed(size, levels, streams, 2, lambda link: link.summing)
 
 
 def all_gather(size: float, levels: Levels, streams: int = 1) -> float:
@@ -52,11 +55,13 @@ def all_gather(size: float, levels: Levels, streams: int = 1) -> float:
 
     A reduce-scatter of as many bytes takes as long.
     """
-    return _ringed(size, levels, streams, 1)
+    return _ringed(size, levels, streams, 1, lambda link: link.gathering)
 
 
 def gradient_sum(size: float, levels: Levels, streams: int, zero: int, copying: float) -> float:
     """Seconds in which `size` bytes of gradients are summed, under ZeRO 0 or 1.
+
+    Under ZeRO-1 it is a reduce-scatter, and an all-gather when the next step begins.
 
     Beside the wire, gradients move in a rank's own memory: into a bucket, a read and a write
     (`runtime.gradients`), or into a table that was zeros before, and parameters out of one
@@ -67,19 +72,26 @@ def gradient_sum(size: float, levels: Levels, streams: int, zero: int, copying: 
     """
     if not levels:
         return 0.0
-    return all_reduce(size, levels, streams) + _COPIES[zero] * size / copying
+    if zero:
+        wire = _ringed(size, levels, streams, 2, lambda link: link.gathering)
+    else:
+        wire = all_reduce(size, levels, streams)
+    return wire + _COPIES[zero] * size / copying
 
 
 _COPIES = {0: 2, 1: 6}
 """Times that gradients move beside the wire, by ZeRO stage."""
 
 
-def _ringed(size: float, levels: Levels, streams: int, rounds: int) -> float:
+def _ringed(
+    size: float, levels: Levels, streams: int, rounds: int, measured: Callable[[Link], float]
+) -> float:
     seconds, below = 0.0, 1
     for ranks, link, shared in levels:
         moved = size * (1 if shared else 1 / below) * (streams if shared else 1)
         hops = ranks - 1 if rounds == 1 else min(ranks - 1, math.ceil(math.log2(max(ranks, 2))))
-        seconds += rounds * (hops * link.latency + (ranks - 1) / ranks * moved / link.bandwidth)
+        bandwidth = measured(link) or link.bandwidth
+        seconds += rounds * (hops * link.latency + (ranks - 1) / ranks * moved / bandwidth)
         below *= ranks
     return seconds
 

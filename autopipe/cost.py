@@ -209,9 +209,13 @@ def _kernel(node: Node, operands: Specs) -> str:
 
 
 def costs(graph: Graph) -> tuple[NodeCost, ...]:
-    """The formulas of every node."""
-    carrying = gradient_values(graph)
-    return tuple(_cost(graph, node, carrying) for node in graph.nodes)
+    """The formulas of every node; once for a graph."""
+    known: tuple[NodeCost, ...] | None = graph.__dict__.get("_costs")
+    if known is None:
+        carrying = gradient_values(graph)
+        known = tuple(_cost(graph, node, carrying) for node in graph.nodes)
+        graph.__dict__["_costs"] = known
+    return known
 
 
 def gradient_values(graph: Graph) -> frozenset[Ref | State]:

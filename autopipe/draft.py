@@ -48,6 +48,7 @@ from autopipe.problem import Constraints, Decision
 from autopipe.profile import Units
 from autopipe.recompute import within
 from autopipe.rehearsal import Known, Rehearsal, fake_state, rehearse
+from autopipe.runtime.gradients import BUCKET_BYTES
 from autopipe.runtime.units import owners
 from autopipe.schedule import format_programs, holders, splits
 from autopipe.schedules import named
@@ -278,7 +279,7 @@ class Draft:
             whole = rehearsal.low[stage.index]
             if stage is max(with_it, key=lambda s: gathered[s.index]):  # one runs at a time
                 whole += gathered[stage.index]
-            memories.append(self._memory(own, peak, whole, plan.mesh.dp, plan.zero))
+            memories.append(self._memory(own, peak, whole, plan))
         return replace(
             plan,
             stages=tuple(
@@ -287,11 +288,9 @@ class Draft:
             ),
         )
 
-    def _memory(
-        self, names: Sequence[str], peak: Counter[str], whole: int, dp: int, zero: int
-    ) -> Memory:
+    def _memory(self, names: Sequence[str], peak: Counter[str], whole: int, plan: Plan) -> Memory:
         """What a stage holds of states that no stage before it on its device has."""
-        graph = self.traced.graph
+        graph, dp, zero = self.traced.graph, plan.mesh.dp, plan.zero
         states = {name: graph.states[name] for name in names}
         sizes = {name: bytes_at(state.spec, 1) for name, state in states.items()}
         # Rows are dealt out; the first rank has the most.
@@ -307,6 +306,7 @@ class Draft:
             buffers=sum(size for name, size in sizes.items() if name not in parameters),
             activations=peak["activations"],
             transfers=peak["transfers"],
+            passing=_passing([sizes[name] for name in trained], peak, plan),
         )
 
     def _stage(
@@ -380,6 +380,19 @@ def _share(shape: Sequence[Dim], size: int, ranks: int) -> int:
     """Bytes of a parameter's rows that the first of so many ranks gets."""
     rows = int(shape[0]) if shape else 1
     return -(-rows // ranks) * size // rows if rows else 0
+
+
+def _passing(gradients: Sequence[int], peak: Counter[str], plan: Plan) -> int:
+    """Bytes of `Memory.passing`.
+
+    From the second micro-batch on, each gradient is made beside the sum that it is added to. A
+    bucket is filled at the end, when the last backward has let go of what is at the peak.
+    """
+    if plan.zero == 3:
+        return 0  # what is gathered is counted with the gradients that it makes
+    added = max(gradients, default=0) if plan.batch.micro_batches > 1 else 0
+    bucket = min(BUCKET_BYTES, sum(gradients)) if plan.mesh.dp > 1 else 0
+    return max(added, bucket - peak.total())
 
 
 def _check_fits(plan: Plan, limits: Sequence[int]) -> None:

@@ -31,7 +31,7 @@ _PARTS: Mapping[str, Callable[[Memory], int]] = {
     "grads": lambda memory: memory.gradients,
     "optimizer": lambda memory: memory.optimizer,
     "activations": lambda memory: memory.activations,
-    "transfers": lambda memory: memory.transfers,
+    "transfers": lambda memory: memory.transfers + memory.passing,
 }
 
 

@@ -161,7 +161,8 @@ class Memory:
     first. `parameters` are with copies in low precision and, under ZeRO-3, what is gathered.
     `activations` are those saved from forward to backward for all micro-batches in flight,
     received tensors included; `transfers` are the buffers of receives posted ahead and of sends
-    under way.
+    under way. `passing` is what a backward makes beside all that: a gradient on its way into its
+    sum, a bucket that is summed over ranks. A run that measures itself does not see it.
     """
 
     parameters: int
@@ -170,6 +171,7 @@ class Memory:
     buffers: int
     activations: int
     transfers: int
+    passing: int = 0
 
     @property
     def peak(self) -> int:
@@ -181,6 +183,7 @@ class Memory:
             + self.buffers
             + self.activations
             + self.transfers
+            + self.passing
         )
 
 

@@ -41,6 +41,7 @@ from autopipe.schedules import SCHEDULES
 from autopipe.source import Source, trace_source, versions
 from autopipe.spec import LocalSpec, parse
 from autopipe.stage_costs import EAGER
+from autopipe.stopwatch import Stopwatch
 from autopipe.trace import Trace
 
 ROWS_PER_DEVICE = 8
@@ -77,6 +78,7 @@ def plan(
     sequence_parallel: bool = False,
     source: str | None = None,
     say: Say | None = None,
+    watch: Stopwatch | None = None,
 ) -> Plan:
     """Decide how to split a model over a cluster. No process is started but to probe this machine.
 
@@ -106,6 +108,7 @@ def plan(
             takes less time; it holds less.
         source: where the model comes from, for the plan to remember.
         say: gets a line of talk at a time.
+        watch: gets the seconds that tracing, costing, searching and writing down take.
 
     Raises:
         ModelError: the inputs do not fit the model, or (CaptureError) it cannot be captured.
@@ -113,7 +116,7 @@ def plan(
             asked for contradicts itself.
         AutopipeError: an argument cannot be met.
     """
-    say = say or (lambda line: None)
+    say, watch = say or (lambda line: None), watch or Stopwatch()
     _refuse_unknown(precision, zero, planner)
     written: Programs = ()
     if schedule is not None and schedule not in SCHEDULES:
@@ -128,11 +131,12 @@ def plan(
         pp, dp, tp, micro_batches, schedule, limits, chunks, window, depth, zero, None, written
     )
 
-    traced = trace_source(model, batches.two_rows(example, specs), specs, loss)
-    graph = traced.graph
+    with watch("traced"):
+        traced = trace_source(model, batches.two_rows(example, specs), specs, loss)
+        graph = traced.graph
+        flow, blocks = analyse(graph), find_blocks(graph)
     if tp is not None:
         check_heads(graph, tp)
-    flow, blocks = analyse(graph), find_blocks(graph)
     again = None
     if recompute is not None:
         words = [recompute] if isinstance(recompute, str) else recompute
@@ -184,7 +188,15 @@ def plan(
         )
         return problem, draft
 
-    made = _best_degree(degrees(machine, tp), at, PLANNERS[planner])
+    def costed(tp: int) -> tuple[Problem, Draft]:
+        with watch("costs"):
+            return at(tp)
+
+    def searched(problem: Problem) -> Answer:
+        with watch("search"):
+            return PLANNERS[planner](problem)
+
+    made = _best_degree(degrees(machine, tp), costed, searched, watch)
     check_runs(made)
     return made
 
@@ -193,6 +205,7 @@ def _best_degree(
     tried: Sequence[Sequence[int]],
     at: Callable[[int], tuple[Problem, Draft]],
     planner: Planner,
+    watch: Stopwatch,
 ) -> Plan:
     """The best answer of all tensor-parallel degrees written down; of equal ones the lowest's.
 
@@ -222,14 +235,16 @@ def _best_degree(
         others = {other: answers[other][2] for other in order[number + 1 :]}
         with as_first(tp):
             try:
-                return _plan_that_fits(planner, problem, draft, beside(answer, others))
+                return _plan_that_fits(planner, problem, draft, beside(answer, others), watch)
             except InfeasibleError:
                 if number == len(order) - 1:
                     raise
     raise AssertionError("unreachable")
 
 
-def _plan_that_fits(planner: Planner, problem: Problem, draft: Draft, answer: Answer) -> Plan:
+def _plan_that_fits(
+    planner: Planner, problem: Problem, draft: Draft, answer: Answer, watch: Stopwatch
+) -> Plan:
     """The planner's answer written down; asked again for less where its exact bytes are too many.
 
     Raises:
@@ -237,7 +252,8 @@ def _plan_that_fits(planner: Planner, problem: Problem, draft: Draft, answer: An
     """
     while True:
         try:
-            return draft.plan(answer)
+            with watch("rehearsed"):
+                return draft.plan(answer)
         except Overflow as overflow:
             schedule = answer.decision.frame.schedule
             beyond = problem.beyond.get(schedule, 0) + overflow.shortfall

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import platform
 import statistics
@@ -33,13 +34,18 @@ import torch.distributed as dist
 
 from autopipe import codec, heap, presets, speeds
 from autopipe.cluster import Cluster, Device, Group, Kernel, Link, Node, Pace, check
+from autopipe.communication import Level, all_gather, all_reduce
 from autopipe.errors import AutopipeError, LaunchError, PlanError
+from autopipe.renamed import all_gather_single, reduce_scatter_single
 
 PATIENCE = 120.0
 """Seconds after which processes that have not finished are given up."""
 
 SMALL, LARGE = 2**10, 2**20
 """Bytes of the two messages: the first measures latency, their difference bandwidth."""
+
+WHOLE = 2**24
+"""Bytes that the collectives sum or gather: about a bucket of gradients, or a block."""
 
 Say = Callable[[str], None]
 
@@ -49,7 +55,8 @@ class Sample:
     """What one process measured: as `Device` has it, and the link.
 
     `launch` is of one small op that autograd records, forward and backward. `latency` and
-    `bandwidth` are those of the link, None for a process without a partner.
+    `bandwidth` are those of the link, None for a process without a partner. `summing` and
+    `gathering` are seconds in which all processes sum or gather `WHOLE` bytes.
     """
 
     flops: dict[str, float]
@@ -59,6 +66,8 @@ class Sample:
     kernels: dict[str, Kernel]
     latency: float | None
     bandwidth: float | None
+    summing: float
+    gathering: float
 
 
 @dataclass(frozen=True)
@@ -151,7 +160,10 @@ def probe(processes: int, say: Say | None = None) -> tuple[Device, Link]:
         kernels=kernels,
     )
     link = _link(samples, device)
-    say(f"  between processes: {link}")
+    say(
+        f"  between processes: {link}; on the wire of sums {link.summing / 1e9:.3g} GB/s, of "
+        f"gathering {link.gathering / 1e9:.3g} GB/s"
+    )
     return device, link
 
 
@@ -220,7 +232,10 @@ def worker(rank_text: str, processes_text: str, folder: str) -> None:
     dist.barrier()
     latency, bandwidth = _ping_pong(rank, processes, device)
     flops = {"fp32": fp32, "bf16": bf16}
-    sample = Sample(flops, half, memory_bandwidth, launch, kernels, latency, bandwidth)
+    dist.barrier()
+    together = _collectives(processes, device)
+    link = (latency, bandwidth, *together)
+    sample = Sample(flops, half, memory_bandwidth, launch, kernels, *link)
     codec.save(sample, Path(folder, f"{rank}.json"))
     dist.barrier()
     dist.destroy_process_group()
@@ -252,6 +267,28 @@ def _one_way(rank: int, partner: int, size: int, device: torch.device) -> float:
             second(message, partner)
         times.append((speeds.now(device) - begin) / (2 * rounds))
     return statistics.median(times[1:])
+
+
+def _collectives(processes: int, device: torch.device) -> tuple[float, float]:
+    """Seconds of an all-reduce, and of a reduce-scatter or an all-gather; of all processes."""
+    own = torch.zeros(-(-WHOLE // (4 * processes)), device=device)
+    whole = torch.zeros(len(own) * processes, device=device)
+    ops: tuple[Callable[[], object], ...] = (
+        lambda: dist.all_reduce(whole),
+        lambda: all_gather_single(whole, own),
+        lambda: reduce_scatter_single(own, whole),
+    )
+    rounds = []
+    for _ in range(speeds.WINDOWS + 1):
+        times = []
+        for op in ops:
+            begin = speeds.now(device)
+            for _ in range(4):
+                op()
+            times.append((speeds.now(device) - begin) / 4)
+        rounds.append((times[0], (times[1] + times[2]) / 2))
+    summing, gathering = zip(*rounds[1:], strict=True)
+    return statistics.median(summing), statistics.median(gathering)
 
 
 # --- Around it -----------------------------------------------------------------------------------
@@ -309,7 +346,20 @@ def _link(samples: list[Sample], device: Device) -> Link:
     bandwidths = [sample.bandwidth for sample in samples if sample.bandwidth is not None]
     if not latencies:
         return Link(latency=0.0, bandwidth=device.bandwidth)
-    return Link(statistics.median(latencies), statistics.median(bandwidths))
+    latency = statistics.median(latencies)
+    ring = [Level(len(samples), Link(latency, math.inf))]
+    parts = WHOLE * (len(samples) - 1) / len(samples)
+
+    def rate(seconds: float, rounds: int, latencies: float) -> float:
+        """Bytes a second on the wire; where latency is all, noise is what is left of it."""
+        return rounds * parts / max(seconds - latencies, seconds / 10)
+
+    return Link(
+        latency,
+        statistics.median(bandwidths),
+        rate(statistics.median(s.summing for s in samples), 2, all_reduce(0.0, tuple(ring))),
+        rate(statistics.median(s.gathering for s in samples), 1, all_gather(0.0, tuple(ring))),
+    )
 
 
 def _memory(processes: int, cuda: bool) -> int:

@@ -60,8 +60,14 @@ from autopipe.strategies import Model, Op, segment_of
 
 
 def shardable(graph: Graph) -> Dataflow:
-    """The form of a model that is dealt out; planning and running both begin with it."""
-    return analyse(out_of_place(graph))
+    """The form of a model that is dealt out; planning and running both begin with it.
+
+    Once for a graph: what is found out about it holds for every degree.
+    """
+    known: Graph | None = graph.__dict__.get("_shardable")
+    if known is None:
+        known = graph.__dict__["_shardable"] = out_of_place(graph)
+    return analyse(known)
 
 
 def shard_graph(flow: Dataflow, sharding: Sharding, rank: int) -> Graph:

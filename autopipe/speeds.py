@@ -6,6 +6,12 @@
 What is measured is what a model does: results are allocated, weights come from memory and not from
 a cache, autograd records. An op is measured in a chain of itself, x -> f(x) -> f(f(x)), so that
 asking autograd for its backward counts once for many.
+
+A shared machine is a tenth quicker in one second than in the next, and what is compared is measured
+in turns, so that a slow second is in every figure alike:
+
+    round    0 (warms up)    1          2                 each figure: the median of its column
+             a  b  c  d      a b c d    a b c d    ...
 """
 
 from __future__ import annotations
@@ -27,13 +33,13 @@ WINDOW = 0.05
 """Seconds of uninterrupted repetition that make one figure."""
 
 WINDOWS = 5
-"""Windows of which the median is taken."""
+"""Windows of which the median is taken, after one to warm up."""
 
 SHORT = 0.01
 """The same for one op of many: all of them together take seconds."""
 
 COLD = 2**26
-"""Bytes of weights that are used in turn: more than a core's share of the caches."""
+"""Bytes of weights that are used in turn, or of a chain: more than a core's share of the caches."""
 
 
 def now(device: torch.device) -> float:
@@ -43,17 +49,19 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def seconds(op: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one call of `op`: the median over windows, after one window to warm up."""
-    times = []
-    for _ in range(WINDOWS + 1):
-        begin, calls = now(device), 0
-        # Asked of the device each time: a GPU's queue takes seconds of work in a millisecond.
-        while now(device) - begin < WINDOW:
-            op()
-            calls += 1
-        times.append((now(device) - begin) / calls)
-    return statistics.median(times[1:])
+def seconds(ops: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
+    """Seconds of one call of each of `ops`, in turns."""
+    rounds = [[_window(op, device) for op in ops] for _ in range(WINDOWS + 1)]
+    return [statistics.median(column) for column in zip(*rounds[1:], strict=True)]
+
+
+def _window(op: Callable[[], object], device: torch.device) -> float:
+    begin, calls = now(device), 0
+    # Asked of the device each time: a GPU's queue takes seconds of work in a millisecond.
+    while now(device) - begin < WINDOW:
+        op()
+        calls += 1
+    return (now(device) - begin) / calls
 
 
 # --- Matmuls -------------------------------------------------------------------------------------
@@ -69,16 +77,17 @@ def matmuls(
 ) -> tuple[float, float]:
     """Operations a second of large matmuls, and the dim that halves them; `half` if it is known."""
     sizes = ON_CPU if device.type == "cpu" else ON_GPU
-    return fit([(dims, _matmul_seconds(dims, dtype, device)) for dims in sizes], half)
+    found = seconds([_matmul(dims, dtype, device) for dims in sizes], device)
+    return fit(list(zip(sizes, found, strict=True)), half)
 
 
-def _matmul_seconds(dims: Dims, dtype: torch.dtype, device: torch.device) -> float:
+def _matmul(dims: Dims, dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
     m, k, n = dims
     x = torch.randn(m, k, dtype=dtype, device=device)
     turns = -(-COLD // (k * n * dtype.itemsize))
     weights = list(torch.randn(turns, n, k, dtype=dtype, device=device))
     turn = count()
-    return seconds(lambda: F.linear(x, weights[next(turn) % turns]), device)
+    return lambda: F.linear(x, weights[next(turn) % turns])
 
 
 def fit(found: Sequence[tuple[Dims, float]], half: float | None = None) -> tuple[float, float]:
@@ -108,7 +117,8 @@ def memory(device: torch.device) -> float:
     size = 2**26 if device.type == "cpu" else 2**28
     left = torch.ones(size // 4, device=device)
     right, out = torch.ones_like(left), torch.ones_like(left)
-    return 3 * size / seconds(lambda: torch.add(left, right, out=out), device)
+    (each,) = seconds([lambda: torch.add(left, right, out=out)], device)
+    return 3 * size / each
 
 
 def launch(device: torch.device) -> tuple[float, float]:
@@ -117,7 +127,9 @@ def launch(device: torch.device) -> tuple[float, float]:
     It is called as a stage's graph calls it.
     """
     add = torch.ops.aten.add.Tensor
-    return chained(lambda x: add(x, 1.0), torch.ones(8, device=device), 200, device, WINDOW)
+    chain = Chain(lambda x: add(x, 1.0), torch.ones(8, device=device), 200)
+    (found,) = chained([chain], device, WINDOW)
+    return found
 
 
 # --- Other ops -----------------------------------------------------------------------------------
@@ -224,14 +236,26 @@ def kernels(device: torch.device) -> dict[str, Kernel]:
     """The pace of each op of `SUBJECTS`; none on a GPU, where they are as fast as their bytes."""
     if device.type != "cpu":
         return {}
-    return {name: _kernel(subject, device) for name, subject in SUBJECTS.items()}
+    chains = [chain for subject in SUBJECTS.values() for chain in _chains(subject, device)]
+    found = chained(chains, device, SHORT)
+    pairs = zip(SUBJECTS.items(), found[::2], found[1::2], strict=True)
+    return {name: _kernel(subject, small, large) for (name, subject), small, large in pairs}
 
 
-def _kernel(subject: Subject, device: torch.device) -> Kernel:
+def _chains(subject: Subject, device: torch.device) -> list[Chain]:
+    """Of few rows, and of many.
+
+    What a step makes is read again in its backward, when it is in no cache any more. An op that
+    takes as long as its elements is measured so; what computes for longer does not notice.
+    """
     function = subject.make(device)
+    few, many = (torch.rand(rows, *subject.shape, device=device) for rows in subject.rows)
+    long = 4 if subject.operations else COLD // many.nbytes
+    return [Chain(function, few, 8), Chain(function, many, long)]
+
+
+def _kernel(subject: Subject, small: tuple[float, float], large: tuple[float, float]) -> Kernel:
     few, many = subject.rows
-    small = chained(function, torch.rand(few, *subject.shape, device=device), 8, device, SHORT)
-    large = chained(function, torch.rand(many, *subject.shape, device=device), 4, device, SHORT)
     operations = subject.operations or (float(math.prod(subject.shape)),) * 2
     return Kernel(
         *(pace(few * n, a, many * n, b) for n, a, b in zip(operations, small, large, strict=True))
@@ -247,27 +271,39 @@ def pace(few: float, short: float, many: float, long: float) -> Pace:
     return Pace(max(short - few * each, 0.0), 1 / each)
 
 
+@dataclass(frozen=True)
+class Chain:
+    """`ops` functions in a row, from `x` on."""
+
+    function: Function
+    x: Tensor
+    ops: int
+
+
 def chained(
-    function: Function, x: Tensor, ops: int, device: torch.device, window: float
-) -> tuple[float, float]:
-    """Seconds of one of `ops` functions in a row, and of its backward: medians over windows."""
-    x = x.requires_grad_()
+    chains: Sequence[Chain], device: torch.device, window: float
+) -> list[tuple[float, float]]:
+    """Seconds of one function of each chain, and of its backward; the chains take turns."""
+    rounds = [[_round(chain, device, window) for chain in chains] for _ in range(WINDOWS + 1)]
+    return [
+        (statistics.median(f for f, _ in column), statistics.median(b for _, b in column))
+        for column in zip(*rounds[1:], strict=True)
+    ]
+
+
+def _round(chain: Chain, device: torch.device, window: float) -> tuple[float, float]:
+    x = chain.x.detach().requires_grad_()
     seed = torch.ones_like(x)
-    rounds = []
-    for _ in range(WINDOWS + 1):
-        forward = backward = 0.0
-        calls = 0
-        while forward + backward < window:
-            begin = now(device)
-            value = x
-            for _ in range(ops):
-                value = function(value)
-            middle = now(device)
-            torch.autograd.backward(value, seed)
-            forward += middle - begin
-            backward += now(device) - middle
-            calls += ops
-        rounds.append((forward / calls, backward / calls))
-    # The first round warms up.
-    forwards, backwards = zip(*rounds[1:], strict=True)
-    return statistics.median(forwards), statistics.median(backwards)
+    forward = backward = 0.0
+    calls = 0
+    while forward + backward < window:
+        begin = now(device)
+        value = x
+        for _ in range(chain.ops):
+            value = chain.function(value)
+        middle = now(device)
+        torch.autograd.backward(value, seed)
+        forward += middle - begin
+        backward += now(device) - middle
+        calls += chain.ops
+    return forward / calls, backward / calls

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopipe.runtime.zero import all_gather_single, reduce_scatter_single
+from autopipe.renamed import all_gather_single, reduce_scatter_single
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 

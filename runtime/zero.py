@@ -36,17 +36,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autopipe.renamed import all_gather_single, reduce_scatter_single
 from autopipe.runtime.gradients import Bucket, GradientSum, buckets, by_group
-
-# torch 2.13 has given these two new names, and warns about the old ones.
-reduce_scatter_single = (
-    dist.reduce_scatter_single
-    if hasattr(dist, "reduce_scatter_single")
-    else dist.reduce_scatter_tensor
-)
-all_gather_single = (
-    dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
-)
 
 
 def own_rows(rows: int, ranks: int, rank: int) -> tuple[int, int]:

@@ -39,7 +39,7 @@ def memory_is_what_was_planned() -> None:
         for stage, found in measured.items():
             predicted = plan.stages[stage].predicted.memory
             counters = sum(4 for n in plan.stages[stage].parameters)
-            for part in fields(Memory):
+            for part in fields(Memory)[:-1]:  # `passing` is not seen
                 mine, asked = (getattr(m, part.name) for m in (found.memory, predicted))
                 asked += counters if part.name == "optimizer" else 0
                 said = f"{name}, {schedule}, stage {stage}: {part.name}"

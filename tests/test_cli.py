@@ -55,7 +55,7 @@ def test_plan_needs_no_argument_but_the_model(
     environ = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "CUDA_VISIBLE_DEVICES": ""}
     said = python("plan", "net.py", folder=tmp_path / "work", environ=environ)
     assert (said.code, said.out) == (0, "plan.json\n")
-    cluster, rates, traced, decided = said.err.splitlines()
+    cluster, rates, traced, decided, took = said.err.splitlines()
     assert cluster == "cluster: local:2, this machine"
     assert rates.startswith("rates of this machine: measured before, read from ")
     assert traced.startswith("traced: 6 nodes, 0.0 M parameters")
@@ -64,6 +64,8 @@ def test_plan_needs_no_argument_but_the_model(
         r"predicted step [\d.]+ (us|ms), 16 rows",
         decided,
     )
+    phases = ("started", "traced", "costs", "search", "rehearsed", "written")
+    assert re.fullmatch(f"time: {', '.join(rf'{name} [0-9.]+ s' for name in phases)}", took)
     made = Plan.load(tmp_path / "work" / "plan.json")
     # The net is so small that one of the two processes may be the quicker.
     assert (made.source, made.batch.rows, made.cluster.num_devices) == ("net.py", 16, 2)

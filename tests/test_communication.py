@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autopipe.cluster import Cluster, Device, Group, Link, Node
-from autopipe.communication import Level, Topology, all_gather, all_reduce
+from autopipe.communication import Level, Topology, all_gather, all_reduce, gradient_sum
 
 NEAR, FAR, WAN = Link(1e-6, 100.0), Link(1e-3, 10.0), Link(1.0, 1.0)
 DEVICE = Device("made up", 1, {"fp32": 1.0}, 1.0, 0.0, "by hand")
@@ -28,6 +28,22 @@ def test_a_ring_moves_twice_all_but_a_share() -> None:
     assert all_reduce(400, (Level(4, FAR),)) == pytest.approx(2 * (300 / 10 + 2 * 1e-3))
     # One round alone is a ring: nobody has all of it before the last hop.
     assert all_gather(400, (Level(4, FAR),)) == pytest.approx(300 / 10 + 3 * 1e-3)
+
+
+def test_collectives_have_the_rate_that_was_measured_for_them() -> None:
+    """gloo's ring copies; its reduce-scatter and all-gather more than its sum."""
+    ring = (Level(2, Link(0.0, 100.0, summing=50.0, gathering=10.0)),)
+    assert all_reduce(400, ring) == 2 * 200 / 50
+    assert all_gather(400, ring) == 200 / 10
+
+
+def test_gradients_are_copied_beside_the_wire() -> None:
+    """Into a bucket, 2 times; under ZeRO-1 through two tables, 6 times, and over the wire as a
+    reduce-scatter and an all-gather."""
+    ring = (Level(2, Link(0.0, 100.0, summing=50.0, gathering=10.0)),)
+    assert gradient_sum(400, ring, 1, zero=0, copying=1000.0) == 8.0 + 2 * 0.4
+    assert gradient_sum(400, ring, 1, zero=1, copying=1000.0) == pytest.approx(40.0 + 6 * 0.4)
+    assert gradient_sum(400, (), 1, zero=1, copying=1000.0) == 0.0
 
 
 def test_a_rank_alone_sends_nothing() -> None:

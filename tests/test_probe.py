@@ -46,6 +46,8 @@ def test_the_figures_are_those_of_some_computer(measured: tuple[Device, Link, li
     assert 1e-7 < device.launch < 1e-3
     assert 1e-6 < link.latency < 0.1
     assert 1e6 < link.bandwidth < 1e12
+    assert 1e6 < link.summing < 1e12 and 1e6 < link.gathering < 1e12
+    assert device.half >= 0 and "gelu" in device.kernels
     assert "2 processes, torch" in device.source
 
 
@@ -58,8 +60,10 @@ def test_processes_share_the_memory_of_the_machine(
 
 
 def test_a_line_of_talk_per_measurement(measured: tuple[Device, Link, list[str]]) -> None:
-    words = ("measuring", "bf16", "fp32", "memory", "an eighth", "small op")
-    words += ("by themselves", "between processes")
+    words = (
+        *("measuring", "bf16", "fp32", "memory", "an eighth", "small op", "by themselves"),
+        "between processes",
+    )
     assert len(measured[2]) == len(words)
     for word, line in zip(words, measured[2], strict=True):
         assert word in line
@@ -149,15 +153,15 @@ def test_samples_come_back_in_the_order_of_ranks() -> None:
         "import pathlib, sys; rank, _, folder = sys.argv[1:]; "
         "pathlib.Path(folder, rank + '.json').write_text("
         '\'{"flops": {}, "half": 0, "memory_bandwidth": RANK, "launch": [0, 0], "kernels": {}, '
-        '"latency": null, "bandwidth": null}\'.replace("RANK", rank))'
+        '"latency": null, "bandwidth": null, "summing": 0, "gathering": 0}\'.replace("RANK", rank))'
     )
     samples = probe.run_workers(3, [sys.executable, "-c", program])
     assert [sample.memory_bandwidth for sample in samples] == [0.0, 1.0, 2.0]
 
 
 def test_a_sample_is_plain_data() -> None:
-    tanh = Kernel(Pace(1e-6, 2e9), Pace(2e-6))
-    sample = probe.Sample({"fp32": 1.0}, 2.0, 3.0, (4.0, 5.0), {"tanh": tanh}, None, None)
+    kernels = {"tanh": Kernel(Pace(1.0, 2.0), Pace(3.0))}
+    sample = probe.Sample({"fp32": 1.0}, 2.0, 3.0, (4.0, 5.0), kernels, None, None, 6.0, 7.0)
     assert codec.from_json(probe.Sample, codec.to_json(sample), "sample") == sample
 
 

@@ -14,16 +14,14 @@ from pathlib import Path
 
 import autopipe
 from autopipe import codec
-from autopipe.cluster import Cluster, Device, Group, Link, Node
+from autopipe.cluster import Cluster, Group, Node
 from autopipe.plan import Plan
 from autopipe.probe import probe
 from autopipe.runtime.spawn import spawn
 from autopipe.runtime.train import Measured
 from benchmarks.honesty.case import CASES, Case, Row, row, summary
 from benchmarks.honesty.models import MODELS
-
-WAITED = 0.03
-"""The share of a run in which a process may have waited for its core."""
+from benchmarks.honesty.quiet import cores, disturbed, drift
 
 RUN = 3.0
 """Seconds that the steps of a run take, as predicted."""
@@ -37,60 +35,71 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", help="parts of names; all cases")
     parser.add_argument("--tries", type=int, default=3, help="while other programs run")
     chosen = parser.parse_args(argv)
+    machine = Machine()
     rows = []
     for case in CASES:
         if not chosen.names or any(name in case.name for name in chosen.names):
-            rows.append(quietly(case, chosen.tries))
+            rows.append(quietly(case, machine, chosen.tries))
             print(json.dumps(rows[-1]), flush=True)
     print(json.dumps(summary(rows)), flush=True)
     return 0
 
 
-def quietly(case: Case, tries: int) -> Row:
-    """The first try whose processes had their cores, else the one that had them the most.
+def quietly(case: Case, machine: Machine, tries: int) -> Row:
+    """The first try that nothing disturbed, else the one that was disturbed the least.
 
-    How long they waited is looked at; how far off the prediction is, is not.
+    How far off its prediction is, is not looked at.
     """
     found: list[Row] = []
-    while len(found) < tries and (not found or found[-1]["waited"] > WAITED):
-        found.append(run(case))
-    return {**min(found, key=lambda row: row["waited"]), "tries": len(found)}
+    while len(found) < tries and (not found or found[-1]["disturbed"] > 1):
+        found.append(run(case, machine))
+    return {**min(found, key=lambda row: row["disturbed"]), "tries": len(found)}
 
 
-def run(case: Case) -> Row:
-    """One case; the machine is probed right before, as its neighbours may have come or gone."""
-    device, link = probed(case.processes)
-    cluster = Cluster(
-        f"local:{case.processes}", (Node(1, (Group(case.processes, device),)),), link, link
-    )
-    plan = make(case, cluster)
+def run(case: Case, machine: Machine) -> Row:
+    """One case: planned on the machine as it was last probed, run, and the machine probed again."""
+    with cores(case.processes):
+        before = machine.probed(case.processes)
+        plan = make(case, before)
+        measured, waited, held = train(case, plan)
+        after = machine.probed(case.processes, again=True)
+    drifted = drift(before.slowest_device, after.slowest_device)
+    found = {"waited": waited, "drift": drifted, "disturbed": disturbed(waited, drifted)}
+    return {**row(case, plan, measured, held), **found}
+
+
+def train(case: Case, plan: Plan) -> tuple[Measured, float, list[int]]:
+    """What the plan's processes measure, the longest share that one waited for its core, and the
+    peak bytes of each rank's allocator."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         plan.save(folder / "plan.json")
         steps = max(10, min(300, round(RUN / plan.prediction.step_seconds)))
         command = (sys.executable, "-m", "benchmarks.honesty.rank")
-        arguments = [case.model, str(folder / "plan.json"), str(steps), name]
-        code = spawn(case.processes, arguments, command)
-        if code:
-            raise SystemExit(f"{case.name}: a process ended with code {code}")
+        for number in (steps, 0):
+            arguments = [case.model, str(folder / "plan.json"), str(number), name]
+            code = spawn(case.processes, arguments, command)
+            if code:
+                raise SystemExit(f"{case.name}: a process ended with code {code}")
         measured = codec.load(Measured, folder / "measured.json", root="measured")
         waited = max(float(path.read_text()) for path in folder.glob("*.waited"))
-    return {**row(case, plan, measured), "waited": waited}
+        ranks = range(case.processes)
+        return measured, waited, [int((folder / f"{rank}.bytes").read_text()) for rank in ranks]
 
 
-_best: dict[int, float] = {}
-"""The fastest matmuls that so many processes have reached yet."""
+class Machine:
+    """This machine as it was last probed with so many processes."""
 
+    def __init__(self) -> None:
+        self._last: dict[int, Cluster] = {}
 
-def probed(processes: int, tries: int = 3) -> tuple[Device, Link]:
-    """A probe that nobody seems to have disturbed: its matmuls are about as fast as any before."""
-    for _ in range(tries):
-        device, link = probe(processes)
-        rate = device.flops["fp32"]
-        _best[processes] = max(rate, _best.get(processes, 0.0))
-        if rate > 0.9 * _best[processes]:
-            break
-    return device, link
+    def probed(self, processes: int, *, again: bool = False) -> Cluster:
+        """A cluster of so many processes; measured now if it was never, or `again`."""
+        if again or processes not in self._last:
+            device, link = probe(processes)
+            node = Node(1, (Group(processes, device),))
+            self._last[processes] = Cluster(f"local:{processes}", (node,), link, link)
+        return self._last[processes]
 
 
 def make(case: Case, cluster: Cluster) -> Plan:

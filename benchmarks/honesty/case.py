@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -70,13 +71,20 @@ CASES = (
 """At most two processes: one for each core of the machine of the README."""
 
 
-def row(case: Case, plan: Plan, measured: Measured) -> Row:
-    """Predicted beside measured; errors are predicted / measured - 1."""
+def row(case: Case, plan: Plan, measured: Measured, held: Sequence[int]) -> Row:
+    """Predicted beside measured; errors are predicted / measured - 1.
+
+    Args:
+        held: the allocator's peak bytes of each rank; of a stage's ranks the fullest counts.
+    """
     step = plan.prediction.step_seconds
-    predicted, found = (
+    predicted, counted = (
         peaks(plan, [stage.memory for stage in stages])
         for stages in ([s.predicted for s in plan.stages], measured.stages)
     )
+    found = [0] * plan.mesh.pp
+    for place in plan.mesh.places:
+        found[place.pp] = max(found[place.pp], held[place.rank])
     return {
         "case": case.name,
         "model": case.model,
@@ -91,6 +99,7 @@ def row(case: Case, plan: Plan, measured: Measured) -> Row:
         "seconds_error": step / measured.step_seconds - 1,
         "predicted_bytes": predicted,
         "measured_bytes": found,
+        "counted_bytes": counted,
         "bytes_error": max((p / m - 1 for p, m in zip(predicted, found, strict=True)), key=abs),
         "stages": [
             {

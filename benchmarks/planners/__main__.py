@@ -48,13 +48,16 @@ def _table(found: Sequence[Row]) -> str:
         "|---" * 8 + "|",
     ]
     for row in found:
-        figures = (row["theirs"], row["ours"], row["ratio"])
-        told = " | ".join("none" if figure is None else f"{figure:.5g}" for figure in figures)
         lines.append(
-            f"| {row['case']} | {told} | {row['cpu_theirs']} | {row['cpu_ours']:.2f} "
+            f"| {row['case']} | {_told(row['theirs'], '.6g')} | {_told(row['ours'], '.6g')} "
+            f"| {_told(row['ratio'], '.4f')} | {row['cpu_theirs']} | {row['cpu_ours']:.2f} "
             f"| {row['plan_theirs']} | {row['plan_ours']} |"
         )
     return "\n".join(lines)
+
+
+def _told(figure: float | None, form: str) -> str:
+    return "" if figure is None else format(figure, form)
 
 
 if __name__ == "__main__":

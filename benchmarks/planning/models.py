@@ -1,0 +1,67 @@
+"""The models that are planned, by name; none has weights, for planning allocates none.
+
+`autopipe plan benchmarks.planning.models:MODEL` builds them; the length of a row is in the inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+LLAMAS: dict[str, dict[str, int]] = {
+    # The Llama 3 Herd of Models (Meta, 2024), table 3.
+    "llama-405b": {
+        **{"num_hidden_layers": 126, "hidden_size": 16384, "intermediate_size": 53248},
+        **{"num_attention_heads": 128, "num_key_value_heads": 8, "vocab_size": 128256},
+        "max_position_embeddings": 131072,
+    },
+    # The config.json of meta-llama/Llama-2-7b-hf.
+    "llama-7b": {
+        **{"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 11008},
+        **{"num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000},
+        "max_position_embeddings": 4096,
+    },
+}
+
+
+def llama(name: str) -> nn.Module:
+    """A Llama of these dimensions."""
+    import transformers
+
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMAS[name], use_cache=False))
+
+
+def t5() -> nn.Module:
+    """An encoder and a decoder of 24 layers each, the dimensions of T5 v1.1 XL (google/t5-v1_1-xl).
+
+    Every layer of a half adds the biases that the half's first layer has made.
+    """
+    import transformers
+
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            d_model=2048,
+            d_kv=64,
+            d_ff=5120,
+            num_layers=24,
+            num_heads=32,
+            feed_forward_proj="gated-gelu",
+            tie_word_embeddings=False,
+            decoder_start_token_id=0,
+            pad_token_id=0,
+            use_cache=False,
+        )
+    )
+
+
+def tokens(length: int) -> Callable[[int], dict[str, Tensor]]:
+    """Rows of so many tokens, and labels of as many."""
+
+    def inputs(batch_size: int) -> dict[str, Any]:
+        row = torch.zeros(batch_size, length, dtype=torch.long)
+        return {"input_ids": row, "labels": row.clone()}
+
+    return inputs

@@ -1,0 +1,63 @@
+"""From times to figures: on made-up times, of which the figures are known."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from autopipe import speeds
+from autopipe.cluster import Pace
+
+CPU = torch.device("cpu")
+
+
+def test_the_fit_finds_the_device_that_made_the_times() -> None:
+    """2 m k n operations at rate * m / (m + h) * k / (k + h) * n / (n + h)."""
+    rate, half = 1e11, 16.0
+    found = [
+        (dims, 2 * math.prod(dims) / (rate * math.prod(dim / (dim + half) for dim in dims)))
+        for dims in speeds.ON_CPU
+    ]
+    assert speeds.fit(found) == pytest.approx((rate, half))
+
+
+def test_a_known_half_is_kept() -> None:
+    found = [((64, 64, 64), 2 * 64**3 / 1e9)]
+    assert speeds.fit(found, 64.0) == pytest.approx((8e9, 64.0))  # an eighth is reached
+
+
+def test_a_pace_goes_through_both_times() -> None:
+    """3 s for 10 operations and 7 s for 30: 1 s to start, 5 a second."""
+    found = speeds.pace(10, 3.0, 30, 7.0)
+    assert (found.start, found.rate) == pytest.approx((1.0, 5.0))
+
+
+def test_a_pace_never_runs_backwards() -> None:
+    """Noise: 30 operations were quicker than 10. A tenth of the time is left to them."""
+    found = speeds.pace(10, 7.0, 30, 6.0)
+    assert found.rate == pytest.approx(20 / 0.6)
+    assert found.start == pytest.approx(7.0 - 10 * 0.6 / 20)
+
+
+def test_what_has_no_operations_is_all_start() -> None:
+    assert speeds.pace(0, 3.0, 0, 7.0) == Pace(3.0)
+
+
+def test_chains_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """a b, a b, a b: whatever slows one of the rounds slows both."""
+    called: list[str] = []
+
+    def named(name: str) -> speeds.Function:
+        def run(x: torch.Tensor) -> torch.Tensor:
+            called.append(name)
+            return x * 2
+
+        return run
+
+    monkeypatch.setattr(speeds, "WINDOWS", 2)
+    chains = [speeds.Chain(named(name), torch.ones(1), 2) for name in "ab"]
+    found = speeds.chained(chains, CPU, 1e-9)  # once through a chain fills a window of a nanosecond
+    assert "".join(called) == "aabb" * 3  # a round to warm up, and two
+    assert len(found) == 2 and all(len(times) == 2 for times in found)
