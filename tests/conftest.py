@@ -15,6 +15,7 @@ LONGEST = (
     "test_chaos.py",
     "test_pipe.py",
     "test_emit.py",
+    "test_planners.py",
     "test_planning.py",
     "test_examples.py",
     "test_sidecar.py",

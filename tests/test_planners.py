@@ -29,9 +29,24 @@ from tests.problems import line, machine, random_problem, rich_problem
 Found = Answer | InfeasibleError
 Make = Callable[[int], Problem]
 
-MAKERS = {"plain": random_problem, "rich": rich_problem}
+
+def tight_problem(seed: int) -> Problem:
+    """A rich problem whose devices hold a tenth less than its fastest plan without limits needs."""
+    problem = rich_problem(seed)
+    devices = problem.machine
+    roomy = replace(problem, machine=replace(devices, memory=(2**40,) * devices.devices))
+    found = found_by("dynamic", roomy)
+    if isinstance(found, InfeasibleError):
+        return problem
+    peak = max(stage.memory.peak for stage in found.estimate.stages)
+    limits = tuple(9 * peak // 10 + kind for kind in devices.kinds)
+    return replace(problem, machine=replace(devices, memory=limits))
+
+
+MAKERS = {"plain": random_problem, "rich": rich_problem, "tight": tight_problem}
 """Plain problems are of equal devices on one link; in rich ones up to three kinds of devices, with
-limits of their own, stand in nodes and sites, blocks may run again and states be dealt out."""
+limits of their own, stand in nodes and sites, blocks may run again and states be dealt out. In
+tight ones that is what must be."""
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +88,7 @@ def same(dynamic: Found, exhaustive: Found) -> None:
 
 
 @pytest.mark.parametrize("make", MAKERS)
-@pytest.mark.parametrize("first", range(0, 300, 50))
+@pytest.mark.parametrize("first", range(0, 200, 50))
 def test_dynamic_is_exhaustive(make: str, first: int) -> None:
     """On 600 problems: every mesh, schedule, depth, ZeRO stage, set of blocks, order of devices."""
     for seed in range(first, first + 50):
@@ -114,16 +129,18 @@ def test_a_pipeline_that_is_never_drained_too(hold: Literal["one", "all", "none"
 def test_the_problems_are_of_all_kinds() -> None:
     """What the oracle was asked: enough of everything that makes planning hard."""
     for make in MAKERS:
-        every = [found_in("dynamic", make, seed) for seed in range(300)]
+        every = [found_in("dynamic", make, seed) for seed in range(200)]
         decisions = [found.decision for found in every if isinstance(found, Answer)]
         refused = [str(found) for found in every if isinstance(found, InfeasibleError)]
-        assert sum("plan fits" in sentence for sentence in refused) >= 40
-        assert sum(decision.frame.pp > 1 for decision in decisions) >= 20
+        if make != "tight":
+            assert sum("plan fits" in sentence for sentence in refused) >= 40
+        assert sum(decision.frame.pp > 1 for decision in decisions) >= 10
         assert {decision.frame.schedule for decision in decisions} >= {"1f1b", "zb-h1"}
         if make == "rich":
+            assert sum(list(d.groups) != sorted(d.groups) for d in decisions) >= 3
+        if make == "tight":
             assert sum(decision.frame.zero > 0 for decision in decisions) >= 5
-            assert sum(any(decision.recompute) for decision in decisions) >= 5
-            assert sum(list(d.groups) != sorted(d.groups) for d in decisions) >= 5
+            assert sum(any(decision.recompute) for decision in decisions) >= 10
 
 
 def subsets(blocks: range) -> list[tuple[int, ...]]:
