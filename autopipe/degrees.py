@@ -106,7 +106,7 @@ def as_one_rank(
     axis = Axis(tp, link, cluster.slowest_device)
     flow = shardable(traced.graph)
     sharding = shard(flow, blocks, axis, rows, sequence=sequence, partial=zero < 3)
-    _check_divides(flow, sharding)
+    _check_divides(flow, sharding, cluster)
     graph = shard_graph(flow, sharding, 0)
     local = replace(traced, graph=graph)
     own = blocks_of(graph, blocks)
@@ -119,7 +119,30 @@ def _link(cluster: Cluster, tp: int) -> Link:
     return cluster.within if fits or len(cluster.devices_per_node) == 1 else cluster.between
 
 
-def _check_divides(flow: Dataflow, sharding: Sharding) -> None:
+def check_heads(graph: Graph, tp: int) -> None:
+    """Refuse a degree that is asked for and leaves every attention whole on every rank.
+
+    Such a plan is right, but its ranks do the same work: nobody means that. Where nobody asks, it
+    may still be all that fits.
+
+    Raises:
+        InfeasibleError: the heads of an attention do not divide; names it.
+    """
+    for node in graph.nodes:
+        if not node.op.startswith("aten.scaled_dot_product_attention"):
+            continue
+        query = graph.spec(next(node.values()))
+        heads = query.shape[-3] if len(query.shape) > 3 else 1
+        if isinstance(heads, int) and heads % tp:
+            dividing = [n for n in range(1, heads + 1) if heads % n == 0]
+            raise InfeasibleError(
+                f"tp={tp} was asked for, and the {heads} heads of {node.name} do not divide into "
+                f"{tp} equal parts",
+                hint=f"tp of {', '.join(map(str, dividing))}",
+            )
+
+
+def _check_divides(flow: Dataflow, sharding: Sharding, cluster: Cluster) -> None:
     graph, model = flow.graph, Model(flow, sharding.ranks)
     if any(
         lies.sharded and model.divides(State(name), lies) for name, lies in sharding.states.items()
@@ -131,7 +154,8 @@ def _check_divides(flow: Dataflow, sharding: Sharding) -> None:
         if state.kind == "parameter" and len(state.spec.shape) > 1
         for size in state.spec.shape
     }
-    dividing = [n for n in range(2, 65) if any(size % n == 0 for size in sizes)]
+    most = cluster.num_devices
+    dividing = [n for n in range(2, most + 1) if any(size % n == 0 for size in sizes)]
     shown = ", ".join(map(str, sorted(sizes, reverse=True)[:6]))
     raise InfeasibleError(
         f"tp={sharding.ranks} was asked for, and no parameter divides into {sharding.ranks} equal "

@@ -336,10 +336,8 @@ def _stage(
         part = max(first - start, 0), min(last, stop) - start
         saves, costs = figures(problem, profile.rows, kind, block, part)
         dropped, extra = dropped + saves, extra + costs
-    held = 0
-    if dropped and problem.reruns_stay:
-        held = dropped
-    elif dropped:
+    held = dropped if problem.reruns_hold == "all" else 0
+    if dropped and problem.reruns_hold == "one":
         sets = sets_of(problem, frame, place)
         held = int(sets.largest[compositions(problem).number[first, last]])
     parts = memory(ranges, problem, frame, place.in_flight, dropped, held)

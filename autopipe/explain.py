@@ -28,7 +28,7 @@ WIDTH = 100
 _PARTS: Mapping[str, Callable[[Memory], int]] = {
     "peak": lambda memory: memory.peak,
     "weights": lambda memory: memory.parameters + memory.buffers,
-    "gradients": lambda memory: memory.gradients,
+    "grads": lambda memory: memory.gradients,
     "optimizer": lambda memory: memory.optimizer,
     "activations": lambda memory: memory.activations,
     "transfers": lambda memory: memory.transfers,
@@ -312,8 +312,8 @@ def compare(
 
 
 def _table(*names: str) -> Table:
-    """An empty table: names on the left, figures on the right."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    """An empty table: names on the left, figures on the right; with all of them it fits a page."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 0, 0, 1))
     for name in names:
         table.add_column(name, justify="left" if name == "stage" else "right", no_wrap=True)
     return table

@@ -21,7 +21,7 @@ from autopipe.blocks import Block, classes, find_blocks
 from autopipe.capture import Loss
 from autopipe.cluster import Cluster
 from autopipe.dataflow import analyse
-from autopipe.degrees import as_first, as_one_rank, degrees, sending_seconds
+from autopipe.degrees import as_first, as_one_rank, check_heads, degrees, sending_seconds
 from autopipe.draft import WINDOW, Draft, Overflow
 from autopipe.errors import AutopipeError, InfeasibleError, ModelError
 from autopipe.estimate import chunks_of
@@ -112,8 +112,8 @@ def plan(
 
     Raises:
         ModelError: the inputs do not fit the model, or (CaptureError) it cannot be captured.
-        InfeasibleError: no plan fits; says the nearest one and its shortfall in bytes.
-        PlanError: a schedule and a ZeRO stage that do not go together.
+        InfeasibleError: no plan fits; says the nearest one and its shortfall in bytes. Or what was
+            asked for contradicts itself.
         AutopipeError: an argument cannot be met.
     """
     say, watch = say or (lambda line: None), watch or Stopwatch()
@@ -134,6 +134,8 @@ def plan(
     with watch("traced"):
         traced = trace_source(model, batches.two_rows(example, specs), specs, loss)
         graph = traced.graph
+        if tp is not None:
+            check_heads(graph, tp)
         flow, blocks = analyse(graph), find_blocks(graph)
     again = None
     if recompute is not None:
@@ -392,8 +394,8 @@ def _sizes(rows: int, devices: int, constraints: Constraints) -> list[int]:
     """
     asked = {"dp": constraints.dp, "micro_batches": constraints.micro_batches}
     parts = (constraints.dp or 1) * (constraints.micro_batches or 1)
-    meets_devices = constraints.dp is None or devices % constraints.dp == 0
-    if rows % parts and (meets_devices or constraints.pp is not None):
+    there_are = (constraints.pp or 1) * (constraints.dp or 1) <= devices
+    if rows % parts and there_are:
         into = " x ".join(f"{name}={count}" for name, count in asked.items() if count)
         below = rows - rows % parts
         raise AutopipeError(

@@ -22,7 +22,7 @@ https://github.com/stas00/ml-engineering/tree/master/compute/accelerator, table 
 achievable matmul FLOPS.
 """
 
-STEADY, STEADY_NEWER = 0.82, 0.76
+STEADY, STEADY_NEWER = 0.82, 0.71
 """Share of that rate which matmuls hold all through a training step: up to A100, and from H100 on.
 
 Power and heat slow the clocks of a device that is never idle, those of faster devices more. Fitted
@@ -94,12 +94,18 @@ WIRES: dict[str, Wire] = {
     "NVLink 5": Wire(_NVLINK, 900e9, f"https://www.nvidia.com/en-us/data-center/hgx/; {_NCCL}"),
     # Half of H100's, as reported of the export model.
     "NVLink 4, H800": Wire(_NVLINK, 200e9, f"https://lenovopress.lenovo.com/lp1814; {_NCCL}"),
+    "NVLink 3, A800": Wire(_NVLINK, 200e9, f"https://lenovopress.lenovo.com/lp1813; {_NCCL}"),
     # A device's links to all of its node together.
     "Infinity Fabric 3": Wire(
         _NVLINK, 350e9, f"https://www.amd.com/en/products/accelerators/instinct/mi200.html; {_NCCL}"
     ),
     "Infinity Fabric 4": Wire(
         _NVLINK, 448e9, f"https://www.amd.com/en/products/accelerators/instinct/mi300.html; {_NCCL}"
+    ),
+    "Infinity Fabric 4, MI355X": Wire(
+        _NVLINK,
+        535.5e9,
+        f"https://www.amd.com/en/products/accelerators/instinct/mi350/mi355x.html; {_NCCL}",
     ),
     "PCIe 5 x16": Wire(_PCIE, 63e9, f"https://en.wikipedia.org/wiki/PCI_Express; {_NCCL}"),
     "PCIe 3 x16": Wire(_PCIE, 15.75e9, f"https://en.wikipedia.org/wiki/PCI_Express; {_NCCL}"),
@@ -295,6 +301,33 @@ DEVICES: dict[str, Datasheet] = {
         between="100 GbE",
         source="https://www.nvidia.com/en-us/design-visualization/rtx-a6000/",
     ),
+    "A40": Datasheet(
+        memory=44.4 * GIB,
+        flops={"fp32": 37.4e12, "bf16": 149.7e12, "fp16": 149.7e12},
+        bandwidth=0.696e12,
+        within="PCIe 4 x16",
+        between="100 GbE",
+        source="https://www.nvidia.com/en-us/data-center/a40/",
+    ),
+    "A800-80GB": Datasheet(
+        memory=79.1 * GIB,
+        flops={"fp32": 19.5e12, "bf16": 312e12, "fp16": 312e12},
+        bandwidth=2.039e12,
+        within="NVLink 3, A800",
+        between="InfiniBand HDR",
+        source="https://lenovopress.lenovo.com/lp1813 (SXM)",
+        matmul_share=271.2 / 312,
+    ),
+    "GH200": Datasheet(
+        memory=94.5 * GIB,
+        flops={"fp32": 67e12, "bf16": 989e12, "fp16": 989e12},
+        bandwidth=4.0e12,
+        within="NVLink 4",
+        between="InfiniBand NDR",
+        source="https://www.nvidia.com/en-us/data-center/grace-hopper-superchip/ (96 GB)",
+        matmul_share=794.5 / 989,
+        steady=STEADY_NEWER,
+    ),
     "MI250X": Datasheet(
         memory=64.0 * GIB,
         flops={"fp32": 47.9e12 / 2, "bf16": 383e12 / 2, "fp16": 383e12 / 2},
@@ -320,5 +353,15 @@ DEVICES: dict[str, Datasheet] = {
         between="InfiniBand NDR",
         source="https://www.amd.com/en/products/accelerators/instinct/mi300/mi325x.html",
         matmul_share=784.9 / 1307,
+    ),
+    "MI355X": Datasheet(
+        memory=287.5 * GIB,
+        flops={"fp32": 157.3e12, "bf16": 2500e12, "fp16": 2500e12},
+        bandwidth=8.0e12,
+        within="Infinity Fabric 4, MI355X",
+        between="InfiniBand NDR",
+        source="https://www.amd.com/en/products/accelerators/instinct/mi350/mi355x.html",
+        matmul_share=1565 / 2500,
+        steady=STEADY_NEWER,
     ),
 }

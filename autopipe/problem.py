@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from autopipe.machine import Machine
 from autopipe.schedule import Programs
@@ -140,8 +140,9 @@ class Problem:
         steady: not a step is to be the shortest but its period, as in a pipeline that is never
             drained; a transfer then takes the time of both who send and who receive.
         beyond: by schedule, bytes that a plan's programs were seen to hold beyond the estimate.
-        reruns_stay: what a block has made again stays until its stage's backward is over; else only
-            until its own is, so that there is that of one block at a time.
+        reruns_hold: of what blocks have made again, what is counted as held at once: that of one
+            block, as each lets go when its own backward is over; of all in a stage, as in planners
+            that have none let go before; of none, as in planners that leave it out.
     """
 
     units: int
@@ -158,7 +159,7 @@ class Problem:
     zeros: tuple[int, ...] = (0,)
     tp: int = 1
     steady: bool = False
-    reruns_stay: bool = False
+    reruns_hold: Literal["one", "all", "none"] = "one"
     beyond: Mapping[str, int] = field(default_factory=dict)
 
 

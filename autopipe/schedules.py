@@ -382,8 +382,9 @@ def _in_flight(
     name: str, ranks: int, micro_batches: int, chunks: int, depths: tuple[int, ...]
 ) -> tuple[int, ...]:
     """`in_flight` of all stages: a planner asks for the same few thousands of times."""
-    if name in ("1f1b", "eager-1f1b"):  # of more than reach the last rank, none is there the sooner
-        micro_batches = min(micro_batches, ranks + sum(depth for depth in depths if depth > 0))
+    if name != "gpipe":  # once so many are there, all others let one go for each that comes
+        most = ranks * chunks + sum(depth for depth in depths if depth > 0)
+        micro_batches = min(micro_batches, most)
     programs = make(name, ranks, micro_batches, chunks=chunks, depths=depths)
     return tuple(flying(programs[rank], stage) for stage, rank in enumerate(holders(programs)))
 

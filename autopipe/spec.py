@@ -32,9 +32,7 @@ def parse(spec: str) -> Cluster | LocalSpec:
         PlanError: the file cannot be read; see `codec.load`.
     """
     if spec.endswith(".json"):
-        cluster = codec.load(Cluster, Path(spec), root="cluster")
-        check(cluster)
-        return cluster
+        return _from_file(Path(spec))
     if spec.startswith("local:"):
         return LocalSpec(_count(spec, spec.removeprefix("local:"), "processes"))
     described, _, far = spec.partition("@")
@@ -59,6 +57,23 @@ def parse(spec: str) -> Cluster | LocalSpec:
         between=_link(between),
         across=_far(spec, far) if far else None,
     )
+
+
+def _from_file(path: Path) -> Cluster:
+    """The cluster in a file; what is wrong in it is answered with where to find a right one."""
+    try:
+        cluster = codec.load(Cluster, path, root="cluster")
+        check(cluster)
+    except AutopipeError as error:
+        error.hint = error.hint or _EXAMPLE
+        raise
+    return cluster
+
+
+_EXAMPLE = (
+    "`autopipe probe -o FILE` writes a whole one; figures are in seconds, bytes, bytes a second "
+    "and operations a second"
+)
 
 
 def _nodes(spec: str, term: str) -> tuple[list[Node], presets.Datasheet]:
@@ -93,7 +108,9 @@ def _far(spec: str, text: str) -> Link:
     power = " KMGT".index(form[4].upper() or " ")
     rate = float(form[3]) * 1000**power * _BYTES[form[5].lower()]
     if rate <= 0:
-        raise AutopipeError(f"{spec!r}: expected a rate above 0 behind @, found {form[3]}")
+        raise AutopipeError(
+            f"{spec!r}: expected a rate above 0 behind @, found {form[3]}", hint="30ms,1Gbit/s"
+        )
     return Link(float(form[1]) * _SECONDS[form[2].lower()], rate)
 
 
@@ -108,7 +125,9 @@ def _count(spec: str, text: str, what: str) -> int:
     if not re.fullmatch(r"-?\d+", text):
         raise AutopipeError(f"{spec!r}: expected a number of {what}, found {text!r}", hint=_FORMS)
     if int(text) < 1:
-        raise AutopipeError(f"{spec!r}: expected at least 1 for the {what}, found {text}")
+        raise AutopipeError(
+            f"{spec!r}: expected at least 1 for the {what}, found {text}", hint=_FORMS
+        )
     return int(text)
 
 

@@ -199,9 +199,9 @@ def costs(problem: Problem, frame: Frame, place: Place, ranges: Tables, numbers:
 
 def held_again(problem: Problem, in_flight: int, largest: Bytes) -> tuple[Bytes, int]:
     """Bytes that are there once if any block runs again, and how often a block's are saved."""
-    if problem.reruns_stay:
-        return np.zeros_like(largest), in_flight - 1
-    return largest, in_flight
+    if problem.reruns_hold == "one":
+        return largest, in_flight
+    return np.zeros_like(largest), in_flight - (problem.reruns_hold == "all")
 
 
 def sets_of(problem: Problem, frame: Frame, place: Place) -> Reruns:

@@ -15,7 +15,7 @@ know, and ask about.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -30,6 +30,8 @@ from autopipe.stage_costs import gather_seconds
 from autopipe.tables import tables
 
 Choice = Callable[[Problem, Frame], Decision]
+Fitting = Callable[[Problem, Frame], Decision | None]
+"""A choice, or one that may say that nothing fits."""
 
 TOLERANCE = 1e-9
 """Steps whose seconds differ by less, relatively, tie: the order of a sum must decide nothing."""
@@ -50,6 +52,8 @@ class Answer:
         binding: a sentence on what keeps the step from being faster.
         alternatives: the best decision of each other mesh: those that fit, fastest first, then
             those of which a bound was enough, then those that do not fit, the nearest first.
+        plain: the best of a single stage on most devices, data parallelism alone, where that is
+            another mesh.
     """
 
     decision: Decision
@@ -76,11 +80,18 @@ class Scored(NamedTuple):
         return self.decision.frame[:2]
 
 
-def best_answer(problem: Problem, choice: Choice, *, heuristic: str | None = None) -> Answer:
+def best_answer(
+    problem: Problem,
+    choice: Choice,
+    *,
+    fitting: Fitting | None = None,
+    heuristic: str | None = None,
+) -> Answer:
     """Choose in every frame that may win and return the best, with its reasons.
 
     Args:
         choice: see the module.
+        fitting: the same where what does not fit is of no interest, if that is quicker.
         heuristic: the planner's name if `choice` is not optimal in every frame; an optimal one
             makes the answer its own bound.
 
@@ -89,30 +100,35 @@ def best_answer(problem: Problem, choice: Choice, *, heuristic: str | None = Non
     """
     every = frames(problem)
     least = {frame: bound(problem, frame) for frame in every}
-    scored = _tried(problem, choice, least)
+    scored = _tried(problem, choice, least, 2)
+    alone = (1, max((frame.dp for frame in every if frame.pp == 1), default=0))
+    rest = {f: least[f] for f in every if f[:2] == alone and f not in scored}
+    scored |= _tried(problem, choice, rest, 1)
     best = _best(every, scored)
     if best is None:
-        helps = would_fit(problem, lambda changed: _fastest(changed, choice))
+        helps = would_fit(problem, lambda changed: fastest(changed, fitting or choice))
         raise reasons.nothing_fits(problem, list(scored.values()), helps, heuristic)
     step = best.estimate.step_seconds
     roomy = _without_limit(problem, choice, every, least, step)
-    plain = next((_by_mesh(scored)[frame[:2]] for frame in _plain(every)), None)
     return Answer(
         decision=best.decision,
         estimate=best.estimate,
         bound_seconds=step if heuristic is None else min(least.values()),
         binding=reasons.binding(problem, best, roomy),
         alternatives=_alternatives(problem, best, scored, least),
-        plain=None if plain is None or plain.mesh == best.mesh else plain,
+        plain=None if alone == best.mesh else _by_mesh(scored).get(alone),
     )
 
 
-def _fastest(problem: Problem, choice: Choice) -> tuple[Decision, float] | None:
-    """The best decision and its step, without reasons."""
+def fastest(problem: Problem, fitting: Fitting) -> Scored | None:
+    """The best decision alone, without reasons or other meshes; None: nothing fits.
+
+    Raises:
+        InfeasibleError: the constraints contradict each other.
+    """
     every = frames(problem)
-    found = _tried(problem, choice, {frame: bound(problem, frame) for frame in every})
-    best = _best(every, found)
-    return None if best is None else (best.decision, best.estimate.step_seconds)
+    least = {frame: bound(problem, frame) for frame in every}
+    return _best(every, _tried(problem, fitting, least, 1))
 
 
 def _best(every: Sequence[Frame], scored: Mapping[Frame, Scored]) -> Scored | None:
@@ -122,31 +138,26 @@ def _best(every: Sequence[Frame], scored: Mapping[Frame, Scored]) -> Scored | No
     return next((s for s in fitting if s.estimate.step_seconds <= least * (1 + TOLERANCE)), None)
 
 
-def _tried(problem: Problem, choice: Choice, least: Mapping[Frame, float]) -> dict[Frame, Scored]:
-    """Frames by their bounds, until neither the best nor the second best mesh can be another."""
+def _tried(
+    problem: Problem, choice: Fitting, least: Mapping[Frame, float], meshes: int
+) -> dict[Frame, Scored]:
+    """Frames by their bounds, until none of the so many best meshes can be another."""
     scored: dict[Frame, Scored] = {}
-    fastest: dict[Mesh, float] = {}
-
-    def look_at(frame: Frame) -> None:
-        found = scored[frame] = _score(problem, choice(problem, frame))
+    quickest: dict[Mesh, float] = {}
+    for frame in sorted(least, key=lambda frame: least[frame]):
+        if len(quickest) >= meshes:
+            known = sorted(quickest.values())[meshes - 1]
+            if least[frame] > known * (1 + TOLERANCE):
+                break
+        decision = choice(problem, frame)
+        if decision is None:
+            continue
+        found = _score(problem, decision)
+        scored[frame] = found
         if found.estimate.fits:
             step = found.estimate.step_seconds
-            fastest[found.mesh] = min(step, fastest.get(found.mesh, math.inf))
-
-    for frame in sorted(least, key=lambda frame: least[frame]):
-        if len(fastest) > 1 and least[frame] > sorted(fastest.values())[1] * (1 + TOLERANCE):
-            break
-        look_at(frame)
-    for frame in sorted(_plain(least), key=lambda frame: least[frame]):
-        if frame not in scored and least[frame] < fastest.get(frame[:2], math.inf):
-            look_at(frame)
+            quickest[found.mesh] = min(step, quickest.get(found.mesh, math.inf))
     return scored
-
-
-def _plain(every: Collection[Frame]) -> list[Frame]:
-    """The frames of plain data parallelism: one stage, on as many replicas as there may be."""
-    most = max((frame.dp for frame in every if frame.pp == 1), default=0)
-    return [frame for frame in every if frame.pp == 1 and frame.dp == most]
 
 
 def _without_limit(

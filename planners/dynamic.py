@@ -67,7 +67,8 @@ from autopipe.estimate import (
     settle,
     weights,
 )
-from autopipe.planners.answer import TOLERANCE, Answer, best_answer
+from autopipe.planners import answer
+from autopipe.planners.answer import TOLERANCE, Answer, Scored, best_answer
 from autopipe.planners.orders import Classes, classes
 from autopipe.problem import Decision, Frame, Problem
 from autopipe.reruns import compositions
@@ -92,7 +93,18 @@ def dynamic(problem: Problem) -> Answer:
     Raises:
         InfeasibleError: no plan fits; the message carries the one that comes nearest.
     """
-    return best_answer(problem, choose)
+    return best_answer(problem, choose, fitting=_fitting)
+
+
+def fastest(problem: Problem) -> Scored | None:
+    """What `dynamic` decides, without its reasons and quicker; None: nothing fits."""
+    return answer.fastest(problem, _fitting)
+
+
+def _fitting(problem: Problem, frame: Frame) -> Decision | None:
+    """The fastest decision of a frame, if one fits."""
+    path = _fastest(_arcs(problem, frame), weights(problem, frame), floor_seconds(problem, frame))
+    return None if path is None else _decided(problem, frame, path)
 
 
 def choose(problem: Problem, frame: Frame) -> Decision:
@@ -101,6 +113,10 @@ def choose(problem: Problem, frame: Frame) -> Decision:
     path = _fastest(arcs, weights(problem, frame), floor_seconds(problem, frame))
     if path is None:
         path = _best(np.maximum, arcs, lambda arc: arc.beyond)
+    return _decided(problem, frame, path)
+
+
+def _decided(problem: Problem, frame: Frame, path: _Path) -> Decision:
     ranks = placement(problem.constraints, frame.schedule, frame.pp)
     groups = dict(zip(ranks, path.groups, strict=True))
     return settle(problem, frame, path.cuts, tuple(groups[rank] for rank in range(frame.pp)))

@@ -134,7 +134,11 @@ class _Stage:
         for number, blocks in enumerate(self._sets):
             dropped = sum((saves[block][0] for block in blocks), nothing)
             extra = sum((saves[block][1] for block in blocks), np.zeros_like(ranges.exchange))
-            held = dropped if problem.reruns_stay else np.where(dropped > 0, largest, 0)
+            held = {
+                "one": np.where(dropped > 0, largest, 0),
+                "all": dropped,
+                "none": nothing,
+            }[problem.reruns_hold]
             peaks = sum_of(memory(ranges, problem, frame, place.in_flight, dropped, held))
             beyond = np.maximum(peaks - place.room, 0)
             mine = *stage_seconds(problem, frame, place, ranges, extra), beyond

@@ -3,21 +3,26 @@
 asked for            tried in its place
 recompute=...        any blocks                 micro_batches=1    any number
 zero=0               zero 1, zero 3             schedule=gpipe     any
-pp=2                 any number of stages       these devices      1, 2, 4 ... more of the last
+pp=2                 any number of stages       these devices      1, 2, 4 ... more of the last,
+                                                                   until they are enough
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from autopipe.errors import InfeasibleError
 from autopipe.machine import Machine
 from autopipe.planners.amounts import percent
 from autopipe.problem import ZERO, Decision, Problem
 
-Fastest = Callable[[Problem], tuple[Decision, float] | None]
-"""The fastest decision that fits and the seconds of its step; None: nothing fits."""
+if TYPE_CHECKING:
+    from autopipe.planners.answer import Scored
+
+Fastest = Callable[[Problem], "Scored | None"]
+"""The fastest decision that fits; None: nothing fits."""
 
 MOST_MORE = 3
 """How many times as many devices are tried, at most."""
@@ -31,11 +36,12 @@ def would_fit(problem: Problem, fastest: Fastest) -> list[str]:
     for name, change in _changes(problem):
         found = _fitting(change, fastest)
         if found is not None:
-            decision, step = found
-            more = ""
-            if unlimited is not None and step > unlimited[1]:
-                more = f" (+{percent(step / unlimited[1] - 1)} time)"
-            words.append(f"{_said(name, decision, change)}{more}")
+            more, step = "", found.estimate.step_seconds
+            if unlimited is not None and step > unlimited.estimate.step_seconds:
+                more = f" (+{percent(step / unlimited.estimate.step_seconds - 1)} time)"
+            words.append(f"{_said(name, found.decision, change)}{more}")
+            if name == "devices":
+                break  # those that follow are only more of them
     return words
 
 
@@ -59,7 +65,7 @@ def _changes(problem: Problem) -> Iterator[tuple[str, Problem]]:
             more *= 2
 
 
-def _fitting(problem: Problem, fastest: Fastest) -> tuple[Decision, float] | None:
+def _fitting(problem: Problem, fastest: Fastest) -> Scored | None:
     try:
         return fastest(problem)
     except InfeasibleError:

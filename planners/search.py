@@ -38,6 +38,7 @@ def frames(problem: Problem) -> tuple[Frame, ...]:
     Raises:
         InfeasibleError: the constraints contradict the devices, the units or the batch.
     """
+    _check_halves(problem)
     meshes = _meshes(problem)
     asked = problem.constraints.micro_batches
     found = tuple(
@@ -100,6 +101,8 @@ def _depths(problem: Problem, name: str, pp: int, dp: int, m: int) -> Iterator[i
     else:
         profile = profile_of(problem, dp, m)
         assert profile is not None, "a frame has a profile"
+        if asked.schedule == EAGER:
+            yield 0  # it is 1f1b then, which memory may ask for
         computing = sum(profile.forward[0]) + sum(profile.backward[0])
         for depth in DEPTHS:
             if depth < m or depth == 1:
@@ -137,6 +140,16 @@ def _meshes(problem: Problem) -> list[tuple[int, int]]:
             hint=f"pp of at most {units // chunks}",
         )
     return possible
+
+
+def _check_halves(problem: Problem) -> None:
+    names = schedules(problem)
+    if problem.zeros == (3,) and all(splits(problem, name) for name in names):
+        raise InfeasibleError(
+            f"{one_of(names)} and zero=3 do not go together: it gathers for both halves of a "
+            "backward at once",
+            hint="the schedule 1f1b, or zero=1",
+        )
 
 
 def _check_devices(problem: Problem) -> None:

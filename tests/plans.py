@@ -102,7 +102,8 @@ def example_plan() -> Plan:
         ),
         prediction=Prediction(step_seconds=0.0155, bubble=0.2),
         planner=PlannerNote(
-            name="exact",
+            name="dynamic",
+            step_seconds=0.0155,
             bound_seconds=0.015,
             binding="stage 1 is the slowest",
             next_best=Alternative(
@@ -112,7 +113,18 @@ def example_plan() -> Plan:
                 micro_batches=1,
                 schedule="1f1b",
                 step_seconds=0.02,
-                why="the gradients take longer than the bubble",
+                why="29 % slower, by the bubble",
+            ),
+            others=(
+                Alternative(
+                    pp=1,
+                    dp=1,
+                    tp=2,
+                    micro_batches=4,
+                    schedule="1f1b",
+                    step_seconds=None,
+                    why="at least 12 % slower, by its bound",
+                ),
             ),
         ),
     )

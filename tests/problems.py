@@ -29,6 +29,52 @@ def machine(
     return Machine(row, held, places, streams)
 
 
+def line(
+    forward: tuple[float, ...],
+    *,
+    devices: int = 2,
+    batch: int = 4,
+    memory: tuple[int, ...] | int = 10**6,
+    kinds: tuple[int, ...] = (),
+    parameter: int = 100,
+    saved: int = 10,
+    crossing: tuple[int, ...] = (),
+    link: Link = Link(0.0, 1.0),  # noqa: B008, it is frozen
+    constraints: Constraints | None = None,
+) -> Problem:
+    """A chain of units to be worked by hand: 1f1b with a stage on each device, if nothing else is
+    said; micro-batches of one row; links of one byte a second without latency; Adam.
+
+    Each unit has `parameter` bytes of parameters and saves `saved` bytes; `crossing[u]` bytes go
+    from unit u to the next, and nothing comes back. A device of kind k is k + 1 times as slow.
+    """
+    units = len(forward)
+    spread = range(max(kinds, default=0) + 1)
+    return Problem(
+        units=units,
+        blocks=(),
+        parameters=tuple(Shared(parameter, (unit,)) for unit in range(units)),
+        constants=(),
+        optimizer_factor=2.0,
+        profiles=(
+            Profile(
+                rows=1,
+                forward=tuple(tuple((k + 1) * cost for cost in forward) for k in spread),
+                backward=((0.0,) * units,) * len(spread),
+                saved=tuple(Saved(saved, unit, (unit,)) for unit in range(units)),
+                crossings=tuple(
+                    Crossing(size, unit, (unit + 1,), gradient=False)
+                    for unit, size in enumerate(crossing)
+                ),
+            ),
+        ),
+        batch=batch,
+        machine=machine(kinds or devices, memory, (link,) * 3),
+        window=1,
+        constraints=constraints or Constraints(pp=len(kinds) or devices, schedule="1f1b"),
+    )
+
+
 def random_problem(seed: int) -> Problem:
     """1 to 9 units, 1 to 6 devices, a batch of 1 to 24 rows; the same seed, the same problem.
 

@@ -10,9 +10,22 @@ from typing import Any
 
 import pytest
 
-from benchmarks.planners import common_ground, exact, galvatron, galvatron_score, piper
+from autopipe.estimate import estimate
+from autopipe.problem import Decision, Frame
+from benchmarks.planners import (
+    cases,
+    common_ground,
+    exact,
+    galvatron,
+    galvatron_problem,
+    galvatron_score,
+    piper,
+    piper_problem,
+)
+from benchmarks.planners.__main__ import table
 from benchmarks.planners.galvatron_score import Plan, Way
 from benchmarks.planners.piper import Conditions, Graph, Layer, Stage, Variant
+from benchmarks.planners.timing import timed
 
 
 def variant(seconds: float, in_flight: float, fixed: float) -> dict[str, Any]:
@@ -150,6 +163,81 @@ def test_downsets_and_prefixes() -> None:
     assert set(exact.prefixes(graph)) < set(closed)
 
 
+MIB = 2**20
+
+
+def diamonds(seed: int) -> Graph:
+    """0 -> 1, 2 -> 3 -> 4, 5 -> 6 in MiB; recomputed, a layer has a' = a - k and b' = b + k."""
+    numbers = random.Random(seed)
+    edges = {(0, 1), (0, 2), (1, 3), (2, 3), (3, 4), (3, 5), (4, 6), (5, 6)}
+    layers = []
+    for name in range(7):
+        seconds, parameters, fixed = (numbers.uniform(1, 9) for _ in range(3))
+        in_flight = numbers.randint(5, 20)
+        less = numbers.randint(1, 5) if numbers.random() < 0.7 else 0
+        variants = {
+            (tp, again): Variant(
+                seconds / tp * 1.1 ** (tp - 1) + again * numbers.uniform(0.2, 0.6) * (less > 0),
+                parameters / tp * MIB,
+                (in_flight - again * less) / tp * MIB,
+                (fixed + again * less) / tp * MIB,
+                {source: (tp - 1) * 0.5 * MIB for source, _ in edges},
+                {destination: (tp - 1) * 0.5 * MIB for _, destination in edges},
+            )
+            for tp in (1, 2)
+            for again in (False, True)
+        }
+        layers.append(Layer(name, variants))
+    return Graph(tuple(layers), {edge: numbers.uniform(0.1, 1) * MIB for edge in sorted(edges)})
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_planner_solves_pipers_problems(seed: int) -> None:
+    """With the layers in one order, as exactly as the plain solver, and by Piper's own formulas."""
+    graph = diamonds(seed)
+    memory = random.Random(seed).choice([30.0, 45.0, 60.0, 90.0, 150.0]) * MIB
+    conditions = Conditions(4, memory, 12, 4.0 * MIB)
+    solved = exact.solve(graph, conditions, chain=True)
+    found = piper_problem.plan(graph, conditions)
+    assert (found is None) == (solved is None)
+    if found is not None and solved is not None:
+        scored = piper.score(graph, conditions, found[1])
+        assert found[0] == pytest.approx(scored.objective, rel=1e-4)
+        assert scored.objective == pytest.approx(solved[0], rel=1e-4)
+        assert max(scored.memory) <= memory * (1 + 1e-9)
+
+
+def test_a_row_of_pipers() -> None:
+    """What one of both alone finds is wrong; of what both find, theirs to ours is the ratio."""
+    graph, unsupported = diamonds(0), cases.PER_STAGE
+    row = cases.of_piper(graph, cases.PiperCase(4, 1, 12, 2.0, 0.1, "theirs", unsupported))
+    assert row["feasible"]
+    assert row["ratio"] == 2.0 / row["ours"]
+    assert (row["wrong"], row["unsupported"], row["cpu_theirs"]) == ([], unsupported, 0.1)
+    none = cases.of_piper(graph, cases.PiperCase(4, 0, 12, 2.0, 0.1, "theirs"))
+    assert (none["ours"], none["ratio"], none["feasible"]) == (None, None, False)
+    assert none["wrong"] == ["a plan fits for one of both alone"]
+    told = table([row, none]).splitlines()
+    assert "4 devices of 0 GiB, 12 micro-batches | 2 |  |  | 0.1 |" in told[2]
+    assert told[6].endswith(f"| theirs | {row['plan_ours']} |")
+
+
+KNOWN: list[int] = []
+
+
+def remember(number: int) -> int:
+    KNOWN.append(number)
+    return len(KNOWN)
+
+
+def test_what_is_timed_starts_anew() -> None:
+    """In a process that has this one's memory and leaves nothing in it."""
+    remember(0)
+    found, seconds = timed(remember, 1)
+    assert (found, KNOWN) == (2, [0])
+    assert seconds >= 0
+
+
 PROFILE: dict[str, dict[str, Any]] = {
     "computation_profiling_bf16_tiny_all.json": {
         # per row; a layer takes 2 ms a row and 1 ms besides, the vocabulary 4 ms a row
@@ -190,8 +278,8 @@ PROFILE: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def costs(tmp_path: Path) -> galvatron.Costs:
-    for name, table in PROFILE.items():
-        (tmp_path / name).write_text(json.dumps(table))
+    for name, content in PROFILE.items():
+        (tmp_path / name).write_text(json.dumps(content))
     return galvatron.read(tmp_path)
 
 
@@ -331,3 +419,41 @@ def test_the_best_of_the_common_ground(costs: galvatron.Costs) -> None:
     assert found[0].seconds == pytest.approx(min(everything))
     assert max(found[0].memory) <= limit
     assert common_ground.best(costs, batch, 4, 1024, counts) is None
+
+
+@pytest.mark.parametrize("gibibytes", [1, 4, 6, 8, 20])
+def test_the_planner_is_no_worse_than_the_common_ground(
+    costs: galvatron.Costs, gibibytes: int
+) -> None:
+    limit, counts = gibibytes * 1024, (1, 2, 4)
+    common = common_ground.best(costs, 8, 4, limit, counts)
+    found = galvatron_problem.plan(costs, 8, 4, limit, counts)
+    assert (found is None) == (common is None)
+    if found is not None and common is not None:
+        assert found[0].seconds <= common[0].seconds * (1 + 1e-9)
+        assert found[0] == galvatron_score.score(costs, found[1], 8, limit)
+        assert max(found[0].memory) <= limit
+
+
+@pytest.mark.parametrize("pp", [1, 2, 4])
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_even_stages_hold_galvatrons_bytes(costs: galvatron.Costs, pp: int, zero: int) -> None:
+    """Whichever layers run again; uneven ones hold less than two MiB a layer more."""
+    way, count, numbers = Way(1, 1, 4 // pp, zero if pp < 4 else 0), 4, random.Random(pp)
+    case = galvatron_problem.Case(way, pp, count, 16 // count // way.dp)
+    even = galvatron_problem.problem(costs, case, 16, 2**20, even=True)
+    uneven = galvatron_problem.problem(costs, case, 16, 2**20, even=False)
+    frame = Frame(pp, way.dp, count, 0, "1f1b")
+    each = galvatron.LAYERS // pp
+    for _ in range(5):
+        again = [sorted(numbers.sample(range(each), numbers.randint(0, each))) for _ in range(pp)]
+        blocks = tuple(tuple(s * each + layer for layer in own) for s, own in enumerate(again))
+        plan = common_ground.plan_of(way, [each] * pp, [len(own) for own in again], count)
+        expected = galvatron_score.memory(costs, plan, 16)
+        found = estimate(even, Decision(frame, tuple(range(1, pp)), blocks)).stages
+        assert tuple(stage.memory.peak / MIB for stage in found) == expected
+        if pp > 1:
+            found = estimate(uneven, Decision(frame, tuple(range(each, 32, each)), blocks)).stages
+            off = 1024 + int(galvatron_score.activation(costs, case.rows))
+            for stage, mebibytes in zip(found, expected, strict=True):
+                assert mebibytes <= stage.memory.peak / MIB + off <= mebibytes + 2 * each

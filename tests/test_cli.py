@@ -60,14 +60,15 @@ def test_plan_needs_no_argument_but_the_model(
     assert rates.startswith("rates of this machine: measured before, read from ")
     assert traced.startswith("traced: 6 nodes, 0.0 M parameters")
     assert re.fullmatch(
-        r"plan: pp=\d dp=\d tp=1, \d+ micro-batch(es)?, (1f1b|gpipe); "
+        r"plan: pp=\d dp=\d tp=1, \d+ micro-batch(es)?, [a-z0-9-]+; "
         r"predicted step [\d.]+ (us|ms), 16 rows",
         decided,
     )
     phases = ("started", "traced", "costs", "search", "rehearsed", "written")
     assert re.fullmatch(f"time: {', '.join(rf'{name} [0-9.]+ s' for name in phases)}", took)
     made = Plan.load(tmp_path / "work" / "plan.json")
-    assert (made.source, made.batch.rows, len(made.mesh.places)) == ("net.py", 16, 2)
+    # The net is so small that one of the two processes may be the quicker.
+    assert (made.source, made.batch.rows, made.cluster.num_devices) == ("net.py", 16, 2)
 
 
 def test_constraints_reach_the_plan(autopipe: Shell, four: str) -> None:
@@ -142,11 +143,22 @@ def test_trace_prints_the_graph(autopipe: Shell) -> None:
 
 
 def test_explain_prints_the_plan(autopipe: Shell, four: str) -> None:
-    autopipe("plan", "net.py", "--cluster", four, "--pp", "2", "--dp", "2")
+    arguments = "--pp 2 --dp 2 --schedule 1f1b --cluster".split()
+    assert autopipe("plan", "net.py", *arguments, four).code == 0
     said = autopipe("explain", "plan.json")
     assert (said.code, said.err) == (0, "")
     assert said.out.startswith("1f1b on local:4: 2 pipeline stages (pp) x 2 replicas (dp) x 1 ")
     assert "  from up/linear/0\n" in said.out and "\nwhy: " in said.out
+
+
+def test_explain_writes_a_page_for_a_browser(autopipe: Shell) -> None:
+    autopipe.plan(2, "--pp", "2")
+    said = autopipe("explain", "plan.json", "--html", "plan.html")
+    assert (said.code, said.err) == (0, "plan.html: open it in a browser\n")
+    assert said.out == autopipe("explain", "plan.json").out
+    text = Path("plan.html").read_text()
+    assert text.startswith("<!DOCTYPE html>") and "<title>plan.json</title>" in text
+    assert "<svg" in text and "up/linear/0" in text
 
 
 def test_probe_writes_a_cluster_file(autopipe: Shell, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """The command line: one sentence and exit code 2 for each mistake of a user; nothing is written."""
 
+import json
 import re
 import sys
 from collections.abc import Callable
@@ -51,20 +52,41 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> str:
         ("--zero 2", "there is no ZeRO stage 2\n\nhint: one of 0, 1, 3"),
         (
             "--zero 3 --schedule zb-h1 --pp 2",
-            "zb-h1 and zero=3 do not go together: it gathers for both at once",
+            "zb-h1 and zero=3 do not go together: it gathers for both halves of a backward at once"
+            "\n\nhint: the schedule 1f1b, or zero=1",
         ),
         ("--recompute all", "recompute: the model has no block and no class of blocks 'all'"),
         ("--cluster 8xA100-81GB", "'8xA100-81GB': no device 'A100-81GB' is known\n\nhint: known, "),
         ("--cluster gone.json", "gone.json: no such file, asked for the cluster"),
         ("--cluster local:x", "'local:x': expected a number of processes, found 'x'"),
+        (
+            "--cluster 0xA100-80GB",
+            "'0xA100-80GB': expected at least 1 for the devices in a node, found 0\n\nhint: 2x8x",
+        ),
+        (
+            "--cluster local:0",
+            "'local:0': expected at least 1 for the processes, found 0\n\nhint: ",
+        ),
+        (
+            "--memory 1GiB,1GiB",
+            "memory: 2 limits were given for the 4 devices of local:4\n\n"
+            "hint: one limit for all devices, or one for each, as 80GiB,40GiB,40GiB",
+        ),
         ("--memory plenty", "memory 'plenty' is no size\n\nhint: 24GiB, 512MB or bytes"),
         ("--memory 0", "memory '0' is 0 bytes, expected at least 1"),
         (
             "--tp 3",
-            "tp=3 was asked for and does not divide the 4 devices\n\nhint: tp of 1, 2, 4",
+            "tp=3 was asked for, and no parameter divides into 3 equal parts: their matrices have "
+            "dims of 16, 8, 4\n\nhint: tp of 2, 4",
         ),
-        ("--pp 3", "pp=3 was asked for and does not divide the 4 devices"),
-        ("--dp 3", "dp=3 was asked for and does not divide the 4 devices"),
+        ("--tp 5", "tp=5 was asked for, and local:4 has 4 devices\n\nhint: tp of at most 4"),
+        ("--pp 5", "pp=5 needs 5 devices, found 4\n\nhint: pp of at most 4"),
+        ("--dp 5", "dp=5 needs 5 devices, found 4\n\nhint: dp of at most 4"),
+        (
+            "--dp 3",
+            "a batch of 32 rows does not divide into dp=3 equal parts\n\n"
+            "hint: a batch of 30 or 33 rows does",
+        ),
         (
             "--batch 10 --dp 4",
             "a batch of 10 rows does not divide into dp=4 equal parts\n\n"
@@ -91,9 +113,92 @@ def test_an_argument_that_cannot_be_met(
     assert autopipe.files() == ["net.py"]
 
 
+@pytest.mark.parametrize(
+    ("figure", "value", "sentence"),
+    [
+        ("memory", None, "memory: missing; expected an integer"),
+        ("memory", -1, "memory: expected more than 0, found -1"),
+        ("memory", "80GiB", 'memory: expected an integer, found "80GiB"'),
+        ("bandwidth", 0, "bandwidth: expected more than 0, found 0.0"),
+        ("launch", -1e-6, "launch: expected at least 0, found -1e-06"),
+        ("flops", {"fp32": -1e12}, "flops.fp32: expected more than 0, found -1000000000000.0"),
+        ("flops", {}, "flops: expected at least one entry, found none"),
+    ],
+)
+def test_a_figure_of_a_cluster_file(
+    figure: str, value: object, sentence: str, autopipe: Shell, four: str
+) -> None:
+    """Its place in the file, what was expected there, and how to come by a right one."""
+    data = json.loads(Path(four).read_text())
+    device = data["nodes"][0]["groups"][0]["device"]
+    del device[figure]
+    if value is not None:
+        device[figure] = value
+    autopipe.write("cluster.json", json.dumps(data))
+    error = autopipe("plan", "net.py", "--cluster", "cluster.json").error
+    place, _, hint = error.partition("\n\nhint: ")
+    assert place == f"cluster.nodes[0].groups[0].device.{sentence}"
+    assert hint.startswith("`autopipe probe -o FILE` writes a whole one")
+    assert autopipe.files() == ["cluster.json", "net.py"]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "cluster.json: the cluster is an empty file\n\nhint: was it copied whole?"),
+        ("[]", "cluster: expected an object, found [] in cluster.json\n\nhint: "),
+        ('{"name": "x"', "cluster.json, line 1, column 13: the file ends in the middle\n\nhint: "),
+        ('{"nodos": []}', "cluster.nodos: unknown field; Cluster has name, nodes, within, "),
+    ],
+)
+def test_a_cluster_file_that_is_none(text: str, sentence: str, autopipe: Shell) -> None:
+    autopipe.write("cluster.json", text)
+    error = autopipe("plan", "net.py", "--cluster", "cluster.json").error
+    assert error.startswith(sentence) and "\n\nhint: " in error
+
+
+HEADS = """\
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(24, 72), nn.Linear(24, 24)
+
+    def forward(self, x):
+        q, k, v = (part.view(-1, 6, 8, 3).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def model():
+    return Attention()
+
+
+def inputs(batch_size):
+    return {"x": torch.randn(batch_size, 6, 24)}
+
+
+def loss(outputs, batch):
+    return outputs.square().mean()
+"""
+
+
+def test_heads_that_do_not_divide(autopipe: Shell, four: str) -> None:
+    """Eight heads over three ranks; that 24 and 72 do divide by three is no help."""
+    autopipe.write("net.py", HEADS)
+    assert autopipe("plan", "net.py", "--cluster", four, "--tp", "3").error == (
+        "tp=3 was asked for, and the 8 heads of scaled_dot_product_attention/0 do not divide into "
+        "3 equal parts\n\nhint: tp of 1, 2, 4, 8"
+    )
+    assert autopipe("plan", "net.py", "--cluster", four, "--tp", "2").code == 0
+
+
 def test_memory_that_is_too_low(autopipe: Shell, four: str) -> None:
     """The shortfall in bytes, the stage, and what to try next."""
-    said = autopipe("plan", "net.py", "--cluster", four, "--memory", "2000", "--tp", "1")
+    said = autopipe("plan", "net.py", "--cluster", four, "--memory", "1000", "--tp", "1")
     found = re.match(
         r"no plan fits .* a device: .*pp=\d dp=\d micro_batches=\d+.* stage \d needs .*, "
         r"\d+ (bytes )?too many.*\n\nhint: ",

@@ -1,12 +1,15 @@
 """What a person is shown: whole pages as they are printed, none wider than 100 columns."""
 
+import re
 from dataclasses import replace
 from io import StringIO
 
 import pytest
 from rich.console import Console, RenderableType
 
+from autopipe import forecast
 from autopipe.explain import WIDTH, compare, console, count, explain, seconds
+from autopipe.explain import page as html_page
 from autopipe.plan import Boundary, Memory, Plan, StagePrediction
 from autopipe.schedule import format_programs
 from autopipe.schedules import make
@@ -27,10 +30,10 @@ predicted: 15.5 ms a step, of which a rank idles 20% (the bubble)
 
 predicted: one micro-batch's forward and backward; a device's memory in KiB
 
-stage   forward   backward   peak   weights   gradients   optimizer   activations   transfers
-─────────────────────────────────────────────────────────────────────────────────────────────
-0        1.0 ms     2.0 ms   18.5       4.0         4.0         8.0           2.0         0.5
-1        1.0 ms     2.0 ms   18.5       4.0         4.0         8.0           2.0         0.5
+stage  forward  backward  bubble  peak  weights  grads  optimizer  activations  transfers
+─────────────────────────────────────────────────────────────────────────────────────────
+0       1.0 ms    2.0 ms     20%  18.5      4.0    4.0        8.0          2.0        0.5
+1       1.0 ms    2.0 ms     20%  18.5      4.0    4.0        8.0          2.0        0.5
 peak is the sum of what stands right of it: weights (with buffers), their gradients, the
 optimizer's state, activations kept from forward to backward, buffers of transfers
 
@@ -48,8 +51,11 @@ rank 0: F0 F1       B0--- F2 B1--- F3 B2---    B3---
 rank 1:    F0 B0--- F1 B1--- F2 B2--- F3 B3---
 
 why: stage 1 is the slowest
-planner exact: by its own, rougher estimate no plan takes less than 15.0 ms a step
-next best: pp=1 dp=2 tp=1 micro_batches=1 1f1b: the gradients take longer than the bubble
+planner dynamic: by its own, rougher estimate this plan takes 15.5 ms a step and none less than 15.0
+ms, a gap of 3.3%; the longest path through its programs says 15.5 ms
+why not another mesh, the nearest first:
+  data parallelism alone: pp=1 dp=2 tp=1, 1 micro-batch, 1f1b: 20.0 ms, 29 % slower, by the bubble
+  pp=1 dp=1 tp=2, 4 micro-batches, 1f1b: at least 12 % slower, by its bound
 """
 
 
@@ -57,11 +63,33 @@ def test_a_plan() -> None:
     assert page(explain(example_plan())) == PAGE
 
 
-def test_no_next_best() -> None:
+def test_where_there_is_no_other_mesh_nothing_is_said_of_any() -> None:
     plan = example_plan()
-    assert "next best" not in page(
-        explain(replace(plan, planner=replace(plan.planner, next_best=None)))
-    )
+    alone = replace(plan.planner, next_best=None, others=())
+    assert "why not another" not in page(explain(replace(plan, planner=alone)))
+
+
+def test_a_plan_that_meets_its_bound_has_no_gap() -> None:
+    plan = example_plan()
+    met = replace(plan.planner, step_seconds=0.0155, bound_seconds=0.0155)
+    text = page(explain(replace(plan, planner=met))).replace("\n", " ")
+    assert "none less than 15.5 ms, a gap of 0.0%;" in text
+    nothing = replace(plan.planner, step_seconds=0.0, bound_seconds=0.0)
+    assert "a gap of 0.0%;" in page(explain(replace(plan, planner=nothing))).replace("\n", " ")
+
+
+def test_the_bubble_of_a_stage_is_that_of_its_rank() -> None:
+    """F 1 and B 2 ms in stage 0, three times as much in stage 1; of 21 ms they compute 6 and 18.
+
+            0     1     2     4          10          12       13         19          21
+    rank 0  |  F0 |  F1 |                |     B0    |                   |     B1    |
+    rank 1        |    F0     |    B0    |     F1             |    B1    |
+    """
+    plan = chain(2, 2, lambda stage: 3e-3 if stage else 1e-3)
+    rows = [line.split() for line in page(explain(plan)).splitlines() if line[:2] in ("0 ", "1 ")]
+    timeline = forecast.timeline(plan)
+    assert [row[5] for row in rows] == [f"{bubble:.0%}" for bubble in timeline.bubbles]
+    assert timeline.bubbles == pytest.approx([1 - 6 / 21, 1 - 18 / 21])
 
 
 def test_long_names_leave_the_table_as_it_is() -> None:
@@ -70,7 +98,7 @@ def test_long_names_leave_the_table_as_it_is() -> None:
     text = page(explain(replace(plan, stages=stages)))
     assert max(map(len, text.splitlines())) <= WIDTH
     assert text.replace("\n", "").count(long) == 2
-    table = PAGE[PAGE.index("stage   forward") : PAGE.index("peak is")]
+    table = PAGE[PAGE.index("stage  forward") : PAGE.index("peak is")]
     assert table in text
 
 
@@ -85,7 +113,7 @@ def test_a_page_is_never_wider() -> None:
         text = page(explain(chain(pp, micro_batches)))
         assert max(map(len, text.splitlines())) <= WIDTH, (pp, micro_batches)
         assert text.count("\nrank 0: F") == (pp < 12)  # too deep to be drawn
-        assert f"\n{pp - 1:<5}    1.0 ms     2.0 ms   70.0" in text
+        assert re.search(rf"\n{pp - 1:<5}   1.0 ms    2.0 ms +\d+%  70.0  ", text)
         assert "a device's memory in GiB" in text
 
 
@@ -146,11 +174,23 @@ def test_the_table_says_which_rank_has_a_stage_and_what_it_has_in_all() -> None:
     assert text.startswith(
         "zb-v on 2xA100-80GB: 4 pipeline stages on 2 ranks (pp) x 1 replica (dp) x 1 tensor part"
     )
-    rows = [line.split("   ")[0] for line in text.splitlines() if ", rank " in line]
+    rows = [line.split("  ")[0] for line in text.splitlines() if ", rank " in line]
     assert rows[:4] == ["0, rank 0", "1, rank 1", "2, rank 1", "3, rank 0"]
     assert "stages hold together 140.0 on rank 0, 140.0 on rank 1\n" in text
     assert "\nstage 2 on rank 1: 9 nodes, 2 parameter tensors\n" in text
     assert max(map(len, text.splitlines())) <= WIDTH
+
+
+def test_the_widest_table_is_whole() -> None:
+    """Twelve ranks of two stages, and hundreds of GiB in one."""
+    plan = chain(12, 12, lambda stage: 0.1234, schedule="interleaved", chunks=2)
+    huge = Memory(*(90 * 2**30,) * 6)
+    stages = tuple(
+        replace(stage, predicted=replace(stage.predicted, memory=huge)) for stage in plan.stages
+    )
+    text = page(explain(replace(plan, stages=stages)))
+    assert "…" not in text
+    assert "\n23, rank 11  123.4 ms  246.8 ms " in text
 
 
 def test_what_is_not_as_usual_stands_on_top() -> None:
@@ -209,12 +249,25 @@ def test_planned_beside_measured() -> None:
         "planned / measured: one micro-batch's forward and backward; a device's memory in MiB,\n"
         "of whose peak activations and transfers are parts\n"
         "\n"
-        "stage             forward            backward        peak   activations   transfers\n"
-        "───────────────────────────────────────────────────────────────────────────────────\n"
-        "0       12.0 ms / 11.3 ms   25.1 ms / 30.0 ms   7.5 / 7.2     3.0 / 3.0   0.5 / 0.2\n"
-        "1       12.0 ms / 12.0 ms   25.1 ms / 25.1 ms   7.5 / 7.5     3.0 / 3.0   0.5 / 0.5\n"
+        "stage            forward           backward       peak  activations  transfers\n"
+        "──────────────────────────────────────────────────────────────────────────────\n"
+        "0      12.0 ms / 11.3 ms  25.1 ms / 30.0 ms  7.5 / 7.2    3.0 / 3.0  0.5 / 0.2\n"
+        "1      12.0 ms / 12.0 ms  25.1 ms / 25.1 ms  7.5 / 7.5    3.0 / 3.0  0.5 / 0.5\n"
         "a step, before the optimizer's: 250.0 ms / 1.20 s\n"
     )
+
+
+def test_the_page_for_a_browser_has_the_picture_and_the_words() -> None:
+    """Names come from a model and from files: none of them becomes markup."""
+    plan = example_plan()
+    odd = replace(plan.stages[0], first="block<0>&/add/0")
+    text = html_page(replace(plan, stages=(odd, plan.stages[1])), "plan <1>.json")
+    assert text.startswith("<!DOCTYPE html>") and text.rstrip().endswith("</html>")
+    assert "<title>plan &lt;1&gt;.json</title>" in text
+    assert text.count("<svg") == text.count("</svg>") == 1
+    assert "block&lt;0&gt;&amp;/add/0" in text and "block<0>" not in text
+    assert "why: stage 1 is the slowest" in text
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", ""), "it needs no network"
 
 
 def test_seconds() -> None:

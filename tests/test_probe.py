@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from autopipe import codec, probe
-from autopipe.cluster import Cluster, Device, Link, check
+from autopipe.cluster import Cluster, Device, Kernel, Link, Pace, check
 from autopipe.errors import AutopipeError, LaunchError
 
 DEVICE = Device("cpu", 2**30, {"fp32": 1e11}, 1e10, 2e-6, "by hand")
@@ -58,7 +58,8 @@ def test_processes_share_the_memory_of_the_machine(
 
 
 def test_a_line_of_talk_per_measurement(measured: tuple[Device, Link, list[str]]) -> None:
-    words = ("measuring", "bf16", "fp32", "memory", "small op", "between processes")
+    words = ("measuring", "bf16", "fp32", "memory", "an eighth", "small op")
+    words += ("by themselves", "between processes")
     assert len(measured[2]) == len(words)
     for word, line in zip(words, measured[2], strict=True):
         assert word in line
@@ -147,7 +148,7 @@ def test_samples_come_back_in_the_order_of_ranks() -> None:
     program = (
         "import pathlib, sys; rank, _, folder = sys.argv[1:]; "
         "pathlib.Path(folder, rank + '.json').write_text("
-        '\'{"flops": {}, "memory_bandwidth": RANK, "forward": 0, "backward": 0, '
+        '\'{"flops": {}, "half": 0, "memory_bandwidth": RANK, "launch": [0, 0], "kernels": {}, '
         '"latency": null, "bandwidth": null}\'.replace("RANK", rank))'
     )
     samples = probe.run_workers(3, [sys.executable, "-c", program])
@@ -155,7 +156,8 @@ def test_samples_come_back_in_the_order_of_ranks() -> None:
 
 
 def test_a_sample_is_plain_data() -> None:
-    sample = probe.Sample({"fp32": 1.0}, 2.0, 3.0, 4.0, None, None)
+    tanh = Kernel(Pace(1e-6, 2e9), Pace(2e-6))
+    sample = probe.Sample({"fp32": 1.0}, 2.0, 3.0, (4.0, 5.0), {"tanh": tanh}, None, None)
     assert codec.from_json(probe.Sample, codec.to_json(sample), "sample") == sample
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,13 +10,16 @@ from torch import nn
 
 from autopipe import cost
 from autopipe.blocks import find_blocks
+from autopipe.cluster import Group, Node
 from autopipe.dataflow import analyse
-from autopipe.estimate import tables
 from autopipe.graph import bytes_at
+from autopipe.machine import machine_of
 from autopipe.partition import legal_cuts, partition
 from autopipe.problem import Constraints
 from autopipe.profile import Units, build_problem, find_units
 from autopipe.rehearsal import rehearse
+from autopipe.reruns import figures
+from autopipe.tables import tables
 from tests.inprocess import machine, traced
 from tests.staged import trace_model
 from tests.zoo import ZOO
@@ -24,20 +28,18 @@ CLUSTER = machine(4)
 
 
 def problem_of(name, *, at_least=8, rows=(1, 2, 4), batch=8, **how):
+    """Of the zoo's model the units and the problem; no block runs again, if nobody says so."""
     found, flow, blocks = traced(name)
     units = find_units(flow, blocks, at_least)
-    return units, build_problem(
-        flow,
-        blocks,
-        units,
-        CLUSTER,
-        batch=batch,
-        rows=rows,
-        optimizer_factor=2.0,
-        window=2,
-        constraints=Constraints(),
-        **how,
-    )
+    how = {"recompute": [], **how}
+    return units, problem_on(CLUSTER, flow, blocks, units, batch=batch, rows=rows, **how)[0]
+
+
+def problem_on(cluster, flow, blocks, units, *, batch=8, rows=(1, 2, 4), **how):
+    """The problem, and the paths of its reruns."""
+    devices, kinds = machine_of(cluster)
+    how = {"optimizer_factor": 2.0, "window": 2, "constraints": Constraints(), **how}
+    return build_problem(flow, blocks, units, devices, kinds, batch=batch, rows=rows, **how)
 
 
 def ranges_of(units, chance, stages):
@@ -64,6 +66,20 @@ def test_where_blocks_run_again_they_keep_their_arguments(name, precision):
     as_rehearsed(name, precision=precision, recompute=again)
 
 
+def test_one_block_alone_runs_again():
+    as_rehearsed("gpt", recompute=[traced("gpt")[2][2].path])
+
+
+def saves(problem, rows, first, end):
+    """Bytes that the blocks of a range do not keep, as all that may run again do."""
+    parts = [
+        (block, max(first - start, 0), min(end, stop) - start)
+        for block, (start, stop) in enumerate(problem.reruns)
+        if start < end and stop > first
+    ]
+    return sum(figures(problem, rows, 0, block, (low, high))[0] for block, low, high in parts)
+
+
 def as_rehearsed(name, **how):
     found, flow, blocks = traced(name)
     units, problem = problem_of(name, **how)
@@ -76,7 +92,8 @@ def as_rehearsed(name, **how):
         boundaries = rehearsal.boundaries
         for stage, (first, end) in zip(parts, ranges, strict=True):
             where = f"stage {stage.index} of {[units.starts[i] for i, _ in ranges]}"
-            assert table.saved[first, end] == rehearsal.saved[stage.index], where
+            kept = table.saved[first, end] - saves(problem, profile.rows, first, end)
+            assert kept == rehearsal.saved[stage.index], where
             received = sum(boundaries[ref].bytes for ref, _ in stage.receives)
             assert table.received[first, end] == received, where
             assert table.sent[first, end] == sum(boundaries[r].bytes for r in stage.outgoing), where
@@ -106,23 +123,48 @@ def test_seconds_of_a_unit_are_the_sum_of_its_nodes():
     forward, backward = cost.seconds(cost.costs(found.graph), 2, CLUSTER.slowest_device)
     profile = problem.profiles[1]
     assert profile.rows == 2
-    assert sum(profile.forward) == pytest.approx(forward.sum())
-    assert sum(profile.backward) == pytest.approx(backward.sum())
+    assert sum(profile.forward[0]) == pytest.approx(forward.sum())
+    assert sum(profile.backward[0]) == pytest.approx(backward.sum())
     second = slice(units.starts[1], units.starts[2])
-    assert profile.forward[1] == pytest.approx(forward[second].sum())
+    assert profile.forward[0][1] == pytest.approx(forward[second].sum())
 
 
 def test_what_runs_again_takes_its_forwards_seconds_once_more():
     found, _, blocks = traced("gpt")
-    units, usual = problem_of("gpt")
-    _, again = problem_of("gpt", recompute=[blocks[1].path])
+    units, problem = problem_of("gpt", recompute=[blocks[1].path])
     forward, _ = cost.seconds(cost.costs(found.graph), 2, CLUSTER.slowest_device)
-    before, after = usual.profiles[1], again.profiles[1]
-    assert after.forward == before.forward
-    more = [a - b for a, b in zip(after.backward, before.backward, strict=True)]
+    ((more,),) = problem.profiles[1].again
     assert sum(more) == pytest.approx(forward[blocks[1].first : blocks[1].stop].sum())
-    inside = range(units.of(blocks[1].first), units.of(blocks[1].stop - 1) + 1)
-    assert all((seconds > 0) == (unit in inside) for unit, seconds in enumerate(more))
+    ((first, last),) = problem.reruns
+    assert (first, last) == (units.of(blocks[1].first), units.of(blocks[1].stop - 1) + 1)
+    assert len(more) == last - first and all(seconds > 0 for seconds in more)
+
+
+def test_where_nobody_says_which_blocks_run_again_all_that_can_may():
+    """Those that draw random numbers may: they draw the same. The planner's choice is free."""
+    _, flow, blocks = traced("gpt")
+    units = find_units(flow, blocks, 8)
+    problem, paths = problem_on(CLUSTER, flow, blocks, units)
+    assert paths == tuple(block.path for block in blocks)
+    assert len(problem.reruns) == 4 and problem.constraints.recompute is None
+    fixed, paths = problem_on(CLUSTER, flow, blocks, units, recompute=["blocks.1", "blocks.3"])
+    assert (paths, fixed.constraints.recompute) == (("blocks.1", "blocks.3"), (0, 1))
+    none, paths = problem_on(CLUSTER, flow, blocks, units, recompute=[])
+    assert (paths, none.constraints.recompute) == ((), ())
+
+
+def test_every_kind_of_device_has_seconds_of_its_own():
+    """A device of half the rates takes twice as long, and is of the second kind: the slower."""
+    _, flow, blocks = traced("gpt")
+    (group,) = CLUSTER.nodes[0].groups
+    fast = replace(group.device, launch=0.0)
+    slow = replace(fast, kind="slow", flops={"fp32": 5e9}, bandwidth=fast.bandwidth / 2)
+    mixed = replace(CLUSTER, nodes=(Node(1, (Group(2, slow), Group(2, fast))),))
+    problem, _ = problem_on(mixed, flow, blocks, find_units(flow, blocks, 8), recompute=[])
+    assert problem.machine.kinds == (1, 1, 0, 0)
+    for profile in problem.profiles:
+        for quick, twice in (profile.forward, profile.backward):
+            assert twice == pytest.approx([2 * seconds for seconds in quick])
 
 
 def test_matrix_products_run_at_the_rate_of_their_precision():
@@ -130,20 +172,35 @@ def test_matrix_products_run_at_the_rate_of_their_precision():
     _, usual = problem_of("gpt")
     _, low = problem_of("gpt", precision="bf16")
     for before, after in zip(usual.profiles, low.profiles, strict=True):
-        assert sum(before.forward) / 2 < sum(after.forward) < sum(before.forward)
-        assert sum(before.backward) / 2 < sum(after.backward) < sum(before.backward)
+        for (one,), (other,) in (
+            (before.forward, after.forward),
+            (before.backward, after.backward),
+        ):
+            assert sum(one) / 2 < sum(other) < sum(one)
 
 
-def test_the_problem_knows_how_parameters_are_held():
-    assert [problem_of("gpt", zero=zero)[1].zero for zero in (0, 1, 3)] == [0, 1, 3]
+def test_seconds_of_exchanging_are_in_both_ways_and_told_apart():
+    """Each node sends for a millisecond forward and two backward, at any size."""
+    found, flow, blocks = traced("gpt")
+    nodes = len(found.graph.nodes)
+    units, alone = problem_of("gpt")
+    sending = {"tp": 2, "sending": lambda rows: [(1e-3, 2e-3)] * nodes}
+    problem, _ = problem_on(CLUSTER, flow, blocks, units, recompute=[], **sending)
+    for before, after in zip(alone.profiles, problem.profiles, strict=True):
+        assert sum(after.forward[0]) == pytest.approx(sum(before.forward[0]) + nodes * 1e-3)
+        assert sum(after.backward[0]) == pytest.approx(sum(before.backward[0]) + nodes * 2e-3)
+        assert sum(after.exchange) == pytest.approx(nodes * 3e-3)
+        assert before.exchange == ()
 
 
 def test_the_problem_is_of_the_cluster_and_of_what_was_asked():
-    _, problem = problem_of("gpt")
-    assert (problem.devices, problem.memory, problem.batch, problem.window) == (4, 2**30, 8, 2)
-    assert (problem.latency, problem.bandwidth) == (1e-4, 1e9)
+    _, problem = problem_of("gpt", zeros=(0, 1, 3))
+    assert (problem.batch, problem.window, problem.zeros, problem.tp) == (8, 2, (0, 1, 3), 1)
+    devices = problem.machine
+    assert (devices.devices, devices.memory) == (4, (2**30,) * 4)
+    assert devices.link(1, 0, 1).link == CLUSTER.within
     assert [profile.rows for profile in problem.profiles] == [1, 2, 4]
-    assert problem.units == len(problem.profiles[0].forward)
+    assert problem.units == len(problem.profiles[0].forward[0])
 
 
 def test_blocks_are_ranges_of_units():
@@ -237,17 +294,8 @@ class Squares(nn.Module):
 def test_bytes_that_are_no_line_in_the_rows_are_observed_at_every_size():
     found = trace_model(Squares(), lambda b: {"x": torch.ones(b, 4)})
     flow, blocks = analyse(found.graph), find_blocks(found.graph)
-    problem = build_problem(
-        flow,
-        blocks,
-        find_units(flow),
-        CLUSTER,
-        batch=16,
-        rows=(1, 2, 4, 8, 16),
-        optimizer_factor=2.0,
-        window=2,
-        constraints=Constraints(),
-    )
+    rows = (1, 2, 4, 8, 16)
+    problem, _ = problem_on(CLUSTER, flow, blocks, find_units(flow), batch=16, rows=rows)
     for profile in problem.profiles:
         (kept,) = rehearse(found.graph, partition(flow, ()), blocks, profile.rows).saved
         assert sum(saved.bytes for saved in profile.saved) == kept

@@ -84,7 +84,7 @@ def test_an_unknown_device_is_answered_with_the_closest() -> None:
     with pytest.raises(AutopipeError) as caught:
         parse("8xH100")
     assert caught.value.hint is not None
-    assert caught.value.hint.startswith("known, the closest first: H100-80GB, H200, ")
+    assert caught.value.hint.startswith("known, the closest first: H100-80GB, H100-96GB, ")
 
 
 def test_a_kind_that_is_sold_in_two_sizes_is_answered_with_both() -> None:

@@ -281,7 +281,7 @@ def test_as_many_blocks_run_again_as_must(limit: int, again: int, peak: int) -> 
 
 def test_where_it_stays_what_is_made_again_saves_one_micro_batch_less() -> None:
     """Of three in flight two; of one none, so that nothing runs again."""
-    problem = blocks((50,) * 4, reruns_stay=True)
+    problem = blocks((50,) * 4, reruns_hold="all")
     assert held_again(problem, 3, np.array(50)) == (0, 2)
     found = all_of_it(problem, 3 * 240 - 1, 3)
     assert (found.seconds, found.peaks) == (12 + 1, 3 * 240 - 2 * 50)

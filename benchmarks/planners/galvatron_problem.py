@@ -1,33 +1,39 @@
-"""Galvatron's problem as autopipe's: one for every way to run all layers, each layer a unit.
+"""Galvatron's problem as autopipe's: two for every way to run all layers.
 
 A way and a number of micro-batches fix what a layer takes, by Galvatron's own formulas
 (`galvatron_score`), gathers and all: so much goes into a unit's seconds, and links are free. The
-first and the last unit have their end of the vocabulary besides. Left to the planner are the cuts
-and which layers run again.
+first and the last unit have their end of the vocabulary besides. Left to the planner are which
+layers run again, and, in the first of the two problems, the cuts:
 
-Memory is theirs too. States are constants, as ZeRO has dealt them out. What a recomputed layer
-keeps is saved by every micro-batch in flight, and the rest by those of its layers that do not run
-again; the buffer of tp and `CONTEXT` are taken off the limit, and a MiB is added to each unit, as
-Galvatron rounds up. While a layer runs again autopipe counts what it makes, once; Galvatron does
-not. So the limit is larger by that, which is just right for stages where a layer does run again;
-if another stage makes use of it, the plan does not fit, and the limit as it is is taken.
+    uneven     a unit is a layer: stages may have any number of them
+    even       a unit is a stage of Galvatron's, LAYERS / pp layers
+
+The second one is there because autopipe and Galvatron hold an uneven pipeline to take different
+times: sum + (m - 1) * largest against `galvatron_score.bounds`. What is best by the one need not be
+by the other; with even stages they agree.
+
+Memory is Galvatron's too, whole MiB and all. States are constants, as ZeRO has dealt them out. What
+a recomputed layer keeps is saved by every micro-batch in flight, and the rest by those of its
+layers that do not run again; the buffer of tp and `CONTEXT` are taken off the limit. Galvatron does
+not count what a layer makes again (`Problem.reruns_hold`), and rounds up each layer of a stage.
+With even stages that is done to the byte; with uneven ones a unit does not know its stage, and gets
+the most that rounding can add.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from autopipe.cluster import Link
 from autopipe.communication import Topology
-from autopipe.errors import InfeasibleError
 from autopipe.machine import Machine
-from autopipe.planners.answer import bound
-from autopipe.planners.dynamic import dynamic
-from autopipe.planners.search import frames
+from autopipe.planners.dynamic import fastest
 from autopipe.problem import Constraints, Decision, Problem, Profile, Saved, Shared
 from benchmarks.planners.common_ground import plan_of
-from benchmarks.planners.galvatron import LAYERS, Costs, Vocabulary
+from benchmarks.planners.galvatron import LAYERS, Costs
 from benchmarks.planners.galvatron_score import (
     CONTEXT,
     Plan,
@@ -35,6 +41,7 @@ from benchmarks.planners.galvatron_score import (
     Way,
     activation,
     layer_times,
+    memory,
     reserved,
     score,
     sharded,
@@ -44,89 +51,86 @@ from benchmarks.planners.galvatron_score import (
 MIB = 2**20
 
 
+@dataclass(frozen=True)
+class Case:
+    """A way to run all layers in `pp` stages, `count` micro-batches of `rows` rows a batch."""
+
+    way: Way
+    pp: int
+    count: int
+    rows: int
+
+
 def plan(
     costs: Costs, batch: int, devices: int, limit: int, micro_batches: Iterable[int]
 ) -> tuple[Score, Plan] | None:
-    """The best of `dynamic` over all ways, by Galvatron's formulas; None: nothing fits.
+    """The best of `planners.dynamic` over all ways, by Galvatron's formulas; None: nothing fits.
 
-    Problems are taken in the order of what they take at least, until that is more than the best.
+    Cases are taken in the order of what they take if every device computes all the time, until
+    that is more than the best.
     """
-    made = []
-    for count in micro_batches:
-        for pp, way in _ways(costs, batch, devices, count):
-            one = problem(costs, way, pp, batch, limit, count)
-            made.append((bound(one, frames(one)[0]), one, way))
     best: tuple[Score, Plan] | None = None
-    for least, one, way in sorted(made, key=lambda known: known[0]):
+    known = [(_least(costs, case), case) for case in _cases(costs, batch, devices, micro_batches)]
+    for least, case in sorted(known, key=lambda pair: pair[0]):
         if best is not None and least > best[0].seconds:
             break
-        found = _fitting(costs, batch, limit, one, way)
-        if found is not None and (best is None or found[0].seconds < best[0].seconds):
-            best = found
+        for even in (True, False) if case.pp > 1 else (True,):
+            found = fastest(problem(costs, case, batch, limit, even=even))
+            if found is not None:
+                made = _plan(found.decision, case.way, LAYERS // case.pp if even else 1)
+                scored = score(costs, made, batch, limit)
+                if best is None or scored.seconds < best[0].seconds:
+                    best = scored, made
     return best
 
 
-def _fitting(
-    costs: Costs, batch: int, limit: int, lax: Problem, way: Way
-) -> tuple[Score, Plan] | None:
-    """The plan of the lax problem if it fits by Galvatron's formulas, else of the strict one."""
-    room = lax.machine.memory[0] - _live(lax)
-    strict = replace(lax, machine=replace(lax.machine, memory=(room,) * lax.machine.devices))
-    for one in (lax, strict):
-        try:
-            found = _plan(dynamic(one).decision, way)
-        except InfeasibleError:
-            return None
-        scored = score(costs, found, batch, limit)
-        if max(scored.memory) <= limit:
-            return scored, found
-    return None
+def _cases(costs: Costs, batch: int, devices: int, micro_batches: Iterable[int]) -> Iterator[Case]:
+    for count in micro_batches:
+        for pp in (1, *costs.transfer):
+            for tp in costs.saved:
+                dp = devices // pp // tp
+                if (
+                    dp * pp * tp == devices
+                    and pp <= min(count, LAYERS)
+                    and not batch % (count * dp)
+                ):
+                    for zero in (0, 1, 3) if dp > 1 else (0,):
+                        yield Case(Way(tp, 1, dp, zero), pp, count, batch // count // dp)
 
 
-def _live(one: Problem) -> int:
-    """Bytes of what one layer makes again."""
-    return max(saved.bytes for saved in one.profiles[0].saved if saved.rerun is not None)
+def _least(costs: Costs, case: Case) -> float:
+    """Seconds that one device's part of a step takes at least."""
+    return case.count * sum(_seconds(costs, case)) / case.pp
 
 
-def _ways(costs: Costs, batch: int, devices: int, count: int) -> Iterator[tuple[int, Way]]:
-    for pp in (1, *costs.transfer):
-        for tp in costs.saved:
-            dp = devices // pp // tp
-            if dp * pp * tp == devices and pp <= min(count, LAYERS) and batch % (count * dp) == 0:
-                for zero in (0, 1, 3) if dp > 1 else (0,):
-                    yield pp, Way(tp, 1, dp, zero)
+def _seconds(costs: Costs, case: Case) -> list[float]:
+    """Of every layer, for a micro-batch, with its part of the vocabulary."""
+    plain = layer_times(costs, case.way, case.rows, case.pp)[1] / 1000
+    ends = vocabulary_times(costs, case.way, case.rows, case.pp)
+    seconds = [plain] * LAYERS
+    seconds[0] += ends[0][1] / 1000
+    if case.pp > 1:
+        seconds[-1] += ends[-1][1] / 1000
+    return seconds
 
 
-def problem(costs: Costs, way: Way, pp: int, batch: int, limit: int, count: int) -> Problem:
-    """All cuts into `pp` stages of layers that run in one way, `count` micro-batches a batch.
+def problem(costs: Costs, case: Case, batch: int, limit: int, *, even: bool) -> Problem:
+    """All cuts into stages, even or not, and all choices of layers that run again.
 
     Args:
         limit: MiB a device, before anything is reserved.
     """
-    rows = batch // count // way.dp
-    plain = layer_times(costs, way, rows, pp)[1] / 1000
-    again = layer_times(costs, replace(way, recomputed=True), rows, pp)[1] / 1000 - plain
-    ends = vocabulary_times(costs, way, rows, pp)
-    seconds = [plain] * LAYERS
-    seconds[0] += ends[0][1] / 1000
-    if pp > 1:
-        seconds[-1] += ends[-1][1] / 1000
-    kept = sharded(way.zero, way.dp, count)
-    states = [4 * costs.parameters / way.tp * kept + 1] * LAYERS
-    saved = []
-    for unit, part in _vocabularies(costs, pp):
-        states[unit] += part.states[way.tp] * kept + 1
-        saved.append(Saved(round(part.saved[way.tp] * rows * MIB), None, (unit,)))
-    whole, less = costs.saved[way.width], costs.kept / way.width
-    for unit in range(LAYERS):
-        saved.append(Saved(round(less * rows * MIB), None, (unit,)))
-        saved.append(Saved(round((whole - less) * rows * MIB), unit, (unit,), unit))
-    room = (limit - reserved(limit) - CONTEXT - int(activation(costs, rows))) * MIB
-    room += round((whole - less) * rows * MIB)
+    way, pp, rows = case.way, case.pp, case.rows
+    layers = LAYERS // pp if even else 1
+    units = LAYERS // layers
+    each = _seconds(costs, case)
+    again = layer_times(costs, replace(way, recomputed=True), rows, pp)[1] / 1000
+    again -= layer_times(costs, way, rows, pp)[1] / 1000
+    room, states, saved = (_even if even else _uneven)(costs, case, batch)
     link = Link(0.0, 1e18)
     groups = pp * way.dp
     return Problem(
-        units=LAYERS,
+        units=units,
         blocks=(),
         parameters=(),
         constants=tuple(Shared(round(size * MIB), (unit,)) for unit, size in enumerate(states)),
@@ -134,9 +138,14 @@ def problem(costs: Costs, way: Way, pp: int, batch: int, limit: int, count: int)
         profiles=(
             Profile(
                 rows=rows,
-                forward=((0.0,) * LAYERS,),
-                backward=(tuple(seconds),),
-                saved=tuple(saved),
+                forward=((0.0,) * units,),
+                backward=(
+                    tuple(
+                        math.fsum(each[first : first + layers])
+                        for first in range(0, LAYERS, layers)
+                    ),
+                ),
+                saved=saved,
                 crossings=(),
                 again=(((again,),),) * LAYERS,
             ),
@@ -144,24 +153,64 @@ def problem(costs: Costs, way: Way, pp: int, batch: int, limit: int, count: int)
         batch=batch,
         machine=Machine(
             (0,) * groups,
-            (max(room, 0),) * groups,
+            (max(limit - reserved(limit) - room, 0) * MIB,) * groups,
             Topology((0,) * groups, (0,) * groups, (link,), link),
             way.tp,
         ),
         window=1,
-        constraints=Constraints(pp=pp, dp=way.dp, micro_batches=count, schedule="1f1b"),
-        reruns=tuple((unit, unit + 1) for unit in range(LAYERS)),
+        constraints=Constraints(pp=pp, dp=way.dp, micro_batches=case.count, schedule="1f1b"),
+        reruns=tuple((layer // layers, layer // layers + 1) for layer in range(LAYERS)),
         tp=way.tp,
+        reruns_hold="none",
     )
 
 
-def _vocabularies(costs: Costs, pp: int) -> list[tuple[int, Vocabulary]]:
-    """The units that have a part of the vocabulary."""
-    return [(0, costs.alone)] if pp == 1 else [(0, costs.first), (LAYERS - 1, costs.last)]
+Memory = tuple[int, list[float], tuple[Saved, ...]]
+"""MiB off the limit, MiB that each unit holds whatever runs again, and what it saves besides."""
 
 
-def _plan(decision: Decision, way: Way) -> Plan:
-    bounds = (0, *decision.cuts, LAYERS)
-    layers = [last - first for first, last in zip(bounds, bounds[1:], strict=False)]
+def _even(costs: Costs, case: Case, batch: int) -> Memory:
+    """Of stages as units: what their layers hold if all run again, and what they do not save."""
+    layers = LAYERS // case.pp
+    whole, least = (
+        memory(costs, plan_of(case.way, [layers] * case.pp, [again] * case.pp, case.count), batch)
+        for again in (0, layers)
+    )
+    saved = []
+    for layer in range(LAYERS):
+        unit = layer // layers
+        flights = 1 if case.pp == 1 else case.pp - unit
+        size = (whole[unit] - least[unit]) * MIB // layers
+        saved.append(Saved(math.ceil(size / flights), unit, (unit,), layer))
+    return 0, list(map(float, least)), tuple(saved)
+
+
+def _uneven(costs: Costs, case: Case, batch: int) -> Memory:
+    """Of layers as units, wherever they are."""
+    way, rows = case.way, case.rows
+    kept = sharded(way.zero, way.dp, case.count)
+    states = [4 * costs.parameters / way.tp * kept] * LAYERS
+    whole, less = costs.saved[way.width] * rows, costs.kept / way.width * rows
+    rounding = max(
+        math.ceil(held) - held
+        for size in (whole, less)
+        for flights in range(1, case.pp + 1)
+        for held in [states[0] + size * flights]
+    )
+    states = [size + rounding for size in states]
+    saved = []
+    for unit, part in ((0, costs.first), (LAYERS - 1, costs.last)):
+        states[unit] += part.states[way.tp] * kept + 1
+        saved.append(Saved(round(part.saved[way.tp] * rows * MIB), None, (unit,)))
+    for unit in range(LAYERS):
+        saved.append(Saved(round(less * MIB), None, (unit,)))
+        saved.append(Saved(round((whole - less) * MIB), unit, (unit,), unit))
+    return CONTEXT + int(activation(costs, rows)), states, tuple(saved)
+
+
+def _plan(decision: Decision, way: Way, layers: int) -> Plan:
+    """The decision on units of so many layers."""
+    bounds = (0, *(cut * layers for cut in decision.cuts), LAYERS)
+    lengths = [last - first for first, last in pairwise(bounds)]
     again = [len(numbers) for numbers in decision.recompute]
-    return plan_of(way, layers, again, decision.frame.micro_batches)
+    return plan_of(way, lengths, again, decision.frame.micro_batches)

@@ -11,9 +11,9 @@ which is Piper's objective (`piper`) if reduce_s is 4 (d - 1) / d * w / bw. Here
 
 What Piper counts in memory is bytes besides, b, and a * y in flight. A recomputed layer has a' < a
 and b' = b + (a - a') within a quarter of a MiB: its activations stay where they are made again,
-those of one micro-batch (`reruns_stay`). The larger of b and b' - (a - a') is taken. Parameters
-and crossings must count for time alone. They are in `TRAFFIC` and memory is in `MEMORY`, so that
-they weigh 2^18 times less beside it.
+those of one micro-batch (`Problem.reruns_hold`). The larger of b and b' - (a - a') is taken.
+Parameters and crossings must count for time alone. They are in `TRAFFIC` and memory is in `MEMORY`,
+so that they weigh 2^18 times less beside it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from collections.abc import Iterator
 
 from autopipe.cluster import Link
 from autopipe.communication import Topology
-from autopipe.errors import InfeasibleError
 from autopipe.machine import Machine
-from autopipe.planners.dynamic import dynamic
+from autopipe.planners.dynamic import fastest
 from autopipe.problem import Constraints, Crossing, Decision, Problem, Profile, Saved, Shared
 from benchmarks.planners.piper import Conditions, Graph, Stage, Variant, score
 
@@ -39,9 +38,10 @@ Found = tuple[float, list[Stage]]
 
 
 def plan(graph: Graph, conditions: Conditions) -> Found | None:
-    """The best of `dynamic` over all tensor-parallel degrees, by Piper's formulas; None: none fits.
+    """The best of `planners.dynamic` over all degrees, by Piper's formulas; None: nothing fits.
 
-    The seconds are Piper's too, but where tensor-parallel ranks synchronise: see `problem`.
+    Degrees are tensor-parallel ones. The seconds are those of `problem`: at cuts where their ranks
+    synchronise they may be more than Piper's.
     """
     found = list(_plans(graph, conditions))
     return min(found, key=lambda one: score(graph, conditions, one[1]).objective, default=None)
@@ -50,13 +50,10 @@ def plan(graph: Graph, conditions: Conditions) -> Found | None:
 def _plans(graph: Graph, conditions: Conditions) -> Iterator[Found]:
     for tp in graph.degrees():
         if tp <= conditions.devices:
-            made = problem(graph, conditions, tp)
-            try:
-                answer = dynamic(made)
-            except InfeasibleError:
-                continue
-            seconds = answer.estimate.step_seconds / conditions.micro_batches
-            yield seconds, _stages(graph, answer.decision, tp)
+            found = fastest(problem(graph, conditions, tp))
+            if found is not None:
+                seconds = found.estimate.step_seconds / conditions.micro_batches
+                yield seconds, _stages(graph, found.decision, tp)
 
 
 def problem(graph: Graph, conditions: Conditions, tp: int) -> Problem:
@@ -108,7 +105,7 @@ def problem(graph: Graph, conditions: Conditions, tp: int) -> Problem:
         reruns=tuple((unit, unit + 1) for unit in blocks),
         tp=tp,
         steady=True,
-        reruns_stay=True,
+        reruns_hold="all",
     )
 
 

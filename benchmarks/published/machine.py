@@ -11,6 +11,13 @@ from autopipe.cluster import Cluster, Device, Link
 from autopipe.communication import Levels, Topology
 from benchmarks.published.rows import Run, Unsupported
 
+NEVER_FITTED = "B200"
+"""Devices to whose rows no constant is fitted, so that there are some of a device never seen."""
+
+NVLINK = 25e9
+"""Bytes a second of one link in one direction, of NVLink 2 to 4;
+https://en.wikipedia.org/wiki/NVLink."""
+
 
 def kind_of(gpu: str, memory_gb: float | None) -> str:
     """The preset of a device by what sources call it: `A100-SXM4-80GB`, `H100-96GB-HBM2e (500W)`.
@@ -26,7 +33,7 @@ def kind_of(gpu: str, memory_gb: float | None) -> str:
     for kind, sheet in presets.DEVICES.items():
         family = re.sub(r"-(PCIe|\d+GB).*", "", kind)
         if name.startswith(family.lower()) and pcie >= ("PCIe" in kind):
-            size = memory_gb or float((re.search(r"(\d+)gb", name) or [0, 0])[1])
+            size = memory_gb or float((re.search(r"(\d+)\s*gb", gpu.lower()) or [0, 0])[1])
             off = abs(sheet.memory / presets.GIB - size) if size else sheet.memory / presets.GIB
             found.append((-len(family), pcie != ("PCIe" in kind), off, kind))
     if not found:
@@ -42,9 +49,12 @@ def cluster_of(
     found = spec.parse(f"{-(-devices // per_node)}x{per_node}x{kind_of(gpu, memory_gb)}")
     assert isinstance(found, Cluster)
     inside = found.within
-    if generation := re.search(r"nvlink\s*(\d)", within.lower()):
-        wire = presets.WIRES[f"NVLink {generation[1]}"]
-        inside = Link(wire.latency, wire.bandwidth * presets.LINK_SHARE)
+    generation = re.search(r"nvlink\s*(\d)", within.lower())
+    wire = presets.WIRES.get(f"NVLink {generation[1]}") if generation else None
+    if wire:
+        links = re.search(r"(\d+) links", within.lower())
+        bandwidth = int(links[1]) * NVLINK if links else wire.bandwidth
+        inside = Link(wire.latency, bandwidth * presets.LINK_SHARE)
     outside = found.between
     if rate := re.search(r"(?:(\d+)\s*x\s*)?([\d.]+)\s*gb(?:it)?/s", between.lower()):
         whole = float(rate[1] or 1) * float(rate[2]) * 1e9 / 8 * presets.LINK_SHARE

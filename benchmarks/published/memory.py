@@ -1,8 +1,8 @@
 """The bytes that the fullest rank needs: states, activations in flight, what passes, what is lost.
 
     allocated = states + in flight * what its layers keep + the largest passing tensors
-    reserved  = allocated * (1 + FRAGMENTED)
-    device    = reserved + CONTEXT
+    reserved  = allocated * (1 + fragmented)
+    device    = reserved + context
 
 Sources report one of the three; a run is out of memory if `device` is more than there is.
 """
@@ -12,15 +12,11 @@ from __future__ import annotations
 import dataclasses
 
 from autopipe import schedules
+from autopipe.presets import GIB
 from benchmarks.published import pipeline
+from benchmarks.published.constants import Constants
 from benchmarks.published.rows import Run
 from benchmarks.published.transformer import embedding, head, kept, layer
-
-FRAGMENTED = 0.1
-"""What the allocator has reserved and cannot use, as a share of what is allocated: fitted."""
-
-CONTEXT = 2.5 * 2**30
-"""Bytes of CUDA's context, of libraries and of NCCL's buffers, which no tensor has: fitted."""
 
 BUCKETS = 2 * 5e8 * 2
 """Bytes of DeepSpeed's two buckets, for reducing and for gathering, of 5e8 elements by default:
@@ -42,12 +38,12 @@ def allocated(run: Run) -> float:
     return max(map(sum, zip(held, passing, strict=True)))
 
 
-def needed(run: Run, kind: str) -> float:
-    """Bytes of the kind that a source reports: allocated, reserved or device."""
-    found = allocated(run)
+def needed(allocated: float, kind: str, constants: Constants) -> float:
+    """Bytes of the kind that a source reports, allocated, reserved or device, from the first."""
     if kind == "allocated":
-        return found
-    return found * (1 + FRAGMENTED) + (CONTEXT if kind == "device" else 0)
+        return allocated
+    reserved = allocated * (1 + constants.fragmented)
+    return reserved + (constants.context * GIB if kind == "device" else 0)
 
 
 def _enough(run: Run) -> int:

@@ -166,6 +166,11 @@ class Run:
         return self.pp * self.chunks
 
     @property
+    def origin(self) -> str:
+        """Who published it: rows of several tables of one paper have one origin."""
+        return re.sub(r"_table\w*$", "", self.table)
+
+    @property
     def sweep(self) -> tuple[str, str, str]:
         """Rows of one section that train the same model, in layouts of their own."""
         return self.table, self.source, self.name
@@ -178,8 +183,11 @@ def read(row: Row) -> Run:
         Unsupported: what it asks for is not modelled, or it does not say enough.
     """
     _refuse(row)
-    model = _model(row)
     tp, pp = _count(row, "tp", 1), _count(row, "pp", 1)
+    shard = _text(row, "opt_shard")
+    framework = _framework(shard)
+    # Megatron-LM's make_vocab_size_divisible_by, which those who build on it keep.
+    model = _model(row, 1 if framework == "fsdp" else 128 * tp)
     per_node = _count(row, "gpus_per_node", 8)
     dp = _count(row, "dp", max(1, (_number(row, "n_gpus") or tp * pp) / (tp * pp)))
     devices = tp * pp * dp
@@ -187,8 +195,6 @@ def read(row: Row) -> Run:
     schedule, chunks = _schedule(row, pp)
     attention, precision = _text(row, "attention"), _text(row, "precision")
     extra = " ".join(_text(row, name) for name in ("extra", "notes"))
-    shard = _text(row, "opt_shard")
-    framework = _framework(shard)
     compiled = "compile" in extra or "te)" in attention or "fsdp2" in shard
     return Run(
         id=row.get("run_id") or "",
@@ -236,11 +242,12 @@ def _refuse(row: Row) -> None:
             raise Unsupported(f"{what}, {name} = {row[name]}")
     if (_number(row, "n_experts") or 0) > 1 or "moe" in _text(row, "arch"):
         raise Unsupported("experts")
-    if re.search(r"fp8|float8|int8", _text(row, "precision")):
+    if re.search(r"fp8|float8|int8|^(fp|tf|float)32", _text(row, "precision")):
         raise Unsupported(f"precision {row['precision']}")
 
 
-def _model(row: Row) -> Model:
+def _model(row: Row, padded: int) -> Model:
+    """The model, its vocabulary a multiple of `padded`."""
     layers, hidden, heads, seq = (
         _required(row, name) for name in ("layers", "hidden", "heads", "seq")
     )
@@ -253,7 +260,7 @@ def _model(row: Row) -> Model:
         heads=heads,
         kv_heads=_count(row, "kv_heads", heads),
         ffn=_count(row, "ffn", hidden * (8 / 3 if gated else 4)),
-        vocab=_count(row, "vocab", 32000 if llama else 51200),
+        vocab=-(-_count(row, "vocab", 32000 if llama else 51200) // padded) * padded,
         seq=seq,
         gated=gated,
         llama=llama,

@@ -14,6 +14,9 @@ LARGE, WIDE = 8, 1.5
 """A sweep is held to its rank correlation from so many rows on, the slowest so many times the
 fastest; else to its best."""
 
+ORDERED, NEAR = 0.9, 0.05
+"""The least rank correlation, and how much longer the predicted best may take than the best."""
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -113,6 +116,12 @@ def sweeps(predictions: Sequence[Prediction]) -> list[dict[str, Any]]:
         if len(published) < 3:
             continue
         spread = max(published) / min(published)
+        ordered = len(published) >= LARGE and spread >= WIDE
+        correlation = rank_correlation(published, predicted)
+        best = max(
+            _best(group)
+            for _, group in _grouped(rows, lambda p: (p.run.batch, p.run.model.seq, p.run.devices))
+        )
         found.append(
             {
                 "table": table,
@@ -120,14 +129,10 @@ def sweeps(predictions: Sequence[Prediction]) -> list[dict[str, Any]]:
                 "model": model,
                 "rows": len(published),
                 "slowest_over_fastest": spread,
-                "held_to": "order" if len(published) >= LARGE and spread >= WIDE else "best",
-                "rank_correlation": rank_correlation(published, predicted),
-                "best": max(
-                    _best(group)
-                    for _, group in _grouped(
-                        rows, lambda p: (p.run.batch, p.run.model.seq, p.run.devices)
-                    )
-                ),
+                "held_to": "order" if ordered else "best",
+                "rank_correlation": correlation,
+                "best": best,
+                "held": correlation >= ORDERED if ordered else best <= NEAR,
             }
         )
     return found

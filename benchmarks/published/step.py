@@ -4,7 +4,7 @@
 
 The rates are those of `autopipe.presets`, the roofline is `autopipe.roofline`, exchanges are those
 of `autopipe.communication`, and the pipeline is the schedule as `autopipe.simulate` walks it.
-`Constants` has what these leave open.
+`constants.py` has what these leave open.
 """
 
 from __future__ import annotations
@@ -13,40 +13,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from autopipe.communication import all_gather, all_reduce
+from autopipe.presets import STEADY, STEADY_NEWER
 from autopipe.roofline import kernel_seconds
 from autopipe.schedule import Channel
 from autopipe.simulate import Costs, Link
 from benchmarks.published import pipeline
+from benchmarks.published.constants import Constants
 from benchmarks.published.machine import Machine
 from benchmarks.published.rows import Run, Unsupported
-from benchmarks.published.transformer import Kernel, Work, embedding, head, layer
-
-
-@dataclass(frozen=True)
-class Constants:
-    """What the package's model does not know of the programs that published the runs; fitted.
-
-    Args:
-        flash, flash1: the rate of FlashAttention, and of its first version, as a share of a
-            matmul's, forward and backward together.
-        flash_newer: that share again on H100 and later, whose own instructions they do not use.
-        misaligned: the rate of matmuls whose dims are no multiples of 8, so that rows do not begin
-            at 16 bytes, as a share of the rate of others.
-        gradients: the share of its links that a sum of gradients reaches.
-        deepspeed: the share of its links that a sum of a layer's results reaches under DeepSpeed.
-        wait: seconds for which such a sum of 8 ranks waits besides; of t ranks (t - 1) / 7 of it.
-    """
-
-    flash: float = 0.48
-    flash1: float = 0.43
-    flash_newer: float = 0.58
-    misaligned: float = 0.38
-    gradients: float = 0.63
-    deepspeed: float = 0.5
-    wait: float = 1e-3
-
-
-FITTED = Constants()
+from benchmarks.published.transformer import Kernel, Parts, Work, parts_of
 
 
 @dataclass(frozen=True)
@@ -63,13 +38,13 @@ class Seconds:
         return self.pipeline + self.gradients + self.optimizer
 
 
-def predict(run: Run, machine: Machine, constants: Constants = FITTED) -> Seconds:
+def predict(run: Run, machine: Machine, constants: Constants) -> Seconds:
     """The step of a run.
 
     Raises:
         Unsupported: the device has no rate for 16 bits.
     """
-    rank = Rank(run, machine, constants)
+    rank = Rank(run, machine, parts_of(run), constants)
     return Seconds(pipeline.seconds(run, rank.costs()), rank.gradients(), rank.optimizer())
 
 
@@ -79,14 +54,18 @@ class Rank:
 
     run: Run
     machine: Machine
+    parts: Parts
     constants: Constants
 
     def costs(self) -> Costs:
         """Seconds of F, I and W of every stage, and the links between them."""
         run, hop = self.run, self.machine.hop
         layers = pipeline.layers_of(run)
-        found = [self._stage(number, count) for number, count in enumerate(layers)]
-        forward, inputs, weights = zip(*found, strict=True)
+        each, first, last = map(self._work, self.parts)
+        forward, inputs, weights = ([count * part for count in layers] for part in each)
+        for sums, more, most in zip((forward, inputs, weights), first, last, strict=True):
+            sums[0] += more
+            sums[-1] += most
         backward = [i + w for i, w in zip(inputs, weights, strict=True)]
         # Every tensor-parallel rank sends its part of what they all have (SC21, section 4.1).
         boundary = 2 * run.micro_batch * run.model.seq * run.model.hidden / run.tp
@@ -124,19 +103,8 @@ class Rank:
         each = 14 if self.run.pure else 34
         return each * self._owned() / shards / self.machine.device.bandwidth
 
-    def _stage(self, number: int, layers: int) -> tuple[float, float, float]:
-        """Seconds of F, I and W of one micro-batch."""
-        run = self.run
-        parts = [(layer(run), layers)]
-        parts += [(embedding(run), 1)] if number == 0 else []
-        parts += [(head(run), 1)] if number == run.stages - 1 else []
-        forward, inputs, weights = 0.0, 0.0, 0.0
-        for work, times in parts:
-            f, i, w = self._work(work)
-            forward, inputs, weights = forward + times * f, inputs + times * i, weights + times * w
-        return forward, inputs, weights
-
     def _work(self, work: Work) -> tuple[float, float, float]:
+        """Seconds of F, I and W of one micro-batch."""
         forward = self._beside(self._kernels(work.forward), self._exchanged(work.sums_forward))
         inputs = self._beside(
             self._kernels(work.backward_input), self._exchanged(work.sums_backward)
@@ -170,37 +138,44 @@ class Rank:
         return sum(map(self._kernel, kernels))
 
     def _kernel(self, kernel: Kernel) -> float:
-        device, constants, share = self.machine.device, self.constants, 1.0
+        device, constants, newer = self.machine.device, self.constants, self.machine.newer
         dtype = next((name for name in ("bf16", "fp16") if name in device.flops), None)
         if dtype is None:
             raise Unsupported(f"{device.kind} has no rate for 16 bits")
+        share = constants.steady_newer / STEADY_NEWER if newer else constants.steady / STEADY
         if kernel.what:
-            share = constants.flash1 if kernel.what == "flash1" else constants.flash
-            share *= constants.flash_newer if self.machine.newer else 1.0
-        elif any(dim % 8 for dim in kernel.dims):
-            share = constants.misaligned
+            share *= constants.flash1 if kernel.what == "flash1" else constants.flash
+            share *= constants.flash_newer if newer else 1.0
+        elif kernel.dims:
+            share *= (min(map(_alignment, kernel.dims)) / ALIGNED) ** constants.misaligned
         return kernel_seconds(
             device, dtype, kernel.flops / share, kernel.bytes, kernel.dims, kernel.times
         )
 
     def _exchanged(self, sums: tuple[float, ...]) -> float:
         """Seconds of sums over the tensor-parallel ranks."""
-        run, constants = self.run, self.constants
-        if run.tp == 1:
-            return 0.0
-        seconds = sum(all_reduce(size, self.machine.tensor) for size in sums)
-        if run.framework != "deepspeed":
-            return seconds
-        return seconds / constants.deepspeed + len(sums) * constants.wait * (run.tp - 1) / 7
+        waits = 0.0
+        if self.run.framework == "deepspeed":
+            waits = len(sums) * self.constants.wait * (self.run.tp - 1) / 7
+        return waits + sum(all_reduce(size, self.machine.tensor) for size in sums)
 
     def _owned(self) -> float:
         """Weights of the rank that has most."""
         run, layers = self.run, pipeline.layers_of(self.run)
-        owned = [count * layer(run).parameters for count in layers]
-        owned[0] += embedding(run).parameters
-        owned[-1] += head(run).parameters
+        owned = [count * self.parts.layer.parameters for count in layers]
+        owned[0] += self.parts.embedding.parameters
+        owned[-1] += self.parts.head.parameters
         return max(sum(owned[rank :: run.pp]) for rank in range(run.pp))
 
 
 MATRICES = 4
 """Matrices of a layer: qkv, out, up and down."""
+
+ALIGNED = 64
+"""Elements of 16 bits in the 128 bytes by which A100 and later read memory."""
+
+
+def _alignment(dim: float) -> float:
+    """The largest power of two that divides a dim, at most `ALIGNED`; dims are whole numbers."""
+    whole = round(dim)
+    return min(whole & -whole, ALIGNED) if whole else ALIGNED

@@ -72,6 +72,19 @@ def elementwise(size: float, times: int = 1) -> Kernel:
     return Kernel(bytes=size, times=times)
 
 
+class Parts(NamedTuple):
+    """The three kinds of parts that stages are made of."""
+
+    layer: Work
+    embedding: Work
+    head: Work
+
+
+def parts_of(run: Run) -> Parts:
+    """What the parts of a run's model do."""
+    return Parts(layer(run), embedding(run), head(run))
+
+
 def layer(run: Run) -> Work:
     """One layer, with what its recomputation adds to backward."""
     model, n, t = run.model, run.micro_batch * run.model.seq, run.tp
@@ -169,7 +182,8 @@ def _attention(run: Run) -> tuple[Kernels, Kernels]:
         moved = 2 * b * s * (2 * model.heads + 2 * model.kv_heads) * d / t
         pair = 2 * 2 * rows * s * s * d / 2
         forward = Kernel(pair, moved, what=run.attention)
-        return (forward,), (Kernel(2.5 * pair, 2.5 * moved, (), 2, run.attention),)
+        slower = FLASH_BACKWARD[run.attention]
+        return (forward,), (Kernel(2.5 * slower * pair, 2.5 * moved, (), 2, run.attention),)
     scores, sums = matmul(s, d, s, rows), matmul(s, s, d, rows)
     elements = rows * s * s
     passes, kernels = SOFTMAX_BYTES[run.attention], 8 if run.attention == "composed" else 1
@@ -181,6 +195,10 @@ def _attention(run: Run) -> tuple[Kernels, Kernels]:
         backward_passes,
     )
 
+
+FLASH_BACKWARD = {"flash": 73 / 63, "flash1": 40 / 30}
+"""How much slower FlashAttention's backward computes than its forward: 63 % against 73 % of A100's
+peak, and of the first version 25 to 35 % against 30 to 50 % (Dao 2023, sections 1 and 3.2)."""
 
 SOFTMAX_BYTES = {"fused": (4, 6), "composed": (28, 32)}
 """Bytes moved for each score, forward and backward.
@@ -194,10 +212,10 @@ def _elementwise(run: Run) -> tuple[Kernels, Kernels]:
     """Norms, residuals, positions and activation of a layer: forward and backward."""
     model, n, t = run.model, run.micro_batch * run.model.seq, run.tp
     outside = n * model.hidden / (t if run.sequence_parallel else 1)
-    norm, norm_back = (4, 10) if run.fused_norm else (32, 48)
+    norm, norm_back = NORM_BYTES[run.fused_norm]
     residual, residual_back = (7, 11) if run.dropout else (6, 6)
-    forward = [elementwise(2 * (norm + residual) * outside, 4 if run.fused_norm else 14)]
-    backward = [elementwise(2 * (norm_back + residual_back) * outside, 8 if run.fused_norm else 24)]
+    forward = [elementwise(2 * (norm + residual) * outside, 4 if run.fused_norm else 18)]
+    backward = [elementwise(2 * (norm_back + residual_back) * outside, 8 if run.fused_norm else 32)]
     inner = n * model.ffn / t
     activation = ((6, 10) if run.fused else (10, 20)) if model.gated else (4, 6)
     forward.append(elementwise(activation[0] * inner, 2))
@@ -211,6 +229,14 @@ def _elementwise(run: Run) -> tuple[Kernels, Kernels]:
         forward.append(elementwise(4 * heads, 3))
         backward.append(elementwise(4 * heads, 3))
     return tuple(forward), tuple(backward)
+
+
+NORM_BYTES = {True: (4, 10), False: (36, 84)}
+"""Bytes moved for each element of a norm, forward and backward, by whether it is one kernel.
+
+Else it is RMS norm op by op: to fp32 6, square 8, mean 4, scale 8, back 6, weight 4; backward of
+the weight 12, of the casts 12, of scaling 24, of the mean 4, of the square 20, and their sum 12.
+"""
 
 
 def kept(run: Run) -> float:

@@ -1,0 +1,177 @@
+"""From every frame's best to one answer: its bound, its ties, and what else there was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from autopipe.errors import InfeasibleError
+from autopipe.estimate import estimate
+from autopipe.machine import Machine
+from autopipe.planners import PLANNERS, Answer, answer
+from autopipe.planners.answer import beside, bound
+from autopipe.planners.dynamic import choose
+from autopipe.planners.search import frames
+from autopipe.problem import Constraints, Problem
+from tests.problems import line, random_problem, rich_problem
+
+MAKERS = {"plain": random_problem, "rich": rich_problem}
+
+
+@pytest.fixture(autouse=True)
+def no_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`test_relax` is about what would fit; looking for it takes most of the time."""
+    monkeypatch.setattr(answer, "would_fit", lambda problem, fastest: [])
+
+
+def limited(devices: Machine, memory: int) -> Machine:
+    return replace(devices, memory=(memory,) * devices.devices)
+
+
+def answers(make: Callable[[int], Problem], count: int) -> list[tuple[Problem, Answer]]:
+    """Of so many problems those that have a plan."""
+    found = []
+    for seed in range(count):
+        try:
+            found.append((problem := make(seed), PLANNERS["dynamic"](problem)))
+        except InfeasibleError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_nothing_is_faster_than_a_frames_bound(make: Callable[[int], Problem]) -> None:
+    """Else a frame would not be tried that has the best plan."""
+    for seed in range(25):
+        problem = make(seed)
+        for frame in frames(problem):
+            found = estimate(problem, choose(problem, frame))
+            assert bound(problem, frame) <= found.step_seconds * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_what_an_exact_planner_finds_is_its_own_bound(make: Callable[[int], Problem]) -> None:
+    """All was searched, or has a bound above it: the gap is 0."""
+    for _, found in answers(make, 60):
+        assert found.bound_seconds == found.estimate.step_seconds
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_the_next_best_is_the_best_of_all_other_meshes(make: Callable[[int], Problem]) -> None:
+    """Every other mesh is asked for by itself, of the oracle."""
+    for problem, found in answers(make, 45):
+        best = found.decision.frame
+        steps = {}
+        for pp, dp in {frame[:2] for frame in frames(problem)} - {best[:2]}:
+            asked = replace(problem, constraints=Constraints(pp=pp, dp=dp))
+            try:
+                steps[pp, dp] = PLANNERS["exhaustive"](asked).estimate.step_seconds
+            except InfeasibleError:
+                continue
+        told = found.alternatives[0] if found.alternatives else None
+        if not steps:
+            assert told is None or told.step_seconds is None
+            continue
+        assert told is not None and told.step_seconds is not None
+        assert told.step_seconds == pytest.approx(min(steps.values()), rel=1e-9)
+        assert told.step_seconds == pytest.approx(steps[told.pp, told.dp], rel=1e-9)
+        assert told.step_seconds >= found.estimate.step_seconds * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_alternatives_are_one_a_mesh_and_the_best_first(make: Callable[[int], Problem]) -> None:
+    """Those that fit by their steps; then those of which a bound was enough, then misfits."""
+    for problem, found in answers(make, 60):
+        every = {frame[:2] for frame in frames(problem)}
+        others = [(a.pp, a.dp) for a in found.alternatives]
+        assert len(set(others)) == len(others)
+        assert set(others) == every - {found.decision.frame[:2]}
+        steps = [a.step_seconds for a in found.alternatives]
+        fitting = [seconds for seconds in steps if seconds is not None]
+        assert fitting == sorted(fitting)
+        assert steps == fitting + [None] * (len(steps) - len(fitting))
+        bounded = ["by its bound" in a.why for a in found.alternatives[len(fitting) :]]
+        assert bounded == sorted(bounded, reverse=True)
+
+
+def test_a_mesh_that_even_its_bound_rules_out_is_not_tried() -> None:
+    """Six equal units, four micro-batches, at best 6 + 3 * 6 / p seconds on p stages.
+
+    p       6     5     4     3     2     1
+    step    9    12    12    12    15    24        bound    9  9.6  10.5  12  15  24
+
+    Two meshes are known below 15, so that two stages need not be tried. One is always: it is data
+    parallelism alone, which people ask about.
+    """
+    problem = line((1.0,) * 6, devices=6, constraints=Constraints(schedule="1f1b", dp=1))
+    found = PLANNERS["dynamic"](problem)
+    assert (found.decision.frame.pp, found.estimate.step_seconds) == (6, 9)
+    *others, two = found.alternatives
+    assert {a.pp: a.step_seconds for a in others} == {5: 12, 4: 12, 3: 12, 1: 24}
+    assert (two.pp, two.step_seconds, two.why) == (2, None, "at least 67 % slower, by its bound")
+    assert found.plain is not None and found.plain.estimate.step_seconds == 24
+
+
+def test_ties_go_to_fewer_stages_then_fewer_micro_batches_then_1f1b() -> None:
+    # No cost but compute, and with one micro-batch two stages in turn are as slow as one device.
+    free = line((1.0, 1.0), batch=1, parameter=0, constraints=Constraints(schedule="1f1b"))
+    nothing = line((0.0, 0.0), parameter=0, constraints=Constraints())
+    for planner in PLANNERS.values():
+        assert planner(nothing).decision.frame[:5] == (1, 2, 2, 0, "1f1b")
+        assert planner(free).decision.frame[:5] == (1, 1, 1, 0, "1f1b")
+
+
+def test_the_bound_of_a_heuristic_is_that_of_perfect_balance() -> None:
+    """Units 1 1 4 over two devices: 6 / 2 s a micro-batch, and one has 4."""
+    problem = line((1.0, 1.0, 4.0), batch=10, parameter=0)
+    found = PLANNERS["uniform"](problem)
+    assert found.estimate.step_seconds == 6 + 9 * 4  # 1 1 | 4
+    assert found.bound_seconds == 6 + 9 * 3
+
+
+def test_the_answer_says_what_binds_and_what_else_there_was() -> None:
+    """One device for each of two replicas would be best, but holds all 3200 bytes of parameters."""
+    problem = line((1.0,) * 4, memory=1000, constraints=Constraints(schedule="1f1b"))
+    found = PLANNERS["dynamic"](problem)
+    assert found.decision.frame == (2, 1, 4, 0, "1f1b", 0) and found.decision.cuts == (2,)
+    assert found.bound_seconds == found.estimate.step_seconds == 4 + 3 * 2
+    assert found.binding.startswith("stage 0 sets the pace with 2 s a micro-batch, 0.0 % above")
+    told = {(a.pp, a.dp): (a.step_seconds, a.why) for a in found.alternatives}
+    assert told == {
+        (1, 2): (None, "stage 0 needs 1.6 of 1.0 KiB"),
+        (1, 1): (None, "stage 0 needs 1.6 of 1.0 KiB"),
+    }
+
+
+def test_the_best_of_other_degrees_stands_among_the_alternatives() -> None:
+    """Of tp = 2 and 4 the answers are slower; they are sorted in, and the bound is of all."""
+    problem = line((1.0,) * 4, parameter=0)
+    best = PLANNERS["dynamic"](problem)
+    slower = {
+        tp: PLANNERS["dynamic"](line((1.0 + tp,) * 4, parameter=0, constraints=problem.constraints))
+        for tp in (2, 4)
+    }
+    found = beside(best, slower)
+    assert (found.decision, found.bound_seconds) == (best.decision, best.bound_seconds)
+    first, second, *rest = found.alternatives
+    assert [(a.tp, a.step_seconds) for a in (first, second)] == [(2, 30), (4, 50)]
+    assert tuple(rest) == best.alternatives
+    assert first.why == "200 % slower, by computing"
+
+
+def test_the_most_that_a_device_may_hold_is_held_to_the_byte() -> None:
+    """An answer fits; with a byte less on each device it does not, and what does is no faster."""
+    for problem, found in answers(random_problem, 40):
+        peak = max(stage.memory.peak for stage in found.estimate.stages)
+        ranks = found.decision.frame.pp
+        if found.decision.stages > ranks or not problem.machine.alike:
+            continue
+        less = replace(problem, machine=limited(problem.machine, peak - 1))
+        try:
+            other = PLANNERS["dynamic"](less)
+        except InfeasibleError:
+            continue
+        assert max(stage.memory.peak for stage in other.estimate.stages) < peak
+        assert other.estimate.step_seconds >= found.estimate.step_seconds * (1 - 1e-9)
