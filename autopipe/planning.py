@@ -134,9 +134,9 @@ def plan(
     with watch("traced"):
         traced = trace_source(model, batches.two_rows(example, specs), specs, loss)
         graph = traced.graph
+        if tp is not None:
+            check_heads(graph, tp)
         flow, blocks = analyse(graph), find_blocks(graph)
-    if tp is not None:
-        check_heads(graph, tp)
     again = None
     if recompute is not None:
         words = [recompute] if isinstance(recompute, str) else recompute

@@ -143,11 +143,8 @@ def test_problems_of_the_short_graph_and_of_the_whole_one_are_the_same(
     for one, other in zip(found.profiles, whole.profiles, strict=True):
         assert set(one.saved) == set(other.saved)
         assert set(one.crossings) == set(other.crossings)
-        assert (one.forward, one.backward, one.again) == (
-            other.forward,
-            other.backward,
-            other.again,
-        )
+        seconds = [(each.forward, each.backward, each.again) for each in (one, other)]
+        assert seconds[0] == seconds[1]
 
 
 # Storages, of a run of five blocks, each of ten nodes, from position 100 on.
