@@ -184,7 +184,7 @@ def test_seconds_of_exchanging_are_in_both_ways_and_told_apart():
     found, flow, blocks = traced("gpt")
     nodes = len(found.graph.nodes)
     units, alone = problem_of("gpt")
-    sending = {"tp": 2, "sending": lambda rows: [(1e-3, 2e-3)] * nodes}
+    sending = {"tp": 2, "sending": lambda graph, rows: [(1e-3, 2e-3)] * nodes}
     problem, _ = problem_on(CLUSTER, flow, blocks, units, recompute=[], **sending)
     for before, after in zip(alone.profiles, problem.profiles, strict=True):
         assert sum(after.forward[0]) == pytest.approx(sum(before.forward[0]) + nodes * 1e-3)
