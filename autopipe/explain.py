@@ -106,8 +106,16 @@ def _table_of(plan: Plan) -> list[RenderableType]:
         )
     legend = (
         "peak is the sum of what stands right of it: weights (with buffers), their gradients, the\n"
-        "optimizer's state, activations kept from forward to backward, buffers of transfers\n"
+        "optimizer's state, activations kept from forward to backward, buffers of transfers (with\n"
+        "those of gradients on their way into a sum)\n"
     )
+    rooms = {device.kind: device.memory for device in plan.cluster.devices if device.kind != "cpu"}
+    if rooms:
+        listed = ", ".join(f"{room / 2**30:.1f} GiB of {kind}" for kind, room in rooms.items())
+        legend += (
+            f"tensors may fill {listed}; the rest is a margin for CUDA's context and what\n"
+            "the allocator loses\n"
+        )
     if ranks:
         held = [0] * plan.mesh.pp
         for rank, memory in zip(ranks, memories, strict=True):

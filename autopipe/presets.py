@@ -3,7 +3,7 @@
     floating-point operations a second = datasheet * matmul_share * steady
     bytes a second of memory           = datasheet * MEMORY_SHARE
     bytes a second of a link           = datasheet * LINK_SHARE
-    bytes of memory                    = what torch reports - RESERVE
+    bytes of memory                    = (what torch reports - RESERVE) / (1 + FRAGMENTED)
 
 In datasheets a TB is 1e12 bytes and a TFLOP 1e12 operations, never powers of two; the "80GB" of a
 name are nearly 80 GiB. Peaks are dense: the figures printed for tensor cores are often twice as
@@ -45,10 +45,23 @@ https://github.com/stas00/ml-engineering/tree/master/network. An assumption for 
 LAUNCH = 5e-6
 """Seconds that the host needs to put one op on a GPU's queue, from Python: an assumption."""
 
-RESERVE = 2**30
-"""Bytes of a GPU that hold no tensor: CUDA's context and NCCL's buffers. An assumption."""
+RESERVE = 2 * 2**30
+"""Bytes of a GPU that hold no tensor: CUDA's context, libraries, NCCL's buffers."""
+
+FRAGMENTED = 0.16
+"""What the caching allocator has and cannot use, as a share of what tensors hold: sizes rounded up,
+gaps that nothing fits into, and here also what ops hold while they run.
+
+Both are the margin between a plan's bytes and a device's. They are fitted to published runs that
+did or did not run out of memory; benchmarks/published tells how well they tell the two apart.
+"""
 
 GIB = 2**30
+
+
+def usable(memory: float) -> int:
+    """Bytes that tensors may hold of the `memory` that torch reports for a GPU."""
+    return int((memory - RESERVE) / (1 + FRAGMENTED))
 
 
 @dataclass(frozen=True)

@@ -365,7 +365,7 @@ def _link(samples: list[Sample], device: Device) -> Link:
 def _memory(processes: int, cuda: bool) -> int:
     if cuda:
         totals = (torch.cuda.get_device_properties(i).total_memory for i in range(processes))
-        return int(min(totals)) - presets.RESERVE
+        return presets.usable(min(totals))
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // processes
 
 

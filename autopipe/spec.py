@@ -152,7 +152,7 @@ def _device(kind: str, sheet: presets.Datasheet) -> Device:
     share = sheet.matmul_share * sheet.steady
     return Device(
         kind=kind,
-        memory=int(sheet.memory) - presets.RESERVE,
+        memory=presets.usable(sheet.memory),
         flops={dtype: peak * share for dtype, peak in sheet.flops.items()},
         bandwidth=sheet.bandwidth * presets.MEMORY_SHARE,
         launch=presets.LAUNCH,

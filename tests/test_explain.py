@@ -35,7 +35,10 @@ stage  forward  backward  bubble  peak  weights  grads  optimizer  activations  
 0       1.0 ms    2.0 ms     20%  18.5      4.0    4.0        8.0          2.0        0.5
 1       1.0 ms    2.0 ms     20%  18.5      4.0    4.0        8.0          2.0        0.5
 peak is the sum of what stands right of it: weights (with buffers), their gradients, the
-optimizer's state, activations kept from forward to backward, buffers of transfers
+optimizer's state, activations kept from forward to backward, buffers of transfers (with
+those of gradients on their way into a sum)
+tensors may fill 66.5 GiB of A100-80GB; the rest is a margin for CUDA's context and what
+the allocator loses
 
 stage 0: 9 nodes, 2 parameter tensors
   from embed/embedding/0

@@ -98,7 +98,7 @@ def machine_of(run: Run) -> Machine:
     beside = run.tp * run.dp
     return Machine(
         device=group.device,
-        capacity=group.device.memory + presets.RESERVE,
+        capacity=presets.DEVICES[group.device.kind].memory,
         tensor=topology.levels(range(run.tp)),
         data=topology.levels(range(0, beside, run.tp)),
         hop=topology.pair(0, beside).link if run.pp > 1 else cluster.within,
