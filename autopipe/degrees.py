@@ -12,14 +12,18 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
+import torch
+
 from autopipe import collectives, cost
 from autopipe.blocks import Block
 from autopipe.cluster import Cluster, Link
 from autopipe.collectives import Planned
+from autopipe.columns import COLUMNS
 from autopipe.dataflow import Dataflow, analyse
 from autopipe.errors import InfeasibleError
-from autopipe.graph import Graph, State
+from autopipe.graph import Graph, Ref, State
 from autopipe.placements import Move, Sharding
+from autopipe.precision import LOWERED, PRECISIONS
 from autopipe.shard import blocks_of, sent_by, shard_graph, shardable, whole_bytes
 from autopipe.sharding import Axis, shard
 from autopipe.strategies import Model
@@ -164,8 +168,13 @@ def _check_divides(flow: Dataflow, sharding: Sharding, cluster: Cluster) -> None
     )
 
 
-def sending_seconds(degree: Degree, graph: Graph, rows: int) -> list[tuple[float, float]]:
+def sending_seconds(
+    degree: Degree, graph: Graph, rows: int, precision: str = "fp32"
+) -> list[tuple[float, float]]:
     """Forward and backward seconds that each node's collective takes, 0 for one that has none.
+
+    In mixed precision what a matrix product has made is sent in its own dtype, and so is the
+    gradient of what column-parallel layers multiply (`autopipe.columns`); all else is in fp32.
 
     Args:
         graph: the degree's, or a part of it.
@@ -173,6 +182,8 @@ def sending_seconds(degree: Degree, graph: Graph, rows: int) -> list[tuple[float
     On a ring (Patarasuk and Yuan, JPDC 2009): `placements.Move`.
     """
     ranks, link = degree.tp, degree.link
+    low = PRECISIONS[precision]
+    lowered = {node.name for node in graph.nodes if node.op.split(".")[1] in LOWERED}
     carrying = cost.gradient_values(graph)
 
     def seconds(move: Move | None, size: int) -> float:
@@ -184,6 +195,9 @@ def sending_seconds(degree: Degree, graph: Graph, rows: int) -> list[tuple[float
     for node in graph.nodes:
         there, back = sent_by(node, carrying)
         size = whole_bytes(graph, node, ranks, rows) if there or back else 0
+        products = [v for v in node.values() if isinstance(v, Ref) and v.node in lowered]
+        if low is not None and (node.op == COLUMNS or products):
+            size = size * low.itemsize // torch.float32.itemsize
         found.append((seconds(there, size), seconds(back, size)))
     return found
 

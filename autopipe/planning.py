@@ -169,7 +169,7 @@ def plan(
             recompute=again,
             zeros=zeros,
             tp=tp,
-            sending=partial(sending_seconds, degree) if tp > 1 else None,
+            sending=partial(sending_seconds, degree, precision=precision) if tp > 1 else None,
         )
         draft = Draft(
             degree,

@@ -64,15 +64,16 @@ def test_blocks_stand_where_they_stood() -> None:
         assert all(block.path in node.scopes for node in own)
 
 
-def test_seconds_of_a_collective() -> None:
+@pytest.mark.parametrize("precision, itemsize", [("fp32", 4), ("bf16", 2)])
+def test_seconds_of_a_collective(precision: str, itemsize: int) -> None:
     """An all-reduce of B bytes among n takes 2 (n - 1) (latency + B / n / bandwidth) on a ring."""
     degree, rows = at(2), 2
     link = degree.link
-    size = rows * 12 * 32 * 4  # [b, s, h] in fp32
+    size = rows * 12 * 32 * itemsize  # [b, s, h], which a matrix product has made or multiplies
     expected = 2 * (link.latency + size / 2 / link.bandwidth)
-    by_name = dict(
-        zip((n.name for n in degree.trace.graph.nodes), sending_seconds(degree, rows), strict=True)
-    )
+    graph = degree.trace.graph
+    seconds = sending_seconds(degree, graph, rows, precision)
+    by_name = dict(zip((node.name for node in graph.nodes), seconds, strict=True))
     assert by_name["blocks.1.down/linear/0>I"] == pytest.approx((expected, 0.0))
     assert by_name["blocks.1.up/linear/0"] == pytest.approx((0.0, expected))
     assert by_name["blocks.1/gelu/0"] == (0.0, 0.0)
