@@ -6,6 +6,7 @@ Every line fits 100 columns; names of nodes, which may be long, stand on lines o
 from __future__ import annotations
 
 import html
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -112,10 +113,8 @@ def _table_of(plan: Plan) -> list[RenderableType]:
     rooms = {device.kind: device.memory for device in plan.cluster.devices if device.kind != "cpu"}
     if rooms:
         listed = ", ".join(f"{room / 2**30:.1f} GiB of {kind}" for kind, room in rooms.items())
-        legend += (
-            f"tensors may fill {listed}; the rest is a margin for CUDA's context and what\n"
-            "the allocator loses\n"
-        )
+        margin = "the rest is a margin for CUDA's context and what the allocator loses"
+        legend += textwrap.fill(f"tensors may fill {listed}; {margin}", WIDTH) + "\n"
     if ranks:
         held = [0] * plan.mesh.pp
         for rank, memory in zip(ranks, memories, strict=True):

@@ -37,8 +37,8 @@ stage  forward  backward  bubble  peak  weights  grads  optimizer  activations  
 peak is the sum of what stands right of it: weights (with buffers), their gradients, the
 optimizer's state, activations kept from forward to backward, buffers of transfers (with
 those of gradients on their way into a sum)
-tensors may fill 66.5 GiB of A100-80GB; the rest is a margin for CUDA's context and what
-the allocator loses
+tensors may fill 66.5 GiB of A100-80GB; the rest is a margin for CUDA's context and what the
+allocator loses
 
 stage 0: 9 nodes, 2 parameter tensors
   from embed/embedding/0
