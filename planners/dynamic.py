@@ -49,7 +49,7 @@ walks up the thresholds instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -82,7 +82,7 @@ NEXT = 1 - 1e-12
 """Times a maximum: just below it, past those that differ by the order of a sum."""
 
 
-def dynamic(problem: Problem) -> Answer:
+def dynamic(problem: Problem, rivals: Sequence[float] = ()) -> Answer:
     """Plan exactly, where each rank has one stage; where it has several, each stage gets an equal
     share of its device and the devices stand in rank order, and what only other shares or another
     order would fit is not found.
@@ -93,7 +93,7 @@ def dynamic(problem: Problem) -> Answer:
     Raises:
         InfeasibleError: no plan fits; the message carries the one that comes nearest.
     """
-    return best_answer(problem, choose, fitting=_fitting)
+    return best_answer(problem, choose, rivals=rivals, fitting=_fitting)
 
 
 def fastest(problem: Problem) -> Scored | None:
