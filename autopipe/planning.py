@@ -226,21 +226,23 @@ def _best_degree(
                 except InfeasibleError as error:
                     refused[tp] = error
         if not answers:
-            answers, others = _answers({tp: problem for tp, (problem, _) in made.items()}, planner)
-            refused |= others
+            answers, errors = _answers({tp: problem for tp, (problem, _) in made.items()}, planner)
+            refused |= errors
     if not answers:
         # Of those that want memory the nearest; else what contradicts itself at the lowest degree.
-        errors = [refused[tp] for tp in sorted(refused)]
-        wanting = [error for error in errors if error.shortfall]
-        raise min(wanting or errors[:1], key=lambda error: error.shortfall)
+        known = [refused[tp] for tp in sorted(refused)]
+        wanting = [error for error in known if error.shortfall]
+        raise min(wanting or known[:1], key=lambda error: error.shortfall)
     while True:
         tp = min(answers, key=lambda tp: (answers[tp].estimate.step_seconds, tp))
-        slower = {other: found for other, found in answers.items() if other != tp}
-        outdone = {other: error for other, error in refused.items() if isinstance(error, Outdone)}
+        others: dict[int, Answer | Outdone] = {
+            other: error for other, error in refused.items() if isinstance(error, Outdone)
+        }
+        others |= {other: found for other, found in answers.items() if other != tp}
         problem, draft = made.pop(tp)
         with as_first(tp):
             try:
-                told = beside(answers[tp], dict(sorted({**slower, **outdone}.items())))
+                told = beside(answers[tp], dict(sorted(others.items())))
                 return _plan_that_fits(planner, problem, draft, told, watch)
             except InfeasibleError:
                 # Without it, what it has outdone may be the best.

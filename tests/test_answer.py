@@ -163,7 +163,7 @@ def test_what_rivals_leave_out_is_slower_than_they_are(make: Callable[[int], Pro
         step = found.estimate.step_seconds
         rivals = (0.5 * step, 0.9 * step)
         try:
-            told = PLANNERS["dynamic"](problem, rivals)
+            told = PLANNERS["dynamic"](replace(problem, tp=2), rivals)
         except Outdone as error:
             outdone += 1
             assert error.frame is not None
