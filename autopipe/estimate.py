@@ -185,6 +185,7 @@ FEWEST_CHUNKS = 2
 1f1b."""
 
 
+@lru_cache(maxsize=64)
 def in_flights(problem: Problem, frame: Frame) -> tuple[int, ...]:
     """Of each stage of a pipeline, the most micro-batches whose activations it holds at once."""
     asked = problem.constraints
@@ -342,7 +343,7 @@ def _stage(
         held = int(sets.largest[compositions(problem).number[first, last]])
     parts = memory(ranges, problem, frame, place.in_flight, dropped, held)
     seconds, period = stage_seconds(problem, frame, place, ranges, extra)
-    gathering = float(gather_seconds(ranges, problem, frame, place.group))
+    gathering = float(gather_seconds(ranges.trainable, problem, frame, place.group))
     transfers = float(transfer_seconds(ranges, problem, frame, place.before))
     forward, backward = float(ranges.forward[kind]), float(ranges.backward[kind])
     exchange = float(ranges.exchange)

@@ -6,7 +6,7 @@ model, inputs --trace--> Graph --profile--> Problem --planner--> Decision --rehe
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from autopipe.graph import bytes_at
 from autopipe.machine import machine_of
 from autopipe.plan import InputSpec, Plan
 from autopipe.planners import PLANNERS, Answer, Planner
-from autopipe.planners.answer import beside
+from autopipe.planners.answer import Outdone, beside, bounds, rivals_of
 from autopipe.precision import PRECISIONS
 from autopipe.probe import local_cluster, local_processes
 from autopipe.problem import WRITTEN, ZERO, Constraints, Problem
@@ -192,9 +192,9 @@ def plan(
         with watch("costs"):
             return at(tp)
 
-    def searched(problem: Problem) -> Answer:
+    def searched(problem: Problem, rivals: Sequence[float] = ()) -> Answer:
         with watch("search"):
-            return PLANNERS[planner](problem)
+            return PLANNERS[planner](problem, rivals)
 
     made = _best_degree(degrees(machine, tp), costed, searched, watch)
     check_runs(made)
@@ -215,31 +215,63 @@ def _best_degree(
     Raises:
         InfeasibleError: no plan fits; of those there could be, the one with the least shortfall.
     """
-    answers: dict[int, tuple[Problem, Draft, Answer]] = {}
-    refused: list[InfeasibleError] = []
+    made: dict[int, tuple[Problem, Draft]] = {}
+    answers: dict[int, Answer] = {}
+    refused: dict[int, InfeasibleError] = {}
     for further in tried:
         for tp in further if not answers else ():
             with as_first(tp):
                 try:
-                    problem, draft = at(tp)
-                    answers[tp] = problem, draft, planner(problem)
+                    made[tp] = at(tp)
                 except InfeasibleError as error:
-                    refused.append(error)
+                    refused[tp] = error
+        if not answers:
+            answers, errors = _answers({tp: problem for tp, (problem, _) in made.items()}, planner)
+            refused |= errors
     if not answers:
         # Of those that want memory the nearest; else what contradicts itself at the lowest degree.
-        wanting = [error for error in refused if error.shortfall]
-        raise min(wanting or refused[:1], key=lambda error: error.shortfall)
-    order = sorted(answers, key=lambda tp: answers[tp][2].estimate.step_seconds)
-    for number, tp in enumerate(order):
-        problem, draft, answer = answers[tp]
-        others = {other: answers[other][2] for other in order[number + 1 :]}
+        known = [refused[tp] for tp in sorted(refused)]
+        wanting = [error for error in known if error.shortfall]
+        raise min(wanting or known[:1], key=lambda error: error.shortfall)
+    while True:
+        tp = min(answers, key=lambda tp: (answers[tp].estimate.step_seconds, tp))
+        others: dict[int, Answer | Outdone] = {
+            other: error for other, error in refused.items() if isinstance(error, Outdone)
+        }
+        others |= {other: found for other, found in answers.items() if other != tp}
+        problem, draft = made.pop(tp)
         with as_first(tp):
             try:
-                return _plan_that_fits(planner, problem, draft, beside(answer, others), watch)
+                told = beside(answers[tp], dict(sorted(others.items())))
+                return _plan_that_fits(planner, problem, draft, told, watch)
             except InfeasibleError:
-                if number == len(order) - 1:
+                # Without it, what it has outdone may be the best.
+                answers, refused = _answers({t: p for t, (p, _) in made.items()}, planner)
+                if not answers:
                     raise
-    raise AssertionError("unreachable")
+
+
+def _answers(
+    problems: Mapping[int, Problem], planner: Planner
+) -> tuple[dict[int, Answer], dict[int, InfeasibleError]]:
+    """What the planner says of each degree's problem: its answer, or why there is none.
+
+    The degree of the lowest bound is asked first: what it takes is a rival to the others.
+    """
+    answers: dict[int, Answer] = {}
+    refused: dict[int, InfeasibleError] = {}
+    least: dict[int, float] = {}
+    for tp, problem in problems.items():
+        try:
+            least[tp] = min(bounds(problem).values())
+        except InfeasibleError as error:
+            refused[tp] = error
+    for tp in sorted(least, key=lambda tp: (least[tp], tp)):
+        try:
+            answers[tp] = planner(problems[tp], rivals_of(answers.values()))
+        except InfeasibleError as error:
+            refused[tp] = error
+    return answers, refused
 
 
 def _plan_that_fits(

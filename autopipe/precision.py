@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,6 +119,11 @@ _NORMS = (
     torch.ops.aten.native_group_norm.default,
     torch.ops.aten.native_batch_norm.default,
 )
+
+
+def wide_statistics(ops: Iterable[str]) -> AbstractContextManager[object]:
+    """`WideStatistics` where one of the ops may be a norm; it slows down all that runs inside."""
+    return WideStatistics() if any("norm" in op for op in ops) else nullcontext()
 
 
 class WideStatistics(TorchDispatchMode):

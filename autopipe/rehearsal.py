@@ -26,7 +26,7 @@ from autopipe.kinds import kind_of
 from autopipe.lower import check_recompute, lower
 from autopipe.opaque import observing
 from autopipe.partition import Stage
-from autopipe.precision import WideStatistics, arithmetic, computing
+from autopipe.precision import arithmetic, computing, wide_statistics
 from autopipe.recompute import within
 
 Strides = tuple[int, ...]
@@ -156,7 +156,11 @@ class _Rehearsing:
 
     def run(self) -> tuple[Rehearsal, frozenset[Arrival]]:
         """The rehearsal, and the arrivals to which no gradient flowed back."""
-        with fake_mode(), WideStatistics(), torch.set_grad_enabled(self.gradients):
+        with (
+            fake_mode(),
+            wide_statistics(n.op for n in self.graph.nodes),
+            torch.set_grad_enabled(self.gradients),
+        ):
             kinds = [self._kind(stage) for stage in self.stages]
             keys: list[Hashable] = []
             forwards: list[_Forward] = []

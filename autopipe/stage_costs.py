@@ -99,14 +99,17 @@ def sum_of(parts: tuple[Bytes, ...]) -> Bytes:
     return np.asarray(np.sum(np.broadcast_arrays(*parts), axis=0))
 
 
-def gather_seconds(ranges: Tables, problem: Problem, frame: Frame, group: Group) -> Times:
+def gather_seconds(trainable: int | Bytes, problem: Problem, frame: Frame, group: Group) -> Times:
     """Seconds of making ZeRO-3's parameters whole once; scattering their gradients takes as long.
 
     A forward gathers, and a backward gathers and scatters.
+
+    Args:
+        trainable: bytes of the parameters.
     """
     if frame.zero < 3:
-        return np.zeros_like(ranges.exchange)
-    return _linear(all_gather, ranges.trainable, group.levels, problem.machine.streams)
+        return np.zeros(np.shape(trainable))
+    return _linear(all_gather, trainable, group.levels, problem.machine.streams)
 
 
 def reduce_seconds(ranges: Tables, problem: Problem, frame: Frame, group: Group) -> Times:
@@ -118,7 +121,7 @@ def reduce_seconds(ranges: Tables, problem: Problem, frame: Frame, group: Group)
     return _linear(summed, ranges.trainable, group.levels, problem.machine.streams)
 
 
-def _linear(exchange: _Exchange, sizes: Bytes, levels: Levels, streams: int) -> Times:
+def _linear(exchange: _Exchange, sizes: int | Bytes, levels: Levels, streams: int) -> Times:
     """An exchange of many sizes: its seconds are linear in them."""
     least = exchange(0.0, levels, streams)
     each = (exchange(2.0**30, levels, streams) - least) / 2.0**30
@@ -215,7 +218,7 @@ def stage_seconds(
 ) -> tuple[Times, Times]:
     """What a stage adds to the sum of all, and its period."""
     kind = place.group.kind
-    gathering = gather_seconds(ranges, problem, frame, place.group)
+    gathering = gather_seconds(ranges.trainable, problem, frame, place.group)
     computing = ranges.forward[kind] + ranges.backward[kind] + again + 3 * gathering
     whole = computing + transfer_seconds(ranges, problem, frame, place.before)
     reduce = reduce_seconds(ranges, problem, frame, place.group)

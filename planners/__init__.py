@@ -2,12 +2,16 @@
 
     PLANNERS["dynamic"](problem)  ->  Answer(decision, estimate, bound_seconds, binding, ...)
 
+A planner may be told the steps that are known of other problems' plans, `rivals` of
+`answer.best_answer`: what cannot be among the best two is then left out.
+
 `dynamic` is exact and quick, `exhaustive` is its oracle, `uniform` the baseline.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Protocol
 
 from autopipe.planners.answer import Answer
 from autopipe.planners.dynamic import dynamic
@@ -15,7 +19,12 @@ from autopipe.planners.exhaustive import exhaustive
 from autopipe.planners.uniform import uniform
 from autopipe.problem import Problem
 
-Planner = Callable[[Problem], Answer]
+
+class Planner(Protocol):
+    """A function from a problem to an answer."""
+
+    def __call__(self, problem: Problem, rivals: Sequence[float] = ()) -> Answer: ...
+
 
 PLANNERS: dict[str, Planner] = {
     "dynamic": dynamic,

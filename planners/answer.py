@@ -10,15 +10,21 @@ and once two meshes are known that take less than the next bound, no frame that 
 best or the second best mesh: those are not tried. What the best one takes is then a proved bound
 for all plans that the frames allow. Plain data parallelism is tried in any case: it is what people
 know, and ask about.
+
+A model has a problem for each tensor-parallel degree. What is known of one counts for the next:
+its steps are *rivals*, known meshes like any other. A problem where nothing fits that may be among
+the best two is `Outdone`, and nobody asks for its reasons.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
+from autopipe.errors import InfeasibleError
 from autopipe.estimate import Estimate, chunks_of, estimate, profile_of, weights
 from autopipe.plan import Alternative
 from autopipe.planners import reasons
@@ -27,7 +33,6 @@ from autopipe.planners.relax import limitless, would_fit
 from autopipe.planners.search import frames
 from autopipe.problem import Decision, Frame, Problem
 from autopipe.stage_costs import gather_seconds
-from autopipe.tables import tables
 
 Choice = Callable[[Problem, Frame], Decision]
 Fitting = Callable[[Problem, Frame], Decision | None]
@@ -80,10 +85,25 @@ class Scored(NamedTuple):
         return self.decision.frame[:2]
 
 
+class Outdone(InfeasibleError):
+    """No plan of a problem fits that may be among the best two that are known.
+
+    Attributes:
+        frame, bound_seconds: that of the least bound among those not tried, and the bound; None:
+            all were tried.
+        plain: as in `Answer`.
+    """
+
+    def __init__(self, frame: Frame | None, bound_seconds: float, plain: Scored | None) -> None:
+        super().__init__("no plan fits and is as fast as those known")
+        self.frame, self.bound_seconds, self.plain = frame, bound_seconds, plain
+
+
 def best_answer(
     problem: Problem,
     choice: Choice,
     *,
+    rivals: Sequence[float] = (),
     fitting: Fitting | None = None,
     heuristic: str | None = None,
 ) -> Answer:
@@ -91,33 +111,67 @@ def best_answer(
 
     Args:
         choice: see the module.
+        rivals: seconds of steps that other meshes of other problems take. What takes longer than
+            two of them may be left out; reasons are told only if none of them is faster.
         fitting: the same where what does not fit is of no interest, if that is quicker.
         heuristic: the planner's name if `choice` is not optimal in every frame; an optimal one
             makes the answer its own bound.
 
     Raises:
+        Outdone: there are rivals, and nothing fits that may be as fast.
         InfeasibleError: the constraints contradict each other, or no decision fits.
     """
-    every = frames(problem)
-    least = {frame: bound(problem, frame) for frame in every}
-    scored = _tried(problem, choice, least, 2)
-    alone = (1, max((frame.dp for frame in every if frame.pp == 1), default=0))
-    rest = {f: least[f] for f in every if f[:2] == alone and f not in scored}
-    scored |= _tried(problem, choice, rest, 1)
-    best = _best(every, scored)
+    least = bounds(problem)
+    scored = _tried(problem, choice, least, 2, rivals)
+    alone = (1, max((frame.dp for frame in least if frame.pp == 1), default=0))
+    if problem.tp == 1 or not rivals:
+        rest = {f: least[f] for f in least if f[:2] == alone and f not in scored}
+        scored |= _tried(problem, choice, rest, 1)
+    best = _best(least, scored)
+    untried = [frame for frame in least if frame not in scored]
+    next_up = min(untried, key=lambda frame: least[frame], default=None)
+    beyond = math.inf if next_up is None else least[next_up]
+    plain = _by_mesh(scored).get(alone)
+    if best is None and rivals:
+        raise Outdone(next_up, beyond, plain)
     if best is None:
         helps = would_fit(problem, lambda changed: fastest(changed, fitting or choice))
         raise reasons.nothing_fits(problem, list(scored.values()), helps, heuristic)
     step = best.estimate.step_seconds
-    roomy = _without_limit(problem, choice, every, least, step)
+    wins = step <= min(rivals, default=math.inf)
+    roomy = _without_limit(problem, choice, least, step) if wins else None
     return Answer(
         decision=best.decision,
         estimate=best.estimate,
-        bound_seconds=step if heuristic is None else min(least.values()),
+        bound_seconds=min(step, beyond) if heuristic is None else min(least.values()),
         binding=reasons.binding(problem, best, roomy),
         alternatives=_alternatives(problem, best, scored, least),
-        plain=None if alone == best.mesh else _by_mesh(scored).get(alone),
+        plain=None if alone == best.mesh else plain,
     )
+
+
+@lru_cache(maxsize=16)
+def bounds(problem: Problem) -> Mapping[Frame, float]:
+    """All frames, those that win ties first, and of each the seconds that its step takes at least.
+
+    Raises:
+        InfeasibleError: the constraints contradict each other.
+    """
+    return {frame: bound(problem, frame) for frame in frames(problem)}
+
+
+def rivals_of(answers: Iterable[Answer]) -> tuple[float, ...]:
+    """The steps of the best two meshes of other problems' answers, or of as many as there are."""
+    steps = [
+        step
+        for answer in answers
+        for step in (
+            answer.estimate.step_seconds,
+            *(other.step_seconds for other in answer.alternatives),
+        )
+        if step is not None
+    ]
+    return tuple(sorted(steps)[:2])
 
 
 def fastest(problem: Problem, fitting: Fitting) -> Scored | None:
@@ -126,12 +180,11 @@ def fastest(problem: Problem, fitting: Fitting) -> Scored | None:
     Raises:
         InfeasibleError: the constraints contradict each other.
     """
-    every = frames(problem)
-    least = {frame: bound(problem, frame) for frame in every}
-    return _best(every, _tried(problem, fitting, least, 1))
+    least = bounds(problem)
+    return _best(least, _tried(problem, fitting, least, 1))
 
 
-def _best(every: Sequence[Frame], scored: Mapping[Frame, Scored]) -> Scored | None:
+def _best(every: Iterable[Frame], scored: Mapping[Frame, Scored]) -> Scored | None:
     """The fastest that fits; of equals the first, as frames come in the order that decides."""
     fitting = [scored[f] for f in every if f in scored and scored[f].estimate.fits]
     least = min((found.estimate.step_seconds for found in fitting), default=0.0)
@@ -139,16 +192,19 @@ def _best(every: Sequence[Frame], scored: Mapping[Frame, Scored]) -> Scored | No
 
 
 def _tried(
-    problem: Problem, choice: Fitting, least: Mapping[Frame, float], meshes: int
+    problem: Problem,
+    choice: Fitting,
+    least: Mapping[Frame, float],
+    meshes: int,
+    rivals: Sequence[float] = (),
 ) -> dict[Frame, Scored]:
     """Frames by their bounds, until none of the so many best meshes can be another."""
     scored: dict[Frame, Scored] = {}
     quickest: dict[Mesh, float] = {}
     for frame in sorted(least, key=lambda frame: least[frame]):
-        if len(quickest) >= meshes:
-            known = sorted(quickest.values())[meshes - 1]
-            if least[frame] > known * (1 + TOLERANCE):
-                break
+        known = sorted((*rivals, *quickest.values()))[meshes - 1 : meshes]
+        if known and least[frame] > known[0] * (1 + TOLERANCE):
+            break
         decision = choice(problem, frame)
         if decision is None:
             continue
@@ -163,13 +219,12 @@ def _tried(
 def _without_limit(
     problem: Problem,
     choice: Choice,
-    every: Sequence[Frame],
     least: Mapping[Frame, float],
     step: float,
 ) -> Scored | None:
     """The best decision if devices held everything, if that is visibly faster than `step`."""
     roomy, best = limitless(problem), None
-    order = sorted(every, key=lambda frame: least[frame])
+    order = sorted(least, key=lambda frame: least[frame])
     for frame in order[:MOST_TRIED]:
         if least[frame] >= step * (1 - reasons.VISIBLE):
             break
@@ -189,24 +244,29 @@ def bound(problem: Problem, frame: Frame) -> float:
     )
     whole = math.fsum(seconds for kind in quickest for seconds in kind)
     if frame.zero == 3 and problem.machine.alike:
-        ranges = tables(problem, profile).at(0, problem.units)
+        size = sum(parameter.bytes for parameter in problem.parameters)
         group = problem.machine.groups(frame.dp)[0]
-        whole += 3 * float(gather_seconds(ranges, problem, frame, group))
+        whole += 3 * float(gather_seconds(size, problem, frame, group))
     of_sum, of_largest = weights(problem, frame)
     stages = frame.pp * chunks_of(problem.constraints, frame.schedule)
     return whole * (of_sum + of_largest / stages)
 
 
-def beside(answer: Answer, others: Mapping[int, Answer]) -> Answer:
+def beside(answer: Answer, others: Mapping[int, Answer | Outdone]) -> Answer:
     """A degree's answer with the best of other tensor-parallel degrees among its alternatives.
 
     Args:
         others: by their degree; none is faster.
     """
     best = Scored(answer.decision, answer.estimate)
-    rivals = [alternative(tp, best, Scored(o.decision, o.estimate)) for tp, o in others.items()]
-    if 1 in others and others[1].plain is not None:
-        rivals.append(alternative(1, best, others[1].plain))
+    rivals = []
+    for tp, other in others.items():
+        if isinstance(other, Answer):
+            rivals.append(alternative(tp, best, Scored(other.decision, other.estimate)))
+        elif other.frame is not None:
+            rivals.append(_bounded(tp, best, other.frame, other.bound_seconds))
+    if 1 in others and (plain := others[1].plain) is not None:
+        rivals.append(alternative(1, best, plain))
     known = (*rivals, *answer.alternatives)
     return replace(
         answer,
@@ -255,7 +315,7 @@ def _alternatives(
     return (
         *(alternative(problem.tp, best, found) for found in steps),
         *(
-            _bounded(problem, best, frame, least[frame])
+            _bounded(problem.tp, best, frame, least[frame])
             for frame in sorted(untried.values(), key=lambda frame: least[frame])
         ),
         *(
@@ -280,13 +340,13 @@ def alternative(tp: int, best: Scored, other: Scored) -> Alternative:
     )
 
 
-def _bounded(problem: Problem, best: Scored, frame: Frame, least: float) -> Alternative:
+def _bounded(tp: int, best: Scored, frame: Frame, least: float) -> Alternative:
     """A mesh that was not tried, as even its bound is too slow."""
     more = percent(least / best.estimate.step_seconds - 1)
     return Alternative(
         pp=frame.pp,
         dp=frame.dp,
-        tp=problem.tp,
+        tp=tp,
         micro_batches=frame.micro_batches,
         schedule=frame.schedule,
         step_seconds=None,

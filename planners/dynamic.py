@@ -49,7 +49,7 @@ walks up the thresholds instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -64,15 +64,14 @@ from autopipe.estimate import (
     place_of,
     placement,
     profile_of,
-    settle,
     weights,
 )
 from autopipe.planners import answer
 from autopipe.planners.answer import TOLERANCE, Answer, Scored, best_answer
 from autopipe.planners.orders import Classes, classes
 from autopipe.problem import Decision, Frame, Problem
-from autopipe.reruns import compositions
-from autopipe.stage_costs import Place, costs
+from autopipe.reruns import Numbers, Reruns, blocks_of, compositions
+from autopipe.stage_costs import Place, costs, sets_of
 from autopipe.tables import tables
 
 Array = NDArray[np.float64]
@@ -82,7 +81,7 @@ NEXT = 1 - 1e-12
 """Times a maximum: just below it, past those that differ by the order of a sum."""
 
 
-def dynamic(problem: Problem) -> Answer:
+def dynamic(problem: Problem, rivals: Sequence[float] = ()) -> Answer:
     """Plan exactly, where each rank has one stage; where it has several, each stage gets an equal
     share of its device and the devices stand in rank order, and what only other shares or another
     order would fit is not found.
@@ -93,7 +92,7 @@ def dynamic(problem: Problem) -> Answer:
     Raises:
         InfeasibleError: no plan fits; the message carries the one that comes nearest.
     """
-    return best_answer(problem, choose, fitting=_fitting)
+    return best_answer(problem, choose, rivals=rivals, fitting=_fitting)
 
 
 def fastest(problem: Problem) -> Scored | None:
@@ -104,7 +103,7 @@ def fastest(problem: Problem) -> Scored | None:
 def _fitting(problem: Problem, frame: Frame) -> Decision | None:
     """The fastest decision of a frame, if one fits."""
     path = _fastest(_arcs(problem, frame), weights(problem, frame), floor_seconds(problem, frame))
-    return None if path is None else _decided(problem, frame, path)
+    return None if path is None else path.decision(problem, frame)
 
 
 def choose(problem: Problem, frame: Frame) -> Decision:
@@ -113,13 +112,7 @@ def choose(problem: Problem, frame: Frame) -> Decision:
     path = _fastest(arcs, weights(problem, frame), floor_seconds(problem, frame))
     if path is None:
         path = _best(np.maximum, arcs, lambda arc: arc.beyond)
-    return _decided(problem, frame, path)
-
-
-def _decided(problem: Problem, frame: Frame, path: _Path) -> Decision:
-    ranks = placement(problem.constraints, frame.schedule, frame.pp)
-    groups = dict(zip(ranks, path.groups, strict=True))
-    return settle(problem, frame, path.cuts, tuple(groups[rank] for rank in range(frame.pp)))
+    return path.decision(problem, frame)
 
 
 class _State(NamedTuple):
@@ -134,7 +127,7 @@ class _Arc:
     """A group for a stage: from the state before it to the one after, and what ranges cost there.
 
     `seconds` go into T and `periods` into M, infinite where a range does not fit; `beyond` are
-    bytes more than the group may hold.
+    bytes more than the group may hold; `again` are numbers of the place's `sets` of blocks.
     """
 
     source: _State
@@ -143,6 +136,8 @@ class _Arc:
     seconds: Array
     periods: Array
     beyond: Array
+    again: Numbers
+    sets: Reruns
 
 
 _Layers = list[list[_Arc]]
@@ -156,11 +151,25 @@ class _Path(NamedTuple):
     arcs: tuple[_Arc, ...]
 
     @property
+    def ranges(self) -> Iterator[tuple[_Arc, tuple[int, int]]]:
+        """Its arcs and what each takes."""
+        bounds = (0, *self.cuts, len(self.arcs[0].periods) - 1)
+        return zip(self.arcs, pairwise(bounds), strict=True)
+
+    @property
     def longest(self) -> float:
         """The largest period of its stages."""
-        bounds = (0, *self.cuts, len(self.arcs[0].periods) - 1)
-        ranges = zip(self.arcs, pairwise(bounds), strict=True)
-        return float(max(arc.periods[first, last] for arc, (first, last) in ranges))
+        return float(max(arc.periods[taken] for arc, taken in self.ranges))
+
+    def decision(self, problem: Problem, frame: Frame) -> Decision:
+        """With the blocks that must run again."""
+        ranks = placement(problem.constraints, frame.schedule, frame.pp)
+        groups = dict(zip(ranks, self.groups, strict=True))
+        again = tuple(
+            blocks_of(problem, *taken, arc.sets.counts[int(arc.again[taken])])
+            for arc, taken in self.ranges
+        )
+        return Decision(frame, self.cuts, again, tuple(groups[rank] for rank in range(frame.pp)))
 
 
 def _arcs(problem: Problem, frame: Frame) -> _Layers:
@@ -172,13 +181,15 @@ def _arcs(problem: Problem, frame: Frame) -> _Layers:
     empty = units[:, None] >= units[None, :]
 
     @cache
-    def costing(place: Place) -> tuple[Array, Array, Array]:
+    def costing(place: Place) -> tuple[Array, Array, Array, Numbers, Reruns]:
         found = costs(problem, frame, place, ranges, numbers)
         misfit = (found.peaks > place.room) | empty
         return (
             np.where(misfit, np.inf, found.seconds),
             np.where(misfit, np.inf, found.periods),
             np.where(empty, np.inf, found.peaks - place.room),
+            found.again,
+            sets_of(problem, frame, place),
         )
 
     layers = []

@@ -9,7 +9,7 @@ each gets an equal share of the device, as in `dynamic`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import chain, combinations, islice
 
@@ -42,7 +42,7 @@ ROWS = 1 << 16
 Blocks = tuple[int, ...]
 
 
-def exhaustive(problem: Problem) -> Answer:
+def exhaustive(problem: Problem, rivals: Sequence[float] = ()) -> Answer:
     """Plan by scoring every candidate.
 
     Raises:
@@ -62,7 +62,7 @@ def exhaustive(problem: Problem) -> Answer:
             f"{MOST:,} of {MOST_SETS:,}",
             hint="the planner `dynamic` finds the same optimum; or fix pp, dp and micro_batches",
         )
-    return best_answer(problem, _choose)
+    return best_answer(problem, _choose, rivals=rivals)
 
 
 _Rank = tuple[float, float]

@@ -128,7 +128,8 @@ def _meshes(problem: Problem) -> list[tuple[int, int]]:
         if pp * dp <= devices
     ]
     if devices > SMALL:
-        dividing = [mesh for mesh in meshes if _micro_batches(problem, mesh[1])]
+        dealt = {dp for dp in {dp for _, dp in meshes} if _micro_batches(problem, dp)}
+        dividing = [mesh for mesh in meshes if mesh[1] in dealt]
         most = max((pp * dp for pp, dp in dividing), default=0)
         meshes = [(pp, dp) for pp, dp in dividing if pp * dp == most] or meshes
     possible = [mesh for mesh in meshes if mesh[0] * chunks <= units]
@@ -169,6 +170,8 @@ def _check_devices(problem: Problem) -> None:
 
 def _micro_batches(problem: Problem, dp: int) -> list[int]:
     """Each number of micro-batches that has a profile, fewest first."""
+    if problem.batch % dp:
+        return []
     counts = (problem.batch // (dp * profile.rows) for profile in problem.profiles)
     return sorted({m for m in counts if m > 0 and profile_of(problem, dp, m) is not None})
 

@@ -11,18 +11,20 @@ micro-batches and schedule are the fastest that fit by the estimate.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from autopipe.estimate import chunks_of, settle
 from autopipe.planners.answer import Answer, best_answer
 from autopipe.problem import Decision, Frame, Problem
 
 
-def uniform(problem: Problem) -> Answer:
+def uniform(problem: Problem, rivals: Sequence[float] = ()) -> Answer:
     """Plan by equal shares of blocks.
 
     Raises:
         InfeasibleError: no mesh and number of micro-batches fits with such cuts.
     """
-    return best_answer(problem, _choose, heuristic="uniform")
+    return best_answer(problem, _choose, rivals=rivals, heuristic="uniform")
 
 
 def _choose(problem: Problem, frame: Frame) -> Decision:

@@ -11,10 +11,10 @@ from autopipe.errors import InfeasibleError
 from autopipe.estimate import estimate
 from autopipe.machine import Machine
 from autopipe.planners import PLANNERS, Answer, answer
-from autopipe.planners.answer import beside, bound
+from autopipe.planners.answer import Outdone, beside, bound
 from autopipe.planners.dynamic import choose
 from autopipe.planners.search import frames
-from autopipe.problem import Constraints, Problem
+from autopipe.problem import Constraints, Frame, Problem
 from tests.problems import line, random_problem, rich_problem
 
 MAKERS = {"plain": random_problem, "rich": rich_problem}
@@ -143,6 +143,53 @@ def test_the_answer_says_what_binds_and_what_else_there_was() -> None:
         (1, 2): (None, "stage 0 needs 1.6 of 1.0 KiB"),
         (1, 1): (None, "stage 0 needs 1.6 of 1.0 KiB"),
     }
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_rivals_that_are_no_faster_change_nothing(make: Callable[[int], Problem]) -> None:
+    """What is as good as the best two known is found; what is told of the others still holds."""
+    for problem, found in answers(make, 60):
+        step = found.estimate.step_seconds
+        told = PLANNERS["dynamic"](problem, (step, step))
+        assert (told.decision, told.bound_seconds) == (found.decision, found.bound_seconds)
+        assert told.binding == found.binding
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_what_rivals_leave_out_is_slower_than_they_are(make: Callable[[int], Problem]) -> None:
+    """Of a problem whose best is slower it is its best, or no better; or a bound above both."""
+    outdone = 0
+    for problem, found in answers(make, 60):
+        step = found.estimate.step_seconds
+        rivals = (0.5 * step, 0.9 * step)
+        try:
+            told = PLANNERS["dynamic"](replace(problem, tp=2), rivals)
+        except Outdone as error:
+            outdone += 1
+            assert error.frame is not None
+            assert rivals[1] < error.bound_seconds <= step
+        else:
+            assert told.bound_seconds <= step <= told.estimate.step_seconds
+    assert outdone > 0
+
+
+def test_a_problem_where_nothing_can_fit_is_outdone_without_a_bound() -> None:
+    """Two devices of 10 bytes for 3200 bytes of parameters: all frames are below the rivals."""
+    problem = line((1.0,) * 4, memory=10)
+    with pytest.raises(Outdone) as caught:
+        PLANNERS["dynamic"](problem, (1e9, 1e9))
+    assert caught.value.frame is None and caught.value.bound_seconds == float("inf")
+
+
+def test_an_outdone_degree_is_told_by_its_bound() -> None:
+    problem = line((1.0,) * 4, parameter=0)
+    best = PLANNERS["dynamic"](problem)
+    step = best.estimate.step_seconds
+    outdone = Outdone(Frame(1, 1, 1, 0, "1f1b"), 1.5 * step, None)
+    nowhere = Outdone(None, float("inf"), None)
+    found = beside(best, {2: outdone, 4: nowhere})
+    (told,) = [a for a in found.alternatives if a.tp > 1]
+    assert (told.tp, told.step_seconds, told.why) == (2, None, "at least 50 % slower, by its bound")
 
 
 def test_the_best_of_other_degrees_stands_among_the_alternatives() -> None:

@@ -161,10 +161,10 @@ def test_zero_3_gathers_in_every_micro_batch_and_has_nothing_left_to_sum() -> No
     frame = FOUR_REPLICAS._replace(zero=3)
     place = given(PROBLEM, frame, 1)
     once = 3 / 4 * 150 / 4 + 3 * 0.25
-    assert gather_seconds(ranges(), PROBLEM, frame, place.group) == once
+    assert gather_seconds(ranges().trainable, PROBLEM, frame, place.group) == once
     assert reduce_seconds(ranges(), PROBLEM, frame, place.group) == 0
     assert stage_seconds(PROBLEM, frame, place, ranges(), 0.0)[0] == 20.5 + 3 * once
-    assert gather_seconds(ranges(), PROBLEM, FOUR_REPLICAS, place.group) == 0
+    assert gather_seconds(ranges().trainable, PROBLEM, FOUR_REPLICAS, place.group) == 0
 
 
 def test_what_all_devices_of_a_stage_send_takes_turns_on_a_shared_link() -> None:
