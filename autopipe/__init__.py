@@ -5,19 +5,36 @@ pipe = autopipe.parallelize(model, plan)
 loss = pipe.step(batch)
 """
 
-from autopipe.errors import (
-    AutopipeError,
-    CaptureError,
-    InfeasibleError,
-    LaunchError,
-    ModelError,
-    PlanError,
-    ScheduleError,
-)
-from autopipe.parallel import parallelize
-from autopipe.plan import Plan
-from autopipe.planning import plan
-from autopipe.runtime.pipe import Pipe
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from autopipe.garbage import resting
+
+with resting():
+    from autopipe.errors import (
+        AutopipeError,
+        CaptureError,
+        InfeasibleError,
+        LaunchError,
+        ModelError,
+        PlanError,
+        ScheduleError,
+    )
+    from autopipe.plan import Plan
+    from autopipe.planning import plan
+
+if TYPE_CHECKING:
+    from autopipe.parallel import parallelize
+    from autopipe.runtime.pipe import Pipe
+else:
+    _OF_A_RUN = {"Pipe": "autopipe.runtime.pipe", "parallelize": "autopipe.parallel"}
+
+    def __getattr__(name: str) -> Any:
+        """Load what runs a plan when it is asked for: to plan, nobody needs it."""
+        if name not in _OF_A_RUN:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(_OF_A_RUN[name]), name)
+
 
 __all__ = [
     "AutopipeError",

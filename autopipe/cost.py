@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import sympy
@@ -313,7 +314,7 @@ def seconds(
         )
     )
     dtypes = dtypes or [cost.dtype for cost in formulas]
-    shares = _evaluate([reached(cost.dims, device.half) for cost in formulas], rows)
+    shares = _evaluate([_share(cost.dims, device.half) for cost in formulas], rows)
     rates = np.array([_rate(device, dtype) for dtype in dtypes])
     forward_starts, forward_rates, backward_starts, backward_rates = _paces(
         formulas, device, rates, rates * shares
@@ -354,6 +355,13 @@ def _paces(
     return tuple(found)
 
 
+@lru_cache(maxsize=2**12)
+def _share(dims: tuple[Dim, ...], half: float) -> Dim:
+    """`roofline.reached` as a formula; one object for all nodes alike."""
+    found: Dim = reached(dims, half)
+    return found
+
+
 def _rate(device: Device, dtype: torch.dtype) -> float:
     name = _RATE.get(dtype, "fp32")
     if name not in device.flops:
@@ -367,7 +375,14 @@ def _rate(device: Device, dtype: torch.dtype) -> float:
 
 def _evaluate(formulas: Sequence[Dim], rows: int) -> NDArray[np.float64]:
     """The formulas at `rows`; equal ones, of which a deep model has many, are evaluated once."""
-    distinct = list(dict.fromkeys(map(sympy.sympify, formulas)))
-    values = sympy.lambdify(BATCH, distinct, "math")(rows)
-    found = dict(zip(distinct, values, strict=True))
-    return np.array([float(found[sympy.sympify(formula)]) for formula in formulas])
+    number: dict[Dim, int] = {}
+    numbers = [number.setdefault(formula, len(number)) for formula in formulas]
+    values = _compiled(tuple(number))(rows)
+    return np.array([float(value) for value in values])[numbers]
+
+
+@lru_cache(maxsize=64)
+def _compiled(formulas: tuple[Dim, ...]) -> Callable[[int], list[float]]:
+    """Python code for some formulas; it serves every number of rows."""
+    compiled: Callable[[int], list[float]] = sympy.lambdify(BATCH, list(formulas), "math")
+    return compiled

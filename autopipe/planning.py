@@ -25,6 +25,7 @@ from autopipe.degrees import as_first, as_one_rank, check_heads, degrees, sendin
 from autopipe.draft import WINDOW, Draft, Overflow
 from autopipe.errors import AutopipeError, InfeasibleError, ModelError
 from autopipe.estimate import chunks_of
+from autopipe.garbage import resting
 from autopipe.graph import bytes_at
 from autopipe.machine import machine_of
 from autopipe.plan import InputSpec, Plan
@@ -54,6 +55,7 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Say = Callable[[str], None]
 
 
+@resting()
 def plan(
     model: Source,
     inputs: Any,

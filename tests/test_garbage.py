@@ -1,0 +1,38 @@
+"""The search for garbage rests inside, and is as it was before outside."""
+
+import gc
+
+import pytest
+
+from autopipe.garbage import resting
+
+
+def test_it_rests_inside_and_searches_outside() -> None:
+    assert gc.isenabled()
+    with resting():
+        assert not gc.isenabled()
+        with resting():
+            assert not gc.isenabled()
+        assert not gc.isenabled(), "whoever turned it off turns it on"
+    assert gc.isenabled()
+
+
+def test_it_searches_again_after_an_error() -> None:
+    with pytest.raises(KeyError), resting():
+        raise KeyError("a plan that failed")
+    assert gc.isenabled()
+
+
+def test_who_has_turned_it_off_finds_it_off() -> None:
+    gc.disable()
+    try:
+        with resting():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_it_rests_for_as_long_as_a_function_runs() -> None:
+    assert resting()(gc.isenabled)() is False
+    assert gc.isenabled()
