@@ -24,7 +24,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from autopipe.fake import fake_mode, quiet
 from autopipe.lower import Lowered
 from autopipe.opaque import OPAQUE
-from autopipe.precision import WideStatistics, arithmetic, computing
+from autopipe.precision import arithmetic, computing, wide_statistics
 from autopipe.randomness import DRAWN, draw
 
 
@@ -116,7 +116,7 @@ def differentiate(
     _refuse_opaque(lowered.module)
     given = {n: seed for n, seed in enumerate(seeds) if seed is not None}
     step = _Step(lowered, tuple(given), precision)
-    with fake_mode(), WideStatistics(), torch.enable_grad(), quiet():
+    with fake_mode(), wide_statistics(lowered.ops), torch.enable_grad(), quiet():
         states = {name: _fake(state) for name, state in step.states()}
         leaves = [layout.empty() for layout in (*arguments, *given.values())]
 

@@ -125,7 +125,9 @@ class Draft:
             graph, stages, self.blocks, rows, recompute=again, precision=low, known=self.known
         )
         if self._splits(frame.schedule):
-            rehearsal = rehearse_halves(graph, stages, self.blocks, rehearsal, rows, again, low)
+            rehearsal = rehearse_halves(
+                graph, stages, self.blocks, rehearsal, rows, again, low, self.known
+            )
         gathered = [0] * len(stages)
         if frame.zero == 3 and frame.dp > 1:
             rehearsal, gathered = self._sharded(stages, rehearsal, rows, again)

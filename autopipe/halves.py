@@ -15,11 +15,12 @@ from autopipe.differentiate import CannotSplit, Layout
 from autopipe.fake import fake_mode
 from autopipe.graph import Graph, Ref, shape_at
 from autopipe.joint import Joint, split
+from autopipe.kinds import kind_of
 from autopipe.lower import Lowered, lower
 from autopipe.opaque import OPAQUE
 from autopipe.partition import Stage
 from autopipe.recompute import within
-from autopipe.rehearsal import Boundary, Rehearsal, fake_state
+from autopipe.rehearsal import Boundary, Known, Rehearsal, fake_state
 
 
 def halves(
@@ -36,9 +37,24 @@ def halves(
     Args:
         last: whether the stage makes the graph's results.
     """
-    stage, boundaries, place = lowered.stage, rehearsal.boundaries, torch.device(device)
+    stage = lowered.stage
     if any(graph.nodes[position].op in OPAQUE for position in stage.nodes):
         return None  # it keeps for backward what only its real kernel knows
+    try:
+        return split(
+            lowered,
+            *_layouts(graph, stage, rehearsal, lowered.rows, last, torch.device(device)),
+            precision,
+        )
+    except CannotSplit:
+        return None
+
+
+def _layouts(
+    graph: Graph, stage: Stage, rehearsal: Rehearsal, rows: int, last: bool, place: torch.device
+) -> tuple[tuple[Layout, ...], tuple[Layout | None, ...]]:
+    """How a stage's arguments are laid out, and the gradients that its backward starts from."""
+    boundaries = rehearsal.boundaries
 
     def crossing(boundary: Boundary, strides: Sequence[int], gradient: bool = False) -> Layout:
         return Layout(boundary.shape, tuple(strides), boundary.dtype, place, gradient)
@@ -48,7 +64,7 @@ def halves(
         for ref, _ in stage.receives
     ]
     arguments += [
-        Layout.dense(shape_at(graph.inputs[path], lowered.rows), graph.inputs[path].dtype, place)
+        Layout.dense(shape_at(graph.inputs[path], rows), graph.inputs[path].dtype, place)
         for path in stage.inputs
     ]
     # Of the gradients that come for one tensor the latest stage's is the first, and is added to.
@@ -62,12 +78,9 @@ def halves(
         loss = graph.outputs[0]
         assert isinstance(loss, Ref), "a loss is made by a node"
         spec = graph.spec(loss)
-        seeds += [Layout.dense(shape_at(spec, lowered.rows), spec.dtype, place)]
+        seeds += [Layout.dense(shape_at(spec, rows), spec.dtype, place)]
         seeds += [None] * (len(graph.outputs) - 1)
-    try:
-        return split(lowered, arguments, seeds, precision)
-    except CannotSplit:
-        return None
+    return tuple(arguments), tuple(seeds)
 
 
 def rehearse_halves(
@@ -78,29 +91,40 @@ def rehearse_halves(
     rows: int,
     recompute: Sequence[str] = (),
     precision: str = "fp32",
+    known: Known | None = None,
 ) -> Rehearsal:
-    """A rehearsal with the bytes that split backwards hold in place of whole ones."""
+    """A rehearsal with the bytes that split backwards hold in place of whole ones.
+
+    Args:
+        known: as `rehearse` has it.
+    """
+    known = {} if known is None else known
     saved, again = list(rehearsal.saved), list(rehearsal.recomputed)
     stash, fresh = [0] * len(stages), [0] * len(stages)
     for stage in stages:
-        last = stage.index == len(stages) - 1
-        with fake_mode():
-            states = {name: fake_state(graph, name) for name in stage.states}
-            lowered = lower(
-                graph,
-                stage,
-                blocks,
-                states,
-                None,
-                rows,
-                last=last,
-                recompute=within(stage, blocks, recompute),
-                precision=precision,
-            )
-        joint = halves(graph, lowered, rehearsal, last=last, precision=precision)
-        if joint is not None:
+        last, own = stage.index == len(stages) - 1, within(stage, blocks, recompute)
+        kind = kind_of(graph, stage, blocks, own, last=last)
+        layouts = _layouts(graph, stage, rehearsal, rows, last, torch.device("cpu"))
+        key = "halves", kind, layouts, rows, precision
+        if key not in known:
+            with fake_mode():
+                states = {name: fake_state(graph, name) for name in stage.states}
+                lowered = lower(
+                    graph,
+                    stage,
+                    blocks,
+                    states,
+                    None,
+                    rows,
+                    last=last,
+                    recompute=own,
+                    precision=precision,
+                )
+            joint = halves(graph, lowered, rehearsal, last=last, precision=precision)
+            known[key] = joint and (joint.kept, joint.stash, joint.fresh)
+        if known[key] is not None:
             i = stage.index
-            saved[i], stash[i], fresh[i], again[i] = joint.kept, joint.stash, joint.fresh, 0
+            (saved[i], stash[i], fresh[i]), again[i] = known[key], 0
     return replace(
         rehearsal,
         saved=tuple(saved),

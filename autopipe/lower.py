@@ -47,13 +47,14 @@ class Lowered:
 
     The order of the arguments is that of `stage.receives` and `stage.inputs`; of the results that
     of `stage.outgoing`, and in the last stage of the graph's outputs. `low` names the parameters
-    that want a copy in low precision for each step (`precision.arithmetic`).
+    that want a copy in low precision for each step (`precision.arithmetic`), `ops` its nodes' ops.
     """
 
     stage: Stage
     module: fx.GraphModule
     rows: int
     low: tuple[str, ...] = ()
+    ops: frozenset[str] = frozenset()
 
 
 def lower(
@@ -125,7 +126,8 @@ def lower(
         setattr(root.get_submodule(parent), leaf, module)
     _install(root, stage, states)  # again: a piece has only those that it reads itself
     module = fx.GraphModule(root, outer, class_name=f"Stage{stage.index}")
-    return Lowered(stage, module, rows, tuple(emitter.low))
+    ops = frozenset(graph.nodes[position].op for position in stage.nodes)
+    return Lowered(stage, module, rows, tuple(emitter.low), ops)
 
 
 def take(values: Any, position: int) -> Any:

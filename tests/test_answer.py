@@ -161,15 +161,16 @@ def test_what_rivals_leave_out_is_slower_than_they_are(make: Callable[[int], Pro
     outdone = 0
     for problem, found in answers(make, 60):
         step = found.estimate.step_seconds
+        above = step * (1 + 1e-9)  # sums in another order
         rivals = (0.5 * step, 0.9 * step)
         try:
             told = PLANNERS["dynamic"](replace(problem, tp=2), rivals)
         except Outdone as error:
             outdone += 1
             assert error.frame is not None
-            assert rivals[1] < error.bound_seconds <= step
+            assert rivals[1] < error.bound_seconds <= above
         else:
-            assert told.bound_seconds <= step <= told.estimate.step_seconds
+            assert told.bound_seconds <= above and told.estimate.step_seconds * (1 + 1e-9) >= step
     assert outdone > 0
 
 

@@ -21,6 +21,7 @@ from autopipe.precision import (
     computing,
     current,
     low,
+    wide_statistics,
 )
 from autopipe.runtime.scaling import LossScale
 from tests.staged import first, micro_batches, split, trace_model, traced
@@ -308,3 +309,13 @@ def test_small_gradients_survive_fp16_with_a_loss_scale():
     assert not lost.any()
     exact = model.inner[:4](torch.ones(1, 8)) * 1e-8
     torch.testing.assert_close(kept, exact, rtol=1e-2, atol=0)
+
+
+def test_statistics_are_looked_after_only_where_a_norm_may_be():
+    """The mode stands in the way of every op: a model without norms goes without."""
+    assert isinstance(
+        wide_statistics(["aten.linear.default", "aten.layer_norm.default"]), WideStatistics
+    )
+    assert not isinstance(
+        wide_statistics(["aten.linear.default", "aten.relu.default"]), WideStatistics
+    )
