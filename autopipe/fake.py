@@ -16,6 +16,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from typing import Any, cast
 
 import sympy
@@ -107,6 +108,7 @@ def is_control_flow(op: object) -> bool:
     return isinstance(op, HigherOrderOperator)
 
 
+@cache
 def writes(op: Any) -> tuple[int, ...]:
     """Positions of the arguments that an op writes in place; none for what is no torch op."""
     schema = getattr(op, "_schema", None)
@@ -119,6 +121,7 @@ def writes(op: Any) -> tuple[int, ...]:
     )
 
 
+@cache
 def views(op: Any) -> bool:
     """Whether an op's results may share memory with its first argument."""
     schema = getattr(op, "_schema", None)

@@ -167,7 +167,7 @@ class _Local:
     def output(self, node: Node) -> Placement:
         """How what it makes lies."""
         known = self.sharding.nodes.get(node.name)
-        same = known is not None and len(known[0]) == len(self.inputs(node))
+        same = known is not None and len(known[0]) == len(self.model.tensors(node))
         return known[1] if known is not None and same else I
 
     def lies(self, value: Value) -> Placement:

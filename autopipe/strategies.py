@@ -95,9 +95,17 @@ class Model:
             return True
         return self.graph.nodes[self.graph.index[value.node]].outputs[value.output] is not None
 
+    @cached_property
+    def _tensors(self) -> dict[str, tuple[Value, ...]]:
+        return {}
+
     def tensors(self, node: Node) -> tuple[Value, ...]:
         """The distinct tensors that a node reads, in their order."""
-        return tuple(value for value in dict.fromkeys(node.values()) if self.is_tensor(value))
+        found = self._tensors.get(node.name)
+        if found is None:
+            values = dict.fromkeys(node.values())
+            found = self._tensors[node.name] = tuple(filter(self.is_tensor, values))
+        return found
 
     def normal(self, value: Value, lies: Placement) -> Placement:
         """Without a gradient there is one way to be replicated."""
