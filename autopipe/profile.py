@@ -30,7 +30,7 @@ from autopipe.lower import NODE_NAME, lower
 from autopipe.machine import Machine
 from autopipe.opaque import observing
 from autopipe.partition import legal_cuts, partition
-from autopipe.precision import LOWERED, PRECISIONS, WideStatistics, arithmetic, computing
+from autopipe.precision import LOWERED, PRECISIONS, arithmetic, computing, wide_statistics
 from autopipe.problem import Constraints, Crossing, Problem, Profile, Saved, Seconds, Shared
 from autopipe.recompute import obstacle
 from autopipe.rehearsal import fake_state
@@ -392,7 +392,7 @@ def _observe(short: Short, precision: str, rows: int) -> _Seen:
     graph = short.graph
     flow = analyse(graph)
     (whole,) = partition(flow, ())
-    with fake_mode(), WideStatistics():
+    with fake_mode(), wide_statistics(node.op for node in graph.nodes):
         states = {name: fake_state(graph, name) for name in whole.states}
         inputs = [
             torch.empty(shape_at(graph.inputs[path], rows), dtype=graph.inputs[path].dtype)

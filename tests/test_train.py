@@ -152,7 +152,8 @@ def test_a_run_of_few_steps_is_measured_too(load: Load, steps: int) -> None:
     measured, _ = run(pipe, file, steps)
     (stage,) = measured.stages
     planned = pipe.plan.stages[0].predicted.memory
-    assert stage.memory.peak == pytest.approx(planned.peak, rel=0.05)
+    # A run does not see what passes: a gradient on its way into its sum.
+    assert stage.memory.peak == pytest.approx(planned.peak - planned.passing, rel=0.05)
     assert stage.memory.activations == planned.activations > 0
     assert stage.forward_seconds > 0 and stage.backward_seconds > 0
     assert measured.step_seconds > 2 * (stage.forward_seconds + stage.backward_seconds) * 0.5
