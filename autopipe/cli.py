@@ -105,6 +105,9 @@ def plan(
     planner: Annotated[str, typer.Option(help="dynamic, exhaustive or uniform")] = "dynamic",
 ) -> None:
     """Decide how to split a model; what is not constrained is the planner's choice."""
+    from autopipe.garbage import until_exit
+
+    until_exit()
     from autopipe import explain as words
     from autopipe import modelfile
     from autopipe.planning import plan as make_plan

@@ -7,6 +7,7 @@ finds next to nothing: tensors without memory, graphs, and tables that live to t
 
 from __future__ import annotations
 
+import atexit
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,3 +23,12 @@ def resting() -> Iterator[None]:
     finally:
         if searching:
             gc.enable()
+
+
+def until_exit() -> None:
+    """No search from now on, nor when the process ends, which is to be soon.
+
+    Python looks through everything once more then: seconds, after a large model.
+    """
+    gc.disable()
+    atexit.register(gc.freeze)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -115,6 +116,7 @@ class Shell:
         with pytest.raises(SystemExit) as ended:
             cli.main()
             raise SystemExit(0)
+        gc.enable()  # this process does not end with the command
         said = self._capture.readouterr()
         return Said(int(ended.value.code or 0), said.out, said.err)
 

@@ -1,6 +1,8 @@
 """The search for garbage rests inside, and is as it was before outside."""
 
 import gc
+import subprocess
+import sys
 
 import pytest
 
@@ -36,3 +38,17 @@ def test_who_has_turned_it_off_finds_it_off() -> None:
 def test_it_rests_for_as_long_as_a_function_runs() -> None:
     assert resting()(gc.isenabled)() is False
     assert gc.isenabled()
+
+
+ENDING = """
+import atexit, gc
+atexit.register(lambda: print(gc.isenabled(), gc.get_freeze_count() > 0))  # runs last
+from autopipe.garbage import until_exit
+until_exit()
+"""
+
+
+def test_a_command_that_ends_soon_searches_no_more() -> None:
+    run = [sys.executable, "-c", ENDING]
+    ended = subprocess.run(run, capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == ["False", "True"]
