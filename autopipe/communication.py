@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from autopipe.cluster import Cluster, Link
@@ -35,6 +35,16 @@ class Level(NamedTuple):
     ranks: int
     link: Link
     shared: bool = False
+
+    def wire(self, senders: int) -> Link:
+        """What each of so many ranks of one place has of the link if all of them send at once."""
+        turns = senders if self.shared else 1
+        return replace(self.link, bandwidth=self.link.bandwidth / turns)
+
+
+def slowest(pairs: Iterable[Level]) -> Level:
+    """That of pairs of ranks over which each message takes longest."""
+    return max(pairs, key=lambda level: (level.shared, -level.link.bandwidth))
 
 
 Levels = tuple[Level, ...]

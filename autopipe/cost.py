@@ -38,7 +38,18 @@ from numpy.typing import NDArray
 from autopipe.cluster import Device
 from autopipe.errors import AutopipeError
 from autopipe.fake import views
-from autopipe.graph import BATCH, Dim, Graph, Node, Ref, State, TensorSpec, at_batch, values_in
+from autopipe.graph import (
+    BATCH,
+    Dim,
+    Graph,
+    Node,
+    Ref,
+    State,
+    TensorSpec,
+    at_batch,
+    once,
+    values_in,
+)
 from autopipe.roofline import reached
 from autopipe.trace import READ_OP, resolve
 
@@ -209,25 +220,16 @@ def _kernel(node: Node, operands: Specs) -> str:
     return "causal attention" if given.get("is_causal") else "attention"
 
 
+@once
 def costs(graph: Graph) -> tuple[NodeCost, ...]:
-    """The formulas of every node; once for a graph."""
-    known: tuple[NodeCost, ...] | None = graph.__dict__.get("_costs")
-    if known is None:
-        carrying = gradient_values(graph)
-        known = tuple(_cost(graph, node, carrying) for node in graph.nodes)
-        graph.__dict__["_costs"] = known
-    return known
+    """The formulas of every node."""
+    carrying = gradient_values(graph)
+    return tuple(_cost(graph, node, carrying) for node in graph.nodes)
 
 
+@once
 def gradient_values(graph: Graph) -> frozenset[Ref | State]:
     """The values through which a gradient flows back to a trainable parameter."""
-    known: frozenset[Ref | State] | None = graph.__dict__.get("_carrying")
-    if known is None:
-        known = graph.__dict__["_carrying"] = _gradient_values(graph)
-    return known
-
-
-def _gradient_values(graph: Graph) -> frozenset[Ref | State]:
     carrying: set[Ref | State] = {State(n) for n, s in graph.states.items() if s.trainable}
     for node in graph.nodes:
         if node.grad and node.op not in (READ_OP, "aten.detach.default"):

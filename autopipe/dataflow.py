@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from autopipe.fake import views, writes
-from autopipe.graph import Graph, Input, Node, Ref, State, Value, values_in
+from autopipe.graph import Graph, Input, Node, Ref, State, Value, once, values_in
 from autopipe.trace import READ_OP, resolve
 
 
@@ -49,15 +49,9 @@ class Dataflow:
         return self.graph.index[value.node] if isinstance(value, Ref) else -1
 
 
+@once
 def analyse(graph: Graph) -> Dataflow:
-    """Find aliases, writes and what can be made again; once for a graph."""
-    known: Dataflow | None = graph.__dict__.get("_dataflow")
-    if known is None:
-        known = graph.__dict__["_dataflow"] = _analyse(graph)
-    return known
-
-
-def _analyse(graph: Graph) -> Dataflow:
+    """Find aliases, writes and what can be made again."""
     root: dict[Value, Value] = {}
     writers: dict[Value, list[int]] = defaultdict(list)
     before: list[tuple[int, ...]] = []

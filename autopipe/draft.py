@@ -42,6 +42,7 @@ from autopipe.plan import (
     StagePlan,
     StagePrediction,
     Transfer,
+    data_parallel,
 )
 from autopipe.planners import Answer
 from autopipe.problem import Constraints, Decision
@@ -360,9 +361,8 @@ def _told(
     if not alternatives:
         return None, ()
     next_best, *others = alternatives
-    alone = [a for a in alternatives if a.pp == a.tp == 1 < a.dp]
-    most = max((a.dp for a in alone), default=0)
-    rest = [a for a in others[MOST_ALTERNATIVES:] if a in alone and a.dp == most]
+    alone = data_parallel(alternatives)
+    rest = [other for other in others[MOST_ALTERNATIVES:] if other == alone]
     return next_best, (*others[:MOST_ALTERNATIVES], *rest)
 
 

@@ -20,7 +20,16 @@ from rich.text import Text
 from autopipe import forecast, programs, schedule, sketch
 from autopipe.megatron import describe
 from autopipe.picture import svg
-from autopipe.plan import Alternative, Batch, Memory, Plan, StagePlan, StagePrediction, Transfer
+from autopipe.plan import (
+    Alternative,
+    Batch,
+    Memory,
+    Plan,
+    StagePlan,
+    StagePrediction,
+    Transfer,
+    data_parallel,
+)
 from autopipe.traffic import traffic
 
 WIDTH = 100
@@ -264,13 +273,13 @@ def _why(plan: Plan) -> list[Text]:
         f"{max(0.0, note.step_seconds / bound - 1) if bound else 0:.1%}; the longest path through "
         f"its programs says {seconds(step)}"
     )
-    if note.next_best is not None:
+    if note.alternatives:
         lines.append("why not another mesh, the nearest first:")
-        others = (note.next_best, *note.others)
-        alone = [other.dp for other in others if other.pp == other.tp == 1 < other.dp]
-        most = 0 if plan.mesh.pp == plan.mesh.tp == 1 else max(alone, default=0)
-        for other in others:
-            plain = other.pp == other.tp == 1 and other.dp == most
+        alone = data_parallel(note.alternatives)
+        if plan.mesh.pp == plan.mesh.tp == 1:
+            alone = None  # the plan itself is of that kind
+        for other in note.alternatives:
+            plain = other == alone
             lines.append(f"  {'data parallelism alone: ' if plain else ''}{_other(other)}")
     return [Text(line, overflow="fold") for line in lines]
 

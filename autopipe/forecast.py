@@ -17,7 +17,7 @@ from itertools import accumulate
 import sympy
 
 from autopipe import cluster, programs, simulate
-from autopipe.communication import Topology, gradient_sum
+from autopipe.communication import Topology, gradient_sum, slowest
 from autopipe.law import Boundary, Pipeline
 from autopipe.plan import Plan, Prediction, Transfer
 from autopipe.schedule import Channel, Flow, holders
@@ -137,10 +137,7 @@ class _Wires:
         """
         mesh = self.plan.mesh
         ends = zip(self._replicas(source), self._replicas(target), strict=True)
-        pairs = [self.topology.pair(*pair) for pair in ends]
-        slowest = max(pairs, key=lambda level: (level.shared, -level.link.bandwidth))
-        turns = mesh.dp * mesh.tp if slowest.shared else 1
-        return replace(slowest.link, bandwidth=slowest.link.bandwidth / turns)
+        return slowest(self.topology.pair(*pair) for pair in ends).wire(mesh.dp * mesh.tp)
 
     def reduce(self, pp: int, size: int) -> float:
         """Seconds in which a stage's gradients are summed (`autopipe.communication`).

@@ -15,10 +15,10 @@ serves every micro-batch size, and a traced graph has the same names whether the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any, TypeAlias
+from functools import cached_property, lru_cache, wraps
+from typing import Any, TypeAlias, TypeVar
 
 import sympy
 import torch
@@ -160,20 +160,39 @@ class Graph:
         assert found is not None, f"{value} is no tensor"
         return found
 
-    @property
+    @cached_property
     def index(self) -> dict[str, int]:
         """Position of each node by its name."""
-        cached = self.__dict__.get("_index")
-        if cached is None:
-            cached = {node.name: position for position, node in enumerate(self.nodes)}
-            self.__dict__["_index"] = cached
-        return cached
+        return {node.name: position for position, node in enumerate(self.nodes)}
+
+    @cached_property
+    def _found(self) -> dict[str, Any]:
+        """What functions that are `once` for a graph have found, by their names."""
+        return {}
 
     def __str__(self) -> str:
         lines = [f"<{path}>: {spec}" for path, spec in self.inputs.items()]
         lines += [f"[{name}]: {state.kind} {state.spec}" for name, state in self.states.items()]
         lines += [str(node) for node in self.nodes]
         return "\n".join([*lines, f"return {show(self.outputs)}"])
+
+
+_T = TypeVar("_T")
+
+
+def once(find: Callable[[Graph], _T]) -> Callable[[Graph], _T]:
+    """A function of a graph that looks at each graph once; what it returns, nobody changes."""
+
+    name = f"{find.__module__}.{find.__qualname__}"
+
+    @wraps(find)
+    def found(graph: Graph) -> _T:
+        if name not in graph._found:
+            graph._found[name] = find(graph)
+        known: _T = graph._found[name]
+        return known
+
+    return found
 
 
 def values_in(arg: Arg) -> Iterator[Value]:

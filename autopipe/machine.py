@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from autopipe.cluster import Cluster, Device
-from autopipe.communication import Level, Levels, Topology
+from autopipe.communication import Level, Levels, Topology, slowest
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def _link(machine: Machine, dp: int, group: int, other: int) -> Level:
         for d, (site, node) in enumerate(zip(sites, nodes, strict=True))
     }
     pairs = {places.pair(group * dp + d, other * dp + d) for d in alike.values()}
-    return max(pairs, key=lambda level: (level.shared, -level.link.bandwidth))
+    return slowest(pairs)
 
 
 def machine_of(

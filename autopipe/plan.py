@@ -15,6 +15,7 @@ are the only units. `save` writes beside the file and renames, so a reader never
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -242,6 +243,12 @@ class Alternative:
     zero: int = 0
 
 
+def data_parallel(alternatives: Iterable[Alternative]) -> Alternative | None:
+    """Data parallelism alone, on the most replicas, if it is among them."""
+    alone = [other for other in alternatives if other.pp == other.tp == 1 < other.dp]
+    return max(alone, key=lambda other: other.dp, default=None)
+
+
 @dataclass(frozen=True)
 class PlannerNote:
     """Who made the plan and why it is this one: the bound it meets, what binds, the next best mesh
@@ -258,6 +265,11 @@ class PlannerNote:
     binding: str
     next_best: Alternative | None
     others: tuple[Alternative, ...] = ()
+
+    @property
+    def alternatives(self) -> tuple[Alternative, ...]:
+        """All of them, the next best first."""
+        return () if self.next_best is None else (self.next_best, *self.others)
 
 
 @dataclass(frozen=True)

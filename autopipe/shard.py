@@ -40,6 +40,7 @@ from autopipe.graph import (
     TensorSpec,
     Value,
     bytes_at,
+    once,
     swap,
     values_in,
 )
@@ -59,15 +60,13 @@ from autopipe.placements import (
 from autopipe.strategies import Model, Op, segment_of
 
 
+@once
 def shardable(graph: Graph) -> Dataflow:
     """The form of a model that is dealt out; planning and running both begin with it.
 
-    Once for a graph: what is found out about it holds for every degree.
+    What is found out about it holds for every degree.
     """
-    known: Graph | None = graph.__dict__.get("_shardable")
-    if known is None:
-        known = graph.__dict__["_shardable"] = out_of_place(graph)
-    return analyse(known)
+    return analyse(out_of_place(graph))
 
 
 def shard_graph(flow: Dataflow, sharding: Sharding, rank: int) -> Graph:

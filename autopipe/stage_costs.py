@@ -143,8 +143,7 @@ def transfer_seconds(ranges: Tables, problem: Problem, frame: Frame, before: Lev
 
 def _rate(problem: Problem, frame: Frame, level: Level) -> float:
     """Bytes a second for each of the devices of a stage."""
-    turns = frame.dp * problem.machine.streams if level.shared else 1
-    return level.link.bandwidth / turns
+    return level.wire(frame.dp * problem.machine.streams).bandwidth
 
 
 class Place(NamedTuple):

@@ -18,7 +18,7 @@ import autopipe
 from autopipe import modelfile, spec
 from autopipe.cluster import Cluster
 from autopipe.explain import gigabytes
-from autopipe.plan import Alternative, Plan
+from autopipe.plan import Plan, data_parallel
 from autopipe.traffic import traffic
 from benchmarks.field import mixed
 from benchmarks.field.models import decoder, tokens
@@ -45,18 +45,10 @@ def said(plan: Plan) -> Row:
     }
 
 
-def alone(plan: Plan) -> Alternative | None:
-    """Data parallelism alone, on the most replicas, if it is not the plan itself."""
-    note = plan.planner
-    others = [other for other in (note.next_best, *note.others) if other is not None]
-    plain = [other for other in others if other.pp == other.tp == 1]
-    return max(plain, key=lambda other: other.dp, default=None)
-
-
 def sites(name: str) -> Row:
     """524,288 tokens a step on four sites of two GPUs: 30 ms and 1 Gbit/s between them."""
     plan = autopipe.plan(decoder(name), tokens, cluster=SITES, batch_size=256, precision="bf16")
-    row, sent, plain = said(plan), traffic(plan), alone(plan)
+    row, sent, plain = said(plan), traffic(plan), data_parallel(plan.planner.alternatives)
     if sent is not None:
         row["sent"] = (
             f"{gigabytes(sent.activations)} of activations, {gigabytes(sent.gradients)} of their "
