@@ -23,7 +23,6 @@ from autopipe.estimate import Estimate
 from autopipe.fake import fake_mode
 from autopipe.forecast import pipeline, with_prediction
 from autopipe.graph import Dim, Ref, State, bytes_at
-from autopipe.halves import rehearse_halves
 from autopipe.lower import lower
 from autopipe.machine import Machine
 from autopipe.partition import Stage, partition
@@ -48,11 +47,12 @@ from autopipe.planners import Answer
 from autopipe.problem import Constraints, Decision
 from autopipe.profile import Units
 from autopipe.recompute import within
-from autopipe.rehearsal import Known, Rehearsal, fake_state, rehearse
+from autopipe.rehearsal import Known, Rehearsal, fake_state
 from autopipe.runtime.gradients import BUCKET_BYTES
 from autopipe.runtime.units import owners
 from autopipe.schedule import format_programs, holders, splits
 from autopipe.schedules import named
+from autopipe.shallow import rehearse_deep
 from autopipe.stage_costs import EAGER
 from autopipe.trace import Trace
 
@@ -119,16 +119,19 @@ class Draft:
         cuts = [self.units.starts[cut] for cut in decision.cuts]
         stages = partition(self.flow, cuts)
         rows = self.rows // (frame.dp * frame.micro_batches)
-        graph, low = self.traced.graph, self.precision
+        graph = self.traced.graph
         numbers = {number for blocks in decision.recompute for number in blocks}
         again = tuple(path for number, path in enumerate(self.reruns) if number in numbers)
-        rehearsal = rehearse(
-            graph, stages, self.blocks, rows, recompute=again, precision=low, known=self.known
+        rehearsal = rehearse_deep(
+            self.flow,
+            stages,
+            self.blocks,
+            rows,
+            recompute=again,
+            precision=self.precision,
+            halves=self._splits(frame.schedule),
+            known=self.known,
         )
-        if self._splits(frame.schedule):
-            rehearsal = rehearse_halves(
-                graph, stages, self.blocks, rehearsal, rows, again, low, self.known
-            )
         gathered = [0] * len(stages)
         if frame.zero == 3 and frame.dp > 1:
             rehearsal, gathered = self._sharded(stages, rehearsal, rows, again)

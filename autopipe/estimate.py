@@ -78,8 +78,8 @@ def weights(problem: Problem, frame: Frame) -> tuple[float, float]:
     else:
         ranks = min(frame.pp, MOST_RANKS)
         counted = math.ceil(m * ranks / frame.pp)
-        if counted > 4 * ranks:
-            counted = 3 * ranks + counted % ranks
+        if counted >= 3 * ranks:  # from two a rank on it repeats
+            counted = 2 * ranks + counted % ranks
         filling = named_filling(frame.schedule, ranks, counted, chunks)
     return filling / chunks, chunks * m - filling
 
@@ -171,6 +171,11 @@ class Estimate:
     worst: tuple[int, ...]
     limit: int
     overflow: int
+
+    @property
+    def spare(self) -> int:
+        """Bytes that the device nearest to its limit has left, where all fit."""
+        return self.limit - sum(self.stages[stage].memory.peak for stage in self.worst)
 
 
 def chunks_of(constraints: Constraints, schedule: str) -> int:

@@ -5,8 +5,9 @@ The planner asks what the halves hold, the runtime asks for the halves themselve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
@@ -14,13 +15,17 @@ from autopipe.blocks import Block
 from autopipe.differentiate import CannotSplit, Layout
 from autopipe.fake import fake_mode
 from autopipe.graph import Graph, Ref, shape_at
-from autopipe.joint import Joint, split
+from autopipe.joint import Held, Joint, held, split
 from autopipe.kinds import kind_of
 from autopipe.lower import Lowered, lower
 from autopipe.opaque import OPAQUE
 from autopipe.partition import Stage
 from autopipe.recompute import within
 from autopipe.rehearsal import Boundary, Known, Rehearsal, fake_state
+
+CPU = torch.device("cpu")
+
+_T = TypeVar("_T")
 
 
 def halves(
@@ -37,15 +42,25 @@ def halves(
     Args:
         last: whether the stage makes the graph's results.
     """
+    place = torch.device(device)
+    return _if_it_can(split, graph, lowered, rehearsal, last, precision, place)
+
+
+def _if_it_can(
+    make: Callable[..., _T],
+    graph: Graph,
+    lowered: Lowered,
+    rehearsal: Rehearsal,
+    last: bool,
+    precision: str,
+    place: torch.device = CPU,
+) -> _T | None:
     stage = lowered.stage
     if any(graph.nodes[position].op in OPAQUE for position in stage.nodes):
         return None  # it keeps for backward what only its real kernel knows
+    layouts = _layouts(graph, stage, rehearsal, lowered.rows, last, place)
     try:
-        return split(
-            lowered,
-            *_layouts(graph, stage, rehearsal, lowered.rows, last, torch.device(device)),
-            precision,
-        )
+        return make(lowered, *layouts, precision)
     except CannotSplit:
         return None
 
@@ -104,7 +119,7 @@ def rehearse_halves(
     for stage in stages:
         last, own = stage.index == len(stages) - 1, within(stage, blocks, recompute)
         kind = kind_of(graph, stage, blocks, own, last=last)
-        layouts = _layouts(graph, stage, rehearsal, rows, last, torch.device("cpu"))
+        layouts = _layouts(graph, stage, rehearsal, rows, last, CPU)
         key = "halves", kind, layouts, rows, precision
         if key not in known:
             with fake_mode():
@@ -120,11 +135,11 @@ def rehearse_halves(
                     recompute=own,
                     precision=precision,
                 )
-            joint = halves(graph, lowered, rehearsal, last=last, precision=precision)
-            known[key] = joint and (joint.kept, joint.stash, joint.fresh)
-        if known[key] is not None:
+            known[key] = _if_it_can(held, graph, lowered, rehearsal, last, precision)
+        found: Held | None = known[key]
+        if found is not None:
             i = stage.index
-            (saved[i], stash[i], fresh[i]), again[i] = known[key], 0
+            saved[i], stash[i], fresh[i], again[i] = found.kept, found.stash, found.fresh, 0
     return replace(
         rehearsal,
         saved=tuple(saved),

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -77,6 +77,15 @@ class Joint:
     fresh: int
 
 
+@dataclass(frozen=True)
+class Held:
+    """Bytes of one micro-batch, as `Joint` has them."""
+
+    kept: int
+    stash: int
+    fresh: int
+
+
 def split(
     lowered: Lowered,
     arguments: Sequence[Layout],
@@ -88,43 +97,118 @@ def split(
     Raises:
         CannotSplit: the stage has no joint graph, or its halves would be in each other's way.
     """
-    graph = differentiate(lowered, arguments, seeds, precision)
-    first, second = _halves(graph)
+    found = _divide(differentiate(lowered, arguments, seeds, precision))
+    graph, saved, stash = found.graph, found.saved, found.stash
     write = _Writer(lowered.module, graph)
-    weights = list(graph.of_parameters.values())
-    starts = list(graph.seeds.values())
-    for_input = write.given(first, graph.of_arguments)
-    for_weight = write.given(second, weights)
-    read = {*for_input, *for_weight}
-    saved = [node for node in (*graph.arguments, *graph.forward) if node in read]
-    to_input = [n for n, node in enumerate(saved) if node in for_input]
-    to_weight = [n for n, node in enumerate(saved) if node in for_weight]
-    saved_for_weight = [saved[n] for n in to_weight]
-    stash = [node for node in for_weight if node not in saved_for_weight]
-
-    owned = _storages([*graph.states, *graph.arguments])
-    counted = _one_of_each(saved, owned)
-    counted_weight = [to_weight[n] for n in _one_of_each(saved_for_weight, owned)]
-    counted_stash = _one_of_each(stash, owned | _storages([*starts, *saved_for_weight]))
-    fresh = _bytes(stash[n] for n in counted_stash)
+    for_input = [saved[n] for n in found.to_input]
+    for_weight = [saved[n] for n in found.to_weight]
     return Joint(
         write.forward(saved),
-        write.backward([*(saved[n] for n in to_input), *starts], first, graph.of_arguments, stash),
-        write.backward([*saved_for_weight, *stash], second, weights),
+        write.backward([*for_input, *found.starts], found.first, graph.of_arguments, stash),
+        write.backward([*for_weight, *stash], found.second, found.weights),
         tuple(arguments),
         len(graph.results),
         {n: seed for n, seed in enumerate(seeds) if seed is not None and n in graph.seeds},
         tuple(graph.unseeded),
-        tuple(to_input),
-        tuple(to_weight),
+        found.to_input,
+        found.to_weight,
         tuple(graph.of_parameters),
-        tuple(counted),
-        tuple(counted_weight),
-        tuple(counted_stash),
-        kept=_bytes(saved[n] for n in counted),
-        stash=_bytes(saved[n] for n in counted_weight) + fresh,
-        fresh=fresh,
+        found.counted,
+        found.counted_weight,
+        found.counted_stash,
+        *astuple(found.held),
     )
+
+
+def held(
+    lowered: Lowered,
+    arguments: Sequence[Layout],
+    seeds: Sequence[Layout | None],
+    precision: str = "fp32",
+) -> Held:
+    """What `split` would hold; nothing is written that could run.
+
+    Raises:
+        CannotSplit: as there.
+    """
+    return _divide(differentiate(lowered, arguments, seeds, precision)).held
+
+
+@dataclass(frozen=True)
+class _Division:
+    """What goes where, as `Joint` has it; `first` and `second` are the calls of the halves."""
+
+    graph: JointGraph
+    first: Sequence[fx.Node]
+    second: Sequence[fx.Node]
+    saved: Sequence[fx.Node]
+    to_input: tuple[int, ...]
+    to_weight: tuple[int, ...]
+    stash: Sequence[fx.Node]
+    counted: tuple[int, ...]
+    counted_weight: tuple[int, ...]
+    counted_stash: tuple[int, ...]
+
+    @property
+    def weights(self) -> list[fx.Node]:
+        """The gradients of the parameters."""
+        return list(self.graph.of_parameters.values())
+
+    @property
+    def starts(self) -> list[fx.Node]:
+        """The gradients that backward starts from."""
+        return list(self.graph.seeds.values())
+
+    @property
+    def held(self) -> Held:
+        """The bytes of what is counted."""
+        fresh = _bytes(self.stash[n] for n in self.counted_stash)
+        kept = _bytes(self.saved[n] for n in self.counted)
+        return Held(kept, _bytes(self.saved[n] for n in self.counted_weight) + fresh, fresh)
+
+
+def _divide(graph: JointGraph) -> _Division:
+    first, second = _halves(graph)
+    for_input = _given(graph, first, graph.of_arguments)
+    for_weight = _given(graph, second, graph.of_parameters.values())
+    read = {*for_input, *for_weight}
+    saved = [node for node in (*graph.arguments, *graph.forward) if node in read]
+    to_weight = [n for n, node in enumerate(saved) if node in for_weight]
+    saved_for_weight = [saved[n] for n in to_weight]
+    stash = [node for node in for_weight if node not in saved_for_weight]
+    owned = _storages([*graph.states, *graph.arguments])
+    others = owned | _storages([*graph.seeds.values(), *saved_for_weight])
+    return _Division(
+        graph,
+        first,
+        second,
+        saved,
+        tuple(n for n, node in enumerate(saved) if node in for_input),
+        tuple(to_weight),
+        stash,
+        tuple(_one_of_each(saved, owned)),
+        tuple(to_weight[n] for n in _one_of_each(saved_for_weight, owned)),
+        tuple(_one_of_each(stash, others)),
+    )
+
+
+def _given(
+    graph: JointGraph, calls: Sequence[fx.Node], outputs: Iterable[fx.Node | None]
+) -> dict[fx.Node, None]:
+    """What a half reads and neither makes nor takes from the states, each once."""
+    made = set(calls)
+    read = [node for call in calls for node in call.all_input_nodes]
+    read += [node for node in outputs if node is not None]
+    return dict.fromkeys(n for n in read if n not in made and not _is_of_state(graph, n))
+
+
+def _is_of_state(graph: JointGraph, node: fx.Node) -> bool:
+    """Whether it is a state, its copy, or a view of one: taken again rather than saved."""
+    while node not in graph.states and node not in graph.copies:
+        if not views(node.target) or writes(node.target):
+            return False
+        node = node.all_input_nodes[0]
+    return True
 
 
 def _halves(graph: JointGraph) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -200,23 +284,6 @@ class _Writer:
     def __init__(self, module: nn.Module, graph: JointGraph) -> None:
         self.module = module
         self.graph = graph
-
-    def given(
-        self, calls: Sequence[fx.Node], outputs: Iterable[fx.Node | None]
-    ) -> dict[fx.Node, None]:
-        """What a part reads and neither makes nor takes from the states, each once."""
-        made = set(calls)
-        read = [node for call in calls for node in call.all_input_nodes]
-        read += [node for node in outputs if node is not None]
-        return dict.fromkeys(n for n in read if n not in made and not self._is_of_state(n))
-
-    def _is_of_state(self, node: fx.Node) -> bool:
-        """Whether it is a state, its copy, or a view of one: taken again rather than saved."""
-        while node not in self.graph.states and node not in self.graph.copies:
-            if not views(node.target) or writes(node.target):
-                return False
-            node = node.all_input_nodes[0]
-        return True
 
     def forward(self, saved: Sequence[fx.Node]) -> fx.GraphModule:
         """(*arguments) -> (*results, *saved)"""

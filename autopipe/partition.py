@@ -118,7 +118,9 @@ def partition(flow: Dataflow, cuts: Sequence[int]) -> tuple[Stage, ...]:
     received = [received for _, received in needed]
     stages = []
     for index, (positions, arrivals) in enumerate(needed):
-        reads = [v for p in positions for v in graph.nodes[p].values()]
+        # In the graph's order: stages that do the same list their inputs and states alike.
+        nodes = tuple(sorted(positions))
+        reads = [v for p in nodes for v in graph.nodes[p].values()]
         if index == len(needed) - 1:
             reads += values_in(graph.outputs)
         sends = [
@@ -137,7 +139,7 @@ def partition(flow: Dataflow, cuts: Sequence[int]) -> tuple[Stage, ...]:
                 index,
                 bounds[index],
                 bounds[index + 1],
-                tuple(sorted(positions)),
+                nodes,
                 tuple(dict.fromkeys(v.path for v in reads if isinstance(v, Input))),
                 tuple(dict.fromkeys(v.name for v in reads if isinstance(v, State))),
                 tuple(arrivals),

@@ -289,8 +289,10 @@ def _plan_that_fits(
             with watch("rehearsed"):
                 return draft.plan(answer)
         except Overflow as overflow:
+            # So much less that this very answer is none: else it would come again, byte by byte.
+            less = max(overflow.shortfall, answer.estimate.spare + 1)
             schedule = answer.decision.frame.schedule
-            beyond = problem.beyond.get(schedule, 0) + overflow.shortfall
+            beyond = problem.beyond.get(schedule, 0) + less
             problem = replace(problem, beyond={**problem.beyond, schedule: beyond})
             try:
                 answer = planner(problem)

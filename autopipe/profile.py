@@ -34,7 +34,7 @@ from autopipe.precision import LOWERED, PRECISIONS, arithmetic, computing, wide_
 from autopipe.problem import Constraints, Crossing, Problem, Profile, Saved, Seconds, Shared
 from autopipe.recompute import obstacle
 from autopipe.rehearsal import fake_state
-from autopipe.shorten import Short, Storage, Uneven, shorten
+from autopipe.shorten import Short, Storage, Uneven, shortened
 
 MOST_UNITS = 128
 """More units than this are made larger: planning takes time with their square."""
@@ -140,12 +140,12 @@ def build_problem(
         or (recompute is not None and block.path in recompute)
     ]
     again, sizes = np.array(_numbers(graph, may)), sorted(rows)
-    short = shorten(flow, blocks)
-    try:
-        kept, made_in, copies = _Kept(flow, short, precision).at(units, sizes, again)
-    except Uneven:
-        short = shorten(flow, ())
-        kept, made_in, copies = _Kept(flow, short, precision).at(units, sizes, again)
+    for short in shortened(flow, blocks):
+        try:
+            kept, made_in, copies = _Kept(flow, short, precision).at(units, sizes, again)
+            break
+        except Uneven:
+            continue
     formulas = cost.costs(short.graph)
     dtypes = _dtypes(short.graph, formulas, precision)
     parameters, constants = _states(graph, flow, units, copies)

@@ -6,8 +6,9 @@
 
 A *run* are blocks one behind the other that do the same with the same: in terms of positions that
 count from a block's own first node, each reads what the others read of itself and of the block
-before it, and what all of them read from further away is one value. Of a run the first two blocks
-and the last are kept, and the last reads from the second what it has read from the one before it.
+before it, and what all of them read from further away is one value. The first of them may be given
+what it reads by whom it likes. Of a run the first two blocks and the last are kept, and the last
+reads from the second what it has read from the one before it.
 
 What the kept ones show is so for all if the second block's values look as the first's do
 (`Short.uniform`): then the third is given what the second was, and so on.
@@ -15,7 +16,7 @@ What the kept ones show is so for all if the second block's values look as the f
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -34,12 +35,16 @@ KEPT = 3
 
 @dataclass(frozen=True)
 class Run:
-    """`count` blocks alike, of `length` nodes each, from position `first` on."""
+    """`count` blocks alike, of `length` nodes each, from position `first` on.
+
+    Of them `kept` stay: the first ones and the last.
+    """
 
     first: int
     length: int
     count: int
     paths: tuple[str, ...]
+    kept: int = KEPT
 
     def block(self, position: int) -> int | None:
         """The number of the block that a node is in."""
@@ -151,28 +156,47 @@ def _along(storage: Storage, run: Run) -> list[Storage]:
     raise Uneven
 
 
-def shorten(flow: Dataflow, blocks: Sequence[Block]) -> Short:
-    """The graph without the blocks that others stand for; the whole one where there are none."""
-    graph = flow.graph
-    runs = _runs(flow, blocks)
+def shorten(flow: Dataflow, blocks: Sequence[Block], *, from_first: bool = True) -> Short:
+    """The graph without the blocks that others stand for; the whole one where there are none.
+
+    Args:
+        from_first: as `alike` has it.
+    """
+    found = (run_of(flow, row) for row in alike(flow, blocks, from_first=from_first))
+    return leave_out(flow.graph, [run for run in found if run is not None])
+
+
+def shortened(flow: Dataflow, blocks: Sequence[Block]) -> Iterator[Short]:
+    """From the shortest graph to the whole one; each is for whom the one before is uneven."""
+    yield shorten(flow, blocks)
+    yield shorten(flow, blocks, from_first=False)
+    yield shorten(flow, ())
+
+
+def leave_out(graph: Graph, runs: Sequence[Run]) -> Short:
+    """The graph without those blocks of runs that are not kept; without any it is the whole one.
+
+    The last block of a run reads from the last one before it that stays.
+    """
     like = np.arange(len(graph.nodes))
     instead: dict[Value, Value] = {}
     states = {name: name for name in graph.states}
     gone = np.zeros(len(graph.nodes), bool)
     for run in runs:
-        second, stop = run.first + run.length, run.first + (run.count - 1) * run.length
-        for number in range(2, run.count - 1):
+        standing = run.first + (run.kept - 2) * run.length
+        stop = run.first + (run.count - 1) * run.length
+        for number in range(run.kept - 1, run.count - 1):
             begin = run.first + number * run.length
-            like[begin : begin + run.length] = np.arange(second, second + run.length)
-        gone[second + run.length : stop] = True
+            like[begin : begin + run.length] = np.arange(standing, standing + run.length)
+        gone[standing + run.length : stop] = True
         for offset in range(run.length):
-            mine, standing = graph.nodes[stop - run.length + offset], graph.nodes[second + offset]
+            mine, other = graph.nodes[stop - run.length + offset], graph.nodes[standing + offset]
             for output in range(len(mine.outputs)):
-                instead[Ref(mine.name, output)] = Ref(standing.name, output)
-        home, others = f"{run.paths[1]}.", [f"{path}." for path in run.paths[2:-1]]
+                instead[Ref(mine.name, output)] = Ref(other.name, output)
+        home = f"{run.paths[run.kept - 2]}."
         own = [name for name in graph.states if name.startswith(home)]
-        for other in others:
-            states.update({other + name.removeprefix(home): name for name in own})
+        for path in run.paths[run.kept - 1 : -1]:
+            states.update({f"{path}." + name.removeprefix(home): name for name in own})
     kept = np.flatnonzero(~gone)
     places = np.cumsum(~gone) - 1
     nodes = tuple(
@@ -187,32 +211,70 @@ def shorten(flow: Dataflow, blocks: Sequence[Block]) -> Short:
     )
     remaining = {name: graph.states[name] for name, known in states.items() if name == known}
     short = replace(graph, nodes=nodes, states=remaining) if runs else graph
-    return Short(short, tuple(kept.tolist()), places[like], runs, states)
+    return Short(short, tuple(kept.tolist()), places[like], tuple(runs), states)
 
 
-def _runs(flow: Dataflow, blocks: Sequence[Block]) -> tuple[Run, ...]:
-    """Blocks in a row of one form, where there are enough of them to leave some out."""
+@dataclass(frozen=True)
+class Alike:
+    """Blocks in a row that are of one form: they do the same with the same."""
+
+    blocks: tuple[Block, ...]
+    form: Hashable
+
+
+def alike(flow: Dataflow, blocks: Sequence[Block], *, from_first: bool = True) -> list[Alike]:
+    """Blocks in a row of one form, as many as there are.
+
+    Args:
+        from_first: with the block before them that does the same with what comes from elsewhere,
+            as a model's first one does with embeddings.
+    """
     carrying = cost.gradient_values(flow.graph)
-    runs: list[list[Block]] = []
+    rows: list[tuple[Hashable, list[Block]]] = []
     known: Hashable = None
     for before, block in pairwise(blocks):
         form = _form(flow, carrying, before, block) if before.stop == block.first else None
         if form is not None and form == known:
-            runs[-1].append(block)
+            rows[-1][1].append(block)
         elif form is not None:
-            runs.append([block])
+            rows.append((form, [block]))
         known = form
-    found = []
-    for run in runs:
-        ends = [block.stop for block in run]
-        inner = [
-            _last_use(flow, block) < stop for block, stop in zip(run[:-1], ends[1:], strict=True)
-        ]
-        if len(run) > KEPT and all(inner[1:]):
-            first = run[0]
-            paths = tuple(block.path for block in run)
-            found.append(Run(first.first, first.stop - first.first, len(run), paths))
-    return tuple(found)
+    if from_first:
+        rows = _with_first(flow, carrying, blocks, rows)
+    return [Alike(tuple(row), form) for form, row in rows]
+
+
+def _with_first(
+    flow: Dataflow,
+    carrying: frozenset[Ref | State],
+    blocks: Sequence[Block],
+    rows: Sequence[tuple[Hashable, list[Block]]],
+) -> list[tuple[Hashable, list[Block]]]:
+    """The rows, each with the block before it where that does the same with what it is given."""
+    earlier = {block: before for before, block in pairwise(blocks)}
+    found: list[tuple[Hashable, list[Block]]] = []
+    for form, row in rows:
+        first = earlier[row[0]]
+        own = found[-1][1] if found and found[-1][1][-1] == first else []
+        inside = [_form(flow, carrying, None, block) for block in (first, row[0])]
+        if len(row) > 1 and len(own) < 2 and inside[0] is not None and inside[0] == inside[1]:
+            if own:
+                found.pop()
+            row = [first, *row]
+        found.append((form, row))
+    return found
+
+
+def run_of(flow: Dataflow, row: Alike, kept: int = KEPT) -> Run | None:
+    """The run of blocks of one form, if some of them can be left out."""
+    first, stops = row.blocks[0], [block.stop for block in row.blocks[1:]]
+    uses = (_last_use(flow, block) for block in row.blocks[1:-1])
+    if len(row.blocks) <= kept or any(
+        use >= stop for use, stop in zip(uses, stops[1:], strict=True)
+    ):
+        return None
+    paths = tuple(block.path for block in row.blocks)
+    return Run(first.first, first.stop - first.first, len(paths), paths, kept)
 
 
 def _last_use(flow: Dataflow, block: Block) -> int:
@@ -223,10 +285,16 @@ def _last_use(flow: Dataflow, block: Block) -> int:
 
 
 def _form(
-    flow: Dataflow, carrying: frozenset[Ref | State], before: Block, block: Block
+    flow: Dataflow, carrying: frozenset[Ref | State], before: Block | None, block: Block
 ) -> Hashable | None:
-    """What equals another block's only if both do the same; None: the block is like no other."""
+    """What equals another block's only if both do the same; None: the block is like no other.
+
+    Args:
+        before: the block whose values are named by how far back they are, as the block's own;
+            None: what comes from outside the block is numbered, wherever it is from.
+    """
     graph, first = flow.graph, block.first
+    since = before.first if before else first
     home = block.path.partition("@")[0] + "."
     known: dict[Value, Hashable] = {}
 
@@ -242,7 +310,9 @@ def _form(
     def place(value: Value) -> Hashable:
         if isinstance(value, Ref):
             position = graph.index[value.node]
-            return (position - first, value.output) if position >= before.first else value
+            if position >= since:
+                return position - first, value.output
+            return value if before else ("given", len(known))
         if isinstance(value, State) and value.name.startswith(home):
             state, users = graph.states[value.name], flow.users[value]
             if users[0] < first or users[-1] >= block.stop:

@@ -12,7 +12,7 @@ import torch
 
 from autopipe.cluster import Device
 from benchmarks.honesty import allocator
-from benchmarks.honesty.case import CASES, summary
+from benchmarks.honesty.case import CASES, summary, table
 from benchmarks.honesty.models import MODELS
 from benchmarks.honesty.quiet import cores, disturbed, drift, waited
 
@@ -69,3 +69,25 @@ def test_errors_are_summed_up_by_size() -> None:
     rows = [{"seconds_error": e, "bytes_error": e / 10} for e in (-0.3, 0.1, 0.2)]
     found = summary(rows)
     assert (found["median_seconds_error"], found["worst_bytes_error"]) == (0.2, 0.03)
+
+
+def test_the_table_compares_where_the_measurement_is_fullest() -> None:
+    row = {
+        "model": "gpt",
+        "mesh": {"pp": 2, "dp": 1, "tp": 1},
+        "micro_batches": 4,
+        "schedule": "1f1b",
+        "zero": 1,
+        "recompute": True,
+        "predicted_seconds": 0.9,
+        "measured_seconds": 1.0,
+        "predicted_bytes": [3 * 2**20, 1 * 2**20],
+        "measured_bytes": [1 * 2**20, 2 * 2**20],
+        "waited": 0.01,
+        "drift": -0.02,
+        "tries": 1,
+    }
+    assert table([row]).splitlines()[-1] == (
+        "| gpt | 2 x 1 x 1 | 4 | 1f1b, ZeRO 1, blocks again | 900 / 1000 ms | -10.0% "
+        "| 1.0 / 2.0 MiB | -50.0% | 0.01, -0.02, 1 |"
+    )

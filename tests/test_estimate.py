@@ -229,6 +229,17 @@ def test_long_pipelines_fill_as_short_ones_do() -> None:
             assert weights(problem, Frame(64, 1, m, 0, name))[0] == pytest.approx(short)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "chunks"), [("interleaved", 2), ("interleaved", 3), ("zb-h1", 1), ("zb-v", 2)]
+)
+def test_from_two_micro_batches_a_rank_on_it_repeats(schedule: str, chunks: int) -> None:
+    """So `weights` need not simulate more of them than three a rank."""
+    for ranks in (2, 3, 4):
+        for m in range(3 * ranks, 5 * ranks + 2):
+            fewer = named_filling(schedule, ranks, 2 * ranks + m % ranks, chunks)
+            assert named_filling(schedule, ranks, m, chunks) == pytest.approx(fewer)
+
+
 def test_a_written_schedule_is_counted_too() -> None:
     """Of one that is gpipe by another name the step is gpipe's, whatever 1f1b would take."""
     programs = make("gpipe", 2, 4)

@@ -52,3 +52,20 @@ def test_a_command_that_ends_soon_searches_no_more() -> None:
     run = [sys.executable, "-c", ENDING]
     ended = subprocess.run(run, capture_output=True, text=True, check=True)
     assert ended.stdout.split() == ["False", "True"]
+
+
+HARD = """
+import atexit
+from autopipe import garbage
+{}
+atexit.register(lambda: print("taken apart"))
+print("written")
+garbage.end(0)
+"""
+
+
+@pytest.mark.parametrize(("before", "said"), [("", "taken apart"), ("garbage.until_exit()", "")])
+def test_it_ends_at_once_only_if_it_was_to_end_soon(before: str, said: str) -> None:
+    run = [sys.executable, "-c", HARD.format(before)]
+    ended = subprocess.run(run, capture_output=True, text=True, check=True)
+    assert ended.stdout.split("\n") == ["written", *([said] if said else []), ""]

@@ -2,6 +2,7 @@
 
 python -m benchmarks.honesty > rows.jsonl
 python -m benchmarks.honesty gpt/pp2 llama
+python -m benchmarks.honesty --table rows.jsonl
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from autopipe.plan import Plan
 from autopipe.probe import probe
 from autopipe.runtime.spawn import spawn
 from autopipe.runtime.train import Measured
-from benchmarks.honesty.case import CASES, Case, Row, row, summary
+from benchmarks.honesty.case import CASES, Case, Row, row, summary, table
 from benchmarks.honesty.models import MODELS
 from benchmarks.honesty.quiet import cores, disturbed, drift
 
@@ -34,7 +35,12 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("names", nargs="*", help="parts of names; all cases")
     parser.add_argument("--tries", type=int, default=3, help="while other programs run")
+    parser.add_argument("--table", type=Path, help="the rows of an earlier run as a table")
     chosen = parser.parse_args(argv)
+    if chosen.table:
+        lines = chosen.table.read_text().splitlines()
+        print(table([found for line in lines if "case" in (found := json.loads(line))]))
+        return 0
     machine = Machine()
     rows = []
     for case in CASES:

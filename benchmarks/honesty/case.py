@@ -130,3 +130,27 @@ def summary(rows: list[Row]) -> Row:
         "median_bytes_error": median(bytes),
         "worst_bytes_error": max(bytes),
     }
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Rows as they stand in the README."""
+    lines = [
+        "| model | pp x dp x tp | micro-batches | schedule | a step, predicted / measured | off "
+        "| the fullest rank, predicted / measured | off | waited, drift, tries |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        predicted, measured = row["predicted_seconds"], row["measured_seconds"]
+        # Where a rank is fullest is the measurement's to say.
+        held, there = max(zip(row["measured_bytes"], row["predicted_bytes"], strict=True))
+        schedule = [row["schedule"]]
+        schedule += [f"ZeRO {row['zero']}"] if row["zero"] else []
+        schedule += ["blocks again"] if row["recompute"] else []
+        lines.append(
+            f"| {row['model']} | {' x '.join(str(size) for size in row['mesh'].values())} "
+            f"| {row['micro_batches']} | {', '.join(schedule)} "
+            f"| {predicted * 1e3:.0f} / {measured * 1e3:.0f} ms | {predicted / measured - 1:+.1%} "
+            f"| {there / 2**20:.1f} / {held / 2**20:.1f} MiB | {there / held - 1:+.1%} "
+            f"| {row['waited']:.2f}, {row['drift']:+.2f}, {row['tries']} |"
+        )
+    return "\n".join(lines)

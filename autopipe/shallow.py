@@ -1,0 +1,218 @@
+"""A rehearsal of deep stages by shallow ones: of many blocks in a row that do the same two are run.
+
+    a stage of seven      | b0 | b1 | b2 | b3 | b4 | b5 | b6 |     B(7) = B(2) + 5 (B(3) - B(2))
+    two of its blocks     | b0 | b6 |                              B(2)
+    and a third one       | b0 | b1 | b6 |                         B(3)
+
+B are bytes: what a block keeps are its own storages. It is given by the block before what that one
+was given, so one more block keeps what the third does (`autopipe.shorten` says when blocks do the
+same). Stages with the same blocks, to which the same arrives, share what a third one keeps.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+from autopipe import cost
+from autopipe.blocks import Block
+from autopipe.dataflow import Dataflow, analyse
+from autopipe.graph import Ref
+from autopipe.halves import rehearse_halves
+from autopipe.partition import Stage, partition
+from autopipe.rehearsal import Known, Rehearsal, rehearse
+from autopipe.shorten import Run, Uneven, alike, leave_out, run_of
+
+KEPT = 2
+"""Blocks of a run that stay: the first and the last."""
+
+
+def rehearse_deep(
+    flow: Dataflow,
+    stages: Sequence[Stage],
+    blocks: Sequence[Block],
+    rows: int,
+    *,
+    recompute: Collection[str] = (),
+    precision: str = "fp32",
+    halves: bool = False,
+    known: Known | None = None,
+) -> Rehearsal:
+    """What `rehearse` and, with `halves`, `rehearse_halves` say of these stages, in less time.
+
+    Args:
+        stages: a partition of the graph.
+        recompute, precision, known: as they have them.
+
+    Raises:
+        PlanError: a block to recompute would not do the same again.
+    """
+    known = {} if known is None else known
+    rehearsing = _Rehearsing(
+        flow, stages, blocks, rows, frozenset(recompute), precision, halves, known
+    )
+    deep = rehearsing.deep()
+    try:
+        return rehearsing.extended(deep) if deep else rehearsing.shallow(())
+    except Uneven:
+        return rehearsing.shallow(())
+
+
+@dataclass(frozen=True)
+class _Deep:
+    """A run inside a stage.
+
+    Attributes:
+        form: what its blocks do; equal for another stage's run of the same blocks.
+        given: what the first of them reads that it has not made.
+        far: what the second reads from further away than the first; all of them do.
+    """
+
+    stage: Stage
+    run: Run
+    form: Hashable
+    given: tuple[Ref, ...]
+    far: tuple[Ref, ...]
+
+
+@dataclass(frozen=True)
+class _Rehearsing:
+    """One rehearsal, of stages as deep as one likes."""
+
+    flow: Dataflow
+    stages: Sequence[Stage]
+    blocks: Sequence[Block]
+    rows: int
+    recompute: frozenset[str]
+    precision: str
+    halves: bool
+    known: Known
+
+    def deep(self) -> list[_Deep]:
+        """The runs of which blocks can be left out."""
+        return [
+            _Deep(
+                stage,
+                run,
+                (whole.form, again),
+                self._earlier(row.blocks[0], run.first),
+                self._earlier(row.blocks[1], run.first),
+            )
+            for whole in alike(self.flow, self.blocks)
+            for (stage, again), blocks in groupby(whole.blocks, self._place)
+            if stage is not None
+            for row in [replace(whole, blocks=tuple(blocks))]
+            if (run := run_of(self.flow, row, KEPT)) is not None
+        ]
+
+    def _place(self, block: Block) -> tuple[Stage | None, bool]:
+        """The stage that a block is whole in, and whether it runs again."""
+        stage = self.stages[bisect_right([s.first for s in self.stages], block.first) - 1]
+        return stage if block.stop <= stage.stop else None, block.path in self.recompute
+
+    def _earlier(self, block: Block, before: int) -> tuple[Ref, ...]:
+        """What a block reads that is made before a position."""
+        nodes = self.flow.graph.nodes[block.first : block.stop]
+        refs = dict.fromkeys(v for node in nodes for v in node.values() if isinstance(v, Ref))
+        return tuple(ref for ref in refs if self.flow.position(ref) < before)
+
+    def extended(self, deep: Sequence[_Deep]) -> Rehearsal:
+        """The rehearsal with two blocks of each run, and so many more of each as there are.
+
+        Raises:
+            Uneven: a third block does not tell what the others hold.
+        """
+        found = least = self.shallow([one.run for one in deep])
+        more: dict[Hashable, Mapping[str, int]] = {}
+        for one in deep:
+            here = one.stage.index
+            key = one.form, self._circumstances(one, least)
+            if key not in more:
+                runs = [
+                    replace(other.run, kept=KEPT + 1) if other is one else other.run
+                    for other in deep
+                ]
+                more[key] = _difference(self.shallow(runs), least, here)
+            found = _with_more(found, here, more[key], one.run.count - KEPT)
+        return found
+
+    def _circumstances(self, one: _Deep, rehearsal: Rehearsal) -> Hashable:
+        """All else that a block's bytes depend on.
+
+        That is how what comes from other stages looks and, for halves, whether gradients go on to
+        other stages: the first half makes only those.
+        """
+        stage, boundaries = one.stage, rehearsal.boundaries
+        looks = {
+            ref: (b.shape, b.strides, b.dtype, stage.index in b.gradients)
+            for ref, b in ((ref, boundaries[ref]) for ref, _ in stage.receives)
+        }
+        back = {ref for ref, look in looks.items() if look[-1]}
+        for node in (self.flow.graph.nodes[position] for position in stage.nodes):
+            if any(value in back for value in node.values()):
+                back.update(Ref(node.name, number) for number in range(len(node.outputs)))
+        back &= cost.gradient_values(self.flow.graph)
+        return tuple(looks.get(ref) for ref in one.far), tuple(ref in back for ref in one.given)
+
+    def shallow(self, runs: Sequence[Run]) -> Rehearsal:
+        """The rehearsal without the blocks that the runs leave out.
+
+        Raises:
+            Uneven: then other tensors cross the cuts.
+        """
+        flow, stages, blocks = self.flow, self.stages, self.blocks
+        if runs:
+            short = leave_out(flow.graph, sorted(runs, key=lambda run: run.first))
+            flow = analyse(short.graph)
+            place = {position: number for number, position in enumerate(short.kept)}
+            blocks = [
+                replace(b, first=place[b.first], stop=place[b.first] + b.stop - b.first)
+                for b in blocks
+                if b.first in place
+            ]
+            cuts = [bisect_left(short.kept, stage.first) for stage in stages[1:]]
+            stages = partition(flow, cuts)
+            if any(
+                (one.sends, one.receives) != (other.sends, other.receives)
+                for one, other in zip(stages, self.stages, strict=True)
+            ):
+                raise Uneven
+        again = self.recompute.intersection(block.path for block in blocks)
+        given = (flow.graph, stages, blocks)
+        found = rehearse(
+            *given, self.rows, recompute=again, precision=self.precision, known=self.known
+        )
+        if not self.halves:
+            return found
+        return rehearse_halves(*given, found, self.rows, sorted(again), self.precision, self.known)
+
+
+ADDED = "saved", "low", "stash", "fresh"
+"""What one more block adds to."""
+
+
+def _difference(longer: Rehearsal, least: Rehearsal, stage: int) -> dict[str, int]:
+    """What the longer one holds more in a stage.
+
+    Raises:
+        Uneven: what is made again in backward depends on how many blocks there are.
+    """
+    if longer.recomputed != least.recomputed:
+        raise Uneven
+    return {
+        name: getattr(longer, name)[stage] - getattr(least, name)[stage]
+        for name in ADDED
+        if getattr(least, name)
+    }
+
+
+def _with_more(found: Rehearsal, stage: int, more: Mapping[str, int], times: int) -> Rehearsal:
+    """A rehearsal in which a stage holds so much more so many times."""
+    sizes: dict[str, Any] = {}
+    for name, added in more.items():
+        before = getattr(found, name)
+        sizes[name] = (*before[:stage], before[stage] + times * added, *before[stage + 1 :])
+    return replace(found, **sizes)
