@@ -145,7 +145,7 @@ def plan(
         again = blocks_to_recompute(blocks, [word for word in words if word != NOTHING])
     stages = (pp or 1) * (chunks_of(constraints, schedule) if schedule is not None else 1)
     say(_summary(traced, blocks))
-    factor = optimizer_factor(_optimizer(optimizer))
+    factor, tried = optimizer_factor(_optimizer(optimizer)), degrees(machine, tp)
 
     def at(tp: int) -> tuple[Problem, Draft]:
         sizes = _sizes(rows, machine.num_devices // tp, constraints)
@@ -172,6 +172,7 @@ def plan(
             zeros=zeros,
             tp=tp,
             sending=partial(sending_seconds, degree, precision=precision) if tp > 1 else None,
+            check=tp == tried[0][0],
         )
         draft = Draft(
             degree,
@@ -198,7 +199,7 @@ def plan(
         with watch("search"):
             return PLANNERS[planner](problem, rivals)
 
-    made = _best_degree(degrees(machine, tp), costed, searched, watch)
+    made = _best_degree(tried, costed, searched, watch)
     check_runs(made)
     return made
 

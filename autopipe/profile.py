@@ -116,6 +116,7 @@ def build_problem(
     zeros: tuple[int, ...] = (0,),
     tp: int = 1,
     sending: Callable[[Graph, int], Sequence[tuple[float, float]]] | None = None,
+    check: bool = True,
 ) -> tuple[Problem, tuple[str, ...]]:
     """The problem of splitting a graph over a machine, and the paths of its reruns.
 
@@ -131,6 +132,8 @@ def build_problem(
         tp: the tensor-parallel degree whose first rank runs the graph.
         sending: the forward and backward seconds that the nodes of the graph, or of a part of it,
             exchange something, for so many rows.
+        check: whether to check that bytes are a straight line in the rows. What is so of a model is
+            so of its parts.
     """
     graph = flow.graph
     may = [
@@ -142,7 +145,7 @@ def build_problem(
     again, sizes = np.array(_numbers(graph, may)), sorted(rows)
     for short in shortened(flow, blocks):
         try:
-            kept, made_in, copies = _Kept(flow, short, precision).at(units, sizes, again)
+            kept, made_in, copies = _Kept(flow, short, precision, check).at(units, sizes, again)
             break
         except Uneven:
             continue
@@ -302,6 +305,7 @@ class _Kept:
     flow: Dataflow
     short: Short
     precision: str
+    check: bool
 
     def at(
         self, units: Units, rows: Sequence[int], again: NDArray[np.int64]
@@ -309,7 +313,7 @@ class _Kept:
         """What is kept at each number of rows, what values are made in, and the low copies.
 
         Bytes are a straight line in the rows for nearly every model, but that few rows may be
-        another case. It is drawn through two runs and checked by a third.
+        another case. It is drawn through two runs and, if asked to, checked by a third.
 
         Args:
             again: of each node the number of the block that it may run again with, or -1.
@@ -320,7 +324,7 @@ class _Kept:
         observe = cache(partial(_observe, self.short, self.precision))
         first, where = observe(rows[0]), cache(partial(self._by_unit, units, again))
         sizes: dict[int, tuple[Saved, ...]] = {}
-        lines = _lines(observe, rows)
+        lines = _lines(observe, rows, self.check)
         for size in rows:
             seen, bytes = lines[size]
             sizes[size] = tuple(
@@ -361,25 +365,25 @@ class _Kept:
 
 
 def _lines(
-    observe: Callable[[int], _Seen], rows: Sequence[int]
+    observe: Callable[[int], _Seen], rows: Sequence[int], check: bool
 ) -> dict[int, tuple[_Seen, Sequence[int]]]:
     """The storages at each number of rows, and their bytes."""
     if len(rows) > 3:
         small, between, large = rows[0], rows[len(rows) // 2], rows[-1]
-        low, middle, high = observe(small), observe(between), observe(large)
-        if low.storages == middle.storages == high.storages:
+        low, high = observe(small), observe(large)
+        middle = observe(between) if check else None
+        if low.storages == high.storages and (not middle or middle.storages == low.storages):
             sizes = np.array(low.bytes), np.array(high.bytes)
             lines = {}
             for size in rows:
                 rise, rest = np.divmod((sizes[1] - sizes[0]) * (size - small), large - small)
-                if rest.any() or (
-                    size == between and (sizes[0] + rise).tolist() != [*middle.bytes]
-                ):
+                off = middle and size == between and (sizes[0] + rise).tolist() != [*middle.bytes]
+                if rest.any() or off:
                     break
                 lines[size] = low, (sizes[0] + rise).tolist()
             else:
                 return lines
-        return _lines(observe, rows[1:]) | {small: (low, low.bytes)}
+        return _lines(observe, rows[1:], check) | {small: (low, low.bytes)}
     return {size: (observe(size), observe(size).bytes) for size in rows}
 
 

@@ -27,7 +27,8 @@ from autopipe.rehearsal import Known, Rehearsal, rehearse
 from autopipe.shorten import Run, Uneven, alike, leave_out, run_of
 
 KEPT = 2
-"""Blocks of a run that stay: the first and the last."""
+"""Blocks of a run that stay: the first and the last. With fewer than two others it is not worth
+running a third one apart."""
 
 
 def rehearse_deep(
@@ -105,7 +106,7 @@ class _Rehearsing:
             for (stage, again), blocks in groupby(whole.blocks, self._place)
             if stage is not None
             for row in [replace(whole, blocks=tuple(blocks))]
-            if (run := run_of(self.flow, row, KEPT)) is not None
+            if len(row.blocks) > KEPT + 1 and (run := run_of(self.flow, row, KEPT)) is not None
         ]
 
     def _place(self, block: Block) -> tuple[Stage | None, bool]:
