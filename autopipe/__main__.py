@@ -1,5 +1,7 @@
 """`python -m autopipe`, and what `torchrun -m autopipe` starts."""
 
+import gc
+
 from autopipe import cli, garbage
 
 __all__ = ["main"]
@@ -7,6 +9,7 @@ __all__ = ["main"]
 
 def main() -> None:
     """The command line; a command that has said so ends without taking apart what it has built."""
+    gc.freeze()  # modules live to the end: no search for cycles is to look through them
     try:
         cli.main()
     except SystemExit as left:
