@@ -1,9 +1,10 @@
 """A lowered stage and its backward as one graph of torch's own ops: its joint graph.
 
-The stage runs once on fake tensors under autograd, whose backward is part of the run, while
-`make_fx` writes down every op. The graph is the run to the op: ops in place stay in place, autocast
-has become casts, a read is checked by an op of its own, and what a block that is recomputed does
-again stands among the backward. Random ops still draw from the streams of `randomness`.
+The stage runs once on fake tensors under autograd, whose backward is part of the run, while a tape
+writes down every op (`autopipe.tape`). The graph is the run to the op: ops in place stay in place,
+autocast has become casts, a read is checked by an op of its own, and what a block that is
+recomputed does again stands among the backward. Random ops still draw from the streams of
+`randomness`.
 
     lowered stage    y = linear(x, w)                  one node, differentiable
     joint graph      t = w.t();  y = mm(x, t)          forward
@@ -12,20 +13,20 @@ again stands among the backward. Random ops still draw from the streams of `rand
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from autopipe.fake import fake_mode, quiet
 from autopipe.lower import Lowered
 from autopipe.opaque import OPAQUE
 from autopipe.precision import arithmetic, computing, wide_statistics
 from autopipe.randomness import DRAWN, draw
+from autopipe.tape import MADE, Tape
 
 
 class CannotSplit(Exception):
@@ -115,21 +116,31 @@ def differentiate(
     """
     _refuse_opaque(lowered.module)
     given = {n: seed for n, seed in enumerate(seeds) if seed is not None}
-    step = _Step(lowered, tuple(given), precision)
-    with fake_mode(), wide_statistics(lowered.ops), torch.enable_grad(), quiet():
+    tape = Tape()
+    step = _Step(lowered, tuple(given), precision, tape)
+    with fake_mode(), wide_statistics(lowered.ops), torch.enable_grad(), _uncached(), quiet():
         states = {name: _fake(state) for name, state in step.states()}
         leaves = [layout.empty() for layout in (*arguments, *given.values())]
-
-        def run(*tensors: Tensor) -> Any:
-            of_stage = dict(zip(states, tensors, strict=False))
-            return torch.func.functional_call(step, of_stage, tensors[len(states) :])
-
+        for tensor in (*states.values(), *leaves):
+            tape.given(tensor)
         try:
-            graph = make_fx(run)(*states.values(), *leaves).graph
+            with tape:
+                made = torch.func.functional_call(step, states, tuple(leaves))
         except Exception as error:  # whatever an op, or its fake kernel, cannot do
             raise CannotSplit(f"{type(error).__name__}: {error}") from error
     names = [name.removeprefix("stage.") for name in states]
-    return step.parts(graph, names)
+    return step.parts(tuple(tape.node(value) for value in made), names)
+
+
+@contextmanager
+def _uncached() -> Iterator[None]:
+    """Autocast makes every cast anew: it would find one that is on no tape."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 def _fake(state: Tensor) -> Tensor:
@@ -148,16 +159,19 @@ def _refuse_opaque(module: nn.Module) -> None:
 class _Step(nn.Module):
     """Forward and backward of one micro-batch, and what a trace of them does not say of itself."""
 
-    def __init__(self, lowered: Lowered, seeded: tuple[int, ...], precision: str) -> None:
+    def __init__(
+        self, lowered: Lowered, seeded: tuple[int, ...], precision: str, tape: Tape
+    ) -> None:
         super().__init__()
+        self.tape = tape
         self.stage = lowered.module
         self.low, self.precision = lowered.low, precision
         self.seeded = seeded
         self.roots: list[int] = []
         self.unseeded: list[int] = []
         self.results = 0
-        self.copied: set[str] = set()
-        self.ran: set[str] = set()
+        self.copied: set[fx.Node] = set()
+        self.ran: set[fx.Node] = set()
 
     def states(self) -> list[tuple[str, Tensor]]:
         """Parameters and buffers by name."""
@@ -170,12 +184,12 @@ class _Step(nn.Module):
         states = [state for _, state in self.states()]
         devices = {tensor.device.type for tensor in (*states, *tensors)}
         lowered = [self.stage.get_parameter(name) for name in self.low]
-        before = _traced()
+        before = set(self.tape.graph.nodes)
         how = arithmetic(self.precision, states[0].device if states else "cpu", lowered)
-        self.copied = _traced() - before
+        self.copied = set(self.tape.graph.nodes) - before
         with computing(how):
             results = self.stage(*arguments)
-        self.ran = _traced()
+        self.ran = set(self.tape.graph.nodes)
         self.results = len(results)
         live = [n for n, x in enumerate(results) if isinstance(x, Tensor) and x.requires_grad]
         roots = {n: x for n, x in zip(self.seeded, starts, strict=True) if n in live}
@@ -195,38 +209,31 @@ class _Step(nn.Module):
         gradients = iter(found)
         return (*results, *(next(gradients) if x.requires_grad else None for x in leaves))
 
-    def parts(self, graph: fx.Graph, names: Sequence[str]) -> JointGraph:
-        """The graph of a trace of `forward`, whose first inputs are the states of `names`."""
+    def parts(self, outputs: Sequence[Any], names: Sequence[str]) -> JointGraph:
+        """What is on the tape of `forward`, whose first inputs are the states of `names`."""
+        graph = self.tape.graph
         given = list(graph.find_nodes(op="placeholder"))
-        calls = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+        calls = [node for node in graph.nodes if node.op != "placeholder"]
         constant = next((node for node in calls if node.op != "call_function"), None)
         if constant is not None:
             raise CannotSplit(f"{constant.target} is a tensor that the trace has made a constant")
         states = dict(zip(given, names, strict=False))
         first = len(given) - len(self.seeded)
         starts = dict(zip(self.seeded, given[first:], strict=True))
-        outputs: Any = graph.output_node().args[0]
         gradients = outputs[self.results :]
-        copies = {node: node.args[0] for node in calls if node.name in self.copied}
+        copies = {node: node.args[0] for node in calls if node in self.copied}
         return JointGraph(
             states,
-            {copy: (states[of], copy.meta["val"].dtype) for copy, of in copies.items()},
+            {copy: (states[of], copy.meta[MADE].dtype) for copy, of in copies.items()},
             given[len(names) : first],
             {n: starts[n] for n in self.roots},
             self.unseeded,
-            _drawing([n for n in calls if n.name in self.ran and n not in copies]),
-            _drawing([n for n in calls if n.name not in self.ran]),
+            _drawing([n for n in calls if n in self.ran and n not in copies]),
+            _drawing([n for n in calls if n not in self.ran]),
             outputs[: self.results],
             gradients[len(names) :],
             {n: g for n, g in zip(names, gradients, strict=False) if g is not None},
         )
-
-
-def _traced() -> set[str]:
-    """The names of the nodes that the trace under way has so far."""
-    mode = get_proxy_mode()
-    assert mode is not None
-    return {node.name for node in mode.tracer.graph.nodes}
 
 
 def _drawing(nodes: list[fx.Node]) -> list[fx.Node]:

@@ -19,7 +19,7 @@ and nothing in the first; one without parameters the other way round.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -27,9 +27,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopipe.differentiate import CannotSplit, JointGraph, Layout, differentiate
-from autopipe.fake import storage_key, views, writes
+from autopipe.fake import views, writes
 from autopipe.lower import Lowered
 from autopipe.precision import low
+from autopipe.tape import MADE
 
 
 @dataclass(frozen=True)
@@ -329,16 +330,9 @@ def _copy(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     return low(parameter).to(dtype)
 
 
-def _tensors(node: fx.Node) -> Iterator[Tensor]:
-    value = node.meta.get("val")
-    for item in value if isinstance(value, list | tuple) else (value,):
-        if isinstance(item, Tensor):
-            yield item
-
-
 def _storages(nodes: Iterable[fx.Node]) -> set[int]:
     """The storages that the values of these nodes lie in."""
-    return {storage_key(tensor) for node in nodes for tensor in _tensors(node)}
+    return {storage for node in nodes for storage in node.meta[MADE].storages}
 
 
 def _written(call: fx.Node) -> set[int]:
@@ -357,4 +351,4 @@ def _one_of_each(nodes: Sequence[fx.Node], besides: Collection[int]) -> list[int
 
 
 def _bytes(nodes: Iterable[fx.Node]) -> int:
-    return sum(t.untyped_storage().nbytes() for node in nodes for t in _tensors(node))
+    return sum(sum(node.meta[MADE].storages.values()) for node in nodes)

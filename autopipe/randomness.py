@@ -9,11 +9,11 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable
-from itertools import islice
 from typing import Any
 
 import torch
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from autopipe import tape
 
 DRAWN = "autopipe_drawn"
 """The key in a traced node's meta under which the name of the node it draws for stands."""
@@ -66,21 +66,13 @@ def current() -> Key | None:
 def draw(op: Callable[..., Any], node: str, *args: Any, **kwargs: Any) -> Any:
     """Call a random op with the generators seeded for `node`; their state is left as it was.
 
-    Outside a stream (fake tensors, which draw nothing) the op is called as it is. While `make_fx`
-    traces, the calls that it becomes are marked with the node's name.
+    Outside a stream (fake tensors, which draw nothing) the op is called as it is. What a tape
+    writes down of it is marked with the node's name.
     """
-    tracing = get_proxy_mode()
-    if tracing is not None:
-        calls = tracing.tracer.graph.nodes
-        before = len(calls)
-        try:
-            return op(*args, **kwargs)
-        finally:  # a block that runs again in backward may end in the middle of an op
-            for call in islice(calls, before, None):
-                call.meta[DRAWN] = node
     key = current()
-    if key is None:
-        return op(*args, **kwargs)
+    if tape.running() is not None or key is None:
+        with tape.marking(DRAWN, node):
+            return op(*args, **kwargs)
     with _generators, torch.random.fork_rng(device_type="cuda"):
         torch.manual_seed(seed(*key, node))
         return op(*args, **kwargs)

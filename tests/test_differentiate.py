@@ -10,6 +10,7 @@ from autopipe.fake import fake_mode
 from autopipe.lower import Lowered
 from autopipe.precision import low
 from autopipe.randomness import draw
+from autopipe.tape import MADE
 from tests.staged import lowered, traced
 from tests.zoo import ZOO
 
@@ -96,7 +97,7 @@ def test_autocast_becomes_the_casts_it_makes():
     with torch.autocast("cpu", torch.bfloat16):
         found = joint_graph(lambda m, x: m.first(x), seeds=(HALF,))
     assert ops(found.forward) == ["_to_copy", "_to_copy", "_to_copy", "t", "addmm"]
-    dtypes = {node.meta["val"].dtype for node in found.of_parameters.values()}
+    dtypes = {node.meta[MADE].dtype for node in found.of_parameters.values()}
     assert dtypes == {torch.float32}, "gradients grow in fp32"
 
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopipe import randomness
 from autopipe.randomness import DRAWN, draw, stream
+from autopipe.tape import Tape
 from tests.inprocess import traced
 from tests.staged import differences, staged_step
 from tests.zoo import ZOO
@@ -57,14 +57,12 @@ def test_a_trace_marks_the_calls_that_a_random_op_becomes():
         torch.rand_like(x)
         raise ZeroDivisionError
 
-    def run(x):
-        y = draw(torch.rand_like, "a", x + 1)
+    x, tape = torch.ones(3), Tape()
+    with tape:
+        draw(torch.rand_like, "a", x + 1)
         with pytest.raises(ZeroDivisionError):
             draw(broken, "b", x)
-        return y
-
-    found = make_fx(run)(torch.ones(3))
-    marks = [node.meta.get(DRAWN) for node in found.graph.nodes if node.op == "call_function"]
+    marks = [node.meta.get(DRAWN) for node in tape.graph.nodes if node.op == "call_function"]
     assert marks == [None, "a", "b"]
 
 
