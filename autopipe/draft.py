@@ -45,7 +45,6 @@ from autopipe.plan import (
 )
 from autopipe.planners import Answer
 from autopipe.problem import Constraints, Decision
-from autopipe.profile import Units
 from autopipe.recompute import within
 from autopipe.rehearsal import Known, Rehearsal, fake_state
 from autopipe.runtime.gradients import BUCKET_BYTES
@@ -55,6 +54,7 @@ from autopipe.schedules import named
 from autopipe.shallow import rehearse_deep
 from autopipe.stage_costs import EAGER
 from autopipe.trace import Trace
+from autopipe.units import Units
 
 WINDOW = 2
 """Receives posted ahead per boundary: one being filled while one is computed on."""

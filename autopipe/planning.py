@@ -5,17 +5,13 @@ model, inputs --trace--> Graph --profile--> Problem --planner--> Decision --rehe
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
-from autopipe import batches, sketch
+from autopipe import asked, batches, sketch
 from autopipe.binding import check_runs
 from autopipe.blocks import Block, classes, find_blocks
 from autopipe.capture import Loss
@@ -23,36 +19,28 @@ from autopipe.cluster import Cluster
 from autopipe.dataflow import analyse
 from autopipe.degrees import as_first, as_one_rank, check_heads, degrees, sending_seconds
 from autopipe.draft import WINDOW, Draft, Overflow
-from autopipe.errors import AutopipeError, InfeasibleError, ModelError
+from autopipe.errors import InfeasibleError
 from autopipe.estimate import chunks_of
 from autopipe.garbage import resting
 from autopipe.graph import bytes_at
 from autopipe.machine import machine_of
-from autopipe.plan import InputSpec, Plan
+from autopipe.plan import Plan
 from autopipe.planners import PLANNERS, Answer, Planner
 from autopipe.planners.answer import Outdone, beside, bounds, rivals_of
-from autopipe.precision import PRECISIONS
-from autopipe.probe import local_cluster, local_processes
+from autopipe.probe import Say
 from autopipe.problem import WRITTEN, ZERO, Constraints, Problem
-from autopipe.profile import build_problem, find_units
-from autopipe.programs import micro_batches as count_micro_batches
+from autopipe.profile import build_problem
 from autopipe.recompute import blocks_to_recompute
 from autopipe.schedule import Programs
 from autopipe.schedules import SCHEDULES
 from autopipe.source import Source, trace_source, versions
-from autopipe.spec import LocalSpec, parse
 from autopipe.stage_costs import EAGER
 from autopipe.stopwatch import Stopwatch
 from autopipe.trace import Trace
-
-ROWS_PER_DEVICE = 8
-"""Rows of the batch for each device where nobody says how many."""
+from autopipe.units import find_units
 
 NOTHING = "none"
 """Asks for no block to run again."""
-
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-Say = Callable[[str], None]
 
 
 @resting()
@@ -61,7 +49,7 @@ def plan(
     inputs: Any,
     *,
     loss: Loss | None = None,
-    optimizer: str | MakeOptimizer = "adamw",
+    optimizer: str | asked.MakeOptimizer = "adamw",
     precision: str = "fp32",
     cluster: str | Path | Cluster | None = None,
     batch_size: int | None = None,
@@ -119,16 +107,16 @@ def plan(
         AutopipeError: an argument cannot be met.
     """
     say, watch = say or (lambda line: None), watch or Stopwatch()
-    _refuse_unknown(precision, zero, planner)
+    asked.refuse_unknown(precision, zero, planner)
     written: Programs = ()
     if schedule is not None and schedule not in SCHEDULES:
         written = sketch.from_file(Path(schedule))
         schedule = WRITTEN
-        pp, micro_batches = _as_written(written, pp, micro_batches)
-    machine = _cluster(cluster, (pp, dp, tp), say)
-    example, specs = _example(inputs)
-    rows = batch_size or _rows(inputs, example, specs) or ROWS_PER_DEVICE * machine.num_devices
-    limits = _limits(memory, machine)
+        pp, micro_batches = asked.as_written(written, pp, micro_batches)
+    machine = asked.cluster_meant(cluster, (pp, dp, tp), say)
+    example, specs = asked.example_of(inputs)
+    rows = batch_size or asked.rows_of(inputs, example, specs, machine)
+    limits = asked.limits_of(memory, machine)
     constraints = Constraints(
         pp, dp, tp, micro_batches, schedule, limits, chunks, window, depth, zero, None, written
     )
@@ -145,10 +133,10 @@ def plan(
         again = blocks_to_recompute(blocks, [word for word in words if word != NOTHING])
     stages = (pp or 1) * (chunks_of(constraints, schedule) if schedule is not None else 1)
     say(_summary(traced, blocks))
-    factor, tried = optimizer_factor(_optimizer(optimizer)), degrees(machine, tp)
+    factor, tried = asked.optimizer_factor(asked.optimizer_named(optimizer)), degrees(machine, tp)
 
     def at(tp: int) -> tuple[Problem, Draft]:
-        sizes = _sizes(rows, machine.num_devices // tp, constraints)
+        sizes = asked.micro_batch_rows(rows, machine.num_devices // tp, constraints)
         # A parameter that ZeRO-3 deals out needs its whole gradient on every tensor-parallel rank.
         zeros = (zero,) if zero is not None else ZERO if tp == 1 else ZERO[:2]
         degree = as_one_rank(
@@ -300,170 +288,6 @@ def _plan_that_fits(
             except InfeasibleError:
                 # Its numbers would be of a limit that nobody has set.
                 raise overflow from None
-
-
-def optimizer_factor(make: MakeOptimizer) -> float:
-    """Bytes of optimizer state per byte of parameter, seen by one step on a small parameter."""
-    parameter = nn.Parameter(torch.zeros(64, 64))
-    parameter.grad = torch.zeros_like(parameter)
-    optimizer = make([parameter])
-    optimizer.step()
-    held = sum(
-        tensor.numel() * tensor.element_size()
-        for state in optimizer.state.values()
-        for tensor in state.values()
-        # A step counter is no part of what grows with the parameter.
-        if isinstance(tensor, Tensor) and tensor.numel() > 1
-    )
-    return held / (parameter.numel() * parameter.element_size())
-
-
-def _refuse_unknown(precision: str, zero: int | None, planner: str) -> None:
-    for what, asked, known in (
-        ("precision", precision, tuple(PRECISIONS)),
-        ("ZeRO stage", zero, (None, *ZERO)),
-        ("planner", planner, tuple(sorted(PLANNERS))),
-    ):
-        if asked not in known:
-            raise AutopipeError(
-                f"there is no {what} {asked!r}",
-                hint=f"one of {', '.join(str(word) for word in known if word is not None)}",
-            )
-
-
-def _as_written(programs: Programs, pp: int | None, micro_batches: int | None) -> tuple[int, int]:
-    """The ranks and micro-batches of a schedule from a file, which must be those asked for."""
-    found = len(programs), count_micro_batches(programs)
-    for name, asked, is_for in (("pp", pp, found[0]), ("micro_batches", micro_batches, found[1])):
-        if asked not in (None, is_for):
-            raise AutopipeError(
-                f"{name}={asked} was asked for, and the schedule is written for {name}={is_for}",
-                hint=f"leave {name} out, or write the schedule for {asked}",
-            )
-    return found
-
-
-def _cluster(
-    cluster: str | Path | Cluster | None, degrees: tuple[int | None, ...], say: Say
-) -> Cluster:
-    """The cluster meant; without a word of it this machine, with as many processes as asked for."""
-    if isinstance(cluster, Cluster):
-        return cluster
-    if cluster is None:
-        asked = 1
-        for degree in degrees:
-            asked *= degree or 1
-        found: Cluster | LocalSpec = LocalSpec(asked if any(degrees) else local_processes())
-    else:
-        found = parse(str(cluster))
-    if isinstance(found, LocalSpec):
-        say(f"cluster: local:{found.processes}, this machine")
-        found = local_cluster(found.processes, say)
-    return found
-
-
-def _example(inputs: Any) -> tuple[Any, list[InputSpec]]:
-    """An example batch and its description."""
-    if callable(inputs):
-        example, other = inputs(2), inputs(3)
-        return example, batches.describe(example, other, 2, 3)
-    leaves = batches.flatten(inputs)
-    first = next((t for t in leaves.values() if isinstance(t, Tensor) and t.ndim), None)
-    if first is None:
-        raise ModelError("inputs hold no tensor with a dim, so there are no rows to split")
-    return inputs, batches.describe(inputs, None, first.shape[0], 0)
-
-
-def _rows(inputs: Any, example: Any, specs: Sequence[InputSpec]) -> int | None:
-    return None if callable(inputs) else batches.rows_of(specs, batches.flatten(example))
-
-
-def _limits(
-    memory: int | str | Sequence[int | str] | None, cluster: Cluster
-) -> tuple[int, ...] | None:
-    """A limit for each device, from one for all of them or from one for each.
-
-    Raises:
-        AutopipeError: a text is no size, or there are more or fewer limits than devices.
-    """
-    if memory is None:
-        return None
-    each = memory.split(",") if isinstance(memory, str) else memory
-    devices = cluster.num_devices
-    limits = [_bytes(each)] if isinstance(each, int) else [_bytes(limit) for limit in each]
-    if len(limits) == 1:
-        return tuple(limits * devices)
-    if len(limits) != devices:
-        raise AutopipeError(
-            f"memory: {len(limits)} limits were given for the {devices} devices of {cluster.name}",
-            hint="one limit for all devices, or one for each, as 80GiB,40GiB,40GiB",
-        )
-    return tuple(limits)
-
-
-def _bytes(memory: int | str) -> int:
-    """Bytes from a number or text: 24GiB, 24GB, 512MiB, 1000000.
-
-    Raises:
-        AutopipeError: the text is no size.
-    """
-    size = memory if isinstance(memory, int) else _parsed(memory)
-    if size < 1:
-        raise AutopipeError(f"memory {memory!r} is {size} bytes, expected at least 1")
-    return size
-
-
-def _parsed(memory: str) -> int:
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", memory, re.IGNORECASE)
-    if found is None:
-        raise AutopipeError(f"memory {memory!r} is no size", hint="24GiB, 512MB or bytes")
-    number, letter, binary = found.groups()
-    power = "KMGT".index(letter.upper()) + 1 if letter else 0
-    unit: int = (1024 if binary else 1000) ** power
-    return round(float(number) * unit)
-
-
-def _sizes(rows: int, devices: int, constraints: Constraints) -> list[int]:
-    """Micro-batch sizes that some mesh could use.
-
-    Raises:
-        AutopipeError: the rows do not divide into what was asked for.
-    """
-    asked = {"dp": constraints.dp, "micro_batches": constraints.micro_batches}
-    parts = (constraints.dp or 1) * (constraints.micro_batches or 1)
-    there_are = (constraints.pp or 1) * (constraints.dp or 1) <= devices
-    if rows % parts and there_are:
-        into = " x ".join(f"{name}={count}" for name, count in asked.items() if count)
-        below = rows - rows % parts
-        raise AutopipeError(
-            f"a batch of {rows} rows does not divide into {into} equal parts",
-            hint=f"a batch of {f'{below} or ' if below else ''}{below + parts} rows does",
-        )
-    sizes = set()
-    for dp in range(1, devices + 1):
-        if constraints.dp not in (None, dp) or rows % dp:
-            continue
-        share = rows // dp
-        counts = [constraints.micro_batches] if constraints.micro_batches else range(1, share + 1)
-        sizes |= {share // count for count in counts if share % count == 0}
-    return sorted(sizes) or [rows]
-
-
-def _optimizer(optimizer: str | MakeOptimizer) -> MakeOptimizer:
-    """A maker of optimizers from a name in torch.optim."""
-    if callable(optimizer):
-        return optimizer
-    names = {
-        name.lower(): kind
-        for name, kind in vars(torch.optim).items()
-        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
-    }
-    if optimizer.lower() not in names:
-        raise AutopipeError(
-            f"torch.optim has no optimizer {optimizer!r}", hint="adamw, adam, sgd, ..."
-        )
-    kind = names[optimizer.lower()]
-    return lambda parameters: kind(parameters)  # type: ignore[call-arg]
 
 
 def _summary(traced: Trace, blocks: Sequence[Block]) -> str:

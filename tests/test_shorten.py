@@ -9,8 +9,9 @@ from autopipe.blocks import find_blocks
 from autopipe.dataflow import analyse
 from autopipe.machine import machine_of
 from autopipe.problem import Constraints
-from autopipe.profile import build_problem, find_units
+from autopipe.profile import build_problem
 from autopipe.shorten import KEPT, Run, Short, Storage, Uneven, _along, shorten
+from autopipe.units import find_units
 from tests.inprocess import machine
 from tests.staged import trace_model
 

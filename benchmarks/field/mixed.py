@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from autopipe import batches
+from autopipe.asked import optimizer_factor
 from autopipe.blocks import find_blocks
 from autopipe.cluster import Cluster
 from autopipe.dataflow import analyse
@@ -26,10 +27,10 @@ from autopipe.draft import WINDOW
 from autopipe.estimate import estimate
 from autopipe.machine import machine_of
 from autopipe.planners import PLANNERS
-from autopipe.planning import optimizer_factor
 from autopipe.problem import ZERO, Constraints, Decision
-from autopipe.profile import build_problem, find_units
+from autopipe.profile import build_problem
 from autopipe.source import trace_source
+from autopipe.units import find_units
 
 
 class Compared(NamedTuple):

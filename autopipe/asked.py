@@ -1,0 +1,218 @@
+"""What is asked of `plan`, checked and completed: devices, rows, limits, an optimizer.
+
+Whatever is wrong with it is said here, before anything is traced.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopipe import batches
+from autopipe.cluster import Cluster
+from autopipe.errors import AutopipeError, ModelError
+from autopipe.plan import InputSpec
+from autopipe.planners import PLANNERS
+from autopipe.precision import PRECISIONS
+from autopipe.probe import Say, local_cluster, local_processes
+from autopipe.problem import ZERO, Constraints
+from autopipe.programs import micro_batches as count_micro_batches
+from autopipe.schedule import Programs
+from autopipe.spec import LocalSpec, parse
+
+ROWS_PER_DEVICE = 8
+"""Rows of the batch for each device where nobody says how many."""
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def optimizer_factor(make: MakeOptimizer) -> float:
+    """Bytes of optimizer state per byte of parameter, seen by one step on a small parameter."""
+    parameter = nn.Parameter(torch.zeros(64, 64))
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer = make([parameter])
+    optimizer.step()
+    held = sum(
+        tensor.numel() * tensor.element_size()
+        for state in optimizer.state.values()
+        for tensor in state.values()
+        # A step counter is no part of what grows with the parameter.
+        if isinstance(tensor, Tensor) and tensor.numel() > 1
+    )
+    return held / (parameter.numel() * parameter.element_size())
+
+
+def refuse_unknown(precision: str, zero: int | None, planner: str) -> None:
+    """Check words against those there are.
+
+    Raises:
+        AutopipeError: there is no such precision, ZeRO stage or planner.
+    """
+    for what, asked, known in (
+        ("precision", precision, tuple(PRECISIONS)),
+        ("ZeRO stage", zero, (None, *ZERO)),
+        ("planner", planner, tuple(sorted(PLANNERS))),
+    ):
+        if asked not in known:
+            raise AutopipeError(
+                f"there is no {what} {asked!r}",
+                hint=f"one of {', '.join(str(word) for word in known if word is not None)}",
+            )
+
+
+def as_written(programs: Programs, pp: int | None, micro_batches: int | None) -> tuple[int, int]:
+    """The ranks and micro-batches of a schedule from a file, which must be those asked for.
+
+    Raises:
+        AutopipeError: others were asked for.
+    """
+    found = len(programs), count_micro_batches(programs)
+    for name, asked, is_for in (("pp", pp, found[0]), ("micro_batches", micro_batches, found[1])):
+        if asked not in (None, is_for):
+            raise AutopipeError(
+                f"{name}={asked} was asked for, and the schedule is written for {name}={is_for}",
+                hint=f"leave {name} out, or write the schedule for {asked}",
+            )
+    return found
+
+
+def cluster_meant(
+    cluster: str | Path | Cluster | None, degrees: tuple[int | None, ...], say: Say
+) -> Cluster:
+    """The cluster meant; without a word of it this machine, with as many processes as asked for.
+
+    Raises:
+        AutopipeError: the words describe none (`spec.parse`), or this machine cannot be measured.
+    """
+    if isinstance(cluster, Cluster):
+        return cluster
+    if cluster is None:
+        asked = 1
+        for degree in degrees:
+            asked *= degree or 1
+        found: Cluster | LocalSpec = LocalSpec(asked if any(degrees) else local_processes())
+    else:
+        found = parse(str(cluster))
+    if isinstance(found, LocalSpec):
+        say(f"cluster: local:{found.processes}, this machine")
+        found = local_cluster(found.processes, say)
+    return found
+
+
+def example_of(inputs: Any) -> tuple[Any, list[InputSpec]]:
+    """An example batch and its description.
+
+    Raises:
+        ModelError: it has no rows.
+    """
+    if callable(inputs):
+        example, other = inputs(2), inputs(3)
+        return example, batches.describe(example, other, 2, 3)
+    leaves = batches.flatten(inputs)
+    first = next((t for t in leaves.values() if isinstance(t, Tensor) and t.ndim), None)
+    if first is None:
+        raise ModelError("inputs hold no tensor with a dim, so there are no rows to split")
+    return inputs, batches.describe(inputs, None, first.shape[0], 0)
+
+
+def rows_of(inputs: Any, example: Any, specs: Sequence[InputSpec], cluster: Cluster) -> int:
+    """The example's own rows; a function that makes as many as one likes has none."""
+    own = None if callable(inputs) else batches.rows_of(specs, batches.flatten(example))
+    return own or ROWS_PER_DEVICE * cluster.num_devices
+
+
+def limits_of(
+    memory: int | str | Sequence[int | str] | None, cluster: Cluster
+) -> tuple[int, ...] | None:
+    """A limit for each device, from one for all of them or from one for each.
+
+    Raises:
+        AutopipeError: a text is no size, or there are more or fewer limits than devices.
+    """
+    if memory is None:
+        return None
+    each = memory.split(",") if isinstance(memory, str) else memory
+    devices = cluster.num_devices
+    limits = [_bytes(each)] if isinstance(each, int) else [_bytes(limit) for limit in each]
+    if len(limits) == 1:
+        return tuple(limits * devices)
+    if len(limits) != devices:
+        raise AutopipeError(
+            f"memory: {len(limits)} limits were given for the {devices} devices of {cluster.name}",
+            hint="one limit for all devices, or one for each, as 80GiB,40GiB,40GiB",
+        )
+    return tuple(limits)
+
+
+def _bytes(memory: int | str) -> int:
+    """Bytes from a number or text: 24GiB, 24GB, 512MiB, 1000000.
+
+    Raises:
+        AutopipeError: the text is no size.
+    """
+    size = memory if isinstance(memory, int) else _parsed(memory)
+    if size < 1:
+        raise AutopipeError(f"memory {memory!r} is {size} bytes, expected at least 1")
+    return size
+
+
+def _parsed(memory: str) -> int:
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", memory, re.IGNORECASE)
+    if found is None:
+        raise AutopipeError(f"memory {memory!r} is no size", hint="24GiB, 512MB or bytes")
+    number, letter, binary = found.groups()
+    power = "KMGT".index(letter.upper()) + 1 if letter else 0
+    unit: int = (1024 if binary else 1000) ** power
+    return round(float(number) * unit)
+
+
+def micro_batch_rows(rows: int, devices: int, constraints: Constraints) -> list[int]:
+    """The rows of micro-batches that some mesh could use.
+
+    Raises:
+        AutopipeError: the rows do not divide into what was asked for.
+    """
+    asked = {"dp": constraints.dp, "micro_batches": constraints.micro_batches}
+    parts = (constraints.dp or 1) * (constraints.micro_batches or 1)
+    there_are = (constraints.pp or 1) * (constraints.dp or 1) <= devices
+    if rows % parts and there_are:
+        into = " x ".join(f"{name}={count}" for name, count in asked.items() if count)
+        below = rows - rows % parts
+        raise AutopipeError(
+            f"a batch of {rows} rows does not divide into {into} equal parts",
+            hint=f"a batch of {f'{below} or ' if below else ''}{below + parts} rows does",
+        )
+    sizes = set()
+    for dp in range(1, devices + 1):
+        if constraints.dp not in (None, dp) or rows % dp:
+            continue
+        share = rows // dp
+        counts = [constraints.micro_batches] if constraints.micro_batches else range(1, share + 1)
+        sizes |= {share // count for count in counts if share % count == 0}
+    return sorted(sizes) or [rows]
+
+
+def optimizer_named(optimizer: str | MakeOptimizer) -> MakeOptimizer:
+    """A maker of optimizers from a name in torch.optim.
+
+    Raises:
+        AutopipeError: torch.optim has none of this name.
+    """
+    if callable(optimizer):
+        return optimizer
+    names = {
+        name.lower(): kind
+        for name, kind in vars(torch.optim).items()
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+    }
+    if optimizer.lower() not in names:
+        raise AutopipeError(
+            f"torch.optim has no optimizer {optimizer!r}", hint="adamw, adam, sgd, ..."
+        )
+    kind = names[optimizer.lower()]
+    return lambda parameters: kind(parameters)  # type: ignore[call-arg]
