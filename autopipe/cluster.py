@@ -163,11 +163,6 @@ class Cluster:
         return node.within or self.within
 
     @property
-    def smallest_memory(self) -> int:
-        """Bytes of the smallest device."""
-        return min(device.memory for device in self.devices)
-
-    @property
     def slowest_device(self) -> Device:
         """The device whose fastest dtype is the slowest; between equals, by memory bandwidth."""
         return min(self.devices, key=lambda device: (max(device.flops.values()), device.bandwidth))

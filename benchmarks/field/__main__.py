@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,15 @@ from autopipe.explain import gigabytes
 from autopipe.plan import Plan, data_parallel
 from autopipe.traffic import traffic
 from benchmarks.field import mixed
-from benchmarks.field.models import decoder, tokens
+from benchmarks.planning.models import llama, tokens
 
 SITES = "4x1x2xA100-80GB@30ms,1Gbit/s"
 MIXED = "2xA100-80GB+4xA100-40GB+2xRTX4090"
 EQUAL = "8xRTX4090"
 MINI = str(Path(__file__).parents[2] / "examples" / "mini_gpt" / "model.py")
+
+ROWS = tokens(2048)
+"""Rows of the language models' batches."""
 
 Row = dict[str, Any]
 
@@ -47,7 +51,8 @@ def said(plan: Plan) -> Row:
 
 def sites(name: str) -> Row:
     """524,288 tokens a step on four sites of two GPUs: 30 ms and 1 Gbit/s between them."""
-    plan = autopipe.plan(decoder(name), tokens, cluster=SITES, batch_size=256, precision="bf16")
+    model = partial(llama, name)
+    plan = autopipe.plan(model, ROWS, cluster=SITES, batch_size=256, precision="bf16")
     row, sent, plain = said(plan), traffic(plan), data_parallel(plan.planner.alternatives)
     if sent is not None:
         row["sent"] = (
@@ -82,8 +87,9 @@ def unequal() -> Row:
     rows = 64
     cluster = spec.parse(MIXED)
     assert isinstance(cluster, Cluster)
-    plan = autopipe.plan(decoder("7b"), tokens, cluster=cluster, batch_size=rows, precision="bf16")
-    found = mixed.compare(decoder("7b"), tokens, cluster, rows, "bf16")
+    model = partial(llama, "llama-7b")
+    plan = autopipe.plan(model, ROWS, cluster=cluster, batch_size=rows, precision="bf16")
+    found = mixed.compare(model, ROWS, cluster, rows, "bf16")
     row = said(plan)
     frame = found.equal.frame
     row["beside"] = f"{frame} {frame.schedule} zero={frame.zero}, planned for {EQUAL}"
@@ -96,8 +102,8 @@ def odd(devices: int) -> Row:
     """The 1.5 B decoder on so many GPUs of one node, 64 rows a step."""
     return said(
         autopipe.plan(
-            decoder("1.5b"),
-            tokens,
+            partial(llama, "decoder-1.5b"),
+            ROWS,
             cluster=f"{devices}xA100-80GB",
             batch_size=64,
             precision="bf16",
@@ -106,8 +112,8 @@ def odd(devices: int) -> Row:
 
 
 CASES: dict[str, Callable[[], Row]] = {
-    "sites/1.5b": lambda: sites("1.5b"),
-    "sites/13b": lambda: sites("13b"),
+    "sites/1.5b": lambda: sites("decoder-1.5b"),
+    "sites/13b": lambda: sites("llama-13b"),
     "mini_gpt": mini_gpt,
     "mixed": unequal,
     **{f"odd/{devices}": lambda devices=devices: odd(devices) for devices in (6, 7, 11, 12)},

@@ -24,6 +24,18 @@ LLAMAS: dict[str, dict[str, int]] = {
         **{"num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000},
         "max_position_embeddings": 4096,
     },
+    # LLaMA 2 (arXiv:2307.09288), table 1 and the config.json of its 13B.
+    "llama-13b": {
+        **{"num_hidden_layers": 40, "hidden_size": 5120, "intermediate_size": 13824},
+        **{"num_attention_heads": 40, "num_key_value_heads": 40, "vocab_size": 32000},
+        "max_position_embeddings": 4096,
+    },
+    # Nobody's: 1.5e9 parameters in LLaMA's layers.
+    "decoder-1.5b": {
+        **{"num_hidden_layers": 26, "hidden_size": 2048, "intermediate_size": 5504},
+        **{"num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 50304},
+        "max_position_embeddings": 2048,
+    },
 }
 
 
