@@ -91,7 +91,19 @@ rank."""
 
 @lru_cache(maxsize=1024)
 def named_filling(schedule: str, ranks: int, micro_batches: int, chunks: int) -> float:
-    """f of a schedule that has a name."""
+    """f of a schedule that has a name.
+
+    Where its own law is known it is not counted: (p - 1) (F + B - W) of idle time in ZB-H1 (Qi et
+    al., "Zero Bubble Pipeline Parallelism", 2023, section 2.3), the same in ZB-V with halves as
+    even as here, (p - 1) (F + B) / v in an interleaved one (Narayanan et al., SC 2021, section
+    2.2.2), with as many micro-batches as they ask for.
+    """
+    if (schedule == "zb-h1" and micro_batches >= ranks) or (
+        schedule == "zb-v" and micro_batches >= 2 * ranks
+    ):
+        return 1 / 3
+    if schedule == "interleaved" and micro_batches % ranks == 0:
+        return 1.0
     return _filling(make(schedule, ranks, micro_batches, chunks=chunks), micro_batches)
 
 

@@ -217,7 +217,8 @@ def _best_degree(
                 except InfeasibleError as error:
                     refused[tp] = error
         if not answers:
-            answers, errors = _answers({tp: problem for tp, (problem, _) in made.items()}, planner)
+            problems = {tp: problem for tp, (problem, _) in made.items()}
+            answers, errors = _answers(problems, planner, watch)
             refused |= errors
     if not answers:
         # Of those that want memory the nearest; else what contradicts itself at the lowest degree.
@@ -237,13 +238,14 @@ def _best_degree(
                 return _plan_that_fits(planner, problem, draft, told, watch)
             except InfeasibleError:
                 # Without it, what it has outdone may be the best.
-                answers, refused = _answers({t: p for t, (p, _) in made.items()}, planner)
+                left = {other: problem for other, (problem, _) in made.items()}
+                answers, refused = _answers(left, planner, watch)
                 if not answers:
                     raise
 
 
 def _answers(
-    problems: Mapping[int, Problem], planner: Planner
+    problems: Mapping[int, Problem], planner: Planner, watch: Stopwatch
 ) -> tuple[dict[int, Answer], dict[int, InfeasibleError]]:
     """What the planner says of each degree's problem: its answer, or why there is none.
 
@@ -254,7 +256,8 @@ def _answers(
     least: dict[int, float] = {}
     for tp, problem in problems.items():
         try:
-            least[tp] = min(bounds(problem).values())
+            with watch("search"):
+                least[tp] = min(bounds(problem).values())
         except InfeasibleError as error:
             refused[tp] = error
     for tp in sorted(least, key=lambda tp: (least[tp], tp)):

@@ -13,6 +13,7 @@ from autopipe.cluster import Link
 from autopipe.errors import InfeasibleError, ScheduleError
 from autopipe.estimate import (
     MOST_RANKS,
+    _filling,
     estimate,
     floor_seconds,
     named_filling,
@@ -238,6 +239,15 @@ def test_from_two_micro_batches_a_rank_on_it_repeats(schedule: str, chunks: int)
         for m in range(3 * ranks, 5 * ranks + 2):
             fewer = named_filling(schedule, ranks, 2 * ranks + m % ranks, chunks)
             assert named_filling(schedule, ranks, m, chunks) == pytest.approx(fewer)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5])
+@pytest.mark.parametrize(("schedule", "chunks"), [("interleaved", 3), ("zb-h1", 1), ("zb-v", 2)])
+def test_laws_are_what_is_counted(schedule: str, chunks: int, ranks: int) -> None:
+    """The bubble that the papers give, and that of the schedule's own programs."""
+    for m in range(1, 3 * ranks + 1):
+        counted = _filling(make(schedule, ranks, m, chunks=chunks), m)
+        assert named_filling(schedule, ranks, m, chunks) == pytest.approx(counted)
 
 
 def test_a_written_schedule_is_counted_too() -> None:
