@@ -8,9 +8,9 @@ loss = pipe.step(batch)
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from autopipe.garbage import resting
+from autopipe.garbage import loading
 
-with resting():
+with loading():
     from autopipe.errors import (
         AutopipeError,
         CaptureError,

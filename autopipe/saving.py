@@ -126,8 +126,9 @@ def _lines(
     if len(rows) > 3:
         small, between, large = rows[0], rows[len(rows) // 2], rows[-1]
         low, high = observe(small), observe(large)
-        middle = observe(between) if check else None
-        if low.storages == high.storages and (not middle or middle.storages == low.storages):
+        same = low.storages == high.storages
+        middle = observe(between) if check and same else None
+        if same and (not middle or middle.storages == low.storages):
             sizes = np.array(low.bytes), np.array(high.bytes)
             lines = {}
             for size in rows:

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from autopipe.garbage import resting
+from autopipe.garbage import loading, resting
 
 
 def test_it_rests_inside_and_searches_outside() -> None:
@@ -38,6 +38,25 @@ def test_who_has_turned_it_off_finds_it_off() -> None:
 def test_it_rests_for_as_long_as_a_function_runs() -> None:
     assert resting()(gc.isenabled)() is False
     assert gc.isenabled()
+
+
+def test_what_is_loaded_is_old_and_nothing_is_frozen() -> None:
+    with loading():
+        made = [[number] for number in range(1000)]
+    assert gc.get_freeze_count() == 0 and gc.isenabled()
+    old = {id(one) for one in gc.get_objects(generation=2)}
+    assert all(id(one) in old for one in made)
+
+
+def test_what_somebody_else_has_frozen_stays_so() -> None:
+    gc.freeze()
+    try:
+        before = gc.get_freeze_count()
+        with loading():
+            pass
+        assert gc.get_freeze_count() == before
+    finally:
+        gc.unfreeze()
 
 
 ENDING = """
