@@ -93,17 +93,21 @@ rank."""
 def named_filling(schedule: str, ranks: int, micro_batches: int, chunks: int) -> float:
     """f of a schedule that has a name.
 
-    Where its own law is known it is not counted: (p - 1) (F + B - W) of idle time in ZB-H1 (Qi et
-    al., "Zero Bubble Pipeline Parallelism", 2023, section 2.3), the same in ZB-V with halves as
-    even as here, (p - 1) (F + B) / v in an interleaved one (Narayanan et al., SC 2021, section
-    2.2.2), with as many micro-batches as they ask for.
+    Where its own law is known it is not counted. ZB-H1 idles (p - 1) (F + B - W) (Qi et al., "Zero
+    Bubble Pipeline Parallelism", 2023, section 2.3), and W more for each micro-batch that there is
+    less than p; ZB-V as long from 2 p micro-batches on. An interleaved pipeline idles (p - 1)
+    (F + B) / v where p divides m (Narayanan et al., SC 2021, section 2.2.2), and all but one of a
+    micro-batch's chunks more for each that there is less than p.
     """
-    if (schedule == "zb-h1" and micro_batches >= ranks) or (
-        schedule == "zb-v" and micro_batches >= 2 * ranks
-    ):
-        return 1 / 3
-    if schedule == "interleaved" and micro_batches % ranks == 0:
+    if ranks == 1:
         return 1.0
+    missing = max(0, ranks - micro_batches) / (ranks - 1)
+    if schedule == "zb-h1":
+        return (1 + missing) / 3
+    if schedule == "zb-v" and micro_batches >= 2 * ranks:
+        return 1 / 3
+    if schedule == "interleaved" and (micro_batches % ranks == 0 or missing):
+        return 1 + (chunks - 1) * missing
     return _filling(make(schedule, ranks, micro_batches, chunks=chunks), micro_batches)
 
 
