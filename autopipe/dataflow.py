@@ -134,14 +134,14 @@ def _local(
     local = [False] * len(graph.nodes)
     while True:  # a group of aliases is local as a whole or not at all
         for position, node in enumerate(graph.nodes):
-            values = list(node.values())
+            values = node.values()
             local[position] = (
-                node.op != READ_OP
+                all(_is_local(graph, v, local) for v in values)  # first: of most nodes it is not so
+                and all(local[p] for p in before[position])
+                and node.op != READ_OP
                 and not is_random(node)
                 and not any(root[v] in bound for v in values)
                 and not any(root[Ref(node.name, n)] in bound for n in range(len(node.outputs)))
-                and all(_is_local(graph, v, local) for v in values)
-                and all(local[p] for p in before[position])
             )
         found = {
             r

@@ -135,7 +135,7 @@ def check_heads(graph: Graph, tp: int) -> None:
     for node in graph.nodes:
         if not node.op.startswith("aten.scaled_dot_product_attention"):
             continue
-        query = graph.spec(next(node.values()))
+        query = graph.spec(node.values()[0])
         heads = query.shape[-3] if len(query.shape) > 3 else 1
         if isinstance(heads, int) and heads % tp:
             dividing = [n for n in range(1, heads + 1) if heads % n == 0]

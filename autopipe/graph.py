@@ -111,10 +111,15 @@ class Node:
     grad: bool = True
     autocast: Autocast | None = None
     stream: str = ""
+    _values: tuple[Value, ...] | None = field(default=None, init=False, repr=False, compare=False)
 
-    def values(self) -> Iterator[Value]:
+    def values(self) -> tuple[Value, ...]:
         """The values it reads, in the order of its arguments, repeats included."""
-        return values_in((self.args, tuple(self.kwargs.values())))
+        found = self._values
+        if found is None:  # asked for by everyone who looks at a graph
+            found = tuple(values_in((self.args, tuple(self.kwargs.values()))))
+            object.__setattr__(self, "_values", found)
+        return found
 
     def __str__(self) -> str:
         words = [show(a) for a in self.args] + [f"{k}={show(a)}" for k, a in self.kwargs.items()]
