@@ -6,7 +6,7 @@ Whatever is wrong with it is said here, before anything is traced.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from autopipe import batches
 from autopipe.cluster import Cluster
 from autopipe.errors import AutopipeError, ModelError
 from autopipe.plan import InputSpec
-from autopipe.planners import PLANNERS
 from autopipe.precision import PRECISIONS
 from autopipe.probe import Say, local_cluster, local_processes
 from autopipe.problem import ZERO, Constraints
@@ -47,7 +46,9 @@ def optimizer_factor(make: MakeOptimizer) -> float:
     return held / (parameter.numel() * parameter.element_size())
 
 
-def refuse_unknown(precision: str, zero: int | None, planner: str) -> None:
+def refuse_unknown(
+    precision: str, zero: int | None, planner: str, planners: Collection[str]
+) -> None:
     """Check words against those there are.
 
     Raises:
@@ -56,7 +57,7 @@ def refuse_unknown(precision: str, zero: int | None, planner: str) -> None:
     for what, asked, known in (
         ("precision", precision, tuple(PRECISIONS)),
         ("ZeRO stage", zero, (None, *ZERO)),
-        ("planner", planner, tuple(sorted(PLANNERS))),
+        ("planner", planner, tuple(sorted(planners))),
     ):
         if asked not in known:
             raise AutopipeError(

@@ -107,7 +107,7 @@ def plan(
         AutopipeError: an argument cannot be met.
     """
     say, watch = say or (lambda line: None), watch or Stopwatch()
-    asked.refuse_unknown(precision, zero, planner)
+    asked.refuse_unknown(precision, zero, planner, PLANNERS)
     written: Programs = ()
     if schedule is not None and schedule not in SCHEDULES:
         written = sketch.from_file(Path(schedule))
