@@ -58,6 +58,17 @@ def story(world: int, name: str | None = None) -> Callable[[Story], Story]:
 
 
 _TRACES: dict[str, Trace] = {}
+_SHARED: set[str] = set()
+
+
+def share_trace(name: str) -> None:
+    """Give every rank what rank 0 has traced, if it has: each would find the same, on few cores."""
+    if dist.is_initialized() and name not in _SHARED:
+        known: list[Any] = [_TRACES.get(name)]
+        dist.broadcast_object_list(known)
+        if known[0] is not None:
+            _TRACES[name] = known[0]
+            _SHARED.add(name)
 
 
 @contextmanager
@@ -113,6 +124,7 @@ def planned(
 def piped(name: str, plan: Plan, **options: Any) -> Pipe:
     """The zoo's model with the zoo's weights, as planned."""
     case = ZOO[name]
+    share_trace(name)
     with traced_once(name):
         return autopipe.parallelize(case.model(), plan, loss=case.loss, **options)
 
