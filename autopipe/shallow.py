@@ -6,7 +6,8 @@
 
 B are bytes: what a block keeps are its own storages. It is given by the block before what that one
 was given, so one more block keeps what the third does (`autopipe.shorten` says when blocks do the
-same). Stages with the same blocks, to which the same arrives, share what a third one keeps.
+same, and the planner has seen of the whole graph that what they make looks the same). Stages with
+the same blocks, to which the same arrives, share what a third one keeps.
 """
 
 from __future__ import annotations
