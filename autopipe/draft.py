@@ -73,7 +73,7 @@ class Draft:
         machine: the devices, and the bytes that they may hold.
         planner, optimizer: their names.
         optimizer_factor, constraints: as the problem has them.
-        reruns: paths of the blocks that may run again in backward, as the problem numbers them.
+        reruns, even: as `profile.Profiled` has them.
         versions, source: as the plan has them.
         known: what rehearsals have learnt so far.
     """
@@ -88,6 +88,7 @@ class Draft:
     optimizer: str
     optimizer_factor: float
     reruns: tuple[str, ...]
+    even: bool
     constraints: Constraints
     versions: dict[str, str]
     source: str | None
@@ -130,6 +131,7 @@ class Draft:
             recompute=again,
             precision=self.precision,
             halves=self._splits(frame.schedule),
+            even=self.even,
             known=self.known,
         )
         gathered = [0] * len(stages)

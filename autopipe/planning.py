@@ -144,7 +144,7 @@ def plan(
         )
         units = find_units(degree.flow, degree.blocks, at_least=stages)
         devices, kinds = machine_of(machine, tp, limits)
-        problem, reruns = build_problem(
+        problem, reruns, even = build_problem(
             degree.flow,
             degree.blocks,
             units,
@@ -173,6 +173,7 @@ def plan(
             optimizer=optimizer if isinstance(optimizer, str) else "custom",
             optimizer_factor=factor,
             reruns=reruns,
+            even=even,
             constraints=constraints,
             versions=versions(model),
             source=source,

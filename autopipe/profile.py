@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +27,19 @@ from autopipe.recompute import obstacle
 from autopipe.saving import Made, Saving
 from autopipe.shorten import Uneven, shortened
 from autopipe.units import Units
+
+
+class Profiled(NamedTuple):
+    """A problem, and what it leaves out.
+
+    Attributes:
+        reruns: the paths of the blocks that may run again, as the problem numbers them.
+        even: whether blocks in a row that do the same were seen to make what looks the same.
+    """
+
+    problem: Problem
+    reruns: tuple[str, ...]
+    even: bool
 
 
 def build_problem(
@@ -46,8 +60,8 @@ def build_problem(
     tp: int = 1,
     sending: Callable[[Graph, int], Sequence[tuple[float, float]]] | None = None,
     check: bool = True,
-) -> tuple[Problem, tuple[str, ...]]:
-    """The problem of splitting a graph over a machine, and the paths of its reruns.
+) -> Profiled:
+    """The problem of splitting a graph over a machine.
 
     Args:
         kinds: the machine's kinds of devices.
@@ -72,12 +86,13 @@ def build_problem(
         or (recompute is not None and block.path in recompute)
     ]
     again, sizes = np.array(_numbers(graph, may)), sorted(rows)
+    even = True
     for short in shortened(flow, blocks):
         try:
             kept, made_in, copies = Saving(flow, short, precision, check).at(units, sizes, again)
             break
         except Uneven:
-            continue
+            even = False
     formulas = cost.costs(short.graph)
     dtypes = _dtypes(short.graph, formulas, precision)
     parameters, constants = _states(graph, flow, units, copies)
@@ -122,7 +137,7 @@ def build_problem(
         zeros=zeros,
         tp=tp,
     )
-    return problem, tuple(block.path for block in may)
+    return Profiled(problem, tuple(block.path for block in may), even)
 
 
 def _numbers(graph: Graph, blocks: Sequence[Block]) -> list[int]:

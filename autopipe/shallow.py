@@ -6,8 +6,8 @@
 
 B are bytes: what a block keeps are its own storages. It is given by the block before what that one
 was given, so one more block keeps what the third does (`autopipe.shorten` says when blocks do the
-same, and the planner has seen of the whole graph that what they make looks the same). Stages with
-the same blocks, to which the same arrives, share what a third one keeps.
+same, and a run of the whole graph whether what they make looks the same). Stages with the same
+blocks, to which the same arrives, share what a third one keeps.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ def rehearse_deep(
     recompute: Collection[str] = (),
     precision: str = "fp32",
     halves: bool = False,
+    even: bool = True,
     known: Known | None = None,
 ) -> Rehearsal:
     """What `rehearse` and, with `halves`, `rehearse_halves` say of these stages, in less time.
@@ -48,6 +49,7 @@ def rehearse_deep(
     Args:
         stages: a partition of the graph.
         recompute, precision, known: as they have them.
+        even: whether blocks that do the same make what looks the same; if not, all of them are run.
 
     Raises:
         PlanError: a block to recompute would not do the same again.
@@ -56,7 +58,7 @@ def rehearse_deep(
     rehearsing = _Rehearsing(
         flow, stages, blocks, rows, frozenset(recompute), precision, halves, known
     )
-    deep = rehearsing.deep()
+    deep = rehearsing.deep() if even else []
     try:
         return rehearsing.extended(deep) if deep else rehearsing.shallow(())
     except Uneven:

@@ -40,7 +40,7 @@ def problem_on(cluster, flow, blocks, units, *, batch=8, rows=(1, 2, 4), **how):
     """The problem, and the paths of its reruns."""
     devices, kinds = machine_of(cluster)
     how = {"optimizer_factor": 2.0, "window": 2, "constraints": Constraints(), **how}
-    return build_problem(flow, blocks, units, devices, kinds, batch=batch, rows=rows, **how)
+    return build_problem(flow, blocks, units, devices, kinds, batch=batch, rows=rows, **how)[:2]
 
 
 def ranges_of(units, chance, stages):

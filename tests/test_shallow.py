@@ -133,5 +133,8 @@ def test_who_is_uneven_is_run_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     def uneven(*_: object) -> dict[str, int]:
         raise Uneven
 
+    whole = rehearse(flow.graph, stages, blocks, 2)
     monkeypatch.setattr(shallow, "_difference", uneven)
-    assert rehearse_deep(flow, stages, blocks, 2) == rehearse(flow.graph, stages, blocks, 2)
+    assert rehearse_deep(flow, stages, blocks, 2) == whole
+    monkeypatch.setattr(shallow._Rehearsing, "deep", lambda _: pytest.fail("some are left out"))
+    assert rehearse_deep(flow, stages, blocks, 2, even=False) == whole

@@ -62,7 +62,7 @@ def compare(
         kinds=(len(kinds) - 1,) * true.devices,
         memory=(min(true.memory),) * true.devices,
     )
-    problem, _ = build_problem(
+    problem, *_ = build_problem(
         flow,
         blocks,
         units,
