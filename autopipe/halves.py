@@ -23,8 +23,6 @@ from autopipe.partition import Stage
 from autopipe.recompute import within
 from autopipe.rehearsal import Boundary, Known, Rehearsal, fake_state
 
-CPU = torch.device("cpu")
-
 _T = TypeVar("_T")
 
 
@@ -42,23 +40,19 @@ def halves(
     Args:
         last: whether the stage makes the graph's results.
     """
-    place = torch.device(device)
-    return _if_it_can(split, graph, lowered, rehearsal, last, precision, place)
+    layouts = _layouts(graph, lowered.stage, rehearsal, lowered.rows, last, torch.device(device))
+    return _if_it_can(split, graph, lowered, layouts, precision)
+
+
+Layouts = tuple[tuple[Layout, ...], tuple[Layout | None, ...]]
+"""Of a stage's arguments, and of the gradients that its backward starts from."""
 
 
 def _if_it_can(
-    make: Callable[..., _T],
-    graph: Graph,
-    lowered: Lowered,
-    rehearsal: Rehearsal,
-    last: bool,
-    precision: str,
-    place: torch.device = CPU,
+    make: Callable[..., _T], graph: Graph, lowered: Lowered, layouts: Layouts, precision: str
 ) -> _T | None:
-    stage = lowered.stage
-    if any(graph.nodes[position].op in OPAQUE for position in stage.nodes):
+    if any(graph.nodes[position].op in OPAQUE for position in lowered.stage.nodes):
         return None  # it keeps for backward what only its real kernel knows
-    layouts = _layouts(graph, stage, rehearsal, lowered.rows, last, place)
     try:
         return make(lowered, *layouts, precision)
     except CannotSplit:
@@ -67,8 +61,7 @@ def _if_it_can(
 
 def _layouts(
     graph: Graph, stage: Stage, rehearsal: Rehearsal, rows: int, last: bool, place: torch.device
-) -> tuple[tuple[Layout, ...], tuple[Layout | None, ...]]:
-    """How a stage's arguments are laid out, and the gradients that its backward starts from."""
+) -> Layouts:
     boundaries = rehearsal.boundaries
 
     def crossing(boundary: Boundary, strides: Sequence[int], gradient: bool = False) -> Layout:
@@ -119,7 +112,7 @@ def rehearse_halves(
     for stage in stages:
         last, own = stage.index == len(stages) - 1, within(stage, blocks, recompute)
         kind = kind_of(graph, stage, blocks, own, last=last)
-        layouts = _layouts(graph, stage, rehearsal, rows, last, CPU)
+        layouts = _layouts(graph, stage, rehearsal, rows, last, torch.device("cpu"))
         key = "halves", kind, layouts, rows, precision
         if key not in known:
             with fake_mode():
@@ -135,7 +128,7 @@ def rehearse_halves(
                     recompute=own,
                     precision=precision,
                 )
-            known[key] = _if_it_can(held, graph, lowered, rehearsal, last, precision)
+            known[key] = _if_it_can(held, graph, lowered, layouts, precision)
         found: Held | None = known[key]
         if found is not None:
             i = stage.index

@@ -103,10 +103,11 @@ def split(
     write = _Writer(lowered.module, graph)
     for_input = [saved[n] for n in found.to_input]
     for_weight = [saved[n] for n in found.to_weight]
+    weights = list(graph.of_parameters.values())
     return Joint(
         write.forward(saved),
-        write.backward([*for_input, *found.starts], found.first, graph.of_arguments, stash),
-        write.backward([*for_weight, *stash], found.second, found.weights),
+        write.backward([*for_input, *graph.seeds.values()], found.first, graph.of_arguments, stash),
+        write.backward([*for_weight, *stash], found.second, weights),
         tuple(arguments),
         len(graph.results),
         {n: seed for n, seed in enumerate(seeds) if seed is not None and n in graph.seeds},
@@ -149,16 +150,6 @@ class _Division:
     counted: tuple[int, ...]
     counted_weight: tuple[int, ...]
     counted_stash: tuple[int, ...]
-
-    @property
-    def weights(self) -> list[fx.Node]:
-        """The gradients of the parameters."""
-        return list(self.graph.of_parameters.values())
-
-    @property
-    def starts(self) -> list[fx.Node]:
-        """The gradients that backward starts from."""
-        return list(self.graph.seeds.values())
 
     @property
     def held(self) -> Held:

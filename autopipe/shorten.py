@@ -256,11 +256,11 @@ def _with_first(
     for form, row in rows:
         first = earlier[row[0]]
         own = found[-1][1] if found and found[-1][1][-1] == first else []
-        inside = [_form(flow, carrying, None, block) for block in (first, row[0])]
-        if len(row) > 1 and len(own) < 2 and inside[0] is not None and inside[0] == inside[1]:
-            if own:
-                found.pop()
-            row = [first, *row]
+        if len(row) > 1 and len(own) < 2:
+            inside = [_form(flow, carrying, None, block) for block in (first, row[0])]
+            if inside[0] is not None and inside[0] == inside[1]:
+                found = found[:-1] if own else found
+                row = [first, *row]
         found.append((form, row))
     return found
 
