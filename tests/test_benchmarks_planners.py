@@ -1,5 +1,6 @@
 """Other planners' formulas, on problems small enough to work out by hand or to try in full."""
 
+import gc
 import itertools
 import json
 import math
@@ -233,8 +234,10 @@ def remember(number: int) -> int:
 def test_what_is_timed_starts_anew() -> None:
     """In a process that has this one's memory and leaves nothing in it."""
     remember(0)
+    frozen = gc.get_freeze_count()
     found, seconds = timed(remember, 1)
     assert (found, KNOWN) == (2, [0])
+    assert gc.get_freeze_count() == frozen, "the search for garbage is this process's own"
     assert seconds >= 0
 
 

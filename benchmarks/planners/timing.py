@@ -21,8 +21,8 @@ def timed(function: Callable[P, R], *arguments: P.args, **named: P.kwargs) -> tu
     They are forks of this one: all is loaded and nothing planned, so that no schedule or table
     that the planner remembers is there already. What was loaded is not searched for garbage.
     """
-    gc.freeze()
-    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
+    fork = multiprocessing.get_context("fork")
+    with fork.Pool(1, initializer=gc.freeze, maxtasksperchild=1) as pool:
         runs = [pool.apply(_run, (function, arguments, named)) for _ in range(TIMES)]
     return runs[0][0], median(seconds for _, seconds in runs)
 
