@@ -24,21 +24,28 @@ with loading():
     from autopipe.planning import plan
 
 if TYPE_CHECKING:
+    from autopipe.formulas import Formulas, cost_formulas
     from autopipe.parallel import parallelize
     from autopipe.runtime.pipe import Pipe
 else:
-    _OF_A_RUN = {"Pipe": "autopipe.runtime.pipe", "parallelize": "autopipe.parallel"}
+    _LATER = {
+        "Formulas": "autopipe.formulas",
+        "Pipe": "autopipe.runtime.pipe",
+        "cost_formulas": "autopipe.formulas",
+        "parallelize": "autopipe.parallel",
+    }
 
     def __getattr__(name: str) -> Any:
-        """Load what runs a plan when it is asked for: to plan, nobody needs it."""
-        if name not in _OF_A_RUN:
+        """Load what nobody needs to plan when it is asked for."""
+        if name not in _LATER:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(_OF_A_RUN[name]), name)
+        return getattr(import_module(_LATER[name]), name)
 
 
 __all__ = [
     "AutopipeError",
     "CaptureError",
+    "Formulas",
     "InfeasibleError",
     "LaunchError",
     "ModelError",
@@ -46,6 +53,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "ScheduleError",
+    "cost_formulas",
     "parallelize",
     "plan",
 ]

@@ -6,7 +6,7 @@ Whatever is wrong with it is said here, before anything is traced.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,8 @@ from autopipe import batches
 from autopipe.cluster import Cluster
 from autopipe.errors import AutopipeError, ModelError
 from autopipe.plan import InputSpec
-from autopipe.precision import PRECISIONS
 from autopipe.probe import Say, local_cluster, local_processes
-from autopipe.problem import ZERO, Constraints
+from autopipe.problem import Constraints
 from autopipe.programs import micro_batches as count_micro_batches
 from autopipe.schedule import Programs
 from autopipe.spec import LocalSpec, parse
@@ -46,24 +45,17 @@ def optimizer_factor(make: MakeOptimizer) -> float:
     return held / (parameter.numel() * parameter.element_size())
 
 
-def refuse_unknown(
-    precision: str, zero: int | None, planner: str, planners: Collection[str]
-) -> None:
-    """Check words against those there are.
+def refuse_unknown(what: str, asked: str | int, known: Iterable[str | int]) -> None:
+    """Check a word against those there are.
 
     Raises:
-        AutopipeError: there is no such precision, ZeRO stage or planner.
+        AutopipeError: it is none of them.
     """
-    for what, asked, known in (
-        ("precision", precision, tuple(PRECISIONS)),
-        ("ZeRO stage", zero, (None, *ZERO)),
-        ("planner", planner, tuple(sorted(planners))),
-    ):
-        if asked not in known:
-            raise AutopipeError(
-                f"there is no {what} {asked!r}",
-                hint=f"one of {', '.join(str(word) for word in known if word is not None)}",
-            )
+    words = list(known)
+    if asked not in words:
+        raise AutopipeError(
+            f"there is no {what} {asked!r}", hint=f"one of {', '.join(map(str, words))}"
+        )
 
 
 def as_written(programs: Programs, pp: int | None, micro_batches: int | None) -> tuple[int, int]:

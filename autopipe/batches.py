@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.errors import ModelError
-from autopipe.graph import BATCH, Dim, at_batch
+from autopipe.graph import BATCH, SEQUENCE, Dim, at_batch
 from autopipe.plan import InputSpec
 
 Leaf = Tensor | bool | int | float | str | None
@@ -100,8 +100,10 @@ def size_of(entry: int | str, rows: int) -> int:
 
 
 def dim_of(entry: int | str) -> Dim:
-    """An entry of an `InputSpec.shape` as a dim: text is an expression in `b`."""
-    return entry if isinstance(entry, int) else sympy.sympify(entry, locals={"b": BATCH})
+    """An entry of an `InputSpec.shape` as a dim: text is an expression in `b`, or `s`."""
+    if isinstance(entry, int):
+        return entry
+    return sympy.sympify(entry, locals={"b": BATCH, "s": SEQUENCE})
 
 
 def describe(batch: object, other: object | None, rows: int, other_rows: int) -> list[InputSpec]:

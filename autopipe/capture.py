@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, nn
 
 from autopipe import batches, places
 from autopipe.errors import AutopipeError, CaptureError, ModelError
 from autopipe.fake import DynamicOutputShapeException, quiet
+from autopipe.graph import SEQUENCE
 from autopipe.likeness import Likeness
 from autopipe.plan import InputSpec, Read
 from autopipe.reads import ReadsParameter, record, replay
@@ -90,14 +92,14 @@ def capture(
     Args:
         reads: the record of a run (`look`).
         alike: modules that a stand-in takes the place of (`standins`).
-        symbolic: whether the batch is a symbol or the example's own rows.
+        symbolic: whether dims that the specs have as text are symbols, or of the example's sizes.
 
     Raises:
         CaptureError: export cannot capture the model; the sentence names the user's line.
     """
     tensors = _tensors(leaves, specs)
-    rows = torch.export.Dim("rows")
-    dims = tuple(_dynamic(spec, rows) for spec in specs if spec.dtype != "python")
+    described = [spec for spec in specs if spec.dtype != "python"]
+    dims = tuple(_dynamic(*pair) for pair in zip(described, tensors, strict=True))
     with _faithful(), warnings.catch_warnings():
         # Export warns of what autopipe handles: attributes set in forward, LSTM's flat weights.
         warnings.simplefilter("ignore")
@@ -155,11 +157,21 @@ def _tensors(leaves: Mapping[str, Any], specs: Sequence[InputSpec]) -> list[Tens
     return [leaves[spec.path].detach().clone() for spec in specs if spec.dtype != "python"]
 
 
-def _dynamic(spec: InputSpec, rows: Any) -> dict[int, Any] | None:
-    if spec.batch_dim is None:
-        return None
-    factor = batches.size_of(spec.shape[spec.batch_dim], 1)
-    return {spec.batch_dim: rows if factor == 1 else factor * rows}
+def _dynamic(spec: InputSpec, tensor: Tensor) -> dict[int, Any]:
+    """What export is told of a tensor: the dims that are symbols, or so many times one.
+
+    A sequence is no longer than the example's: many models hold a table of so many places.
+    """
+    found = {}
+    for number, entry in enumerate(spec.shape):
+        if isinstance(entry, str):
+            factor, symbol = sympy.sympify(batches.dim_of(entry)).as_coeff_Mul()
+            if symbol == SEQUENCE:
+                known = torch.export.Dim("sequence", max=tensor.shape[number])
+            else:
+                known = torch.export.Dim("rows")
+            found[number] = known if factor == 1 else int(factor) * known
+    return found
 
 
 def _record(

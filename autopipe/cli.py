@@ -1,4 +1,4 @@
-"""The command line: `autopipe trace | plan | explain | simulate | run | emit | probe`.
+"""The command line: `autopipe trace | costs | plan | explain | simulate | run | emit | probe`.
 
 stdout is data, stderr is talk. Commands pass files to each other:
 
@@ -65,6 +65,33 @@ def trace(model: ModelArgument) -> None:
     example = file.inputs(2)
     specs = batches.describe(example, file.inputs(3), 2, 3)
     print(trace_source(file.model, example, specs, file.loss).graph)
+
+
+@app.command()
+def costs(
+    model: ModelArgument,
+    precision: Annotated[str, typer.Option(help="fp32, or mixed: bf16 or fp16")] = "fp32",
+    tp: Annotated[int, typer.Option(min=1, help="of the first of so many ranks")] = 1,
+    cluster: Annotated[
+        str | None, typer.Option(help="whose links they share: 8xA100-80GB, or a file")
+    ] = None,
+) -> None:
+    """Print what a micro-batch costs, part by part, as formulas in its rows and sequence."""
+    from autopipe import modelfile
+    from autopipe.formulas import cost_formulas
+    from autopipe.sheet import sheet
+
+    file = modelfile.load(model)
+    found = cost_formulas(
+        file.model,
+        file.inputs,
+        loss=file.loss,
+        precision=precision,
+        tp=tp,
+        cluster=cluster,
+        say=say,
+    )
+    print(sheet(found))
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""What each node costs, as formulas in the rows of a micro-batch: operations and bytes moved.
+"""What each node costs, as formulas in rows and sequence: operations and bytes moved.
 
 The table gives operations of a forward; backward follows from it:
 
@@ -40,6 +40,7 @@ from autopipe.errors import AutopipeError
 from autopipe.fake import views
 from autopipe.graph import (
     BATCH,
+    SEQUENCE,
     Dim,
     Graph,
     Node,
@@ -129,14 +130,14 @@ def _addmm(node: Node, operands: Specs, made: TensorSpec) -> Dim:
 def _convolution(node: Node, operands: Specs, made: TensorSpec) -> Dim:
     """Weight [out, in / groups, *kernel]: each result element needs a whole filter."""
     weight = operands[1]
-    return 2 * _elements(made) * (_elements(weight) / weight.shape[0])
+    return 2 * _elements(made) * (_elements(weight) // weight.shape[0])
 
 
 @rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 def _transposed(node: Node, operands: Specs, made: TensorSpec) -> Dim:
     """Weight [in, out / groups, *kernel]: each input element spreads over a whole filter."""
     weight = operands[1]
-    return 2 * _elements(operands[0]) * (_elements(weight) / weight.shape[0])
+    return 2 * _elements(operands[0]) * (_elements(weight) // weight.shape[0])
 
 
 @rule("scaled_dot_product_attention")
@@ -281,12 +282,17 @@ def _touched(node: Node, operands: Specs, made: TensorSpec) -> Dim:
     """Elements that an op without a rule works through: those it makes, or all that it reduces."""
     if node.op == "aten.embedding.default":
         return _elements(made)
-    every = [_elements(made), *map(_elements, operands)]
-    return max(every, key=lambda size: at_batch(sympy.sympify(size), _MANY))
+    every = [sympy.sympify(_elements(spec)) for spec in (made, *operands)]
+    lengths = (1, _MANY) if any(size.has(SEQUENCE) for size in every) else (1,)
+    found = (
+        max(every, key=lambda size: at_batch(size.subs(SEQUENCE, length), _MANY))
+        for length in lengths
+    )
+    return sympy.Max(*found)
 
 
 _MANY = 2**20
-"""Rows by which sizes are compared."""
+"""Rows, and tokens of a row, by which sizes are compared."""
 
 _RATE = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "bf16"}
 

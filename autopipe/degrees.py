@@ -12,6 +12,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
+import sympy
 import torch
 
 from autopipe import collectives, cost
@@ -21,7 +22,7 @@ from autopipe.collectives import Planned
 from autopipe.columns import COLUMNS
 from autopipe.dataflow import Dataflow, analyse
 from autopipe.errors import InfeasibleError
-from autopipe.graph import Graph, Ref, State
+from autopipe.graph import Dim, Graph, Ref, State, at_batch
 from autopipe.placements import Move, Sharding
 from autopipe.precision import LOWERED, PRECISIONS
 from autopipe.shard import blocks_of, sent_by, shard_graph, shardable, whole_bytes
@@ -168,13 +169,34 @@ def _check_divides(flow: Dataflow, sharding: Sharding, cluster: Cluster) -> None
     )
 
 
+Exchange = tuple[tuple[Move | None, Move | None], Dim]
+"""What a node sends forward and backward, and the bytes of the whole tensor as a formula."""
+
+
+def exchanges(graph: Graph, ranks: int, precision: str = "fp32") -> list[Exchange]:
+    """What each node of a rank's graph exchanges with the other ranks; (None, None), 0 for most.
+
+    In mixed precision what a matrix product has made is sent in its own dtype, and so is the
+    gradient of what column-parallel layers multiply (`autopipe.columns`); all else is in fp32.
+    """
+    low = PRECISIONS[precision]
+    lowered = {node.name for node in graph.nodes if node.op.split(".")[1] in LOWERED}
+    carrying = cost.gradient_values(graph)
+    found: list[Exchange] = []
+    for node in graph.nodes:
+        moves = sent_by(node, carrying)
+        size = sympy.sympify(whole_bytes(graph, node, ranks) if any(moves) else 0)
+        products = [v for v in node.values() if isinstance(v, Ref) and v.node in lowered]
+        if low is not None and (node.op == COLUMNS or products):
+            size = size * low.itemsize / torch.float32.itemsize
+        found.append((moves, size))
+    return found
+
+
 def sending_seconds(
     degree: Degree, graph: Graph, rows: int, precision: str = "fp32"
 ) -> list[tuple[float, float]]:
     """Forward and backward seconds that each node's collective takes, 0 for one that has none.
-
-    In mixed precision what a matrix product has made is sent in its own dtype, and so is the
-    gradient of what column-parallel layers multiply (`autopipe.columns`); all else is in fp32.
 
     Args:
         graph: the degree's, or a part of it.
@@ -182,9 +204,6 @@ def sending_seconds(
     On a ring (Patarasuk and Yuan, JPDC 2009): `placements.Move`.
     """
     ranks, link = degree.tp, degree.link
-    low = PRECISIONS[precision]
-    lowered = {node.name for node in graph.nodes if node.op.split(".")[1] in LOWERED}
-    carrying = cost.gradient_values(graph)
 
     def seconds(move: Move | None, size: int) -> float:
         if move is None:
@@ -192,12 +211,8 @@ def sending_seconds(
         return move.rounds * (ranks - 1) * link.latency + move.sent(size, ranks) / link.bandwidth
 
     found = []
-    for node in graph.nodes:
-        there, back = sent_by(node, carrying)
-        size = whole_bytes(graph, node, ranks, rows) if there or back else 0
-        products = [v for v in node.values() if isinstance(v, Ref) and v.node in lowered]
-        if low is not None and (node.op == COLUMNS or products):
-            size = size * low.itemsize // torch.float32.itemsize
+    for (there, back), formula in exchanges(graph, ranks, precision):
+        size = at_batch(formula, rows)
         found.append((seconds(there, size), seconds(back, size)))
     return found
 

@@ -6,17 +6,18 @@
     Value   ::= Ref(node, output)                          made by a node
               | Input(path)                                a leaf of the batch
               | State(name)                                a parameter, buffer or constant
-    Dim     ::= integer | expression in b                  b: rows of a micro-batch
+    Dim     ::= integer | expression in b, s               b: rows of a micro-batch, s: sequence
 
 There are no nodes for sizes, asserts and aliases: sizes are expressions in `BATCH`, so one graph
 serves every micro-batch size, and a traced graph has the same names whether the batch was a symbol.
+The sequence is a symbol only where one has asked for it (`autopipe.sequence`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, wraps
 from typing import Any, TypeAlias, TypeVar
 
@@ -25,6 +26,9 @@ import torch
 
 BATCH = sympy.Symbol("b", integer=True, positive=True)
 """The rows of one micro-batch."""
+
+SEQUENCE = sympy.Symbol("s", integer=True, positive=True)
+"""The tokens of a row."""
 
 Dim: TypeAlias = int | sympy.Expr
 
@@ -74,7 +78,7 @@ class TensorSpec:
 
     @property
     def bytes(self) -> Dim:
-        """Bytes of the dense tensor, an expression in `BATCH` where the batch is a dim."""
+        """Bytes of the dense tensor, an expression in the symbols of its dims."""
         return sympy.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -175,6 +179,33 @@ class Graph:
         """What functions that are `once` for a graph have found, by their names."""
         return {}
 
+    def at_sequence(self, length: int) -> Graph:
+        """The graph of rows of `length` tokens, for all who know no symbol but the batch."""
+
+        def inside(arg: Arg) -> Any:
+            if isinstance(arg, tuple) and not hasattr(arg, "_fields"):
+                return tuple(inside(item) for item in arg)
+            return at_sequence(arg, length) if isinstance(arg, sympy.Expr) else arg
+
+        def spec(known: TensorSpec) -> TensorSpec:
+            return TensorSpec(tuple(at_sequence(d, length) for d in known.shape), known.dtype)
+
+        return Graph(
+            {path: spec(known) for path, known in self.inputs.items()},
+            self.states,
+            tuple(
+                replace(
+                    node,
+                    args=inside(node.args),
+                    kwargs={key: inside(arg) for key, arg in node.kwargs.items()},
+                    outputs=tuple(known and spec(known) for known in node.outputs),
+                )
+                for node in self.nodes
+            ),
+            self.outputs,
+            self.constants,
+        )
+
     def __str__(self) -> str:
         lines = [f"<{path}>: {spec}" for path, spec in self.inputs.items()]
         lines += [f"[{name}]: {state.kind} {state.spec}" for name, state in self.states.items()]
@@ -235,6 +266,17 @@ def at_batch(dim: Dim, rows: int) -> int:
 @lru_cache(maxsize=2**14)
 def _substituted(dim: sympy.Expr, rows: int) -> int:
     return int(dim.subs(BATCH, rows))
+
+
+def at_sequence(dim: Dim, length: int) -> Dim:
+    """A dim of rows of `length` tokens, an expression in `BATCH` at most."""
+    return dim if isinstance(dim, int) else _shortened(dim, length)
+
+
+@lru_cache(maxsize=2**14)
+def _shortened(dim: sympy.Expr, length: int) -> Dim:
+    found = dim.subs(SEQUENCE, length)
+    return int(found) if found.is_Integer else found
 
 
 def shape_at(spec: TensorSpec, rows: int) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from autopipe.blocks import Block
 from autopipe.cost import gradient_values
 from autopipe.errors import PlanError
-from autopipe.graph import Graph
+from autopipe.graph import Graph, at_batch
 from autopipe.placements import Placement, Sharding, parse
 from autopipe.plan import BlockClass, Collective, Plan
 from autopipe.plan import Sharding as Written
@@ -86,7 +86,7 @@ def _sent(
         if path:
             tensor = tensor.removeprefix(path).removeprefix(".")
         forward, backward = (move.name if move is not None else "" for move in (there, back))
-        size = whole_bytes(local, node, ranks, rows)
+        size = at_batch(whole_bytes(local, node, ranks), rows)
         found[path].append(Collective(tensor, forward, backward, size))
     return found
 

@@ -27,6 +27,7 @@ from autopipe.machine import machine_of
 from autopipe.plan import Plan
 from autopipe.planners import PLANNERS, Answer, Planner
 from autopipe.planners.answer import Outdone, beside, bounds, rivals_of
+from autopipe.precision import PRECISIONS
 from autopipe.probe import Say
 from autopipe.problem import WRITTEN, ZERO, Constraints, Problem
 from autopipe.profile import build_problem
@@ -107,7 +108,10 @@ def plan(
         AutopipeError: an argument cannot be met.
     """
     say, watch = say or (lambda line: None), watch or Stopwatch()
-    asked.refuse_unknown(precision, zero, planner, PLANNERS)
+    asked.refuse_unknown("precision", precision, PRECISIONS)
+    asked.refuse_unknown("planner", planner, sorted(PLANNERS))
+    if zero is not None:
+        asked.refuse_unknown("ZeRO stage", zero, ZERO)
     written: Programs = ()
     if schedule is not None and schedule not in SCHEDULES:
         written = sketch.from_file(Path(schedule))

@@ -34,7 +34,7 @@ Made = Mapping[Ref, torch.dtype]
 
 
 @dataclass(frozen=True)
-class _Seen:
+class Seen:
     """What one run of a graph has shown.
 
     Attributes:
@@ -76,7 +76,7 @@ class Saving:
         Raises:
             Uneven: the short graph does not tell.
         """
-        observe = cache(partial(_observe, self.short, self.precision))
+        observe = cache(partial(observe_kept, self.short, self.precision))
         first, where = observe(rows[0]), cache(partial(self._by_unit, units, again))
         sizes: dict[int, tuple[Saved, ...]] = {}
         lines = _lines(observe, rows, self.check)
@@ -120,8 +120,8 @@ class Saving:
 
 
 def _lines(
-    observe: Callable[[int], _Seen], rows: Sequence[int], check: bool
-) -> dict[int, tuple[_Seen, Sequence[int]]]:
+    observe: Callable[[int], Seen], rows: Sequence[int], check: bool
+) -> dict[int, tuple[Seen, Sequence[int]]]:
     """The storages at each number of rows, and their bytes."""
     if len(rows) > 3:
         small, between, large = rows[0], rows[len(rows) // 2], rows[-1]
@@ -143,7 +143,7 @@ def _lines(
     return {size: (observe(size), observe(size).bytes) for size in rows}
 
 
-def _observe(short: Short, precision: str, rows: int) -> _Seen:
+def observe_kept(short: Short, precision: str, rows: int) -> Seen:
     """Run a graph on tensors without memory; note who made and who keeps each kept storage.
 
     Raises:
@@ -168,7 +168,7 @@ def _observe(short: Short, precision: str, rows: int) -> _Seen:
     at = short.kept
     if not short.uniform({at[position]: look for position, look in watch.looks.items()}):
         raise Uneven
-    return _Seen(
+    return Seen(
         tuple(
             Storage(at[kept.made], tuple(at[saver] for saver in kept.savers))
             for kept in watch.kept.values()

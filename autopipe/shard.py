@@ -39,7 +39,6 @@ from autopipe.graph import (
     State,
     TensorSpec,
     Value,
-    bytes_at,
     once,
     swap,
     values_in,
@@ -69,13 +68,18 @@ def shardable(graph: Graph) -> Dataflow:
     return analyse(out_of_place(graph))
 
 
-def shard_graph(flow: Dataflow, sharding: Sharding, rank: int) -> Graph:
+def shard_graph(
+    flow: Dataflow, sharding: Sharding, rank: int, *, length: int | None = None
+) -> Graph:
     """What rank `rank` of the axis runs of a graph.
 
     A node that the sharding does not know, or knows with other inputs, is replicated: so are those
     that only evaluation has.
+
+    Args:
+        length: tokens of a row for which the sharding was found, if the sequence is a symbol.
     """
-    made = _Local(Model(flow, sharding.ranks), sharding, rank)
+    made = _Local(Model(flow, sharding.ranks, length), sharding, rank)
     for node in flow.graph.nodes:
         made.add(node)
     graph = flow.graph
@@ -120,14 +124,14 @@ def sent_by(node: Node, carrying: Collection[Ref | State]) -> tuple[Move | None,
     return moves(source, target, Ref(node.name) in carrying) or (None, None)
 
 
-def whole_bytes(graph: Graph, node: Node, ranks: int, rows: int) -> int:
-    """Bytes of all that a node of such a graph sends."""
+def whole_bytes(graph: Graph, node: Node, ranks: int) -> Dim:
+    """Bytes of all that a node of such a graph sends, as a formula."""
     if node.op == COLUMNS:
         (x,) = values_in(node.args[0])
-        return bytes_at(graph.spec(x), rows)
+        return graph.spec(x).bytes
     made, target = node.outputs[0], node.args[3]
     assert made is not None and isinstance(target, Placement)
-    return bytes_at(made, rows) * (ranks if target.sharded else 1)
+    return made.bytes * (ranks if target.sharded else 1)
 
 
 def replicated(sharding: Sharding) -> frozenset[str]:

@@ -27,7 +27,7 @@ import torch
 
 from autopipe.cost import gradient_values
 from autopipe.dataflow import Dataflow
-from autopipe.graph import Graph, Node, Ref, State, Value, at_batch, shape_at, values_in
+from autopipe.graph import Dim, Graph, Node, Ref, State, Value, at_batch, at_sequence, values_in
 from autopipe.placements import (
     BIG,
     I,
@@ -58,10 +58,14 @@ Shards = Callable[[Value], Iterable[Placement]]
 
 @dataclass(frozen=True)
 class Model:
-    """What rules ask of a graph that is to be dealt out to `ranks` ranks."""
+    """What rules ask of a graph that is to be dealt out to `ranks` ranks.
+
+    Where the sequence is a symbol, rules see rows of `length` tokens.
+    """
 
     flow: Dataflow
     ranks: int
+    length: int | None = None
 
     @property
     def graph(self) -> Graph:
@@ -86,8 +90,13 @@ class Model:
         """Sizes, with `placements.BIG` rows in a micro-batch."""
         found = self._shapes.get(value)
         if found is None:
-            found = self._shapes[value] = shape_at(self.graph.spec(value), BIG)
+            found = tuple(map(self.size, self.graph.spec(value).shape))
+            self._shapes[value] = found
         return found
+
+    def size(self, dim: Dim) -> int:
+        """A dim, with `placements.BIG` rows in a micro-batch."""
+        return at_batch(dim if self.length is None else at_sequence(dim, self.length), BIG)
 
     def is_tensor(self, value: Value) -> bool:
         """Whether a value is one; a few ops have results that are none."""
@@ -363,7 +372,7 @@ def bounds(op: Op, x: Value, dim: int) -> tuple[int, int]:
     size = op.shape(x)[dim]
 
     def inside(given: Any, default: int) -> int:
-        at = default if given is None else at_batch(given, BIG)
+        at = default if given is None else op.model.size(given)
         return min(max(at + size if at < 0 else at, 0), size)
 
     if op["step"] != 1:

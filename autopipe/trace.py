@@ -30,11 +30,11 @@ from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind, OutputKind
 
 from autopipe import batches, places
+from autopipe.batches import dim_of
 from autopipe.capture import Loss, Program, capture, depends_on_values, look
 from autopipe.errors import CaptureError
 from autopipe.fake import expression, is_control_flow, is_fake, writes
 from autopipe.graph import (
-    BATCH,
     Arg,
     Autocast,
     Dim,
@@ -92,7 +92,8 @@ def trace(
         training: trace in training mode; False traces evaluation.
         reads: the record of an earlier trace, to be replayed; None records them now.
         real: builds the model with its weights, if a read depends on one.
-        symbolic: False fixes the rows to the example's.
+        symbolic: False fixes the rows to the example's. A dim that is `s` in the specs is a symbol
+            as well (`autopipe.sequence`).
 
     Raises:
         CaptureError: the model cannot be captured; the sentence names the user's line.
@@ -108,8 +109,7 @@ def trace(
 
     def graph(alike: Mapping[str, str]) -> Graph:
         exported = capture(program, leaves, specs, reads=reads, alike=alike, symbolic=symbolic)
-        paths = [spec.path for spec in specs if spec.dtype != "python"]
-        return _Converter(exported, model, paths).convert()
+        return _Converter(exported, model, specs).convert()
 
     if alike:
         # Whatever does not go well with stand-ins: without them it does, or says why in full.
@@ -131,10 +131,10 @@ class _Region:
 class _Converter:
     exported: torch.export.ExportedProgram
     model: nn.Module
-    paths: Sequence[str]
+    specs: Sequence[InputSpec]
     nodes: list[Node] = field(default_factory=list)
     ordinals: Counter[tuple[str, str]] = field(default_factory=Counter)
-    batch_symbol: sympy.Symbol | None = None
+    symbols: dict[sympy.Symbol, sympy.Symbol] = field(default_factory=dict)
     states: dict[str, StateSpec] = field(default_factory=dict)
     spans: dict[int, Span] = field(default_factory=dict)
 
@@ -146,13 +146,14 @@ class _Converter:
         aliases = _names_by_identity(self.model)
         persistent = self.model.state_dict().keys()
         placeholders = {n.name: n for n in self.exported.graph.nodes if n.op == "placeholder"}
-        paths = iter(self.paths)
+        tensors = iter([spec for spec in self.specs if spec.dtype != "python"])
         for spec in self.exported.graph_signature.input_specs:
             placeholder = placeholders[spec.arg.name]
             if spec.kind is InputKind.USER_INPUT:
-                path = next(paths)
-                inputs[path] = self._spec(placeholder.meta["val"])
-                values[placeholder.name] = Input(path)
+                described, tensor = next(tensors), placeholder.meta["val"]
+                self._name_symbols(described, tensor)
+                inputs[described.path] = self._spec(tensor)
+                values[placeholder.name] = Input(described.path)
                 continue
             assert spec.target is not None
             name = spec.target.removeprefix("model.")
@@ -329,14 +330,18 @@ class _Converter:
         if isinstance(size, int):
             return size
         found = expression(size)
-        symbols = [s for s in found.free_symbols if not str(s).startswith(("u", "zuf"))]
-        if len(symbols) < len(found.free_symbols):  # the others stand for values of tensors
+        if not found.free_symbols <= self.symbols.keys():  # others stand for values of tensors
             raise depends_on_values(places.of_trace(node.stack_trace if node else None))
-        if self.batch_symbol is None and symbols:
-            self.batch_symbol = symbols[0]
-        if self.batch_symbol is not None:
-            found = found.subs(self.batch_symbol, BATCH)
+        found = found.subs(self.symbols)
         return int(found) if found.is_Integer else found
+
+    def _name_symbols(self, described: InputSpec, tensor: Tensor) -> None:
+        """Learn what export calls the dims that the description has as text."""
+        sizes: Sequence[Any] = tensor.shape
+        for size, entry in zip(sizes, described.shape, strict=True):
+            if isinstance(size, torch.SymInt):
+                (theirs,) = expression(size).free_symbols
+                (self.symbols[theirs],) = sympy.sympify(dim_of(entry)).free_symbols
 
     def _spec(self, tensor: Tensor, node: fx.Node | None = None) -> TensorSpec:
         return TensorSpec(tuple(self._dim(size, node) for size in tensor.shape), tensor.dtype)

@@ -142,6 +142,15 @@ def test_trace_prints_the_graph(autopipe: Shell) -> None:
     assert "up/linear/0 = aten.linear.default(<x>, [up.weight], [up.bias])" in said.out
 
 
+def test_costs_prints_formulas(autopipe: Shell, four: str) -> None:
+    said = autopipe("costs", "net.py")
+    assert (said.code, said.err) == (0, "")
+    assert "up: " in said.out and "  operations   " in said.out and "the whole: " in said.out
+    rank = autopipe("costs", "net.py", "--tp", "2", "--cluster", four)
+    assert (rank.code, rank.err) == (0, "")
+    assert "bytes sent" in rank.out and "bytes sent" not in said.out
+
+
 def test_explain_prints_the_plan(autopipe: Shell, four: str) -> None:
     arguments = "--pp 2 --dp 2 --schedule 1f1b --cluster".split()
     assert autopipe("plan", "net.py", *arguments, four).code == 0

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from autopipe.blocks import find_blocks
 from autopipe.cost import gradient_values
 from autopipe.dataflow import Dataflow, analyse
-from autopipe.graph import Graph, Ref, State, Value, bytes_at, values_in
+from autopipe.graph import Graph, Ref, State, Value, at_batch, bytes_at, values_in
 from autopipe.placements import I, Move, Placement, R, Sharding, moves
 from autopipe.shard import sent_by, shard_graph, whole_bytes
 from autopipe.sharding import Axis, _choices, _costs, _is_strided, _Names, shard
@@ -39,7 +39,8 @@ def sent(graph: Graph, sharding: Sharding, path: str) -> list[tuple[str, Move, i
         if path in node.scopes:
             for way, move in zip(("forward", "backward"), sent_by(node, carrying), strict=True):
                 if move is not None:
-                    found.append((way, move, whole_bytes(local, node, sharding.ranks, ROWS)))
+                    size = whole_bytes(local, node, sharding.ranks)
+                    found.append((way, move, at_batch(size, ROWS)))
     return found
 
 
