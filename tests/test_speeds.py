@@ -45,6 +45,50 @@ def test_what_has_no_operations_is_all_start() -> None:
     assert speeds.pace(0, 3.0, 0, 7.0) == Pace(3.0)
 
 
+class Slow(torch.autograd.Function):
+    """Two ticks of a clock forward, five backward, whoever reads it."""
+
+    clock = 0.0
+
+    @staticmethod
+    def forward(ctx, x):
+        Slow.clock += 2
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        Slow.clock += 5
+        return gradient.clone()
+
+
+class Matmul(torch.autograd.Function):
+    """What stands between: a hundred ticks either way."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        Slow.clock += 100
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        Slow.clock += 100
+        return gradient, None
+
+
+def test_the_matmuls_between_two_ops_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hooks on gradients: an op's backward is over when the matmul before it gets its own."""
+    monkeypatch.setattr(speeds, "now", lambda device: Slow.clock)
+    monkeypatch.setattr(speeds.F, "linear", Matmul.apply)
+    chain = speeds.Chain(lambda x: Slow.apply(Slow.apply(x)), torch.ones(3), ops=4)
+    assert speeds.chained([chain], CPU, 1.0) == [(2 * 2, 2 * 5)]
+
+
+def test_a_queue_is_timed_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speeds, "now", lambda device: Slow.clock)
+    chain = speeds.Chain(Slow.apply, torch.ones(3), ops=4)
+    assert speeds._queued(chain, CPU) == (4 * 2, 4 * 5)
+
+
 def test_chains_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """a b, a b, a b: whatever slows one of the rounds slows both."""
     called: list[str] = []
