@@ -60,16 +60,19 @@ def formula(dim: Dim, length: int) -> str:
     found = sympy.sympify(dim)
     if found is sympy.nan:
         return "no formula"
-    if not found.is_polynomial(*_NAMES):
-        return str(found)
-    terms = sympy.Poly(found, *_NAMES).terms()
-    values = [abs(float(factor)) * length ** powers[1] for powers, factor in terms]
+    parts = sympy.Add.make_args(found.expand())
+    polynomial = sympy.Add(*(part for part in parts if part.is_polynomial(*_NAMES)))
     told = [
-        _term(float(factor), powers)
-        for (powers, factor), value in zip(terms, values, strict=True)
-        if value > LEAST * sum(values)
+        (abs(float(factor)) * length ** powers[1], _term(float(factor), powers))
+        for powers, factor in sympy.Poly(polynomial, *_NAMES).terms()
     ]
-    return " + ".join(told) or "0"
+    told += [
+        (abs(float(part.subs({BATCH: 1, SEQUENCE: length}))), str(part))
+        for part in parts
+        if not part.is_polynomial(*_NAMES)
+    ]
+    least = LEAST * sum(value for value, _ in told)
+    return " + ".join(text for value, text in told if value > least) or "0"
 
 
 def _term(factor: float, powers: tuple[int, ...]) -> str:

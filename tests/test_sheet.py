@@ -35,7 +35,10 @@ def test_three_digits(size: float, text: str) -> None:
         (b / 4, "0.25 b"),
         (10**6 * b + 1, "1M b"),
         (s**2 + 10**6, "s² + 1M"),  # a term in s counts at the longest
-        (sympy.Max(b, s), "Max(b, s)"),
+        (sympy.Max(96, s), "Max(96, s)"),
+        (64 * b * s + sympy.Max(96, s), "64 b s + Max(96, s)"),
+        (10**6 * b * s + sympy.Max(96, s), "1M b s"),
+        (b * sympy.floor(s / 3) + b, "b + b*floor(s/3)"),
         (sympy.nan, "no formula"),
     ],
 )
