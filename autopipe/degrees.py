@@ -23,11 +23,11 @@ from autopipe.columns import COLUMNS
 from autopipe.dataflow import Dataflow, analyse
 from autopipe.errors import InfeasibleError
 from autopipe.graph import Dim, Graph, Ref, State, at_batch
+from autopipe.op import Model
 from autopipe.placements import Move, Sharding
 from autopipe.precision import LOWERED, PRECISIONS
 from autopipe.shard import blocks_of, sent_by, shard_graph, shardable, whole_bytes
 from autopipe.sharding import Axis, shard
-from autopipe.strategies import Model
 from autopipe.trace import Trace
 
 MOST = 8

@@ -12,21 +12,11 @@ from collections import defaultdict
 from itertools import pairwise
 
 from autopipe.graph import Ref, Value
+from autopipe.layers import operands
+from autopipe.op import Model, Op
 from autopipe.placements import Placement, S, through_view
-from autopipe.strategies import (
-    RULES,
-    Model,
-    Op,
-    bounds,
-    is_pointwise,
-    operands,
-    permutation,
-    permute,
-    pieces,
-    slice_,
-    split,
-    view,
-)
+from autopipe.shapes import bounds, permutation, permute, pieces, slice_, split, view
+from autopipe.strategies import RULES, is_pointwise
 
 MOST = 8
 """Of how many equal matrices a fused weight is taken to be, at most, where a view tells them apart.

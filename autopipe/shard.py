@@ -43,6 +43,7 @@ from autopipe.graph import (
     swap,
     values_in,
 )
+from autopipe.op import Model, Op
 from autopipe.placements import (
     ALL_REDUCE,
     I,
@@ -56,7 +57,7 @@ from autopipe.placements import (
     moves,
     part,
 )
-from autopipe.strategies import Model, Op, segment_of
+from autopipe.shapes import segment_of
 
 
 @once

@@ -35,8 +35,9 @@ from autopipe.dataflow import Dataflow
 from autopipe.demands import demands
 from autopipe.errors import AutopipeError
 from autopipe.graph import Input, Ref, State, Value, bytes_at, shape_at, values_in
+from autopipe.op import Model
 from autopipe.placements import ALL_REDUCE, I, Move, Placement, R, S, Sharding, moves
-from autopipe.strategies import Model, strategies
+from autopipe.strategies import strategies
 
 PRICE = 100
 """What a matrix that every rank holds whole costs, in passes of its bytes over the link.

@@ -37,9 +37,10 @@ from autopipe.graph import (
     at_batch,
     shape_at,
 )
+from autopipe.op import Model, Op, Strategy
 from autopipe.placements import I, P, Placement, R, S, Sharding
 from autopipe.shard import shard_graph
-from autopipe.strategies import Model, Op, Strategy, strategies
+from autopipe.strategies import strategies
 from autopipe.trace import READ_OP, resolve
 from tests.simulated import Meeting, everywhere
 

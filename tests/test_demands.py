@@ -9,8 +9,8 @@ from torch.nn import functional as F
 from autopipe.dataflow import analyse
 from autopipe.demands import demands
 from autopipe.graph import Graph, State
+from autopipe.op import Model
 from autopipe.placements import Placement, S
-from autopipe.strategies import Model
 from tests.staged import trace_model, traced
 from tests.zoo import noise
 

@@ -15,10 +15,10 @@ from autopipe.blocks import find_blocks
 from autopipe.cost import gradient_values
 from autopipe.dataflow import Dataflow, analyse
 from autopipe.graph import Graph, Ref, State, Value, at_batch, bytes_at, values_in
+from autopipe.op import Model
 from autopipe.placements import I, Move, Placement, R, Sharding, moves
 from autopipe.shard import sent_by, shard_graph, whole_bytes
 from autopipe.sharding import Axis, _choices, _costs, _is_strided, _Names, shard
-from autopipe.strategies import Model
 from tests.simulated import axis
 from tests.staged import trace_model, traced
 from tests.zoo import noise

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from autopipe.op import Op, Strategy
 from autopipe.placements import I, P, Placement, R, S
-from autopipe.strategies import RULES, Op, Strategy
+from autopipe.strategies import RULES
 from tests.dealing import Findings, check
 from tests.staged import trace_model, traced
 from tests.zoo import ZOO, noise
