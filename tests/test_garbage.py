@@ -54,7 +54,8 @@ def test_what_somebody_else_has_frozen_stays_so() -> None:
         before = gc.get_freeze_count()
         with loading():
             pass
-        assert gc.get_freeze_count() == before
+        # What dies meanwhile in another thread is no longer counted.
+        assert before - 100 < gc.get_freeze_count() <= before
     finally:
         gc.unfreeze()
 
