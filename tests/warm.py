@@ -34,6 +34,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
@@ -187,7 +188,8 @@ def _serve(control: socket.socket) -> dict[str, Any]:
         said, files, _, _ = socket.recv_fds(control, _MOST, 2)
         if not said:
             for pid in children:
-                os.killpg(pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
             os._exit(0)
         request = json.loads(said)
         if "poll" in request:
@@ -199,18 +201,18 @@ def _serve(control: socket.socket) -> dict[str, Any]:
         assert len(os.listdir("/proc/self/task")) == 1, "a fork would lack the other threads"
         parent, pid = os.getpid(), os.fork()
         if pid == 0:
+            os.setsid()  # before anybody knows its number, and may end the group
+            control.send(json.dumps(os.getpid()).encode())
             control.close()
             _begin(parent, files, request["environ"], request["folder"])
             return request["argv"]
         for file in files:
             os.close(file)
         children.add(pid)
-        control.send(json.dumps(pid).encode())
 
 
 def _begin(parent: int, files: list[int], environ: dict[str, str], folder: str) -> None:
     """Be what a process is that was started by itself."""
-    os.setsid()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the parent
     if os.getppid() != parent:
         os._exit(1)
