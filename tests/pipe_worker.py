@@ -17,14 +17,14 @@ from autopipe.runtime.launch import start, world_from
 from tests import pipe_stories as pipe_stories
 from tests import step_stories as step_stories
 from tests import tp_stories as tp_stories
-from tests.pipes import STORIES
+from tests.pipes import STORIES, once
 
 
 def main(folder: Path) -> None:
     world = world_from(os.environ)
     assert world is not None
     torch.set_num_threads(1)
-    with start(world):
+    with start(world), once():
         for told in STORIES[world.size]:
             result = folder / f"{told.__name__}.{world.rank}"
             try:

@@ -24,10 +24,14 @@ from torch.distributed.tensor import DTensor
 import autopipe
 from autopipe import Pipe, Plan, batches, parallel, planning, programs
 from autopipe.collectives import own_part
+from autopipe.graph import Graph
 from autopipe.placed import read_back
 from autopipe.placements import I
+from autopipe.rehearsal import Known, Rehearsal, rehearse
+from autopipe.runtime import ready
 from autopipe.runtime.zero import own_rows
 from autopipe.schedule import holders
+from autopipe.source import trace_source
 from autopipe.trace import Trace
 from tests import zoo
 from tests.inprocess import machine
@@ -55,6 +59,32 @@ def story(world: int, name: str | None = None) -> Callable[[Story], Story]:
         return told
 
     return enter
+
+
+@contextmanager
+def once() -> Iterator[None]:
+    """Rehearse each kind of stage of a graph once in this process, and trace what evaluates once.
+
+    Every pipe would find the same, and finding it takes longer than the steps that stories tell of.
+    """
+    known: dict[int, tuple[Graph, Known]] = {}
+    evaluating: dict[str, Trace] = {}
+
+    def rehearsed(graph: Graph, *args: Any, **kwargs: Any) -> Rehearsal:
+        _, learnt = known.setdefault(id(graph), (graph, {}))
+        return rehearse(graph, *args, **kwargs, known=learnt)
+
+    def traced(model: nn.Module, *args: Any, **kwargs: Any) -> Trace:
+        name = str(model.name_in_zoo)
+        if name not in evaluating:
+            evaluating[name] = trace_source(model, *args, **kwargs)
+        return evaluating[name]
+
+    with (
+        patch.object(ready, "rehearse", rehearsed),
+        patch.object(parallel, "trace_source", traced),
+    ):
+        yield
 
 
 _TRACES: dict[str, Trace] = {}
@@ -125,8 +155,10 @@ def piped(name: str, plan: Plan, **options: Any) -> Pipe:
     """The zoo's model with the zoo's weights, as planned."""
     case = ZOO[name]
     share_trace(name)
+    model = case.model()
+    model.name_in_zoo = name  # type: ignore[assignment]  # for `once`
     with traced_once(name):
-        return autopipe.parallelize(case.model(), plan, loss=case.loss, **options)
+        return autopipe.parallelize(model, plan, loss=case.loss, **options)
 
 
 def whole_loss(name: str, model: nn.Module, batch: Batch) -> Tensor:

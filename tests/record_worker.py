@@ -1,6 +1,6 @@
 """Three ranks whose clocks are hours apart hand a number round, and write one trace of it.
 
-Started by `spawn`, once per rank:
+Started by `warm.spawn`, once per rank:
 
     python record_worker.py FOLDER      FOLDER/trace.json.gz; FOLDER/true.0: when it computed
                                         FOLDER/bubbles.0: what `write` returned

@@ -1,4 +1,8 @@
-"""`autopipe` as one types it: in this process (`Shell`), or as real ones (`python`, `start`)."""
+"""`autopipe` as one types it: in this process (`Shell`), or as real ones.
+
+Of these some begin as any program does (`python`, `start`), and what is not about their beginning
+takes forks (`ranks`, `rank`), which are there sooner.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +15,15 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 import pytest
 
 from autopipe import cli, codec
 from autopipe.runtime import voice
 from autopipe.runtime.spawn import free_port as free_port
+from tests import warm
 from tests.inprocess import machine
 
 ROOT = Path(__file__).parent.parent
@@ -142,6 +148,34 @@ def start(
 def end(process: subprocess.Popen[str]) -> Said:
     out, err = process.communicate(timeout=60)
     return Said(process.returncode, out, err)
+
+
+def ranks(processes: int, *argv: str, folder: Path) -> Said:
+    """`python ARGV` as so many ranks, with the environment that torchrun and `--local` give."""
+    with TemporaryFile("w+") as out, TemporaryFile("w+") as err:
+        code = warm.spawn(processes, argv, folder, out.fileno(), err.fileno())
+        return Said(code, _text(out), _text(err))
+
+
+def rank(*argv: str, folder: Path, environ: dict[str, str]) -> Callable[[], Said]:
+    """Begin `python ARGV` as one rank that somebody else starts the others of; call it for its end.
+
+    Nobody waits for what it writes.
+    """
+    clean = {name: value for name, value in os.environ.items() if not LAUNCHED.match(name)}
+    out, err = TemporaryFile("w+"), TemporaryFile("w+")
+    process = warm.start(argv, {**clean, **environ}, folder, out.fileno(), err.fileno())
+
+    def ended() -> Said:
+        with out, err:
+            return Said(process.wait(timeout=60), _text(out), _text(err))
+
+    return ended
+
+
+def _text(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read()
 
 
 def python(*argv: str, folder: Path, environ: dict[str, str] | None = None) -> Said:

@@ -12,7 +12,8 @@ import pytest
 
 from benchmarks.chaos.case import KINDS, MESHES, broken, make
 from benchmarks.chaos.harm import EVENTS, Harm
-from benchmarks.chaos.story import LAUNCHERS, Story, tell
+from benchmarks.chaos.story import LAUNCHERS, Story, begin, tell
+from tests import warm
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a sidecar needs Linux")
 
@@ -43,7 +44,7 @@ CASES = [
     Case("zb-h1", "alone, script", 1, "POST", "kill",
          "rank 1 (stage 1) died at step 2, making room for "
          "the activations of micro-batch 5 from stage 0"),
-    Case("1f1b", "local", 0, "WAIT", "stop",
+    Case("1f1b", "alone", 0, "WAIT", "stop",
          "rank 0 (stage 0) froze at step 2, waiting for "
          "the gradients of micro-batch 4 from stage 1"),
     Case("1f1b", "alone, script", 1, "SEND", "raise",
@@ -81,6 +82,7 @@ def stories(
             plans[case.schedule],
             case.launcher,
             Harm(case.rank, 2, case.kind, case.event, str(own)),
+            warm.start if case.launcher.startswith("alone") else begin,
         )
 
     with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:

@@ -21,6 +21,7 @@ from tests.shell import (
     end,
     free_port,
     python,
+    rank,
     save_plans,
     srun_environment,
     start,
@@ -152,13 +153,12 @@ def test_every_launcher_trains_alike(planned: Path) -> None:
     check_run(local, stages=1)
     assert len(losses(local)) == 3
     port = free_port()
-    parts = (sys.executable, *run, "--model", "sharded.py")
-    first, second = (
-        start(*parts, folder=planned, environ=srun_environment(rank, 2, port)) for rank in (0, 1)
-    )
-    srun = end(first)
+    parts = (*run, "--model", "sharded.py")
+    environs = (srun_environment(number, 2, port) for number in (0, 1))
+    first, second = [rank(*parts, folder=planned, environ=environ) for environ in environs]
+    srun, silent = first(), second()
     check_run(srun, stages=1)
-    assert (end(second).code, end(second).out) == (0, "")
+    assert (silent.code, silent.out) == (0, "")
     options = ("--nproc-per-node", "2", "--master-port", str(free_port()))
     torchrun = end(start(*TORCHRUN, *options, *run, folder=planned))
     assert torchrun.code == 0
@@ -174,11 +174,10 @@ def test_a_slow_device_that_comes_first_holds_a_later_stage(planned: Path) -> No
     (planned / "crossed.json").write_text(json.dumps(plan))
     port, found = free_port(), []
     for name, table in (("pp2", 0), ("crossed", 1)):
-        run = (sys.executable, "-m", "autopipe", "run", f"{name}.json")
-        ranks = [
-            start(*run, folder=planned, environ=srun_environment(rank, 2, port)) for rank in (0, 1)
-        ]
-        said = [end(rank) for rank in ranks]
+        run = ("-m", "autopipe", "run", f"{name}.json")
+        environs = (srun_environment(number, 2, port) for number in (0, 1))
+        begun = [rank(*run, folder=planned, environ=environ) for environ in environs]
+        said = [ended() for ended in begun]
         check_run(said[table], stages=2)  # by whoever has stage 0
         assert (said[1 - table].code, said[1 - table].out) == (0, "")
         found.append(losses(said[table]))

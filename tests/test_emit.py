@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from autopipe.schedule import holders
 from tests import inprocess, zoo
 from tests.inprocess import Cut, Unsummed
 from tests.pipes import planned
-from tests.shell import NET, TORCHRUN, Shell, end, free_port, python, start
+from tests.shell import NET, TORCHRUN, Said, Shell, end, free_port, ranks, start
 from tests.zoo import ZOO
 
 RUFF = (sys.executable, "-m", "ruff")
@@ -428,9 +428,22 @@ def optimizer(parameters):
 )
 
 
-@pytest.mark.parametrize("how", [("--pp", "2"), ("--dp", "2", "--zero", "3")], ids=str)
+def torchrun(*argv: str, folder: Path) -> Said:
+    launcher = (*TORCHRUN, "--nproc-per-node", "2", f"--master-port={free_port()}")
+    return end(start(*launcher, *argv, folder=folder))
+
+
+@pytest.mark.parametrize(
+    ("how", "launch"),
+    [
+        (("--pp", "2"), torchrun),
+        (("--dp", "2", "--zero", "3"), partial(ranks, 2)),  # with the same environment
+    ],
+    ids=["torchrun", "zero 3"],
+)
 def test_torchrun_does_what_run_does(
     how: Sequence[str],
+    launch: Callable[..., Said],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -449,11 +462,10 @@ def test_torchrun_does_what_run_does(
             file.unlink()
         return found
 
-    run = python("run", "plan.json", "--local", "2", "--steps", "3", folder=tmp_path)
+    run = ranks(2, "-m", "autopipe", "run", "plan.json", "--steps", "3", folder=tmp_path)
     assert run.code == 0, run.err
     expected = gradients()
-    torchrun = (*TORCHRUN, "--nproc-per-node", "2", f"--master-port={free_port()}")
-    again = end(start(*torchrun, "out/train.py", "--steps", "3", folder=tmp_path))
+    again = launch("out/train.py", "--steps", "3", folder=tmp_path)
     assert again.code == 0, again.err
     assert gradients() == expected
     assert again.out.splitlines()[-1] == run.out.splitlines()[-1]

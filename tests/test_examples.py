@@ -4,12 +4,16 @@ import os
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from tests import warm
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -60,23 +64,26 @@ def test_gpt_sees_the_same_rows_however_many_shards(gpt: dict[str, Any], num_sha
 LEARN = EXAMPLES / "learn"
 
 
-def test_the_story_of_a_pipeline_ends_with_the_same_loss_each_time() -> None:
-    """Four steps, four programs, one loss; only what they hold differs, as README.md says."""
+def test_the_story_of_a_pipeline_ends_with_the_same_loss_each_time(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Four steps, four programs, one loss; only what they hold differs, as README.md says.
 
-    def begin(step: str, *launcher: str) -> subprocess.Popen[str]:
-        command = [sys.executable, *launcher, str(LEARN / f"{step}.py")]
-        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True)
+    The last one under torchrun itself, as it says there; the others find the same environment.
+    """
 
-    runs = {"step1_one_process": begin("step1_one_process")}
-    for step in ("step2_naive", "step3_gpipe", "step4_1f1b"):
+    def told(step: str, launch: Callable[[list[str]], int]) -> str:
+        assert launch([str(LEARN / f"{step}.py")]) == 0
+        return capfd.readouterr().out.strip()
+
+    def torchrun(argv: list[str]) -> int:
         launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
-        runs[step] = begin(step, *launcher)
-        for run in list(runs.values())[-2:-1]:  # two at a time: a machine has few cores
-            run.wait(timeout=100)
-    told = {step: run.communicate(timeout=100)[0].strip() for step, run in runs.items()}
-    loss = told["step1_one_process"].partition(", ")[0]
-    held = {"step2_naive": "1 1 1 1", "step3_gpipe": "8 8 8 8", "step4_1f1b": "4 3 2 1"}
+        return subprocess.run([sys.executable, *launcher, *argv], timeout=100).returncode
+
+    four = partial(warm.spawn, 4)
+    loss = told("step1_one_process", lambda argv: warm.start(argv, os.environ).wait(100))
+    loss = loss.partition(", ")[0]
     assert loss.removeprefix("loss ") in (LEARN / "README.md").read_text()
-    for step, count in held.items():
-        assert told[step] == f"{loss}, micro-batches held: {count}"
+    assert told("step2_naive", four) == f"{loss}, micro-batches held: 1 1 1 1"
+    assert told("step3_gpipe", four) == f"{loss}, micro-batches held: 8 8 8 8"
+    assert told("step4_1f1b", torchrun) == f"{loss}, micro-batches held: 4 3 2 1"

@@ -54,7 +54,8 @@ def test_what_somebody_else_has_frozen_stays_so() -> None:
         before = gc.get_freeze_count()
         with loading():
             pass
-        assert gc.get_freeze_count() == before
+        # Frozen ones that die meanwhile are no longer counted; to unfreeze would leave 0.
+        assert before - 100 < gc.get_freeze_count() <= before
     finally:
         gc.unfreeze()
 

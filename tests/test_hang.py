@@ -1,6 +1,5 @@
 """What the proof refuses does hang or go wrong, and where its sentence says."""
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,11 +7,10 @@ import pytest
 
 from autopipe.errors import ScheduleError
 from autopipe.proof import check
-from autopipe.runtime.spawn import spawn
 from autopipe.schedule import format_programs, parse_programs
 from autopipe.schedules import make, one_f_one_b
 from autopipe.transfers import Edge, insert
-from tests import hang_worker
+from tests import hang_worker, warm
 from tests.hang_worker import lanes
 
 
@@ -164,9 +162,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("hang")
     for name, case in CASES.items():
         (made / f"{name}.{case.how}").write_text(case.programs)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent.parent))
-        assert spawn(1, [str(made)], command=(sys.executable, hang_worker.__file__)) == 0
+    assert warm.spawn(1, [hang_worker.__file__, str(made)]) == 0
     return made
 
 

@@ -2,7 +2,6 @@
 
 import os
 import socket
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,9 +10,7 @@ import pytest
 from autopipe.errors import LaunchError
 from autopipe.runtime import launch
 from autopipe.runtime.launch import World, check_world, interface, tasks_per_node, world_from
-from autopipe.runtime.spawn import spawn
-
-ROOT = Path(__file__).parent.parent
+from tests import warm
 
 TORCHRUN = {
     "RANK": "5",
@@ -213,8 +210,8 @@ assert not dist.is_initialized() and "GLOO_SOCKET_IFNAME" not in os.environ
 def test_processes_that_find_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # left over from another launcher
-    assert spawn(2, [str(tmp_path)], command=(sys.executable, "-c", REDUCE)) == 0
+    (tmp_path / "reduce.py").write_text(REDUCE)
+    assert warm.spawn(2, [str(tmp_path / "reduce.py"), str(tmp_path)]) == 0
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["[1.0, 2.0]"] * 2
     assert capfd.readouterr().err == ""

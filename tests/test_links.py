@@ -17,10 +17,11 @@ from autopipe.errors import LaunchError
 from autopipe.runtime import links
 from autopipe.runtime.connect import VARIABLE, transport_for
 from autopipe.runtime.direct import DirectTransport
-from autopipe.runtime.launch import spawn, start, world_from
+from autopipe.runtime.launch import start, world_from
 from autopipe.runtime.links import Card, Host
 from autopipe.runtime.transport import Transport
 from autopipe.runtime.wires import CALLS
+from tests import warm
 from tests.transport_stories import EDGES, RANKS, STAGES, STORIES
 
 pytestmark = pytest.mark.skipif(CALLS is None, reason="takes Linux")
@@ -51,11 +52,8 @@ class Scene(NamedTuple):
 
 def what_came(folder: Path, *scenes: Scene) -> dict[Scene, list[str]]:
     """What each rank says in each scene; the same three processes play all of them."""
-    root = Path(__file__).parent.parent
-    argv = [str(folder), *(word for scene in scenes for word in scene)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(root))
-        assert spawn(RANKS, argv, command=(sys.executable, __file__)) == 0
+    argv = [__file__, str(folder), *(word for scene in scenes for word in scene)]
+    assert warm.spawn(RANKS, argv) == 0
     return {
         scene: [(folder / f"{number}.{rank}").read_text() for rank in range(RANKS)]
         for number, scene in enumerate(scenes)

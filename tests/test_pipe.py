@@ -3,7 +3,6 @@
 What happens in processes is told in `pipe_stories`, `step_stories` and `tp_stories`.
 """
 
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -13,12 +12,8 @@ import torch
 
 import autopipe
 from autopipe import ModelError, Pipe
-from autopipe.runtime.launch import spawn
-from tests import pipe_worker
+from tests import pipe_worker, warm
 from tests.pipes import STORIES, ZOO, Story, close, piped, planned, whole_loss
-
-ROOT = Path(__file__).parent.parent
-
 
 Told = Callable[[int], Path]
 
@@ -30,11 +25,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     @cache
     def tell(world: int) -> Path:
         folder = tmp_path_factory.mktemp(f"world-{world}")
-        worker = (sys.executable, pipe_worker.__file__)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PYTHONPATH", str(ROOT))
-            patch.setenv("HF_HUB_OFFLINE", "1")
-            (folder / "code").write_text(str(spawn(world, [str(folder)], command=worker)))
+        code = warm.spawn(world, [pipe_worker.__file__, str(folder)])
+        (folder / "code").write_text(str(code))
         return folder
 
     return tell

@@ -32,15 +32,23 @@ Make = Callable[[int], Problem]
 
 def tight_problem(seed: int) -> Problem:
     """A rich problem whose devices hold a tenth less than its fastest plan without limits needs."""
+    problem, peak = rich_problem(seed), most_needed(seed)
+    if peak is None:
+        return problem
+    limits = tuple(9 * peak // 10 + kind for kind in problem.machine.kinds)
+    return replace(problem, machine=replace(problem.machine, memory=limits))
+
+
+@functools.cache
+def most_needed(seed: int) -> int | None:
+    """Bytes on the fullest device, by the fastest plan of a rich problem without limits."""
     problem = rich_problem(seed)
     devices = problem.machine
     roomy = replace(problem, machine=replace(devices, memory=(2**40,) * devices.devices))
     found = found_by("dynamic", roomy)
     if isinstance(found, InfeasibleError):
-        return problem
-    peak = max(stage.memory.peak for stage in found.estimate.stages)
-    limits = tuple(9 * peak // 10 + kind for kind in devices.kinds)
-    return replace(problem, machine=replace(devices, memory=limits))
+        return None
+    return max(stage.memory.peak for stage in found.estimate.stages)
 
 
 MAKERS = {"plain": random_problem, "rich": rich_problem, "tight": tight_problem}

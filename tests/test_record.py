@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from autopipe.runtime.record import Recorder, by_stage, difference, gather, offset, write
-from autopipe.runtime.spawn import spawn
 from autopipe.schedule import Kind, parse
 from autopipe.tracks import Track, bubbles
+from tests import record_worker, warm
 from tests.inprocess import ROWS, cut, ready
 from tests.inprocess import step as run_step
 from tests.plans import example_plan
@@ -151,10 +150,7 @@ def test_a_pipeline_that_ran(schedule: str) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What three processes with clocks of their own have written; see `record_worker`."""
     folder = tmp_path_factory.mktemp("record")
-    worker = (sys.executable, str(Path(__file__).parent / "record_worker.py"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent.parent))
-        assert spawn(RANKS, [str(folder)], command=worker) == 0
+    assert warm.spawn(RANKS, [record_worker.__file__, str(folder)]) == 0
     return folder
 
 

@@ -18,7 +18,7 @@ from tests.shell import (
     Said,
     Shell,
     free_port,
-    python,
+    ranks,
     save_plans,
     srun_environment,
     torchrun_environment,
@@ -140,6 +140,9 @@ def test_what_a_rank_finds_alone_it_tells(autopipe: Shell, monkeypatch: pytest.M
 # --- in real processes
 
 
+RUN = ("-m", "autopipe", "run")
+
+
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_plans(tmp_path_factory.mktemp("run"))
@@ -149,7 +152,7 @@ def test_what_every_rank_finds_is_told_once(planned: Path) -> None:
     """The model is another one than the plan's; the lower of those that find it out within half a
     second says so."""
     (planned / "other.py").write_text(NET.replace("y.relu()", "y.tanh()"))
-    said = python("run", "pp2.json", "--local", "2", "--model", "other.py", folder=planned)
+    said = ranks(2, *RUN, "pp2.json", "--model", "other.py", folder=planned)
     assert (said.code, said.out) == (2, "")
     assert "Traceback" not in said.err
     (error,) = re.findall(r"^error: .*", said.err, re.MULTILINE)
@@ -177,7 +180,7 @@ RANK = os.environ['RANK']
 def test_what_one_rank_finds_is_told_by_it(planned: Path) -> None:
     """It once ended without a word: only rank 0 spoke, and that one had found nothing."""
     (planned / "failing.py").write_text(NET + FAILING)
-    said = python("run", "pp2.json", "--local", "2", "--model", "failing.py", folder=planned)
+    said = ranks(2, *RUN, "pp2.json", "--model", "failing.py", folder=planned)
     assert (said.code, said.out) == (2, "")
     (error,) = re.findall(r"^error: .*", said.err, re.MULTILINE)
     assert error.startswith(f"error: rank 1: {planned / 'failing.py'}:")
@@ -188,7 +191,7 @@ def test_what_nobody_foresaw_on_one_rank(planned: Path) -> None:
     """With the step, and with the rank that it happened on; that one's code is the run's."""
     more = "\ndef optimizer(parameters): return Failing(parameters, lr=0.1)\n"
     (planned / "worse.py").write_text(NET + FAILING + more)
-    said = python("run", "pp2.json", "--local", "2", "--model", "worse.py", folder=planned)
+    said = ranks(2, *RUN, "pp2.json", "--model", "worse.py", folder=planned)
     assert (said.code, said.out) == (1, "")
     (error,) = re.findall(r"^error: .*", said.err, re.MULTILINE)
     assert re.fullmatch(r"error: rank 1 .*failed .*step 0: ZeroDivisionError: no rate", error)

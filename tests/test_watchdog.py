@@ -18,9 +18,9 @@ import pytest
 from autopipe.runtime import watchdog
 from autopipe.runtime.spawn import free_port
 from autopipe.runtime.watchdog import Verdict, Watchdog, watch
+from tests import warm
 from tests.test_sidecar import running
 
-ROOT = Path(__file__).parent.parent
 SIZE = 4
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="a sidecar needs Linux")
@@ -47,21 +47,17 @@ def story(folder: Path, rank: int, step: int, instruction: str, harm: str) -> St
     """Run four ranks of which one comes to harm, and see that nothing is left of them."""
     environ = {
         **os.environ,
-        "PYTHONPATH": str(ROOT),
         "TOKEN": str(folder),
         "OMP_NUM_THREADS": "1",
         **{"WORLD_SIZE": str(SIZE), "LOCAL_WORLD_SIZE": str(SIZE), "GROUP_RANK": "0"},
         **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())},
     }
-    command = [sys.executable, str(ROOT / "tests" / "watched.py")]
-    command += [str(rank), str(step), instruction, harm]
+    argv = [str(Path(__file__).parent / "watched.py"), str(rank), str(step), instruction, harm]
     ranks = []
     with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
         for number in range(SIZE):
             own = {**environ, "RANK": str(number), "LOCAL_RANK": str(number)}
-            ranks.append(
-                subprocess.Popen(command, env=own, stdout=out, stderr=err, start_new_session=True)
-            )
+            ranks.append(warm.start(argv, own, out=out.fileno(), err=err.fileno()))
         try:
             codes = [process.wait(timeout=120) for process in ranks]
             ended = time.monotonic()

@@ -3,7 +3,7 @@
     rank 0: stages 0 and 5      rank 1: stages 1 and 4      rank 2: stages 2 and 3      (a V)
 
 Each story is one function that all three ranks run, each with its own number. Started as a program
-(by `launch.spawn`, once per rank) it tells them between processes, and what came of each goes into
+(by `warm.spawn`, once per rank) it tells them between processes, and what came of each goes into
 a file; `told` starts it and gives the folder:
 
     python transport_stories.py gloo FOLDER      FOLDER/order_is_kept.0: empty, or a traceback
@@ -15,16 +15,16 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
 from torch import Tensor
 
 from autopipe.runtime.connect import TRANSPORTS, VARIABLE, transport_for
-from autopipe.runtime.launch import spawn, start, world_from
+from autopipe.runtime.launch import start, world_from
 from autopipe.runtime.nccl import NcclTransport, make_lanes
 from autopipe.runtime.transport import Handle, Transport
 from autopipe.schedule import Channel, Flow
 from autopipe.transfers import Edge
+from tests import warm
 
 STAGES = (0, 1, 2, 2, 1, 0)
 """The rank of each stage."""
@@ -327,11 +327,7 @@ STORIES: tuple[Story, ...] = (
 
 def told(transport: str, folder: Path) -> Path:
     """All stories over "gloo", "direct" or "lanes", told once by a process per rank."""
-    root = Path(__file__).parent.parent
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(root))
-        code = spawn(RANKS, [str(folder)], command=(sys.executable, __file__, transport))
-        (folder / "code").write_text(str(code))
+    (folder / "code").write_text(str(warm.spawn(RANKS, [__file__, transport, str(folder)])))
     return folder
 
 

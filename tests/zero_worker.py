@@ -1,6 +1,6 @@
 """Stories of gradients summed and states sharded, in real processes; a program that tells them.
 
-Each story is a function that every rank of its world runs. Started by `launch.spawn`, once per
+Each story is a function that every rank of its world runs. Started by `warm.spawn`, once per
 rank, the program tells those of one file in turn; what came of each goes into a file:
 
     python zero_worker.py FOLDER zero          FOLDER/three_steps.0: empty, or a traceback
@@ -33,8 +33,9 @@ from autopipe.runtime import gradients
 from autopipe.runtime.engine import AutogradEngine
 from autopipe.runtime.fully_sharded import FullyShardedSum, shard_stage
 from autopipe.runtime.gradients import Bucket, Gradients, GradientSum, all_reduce, total_norm
-from autopipe.runtime.launch import spawn, start, world_from
+from autopipe.runtime.launch import start, world_from
 from autopipe.runtime.zero import OptimizerShards
+from tests import warm
 from tests.staged import lowered, traced
 from tests.zoo import ZOO
 
@@ -56,10 +57,7 @@ def story(file: str, *worlds: int) -> Callable[[Story], Story]:
 
 def told(file: str, world: int, folder: Path) -> Path:
     """Tell the stories of a file by so many processes; `code` is what came of the processes."""
-    root = Path(__file__).parent.parent
-    os.environ["PYTHONPATH"] = str(root)
-    worker = (sys.executable, str(Path(__file__)))
-    (folder / "code").write_text(str(spawn(world, [str(folder), file], command=worker)))
+    (folder / "code").write_text(str(warm.spawn(world, [__file__, str(folder), file])))
     return folder
 
 

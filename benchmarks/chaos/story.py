@@ -17,11 +17,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 from autopipe.runtime.words import describe
 from autopipe.schedule import Instruction, parse
@@ -92,35 +93,44 @@ class Story:
         return [seconds for seconds, line in self.lines if line in sentences]
 
 
-def tell(plan: Path, launcher: str, harm: Harm) -> Story:
+def begin(
+    argv: list[str], environ: dict[str, str], folder: str, out: int, err: int
+) -> subprocess.Popen[bytes]:
+    """A Python that leads a session."""
+    return subprocess.Popen(
+        [sys.executable, *argv],
+        cwd=folder,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=out,
+        stderr=err,
+        start_new_session=True,
+    )
+
+
+def tell(plan: Path, launcher: str, harm: Harm, begin: Callable[..., Any] = begin) -> Story:
     """Run a plan until all of it has ended, which is a rank's harm sooner or later.
+
+    Args:
+        begin: how each process is started.
 
     Raises:
         TimeoutError: something of it runs on, or no rank came to harm; with all that was said.
         subprocess.TimeoutExpired: only the launcher runs on.
     """
-    command = [sys.executable, *(part.format(plan=plan) for part in LAUNCHERS[launcher])]
+    argv = [part.format(plan=plan) for part in LAUNCHERS[launcher]]
     environs = list(_environments(launcher, harm))
-    own = SIZE if len(environs) == 1 else 0  # processes that are launchers
+    launched = len(environs) == 1
     with _heard() as (writer, heard), _ending(harm.folder) as started:
         for environ in environs:
-            started.append(
-                subprocess.Popen(
-                    command,
-                    cwd=harm.folder,
-                    env=environ,
-                    stdin=subprocess.DEVNULL,
-                    stdout=writer,
-                    stderr=writer,
-                    start_new_session=True,
-                )
-            )
+            started.append(begin(argv, environ, harm.folder, writer, writer))
         os.close(writer)
-        outside = {process.pid for process in started} if own else set()
+        own = {process.pid for process in started}
+        outside = own if launched else set()
         mark, deadline = Path(harm.folder, "harm"), time.monotonic() + LIMIT
-        while not mark.exists() or running(harm.folder) - outside:
-            late = time.monotonic() > deadline
-            over = all(process.poll() is not None for process in started)
+        while not mark.exists() or (own | running(harm.folder)) - outside:
+            own = {process.pid for process in started if process.poll() is None}
+            late, over = time.monotonic() > deadline, not own
             if late or (over and not mark.exists()):
                 said = "\n".join(line for _, line in heard)
                 what = "runs on" if late else "ended without it"
@@ -164,9 +174,9 @@ def _heard() -> Iterator[tuple[int, list[tuple[float, str]]]]:
 
 
 @contextmanager
-def _ending(run: str) -> Iterator[list[subprocess.Popen[bytes]]]:
+def _ending(run: str) -> Iterator[list[Any]]:
     """A list for the processes started in the block; nothing outlives it."""
-    started: list[subprocess.Popen[bytes]] = []
+    started: list[Any] = []
     try:
         yield started
     finally:
@@ -174,6 +184,7 @@ def _ending(run: str) -> Iterator[list[subprocess.Popen[bytes]]]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         for process in started:
+            process.kill()
             process.wait()
 
 
