@@ -49,15 +49,17 @@ def test_what_is_loaded_is_old_and_nothing_is_frozen() -> None:
 
 
 def test_what_somebody_else_has_frozen_stays_so() -> None:
+    mine = [[number] for number in range(1000)]
     gc.freeze()
     try:
-        before = gc.get_freeze_count()
         with loading():
             pass
-        # Frozen ones that die meanwhile are no longer counted; to unfreeze would leave 0.
-        assert before - 100 < gc.get_freeze_count() <= before
+        searched = {id(one) for one in gc.get_objects()}
+        assert not any(id(one) in searched for one in mine)
     finally:
         gc.unfreeze()
+    searched = {id(one) for one in gc.get_objects()}
+    assert all(id(one) in searched for one in mine)
 
 
 ENDING = """
