@@ -40,7 +40,7 @@ WINDOW = 0.05
 WINDOWS = 5
 """Windows of which the median is taken, after one to warm up."""
 
-SHORT = 0.03
+SHORT = 0.01
 """The same for one op of many, with what stands between: all of them together take seconds."""
 
 COLD = 2**26
@@ -265,7 +265,7 @@ def _chains(subject: Subject, device: torch.device) -> list[Chain]:
     """
     function = subject.make(device)
     few, many = (torch.rand(rows, *subject.shape, device=device) for rows in subject.rows)
-    long = 4 if subject.operations else COLD // many.nbytes
+    long = 4 if subject.operations else COLD // 2 // many.nbytes  # as much again stands between
     return [Chain(function, few, 8), Chain(function, many, long)]
 
 
