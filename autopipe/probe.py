@@ -47,6 +47,9 @@ SMALL, LARGE = 2**10, 2**20
 WHOLE = 2**24
 """Bytes that the collectives sum or gather: about a bucket of gradients, or a block."""
 
+METHOD = "2"
+"""Of measuring: another one makes other figures, and records of before are measured anew."""
+
 Say = Callable[[str], None]
 
 
@@ -389,6 +392,7 @@ def _key(processes: int) -> dict[str, str]:
         "gpus": ", ".join(gpus),
         "torch": str(torch.__version__),
         "processes": str(processes),
+        "method": METHOD,
     }
 
 
