@@ -28,9 +28,13 @@ b, s, h, v = BATCH, SEQUENCE, WIDTH, VOCABULARY
 
 
 @cache
-def formulas(name: str, **options: Any) -> Formulas:
+def _formulas(name: str, options: tuple[tuple[str, Any], ...]) -> Formulas:
     case = ZOO[name]
-    return cost_formulas(case.model(), case.inputs, loss=case.loss, **options)
+    return cost_formulas(case.model(), case.inputs, loss=case.loss, **dict(options))
+
+
+def formulas(name: str, **options: Any) -> Formulas:
+    return _formulas(name, tuple(({"precision": "fp32"} | options).items()))
 
 
 def test_a_decoder_block_by_hand() -> None:
