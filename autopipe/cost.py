@@ -36,6 +36,7 @@ import torch
 from numpy.typing import NDArray
 
 from autopipe.cluster import Device
+from autopipe.entering import entering
 from autopipe.errors import AutopipeError
 from autopipe.fake import views
 from autopipe.graph import (
@@ -85,16 +86,7 @@ RULES: dict[str, Rule] = {}
 """Operations by op; what is not here does one per element it makes and is bound by its bytes."""
 
 
-def rule(*ops: str) -> Callable[[Rule], Rule]:
-    """Enter a function in the table; an op that is there already is refused."""
-
-    def enter(function: Rule) -> Rule:
-        for op in ops:
-            assert op not in RULES, f"two rules for {op}"
-            RULES[op] = function
-        return function
-
-    return enter
+rule = entering(RULES)
 
 
 def _elements(spec: TensorSpec) -> Dim:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from autopipe.entering import entering
 from autopipe.graph import Value, values_in
-from autopipe.op import Op, Rule, Strategy, but, entering, of_any
+from autopipe.op import Op, Rule, Strategy, but, of_any
 from autopipe.placements import I, P, Placement, S
 
 LAYERS: dict[str, Rule] = {}

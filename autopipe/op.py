@@ -176,21 +176,6 @@ class Op:
 Rule = Callable[[Op], Iterator[Strategy]]
 
 
-def entering(table: dict[str, Rule]) -> Callable[..., Callable[[Rule], Rule]]:
-    """A decorator `rule("mm", "bmm")`: enters a function in a table; a name there is refused."""
-
-    def rule(*names: str) -> Callable[[Rule], Rule]:
-        def enter(function: Rule) -> Rule:
-            for name in names:
-                assert name not in table, f"two rules for {name}"
-                table[name] = function
-            return function
-
-        return enter
-
-    return rule
-
-
 def of_any(op: Op) -> Iterable[Placement]:
     """The shards in which any of the inputs may come."""
     return dict.fromkeys(placement for value in op.inputs for placement in op.shards(value))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from autopipe.collectives import CONVERT, TENSOR_PARALLEL
+from autopipe.entering import entering
 from autopipe.graph import Arg, Dim, Node, Ref, TensorSpec, Value
 from autopipe.op import Op
 from autopipe.placements import I, P, Placement, lengths, part
@@ -80,14 +81,7 @@ LOCAL: dict[str, Callable[[Rewriting], Node]] = {}
 """By op; one that is not here runs on shards as it stands."""
 
 
-def _rewrite(
-    *names: str,
-) -> Callable[[Callable[[Rewriting], Node]], Callable[[Rewriting], Node]]:
-    def enter(function: Callable[[Rewriting], Node]) -> Callable[[Rewriting], Node]:
-        LOCAL.update(dict.fromkeys(names, function))
-        return function
-
-    return enter
+_rewrite = entering(LOCAL)
 
 
 def _made(rewriting: Rewriting) -> tuple[Dim, ...]:

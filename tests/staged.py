@@ -23,6 +23,7 @@ from autopipe.lower import lower
 from autopipe.partition import partition
 from autopipe.randomness import stream
 from autopipe.trace import Trace, trace
+from tests.models import LENGTH
 from tests.zoo import ZOO
 
 
@@ -32,6 +33,19 @@ def trace_model(model, inputs, loss=None, *, rows=(2, 3), **options):
     specs = batches.describe(batch, inputs(rows[1]), *rows)
     options.setdefault("real", lambda: model)
     return trace(fake.skeleton(model), batch, specs, loss, **options)
+
+
+def traced_at(name: str, length: int) -> Trace:
+    """The trace of a model of the zoo, its sequences cut to so many tokens."""
+    case = ZOO[name]
+
+    def inputs(rows):
+        return {
+            key: tensor[:, :length] if tensor.shape[1:] == (LENGTH,) else tensor
+            for key, tensor in case.inputs(rows).items()
+        }
+
+    return trace_model(case.model(), inputs, case.loss)
 
 
 @cache

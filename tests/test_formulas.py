@@ -9,7 +9,7 @@ import sympy
 import torch
 from torch import Tensor, nn
 
-from autopipe import batches, cost, errors
+from autopipe import cost, errors
 from autopipe.blocks import find_blocks
 from autopipe.dataflow import analyse
 from autopipe.degrees import as_first, as_one_rank, exchanges
@@ -17,10 +17,9 @@ from autopipe.formulas import Amounts, Formulas, cost_formulas
 from autopipe.graph import BATCH, SEQUENCE, Graph
 from autopipe.saving import observe_kept
 from autopipe.shorten import shorten
-from autopipe.source import trace_source
 from autopipe.spec import parse
-from autopipe.trace import Trace
 from tests.models import LENGTH, VOCABULARY, WIDTH
+from tests.staged import traced_at
 from tests.zoo import ZOO
 
 CLUSTER = "2xA100-80GB"
@@ -65,19 +64,6 @@ def test_the_whole_is_its_parts_and_its_nodes() -> None:
     )
 
 
-def of_length(name: str, length: int) -> Trace:
-    case = ZOO[name]
-
-    def inputs(rows: int) -> Any:
-        return {
-            key: tensor[:, :length] if tensor.shape[1:] == (LENGTH,) else tensor
-            for key, tensor in case.inputs(rows).items()
-        }
-
-    specs = batches.describe(inputs(2), inputs(3), 2, 3)
-    return trace_source(case.model(), inputs(2), specs, case.loss)
-
-
 def seen(graph: Graph, rows: int, precision: str, tp: int) -> dict[str, float]:
     """The amounts of a graph of one length, at one number of rows, without any formula in s."""
     every = cost.costs(graph)
@@ -106,7 +92,7 @@ def seen(graph: Graph, rows: int, precision: str, tp: int) -> dict[str, float]:
 )
 def test_at_every_size_they_are_what_a_model_of_that_size_costs(name: str, precision: str) -> None:
     """Of a length and rows that no formula was made from, seen on the whole graph."""
-    expected = seen(of_length(name, 7).graph, 5, precision, tp=1)
+    expected = seen(traced_at(name, 7).graph, 5, precision, tp=1)
     found = formulas(name, precision=precision).at(5, 7)
     assert {n: float(size) for n, size in found.items()} == expected
 
@@ -114,7 +100,7 @@ def test_at_every_size_they_are_what_a_model_of_that_size_costs(name: str, preci
 @pytest.mark.parametrize(("name", "precision"), [("gpt", "fp32"), ("llama", "bf16")])
 def test_of_one_rank_of_two(name: str, precision: str) -> None:
     found = formulas(name, tp=2, cluster=CLUSTER, precision=precision)
-    traced = of_length(name, LENGTH)
+    traced = traced_at(name, LENGTH)
     flow, blocks = analyse(traced.graph), find_blocks(traced.graph)
     degree = as_one_rank(2, traced, flow, blocks, parse(CLUSTER), 2)
     expected = seen(degree.trace.graph, 6, precision, tp=2)
@@ -160,7 +146,9 @@ class Square(nn.Module):
 
 
 def test_a_run_of_another_size_must_be_as_foretold() -> None:
-    inputs = lambda rows: {"tokens": torch.zeros(rows, 16, dtype=torch.int64)}  # noqa: E731
+    def inputs(rows: int) -> dict[str, Tensor]:
+        return {"tokens": torch.zeros(rows, 16, dtype=torch.int64)}
+
     found = cost_formulas(Square, inputs)
     assert found.longest == 16 and found.total.kept is sympy.nan
     assert found.nodes["exp/0"].forward_flops == b * s**3

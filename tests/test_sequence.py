@@ -1,6 +1,6 @@
 """Where the sequence is found in a batch, and that a trace for all lengths is the trace of each."""
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -12,7 +12,8 @@ from autopipe.graph import SEQUENCE
 from autopipe.sequence import Lengths, length_of, lengthened, trace_lengths
 from autopipe.source import trace_source
 from tests.models import LENGTH
-from tests.zoo import ZOO, Case
+from tests.staged import traced_at
+from tests.zoo import ZOO
 
 
 def described(inputs):
@@ -69,18 +70,6 @@ def traced(name: str) -> Lengths:
     return trace_lengths(case.model(), example, specs, case.loss)
 
 
-def at_length(case: Case, length: int) -> Any:
-    """The graph of a batch whose sequences are so long."""
-
-    def inputs(rows: int) -> Any:
-        return {
-            key: tensor[:, :length] if tensor.shape[1:] == (LENGTH,) else tensor
-            for key, tensor in case.inputs(rows).items()
-        }
-
-    return trace_source(case.model(), inputs(2), described(inputs), case.loss).graph
-
-
 @pytest.mark.parametrize("name", ["dropout", "gpt2", "llama", "t5", "mask"])
 @pytest.mark.parametrize("length", [LENGTH, 7])
 def test_at_every_length_it_is_the_trace_of_that_length(name: str, length: int) -> None:
@@ -88,7 +77,7 @@ def test_at_every_length_it_is_the_trace_of_that_length(name: str, length: int) 
     found = traced(name)
     assert found.longest == LENGTH and not found.why
     assert SEQUENCE in found.trace.graph.inputs[next(iter(found.trace.graph.inputs))].shape
-    assert found.trace.graph.at_sequence(length) == at_length(ZOO[name], length)
+    assert found.trace.graph.at_sequence(length) == traced_at(name, length).graph
 
 
 class Table(nn.Module):
@@ -108,10 +97,12 @@ class Table(nn.Module):
 
 
 def test_a_model_with_a_table_as_long_as_its_example() -> None:
-    inputs = lambda rows: {"tokens": whole(rows, 16)}  # noqa: E731
+    def inputs(rows: int, length: int = 16) -> dict[str, Tensor]:
+        return {"tokens": whole(rows, length)}
+
     found = trace_lengths(Table, inputs(2), described(inputs), None)
     assert found.longest == 15  # at 16 the slice is the whole table, and no node
-    shorter = lambda rows: {"tokens": whole(rows, 9)}  # noqa: E731
+    shorter = partial(inputs, length=9)
     alone = trace_source(Table, shorter(2), described(shorter), None).graph
     made = [(node.name, node.outputs) for node in found.trace.graph.at_sequence(9).nodes]
     assert made == [(node.name, node.outputs) for node in alone.nodes]
@@ -122,7 +113,7 @@ def test_a_model_that_asks_how_many_tokens_there_are() -> None:
     found = traced("lstm")
     assert found.longest is None
     assert found.why == "what the model does at 12 tokens depends on their number"
-    assert found.trace.graph == at_length(ZOO["lstm"], LENGTH)
+    assert found.trace.graph == traced_at("lstm", LENGTH).graph
 
 
 def test_a_model_without_one() -> None:
