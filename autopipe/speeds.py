@@ -1,6 +1,7 @@
 """How fast one process computes: matmuls, memory, and the ops that are as fast as neither.
 
     matmul of (m, k) @ (k, n)    rate * m / (m + h) * k / (k + h) * n / (n + h)     h, rate fitted
+                                 to linear layers, forward and backward: three of the same dims
     any other op                 start + operations / rate            from a small and a large one
 
 What is measured is what a model does: results are allocated, weights come from memory and not from
@@ -82,17 +83,32 @@ def matmuls(
 ) -> tuple[float, float]:
     """Operations a second of large matmuls, and the dim that halves them; `half` if it is known."""
     sizes = ON_CPU if device.type == "cpu" else ON_GPU
-    found = seconds([_matmul(dims, dtype, device) for dims in sizes], device)
-    return fit(list(zip(sizes, found, strict=True)), half)
+    found = seconds([_layers(dims, dtype, device) for dims in sizes], device)
+    each = [taken / (3 * LAYERS) for taken in found]
+    return fit(list(zip(sizes, each, strict=True)), half)
 
 
-def _matmul(dims: Dims, dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
+LAYERS = 4
+"""Linear layers of which one call is made: three matmuls each, of the same dims in other places."""
+
+
+def _layers(dims: Dims, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+    """Forward and backward of some layers. Nothing is added to gradients: costs have that apart."""
     m, k, n = dims
-    x = torch.randn(m, k, dtype=dtype, device=device)
-    turns = -(-COLD // (k * n * dtype.itemsize))
-    weights = list(torch.randn(turns, n, k, dtype=dtype, device=device))
+    x = torch.randn(m, k, dtype=dtype, device=device, requires_grad=True)
+    gradient = torch.randn(m, n, dtype=dtype, device=device)
+    bias = torch.zeros(n, dtype=dtype, device=device, requires_grad=True)
+    turns = -(-COLD // (LAYERS * k * n * dtype.itemsize))
+    weights = torch.randn(turns, LAYERS, n, k, dtype=dtype, device=device)
+    layers = [[weight.requires_grad_() for weight in some] for some in weights]
     turn = count()
-    return lambda: F.linear(x, weights[next(turn) % turns])
+
+    def run() -> object:
+        own = layers[next(turn) % turns]
+        results = [F.linear(x, weight, bias) for weight in own]
+        return torch.autograd.grad(results, [x, bias, *own], [gradient] * LAYERS)
+
+    return run
 
 
 def fit(found: Sequence[tuple[Dims, float]], half: float | None = None) -> tuple[float, float]:

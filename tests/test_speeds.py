@@ -23,6 +23,22 @@ def test_the_fit_finds_the_device_that_made_the_times() -> None:
     assert speeds.fit(found) == pytest.approx((rate, half))
 
 
+def test_a_layer_is_three_matmuls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of a second; 2 operations for each of a matmul's products."""
+    monkeypatch.setattr(speeds, "seconds", lambda ops, device: [3.0 * speeds.LAYERS for _ in ops])
+    monkeypatch.setattr(speeds, "ON_CPU", ((4, 8, 16),))
+    assert speeds.matmuls(torch.float32, CPU, 0.0) == pytest.approx((2 * 4 * 8 * 16, 0.0))
+
+
+def test_layers_run_forward_and_backward_with_other_weights_each_time() -> None:
+    """Of one call: gradients of what comes in, of the bias, and of every layer's weights."""
+    run = speeds._layers((4, 8, 16), torch.float32, CPU)
+    first, second = run(), run()
+    shapes = [(4, 8), (16,), *[(16, 8)] * speeds.LAYERS]
+    assert [tuple(gradient.shape) for gradient in first] == shapes
+    assert not torch.equal(first[0], second[0])
+
+
 def test_a_known_half_is_kept() -> None:
     found = [((64, 64, 64), 2 * 64**3 / 1e9)]
     assert speeds.fit(found, 64.0) == pytest.approx((8e9, 64.0))  # an eighth is reached
