@@ -26,9 +26,10 @@ own rate instead of a matmul's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import sympy
@@ -48,8 +49,10 @@ from autopipe.graph import (
     Ref,
     State,
     TensorSpec,
+    Value,
     at_batch,
     once,
+    swap,
     values_in,
 )
 from autopipe.roofline import reached
@@ -215,9 +218,24 @@ def _kernel(node: Node, operands: Specs) -> str:
 
 @once
 def costs(graph: Graph) -> tuple[NodeCost, ...]:
-    """The formulas of every node."""
+    """The formulas of every node; they are made once for all nodes that look the same."""
     carrying = gradient_values(graph)
-    return tuple(_cost(graph, node, carrying) for node in graph.nodes)
+    found = dict[Hashable, NodeCost]()
+    looks = [_look(graph, node, carrying) for node in graph.nodes]
+    for node, look in zip(graph.nodes, looks, strict=True):
+        if look not in found:
+            found[look] = _cost(graph, node, carrying)
+    return tuple(found[look] for look in looks)
+
+
+def _look(graph: Graph, node: Node, carrying: frozenset[Ref | State]) -> Hashable:
+    """All of a node that its cost depends on: its own name and those of what it reads are not."""
+    looks: dict[Value, Any] = {
+        value: (number, type(value), graph.spec(value), value in carrying)
+        for number, value in enumerate(dict.fromkeys(node.values()))
+    }
+    carries = tuple(Ref(node.name, number) in carrying for number in range(len(node.outputs)))
+    return node.op, swap((node.args, *node.kwargs.items()), looks), node.outputs, carries
 
 
 @once

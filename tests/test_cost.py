@@ -79,6 +79,14 @@ OPS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["t5", "frozen", "whisper", "lstm"])
+def test_what_looks_the_same_costs_the_same(name):
+    """Formulas are made once for nodes that differ in nothing but names: each asked by itself."""
+    graph = traced(name)[0].graph
+    carrying = gradient_values(graph)
+    assert costs(graph) == tuple(cost._cost(graph, node, carrying) for node in graph.nodes)
+
+
 @pytest.mark.parametrize("of", OPS.values(), ids=OPS)
 def test_each_rule_is_what_torch_counts(of):
     model = One(*of)
