@@ -209,9 +209,11 @@ def simulate(
     ranks: Annotated[int, typer.Option(min=1, help="of a pipeline")] = 4,
     micro_batches: Annotated[int, typer.Option(min=1)] = 8,
     chunks: Annotated[int, typer.Option(min=2, help="of a rank: interleaved")] = 2,
-    forward: Annotated[float, typer.Option(min=0, help="time of a rank's micro-batch")] = 1.0,
-    backward: Annotated[float, typer.Option(min=0, help="the same")] = 2.0,
-    latency: Annotated[float, typer.Option(min=0, help="of a transfer, one way")] = 0.0,
+    forward: Annotated[
+        float, typer.Option(min=0, max=1e9, help="time of a rank's micro-batch")
+    ] = 1.0,
+    backward: Annotated[float, typer.Option(min=0, max=1e9, help="the same")] = 2.0,
+    latency: Annotated[float, typer.Option(min=0, max=1e9, help="of a transfer, one way")] = 0.0,
     window: Annotated[int, typer.Option(min=1, help="receives posted ahead")] = 2,
     depth: Annotated[int, typer.Option(min=0, help="more micro-batches in flight: eager-1f1b")] = 1,
     waits: Annotated[bool, typer.Option("--waits", help="draw them, as dots")] = False,

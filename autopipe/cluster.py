@@ -167,6 +167,11 @@ class Cluster:
         """The device whose fastest dtype is the slowest; between equals, by memory bandwidth."""
         return min(self.devices, key=lambda device: (max(device.flops.values()), device.bandwidth))
 
+    @property
+    def copying(self) -> float:
+        """Bytes a second at which the slowest device in this moves its own memory."""
+        return min(device.bandwidth for device in self.devices)
+
     def device_at(self, index: int) -> tuple[int, int, Device]:
         """The device of rank `index`: (node, index within the node, device).
 
@@ -226,18 +231,18 @@ def _check_device(path: str, device: Device) -> None:
     for dtype, rate in device.flops.items():
         _positive(f"{path}.flops.{dtype}", rate)
     _positive(f"{path}.bandwidth", device.bandwidth)
-    _not_negative(f"{path}.launch", device.launch)
-    _not_negative(f"{path}.half", device.half)
+    _not_negative(f"{path}.launch", device.launch, LONGEST)
+    _not_negative(f"{path}.half", device.half, LARGEST)
     for name, kernel in device.kernels.items():
         for way in ("forward", "backward"):
             pace = getattr(kernel, way)
-            _not_negative(f"{path}.kernels.{name}.{way}.start", pace.start)
+            _not_negative(f"{path}.kernels.{name}.{way}.start", pace.start, LONGEST)
             _not_negative(f"{path}.kernels.{name}.{way}.rate", pace.rate)
 
 
 def _check_link(path: str, link: Link | None) -> None:
     if link is not None:
-        _not_negative(f"{path}.latency", link.latency)
+        _not_negative(f"{path}.latency", link.latency, LONGEST)
         _positive(f"{path}.bandwidth", link.bandwidth)
         _not_negative(f"{path}.summing", link.summing)
         _not_negative(f"{path}.gathering", link.gathering)
@@ -248,14 +253,26 @@ def _filled(path: str, entries: tuple[object, ...] | dict[str, float]) -> None:
         raise AutopipeError(f"{path}: expected at least one entry, found none")
 
 
+LEAST, MOST = 1e-9, 1e18
+"""Bytes, or bytes or operations a second, between which any device's are by far. Beyond them sums
+of costs lose their digits."""
+
+LONGEST, LARGEST = 3600.0, 1e6
+"""Seconds that nothing takes to start or to arrive, and a dim at which any matmul is fast."""
+
+
 def _positive(path: str, found: float) -> None:
     if not found > 0:
         raise AutopipeError(f"{path}: expected more than 0, found {found}")
+    if not LEAST <= found <= MOST:
+        raise AutopipeError(f"{path}: expected {LEAST:g} to {MOST:g}, found {found:g}")
 
 
-def _not_negative(path: str, found: float) -> None:
+def _not_negative(path: str, found: float, most: float = MOST) -> None:
     if not found >= 0:
         raise AutopipeError(f"{path}: expected at least 0, found {found}")
+    if found > most:
+        raise AutopipeError(f"{path}: expected at most {most:g}, found {found:g}")
 
 
 def _number(count: int, word: str) -> str:

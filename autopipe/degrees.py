@@ -9,6 +9,7 @@ else is sent as often.
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
@@ -30,8 +31,8 @@ from autopipe.shard import blocks_of, sent_by, shard_graph, shardable, whole_byt
 from autopipe.sharding import Axis, shard
 from autopipe.trace import Trace
 
-MOST = 8
-"""The highest degree that is tried where none is asked for: the devices of a usual node."""
+MOST = 16
+"""The highest degree that is tried where none is asked for: the devices of a large node."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +54,16 @@ class Degree:
     link: Link
 
 
-def degrees(cluster: Cluster, asked: int | None) -> tuple[tuple[int, ...], ...]:
+def degrees(cluster: Cluster, asked: int | None, graph: Graph) -> tuple[tuple[int, ...], ...]:
     """Those to try, ascending, and those to try where none of them will do.
 
-    Within nodes first: those that divide every node and, where there is one node, powers of two
-    too, which leave some of its devices idle. Beyond them only where that is not possible.
+    Within nodes first: those that divide every node and, where there is one node, all that divide
+    the model, which may leave some of its devices idle. Beyond them only where that is not
+    possible.
 
     Args:
         asked: the one to have; None: any.
+        graph: the model as traced.
 
     Raises:
         InfeasibleError: more than there are devices.
@@ -73,15 +76,26 @@ def degrees(cluster: Cluster, asked: int | None) -> tuple[tuple[int, ...], ...]:
                 hint=f"tp of at most {devices}",
             )
         return ((asked,),)
-    most = min(*nodes, MOST) if len(nodes) > 1 else min(nodes[0], MOST)
     alone = len(nodes) == 1
     near = tuple(
         tp
-        for tp in range(1, most + 1)
-        if all(node % tp == 0 for node in nodes) or (alone and tp & (tp - 1) == 0)
+        for tp in range(1, min([*nodes, MOST]) + 1)
+        if all(node % tp == 0 for node in nodes) or (alone and _divides(graph, tp))
     )
     far = tuple(tp for tp in (2, 4, 8, 16) if max(near) < tp <= devices and devices % tp == 0)
     return near, far
+
+
+def _divides(graph: Graph, tp: int) -> bool:
+    """Whether the heads of every attention divide by a degree, and most of all matrices."""
+    try:
+        check_heads(graph, tp)
+    except InfeasibleError:
+        return False
+    shapes = [s.spec.shape for s in graph.states.values() if s.kind == "parameter"]
+    matrices = [[int(dim) for dim in shape] for shape in shapes if len(shape) > 1]
+    dividing = [math.prod(m) for m in matrices if any(dim % tp == 0 for dim in m)]
+    return 2 * sum(dividing) > sum(map(math.prod, matrices))
 
 
 def as_one_rank(

@@ -149,5 +149,4 @@ class _Wires:
         if mesh.dp == 1 or self.plan.zero == 3:
             return 0.0
         levels = self.topology.levels(self._replicas(pp))
-        copying = self.plan.cluster.slowest_device.bandwidth
-        return gradient_sum(size, levels, mesh.tp, self.plan.zero, copying)
+        return gradient_sum(size, levels, mesh.tp, self.plan.zero, self.plan.cluster.copying)

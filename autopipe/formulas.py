@@ -167,7 +167,7 @@ def cost_formulas(
     if tp > 1:
         check_heads(graph, tp)
         machine = asked.cluster_meant(cluster, (tp,), say or (lambda line: None))
-        degrees(machine, tp)
+        degrees(machine, tp, graph)
         graph, blocks = _of_first_rank(traced, blocks, tp, machine)
     with as_first(tp):
         nodes = _by_node(graph, blocks, traced.longest, precision, tp)

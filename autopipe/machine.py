@@ -16,7 +16,7 @@ alike in both and are used in rank order; which class holds which stage is the p
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -48,7 +48,7 @@ class Machine:
         memory: bytes that each may hold.
         topology: where they stand.
         streams: how many devices each of them means.
-        copying: bytes a second at which the slowest moves its own memory.
+        copying: bytes a second at which the slowest moves its own memory (`Cluster.copying`).
     """
 
     kinds: tuple[int, ...]
@@ -102,18 +102,25 @@ def _link(machine: Machine, dp: int, group: int, other: int) -> Level:
 
 
 def machine_of(
-    cluster: Cluster, tp: int = 1, limits: Sequence[int] | None = None
+    cluster: Cluster,
+    tp: int = 1,
+    limits: Sequence[int] | None = None,
+    seconds: Callable[[Device], float] = lambda device: 1 / max(device.flops.values()),
 ) -> tuple[Machine, tuple[Device, ...]]:
     """A cluster's machine, and its kinds of devices, the fastest first.
 
     Args:
         tp: so many devices beside each other are one of the machine's.
         limits: bytes that each of the cluster's devices may hold at most.
+        seconds: what a device takes for what is to be done; which of two is faster depends on it.
+            (An A100 multiplies bf16 faster than an RTX 4090, and fp32 slower.)
     """
     kinds: list[Device] = []
-    for device in sorted(cluster.devices, key=lambda device: -max(device.flops.values())):
+    for device in cluster.devices:
         if device not in kinds:
             kinds.append(device)
+    if len(kinds) > 1:
+        kinds.sort(key=seconds)
     row = [
         group.device
         for node in cluster.nodes
@@ -131,5 +138,5 @@ def machine_of(
         tuple(min(memory[i : i + tp]) for i in starts),
         Topology.of(cluster, tp),
         tp,
-        cluster.slowest_device.bandwidth,
+        cluster.copying,
     ), tuple(kinds)

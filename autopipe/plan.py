@@ -15,7 +15,7 @@ are the only units. `save` writes beside the file and renames, so a reader never
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,9 @@ from autopipe.errors import PlanError
 
 FORMAT = 2
 """The version of the file format; raised when a field changes its meaning."""
+
+ZERO = (0, 1, 3)
+"""The ZeRO stages there are, by what they deal out; the least is preferred."""
 
 
 @dataclass(frozen=True)
@@ -357,6 +360,7 @@ def check(plan: Plan) -> None:
                 f"rank {rank} = (pp * {mesh.dp} + dp) * {mesh.tp} + tp",
                 f"rank {place.rank} at pp={place.pp} dp={place.dp} tp={place.tp}",
             )
+    _check_devices(plan, refuse)
     if plan.batch.micro_batches < 1:
         refuse("batch.micro_batches", "at least 1", str(plan.batch.micro_batches))
     if plan.batch.rows < 1 or plan.batch.rows % (mesh.dp * plan.batch.micro_batches):
@@ -371,6 +375,14 @@ def check(plan: Plan) -> None:
         if boundary.depth < 0:
             refuse(f"boundaries[{index}].depth", "at least 0", str(boundary.depth))
     for index, stage in enumerate(stages):
+        if stage.zero not in ZERO:
+            refuse(f"stages[{index}].zero", f"one of {ZERO}", str(stage.zero))
+        if stage.zero != plan.zero:
+            refuse(f"stages[{index}].zero", f"{plan.zero}, as of stage 0", str(stage.zero))
+        for part, figures in (("", stage.predicted), ("memory.", stage.predicted.memory)):
+            for name, figure in vars(figures).items():
+                if isinstance(figure, int | float) and figure < 0:
+                    refuse(f"stages[{index}].predicted.{part}{name}", "at least 0", str(figure))
         for word in ("receives", "sends"):
             for slot, transfer in enumerate(getattr(stage, word)):
                 low, high = (0, index) if word == "receives" else (index + 1, len(stages))
@@ -381,6 +393,22 @@ def check(plan: Plan) -> None:
                         f"{side} stage",
                         str(transfer.peer),
                     )
+
+
+def _check_devices(plan: Plan, refuse: Callable[[str, str, str], None]) -> None:
+    """Every rank is on a device that the cluster has, and on one of its own."""
+    sizes, taken = plan.cluster.devices_per_node, dict[tuple[int, int], int]()
+    for rank, place in enumerate(plan.mesh.places):
+        here = f"mesh.places[{rank}]"
+        if not 0 <= place.node < len(sizes):
+            refuse(f"{here}.node", f"one of {len(sizes)} nodes, from 0", str(place.node))
+        if not 0 <= place.local < sizes[place.node]:
+            found = str(place.local)
+            refuse(f"{here}.local", f"one of the node's {sizes[place.node]} devices, from 0", found)
+        other = taken.setdefault((place.node, place.local), rank)
+        if other != rank:
+            where = f"node {place.node}, device {place.local}"
+            refuse(here, "a device of its own", f"{where}, which is rank {other}'s")
 
 
 def stage_file(plan: Plan, stage: int, part: int) -> str:

@@ -15,7 +15,7 @@ from autopipe import asked, batches, sketch
 from autopipe.binding import check_runs
 from autopipe.blocks import Block, classes, find_blocks
 from autopipe.capture import Loss
-from autopipe.cluster import Cluster
+from autopipe.cluster import Cluster, Device
 from autopipe.dataflow import analyse
 from autopipe.degrees import as_first, as_one_rank, check_heads, degrees, sending_seconds
 from autopipe.draft import WINDOW, Draft, Overflow
@@ -24,13 +24,13 @@ from autopipe.estimate import chunks_of
 from autopipe.garbage import resting
 from autopipe.graph import bytes_at
 from autopipe.machine import machine_of
-from autopipe.plan import Plan
+from autopipe.plan import ZERO, Plan
 from autopipe.planners import PLANNERS, Answer, Planner
 from autopipe.planners.answer import Outdone, beside, bounds, rivals_of
 from autopipe.precision import PRECISIONS
 from autopipe.probe import Say
-from autopipe.problem import WRITTEN, ZERO, Constraints, Problem
-from autopipe.profile import build_problem
+from autopipe.problem import WRITTEN, Constraints, Problem
+from autopipe.profile import build_problem, whole_seconds
 from autopipe.recompute import blocks_to_recompute
 from autopipe.schedule import Programs
 from autopipe.schedules import SCHEDULES
@@ -137,7 +137,11 @@ def plan(
         again = blocks_to_recompute(blocks, [word for word in words if word != NOTHING])
     stages = (pp or 1) * (chunks_of(constraints, schedule) if schedule is not None else 1)
     say(_summary(traced, blocks))
-    factor, tried = asked.optimizer_factor(asked.optimizer_named(optimizer)), degrees(machine, tp)
+    factor = asked.optimizer_factor(asked.optimizer_named(optimizer))
+    tried = degrees(machine, tp, graph)
+
+    def whole_step(device: Device) -> float:
+        return whole_seconds(graph, device, precision)
 
     def at(tp: int) -> tuple[Problem, Draft]:
         sizes = asked.micro_batch_rows(rows, machine.num_devices // tp, constraints)
@@ -147,7 +151,7 @@ def plan(
             tp, traced, flow, blocks, machine, sizes[0], zero=zeros[-1], sequence=sequence_parallel
         )
         units = find_units(degree.flow, degree.blocks, at_least=stages)
-        devices, kinds = machine_of(machine, tp, limits)
+        devices, kinds = machine_of(machine, tp, limits, whole_step)
         problem, reruns, even = build_problem(
             degree.flow,
             degree.blocks,

@@ -114,9 +114,6 @@ class Constraints:
 WRITTEN = "written"
 """The name of a schedule from a file."""
 
-ZERO = (0, 1, 3)
-"""The ZeRO stages there are, by what they deal out; the least is preferred."""
-
 
 @dataclass(frozen=True, eq=False)
 class Problem:

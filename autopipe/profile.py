@@ -148,6 +148,13 @@ def _numbers(graph: Graph, blocks: Sequence[Block]) -> list[int]:
     return numbers
 
 
+def whole_seconds(graph: Graph, device: Device, precision: str, rows: int = 1) -> float:
+    """Seconds in which a device computes forward and backward of all nodes, one after the other."""
+    formulas = cost.costs(graph)
+    both = cost.seconds(formulas, rows, device, _dtypes(graph, formulas, precision))
+    return float(sum(way.sum() for way in both))
+
+
 def _dtypes(graph: Graph, formulas: Sequence[cost.NodeCost], precision: str) -> list[torch.dtype]:
     """What each node computes in: in mixed precision matrix products in another dtype."""
     low = PRECISIONS[precision]

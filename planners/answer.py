@@ -301,16 +301,19 @@ def _alternatives(
     scored: Mapping[Frame, Scored],
     least: Mapping[Frame, float],
 ) -> tuple[Alternative, ...]:
-    """All meshes but the best one's; a frame that was not tried may still fit, by its bound."""
+    """All meshes but the best one's. A frame that was not tried may still fit, and be faster than
+    those of its mesh that were: then its bound is told."""
     rest = [found for mesh, found in _by_mesh(scored).items() if mesh != best.mesh]
     fitting = {found.mesh: found for found in rest if found.estimate.fits}
     untried: dict[Mesh, Frame] = {}
     for frame in least:
         mesh = frame[:2]
-        if frame not in scored and mesh not in fitting and mesh != best.mesh:
+        known = fitting[mesh].estimate.step_seconds if mesh in fitting else math.inf
+        if frame not in scored and mesh != best.mesh and least[frame] < known:
             if mesh not in untried or least[frame] < least[untried[mesh]]:
                 untried[mesh] = frame
-    steps = sorted(fitting.values(), key=lambda found: found.estimate.step_seconds)
+    exact = [found for mesh, found in fitting.items() if mesh not in untried]
+    steps = sorted(exact, key=lambda found: found.estimate.step_seconds)
     misfits = [f for f in rest if f.mesh not in fitting and f.mesh not in untried]
     return (
         *(alternative(problem.tp, best, found) for found in steps),

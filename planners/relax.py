@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 
 from autopipe.errors import InfeasibleError
 from autopipe.machine import Machine
+from autopipe.plan import ZERO
 from autopipe.planners.amounts import percent
-from autopipe.problem import ZERO, Decision, Problem
+from autopipe.problem import Decision, Problem
 
 if TYPE_CHECKING:
     from autopipe.planners.answer import Scored

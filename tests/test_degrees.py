@@ -11,6 +11,9 @@ from autopipe.spec import parse
 from tests.inprocess import machine
 from tests.staged import traced
 
+GRAPH = traced("gpt").graph
+"""Its attentions have four heads."""
+
 
 @pytest.mark.parametrize(
     ("cluster", "near", "far"),
@@ -18,6 +21,7 @@ from tests.staged import traced
         ("8xA100-80GB", (1, 2, 4, 8), ()),
         ("2x8xA100-80GB", (1, 2, 4, 8), (16,)),  # over the link between the nodes if it must be
         ("6xA100-80GB", (1, 2, 3, 4, 6), ()),  # of 4, two devices stay idle
+        ("7xA100-80GB", (1, 2, 4, 7), ()),  # four heads divide by neither 3 nor 5
         ("2x6xA100-80GB", (1, 2, 3, 6), ()),
         ("2xA100-80GB+4xA100-40GB", (1, 2), ()),  # the first node has no more
         ("4x1xA100-80GB", (1,), (2, 4)),
@@ -27,14 +31,14 @@ from tests.staged import traced
 def test_degrees_that_are_tried(cluster: str, near: tuple[int, ...], far: tuple[int, ...]) -> None:
     found = parse(cluster)
     assert isinstance(found, Cluster)
-    assert degrees(found, None) == (near, far)
+    assert degrees(found, None, GRAPH) == (near, far)
 
 
 def test_a_degree_that_is_asked_for() -> None:
     """It need not divide the devices: some stay idle then."""
-    assert degrees(machine(8), 3) == ((3,),)
+    assert degrees(machine(8), 3, GRAPH) == ((3,),)
     with pytest.raises(InfeasibleError) as refused:
-        degrees(machine(8), 9)
+        degrees(machine(8), 9, GRAPH)
     assert str(refused.value) == (
         "tp=9 was asked for, and local:8 has 8 devices\nhint: tp of at most 8"
     )

@@ -46,6 +46,15 @@ def test_kinds_are_numbered_from_the_fastest_whatever_the_order_of_nodes() -> No
     assert (found.devices, found.alike, found.copying) == (6, False, 1.0)
 
 
+def test_which_is_faster_depends_on_what_is_done() -> None:
+    """A group is as slow as its A100 in fp32, and as its RTX 4090 in bf16."""
+    cluster = parse("1xA100-40GB+1xRTX4090")
+    assert isinstance(cluster, Cluster)
+    for dtype, slower in (("bf16", "RTX4090"), ("fp32", "A100-40GB")):
+        found, kinds = machine_of(cluster, seconds=lambda device, to=dtype: 1 / device.flops[to])
+        assert kinds[found.groups(2)[0].kind].kind == slower
+
+
 def test_equal_devices_of_several_nodes_are_one_kind() -> None:
     cluster = parse("3x2xA100-80GB")
     assert isinstance(cluster, Cluster)

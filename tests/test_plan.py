@@ -30,6 +30,13 @@ def with_stage(index: int, **fields: Any) -> Plan:
     return replace(PLAN, stages=tuple(stages))
 
 
+def on(rank: int, **fields: Any) -> Plan:
+    """The example with a rank at another place."""
+    places = list(PLAN.mesh.places)
+    places[rank] = replace(places[rank], **fields)
+    return changed("mesh", places=tuple(places))
+
+
 def test_a_saved_plan_comes_back_equal_and_is_the_same_bytes(tmp_path: Path) -> None:
     first, second = tmp_path / "first.json", tmp_path / "second.json"
     PLAN.save(first)
@@ -126,6 +133,22 @@ SENT, RECEIVED = PLAN.stages[0].sends[0], PLAN.stages[1].receives[0]
         (
             replace(PLAN, boundaries=(Boundary(window=1, depth=-1),)),
             "boundaries[0].depth: expected at least 0, found -1",
+        ),
+        (
+            on(1, local=2),
+            "mesh.places[1].local: expected one of the node's 2 devices, from 0, found 2",
+        ),
+        (on(1, node=1), "mesh.places[1].node: expected one of 1 nodes, from 0, found 1"),
+        (
+            on(1, local=0),
+            "mesh.places[1]: expected a device of its own, found node 0, device 0, which is "
+            "rank 0's",
+        ),
+        (with_stage(0, zero=2), "stages[0].zero: expected one of (0, 1, 3), found 2"),
+        (with_stage(1, zero=1), "stages[1].zero: expected 0, as of stage 0, found 1"),
+        (
+            with_stage(0, predicted=replace(PLAN.stages[0].predicted, forward_seconds=-1.0)),
+            "stages[0].predicted.forward_seconds: expected at least 0, found -1.0",
         ),
         (
             with_stage(0, sends=(replace(SENT, peer=0),)),

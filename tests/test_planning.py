@@ -22,7 +22,7 @@ from autopipe import (
     programs,
 )
 from autopipe.capture import Loss
-from autopipe.cluster import Cluster, Link
+from autopipe.cluster import Cluster, Device, Group, Link, Node
 from autopipe.draft import WINDOW, Draft
 from autopipe.forecast import with_prediction
 from autopipe.plan import Boundary, Prediction
@@ -89,6 +89,20 @@ def test_the_same_problem_is_the_same_bytes(
         free().save(tmp_path / name)
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
     assert Plan.load(tmp_path / "one").planner.bound_seconds > 0
+
+
+def test_a_pair_is_as_slow_as_the_device_that_is_slower_in_this_precision() -> None:
+    """One of them is quicker in bf16 alone; a quicker partner in fp32 is no help to it."""
+    slow = Device("slow", 2**30, {"fp32": 1e9, "bf16": 1e12}, 1e10, 1e-6, "made up for tests")
+    quick = replace(slow, kind="quick", flops={"fp32": 1e10, "bf16": 1e11})
+
+    def step(*devices: Device) -> float:
+        node = Node(1, tuple(Group(1, device) for device in devices))
+        cluster = Cluster("two", (node,), Link(1e-6, 1e9), Link(1e-6, 1e9))
+        return planned(cluster=cluster, dp=2, micro_batches=1).prediction.step_seconds
+
+    assert step(slow, quick) == pytest.approx(step(slow, slow))
+    assert step(quick, quick) < step(slow, quick) / 2
 
 
 def test_the_weights_are_never_touched() -> None:

@@ -26,8 +26,9 @@ from autopipe.dataflow import analyse
 from autopipe.draft import WINDOW
 from autopipe.estimate import estimate
 from autopipe.machine import machine_of
+from autopipe.plan import ZERO
 from autopipe.planners import PLANNERS
-from autopipe.problem import ZERO, Constraints, Decision
+from autopipe.problem import Constraints, Decision
 from autopipe.profile import build_problem
 from autopipe.source import trace_source
 from autopipe.units import find_units
