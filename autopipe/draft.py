@@ -6,6 +6,7 @@ programs walked, so that a plan's bytes are those its run will hold.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -352,11 +353,11 @@ class Draft:
 
 
 class Overflow(InfeasibleError):
-    """The exact bytes of a stage are `shortfall` more than a device may hold."""
+    """The exact bytes of a stage, `held`, are more than a device may hold, `limit`."""
 
-    def __init__(self, message: str, bytes: int) -> None:
-        hint = "more stages, more micro-batches, or a higher memory limit"
-        super().__init__(message, hint=hint, shortfall=bytes)
+    def __init__(self, message: str, held: int, limit: int) -> None:
+        hint = f"devices, or a memory limit, of {math.ceil(held / 2**20)} MiB"
+        super().__init__(message, hint=hint, shortfall=held - limit)
 
 
 def _told(
@@ -415,7 +416,8 @@ def _check_fits(plan: Plan, limits: Sequence[int]) -> None:
                 f"dp={plan.mesh.dp} micro_batches={plan.batch.micro_batches}) "
                 f"stage{'s' if len(own) > 1 else ''} {names} need{'' if len(own) > 1 else 's'} "
                 f"{held} bytes, {held - limit} too many",
-                held - limit,
+                held,
+                limit,
             )
 
 

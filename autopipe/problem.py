@@ -136,6 +136,8 @@ class Problem:
         tp: the tensor-parallel degree that the profiles are for.
         steady: not a step is to be the shortest but its period, as in a pipeline that is never
             drained; a transfer then takes the time of both who send and who receive.
+        largest: of each unit the bytes of the largest gradient that it makes, beside the sum that
+            it is added to; empty where that is not counted.
         beyond: by schedule, bytes that a plan's programs were seen to hold beyond the estimate.
         reruns_hold: of what blocks have made again, what is counted as held at once: that of one
             block, as each lets go when its own backward is over; of all in a stage, as in planners
@@ -157,6 +159,7 @@ class Problem:
     tp: int = 1
     steady: bool = False
     reruns_hold: Literal["one", "all", "none"] = "one"
+    largest: tuple[int, ...] = ()
     beyond: Mapping[str, int] = field(default_factory=dict)
 
 

@@ -96,6 +96,10 @@ def build_problem(
     formulas = cost.costs(short.graph)
     dtypes = _dtypes(short.graph, formulas, precision)
     parameters, constants = _states(graph, flow, units, copies)
+    largest = [0] * len(units.starts)
+    for name, state in graph.states.items():
+        for unit in {units.of(position) for position in flow.users[State(name)] if state.trainable}:
+            largest[unit] = max(largest[unit], bytes_at(state.spec, 1))
     crossings = _crossings(flow, units, made_in)
     starts = np.array(units.starts)
     profiles = []
@@ -136,6 +140,7 @@ def build_problem(
         reruns=tuple((units.of(block.first), units.of(block.stop - 1) + 1) for block in may),
         zeros=zeros,
         tp=tp,
+        largest=tuple(largest),
     )
     return Profiled(problem, tuple(block.path for block in may), even)
 

@@ -86,6 +86,8 @@ def memory(
         + arriving * ranges.sent_gradient
         + ranges.sent
         + leaving * ranges.received_gradient,
+        # From the second micro-batch on; what ZeRO-3 gathers is counted with its gradients.
+        ranges.largest if micro_batches > 1 and zero < 3 else np.zeros_like(ranges.largest),
     )
 
 

@@ -6,7 +6,7 @@ once, as arrays: entry [i, j] is of the range [i, j).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
@@ -29,7 +29,8 @@ class Tables:
 
     `gathered` are bytes of parameters that ZeRO-3 makes whole while a backward runs: 2 R + 7 U as
     in `autopipe.runtime.fully_sharded`, U being the largest of the problem's blocks that the range
-    has any unit of, and R what is trainable in the range and in no block.
+    has any unit of, and R what is trainable in the range and in no block. `largest` are bytes of
+    the largest gradient that one of the range's units makes.
     """
 
     forward: tuple[Times, ...]
@@ -38,6 +39,7 @@ class Tables:
     trainable: Bytes
     constants: Bytes
     gathered: Bytes
+    largest: Bytes
     saved: Bytes
     received: Bytes
     received_gradient: Bytes
@@ -74,6 +76,7 @@ def _tables(problem: Problem, rows: int) -> Tables:
         trainable=held[0],
         constants=held[1],
         gathered=held[2],
+        largest=_largest(problem.largest or (0,) * units),
         saved=_fill(units, _saved(units, profile.saved)),
         received=_fill(units, _received(units, crossings)),
         received_gradient=_fill(units, _received(units, returning)),
@@ -111,6 +114,14 @@ def _of_states(
 def _prefix(seconds: Seconds) -> Times:
     sums = np.concatenate(([0.0], np.cumsum(seconds)))
     return np.triu(sums[None, :] - sums[:, None])
+
+
+def _largest(sizes: Sequence[int]) -> Bytes:
+    """The largest of the sizes in each range."""
+    found = np.zeros((len(sizes) + 1, len(sizes) + 1), dtype=np.int64)
+    for first in range(len(sizes)):
+        found[first, first + 1 :] = np.maximum.accumulate(sizes[first:])
+    return found
 
 
 def _fill(units: int, rectangles: Iterable[_Rectangle]) -> Bytes:

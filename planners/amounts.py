@@ -6,11 +6,11 @@ import math
 
 
 class Amount:
-    """Prints bytes in one unit: the largest of which `scale` bytes are at least a tenth."""
+    """Prints bytes in one unit: the largest of which `scale` bytes are at least one."""
 
     def __init__(self, scale: int) -> None:
         sizes = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
-        fitting = (name for name, size in sizes.items() if 10 * scale >= size)
+        fitting = (name for name, size in sizes.items() if scale >= size)
         self.unit = next(fitting, "bytes")
         self.size = sizes.get(self.unit, 1)
 

@@ -9,7 +9,7 @@ GIB = 2**30
 
 def test_bytes_are_printed_in_one_unit() -> None:
     assert Amount(16 * GIB).of(18.3 * GIB) == "18.3 GiB"
-    assert Amount(900 * 2**20)(2**30) == "1.0"
+    assert Amount(900 * 2**20)(2**30) == "1024.0"
     assert Amount(100).of(101) == "101 bytes"
 
 

@@ -76,7 +76,7 @@ def test_a_limit_that_is_asked_for_is_what_is_to_be_raised() -> None:
     problem = line((1.0,) * 4, parameter=1000, memory=1000, constraints=asked)
     with pytest.raises(InfeasibleError) as refusal:
         PLANNERS["dynamic"](problem)
-    assert (refusal.value.hint or "").endswith("a memory limit of 7.9 KiB")
+    assert (refusal.value.hint or "").endswith("a memory limit of 8040 bytes")
 
 
 def test_a_device_that_several_stages_overfill_is_told_by_all_of_them() -> None:
@@ -126,7 +126,7 @@ def test_the_limit_binds_where_a_plan_without_it_is_faster() -> None:
     # Free links: two replicas take 2 * 4 = 8 seconds, two stages 4 + 3 * 2 = 10.
     problem = line((1.0,) * 4, memory=1000, link=Link(0.0, 1e12), constraints=ONE_F_ONE_B)
     assert PLANNERS["dynamic"](problem).binding.startswith(
-        "memory: without the limit of 1.0 KiB, pp=1 dp=2 micro_batches=2 would be 20 % faster; "
+        "memory: without the limit of 1000 bytes, pp=1 dp=2 micro_batches=2 would be 20 % faster; "
     )
 
 

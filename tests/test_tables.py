@@ -57,6 +57,7 @@ def brute_force(problem: Problem, profile: Profile, i: int, j: int) -> tuple[flo
         2 * held(tuple(item for item in problem.parameters if block_of(problem, item) is None))
         + 7
         * max((own(problem, block) for block in problem.blocks if meets(block, i, j)), default=0),
+        max(problem.largest[i:j], default=0),
         saved(profile.saved, i, j),
         sum(c.bytes for c in profile.crossings if received(c)),
         sum(c.bytes for c in profile.crossings if received(c) and c.gradient),
