@@ -259,7 +259,8 @@ class PlannerNote:
 
     `step_seconds` of this plan, `bound_seconds` that none goes below, and all other seconds here
     are by the estimate that planners search with. It is rougher than the plan's prediction, and the
-    step that is predicted may take less.
+    step that is predicted may take less. Where it takes visibly more, other meshes are written down
+    too and the fastest is taken; those have the seconds of their longest paths, and say so.
     """
 
     name: str
