@@ -5,11 +5,9 @@ model, inputs --trace--> Graph --profile--> Problem --planner--> Decision --rehe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +24,9 @@ from autopipe.estimate import chunks_of
 from autopipe.garbage import resting
 from autopipe.graph import bytes_at
 from autopipe.machine import machine_of
-from autopipe.plan import ZERO, Alternative, Plan
-from autopipe.planners import PLANNERS, Answer, Planner, reasons
-from autopipe.planners.amounts import duration, percent
-from autopipe.planners.answer import Outdone, Scored, beside, bounds, rivals_of
+from autopipe.plan import ZERO, Plan
+from autopipe.planners import PLANNERS, Answer, Planner
+from autopipe.planners.answer import Outdone, beside, bounds, rivals_of
 from autopipe.precision import PRECISIONS
 from autopipe.probe import Say
 from autopipe.problem import WRITTEN, Constraints, Problem
@@ -37,6 +34,7 @@ from autopipe.profile import build_problem, whole_seconds
 from autopipe.recompute import blocks_to_recompute
 from autopipe.schedule import Programs
 from autopipe.schedules import SCHEDULES
+from autopipe.second_look import second_look
 from autopipe.source import Source, trace_source, versions
 from autopipe.stage_costs import EAGER
 from autopipe.stopwatch import Stopwatch
@@ -255,98 +253,11 @@ def _best_degree(
             if not answers:
                 raise
             continue
-        return _second_look(found, told, made, planner, watch)
 
+        def write(problem: Problem, draft: Draft, answer: Answer) -> Plan:
+            return _plan_that_fits(planner, problem, draft, answer, watch)
 
-TRUSTED = 1.05
-"""How many times as long as estimated a step may be, by its longest path, for the estimate to be
-believed."""
-
-MOST_LOOKS = 10
-"""Other meshes of which the longest path is asked for where it is not."""
-
-Mesh = tuple[int, int, int]
-"""Stages, replicas, tensor-parallel parts."""
-
-
-def _second_look(
-    plan: Plan,
-    answer: Answer,
-    made: Mapping[int, tuple[Problem, Draft]],
-    planner: Planner,
-    watch: Stopwatch,
-) -> Plan:
-    """The plan, or that of another mesh which the estimate has behind it and the longest path not.
-
-    The estimate leaves out what seldom matters: that tensors which skip stages wait for one another
-    on a slow link, or that a later stage's gradients are still being summed when stage 0 is ready.
-    """
-    if plan.prediction.step_seconds <= TRUSTED * answer.estimate.step_seconds:
-        return plan
-    looked = {_mesh_of(plan): plan}
-    least = plan.prediction.step_seconds
-    for pp, dp, tp in islice(_others(plan, answer, made), MOST_LOOKS):
-        problem, draft = made[tp]
-        asked_for = replace(problem.constraints, pp=pp, dp=dp)
-        narrowed = replace(problem, constraints=asked_for)
-        with as_first(tp), suppress(InfeasibleError):
-            own = planner(narrowed, (least, least))
-            if own.estimate.step_seconds < least:
-                best = Scored(own.decision, own.estimate)
-                own = replace(own, binding=reasons.binding(problem, best, None))
-                looked[pp, dp, tp] = _plan_that_fits(planner, narrowed, draft, own, watch)
-                least = min(least, looked[pp, dp, tp].prediction.step_seconds)
-    return _fastest_of(looked, plan.planner.bound_seconds, answer.alternatives)
-
-
-def _mesh_of(of: Plan | Alternative) -> Mesh:
-    mesh = of.mesh if isinstance(of, Plan) else of
-    return mesh.pp, mesh.dp, mesh.tp
-
-
-def _others(
-    plan: Plan, answer: Answer, made: Mapping[int, tuple[Problem, Draft]]
-) -> Iterator[Mesh]:
-    """All meshes that may take less than the plan does: by estimates, as far as there are any, and
-    then by bounds."""
-    steps = {_mesh_of(a): a.step_seconds for a in answer.alternatives if a.step_seconds is not None}
-    for tp, (problem, _) in made.items():
-        for frame, least in sorted(bounds(problem).items(), key=lambda pair: pair[1]):
-            steps.setdefault((frame.pp, frame.dp, tp), least)
-    for mesh, step in steps.items():
-        if step < plan.prediction.step_seconds and mesh != _mesh_of(plan) and mesh[2] in made:
-            yield mesh
-
-
-def _fastest_of(
-    looked: Mapping[Mesh, Plan], bound: float, estimated: Sequence[Alternative]
-) -> Plan:
-    """The fastest by its longest path; the others that were looked at beside it, by theirs, and of
-    the rest those that even the estimate has behind it."""
-    first, *others = sorted(looked.values(), key=lambda plan: plan.prediction.step_seconds)
-    step = first.prediction.step_seconds
-    beside = [
-        Alternative(
-            *_mesh_of(other),
-            micro_batches=other.batch.micro_batches,
-            schedule=other.schedule,
-            step_seconds=other.prediction.step_seconds,
-            why=f"{percent(other.prediction.step_seconds / step - 1)} slower by its longest path, "
-            f"though the estimate is {duration(other.planner.step_seconds)}",
-            zero=other.zero,
-        )
-        for other in others
-    ]
-    for other in estimated:
-        if other.step_seconds is not None and _mesh_of(other) not in looked:
-            _, _, cause = other.why.partition(" slower")
-            why = f"{percent(other.step_seconds / step - 1)} slower{cause}"
-            beside += [replace(other, why=why)] if other.step_seconds > step else []
-    next_best = beside[0] if beside else None
-    note = replace(
-        first.planner, bound_seconds=bound, next_best=next_best, others=tuple(beside[1:])
-    )
-    return replace(first, planner=note)
+        return second_look(found, told, made, planner, write)
 
 
 def _answers(

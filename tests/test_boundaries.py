@@ -16,7 +16,9 @@ import autopipe
 
 ROOT = Path(__file__).parent.parent
 
-DOORS = {"__init__", "__main__", "cli", "draft", "parallel", "planning"}  # Python API, command line
+DOORS = {  # Python API, command line
+    *("__init__", "__main__", "cli", "draft", "parallel", "planning", "second_look"),
+}
 VALUES = {  # plain values and arithmetic: a plan is made, read, drawn and proved without torch
     f"autopipe.{name}"
     for name in (

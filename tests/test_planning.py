@@ -25,16 +25,14 @@ from autopipe.capture import Loss
 from autopipe.cluster import Cluster, Device, Group, Link, Node
 from autopipe.draft import WINDOW, Draft
 from autopipe.forecast import with_prediction
-from autopipe.plan import Alternative, Boundary, Prediction
+from autopipe.plan import Boundary, Prediction
 from autopipe.planners import Answer
-from autopipe.planning import _fastest_of
 from autopipe.profile import Profiled, build_problem
 from autopipe.schedule import holders
 from autopipe.schedules import make
 from autopipe.source import Source, trace_source
 from autopipe.trace import Trace
 from tests.inprocess import machine
-from tests.plans import example_plan
 from tests.zoo import ZOO
 
 CASE = ZOO["gpt"]
@@ -106,56 +104,6 @@ def test_a_pair_is_as_slow_as_the_device_that_is_slower_in_this_precision() -> N
 
     assert step(slow, quick) == pytest.approx(step(slow, slow))
     assert step(quick, quick) < step(slow, quick) / 2
-
-
-def test_the_longest_path_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the estimate is not to be believed, all meshes that may be faster are written down: the
-    plan is that of the least path, and the others are told with theirs."""
-    far = Link(2e-3, 1e8)
-    nodes = (Node(3, (Group(1, machine(1).slowest_device),)),)
-    cluster = Cluster("far", nodes, far, far)
-    believed = planned(cluster=cluster, pp=None, dp=None, tp=1, schedule=None)
-    forced = {
-        mesh: planned(cluster=cluster, pp=mesh[0], dp=mesh[1], tp=1, schedule=None)
-        for mesh in ((1, 1), (2, 1), (3, 1), (1, 2))
-    }
-    monkeypatch.setattr("autopipe.planning.TRUSTED", 0.0)
-    looked = planned(cluster=cluster, pp=None, dp=None, tp=1, schedule=None)
-    steps = {mesh: plan.prediction.step_seconds for mesh, plan in forced.items()}
-    assert looked.prediction.step_seconds == min(steps.values())
-    assert looked.prediction.step_seconds <= believed.prediction.step_seconds
-    for other in looked.planner.alternatives:
-        if "by its longest path" in other.why:
-            assert other.step_seconds == pytest.approx(steps[other.pp, other.dp])
-            assert other.step_seconds >= looked.prediction.step_seconds
-
-
-def test_the_fastest_by_its_path_is_told_beside_the_others() -> None:
-    """One that the estimate has before it, one that it has behind, and one that it takes for faster
-    but that was not looked at, of which nothing is known."""
-    quick, slow = (replace(plan_of(pp), prediction=Prediction(step, 0.0)) for pp, step in STEPS)
-    estimated = [alternative_of(4, 3.0), alternative_of(5, 0.5)]
-    looked = {(plan.mesh.pp, 1, 1): plan for plan in (slow, quick)}
-    found = _fastest_of(looked, 0.25, estimated)
-    assert (found.mesh, found.planner.bound_seconds) == (quick.mesh, 0.25)
-    assert [(o.pp, o.step_seconds, o.why) for o in found.planner.alternatives] == [
-        (3, 1.5, "50 % slower by its longest path, though the estimate is 900 ms"),
-        (4, 3.0, "200 % slower, by computing"),
-    ]
-
-
-STEPS = (2, 1.0), (3, 1.5)
-
-
-def plan_of(pp: int) -> Plan:
-    """The example with so many stages in its mesh, estimated at 0.9 s."""
-    plan = example_plan()
-    note = replace(plan.planner, step_seconds=0.9)
-    return replace(plan, mesh=replace(plan.mesh, pp=pp), planner=note)
-
-
-def alternative_of(pp: int, step: float) -> Alternative:
-    return Alternative(pp, 1, 1, 4, "1f1b", step, "233 % slower, by computing")
 
 
 def test_the_weights_are_never_touched() -> None:
