@@ -83,8 +83,9 @@ def _others(
     then by bounds."""
     steps = {_mesh_of(a): a.step_seconds for a in answer.alternatives if a.step_seconds is not None}
     for tp, (problem, _) in made.items():
-        for frame, least in sorted(bounds(problem).items(), key=lambda pair: pair[1]):
-            steps.setdefault((frame.pp, frame.dp, tp), least)
+        with suppress(InfeasibleError):  # of this degree there is none
+            for frame, least in sorted(bounds(problem).items(), key=lambda pair: pair[1]):
+                steps.setdefault((frame.pp, frame.dp, tp), least)
     for mesh, step in steps.items():
         if step < plan.prediction.step_seconds and mesh != _mesh_of(plan) and mesh[2] in made:
             yield mesh

@@ -230,8 +230,8 @@ def rich_problem(seed: int) -> Problem:
         ),
         profiles=tuple(map(of, plain.profiles)),
         reruns=reruns,
-        largest=tuple(random.choices((0, 1, 2, 3), k=plain.units)),
         zeros=random.choice(((0,), (0, 1), (0, 1, 3))),
+        largest=tuple(random.choices((0, 1, 2, 3), k=plain.units)),
     )
 
 

@@ -140,8 +140,8 @@ def test_the_answer_says_what_binds_and_what_else_there_was() -> None:
     assert found.binding.startswith("stage 0 sets the pace with 2 s a micro-batch, 0.0 % above")
     told = {(a.pp, a.dp): (a.step_seconds, a.why) for a in found.alternatives}
     assert told == {
-        (1, 2): (None, "stage 0 needs 1.6 of 1.0 KiB"),
-        (1, 1): (None, "stage 0 needs 1.6 of 1.0 KiB"),
+        (1, 2): (None, "stage 0 needs 1640 of 1000 bytes"),
+        (1, 1): (None, "stage 0 needs 1640 of 1000 bytes"),
     }
 
 
