@@ -18,7 +18,7 @@ import torch
 
 from autopipe import collectives, cost
 from autopipe.blocks import Block
-from autopipe.cluster import Cluster, Link
+from autopipe.cluster import Cluster, Device, Link
 from autopipe.collectives import Planned
 from autopipe.columns import COLUMNS
 from autopipe.dataflow import Dataflow, analyse
@@ -106,6 +106,7 @@ def as_one_rank(
     cluster: Cluster,
     rows: int,
     *,
+    slowest: Device,
     zero: int = 0,
     sequence: bool = False,
 ) -> Degree:
@@ -113,6 +114,7 @@ def as_one_rank(
 
     Args:
         rows: of the micro-batch for which the sharding is the best.
+        slowest: the device by whose seconds it is.
         zero: the ZeRO stage; 3 wants every gradient whole.
         sequence: also consider shards of the batch's second dim.
 
@@ -122,7 +124,7 @@ def as_one_rank(
     link = _link(cluster, tp)
     if tp == 1:
         return Degree(1, traced, blocks, None, traced, flow, blocks, link)
-    axis = Axis(tp, link, cluster.slowest_device)
+    axis = Axis(tp, link, slowest)
     flow = shardable(traced.graph)
     sharding = shard(flow, blocks, axis, rows, sequence=sequence, partial=zero < 3)
     _check_divides(flow, sharding, cluster)

@@ -186,7 +186,8 @@ def _of_first_rank(
     graph = traced.trace.graph
     fixed = graph if traced.longest is None else graph.at_sequence(traced.longest)
     trace = replace(traced.trace, graph=fixed)
-    degree = as_one_rank(tp, trace, analyse(fixed), blocks, cluster, ROWS[0])
+    slowest = cluster.slowest_device
+    degree = as_one_rank(tp, trace, analyse(fixed), blocks, cluster, ROWS[0], slowest=slowest)
     assert degree.sharding is not None
     sharded = shard_graph(shardable(graph), degree.sharding, 0, length=traced.longest)
     return sharded, degree.blocks

@@ -14,6 +14,7 @@ from typing import Any
 from autopipe import asked, batches, sketch
 from autopipe.binding import check_runs
 from autopipe.blocks import Block, classes, find_blocks
+from autopipe.candidate import Candidate
 from autopipe.capture import Loss
 from autopipe.cluster import Cluster, Device
 from autopipe.dataflow import analyse
@@ -26,11 +27,11 @@ from autopipe.graph import bytes_at
 from autopipe.machine import machine_of
 from autopipe.plan import ZERO, Plan
 from autopipe.planners import PLANNERS, Answer, Planner
-from autopipe.planners.answer import Outdone, beside, bounds, rivals_of
+from autopipe.planners.answer import Outdone, beside, out_of_the_best_two, rivals_of
 from autopipe.precision import PRECISIONS
 from autopipe.probe import Say
-from autopipe.problem import WRITTEN, Constraints, Problem
-from autopipe.profile import build_problem, whole_seconds
+from autopipe.problem import WRITTEN, Constraints, Frame, Problem
+from autopipe.profile import Costing, Profiled, whole_seconds
 from autopipe.recompute import blocks_to_recompute
 from autopipe.schedule import Programs
 from autopipe.schedules import SCHEDULES
@@ -144,21 +145,29 @@ def plan(
     def whole_step(device: Device) -> float:
         return whole_seconds(graph, device, precision)
 
-    def at(tp: int) -> tuple[Problem, Draft]:
+    def at(tp: int) -> Candidate:
         sizes = asked.micro_batch_rows(rows, machine.num_devices // tp, constraints)
         # A parameter that ZeRO-3 deals out needs its whole gradient on every tensor-parallel rank.
         zeros = (zero,) if zero is not None else ZERO if tp == 1 else ZERO[:2]
+        devices, kinds = machine_of(machine, tp, limits, whole_step)
         degree = as_one_rank(
-            tp, traced, flow, blocks, machine, sizes[0], zero=zeros[-1], sequence=sequence_parallel
+            tp,
+            traced,
+            flow,
+            blocks,
+            machine,
+            sizes[0],
+            slowest=kinds[-1],
+            zero=zeros[-1],
+            sequence=sequence_parallel,
         )
         units = find_units(degree.flow, degree.blocks, at_least=stages)
-        devices, kinds = machine_of(machine, tp, limits, whole_step)
-        problem, reruns, even = build_problem(
-            degree.flow,
-            degree.blocks,
-            units,
-            devices,
-            kinds,
+        costing = Costing(
+            flow=degree.flow,
+            blocks=degree.blocks,
+            units=units,
+            machine=devices,
+            kinds=kinds,
             batch=rows,
             rows=sizes,
             optimizer_factor=factor,
@@ -169,28 +178,30 @@ def plan(
             zeros=zeros,
             tp=tp,
             sending=partial(sending_seconds, degree, precision=precision) if tp > 1 else None,
-            check=tp == tried[0][0],
         )
-        draft = Draft(
-            degree,
-            units,
-            machine,
-            rows,
-            devices,
-            precision=precision,
-            planner=planner,
-            optimizer=optimizer if isinstance(optimizer, str) else "custom",
-            optimizer_factor=factor,
-            reruns=reruns,
-            even=even,
-            constraints=constraints,
-            versions=versions(model),
-            source=source,
-        )
-        return problem, draft
 
-    def costed(tp: int) -> tuple[Problem, Draft]:
-        with watch("costs"):
+        def draft(profiled: Profiled) -> Draft:
+            return Draft(
+                degree,
+                units,
+                machine,
+                rows,
+                devices,
+                precision=precision,
+                planner=planner,
+                optimizer=optimizer if isinstance(optimizer, str) else "custom",
+                optimizer_factor=factor,
+                reruns=profiled.reruns,
+                even=profiled.even,
+                constraints=constraints,
+                versions=versions(model),
+                source=source,
+            )
+
+        return Candidate(costing.timed, costing, draft, watch)
+
+    def costed(tp: int) -> Candidate:
+        with watch("costs"), as_first(tp):
             return at(tp)
 
     def searched(problem: Problem, rivals: Sequence[float] = ()) -> Answer:
@@ -204,7 +215,7 @@ def plan(
 
 def _best_degree(
     tried: Sequence[Sequence[int]],
-    at: Callable[[int], tuple[Problem, Draft]],
+    at: Callable[[int], Candidate],
     planner: Planner,
     watch: Stopwatch,
 ) -> Plan:
@@ -216,19 +227,17 @@ def _best_degree(
     Raises:
         InfeasibleError: no plan fits; of those there could be, the one with the least shortfall.
     """
-    made: dict[int, tuple[Problem, Draft]] = {}
+    made: dict[int, Candidate] = {}
     answers: dict[int, Answer] = {}
     refused: dict[int, InfeasibleError] = {}
     for further in tried:
         for tp in further if not answers else ():
-            with as_first(tp):
-                try:
-                    made[tp] = at(tp)
-                except InfeasibleError as error:
-                    refused[tp] = error
+            try:
+                made[tp] = at(tp)
+            except InfeasibleError as error:
+                refused[tp] = error
         if not answers:
-            problems = {tp: problem for tp, (problem, _) in made.items()}
-            answers, errors = _answers(problems, planner, watch)
+            answers, errors = _answers(made, planner, watch)
             refused |= errors
     if not answers:
         # Of those that want memory the nearest; else what contradicts itself at the lowest degree.
@@ -244,12 +253,11 @@ def _best_degree(
         told = beside(answers[tp], dict(sorted(others.items())))
         try:
             with as_first(tp):
-                found = _plan_that_fits(planner, *made[tp], told, watch)
+                found = _plan_that_fits(planner, *made[tp].whole(), told, watch)
         except InfeasibleError:
             # Without it, what it has outdone may be the best.
             made.pop(tp)
-            left = {other: problem for other, (problem, _) in made.items()}
-            answers, refused = _answers(left, planner, watch)
+            answers, refused = _answers(made, planner, watch)
             if not answers:
                 raise
             continue
@@ -261,7 +269,7 @@ def _best_degree(
 
 
 def _answers(
-    problems: Mapping[int, Problem], planner: Planner, watch: Stopwatch
+    made: Mapping[int, Candidate], planner: Planner, watch: Stopwatch
 ) -> tuple[dict[int, Answer], dict[int, InfeasibleError]]:
     """What the planner says of each degree's problem: its answer, or why there is none.
 
@@ -269,16 +277,22 @@ def _answers(
     """
     answers: dict[int, Answer] = {}
     refused: dict[int, InfeasibleError] = {}
-    least: dict[int, float] = {}
-    for tp, problem in problems.items():
+    least: dict[int, tuple[Frame, float]] = {}
+    for tp, candidate in made.items():
         try:
             with watch("search"):
-                least[tp] = min(bounds(problem).values())
+                least[tp] = candidate.least()
         except InfeasibleError as error:
             refused[tp] = error
-    for tp in sorted(least, key=lambda tp: (least[tp], tp)):
+    for tp in sorted(least, key=lambda tp: (least[tp][1], tp)):
+        rivals, (frame, seconds) = rivals_of(answers.values()), least[tp]
+        # Plain data parallelism, which is told in any case, is at degree 1.
+        if tp > 1 and out_of_the_best_two(seconds, rivals):
+            refused[tp] = Outdone(frame, seconds, None)
+            continue
         try:
-            answers[tp] = planner(problems[tp], rivals_of(answers.values()))
+            problem, _ = made[tp].whole(check=not answers)
+            answers[tp] = planner(problem, rivals)
         except InfeasibleError as error:
             refused[tp] = error
     return answers, refused

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +27,7 @@ from autopipe.precision import LOWERED, PRECISIONS
 from autopipe.problem import Constraints, Crossing, Problem, Profile, Seconds, Shared
 from autopipe.recompute import obstacle
 from autopipe.saving import Made, Saving
-from autopipe.shorten import Uneven, shortened
+from autopipe.shorten import Short, Uneven, shortened
 from autopipe.units import Units
 
 
@@ -42,31 +44,17 @@ class Profiled(NamedTuple):
     even: bool
 
 
-def build_problem(
-    flow: Dataflow,
-    blocks: Sequence[Block],
-    units: Units,
-    machine: Machine,
-    kinds: Sequence[Device],
-    *,
-    batch: int,
-    rows: Sequence[int],
-    optimizer_factor: float,
-    window: int,
-    constraints: Constraints,
-    precision: str = "fp32",
-    recompute: Collection[str] | None = None,
-    zeros: tuple[int, ...] = (0,),
-    tp: int = 1,
-    sending: Callable[[Graph, int], Sequence[tuple[float, float]]] | None = None,
-    check: bool = True,
-) -> Profiled:
-    """The problem of splitting a graph over a machine.
+@dataclass(frozen=True, kw_only=True)
+class Costing:
+    """The problem of splitting a graph over a machine, in two steps: seconds, and then bytes.
+
+    What a planner asks first, how long a step takes at least, seconds alone tell; bytes kept for
+    backward take runs of the graph.
 
     Args:
         kinds: the machine's kinds of devices.
         batch: rows of the whole batch.
-        rows: the micro-batch sizes to consider.
+        rows: the micro-batch sizes to consider, ascending.
         optimizer_factor: bytes of optimizer state per byte of trainable parameter.
         precision: what matrix products are computed in.
         recompute: paths of the blocks that run again in backward; None: the planner's choice of
@@ -75,88 +63,132 @@ def build_problem(
         tp: the tensor-parallel degree whose first rank runs the graph.
         sending: the forward and backward seconds that the nodes of the graph, or of a part of it,
             exchange something, for so many rows.
-        check: whether to check that bytes are a straight line in the rows. What is so of a model is
-            so of its parts.
     """
-    graph = flow.graph
-    may = [
-        block
-        for block in blocks
-        if (recompute is None and obstacle(flow, range(block.first, block.stop)) is None)
-        or (recompute is not None and block.path in recompute)
-    ]
-    again, sizes = np.array(_numbers(graph, may)), sorted(rows)
-    even = True
-    for short in shortened(flow, blocks):
-        try:
-            kept, made_in, copies = Saving(flow, short, precision, check).at(units, sizes, again)
-            break
-        except Uneven:
-            even = False
-    formulas = cost.costs(short.graph)
-    dtypes = _dtypes(short.graph, formulas, precision)
-    parameters, constants = _states(graph, flow, units, copies)
-    largest = [0] * len(units.starts)
-    for name, state in graph.states.items():
-        for unit in {units.of(position) for position in flow.users[State(name)] if state.trainable}:
-            largest[unit] = max(largest[unit], bytes_at(state.spec, 1))
-    crossings = _crossings(flow, units, made_in)
-    starts = np.array(units.starts)
-    profiles = []
-    for size in sizes:
-        exchange = np.zeros((2, len(graph.nodes)))
-        if sending is not None:
-            exchange = np.array(sending(short.graph, size)).T[:, short.like]
-        times = [
-            np.stack(cost.seconds(formulas, size, device, dtypes))[:, short.like] + exchange
-            for device in kinds
-        ]
-        profiles.append(
-            Profile(
-                size,
-                tuple(_by_unit(forward, starts) for forward, _ in times),
-                tuple(_by_unit(backward, starts) for _, backward in times),
-                kept[size],
-                crossings(size),
-                tuple(
-                    tuple(_of_block(forward, block, units) for forward, _ in times) for block in may
-                ),
-                _by_unit(exchange.sum(axis=0), starts) if sending is not None else (),
-            )
+
+    flow: Dataflow
+    blocks: Sequence[Block]
+    units: Units
+    machine: Machine
+    kinds: Sequence[Device]
+    batch: int
+    rows: Sequence[int]
+    optimizer_factor: float
+    window: int
+    constraints: Constraints
+    precision: str = "fp32"
+    recompute: Collection[str] | None = None
+    zeros: tuple[int, ...] = (0,)
+    tp: int = 1
+    sending: Callable[[Graph, int], Sequence[tuple[float, float]]] | None = None
+
+    @cached_property
+    def timed(self) -> Problem:
+        """The problem as far as seconds go: nothing is kept, nothing crosses."""
+        return self._timed_by(self._short)
+
+    def profiled(self, *, check: bool = True) -> Profiled:
+        """The whole problem.
+
+        Args:
+            check: whether to check that bytes are a straight line in the rows. What is so of a
+                model is so of its parts.
+        """
+        flow, units, again = self.flow, self.units, np.array(self._numbers)
+        longer = islice(shortened(flow, self.blocks), 1, None)
+        for short in chain([self._short], longer):
+            try:
+                saving = Saving(flow, short, self.precision, check)
+                kept, made_in, copies = saving.at(units, self.rows, again)
+                break
+            except Uneven:
+                pass
+        even = short is self._short
+        timed = self.timed if even else self._timed_by(short)
+        parameters, constants = _states(flow.graph, flow, units, copies)
+        crossings = _crossings(flow, units, made_in)
+        problem = replace(
+            timed,
+            parameters=parameters,
+            constants=constants,
+            profiles=tuple(
+                replace(profile, saved=kept[profile.rows], crossings=crossings(profile.rows))
+                for profile in timed.profiles
+            ),
         )
-    problem = Problem(
-        units=len(units.starts),
-        blocks=tuple(_block_units(units, blocks)),
-        parameters=parameters,
-        constants=constants,
-        optimizer_factor=optimizer_factor,
-        profiles=tuple(profiles),
-        batch=batch,
-        machine=machine,
-        window=window,
-        constraints=replace(
-            constraints, recompute=None if recompute is None else tuple(range(len(may)))
-        ),
-        reruns=tuple((units.of(block.first), units.of(block.stop - 1) + 1) for block in may),
-        zeros=zeros,
-        tp=tp,
-        largest=tuple(largest),
-    )
-    return Profiled(problem, tuple(block.path for block in may), even)
+        return Profiled(problem, tuple(block.path for block in self._may), even)
+
+    @cached_property
+    def _short(self) -> Short:
+        return next(shortened(self.flow, self.blocks))
+
+    @cached_property
+    def _may(self) -> list[Block]:
+        """The blocks that may run again."""
+        if self.recompute is not None:
+            return [block for block in self.blocks if block.path in self.recompute]
+        return [b for b in self.blocks if obstacle(self.flow, range(b.first, b.stop)) is None]
+
+    @property
+    def _numbers(self) -> list[int]:
+        """Of each node the number of the block that it may run again with, or -1."""
+        numbers = [-1] * len(self.flow.graph.nodes)
+        for number, block in enumerate(self._may):
+            numbers[block.first : block.stop] = [number] * (block.stop - block.first)
+        return numbers
+
+    def _timed_by(self, short: Short) -> Problem:
+        """The problem by the seconds of a short graph."""
+        flow, units, may = self.flow, self.units, self._may
+        parameters, constants = _states(flow.graph, flow, units, ())
+        return Problem(
+            units=len(units.starts),
+            blocks=tuple(_block_units(units, self.blocks)),
+            parameters=parameters,
+            constants=constants,
+            optimizer_factor=self.optimizer_factor,
+            profiles=tuple(self._profile(short, size) for size in self.rows),
+            batch=self.batch,
+            machine=self.machine,
+            window=self.window,
+            constraints=replace(
+                self.constraints,
+                recompute=None if self.recompute is None else tuple(range(len(may))),
+            ),
+            reruns=tuple((units.of(block.first), units.of(block.stop - 1) + 1) for block in may),
+            zeros=self.zeros,
+            tp=self.tp,
+            largest=_largest(flow, units),
+        )
+
+    def _profile(self, short: Short, rows: int) -> Profile:
+        starts, graph = np.array(self.units.starts), short.graph
+        exchange = np.zeros((2, len(short.like)))
+        if self.sending is not None:
+            exchange = np.array(self.sending(graph, rows)).T[:, short.like]
+        formulas = cost.costs(graph)
+        dtypes = _dtypes(graph, formulas, self.precision)
+        times = [
+            np.stack(cost.seconds(formulas, rows, device, dtypes))[:, short.like] + exchange
+            for device in self.kinds
+        ]
+        return Profile(
+            rows,
+            tuple(_by_unit(forward, starts) for forward, _ in times),
+            tuple(_by_unit(backward, starts) for _, backward in times),
+            saved=(),
+            crossings=(),
+            again=tuple(
+                tuple(_of_block(forward, block, self.units) for forward, _ in times)
+                for block in self._may
+            ),
+            exchange=_by_unit(exchange.sum(axis=0), starts) if self.sending is not None else (),
+        )
 
 
-def _numbers(graph: Graph, blocks: Sequence[Block]) -> list[int]:
-    """Of each node the number of the block that it is in, or -1."""
-    numbers = [-1] * len(graph.nodes)
-    for number, block in enumerate(blocks):
-        numbers[block.first : block.stop] = [number] * (block.stop - block.first)
-    return numbers
-
-
-def whole_seconds(graph: Graph, device: Device, precision: str, rows: int = 1) -> float:
-    """Seconds in which a device computes forward and backward of all nodes, one after the other."""
+def whole_seconds(graph: Graph, device: Device, precision: str) -> float:
+    """Seconds in which a device computes forward and backward of one row, node after node."""
     formulas = cost.costs(graph)
-    both = cost.seconds(formulas, rows, device, _dtypes(graph, formulas, precision))
+    both = cost.seconds(formulas, 1, device, _dtypes(graph, formulas, precision))
     return float(sum(way.sum() for way in both))
 
 
@@ -207,6 +239,15 @@ def _states(
         tuple(Shared(size, used) for used, size in trainable.items()),
         tuple(Shared(size, used) for used, size in other.items()),
     )
+
+
+def _largest(flow: Dataflow, units: Units) -> tuple[int, ...]:
+    """Of each unit the bytes of the largest gradient that it makes."""
+    largest = [0] * len(units.starts)
+    for name, state in flow.graph.states.items():
+        for unit in {units.of(position) for position in flow.users[State(name)] if state.trainable}:
+            largest[unit] = max(largest[unit], bytes_at(state.spec, 1))
+    return tuple(largest)
 
 
 def _crossings(

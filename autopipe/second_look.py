@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 
+from autopipe.candidate import Candidate
 from autopipe.degrees import as_first
 from autopipe.draft import Draft
 from autopipe.errors import InfeasibleError
@@ -43,7 +44,7 @@ Write = Callable[[Problem, Draft, Answer], Plan]
 def second_look(
     plan: Plan,
     answer: Answer,
-    made: Mapping[int, tuple[Problem, Draft]],
+    made: Mapping[int, Candidate],
     planner: Planner,
     write: Write,
 ) -> Plan:
@@ -51,14 +52,14 @@ def second_look(
 
     Args:
         plan, answer: what the search has found, written down.
-        made: of each tensor-parallel degree the problem, and what its answers are written down by.
+        made: of each tensor-parallel degree.
     """
     if plan.prediction.step_seconds <= TRUSTED * answer.estimate.step_seconds:
         return plan
     looked = {_mesh_of(plan): plan}
     least = plan.prediction.step_seconds
     for pp, dp, tp in islice(_others(plan, answer, made), MOST_LOOKS):
-        problem, draft = made[tp]
+        problem, draft = made[tp].whole()
         asked_for = replace(problem.constraints, pp=pp, dp=dp)
         narrowed = replace(problem, constraints=asked_for)
         with as_first(tp), suppress(InfeasibleError):
@@ -76,15 +77,14 @@ def _mesh_of(of: Plan | Alternative) -> Mesh:
     return mesh.pp, mesh.dp, mesh.tp
 
 
-def _others(
-    plan: Plan, answer: Answer, made: Mapping[int, tuple[Problem, Draft]]
-) -> Iterator[Mesh]:
+def _others(plan: Plan, answer: Answer, made: Mapping[int, Candidate]) -> Iterator[Mesh]:
     """All meshes that may take less than the plan does: by estimates, as far as there are any, and
     then by bounds."""
     steps = {_mesh_of(a): a.step_seconds for a in answer.alternatives if a.step_seconds is not None}
-    for tp, (problem, _) in made.items():
+    for tp, candidate in made.items():
         with suppress(InfeasibleError):  # of this degree there is none
-            for frame, least in sorted(bounds(problem).items(), key=lambda pair: pair[1]):
+            every = bounds(candidate.timed)
+            for frame, least in sorted(every.items(), key=lambda pair: pair[1]):
                 steps.setdefault((frame.pp, frame.dp, tp), least)
     for mesh, step in steps.items():
         if step < plan.prediction.step_seconds and mesh != _mesh_of(plan) and mesh[2] in made:

@@ -9,7 +9,8 @@ planners and stands here. Frames are tried in the order of what they take at lea
 and once two meshes are known that take less than the next bound, no frame that is left can be the
 best or the second best mesh: those are not tried. What the best one takes is then a proved bound
 for all plans that the frames allow. Plain data parallelism is tried in any case: it is what people
-know, and ask about.
+know, and ask about. Nor is one tried in which nothing can fit (`autopipe.planners.packing`), unless
+nothing fits anywhere and the nearest plan is asked for.
 
 A model has a problem for each tensor-parallel degree. What is known of one counts for the next:
 its steps are *rivals*, known meshes like any other. A problem where nothing fits that may be among
@@ -25,10 +26,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from autopipe.errors import InfeasibleError
-from autopipe.estimate import Estimate, chunks_of, estimate, profile_of, weights
+from autopipe.estimate import Estimate, chunks_of, estimate, weights
 from autopipe.plan import Alternative
 from autopipe.planners import reasons
 from autopipe.planners.amounts import percent
+from autopipe.planners.packing import left_over
 from autopipe.planners.relax import limitless, would_fit
 from autopipe.planners.search import frames
 from autopipe.problem import Decision, Frame, Problem
@@ -106,6 +108,7 @@ def best_answer(
     rivals: Sequence[float] = (),
     fitting: Fitting | None = None,
     heuristic: str | None = None,
+    thorough: bool = False,
 ) -> Answer:
     """Choose in every frame that may win and return the best, with its reasons.
 
@@ -116,27 +119,34 @@ def best_answer(
         fitting: the same where what does not fit is of no interest, if that is quicker.
         heuristic: the planner's name if `choice` is not optimal in every frame; an optimal one
             makes the answer its own bound.
+        thorough: whether to try frames that are known to have too little room.
 
     Raises:
         Outdone: there are rivals, and nothing fits that may be as fast.
         InfeasibleError: the constraints contradict each other, or no decision fits.
     """
     least = bounds(problem)
-    scored = _tried(problem, choice, least, 2, rivals)
+    looked = _tried(problem, choice, least, 2, rivals, thorough)
     alone = (1, max((frame.dp for frame in least if frame.pp == 1), default=0))
     if problem.tp == 1 or not rivals:
-        rest = {f: least[f] for f in least if f[:2] == alone and f not in scored}
-        scored |= _tried(problem, choice, rest, 1)
+        rest = {f: least[f] for f in least if f[:2] == alone and f not in looked.scored}
+        looked = looked.and_of(_tried(problem, choice, rest, 1, (), thorough))
+    scored = looked.scored
     best = _best(least, scored)
-    untried = [frame for frame in least if frame not in scored]
+    untried = [frame for frame in least if frame not in scored and frame not in looked.too_full]
     next_up = min(untried, key=lambda frame: least[frame], default=None)
     beyond = math.inf if next_up is None else least[next_up]
     plain = _by_mesh(scored).get(alone)
     if best is None and rivals:
         raise Outdone(next_up, beyond, plain)
     if best is None:
+        for frame in looked.too_full:
+            scored[frame] = _score(problem, choice(problem, frame))
+        every = [scored[frame] for frame in sorted(least, key=lambda frame: least[frame])]
         helps = would_fit(problem, lambda changed: fastest(changed, fitting or choice))
-        raise reasons.nothing_fits(problem, list(scored.values()), helps, heuristic)
+        raise reasons.nothing_fits(problem, every, helps, heuristic)
+    for frame in _nearest_of_rest(looked, untried):
+        scored[frame] = _score(problem, choice(problem, frame))
     step = best.estimate.step_seconds
     wins = step <= min(rivals, default=math.inf)
     roomy = _without_limit(problem, choice, least, step) if wins else None
@@ -145,7 +155,7 @@ def best_answer(
         estimate=best.estimate,
         bound_seconds=min(step, beyond) if heuristic is None else min(least.values()),
         binding=reasons.binding(problem, best, roomy),
-        alternatives=_alternatives(problem, best, scored, least),
+        alternatives=_alternatives(problem, best, scored, {f: least[f] for f in untried}),
         plain=None if alone == best.mesh else plain,
     )
 
@@ -181,7 +191,7 @@ def fastest(problem: Problem, fitting: Fitting) -> Scored | None:
         InfeasibleError: the constraints contradict each other.
     """
     least = bounds(problem)
-    return _best(least, _tried(problem, fitting, least, 1))
+    return _best(least, _tried(problem, fitting, least, 1).scored)
 
 
 def _best(every: Iterable[Frame], scored: Mapping[Frame, Scored]) -> Scored | None:
@@ -191,20 +201,35 @@ def _best(every: Iterable[Frame], scored: Mapping[Frame, Scored]) -> Scored | No
     return next((s for s in fitting if s.estimate.step_seconds <= least * (1 + TOLERANCE)), None)
 
 
+class _Looked(NamedTuple):
+    """The frames that were tried, and of those with too little room the units that find none."""
+
+    scored: dict[Frame, Scored]
+    too_full: dict[Frame, int]
+
+    def and_of(self, other: _Looked) -> _Looked:
+        """Both together."""
+        return _Looked(self.scored | other.scored, self.too_full | other.too_full)
+
+
 def _tried(
     problem: Problem,
     choice: Fitting,
     least: Mapping[Frame, float],
     meshes: int,
     rivals: Sequence[float] = (),
-) -> dict[Frame, Scored]:
+    thorough: bool = False,
+) -> _Looked:
     """Frames by their bounds, until none of the so many best meshes can be another."""
     scored: dict[Frame, Scored] = {}
+    too_full: dict[Frame, int] = {}
     quickest: dict[Mesh, float] = {}
     for frame in sorted(least, key=lambda frame: least[frame]):
-        known = sorted((*rivals, *quickest.values()))[meshes - 1 : meshes]
-        if known and least[frame] > known[0] * (1 + TOLERANCE):
+        if _outdone(least[frame], (*rivals, *quickest.values()), meshes):
             break
+        if not thorough and (units := left_over(problem, frame)):
+            too_full[frame] = units
+            continue
         decision = choice(problem, frame)
         if decision is None:
             continue
@@ -213,7 +238,28 @@ def _tried(
         if found.estimate.fits:
             step = found.estimate.step_seconds
             quickest[found.mesh] = min(step, quickest.get(found.mesh, math.inf))
-    return scored
+    return _Looked(scored, too_full)
+
+
+def _outdone(seconds: float, known: Iterable[float], meshes: int) -> bool:
+    """Whether so many meshes are known to take less."""
+    best = sorted(known)[meshes - 1 : meshes]
+    return bool(best) and seconds > best[0] * (1 + TOLERANCE)
+
+
+def out_of_the_best_two(seconds: float, rivals: Sequence[float]) -> bool:
+    """Whether no mesh whose steps take at least so long can be the best or the second best."""
+    return _outdone(seconds, rivals, 2)
+
+
+def _nearest_of_rest(looked: _Looked, untried: Iterable[Frame]) -> Iterable[Frame]:
+    """Of each mesh of which nothing else will be told the frame that has most nearly room."""
+    told = {frame[:2] for frame in (*looked.scored, *untried)}
+    nearest: dict[Mesh, Frame] = {}
+    for frame in sorted(looked.too_full, key=lambda frame: looked.too_full[frame]):
+        if frame[:2] not in told:
+            nearest.setdefault(frame[:2], frame)
+    return nearest.values()
 
 
 def _without_limit(
@@ -236,13 +282,7 @@ def _without_limit(
 
 def bound(problem: Problem, frame: Frame) -> float:
     """Seconds of a step with perfect balance, free transfers and a free all-reduce."""
-    profile = profile_of(problem, frame.dp, frame.micro_batches)
-    assert profile is not None, "a frame has a profile"
-    quickest = (
-        map(min, zip(*profile.forward, strict=True)),
-        map(min, zip(*profile.backward, strict=True)),
-    )
-    whole = math.fsum(seconds for kind in quickest for seconds in kind)
+    whole = _whole_seconds(problem, problem.batch // (frame.dp * frame.micro_batches))
     if frame.zero == 3 and problem.machine.alike:
         size = sum(parameter.bytes for parameter in problem.parameters)
         group = problem.machine.groups(frame.dp)[0]
@@ -250,6 +290,17 @@ def bound(problem: Problem, frame: Frame) -> float:
     of_sum, of_largest = weights(problem, frame)
     stages = frame.pp * chunks_of(problem.constraints, frame.schedule)
     return whole * (of_sum + of_largest / stages)
+
+
+@lru_cache(maxsize=256)
+def _whole_seconds(problem: Problem, rows: int) -> float:
+    """Seconds of a micro-batch, forward and backward, each unit on the device it likes best."""
+    profile = next(profile for profile in problem.profiles if profile.rows == rows)
+    quickest = (
+        map(min, zip(*profile.forward, strict=True)),
+        map(min, zip(*profile.backward, strict=True)),
+    )
+    return math.fsum(seconds for kind in quickest for seconds in kind)
 
 
 def beside(answer: Answer, others: Mapping[int, Answer | Outdone]) -> Answer:
@@ -299,27 +350,27 @@ def _alternatives(
     problem: Problem,
     best: Scored,
     scored: Mapping[Frame, Scored],
-    least: Mapping[Frame, float],
+    untried: Mapping[Frame, float],
 ) -> tuple[Alternative, ...]:
     """All meshes but the best one's. A frame that was not tried may still fit, and be faster than
     those of its mesh that were: then its bound is told."""
     rest = [found for mesh, found in _by_mesh(scored).items() if mesh != best.mesh]
     fitting = {found.mesh: found for found in rest if found.estimate.fits}
-    untried: dict[Mesh, Frame] = {}
-    for frame in least:
+    quicker: dict[Mesh, Frame] = {}
+    for frame, seconds in untried.items():
         mesh = frame[:2]
         known = fitting[mesh].estimate.step_seconds if mesh in fitting else math.inf
-        if frame not in scored and mesh != best.mesh and least[frame] < known:
-            if mesh not in untried or least[frame] < least[untried[mesh]]:
-                untried[mesh] = frame
-    exact = [found for mesh, found in fitting.items() if mesh not in untried]
+        if mesh != best.mesh and seconds < known:
+            if mesh not in quicker or seconds < untried[quicker[mesh]]:
+                quicker[mesh] = frame
+    exact = [found for mesh, found in fitting.items() if mesh not in quicker]
     steps = sorted(exact, key=lambda found: found.estimate.step_seconds)
-    misfits = [f for f in rest if f.mesh not in fitting and f.mesh not in untried]
+    misfits = [f for f in rest if f.mesh not in fitting and f.mesh not in quicker]
     return (
         *(alternative(problem.tp, best, found) for found in steps),
         *(
-            _bounded(problem.tp, best, frame, least[frame])
-            for frame in sorted(untried.values(), key=lambda frame: least[frame])
+            _bounded(problem.tp, best, frame, untried[frame])
+            for frame in sorted(quicker.values(), key=lambda frame: untried[frame])
         ),
         *(
             alternative(problem.tp, best, found)

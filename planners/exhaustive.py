@@ -62,7 +62,7 @@ def exhaustive(problem: Problem, rivals: Sequence[float] = ()) -> Answer:
             f"{MOST:,} of {MOST_SETS:,}",
             hint="the planner `dynamic` finds the same optimum; or fix pp, dp and micro_batches",
         )
-    return best_answer(problem, _choose, rivals=rivals)
+    return best_answer(problem, _choose, rivals=rivals, thorough=True)
 
 
 _Rank = tuple[float, float]

@@ -47,7 +47,10 @@ def test_a_degree_that_is_asked_for() -> None:
 def at(tp: int, name: str = "gpt") -> Degree:
     trace = traced(name)
     blocks = find_blocks(trace.graph)
-    return as_one_rank(tp, trace, analyse(trace.graph), blocks, machine(tp), 2)
+    cluster = machine(tp)
+    return as_one_rank(
+        tp, trace, analyse(trace.graph), blocks, cluster, 2, slowest=cluster.slowest_device
+    )
 
 
 def test_a_degree_that_divides_nothing() -> None:

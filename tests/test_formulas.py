@@ -102,7 +102,9 @@ def test_of_one_rank_of_two(name: str, precision: str) -> None:
     found = formulas(name, tp=2, cluster=CLUSTER, precision=precision)
     traced = traced_at(name, LENGTH)
     flow, blocks = analyse(traced.graph), find_blocks(traced.graph)
-    degree = as_one_rank(2, traced, flow, blocks, parse(CLUSTER), 2)
+    degree = as_one_rank(
+        2, traced, flow, blocks, parse(CLUSTER), 2, slowest=parse(CLUSTER).slowest_device
+    )
     expected = seen(degree.trace.graph, 6, precision, tp=2)
     assert {n: float(size) for n, size in found.at(6, LENGTH).items()} == expected
     assert expected["sent"] > 0

@@ -27,7 +27,7 @@ from autopipe.draft import WINDOW, Draft
 from autopipe.forecast import with_prediction
 from autopipe.plan import Boundary, Prediction
 from autopipe.planners import Answer
-from autopipe.profile import Profiled, build_problem
+from autopipe.profile import Costing, Profiled
 from autopipe.schedule import holders
 from autopipe.schedules import make
 from autopipe.source import Source, trace_source
@@ -157,11 +157,13 @@ def test_who_adds_the_shortfall_gets_a_plan(monkeypatch: pytest.MonkeyPatch) -> 
     """At once by the estimate, or at the second try by the walk through the program; here by the
     walk, for the estimate is made to leave something out."""
 
-    def without_largest(*args: Any, **kwargs: Any) -> Profiled:
-        found = build_problem(*args, **kwargs)
+    profiled = Costing.profiled
+
+    def without_largest(self: Costing, *, check: bool = True) -> Profiled:
+        found = profiled(self, check=check)
         return found._replace(problem=replace(found.problem, largest=()))
 
-    monkeypatch.setattr("autopipe.planning.build_problem", without_largest)
+    monkeypatch.setattr(Costing, "profiled", without_largest)
     memory, tries = 30_000, 0
     while True:
         try:

@@ -16,7 +16,7 @@ from autopipe.graph import bytes_at
 from autopipe.machine import machine_of
 from autopipe.partition import partition
 from autopipe.problem import Constraints
-from autopipe.profile import build_problem
+from autopipe.profile import Costing
 from autopipe.rehearsal import rehearse
 from autopipe.reruns import figures
 from autopipe.tables import tables
@@ -40,7 +40,8 @@ def problem_on(cluster, flow, blocks, units, *, batch=8, rows=(1, 2, 4), **how):
     """The problem, and the paths of its reruns."""
     devices, kinds = machine_of(cluster)
     how = {"optimizer_factor": 2.0, "window": 2, "constraints": Constraints(), **how}
-    return build_problem(flow, blocks, units, devices, kinds, batch=batch, rows=rows, **how)[:2]
+    given = {"flow": flow, "blocks": blocks, "units": units, "machine": devices, "kinds": kinds}
+    return Costing(**given, batch=batch, rows=rows, **how).profiled()[:2]
 
 
 def ranges_of(units, chance, stages):

@@ -9,7 +9,7 @@ from autopipe.blocks import find_blocks
 from autopipe.dataflow import analyse
 from autopipe.machine import machine_of
 from autopipe.problem import Constraints
-from autopipe.profile import build_problem
+from autopipe.profile import Costing
 from autopipe.shorten import KEPT, Run, Short, Storage, Uneven, _along, shorten
 from autopipe.units import find_units
 from tests.inprocess import machine
@@ -122,22 +122,22 @@ def test_problems_of_the_short_graph_and_of_the_whole_one_are_the_same(
     devices, kinds = machine_of(machine(4))
 
     def problem() -> profile.Problem:
-        return build_problem(
-            flow,
-            blocks,
-            find_units(flow, blocks),
-            devices,
-            kinds,
+        return Costing(
+            flow=flow,
+            blocks=blocks,
+            units=find_units(flow, blocks),
+            machine=devices,
+            kinds=kinds,
             batch=32,
             rows=(1, 2, 4, 8, 16),
             optimizer_factor=2.0,
             window=2,
             constraints=Constraints(),
             precision=precision,
-        )[0]
+        ).profiled()[0]
 
     found = problem()
-    monkeypatch.setattr(profile, "shortened", lambda flow, blocks: [shorten(flow, ())])
+    monkeypatch.setattr(profile, "shortened", lambda flow, blocks: iter([shorten(flow, ())]))
     whole = problem()
     assert set(found.parameters) == set(whole.parameters)
     assert set(found.constants) == set(whole.constants)

@@ -29,7 +29,7 @@ from autopipe.machine import machine_of
 from autopipe.plan import ZERO
 from autopipe.planners import PLANNERS
 from autopipe.problem import Constraints, Decision
-from autopipe.profile import build_problem
+from autopipe.profile import Costing
 from autopipe.source import trace_source
 from autopipe.units import find_units
 
@@ -63,12 +63,12 @@ def compare(
         kinds=(len(kinds) - 1,) * true.devices,
         memory=(min(true.memory),) * true.devices,
     )
-    problem, *_ = build_problem(
-        flow,
-        blocks,
-        units,
-        true,
-        kinds,
+    problem, *_ = Costing(
+        flow=flow,
+        blocks=blocks,
+        units=units,
+        machine=true,
+        kinds=kinds,
         batch=rows,
         rows=[size for size in range(1, rows + 1) if rows % size == 0],
         optimizer_factor=optimizer_factor(torch.optim.AdamW),
@@ -76,7 +76,7 @@ def compare(
         constraints=Constraints(),
         precision=precision,
         zeros=ZERO,
-    )
+    ).profiled()
     ours = PLANNERS["dynamic"](problem)
     for_equal = PLANNERS["dynamic"](replace(problem, machine=equal))
     decision = replace(for_equal.decision, groups=tuple(range(for_equal.decision.frame.pp)))
