@@ -5,7 +5,7 @@ model, inputs --trace--> Graph --profile--> Problem --planner--> Decision --rehe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,26 +16,24 @@ from autopipe.binding import check_runs
 from autopipe.blocks import Block, classes, find_blocks
 from autopipe.candidate import Candidate
 from autopipe.capture import Loss
+from autopipe.choosing import best_degree
 from autopipe.cluster import Cluster, Device
 from autopipe.dataflow import analyse
 from autopipe.degrees import as_first, as_one_rank, check_heads, degrees, sending_seconds
-from autopipe.draft import WINDOW, Draft, Overflow
-from autopipe.errors import InfeasibleError
+from autopipe.draft import WINDOW, Draft
 from autopipe.estimate import chunks_of
 from autopipe.garbage import resting
 from autopipe.graph import bytes_at
 from autopipe.machine import machine_of
 from autopipe.plan import ZERO, Plan
-from autopipe.planners import PLANNERS, Answer, Planner
-from autopipe.planners.answer import Outdone, beside, out_of_the_best_two, rivals_of
+from autopipe.planners import PLANNERS, Answer
 from autopipe.precision import PRECISIONS
 from autopipe.probe import Say
-from autopipe.problem import WRITTEN, Constraints, Frame, Problem
+from autopipe.problem import WRITTEN, Constraints, Problem
 from autopipe.profile import Costing, Profiled, whole_seconds
 from autopipe.recompute import blocks_to_recompute
 from autopipe.schedule import Programs
 from autopipe.schedules import SCHEDULES
-from autopipe.second_look import second_look
 from autopipe.source import Source, trace_source, versions
 from autopipe.stage_costs import EAGER
 from autopipe.stopwatch import Stopwatch
@@ -146,7 +144,11 @@ def plan(
         return whole_seconds(graph, device, precision)
 
     def at(tp: int) -> Candidate:
-        sizes = asked.micro_batch_rows(rows, machine.num_devices // tp, constraints)
+        of_tp = machine.num_devices // tp
+        wanted = asked.micro_batch_rows(rows, of_tp, constraints)
+        # A refusal may speak of others.
+        free = replace(constraints, dp=None, micro_batches=None)
+        sizes = wanted if written else asked.micro_batch_rows(rows, of_tp, free)
         # A parameter that ZeRO-3 deals out needs its whole gradient on every tensor-parallel rank.
         zeros = (zero,) if zero is not None else ZERO if tp == 1 else ZERO[:2]
         devices, kinds = machine_of(machine, tp, limits, whole_step)
@@ -156,7 +158,7 @@ def plan(
             flow,
             blocks,
             machine,
-            sizes[0],
+            wanted[0],
             slowest=kinds[-1],
             zero=zeros[-1],
             sequence=sequence_parallel,
@@ -208,119 +210,10 @@ def plan(
         with watch("search"):
             return PLANNERS[planner](problem, rivals)
 
-    made = _best_degree(tried, costed, searched, watch)
+    besides = degrees(machine, None, graph)[0] if tp is not None else ()
+    made = best_degree(tried, costed, searched, watch, [other for other in besides if other != tp])
     check_runs(made)
     return made
-
-
-def _best_degree(
-    tried: Sequence[Sequence[int]],
-    at: Callable[[int], Candidate],
-    planner: Planner,
-    watch: Stopwatch,
-) -> Plan:
-    """The best answer of all tensor-parallel degrees written down; of equal ones the lowest's.
-
-    Args:
-        tried: degrees to try, and others to try only where nothing fits at those.
-
-    Raises:
-        InfeasibleError: no plan fits; of those there could be, the one with the least shortfall.
-    """
-    made: dict[int, Candidate] = {}
-    answers: dict[int, Answer] = {}
-    refused: dict[int, InfeasibleError] = {}
-    for further in tried:
-        for tp in further if not answers else ():
-            try:
-                made[tp] = at(tp)
-            except InfeasibleError as error:
-                refused[tp] = error
-        if not answers:
-            answers, errors = _answers(made, planner, watch)
-            refused |= errors
-    if not answers:
-        # Of those that want memory the nearest; else what contradicts itself at the lowest degree.
-        known = [refused[tp] for tp in sorted(refused)]
-        wanting = [error for error in known if error.shortfall]
-        raise min(wanting or known[:1], key=lambda error: error.shortfall)
-    while True:
-        tp = min(answers, key=lambda tp: (answers[tp].estimate.step_seconds, tp))
-        others: dict[int, Answer | Outdone] = {
-            other: error for other, error in refused.items() if isinstance(error, Outdone)
-        }
-        others |= {other: found for other, found in answers.items() if other != tp}
-        told = beside(answers[tp], dict(sorted(others.items())))
-        try:
-            with as_first(tp):
-                found = _plan_that_fits(planner, *made[tp].whole(), told, watch)
-        except InfeasibleError:
-            # Without it, what it has outdone may be the best.
-            made.pop(tp)
-            answers, refused = _answers(made, planner, watch)
-            if not answers:
-                raise
-            continue
-
-        def write(problem: Problem, draft: Draft, answer: Answer) -> Plan:
-            return _plan_that_fits(planner, problem, draft, answer, watch)
-
-        return second_look(found, told, made, planner, write)
-
-
-def _answers(
-    made: Mapping[int, Candidate], planner: Planner, watch: Stopwatch
-) -> tuple[dict[int, Answer], dict[int, InfeasibleError]]:
-    """What the planner says of each degree's problem: its answer, or why there is none.
-
-    The degree of the lowest bound is asked first: what it takes is a rival to the others.
-    """
-    answers: dict[int, Answer] = {}
-    refused: dict[int, InfeasibleError] = {}
-    least: dict[int, tuple[Frame, float]] = {}
-    for tp, candidate in made.items():
-        try:
-            with watch("search"):
-                least[tp] = candidate.least()
-        except InfeasibleError as error:
-            refused[tp] = error
-    for tp in sorted(least, key=lambda tp: (least[tp][1], tp)):
-        rivals, (frame, seconds) = rivals_of(answers.values()), least[tp]
-        # Plain data parallelism, which is told in any case, is at degree 1.
-        if tp > 1 and out_of_the_best_two(seconds, rivals):
-            refused[tp] = Outdone(frame, seconds, None)
-            continue
-        try:
-            problem, _ = made[tp].whole(check=not answers)
-            answers[tp] = planner(problem, rivals)
-        except InfeasibleError as error:
-            refused[tp] = error
-    return answers, refused
-
-
-def _plan_that_fits(
-    planner: Planner, problem: Problem, draft: Draft, answer: Answer, watch: Stopwatch
-) -> Plan:
-    """The planner's answer written down; asked again for less where its exact bytes are too many.
-
-    Raises:
-        InfeasibleError: no plan fits.
-    """
-    while True:
-        try:
-            with watch("rehearsed"):
-                return draft.plan(answer)
-        except Overflow as overflow:
-            # So much less that this very answer is none: else it would come again, byte by byte.
-            less = max(overflow.shortfall, answer.estimate.spare + 1)
-            schedule = answer.decision.frame.schedule
-            beyond = problem.beyond.get(schedule, 0) + less
-            problem = replace(problem, beyond={**problem.beyond, schedule: beyond})
-            try:
-                answer = planner(problem)
-            except InfeasibleError:
-                # Its numbers would be of a limit that nobody has set.
-                raise overflow from None
 
 
 def _summary(traced: Trace, blocks: Sequence[Block]) -> str:

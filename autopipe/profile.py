@@ -123,10 +123,13 @@ class Costing:
 
     @cached_property
     def _may(self) -> list[Block]:
-        """The blocks that may run again."""
-        if self.recompute is not None:
-            return [block for block in self.blocks if block.path in self.recompute]
-        return [b for b in self.blocks if obstacle(self.flow, range(b.first, b.stop)) is None]
+        """The blocks that may run again, whether or not the user has fixed which do."""
+        asked = self.recompute or ()
+        return [
+            block
+            for block in self.blocks
+            if block.path in asked or obstacle(self.flow, range(block.first, block.stop)) is None
+        ]
 
     @property
     def _numbers(self) -> list[int]:
@@ -152,7 +155,9 @@ class Costing:
             window=self.window,
             constraints=replace(
                 self.constraints,
-                recompute=None if self.recompute is None else tuple(range(len(may))),
+                recompute=None
+                if self.recompute is None
+                else tuple(n for n, block in enumerate(may) if block.path in self.recompute),
             ),
             reruns=tuple((units.of(block.first), units.of(block.stop - 1) + 1) for block in may),
             zeros=self.zeros,

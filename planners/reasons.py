@@ -9,6 +9,7 @@ from autopipe.errors import InfeasibleError
 from autopipe.estimate import Estimate
 from autopipe.plan import Memory
 from autopipe.planners.amounts import Amount, duration, percent
+from autopipe.planners.relax import Help
 from autopipe.planners.search import one_of
 from autopipe.problem import Problem
 
@@ -88,8 +89,8 @@ def binding(problem: Problem, best: Scored, roomy: Scored | None) -> str:
 
 
 def nothing_fits(
-    problem: Problem, scored: Sequence[Scored], helps: Sequence[str], heuristic: str | None
-) -> InfeasibleError:
+    problem: Problem, scored: Sequence[Scored], helps: Sequence[Help], heuristic: str | None
+) -> NothingFits:
     """The refusal, with the decision that comes nearest and what it lacks, by part.
 
     Args:
@@ -115,16 +116,50 @@ def nothing_fits(
     )
     of_tp = f" tp={problem.tp}" if problem.tp > 1 else ""
     again = " with blocks run again" if any(nearest.decision.recompute) else ""
-    return InfeasibleError(
+    return NothingFits(
         f"no {kind} fits {amount.of(found.limit)} a device: nearest is "
         f"{nearest.decision.frame}{of_tp}{again}, whose {needing} {amount.of(held.peak)}, "
         f"{found.overflow} bytes too many ({listed}).",
-        hint=one_of(
-            [
-                *(["the planner `dynamic`, which places cuts by memory"] if heuristic else []),
-                *helps,
-                f"{what} of {amount.ceiling(held.peak)}",
-            ]
-        ),
-        shortfall=found.overflow,
+        [*([Help(EXACT)] if heuristic else []), *helps],
+        f"{what} of {amount.ceiling(held.peak)}",
+        problem.tp,
+        found.overflow,
     )
+
+
+EXACT = "the planner `dynamic`, which places cuts by memory"
+
+
+class NothingFits(InfeasibleError):
+    """No plan of a problem fits.
+
+    Attributes:
+        helps: changes after which one does.
+        larger: the devices, or the limit, that the nearest plan wants.
+        tp: the problem's tensor-parallel degree.
+    """
+
+    def __init__(
+        self, message: str, helps: Sequence[Help], larger: str, tp: int, shortfall: int
+    ) -> None:
+        super().__init__(message, hint=one_of([*helps, larger]), shortfall=shortfall)
+        self.helps, self.larger, self.tp = tuple(helps), larger, tp
+
+    def beside(self, others: Sequence[NothingFits], further: Sequence[Help]) -> NothingFits:
+        """The same where other degrees' problems have been looked at as well: they may do with
+        fewer devices. `further` are helps of another kind."""
+        fewest = min(
+            (
+                (help.devices, error is not self, error.tp, help)
+                for error in (self, *others)
+                for help in error.helps
+                if help.devices
+            ),
+            default=None,
+        )
+        helps = [help for help in self.helps if not help.devices]
+        if fewest is not None:
+            _, elsewhere, tp, help = fewest
+            what = f"{help.what} with tp={tp}" if elsewhere else help.what
+            helps.append(help._replace(what=what))
+        return NothingFits(self.message, [*further, *helps], self.larger, self.tp, self.shortfall)

@@ -17,7 +17,8 @@ import autopipe
 ROOT = Path(__file__).parent.parent
 
 DOORS = {  # Python API, command line
-    *("__init__", "__main__", "candidate", "cli", "draft", "parallel", "planning", "second_look"),
+    *("__init__", "__main__", "candidate", "choosing", "cli", "draft", "parallel", "planning"),
+    "second_look",
 }
 VALUES = {  # plain values and arithmetic: a plan is made, read, drawn and proved without torch
     f"autopipe.{name}"

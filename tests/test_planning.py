@@ -529,3 +529,31 @@ def test_two_parameters_in_one_memory() -> None:
 
     with pytest.raises(ModelError, match=r"'one\.weight' and 'two\.weight' are two parameters in"):
         planned(model=Shared(), inputs=lambda rows: {"x": torch.ones(rows, 32)}, loss=None)
+
+
+def test_a_refusal_speaks_of_other_degrees() -> None:
+    """What fits at another tp, where one was asked for; else the fewest devices of any degree."""
+    limit = max(stage.predicted.memory.peak for stage in free(tp=2, pp=1).stages)
+    with pytest.raises(InfeasibleError) as refused:
+        free(tp=1, pp=1, zero=0, recompute="none", memory=limit)
+    assert refused.value.hint is not None and "tp=2" in refused.value.hint
+    assert free(tp=2, memory=limit).mesh.tp == 2
+
+
+def test_a_refusal_speaks_of_blocks_that_were_not_to_run_again() -> None:
+    """And of micro-batches of other sizes than those asked for: each fits, as it says."""
+
+    def most(**asked: Any) -> int:
+        plan = planned(pp=2, **asked)
+        return max(stage.predicted.memory.peak for stage in plan.stages)
+
+    asked: dict[str, Any] = {"pp": 2, "micro_batches": 2}
+    limit = max(most(micro_batches=2, recompute="all"), most(micro_batches=8))
+    assert limit < most(micro_batches=2)
+    with pytest.raises(InfeasibleError) as refused:
+        planned(**asked, memory=limit)
+    assert refused.value.hint is not None
+    assert refused.value.hint.startswith("recomputation in stage")
+    assert "micro_batches=" in refused.value.hint
+    assert any(stage.recompute for stage in planned(**asked, recompute=None, memory=limit).stages)
+    assert planned(pp=2, memory=limit).batch.micro_batches > 2

@@ -73,11 +73,12 @@ def test_one_block_alone_runs_again():
 
 
 def saves(problem, rows, first, end):
-    """Bytes that the blocks of a range do not keep, as all that may run again do."""
+    """Bytes that the blocks of a range do not keep, as all that are asked for run again."""
+    asked = problem.constraints.recompute
     parts = [
         (block, max(first - start, 0), min(end, stop) - start)
         for block, (start, stop) in enumerate(problem.reruns)
-        if start < end and stop > first
+        if start < end and stop > first and (asked is None or block in asked)
     ]
     return sum(figures(problem, rows, 0, block, (low, high))[0] for block, low, high in parts)
 
@@ -135,24 +136,26 @@ def test_what_runs_again_takes_its_forwards_seconds_once_more():
     found, _, blocks = traced("gpt")
     units, problem = problem_of("gpt", recompute=[blocks[1].path])
     forward, _ = cost.seconds(cost.costs(found.graph), 2, CLUSTER.slowest_device)
-    ((more,),) = problem.profiles[1].again
+    (number,) = problem.constraints.recompute
+    (more,) = problem.profiles[1].again[number]
     assert sum(more) == pytest.approx(forward[blocks[1].first : blocks[1].stop].sum())
-    ((first, last),) = problem.reruns
+    first, last = problem.reruns[number]
     assert (first, last) == (units.of(blocks[1].first), units.of(blocks[1].stop - 1) + 1)
     assert len(more) == last - first and all(seconds > 0 for seconds in more)
 
 
 def test_where_nobody_says_which_blocks_run_again_all_that_can_may():
-    """Those that draw random numbers may: they draw the same. The planner's choice is free."""
+    """Those that draw random numbers may: they draw the same. The planner's choice is free. Where
+    somebody does say, the others are what a refusal can speak of."""
     _, flow, blocks = traced("gpt")
     units = find_units(flow, blocks, 8)
     problem, paths = problem_on(CLUSTER, flow, blocks, units)
     assert paths == tuple(block.path for block in blocks)
     assert len(problem.reruns) == 4 and problem.constraints.recompute is None
     fixed, paths = problem_on(CLUSTER, flow, blocks, units, recompute=["blocks.1", "blocks.3"])
-    assert (paths, fixed.constraints.recompute) == (("blocks.1", "blocks.3"), (0, 1))
+    assert [paths[number] for number in fixed.constraints.recompute] == ["blocks.1", "blocks.3"]
     none, paths = problem_on(CLUSTER, flow, blocks, units, recompute=[])
-    assert (paths, none.constraints.recompute) == ((), ())
+    assert (len(paths), none.constraints.recompute) == (4, ())
 
 
 def test_every_kind_of_device_has_seconds_of_its_own():
