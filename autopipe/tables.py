@@ -68,7 +68,13 @@ def _tables(problem: Problem, rows: int) -> Tables:
     profile = next(profile for profile in problem.profiles if profile.rows == rows)
     units, crossings = problem.units, profile.crossings
     returning = tuple(crossing for crossing in crossings if crossing.gradient)
-    held = _of_states(units, problem.parameters, problem.constants, problem.blocks)
+    held = _of_states(
+        units,
+        problem.parameters,
+        problem.constants,
+        problem.blocks,
+        problem.largest or (0,) * units,
+    )
     return Tables(
         forward=tuple(map(_prefix, profile.forward)),
         backward=tuple(map(_prefix, profile.backward)),
@@ -76,7 +82,7 @@ def _tables(problem: Problem, rows: int) -> Tables:
         trainable=held[0],
         constants=held[1],
         gathered=held[2],
-        largest=_largest(problem.largest or (0,) * units),
+        largest=held[3],
         saved=_fill(units, _saved(units, profile.saved)),
         received=_fill(units, _received(units, crossings)),
         received_gradient=_fill(units, _received(units, returning)),
@@ -102,12 +108,14 @@ def _of_states(
     parameters: tuple[Shared, ...],
     constants: tuple[Shared, ...],
     blocks: tuple[tuple[int, int], ...],
-) -> tuple[Bytes, Bytes, Bytes]:
-    """What no profile changes: trainable, constant and gathered bytes."""
+    largest: tuple[int, ...],
+) -> tuple[Bytes, Bytes, Bytes, Bytes]:
+    """What no profile changes: trainable, constant and gathered bytes, and the largest gradient."""
     return (
         _fill(units, _held(units, parameters)),
         _fill(units, _held(units, constants)),
         _gathered(units, parameters, blocks),
+        _largest(largest),
     )
 
 
