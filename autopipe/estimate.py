@@ -4,19 +4,20 @@ It is for searching. The plan that is found is walked and its step simulated (`a
 `autopipe.forecast`); those are the figures that the plan has.
 
 Of p stages and m micro-batches let t_s be the seconds of a micro-batch in stage s, and reduce_s
-those of summing its gradients (`autopipe.stage_costs`). A step takes
+those of summing its gradients. A step takes
 
-    step = sum_s t_s + (m - 1) * max_s t_s + reduce_0
+    step = sum_s t_s + (m - 1) * max_s t_s + max_s exposed_s
 
 The sum is one micro-batch through all stages and back; each of the others adds one period of the
 slowest stage (GPipe, section 2; SC21, section 2.2.1, where all t_s are equal). That is exact for
 `gpipe` if B / F is the same in all stages, and an upper bound for `1f1b`, where the warm-up of a
 slow stage overlaps with the first micro-batch's way through the stages after it. Stage 0 is the
-last to finish its backwards, so only its all-reduce is exposed: the others' hide in the cool-down.
+last to finish its backwards; of the others' sums of gradients that is exposed which the cool-down
+does not hide (`autopipe.stage_costs`).
 
 Of any schedule with v stages on each rank
 
-    step = f / v * sum_s t_s + (v * m - f) * max_s t_s + reduce_0
+    step = f / v * sum_s t_s + (v * m - f) * max_s t_s + max_s exposed_s
 
 with f the part of a micro-batch's seconds in a rank for which each further rank waits while the
 pipeline fills and drains: 1 for 1f1b, gpipe and eager-1f1b, m for naive, 1/3 for zb-h1 with enough
@@ -50,10 +51,10 @@ from autopipe.simulate import Costs, simulate
 from autopipe.stage_costs import (
     EAGER,
     Place,
+    Seconds,
     costs,
     gather_seconds,
     memory,
-    reduce_seconds,
     sets_of,
     stage_seconds,
     transfer_seconds,
@@ -139,12 +140,11 @@ def floor_seconds(problem: Problem, frame: Frame) -> float:
     return way / (1 + (frame.pp - 1) * (1 + frame.depth))
 
 
-def step_seconds(
-    seconds: Times, periods: Times, weights: tuple[float, float], floor: float = 0.0
-) -> Times:
+def step_seconds(stages: Seconds, weights: tuple[float, float], floor: float = 0.0) -> Times:
     """Seconds of a step from those of its stages along the last axis."""
-    slowest = np.maximum(periods.max(axis=-1), floor)
-    return np.asarray(weights[0] * seconds.sum(axis=-1) + weights[1] * slowest)
+    slowest = np.maximum(stages.period.max(axis=-1), floor)
+    through = weights[0] * stages.whole.sum(axis=-1) + weights[1] * slowest
+    return np.asarray(through + stages.exposed.max(axis=-1))
 
 
 @dataclass(frozen=True)
@@ -259,9 +259,7 @@ def place_of(
         held,
         replace(own, memory=own.memory - beyond) if beyond else own,
         machine.link(frame.dp, earlier, group) if earlier is not None and linked else None,
-        stage == 0,
         chunks_of(problem.constraints, frame.schedule),
-        weights(problem, frame)[0],
     )
 
 
@@ -290,12 +288,8 @@ def estimate(problem: Problem, decision: Decision) -> Estimate:
         _stage(problem, frame, profile, place, bounds[s : s + 2], again[s])
         for s, place in enumerate(found)
     ]
-    step = step_seconds(
-        np.array([stage.seconds for stage in stages]),
-        np.array([stage.estimate.period for stage in stages]),
-        weights(problem, frame),
-        floor_seconds(problem, frame),
-    )
+    seconds = Seconds(*map(np.array, zip(*(stage.seconds for stage in stages), strict=True)))
+    step = step_seconds(seconds, weights(problem, frame), floor_seconds(problem, frame))
     ranks = placement(problem.constraints, frame.schedule, frame.pp)
     beyond = [-found[ranks.index(rank)].group.memory for rank in range(frame.pp)]
     for stage, rank in zip(stages, ranks, strict=True):
@@ -305,7 +299,7 @@ def estimate(problem: Problem, decision: Decision) -> Estimate:
     for stage in stages:
         for cause, amount in stage.spent.items():
             spent[cause] += amount * frame.micro_batches / frame.pp
-    spent["reducing gradients"] = stages[0].reduce if not problem.steady else 0.0
+    spent["reducing gradients"] = float(seconds.exposed.max())
     spent["the bubble"] = max(0.0, float(step) - math.fsum(spent.values()))
     return Estimate(
         stages=tuple(stage.estimate for stage in stages),
@@ -336,8 +330,7 @@ def settle(
 
 class _Stage(NamedTuple):
     estimate: StageEstimate
-    seconds: float
-    reduce: float
+    seconds: Seconds
     spent: Mapping[str, float]
 
 
@@ -363,7 +356,7 @@ def _stage(
         sets = sets_of(problem, frame, place)
         held = int(sets.largest[compositions(problem).number[first, last]])
     parts = memory(ranges, problem, frame, place.in_flight, dropped, held)
-    seconds, period = stage_seconds(problem, frame, place, ranges, extra)
+    seconds = stage_seconds(problem, frame, place, ranges, extra)
     gathering = float(gather_seconds(ranges.trainable, problem, frame, place.group))
     transfers = float(transfer_seconds(ranges, problem, frame, place.before))
     forward, backward = float(ranges.forward[kind]), float(ranges.backward[kind])
@@ -374,7 +367,7 @@ def _stage(
         forward_seconds=forward + gathering,
         backward_seconds=backward + 2 * gathering + extra,
         transfer_seconds=transfers,
-        period=float(period),
+        period=float(seconds.period),
         in_flight=place.in_flight,
         memory=Memory(*(int(part) for part in parts)),
     )
@@ -385,8 +378,7 @@ def _stage(
         "gathering parameters": 3 * gathering,
         "transfers": transfers,
     }
-    reduce = float(reduce_seconds(ranges, problem, frame, place.group))
-    return _Stage(found, float(seconds), reduce, spent)
+    return _Stage(found, seconds, spent)
 
 
 def _checked_profile(problem: Problem, decision: Decision) -> Profile:

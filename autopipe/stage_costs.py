@@ -31,8 +31,13 @@ too (3), by dp, and 3 adds what it gathers (`Tables.gathered`).
 
 F and B are those of the stage's kind of device, latency and bandwidth those of the link between its
 devices and those of the stage before it; what goes over a link that is shared takes turns. Summing
-the gradients of W over the stage's dp devices takes reduce_s (`autopipe.communication`). ZeRO-3
-has no such sum: its F and B gather and scatter, which takes 3 / 2 of it in every micro-batch.
+the gradients of W over the stage's dp devices takes reduce_s (`autopipe.communication`), of which
+the backwards hide some that the stages before it have still to run when it has run its last:
+
+    exposed_s = max(0, reduce_s - sum of B over the units before i)        reduce_s where B is split
+
+ZeRO-3 has no such sum: its F and B gather and scatter, which takes 3 / 2 of it in every
+micro-batch.
 
 Under `eager-1f1b` windows are taken to hide the links: a further micro-batch takes only
 
@@ -151,17 +156,13 @@ def _rate(problem: Problem, frame: Frame, level: Level) -> float:
 class Place(NamedTuple):
     """What a stage is given: micro-batches in flight, devices, and the link to those before it.
 
-    `first` says that it is stage 0, whose all-reduce is exposed; `shares` are the stages that a
-    device holds, each of which may have that part of it; `of_sum` is the weight of the sum of all
-    stages in the step.
+    `shares` are the stages that a device holds, each of which may have that part of it.
     """
 
     in_flight: int
     group: Group
     before: Level | None
-    first: bool
     shares: int
-    of_sum: float
 
     @property
     def room(self) -> int:
@@ -169,14 +170,22 @@ class Place(NamedTuple):
         return self.group.memory // self.shares
 
 
+class Seconds(NamedTuple):
+    """What a stage adds to the sum of all, its period, and how long after the last backward of
+    stage 0 its gradients are summed."""
+
+    whole: Times
+    period: Times
+    exposed: Times
+
+
 class Costs(NamedTuple):
-    """Of stages that might be: what they add to the sum, their period, bytes, and what runs again.
+    """Of stages that might be: their seconds, bytes, and what runs again.
 
     `again` are numbers of sets in `autopipe.reruns`.
     """
 
-    seconds: Times
-    periods: Times
+    seconds: Seconds
     peaks: Bytes
     again: Bytes
 
@@ -197,8 +206,7 @@ def costs(problem: Problem, frame: Frame, place: Place, ranges: Tables, numbers:
     # Where nothing fits anyway, what is nearest to it.
     again = np.where(with_again < peaks, again, sets.starts[numbers])
     peaks = np.minimum(with_again, peaks)
-    seconds, periods = stage_seconds(problem, frame, place, ranges, sets.seconds[again])
-    return Costs(seconds, periods, peaks, again)
+    return Costs(stage_seconds(problem, frame, place, ranges, sets.seconds[again]), peaks, again)
 
 
 def held_again(problem: Problem, in_flight: int, largest: Bytes) -> tuple[Bytes, int]:
@@ -216,20 +224,21 @@ def sets_of(problem: Problem, frame: Frame, place: Place) -> Reruns:
 
 def stage_seconds(
     problem: Problem, frame: Frame, place: Place, ranges: Tables, again: float | Times
-) -> tuple[Times, Times]:
-    """What a stage adds to the sum of all, and its period."""
+) -> Seconds:
+    """The seconds of a stage, with those that blocks take a second time."""
     kind = place.group.kind
     gathering = gather_seconds(ranges.trainable, problem, frame, place.group)
     computing = ranges.forward[kind] + ranges.backward[kind] + again + 3 * gathering
     whole = computing + transfer_seconds(ranges, problem, frame, place.before)
     reduce = reduce_seconds(ranges, problem, frame, place.group)
     if problem.steady:
-        return whole, np.asarray(whole + reduce / frame.micro_batches)
+        return Seconds(whole, np.asarray(whole + reduce / frame.micro_batches), 0 * reduce)
     if frame.schedule != EAGER or place.before is None:
         further = computing if frame.schedule == EAGER else whole
     else:
         rate = _rate(problem, frame, place.before)
         carrying = np.maximum(ranges.received, ranges.received_gradient) / rate
         further = np.maximum(computing, carrying)
-    exposed = reduce / place.of_sum if place.first else 0.0
-    return np.asarray(whole + exposed), np.asarray(further)
+    # Split backwards are put off until all stages end together, and nothing hides behind another.
+    hidden = 0.0 if splits(problem, frame.schedule) else ranges.earlier
+    return Seconds(whole, np.asarray(further), np.maximum(reduce - hidden, 0.0))

@@ -27,6 +27,9 @@ class Tables:
     [i, j) and zero unless i < j. `at` selects some of them, in any shape. Seconds and bytes are of
     one micro-batch; `forward` and `backward` have an array for each kind of device.
 
+    `earlier` are backward seconds of all units before the range, each on the kind of device that
+    takes least.
+
     `gathered` are bytes of parameters that ZeRO-3 makes whole while a backward runs: 2 R + 7 U as
     in `autopipe.runtime.fully_sharded`, U being the largest of the problem's blocks that the range
     has any unit of, and R what is trainable in the range and in no block. `largest` are bytes of
@@ -35,6 +38,7 @@ class Tables:
 
     forward: tuple[Times, ...]
     backward: tuple[Times, ...]
+    earlier: Times
     exchange: Times
     trainable: Bytes
     constants: Bytes
@@ -78,6 +82,7 @@ def _tables(problem: Problem, rows: int) -> Tables:
     return Tables(
         forward=tuple(map(_prefix, profile.forward)),
         backward=tuple(map(_prefix, profile.backward)),
+        earlier=_earlier(tuple(map(min, zip(*profile.backward, strict=True)))),
         exchange=_prefix(profile.exchange or (0.0,) * units),
         trainable=held[0],
         constants=held[1],
@@ -122,6 +127,11 @@ def _of_states(
 def _prefix(seconds: Seconds) -> Times:
     sums = np.concatenate(([0.0], np.cumsum(seconds)))
     return np.triu(sums[None, :] - sums[:, None])
+
+
+def _earlier(seconds: Seconds) -> Times:
+    sums = np.concatenate(([0.0], np.cumsum(seconds)))
+    return np.triu(np.broadcast_to(sums[:, None], (len(sums), len(sums))), 1)
 
 
 def _largest(sizes: Sequence[int]) -> Bytes:

@@ -14,14 +14,15 @@ R_s matters to its own stage alone: of all that fit the cheapest is taken before
 
 **Objective.** By `autopipe.estimate`, with t_s the seconds of a micro-batch in stage s,
 
-    step = T + (m - 1) * M,    T = sum_s t_s + reduce_0,    M = max_s t_s
+    step = T + (m - 1) * M + E,    T = sum_s t_s,    M = max_s t_s,    E = max_s exposed_s
 
 or with other weights than 1 and m - 1, another t_s for M, or M no less than a constant, where the
-schedule asks for them; what follows holds for any.
+schedule asks for them; what follows holds for any. exposed_s is, as t_s, a number for every place
+and range: what of the stage's sum of gradients the backwards before it do not hide.
 
-T and M are each easy. A state is how many groups of each class the stages before s have used, and
-the class of the last, u = (used, last): that tells which group comes next in every class, and the
-link to it. Let V_s[u, i] be the best value of stages s .. p - 1 on the units [i, n):
+T, M and E are each easy. A state is how many groups of each class the stages before s have used,
+and the class of the last, u = (used, last): that tells which group comes next in every class, and
+the link to it. Let V_s[u, i] be the best value of stages s .. p - 1 on the units [i, n):
 
     V_p[u, n] = 0
     V_s[u, i] = min over classes c and j > i of  t_s(u, c, i, j) (+) V_{s+1}[u + c, j]   -> `_best`
@@ -29,7 +30,7 @@ link to it. Let V_s[u, i] be the best value of stages s .. p - 1 on the units [i
 with (+) a sum gives the least T, and with (+) a maximum the least M, which is M*.
 Where all devices are alike there is one class, and a state for each s: a program over cuts alone.
 
-**Both at once.** For a threshold L let T(L) be the least T of the cuts whose stages all take at
+**T and M at once.** For a threshold L let T(L) be the least T of the cuts whose stages all take at
 most L: the sum program with longer ranges forbidden. T(L) never rises with L, and the optimum is
 min over L >= M* of T(L) + (m - 1) * L. Where the best step known is B, the descent   -> `_fastest`
 
@@ -39,6 +40,17 @@ min over L >= M* of T(L) + (m - 1) * L. Where the best step known is B, the desc
 skips nothing that is better: cuts with a maximum in (M, L] have a sum of at least T(L), and cuts
 that beat B have a maximum below (B - T) / (m - 1) with T >= T(L). It ends as soon as
 T(L) + (m - 1) * M* >= B. Starting from B = T(M*) + (m - 1) * M*, that takes few rounds.
+
+**And E.** The same once more around it: for a threshold X let S(X) be the least T + (m - 1) * M of
+cuts whose stages all have exposed_s <= X.                                          -> `_fastest`
+
+    X = infinity;  repeat:  find cuts with S(X), and their E <= X;  B = min(B, S(X) + E)
+                            X = min(just below E, B - S(X))
+
+Cuts with an E in (E, X] are no better, and it ends as soon as S(X) + E* >= B. Mostly that is in the
+first round: stage 0 alone is exposed. So its own sum is taken into T first, and if in the cuts that
+are then the best no other stage's is longer, these are the best of all: for any cuts T + exposed_0
++ (m - 1) * M is no more than their step.
 
 Where no cuts fit, the maximum program over the bytes beyond what a group may hold finds those
 whose fullest stage is the least too full. A program takes O(p n^2) a state, in numpy. The descent
@@ -126,8 +138,9 @@ class _State(NamedTuple):
 class _Arc:
     """A group for a stage: from the state before it to the one after, and what ranges cost there.
 
-    `seconds` go into T and `periods` into M, infinite where a range does not fit; `beyond` are
-    bytes more than the group may hold; `again` are numbers of the place's `sets` of blocks.
+    `seconds` go into T, `periods` into M and `exposed` into E, the first two infinite where a range
+    does not fit; `beyond` are bytes more than the group may hold; `again` are numbers of the
+    place's `sets` of blocks.
     """
 
     source: _State
@@ -135,6 +148,7 @@ class _Arc:
     group: int
     seconds: Array
     periods: Array
+    exposed: Array
     beyond: Array
     again: Numbers
     sets: Reruns
@@ -156,10 +170,13 @@ class _Path(NamedTuple):
         bounds = (0, *self.cuts, len(self.arcs[0].periods) - 1)
         return zip(self.arcs, pairwise(bounds), strict=True)
 
-    @property
-    def longest(self) -> float:
-        """The largest period of its stages."""
-        return float(max(arc.periods[taken] for arc, taken in self.ranges))
+    def sum(self, of: _Of) -> float:
+        """Of its stages, the sum of something."""
+        return float(sum(of(arc)[taken] for arc, taken in self.ranges))
+
+    def most(self, of: _Of) -> float:
+        """Of its stages, the largest of something."""
+        return float(max(of(arc)[taken] for arc, taken in self.ranges))
 
     def decision(self, problem: Problem, frame: Frame) -> Decision:
         """With the blocks that must run again."""
@@ -181,12 +198,13 @@ def _arcs(problem: Problem, frame: Frame) -> _Layers:
     empty = units[:, None] >= units[None, :]
 
     @cache
-    def costing(place: Place) -> tuple[Array, Array, Array, Numbers, Reruns]:
+    def costing(place: Place) -> tuple[Array, Array, Array, Array, Numbers, Reruns]:
         found = costs(problem, frame, place, ranges, numbers)
         misfit = (found.peaks > place.room) | empty
         return (
-            np.where(misfit, np.inf, found.seconds),
-            np.where(misfit, np.inf, found.periods),
+            np.where(misfit, np.inf, found.seconds.whole),
+            np.where(misfit, np.inf, found.seconds.period),
+            found.seconds.exposed,
             np.where(empty, np.inf, found.peaks - place.room),
             found.again,
             sets_of(problem, frame, place),
@@ -243,30 +261,95 @@ def _further(known: Classes, state: _State) -> Iterator[_Step]:
             yield state, _State(taken, kind), groups[used[kind]], earlier
 
 
+_Of = Callable[[_Arc], Array]
+"""What ranges cost on an arc."""
+
+
+def _seconds(arc: _Arc) -> Array:
+    return arc.seconds
+
+
+def _periods(arc: _Arc) -> Array:
+    return arc.periods
+
+
+def _exposed(arc: _Arc) -> Array:
+    return arc.exposed
+
+
+def _masked(of: _Of, by: _Of, limit: float) -> _Of:
+    """The same, and infinite where something else is above a limit."""
+    known: dict[tuple[int, int], Array] = {}  # by the arrays, which arcs of one place share
+
+    def masked(arc: _Arc) -> Array:
+        mine, other = of(arc), by(arc)
+        key = id(mine), id(other)
+        if key not in known:
+            known[key] = np.where(other <= limit, mine, np.inf)
+        return known[key]
+
+    return masked
+
+
 def _fastest(layers: _Layers, weights: tuple[float, float], floor: float) -> _Path | None:
-    """The path of the least step, by the descent over thresholds; None if no cuts fit.
+    """The path of the least step, by the descents over thresholds; None if no cuts fit.
 
     Args:
         weights: of T and of M in the step.
         floor: what M counts as at least.
     """
     of_sum, of_largest = weights
-    least = _best(np.maximum, layers, lambda arc: arc.periods).value
+    firsts = set(layers[0])
+
+    @cache
+    def with_first(arc: _Arc) -> Array:
+        return arc.seconds + arc.exposed / of_sum if arc in firsts and of_sum else arc.seconds
+
+    best = _descent(layers, weights, floor, with_first, _periods)
+    if best is None:
+        return None
+    (first, taken), *_ = best.ranges
+    if best.most(_exposed) <= first.exposed[taken]:
+        return best
+
+    def through(path: _Path) -> float:
+        """The step without what is exposed."""
+        return of_sum * path.sum(_seconds) + of_largest * max(path.most(_periods), floor)
+
+    least = _best(np.maximum, layers, _exposed).value
+    step, limit = through(best) + best.most(_exposed), np.inf
+    while limit >= least:
+        masked = (_masked(of, _exposed, limit) for of in (_seconds, _periods))
+        path = _descent(layers, weights, floor, *masked)
+        if path is None:
+            break
+        found = through(path) + path.most(_exposed)
+        if found < step * (1 - TOLERANCE):
+            step, best = found, path
+        if through(path) + least >= step * NEXT:
+            break
+        limit = min(path.most(_exposed) * NEXT, step - through(path))
+    return best
+
+
+def _descent(
+    layers: _Layers, weights: tuple[float, float], floor: float, seconds: _Of, periods: _Of
+) -> _Path | None:
+    """The path of the least weighted sum of T and M; None if no cuts fit.
+
+    Args:
+        seconds, periods: what goes into T and M, infinite where a range is not to be taken.
+    """
+    of_sum, of_largest = weights
+    least = _best(np.maximum, layers, periods).value
     if least == np.inf:
         return None
 
     def under(limit: float) -> tuple[float, float, _Path]:
         """The step and T of the least T with no period longer than `limit`."""
-        masked: dict[int, Array] = {}
-
-        def seconds(arc: _Arc) -> Array:
-            if id(arc.seconds) not in masked:
-                masked[id(arc.seconds)] = np.where(arc.periods <= limit, arc.seconds, np.inf)
-            return masked[id(arc.seconds)]
-
-        path = _best(np.add, layers, seconds)
+        path = _best(np.add, layers, _masked(seconds, periods, limit))
         total = of_sum * path.value
-        return total + of_largest * max(path.longest, floor), total, path
+        return total + of_largest * max(path.most(periods), floor), total, path
 
     step, _, best = under(least / NEXT)
     limit = np.inf
@@ -276,12 +359,11 @@ def _fastest(layers: _Layers, weights: tuple[float, float], floor: float) -> _Pa
             step, best = found, path
         if total + of_largest * max(least, floor) >= step * NEXT or of_largest == 0:
             break
-        limit = min(path.longest * NEXT, (step - total) / of_largest)
+        limit = min(path.most(periods) * NEXT, (step - total) / of_largest)
     return best
 
 
 _Join = Callable[[Array, Array], Array]
-_Of = Callable[[_Arc], Array]
 
 
 def _best(join: _Join, layers: _Layers, of: _Of) -> _Path:

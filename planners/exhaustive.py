@@ -30,7 +30,7 @@ from autopipe.planners.orders import classes, orders
 from autopipe.planners.search import frames
 from autopipe.problem import Decision, Frame, Problem, splits
 from autopipe.reruns import figures
-from autopipe.stage_costs import Place, memory, stage_seconds, sum_of
+from autopipe.stage_costs import Place, Seconds, memory, stage_seconds, sum_of
 from autopipe.tables import Bytes, Times, tables
 
 MOST, MOST_SETS = 5_000_000, 1024
@@ -99,9 +99,8 @@ def _least(
         ]
         return np.stack(columns, axis=1)
 
-    seconds = step_seconds(
-        of("seconds"), of("periods"), weights(problem, frame), floor_seconds(problem, frame)
-    )
+    stage = Seconds(*map(of, Seconds._fields))
+    seconds = step_seconds(stage, weights(problem, frame), floor_seconds(problem, frame))
     overflow = np.maximum(of("beyond").max(axis=1), 0)
     nearest = overflow == overflow.min()
     score = np.where(nearest, seconds if overflow.min() == 0 else 0.0, np.inf)
@@ -113,8 +112,9 @@ def _least(
 class _Stage:
     """What every range costs in a place, with the best of all sets of blocks: an entry a range."""
 
-    seconds: Times
-    periods: Times
+    whole: Times
+    period: Times
+    exposed: Times
     beyond: Bytes
 
     def __init__(self, problem: Problem, frame: Frame, place: Place) -> None:
@@ -129,7 +129,7 @@ class _Stage:
         saves = {b: _parts(problem, profile.rows, kind, b) for b in may}
         nothing = np.zeros_like(ranges.saved)
         largest = np.max([nothing, *(saved for saved, _ in saves.values())], axis=0)
-        best: tuple[Times, Times, Bytes] | None = None
+        best: tuple[Times, Times, Times, Bytes] | None = None
         self._chosen = np.zeros_like(ranges.saved)
         for number, blocks in enumerate(self._sets):
             dropped = sum((saves[block][0] for block in blocks), nothing)
@@ -145,13 +145,13 @@ class _Stage:
             if best is None:
                 best = mine
                 continue
-            closer = beyond < best[2]
-            cheaper = (beyond == best[2]) & (mine[0] < best[0])
+            closer = beyond < best[-1]
+            cheaper = (beyond == best[-1]) & (mine[0] < best[0])
             taken = closer | cheaper
             best = tuple(np.where(taken, new, old) for new, old in zip(mine, best, strict=True))  # type: ignore[assignment]
             self._chosen = np.where(taken, number, self._chosen)
         assert best is not None, "there is the empty set"
-        self.seconds, self.periods, self.beyond = best
+        self.whole, self.period, self.exposed, self.beyond = best
 
     def again(self, first: int, last: int) -> Blocks:
         """The blocks that run again in a range."""

@@ -26,8 +26,10 @@ from autopipe.estimate import (
 )
 from autopipe.plan import Memory
 from autopipe.problem import WRITTEN, Constraints, Decision, Frame, Problem, Profile, Saved, Shared
+from autopipe.schedule import Kind, holders
 from autopipe.schedules import SCHEDULES, make
 from autopipe.simulate import Costs, simulate
+from autopipe.stage_costs import Seconds
 from tests.problems import machine, rich_problem
 from tests.test_stage_costs import FOUR_REPLICAS, LINK, PROBLEM, PROFILE, TWO_STAGES
 
@@ -127,12 +129,16 @@ def test_no_more_transfers_are_under_way_than_there_are_micro_batches() -> None:
     assert [stage.memory.transfers for stage in found.stages] == [8 + 12, 12 + 8]
 
 
-def test_of_all_sums_of_gradients_stage_0s_is_exposed() -> None:
-    """Four replicas: 3 / 4 of 100 bytes there and back at 4 a second, and 2 latencies each way."""
+def test_of_all_sums_of_gradients_the_one_that_ends_last_is_exposed() -> None:
+    """Four replicas: 3 / 4 of 100 bytes there and back at 4 a second, and 2 latencies each way; of
+    150 bytes for stage 1, which begins when stage 0 has 2 s of backward left."""
     found = estimate(PROBLEM, Decision(FOUR_REPLICAS, (1,)))
-    reduce = 2 * (3 / 4 * 100 / 4 + 2 * 0.25)
-    assert found.spent["reducing gradients"] == reduce
-    assert found.step_seconds == 3 + 20.5 + reduce
+    sums = [2 * (3 / 4 * size / 4 + 2 * 0.25) for size in (100, 150)]
+    assert found.spent["reducing gradients"] == sums[1] - 2
+    assert found.step_seconds == 3 + 20.5 + sums[1] - 2
+    slow = replace(PROFILE, backward=((40.0, 4.0, 6.0),))
+    hidden = estimate(replace(PROBLEM, profiles=(slow,)), Decision(FOUR_REPLICAS, (1,)))
+    assert hidden.spent["reducing gradients"] == sums[0] > sums[1] - 40
 
 
 def test_under_zero_3_a_forward_gathers_and_a_backward_gathers_and_scatters() -> None:
@@ -271,10 +277,30 @@ def test_the_step_is_the_schedules_own_timeline_or_a_bound_on_it() -> None:
         p, m = random.randint(1, 5), random.randint(1, 8)
         forward = [random.uniform(0.5, 2) for _ in range(p)]
         seconds = 3 * np.array(forward)
-        predicted = float(step_seconds(seconds, seconds, (1, m - 1)))
+        stages = Seconds(seconds, seconds, np.zeros(p))
+        predicted = float(step_seconds(stages, (1, m - 1)))
         costs = Costs.of(forward, [2 * f for f in forward])
         assert simulate(make("gpipe", p, m), costs).seconds == pytest.approx(predicted)
         assert simulate(make("1f1b", p, m), costs).seconds <= predicted * (1 + 1e-12)
+
+
+BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "naive", "interleaved", "zb-h1"])
+@pytest.mark.parametrize("m", [4, 8])
+def test_what_hides_a_sum_of_gradients_is_what_its_timeline_has_left(schedule: str, m: int) -> None:
+    """From a stage's last backward on to stage 0's: the backwards of all stages before it; nothing
+    where backwards are split."""
+    programs = make(schedule, 4, m, chunks=2 if schedule == "interleaved" else 1)
+    timeline = simulate(programs, Costs.even(len(holders(programs)), backward=2.0))
+    ends: dict[int, float] = {}
+    for span in timeline.spans:
+        if span.instruction.kind in BACKWARDS:
+            ends[span.instruction.stage] = span.end
+    split = schedule == "zb-h1"
+    for stage, end in ends.items():
+        assert ends[0] - end == pytest.approx(0 if split else 2 * stage)
 
 
 def test_eager_is_no_faster_than_its_depth_lets_it() -> None:

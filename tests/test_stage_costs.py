@@ -124,8 +124,8 @@ def test_a_micro_batch_computes_and_waits_for_its_link() -> None:
     """F + B = 15; 12 bytes come and 8 go back at 4 a second, each after 0.25 s."""
     place = given(PROBLEM, TWO_STAGES, 1)
     assert transfer_seconds(ranges(), PROBLEM, TWO_STAGES, place.before) == 5 + 2 * 0.25
-    assert stage_seconds(PROBLEM, TWO_STAGES, place, ranges(), 0.0) == (20.5, 20.5)
-    assert stage_seconds(PROBLEM, TWO_STAGES, place, ranges(), 2.0) == (22.5, 22.5)
+    assert stage_seconds(PROBLEM, TWO_STAGES, place, ranges(), 0.0) == (20.5, 20.5, 0)
+    assert stage_seconds(PROBLEM, TWO_STAGES, place, ranges(), 2.0) == (22.5, 22.5, 0)
     first = given(PROBLEM, TWO_STAGES, 0)
     assert transfer_seconds(ranges(), PROBLEM, TWO_STAGES, first.before) == 0
 
@@ -140,18 +140,22 @@ def test_seconds_are_those_of_the_kind_of_device() -> None:
     problem = replace(PROBLEM, profiles=(twice,), machine=mixed)
     place = given(problem, TWO_STAGES, 1)
     assert (place.group.kind, place.group.memory) == (1, 500)
-    assert stage_seconds(problem, TWO_STAGES, place, ranges(problem), 0.0) == (35.5, 35.5)
+    assert stage_seconds(problem, TWO_STAGES, place, ranges(problem), 0.0) == (35.5, 35.5, 0)
 
 
-def test_gradients_are_summed_over_the_replicas_and_stage_0s_are_exposed() -> None:
-    """Of 4: 3 / 4 of 100 bytes there and back at 4 a second, and log2 4 latencies each way."""
+def test_gradients_are_summed_over_the_replicas_and_hide_behind_earlier_backwards() -> None:
+    """Of 4: 3 / 4 of 100 bytes there and back at 4 a second, and log2 4 latencies each way. Of the
+    later stage's 2 s are hidden, the backward of unit 0; of split backwards none."""
     unit = ranges(last=1, first=0)
     place = given(PROBLEM, FOUR_REPLICAS, 0)
     expected = 2 * (3 / 4 * 100 / 4 + 2 * 0.25)
     assert reduce_seconds(unit, PROBLEM, FOUR_REPLICAS, place.group) == expected
-    assert stage_seconds(PROBLEM, FOUR_REPLICAS, place, unit, 0.0) == (3 + expected, 3)
+    assert stage_seconds(PROBLEM, FOUR_REPLICAS, place, unit, 0.0) == (3, 3, expected)
     later = given(PROBLEM, FOUR_REPLICAS, 1)
-    assert stage_seconds(PROBLEM, FOUR_REPLICAS, later, ranges(), 0.0) == (20.5, 20.5)
+    whole = float(reduce_seconds(ranges(), PROBLEM, FOUR_REPLICAS, later.group))
+    assert stage_seconds(PROBLEM, FOUR_REPLICAS, later, ranges(), 0.0) == (20.5, 20.5, whole - 2)
+    split = FOUR_REPLICAS._replace(schedule="zb-h1")
+    assert stage_seconds(PROBLEM, split, later, ranges(), 0.0).exposed == whole
     alone = given(PROBLEM, TWO_STAGES, 0)
     assert reduce_seconds(unit, PROBLEM, TWO_STAGES, alone.group) == 0
 
@@ -181,13 +185,13 @@ def test_eager_hides_its_link_behind_computing_or_the_slower_wire() -> None:
     """Stage 1 computes for 15 s, and gets 12 bytes and sends 8 back."""
     eager = TWO_STAGES._replace(schedule="eager-1f1b", depth=1)
     place = given(PROBLEM, eager, 1)
-    assert stage_seconds(PROBLEM, eager, place, ranges(), 0.0) == (20.5, 15)
-    assert stage_seconds(PROBLEM, eager, place, ranges(), 2.0) == (22.5, 17)
+    assert stage_seconds(PROBLEM, eager, place, ranges(), 0.0) == (20.5, 15, 0)
+    assert stage_seconds(PROBLEM, eager, place, ranges(), 2.0) == (22.5, 17, 0)
     slow = replace(PROBLEM, machine=machine(2, 1000, (Link(0.25, 0.5),) * 3))
     place = given(slow, eager, 1)
-    assert stage_seconds(slow, eager, place, ranges(), 0.0) == (15 + 20 / 0.5 + 0.5, 12 / 0.5)
+    assert stage_seconds(slow, eager, place, ranges(), 0.0) == (15 + 20 / 0.5 + 0.5, 12 / 0.5, 0)
     first = given(PROBLEM, eager, 0)
-    assert stage_seconds(PROBLEM, eager, first, ranges(last=1, first=0), 0.0) == (3, 3)
+    assert stage_seconds(PROBLEM, eager, first, ranges(last=1, first=0), 0.0) == (3, 3, 0)
 
 
 def test_in_a_steady_pipeline_both_who_sends_and_who_receives_are_kept_busy() -> None:
@@ -197,11 +201,11 @@ def test_in_a_steady_pipeline_both_who_sends_and_who_receives_are_kept_busy() ->
     of = ranges(first=1, last=2)
     place = given(problem, frame, 1)
     expected = 6 + (2 * 8 + 2 * 6) / 4 + 2 * 0.25
-    assert stage_seconds(problem, frame, place, of, 0.0) == (expected, expected)
+    assert stage_seconds(problem, frame, place, of, 0.0) == (expected, expected, 0)
     # Four micro-batches pay for their sum of gradients.
     replicas = Frame(2, 2, 2, 0, "1f1b")
     place = given(problem, replicas, 1)
-    whole, period = stage_seconds(problem, replicas, place, ranges(), 0.0)
+    whole, period, _ = stage_seconds(problem, replicas, place, ranges(), 0.0)
     reduce = reduce_seconds(ranges(), problem, replicas, place.group)
     assert (whole, period) == (20.5, 20.5 + reduce / 2)
 
@@ -217,7 +221,8 @@ def test_many_ranges_at_once_cost_what_each_costs(seed: int) -> None:
     found = costs(problem, frame, place, every, numbers)
     for i, j in zip(*np.triu_indices(problem.units + 1, k=1), strict=True):
         one = costs(problem, frame, place, every.at(i, j), numbers[i, j])
-        assert [float(value) for value in one] == [value[i, j] for value in found]
+        assert [float(value) for value in one.seconds] == [value[i, j] for value in found.seconds]
+        assert [int(value) for value in one[1:]] == [value[i, j] for value in found[1:]]
 
 
 # What runs again.
@@ -276,7 +281,7 @@ def test_as_many_blocks_run_again_as_must(limit: int, again: int, peak: int) -> 
     Of k that run again 2 * k * 50 are not kept, and one at a time has its 50 back.
     """
     found = all_of_it(blocks((50,) * 4), limit, 2)
-    assert (found.seconds, found.periods, found.peaks) == (12 + again, 12 + again, peak)
+    assert (*found.seconds[:2], found.peaks) == (12 + again, 12 + again, peak)
 
 
 def test_where_it_stays_what_is_made_again_saves_one_micro_batch_less() -> None:
@@ -284,15 +289,15 @@ def test_where_it_stays_what_is_made_again_saves_one_micro_batch_less() -> None:
     problem = blocks((50,) * 4, reruns_hold="all")
     assert held_again(problem, 3, np.array(50)) == (0, 2)
     found = all_of_it(problem, 3 * 240 - 1, 3)
-    assert (found.seconds, found.peaks) == (12 + 1, 3 * 240 - 2 * 50)
-    assert all_of_it(problem, 200, 1).seconds == 12
+    assert (found.seconds.whole, found.peaks) == (12 + 1, 3 * 240 - 2 * 50)
+    assert all_of_it(problem, 200, 1).seconds.whole == 12
 
 
 def test_a_block_that_is_in_flight_once_saves_nothing_by_itself() -> None:
     """It is there while it runs; only that the others are not is a gain."""
-    assert all_of_it(blocks((50,)), 59, 1).seconds == 3
+    assert all_of_it(blocks((50,)), 59, 1).seconds.whole == 3
     found = all_of_it(blocks((50,) * 4), 239, 1)
-    assert (found.seconds, found.peaks) == (12 + 2, 240 - 2 * 50 + 50)
+    assert (found.seconds.whole, found.peaks) == (12 + 2, 240 - 2 * 50 + 50)
 
 
 def test_unlike_blocks_are_chosen_by_what_they_save() -> None:
@@ -301,21 +306,21 @@ def test_unlike_blocks_are_chosen_by_what_they_save() -> None:
     whole = 3 * (140 + 30)
     for saved, count in ((40, 1), (60, 1), (80, 1), (100, 2), (140, 3)):
         found = all_of_it(problem, whole - 3 * saved + 80, 3)
-        assert (found.seconds, found.peaks <= whole - 3 * saved + 80) == (9 + count, True)
+        assert (found.seconds.whole, found.peaks <= whole - 3 * saved + 80) == (9 + count, True)
 
 
 def test_what_is_split_cannot_run_again() -> None:
     """Under zb-h1 backward is in halves."""
     problem = blocks((50,) * 4)
-    assert all_of_it(problem, 100, 2, "zb-h1").seconds == 12
-    assert all_of_it(problem, 100, 2, "interleaved").seconds == 16
+    assert all_of_it(problem, 100, 2, "zb-h1").seconds.whole == 12
+    assert all_of_it(problem, 100, 2, "interleaved").seconds.whole == 16
 
 
 def test_what_the_user_has_fixed_runs_again_and_nothing_else() -> None:
     for fixed in ((), (1, 3)):
         problem = blocks((50,) * 4, constraints=Constraints(recompute=fixed))
         for limit in (10, 10_000):
-            assert all_of_it(problem, limit, 2).seconds == 12 + len(fixed)
+            assert all_of_it(problem, limit, 2).seconds.whole == 12 + len(fixed)
 
 
 def test_of_several_stages_on_a_device_each_has_an_equal_share() -> None:

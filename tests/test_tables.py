@@ -51,6 +51,7 @@ def brute_force(problem: Problem, profile: Profile, i: int, j: int) -> tuple[flo
     return (
         *(sum(kind[i:j]) for kind in profile.forward),
         *(sum(kind[i:j]) for kind in profile.backward),
+        sum(min(kinds) for kinds in list(zip(*profile.backward, strict=True))[:i]),
         sum(profile.exchange[i:j]),
         held(problem.parameters),
         held(problem.constants),
