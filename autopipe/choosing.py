@@ -75,7 +75,7 @@ def best_degree(
                 raise
             continue
 
-        def write(problem: Problem, draft: Draft, answer: Answer) -> Plan:
+        def write(planner: Planner, problem: Problem, draft: Draft, answer: Answer) -> Plan:
             return _plan_that_fits(planner, problem, draft, answer, watch)
 
         return second_look(found, told, made, planner, write)

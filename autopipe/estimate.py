@@ -206,7 +206,7 @@ FEWEST_CHUNKS = 2
 1f1b."""
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def in_flights(problem: Problem, frame: Frame) -> tuple[int, ...]:
     """Of each stage of a pipeline, the most micro-batches whose activations it holds at once."""
     asked = problem.constraints

@@ -26,7 +26,7 @@ from autopipe.garbage import resting
 from autopipe.graph import bytes_at
 from autopipe.machine import machine_of
 from autopipe.plan import ZERO, Plan
-from autopipe.planners import PLANNERS, Answer
+from autopipe.planners import PLANNERS, Answer, Mesh
 from autopipe.precision import PRECISIONS
 from autopipe.probe import Say
 from autopipe.problem import WRITTEN, Constraints, Problem
@@ -206,9 +206,11 @@ def plan(
         with watch("costs"), as_first(tp):
             return at(tp)
 
-    def searched(problem: Problem, rivals: Sequence[float] = ()) -> Answer:
+    def searched(
+        problem: Problem, rivals: Sequence[float] = (), mesh: Mesh | None = None
+    ) -> Answer:
         with watch("search"):
-            return PLANNERS[planner](problem, rivals)
+            return PLANNERS[planner](problem, rivals, mesh)
 
     besides = degrees(machine, None, graph)[0] if tp is not None else ()
     made = best_degree(tried, costed, searched, watch, [other for other in besides if other != tp])

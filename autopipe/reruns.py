@@ -93,7 +93,7 @@ class Reruns:
         return np.minimum(found, self.starts[compositions + 1] - 1)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=128)
 def reruns(problem: Problem, rows: int, kind: int, free: bool) -> Reruns:
     """The sets for the profile of so many rows on a kind of device.
 

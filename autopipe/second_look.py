@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 
 from autopipe.candidate import Candidate
@@ -37,8 +38,8 @@ Mesh = tuple[int, int, int]
 """Stages, replicas, tensor-parallel parts."""
 
 
-Write = Callable[[Problem, Draft, Answer], Plan]
-"""Writes an answer down, with its longest path."""
+Write = Callable[[Planner, Problem, Draft, Answer], Plan]
+"""Writes a planner's answer down, with its longest path."""
 
 
 def second_look(
@@ -60,14 +61,13 @@ def second_look(
     least = plan.prediction.step_seconds
     for pp, dp, tp in islice(_others(plan, answer, made), MOST_LOOKS):
         problem, draft = made[tp].whole()
-        asked_for = replace(problem.constraints, pp=pp, dp=dp)
-        narrowed = replace(problem, constraints=asked_for)
+        alone = partial(planner, mesh=(pp, dp))
         with as_first(tp), suppress(InfeasibleError):
-            own = planner(narrowed, (least, least))
+            own = alone(problem, (least, least))
             if own.estimate.step_seconds < least:
                 best = Scored(own.decision, own.estimate)
                 own = replace(own, binding=reasons.binding(problem, best, None))
-                looked[pp, dp, tp] = write(narrowed, draft, own)
+                looked[pp, dp, tp] = write(alone, problem, draft, own)
                 least = min(least, looked[pp, dp, tp].prediction.step_seconds)
     return _fastest_of(looked, plan.planner.bound_seconds, answer.alternatives)
 

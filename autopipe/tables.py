@@ -67,7 +67,7 @@ def tables(problem: Problem, profile: Profile) -> Tables:
     return _tables(problem, profile.rows)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)
 def _tables(problem: Problem, rows: int) -> Tables:
     profile = next(profile for profile in problem.profiles if profile.rows == rows)
     units, crossings = problem.units, profile.crossings

@@ -106,6 +106,7 @@ def best_answer(
     choice: Choice,
     *,
     rivals: Sequence[float] = (),
+    mesh: Mesh | None = None,
     fitting: Fitting | None = None,
     heuristic: str | None = None,
     thorough: bool = False,
@@ -116,6 +117,7 @@ def best_answer(
         choice: see the module.
         rivals: seconds of steps that other meshes of other problems take. What takes longer than
             two of them may be left out; reasons are told only if none of them is faster.
+        mesh: the one to look at; None: all.
         fitting: the same where what does not fit is of no interest, if that is quicker.
         heuristic: the planner's name if `choice` is not optimal in every frame; an optimal one
             makes the answer its own bound.
@@ -126,6 +128,8 @@ def best_answer(
         InfeasibleError: the constraints contradict each other, or no decision fits.
     """
     least = bounds(problem)
+    if mesh is not None:
+        least = {frame: seconds for frame, seconds in least.items() if frame[:2] == mesh}
     looked = _tried(problem, choice, least, 2, rivals, thorough)
     alone = (1, max((frame.dp for frame in least if frame.pp == 1), default=0))
     if problem.tp == 1 or not rivals:

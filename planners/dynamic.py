@@ -79,7 +79,7 @@ from autopipe.estimate import (
     weights,
 )
 from autopipe.planners import answer
-from autopipe.planners.answer import TOLERANCE, Answer, Scored, best_answer
+from autopipe.planners.answer import TOLERANCE, Answer, Mesh, Scored, best_answer
 from autopipe.planners.orders import Classes, classes
 from autopipe.problem import Decision, Frame, Problem
 from autopipe.reruns import Numbers, Reruns, blocks_of, compositions
@@ -93,7 +93,7 @@ NEXT = 1 - 1e-12
 """Times a maximum: just below it, past those that differ by the order of a sum."""
 
 
-def dynamic(problem: Problem, rivals: Sequence[float] = ()) -> Answer:
+def dynamic(problem: Problem, rivals: Sequence[float] = (), mesh: Mesh | None = None) -> Answer:
     """Plan exactly, where each rank has one stage; where it has several, each stage gets an equal
     share of its device and the devices stand in rank order, and what only other shares or another
     order would fit is not found.
@@ -104,7 +104,7 @@ def dynamic(problem: Problem, rivals: Sequence[float] = ()) -> Answer:
     Raises:
         InfeasibleError: no plan fits; the message carries the one that comes nearest.
     """
-    return best_answer(problem, choose, rivals=rivals, fitting=_fitting)
+    return best_answer(problem, choose, rivals=rivals, mesh=mesh, fitting=_fitting)
 
 
 def fastest(problem: Problem) -> Scored | None:

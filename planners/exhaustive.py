@@ -25,7 +25,7 @@ from autopipe.estimate import (
     step_seconds,
     weights,
 )
-from autopipe.planners.answer import TOLERANCE, Answer, best_answer
+from autopipe.planners.answer import TOLERANCE, Answer, Mesh, best_answer
 from autopipe.planners.orders import classes, orders
 from autopipe.planners.search import frames
 from autopipe.problem import Decision, Frame, Problem, splits
@@ -42,7 +42,7 @@ ROWS = 1 << 16
 Blocks = tuple[int, ...]
 
 
-def exhaustive(problem: Problem, rivals: Sequence[float] = ()) -> Answer:
+def exhaustive(problem: Problem, rivals: Sequence[float] = (), mesh: Mesh | None = None) -> Answer:
     """Plan by scoring every candidate.
 
     Raises:
@@ -53,6 +53,7 @@ def exhaustive(problem: Problem, rivals: Sequence[float] = ()) -> Answer:
         math.comb(problem.units - 1, frame.pp * chunks_of(problem.constraints, frame.schedule) - 1)
         * len(classes(problem, frame)) ** frame.pp
         for frame in frames(problem)
+        if mesh in (None, frame[:2])
     )
     sets = 2 ** len(problem.reruns)
     if candidates > MOST or sets > MOST_SETS:
@@ -62,7 +63,7 @@ def exhaustive(problem: Problem, rivals: Sequence[float] = ()) -> Answer:
             f"{MOST:,} of {MOST_SETS:,}",
             hint="the planner `dynamic` finds the same optimum; or fix pp, dp and micro_batches",
         )
-    return best_answer(problem, _choose, rivals=rivals, thorough=True)
+    return best_answer(problem, _choose, rivals=rivals, mesh=mesh, thorough=True)
 
 
 _Rank = tuple[float, float]

@@ -14,17 +14,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopipe.estimate import chunks_of, settle
-from autopipe.planners.answer import Answer, best_answer
+from autopipe.planners.answer import Answer, Mesh, best_answer
 from autopipe.problem import Decision, Frame, Problem
 
 
-def uniform(problem: Problem, rivals: Sequence[float] = ()) -> Answer:
+def uniform(problem: Problem, rivals: Sequence[float] = (), mesh: Mesh | None = None) -> Answer:
     """Plan by equal shares of blocks.
 
     Raises:
         InfeasibleError: no mesh and number of micro-batches fits with such cuts.
     """
-    return best_answer(problem, _choose, rivals=rivals, heuristic="uniform")
+    return best_answer(problem, _choose, rivals=rivals, mesh=mesh, heuristic="uniform")
 
 
 def _choose(problem: Problem, frame: Frame) -> Decision:
