@@ -85,12 +85,15 @@ class Reruns:
 
         Where none does it is the last, which saves most.
         """
-        reach = max(int(self.bytes.max()), int(needed.max(initial=0))) + 1
-        owner = np.repeat(np.arange(len(self.starts) - 1), np.diff(self.starts))
-        found = np.searchsorted(
-            owner * reach + self.bytes, compositions * reach + np.maximum(needed, 0)
-        )
-        return np.minimum(found, self.starts[compositions + 1] - 1)
+        found = np.array(self.starts[compositions])
+        short = np.asarray(needed > self.bytes[found])
+        if short.any():  # mostly few are: only those are searched for
+            kinds, needs = np.asarray(compositions)[short], np.asarray(needed)[short]
+            reach = max(int(self.bytes.max()), int(needs.max())) + 1
+            owner = np.repeat(np.arange(len(self.starts) - 1), np.diff(self.starts))
+            first = np.searchsorted(owner * reach + self.bytes, kinds * reach + needs)
+            found[short] = np.minimum(first, self.starts[kinds + 1] - 1)
+        return found
 
 
 @lru_cache(maxsize=128)

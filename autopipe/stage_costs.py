@@ -103,7 +103,7 @@ def peak(ranges: Tables, problem: Problem, frame: Frame, in_flight: int | Bytes)
 
 def sum_of(parts: tuple[Bytes, ...]) -> Bytes:
     """The sum of `memory`."""
-    return np.asarray(np.sum(np.broadcast_arrays(*parts), axis=0))
+    return np.asarray(sum(parts[1:], start=parts[0]))
 
 
 def gather_seconds(trainable: int | Bytes, problem: Problem, frame: Frame, group: Group) -> Times:
