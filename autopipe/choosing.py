@@ -15,7 +15,7 @@ from dataclasses import replace
 from autopipe.candidate import Candidate
 from autopipe.degrees import as_first
 from autopipe.draft import Draft, Overflow
-from autopipe.errors import InfeasibleError
+from autopipe.errors import AutopipeError, InfeasibleError
 from autopipe.plan import Plan
 from autopipe.planners import Answer, Planner
 from autopipe.planners.answer import Outdone, beside, out_of_the_best_two, rivals_of
@@ -126,7 +126,7 @@ def _nothing_fits(refused: Mapping[int, InfeasibleError], further: list[Help]) -
 def _first_that_fits(at: Callable[[int], Candidate], degrees: Sequence[int]) -> list[Help]:
     """The lowest of some degrees at which a plan fits, in words; none if there is none."""
     for tp in degrees:
-        with suppress(InfeasibleError):
+        with suppress(AutopipeError):  # it may not divide the batch, or the model
             problem, _ = at(tp).whole()
             if fastest(problem) is not None:
                 return [Help(f"tp={tp}")]

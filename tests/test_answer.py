@@ -223,3 +223,21 @@ def test_the_most_that_a_device_may_hold_is_held_to_the_byte() -> None:
             continue
         assert max(stage.memory.peak for stage in other.estimate.stages) < peak
         assert other.estimate.step_seconds >= found.estimate.step_seconds * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_one_mesh_alone_is_what_asking_for_it_gives(planner: str) -> None:
+    for seed in range(10):
+        problem = random_problem(seed)
+        for mesh in dict.fromkeys(frame[:2] for frame in frames(problem)):
+            pp, dp = mesh
+            asked = replace(problem, constraints=replace(problem.constraints, pp=pp, dp=dp))
+            try:
+                expected = PLANNERS[planner](asked)
+            except InfeasibleError:
+                with pytest.raises(InfeasibleError):
+                    PLANNERS[planner](problem, mesh=mesh)
+                continue
+            found = PLANNERS[planner](problem, mesh=mesh)
+            assert found.decision == expected.decision
+            assert found.estimate == expected.estimate and not found.alternatives

@@ -103,6 +103,24 @@ def test_dynamic_is_exhaustive(make: str, first: int) -> None:
         same(found_in("dynamic", make, seed), found_in("exhaustive", make, seed))
 
 
+@pytest.mark.parametrize("make", ["plain", "rich"])
+def test_where_sums_of_gradients_are_long(make: str) -> None:
+    """Devices ten times as fast on the same links: sums of later stages are not hidden any more, in
+    one frame of ten, and the step has three parts."""
+
+    def tenth(of: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
+        return tuple(tuple(seconds / 10 for seconds in kind) for kind in of)
+
+    for seed in range(40):
+        problem = MAKERS[make](seed)
+        profiles = (
+            replace(p, forward=tenth(p.forward), backward=tenth(p.backward))
+            for p in problem.profiles
+        )
+        problem = replace(problem, profiles=tuple(profiles))
+        same(found_by("dynamic", problem), found_by("exhaustive", problem))
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("make", MAKERS)
 def test_under_every_schedule_that_is_asked_for(make: str, schedule: str) -> None:
