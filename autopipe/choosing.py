@@ -56,7 +56,7 @@ def best_degree(
             answers, errors = _answers(made, planner, watch)
             refused |= errors
     if not answers:
-        raise _nothing_fits(refused, _first_that_fits(at, besides))
+        raise _nothing_fits(refused, at, besides)
     while True:
         tp = min(answers, key=lambda tp: (answers[tp].estimate.step_seconds, tp))
         others: dict[int, Answer | Outdone] = {
@@ -111,16 +111,18 @@ def _answers(
     return answers, refused
 
 
-def _nothing_fits(refused: Mapping[int, InfeasibleError], further: list[Help]) -> InfeasibleError:
+def _nothing_fits(
+    refused: Mapping[int, InfeasibleError], at: Callable[[int], Candidate], besides: Sequence[int]
+) -> InfeasibleError:
     """Of the degrees that want memory the nearest one's refusal, with what the others know of
-    devices; else what contradicts itself at the lowest degree."""
+    devices and with a degree that would do; else what contradicts itself at the lowest degree."""
     known = [refused[tp] for tp in sorted(refused)]
     wanting = [error for error in known if error.shortfall]
     nearest = min(wanting or known[:1], key=lambda error: error.shortfall)
     if not isinstance(nearest, NothingFits):
         return nearest
     others = [e for e in wanting if isinstance(e, NothingFits) and e is not nearest]
-    return nearest.beside(others, further)
+    return nearest.beside(others, _first_that_fits(at, besides))
 
 
 def _first_that_fits(at: Callable[[int], Candidate], degrees: Sequence[int]) -> list[Help]:

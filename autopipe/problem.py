@@ -162,6 +162,10 @@ class Problem:
     largest: tuple[int, ...] = ()
     beyond: Mapping[str, int] = field(default_factory=dict)
 
+    def profile(self, rows: int) -> Profile:
+        """That of micro-batches of so many rows; there is one."""
+        return next(profile for profile in self.profiles if profile.rows == rows)
+
 
 def splits(problem: Problem, schedule: str) -> bool:
     """Whether a schedule has backward in halves; what is split cannot run again."""

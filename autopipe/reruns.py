@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from autopipe.problem import Problem, Profile, Saved
+from autopipe.problem import Problem, Saved
 from autopipe.tables import Bytes, Times, dropped
 
 Numbers = NDArray[np.int64]
@@ -155,21 +155,17 @@ def figures(
     problem: Problem, rows: int, kind: int, block: int, part: tuple[int, int]
 ) -> tuple[int, float]:
     """Bytes that a part of a block saves if it runs again, and the seconds that takes."""
-    profile = _profile(problem, rows)
+    profile = problem.profile(rows)
     first, last = part
     seconds = sum(profile.again[block][kind][first:last])
     return int(_matrices(problem, rows)[block][first, last]), seconds
-
-
-def _profile(problem: Problem, rows: int) -> Profile:
-    return next(profile for profile in problem.profiles if profile.rows == rows)
 
 
 @lru_cache(maxsize=64)
 def _matrices(problem: Problem, rows: int) -> tuple[Bytes, ...]:
     """Of each block the bytes that each of its parts saves: entry [first, last]."""
     items: list[list[Saved]] = [[] for _ in problem.reruns]
-    for saved in _profile(problem, rows).saved:
+    for saved in problem.profile(rows).saved:
         if saved.rerun is not None:
             start = problem.reruns[saved.rerun][0]
             producer = None if saved.producer is None else saved.producer - start

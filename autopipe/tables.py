@@ -69,7 +69,7 @@ def tables(problem: Problem, profile: Profile) -> Tables:
 
 @lru_cache(maxsize=64)
 def _tables(problem: Problem, rows: int) -> Tables:
-    profile = next(profile for profile in problem.profiles if profile.rows == rows)
+    profile = problem.profile(rows)
     units, crossings = problem.units, profile.crossings
     returning = tuple(crossing for crossing in crossings if crossing.gradient)
     held = _of_states(

@@ -299,7 +299,7 @@ def bound(problem: Problem, frame: Frame) -> float:
 @lru_cache(maxsize=256)
 def _whole_seconds(problem: Problem, rows: int) -> float:
     """Seconds of a micro-batch, forward and backward, each unit on the device it likes best."""
-    profile = next(profile for profile in problem.profiles if profile.rows == rows)
+    profile = problem.profile(rows)
     quickest = (
         map(min, zip(*profile.forward, strict=True)),
         map(min, zip(*profile.backward, strict=True)),

@@ -80,7 +80,7 @@ def _states(problem: Problem, dp: int, zero: int) -> NDArray[np.float64]:
 def _kept_at(problem: Problem, rows: int, may_drop: bool) -> NDArray[np.float64]:
     """Bytes that units before each unit keep in any case of a micro-batch: shape (units + 1,)."""
     fixed = problem.constraints.recompute
-    profile = next(profile for profile in problem.profiles if profile.rows == rows)
+    profile = problem.profile(rows)
     sizes = np.zeros(problem.units + 1)
     handed: Counter[tuple[int, int]] = Counter()
     for saved in profile.saved:

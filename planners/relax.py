@@ -85,7 +85,7 @@ def _fewest_devices(problem: Problem, fastest: Fastest) -> tuple[Problem, Scored
     Of numbers that are enough the one before the least may be too few; those between are halved.
     """
     asked, own = problem.constraints, problem.machine
-    few, enough, best = 0, 1, None
+    few, enough = 0, 1
     if asked.pp is not None and asked.dp is not None:
         return problem, None
 
