@@ -10,7 +10,9 @@ none.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
+from autopipe.aside import Aside, aside
 from autopipe.degrees import as_first
 from autopipe.draft import Draft
 from autopipe.planners.answer import bounds
@@ -40,6 +42,7 @@ class Candidate:
         self._costing = costing
         self._draft = draft
         self._watch = watch
+        self._ahead: Aside[Profiled] | None = None
         self._whole: tuple[Problem, Draft] | None = None
 
     def least(self) -> tuple[Frame, float]:
@@ -51,14 +54,27 @@ class Candidate:
         least = bounds(self.timed)
         return min(least.items(), key=lambda pair: pair[1])
 
+    def look_ahead(self, *, check: bool = False) -> None:
+        """Let its bytes be looked into aside: they may be asked for next.
+
+        Args:
+            check: as `Costing.profiled` has it.
+        """
+        if self._ahead is None and self._whole is None:
+            self._ahead = aside(partial(self._profiled, check=check), self._costing.seconds)
+
     def whole(self, *, check: bool = False) -> tuple[Problem, Draft]:
         """The problem with its bytes, and what its answers are written down by.
 
         Args:
-            check: as `Costing.profiled` has it, where nobody has asked before.
+            check: as `look_ahead` has it, where that has not been called.
         """
         if self._whole is None:
-            with self._watch("costs"), as_first(self.timed.tp):
-                profiled = self._costing.profiled(check=check)
+            with self._watch("costs"):
+                profiled = self._ahead.result if self._ahead else self._profiled(check=check)
                 self._whole = profiled.problem, self._draft(profiled)
         return self._whole
+
+    def _profiled(self, *, check: bool) -> Profiled:
+        with as_first(self.timed.tp):
+            return self._costing.profiled(check=check)

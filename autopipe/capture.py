@@ -11,7 +11,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import sympy
@@ -22,7 +22,6 @@ from autopipe import batches, places
 from autopipe.errors import AutopipeError, CaptureError, ModelError
 from autopipe.fake import DynamicOutputShapeException, quiet
 from autopipe.graph import SEQUENCE
-from autopipe.likeness import Likeness
 from autopipe.plan import InputSpec, Read
 from autopipe.reads import ReadsParameter, record, replay
 from autopipe.standins import standing_in
@@ -123,30 +122,21 @@ def look(
     leaves: Mapping[str, Any],
     specs: Sequence[InputSpec],
     *,
-    reads: Sequence[Read] | None,
+    within: AbstractContextManager[object],
     real: Callable[[], nn.Module] | None,
-) -> tuple[tuple[Read, ...], Mapping[str, str]]:
-    """Run `program` once on true inputs: what Python reads, and which modules are alike.
+) -> tuple[Read, ...]:
+    """Run `program` once on true inputs: what Python reads.
 
     Args:
-        reads: the record of an earlier run, which is taken; None records now.
+        within: entered for the run.
         real: builds the model with its weights, for a read that depends on one; None: none to have.
 
     Raises:
         CaptureError: a read cannot be answered; the sentence names the user's line.
     """
-    likeness = Likeness(program.model)
-    if reads is not None and (reads or not likeness.candidates):
-        return tuple(reads), {}
     with _faithful(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        try:
-            found = _record(program, _tensors(leaves, specs), real, likeness)
-        except AutopipeError:
-            if reads is None:
-                raise
-            found = ()
-    return (found, likeness.alike) if reads is None or not found else (tuple(reads), {})
+        return _record(program, _tensors(leaves, specs), within, real)
 
 
 def _tensors(leaves: Mapping[str, Any], specs: Sequence[InputSpec]) -> list[Tensor]:
@@ -177,11 +167,11 @@ def _dynamic(spec: InputSpec, tensor: Tensor) -> dict[int, Any]:
 def _record(
     program: Program,
     tensors: Sequence[Tensor],
+    within: AbstractContextManager[object],
     real: Callable[[], nn.Module] | None,
-    likeness: Likeness,
 ) -> tuple[Read, ...]:
     def run() -> None:
-        with likeness.watching():
+        with within:
             program(*[tensor.clone() for tensor in tensors])
 
     try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import zip_longest
 
 from autopipe.candidate import Candidate
 from autopipe.degrees import as_first
@@ -50,6 +51,8 @@ def best_degree(
         for tp in further if not answers else ():
             try:
                 made[tp] = at(tp)
+                if len(made) == 1:  # while the others are sharded
+                    made[tp].look_ahead(check=True)
             except InfeasibleError as error:
                 refused[tp] = error
         if not answers:
@@ -97,14 +100,17 @@ def _answers(
                 least[tp] = candidate.least()
         except InfeasibleError as error:
             refused[tp] = error
-    for tp in sorted(least, key=lambda tp: (least[tp][1], tp)):
+    order = sorted(least, key=lambda tp: (least[tp][1], tp))
+    for tp, following in zip_longest(order, order[1:]):
         rivals, (frame, seconds) = rivals_of(answers.values()), least[tp]
         # Plain data parallelism, which is told in any case, is at degree 1.
         if tp > 1 and out_of_the_best_two(seconds, rivals):
             refused[tp] = Outdone(frame, seconds, None)
             continue
         try:
-            problem, _ = made[tp].whole(check=not answers)
+            problem, _ = made[tp].whole(check=tp == order[0])
+            if following is not None and not answers:
+                made[following].look_ahead()
             answers[tp] = planner(problem, rivals)
         except InfeasibleError as error:
             refused[tp] = error

@@ -42,6 +42,7 @@ from autopipe.errors import AutopipeError
 from autopipe.fake import views
 from autopipe.graph import (
     BATCH,
+    READ_OP,
     SEQUENCE,
     Dim,
     Graph,
@@ -52,11 +53,11 @@ from autopipe.graph import (
     Value,
     at_batch,
     once,
+    resolve,
     swap,
     values_in,
 )
 from autopipe.roofline import reached
-from autopipe.trace import READ_OP, resolve
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from autopipe.fake import views, writes
-from autopipe.graph import Graph, Input, Node, Ref, State, Value, once, values_in
-from autopipe.trace import READ_OP, resolve
+from autopipe.graph import READ_OP, Graph, Input, Node, Ref, State, Value, once, resolve, values_in
 
 
 @dataclass(frozen=True)

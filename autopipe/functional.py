@@ -18,9 +18,8 @@ from dataclasses import replace
 from autopipe.cost import gradient_values
 from autopipe.dataflow import Dataflow, analyse, is_random
 from autopipe.fake import writes
-from autopipe.graph import Graph, Node, Ref, State, Value
+from autopipe.graph import Graph, Node, Ref, State, Value, resolve
 from autopipe.strategies import is_pointwise
-from autopipe.trace import resolve
 
 
 def out_of_place(graph: Graph) -> Graph:

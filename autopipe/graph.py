@@ -32,6 +32,9 @@ SEQUENCE = sympy.Symbol("s", integer=True, positive=True)
 
 Dim: TypeAlias = int | sympy.Expr
 
+READ_OP = "autopipe.read.default"
+"""The op of a node that stands for a value which Python reads (`autopipe.reads`)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ref:
@@ -228,6 +231,14 @@ def once(find: Callable[[Graph], _T]) -> Callable[[Graph], _T]:
         known: _T = graph._found[name]
         return known
 
+    return found
+
+
+def resolve(op: str) -> Any:
+    """The torch op of a node: `aten.linear.default`."""
+    found: Any = torch.ops
+    for part in op.split("."):
+        found = getattr(found, part)
     return found
 
 

@@ -56,12 +56,14 @@ class Likeness:
     Attributes:
         alike: from the path of a module to that of the first of its siblings that it is like.
         candidates: the modules that may be, by path, each with what it is made of.
+        presumed: what `alike` would be if calls told no candidates of the same make apart.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.alike: dict[str, str] = {}
         self.running: _Call | None = None
         self.candidates = _candidates(model)
+        self.presumed = _alike({path: make for path, (_, make) in self.candidates.items()})
         self._owners = {
             id(inner): path
             for path, (module, _) in self.candidates.items()
@@ -87,13 +89,13 @@ class Likeness:
             until.enter_context(self._watching_attributes())
             until.enter_context(_Log(self))
             yield
-        first: dict[Hashable, str] = {}
-        for path, (_, make) in self.candidates.items():
-            calls = self._calls[path]
-            if len(calls) == 1:
-                known = first.setdefault((path.rpartition(".")[0], make, calls[0]), path)
-                if known != path:
-                    self.alike[path] = known
+        self.alike = _alike(
+            {
+                path: (make, *self._calls[path])
+                for path, (_, make) in self.candidates.items()
+                if len(self._calls[path]) == 1
+            }
+        )
 
     def _begin(self, path: str, module: nn.Module) -> Callable[..., None]:
         def begin(_: nn.Module, args: Any, kwargs: Any) -> None:
@@ -300,6 +302,17 @@ UNCERTAIN = frozenset(
     "tensor as_tensor asarray from_numpy frombuffer".split()
 )
 """Functions that give Python a value, or make a constant of the graph from one."""
+
+
+def _alike(known: Mapping[str, Hashable]) -> dict[str, str]:
+    """From the path of a module to that of the first sibling of which the same is known."""
+    firsts: dict[Hashable, str] = {}
+    alike: dict[str, str] = {}
+    for path, what in known.items():
+        first = firsts.setdefault((path.rpartition(".")[0], what), path)
+        if first != path:
+            alike[path] = first
+    return alike
 
 
 def _candidates(model: nn.Module) -> dict[str, tuple[nn.Module, Hashable]]:

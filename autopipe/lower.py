@@ -25,7 +25,20 @@ from torch import Tensor, fx, nn
 from autopipe.blocks import Block
 from autopipe.dataflow import analyse, is_random
 from autopipe.errors import PlanError
-from autopipe.graph import Arg, Autocast, Graph, Input, Node, Ref, State, Value, at_batch, values_in
+from autopipe.graph import (
+    READ_OP,
+    Arg,
+    Autocast,
+    Graph,
+    Input,
+    Node,
+    Ref,
+    State,
+    Value,
+    at_batch,
+    resolve,
+    values_in,
+)
 from autopipe.opaque import OPAQUE
 from autopipe.opaque import run as run_opaque
 from autopipe.partition import Stage
@@ -35,7 +48,6 @@ from autopipe.precision import LOWERED, low
 from autopipe.randomness import draw
 from autopipe.reads import check
 from autopipe.recompute import Recomputed, obstacle, refuse, within
-from autopipe.trace import READ_OP, resolve
 
 NODE_NAME = "autopipe_node"
 """The key in an fx node's meta under which its graph node's name stands."""

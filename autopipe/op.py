@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 
 from autopipe.cost import gradient_values
 from autopipe.dataflow import Dataflow
-from autopipe.graph import Dim, Graph, Node, Ref, State, Value, at_batch, at_sequence
+from autopipe.graph import Dim, Graph, Node, Ref, State, Value, at_batch, at_sequence, resolve
 from autopipe.placements import BIG, I, Placement, R, divides
-from autopipe.trace import resolve
 
 UNEVEN = 16
 """A dim that does not divide is dealt out unevenly where each rank gets so much at least: the

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from autopipe import asked, batches, sketch
+from autopipe.aside import forking
 from autopipe.binding import check_runs
 from autopipe.blocks import Block, classes, find_blocks
 from autopipe.candidate import Candidate
@@ -45,6 +46,7 @@ NOTHING = "none"
 
 
 @resting()
+@forking()
 def plan(
     model: Source,
     inputs: Any,

@@ -18,12 +18,11 @@ from collections.abc import Iterator
 
 import torch
 
-from autopipe.graph import Node
+from autopipe.graph import READ_OP, Node, resolve
 from autopipe.layers import LAYERS
 from autopipe.op import Model, Op, Rule, Shards, Strategy
 from autopipe.placements import I, P, Placement, R, S
 from autopipe.shapes import SHAPES
-from autopipe.trace import READ_OP, resolve
 
 RULES: dict[str, Rule] = SHAPES | LAYERS
 """The table, by op. `strategies` adds what every op can, and those that act on each element."""

@@ -26,6 +26,7 @@ from autopipe.collectives import own_part, together
 from autopipe.dataflow import analyse, is_random
 from autopipe.demands import demands
 from autopipe.graph import (
+    READ_OP,
     Graph,
     Input,
     Node,
@@ -35,13 +36,13 @@ from autopipe.graph import (
     TensorSpec,
     Value,
     at_batch,
+    resolve,
     shape_at,
 )
 from autopipe.op import Model, Op, Strategy
 from autopipe.placements import I, P, Placement, R, S, Sharding
 from autopipe.shard import shard_graph
 from autopipe.strategies import strategies
-from autopipe.trace import READ_OP, resolve
 from tests.simulated import Meeting, everywhere
 
 ROWS = 3

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 import autopipe
+from autopipe import profile as module
+from autopipe.aside import WORTH
 from autopipe.planners.answer import TOLERANCE
 from autopipe.profile import Costing, Profiled
 from tests.inprocess import machine
@@ -49,3 +53,30 @@ def test_seconds_do_not_change_when_bytes_come() -> None:
     for timed, whole in zip(costing.timed.profiles, found.problem.profiles, strict=True):
         assert (timed.forward, timed.backward) == (whole.forward, whole.backward)
         assert not timed.saved and whole.saved
+
+
+def test_bytes_looked_into_aside_are_those_looked_into_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While other degrees are sharded, a copy of the process runs the first one for its bytes."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    case = ZOO["gpt"]
+    looked: list[tuple[int, bool]] = []
+    profiled = Costing.profiled
+
+    def noting(self: Costing, *, check: bool = True) -> Profiled:
+        looked.append((self.tp, check))
+        return profiled(self, check=check)
+
+    def plan() -> autopipe.Plan:
+        looked.clear()
+        return autopipe.plan(
+            case.model, case.inputs, loss=case.loss, cluster="1x4xA100-40GB", batch_size=8
+        )
+
+    monkeypatch.setattr(Costing, "profiled", noting)
+    monkeypatch.setattr(module, "SECONDS_A_NODE", WORTH)
+    aside, told = plan(), [*looked]
+    monkeypatch.setattr(module, "SECONDS_A_NODE", 0.0)
+    assert plan() == aside
+    assert told == looked[1:], "the first one's were looked into here"

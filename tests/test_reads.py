@@ -7,9 +7,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopipe import batches, fake
 from autopipe.errors import CaptureError, ModelError
+from autopipe.graph import READ_OP
 from autopipe.plan import Read
 from autopipe.reads import check
-from autopipe.trace import READ_OP, trace
+from autopipe.trace import trace
 from tests.staged import lowered, one_micro_batch, trace_model
 
 

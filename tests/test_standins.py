@@ -6,12 +6,14 @@ tells for how many of them a stand-in stood, so that nothing passes by falling b
 """
 
 import itertools
+import os
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from autopipe import aside
 from autopipe import trace as tracing
 from autopipe.errors import CaptureError
 from autopipe.fingerprint import fingerprint
@@ -427,3 +429,37 @@ def test_the_model_is_left_as_it_was():
     trace_model(model, inputs, mean)
     assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
     assert "__getattribute__" not in vars(nn.Module)
+
+
+# While the run that finds out is on, a copy of the process traces what it will most likely say.
+
+AS_PRESUMED = {
+    *(Block, Undecided, Buffered, CallsANormTwice, OnlyOneIsFrozen),
+    *(Trees, Frozen, Hooked, TiedWeights),
+    *("llama", "mask", "counted"),
+}
+"""Those of which all modules of one make are alike. Of the others a trace is made afterwards."""
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *MODELS, "llama", "mask", "counted"], ids=str)
+def test_a_trace_made_ahead_is_the_trace(monkeypatch, kind):
+    monkeypatch.setattr(tracing, "SECONDS_A_MODULE", aside.WORTH)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    case = ZOO[kind] if kind in ZOO else None
+    model = case.model if case else (lambda: Stack(kind)) if kind in KINDS else kind
+    given = (case.inputs, case.loss) if case else (inputs, mean)
+    made_here = []
+    capture = tracing.capture
+
+    def noting(*args, alike, **kwargs):
+        made_here.append(alike)
+        return capture(*args, alike=alike, **kwargs)
+
+    monkeypatch.setattr(tracing, "capture", noting)
+    with aside.forking():
+        ahead = trace_model(model(), *given)
+    assert bool(made_here) == (kind not in AS_PRESUMED)
+    afterwards = trace_model(model(), *given)
+    assert_same(ahead.graph, afterwards.graph)
+    assert ahead.reads == afterwards.reads
+    assert bool(ahead.reads) == (kind in ("llama", ReadsABuffer))

@@ -12,10 +12,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from autopipe import batches, fake
+from autopipe.convert import LOSS_SCOPE
 from autopipe.errors import CaptureError, ModelError
 from autopipe.fingerprint import fingerprint
 from autopipe.graph import BATCH, Autocast, Ref, State
-from autopipe.trace import LOSS_SCOPE, trace
+from autopipe.trace import trace
 from tests.inprocess import traced
 from tests.staged import differences, eager_step, staged_step, trace_model
 from tests.zoo import ZOO, Case
