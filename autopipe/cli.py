@@ -206,36 +206,56 @@ def simulate(
     what: Annotated[
         str | None, typer.Argument(help="a plan, a schedule's name or file; every schedule")
     ] = None,
-    ranks: Annotated[int, typer.Option(min=1, help="of a pipeline")] = 4,
-    micro_batches: Annotated[int, typer.Option(min=1)] = 8,
-    chunks: Annotated[int, typer.Option(min=2, help="of a rank: interleaved")] = 2,
+    ranks: Annotated[int | None, typer.Option(min=1, help="of a pipeline; 4")] = None,
+    micro_batches: Annotated[int | None, typer.Option(min=1, help="8")] = None,
+    chunks: Annotated[int | None, typer.Option(min=2, help="of a rank: interleaved; 2")] = None,
     forward: Annotated[
-        float, typer.Option(min=0, max=1e9, help="time of a rank's micro-batch")
-    ] = 1.0,
-    backward: Annotated[float, typer.Option(min=0, max=1e9, help="the same")] = 2.0,
-    latency: Annotated[float, typer.Option(min=0, max=1e9, help="of a transfer, one way")] = 0.0,
-    window: Annotated[int, typer.Option(min=1, help="receives posted ahead")] = 2,
-    depth: Annotated[int, typer.Option(min=0, help="more micro-batches in flight: eager-1f1b")] = 1,
+        float | None, typer.Option(min=0, max=1e9, help="time of a rank's micro-batch; 1")
+    ] = None,
+    backward: Annotated[float | None, typer.Option(min=0, max=1e9, help="the same; 2")] = None,
+    latency: Annotated[
+        float | None, typer.Option(min=0, max=1e9, help="of a transfer, one way; 0")
+    ] = None,
+    wire: Annotated[
+        float | None, typer.Option(min=0, max=1e9, help="for which a transfer fills its link; 0")
+    ] = None,
+    window: Annotated[int | None, typer.Option(min=1, help="receives posted ahead; 2")] = None,
+    depth: Annotated[
+        int | None, typer.Option(min=0, help="more micro-batches in flight: eager-1f1b; 1")
+    ] = None,
     waits: Annotated[bool, typer.Option("--waits", help="draw them, as dots")] = False,
     transfers: Annotated[bool, typer.Option("--transfers", help="draw them")] = False,
     svg: Annotated[Path | None, typer.Option(help="a picture as well")] = None,
 ) -> None:
     """Draw a step, proved and timed by its longest path; of a plan, the one it predicts."""
+    shape = {
+        "ranks": ranks,
+        "micro_batches": micro_batches,
+        "chunks": chunks,
+        "forward": forward,
+        "backward": backward,
+        "latency": latency,
+        "wire": wire,
+        "window": window,
+        "depth": depth,
+    }
     from autopipe import picture, sketch
     from autopipe.schedules import SCHEDULES
 
-    shape = sketch.Shape(ranks, micro_batches, chunks, forward, backward, latency, window, depth)
+    asked: dict[str, Any] = {name: value for name, value in shape.items() if value is not None}
     if svg is not None and what is None:
         raise AutopipeError(
             "--svg makes one picture, and no schedule was named",
             hint=f"autopipe simulate 1f1b --svg {svg}",
         )
     check_folder(svg)
+    if what is not None:
+        sketch.check(what, asked)
     for name in [what] if what is not None else SCHEDULES:
         if name.endswith(".json"):
             timeline = sketch.of_plan(Plan.load(name))
         else:
-            timeline = sketch.of_schedule(name, shape)
+            timeline = sketch.of_schedule(name, sketch.Shape(**asked))
         print(sketch.describe(name, timeline, waits=waits, transfers=transfers), end="\n\n")
         if svg is not None:
             files.write(picture.svg(timeline, Path(name).name), svg)

@@ -135,6 +135,7 @@ class Draft:
             even=self.even,
             known=self.known,
         )
+        most = max(device.memory for device in self.cluster.devices)
         gathered = [0] * len(stages)
         if frame.zero == 3 and frame.dp > 1:
             rehearsal, gathered = self._sharded(stages, rehearsal, rows, again)
@@ -170,6 +171,9 @@ class Draft:
                 answer.bound_seconds,
                 answer.binding,
                 *_told(answer.alternatives),
+                limits=tuple(
+                    sorted({limit for limit in self.constraints.memory or () if limit < most})
+                ),
             ),
             states=states,
             collectives=collectives,

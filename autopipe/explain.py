@@ -119,11 +119,7 @@ def _table_of(plan: Plan) -> list[RenderableType]:
         "optimizer's state, activations kept from forward to backward, buffers of transfers (with\n"
         "those of gradients on their way into a sum)\n"
     )
-    rooms = {device.kind: device.memory for device in plan.cluster.devices if device.kind != "cpu"}
-    if rooms:
-        listed = ", ".join(f"{room / 2**30:.1f} GiB of {kind}" for kind, room in rooms.items())
-        margin = "the rest is a margin for CUDA's context and what the allocator loses"
-        legend += textwrap.fill(f"tensors may fill {listed}; {margin}", WIDTH) + "\n"
+    legend += _rooms(plan)
     if ranks:
         held = [0] * plan.mesh.pp
         for rank, memory in zip(ranks, memories, strict=True):
@@ -135,6 +131,20 @@ def _table_of(plan: Plan) -> list[RenderableType]:
         table,
         Text(legend),
     ]
+
+
+def _rooms(plan: Plan) -> str:
+    """What tensors may fill of the devices."""
+    rooms = {device.kind: device.memory for device in plan.cluster.devices if device.kind != "cpu"}
+    said = ""
+    if rooms:
+        listed = ", ".join(f"{room / 2**30:.1f} GiB of {kind}" for kind, room in rooms.items())
+        margin = "the rest is a margin for CUDA's context and what the allocator loses"
+        said = textwrap.fill(f"tensors may fill {listed}; {margin}", WIDTH) + "\n"
+    if plan.planner.limits:
+        limits = ", ".join(f"{limit / 2**20:,.0f} MiB" for limit in plan.planner.limits)
+        said += textwrap.fill(f"no more than was asked for: {limits}", WIDTH) + "\n"
+    return said
 
 
 def _ranks(plan: Plan) -> tuple[int, ...]:

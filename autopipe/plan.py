@@ -261,6 +261,9 @@ class PlannerNote:
     are by the estimate that planners search with. It is rougher than the plan's prediction, and the
     step that is predicted may take less. Where it takes visibly more, other meshes are written down
     too and the fastest is taken; those have the seconds of their longest paths, and say so.
+
+    `limits` are the bytes that its user let devices hold at most, where that is less than the
+    largest device has, each number once, ascending.
     """
 
     name: str
@@ -269,6 +272,7 @@ class PlannerNote:
     binding: str
     next_best: Alternative | None
     others: tuple[Alternative, ...] = ()
+    limits: tuple[int, ...] = ()
 
     @property
     def alternatives(self) -> tuple[Alternative, ...]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from autopipe import forecast, picture, written
@@ -25,6 +26,7 @@ class Shape:
         ranks, micro_batches, chunks: chunks are stages on each rank, under interleaved.
         forward, backward: seconds of one rank's micro-batch, all its stages together.
         latency: seconds of a transfer, one way.
+        wire: seconds for which a transfer keeps its link from the next one.
         window, depth: receives posted ahead and micro-batches in flight besides, at each boundary.
     """
 
@@ -34,8 +36,35 @@ class Shape:
     forward: float = 1.0
     backward: float = 2.0
     latency: float = 0.0
+    wire: float = 0.0
     window: int = 2
     depth: int = 1
+
+
+def check(what: str, asked: Mapping[str, object]) -> None:
+    """Refuse what makes no difference to a drawing.
+
+    Args:
+        what: a schedule's name, or a file with one or with a plan.
+        asked: fields of a `Shape` that somebody has set.
+
+    Raises:
+        ScheduleError: names the first such field.
+    """
+    if what.endswith(".json"):
+        settled, hint = {field.name for field in fields(Shape)}, "a plan is drawn as it is"
+    elif what not in SCHEDULES:
+        settled, hint = {"ranks", "micro_batches", "chunks", "depth"}, "the file says it"
+    else:
+        schedule = SCHEDULES[what]
+        settled = {"chunks"} if schedule.chunks is not None else set()
+        settled |= set() if schedule.depths else {"depth"}
+        hint = "chunks are for interleaved, a depth is for eager-1f1b"
+    for name in asked:
+        if name in settled:
+            raise ScheduleError(
+                f"--{name.replace('_', '-')} {asked[name]} makes no difference to {what}", hint=hint
+            )
 
 
 def of_schedule(what: str, shape: Shape) -> Timeline:
@@ -55,7 +84,8 @@ def of_schedule(what: str, shape: Shape) -> Timeline:
     chain = [Edge(stage, stage + 1, gradient=True) for stage in range(stages - 1)]
     ahead = sends_for([shape.depth] if what in SCHEDULES and SCHEDULES[what].depths else [])
     programs = insert(compute, chain, [shape.window] * (stages - 1), ahead)
-    costs = Costs.even(stages, shape.forward / chunks, shape.backward / chunks, Link(shape.latency))
+    link = Link(shape.latency, bandwidth=1.0, bytes=shape.wire)
+    costs = Costs.even(stages, shape.forward / chunks, shape.backward / chunks, link)
     return simulate(programs, costs)
 
 
@@ -68,8 +98,10 @@ def from_file(path: Path) -> Programs:
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
+        missing = isinstance(error, FileNotFoundError)
+        why = "of that name" if missing else f"that can be read: {error}"
         raise ScheduleError(
-            f"there is no schedule {str(path)!r}, and no file with one can be read: {error}",
+            f"there is no schedule {str(path)!r}, and no file {why}",
             hint=f"one of {', '.join(SCHEDULES)}, or a file with a line for each rank: "
             "`rank 0: 0F0 0B0 0F1 0B1`",
         ) from error

@@ -219,6 +219,13 @@ def test_what_one_asks_of_a_drawing(autopipe: Shell) -> None:
     assert "\n0 to 1: " in autopipe("simulate", *words, "--transfers").out
 
 
+def test_a_link_that_is_filled_by_what_it_carries(autopipe: Shell) -> None:
+    """F1 is there at 1 + 2 x 3 + 1 = 8, behind F0 on the wire; B1's gradient at 18, behind B0's."""
+    words = ("simulate", "gpipe", "--ranks", "2", "--micro-batches", "2", "--latency", "1")
+    assert "a step takes 11," in autopipe(*words).out
+    assert "a step takes 20," in autopipe(*words, "--wire", "3").out
+
+
 def test_simulate_draws_a_plan(autopipe: Shell) -> None:
     """The step that the plan predicts; as an SVG as well."""
     autopipe.plan(2, "--pp", "2", "--batch", "8", "--micro-batches", "4")

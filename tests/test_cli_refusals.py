@@ -41,8 +41,8 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> str:
         ),
         (
             "--schedule zb-h3",
-            "there is no schedule 'zb-h3', and no file with one can be read: [Errno 2] No such "
-            "file or directory: 'zb-h3'\n\nhint: one of naive, gpipe, 1f1b, ",
+            "there is no schedule 'zb-h3', and no file of that name\n\n"
+            "hint: one of naive, gpipe, 1f1b, ",
         ),
         (
             "--schedule 1f1b --depth 2",
@@ -272,7 +272,22 @@ def test_a_written_schedule(
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ("zb-h3", "there is no schedule 'zb-h3', and no file with one can be read: "),
+        ("zb-h3", "there is no schedule 'zb-h3', and no file of that name\n\nhint: one of naive, "),
+        (".", "there is no schedule '.', and no file that can be read: "),
+        (
+            "1f1b --depth 3",
+            "--depth 3 makes no difference to 1f1b\n\n"
+            "hint: chunks are for interleaved, a depth is for eager-1f1b",
+        ),
+        ("zb-v --chunks 3", "--chunks 3 makes no difference to zb-v\n\nhint: chunks are for inter"),
+        (
+            "steps.txt --ranks 3",
+            "--ranks 3 makes no difference to steps.txt\n\nhint: the file says",
+        ),
+        (
+            "plan.json --latency 0.5 --window 3",
+            "--latency 0.5 makes no difference to plan.json\n\nhint: a plan is drawn as it is",
+        ),
         ("gone.json", "gone.json: no such file, asked for the plan"),
         (
             "--svg step.svg",

@@ -196,6 +196,15 @@ def test_the_widest_table_is_whole() -> None:
     assert "\n23, rank 11  123.4 ms  246.8 ms " in text
 
 
+def test_limits_that_the_user_has_set_are_told() -> None:
+    """Beside what devices leave for tensors; of a CPU nothing is known but those."""
+    plan = example_plan()
+    limited = replace(plan, planner=replace(plan.planner, limits=(600 * 2**20, 2 * 2**30)))
+    assert "\nallocator loses\nno more than was asked for: 600 MiB, 2,048 MiB\n" in page(
+        explain(limited)
+    )
+
+
 def test_what_is_not_as_usual_stands_on_top() -> None:
     plan = example_plan()
     usual = page(explain(replace(plan, stages=(plan.stages[1],) * 2)))

@@ -191,6 +191,7 @@ def test_who_adds_the_shortfall_gets_a_plan(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_memory_in_words() -> None:
     assert planned(pp=2, memory="24GiB") == planned(pp=2)
+    assert planned(pp=2, memory="900MiB").planner.limits == (900 * 2**20,)
     with pytest.raises(AutopipeError, match=r"memory 'plenty' is no size\nhint: 24GiB, "):
         planned(memory="plenty")
 
