@@ -46,7 +46,8 @@ class Program(nn.Module):
         leaves = {**self._fixed, **dict(zip(self._paths, tensors, strict=True))}
         batch = batches.rebuild(self._batch, leaves)
         args, kwargs = batches.bind(self.model, batch, self._loss)
-        outputs = self.model(*args, **kwargs)
+        with _without_cache(self.model):
+            outputs = self.model(*args, **kwargs)
         return outputs_to_loss(outputs, batch, self._loss)
 
 
@@ -263,6 +264,31 @@ _ASKED_WHILE_TRACING = (
     "is_fake_tensor",
     "is_cuda_stream_capturing",
 )
+
+
+@contextmanager
+def _without_cache(model: nn.Module) -> Iterator[None]:
+    """Keep transformers from filling a cache of keys and values for tokens to come.
+
+    Its configurations ask for one unless told otherwise. No loss depends on it, and it takes a copy
+    of all keys and values, which are held until the backward. Who passes `use_cache` gets one.
+    """
+    configs = {id(config): config for config in map(_config, model.modules()) if config is not None}
+    asking = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
+    for config in asking:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in asking:
+            config.use_cache = True
+
+
+def _config(module: nn.Module) -> Any:
+    """A module's configuration, if it is one of transformers."""
+    config = getattr(module, "config", None)
+    kinds = (kind.__module__.partition(".")[0] for kind in type(config).__mro__)
+    return config if "transformers" in kinds else None
 
 
 @contextmanager

@@ -121,6 +121,7 @@ class _Converter:
                 InputKind.BUFFER: "buffer",
             }.get(spec.kind, "constant")
             if kind == "constant":
+                name = self._name_constant(name)
                 constants[name] = self._constant(spec.target)
             name, *others = aliases.get(name, (name,))
             tensor = placeholder.meta["val"]
@@ -304,6 +305,17 @@ class _Converter:
 
     def _spec(self, tensor: Tensor, node: fx.Node | None = None) -> TensorSpec:
         return TensorSpec(tuple(self._dim(size, node) for size in tensor.shape), tensor.dtype)
+
+    def _name_constant(self, name: str) -> str:
+        """Constants of code are numbered within their module, that blocks alike look alike.
+
+        Export counts them through the model: `h.3.lifted_tensor_7`.
+        """
+        home, found, _ = name.rpartition("lifted_tensor_")
+        if not found:
+            return name
+        self.ordinals[home, found] += 1
+        return f"{home}{found}{self.ordinals[home, found] - 1}"
 
     def _constant(self, target: str) -> Tensor:
         value = self.exported.constants[target]

@@ -136,14 +136,18 @@ def select(op: Op) -> Iterator[Strategy]:
 
 @rule("cat")
 def cat(op: Op) -> Iterator[Strategy]:
-    """Another dim; or the pieces become segments of this one."""
+    """Another dim; or the pieces become segments of this one.
+
+    A tensor of shape (0,) is no piece, whatever the others' shapes are: torch leaves it out.
+    """
     dim = op.dim()
+    pieces = [x for x in values_in(op["tensors"]) if op.shape(x) != (0,)]
     for placement in of_any(op):
         if placement.dim != dim:
-            yield Strategy(dict.fromkeys(op.inputs, placement), placement)
-        elif placement.segments == 1 and all(op.model.divides(x, placement) for x in op.inputs):
-            sizes = tuple(op.shape(x)[dim] for x in values_in(op["tensors"]))
-            yield Strategy(dict.fromkeys(op.inputs, placement), S(dim, sizes))
+            yield Strategy(dict.fromkeys(pieces, placement), placement)
+        elif placement.segments == 1 and all(op.model.divides(x, placement) for x in pieces):
+            sizes = tuple(op.shape(x)[dim] for x in pieces)
+            yield Strategy(dict.fromkeys(pieces, placement), S(dim, sizes))
 
 
 @rule("stack")

@@ -151,3 +151,24 @@ def test_a_module_called_again_runs_with_the_same_parameters(cuts, tolerance):
     eager = eager_step(SHARED, found, batch, 2)
     split = staged_step(SHARED.model(), found, batch, cuts, 2)
     assert differences(split, eager, tolerance=tolerance) == []
+
+
+class Fades(nn.Module):
+    """Makes constants in forward: export numbers those of a model from one end to the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * torch.tensor([0.5]) + torch.tensor([1.0])
+
+
+def test_blocks_that_make_constants() -> None:
+    model = nn.Sequential(*(Fades() for _ in range(3)))
+    graph = trace_model(
+        model, lambda rows: {"input": torch.ones(rows, 4)}, lambda y, batch: y.mean()
+    ).graph
+    assert [block.path for block in find_blocks(graph)] == ["0", "1", "2"]
+    assert list(graph.constants) == [f"{n}.lifted_tensor_{k}" for n in range(3) for k in range(2)]
+    assert [float(constant) for constant in graph.constants.values()] == [0.5, 1.0] * 3

@@ -7,10 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from autopipe.capture import outputs_to_loss
+from autopipe import batches
+from autopipe.capture import Program, outputs_to_loss
 from autopipe.errors import CaptureError, ModelError
 from tests.staged import trace_model
 from tests.test_reads import Double
+from tests.zoo import ZOO
 
 
 class Model(nn.Module):
@@ -114,6 +116,20 @@ class Model2(Model):
 
 class Answer:
     loss = torch.tensor(1.0)
+
+
+@pytest.mark.parametrize("asked", [None, True])
+def test_nobody_fills_a_cache_for_decoding_unless_told_to(asked):
+    """transformers' models do by default; to a loss it is a copy of all keys and values."""
+    model, made = ZOO["llama"].model(), []
+    model.register_forward_hook(lambda module, args, outputs: made.append(outputs.past_key_values))
+    small, large = ({**ZOO["llama"].inputs(rows)} for rows in (2, 3))
+    if asked:
+        small["use_cache"] = large["use_cache"] = True
+    program = Program(model, small, None, batches.describe(small, large, 2, 3))
+    program(*(value for value in small.values() if isinstance(value, torch.Tensor)))
+    assert (made[0] is not None) == bool(asked)
+    assert model.config.use_cache is True
 
 
 def test_a_loss_is_a_scalar_or_a_sum_and_a_count():

@@ -106,6 +106,7 @@ OPS: dict[str, tuple[str, Callable[..., Tensor], tuple[tuple[int, ...], ...], se
     "cat": ("cat", lambda x: torch.cat([x, x.exp()], 2), (), {"SSS"}),
     "cat of one": ("cat", lambda x: torch.cat([x, x, x.exp()], -1), (), {"SSS"}),
     "cat of all sizes": ("cat", lambda x: torch.cat([x[..., :4], x], -1), (), {"SSS"}),
+    "cat to nothing": ("cat", lambda x: torch.cat([torch.tensor([]), x], 2), (), {"ISS"}),
     "expand": ("expand", lambda x: x[:, :1].expand(-1, 4, -1, -1), (), {"SS"}),
     "expand in front": ("expand", lambda x: x.expand(3, -1, -1, -1, -1), (), {"SS"}),
     "unflatten": ("unflatten", lambda x: x.unflatten(-1, (4, 3)), (), {"SS", "PP"}),
