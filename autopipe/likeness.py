@@ -23,6 +23,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
@@ -420,6 +421,9 @@ def frozen(value: Any, *, deep: bool = True) -> Hashable:
         return type(value), tuple(items)
     if isinstance(value, (set, frozenset)):
         return type(value), frozenset(frozen(item, deep=deep) for item in value)
+    if type(value) is partial:
+        parts = value.func, value.args, value.keywords, vars(value)
+        return partial, *(frozen(part, deep=deep) for part in parts)
     if isinstance(value, _FIXED) or not deep or isinstance(value, Tensor | nn.Module):
         return type(value), id(value)
     inside = getattr(value, "__dict__", None)

@@ -5,6 +5,7 @@ two graphs must be equal, node by node and name by name, whatever the blocks are
 tells for how many of them a stand-in stood, so that nothing passes by falling back.
 """
 
+import functools
 import itertools
 import os
 
@@ -263,6 +264,24 @@ class Buffered(Block):
         return super().forward(x * self.scale) + self.second(self.again(x))
 
 
+class HasAnActivationOfItsOwn(Block):
+    """Made for each block anew: what it was made of is the same."""
+
+    def __init__(self, index):
+        super().__init__(index)
+        self.activation = functools.partial(F.gelu, approximate="tanh")
+
+    def forward(self, x):
+        return self.activation(super().forward(x))
+
+
+class HasAnotherActivation(HasAnActivationOfItsOwn):
+    def __init__(self, index):
+        super().__init__(index)
+        if index == 2:
+            self.activation = functools.partial(F.gelu, approximate="none")
+
+
 class CallsANormTwice(Block):
     def __init__(self, index):
         super().__init__(index)
@@ -281,7 +300,8 @@ def mean(outputs, batch):
 
 
 KINDS = {
-    **dict.fromkeys((Block, Undecided, Buffered, CallsANormTwice), 3),
+    **dict.fromkeys((Block, Undecided, Buffered, CallsANormTwice, HasAnActivationOfItsOwn), 3),
+    HasAnotherActivation: 2,
     Alternates: 2,  # two of each kind
     OnlyOneIsFrozen: 2,
     **dict.fromkeys((AsksForItsIndex, AsksButDoesTheSame, LooksInItsDictionary), 0),
@@ -434,7 +454,7 @@ def test_the_model_is_left_as_it_was():
 # While the run that finds out is on, a copy of the process traces what it will most likely say.
 
 AS_PRESUMED = {
-    *(Block, Undecided, Buffered, CallsANormTwice, OnlyOneIsFrozen),
+    *(Block, Undecided, Buffered, CallsANormTwice, HasAnActivationOfItsOwn, OnlyOneIsFrozen),
     *(Trees, Frozen, Hooked, TiedWeights),
     *("llama", "mask", "counted"),
 }
