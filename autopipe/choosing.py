@@ -51,7 +51,7 @@ def best_degree(
         for tp in further if not answers else ():
             try:
                 made[tp] = at(tp)
-                if len(made) == 1:  # while the others are sharded
+                if len(made) == 1 and tp != further[-1]:  # while the others are sharded
                     made[tp].look_ahead(check=True)
             except InfeasibleError as error:
                 refused[tp] = error

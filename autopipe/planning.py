@@ -73,7 +73,10 @@ def plan(
     say: Say | None = None,
     watch: Stopwatch | None = None,
 ) -> Plan:
-    """Decide how to split a model over a cluster. No process is started but to probe this machine.
+    """Decide how to split a model over a cluster.
+
+    No process is started but to probe this machine, and copies of this one that work ahead where
+    there is a core for them (`autopipe.aside`).
 
     Args:
         model: the model, or the function that builds it; its weights are never allocated.

@@ -51,6 +51,8 @@ def check(what: str, asked: Mapping[str, object]) -> None:
     Raises:
         ScheduleError: names the first such field.
     """
+    if what not in SCHEDULES and not Path(what).exists():
+        return  # which is worse
     if what.endswith(".json"):
         settled, hint = {field.name for field in fields(Shape)}, "a plan is drawn as it is"
     elif what not in SCHEDULES:

@@ -77,11 +77,12 @@ def trace(
 class _Tracing:
     """One trace in the making.
 
-        recorded    here      look ------------------------+-- as presumed: the copy's trace
-                    aside     as presumed: glance, of -----+   else: of
-
     A look is a run of the whole model on true inputs: it tells what Python reads and which modules
-    are alike. Meanwhile a copy of the process presumes that all that may be alike are.
+    are alike. Meanwhile a copy of the process presumes that all that may be alike are:
+
+        here     look at all modules ---+-- as presumed: the copy's trace
+                                        +-- else: export with the stand-ins that are right
+        aside    look at the first of a kind, export with stand-ins for the others
     """
 
     program: Program
@@ -97,11 +98,11 @@ class _Tracing:
             seconds = SECONDS_A_MODULE * sum(1 for _ in self.program.model.modules())
             ahead = aside(partial(self.presuming, likeness.presumed), seconds)
         reads = self.look(likeness.watching(), real)
-        if ahead is not None and likeness.alike == likeness.presumed:
-            found = ahead.offered
-            if found is not None and found.reads == reads:
-                return found
-        return self.believing(reads, likeness.alike)
+        if ahead is not None and likeness.alike != likeness.presumed:
+            ahead.drop()
+        elif ahead is not None and (found := ahead.offered) is not None and found.reads == reads:
+            return found
+        return self.with_stand_ins(reads, likeness.alike)
 
     def replayed(self, reads: Sequence[Read], real: Callable[[], nn.Module] | None) -> Trace:
         """The trace by the record of an earlier one; without reads a run finds who is alike."""
@@ -110,18 +111,18 @@ class _Tracing:
             with suppress(AutopipeError):
                 if not self.look(likeness.watching(), real):
                     alike = likeness.alike
-        return self.believing(reads, alike)
+        return self.with_stand_ins(reads, alike)
 
     def presuming(self, alike: Mapping[str, str]) -> Trace:
         """The trace if these are alike: the first of them run, no others."""
-        return self.of(self.look(standing_in(self.program.model, alike), None), alike)
+        return self.export(self.look(standing_in(self.program.model, alike), None), alike)
 
-    def believing(self, reads: Sequence[Read], alike: Mapping[str, str]) -> Trace:
+    def with_stand_ins(self, reads: Sequence[Read], alike: Mapping[str, str]) -> Trace:
         """The trace with stand-ins for who is alike, if that goes well with all else."""
         if alike:
             with suppress(Exception):  # without them it goes well, or says why in full
-                return self.of(reads, alike)
-        return self.of(reads, {})
+                return self.export(reads, alike)
+        return self.export(reads, {})
 
     def look(
         self, within: AbstractContextManager[object], real: Callable[[], nn.Module] | None
@@ -129,7 +130,7 @@ class _Tracing:
         """What Python reads in one run."""
         return look(self.program, self.leaves, self.specs, within=within, real=real)
 
-    def of(self, reads: Sequence[Read], alike: Mapping[str, str]) -> Trace:
+    def export(self, reads: Sequence[Read], alike: Mapping[str, str]) -> Trace:
         """The trace with these reads, and stand-ins for who is alike."""
         exported = capture(
             self.program, self.leaves, self.specs, reads=reads, alike=alike, symbolic=self.symbolic

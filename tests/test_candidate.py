@@ -8,7 +8,7 @@ import pytest
 
 import autopipe
 from autopipe import profile as module
-from autopipe.aside import WORTH
+from autopipe.aside import WORTH_SECONDS
 from autopipe.planners.answer import TOLERANCE
 from autopipe.profile import Costing, Profiled
 from tests.inprocess import machine
@@ -75,7 +75,7 @@ def test_bytes_looked_into_aside_are_those_looked_into_here(
         )
 
     monkeypatch.setattr(Costing, "profiled", noting)
-    monkeypatch.setattr(module, "SECONDS_A_NODE", WORTH)
+    monkeypatch.setattr(module, "SECONDS_A_NODE", WORTH_SECONDS)
     aside, told = plan(), [*looked]
     monkeypatch.setattr(module, "SECONDS_A_NODE", 0.0)
     assert plan() == aside

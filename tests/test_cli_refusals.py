@@ -280,15 +280,7 @@ def test_a_written_schedule(
             "hint: chunks are for interleaved, a depth is for eager-1f1b",
         ),
         ("zb-v --chunks 3", "--chunks 3 makes no difference to zb-v\n\nhint: chunks are for inter"),
-        (
-            "steps.txt --ranks 3",
-            "--ranks 3 makes no difference to steps.txt\n\nhint: the file says",
-        ),
-        (
-            "plan.json --latency 0.5 --window 3",
-            "--latency 0.5 makes no difference to plan.json\n\nhint: a plan is drawn as it is",
-        ),
-        ("gone.json", "gone.json: no such file, asked for the plan"),
+        ("zb-h3 --ranks 3", "there is no schedule 'zb-h3', and no file of that name\n\nhint: one "),
         (
             "--svg step.svg",
             "--svg makes one picture, and no schedule was named\n\n"
@@ -300,6 +292,18 @@ def test_a_written_schedule(
 def test_what_cannot_be_drawn(arguments: str, sentence: str, autopipe: Shell) -> None:
     assert autopipe("simulate", *arguments.split()).error.startswith(sentence)
     assert autopipe.files() == ["net.py"]
+
+
+def test_what_a_file_says_itself(autopipe: Shell) -> None:
+    autopipe.write("steps.txt", "rank 0: 0F0 0B0")
+    autopipe.write("plan.json", "{}")
+    assert autopipe("simulate", "steps.txt", "--ranks", "3").error.startswith(
+        "--ranks 3 makes no difference to steps.txt\n\nhint: the file says it"
+    )
+    said = autopipe("simulate", "plan.json", "--latency", "0.5", "--window", "3").error
+    assert said.startswith(
+        "--latency 0.5 makes no difference to plan.json\n\nhint: a plan is drawn as it is"
+    )
 
 
 @pytest.mark.parametrize(

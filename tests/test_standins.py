@@ -463,7 +463,7 @@ AS_PRESUMED = {
 
 @pytest.mark.parametrize("kind", [*KINDS, *MODELS, "llama", "mask", "counted"], ids=str)
 def test_a_trace_made_ahead_is_the_trace(monkeypatch, kind):
-    monkeypatch.setattr(tracing, "SECONDS_A_MODULE", aside.WORTH)
+    monkeypatch.setattr(tracing, "SECONDS_A_MODULE", aside.WORTH_SECONDS)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     case = ZOO[kind] if kind in ZOO else None
     model = case.model if case else (lambda: Stack(kind)) if kind in KINDS else kind
