@@ -280,6 +280,7 @@ def test_a_written_schedule(
             "hint: chunks are for interleaved, a depth is for eager-1f1b",
         ),
         ("zb-v --chunks 3", "--chunks 3 makes no difference to zb-v\n\nhint: chunks are for inter"),
+        ("gone.json", "gone.json: no such file, asked for the plan"),
         ("zb-h3 --ranks 3", "there is no schedule 'zb-h3', and no file of that name\n\nhint: one "),
         (
             "--svg step.svg",
