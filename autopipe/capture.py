@@ -286,7 +286,7 @@ def _without_cache(model: nn.Module) -> Iterator[None]:
 
 def _config(module: nn.Module) -> Any:
     """A module's configuration, if it is one of transformers."""
-    config = getattr(module, "config", None)
+    config = vars(module).get("config")
     kinds = (kind.__module__.partition(".")[0] for kind in type(config).__mro__)
     return config if "transformers" in kinds else None
 
