@@ -271,7 +271,9 @@ def _without_cache(model: nn.Module) -> Iterator[None]:
     """Keep transformers from filling a cache of keys and values for tokens to come.
 
     Its configurations ask for one unless told otherwise. No loss depends on it, and it takes a copy
-    of all keys and values, which are held until the backward. Who passes `use_cache` gets one.
+    of all keys and values, which are held until the backward. Without it the loss is the same, to
+    the bit where a kernel does attention; products of matrices may round otherwise on keys that lie
+    otherwise (T5). Who passes `use_cache` gets one.
     """
     configs = {id(config): config for config in map(_config, model.modules()) if config is not None}
     asking = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
