@@ -275,10 +275,11 @@ def _without_cache(model: nn.Module) -> Iterator[None]:
     the bit where a kernel does attention; products of matrices may round otherwise on keys that lie
     otherwise (T5). Who passes `use_cache` gets one.
     """
-    configs = {id(config): config for config in map(_config, model.modules()) if config is not None}
-    asking = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
-    for config in asking:
-        config.use_cache = False
+    asking = []
+    for config in map(_config, model.modules()):
+        if getattr(config, "use_cache", None) is True:  # many modules may have one configuration
+            config.use_cache = False
+            asking.append(config)
     try:
         yield
     finally:

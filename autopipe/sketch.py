@@ -58,9 +58,8 @@ def check(what: str, asked: Mapping[str, object]) -> None:
     elif what not in SCHEDULES:
         settled, hint = {"ranks", "micro_batches", "chunks", "depth"}, "the file says it"
     else:
-        schedule = SCHEDULES[what]
-        settled = {"chunks"} if schedule.chunks is not None else set()
-        settled |= set() if schedule.depths else {"depth"}
+        own = {"chunks": SCHEDULES[what].chunks is None, "depth": SCHEDULES[what].depths}
+        settled = {name for name, taken in own.items() if not taken}
         hint = "chunks are for interleaved, a depth is for eager-1f1b"
     for name in asked:
         if name in settled:

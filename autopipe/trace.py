@@ -93,14 +93,14 @@ class _Tracing:
     def recorded(self, real: Callable[[], nn.Module] | None) -> Trace:
         """The trace, and the reads of a first run."""
         likeness = Likeness(self.program.model)
-        ahead = None
-        if likeness.presumed:
-            seconds = SECONDS_A_MODULE * sum(1 for _ in self.program.model.modules())
-            ahead = aside(partial(self.presuming, likeness.presumed), seconds)
+        modules = sum(1 for _ in self.program.model.modules())
+        # If no module is like another, the copy would have to look at all of them as well.
+        seconds = SECONDS_A_MODULE * modules if likeness.presumed else 0.0
+        ahead = aside(partial(self.presuming, likeness.presumed), seconds)
         reads = self.look(likeness.watching(), real)
-        if ahead is not None and likeness.alike != likeness.presumed:
+        if likeness.alike != likeness.presumed:
             ahead.drop()
-        elif ahead is not None and (found := ahead.offered) is not None and found.reads == reads:
+        elif (found := ahead.offered) is not None and found.reads == reads:
             return found
         return self.with_stand_ins(reads, likeness.alike)
 
