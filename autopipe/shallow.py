@@ -26,11 +26,11 @@ from autopipe.graph import Ref
 from autopipe.halves import rehearse_halves
 from autopipe.partition import Stage, partition
 from autopipe.rehearsal import Known, Rehearsal, rehearse
-from autopipe.shorten import Run, Uneven, alike, leave_out, run_of
+from autopipe.shorten import Forms, Group, Run, Uneven, alike, leave_out, run_of
 
 KEPT = 2
-"""Blocks of a run that stay: the first and the last. With fewer than two others it is not worth
-running a third one apart."""
+"""Groups of a run that stay: the first and the last. A row has two others or more: for fewer it is
+not worth running a third one apart."""
 
 SECONDS_A_NODE = {False: 1.3e-3, True: 3.5e-3}
 """That `rehearse` takes, without and with `rehearse_halves` (Llama and T5; 2-core VM, 2026-11)."""
@@ -101,29 +101,29 @@ class _Rehearsing:
 
     def deep(self) -> list[_Deep]:
         """The runs of which blocks can be left out."""
+        forms = Forms(self.flow, self.blocks)
         return [
             _Deep(
                 stage,
                 run,
-                (whole.form, again),
-                self._earlier(row.blocks[0], run.first),
-                self._earlier(row.blocks[1], run.first),
+                row.form,
+                self._earlier(row.groups[0], run.first),
+                self._earlier(row.groups[1], run.first),
             )
-            for whole in alike(self.flow, self.blocks)
-            for (stage, again), blocks in groupby(whole.blocks, self._place)
+            for stage, blocks in groupby(self.blocks, self._stage)
             if stage is not None
-            for row in [replace(whole, blocks=tuple(blocks))]
-            if len(row.blocks) > KEPT + 1 and (run := run_of(self.flow, row, KEPT)) is not None
+            for row in alike(forms, [*blocks], self.recompute)
+            if (run := run_of(self.flow, row, KEPT)) is not None
         ]
 
-    def _place(self, block: Block) -> tuple[Stage | None, bool]:
-        """The stage that a block is whole in, and whether it runs again."""
+    def _stage(self, block: Block) -> Stage | None:
+        """The stage that a block is whole in."""
         stage = self.stages[bisect_right([s.first for s in self.stages], block.first) - 1]
-        return stage if block.stop <= stage.stop else None, block.path in self.recompute
+        return stage if block.stop <= stage.stop else None
 
-    def _earlier(self, block: Block, before: int) -> tuple[Ref, ...]:
-        """What a block reads that is made before a position."""
-        nodes = self.flow.graph.nodes[block.first : block.stop]
+    def _earlier(self, group: Group, before: int) -> tuple[Ref, ...]:
+        """What a group reads that is made before a position."""
+        nodes = self.flow.graph.nodes[group[0].first : group[-1].stop]
         refs = dict.fromkeys(v for node in nodes for v in node.values() if isinstance(v, Ref))
         return tuple(ref for ref in refs if self.flow.position(ref) < before)
 

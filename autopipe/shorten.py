@@ -10,15 +10,20 @@ before it, and what all of them read from further away is one value. The first o
 what it reads by whom it likes. Of a run the first two blocks and the last are kept, and the last
 reads from the second what it has read from the one before it.
 
-What the kept ones show is so for all if the second block's values look as the first's do
+Where layers of several kinds take turns, it is groups of them that are alike:
+
+    whole    embed | near 0  far 1 | near 2  far 3 | ... | near 38  far 39 | near 40  far 41 | head
+    short    embed | near 0  far 1 | near 2  far 3 |                       | near 40  far 41 | head
+
+What the kept ones show is so for all if the second group's values look as the first's do
 (`Short.uniform`): then the third is given what the second was, and so on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -30,24 +35,27 @@ from autopipe.dataflow import Dataflow
 from autopipe.graph import Arg, Graph, Ref, State, Value, swap
 
 KEPT = 3
-"""Blocks of a run that stay: the first two and the last."""
+"""Groups of a run that stay: the first two and the last."""
+
+Group = tuple[Block, ...]
+"""Blocks one behind the other; most often one."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """`count` blocks alike, of `length` nodes each, from position `first` on.
+    """`count` groups alike, of `length` nodes each, from position `first` on.
 
-    Of them `kept` stay: the first ones and the last.
+    Of them `kept` stay: the first ones and the last. `paths` are those of each group's blocks.
     """
 
     first: int
     length: int
     count: int
-    paths: tuple[str, ...]
+    paths: tuple[tuple[str, ...], ...]
     kept: int = KEPT
 
-    def block(self, position: int) -> int | None:
-        """The number of the block that a node is in."""
+    def group(self, position: int) -> int | None:
+        """The number of the group that a node is in."""
         number, _ = divmod(position - self.first, self.length)
         return number if 0 <= number < self.count else None
 
@@ -82,7 +90,7 @@ class Short:
     states: Mapping[str, str]
 
     def uniform(self, looks: Mapping[int, Hashable]) -> bool:
-        """Whether in every run the second block's nodes make what the first's do.
+        """Whether in every run the second group's nodes make what the first's do.
 
         Args:
             looks: of what each node makes, by its position in the whole graph.
@@ -99,7 +107,7 @@ class Short:
         All by positions in the whole graph.
 
         Raises:
-            Uneven: it lies in more than two blocks of a run, and not in all.
+            Uneven: it lies in more than two groups of a run, and not in all.
         """
         found = [seen]
         for run in self.runs:
@@ -108,24 +116,24 @@ class Short:
 
 
 def _along(storage: Storage, run: Run) -> list[Storage]:
-    """A storage that was seen at the kept blocks of a run, at all of its blocks.
+    """A storage that was seen at the kept groups of a run, at all of its groups.
 
-    seen in block   0     copied                    0, 1, last   in the blocks between as in 1
+    seen in group   0     copied                    0, 1, last   in the groups between as in 1
                     1     so in 1, 2 ... n - 2      0, 1         from each to the next, but the last
                     last  copied                    1, last      from the last but one to the last
     """
     touched = {
-        number for p in (storage.made, *storage.savers) if (number := run.block(p)) is not None
+        number for p in (storage.made, *storage.savers) if (number := run.group(p)) is not None
     }
     last = run.count - 1
     between = range(2, last)
 
-    def shift(blocks: Mapping[int, int]) -> Storage:
-        """The storage with its positions in some blocks moved to others."""
+    def shift(groups: Mapping[int, int]) -> Storage:
+        """The storage with its positions in some groups moved to others."""
 
         def change(position: int) -> int:
-            number = run.block(position)
-            to = number if number is None else blocks.get(number, number)
+            number = run.group(position)
+            to = number if number is None else groups.get(number, number)
             return (
                 position if to is None or number is None else position + (to - number) * run.length
             )
@@ -134,7 +142,7 @@ def _along(storage: Storage, run: Run) -> list[Storage]:
 
     if not touched or touched in ({0}, {last}):
         return [storage]
-    alone = all(run.block(p) is not None for p in storage.savers)
+    alone = all(run.group(p) is not None for p in storage.savers)
     if touched == {1} and alone:
         return [storage, *(shift({1: number}) for number in between)]
     if touched == {0, 1} and alone:
@@ -143,7 +151,7 @@ def _along(storage: Storage, run: Run) -> list[Storage]:
         return [shift({1: last - 1})]
     if touched == {0, 1, last}:
         offsets = [
-            {p - run.first - number * run.length for p in storage.savers if run.block(p) == number}
+            {p - run.first - number * run.length for p in storage.savers if run.group(p) == number}
             for number in (0, 1)
         ]
         if offsets[0] == offsets[1]:
@@ -162,7 +170,7 @@ def shorten(flow: Dataflow, blocks: Sequence[Block], *, from_first: bool = True)
     Args:
         from_first: as `alike` has it.
     """
-    found = (run_of(flow, row) for row in alike(flow, blocks, from_first=from_first))
+    found = (run_of(flow, row) for row in alike(Forms(flow, blocks), blocks, from_first=from_first))
     return leave_out(flow.graph, [run for run in found if run is not None])
 
 
@@ -174,9 +182,9 @@ def shortened(flow: Dataflow, blocks: Sequence[Block]) -> Iterator[Short]:
 
 
 def leave_out(graph: Graph, runs: Sequence[Run]) -> Short:
-    """The graph without those blocks of runs that are not kept; without any it is the whole one.
+    """The graph without those groups of runs that are not kept; without any it is the whole one.
 
-    The last block of a run reads from the last one before it that stays.
+    The last group of a run reads from the last one before it that stays.
     """
     like = np.arange(len(graph.nodes))
     instead: dict[Value, Value] = {}
@@ -193,10 +201,10 @@ def leave_out(graph: Graph, runs: Sequence[Run]) -> Short:
             mine, other = graph.nodes[stop - run.length + offset], graph.nodes[standing + offset]
             for output in range(len(mine.outputs)):
                 instead[Ref(mine.name, output)] = Ref(other.name, output)
-        home = f"{run.paths[run.kept - 2]}."
-        own = [name for name in graph.states if name.startswith(home)]
-        for path in run.paths[run.kept - 1 : -1]:
-            states.update({f"{path}." + name.removeprefix(home): name for name in own})
+        for place, path in enumerate(run.paths[run.kept - 2]):
+            own = [name for name in graph.states if name.startswith(f"{path}.")]
+            for paths in run.paths[run.kept - 1 : -1]:
+                states.update({paths[place] + name.removeprefix(path): name for name in own})
     kept = np.flatnonzero(~gone)
     places = np.cumsum(~gone) - 1
     nodes = tuple(
@@ -214,72 +222,129 @@ def leave_out(graph: Graph, runs: Sequence[Run]) -> Short:
     return Short(short, tuple(kept.tolist()), places[like], tuple(runs), states)
 
 
-@dataclass(frozen=True)
-class Alike:
-    """Blocks in a row that are of one form: they do the same with the same."""
+class Forms:
+    """What blocks do, as numbers: equal for two blocks only if both do the same."""
 
-    blocks: tuple[Block, ...]
+    def __init__(self, flow: Dataflow, blocks: Sequence[Block]) -> None:
+        self.flow = flow
+        self._before = {
+            block: before for before, block in pairwise(blocks) if before.stop == block.first
+        }
+        self._carrying = cost.gradient_values(flow.graph)
+        self._numbers: dict[Hashable, int] = {}
+        self._known: dict[tuple[Block | None, Block], int | None] = {}
+
+    def following(self, block: Block) -> int | None:
+        """What it does with what the block before it makes; None: it is like no other."""
+        before = self._before.get(block)
+        return None if before is None else self._number(before, block)
+
+    def alone(self, block: Block) -> int | None:
+        """What it does with what it is given by whom it may be; None: it is like no other."""
+        return self._number(None, block)
+
+    def _number(self, before: Block | None, block: Block) -> int | None:
+        if (before, block) not in self._known:
+            form = _form(self.flow, self._carrying, before, block)
+            number = None if form is None else self._numbers.setdefault(form, len(self._numbers))
+            self._known[before, block] = number
+        return self._known[before, block]
+
+
+@dataclass(frozen=True)
+class Row:
+    """Groups of blocks in a row, alike: they do the same with the same. At least `LEAST`.
+
+    `form` is equal for another row of the same groups.
+    """
+
+    groups: tuple[Group, ...]
     form: Hashable
 
 
-def alike(flow: Dataflow, blocks: Sequence[Block], *, from_first: bool = True) -> list[Alike]:
-    """Blocks in a row of one form, as many as there are.
+LEAST = 4
+"""Groups that make a row. Of three nothing is left out."""
+
+
+def alike(
+    forms: Forms,
+    blocks: Sequence[Block],
+    again: Collection[str] = (),
+    *,
+    from_first: bool = True,
+) -> list[Row]:
+    """The rows among blocks that stand in a row, or in several.
 
     Args:
-        from_first: with the block before them that does the same with what comes from elsewhere,
-            as a model's first one does with embeddings.
+        again: paths of those that run again in backward; they are not like those that do not.
+        from_first: with a first block that is like the others but for who gives it what it reads,
+            as embeddings do for a model's first one.
     """
-    carrying = cost.gradient_values(flow.graph)
-    rows: list[tuple[Hashable, list[Block]]] = []
-    known: Hashable = None
-    for before, block in pairwise(blocks):
-        form = _form(flow, carrying, before, block) if before.stop == block.first else None
-        if form is not None and form == known:
-            rows[-1][1].append(block)
-        elif form is not None:
-            rows.append((form, [block]))
-        known = form
-    if from_first:
-        rows = _with_first(flow, carrying, blocks, rows)
-    return [Alike(tuple(row), form) for form, row in rows]
-
-
-def _with_first(
-    flow: Dataflow,
-    carrying: frozenset[Ref | State],
-    blocks: Sequence[Block],
-    rows: Sequence[tuple[Hashable, list[Block]]],
-) -> list[tuple[Hashable, list[Block]]]:
-    """The rows, each with the block before it where that does the same with what it is given."""
-    earlier = {block: before for before, block in pairwise(blocks)}
-    found: list[tuple[Hashable, list[Block]]] = []
-    for form, row in rows:
-        first = earlier[row[0]]
-        own = found[-1][1] if found and found[-1][1][-1] == first else []
-        if len(row) > 1 and len(own) < 2:
-            inside = [_form(flow, carrying, None, block) for block in (first, row[0])]
-            if inside[0] is not None and inside[0] == inside[1]:
-                found = found[:-1] if own else found
-                row = [first, *row]
-        found.append((form, row))
+    found: list[Row] = []
+    marks = [(forms.following(block), block.path in again) for block in blocks]
+    start = 0
+    while start < len(blocks):
+        row = _row_at(start, forms, blocks, marks, from_first)
+        found += [row] if row else []
+        start += sum(map(len, row.groups)) if row else 1
     return found
 
 
-def run_of(flow: Dataflow, row: Alike, kept: int = KEPT) -> Run | None:
-    """The run of blocks of one form, if some of them can be left out."""
-    first, stops = row.blocks[0], [block.stop for block in row.blocks[1:]]
-    uses = (_last_use(flow, block) for block in row.blocks[1:-1])
-    if len(row.blocks) <= kept or any(
-        use >= stop for use, stop in zip(uses, stops[1:], strict=True)
-    ):
+Mark = tuple[int | None, bool]
+"""What a block does, and whether it runs again."""
+
+
+def _row_at(
+    start: int, forms: Forms, blocks: Sequence[Block], marks: Sequence[Mark], from_first: bool
+) -> Row | None:
+    """The row that begins with a block, in the period in which most can be left out.
+
+        near far near far near far near far near last      period 2: four groups, and one block more
+
+    With a period of p each block but the first has the mark of the one p before it.
+    """
+
+    def as_first(other: int) -> bool:
+        if marks[start] == marks[other]:
+            return marks[start][0] is not None
+        if not from_first or marks[start][1] != marks[other][1]:
+            return False
+        form = forms.alone(blocks[start])
+        return form is not None and form == forms.alone(blocks[other])
+
+    best, groups = 0, 0
+    for period in range(1, (len(blocks) - start) // LEAST + 1):
+        more = (
+            marks[place][0] is not None and marks[place] == marks[place - period]
+            for place in range(start + period + 1, len(blocks))
+        )
+        count = (period + 1 + len(list(takewhile(bool, more)))) // period
+        if count >= LEAST and (count - KEPT) * period > (groups - KEPT) * best:
+            if as_first(start + period):
+                best, groups = period, count
+    if not best:
         return None
-    paths = tuple(block.path for block in row.blocks)
-    return Run(first.first, first.stop - first.first, len(paths), paths, kept)
+    starts = range(start, start + groups * best, best)
+    return Row(
+        tuple(tuple(blocks[place : place + best]) for place in starts),
+        tuple(marks[start + best : start + 2 * best]),
+    )
 
 
-def _last_use(flow: Dataflow, block: Block) -> int:
-    """The last position that reads what a block makes."""
-    nodes = flow.graph.nodes[block.first : block.stop]
+def run_of(flow: Dataflow, row: Row, kept: int = KEPT) -> Run | None:
+    """The run of a row, if some of it can be left out."""
+    groups = row.groups
+    first, stops = groups[0][0].first, [group[-1].stop for group in groups[1:]]
+    uses = (_last_use(flow, group) for group in groups[1:-1])
+    if any(use >= stop for use, stop in zip(uses, stops[1:], strict=True)):
+        return None
+    paths = tuple(tuple(block.path for block in group) for group in groups)
+    return Run(first, groups[0][-1].stop - first, len(groups), paths, kept)
+
+
+def _last_use(flow: Dataflow, group: Group) -> int:
+    """The last position that reads what a group makes."""
+    nodes = flow.graph.nodes[group[0].first : group[-1].stop]
     made = (Ref(node.name, output) for node in nodes for output in range(len(node.outputs)))
     return max((flow.users[ref][-1] for ref in made if ref in flow.users), default=-1)
 

@@ -20,7 +20,7 @@ from autopipe.rehearsal import Rehearsal, rehearse
 from autopipe.shallow import rehearse_deep
 from autopipe.shorten import Run, Uneven
 from tests.staged import trace_model
-from tests.test_shorten import Collecting, Deep, Growing, Tied
+from tests.test_shorten import Collecting, Deep, Growing, Recalling, Tied, Turning
 from tests.zoo import VOCABULARY, causal, translation
 
 SMALL = {"vocab_size": VOCABULARY, "use_cache": False}
@@ -57,6 +57,9 @@ MODELS = {
     "one is wider": (Growing, vectors),
     "one is tied": (lambda: Tied(12), vectors),
     "all are collected": (lambda: Collecting(9), vectors),
+    "in turns": (lambda: Turning(14), vectors),
+    "by their masks": (lambda: Turning(14, 3, masks=True), vectors),
+    "the first is recalled": (lambda: Recalling(14), vectors),
     "llama": (llama, causal),
     "t5": (t5, translation),
 }

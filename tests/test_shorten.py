@@ -26,8 +26,9 @@ class Layer(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
         self.in_place = in_place
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        made = self.down(torch.tanh(self.up(self.norm(x)) * mask))
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, far: bool = False) -> torch.Tensor:
+        bend = torch.relu if far else torch.tanh
+        made = self.down(bend(self.up(self.norm(x)) * mask))
         return x.add_(made) if self.in_place else x + made
 
 
@@ -73,6 +74,38 @@ class Growing(Deep):
         return self.head(y).mean()
 
 
+class Turning(Deep):
+    """Of so many layers the last looks far, the others near: each kind has its own mask.
+
+    Looking far is another function too, unless `masks` alone make the difference.
+    """
+
+    def __init__(self, depth: int, period: int = 2, masks: bool = False) -> None:
+        super().__init__(depth)
+        self.further = nn.Linear(4, 16)
+        self.period, self.masks = period, masks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        near, far = torch.sigmoid(self.scale(x)), torch.sigmoid(self.further(x))
+        y = self.embed(x) * 2
+        for number, layer in enumerate(self.layers):
+            looks_far = number % self.period == self.period - 1
+            y = layer(y, far if looks_far else near, looks_far and not self.masks)
+        return self.head(y).mean()
+
+
+class Recalling(Deep):
+    """Layers with an even number read what the first layer has made, too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask, y = torch.sigmoid(self.scale(x)), self.embed(x) * 2
+        first = y
+        for number, layer in enumerate(self.layers):
+            y = layer(y * first if number % 2 == 0 else y, mask)
+            first = y if number == 0 else first
+        return self.head(y).mean()
+
+
 class Tied(Deep):
     """One layer's weight is also the head's."""
 
@@ -94,7 +127,7 @@ def test_of_a_run_of_seven_layers_three_stay() -> None:
     (run,) = short.runs
     assert run.count == DEPTH
     assert nodes - len(short.graph.nodes) == (run.count - KEPT) * run.length
-    assert run.paths == tuple(f"layers.{number}" for number in range(DEPTH))
+    assert run.paths == tuple((f"layers.{number}",) for number in range(DEPTH))
     assert sum("layers" in name for name in short.graph.states) == KEPT * 6
     assert short.states["layers.4.up.weight"] == "layers.1.up.weight"
 
@@ -107,12 +140,43 @@ def test_where_nothing_can_be_left_out_the_graph_is_whole(model: nn.Module) -> N
 
 def test_a_layer_whose_weight_is_used_elsewhere_stands_for_nobody() -> None:
     short, _ = short_of(Tied(12))
-    assert all("layers.3" not in run.paths for run in short.runs)
+    assert all(("layers.3",) not in run.paths for run in short.runs)
+
+
+@pytest.mark.parametrize(
+    ("model", "paths"),
+    [
+        (Turning(10), [(n, n + 1) for n in range(0, 10, 2)]),
+        (Turning(9, masks=True), [(n, n + 1) for n in range(0, 8, 2)]),  # and one more
+        (Turning(25, 6), [tuple(range(n, n + 6)) for n in range(0, 24, 6)]),
+        (Turning(14, 6), [(n,) for n in range(5)] + [(n,) for n in range(6, 11)]),
+    ],
+    ids=["in turns", "by their masks", "one of six", "too few turns"],
+)
+def test_layers_that_take_turns_are_left_out_in_groups(
+    model: nn.Module, paths: list[tuple[int, ...]]
+) -> None:
+    """In the period that leaves out most; where no turn comes four times, layers one by one."""
+    short, _ = short_of(model)
+    found = [group for run in short.runs for group in run.paths]
+    assert found == [tuple(f"layers.{number}" for number in group) for group in paths]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
-    "model", [Deep(), Deep(in_place=True), Collecting(), Growing(), Tied(12), Deep(12)]
+    "model",
+    [
+        Deep(),
+        Deep(in_place=True),
+        Collecting(),
+        Growing(),
+        Tied(12),
+        Deep(12),
+        Turning(11),
+        Turning(9, masks=True),
+        Turning(16, 3),
+        Recalling(12),
+    ],
 )
 def test_problems_of_the_short_graph_and_of_the_whole_one_are_the_same(
     model: nn.Module, precision: str, monkeypatch: pytest.MonkeyPatch
@@ -150,7 +214,7 @@ def test_problems_of_the_short_graph_and_of_the_whole_one_are_the_same(
 
 # Storages, of a run of five blocks, each of ten nodes, from position 100 on.
 
-RUN = Run(100, 10, 5, tuple(f"h.{number}" for number in range(5)))
+RUN = Run(100, 10, 5, tuple((f"h.{number}",) for number in range(5)))
 
 
 @pytest.mark.parametrize(
