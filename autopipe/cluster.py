@@ -158,6 +158,17 @@ class Cluster:
         """The device of each group: every kind there is, in rank order, repeats included."""
         return tuple(group.device for node in self.nodes for group in node.groups)
 
+    @property
+    def row(self) -> list[Device]:
+        """The device of each rank."""
+        return [
+            group.device
+            for node in self.nodes
+            for _ in range(node.count)
+            for group in node.groups
+            for _ in range(group.count)
+        ]
+
     def link_of(self, node: Node) -> Link:
         """What joins the devices of a node."""
         return node.within or self.within

@@ -123,8 +123,8 @@ class Topology:
     across: Link | None = None
 
     @staticmethod
-    def of(cluster: Cluster, step: int = 1) -> Topology:
-        """That of every `step`-th device, each of which stands for so many beside each other."""
+    def of(cluster: Cluster) -> Topology:
+        """That of a cluster's devices."""
         nodes: list[int] = []
         sites: list[int] = []
         within: list[Link] = []
@@ -133,17 +133,16 @@ class Topology:
                 nodes += [len(within)] * node.num_devices
                 sites += [node.site] * node.num_devices
                 within.append(cluster.link_of(node))
-        return Topology(
-            tuple(nodes[::step]),
-            tuple(sites[::step]),
-            tuple(within),
-            cluster.between,
-            cluster.across,
-        )
+        return Topology(tuple(nodes), tuple(sites), tuple(within), cluster.between, cluster.across)
+
+    def at(self, devices: Sequence[int]) -> Topology:
+        """That of some of the devices."""
+        nodes, sites = ([row[device] for device in devices] for row in (self.nodes, self.sites))
+        return replace(self, nodes=tuple(nodes), sites=tuple(sites))
 
     def pair(self, one: int, other: int) -> Level:
         """What joins two devices."""
-        return self._level(2, [one, other])
+        return self.farthest([one, other])
 
     def levels(self, devices: Sequence[int]) -> Levels:
         """How a group of devices exchanges: by level where levels are filled evenly, else flat."""
@@ -154,24 +153,25 @@ class Topology:
         nodes_of = Counter(self.sites[node_device] for node_device in self._firsts(devices))
         for counts in (by_node, by_site, nodes_of):
             if len(set(counts.values())) > 1:
-                return (self._level(len(devices), devices),)
+                return (self.farthest(devices),)
         inside, nodes = next(iter(by_node.values())), next(iter(nodes_of.values()))
         found = []
         if inside > 1:
             links = [self.within[node] for node in by_node]
-            found.append(Level(inside, max(links, key=lambda link: link.seconds(_TYPICAL))))
+            found.append(Level(inside, max(links, key=a_message)))
         if nodes > 1:
             found.append(Level(nodes, self.between))
         if len(by_site) > 1:
-            found.append(self._level(len(by_site), devices))
+            found.append(self.farthest(devices)._replace(ranks=len(by_site)))
         return tuple(found)
 
     def _firsts(self, devices: Sequence[int]) -> list[int]:
         """One device of each node."""
         return list({self.nodes[device]: device for device in devices}.values())
 
-    def _level(self, ranks: int, devices: Sequence[int]) -> Level:
+    def farthest(self, devices: Sequence[int]) -> Level:
         """The farthest of the links among devices, as one level."""
+        ranks = len(devices)
         if len({self.sites[device] for device in devices}) > 1:
             assert self.across is not None, "a checked cluster of several sites has the link"
             return Level(ranks, self.across, shared=True)
@@ -181,5 +181,6 @@ class Topology:
         return Level(ranks, self.within[nodes.pop()])
 
 
-_TYPICAL = 2**20
-"""Bytes by which links are compared."""
+def a_message(link: Link) -> float:
+    """Seconds of a message of 1 MiB, by which links are compared."""
+    return link.seconds(2**20)

@@ -18,7 +18,7 @@ import torch
 
 from autopipe import collectives, cost
 from autopipe.blocks import Block
-from autopipe.cluster import Cluster, Device, Link
+from autopipe.cluster import Cluster, Link
 from autopipe.collectives import Planned
 from autopipe.columns import COLUMNS
 from autopipe.dataflow import Dataflow, analyse
@@ -29,6 +29,7 @@ from autopipe.placements import Move, Sharding
 from autopipe.precision import LOWERED, PRECISIONS
 from autopipe.shard import blocks_of, sent_by, shard_graph, shardable, whole_bytes
 from autopipe.sharding import Axis, shard
+from autopipe.teams import Kind
 from autopipe.trace import Trace
 
 MOST = 16
@@ -51,15 +52,13 @@ class Degree:
     trace: Trace
     flow: Dataflow
     blocks: tuple[Block, ...]
-    link: Link
 
 
 def degrees(cluster: Cluster, asked: int | None, graph: Graph) -> tuple[tuple[int, ...], ...]:
     """Those to try, ascending, and those to try where none of them will do.
 
-    Within nodes first: those that divide every node and, where there is one node, all that divide
-    the model, which may leave some of its devices idle. Beyond them only where that is not
-    possible.
+    Within nodes first: those that divide every node, and all that divide the model, which may leave
+    some devices idle. Beyond them only where that is not possible.
 
     Args:
         asked: the one to have; None: any.
@@ -76,11 +75,10 @@ def degrees(cluster: Cluster, asked: int | None, graph: Graph) -> tuple[tuple[in
                 hint=f"tp of at most {devices}",
             )
         return ((asked,),)
-    alone = len(nodes) == 1
     near = tuple(
         tp
-        for tp in range(1, min([*nodes, MOST]) + 1)
-        if all(node % tp == 0 for node in nodes) or (alone and _divides(graph, tp))
+        for tp in range(1, min(max(nodes), MOST) + 1)
+        if all(node % tp == 0 for node in nodes) or _divides(graph, tp)
     )
     far = tuple(tp for tp in (2, 4, 8, 16) if max(near) < tp <= devices and devices % tp == 0)
     return near, far
@@ -106,7 +104,7 @@ def as_one_rank(
     cluster: Cluster,
     rows: int,
     *,
-    slowest: Device,
+    slowest: Kind,
     zero: int = 0,
     sequence: bool = False,
 ) -> Degree:
@@ -114,30 +112,23 @@ def as_one_rank(
 
     Args:
         rows: of the micro-batch for which the sharding is the best.
-        slowest: the device by whose seconds it is.
+        slowest: the device by whose seconds it is, and the link.
         zero: the ZeRO stage; 3 wants every gradient whole.
         sequence: also consider shards of the batch's second dim.
 
     Raises:
         InfeasibleError: nothing of the model divides into so many parts.
     """
-    link = _link(cluster, tp)
-    if tp == 1:
-        return Degree(1, traced, blocks, None, traced, flow, blocks, link)
-    axis = Axis(tp, link, slowest)
+    if slowest.link is None:
+        return Degree(tp, traced, blocks, None, traced, flow, blocks)
+    axis = Axis(tp, slowest.link, slowest.device)
     flow = shardable(traced.graph)
     sharding = shard(flow, blocks, axis, rows, sequence=sequence, partial=zero < 3)
     _check_divides(flow, sharding, cluster)
     graph = shard_graph(flow, sharding, 0)
     local = replace(traced, graph=graph)
     own = blocks_of(graph, blocks)
-    return Degree(tp, traced, blocks, sharding, local, analyse(graph), own, link)
-
-
-def _link(cluster: Cluster, tp: int) -> Link:
-    """What joins ranks that stand beside each other."""
-    fits = all(devices % tp == 0 for devices in cluster.devices_per_node)
-    return cluster.within if fits or len(cluster.devices_per_node) == 1 else cluster.between
+    return Degree(tp, traced, blocks, sharding, local, analyse(graph), own)
 
 
 def check_heads(graph: Graph, tp: int) -> None:
@@ -210,16 +201,16 @@ def exchanges(graph: Graph, ranks: int, precision: str = "fp32") -> list[Exchang
 
 
 def sending_seconds(
-    degree: Degree, graph: Graph, rows: int, precision: str = "fp32"
+    graph: Graph, rows: int, link: Link, ranks: int, precision: str = "fp32"
 ) -> list[tuple[float, float]]:
     """Forward and backward seconds that each node's collective takes, 0 for one that has none.
 
     Args:
-        graph: the degree's, or a part of it.
+        graph: one rank's of so many, or a part of it.
+        link: what joins the ranks.
 
     On a ring (Patarasuk and Yuan, JPDC 2009): `placements.Move`.
     """
-    ranks, link = degree.tp, degree.link
 
     def seconds(move: Move | None, size: int) -> float:
         if move is None:

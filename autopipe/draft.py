@@ -137,7 +137,7 @@ class Draft:
         )
         most = max(device.memory for device in self.cluster.devices)
         gathered = [0] * len(stages)
-        if frame.zero == 3 and frame.dp > 1:
+        if frame.fully_sharded:
             rehearsal, gathered = self._sharded(stages, rehearsal, rows, again)
         whole = self.degree.whole.graph
         classes, states, collectives = write_down(
@@ -153,7 +153,7 @@ class Draft:
             inputs=self.traced.inputs,
             reads=self.traced.reads,
             cluster=self.cluster,
-            mesh=_mesh(self.cluster, decision, self.degree.tp),
+            mesh=_mesh(self.cluster, self.machine, decision, self.degree.tp),
             batch=Batch(self.rows, frame.micro_batches),
             precision=self.precision,
             optimizer=self.optimizer,
@@ -400,7 +400,7 @@ def _passing(gradients: Sequence[int], peak: Counter[str], plan: Plan) -> int:
     From the second micro-batch on, each gradient is made beside the sum that it is added to. A
     bucket is filled at the end, when the last backward has let go of what is at the peak.
     """
-    if plan.zero == 3:
+    if plan.fully_sharded:
         return 0  # what is gathered is counted with the gradients that it makes
     added = max(gradients, default=0) if plan.batch.micro_batches > 1 else 0
     bucket = min(BUCKET_BYTES, sum(gradients)) if plan.mesh.dp > 1 else 0
@@ -425,13 +425,15 @@ def _check_fits(plan: Plan, limits: Sequence[int]) -> None:
             )
 
 
-def _mesh(cluster: Cluster, decision: Decision, tp: int) -> Mesh:
+def _mesh(cluster: Cluster, machine: Machine, decision: Decision, tp: int) -> Mesh:
     """Every rank's place: pipeline rank `pp` has the devices of its group, in their order."""
     frame, places = decision.frame, []
     for pp, group in enumerate(decision.groups or range(frame.pp)):
         for part in range(frame.dp * tp):
-            node, local, device = cluster.device_at(group * frame.dp * tp + part)
+            team, beside = divmod(part, tp)
+            first = machine.firsts[group * frame.dp + team]
+            node, local, device = cluster.device_at(first + beside)
             name = "cpu" if device.kind == "cpu" else f"cuda:{local}"
             rank = pp * frame.dp * tp + part
-            places.append(Place(rank, pp, *divmod(part, tp), node, local, name))
+            places.append(Place(rank, pp, team, beside, node, local, name))
     return Mesh(frame.pp, frame.dp, tp, tuple(places))

@@ -360,7 +360,7 @@ def _stage(
     gathering = float(gather_seconds(ranges.trainable, problem, frame, place.group))
     transfers = float(transfer_seconds(ranges, problem, frame, place.before))
     forward, backward = float(ranges.forward[kind]), float(ranges.backward[kind])
-    exchange = float(ranges.exchange)
+    exchange = float(ranges.exchange[kind]) if ranges.exchange else 0.0
     found = StageEstimate(
         first=first,
         last=last - 1,

@@ -146,7 +146,7 @@ class _Wires:
         every backward has summed what it made.
         """
         mesh = self.plan.mesh
-        if mesh.dp == 1 or self.plan.zero == 3:
+        if mesh.dp == 1 or self.plan.fully_sharded:
             return 0.0
         levels = self.topology.levels(self._replicas(pp))
         return gradient_sum(size, levels, mesh.tp, self.plan.zero, self.plan.cluster.copying)

@@ -1,7 +1,8 @@
 """The devices that a planner deals out: what kinds there are, and in which groups they work.
 
 One pipeline stage is held by a *group* of dp devices that stand beside each other in rank order,
-each of which means tp devices in truth. Groups are numbered in rank order:
+each of which is a team of tp devices in truth (`autopipe.teams`). Groups are numbered in the same
+order:
 
     device    0   1   2   3   4   5   6   7            kinds: A, B, C
               A   A   B   B   B   B   C   C
@@ -20,8 +21,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from autopipe.cluster import Cluster, Device
+from autopipe.cluster import Cluster
 from autopipe.communication import Level, Levels, Topology, slowest
+from autopipe.teams import Kind, an_operation, distinct, teams
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class Machine:
         topology: where they stand.
         streams: how many devices each of them means.
         copying: bytes a second at which the slowest moves its own memory (`Cluster.copying`).
+        firsts: of each the cluster's device that is its first.
+        spare: how many of the cluster's devices none of them means.
     """
 
     kinds: tuple[int, ...]
@@ -56,6 +60,8 @@ class Machine:
     topology: Topology
     streams: int = 1
     copying: float = math.inf
+    firsts: tuple[int, ...] = ()
+    spare: int = 0
 
     @property
     def devices(self) -> int:
@@ -105,38 +111,31 @@ def machine_of(
     cluster: Cluster,
     tp: int = 1,
     limits: Sequence[int] | None = None,
-    seconds: Callable[[Device], float] = lambda device: 1 / max(device.flops.values()),
-) -> tuple[Machine, tuple[Device, ...]]:
-    """A cluster's machine, and its kinds of devices, the fastest first.
+    seconds: Callable[[Kind], float] = lambda kind: an_operation(kind.device),
+) -> tuple[Machine, tuple[Kind, ...]]:
+    """A cluster's machine, and the kinds of its teams, the fastest first.
 
     Args:
-        tp: so many devices beside each other are one of the machine's.
+        tp: the devices of a team, each of which is one of the machine's.
         limits: bytes that each of the cluster's devices may hold at most.
-        seconds: what a device takes for what is to be done; which of two is faster depends on it.
+        seconds: what a kind takes for what is to be done; which of two is faster depends on it.
             (An A100 multiplies bf16 faster than an RTX 4090, and fp32 slower.)
     """
-    kinds: list[Device] = []
-    for device in cluster.devices:
-        if device not in kinds:
-            kinds.append(device)
+    found = teams(cluster, tp)
+    kinds = distinct(found)
     if len(kinds) > 1:
         kinds.sort(key=seconds)
-    row = [
-        group.device
-        for node in cluster.nodes
-        for _ in range(node.count)
-        for group in node.groups
-        for _ in range(group.count)
-    ]
-    number = {id(device): kinds.index(device) for device in cluster.devices}
-    memory = [device.memory for device in row]
+    memory = [device.memory for device in cluster.row]
     if limits is not None:
         memory = [min(pair) for pair in zip(memory, limits, strict=True)]
-    starts = range(0, len(row) - tp + 1, tp)
+    firsts = tuple(team.first for team in found)
+    numbers = {id(team.kinds): max(map(kinds.index, team.kinds)) for team in found}
     return Machine(
-        tuple(max(number[id(device)] for device in row[i : i + tp]) for i in starts),
-        tuple(min(memory[i : i + tp]) for i in starts),
-        Topology.of(cluster, tp),
+        tuple(numbers[id(team.kinds)] for team in found),
+        tuple(min(memory[first : first + tp]) for first in firsts),
+        Topology.of(cluster).at(firsts),
         tp,
         cluster.copying,
+        firsts,
+        len(memory) - tp * len(firsts),
     ), tuple(kinds)

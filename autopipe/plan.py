@@ -317,6 +317,11 @@ class Plan:
         """The ZeRO stage, 0, 1 or 3: one for all stages of the pipeline."""
         return self.stages[0].zero
 
+    @property
+    def fully_sharded(self) -> bool:
+        """Whether parameters are dealt out too: ZeRO-3 with replicas to deal them out to."""
+        return self.zero == 3 and self.mesh.dp > 1
+
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON: beside `path`, then renamed. The same plan is the same bytes."""
         codec.save(self, Path(path))

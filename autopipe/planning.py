@@ -38,6 +38,7 @@ from autopipe.schedules import SCHEDULES
 from autopipe.source import Source, trace_source, versions
 from autopipe.stage_costs import EAGER
 from autopipe.stopwatch import Stopwatch
+from autopipe.teams import Kind, slowest, teams
 from autopipe.trace import Trace
 from autopipe.units import find_units
 
@@ -149,14 +150,13 @@ def plan(
         return whole_seconds(graph, device, precision)
 
     def at(tp: int) -> Candidate:
-        of_tp = machine.num_devices // tp
-        wanted = asked.micro_batch_rows(rows, of_tp, constraints)
+        of_tp = teams(machine, tp)
+        wanted = asked.micro_batch_rows(rows, len(of_tp), constraints)
         # A refusal may speak of others.
         free = replace(constraints, dp=None, micro_batches=None)
-        sizes = wanted if written else asked.micro_batch_rows(rows, of_tp, free)
+        sizes = wanted if written else asked.micro_batch_rows(rows, len(of_tp), free)
         # A parameter that ZeRO-3 deals out needs its whole gradient on every tensor-parallel rank.
         zeros = (zero,) if zero is not None else ZERO if tp == 1 else ZERO[:2]
-        devices, kinds = machine_of(machine, tp, limits, whole_step)
         degree = as_one_rank(
             tp,
             traced,
@@ -164,10 +164,19 @@ def plan(
             blocks,
             machine,
             wanted[0],
-            slowest=kinds[-1],
+            slowest=slowest(of_tp, whole_step),
             zero=zeros[-1],
             sequence=sequence_parallel,
         )
+        sending = partial(sending_seconds, ranks=tp, precision=precision)
+
+        def one_row(kind: Kind) -> float:
+            computing = whole_seconds(degree.trace.graph, kind.device, precision)
+            if kind.link is None:
+                return computing
+            return computing + sum(map(sum, sending(degree.trace.graph, 1, kind.link)))
+
+        devices, kinds = machine_of(machine, tp, limits, one_row)
         units = find_units(degree.flow, degree.blocks, at_least=stages)
         costing = Costing(
             flow=degree.flow,
@@ -184,7 +193,7 @@ def plan(
             recompute=again,
             zeros=zeros,
             tp=tp,
-            sending=partial(sending_seconds, degree, precision=precision) if tp > 1 else None,
+            sending=sending,
         )
 
         def draft(profiled: Profiled) -> Draft:

@@ -73,8 +73,8 @@ class Profile:
         forward, backward: of each kind of device the seconds of each unit.
         again: of each of the problem's reruns and each kind of device, the seconds that it takes a
             second time in each of its units.
-        exchange: of each unit, the seconds of `forward` and `backward` together in which
-            tensor-parallel ranks exchange something; none at all if there are none.
+        exchange: of each kind the seconds of each unit, of `forward` and `backward` together, in
+            which tensor-parallel ranks exchange something; none at all if there are none.
     """
 
     rows: int
@@ -83,7 +83,7 @@ class Profile:
     saved: tuple[Saved, ...]
     crossings: tuple[Crossing, ...]
     again: tuple[tuple[Seconds, ...], ...] = ()
-    exchange: Seconds = ()
+    exchange: tuple[Seconds, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -185,6 +185,12 @@ class Frame(NamedTuple):
     zero: int
     schedule: str
     depth: int = 0
+
+    @property
+    def fully_sharded(self) -> bool:
+        """Whether parameters are dealt out too, and gathered where they are used: ZeRO-3 with
+        replicas to deal them out to."""
+        return self.zero == 3 and self.dp > 1
 
     def __str__(self) -> str:
         words = f"pp={self.pp} dp={self.dp} micro_batches={self.micro_batches}"

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from autopipe import cost
 from autopipe.blocks import Block
-from autopipe.cluster import Device
+from autopipe.cluster import Device, Link
 from autopipe.dataflow import Dataflow
 from autopipe.graph import Graph, Ref, State, TensorSpec, bytes_at
 from autopipe.machine import Machine
@@ -28,11 +28,17 @@ from autopipe.problem import Constraints, Crossing, Problem, Profile, Seconds, S
 from autopipe.recompute import obstacle
 from autopipe.saving import Made, Saving
 from autopipe.shorten import Short, Uneven, shortened
+from autopipe.teams import Kind
 from autopipe.units import Units
 
 SECONDS_A_NODE = 2e-3
 """That `Costing.profiled` takes for a node of the short graph (Llama's 201: 0.5 s, T5's 586: 0.9 s;
 2-core VM, 2026-11)."""
+
+
+Sending = Callable[[Graph, int, Link], Sequence[tuple[float, float]]]
+"""Of each node of a graph, for so many rows, the seconds that it exchanges something over a link,
+forward and backward."""
 
 
 class Profiled(NamedTuple):
@@ -56,7 +62,7 @@ class Costing:
     backward take runs of the graph.
 
     Args:
-        kinds: the machine's kinds of devices.
+        kinds: the machine's.
         batch: rows of the whole batch.
         rows: the micro-batch sizes to consider, ascending.
         optimizer_factor: bytes of optimizer state per byte of trainable parameter.
@@ -65,15 +71,14 @@ class Costing:
             all that can.
         zeros: the ZeRO stages to choose from.
         tp: the tensor-parallel degree whose first rank runs the graph.
-        sending: the forward and backward seconds that the nodes of the graph, or of a part of it,
-            exchange something, for so many rows.
+        sending: what the nodes of the graph, or of a part of it, exchange with the other ranks.
     """
 
     flow: Dataflow
     blocks: Sequence[Block]
     units: Units
     machine: Machine
-    kinds: Sequence[Device]
+    kinds: Sequence[Kind]
     batch: int
     rows: Sequence[int]
     optimizer_factor: float
@@ -83,7 +88,7 @@ class Costing:
     recompute: Collection[str] | None = None
     zeros: tuple[int, ...] = (0,)
     tp: int = 1
-    sending: Callable[[Graph, int], Sequence[tuple[float, float]]] | None = None
+    sending: Sending | None = None
 
     @cached_property
     def timed(self) -> Problem:
@@ -176,15 +181,16 @@ class Costing:
 
     def _profile(self, short: Short, rows: int) -> Profile:
         starts, graph = np.array(self.units.starts), short.graph
-        exchange = np.zeros((2, len(short.like)))
-        if self.sending is not None:
-            exchange = np.array(self.sending(graph, rows)).T[:, short.like]
         formulas = cost.costs(graph)
         dtypes = _dtypes(graph, formulas, self.precision)
-        times = [
-            np.stack(cost.seconds(formulas, rows, device, dtypes))[:, short.like] + exchange
-            for device in self.kinds
-        ]
+        exchanges: list[NDArray[np.float64]] = []
+        times = []
+        for device, link in self.kinds:
+            seconds = np.stack(cost.seconds(formulas, rows, device, dtypes))
+            if self.sending is not None and link is not None:
+                exchanges.append(np.array(self.sending(graph, rows, link)).T)
+                seconds = seconds + exchanges[-1]
+            times.append(seconds[:, short.like])
         return Profile(
             rows,
             tuple(_by_unit(forward, starts) for forward, _ in times),
@@ -195,7 +201,9 @@ class Costing:
                 tuple(_of_block(forward, block, self.units) for forward, _ in times)
                 for block in self._may
             ),
-            exchange=_by_unit(exchange.sum(axis=0), starts) if self.sending is not None else (),
+            exchange=tuple(
+                _by_unit(exchange.sum(axis=0)[short.like], starts) for exchange in exchanges
+            ),
         )
 
 

@@ -27,7 +27,7 @@ from autopipe.planners.amounts import duration, percent
 from autopipe.planners.answer import Scored, bounds
 from autopipe.problem import Problem
 
-TRUSTED = 1.05
+TRUSTED = 1.01
 """How many times as long as estimated a step may be, by its longest path, for the estimate to be
 believed."""
 

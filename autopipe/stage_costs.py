@@ -80,7 +80,7 @@ def memory(
     posted, arriving = (min(problem.window + n, micro_batches) for n in (0, 1))
     leaving = min(2, micro_batches)
     whole, dealt = ranges.trainable, -(-ranges.trainable // dp)
-    fully = zero == 3 and dp > 1
+    fully = frame.fully_sharded
     return (
         dealt + ranges.gathered if fully else whole,
         dealt if fully else whole,
@@ -92,7 +92,7 @@ def memory(
         + ranges.sent
         + leaving * ranges.received_gradient,
         # From the second micro-batch on; what ZeRO-3 gathers is counted with its gradients.
-        ranges.largest if micro_batches > 1 and zero < 3 else np.zeros_like(ranges.largest),
+        ranges.largest if micro_batches > 1 and not fully else np.zeros_like(ranges.largest),
     )
 
 
@@ -114,15 +114,15 @@ def gather_seconds(trainable: int | Bytes, problem: Problem, frame: Frame, group
     Args:
         trainable: bytes of the parameters.
     """
-    if frame.zero < 3:
+    if not frame.fully_sharded:
         return np.zeros(np.shape(trainable))
     return _linear(all_gather, trainable, group.levels, problem.machine.streams)
 
 
 def reduce_seconds(ranges: Tables, problem: Problem, frame: Frame, group: Group) -> Times:
     """Seconds in which a stage's gradients are summed over its devices when they are made."""
-    if frame.zero == 3:
-        return np.zeros_like(ranges.exchange)
+    if frame.fully_sharded:
+        return np.zeros_like(ranges.earlier)
     copying = problem.machine.copying
     summed = partial(gradient_sum, zero=frame.zero, copying=copying)
     return _linear(summed, ranges.trainable, group.levels, problem.machine.streams)
@@ -140,7 +140,7 @@ def transfer_seconds(ranges: Tables, problem: Problem, frame: Frame, before: Lev
     if problem.steady and frame.pp > 1:
         before = problem.machine.link(frame.dp, 0, 1)
     if before is None:
-        return np.zeros_like(ranges.exchange)
+        return np.zeros_like(ranges.earlier)
     moved = ranges.received + ranges.received_gradient
     if problem.steady:
         moved = moved + ranges.sent + ranges.sent_gradient

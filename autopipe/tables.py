@@ -25,7 +25,8 @@ class Tables:
 
     `tables` gives all ranges, shape (units + 1, units + 1), where entry [i, j] is of the range
     [i, j) and zero unless i < j. `at` selects some of them, in any shape. Seconds and bytes are of
-    one micro-batch; `forward` and `backward` have an array for each kind of device.
+    one micro-batch; `forward`, `backward` and `exchange` have an array for each kind of device,
+    the last none without tensor parallelism.
 
     `earlier` are backward seconds of all units before the range, each on the kind of device that
     takes least.
@@ -39,7 +40,7 @@ class Tables:
     forward: tuple[Times, ...]
     backward: tuple[Times, ...]
     earlier: Times
-    exchange: Times
+    exchange: tuple[Times, ...]
     trainable: Bytes
     constants: Bytes
     gathered: Bytes
@@ -83,7 +84,7 @@ def _tables(problem: Problem, rows: int) -> Tables:
         forward=tuple(map(_prefix, profile.forward)),
         backward=tuple(map(_prefix, profile.backward)),
         earlier=_earlier(tuple(map(min, zip(*profile.backward, strict=True)))),
-        exchange=_prefix(profile.exchange or (0.0,) * units),
+        exchange=tuple(map(_prefix, profile.exchange)),
         trainable=held[0],
         constants=held[1],
         gathered=held[2],

@@ -134,7 +134,7 @@ class _Stage:
         self._chosen = np.zeros_like(ranges.saved)
         for number, blocks in enumerate(self._sets):
             dropped = sum((saves[block][0] for block in blocks), nothing)
-            extra = sum((saves[block][1] for block in blocks), np.zeros_like(ranges.exchange))
+            extra = sum((saves[block][1] for block in blocks), np.zeros_like(ranges.earlier))
             held = {
                 "one": np.where(dropped > 0, largest, 0),
                 "all": dropped,

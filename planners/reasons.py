@@ -59,15 +59,16 @@ def binding(problem: Problem, best: Scored, roomy: Scored | None) -> str:
     decision, found = best
     frame = decision.frame
     used = frame.pp * frame.dp * problem.tp
-    devices = problem.machine.devices * problem.tp
+    machine, asked = problem.machine, problem.constraints
+    devices = machine.devices * problem.tp + machine.spare
     idle = devices - used
     if idle:
-        asked = problem.constraints
-        why = (
-            f"as pp={frame.pp} dp={frame.dp} was asked for"
-            if asked.pp is not None and asked.dp is not None
-            else f"as no mesh of more makes a batch of {problem.batch} rows faster"
-        )
+        if idle == machine.spare:
+            why = f"as nodes have no more teams of tp={problem.tp}"
+        elif asked.pp is not None and asked.dp is not None:
+            why = f"as pp={frame.pp} dp={frame.dp} was asked for"
+        else:
+            why = f"as no mesh of more makes a batch of {problem.batch} rows faster"
         reasons.append(f"{idle} of {devices} devices stay{'s' if idle == 1 else ''} idle, {why}")
     if roomy is not None:
         gain = percent(1 - roomy.estimate.step_seconds / found.step_seconds)

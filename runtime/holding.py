@@ -60,7 +60,7 @@ def hold(
     mesh, graph = plan.mesh, split.graph
     owners = _owners(split, placed)
     own = [stage for stage in split.stages if placed[stage.index] == place.pp]
-    if plan.zero < 3 or mesh.dp == 1:
+    if not plan.fully_sharded:
         # In the order of the graph, which is the same on every rank.
         parameters = {n: p for n in graph.states if isinstance(p := states.get(n), nn.Parameter)}
         # Each tensor-parallel coordinate by itself, but for gradients that are partial over them.

@@ -27,7 +27,7 @@ VALUES = {  # plain values and arithmetic: a plan is made, read, drawn and prove
         *("footprint", "forecast", "law", "machine", "megatron", "perfetto", "picture"),
         *("placements", "plan", "presets", "problem", "programs", "proof", "reruns"),
         *("roofline", "rules", "schedule", "schedules", "schema", "simulate", "sketch", "spec"),
-        *("stage_costs", "tables", "tracks", "traffic", "transfers", "walk", "written"),
+        *("stage_costs", "tables", "teams", "tracks", "traffic", "transfers", "walk", "written"),
     )
 }
 

@@ -87,9 +87,9 @@ def test_a_pair_is_as_far_as_what_lies_between() -> None:
     assert links == [Level(2, NEAR), Level(2, FAR), Level(2, WAN, True)]
 
 
-def test_every_so_many_devices_stand_for_those_beside_them() -> None:
-    assert Topology.of(CLUSTER, 4).nodes == (0, 1, 2, 3)
-    assert Topology.of(CLUSTER, 2).levels([0, 1, 2, 3]) == (Level(2, NEAR), Level(2, FAR))
+def test_some_of_the_devices_stand_for_those_beside_them() -> None:
+    assert PLACES.at(range(0, 16, 4)).nodes == (0, 1, 2, 3)
+    assert PLACES.at(range(0, 16, 2)).levels([0, 1, 2, 3]) == (Level(2, NEAR), Level(2, FAR))
 
 
 def test_a_node_may_have_a_link_of_its_own() -> None:

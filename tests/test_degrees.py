@@ -3,11 +3,12 @@
 import pytest
 
 from autopipe.blocks import find_blocks
-from autopipe.cluster import Cluster
+from autopipe.cluster import Cluster, Link
 from autopipe.dataflow import analyse
 from autopipe.degrees import Degree, as_one_rank, degrees, sending_seconds
 from autopipe.errors import InfeasibleError
 from autopipe.spec import parse
+from autopipe.teams import slowest, teams
 from tests.inprocess import machine
 from tests.staged import traced
 
@@ -22,8 +23,9 @@ GRAPH = traced("gpt").graph
         ("2x8xA100-80GB", (1, 2, 4, 8), (16,)),  # over the link between the nodes if it must be
         ("6xA100-80GB", (1, 2, 3, 4, 6), ()),  # of 4, two devices stay idle
         ("7xA100-80GB", (1, 2, 4, 7), ()),  # four heads divide by neither 3 nor 5
-        ("2x6xA100-80GB", (1, 2, 3, 6), ()),
-        ("2xA100-80GB+4xA100-40GB", (1, 2), ()),  # the first node has no more
+        ("2x6xA100-80GB", (1, 2, 3, 4, 6), ()),
+        ("2xA100-80GB+4xA100-40GB", (1, 2, 4), ()),  # of 4, the first node stays idle
+        ("1x3xA100-80GB+1x2xA100-80GB", (1, 2), ()),
         ("4x1xA100-80GB", (1,), (2, 4)),
         ("A100-80GB", (1,), ()),
     ],
@@ -48,9 +50,8 @@ def at(tp: int, name: str = "gpt") -> Degree:
     trace = traced(name)
     blocks = find_blocks(trace.graph)
     cluster = machine(tp)
-    return as_one_rank(
-        tp, trace, analyse(trace.graph), blocks, cluster, 2, slowest=cluster.slowest_device
-    )
+    kind = slowest(teams(cluster, tp))
+    return as_one_rank(tp, trace, analyse(trace.graph), blocks, cluster, 2, slowest=kind)
 
 
 def test_a_degree_that_divides_nothing() -> None:
@@ -75,11 +76,11 @@ def test_blocks_stand_where_they_stood() -> None:
 def test_seconds_of_a_collective(precision: str, itemsize: int) -> None:
     """An all-reduce of B bytes among n takes 2 (n - 1) (latency + B / n / bandwidth) on a ring."""
     degree, rows = at(2), 2
-    link = degree.link
+    link = Link(1e-5, 1e9)
     size = rows * 12 * 32 * itemsize  # [b, s, h], which a matrix product has made or multiplies
     expected = 2 * (link.latency + size / 2 / link.bandwidth)
     graph = degree.trace.graph
-    seconds = sending_seconds(degree, graph, rows, precision)
+    seconds = sending_seconds(graph, rows, link, 2, precision)
     by_name = dict(zip((node.name for node in graph.nodes), seconds, strict=True))
     assert by_name["blocks.1.down/linear/0>I"] == pytest.approx((expected, 0.0))
     assert by_name["blocks.1.up/linear/0"] == pytest.approx((0.0, expected))

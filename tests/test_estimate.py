@@ -93,7 +93,7 @@ def test_where_the_seconds_of_a_step_go() -> None:
 
 
 def test_seconds_of_exchanging_are_told_apart_from_computing() -> None:
-    exchanging = replace(PROFILE, exchange=(0.5, 0.0, 1.5))
+    exchanging = replace(PROFILE, exchange=((0.5, 0.0, 1.5),))
     spent = estimate(replace(PROBLEM, profiles=(exchanging,)), TWO).spent
     assert spent["tensor-parallel exchanges"] == 4 * 2.0 / 2
     assert spent["computing"] == 4 * (18 - 2) / 2

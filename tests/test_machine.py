@@ -10,6 +10,7 @@ from autopipe.cluster import Cluster, Device, Group, Link, Node
 from autopipe.communication import Level
 from autopipe.machine import machine_of
 from autopipe.spec import parse
+from autopipe.teams import Kind
 from tests.problems import machine
 
 NEAR, MIDDLE, FAR = Link(1e-6, 1e11), Link(1e-5, 1e10), Link(1e-2, 1e8)
@@ -40,7 +41,7 @@ MIXED = Cluster(
 
 def test_kinds_are_numbered_from_the_fastest_whatever_the_order_of_nodes() -> None:
     found, kinds = machine_of(MIXED)
-    assert kinds == (FAST, SLOW)
+    assert kinds == (Kind(FAST, None), Kind(SLOW, None))
     assert found.kinds == (1, 1, 0, 1, 0, 0)
     assert found.memory == (300, 300, 100, 300, 100, 100)
     assert (found.devices, found.alike, found.copying) == (6, False, 1.0)
@@ -51,8 +52,8 @@ def test_which_is_faster_depends_on_what_is_done() -> None:
     cluster = parse("1xA100-40GB+1xRTX4090")
     assert isinstance(cluster, Cluster)
     for dtype, slower in (("bf16", "RTX4090"), ("fp32", "A100-40GB")):
-        found, kinds = machine_of(cluster, seconds=lambda device, to=dtype: 1 / device.flops[to])
-        assert kinds[found.groups(2)[0].kind].kind == slower
+        found, kinds = machine_of(cluster, seconds=lambda kind, to=dtype: 1 / kind.device.flops[to])
+        assert kinds[found.groups(2)[0].kind].device.kind == slower
 
 
 def test_equal_devices_of_several_nodes_are_one_kind() -> None:

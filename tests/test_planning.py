@@ -368,6 +368,12 @@ def test_zero_3_deals_out_everything_and_gathers_what_runs() -> None:
     assert more == pytest.approx(ring)
 
 
+def test_without_replicas_zero_3_holds_what_zero_0_does() -> None:
+    usual, dealt = (planned(pp=2, dp=1, micro_batches=4, zero=zero) for zero in (0, 3))
+    assert [stage.predicted for stage in dealt.stages] == [s.predicted for s in usual.stages]
+    assert min(parts(dealt, "passing")) > 0
+
+
 def test_under_zero_3_each_micro_batch_has_copies_of_its_own() -> None:
     """A gathered parameter is let go of, and so its copy in bf16 is the micro-batch's."""
     shape: dict[str, Any] = {"cluster": machine(4), "pp": 2, "dp": 2, "micro_batches": 4}
@@ -505,6 +511,48 @@ def test_a_slow_link_gets_depth_where_memory_allows() -> None:
     assert tight.boundaries == (Boundary(1, 0),)
     near = planned(schedule="eager-1f1b", **{**shape, "cluster": slow(2, 1e-9)})
     assert near.boundaries[0].depth == 0
+
+
+def nodes_of(*sizes: int, within: tuple[Link, ...], site: bool = False) -> Cluster:
+    """Nodes of so many equal devices, each with its link; each at a site of its own if asked."""
+    device = machine(1).row[0]
+    nodes = (
+        Node(1, (Group(size, device),), number if site else 0, link)
+        for number, (size, link) in enumerate(zip(sizes, within, strict=True))
+    )
+    return Cluster("nodes", tuple(nodes), NEAR, between=Link(1e-4, 1e9), across=Link(0.1, 1e9))
+
+
+NEAR = Link(1e-5, 1e10)
+
+
+def test_tensor_parallel_ranks_are_as_far_from_each_other_as_their_own_node_says() -> None:
+    """Of the second node the link is slow; the stage there takes longer with the same layers."""
+    shape: dict[str, Any] = {"tp": 2, "pp": 2, "dp": 1, "planner": "uniform", "micro_batches": 2}
+    near, far = (
+        planned(**shape, cluster=nodes_of(2, 2, within=(NEAR, link))).stages
+        for link in (NEAR, Link(1e-3, 1e10))
+    )
+    assert near[0].predicted.forward_seconds == far[0].predicted.forward_seconds
+    assert near[1].predicted.forward_seconds + 1e-3 < far[1].predicted.forward_seconds
+
+
+def test_tensor_parallel_ranks_at_two_sites_send_over_what_joins_the_sites() -> None:
+    shape: dict[str, Any] = {"tp": 2, "pp": 1, "dp": 1, "micro_batches": 1}
+    near, far = (
+        planned(**shape, cluster=nodes_of(1, 1, within=(NEAR, NEAR), site=site))
+        for site in (False, True)
+    )
+    assert far.blocks[0].collectives == near.blocks[0].collectives != ()
+    assert far.prediction.step_seconds > near.prediction.step_seconds + 0.1
+
+
+def test_of_nodes_that_a_degree_does_not_divide_some_devices_stay_idle() -> None:
+    """tp=2 on a node of three and a node of two: no pair stands on both."""
+    plan = planned(tp=2, cluster=nodes_of(3, 2, within=(NEAR, NEAR)))
+    places = [(place.node, place.local) for place in plan.mesh.places]
+    assert places == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert plan.planner.binding.startswith("1 of 5 devices stays idle, as nodes have no more teams")
 
 
 def test_the_prediction_is_the_longest_path_of_the_plans_own_numbers() -> None:

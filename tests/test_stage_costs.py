@@ -300,6 +300,18 @@ def test_a_block_that_is_in_flight_once_saves_nothing_by_itself() -> None:
     assert (found.seconds.whole, found.peaks) == (12 + 2, 240 - 2 * 50 + 50)
 
 
+def test_where_there_are_no_replicas_zero_deals_out_nothing() -> None:
+    """Above all not the gradient that is made beside its sum."""
+    problem = replace(PROBLEM, largest=(100, 50, 100))
+    every = [
+        memory(tables(problem, PROFILE), problem, Frame(1, 1, 4, zero, "1f1b"), 1)
+        for zero in (0, 1, 3)
+    ]
+    for found in every[1:]:
+        np.testing.assert_array_equal(found, every[0])
+    assert every[0][-1].max() == 100
+
+
 def test_unlike_blocks_are_chosen_by_what_they_save() -> None:
     """20, 40 and 80 bytes, 3 times in flight, and the largest of them once."""
     problem = blocks((20, 40, 80))

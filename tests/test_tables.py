@@ -30,9 +30,9 @@ def meets(block: Range, i: int, j: int) -> bool:
 
 
 def fields(of: Tables) -> list[NDArray[np.generic]]:
-    """One array after the other; forward and backward have one for each kind of device."""
-    forward, backward, *others = vars(of).values()
-    return [*forward, *backward, *others]
+    """One array after the other; of seconds there is one for each kind of device."""
+    forward, backward, earlier, exchange, *others = vars(of).values()
+    return [*forward, *backward, earlier, *exchange, *others]
 
 
 def brute_force(problem: Problem, profile: Profile, i: int, j: int) -> tuple[float, ...]:
@@ -52,7 +52,7 @@ def brute_force(problem: Problem, profile: Profile, i: int, j: int) -> tuple[flo
         *(sum(kind[i:j]) for kind in profile.forward),
         *(sum(kind[i:j]) for kind in profile.backward),
         sum(min(kinds) for kinds in list(zip(*profile.backward, strict=True))[:i]),
-        sum(profile.exchange[i:j]),
+        *(sum(kind[i:j]) for kind in profile.exchange),
         held(problem.parameters),
         held(problem.constants),
         2 * held(tuple(item for item in problem.parameters if block_of(problem, item) is None))
@@ -80,7 +80,8 @@ def saved(items: tuple[Saved, ...], i: int, j: int) -> int:
 def test_tables_are_sums_over_every_range(seed: int) -> None:
     """On as many kinds of devices as there are; every third second is one of exchanging."""
     problem = (random_problem, rich_problem)[seed % 2](seed)
-    exchange = tuple(seconds / 3 for seconds in problem.profiles[0].forward[0])
+    kinds = problem.profiles[0].forward
+    exchange = tuple(tuple(seconds / 3 for seconds in kind) for kind in kinds)
     exchanging = tuple(replace(profile, exchange=exchange) for profile in problem.profiles)
     problem = replace(problem, profiles=exchanging)
     for profile in problem.profiles[:2]:
@@ -93,7 +94,7 @@ def test_tables_are_sums_over_every_range(seed: int) -> None:
 
 def test_who_exchanges_nothing_takes_no_seconds_for_it() -> None:
     problem = random_problem(7)
-    assert not tables(problem, problem.profiles[0]).exchange.any()
+    assert tables(problem, problem.profiles[0]).exchange == ()
 
 
 def test_ranges_are_selected_in_any_shape() -> None:
