@@ -64,7 +64,7 @@ def binding(problem: Problem, best: Scored, roomy: Scored | None) -> str:
     idle = devices - used
     if idle:
         if idle == machine.spare:
-            why = f"as nodes have no more teams of tp={problem.tp}"
+            why = f"as no node has {problem.tp} left for tp={problem.tp}"
         elif asked.pp is not None and asked.dp is not None:
             why = f"as pp={frame.pp} dp={frame.dp} was asked for"
         else:

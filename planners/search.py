@@ -162,8 +162,8 @@ def _check_devices(problem: Problem) -> None:
     if tp > 1:
         words.append(f"tp={tp}")
     hint = "leave out pp or dp, and the other one follows" if len(words) > 1 else None
-    machine = problem.machine
-    found = f"{devices * tp}" + (f" and {machine.spare} in no team" if machine.spare else "")
+    spare = problem.machine.spare
+    found = f"{devices * tp + spare}" + (f", of which tp={tp} leaves {spare} idle" if spare else "")
     raise InfeasibleError(
         f"{' '.join(words)} needs {pp * dp * tp} devices, found {found}",
         hint=hint or f"{words[0].split('=')[0]} of at most {devices}",

@@ -552,7 +552,13 @@ def test_of_nodes_that_a_degree_does_not_divide_some_devices_stay_idle() -> None
     plan = planned(tp=2, cluster=nodes_of(3, 2, within=(NEAR, NEAR)))
     places = [(place.node, place.local) for place in plan.mesh.places]
     assert places == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert plan.planner.binding.startswith("1 of 5 devices stays idle, as nodes have no more teams")
+    with pytest.raises(
+        InfeasibleError, match="needs 6 devices, found 5, of which tp=2 leaves 1 idle"
+    ):
+        planned(tp=2, pp=3, cluster=nodes_of(3, 2, within=(NEAR, NEAR)))
+    assert plan.planner.binding.startswith(
+        "1 of 5 devices stays idle, as no node has 2 left for tp=2"
+    )
 
 
 def test_the_prediction_is_the_longest_path_of_the_plans_own_numbers() -> None:
