@@ -9,6 +9,9 @@ PYTHON ?= python3.11
 TORCH  := torch==2.13.0
 BIN    := .venv/bin
 
+# Where PYTHONDONTWRITEBYTECODE is set, each of many processes would compile all sources anew.
+COMPILE := $(BIN)/python -m compileall -q autopipe benchmarks examples tests
+
 # Processes of `make test`. Each test file runs in one of them, in the order of tests/conftest.py.
 JOBS   ?= 2
 
@@ -20,6 +23,7 @@ demo: .venv/installed
 	$(BIN)/autopipe run demo/plan.json --local 4 --steps 40
 
 test: .venv/installed-dev
+	@$(COMPILE)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 lint: .venv/installed-dev
@@ -37,6 +41,7 @@ clean:
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/pip install -qq --disable-pip-version-check $(TORCH)
 	@$(BIN)/pip install -qq --disable-pip-version-check --editable .
+	@$(COMPILE)
 	@touch $@
 
 .venv/installed-dev: .venv/installed
