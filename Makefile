@@ -10,7 +10,7 @@ TORCH  := torch==2.13.0
 BIN    := .venv/bin
 
 # Where PYTHONDONTWRITEBYTECODE is set, each of many processes would compile all sources anew.
-COMPILE := $(BIN)/python -m compileall -q autopipe benchmarks examples tests
+COMPILE := $(BIN)/python -m compileall -q autopipe planners runtime benchmarks examples tests
 
 # Processes of `make test`. Each test file runs in one of them, in the order of tests/conftest.py.
 JOBS   ?= 2

@@ -174,11 +174,6 @@ class Cluster:
         return node.within or self.within
 
     @property
-    def slowest_device(self) -> Device:
-        """The device whose fastest dtype is the slowest; between equals, by memory bandwidth."""
-        return min(self.devices, key=lambda device: (max(device.flops.values()), device.bandwidth))
-
-    @property
     def copying(self) -> float:
         """Bytes a second at which the slowest device in this moves its own memory."""
         return min(device.bandwidth for device in self.devices)

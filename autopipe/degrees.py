@@ -57,8 +57,9 @@ class Degree:
 def degrees(cluster: Cluster, asked: int | None, graph: Graph) -> tuple[tuple[int, ...], ...]:
     """Those to try, ascending, and those to try where none of them will do.
 
-    Within nodes first: those that divide every node, and all that divide the model, which may leave
-    some devices idle. Beyond them only where that is not possible.
+    Within nodes first, up to the largest: those that divide every node, and all that divide the
+    model, which may leave some devices idle and smaller nodes altogether. Beyond them only where
+    that is not possible.
 
     Args:
         asked: the one to have; None: any.
@@ -69,6 +70,8 @@ def degrees(cluster: Cluster, asked: int | None, graph: Graph) -> tuple[tuple[in
     """
     devices, nodes = cluster.num_devices, cluster.devices_per_node
     if asked is not None:
+        if asked < 1:
+            raise InfeasibleError(f"tp={asked} was asked for, and the least is 1")
         if asked > devices:
             raise InfeasibleError(
                 f"tp={asked} was asked for, and {cluster.name} has {devices} devices",

@@ -431,8 +431,8 @@ def _mesh(cluster: Cluster, machine: Machine, decision: Decision, tp: int) -> Me
     for pp, group in enumerate(decision.groups or range(frame.pp)):
         for part in range(frame.dp * tp):
             team, beside = divmod(part, tp)
-            first = machine.firsts[group * frame.dp + team]
-            node, local, device = cluster.device_at(first + beside)
+            means = machine.means[group * frame.dp + team]
+            node, local, device = cluster.device_at(means[beside])
             name = "cpu" if device.kind == "cpu" else f"cuda:{local}"
             rank = pp * frame.dp * tp + part
             places.append(Place(rank, pp, team, beside, node, local, name))

@@ -79,7 +79,7 @@ def _asked(plan: Plan) -> list[str]:
     lines = []
     if plan.precision != "fp32":
         lines.append(f"precision: {plan.precision} in matrix products, fp32 in all that is kept")
-    if plan.zero:
+    if plan.zero and plan.mesh.dp > 1:
         dealt = {1: "optimizer state is", 3: "parameters, gradients and optimizer state are"}
         lines.append(f"zero: {plan.zero}, {dealt[plan.zero]} dealt out over the replicas")
     again = {block for stage in plan.stages for block in stage.recompute}

@@ -40,7 +40,7 @@ from autopipe.sequence import Lengths, trace_lengths
 from autopipe.shard import shard_graph, shardable
 from autopipe.shorten import Short, Storage, Uneven, shortened
 from autopipe.source import Source
-from autopipe.teams import slowest, teams
+from autopipe.teams import slowest_kind, teams
 
 ROWS = (2, 3)
 """At which storages are seen; few, and more than the one row that may be another case."""
@@ -187,7 +187,7 @@ def _of_first_rank(
     graph = traced.trace.graph
     fixed = graph if traced.longest is None else graph.at_sequence(traced.longest)
     trace = replace(traced.trace, graph=fixed)
-    kind = slowest(teams(cluster, tp))
+    kind = slowest_kind(teams(cluster, tp))
     degree = as_one_rank(tp, trace, analyse(fixed), blocks, cluster, ROWS[0], slowest=kind)
     assert degree.sharding is not None
     sharded = shard_graph(shardable(graph), degree.sharding, 0, length=traced.longest)

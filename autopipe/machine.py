@@ -20,10 +20,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 from autopipe.cluster import Cluster
 from autopipe.communication import Level, Levels, Topology, slowest
-from autopipe.teams import Kind, an_operation, distinct, teams
+from autopipe.teams import Kind, distinct, nominal, teams
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Machine:
         topology: where they stand.
         streams: how many devices each of them means.
         copying: bytes a second at which the slowest moves its own memory (`Cluster.copying`).
-        firsts: of each the cluster's device that is its first.
+        means: of each the cluster's devices that it means.
         spare: how many of the cluster's devices none of them means.
     """
 
@@ -60,13 +61,18 @@ class Machine:
     topology: Topology
     streams: int = 1
     copying: float = math.inf
-    firsts: tuple[int, ...] = ()
+    means: tuple[tuple[int, ...], ...] = ()
     spare: int = 0
 
     @property
     def devices(self) -> int:
         """How many there are."""
         return len(self.kinds)
+
+    @property
+    def existing(self) -> int:
+        """How many devices the cluster has."""
+        return self.devices * self.streams + self.spare
 
     @cached_property
     def alike(self) -> bool:
@@ -111,7 +117,8 @@ def machine_of(
     cluster: Cluster,
     tp: int = 1,
     limits: Sequence[int] | None = None,
-    seconds: Callable[[Kind], float] = lambda kind: an_operation(kind.device),
+    seconds: Callable[[Kind], Any] = lambda kind: nominal(kind.device),
+    wanted: int = 1,
 ) -> tuple[Machine, tuple[Kind, ...]]:
     """A cluster's machine, and the kinds of its teams, the fastest first.
 
@@ -120,22 +127,23 @@ def machine_of(
         limits: bytes that each of the cluster's devices may hold at most.
         seconds: what a kind takes for what is to be done; which of two is faster depends on it.
             (An A100 multiplies bf16 faster than an RTX 4090, and fp32 slower.)
+        wanted: so many teams, as `teams` has it.
     """
-    found = teams(cluster, tp)
+    found = teams(cluster, tp, wanted)
     kinds = distinct(found)
     if len(kinds) > 1:
         kinds.sort(key=seconds)
     memory = [device.memory for device in cluster.row]
     if limits is not None:
         memory = [min(pair) for pair in zip(memory, limits, strict=True)]
-    firsts = tuple(team.first for team in found)
+    means = tuple(team.devices for team in found)
     numbers = {id(team.kinds): max(map(kinds.index, team.kinds)) for team in found}
     return Machine(
         tuple(numbers[id(team.kinds)] for team in found),
-        tuple(min(memory[first : first + tp]) for first in firsts),
-        Topology.of(cluster).at(firsts),
+        tuple(min(memory[device] for device in devices) for devices in means),
+        Topology.of(cluster).at([first for first, *_ in means]),
         tp,
         cluster.copying,
-        firsts,
-        len(memory) - tp * len(firsts),
+        means,
+        len(memory) - tp * len(means),
     ), tuple(kinds)

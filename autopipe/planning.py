@@ -38,7 +38,7 @@ from autopipe.schedules import SCHEDULES
 from autopipe.source import Source, trace_source, versions
 from autopipe.stage_costs import EAGER
 from autopipe.stopwatch import Stopwatch
-from autopipe.teams import Kind, slowest, teams
+from autopipe.teams import Kind, slowest_kind, teams
 from autopipe.trace import Trace
 from autopipe.units import find_units
 
@@ -150,7 +150,8 @@ def plan(
         return whole_seconds(graph, device, precision)
 
     def at(tp: int) -> Candidate:
-        of_tp = teams(machine, tp)
+        least = (pp or 1) * (dp or 1)
+        of_tp = teams(machine, tp, least)
         wanted = asked.micro_batch_rows(rows, len(of_tp), constraints)
         # A refusal may speak of others.
         free = replace(constraints, dp=None, micro_batches=None)
@@ -164,19 +165,20 @@ def plan(
             blocks,
             machine,
             wanted[0],
-            slowest=slowest(of_tp, whole_step),
+            slowest=slowest_kind(of_tp, whole_step),
             zero=zeros[-1],
             sequence=sequence_parallel,
         )
         sending = partial(sending_seconds, ranks=tp, precision=precision)
 
-        def one_row(kind: Kind) -> float:
-            computing = whole_seconds(degree.trace.graph, kind.device, precision)
+        def seconds(kind: Kind) -> float:
+            whole, micro_batch = degree.trace.graph, wanted[0]
+            computing = whole_seconds(whole, kind.device, precision, micro_batch)
             if kind.link is None:
                 return computing
-            return computing + sum(map(sum, sending(degree.trace.graph, 1, kind.link)))
+            return computing + sum(map(sum, sending(whole, micro_batch, kind.link)))
 
-        devices, kinds = machine_of(machine, tp, limits, one_row)
+        devices, kinds = machine_of(machine, tp, limits, seconds, least)
         units = find_units(degree.flow, degree.blocks, at_least=stages)
         costing = Costing(
             flow=degree.flow,

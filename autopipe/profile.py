@@ -207,10 +207,10 @@ class Costing:
         )
 
 
-def whole_seconds(graph: Graph, device: Device, precision: str) -> float:
-    """Seconds in which a device computes forward and backward of one row, node after node."""
+def whole_seconds(graph: Graph, device: Device, precision: str, rows: int = 1) -> float:
+    """Seconds in which a device computes forward and backward of so many rows, node after node."""
     formulas = cost.costs(graph)
-    both = cost.seconds(formulas, 1, device, _dtypes(graph, formulas, precision))
+    both = cost.seconds(formulas, rows, device, _dtypes(graph, formulas, precision))
     return float(sum(way.sum() for way in both))
 
 

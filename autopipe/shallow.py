@@ -1,13 +1,14 @@
-"""A rehearsal of deep stages by shallow ones: of many blocks in a row that do the same two are run.
+"""A rehearsal of deep stages by shallow ones: of many groups of blocks alike two are run.
 
     a stage of seven      | b0 | b1 | b2 | b3 | b4 | b5 | b6 |     B(7) = B(2) + 5 (B(3) - B(2))
-    two of its blocks     | b0 | b6 |                              B(2)
+    two of its groups     | b0 | b6 |                              B(2)
     and a third one       | b0 | b1 | b6 |                         B(3)
 
-B are bytes: what a block keeps are its own storages. It is given by the block before what that one
-was given, so one more block keeps what the third does (`autopipe.shorten` says when blocks do the
-same, and a run of the whole graph whether what they make looks the same). Stages with the same
-blocks, to which the same arrives, share what a third one keeps.
+A group is most often one block. B are bytes: what a group keeps are its own storages. It is given
+by the group before what that one was given, so one more keeps what the third does
+(`autopipe.shorten` says when groups do the same, and a run of the whole graph whether what they
+make looks the same).
+Stages with the same groups, to which the same arrives, share what a third one keeps.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def rehearse_deep(
     Args:
         stages: a partition of the graph.
         recompute, precision, known: as they have them.
-        even: whether blocks that do the same make what looks the same; if not, all of them are run.
+        even: whether groups that do the same make what looks the same; if not, all of them are run.
 
     Raises:
         PlanError: a block to recompute would not do the same again.
@@ -74,7 +75,7 @@ class _Deep:
     """A run inside a stage.
 
     Attributes:
-        form: what its blocks do; equal for another stage's run of the same blocks.
+        form: what its groups do; equal for another stage's run of the same groups.
         given: what the first of them reads that it has not made.
         far: what the second reads from further away than the first; all of them do.
     """
@@ -100,7 +101,7 @@ class _Rehearsing:
     known: Known
 
     def deep(self) -> list[_Deep]:
-        """The runs of which blocks can be left out."""
+        """The runs of which groups can be left out."""
         forms = Forms(self.flow, self.blocks)
         return [
             _Deep(
@@ -128,10 +129,10 @@ class _Rehearsing:
         return tuple(ref for ref in refs if self.flow.position(ref) < before)
 
     def extended(self, deep: Sequence[_Deep]) -> Rehearsal:
-        """The rehearsal with two blocks of each run, and so many more of each as there are.
+        """The rehearsal with two groups of each run, and so many more of each as there are.
 
         Raises:
-            Uneven: a third block does not tell what the others hold.
+            Uneven: a third group does not tell what the others hold.
         """
         found = least = self.shallow([one.run for one in deep])
         keys = [(one.form, self._circumstances(one, least)) for one in deep]
@@ -150,7 +151,7 @@ class _Rehearsing:
         return found
 
     def _circumstances(self, one: _Deep, rehearsal: Rehearsal) -> Hashable:
-        """All else that a block's bytes depend on.
+        """All else that a group's bytes depend on.
 
         That is how what comes from other stages looks and, for halves, whether gradients go on to
         other stages: the first half makes only those.
@@ -168,7 +169,7 @@ class _Rehearsing:
         return tuple(looks.get(ref) for ref in one.far), tuple(ref in back for ref in one.given)
 
     def shallow(self, runs: Sequence[Run]) -> Rehearsal:
-        """The rehearsal without the blocks that the runs leave out.
+        """The rehearsal without the groups that the runs leave out.
 
         Raises:
             Uneven: then other tensors cross the cuts.
@@ -201,14 +202,14 @@ class _Rehearsing:
 
 
 ADDED = "saved", "low", "stash", "fresh"
-"""What one more block adds to."""
+"""What one more group adds to."""
 
 
 def _difference(longer: Rehearsal, least: Rehearsal, stage: int) -> dict[str, int]:
     """What the longer one holds more in a stage.
 
     Raises:
-        Uneven: what is made again in backward depends on how many blocks there are.
+        Uneven: what is made again in backward depends on how many groups there are.
     """
     if longer.recomputed != least.recomputed:
         raise Uneven

@@ -262,8 +262,8 @@ class Row:
     form: Hashable
 
 
-LEAST = 4
-"""Groups that make a row. Of three nothing is left out."""
+LEAST = KEPT + 1
+"""Groups that make a row: of fewer nothing is left out."""
 
 
 def alike(
@@ -319,7 +319,7 @@ def _row_at(
             for place in range(start + period + 1, len(blocks))
         )
         count = (period + 1 + len(list(takewhile(bool, more)))) // period
-        if count >= LEAST and (count - KEPT) * period > (groups - KEPT) * best:
+        if (count - KEPT) * period > (groups - KEPT) * best:
             if as_first(start + period):
                 best, groups = period, count
     if not best:

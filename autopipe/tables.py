@@ -25,8 +25,8 @@ class Tables:
 
     `tables` gives all ranges, shape (units + 1, units + 1), where entry [i, j] is of the range
     [i, j) and zero unless i < j. `at` selects some of them, in any shape. Seconds and bytes are of
-    one micro-batch; `forward`, `backward` and `exchange` have an array for each kind of device,
-    the last none without tensor parallelism.
+    one micro-batch; `forward`, `backward` and `exchange` have an array for each kind of device;
+    without tensor parallelism `exchange` has none.
 
     `earlier` are backward seconds of all units before the range, each on the kind of device that
     takes least.

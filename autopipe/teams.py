@@ -1,19 +1,21 @@
 """Teams: devices beside each other, each of which holds its part of every tensor.
 
 A team stands on one node where a node has so many devices, else at one site where a site has, else
-anywhere: nothing is sent as often as what its ranks send each other. What is left over is idle.
+anywhere: nothing is sent as often as what its ranks send each other. What nodes leave over is idle,
+or makes teams over nodes where more are wanted.
 
     node       0         1
-    device     0  1  2   3  4
-    tp=2       0--1      3--4       device 2 is in no team
-    tp=4       0--1--2---3          no node has four; device 4 is in none
+    device     0  1  2   3  4  5
+    tp=2       0--1      3--4          devices 2 and 5 are idle,
+                     2---------5       or a team if three are wanted
+    tp=4       0--1--2---3             no node has four; devices 4 and 5 are idle
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
-from itertools import accumulate, groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from autopipe.cluster import Cluster, Device, Link
 from autopipe.communication import Topology, a_message
@@ -27,54 +29,64 @@ class Kind(NamedTuple):
 
 
 class Team(NamedTuple):
-    """Devices beside each other from the cluster's device `first` on.
+    """Devices by their numbers in the cluster, and their kinds, each once."""
 
-    `kinds` are those of its devices, each once.
-    """
-
-    first: int
+    devices: tuple[int, ...]
     kinds: tuple[Kind, ...]
 
 
-def teams(cluster: Cluster, tp: int) -> list[Team]:
-    """All teams of `tp` devices, in rank order; none if there are not so many devices."""
-    devices = cluster.row
+def teams(cluster: Cluster, tp: int, wanted: int = 1) -> list[Team]:
+    """The teams of `tp` devices, the nearest first and of those in rank order.
+
+    Args:
+        wanted: so many, if there can be; of teams within nodes there are always as many as can be.
+    """
+    row = cluster.row
     if tp == 1:
-        alone = {id(device): (Kind(device, None),) for device in devices}
-        return [Team(first, alone[id(device)]) for first, device in enumerate(devices)]
+        alone = {id(device): (Kind(device, None),) for device in row}
+        return [Team((number,), alone[id(device)]) for number, device in enumerate(row)]
     topology = Topology.of(cluster)
-    starts = _starts(topology, tp)
-    levels = [topology.farthest(range(first, first + tp)) for first in starts]
-    crossing = sum(level.shared for level in levels)  # from site to site, over one wire
+    dealt = _dealt(topology, tp, wanted)
+    levels = [topology.farthest(devices) for devices in dealt]
+    # Teams from site to site share the wires of their sites.
+    at = [{topology.sites[device] for device in devices} for devices in dealt]
+    crossing = Counter(site for sites in at if len(sites) > 1 for site in sites)
     known: dict[Hashable, tuple[Kind, ...]] = {}  # clusters are large, and of few kinds
     found = []
-    for first, level in zip(starts, levels, strict=True):
-        own = {id(device): device for device in devices[first : first + tp]}
-        key = *own, id(level.link)
+    for devices, level, sites in zip(dealt, levels, at, strict=True):
+        own = {id(row[device]): row[device] for device in devices}
+        senders = max(crossing[site] for site in sites)
+        key = *own, id(level.link), senders
         if key not in known:
-            link = level.wire(crossing) if level.shared else level.link
+            link = level.wire(senders) if level.shared else level.link
             known[key] = tuple(Kind(device, link) for device in own.values())
-        found.append(Team(first, known[key]))
+        found.append(Team(devices, known[key]))
     return found
 
 
-def _starts(topology: Topology, tp: int) -> list[int]:
+def _dealt(topology: Topology, tp: int, wanted: int) -> list[tuple[int, ...]]:
+    found: list[tuple[int, ...]] = []
+    left: Iterable[int] = range(len(topology.nodes))
     for places in (topology.nodes, topology.sites, (0,) * len(topology.nodes)):
-        sizes = [len([*together]) for _, together in groupby(places)]
-        if max(sizes) >= tp:
-            ends = [*accumulate(sizes)]
-            rooms = [range(end - size, end, tp) for end, size in zip(ends, sizes, strict=True)]
-            return [first for room in rooms for first in room if first + tp <= room.stop]
-    return []
+        rooms: dict[int, list[int]] = {}
+        for device in left:
+            rooms.setdefault(places[device], []).append(device)
+        for room in rooms.values():
+            found += [tuple(room[n : n + tp]) for n in range(0, len(room) - tp + 1, tp)]
+        left = [device for room in rooms.values() for device in room[len(room) // tp * tp :]]
+        if len(found) >= wanted:
+            break
+    return found
 
 
-def an_operation(device: Device) -> float:
-    """Seconds of one operation in the dtype that the device is fastest in."""
-    return 1 / max(device.flops.values())
+def nominal(device: Device) -> tuple[float, float]:
+    """Seconds of an operation in the dtype that the device is fastest in, and of moving a byte."""
+    return 1 / max(device.flops.values()), 1 / device.bandwidth
 
 
-def slowest(of: Iterable[Team], seconds: Callable[[Device], float] = an_operation) -> Kind:
-    """The device that takes longest of all, and the link over which a message does.
+def slowest_kind(of: Iterable[Team], seconds: Callable[[Device], Any] = nominal) -> Kind:
+    """The device that takes longest of all and the link over which a message does; there need be
+    no team that has both.
 
     Args:
         seconds: that a device takes for what is to be done.
@@ -88,7 +100,7 @@ def slowest(of: Iterable[Team], seconds: Callable[[Device], float] = an_operatio
 
 
 def distinct(of: Iterable[Team]) -> list[Kind]:
-    """The kinds there are, each once, in rank order."""
+    """The kinds there are, each once."""
     found: list[Kind] = []
     for kinds in {id(team.kinds): team.kinds for team in of}.values():
         found += [kind for kind in kinds if kind not in found]

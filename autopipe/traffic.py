@@ -24,6 +24,8 @@ from autopipe.schedule import Flow, holders
 class Traffic:
     """Bytes that a step sends over the farthest links, all of them together.
 
+    What tensor-parallel ranks exchange is not counted: they stand on one node where one has room.
+
     Attributes:
         kind: `sites` or `nodes`.
         places: how many of them the plan uses.
@@ -79,11 +81,11 @@ def traffic(plan: Plan) -> Traffic | None:
 
     sums = whole = 0
     for stage, pp in zip(plan.stages, placed, strict=True):
-        size = stage.predicted.memory.gradients * (mesh.dp if stage.zero == 3 else 1)
+        size = stage.predicted.memory.gradients * (mesh.dp if plan.fully_sharded else 1)
         whole += size * mesh.tp
         for tp in range(mesh.tp):
             over = len({where[mesh.rank(pp, dp, tp)] for dp in range(mesh.dp)})
-            rounds = 3 * plan.batch.micro_batches if stage.zero == 3 else 2
+            rounds = 3 * plan.batch.micro_batches if plan.fully_sharded else 2
             sums += rounds * (over - 1) * size
     return Traffic(
         "sites" if sites else "nodes",

@@ -60,11 +60,11 @@ def binding(problem: Problem, best: Scored, roomy: Scored | None) -> str:
     frame = decision.frame
     used = frame.pp * frame.dp * problem.tp
     machine, asked = problem.machine, problem.constraints
-    devices = machine.devices * problem.tp + machine.spare
+    devices = machine.existing
     idle = devices - used
     if idle:
         if idle == machine.spare:
-            why = f"as no node has {problem.tp} left for tp={problem.tp}"
+            why = f"as fewer than tp={problem.tp} stand beside each other"
         elif asked.pp is not None and asked.dp is not None:
             why = f"as pp={frame.pp} dp={frame.dp} was asked for"
         else:

@@ -66,7 +66,7 @@ def would_fit(problem: Problem, fastest: Fastest) -> list[Help]:
                 break
     changed, best = _fewest_devices(problem, fastest)
     if best is not None:
-        devices = changed.machine.devices * problem.tp
+        devices = changed.machine.existing
         helps.append(help_of(["devices"], changed, best, devices))
     elif not helps:
         names = [name for name, _ in _changes(problem)]
@@ -163,7 +163,7 @@ def _said(name: str, decision: Decision, problem: Problem) -> str:
             stages = [str(s) for s, blocks in enumerate(decision.recompute) if blocks]
             return f"recomputation in stage{'s' if len(stages) > 1 else ''} {', '.join(stages)}"
         case "devices":
-            return f"{problem.machine.devices * problem.tp} devices"
+            return f"{problem.machine.existing} devices"
         case "schedule":
             return f"the schedule {frame.schedule}"
         case "zero":

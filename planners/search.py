@@ -163,7 +163,9 @@ def _check_devices(problem: Problem) -> None:
         words.append(f"tp={tp}")
     hint = "leave out pp or dp, and the other one follows" if len(words) > 1 else None
     spare = problem.machine.spare
-    found = f"{devices * tp + spare}" + (f", of which tp={tp} leaves {spare} idle" if spare else "")
+    found = f"{problem.machine.existing}" + (
+        f", of which tp={tp} leaves {spare} idle" if spare else ""
+    )
     raise InfeasibleError(
         f"{' '.join(words)} needs {pp * dp * tp} devices, found {found}",
         hint=hint or f"{words[0].split('=')[0]} of at most {devices}",

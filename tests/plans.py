@@ -151,7 +151,7 @@ def chain(
         cluster=replace(
             plan.cluster,
             name=f"{pp}xA100-80GB",
-            nodes=(Node(1, (Group(pp, plan.cluster.slowest_device),)),),
+            nodes=(Node(1, (Group(pp, plan.cluster.row[0]),)),),
             within=Link(0.0, 1e12),
         ),
         mesh=Mesh(pp, 1, 1, tuple(Place(rank, rank, 0, 0, 0, rank, "cpu") for rank in range(pp))),

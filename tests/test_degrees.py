@@ -8,7 +8,7 @@ from autopipe.dataflow import analyse
 from autopipe.degrees import Degree, as_one_rank, degrees, sending_seconds
 from autopipe.errors import InfeasibleError
 from autopipe.spec import parse
-from autopipe.teams import slowest, teams
+from autopipe.teams import slowest_kind, teams
 from tests.inprocess import machine
 from tests.staged import traced
 
@@ -50,7 +50,7 @@ def at(tp: int, name: str = "gpt") -> Degree:
     trace = traced(name)
     blocks = find_blocks(trace.graph)
     cluster = machine(tp)
-    kind = slowest(teams(cluster, tp))
+    kind = slowest_kind(teams(cluster, tp))
     return as_one_rank(tp, trace, analyse(trace.graph), blocks, cluster, 2, slowest=kind)
 
 

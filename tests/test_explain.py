@@ -217,6 +217,8 @@ def test_what_is_not_as_usual_stands_on_top() -> None:
         boundaries=(Boundary(window=3, depth=1),),
         stages=stages,
     )
+    assert "zero:" not in page(explain(unusual)), "there are no replicas to deal out to"
+    unusual = replace(unusual, mesh=replace(plan.mesh, dp=2, places=plan.mesh.places * 2))
     assert page(explain(unusual)).splitlines()[2:7] == [
         "precision: bf16 in matrix products, fp32 in all that is kept",
         "zero: 3, parameters, gradients and optimizer state are dealt out over the replicas",

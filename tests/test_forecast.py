@@ -26,7 +26,7 @@ def over(plan: Plan, within: Link, between: Link | None = None) -> Plan:
 
 def placed(plan: Plan, dp: int, nodes: list[int]) -> Plan:
     """The plan with `dp` replicas and rank r on node `nodes[r]`, ascending."""
-    device = plan.cluster.slowest_device
+    device = plan.cluster.row[0]
     rows = plan.batch.micro_batches * dp
     return replace(
         plan,
@@ -49,7 +49,7 @@ def placed(plan: Plan, dp: int, nodes: list[int]) -> Plan:
 
 def copies(times: int) -> float:
     """Seconds in which 20 GiB of gradients move so many times in a device's own memory."""
-    return times * 20 * 2**30 / example_plan().cluster.slowest_device.bandwidth
+    return times * 20 * 2**30 / example_plan().cluster.row[0].bandwidth
 
 
 def test_one_micro_batch_there_and_back() -> None:

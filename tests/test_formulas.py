@@ -18,7 +18,7 @@ from autopipe.graph import BATCH, SEQUENCE, Graph
 from autopipe.saving import observe_kept
 from autopipe.shorten import shorten
 from autopipe.spec import parse
-from autopipe.teams import slowest, teams
+from autopipe.teams import slowest_kind, teams
 from tests.models import LENGTH, VOCABULARY, WIDTH
 from tests.staged import traced_at
 from tests.zoo import ZOO
@@ -104,7 +104,7 @@ def test_of_one_rank_of_two(name: str, precision: str) -> None:
     traced = traced_at(name, LENGTH)
     flow, blocks = analyse(traced.graph), find_blocks(traced.graph)
     cluster = parse(CLUSTER)
-    kind = slowest(teams(cluster, 2))
+    kind = slowest_kind(teams(cluster, 2))
     degree = as_one_rank(2, traced, flow, blocks, cluster, 2, slowest=kind)
     expected = seen(degree.trace.graph, 6, precision, tp=2)
     assert {n: float(size) for n, size in found.at(6, LENGTH).items()} == expected

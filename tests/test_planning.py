@@ -557,7 +557,7 @@ def test_of_nodes_that_a_degree_does_not_divide_some_devices_stay_idle() -> None
     ):
         planned(tp=2, pp=3, cluster=nodes_of(3, 2, within=(NEAR, NEAR)))
     assert plan.planner.binding.startswith(
-        "1 of 5 devices stays idle, as no node has 2 left for tp=2"
+        "1 of 5 devices stays idle, as fewer than tp=2 stand beside each other"
     )
 
 

@@ -73,7 +73,7 @@ def test_measured_once_then_read(cache: Path) -> None:
     first, talk = said(4)
     assert talk == ["measured"]
     check(first)
-    assert (first.name, first.num_devices, first.slowest_device) == ("local:4", 4, DEVICE)
+    assert (first.name, first.num_devices, first.row[0]) == ("local:4", 4, DEVICE)
     assert first.within == first.between == LINK
     second, talk = said(4)
     assert second == first

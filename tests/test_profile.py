@@ -123,7 +123,7 @@ def test_parameters_and_constants_of_a_range_are_those_of_its_stage(name):
 def test_seconds_of_a_unit_are_the_sum_of_its_nodes():
     found, _, _ = traced("gpt")
     units, problem = problem_of("gpt")
-    forward, backward = cost.seconds(cost.costs(found.graph), 2, CLUSTER.slowest_device)
+    forward, backward = cost.seconds(cost.costs(found.graph), 2, CLUSTER.row[0])
     profile = problem.profiles[1]
     assert profile.rows == 2
     assert sum(profile.forward[0]) == pytest.approx(forward.sum())
@@ -135,7 +135,7 @@ def test_seconds_of_a_unit_are_the_sum_of_its_nodes():
 def test_what_runs_again_takes_its_forwards_seconds_once_more():
     found, _, blocks = traced("gpt")
     units, problem = problem_of("gpt", recompute=[blocks[1].path])
-    forward, _ = cost.seconds(cost.costs(found.graph), 2, CLUSTER.slowest_device)
+    forward, _ = cost.seconds(cost.costs(found.graph), 2, CLUSTER.row[0])
     (number,) = problem.constraints.recompute
     (more,) = problem.profiles[1].again[number]
     assert sum(more) == pytest.approx(forward[blocks[1].first : blocks[1].stop].sum())

@@ -107,7 +107,8 @@ def test_devices() -> None:
     """Five units of 400 bytes over devices of 900: three of them hold two each."""
     problem = line((1.0,) * 5, devices=2, memory=900, constraints=Constraints(schedule="1f1b"))
     assert [words.split(" (")[0] for words in helps(problem)] == ["3 devices"]
-    assert [words.split(" (")[0] for words in helps(replace(problem, tp=2))] == ["6 devices"]
+    teams = replace(problem, tp=2, machine=replace(problem.machine, streams=2, spare=1))
+    assert [words.split(" (")[0] for words in helps(teams)] == ["7 devices"], "one is in no team"
 
 
 def test_as_few_devices_as_are_enough() -> None:

@@ -172,9 +172,11 @@ def test_constraints_that_contradict_are_refused_in_their_own_terms(
 
 
 def test_tensor_parallel_ranks_count_as_devices() -> None:
-    problem = replace(asking(FOUR, pp=4, dp=2), tp=2)
-    with pytest.raises(InfeasibleError, match="pp=4 dp=2 tp=2 needs 16 devices, found 8"):
-        frames(problem)
+    problem = asking(FOUR, pp=4, dp=2)
+    for spare, found in ((0, "found 8\n"), (1, "found 9, of which tp=2 leaves 1 idle\n")):
+        teams = replace(problem.machine, streams=2, spare=spare)
+        with pytest.raises(InfeasibleError, match=f"pp=4 dp=2 tp=2 needs 16 devices, {found}"):
+            frames(replace(problem, tp=2, machine=teams))
 
 
 def test_a_schedule_with_backward_in_halves_has_no_zero_3() -> None:

@@ -19,7 +19,7 @@ from tests.zoo import ZOO
 def planned(pp: int | None = None, dp: int | None = None) -> Plan:
     """The zoo's GPT over three devices that are far from each other."""
     case, far = ZOO["gpt"], Link(2e-3, 1e8)
-    nodes = (Node(3, (Group(1, machine(1).slowest_device),)),)
+    nodes = (Node(3, (Group(1, machine(1).row[0]),)),)
     return autopipe.plan(
         case.model,
         case.inputs,

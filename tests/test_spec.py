@@ -28,7 +28,7 @@ def test_nodes_x_devices_x_kind(spec: str, per_node: list[int], kind: str) -> No
     cluster = cluster_of(spec)
     assert cluster.devices_per_node == per_node
     assert cluster.num_devices == sum(per_node)
-    assert cluster.slowest_device.kind == kind
+    assert cluster.row[0].kind == kind
     assert cluster.name == spec
 
 
@@ -37,7 +37,7 @@ def test_local_is_left_to_the_probe() -> None:
 
 
 def test_a_preset_is_the_share_of_the_datasheet_that_programs_reach() -> None:
-    device = cluster_of("A100-80GB").slowest_device
+    device = cluster_of("A100-80GB").row[0]
     # Large matmuls reach 271.2 of 312 TFLOP/s, and hold 82 % of that through a training step.
     assert device.flops["bf16"] == pytest.approx(0.82 * 271.2e12)
     assert device.flops["fp32"] == pytest.approx(0.82 * 271.2 / 312 * 19.5e12)

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from autopipe.cluster import Cluster, Link
+from autopipe.cluster import Cluster
 from autopipe.spec import parse
-from autopipe.teams import Kind, slowest, teams
+from autopipe.teams import Kind, slowest_kind, teams
 
 
 def cluster(spec: str) -> Cluster:
@@ -18,22 +18,42 @@ def cluster(spec: str) -> Cluster:
 
 
 @pytest.mark.parametrize(
-    ("spec", "tp", "firsts"),
+    ("spec", "tp", "expected"),
     [
-        ("4xA100-80GB", 1, [0, 1, 2, 3]),
-        ("8xA100-80GB", 3, [0, 3]),  # two devices are in none
-        ("2x6xA100-80GB", 4, [0, 6]),  # within a node each, though twelve would do for three
-        ("3xH100-80GB+2xRTX4090", 2, [0, 3]),
-        ("8xH100-80GB+2xRTX4090", 4, [0, 4]),  # the second node has too few
-        ("2x2xA100-80GB", 4, [0]),  # on both nodes, as neither has four
-        ("3x2xA100-80GB", 4, [0]),
-        ("2x2x2xA100-80GB@30ms,1Gbit/s", 4, [0, 4]),  # a site each
-        ("2x1x3xA100-80GB@30ms,1Gbit/s", 4, [0]),  # no site has four
-        ("A100-80GB", 2, []),
+        ("4xA100-80GB", 1, "0 1 2 3"),
+        ("8xA100-80GB", 3, "0-2 3-5"),  # two devices are in none
+        ("2x6xA100-80GB", 4, "0-3 6-9"),  # within a node each, though twelve would do for three
+        ("3xH100-80GB+2xRTX4090", 2, "0-1 3-4"),
+        ("8xH100-80GB+2xRTX4090", 4, "0-3 4-7"),  # the second node has too few
+        ("2x2xA100-80GB", 4, "0-3"),  # on both nodes, as neither has four
+        ("3x2xA100-80GB", 4, "0-3"),
+        ("2x2x2xA100-80GB@30ms,1Gbit/s", 4, "0-3 4-7"),  # a site each
+        ("2x1x3xA100-80GB@30ms,1Gbit/s", 4, "0-3"),  # no site has four
+        ("A100-80GB", 2, ""),
     ],
 )
-def test_teams_stand_as_near_as_there_is_room(spec: str, tp: int, firsts: list[int]) -> None:
-    assert [team.first for team in teams(cluster(spec), tp)] == firsts
+def test_teams_stand_as_near_as_there_is_room(spec: str, tp: int, expected: str) -> None:
+    assert dealt(cluster(spec), tp) == expected
+
+
+def dealt(machine: Cluster, tp: int, wanted: int = 1) -> str:
+    """`0-1 3-4`: of each team its devices."""
+    found = [list(dict.fromkeys(team.devices)) for team in teams(machine, tp, wanted)]
+    return " ".join(
+        "-".join(map(str, dict.fromkeys((row[0], row[-1]))))
+        if row == list(range(row[0], row[-1] + 1))
+        else ",".join(map(str, row))
+        for row in found
+    )
+
+
+def test_where_more_are_wanted_teams_are_made_of_what_nodes_leave_over() -> None:
+    """At one site first; a team that is not beside itself says all its devices."""
+    assert dealt(cluster("2x6xA100-80GB"), 4, wanted=3) == "0-3 6-9 4,5,10,11"
+    assert dealt(cluster("4xA100-80GB+2x2xA100-80GB"), 4, wanted=2) == "0-3 4-7"
+    far = cluster("2x1x3xA100-80GB@30ms,1Gbit/s")
+    assert dealt(far, 2) == dealt(far, 2, wanted=2) == "0-1 3-4"
+    assert dealt(far, 2, wanted=3) == "0-1 3-4 2,5"
 
 
 def test_alone_a_device_exchanges_nothing() -> None:
@@ -52,22 +72,26 @@ def test_a_link_is_that_of_the_nodes_they_stand_on() -> None:
     assert team.kinds == (Kind(h100, machine.between), Kind(rtx, machine.between))
 
 
-def test_teams_from_site_to_site_share_the_wire() -> None:
-    """Three sites of two: no site has three devices, and both teams cross."""
-    machine = cluster("3x1x2xA100-80GB@30ms,1Gbit/s")
-    found = teams(machine, 3)
-    assert machine.across is not None
-    half = replace(machine.across, bandwidth=machine.across.bandwidth / 2)
-    assert [team.kinds[0].link for team in found] == [half, half]
+def test_teams_share_the_wire_of_a_site_that_both_leave() -> None:
+    """Three sites of two: both teams of three are in part at the second one. Of sites of one each
+    team has its own two."""
+    for spec, tp, sharing in (
+        ("3x1x2xA100-80GB@30ms,1Gbit/s", 3, [2, 2]),
+        ("8x1x1xA100-80GB@30ms,1Gbit/s", 2, [1, 1, 1, 1]),
+    ):
+        machine = cluster(spec)
+        assert machine.across is not None
+        whole = machine.across.bandwidth
+        links = [team.kinds[0].link for team in teams(machine, tp)]
+        assert links == [replace(machine.across, bandwidth=whole / n) for n in sharing]
 
 
 def test_the_slowest_device_and_the_slowest_link_need_not_go_together() -> None:
     machine = cluster("2xA100-80GB+2xRTX4090")
     rates = {"bf16": "RTX4090", "fp32": "A100-80GB"}
     for dtype, kind in rates.items():
-        found = slowest(teams(machine, 2), lambda device, of=dtype: 1 / device.flops[of])
+        found = slowest_kind(teams(machine, 2), lambda device, of=dtype: 1 / device.flops[of])
         assert found.device.kind == kind
         assert found.link == machine.link_of(machine.nodes[1])
     alone = Kind(machine.row[2], None)
-    assert slowest(teams(machine, 1), lambda device: 1 / device.flops["bf16"]) == alone
-    assert isinstance(found.link, Link)
+    assert slowest_kind(teams(machine, 1), lambda device: 1 / device.flops["bf16"]) == alone

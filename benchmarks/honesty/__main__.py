@@ -69,7 +69,7 @@ def run(case: Case, machine: Machine) -> Row:
         plan = make(case, before)
         measured, waited, held = train(case, plan)
         after = machine.probed(case.processes, again=True)
-    drifted = drift(before.slowest_device, after.slowest_device)
+    drifted = drift(before.row[0], after.row[0])
     found = {"waited": waited, "drift": drifted, "disturbed": disturbed(waited, drifted)}
     return {**row(case, plan, measured, held), **found}
 

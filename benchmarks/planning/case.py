@@ -41,6 +41,10 @@ CASES: dict[str, Case] = {
         ("--cluster", "1x8xH100-80GB", "--batch", "64", "--precision", "bf16"),
         8.0,
     ),
+    "gemma2-9b": Case(
+        f"{_HERE}/gemma2_9b.py",
+        ("--cluster", "1x8xH100-80GB", "--batch", "64", "--precision", "bf16"),
+    ),
     "t5-xl": Case(
         f"{_HERE}/t5_xl.py",
         ("--cluster", "2x8xA100-80GB", "--batch", "128", "--precision", "bf16"),

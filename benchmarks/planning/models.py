@@ -69,6 +69,26 @@ def t5() -> nn.Module:
     )
 
 
+def gemma2() -> nn.Module:
+    """The dimensions of Gemma 2 9B (arXiv:2408.00118, table 1): near and far layers take turns.
+
+    The cache of keys and values that its configuration asks for is as it comes.
+    """
+    import transformers
+
+    return transformers.Gemma2ForCausalLM(
+        transformers.Gemma2Config(
+            hidden_size=3584,
+            intermediate_size=14336,
+            num_hidden_layers=42,
+            num_attention_heads=16,
+            num_key_value_heads=8,
+            head_dim=256,
+            vocab_size=256128,
+        )
+    )
+
+
 def tokens(length: int) -> Callable[[int], dict[str, Tensor]]:
     """Rows of so many tokens, and labels of as many."""
 

@@ -43,10 +43,10 @@ def main() -> None:
     flow, blocks = analyse(graph), find_blocks(graph)
     cluster = parse("8xH100-80GB")
     assert not hasattr(cluster, "processes")
-    shard(flow, blocks, Axis(2, cluster.within, cluster.slowest_device), 4)  # imports
+    shard(flow, blocks, Axis(2, cluster.within, cluster.row[0]), 4)  # imports
     for tp in asked.tp:
         for alike in (True, False):
-            axis = Axis(tp, cluster.within, cluster.slowest_device)
+            axis = Axis(tp, cluster.within, cluster.row[0])
             began = process_time()
             found = shard(flow, blocks, axis, 4, alike=alike)
             row = {
