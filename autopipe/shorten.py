@@ -319,9 +319,8 @@ def _row_at(
             for place in range(start + period + 1, len(blocks))
         )
         count = (period + 1 + len(list(takewhile(bool, more)))) // period
-        if (count - KEPT) * period > (groups - KEPT) * best:
-            if as_first(start + period):
-                best, groups = period, count
+        if (count - KEPT) * period > (groups - KEPT) * best and as_first(start + period):
+            best, groups = period, count
     if not best:
         return None
     starts = range(start, start + groups * best, best)
