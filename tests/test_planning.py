@@ -561,6 +561,32 @@ def test_of_nodes_that_a_degree_does_not_divide_some_devices_stay_idle() -> None
     )
 
 
+@pytest.mark.parametrize(
+    "sizes, site, memory", [((3, 2), False, None), ((2, 1), True, None), ((4,), False, "600KB")]
+)
+def test_nothing_that_can_be_asked_for_is_faster_than_the_planners_own_choice(
+    sizes: tuple[int, ...], site: bool, memory: str | None
+) -> None:
+    """What somebody asks for has been among what it chose from, by the estimate; among the best few
+    the longest path has the last word."""
+    links = (NEAR, Link(1e-3, 1e9))[: len(sizes)]
+    shape: dict[str, Any] = {"cluster": nodes_of(*sizes, within=links, site=site), "memory": memory}
+
+    def steps(**constraints: Any) -> tuple[float, float]:
+        plan = free(**shape, **constraints)
+        return plan.planner.step_seconds, plan.prediction.step_seconds
+
+    best = steps()
+    asked = ({"tp": 2}, {"pp": 2}, {"tp": 1, "zero": 3}, {"micro_batches": 4})
+    for constraints in asked:
+        try:
+            found = steps(**constraints)
+        except InfeasibleError:
+            continue
+        slower = [one / other for one, other in zip(found, best, strict=True)]
+        assert max(slower) >= 1 - 1e-9, constraints
+
+
 def test_the_prediction_is_the_longest_path_of_the_plans_own_numbers() -> None:
     plan = planned(pp=2, micro_batches=4)
     assert with_prediction(replace(plan, prediction=Prediction(0.0, 0.0))) == plan
