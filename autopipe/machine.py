@@ -24,7 +24,7 @@ from typing import Any
 
 from autopipe.cluster import Cluster
 from autopipe.communication import Level, Levels, Topology, slowest
-from autopipe.teams import Kind, distinct, nominal, teams
+from autopipe.teams import Kind, Team, distinct, nominal
 
 
 @dataclass(frozen=True)
@@ -115,35 +115,32 @@ def _link(machine: Machine, dp: int, group: int, other: int) -> Level:
 
 def machine_of(
     cluster: Cluster,
-    tp: int = 1,
+    dealt: Sequence[Team],
     limits: Sequence[int] | None = None,
     seconds: Callable[[Kind], Any] = lambda kind: nominal(kind.device),
-    wanted: int = 1,
 ) -> tuple[Machine, tuple[Kind, ...]]:
     """A cluster's machine, and the kinds of its teams, the fastest first.
 
     Args:
-        tp: the devices of a team, each of which is one of the machine's.
+        dealt: the cluster's devices in teams, each of which is one of the machine's.
         limits: bytes that each of the cluster's devices may hold at most.
         seconds: what a kind takes for what is to be done; which of two is faster depends on it.
             (An A100 multiplies bf16 faster than an RTX 4090, and fp32 slower.)
-        wanted: so many teams, as `teams` has it.
     """
-    found = teams(cluster, tp, wanted)
-    kinds = distinct(found)
+    kinds = distinct(dealt)
     if len(kinds) > 1:
         kinds.sort(key=seconds)
     memory = [device.memory for device in cluster.row]
     if limits is not None:
         memory = [min(pair) for pair in zip(memory, limits, strict=True)]
-    means = tuple(team.devices for team in found)
-    numbers = {id(team.kinds): max(map(kinds.index, team.kinds)) for team in found}
+    means = tuple(team.devices for team in dealt)
+    numbers = {id(team.kinds): max(map(kinds.index, team.kinds)) for team in dealt}
     return Machine(
-        tuple(numbers[id(team.kinds)] for team in found),
+        tuple(numbers[id(team.kinds)] for team in dealt),
         tuple(min(memory[device] for device in devices) for devices in means),
         Topology.of(cluster).at([first for first, *_ in means]),
-        tp,
+        len(means[0]),
         cluster.copying,
         means,
-        len(memory) - tp * len(means),
+        len(memory) - sum(map(len, means)),
     ), tuple(kinds)

@@ -150,8 +150,7 @@ def plan(
         return whole_seconds(graph, device, precision)
 
     def at(tp: int) -> Candidate:
-        least = (pp or 1) * (dp or 1)
-        of_tp = teams(machine, tp, least)
+        of_tp = teams(machine, tp, wanted=(pp or 1) * (dp or 1))
         wanted = asked.micro_batch_rows(rows, len(of_tp), constraints)
         # A refusal may speak of others.
         free = replace(constraints, dp=None, micro_batches=None)
@@ -178,7 +177,7 @@ def plan(
                 return computing
             return computing + sum(map(sum, sending(whole, micro_batch, kind.link)))
 
-        devices, kinds = machine_of(machine, tp, limits, seconds, least)
+        devices, kinds = machine_of(machine, of_tp, limits, seconds)
         units = find_units(degree.flow, degree.blocks, at_least=stages)
         costing = Costing(
             flow=degree.flow,

@@ -226,7 +226,7 @@ class Forms:
     """What blocks do, as numbers: equal for two blocks only if both do the same."""
 
     def __init__(self, flow: Dataflow, blocks: Sequence[Block]) -> None:
-        self.flow = flow
+        self._flow = flow
         self._before = {
             block: before for before, block in pairwise(blocks) if before.stop == block.first
         }
@@ -245,7 +245,7 @@ class Forms:
 
     def _number(self, before: Block | None, block: Block) -> int | None:
         if (before, block) not in self._known:
-            form = _form(self.flow, self._carrying, before, block)
+            form = _form(self._flow, self._carrying, before, block)
             number = None if form is None else self._numbers.setdefault(form, len(self._numbers))
             self._known[before, block] = number
         return self._known[before, block]

@@ -287,7 +287,7 @@ def _without_limit(
 def bound(problem: Problem, frame: Frame) -> float:
     """Seconds of a step with perfect balance, free transfers and a free all-reduce."""
     whole = _whole_seconds(problem, problem.batch // (frame.dp * frame.micro_batches))
-    if frame.zero == 3 and problem.machine.alike:
+    if frame.fully_sharded and problem.machine.alike:
         size = sum(parameter.bytes for parameter in problem.parameters)
         group = problem.machine.groups(frame.dp)[0]
         whole += 3 * float(gather_seconds(size, problem, frame, group))

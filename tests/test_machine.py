@@ -10,7 +10,7 @@ from autopipe.cluster import Cluster, Device, Group, Link, Node
 from autopipe.communication import Level
 from autopipe.machine import machine_of
 from autopipe.spec import parse
-from autopipe.teams import Kind
+from autopipe.teams import Kind, teams
 from tests.problems import machine
 
 NEAR, MIDDLE, FAR = Link(1e-6, 1e11), Link(1e-5, 1e10), Link(1e-2, 1e8)
@@ -40,7 +40,7 @@ MIXED = Cluster(
 
 
 def test_kinds_are_numbered_from_the_fastest_whatever_the_order_of_nodes() -> None:
-    found, kinds = machine_of(MIXED)
+    found, kinds = machine_of(MIXED, teams(MIXED, 1))
     assert kinds == (Kind(FAST, None), Kind(SLOW, None))
     assert found.kinds == (1, 1, 0, 1, 0, 0)
     assert found.memory == (300, 300, 100, 300, 100, 100)
@@ -52,31 +52,36 @@ def test_which_is_faster_depends_on_what_is_done() -> None:
     cluster = parse("1xA100-40GB+1xRTX4090")
     assert isinstance(cluster, Cluster)
     for dtype, slower in (("bf16", "RTX4090"), ("fp32", "A100-40GB")):
-        found, kinds = machine_of(cluster, seconds=lambda kind, to=dtype: 1 / kind.device.flops[to])
+        found, kinds = machine_of(
+            cluster,
+            teams(cluster, 1),
+            seconds=lambda kind, to=dtype: 1 / kind.device.flops[to],
+        )
         assert kinds[found.groups(2)[0].kind].device.kind == slower
 
 
 def test_equal_devices_of_several_nodes_are_one_kind() -> None:
     cluster = parse("3x2xA100-80GB")
     assert isinstance(cluster, Cluster)
-    found, kinds = machine_of(cluster)
+    found, kinds = machine_of(cluster, teams(cluster, 1))
     assert (len(kinds), found.kinds, found.alike) == (1, (0,) * 6, True)
     assert found.topology.nodes == (0, 0, 1, 1, 2, 2)
 
 
 def test_a_limit_is_at_most_what_a_device_has() -> None:
-    found, _ = machine_of(MIXED, limits=(50, 400, 50, 400, 100, 1))
+    found, _ = machine_of(MIXED, teams(MIXED, 1), limits=(50, 400, 50, 400, 100, 1))
     assert found.memory == (50, 300, 50, 300, 100, 1)
-    equal = machine_of(replace(MIXED, nodes=MIXED.nodes[2:]), limits=(7, 8))[0]
+    last = replace(MIXED, nodes=MIXED.nodes[2:])
+    equal, _ = machine_of(last, teams(last, 1), limits=(7, 8))
     assert not equal.alike, "one kind, but one of them holds less"
 
 
 def test_tensor_parallel_ranks_are_as_fast_as_the_slower_and_hold_as_much_as_the_smaller() -> None:
     """Pairs S S, F S, F F; a seventh device would be in no pair."""
-    found, _ = machine_of(MIXED, tp=2)
+    found, _ = machine_of(MIXED, teams(MIXED, 2))
     assert (found.kinds, found.memory, found.streams) == ((1, 1, 0), (300, 100, 100), 2)
     assert (found.topology.nodes, found.topology.sites) == ((0, 1, 2), (0, 0, 1))
-    assert machine_of(MIXED, tp=4)[0].kinds == (1,)
+    assert machine_of(MIXED, teams(MIXED, 4))[0].kinds == (1,)
 
 
 @pytest.mark.parametrize(
@@ -91,13 +96,13 @@ def test_tensor_parallel_ranks_are_as_fast_as_the_slower_and_hold_as_much_as_the
 def test_a_group_is_as_fast_as_its_slowest_and_holds_as_much_as_its_smallest(
     dp: int, groups: list[tuple[int, int]]
 ) -> None:
-    found, _ = machine_of(MIXED)
+    found, _ = machine_of(MIXED, teams(MIXED, 1))
     assert [(group.kind, group.memory) for group in found.groups(dp)] == groups
 
 
 def test_a_group_sums_over_the_links_between_its_devices() -> None:
     """Of dp=3 the first group is on two nodes, unevenly: it is as far as its farthest pair."""
-    found, _ = machine_of(MIXED)
+    found, _ = machine_of(MIXED, teams(MIXED, 1))
     assert found.groups(1)[0].levels == ()
     assert [group.levels for group in found.groups(2)] == [(Level(2, NEAR),)] * 3
     near, far = found.groups(3)
@@ -108,7 +113,7 @@ def test_a_group_sums_over_the_links_between_its_devices() -> None:
 
 def test_groups_are_linked_by_the_slowest_of_their_pairs() -> None:
     """Of dp=1 devices are linked one to one; of dp=2 devices 0 and 2, and 1 and 3."""
-    found, _ = machine_of(MIXED)
+    found, _ = machine_of(MIXED, teams(MIXED, 1))
     assert [found.link(1, 0, other) for other in (1, 2, 4)] == [
         Level(2, NEAR),
         Level(2, MIDDLE),
@@ -122,7 +127,7 @@ def test_groups_are_linked_by_the_slowest_of_their_pairs() -> None:
 
 
 def test_links_are_the_same_both_ways() -> None:
-    found, _ = machine_of(MIXED)
+    found, _ = machine_of(MIXED, teams(MIXED, 1))
     for dp in (1, 2, 3):
         for one in range(6 // dp):
             for other in range(one):

@@ -20,6 +20,7 @@ from autopipe.profile import Costing
 from autopipe.rehearsal import rehearse
 from autopipe.reruns import figures
 from autopipe.tables import tables
+from autopipe.teams import teams
 from autopipe.units import find_units
 from tests.inprocess import machine, traced
 from tests.staged import trace_model
@@ -38,7 +39,7 @@ def problem_of(name, *, at_least=8, rows=(1, 2, 4), batch=8, **how):
 
 def problem_on(cluster, flow, blocks, units, *, batch=8, rows=(1, 2, 4), **how):
     """The problem, and the paths of its reruns."""
-    devices, kinds = machine_of(cluster, how.get("tp", 1))
+    devices, kinds = machine_of(cluster, teams(cluster, how.get("tp", 1)))
     how = {"optimizer_factor": 2.0, "window": 2, "constraints": Constraints(), **how}
     given = {"flow": flow, "blocks": blocks, "units": units, "machine": devices, "kinds": kinds}
     return Costing(**given, batch=batch, rows=rows, **how).profiled()[:2]

@@ -11,6 +11,7 @@ from autopipe.machine import machine_of
 from autopipe.problem import Constraints
 from autopipe.profile import Costing
 from autopipe.shorten import KEPT, Run, Short, Storage, Uneven, _along, shorten
+from autopipe.teams import teams
 from autopipe.units import find_units
 from tests.inprocess import machine
 from tests.staged import trace_model
@@ -183,7 +184,7 @@ def test_problems_of_the_short_graph_and_of_the_whole_one_are_the_same(
 ) -> None:
     graph = trace_model(model, lambda b: {"x": torch.ones(b, 4)}).graph
     flow, blocks = analyse(graph), find_blocks(graph)
-    devices, kinds = machine_of(machine(4))
+    devices, kinds = machine_of(machine(4), teams(machine(4), 1))
 
     def problem() -> profile.Problem:
         return Costing(

@@ -31,6 +31,7 @@ from autopipe.planners import PLANNERS
 from autopipe.problem import Constraints, Decision
 from autopipe.profile import Costing
 from autopipe.source import trace_source
+from autopipe.teams import teams
 from autopipe.units import find_units
 
 
@@ -57,7 +58,7 @@ def compare(
     traced = trace_source(model, batches.two_rows(example, specs), specs, None)
     flow, blocks = analyse(traced.graph), find_blocks(traced.graph)
     units = find_units(flow, blocks, at_least=1)
-    true, kinds = machine_of(cluster)
+    true, kinds = machine_of(cluster, teams(cluster, 1))
     equal = replace(
         true,
         kinds=(len(kinds) - 1,) * true.devices,
