@@ -6,14 +6,13 @@ programs walked, so that a plan's bytes are those its run will hold.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from autopipe import assemble, fingerprint, programs
+from autopipe import assemble, fingerprint, numbers, programs
 from autopipe.ahead import choose
 from autopipe.blocks import Block
 from autopipe.cluster import Cluster
@@ -360,7 +359,7 @@ class Overflow(InfeasibleError):
     """The exact bytes of a stage, `held`, are more than a device may hold, `limit`."""
 
     def __init__(self, message: str, held: int, limit: int) -> None:
-        hint = f"devices, or a memory limit, of {math.ceil(held / 2**20)} MiB"
+        hint = f"devices, or a memory limit, of {numbers.Amount(held).ceiling(held)}"
         super().__init__(message, hint=hint, shortfall=held - limit)
 
 
@@ -416,10 +415,10 @@ def _check_fits(plan: Plan, limits: Sequence[int]) -> None:
         if held > limit:
             names = " and ".join(map(str, own))
             raise Overflow(
-                f"no plan fits {limit} bytes a device: of the nearest (pp={plan.mesh.pp} "
+                f"no plan fits {numbers.memory(limit)} a device: of the nearest (pp={plan.mesh.pp} "
                 f"dp={plan.mesh.dp} micro_batches={plan.batch.micro_batches}) "
                 f"stage{'s' if len(own) > 1 else ''} {names} need{'' if len(own) > 1 else 's'} "
-                f"{held} bytes, {held - limit} too many",
+                f"{numbers.memory(held)}, {numbers.memory(held - limit)} too many",
                 held,
                 limit,
             )

@@ -21,9 +21,9 @@ from autopipe.candidate import Candidate
 from autopipe.degrees import as_first
 from autopipe.draft import Draft
 from autopipe.errors import InfeasibleError
+from autopipe.numbers import percent, seconds
 from autopipe.plan import Alternative, Plan
 from autopipe.planners import Answer, Planner, reasons
-from autopipe.planners.amounts import duration, percent
 from autopipe.planners.answer import Scored, bounds
 from autopipe.problem import Problem
 
@@ -105,7 +105,7 @@ def _fastest_of(
             schedule=other.schedule,
             step_seconds=other.prediction.step_seconds,
             why=f"{percent(other.prediction.step_seconds / step - 1)} slower by its longest path, "
-            f"though the estimate is {duration(other.planner.step_seconds)}",
+            f"though the estimate is {seconds(other.planner.step_seconds)}",
             zero=other.zero,
         )
         for other in others

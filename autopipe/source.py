@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopipe import fake
+from autopipe import fake, numbers
 from autopipe.capture import Loss
 from autopipe.errors import CaptureError, ModelError
 from autopipe.plan import InputSpec
@@ -64,7 +64,7 @@ def trace_source(
         if needed > found:
             raise CaptureError(
                 f"the model must run once with its weights, for Python reads values that depend on "
-                f"them; they take {needed} bytes, and {found} are free",
+                f"them; they take {numbers.memory(needed)}, and {numbers.memory(found)} are free",
                 hint="express the branch as a computation (torch.where)",
             )
         return model()

@@ -27,9 +27,9 @@ from typing import NamedTuple
 
 from autopipe.errors import InfeasibleError
 from autopipe.estimate import Estimate, chunks_of, estimate, weights
+from autopipe.numbers import percent
 from autopipe.plan import Alternative
 from autopipe.planners import reasons
-from autopipe.planners.amounts import percent
 from autopipe.planners.packing import left_over
 from autopipe.planners.relax import limitless, would_fit
 from autopipe.planners.search import frames

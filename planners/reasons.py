@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from autopipe import numbers
 from autopipe.errors import InfeasibleError
 from autopipe.estimate import Estimate
+from autopipe.numbers import Amount, count, percent
 from autopipe.plan import Memory
-from autopipe.planners.amounts import Amount, duration, percent
 from autopipe.planners.relax import Help
 from autopipe.planners.search import one_of
 from autopipe.problem import Problem
@@ -36,7 +37,7 @@ def misfit(found: Estimate) -> str:
     amount = Amount(found.limit)
     needing, held = fullest(found)
     if amount(held.peak) == amount(found.limit):
-        return f"{needing} {found.overflow} bytes more than {amount.of(found.limit)}"
+        return f"{needing} {numbers.memory(found.overflow)} more than {amount.of(found.limit)}"
     return f"{needing} {amount(held.peak)} of {amount.of(found.limit)}"
 
 
@@ -68,7 +69,7 @@ def binding(problem: Problem, best: Scored, roomy: Scored | None) -> str:
         elif asked.pp is not None and asked.dp is not None:
             why = f"as pp={frame.pp} dp={frame.dp} was asked for"
         else:
-            why = f"as no mesh of more makes a batch of {problem.batch} rows faster"
+            why = f"as a batch of {count(problem.batch, 'row')} is no faster on more"
         reasons.append(f"{idle} of {devices} devices stay{'s' if idle == 1 else ''} idle, {why}")
     if roomy is not None:
         gain = percent(1 - roomy.estimate.step_seconds / found.step_seconds)
@@ -80,7 +81,7 @@ def binding(problem: Problem, best: Scored, roomy: Scored | None) -> str:
     seconds = [stage.period for stage in found.stages]
     slowest = max(range(decision.stages), key=lambda s: seconds[s])
     mean = sum(seconds) / len(seconds)
-    pace = f"stage {slowest} sets the pace with {duration(seconds[slowest])} a micro-batch"
+    pace = f"stage {slowest} sets the pace with {numbers.seconds(seconds[slowest])} a micro-batch"
     if frame.pp > 1 and mean > 0:
         pace += f", {percent(seconds[slowest] / mean - 1)} above the mean stage"
     reduce = found.spent["reducing gradients"]
@@ -103,7 +104,7 @@ def nothing_fits(
     needing, held = fullest(found)
     amount = Amount(found.limit)
     in_flight = max(found.stages[stage].in_flight for stage in found.worst)
-    flying = f"{in_flight} micro-batch{'' if in_flight == 1 else 'es'}"
+    flying = count(in_flight, "micro-batch", "micro-batches")
     kind = f"{heuristic} plan" if heuristic else "plan"
     what = "devices" if problem.constraints.memory is None else "a memory limit"
     parts = [
@@ -120,7 +121,7 @@ def nothing_fits(
     return NothingFits(
         f"no {kind} fits {amount.of(found.limit)} a device: nearest is "
         f"{nearest.decision.frame}{of_tp}{again}, whose {needing} {amount.of(held.peak)}, "
-        f"{found.overflow} bytes too many ({listed}).",
+        f"{numbers.memory(found.overflow)} too many ({listed}).",
         [*([Help(EXACT)] if heuristic else []), *helps],
         f"{what} of {amount.ceiling(held.peak)}",
         problem.tp,

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from autopipe.errors import InfeasibleError
 from autopipe.machine import Machine
+from autopipe.numbers import percent
 from autopipe.plan import ZERO
-from autopipe.planners.amounts import percent
 from autopipe.problem import Decision, Problem
 
 if TYPE_CHECKING:

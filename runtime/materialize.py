@@ -25,6 +25,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from autopipe import numbers
 from autopipe.errors import ModelError
 from autopipe.fake import is_fake
 from autopipe.graph import Graph, shape_at
@@ -189,8 +190,8 @@ def _initialise(
         reset = _initialiser(skeleton, path)
         if reset is None:
             raise ModelError(
-                f"the model's {parameter_bytes(skeleton)} bytes of parameters do not fit in this "
-                f"machine's memory ({memory} bytes), and {path or 'the model'!r} "
+                f"the model's parameters, {numbers.memory(parameter_bytes(skeleton))}, do not fit "
+                f"in this machine's memory, {numbers.memory(memory)}, and {path or 'the model'!r} "
                 f"({type(module).__name__}) has no reset_parameters to initialise it alone",
                 hint="give weights=, or define reset_parameters on the module",
             )

@@ -24,7 +24,7 @@ VALUES = {  # plain values and arithmetic: a plan is made, read, drawn and prove
     f"autopipe.{name}"
     for name in (
         *("ahead", "cluster", "codec", "communication", "errors", "estimate", "explain", "files"),
-        *("footprint", "forecast", "law", "machine", "megatron", "perfetto", "picture"),
+        *("footprint", "forecast", "law", "machine", "megatron", "numbers", "perfetto", "picture"),
         *("placements", "plan", "presets", "problem", "programs", "proof", "reruns"),
         *("roofline", "rules", "schedule", "schedules", "schema", "simulate", "sketch", "spec"),
         *("stage_costs", "tables", "teams", "tracks", "traffic", "transfers", "walk", "written"),

@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from autopipe import fake
+from autopipe import fake, numbers
 from autopipe.errors import ModelError
 from autopipe.runtime import materialize as module
 from autopipe.runtime.materialize import materialize
@@ -205,7 +205,8 @@ def test_refused_with_the_bytes() -> None:
     with pytest.raises(ModelError) as refused:
         materialize(split.graph, split.stages[0].states, bare, ZOO["unet"].model, memory=1000)
     assert str(refused.value).startswith(
-        f"the model's {size} bytes of parameters do not fit in this machine's memory (1000 bytes)"
+        f"the model's parameters, {numbers.memory(size)}, do not fit in this machine's memory, "
+        "1000 bytes, and "
     )
     assert "(Conv2d) has no reset_parameters" in str(refused.value)
 

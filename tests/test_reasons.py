@@ -49,7 +49,7 @@ def test_where_the_link_is_slow_it_is_the_sum_of_gradients() -> None:
 def test_a_few_bytes_too_many_are_not_rounded_away() -> None:
     problem = line((1.0,) * 2, parameter=GIB, saved=0, constraints=ONE_F_ONE_B)
     for memory, sentence in (
-        (8 * GIB - 1, "stage 0 needs 1 bytes more than 8.0 GiB"),
+        (8 * GIB - 1, "stage 0 needs 1 byte more than 8.0 GiB"),
         (4 * GIB, "stage 0 needs 8.0 of 4.0 GiB"),
     ):
         small = replace(problem, machine=machine(2, memory))
@@ -64,7 +64,7 @@ def test_nothing_fits_names_the_nearest_and_what_it_lacks() -> None:
         PLANNERS["dynamic"](problem)
     assert refusal.value.message == (
         "no plan fits 16.0 GiB a device: nearest is pp=2 dp=1 micro_batches=8, whose stage 0 needs "
-        "17.0 GiB, 1073741824 bytes too many (12.0 parameters, gradients and optimizer, 5.0 "
+        "17.0 GiB, 1.0 GiB too many (12.0 parameters, gradients and optimizer, 5.0 "
         "activations of 2 micro-batches in flight)."
     )
     assert refusal.value.shortfall == GIB
@@ -88,7 +88,7 @@ def test_a_device_that_several_stages_overfill_is_told_by_all_of_them() -> None:
             PLANNERS[planner](problem)
         assert refusal.value.message == (
             "no plan fits 8.0 GiB a device: nearest is pp=2 dp=1 micro_batches=4, whose stages 0 "
-            "and 3 need 9.2 GiB, 1342177280 bytes too many (8.0 parameters, gradients and "
+            "and 3 need 9.2 GiB, 1.2 GiB too many (8.0 parameters, gradients and "
             "optimizer, 1.2 activations of 4 micro-batches in flight)."
         )
 
@@ -141,5 +141,5 @@ def test_and_those_that_nobody_can_use() -> None:
     """Two units and two rows are too few for a third device."""
     problem = line((1.0,) * 2, devices=3, batch=2, parameter=0, constraints=ONE_F_ONE_B)
     assert PLANNERS["dynamic"](problem).binding.startswith(
-        "1 of 3 devices stays idle, as no mesh of more makes a batch of 2 rows faster; "
+        "1 of 3 devices stays idle, as a batch of 2 rows is no faster on more; "
     )
