@@ -25,12 +25,14 @@ with loading():
 
 if TYPE_CHECKING:
     from autopipe.formulas import Formulas, cost_formulas
+    from autopipe.losses import SumCount
     from autopipe.parallel import parallelize
     from autopipe.runtime.pipe import Pipe
 else:
     _LATER = {
         "Formulas": "autopipe.formulas",
         "Pipe": "autopipe.runtime.pipe",
+        "SumCount": "autopipe.losses",
         "cost_formulas": "autopipe.formulas",
         "parallelize": "autopipe.parallel",
     }
@@ -53,6 +55,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "ScheduleError",
+    "SumCount",
     "cost_formulas",
     "parallelize",
     "plan",

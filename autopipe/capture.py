@@ -22,11 +22,10 @@ from autopipe import batches, places
 from autopipe.errors import AutopipeError, CaptureError, ModelError
 from autopipe.fake import DynamicOutputShapeException, quiet
 from autopipe.graph import SEQUENCE
+from autopipe.losses import Loss, SumCount, outputs_to_loss
 from autopipe.plan import InputSpec, Read
 from autopipe.reads import ReadsParameter, record, replay
 from autopipe.standins import standing_in
-
-Loss = Callable[[Any, Any], Any]
 
 
 class Program(nn.Module):
@@ -48,34 +47,8 @@ class Program(nn.Module):
         args, kwargs = batches.bind(self.model, batch, self._loss)
         with _without_cache(self.model):
             outputs = self.model(*args, **kwargs)
-        return outputs_to_loss(outputs, batch, self._loss)
-
-
-def outputs_to_loss(outputs: Any, batch: Any, loss: Loss | None) -> Any:
-    """A scalar tensor, or `(sum, count)`.
-
-    Raises:
-        ModelError: there is neither a loss function, nor a scalar output, nor an output's `.loss`.
-    """
-    if loss is not None:
-        value = loss(outputs, batch)
-        whose = "loss(outputs, batch)"
-    else:
-        value = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        value = getattr(value, "loss", value)
-        whose = "the model"
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], Tensor):
-        return value
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value
-    if isinstance(value, Tensor):
-        found = f"tensor of shape {tuple(value.shape)}"
-    else:
-        found = type(value).__name__
-    raise ModelError(
-        f"{whose} gives a {found}; a loss is a scalar tensor or (sum, count)",
-        hint=None if loss is not None else "give a loss(outputs, batch) function",
-    )
+        found = outputs_to_loss(outputs, batch, self._loss, self.model)
+        return tuple(found) if isinstance(found, SumCount) else found
 
 
 def capture(

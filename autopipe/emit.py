@@ -21,10 +21,10 @@ from torch import nn
 
 from autopipe import batches, codec, collectives, files, programs, proof
 from autopipe.binding import Split, check_runs, split_as_planned
-from autopipe.capture import Loss
 from autopipe.collectives import Planned
 from autopipe.errors import PlanError
 from autopipe.fake import fake_mode
+from autopipe.losses import Loss
 from autopipe.lower import lower
 from autopipe.plan import Plan, stage_file
 from autopipe.recompute import within

@@ -27,12 +27,12 @@ from numpy.typing import ArrayLike, NDArray
 
 from autopipe import asked, batches, cost
 from autopipe.blocks import Block, find_blocks
-from autopipe.capture import Loss
 from autopipe.cluster import Cluster
 from autopipe.dataflow import analyse
 from autopipe.degrees import as_first, as_one_rank, check_heads, degrees, exchanges
 from autopipe.garbage import resting
 from autopipe.graph import BATCH, SEQUENCE, Dim, Graph, State
+from autopipe.losses import Loss
 from autopipe.precision import PRECISIONS
 from autopipe.probe import Say
 from autopipe.saving import observe_kept

@@ -2,7 +2,7 @@
 
 model() -> nn.Module                               required
 inputs(batch_size) -> tuple | dict                 required
-loss(outputs, batch) -> Tensor | (sum, count)      the output itself, or its .loss
+loss(outputs, batch) -> Tensor | SumCount          the output itself, or its .loss
 batches(batch_size, shard=0, num_shards=1)         inputs(batch_size), again and again
 optimizer(parameters) -> Optimizer                 AdamW
 scheduler(optimizer) -> LRScheduler                the learning rate stays; else stepped every step

@@ -22,8 +22,8 @@ from autopipe.binding import (
     split_as_planned,
     split_for_evaluation,
 )
-from autopipe.capture import Loss
 from autopipe.errors import LaunchError
+from autopipe.losses import Loss
 from autopipe.partition import Stage
 from autopipe.placed import read_back
 from autopipe.placements import I, Sharding

@@ -16,7 +16,6 @@ from autopipe.aside import forking
 from autopipe.binding import check_runs
 from autopipe.blocks import Block, classes, find_blocks
 from autopipe.candidate import Candidate
-from autopipe.capture import Loss
 from autopipe.choosing import best_degree
 from autopipe.cluster import Cluster, Device
 from autopipe.dataflow import analyse
@@ -25,6 +24,7 @@ from autopipe.draft import WINDOW, Draft
 from autopipe.estimate import chunks_of
 from autopipe.garbage import resting
 from autopipe.graph import bytes_at
+from autopipe.losses import Loss
 from autopipe.machine import machine_of
 from autopipe.plan import ZERO, Plan
 from autopipe.planners import PLANNERS, Answer, Mesh
@@ -83,8 +83,8 @@ def plan(
         model: the model, or the function that builds it; its weights are never allocated.
         inputs: an example batch, or `inputs(batch_size)`: a tuple for `model(*batch)` or a dict
             for `model(**batch)`. What `forward` does not take is the loss's.
-        loss: `loss(outputs, batch)`, a scalar tensor or `(sum, count)`; default: a scalar output,
-            or an output's `.loss`.
+        loss: `loss(outputs, batch)`, a scalar tensor or `SumCount`; default: a scalar output, an
+            output's `.loss`, or the first of a tuple.
         optimizer: the name of one in torch.optim, or a function from parameters to one.
         precision: "fp32"; "bf16" or "fp16" for mixed precision.
         cluster: "local:4", "2x8xA100-80GB", a file, a `Cluster`; default: this machine.

@@ -20,9 +20,9 @@ from typing import Any
 from torch import Tensor
 
 from autopipe import batches
-from autopipe.capture import Loss
 from autopipe.errors import CaptureError
 from autopipe.graph import SEQUENCE
+from autopipe.losses import Loss
 from autopipe.plan import InputSpec
 from autopipe.source import Source, trace_source
 from autopipe.trace import Trace

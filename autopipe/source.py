@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from autopipe import fake, numbers
-from autopipe.capture import Loss
 from autopipe.errors import CaptureError, ModelError
+from autopipe.losses import Loss
 from autopipe.plan import InputSpec
 from autopipe.trace import Trace, trace
 

@@ -15,11 +15,12 @@ from torch import nn
 
 from autopipe import batches
 from autopipe.aside import aside
-from autopipe.capture import Loss, Program, capture, look
+from autopipe.capture import Program, capture, look
 from autopipe.convert import convert
 from autopipe.errors import AutopipeError
 from autopipe.graph import Graph
 from autopipe.likeness import Likeness
+from autopipe.losses import Loss
 from autopipe.plan import InputSpec, Read
 from autopipe.standins import standing_in
 

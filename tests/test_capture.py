@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from autopipe import batches
-from autopipe.capture import Program, outputs_to_loss
-from autopipe.errors import CaptureError, ModelError
+from autopipe.capture import Program
+from autopipe.errors import CaptureError
 from tests.staged import trace_model
 from tests.test_reads import Double
 from tests.zoo import ZOO
@@ -111,13 +111,6 @@ class Model2(Model):
         return hidden
 
 
-# What counts as a loss.
-
-
-class Answer:
-    loss = torch.tensor(1.0)
-
-
 @pytest.mark.parametrize("asked", [None, True])
 def test_nobody_fills_a_cache_for_decoding_unless_told_to(asked):
     """transformers' models do by default; to a loss it is a copy of all keys and values."""
@@ -130,27 +123,3 @@ def test_nobody_fills_a_cache_for_decoding_unless_told_to(asked):
     program(*(value for value in small.values() if isinstance(value, torch.Tensor)))
     assert (made[0] is not None) == bool(asked)
     assert model.config.use_cache is True
-
-
-def test_a_loss_is_a_scalar_or_a_sum_and_a_count():
-    one, count = torch.tensor(1.0), torch.tensor(3)
-    assert outputs_to_loss(one, None, None) is one
-    assert outputs_to_loss(Answer(), None, None) is Answer.loss
-    assert outputs_to_loss({"loss": one}, None, None) is one
-    assert outputs_to_loss("x", "y", lambda o, b: (one, count)) == (one, count)
-    assert outputs_to_loss("x", "y", lambda o, b: one if o + b == "xy" else None) is one
-
-
-BAD = {
-    "many numbers": (torch.ones(2, 3), None, "the model gives a tensor of shape (2, 3)"),
-    "nothing": (None, None, "the model gives a NoneType"),
-    "no .loss": ({"logits": 1}, None, "the model gives a NoneType"),
-    "no tensor": (1, lambda o, b: 0.5, "loss(outputs, batch) gives a float"),
-}
-
-
-@pytest.mark.parametrize(("outputs", "loss", "found"), BAD.values(), ids=BAD)
-def test_anything_else_is_refused(outputs, loss, found):
-    with pytest.raises(ModelError) as error:
-        outputs_to_loss(outputs, None, loss)
-    assert error.value.message == f"{found}; a loss is a scalar tensor or (sum, count)"

@@ -108,8 +108,8 @@ class Square(torch.autograd.Function):
         ),
         pytest.param(
             changed(".mean()", ""),
-            "loss(outputs, batch) gives a tensor of shape (2, 4); a loss is a scalar tensor or "
-            "(sum, count)",
+            f"{{path}}:{LINE['def loss(outputs, batch):']}: loss(outputs, batch) gives a tensor of "
+            "shape (2, 4); a loss is a scalar tensor or autopipe.SumCount(sum, count)",
             id="loss is a vector",
         ),
         pytest.param(

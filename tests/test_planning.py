@@ -21,10 +21,10 @@ from autopipe import (
     asked,
     programs,
 )
-from autopipe.capture import Loss
 from autopipe.cluster import Cluster, Device, Group, Link, Node
 from autopipe.draft import WINDOW, Draft
 from autopipe.forecast import with_prediction
+from autopipe.losses import Loss
 from autopipe.plan import Boundary, Prediction
 from autopipe.planners import Answer
 from autopipe.profile import Costing, Profiled

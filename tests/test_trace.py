@@ -353,7 +353,8 @@ def test_a_model_without_a_scalar_and_without_a_loss_is_refused():
     with pytest.raises(ModelError) as error:
         graph_of(Tiny(), loss=None)
     assert str(error.value) == (
-        "the model gives a tensor of shape (2, 4); a loss is a scalar tensor or (sum, count)\n"
+        f"{__file__}:{Tiny.forward.__code__.co_firstlineno}: the model gives a tensor of shape "
+        "(2, 4); a loss is a scalar tensor or autopipe.SumCount(sum, count)\n"
         "hint: give a loss(outputs, batch) function"
     )
 

@@ -1,0 +1,129 @@
+"""What a step minimises: one scalar, or a sum and a count, out of what a model or a loss gives.
+
+    a scalar tensor                        a mean over the rows of its micro-batch
+    SumCount(sum, count)                   a sum, divided by the count of the whole batch
+    (scalar, integers counted)             the same: a tensor of integers without gradient, an int
+    forward's (scalar, tensors ...)        the scalar: a loss and what it was made from
+    an object or a dict with a loss        that
+
+Any other pair may be read in two ways, and is refused: a quotient is not what its author minimises.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from autopipe.errors import ModelError
+
+Loss = Callable[[Any, Any], Any]
+
+EXPECTED = "a loss is a scalar tensor or autopipe.SumCount(sum, count)"
+
+
+class SumCount(NamedTuple):
+    """A loss that is `sum / count` over the whole batch, however it is cut into micro-batches.
+
+    A mean over tokens needs it where rows have unequally many. `sum` is a scalar tensor, `count` a
+    scalar tensor, an int or a float; the count carries no gradient.
+    """
+
+    sum: Tensor
+    count: Any
+
+
+def outputs_to_loss(
+    outputs: Any, batch: Any, loss: Loss | None, model: nn.Module | None = None
+) -> Tensor | SumCount:
+    """The loss of a micro-batch, by the table above; a count comes as a tensor.
+
+    Args:
+        loss: the user's `loss(outputs, batch)`; None: the outputs have it.
+        model: whose outputs they are, for its line in an error.
+
+    Raises:
+        ModelError: it is neither a scalar tensor nor a sum and a count, or may be read as both.
+    """
+    if loss is not None:
+        return _read(loss(outputs, batch), "loss(outputs, batch)", _line(loss), None)
+    value = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    value = getattr(value, "loss", value)
+    if isinstance(value, tuple | list) and len(value) > 1 and not _counted(value):
+        first, *others = value
+        if _is_scalar(first) and not any(_is_figure(other) for other in others):
+            value = first
+    place = _line(type(model).forward) if model is not None else ""
+    return _read(value, "the model", place, "give a loss(outputs, batch) function")
+
+
+def _read(value: Any, whose: str, place: str, hint: str | None) -> Tensor | SumCount:
+    if _is_scalar(value):
+        found: Tensor = value
+        return found
+    if _counted(value):
+        return SumCount(value[0], _as_tensor(value[1], value[0]))
+    if isinstance(value, tuple | list) and len(value) > 1 and _is_scalar(value[0]):
+        things = ", ".join(_described(item) for item in value)
+        raise ModelError(
+            f"{place}{whose} gives {len(value)} things ({things}): as a sum and a count? as a loss "
+            "and a figure to look at?",
+            hint="return the one scalar that is to be minimised, or "
+            "autopipe.SumCount(total, count)",
+        )
+    raise ModelError(f"{place}{whose} gives {_described(value)}; {EXPECTED}", hint=hint)
+
+
+def _counted(value: Any) -> bool:
+    """Whether a value says that it is a sum and a count."""
+    if not isinstance(value, tuple | list) or len(value) != 2 or not _is_scalar(value[0]):
+        return False
+    count = value[1]
+    if isinstance(count, bool | torch.SymBool):
+        return False
+    if isinstance(value, SumCount):
+        return _is_scalar(count) or isinstance(count, int | float | torch.SymInt | torch.SymFloat)
+    return isinstance(count, int | torch.SymInt) or (_is_scalar(count) and _is_integer(count))
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1
+
+
+def _is_integer(value: Tensor) -> bool:
+    kind = value.dtype
+    return not (kind.is_floating_point or kind.is_complex or kind == torch.bool)
+
+
+def _is_figure(value: Any) -> bool:
+    """Whether a thing beside a loss is one number, as an accuracy or another loss is."""
+    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.ndim == 0)
+
+
+def _as_tensor(count: Any, beside: Tensor) -> Tensor:
+    if isinstance(count, Tensor):
+        return count.detach() if count.requires_grad else count
+    dtype = torch.int64 if isinstance(count, int | torch.SymInt) else torch.float64
+    return torch.full((), count, dtype=dtype, device=beside.device)
+
+
+def _described(value: Any) -> str:
+    if _is_scalar(value):
+        return f"a scalar of {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, Tensor):
+        return f"a tensor of shape ({', '.join(map(_size, value.shape))})"
+    article = "an" if type(value).__name__[0].lower() in "aeio" else "a"
+    return "nothing" if value is None else f"{article} {type(value).__name__}"
+
+
+def _size(size: int | torch.SymInt) -> str:
+    return str(size) if isinstance(size, int) else "rows"
+
+
+def _line(function: Any) -> str:
+    """Where a function of the user's begins, as an error says it; nothing for what has no code."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}: " if code is not None else ""
