@@ -7,13 +7,14 @@
   meta parameter with a CPU input are refused, and their kernels save other tensors for backward.
 * `SymInt.node.expr`, the only way from an exported size to the sympy expression behind it;
 * `TorchDispatchMode` and an op's `_schema`, to see every op a model runs and what it writes.
+
+Two functions of torch that constructors call cannot work on fake tensors: see `constructing`.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
@@ -36,10 +37,11 @@ __all__ = [
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "TorchDispatchMode",
-    "build_fake",
+    "constructing",
     "expression",
     "fake_like",
     "fake_mode",
+    "fake_parameter",
     "is_control_flow",
     "is_fake",
     "lists_as_one_read",
@@ -140,52 +142,67 @@ def written_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 def skeleton(model: nn.Module) -> nn.Module:
     """A deep copy whose parameters are fake: real buffers and Python state, no weights.
 
-    Tied parameters stay tied. The copy costs the bytes of the buffers only.
+    Tied parameters stay tied. The copy costs the bytes of the buffers only; one on the meta device,
+    which has no values to copy, is fake too.
     """
     mode = fake_mode()
     memo: dict[int, object] = {}
     for parameter in model.parameters():
-        if is_fake(parameter):
-            memo[id(parameter)] = parameter
-        else:
-            memo[id(parameter)] = _fake_parameter(mode, parameter)
+        known = is_fake(parameter)
+        memo[id(parameter)] = parameter if known else fake_parameter(mode, parameter)
+    for buffer in model.buffers():
+        if buffer.is_meta and not is_fake(buffer):
+            memo[id(buffer)] = fake_like(mode, buffer).to("cpu")
     return copy.deepcopy(model, memo)
 
 
-def build_fake(factory: Callable[[], nn.Module]) -> nn.Module:
-    """Run a model's constructor with parameters that turn fake as they are registered.
-
-    Buffers are real, since Python may read them. A weight's memory is reserved by the
-    constructor, never touched, and given back at once, so a model of any size can be built.
-    """
-    with _registering_fakes():
-        return factory()
-
-
 @contextmanager
-def _registering_fakes() -> Iterator[None]:
-    mode = fake_mode()
-    # By identity, and only while the real one lives: its id may be taken again after that.
-    made: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
-    original = nn.Module.register_parameter
+def constructing() -> Iterator[None]:
+    """Let what constructors do to parameters be done to fake ones.
 
-    def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not is_fake(param):
-            known = made.get(id(param))
-            if known is None or known[0]() is not param:
-                known = made[id(param)] = (weakref.ref(param), _fake_parameter(mode, param))
-            param = known[1]
-        original(self, name, param)
+    Two private functions of torch have no public way in:
 
-    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    * `Module._apply`, the inside of `.to(dtype)`, `.half()` and their like, swaps fake parameters
+      for others, which goes wrong where anything holds a weak reference. Here a fake one stays the
+      same object, on the CPU: where a model computes is for the plan to say.
+    * `_no_grad_trunc_normal_`, which draws until no value is out of bounds. A fake tensor has none.
+    """
+    apply: Callable[..., object] = nn.Module._apply
+    draw: Callable[..., torch.Tensor] = nn.init._no_grad_trunc_normal_
+
+    def convert(self: nn.Module, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
+        if recurse:
+            for child in self.children():
+                child._apply(fn)  # type: ignore[no-untyped-call]
+        own = dict(self._parameters)
+        for name, parameter in own.items():
+            if parameter is not None and is_fake(parameter):
+                with torch.no_grad():
+                    parameter.data = fn(parameter).to("cpu")
+                self._parameters.pop(name)
+        apply(self, fn, recurse=False)
+        own.update(self._parameters)
+        self._parameters.clear()
+        self._parameters.update(own)
+        return self
+
+    def drawn(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return tensor if is_fake(tensor) else draw(tensor, *args, **kwargs)
+
+    nn.Module._apply = convert  # type: ignore[method-assign]
+    nn.init._no_grad_trunc_normal_ = drawn
     try:
         yield
     finally:
-        nn.Module.register_parameter = original  # type: ignore[method-assign]
+        nn.Module._apply = apply  # type: ignore[method-assign]
+        nn.init._no_grad_trunc_normal_ = draw
 
 
-def _fake_parameter(mode: FakeTensorMode, parameter: nn.Parameter) -> nn.Parameter:
-    fake = nn.Parameter(fake_like(mode, parameter.detach()), parameter.requires_grad)
+def fake_parameter(mode: FakeTensorMode, parameter: nn.Parameter) -> nn.Parameter:
+    """A parameter without values like this one, its marks with it, on the CPU wherever it is."""
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        like = fake_like(mode, parameter.detach()).to("cpu")
+    fake = nn.Parameter(like, parameter.requires_grad)
     fake.__dict__.update(parameter.__dict__)
     return fake
 

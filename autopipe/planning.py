@@ -35,7 +35,7 @@ from autopipe.profile import Costing, Profiled, whole_seconds
 from autopipe.recompute import blocks_to_recompute
 from autopipe.schedule import Programs
 from autopipe.schedules import SCHEDULES
-from autopipe.source import Source, trace_source, versions
+from autopipe.source import Source, keeping_default_dtype, trace_source, versions
 from autopipe.stage_costs import EAGER
 from autopipe.stopwatch import Stopwatch
 from autopipe.teams import Kind, slowest_kind, teams
@@ -48,6 +48,7 @@ NOTHING = "none"
 
 @resting()
 @forking()
+@keeping_default_dtype()
 def plan(
     model: Source,
     inputs: Any,
@@ -132,7 +133,7 @@ def plan(
     )
 
     with watch("traced"):
-        traced = trace_source(model, batches.two_rows(example, specs), specs, loss)
+        traced = trace_source(model, batches.two_rows(example, specs), specs, loss, say=say)
         graph = traced.graph
         if tp is not None:
             check_heads(graph, tp)

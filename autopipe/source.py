@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,18 +18,22 @@ import torch
 from torch import nn
 
 from autopipe import fake, numbers
+from autopipe.building import Factory, build_fake
 from autopipe.errors import CaptureError, ModelError
 from autopipe.losses import Loss
 from autopipe.plan import InputSpec
 from autopipe.trace import Trace, trace
 
-Factory = Callable[[], nn.Module]
 Source = nn.Module | Factory
+Say = Callable[[str], None]
 
 
-def bare(model: Source) -> nn.Module:
+def bare(model: Source, say: Say | None = None) -> nn.Module:
     """The model with fake parameters; a given model itself is left as it is."""
-    built = fake.skeleton(model) if isinstance(model, nn.Module) else fake.build_fake(model)
+    if isinstance(model, nn.Module):
+        built = fake.skeleton(model)
+    else:
+        built = build_fake(model, room=available_memory, say=say)
     if not isinstance(built, nn.Module):
         raise ModelError(f"model() gives a {type(built).__name__}, not an nn.Module")
     first: dict[tuple[int, int], str] = {}
@@ -50,12 +55,13 @@ def trace_source(
     loss: Loss | None,
     *,
     training: bool = True,
+    say: Say | None = None,
 ) -> Trace:
     """Trace a model without allocating its weights; a read that depends on one builds them.
 
     Args and raises: as `trace.trace`.
     """
-    skeleton = bare(model)
+    skeleton = bare(model, say)
 
     def real() -> nn.Module:
         if isinstance(model, nn.Module):
@@ -70,6 +76,16 @@ def trace_source(
         return model()
 
     return trace(skeleton, example, specs, loss, training=training, real=real)
+
+
+@contextmanager
+def keeping_default_dtype() -> Iterator[None]:
+    """Let a model set torch's default dtype for itself: it holds for forward, and ends in here."""
+    before = torch.get_default_dtype()
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def parameter_bytes(model: nn.Module) -> int:

@@ -48,7 +48,7 @@ def trace(
     real: Callable[[], nn.Module] | None = None,
     symbolic: bool = True,
 ) -> Trace:
-    """Trace a model whose parameters are fake (`fake.skeleton`, `fake.build_fake`).
+    """Trace a model whose parameters are fake (`fake.skeleton`, `building.build_fake`).
 
     Args:
         batch: an example batch of at least two rows.

@@ -5,7 +5,8 @@
    torch.distributed.checkpoint)
 3  a constructor, and it fits in      one process of a machine builds the whole model at a time,
    host memory                        seeded, and keeps its own part: the same weights as in
-                                      one process
+                                      one process; what it makes on the meta device is made on
+                                      the CPU
 4  a constructor, and it does not     own modules initialise themselves (`reset_parameters`),
                                       each seeded by its path
 5  else                               refused, with the bytes it would need
@@ -13,12 +14,8 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import tempfile
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -26,13 +23,12 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from autopipe import numbers
+from autopipe.building import Factory, in_turn, on_cpu
 from autopipe.errors import ModelError
 from autopipe.fake import is_fake
 from autopipe.graph import Graph, shape_at
 from autopipe.randomness import seed as derive_seed
 from autopipe.source import available_memory, parameter_bytes
-
-Factory = Callable[[], nn.Module]
 
 
 def materialize(
@@ -101,17 +97,14 @@ def materialize(
 
 def _build_in_turn(factory: Factory, seed: int) -> nn.Module:
     """Build the model while no other process of this machine and user does."""
-    with _turn(), torch.random.fork_rng(devices=[]):
+    with in_turn(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return factory()
-
-
-@contextmanager
-def _turn() -> Iterator[None]:
-    path = Path(tempfile.gettempdir()) / f"autopipe-{os.getuid()}.lock"
-    with path.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+        model = factory()
+        if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+            torch.manual_seed(seed)
+            with on_cpu():
+                model = factory()
+    return model
 
 
 def _read(path: Path, graph: Graph, names: Sequence[str]) -> dict[str, Tensor]:

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopipe import assemble, batches, fake
+from autopipe import assemble, batches
 from autopipe.blocks import Block, find_blocks
+from autopipe.building import build_fake
 from autopipe.cluster import Cluster, Device, Group, Link, Node
 from autopipe.dataflow import Dataflow, analyse
 from autopipe.graph import Graph
@@ -62,7 +63,7 @@ def traced(name: str) -> tuple[Trace, Dataflow, tuple[Block, ...]]:
     case = ZOO[name]
     specs = batches.describe(case.inputs(2), case.inputs(3), 2, 3)
     found = trace(
-        fake.build_fake(case.model), case.inputs(2), specs, case.loss, real=lambda: case.model()
+        build_fake(case.model), case.inputs(2), specs, case.loss, real=lambda: case.model()
     )
     return found, analyse(found.graph), find_blocks(found.graph)
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from autopipe import fake
+from autopipe.building import build_fake
 from tests.zoo import ZOO
 
 
@@ -29,7 +30,7 @@ class Large(nn.Module):
 
 def test_a_model_of_20_gb_is_built_without_its_memory():
     before = peak()
-    model = fake.build_fake(Large)
+    model = build_fake(Large)
     assert sum(p.numel() * p.itemsize for p in model.parameters()) == 20 * 10**9
     assert peak() - before < 100 * 2**20
 
@@ -37,7 +38,7 @@ def test_a_model_of_20_gb_is_built_without_its_memory():
 @pytest.mark.parametrize("name", list(ZOO))
 def test_every_model_of_the_zoo_looks_the_same_built_fake(name):
     with torch.random.fork_rng(devices=[]):
-        model, real = fake.build_fake(ZOO[name].build), ZOO[name].build()
+        model, real = build_fake(ZOO[name].build), ZOO[name].build()
     assert all(fake.is_fake(p) for p in model.parameters())
     assert not any(fake.is_fake(b) for b in model.buffers())
     described = [
@@ -50,7 +51,7 @@ def test_every_model_of_the_zoo_looks_the_same_built_fake(name):
 def test_the_class_is_left_as_it_was():
     before = nn.Module.register_parameter
     with pytest.raises(ZeroDivisionError):
-        fake.build_fake(lambda: 1 / 0)
+        build_fake(lambda: 1 / 0)
     assert nn.Module.register_parameter is before
 
 
@@ -65,7 +66,7 @@ class Tied(nn.Module):
         self.norm.weight.requires_grad_(False)
 
 
-@pytest.mark.parametrize("make", [lambda: fake.build_fake(Tied), lambda: fake.skeleton(Tied())])
+@pytest.mark.parametrize("make", [lambda: build_fake(Tied), lambda: fake.skeleton(Tied())])
 def test_ties_flags_and_marks_on_parameters_are_kept(make):
     model = make()
     assert model.head.weight is model.embedding.weight

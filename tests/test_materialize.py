@@ -9,9 +9,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from autopipe import fake, numbers
+from autopipe import building, numbers
+from autopipe.building import build_fake
 from autopipe.errors import ModelError
-from autopipe.runtime import materialize as module
 from autopipe.runtime.materialize import materialize
 from autopipe.source import available_memory
 from tests.inprocess import Cut, cut
@@ -35,7 +35,7 @@ def own(
     **options: object,
 ) -> dict[str, Tensor]:
     """What a stage gets; without a source from a model that has no weights."""
-    bare = fake.build_fake(ZOO[split.name].model)
+    bare = build_fake(ZOO[split.name].model)
     names = split.stages[stage].states
     return materialize(split.graph, names, bare, source or bare, **options)  # type: ignore[arg-type]
 
@@ -197,7 +197,7 @@ def test_hugging_face_initialises_by_its_own_hook() -> None:
 
 def test_refused_with_the_bytes() -> None:
     split = cut("unet", 2)
-    bare = fake.build_fake(ZOO["unet"].model)
+    bare = build_fake(ZOO["unet"].model)
     for part in bare.modules():
         if isinstance(part, nn.Conv2d):
             part.reset_parameters = None  # type: ignore[assignment]
@@ -226,7 +226,8 @@ def test_the_system_says_how_much_memory_there_is() -> None:
 
 def test_a_stage_can_be_built_only_in_turn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """While one process of a machine holds the whole model, the next one waits."""
-    monkeypatch.setattr(module.tempfile, "gettempdir", lambda: str(tmp_path))
-    with module._turn(), (tmp_path / f"autopipe-{module.os.getuid()}.lock").open("w") as other:
+    monkeypatch.setattr(building.tempfile, "gettempdir", lambda: str(tmp_path))
+    lock = tmp_path / f"autopipe-{building.os.getuid()}.lock"
+    with building.in_turn(), lock.open("w") as other:
         with pytest.raises(BlockingIOError):
-            module.fcntl.flock(other, module.fcntl.LOCK_EX | module.fcntl.LOCK_NB)
+            building.fcntl.flock(other, building.fcntl.LOCK_EX | building.fcntl.LOCK_NB)
