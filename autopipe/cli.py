@@ -266,6 +266,7 @@ def run(
     plan: PlanArgument,
     local: Annotated[int | None, typer.Option(min=1, help="start so many processes here")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="as long as the batches last")] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="of the batches; 1")] = None,
     seed: Annotated[int, typer.Option(help="of the weights, the dropout and the batches")] = 0,
     weights: Annotated[Path | None, typer.Option(help="a checkpoint to start from")] = None,
     model: Annotated[str | None, typer.Option(help="the model file, if it has moved")] = None,
@@ -274,6 +275,11 @@ def run(
         bool, typer.Option("--offload", help="shards of ZeRO-3 to the host")
     ] = False,
     trace: Annotated[Path | None, typer.Option(help="a file for ui.perfetto.dev")] = None,
+    log_every: Annotated[int | None, typer.Option(min=1, help="steps to a line")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="no progress and no table")] = False,
+    keep_going: Annotated[
+        bool, typer.Option("--keep-going", help="even if the loss is nan or infinite")
+    ] = False,
 ) -> None:
     """Train as planned: under torchrun, under srun, or with --local N processes started here."""
     world = launch.world_from(os.environ)
@@ -288,7 +294,18 @@ def run(
             launch.check_world(world or alone, len(loaded.mesh.places))
         if local is not None and local > 1 and world is None:
             raise typer.Exit(launch.spawn(local, sys.argv[1:]))
-        _train(loaded, source, steps, seed, weights, compile, offload, trace)
+        _train(
+            loaded,
+            source,
+            {"seed": seed, "weights": weights, "compile": compile, "offload": offload},
+            steps,
+            seed,
+            trace,
+            epochs=epochs,
+            log_every=log_every,
+            quiet=quiet,
+            keep_going=keep_going,
+        )
 
 
 @app.command()
@@ -332,50 +349,49 @@ def probe(
 def _train(
     plan: Plan,
     source: str,
+    made: dict[str, Any],
     steps: int | None,
     seed: int,
-    weights: Path | None,
-    compile: bool,
-    offload: bool,
     trace: Path | None,
+    **how: Any,
 ) -> None:
+    """Train; `made` are options of `parallelize`, `how` those of `train`."""
     from autopipe import modelfile
     from autopipe.parallel import parallelize
     from autopipe.runtime.train import train
 
     file = modelfile.load(source)
-    pipe = parallelize(
-        file.model,
-        plan,
-        loss=file.loss,
-        weights=weights,
-        seed=seed,
-        compile=compile,
-        offload=offload,
-    )
-    measured = train(pipe, file, steps, seed, say, trace)
+    pipe = parallelize(file.model, plan, loss=file.loss, **made)
     if pipe.place.rank == 0:
-        report(plan, measured, source, trace)
+        for line in file.since_planning(plan):
+            say(line)
+    measured = train(pipe, file, steps, seed, say, trace, **how)
+    if pipe.place.rank == 0:
+        report(plan, measured, source, trace, quiet=how["quiet"])
 
 
-def report(plan: Plan, measured: Measured, source: str, trace: Path | None = None) -> None:
+def report(
+    plan: Plan, measured: Measured, source: str, trace: Path | None = None, *, quiet: bool = False
+) -> None:
     """Say what a run has measured, beside what was planned, and print its losses."""
     from autopipe import explain as words
+    from autopipe.runtime.train import figure
 
     if not measured.stages:
         say(f"{source}: batches({plan.batch.rows}) gave no batch, so there was no step")
         return
-    table = words.compare(
-        [stage.predicted for stage in plan.stages],
-        measured.stages,
-        plan.prediction.step_seconds,
-        measured.step_seconds,
-        measured.bubbles,
-    )
-    words.console().print(table)
+    if not quiet:
+        table = words.compare(
+            [stage.predicted for stage in plan.stages],
+            measured.stages,
+            plan.prediction.step_seconds,
+            measured.step_seconds,
+            measured.bubbles,
+        )
+        words.console().print(table)
     if trace is not None:
         say(f"{trace}: open it at https://ui.perfetto.dev")
-    print(f"loss {measured.losses[0]:.3f} -> {measured.losses[-1]:.3f}", flush=True)
+    print(f"loss {figure(measured.losses[0])} -> {figure(measured.losses[-1])}", flush=True)
 
 
 def check_folder(file: Path | None) -> None:

@@ -4,7 +4,8 @@ model() -> nn.Module                               required
 inputs(batch_size) -> tuple | dict                 required
 loss(outputs, batch) -> Tensor | SumCount          the output itself, or its .loss
 batches(batch_size, shard=0, num_shards=1)         inputs(batch_size), again and again
-optimizer(parameters) -> Optimizer                 AdamW
+batches = DataLoader(...)                          or a list: whole batches
+optimizer(parameters) -> Optimizer                 AdamW; optimizer(named_parameters): with names
 scheduler(optimizer) -> LRScheduler                the learning rate stays; else stepped every step
 batch_size = 32                                    8 a device
 """
@@ -15,25 +16,30 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from autopipe import places
 from autopipe.errors import AutopipeError, ModelError
+from autopipe.plan import Plan
 from autopipe.randomness import seed as derive_seed
 
 
 @dataclass(frozen=True)
 class ModelFile:
-    """The functions of a model file; an error in one of them names the user's line."""
+    """The functions of a model file; an error in one of them names the user's line.
+
+    `called` is False where `batches` is no function but a list or a DataLoader; `length` is how
+    many are in it, if it says. `by_name` is the optimizer if it takes names with parameters.
+    """
 
     source: str
     model: Callable[[], nn.Module]
@@ -43,6 +49,9 @@ class ModelFile:
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None
     scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None
     batch_size: int | None
+    called: bool = True
+    length: int | None = None
+    by_name: Callable[[Iterable[Named]], torch.optim.Optimizer] | None = None
 
     @property
     def sharded(self) -> bool:
@@ -51,8 +60,50 @@ class ModelFile:
             self.batches is not None and "num_shards" in inspect.signature(self.batches).parameters
         )
 
+    def make_optimizer(self, named: Iterable[Named], default: str) -> torch.optim.Optimizer:
+        """The optimizer of these parameters; `default`, by its name, if the file has none."""
+        if self.by_name is not None:
+            return self.by_name(named)
+        parameters = [parameter for _, parameter in named]
+        if self.optimizer is not None:
+            return self.optimizer(parameters)
+        if default in ("adamw", CUSTOM):
+            return torch.optim.AdamW(parameters)
+        from autopipe.asked import optimizer_named  # it imports the probe
+
+        return optimizer_named(default)(parameters)
+
+    def since_planning(self, plan: Plan) -> list[str]:
+        """What the file says otherwise than when the plan was made, a sentence each."""
+        found = []
+        rows = plan.batch.rows
+        if self.batch_size not in (None, rows):
+            found.append(
+                f"{self.source}: batch_size is {self.batch_size}, and the plan is for {rows} rows: "
+                f"batches of {rows} rows are asked for"
+            )
+        if plan.optimizer == CUSTOM and self.optimizer is None:
+            found.append(
+                f"{self.source}: the plan was made with its optimizer(parameters), which it has "
+                "no more: AdamW is used"
+            )
+        elif plan.optimizer != CUSTOM and self.optimizer is not None:
+            found.append(
+                f"{self.source}: the plan was made for {plan.optimizer}, and the file's own "
+                "optimizer(parameters) is used: it may hold more or fewer bytes than predicted"
+            )
+        return found
+
+    def asking(self, batch_size: int, shard: int | None = None, num_shards: int = 1) -> str:
+        """How batches are asked for, as one would write it; of no shard in particular if None."""
+        if not self.called:
+            return "batches"
+        part = "" if shard is None else f", shard={shard}, num_shards={num_shards}"
+        return f"batches({batch_size}{part})"
+
     def stream(self, batch_size: int, shard: int, num_shards: int, seed: int) -> Iterator[Any]:
-        """The batches of a run: parts of them where `sharded`, the same on every rank otherwise."""
+        """The batches of a run, or of an epoch of it: parts of them where `sharded`, the same on
+        every rank otherwise."""
         if self.batches is None:
             for step in range(sys.maxsize):
                 with torch.random.fork_rng(devices=[]):
@@ -97,16 +148,67 @@ def load(source: str) -> ModelFile:
         found = getattr(module, name, None)
         return _guarded(found, f"{source}: {name}", gives) if callable(found) else None
 
+    batches, length = getattr(module, "batches", None), None
+    called = batches is None or callable(batches)
+    if not called:
+        batches, length = _listed(batches, source)
+    optimizer = function("optimizer", "torch.optim.Optimizer")
+    named = _takes_names(getattr(module, "optimizer", None))
     return ModelFile(
         source,
         function(factory, "nn.Module"),
         function("inputs"),
         getattr(module, "loss", None),
-        getattr(module, "batches", None),
-        function("optimizer", "torch.optim.Optimizer"),
+        batches,
+        _without_names(optimizer) if named else optimizer,
         function("scheduler", "torch.optim.lr_scheduler.LRScheduler"),
         size,
+        called,
+        length,
+        optimizer if named else None,
     )
+
+
+CUSTOM = "custom"
+"""What a plan calls an optimizer that is a function."""
+
+Named = tuple[str, nn.Parameter]
+
+
+def _listed(given: Any, source: str) -> tuple[Callable[..., Iterable[Any]], int | None]:
+    """A list of batches or a DataLoader as a function, and how many it has, if it says.
+
+    Raises:
+        ModelError: it is neither, or can be read once only.
+    """
+    wrong = None
+    if not isinstance(given, Iterable) or isinstance(given, str | Mapping | Tensor):
+        wrong = "gives no batches"
+    elif iter(given) is given:
+        wrong = "can be read once only"
+    if wrong is not None:
+        kind = type(given).__name__
+        raise ModelError(
+            f"{source}: batches is {'an' if kind[0] in 'aeiou' else 'a'} {kind}, which {wrong}",
+            hint="def batches(batch_size): ..., a list of batches, or a DataLoader",
+        )
+    length = None
+    with suppress(TypeError):  # a DataLoader over a stream has a length, and cannot say it
+        length = len(given) if isinstance(given, Sized) else None
+    return (lambda batch_size: given), length
+
+
+def _takes_names(optimizer: Any) -> bool:
+    """Whether a function asks for parameters with their names."""
+    parameters = inspect.signature(optimizer).parameters if callable(optimizer) else {}
+    return next(iter(parameters), None) == "named_parameters"
+
+
+def _without_names(
+    optimizer: Callable[[Iterable[Named]], torch.optim.Optimizer],
+) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
+    """The optimizer for who has no names: to count its bytes."""
+    return lambda parameters: optimizer((f"{n}.weight", p) for n, p in enumerate(parameters))
 
 
 _END = object()

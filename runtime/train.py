@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -20,8 +21,10 @@ from rich.progress import BarColumn, Progress, TextColumn
 from torch import Tensor
 
 from autopipe import batches
+from autopipe.errors import ModelError
 from autopipe.modelfile import ModelFile
 from autopipe.plan import Plan, StagePrediction
+from autopipe.runtime.feed import Feed
 from autopipe.runtime.meter import Meter
 from autopipe.runtime.pipe import Pipe
 from autopipe.runtime.record import Recorder, write
@@ -48,6 +51,11 @@ def train(
     seed: int,
     say: Callable[[str], None],
     trace: Path | None = None,
+    *,
+    epochs: int | None = None,
+    log_every: int | None = None,
+    quiet: bool = False,
+    keep_going: bool = False,
 ) -> Measured:
     """Train for `steps` steps, or as long as the batches last.
 
@@ -56,35 +64,47 @@ def train(
 
     Args:
         trace: where to write what every rank did when in the last steps, for ui.perfetto.dev.
+        epochs: how often to go through the batches; None: once.
+        log_every: steps from one line of progress to the next.
+        quiet: no progress.
+        keep_going: even if the loss is no finite number.
+
+    Raises:
+        ModelError: the loss of a step is no finite number: no rank has made its update.
     """
     plan, place = pipe.plan, pipe.place
     random.seed(seed)
     torch.manual_seed(seed)  # a `batches` that draws from it draws the same on every rank
-    parameters = list(pipe.parameters())
-    optimizer = (
-        file.optimizer(parameters) if file.optimizer is not None else torch.optim.AdamW(parameters)
-    )
+    # torch's optimizers refuse an empty list: a rank without parameters has one of no elements.
+    named = list(pipe.named_parameters()) or [("", next(pipe.parameters()))]
+    optimizer = file.make_optimizer(named, plan.optimizer)
     scheduler = file.scheduler(optimizer) if file.scheduler is not None else None
     recorder = Recorder() if trace is not None else None
     pipe.record = recorder.record if recorder is not None else None
-    rows = plan.batch.rows
-    stream = file.stream(rows, place.dp, plan.mesh.dp, seed)
+    feed = Feed(pipe, file, seed, epochs, say)
     losses: list[float] = []
     seconds: list[float] = []
     compute: list[dict[int, StagePrediction]] = []
     memory: dict[int, StagePrediction] | None = None
-    with _progress(steps, place.rank == 0, say) as show:
-        for step, batch in enumerate(islice(stream, steps)):
+    most = min((n for n in (steps, feed.of) if n is not None), default=None)
+    talks = place.rank == 0
+    with _progress(most, talks and not quiet, say, log_every) as show:
+        for step, batch in enumerate(islice(feed, steps)):
             pipe.meter = Meter() if step < 2 else None
             if recorder is not None:
                 recorder.begin(step + 1)
             began = perf_counter()
             loss = pipe.step(batch, sharded=file.sharded)
             planned = perf_counter() - began  # what a plan predicts ends with the gradients
+            losses.append(float(loss))
+            if (gone := _gone(losses)) is not None:
+                if not keep_going:
+                    raise gone
+                if talks:
+                    say(gone.message)
             optimizer.step()
             if scheduler is not None:
                 scheduler.step()
-            losses.append(float(loss))
             elapsed = perf_counter() - began
             if step < 2:
                 memory = pipe.measured(optimizer)
@@ -92,6 +112,8 @@ def train(
                 seconds.append(planned)
                 compute.append(pipe.measured())
             show(step, losses[-1], _rate(batch, plan, file.sharded, elapsed))
+    if talks:
+        feed.dry(steps)
     bubbles: tuple[float, ...] = ()
     if recorder is not None and trace is not None:
         world = dist.group.WORLD if len(plan.mesh.places) > 1 else None
@@ -109,6 +131,30 @@ def train(
     }
     step_seconds = statistics.median(seconds or [planned])
     return Measured(_by_stage(own, plan), step_seconds, tuple(losses), bubbles)
+
+
+def _gone(losses: Sequence[float]) -> ModelError | None:
+    """What is to be said when the last loss is the first that is no finite number."""
+    *before, last = losses
+    if math.isfinite(last) or not all(map(math.isfinite, before)):
+        return None
+    after = f", after {figure(before[-1])} in step {len(before)}" if before else ""
+    return ModelError(
+        f"step {len(losses)}: the loss is {last}{after}",
+        hint="a lower learning rate, or a look at this step's batch; --keep-going trains on",
+    )
+
+
+def figure(loss: float) -> str:
+    """A loss with four significant digits at least, and three decimals.
+
+    >>> figure(5.7768), figure(0.25), figure(0.0123456), figure(1.5e-7), figure(1234.5678)
+    ('5.777', '0.2500', '0.01235', '1.500e-07', '1234.568')
+    """
+    if not math.isfinite(loss) or 0 < abs(loss) < 1e-5:
+        return f"{loss:.3e}"
+    digits = 3 - math.floor(math.log10(abs(loss))) if loss else 3
+    return f"{loss:.{max(3, digits)}f}"
 
 
 def _by_stage(own: dict[int, StagePrediction], plan: Plan) -> tuple[StagePrediction, ...]:
@@ -145,27 +191,55 @@ Show = Callable[[int, float, str], None]
 
 
 @contextmanager
-def _progress(steps: int | None, talks: bool, say: Callable[[str], None]) -> Iterator[Show]:
-    """A bar on a terminal; elsewhere a line now and then."""
+def _progress(
+    steps: int | None, talks: bool, say: Callable[[str], None], log_every: int | None = None
+) -> Iterator[Show]:
+    """A bar on a terminal; elsewhere, or if asked for, a line now and then."""
+    of = f"/{steps}" if steps else ""
+    ended: list[float] = []
+
+    def words(step: int, loss: float, rate: str) -> str:
+        ended.append(perf_counter())
+        told = f"loss {figure(loss)}  {rate}"
+        if steps and step:  # the first one takes longer than any other
+            left = (ended[-1] - ended[0]) / step * (steps - step - 1)
+            told += f"  {_clock(left)} left" if left >= 1 else ""
+        return told
+
     if not talks:
         yield lambda step, loss, rate: None
     elif sys.stderr.isatty():
         columns = [
-            TextColumn("step {task.completed}"),
+            TextColumn("step {task.completed}" + of),
             BarColumn(),
             TextColumn("{task.description}"),
         ]
         with Progress(*columns, console=Console(stderr=True)) as bar:
             task = bar.add_task("", total=steps)
-            yield lambda step, loss, rate: bar.update(
-                task, completed=step + 1, description=f"loss {loss:.3f}  {rate}"
-            )
+
+            def draw(step: int, loss: float, rate: str) -> None:
+                told = words(step, loss, rate)
+                if log_every and (step + 1) % log_every == 0:
+                    bar.console.print(f"step {step + 1}{of}  {told}", highlight=False)
+                bar.update(task, completed=step + 1, description=told)
+
+            yield draw
     else:
-        every = max(1, (steps or 100) // LINES)
+        every = log_every or max(1, (steps or 100) // LINES)
+        offset = 1 if log_every else 0
 
-        def line(step: int, loss: float, rate: str) -> None:
-            if step % every == 0 or step + 1 == steps:
-                of = f"/{steps}" if steps else ""
-                say(f"step {step + 1}{of}  loss {loss:.3f}  {rate}")
+        def tell(step: int, loss: float, rate: str) -> None:
+            told = words(step, loss, rate)
+            if (step + offset) % every == 0 or step + 1 == steps:
+                say(f"step {step + 1}{of}  {told}")
 
-        yield line
+        yield tell
+
+
+def _clock(seconds: float) -> str:
+    """`40 s`, `12:05` minutes or `3:12:05` hours."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}:{minutes:02}:{rest:02}"
+    return f"{minutes}:{rest:02}" if minutes else f"{rest} s"

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from torch import nn
 from autopipe import modelfile
 from autopipe.errors import AutopipeError, ModelError
 from autopipe.modelfile import ModelFile
+from autopipe.plan import Batch
+from tests.plans import example_plan
 
 SMALLEST = """\
 import torch
@@ -62,7 +65,59 @@ def test_model_and_inputs_are_enough() -> None:
     assert isinstance(file.model(), nn.Linear)
     assert file.inputs(5)["input"].shape == (5, 3)
     assert (file.loss, file.batches, file.optimizer, file.scheduler, file.batch_size) == (None,) * 5
-    assert not file.sharded
+    assert not file.sharded and file.called
+
+
+@pytest.mark.parametrize(
+    ("batches", "found"),
+    [
+        ("3", "an int, which gives no batches"),
+        ("inputs(4)", "a dict, which gives no batches"),
+        ("(inputs(4) for _ in range(3))", "a generator, which can be read once only"),
+    ],
+)
+def test_batches_that_are_no_list(batches: str, found: str) -> None:
+    error = refused(SMALLEST, f"batches = {batches}\n")
+    assert str(error) == (
+        f"net.py: batches is {found}\n"
+        "hint: def batches(batch_size): ..., a list of batches, or a DataLoader"
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "optimizer", "said"),
+    [
+        ("", "adamw", []),
+        ("batch_size = 4\n", "adamw", []),
+        (
+            "batch_size = 6\n",
+            "adamw",
+            [
+                "net.py: batch_size is 6, and the plan is for 4 rows: batches of 4 rows are asked "
+                "for"
+            ],
+        ),
+        (
+            "",
+            "custom",
+            [
+                "net.py: the plan was made with its optimizer(parameters), which it has no more: "
+                "AdamW is used"
+            ],
+        ),
+        (
+            "def optimizer(parameters): return torch.optim.SGD(parameters)\n",
+            "adamw",
+            [
+                "net.py: the plan was made for adamw, and the file's own optimizer(parameters) is "
+                "used: it may hold more or fewer bytes than predicted"
+            ],
+        ),
+    ],
+)
+def test_what_has_changed_since_planning(more: str, optimizer: str, said: list[str]) -> None:
+    plan = replace(example_plan(), batch=Batch(4, 2), optimizer=optimizer)
+    assert load(SMALLEST, more).since_planning(plan) == said
 
 
 def test_everything() -> None:

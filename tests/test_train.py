@@ -142,6 +142,80 @@ def test_no_batch_at_all(load: Load) -> None:
     assert run(pipe, file, None) == (Measured((), 0.0, ()), [])
 
 
+# --- a loss that is no number
+
+
+WRONG = """
+def optimizer(parameters): return torch.optim.SGD(parameters, lr=1e-3)
+
+def batches(batch_size):
+    for step in range(5):
+        yield {"input": torch.full((batch_size, 6), float("nan") if step == 2 else 1.0),
+               "target": torch.zeros(batch_size, 1)}
+"""
+
+
+def test_a_loss_that_is_no_number_ends_the_run(load: Load) -> None:
+    """Before the update: the weights are those of the last good step."""
+    pipe, file = load(WRONG)
+    with pytest.raises(autopipe.ModelError) as refused:
+        run(pipe, file, 5)
+    assert re.fullmatch(
+        r"step 3: the loss is nan, after \d\.\d{3,} in step 2\n"
+        "hint: a lower learning rate, or a look at this step's batch; --keep-going trains on",
+        str(refused.value),
+    )
+    assert all(parameter.isfinite().all() for parameter in pipe.parameters())
+
+
+def test_a_loss_that_is_no_number_is_said_once(load: Load) -> None:
+    pipe, file = load(WRONG)
+    said: list[str] = []
+    measured = train(pipe, file, 5, 0, said.append, keep_going=True, quiet=True)
+    assert len(measured.losses) == 5
+    (line,) = said
+    assert line.startswith("step 3: the loss is nan, after 0.")
+
+
+# --- the optimizer
+
+
+BY_NAME = """
+def optimizer(named_parameters):
+    named = dict(named_parameters)
+    seen.append([*named])
+    decay = [p for name, p in named.items() if name.endswith("weight")]
+    rest = [p for name, p in named.items() if not name.endswith("weight")]
+    groups = [{"params": decay, "weight_decay": 0.5}, {"params": rest, "weight_decay": 0.0}]
+    return torch.optim.SGD(groups, lr=0.1)
+
+seen = []
+"""
+
+
+def test_weight_decay_by_name(load: Load) -> None:
+    pipe, file = load(BY_NAME)
+    run(pipe, file, 2)
+    torch.manual_seed(0)
+    plain = file.model()
+    assert file.loss is not None and file.by_name is not None
+    optimizer = file.by_name(plain.named_parameters())
+    for batch in [*zip(range(2), file.stream(8, 0, 1, 0), strict=False)]:
+        optimizer.zero_grad()
+        file.loss(plain(batch[1]["input"]), batch[1]).backward()
+        optimizer.step()
+    for name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(parameter, plain.get_parameter(name))
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_an_optimizer_that_the_plan_names(name: str, load: Load) -> None:
+    """It once was AdamW, whatever the plan had been made for."""
+    pipe, file = load("", optimizer=name)
+    made = file.make_optimizer(pipe.named_parameters(), pipe.plan.optimizer)
+    assert type(made).__name__.lower() == name
+
+
 # --- what it measured
 
 
@@ -195,7 +269,7 @@ def test_a_line_now_and_then_without_a_terminal(load: Load) -> None:
     _, said = run(pipe, file, 3)
     assert len(said) == 3
     for step, line in enumerate(said, start=1):
-        assert re.fullmatch(rf"step {step}/3  loss \d\.\d{{3}}  [\d,]+\.\d rows/s", line), line
+        assert re.fullmatch(rf"step {step}/3  loss \d\.\d{{3,}}  [\d,]+\.\d rows/s", line), line
 
 
 @pytest.mark.parametrize(
@@ -222,7 +296,7 @@ def test_every_tenth_step_where_the_end_is_not_known() -> None:
     with _progress(None, True, said.append) as show:
         for step in range(25):
             show(step, 0.5, "7 rows/s")
-    assert said == [f"step {step}  loss 0.500  7 rows/s" for step in (1, 11, 21)]
+    assert said == [f"step {step}  loss 0.5000  7 rows/s" for step in (1, 11, 21)]
 
 
 def test_only_rank_0_talks() -> None:
@@ -232,8 +306,10 @@ def test_only_rank_0_talks() -> None:
     assert said == []
 
 
-@pytest.mark.parametrize("steps", [3, None])
-def test_one_line_on_a_terminal(steps: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("steps", "of"), [(3, "3/3"), (None, "3")])
+def test_one_line_on_a_terminal(
+    steps: int | None, of: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
     for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
@@ -252,7 +328,7 @@ def test_one_line_on_a_terminal(steps: int | None, monkeypatch: pytest.MonkeyPat
     os.close(master)
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", drawn.decode())
     *_, last = [line for line in re.split(r"[\r\n]+", text) if line.strip()]
-    assert re.fullmatch(r"step 3 .*━.* loss 0\.250  1,234 tokens/s\s*", last)
+    assert re.fullmatch(rf"step {of} ━.* loss 0\.2500  1,234 tokens/s\s*", last)
     assert text.count("\n") == 1  # the one that ends it
     assert said == []
 

@@ -1,0 +1,191 @@
+"""The batches of a run: what the model file gives, agreed upon by all ranks before a step.
+
+    batches(8)                   the same on every rank     a step, or left out with a word
+    batches(8, shard, 2)         a part each    --told-->   a step, or left out with a word
+
+A batch whose rows do not divide, usually the last one of an epoch, is left out. Shards end
+together, with the first that ends. The first batch is looked at more closely: shards that are all
+alike, or each as large as the whole, are a mistake that no later step would show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopipe import batches
+from autopipe.errors import ModelError
+from autopipe.modelfile import ModelFile
+from autopipe.randomness import seed as derive_seed
+from autopipe.runtime.pipe import Pipe
+
+ENDED = -1
+"""In the place of rows: there is no further batch."""
+
+_END = object()
+
+UNFIT = -2
+"""In the place of rows: the batch is not what the plan was made for. `Pipe.step` says how."""
+
+
+class Feed:
+    """The batches that a run makes steps of; every rank iterates over one.
+
+    Args:
+        epochs: how often to go through the batches.
+        say: takes a line of talk; called on rank 0.
+
+    Attributes:
+        given: the batches that were given out.
+        left_out: those that were not, as their rows do not divide.
+    """
+
+    def __init__(
+        self, pipe: Pipe, file: ModelFile, seed: int, epochs: int | None, say: Callable[[str], None]
+    ) -> None:
+        if epochs is not None and file.batches is None:
+            raise ModelError(
+                f"--epochs {epochs}: {file.source} has no batches, so there is no end to an epoch",
+                hint=f"--steps {epochs}, or def batches(batch_size): ... in the file",
+            )
+        plan, place = pipe.plan, pipe.place
+        self.given = self.left_out = 0
+        self._pipe, self._file, self._seed = pipe, file, seed
+        self._epochs = epochs or 1
+        self._say = say if place.rank == 0 else lambda line: None
+        self._rows = plan.batch.rows
+        self._told: set[tuple[int, ...]] = set()
+        # Parts that each replica reads for itself may differ in number and rows.
+        self._apart = file.sharded and plan.mesh.dp > 1
+        self._parts = plan.batch.micro_batches * (1 if file.sharded else plan.mesh.dp)
+
+    @property
+    def of(self) -> int | None:
+        """How many batches there are at most, if that is known."""
+        return None if self._file.length is None else self._file.length * self._epochs
+
+    def __iter__(self) -> Iterator[Any]:
+        place, dp = self._pipe.place, self._pipe.plan.mesh.dp
+        for epoch in range(self._epochs):
+            if epoch:  # a DataLoader that shuffles draws from it: the same on every rank
+                torch.manual_seed(derive_seed(self._seed, "epoch", epoch))
+            before = self.given
+            stream = self._file.stream(self._rows, place.dp, dp, self._seed)
+            yield from self._epoch(stream)
+            if epoch and self.given == before:
+                raise ModelError(
+                    f"{self._asking()} gave batches once only: epoch {epoch + 1} has none",
+                    hint="return a list, a DataLoader or a new generator from each call",
+                )
+
+    def dry(self, steps: int | None) -> None:
+        """Say so if batches have ended before so many steps were made."""
+        if self.left_out > 1:
+            self._say(f"{self._asking()}: {self.left_out} batches were left out in all")
+        if steps is None or self.given >= steps or not self.given:
+            return
+        epochs = -(-steps * self._epochs // self.given)
+        self._say(
+            f"{self._asking()} ended after {self.given} of {steps} steps; "
+            f"--epochs {epochs} goes through them {epochs} times"
+        )
+
+    def _epoch(self, stream: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            batch = next(stream, _END)
+            rows = self._rows_of(batch)
+            found = self._all([rows])[:, 0].tolist() if self._apart else [rows]
+            if ENDED in found:
+                if set(found) != {ENDED}:
+                    ended = found.index(ENDED)
+                    self._say(
+                        f"{self._asking(ended)} ended after {self.given} batches, and other shards "
+                        "have more: they are left out"
+                    )
+                return
+            if UNFIT not in found:
+                if not self.given and not self.left_out:
+                    self._check_first(batch, rows)
+                elif len(set(found)) > 1 or rows % self._parts:
+                    self._leave_out(found)
+                    continue
+            self.given += 1
+            yield batch
+
+    def _rows_of(self, batch: Any) -> int:
+        if batch is _END:
+            return ENDED
+        try:
+            return batches.rows_of(self._pipe.plan.inputs, batches.flatten(batch))
+        except ModelError:
+            return UNFIT
+
+    def _leave_out(self, found: list[int]) -> None:
+        self.left_out += 1
+        if tuple(found) in self._told:
+            return
+        self._told.add(tuple(found))
+        micro_batches, dp = self._pipe.plan.batch.micro_batches, self._pipe.plan.mesh.dp
+        into = f"{micro_batches} micro-batches" + (f" on each of {dp} replicas" if dp > 1 else "")
+        has = f"{found[0]} rows"
+        if len(set(found)) > 1:
+            has = f"{', '.join(map(str, found))} rows in its shards"
+        self._say(
+            f"{self._asking()}: a batch of {has} is left out, which do not divide into {into}"
+        )
+
+    def _check_first(self, batch: Any, rows: int) -> None:
+        """Refuse shards that are none; say so if batches are not of the plan's rows.
+
+        Raises:
+            ModelError: two shards are alike, or each is as large as the batch.
+        """
+        dp = self._pipe.plan.mesh.dp
+        if self._apart:
+            leaves = batches.flatten(batch)
+            varied = any(_varied(leaf) for leaf in leaves.values())
+            found = self._all([batches.fingerprint(leaves), varied]).tolist()
+            for shard, (mark, is_varied) in enumerate(found):
+                same = next((n for n in range(shard) if found[n][0] == mark and is_varied), None)
+                if same is not None:
+                    one, other = self._asking(same), self._asking(shard, short=True)
+                    raise ModelError(
+                        f"{one} and {other} gave the same first batch: replicas would train on the "
+                        "same rows",
+                        hint="give each shard rows of its own, as batch[shard::num_shards], or "
+                        "leave the two arguments out: each replica then takes its rows of a batch",
+                    )
+            if rows == self._rows and rows != self._rows // dp:
+                raise ModelError(
+                    f"{self._asking(0)} gave {rows} rows, as many as the whole batch has; a shard "
+                    f"has {self._rows // dp} of them",
+                    hint="batch_size is of all shards together: batch_size // num_shards rows each",
+                )
+        whole = rows * dp if self._file.sharded else rows
+        if whole != self._rows and not rows % self._parts:
+            self._say(
+                f"{self._asking()} gives batches of {whole} rows, and the plan is for "
+                f"{self._rows}: its seconds and bytes are not those of this run"
+            )
+
+    def _all(self, mine: list[int]) -> Tensor:
+        """What each shard says; every rank calls it."""
+        mesh = self._pipe.plan.mesh
+        own = torch.tensor(mine)
+        found = list(torch.empty(len(mesh.places), len(mine), dtype=own.dtype))
+        dist.all_gather(found, own)
+        return torch.stack([found[mesh.rank(0, dp)] for dp in range(mesh.dp)])
+
+    def _asking(self, shard: int | None = None, *, short: bool = False) -> str:
+        dp = self._pipe.plan.mesh.dp
+        asked = self._file.asking(self._rows, shard, dp)
+        return asked if short else f"{self._file.source}: {asked}"
+
+
+def _varied(leaf: batches.Leaf) -> bool:
+    """Whether a tensor has entries that differ: shards of a constant are alike, rightly."""
+    return isinstance(leaf, Tensor) and leaf.numel() > 1 and bool((leaf != leaf.flatten()[0]).any())
