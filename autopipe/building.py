@@ -27,7 +27,7 @@ from torch.nn.modules.module import (
 )
 from torch.overrides import TorchFunctionMode
 
-from autopipe import places
+from autopipe import numbers, places
 from autopipe.errors import ModelError
 from autopipe.fake import constructing, fake_mode, fake_parameter, is_fake
 
@@ -118,8 +118,8 @@ class _Parts:
         if self.room is not None and self.held > self.room:
             raise ModelError(
                 f"the model cannot be built without memory, for {self.why}; up to {name!r} of a "
-                f"{type(module).__name__} its weights take {self.held} bytes, and {self.room} are "
-                "free",
+                f"{type(module).__name__} its weights take {numbers.memory(self.held)}, and "
+                f"{numbers.memory(self.room)} are free",
                 hint="build it without reading its weights, or where there is more memory",
             )
         return None
