@@ -215,17 +215,22 @@ def slice_rows(
 
 def two_rows(example: Any, specs: Sequence[InputSpec]) -> Any:
     """Two rows of a batch, to trace with: export takes a dim of size 1 for a constant."""
+    return some_rows(example, specs, 2)
+
+
+def some_rows(example: Any, specs: Sequence[InputSpec], wanted: int) -> Any:
+    """The first rows of a batch, over and over where it has fewer."""
     leaves = flatten(example)
     rows = rows_of(specs, leaves)
-    if rows >= 2:
-        return rebuild(example, slice_rows(specs, leaves, 0, 2))
-    doubled = {
-        spec.path: torch.cat([leaf, leaf], spec.batch_dim)
-        if isinstance(leaf := leaves[spec.path], Tensor) and spec.batch_dim is not None
-        else leaf
-        for spec in specs
-    }
-    return rebuild(example, doubled)
+    times = -(-wanted // rows)
+    if times > 1:
+        leaves = {
+            spec.path: torch.cat([leaf] * times, spec.batch_dim)
+            if isinstance(leaf := leaves[spec.path], Tensor) and spec.batch_dim is not None
+            else leaf
+            for spec in specs
+        }
+    return rebuild(example, slice_rows(specs, leaves, 0, wanted))
 
 
 def fingerprint(leaves: Mapping[str, Leaf]) -> int:

@@ -130,6 +130,9 @@ def plan(
         bool, typer.Option("--sequence-parallel", help="with tp: shard tokens between layers too")
     ] = False,
     planner: Annotated[str, typer.Option(help="dynamic, exhaustive or uniform")] = "dynamic",
+    loss_over: Annotated[
+        str | None, typer.Option(help="rows, or micro-batch: the mean of each one's own loss")
+    ] = None,
 ) -> None:
     """Decide how to split a model; what is not constrained is the planner's choice."""
     from autopipe.garbage import until_exit
@@ -168,6 +171,7 @@ def plan(
         memory=memory,
         planner=planner,
         sequence_parallel=sequence,
+        loss_over=loss_over or file.loss_over,
         source=_relative(model, folder),
         say=say,
         watch=watch,

@@ -11,7 +11,6 @@ Any other pair may be read in two ways, and is refused: a quotient is not what i
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.errors import ModelError
+from autopipe.places import begins
 
 Loss = Callable[[Any, Any], Any]
 
@@ -49,18 +49,19 @@ def outputs_to_loss(
         ModelError: it is neither a scalar tensor nor a sum and a count, or may be read as both.
     """
     if loss is not None:
-        return _read(loss(outputs, batch), "loss(outputs, batch)", _line(loss), None)
+        return _read(loss(outputs, batch), "loss(outputs, batch)", begins(loss), None)
     value = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     value = getattr(value, "loss", value)
     if isinstance(value, tuple | list) and len(value) > 1 and not _counted(value):
         first, *others = value
         if _is_scalar(first) and not any(_is_figure(other) for other in others):
             value = first
-    place = _line(type(model).forward) if model is not None else ""
+    place = begins(type(model).forward) if model is not None else ""
     return _read(value, "the model", place, "give a loss(outputs, batch) function")
 
 
 def _read(value: Any, whose: str, place: str, hint: str | None) -> Tensor | SumCount:
+    whose = f"{place}: {whose}" if place else whose
     if _is_scalar(value):
         found: Tensor = value
         return found
@@ -69,12 +70,12 @@ def _read(value: Any, whose: str, place: str, hint: str | None) -> Tensor | SumC
     if isinstance(value, tuple | list) and len(value) > 1 and _is_scalar(value[0]):
         things = ", ".join(_described(item) for item in value)
         raise ModelError(
-            f"{place}{whose} gives {len(value)} things ({things}): as a sum and a count? as a loss "
+            f"{whose} gives {len(value)} things ({things}): as a sum and a count? as a loss "
             "and a figure to look at?",
             hint="return the one scalar that is to be minimised, or "
             "autopipe.SumCount(total, count)",
         )
-    raise ModelError(f"{place}{whose} gives {_described(value)}; {EXPECTED}", hint=hint)
+    raise ModelError(f"{whose} gives {_described(value)}; {EXPECTED}", hint=hint)
 
 
 def _counted(value: Any) -> bool:
@@ -121,9 +122,3 @@ def _described(value: Any) -> str:
 
 def _size(size: int | torch.SymInt) -> str:
     return str(size) if isinstance(size, int) else "rows"
-
-
-def _line(function: Any) -> str:
-    """Where a function of the user's begins, as an error says it; nothing for what has no code."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}: " if code is not None else ""

@@ -8,6 +8,7 @@ batches = DataLoader(...)                          or a list: whole batches
 optimizer(parameters) -> Optimizer                 AdamW; optimizer(named_parameters): with names
 scheduler(optimizer) -> LRScheduler                the learning rate stays; else stepped every step
 batch_size = 32                                    8 a device
+loss_over = "micro-batch"                          "rows": whatever the micro-batches are
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from autopipe import places
 from autopipe.errors import AutopipeError, ModelError
-from autopipe.plan import Plan
+from autopipe.plan import LOSS_OVER, ROWS, Plan
 from autopipe.randomness import seed as derive_seed
 
 
@@ -49,6 +50,7 @@ class ModelFile:
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None
     scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None
     batch_size: int | None
+    loss_over: str = ROWS
     called: bool = True
     length: int | None = None
     by_name: Callable[[Iterable[Named]], torch.optim.Optimizer] | None = None
@@ -143,6 +145,9 @@ def load(source: str) -> ModelFile:
     size = getattr(module, "batch_size", None)
     if size is not None and (not isinstance(size, int) or size < 1):
         raise ModelError(f"{source}: batch_size is {size!r}, expected a number of rows")
+    over = getattr(module, "loss_over", ROWS)
+    if over not in LOSS_OVER:
+        raise ModelError(f"{source}: loss_over is {over!r}, expected one of {', '.join(LOSS_OVER)}")
 
     def function(name: str, gives: str | None = None) -> Any:
         found = getattr(module, name, None)
@@ -163,6 +168,7 @@ def load(source: str) -> ModelFile:
         _without_names(optimizer) if named else optimizer,
         function("scheduler", "torch.optim.lr_scheduler.LRScheduler"),
         size,
+        over,
         called,
         length,
         optimizer if named else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import traceback
@@ -34,6 +35,12 @@ def _innermost(frames: Iterable[tuple[str, int | None]]) -> str:
 def here() -> str:
     """The user's line that is running now."""
     return _innermost((f.filename, f.lineno) for f in traceback.extract_stack())
+
+
+def begins(function: object) -> str:
+    """The line that a function of the user's begins at; an empty string for what has no code."""
+    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
 
 
 def of_error(error: BaseException) -> str:

@@ -30,6 +30,12 @@ ZERO = (0, 1, 3)
 """The ZeRO stages there are, by what they deal out; the least is preferred."""
 
 
+ROWS, MICRO_BATCH = "rows", "micro-batch"
+LOSS_OVER = (ROWS, MICRO_BATCH)
+"""What a step's loss is a mean over: all rows of the batch, however they are cut, or the losses of
+its micro-batches, which may be anything."""
+
+
 @dataclass(frozen=True)
 class InputSpec:
     """One leaf of the batch.
@@ -287,7 +293,7 @@ class Plan:
     A pipeline of `mesh.pp` ranks holds `len(stages)` stages, each rank equally many: more than one
     under the schedules interleaved and zb-v. `programs` are the lines of a schedule that the user
     has written, `rank 0: 0F0 0F1 ...`; none for a schedule that has a name. `states` and
-    `collectives` are those of what is in no block.
+    `collectives` are those of what is in no block. `loss_over` is one of `LOSS_OVER`.
     """
 
     format: int
@@ -311,6 +317,7 @@ class Plan:
     planner: PlannerNote
     states: tuple[Sharding, ...] = ()
     collectives: tuple[Collective, ...] = ()
+    loss_over: str = ROWS
 
     @property
     def zero(self) -> int:
@@ -371,6 +378,8 @@ def check(plan: Plan) -> None:
                 f"rank {place.rank} at pp={place.pp} dp={place.dp} tp={place.tp}",
             )
     _check_devices(plan, refuse)
+    if plan.loss_over not in LOSS_OVER:
+        refuse("loss_over", f"one of {', '.join(LOSS_OVER)}", plan.loss_over)
     if plan.batch.micro_batches < 1:
         refuse("batch.micro_batches", "at least 1", str(plan.batch.micro_batches))
     if plan.batch.rows < 1 or plan.batch.rows % (mesh.dp * plan.batch.micro_batches):

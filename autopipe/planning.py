@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from autopipe import asked, batches, sketch
+from autopipe import asked, batches, grouping, sketch
 from autopipe.aside import forking
 from autopipe.binding import check_runs
 from autopipe.blocks import Block, classes, find_blocks
@@ -26,7 +26,7 @@ from autopipe.garbage import resting
 from autopipe.graph import bytes_at
 from autopipe.losses import Loss
 from autopipe.machine import machine_of
-from autopipe.plan import ZERO, Plan
+from autopipe.plan import LOSS_OVER, ROWS, ZERO, Plan
 from autopipe.planners import PLANNERS, Answer, Mesh
 from autopipe.precision import PRECISIONS
 from autopipe.probe import Say
@@ -71,6 +71,7 @@ def plan(
     recompute: str | Sequence[str] | None = None,
     planner: str = "dynamic",
     sequence_parallel: bool = False,
+    loss_over: str = ROWS,
     source: str | None = None,
     say: Say | None = None,
     watch: Stopwatch | None = None,
@@ -104,6 +105,8 @@ def plan(
         planner: "dynamic", "exhaustive" or "uniform".
         sequence_parallel: with tp, also shard the batch's second dim between layers, where that
             takes less time; it holds less.
+        loss_over: "rows": the loss must be one of the whole batch, however it is cut into
+            micro-batches; "micro-batch": the mean of each micro-batch's own, whatever that is.
         source: where the model comes from, for the plan to remember.
         say: gets a line of talk at a time.
         watch: gets the seconds that tracing, costing, searching and writing down take.
@@ -117,6 +120,7 @@ def plan(
     say, watch = say or (lambda line: None), watch or Stopwatch()
     asked.refuse_unknown("precision", precision, PRECISIONS)
     asked.refuse_unknown("planner", planner, sorted(PLANNERS))
+    asked.refuse_unknown("loss_over", loss_over, LOSS_OVER)
     if zero is not None:
         asked.refuse_unknown("ZeRO stage", zero, ZERO)
     written: Programs = ()
@@ -137,6 +141,9 @@ def plan(
         graph = traced.graph
         if tp is not None:
             check_heads(graph, tp)
+        if min(rows, (dp or 2) * (micro_batches or 2)) > 1:  # else nothing is cut
+            more = inputs if callable(inputs) else partial(batches.some_rows, example, specs)
+            grouping.check(traced, more, loss, loss_over, say)
         flow, blocks = analyse(graph), find_blocks(graph)
     again = None
     if recompute is not None:
@@ -231,7 +238,7 @@ def plan(
     besides = degrees(machine, None, graph)[0] if tp is not None else ()
     made = best_degree(tried, costed, searched, watch, [other for other in besides if other != tp])
     check_runs(made)
-    return made
+    return replace(made, loss_over=loss_over)
 
 
 def _summary(traced: Trace, blocks: Sequence[Block]) -> str:
