@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from importlib import metadata
 
 import torch
 
 from autopipe import fingerprint, programs
 from autopipe.blocks import Block, find_blocks
+from autopipe.capture import Loss
 from autopipe.dataflow import analyse
 from autopipe.errors import PlanError
 from autopipe.graph import Graph, Ref
@@ -52,10 +54,10 @@ def split_as_planned(traced: Trace, plan: Plan, tp: int = 0) -> Split:
     """
     graph = traced.graph
     if fingerprint.fingerprint(graph) != plan.fingerprint:
-        planned = ", ".join(f"{name} {version}" for name, version in plan.versions.items())
+        others = other_versions(plan)
+        by = f", or with other versions ({'; '.join(others)})" if others else ""
         raise PlanError(
-            "plan.fingerprint: the plan was made for another model, another loss, or by other "
-            f"versions (planned with {planned}; here torch {torch.__version__}). First "
+            f"plan.fingerprint: the plan was made for another model or another loss{by}. First "
             f"difference: {fingerprint.first_difference(graph, plan.trail)}",
             hint="plan again with `autopipe plan`",
         )
@@ -148,6 +150,38 @@ def check_runs(plan: Plan, *, compiled: bool = False) -> None:
                 f"{pair} do not go together: {why}",
                 hint="plan with 1f1b, or with zero=1, or run without --compile",
             )
+
+
+def other_versions(plan: Plan) -> list[str]:
+    """The packages whose version is not that which the plan was made with, a phrase each."""
+    found = []
+    for name, planned in plan.versions.items():
+        try:
+            here = str(torch.__version__) if name == "torch" else metadata.version(name)
+        except metadata.PackageNotFoundError:
+            here = "none"
+        if here != planned:
+            found.append(f"planned with {name} {planned}, here {here}")
+    return found
+
+
+def check_loss(plan: Plan, loss: Loss | None) -> None:
+    """Refuse a loss function where the plan was made without, and the reverse.
+
+    Raises:
+        PlanError: says which.
+    """
+    if plan.loss and loss is None:
+        raise PlanError(
+            "plan.loss: the plan was made with a loss function, and none is given",
+            hint="parallelize(model, plan, loss=loss), with the loss that plan() was given; in a "
+            "model file it is def loss(outputs, batch)",
+        )
+    if plan.loss is False and loss is not None:
+        raise PlanError(
+            "plan.loss: the plan was made without a loss function, and one is given",
+            hint="leave it out, as the model's own output is the loss; or plan again, with it",
+        )
 
 
 def dealt_out(traced: Trace, plan: Plan, tp: int) -> tuple[Trace, tuple[Block, ...]]:

@@ -23,7 +23,7 @@ import typer
 
 from autopipe import codec, files
 from autopipe.errors import AutopipeError, ModelError, PlanError
-from autopipe.plan import Plan
+from autopipe.plan import Plan, on_edits
 from autopipe.runtime import launch, voice, watchdog
 from autopipe.runtime.words import sentence
 
@@ -199,6 +199,7 @@ def explain(
 
     check_folder(html)
     loaded = Plan.load(plan)
+    say_edits(loaded)
     words.console().print(words.explain(loaded))
     if html is not None:
         files.write(words.page(loaded, plan.name), html)
@@ -257,7 +258,9 @@ def simulate(
         sketch.check(what, asked)
     for name in [what] if what is not None else SCHEDULES:
         if name.endswith(".json"):
-            timeline = sketch.of_plan(Plan.load(name))
+            loaded = Plan.load(name)
+            say_edits(loaded)
+            timeline = sketch.of_plan(loaded)
         else:
             timeline = sketch.of_schedule(name, sketch.Shape(**asked))
         print(sketch.describe(name, timeline, waits=waits, transfers=transfers), end="\n\n")
@@ -298,6 +301,8 @@ def run(
             launch.check_world(world or alone, len(loaded.mesh.places))
         if local is not None and local > 1 and world is None:
             raise typer.Exit(launch.spawn(local, sys.argv[1:]))
+        if world is None or world.rank == 0:
+            say_edits(loaded)
         _train(
             loaded,
             source,
@@ -396,6 +401,13 @@ def report(
     if trace is not None:
         say(f"{trace}: open it at https://ui.perfetto.dev")
     print(f"loss {figure(measured.losses[0])} -> {figure(measured.losses[-1])}", flush=True)
+
+
+def say_edits(plan: Plan) -> None:
+    """Say so if a plan was changed by hand."""
+    edits = on_edits(plan)
+    if edits is not None:
+        say(edits)
 
 
 def check_folder(file: Path | None) -> None:

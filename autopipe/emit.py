@@ -20,7 +20,7 @@ from pathlib import Path
 from torch import nn
 
 from autopipe import batches, codec, collectives, files, programs, proof
-from autopipe.binding import Split, check_runs, split_as_planned
+from autopipe.binding import Split, check_loss, check_runs, split_as_planned
 from autopipe.collectives import Planned
 from autopipe.errors import PlanError
 from autopipe.fake import fake_mode
@@ -62,6 +62,7 @@ def emit(
             hint="--force replaces it, with all that has been edited in it",
         )
     check_runs(plan)
+    check_loss(plan, loss)
     plan = replace(plan, source=source or plan.source)
     if plan.source is None:
         raise PlanError("plan.source: train.py is to build the model, and nobody says where it is")

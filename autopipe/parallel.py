@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from autopipe import batches, collectives, heap, programs
 from autopipe.binding import (
     Split,
+    check_loss,
     check_runs,
     dealt_out,
     split_as_planned,
@@ -73,11 +74,13 @@ def parallelize(
 
     Raises:
         LaunchError: other processes were started than the plan is for.
-        PlanError: the plan was made for another model; names the first node that differs.
+        PlanError: the plan was made for another model, whose first node that differs is named, or
+            with another loss.
         ModelError: the model cannot be captured, or a parameter is not to be had.
         ScheduleError: the programs in `emitted` would wait for each other, or are not whole.
     """
     check(plan)
+    check_loss(plan, loss)
     files = Emitted.load(emitted, plan) if emitted is not None else None
     plan = files.plan if files is not None else plan
     check_runs(plan, compiled=compile)

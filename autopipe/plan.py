@@ -4,7 +4,7 @@
     +-- what it was made for    fingerprint, trail, versions, source, inputs, reads
     +-- where it runs           cluster, mesh (rank -> coordinate -> node and device)
     +-- how a step goes         batch, schedule (programs), boundaries (window, depth), precision,
-    |                           optimizer
+    |                           optimizer, loss
     +-- what each stage does    stages: first and last node, parameters, what enters and leaves
     +-- how tensors lie         blocks, states: of all that is not replicated over tp ranks
     +-- why                     prediction (seconds, bytes), planner (bound, next best, what binds)
@@ -15,9 +15,12 @@ are the only units. `save` writes beside the file and renames, so a reader never
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from autopipe import cluster, codec
 from autopipe.cluster import Cluster
@@ -120,6 +123,10 @@ class Transfer:
     dtype: str
     peer: int
     gradient: bool
+
+    def __str__(self) -> str:
+        shape = ", ".join(map(str, self.shape))
+        return f"{self.name} {self.dtype}[{shape}]{'' if self.gradient else ' without gradient'}"
 
 
 @dataclass(frozen=True)
@@ -293,7 +300,9 @@ class Plan:
     A pipeline of `mesh.pp` ranks holds `len(stages)` stages, each rank equally many: more than one
     under the schedules interleaved and zb-v. `programs` are the lines of a schedule that the user
     has written, `rank 0: 0F0 0F1 ...`; none for a schedule that has a name. `states` and
-    `collectives` are those of what is in no block. `loss_over` is one of `LOSS_OVER`.
+    `collectives` are those of what is in no block. `loss_over` is one of `LOSS_OVER`. `loss` is
+    whether there is a loss function beside the model (null: nobody has said). `made` has a few
+    digits of each part as the planner has left it, by which `edited` finds what was changed since.
     """
 
     format: int
@@ -318,6 +327,14 @@ class Plan:
     states: tuple[Sharding, ...] = ()
     collectives: tuple[Collective, ...] = ()
     loss_over: str = ROWS
+    loss: bool | None = None
+    made: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def edited(self) -> tuple[str, ...]:
+        """Paths of the parts that were changed by hand: what is predicted is not of this plan."""
+        now = _marks(self) if self.made else {}
+        return tuple(path for path, mark in now.items() if self.made.get(path) != mark)
 
     @property
     def zero(self) -> int:
@@ -345,6 +362,38 @@ class Plan:
         plan = codec.load(cls, Path(path), root="plan", format=FORMAT)
         check(plan)
         return plan
+
+
+def signed(plan: Plan) -> Plan:
+    """A plan as its planner leaves it, which can tell later what was changed by hand."""
+    return replace(plan, made=_marks(plan))
+
+
+def on_edits(plan: Plan) -> str | None:
+    """The sentence for a plan that was changed by hand, if it was."""
+    paths = [f"plan.{path}" for path in plan.edited]
+    if not paths:
+        return None
+    *most, last = paths
+    were = f"{', '.join(most)} and {last} were" if most else f"{last} was"
+    return f"{were} changed by hand after planning: the predicted figures are of another plan"
+
+
+def _marks(plan: Plan) -> dict[str, str]:
+    """A few digits of each part that the prediction stands on, and of itself, by its path."""
+    data: Any = codec.to_json(plan)
+    parts: dict[str, Any] = {
+        f"{name}.{of}": data[name][of] for name in ("batch", "prediction") for of in data[name]
+    }
+    whole = ("inputs", "cluster", "mesh", "precision", "optimizer", "loss", "schedule", "programs")
+    parts |= {name: data[name] for name in (*whole, "blocks", "states", "collectives")}
+    for name in ("boundaries", "stages"):
+        for of in data[name][0] if data[name] else ():
+            parts[f"{name}[].{of}"] = [entry[of] for entry in data[name]]
+    return {
+        path: hashlib.blake2b(json.dumps(part).encode(), digest_size=4).hexdigest()
+        for path, part in parts.items()
+    }
 
 
 def check(plan: Plan) -> None:
@@ -411,6 +460,25 @@ def check(plan: Plan) -> None:
                         f"stages[{index}].{word}[{slot}].peer",
                         f"{side} stage",
                         str(transfer.peer),
+                    )
+    _check_transfers(plan, refuse)
+
+
+def _check_transfers(plan: Plan, refuse: Callable[[str, str, str], None]) -> None:
+    """What a stage receives is what the other one sends, and nothing is sent to nobody."""
+    for word, other in (("sends", "receives"), ("receives", "sends")):
+        for index, stage in enumerate(plan.stages):
+            for slot, transfer in enumerate(getattr(stage, word)):
+                theirs = [
+                    t
+                    for t in getattr(plan.stages[transfer.peer], other)
+                    if t.name == transfer.name and t.peer == index
+                ]
+                if theirs != [replace(transfer, peer=index)]:
+                    refuse(
+                        f"stages[{index}].{word}[{slot}]",
+                        f"what stages[{transfer.peer}].{other} has",
+                        f"{transfer} here and {theirs[0] if theirs else 'nothing'} there",
                     )
 
 

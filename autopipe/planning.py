@@ -26,7 +26,7 @@ from autopipe.garbage import resting
 from autopipe.graph import bytes_at
 from autopipe.losses import Loss
 from autopipe.machine import machine_of
-from autopipe.plan import LOSS_OVER, ROWS, ZERO, Plan
+from autopipe.plan import LOSS_OVER, ROWS, ZERO, Plan, signed
 from autopipe.planners import PLANNERS, Answer, Mesh
 from autopipe.precision import PRECISIONS
 from autopipe.probe import Say
@@ -238,7 +238,7 @@ def plan(
     besides = degrees(machine, None, graph)[0] if tp is not None else ()
     made = best_degree(tried, costed, searched, watch, [other for other in besides if other != tp])
     check_runs(made)
-    return replace(made, loss_over=loss_over)
+    return signed(replace(made, loss=loss is not None, loss_over=loss_over))
 
 
 def _summary(traced: Trace, blocks: Sequence[Block]) -> str:

@@ -1,12 +1,15 @@
 """A plan's cuts found again in a traced model, or refused with the field that is wrong."""
 
 from dataclasses import replace
+from importlib import metadata
+from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from autopipe import Plan, PlanError, ScheduleError, batches
-from autopipe.binding import Split, check_runs, split_as_planned, split_for_evaluation
+from autopipe.binding import Split, check_loss, check_runs, split_as_planned, split_for_evaluation
 from autopipe.dataflow import analyse
 from autopipe.partition import partition
 from autopipe.plan import BlockClass, Sharding, StagePlan
@@ -93,11 +96,46 @@ def test_a_plan_that_does_not_fit(plan: Plan, sentence: str) -> None:
 
 
 def test_a_plan_of_another_model() -> None:
-    """The versions, and the first node that differs."""
-    with pytest.raises(PlanError, match="First difference: dropout/dropout/0") as refused:
+    """The first node that differs; versions only if they differ."""
+    was = "plan.fingerprint: the plan was made for another model or another loss"
+    first = ". First difference: dropout/dropout/0 = "
+    with pytest.raises(PlanError) as refused:
         bound(PLAN, "dropout")
-    assert "planned with " in str(refused.value) and "here torch " in str(refused.value)
+    assert refused.value.message.startswith(f"{was}{first}")
     assert refused.value.hint == "plan again with `autopipe plan`"
+
+    versions = {"torch": "2.1.0", "sympy": metadata.version("sympy"), "gone": "7"}
+    with pytest.raises(PlanError) as refused:
+        bound(replace(PLAN, versions=versions), "dropout")
+    assert refused.value.message.startswith(
+        f"{was}, or with other versions (planned with torch 2.1.0, here {torch.__version__}; "
+        f"planned with gone 7, here none){first}"
+    )
+
+
+def test_the_loss_that_a_plan_was_made_with() -> None:
+    """Or without: nobody has to read torch's traceback to find out."""
+
+    def loss(outputs: Any, batch: Any) -> Any:
+        return outputs
+
+    check_loss(replace(PLAN, loss=True), loss)
+    check_loss(replace(PLAN, loss=False), None)
+    for given in (loss, None):
+        check_loss(replace(PLAN, loss=None), given)
+    with pytest.raises(PlanError) as refused:
+        check_loss(replace(PLAN, loss=True), None)
+    assert str(refused.value) == (
+        "plan.loss: the plan was made with a loss function, and none is given\n"
+        "hint: parallelize(model, plan, loss=loss), with the loss that plan() was given; in a "
+        "model file it is def loss(outputs, batch)"
+    )
+    with pytest.raises(PlanError) as refused:
+        check_loss(replace(PLAN, loss=False), loss)
+    assert str(refused.value) == (
+        "plan.loss: the plan was made without a loss function, and one is given\n"
+        "hint: leave it out, as the model's own output is the loss; or plan again, with it"
+    )
 
 
 # What a plan can say and this version cannot do

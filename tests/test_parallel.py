@@ -51,7 +51,12 @@ def test_inputs_of_another_model(plan: Plan) -> None:
     with pytest.raises(
         ModelError, match=r"the entries \['input_ids', 'labels'\], the plan was made"
     ):
-        autopipe.parallelize(ZOO["gpt2"].model(), plan, inputs=ZOO["gpt2"].inputs)
+        autopipe.parallelize(ZOO["gpt2"].model(), plan, inputs=ZOO["gpt2"].inputs, loss=CASE.loss)
+
+
+def test_without_the_loss_of_the_plan(plan: Plan) -> None:
+    with pytest.raises(PlanError, match="plan.loss: the plan was made with a loss function, and"):
+        autopipe.parallelize(CASE.model, plan)
 
 
 @pytest.mark.parametrize(

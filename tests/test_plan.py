@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,17 @@ from jsonschema import Draft202012Validator
 
 from autopipe import codec, schema
 from autopipe.errors import PlanError
-from autopipe.plan import FORMAT, Batch, Boundary, Plan, check
+from autopipe.plan import (
+    FORMAT,
+    Batch,
+    Boundary,
+    Plan,
+    Prediction,
+    StagePlan,
+    check,
+    on_edits,
+    signed,
+)
 from tests.plans import example_plan
 
 PLAN = example_plan()
@@ -108,6 +119,16 @@ SENT, RECEIVED = PLAN.stages[0].sends[0], PLAN.stages[1].receives[0]
             replace(PLAN, stages=()),
             "stages: expected equally many on each of 2 ranks (mesh.pp), found 0",
         ),
+        (
+            with_stage(1, receives=(replace(RECEIVED, shape=("b", 13, 32)),)),
+            "stages[0].sends[0]: expected what stages[1].receives has, found block.0/add/0 "
+            "float32[b, 12, 32] here and block.0/add/0 float32[b, 13, 32] there",
+        ),
+        (
+            with_stage(1, receives=()),
+            "stages[0].sends[0]: expected what stages[1].receives has, found block.0/add/0 "
+            "float32[b, 12, 32] here and nothing there",
+        ),
         (replace(PLAN, boundaries=()), "boundaries: expected 1, one between stages, found 0"),
         (
             changed("mesh", places=PLAN.mesh.places[:1]),
@@ -173,12 +194,71 @@ def test_the_example_agrees_with_itself() -> None:
 def test_a_rank_may_hold_several_stages() -> None:
     """Four stages on two ranks, and the boundaries between them; three stages are none for two."""
     first, last = PLAN.stages
-    between = replace(last, receives=(replace(RECEIVED, peer=0),), sends=(replace(SENT, peer=3),))
-    four = replace(PLAN, stages=(first, between, between, last), boundaries=(Boundary(2, 0),) * 3)
+
+    def between(index: int) -> StagePlan:
+        return replace(
+            last,
+            receives=(replace(RECEIVED, peer=index - 1),),
+            sends=(replace(SENT, peer=index + 1),) if index < 3 else (),
+        )
+
+    stages = (first, between(1), between(2), between(3))
+    four = replace(PLAN, stages=stages, boundaries=(Boundary(2, 0),) * 3)
     check(four)
-    three = replace(PLAN, stages=(first, between, last), boundaries=(Boundary(2, 0),) * 2)
+    three = replace(PLAN, stages=stages[:3], boundaries=(Boundary(2, 0),) * 2)
     with pytest.raises(PlanError, match="equally many on each of 2 ranks .*, found 3"):
         check(three)
+
+
+# --- what was changed by hand
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda plan: plan, None),
+        (lambda plan: replace(plan, source="elsewhere.py"), None),
+        (
+            lambda plan: replace(plan, batch=Batch(8, 4)),
+            "plan.batch.micro_batches was changed by hand after planning: the predicted figures "
+            "are of another plan",
+        ),
+        (
+            lambda plan: replace(plan, precision="bf16", schedule="gpipe"),
+            "plan.precision and plan.schedule were changed by hand after planning: the predicted "
+            "figures are of another plan",
+        ),
+        (
+            lambda plan: replace(plan, boundaries=(Boundary(1, 0),)),
+            "plan.boundaries[].window was changed by hand after planning: the predicted figures "
+            "are of another plan",
+        ),
+        (
+            lambda plan: replace(
+                plan, stages=tuple(replace(s, zero=1, recompute=("h.0",)) for s in plan.stages)
+            ),
+            "plan.stages[].recompute and plan.stages[].zero were changed by hand after planning: "
+            "the predicted figures are of another plan",
+        ),
+        (
+            lambda plan: replace(plan, prediction=Prediction(1e-9, plan.prediction.bubble)),
+            "plan.prediction.step_seconds was changed by hand after planning: the predicted "
+            "figures are of another plan",
+        ),
+    ],
+)
+def test_a_plan_that_was_changed_by_hand(
+    change: Callable[[Plan], Plan], sentence: str | None, tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.json"
+    signed(replace(PLAN, batch=Batch(8, 2))).save(path)
+    change(Plan.load(path)).save(path)
+    assert on_edits(Plan.load(path)) == sentence
+
+
+def test_who_has_not_signed_a_plan_is_not_asked() -> None:
+    """Plans of earlier versions."""
+    assert on_edits(PLAN) is None
 
 
 def test_a_written_schedule_comes_back_with_the_plan(tmp_path: Path) -> None:
