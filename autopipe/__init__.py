@@ -3,14 +3,16 @@
 plan = autopipe.plan(model, inputs, cluster="local:4")
 pipe = autopipe.parallelize(model, plan)
 loss = pipe.step(batch)
+
+Nothing is loaded before it is asked for: a plan is read and drawn without torch.
 """
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from autopipe.garbage import loading
-
-with loading():
+if TYPE_CHECKING:
     from autopipe.errors import (
         AutopipeError,
         CaptureError,
@@ -20,28 +22,59 @@ with loading():
         PlanError,
         ScheduleError,
     )
-    from autopipe.plan import Plan
-    from autopipe.planning import plan
-
-if TYPE_CHECKING:
     from autopipe.formulas import Formulas, cost_formulas
     from autopipe.losses import SumCount
     from autopipe.parallel import parallelize
+    from autopipe.plan import Plan
+    from autopipe.planning import plan
     from autopipe.runtime.pipe import Pipe
 else:
-    _LATER = {
+    _HOMES = {
+        "AutopipeError": "autopipe.errors",
+        "CaptureError": "autopipe.errors",
         "Formulas": "autopipe.formulas",
+        "InfeasibleError": "autopipe.errors",
+        "LaunchError": "autopipe.errors",
+        "ModelError": "autopipe.errors",
         "Pipe": "autopipe.runtime.pipe",
+        "Plan": "autopipe.plan",
+        "PlanError": "autopipe.errors",
+        "ScheduleError": "autopipe.errors",
         "SumCount": "autopipe.losses",
         "cost_formulas": "autopipe.formulas",
         "parallelize": "autopipe.parallel",
     }
 
+    def _load(module: str, name: str) -> Any:
+        from autopipe.garbage import loading
+
+        with loading():
+            return getattr(import_module(module), name)
+
     def __getattr__(name: str) -> Any:
-        """Load what nobody needs to plan when it is asked for."""
-        if name not in _LATER:
+        if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(_LATER[name]), name)
+        value = globals()[name] = _load(_HOMES[name], name)
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
+
+    class _Package(ModuleType):
+        """This module: its `plan` is the function, though there is a module of that name too.
+
+        The import system sets the module autopipe.plan as an attribute, whenever that is loaded.
+        """
+
+        @property
+        def plan(self) -> Any:
+            return _load("autopipe.planning", "plan")
+
+        @plan.setter
+        def plan(self, module: ModuleType) -> None:
+            """Stays the function."""
+
+    sys.modules[__name__].__class__ = _Package
 
 
 __all__ = [

@@ -1,7 +1,5 @@
 """`python -m autopipe`, and what `torchrun -m autopipe` starts."""
 
-import gc
-
 from autopipe import cli, garbage
 
 __all__ = ["main"]
@@ -9,7 +7,7 @@ __all__ = ["main"]
 
 def main() -> None:
     """The command line; a command that has said so ends without taking apart what it has built."""
-    gc.freeze()  # modules live to the end: no search for cycles is to look through them
+    garbage.in_a_program()
     try:
         cli.main()
     except SystemExit as left:

@@ -16,10 +16,10 @@ import torch
 
 from autopipe import fingerprint, programs
 from autopipe.blocks import Block, find_blocks
-from autopipe.capture import Loss
 from autopipe.dataflow import analyse
 from autopipe.errors import PlanError
 from autopipe.graph import Graph, Ref
+from autopipe.losses import Loss
 from autopipe.partition import Stage, partition
 from autopipe.placed import read_back
 from autopipe.plan import Plan

@@ -8,13 +8,12 @@ seconds of a sum        ring all-reduce of a stage's gradients over dp ranks, an
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-
-import sympy
 
 from autopipe import cluster, programs, simulate
 from autopipe.communication import Topology, gradient_sum, slowest
@@ -102,9 +101,24 @@ def pipeline(plan: Plan, *, held: Sequence[int], room: Sequence[int]) -> Pipelin
 
 def transfer_bytes(transfer: Transfer, rows: int) -> int:
     """Bytes of a crossing tensor of a micro-batch of `rows` rows."""
-    elements = sympy.prod([sympy.sympify(dim) for dim in transfer.shape])
     bits = _BITS.get(transfer.dtype) or int(re.findall(r"\d+", transfer.dtype)[0])
-    return int(sympy.sympify(elements).subs("b", rows)) * bits // 8
+    return _elements(transfer.shape, rows) * bits // 8
+
+
+def _elements(shape: Sequence[int | str], rows: int) -> int:
+    """The product of dims that are expressions in b; nearly all are numbers, `b` or `12*b`."""
+    found = [_MULTIPLE.fullmatch(str(dim)) for dim in shape]
+    if all(found):
+        return math.prod(
+            int(dim["factor"] or 1) * (rows if dim["b"] else 1) for dim in found if dim
+        )
+    import sympy  # half a second, which a plan that is only looked at can be spared
+
+    product = sympy.prod([sympy.sympify(dim) for dim in shape])
+    return int(sympy.sympify(product).subs("b", rows))
+
+
+_MULTIPLE = re.compile(r"(?P<factor>\d+)?(?:(?<=\d)\*)?(?P<b>b)?(?<=.)")
 
 
 def devices(plan: Plan) -> list[int]:

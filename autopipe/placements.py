@@ -40,9 +40,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-import sympy
+if TYPE_CHECKING:
+    import sympy
 
 BIG = 1_000_003
 """Stands for the rows of a micro-batch; a prime, and larger than any other factor of a size."""
@@ -136,7 +137,11 @@ def local_size(
     """What a rank has of a dim."""
     if segments == 1 and isinstance(size, int):
         return part(size, ranks, rank)[1]
-    return size // ranks if isinstance(size, int) else sympy.expand(size / ranks)
+    if isinstance(size, int):
+        return size // ranks
+    import sympy  # half a second, which a plan that is only looked at can be spared
+
+    return sympy.expand(size / ranks)
 
 
 def through_view(

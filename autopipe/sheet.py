@@ -7,9 +7,12 @@ blocks.0 to 5, each of 6: 7.1MB of parameters
 
 from __future__ import annotations
 
+from dataclasses import fields
+from typing import Any
+
 import sympy
 
-from autopipe.formulas import Formulas, Part
+from autopipe.formulas import Amounts, Formulas, Part
 from autopipe.graph import BATCH, SEQUENCE, Dim
 
 LEAST = 1e-3
@@ -31,6 +34,21 @@ def sheet(found: Formulas) -> str:
     for part in (*found.parts, Part("the whole", 1, found.total)):
         lines += _lines(part, length)
     return "\n".join(lines)
+
+
+def as_data(found: Formulas) -> dict[str, Any]:
+    """The same for a program: formulas in b and s as text in the syntax of Python."""
+    rows = [{"name": p.name, "count": p.count, "each": _texts(p.each)} for p in found.parts]
+    return {
+        "longest": found.longest,
+        "why_no_sequence": found.why or None,
+        "parts": rows,
+        "total": _texts(found.total),
+    }
+
+
+def _texts(amounts: Amounts) -> dict[str, str]:
+    return {field.name: str(getattr(amounts, field.name)) for field in fields(amounts)}
 
 
 def _lines(part: Part, length: int) -> list[str]:

@@ -20,15 +20,15 @@ DOORS = {  # Python API, command line
     *("__init__", "__main__", "candidate", "choosing", "cli", "draft", "parallel", "planning"),
     "second_look",
 }
-VALUES = {  # plain values and arithmetic: a plan is made, read, drawn and proved without torch
+# Plain values and arithmetic: a plan is made, read, drawn and proved without torch.
+VALUES = {
     f"autopipe.{name}"
-    for name in (
-        *("ahead", "cluster", "codec", "communication", "errors", "estimate", "explain", "files"),
-        *("footprint", "forecast", "law", "machine", "megatron", "numbers", "perfetto", "picture"),
-        *("placements", "plan", "presets", "problem", "programs", "proof", "reruns"),
-        *("roofline", "rules", "schedule", "schedules", "schema", "simulate", "sketch", "spec"),
-        *("stage_costs", "tables", "teams", "tracks", "traffic", "transfers", "walk", "written"),
-    )
+    for name in """
+        ahead cluster codec communication errors estimate explain figures files footprint
+        forecast law machine megatron numbers perfetto picture placements plan presets problem
+        programs progress proof reruns roofline rules schedule schedules schema simulate
+        sketch spec stage_costs tables teams tracks traffic transfers walk written
+    """.split()
 }
 
 

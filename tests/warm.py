@@ -46,7 +46,10 @@ ROOT = Path(__file__).parent.parent
 LINUX = sys.platform == "linux"
 """Elsewhere what is started starts as everything does."""
 
-LOADED = ("autopipe.cli", "autopipe.runtime.train", "pytest", "tests.pipes", "torch._dynamo")
+LOADED = (
+    *("autopipe.cli", "autopipe.parallel", "autopipe.planning", "autopipe.runtime.train"),
+    *("pytest", "tests.pipes", "torch._dynamo"),
+)
 """What ranks import, and all that these import; torch loads the last with the first optimizer."""
 
 _MOST = 1 << 17  # bytes of a request: a command line and an environment

@@ -1,0 +1,185 @@
+"""Long work on a person's screen: bars on a terminal, lines anywhere else.
+
+    measuring ━━━━━━━━━╸━━━━━━━━━━━━ 5 of 12 0:00:06 0:00:08     bars: parts, time so far, and left
+    measuring: 5 of 12, 6 s so far, about 8 s left               lines
+
+Nothing is said of what ends soon. A thread draws, since nobody knows when the work comes by next;
+it is a daemon, which `autopipe.aside` lets be when it forks, and the copy draws nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from autopipe.cli.console import say
+from autopipe.progress import Done, shown
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.progress import Progress, TaskID
+
+SOON_SECONDS = 2.0
+"""What ends within them has no line; a bar comes up after a quarter of them."""
+
+AGAIN_SECONDS = 5.0
+"""Between two lines."""
+
+
+@contextmanager
+def showing() -> Iterator[None]:
+    """Phases in the block are shown to whoever has started this process; of ranks by the first."""
+    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0":
+        yield
+        return
+    by = Bars() if sys.stderr.isatty() else Lines()
+    try:
+        with shown(by):
+            yield
+    finally:
+        by.close()
+
+
+@dataclass
+class _Phase:
+    name: str
+    of: int | None
+    parts: int = 0
+    begun: float = field(default_factory=time.monotonic)
+
+    def line(self, now: float) -> str:
+        """`measuring: 5 of 12, 6 s so far, about 8 s left`."""
+        taken = now - self.begun
+        said = [f"{self.parts} of {self.of}"] if self.of else []
+        said.append(f"{taken:.0f} s so far")
+        if self.of and 0 < self.parts < self.of:
+            said.append(f"about {taken / self.parts * (self.of - self.parts):.0f} s left")
+        return f"{self.name}: {', '.join(said)}"
+
+
+class Lines:
+    """A line after two seconds and one every five from then on, of the innermost long phase."""
+
+    def __init__(self) -> None:
+        self._owner = os.getpid()
+        self._phases: list[_Phase] = []
+        self._last = -AGAIN_SECONDS
+        self._thread: threading.Thread | None = None
+        self._closed = threading.Event()
+
+    def begin(self, name: str, of: int | None) -> Done:
+        """As `Shows` has it."""
+        if os.getpid() != self._owner:
+            return _nothing
+        begun = _Phase(name, of)
+        self._phases.append(begun)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._tell, daemon=True)
+            self._thread.start()
+
+        def done(parts: int = 1) -> None:
+            begun.parts += parts
+
+        return done
+
+    def end(self, name: str) -> None:
+        """As `Shows` has it."""
+        if os.getpid() == self._owner:
+            self._phases.pop()
+
+    def close(self) -> None:
+        """No further line."""
+        self._closed.set()
+        if self._thread is not None and os.getpid() == self._owner:
+            self._thread.join()
+
+    def _tell(self) -> None:
+        while not self._closed.wait(SOON_SECONDS / 8):
+            now = time.monotonic()
+            long = [phase for phase in self._phases if now - phase.begun >= SOON_SECONDS]
+            if long and now - self._last >= AGAIN_SECONDS:
+                self._last = now
+                say(long[-1].line(now))
+
+
+class Bars:
+    """A bar for each phase, those inside others below them; gone when the phase is."""
+
+    def __init__(self) -> None:
+        self._owner = os.getpid()
+        self._progress: Progress | None = None
+        self._tasks: list[TaskID] = []
+
+    def begin(self, name: str, of: int | None) -> Done:
+        """As `Shows` has it."""
+        if os.getpid() != self._owner:
+            return _nothing
+        if self._progress is None:
+            self._progress = _progress()
+        progress = self._progress
+        if not self._tasks:
+            progress.start()
+        task = progress.add_task(name, total=of)
+        self._tasks.append(task)
+
+        def done(parts: int = 1) -> None:
+            if os.getpid() == self._owner:
+                progress.advance(task, parts)
+
+        return done
+
+    def end(self, name: str) -> None:
+        """As `Shows` has it."""
+        if self._progress is None or os.getpid() != self._owner:
+            return
+        self._progress.remove_task(self._tasks.pop())
+        if not self._tasks:
+            self._progress.stop()
+
+    def close(self) -> None:
+        """The screen is as it was."""
+        if self._progress is not None and os.getpid() == self._owner:
+            self._progress.stop()
+
+
+def _progress() -> Progress:
+    from rich import progress
+    from rich.console import Console
+    from rich.text import Text
+
+    class Late(progress.Progress):
+        """Shows what has gone on for a while."""
+
+        def get_renderables(self) -> Iterable[RenderableType]:
+            late = [task for task in self.tasks if (task.elapsed or 0) >= SOON_SECONDS / 4]
+            if late:
+                yield self.make_tasks_table(late)
+
+    class Parts(progress.ProgressColumn):
+        """`5 of 12`, where that is known."""
+
+        def render(self, task: progress.Task) -> Text:
+            return Text(f"{task.completed:.0f} of {task.total:.0f}" if task.total else "")
+
+    return Late(
+        progress.SpinnerColumn(),
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        Parts(),
+        progress.TimeElapsedColumn(),
+        progress.TimeRemainingColumn(),
+        console=Console(stderr=True),
+        refresh_per_second=5,
+        transient=True,
+        redirect_stdout=sys.stdout.isatty(),
+    )
+
+
+def _nothing(parts: int = 1) -> None:
+    """In a copy of this process nobody looks."""

@@ -1,0 +1,131 @@
+"""The table of commands: what each is for, an example, and the options that all of them have."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import typing
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from typer.core import TyperGroup
+
+from autopipe.cli import bars, console, libraries
+from autopipe.errors import AutopipeError
+
+Command = TypeVar("Command", bound=Callable[..., None])
+
+ModelArgument = Annotated[str, typer.Argument(help="model.py, or package.module:factory")]
+PlanArgument = Annotated[Path, typer.Argument(help="a plan file, as `autopipe plan` writes it")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout instead of text.")]
+
+_Debug = Annotated[
+    bool, typer.Option("--debug", help="Show where in the code an error or a warning arose.")
+]
+_Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No talk on stderr but errors.")]
+
+EXAMPLES: dict[str, str] = {}
+"""A line to type, by command, in the order of use."""
+
+FUNCTIONS: dict[str, Callable[..., None]] = {}
+"""What each command runs."""
+
+_MEANT = {
+    **dict.fromkeys(("train", "start", "launch", "execute"), "run"),
+    **dict.fromkeys(("split", "search", "auto", "optimize", "partition"), "plan"),
+    **dict.fromkeys(("show", "view", "print", "why"), "explain"),
+    **dict.fromkeys(("new", "create", "template"), "init"),
+    **dict.fromkeys(("draw", "schedule", "timeline"), "simulate"),
+    **dict.fromkeys(("export", "write", "codegen"), "emit"),
+    **dict.fromkeys(("measure", "benchmark", "bench"), "probe"),
+    **dict.fromkeys(("graph", "capture"), "trace"),
+}
+"""What people type for a command that has another name here."""
+
+
+class _Table(TyperGroup):
+    """All commands, each with its example; a word that is none is answered with the one meant."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands, in the order of use"):
+            for name, example in EXAMPLES.items():
+                what = (FUNCTIONS[name].__doc__ or "").partition("\n")[0]
+                formatter.write(f"  {name:9} {what}\n{'':12}$ {example}\n")
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name = args[0]
+        if not name.startswith("-") and self.get_command(ctx, name) is None:
+            raise unknown_command(name, self.list_commands(ctx))
+        return super().resolve_command(ctx, args)
+
+
+def unknown_command(name: str, known: list[str]) -> AutopipeError:
+    """There is no such command; perhaps another one is meant."""
+    near = difflib.get_close_matches(name, known, 1, cutoff=0.6)
+    meant = _MEANT.get(name.lower()) or (near[0] if near else None)
+    every = f"the commands are {', '.join(known)}"
+    if meant is None:
+        return AutopipeError(f"there is no command {name!r}", hint=every)
+    return AutopipeError(f"there is no command {name!r}", hint=f"{EXAMPLES[meant]}; {every}")
+
+
+app = typer.Typer(
+    cls=_Table,
+    no_args_is_help=True,
+    rich_markup_mode=None,  # rich takes half of the time that --help may take
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"], "max_content_width": 100},
+)
+
+
+def command(example: str, *, more: str | None = None) -> Callable[[Command], Command]:
+    """Make a function a command; its docstring is what `--help` says.
+
+    Args:
+        example: a line to type.
+        more: what `--help` says below its options.
+    """
+
+    def of(function: Command) -> Command:
+        EXAMPLES[function.__name__], FUNCTIONS[function.__name__] = example, function
+        app.command(epilog=more)(with_talk(function))
+        return function
+
+    return of
+
+
+def with_talk(function: Callable[..., None]) -> Callable[..., None]:
+    """The function with `--debug` and `--quiet`: what it says, shows and warns of heeds them."""
+
+    @functools.wraps(function)
+    def told(*args: Any, debug: bool = False, quiet: bool = False, **kwargs: Any) -> None:
+        console.ask(debug=debug, quiet=quiet)
+        with ExitStack() as block:
+            if not console.debug():
+                block.enter_context(libraries.hushed())
+            if not console.quiet():
+                block.enter_context(bars.showing())
+            try:
+                function(*args, **kwargs)
+            except KeyboardInterrupt as error:
+                from autopipe.runtime import watchdog
+
+                watchdog.verdict(error)  # the other ranks learn who has ended
+                raise typer.Exit(130) from None
+
+    own, hints = inspect.signature(function), typing.get_type_hints(function, include_extras=True)
+    parameters = [
+        *(of.replace(annotation=hints[name]) for name, of in own.parameters.items()),
+        *(
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=hint)
+            for name, hint in (("quiet", _Quiet), ("debug", _Debug))
+        ),
+    ]
+    told.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    told.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    del told.__wrapped__  # hints would be sought there
+    return told

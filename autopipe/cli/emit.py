@@ -1,0 +1,36 @@
+"""`autopipe emit`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from autopipe.cli.commands import PlanArgument, command
+from autopipe.cli.console import say
+from autopipe.cli.paths import found, relative
+from autopipe.garbage import loading
+
+
+@command("autopipe emit plan.json -o out")
+def emit(
+    plan: PlanArgument,
+    output: Annotated[Path, typer.Option("-o", "--output", help="The folder to write.")],
+    force: Annotated[bool, typer.Option("--force", help="Replace the folder, whole.")] = False,
+    model: Annotated[str | None, typer.Option(help="The model file, if it has moved.")] = None,
+) -> None:
+    """Write what a plan runs as Python to read, edit and run: stages, programs, train.py."""
+    with loading():
+        from autopipe import modelfile
+        from autopipe.emit import emit as write
+        from autopipe.plan import Plan
+
+    loaded = Plan.load(plan)
+    source = model or found(loaded, plan, "emit")
+    file = modelfile.load(source)
+    there = relative(source, output.resolve())
+    write(file.model, loaded, output, loss=file.loss, source=there, force=force)
+    processes = len(loaded.mesh.places)
+    say(f"run it: torchrun --nproc-per-node {processes} {output / 'train.py'}")
+    print(output)

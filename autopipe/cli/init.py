@@ -1,0 +1,32 @@
+"""`autopipe init`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from autopipe import files
+from autopipe.cli.commands import command
+from autopipe.cli.console import say
+from autopipe.cli.contract import CONTRACT, template
+from autopipe.cli.paths import check_folder
+from autopipe.errors import AutopipeError
+
+
+@command("autopipe init model.py", more=CONTRACT)
+def init(
+    file: Annotated[Path, typer.Argument(help="the file to write")] = Path("model.py"),
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+) -> None:
+    """Write a model file to begin with, every part explained."""
+    if file.exists() and not force:
+        raise AutopipeError(
+            f"{file} is there already",
+            hint="another name, or --force, which replaces it",
+        )
+    check_folder(file)
+    files.write(template(file.name), file)
+    say(f"next: autopipe plan {file}")
+    print(file)

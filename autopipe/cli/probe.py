@@ -1,0 +1,40 @@
+"""`autopipe probe`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from autopipe.cli.commands import Json, command
+from autopipe.cli.console import say
+
+
+@command("autopipe probe -o machine.json")
+def probe(
+    processes: Annotated[
+        int | None,
+        typer.Option(min=1, help="How many processes measure at once, as many as are to run."),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", help="Write a cluster file, for `plan --cluster FILE`."),
+    ] = None,
+    again: Annotated[bool, typer.Option(help="Measure even if there is a record.")] = False,
+    json: Json = False,
+) -> None:
+    """Measure this machine: what a cluster file holds.
+
+    What is printed is JSON without --output in any case; with both, it is printed as well.
+    """
+    from autopipe import codec
+    from autopipe.probe import local_cluster, local_processes
+
+    found = local_cluster(processes or local_processes(), say, again=again)
+    if output is not None:
+        codec.save(found, output)
+    if output is None or json:
+        print(codec.dumps(found), end="")
+    else:
+        print(output)

@@ -1,0 +1,134 @@
+"""`autopipe run`, and how it tells what it has measured."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from autopipe.cli import console
+from autopipe.cli.commands import PlanArgument, command
+from autopipe.cli.console import say
+from autopipe.cli.paths import check_folder, found, say_edits
+from autopipe.garbage import loading
+
+if TYPE_CHECKING:  # it imports torch, which most commands have no use for
+    from autopipe.plan import Plan
+    from autopipe.runtime.train import Measured
+
+
+@command("autopipe run plan.json --local 4")
+def run(
+    plan: PlanArgument,
+    local: Annotated[
+        int | None, typer.Option(min=1, help="Start so many processes on this machine.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps to train; as long as the batches last.")
+    ] = None,
+    epochs: Annotated[
+        int | None, typer.Option(min=1, help="Times to go through the batches; once.")
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(help="Seed of the weights, the dropout and the batches.")
+    ] = 0,
+    weights: Annotated[Path | None, typer.Option(help="A checkpoint to start from.")] = None,
+    model: Annotated[str | None, typer.Option(help="The model file, if it has moved.")] = None,
+    compile: Annotated[
+        bool, typer.Option("--compile", help="Run stages through torch.compile.")
+    ] = False,
+    offload: Annotated[
+        bool, typer.Option("--offload", help="Keep shards of ZeRO-3 in the host's memory.")
+    ] = False,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write what every rank did when, for ui.perfetto.dev.")
+    ] = None,
+    log_every: Annotated[
+        int | None, typer.Option(min=1, help="Say the loss every so many steps.")
+    ] = None,
+    keep_going: Annotated[
+        bool, typer.Option("--keep-going", help="Go on even if the loss is nan or infinite.")
+    ] = False,
+) -> None:
+    """Train as planned: under torchrun, under srun, or with --local N processes started here."""
+    from autopipe.plan import Plan
+    from autopipe.runtime import launch, voice
+
+    world = launch.world_from(os.environ)
+    with voice.one_voice(world, debug=console.debug()):
+        loaded = Plan.load(plan)
+        check_folder(trace)
+        source = model or found(loaded, plan, "run")
+        if local is not None:
+            launch.check_world(launch.World(0, local, 0, local, 0, "", 0), len(loaded.mesh.places))
+        elif world is not None or len(loaded.mesh.places) > 1:
+            alone = launch.World(0, 1, 0, 1, 0, "", 0)
+            launch.check_world(world or alone, len(loaded.mesh.places))
+        if local is not None and local > 1 and world is None:
+            raise typer.Exit(launch.spawn(local, sys.argv[1:]))
+        if world is None or world.rank == 0:
+            say_edits(loaded)
+        _train(
+            loaded,
+            source,
+            {"seed": seed, "weights": weights, "compile": compile, "offload": offload},
+            steps,
+            seed,
+            trace,
+            epochs=epochs,
+            log_every=log_every,
+            quiet=console.quiet(),
+            keep_going=keep_going,
+        )
+
+
+def _train(
+    plan: Plan,
+    source: str,
+    made: dict[str, Any],
+    steps: int | None,
+    seed: int,
+    trace: Path | None,
+    **how: Any,
+) -> None:
+    """Train; `made` are options of `parallelize`, `how` those of `train`."""
+    with loading():
+        from autopipe import modelfile
+        from autopipe.parallel import parallelize
+        from autopipe.runtime.train import train
+
+    file = modelfile.load(source)
+    pipe = parallelize(file.model, plan, loss=file.loss, **made)
+    if pipe.place.rank == 0:
+        for line in file.since_planning(plan):
+            say(line)
+    measured = train(pipe, file, steps, seed, say, trace, **how)
+    if pipe.place.rank == 0:
+        report(plan, measured, source, trace, quiet=how["quiet"])
+
+
+def report(
+    plan: Plan, measured: Measured, source: str, trace: Path | None = None, *, quiet: bool = False
+) -> None:
+    """Say what a run has measured, beside what was planned, and print its losses."""
+    from autopipe import explain as words
+    from autopipe.runtime.train import figure
+
+    if not measured.stages:
+        say(f"{source}: batches({plan.batch.rows}) gave no batch, so there was no step")
+        return
+    if not quiet:
+        table = words.compare(
+            [stage.predicted for stage in plan.stages],
+            measured.stages,
+            plan.prediction.step_seconds,
+            measured.step_seconds,
+            measured.bubbles,
+        )
+        words.console().print(table)
+    if trace is not None:
+        say(f"{trace}: open it at https://ui.perfetto.dev")
+    print(f"loss {figure(measured.losses[0])} -> {figure(measured.losses[-1])}", flush=True)

@@ -1,0 +1,103 @@
+"""`autopipe simulate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from autopipe.cli import console
+from autopipe.cli.commands import Json, command
+from autopipe.cli.paths import check_folder, say_edits
+from autopipe.errors import AutopipeError
+
+
+@command("autopipe simulate 1f1b --ranks 4 --micro-batches 8")
+def simulate(
+    what: Annotated[
+        str | None,
+        typer.Argument(help="a plan, a schedule's name or its file; without it every schedule"),
+    ] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Ranks of the pipeline; 4.")] = None,
+    micro_batches: Annotated[
+        int | None, typer.Option(min=1, help="Equal parts of a step's batch; 8.")
+    ] = None,
+    chunks: Annotated[
+        int | None, typer.Option(min=2, help="Stages on each rank, of interleaved; 2.")
+    ] = None,
+    forward: Annotated[
+        float | None,
+        typer.Option(min=0, max=1e9, help="Time of a micro-batch's forward on a rank; 1."),
+    ] = None,
+    backward: Annotated[
+        float | None, typer.Option(min=0, max=1e9, help="Time of its backward; 2.")
+    ] = None,
+    latency: Annotated[
+        float | None,
+        typer.Option(min=0, max=1e9, help="Time of a transfer between ranks, one way; 0."),
+    ] = None,
+    wire: Annotated[
+        float | None,
+        typer.Option(min=0, max=1e9, help="Time for which a transfer keeps its link; 0."),
+    ] = None,
+    window: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Micro-batches that a rank lets its sender send ahead of need; 2."
+        ),
+    ] = None,
+    depth: Annotated[
+        int | None,
+        typer.Option(min=0, help="Micro-batches under way beyond 1f1b's, of eager-1f1b; 1."),
+    ] = None,
+    waits: Annotated[bool, typer.Option("--waits", help="Draw waits, as dots.")] = False,
+    transfers: Annotated[bool, typer.Option("--transfers", help="Draw transfers.")] = False,
+    svg: Annotated[Path | None, typer.Option(help="Write a picture to this file, too.")] = None,
+    json: Json = False,
+) -> None:
+    """Draw a step, proved and timed by its longest path; of a plan, the one it predicts.
+
+    Times are in whatever unit one likes; those of a plan are seconds. --json gives `steps`, one for
+    each schedule: seconds, bubble, of every rank the spans with their start and end, and transfers.
+    """
+    shape = {
+        "ranks": ranks,
+        "micro_batches": micro_batches,
+        "chunks": chunks,
+        "forward": forward,
+        "backward": backward,
+        "latency": latency,
+        "wire": wire,
+        "window": window,
+        "depth": depth,
+    }
+    from autopipe import figures, files, picture, sketch
+    from autopipe.plan import Plan
+    from autopipe.schedules import SCHEDULES
+
+    asked: dict[str, Any] = {name: value for name, value in shape.items() if value is not None}
+    if svg is not None and what is None:
+        raise AutopipeError(
+            "--svg makes one picture, and no schedule was named",
+            hint=f"autopipe simulate 1f1b --svg {svg}",
+        )
+    check_folder(svg)
+    if what is not None:
+        sketch.check(what, asked)
+    steps: list[dict[str, Any]] = []
+    for name in [what] if what is not None else SCHEDULES:
+        if name.endswith(".json"):
+            loaded = Plan.load(name)
+            say_edits(loaded)
+            timeline = sketch.of_plan(loaded)
+        else:
+            timeline = sketch.of_schedule(name, sketch.Shape(**asked))
+        if json:
+            steps.append(figures.of_timeline(name, timeline))
+        else:
+            print(sketch.describe(name, timeline, waits=waits, transfers=transfers), end="\n\n")
+        if svg is not None:
+            files.write(picture.svg(timeline, Path(name).name), svg)
+    if json:
+        console.show({"steps": steps})

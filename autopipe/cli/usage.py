@@ -1,0 +1,100 @@
+"""What the parser of the command line refuses, as sentences like all others.
+
+--pp 0           --pp: expected a whole number of at least 1, found '0'
+--frob           there is no option '--frob'
+(no argument)    MODEL is missing: model.py, or package.module:factory
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import typing
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from autopipe.errors import AutopipeError
+
+UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+"""The parser's own, of which typer names only this one child."""
+
+_KINDS = {int: "a whole number", float: "a number", Path: "a path", str: "a word"}
+
+
+def sentence(
+    error: Any, name: str, argv: Sequence[str], function: Callable[..., None] | None, example: str
+) -> AutopipeError:
+    """What was asked, what was found, and what to type instead.
+
+    Args:
+        error: a `UsageError`.
+        name: the command's: `autopipe plan`.
+        argv: the command line.
+        function: of the command; its hints say what its options take.
+        example: a line that is right.
+    """
+    context = getattr(error, "ctx", None)
+    every = f"`{name} --help` lists all options"
+    parameter = getattr(error, "param", None)
+    option = getattr(error, "option_name", None)
+    if parameter is not None and parameter.param_type_name == "argument":
+        asked = f": {parameter.help}" if getattr(parameter, "help", None) else ""
+        return AutopipeError(f"{parameter.name.upper()} is missing{asked}", hint=example)
+    if parameter is not None:
+        named = max(parameter.opts, key=len)
+        found = _given(parameter.opts, argv)
+        expected = _expected(function, parameter.name)
+        if found is None or expected is None:
+            return AutopipeError(f"{named}: {_plain(error.message)}", hint=every)
+        return AutopipeError(f"{named}: expected {expected}, found {found!r}", hint=every)
+    if option is not None and type(error).__name__ == "NoSuchOption":
+        known = [] if context is None else [o for p in context.command.params for o in p.opts]
+        near = difflib.get_close_matches(option, known, 1)
+        meant = f"is it {near[0]}? " if near else ""
+        return AutopipeError(f"there is no option {option!r}", hint=f"{meant}{every}")
+    if option is not None and " requires " in error.message:
+        return AutopipeError(f"{option} stands without its value", hint=every)
+    many = re.search(r"unexpected extra arguments?(?:\(s\))? \((?P<words>.*)\)", error.message)
+    what = f"one argument too many: {many['words']}" if many else _plain(error.message)
+    return AutopipeError(what, hint=f"{example}; {every}")
+
+
+def _plain(message: str) -> str:
+    """In the middle of a sentence: `Got unexpected extra argument (x)` without its capital."""
+    return (message[:1].lower() + message[1:]).rstrip(".")
+
+
+def _given(names: Sequence[str], argv: Sequence[str]) -> str | None:
+    """What stands behind an option."""
+    for here, following in zip(argv, [*argv[1:], None], strict=True):
+        if here in names:
+            return following
+        for name in names:
+            if here.startswith(f"{name}="):
+                return here.removeprefix(f"{name}=")
+    return None
+
+
+def _expected(function: Callable[..., None] | None, name: str) -> str | None:
+    """`a whole number of at least 1`, as the function's own hint of that argument says."""
+    hint = typing.get_type_hints(function, include_extras=True).get(name) if function else None
+    if hint is None:
+        return None
+    kinds = [kind for kind in _KINDS if kind in _parts(hint)]
+    if not kinds:
+        return None
+    infos = getattr(hint, "__metadata__", ())
+    low = next((info.min for info in infos if getattr(info, "min", None) is not None), None)
+    high = next((info.max for info in infos if getattr(info, "max", None) is not None), None)
+    limits = f" of at least {low:g}" if low is not None else ""
+    limits += f" and at most {high:g}" if high is not None else ""
+    return _KINDS[kinds[0]] + limits
+
+
+def _parts(hint: Any) -> set[Any]:
+    """All types in a hint: `Annotated[int | None, ...]` has int."""
+    inner = [arg for arg in typing.get_args(hint) if isinstance(arg, type) or typing.get_args(arg)]
+    return {hint, *inner, *(part for arg in inner for part in _parts(arg))}
