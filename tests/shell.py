@@ -124,7 +124,7 @@ class Shell:
             raise SystemExit(0)
         gc.enable()  # this process does not end with the command
         said = self._capture.readouterr()
-        return Said(int(ended.value.code or 0), said.out, said.err)
+        return Said(int(ended.value.code or 0), said.out, _talk(said.err))
 
     def files(self) -> list[str]:
         """What lies in the folder; the import system's cache is Python's own."""
@@ -147,14 +147,14 @@ def start(
 
 def end(process: subprocess.Popen[str]) -> Said:
     out, err = process.communicate(timeout=60)
-    return Said(process.returncode, out, err)
+    return Said(process.returncode, out, _talk(err))
 
 
 def ranks(processes: int, *argv: str, folder: Path) -> Said:
     """`python ARGV` as so many ranks, with the environment that torchrun and `--local` give."""
     with TemporaryFile("w+") as out, TemporaryFile("w+") as err:
         code = warm.spawn(processes, argv, folder, out.fileno(), err.fileno())
-        return Said(code, _text(out), _text(err))
+        return Said(code, _text(out), _talk(_text(err)))
 
 
 def rank(*argv: str, folder: Path, environ: dict[str, str]) -> Callable[[], Said]:
@@ -168,9 +168,14 @@ def rank(*argv: str, folder: Path, environ: dict[str, str]) -> Callable[[], Said
 
     def ended() -> Said:
         with out, err:
-            return Said(process.wait(timeout=60), _text(out), _text(err))
+            return Said(process.wait(timeout=60), _text(out), _talk(_text(err)))
 
     return ended
+
+
+def _talk(err: str) -> str:
+    """What was said, without how far it has come: that depends on how busy this machine is."""
+    return re.sub(r"^.* s so far.*\n", "", err, flags=re.MULTILINE)
 
 
 def _text(file: IO[str]) -> str:

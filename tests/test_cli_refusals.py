@@ -202,7 +202,7 @@ def test_memory_that_is_too_low(autopipe: Shell, four: str) -> None:
     said = autopipe("plan", "net.py", "--cluster", four, "--memory", "1000", "--tp", "1")
     found = re.match(
         r"no plan fits .* a device: .*pp=\d dp=\d micro_batches=\d+.* stage \d needs .*, "
-        r"\d+ (bytes )?too many.*\n\nhint: ",
+        r"[\d.]+ (bytes|KiB) too many.*\n\nhint: ",
         said.error,
         re.DOTALL,
     )

@@ -47,7 +47,7 @@ def say(line: str) -> None:
 
 
 def tell(line: str) -> None:
-    """A line of an error: always."""
+    """A line of an error, or of what is not as it was asked for: always."""
     print(line, file=sys.stderr, flush=True)
 
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autopipe.cli.console import say
+from autopipe.cli.console import tell
 from autopipe.errors import AutopipeError, ModelError, PlanError
 
 if TYPE_CHECKING:
@@ -49,9 +49,9 @@ def found(plan: Plan, path: Path, command: str) -> str:
 
 
 def say_edits(plan: Plan) -> None:
-    """Say so if a plan was changed by hand."""
+    """Say so if a plan was changed by hand; also under `--quiet`."""
     from autopipe.plan import on_edits
 
     edits = on_edits(plan)
     if edits is not None:
-        say(edits)
+        tell(edits)

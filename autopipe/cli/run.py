@@ -11,7 +11,7 @@ import typer
 
 from autopipe.cli import console
 from autopipe.cli.commands import PlanArgument, command
-from autopipe.cli.console import say
+from autopipe.cli.console import say, tell
 from autopipe.cli.paths import check_folder, found, say_edits
 from autopipe.garbage import loading
 
@@ -94,7 +94,10 @@ def _train(
     trace: Path | None,
     **how: Any,
 ) -> None:
-    """Train; `made` are options of `parallelize`, `how` those of `train`."""
+    """Train; `made` are options of `parallelize`, `how` those of `train`.
+
+    Under `--quiet` training tells of what went another way than asked for, and of nothing else.
+    """
     with loading():
         from autopipe import modelfile
         from autopipe.parallel import parallelize
@@ -104,8 +107,8 @@ def _train(
     pipe = parallelize(file.model, plan, loss=file.loss, **made)
     if pipe.place.rank == 0:
         for line in file.since_planning(plan):
-            say(line)
-    measured = train(pipe, file, steps, seed, say, trace, **how)
+            tell(line)
+    measured = train(pipe, file, steps, seed, tell, trace, **how)
     if pipe.place.rank == 0:
         report(plan, measured, source, trace, quiet=how["quiet"])
 
@@ -118,7 +121,7 @@ def report(
     from autopipe.runtime.train import figure
 
     if not measured.stages:
-        say(f"{source}: batches({plan.batch.rows}) gave no batch, so there was no step")
+        tell(f"{source}: batches({plan.batch.rows}) gave no batch, so there was no step")
         return
     if not quiet:
         table = words.compare(
