@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from autopipe import batches, places
+from autopipe.checkpoints import marking
 from autopipe.errors import AutopipeError, CaptureError, ModelError
 from autopipe.fake import DynamicOutputShapeException, quiet
 from autopipe.graph import SEQUENCE
@@ -78,7 +79,7 @@ def capture(
         warnings.simplefilter("ignore")
         standing = standing_in(program.model, alike)
         try:
-            with torch.random.fork_rng(devices=[]), replay(reads), standing:
+            with torch.random.fork_rng(devices=[]), replay(reads), marking(), standing:
                 return torch.export.export(
                     program,
                     tuple(tensors),

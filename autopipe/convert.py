@@ -31,6 +31,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from autopipe import places
 from autopipe.batches import dim_of
 from autopipe.capture import depends_on_values
+from autopipe.checkpoints import MARK
 from autopipe.errors import CaptureError
 from autopipe.fake import expression, is_control_flow, is_fake, writes
 from autopipe.graph import (
@@ -50,7 +51,7 @@ from autopipe.graph import (
     values_in,
 )
 from autopipe.plan import InputSpec
-from autopipe.standins import BEGIN, END, STAND_IN, Span
+from autopipe.standins import BEGIN, END, STAND_IN, Span, Unlike
 
 LOSS_SCOPE = "loss()"
 """The scope of what the loss function computes; no module can be called that."""
@@ -96,6 +97,7 @@ class _Converter:
     symbols: dict[sympy.Symbol, sympy.Symbol] = field(default_factory=dict)
     states: dict[str, StateSpec] = field(default_factory=dict)
     spans: dict[int, Span] = field(default_factory=dict)
+    again: str = ""
 
     def convert(self) -> Graph:
         inputs: dict[str, TensorSpec] = {}
@@ -173,6 +175,9 @@ class _Converter:
         scopes = self._scopes(node) or region.scopes
         if name in (BEGIN, END, STAND_IN):
             return self._stand_in(name, args[0], int(args[1]), scopes)
+        if name == MARK:
+            self.again = str(args[1])
+            return None
         if name in ("wrap_with_set_grad_enabled", "wrap_with_autocast"):
             return self._wrapped(name, node, env, _Region(scopes, region.grad, region.autocast))
         if is_control_flow(target):
@@ -202,7 +207,17 @@ class _Converter:
         place = places.of_trace(node.stack_trace)
         self.nodes.append(
             Node(
-                name, op, args, kwargs, outputs, packed, scopes, place, region.grad, region.autocast
+                name,
+                op,
+                args,
+                kwargs,
+                outputs,
+                packed,
+                scopes,
+                place,
+                region.grad,
+                region.autocast,
+                again=self.again,
             )
         )
         if not packed:
@@ -221,11 +236,15 @@ class _Converter:
     ) -> tuple[Value, ...] | None:
         """Note where the nodes of a block are, or write those of one that is like it."""
         if op == BEGIN:
-            self.spans[number] = Span(scopes, tensors, len(self.nodes))
+            self.spans[number] = Span(scopes, tensors, len(self.nodes), self.again)
         elif op == END:
             self.spans[number].stop, self.spans[number].results = len(self.nodes), tensors
         else:
             span = self.spans[number]
+            if span.around != self.again:
+                raise Unlike(
+                    f"{scopes[-1]} runs again in backward where {span.scopes[-1]} does not"
+                )
             made, results = span.again(self.nodes, scopes, tensors, self._name, self.states)
             self.nodes += made
             return results

@@ -104,7 +104,8 @@ class Node:
     `scopes` are the module calls it ran in, outermost first (`transformer.h.3`,
     `transformer.h.3.mlp`; `shared@1` is the second call of one module), without the model itself.
     `place` is the user's line, `grad` is False inside `torch.no_grad()`. A random op draws from its
-    `stream`, or by its name: on shards each rank draws numbers of its own.
+    `stream`, or by its name: on shards each rank draws numbers of its own. `again` is the line of
+    the user's `torch.utils.checkpoint` that asks for it to run a second time in backward.
     """
 
     name: str
@@ -118,6 +119,7 @@ class Node:
     grad: bool = True
     autocast: Autocast | None = None
     stream: str = ""
+    again: str = ""
     _values: tuple[Value, ...] | None = field(default=None, init=False, repr=False, compare=False)
 
     def values(self) -> tuple[Value, ...]:

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from autopipe import asked, batches, grouping, sketch
+from autopipe import asked, batches, checkpoints, grouping, sketch
 from autopipe.aside import forking
 from autopipe.binding import check_runs
 from autopipe.blocks import Block, classes, find_blocks
@@ -101,7 +101,8 @@ def plan(
         zero: 1 deals out optimizer state over replicas, 3 parameters and gradients too; None: as
             much of it as memory asks for.
         recompute: blocks that run again in backward: "all", "none", a class of them, or paths;
-            None: as few as memory asks for.
+            None: those that the model itself runs again (`torch.utils.checkpoint`), or else as few
+            as memory asks for.
         planner: "dynamic", "exhaustive" or "uniform".
         sequence_parallel: with tp, also shard the batch's second dim between layers, where that
             takes less time; it holds less.
@@ -145,7 +146,7 @@ def plan(
             more = inputs if callable(inputs) else partial(batches.some_rows, example, specs)
             grouping.check(traced, more, loss, loss_over, say)
         flow, blocks = analyse(graph), find_blocks(graph)
-    again = None
+    again = checkpoints.wanted(flow, blocks, say) if recompute is None else None
     if recompute is not None:
         words = [recompute] if isinstance(recompute, str) else recompute
         again = blocks_to_recompute(blocks, [word for word in words if word != NOTHING])

@@ -257,6 +257,13 @@ def _refusing_custom_functions() -> Iterator[None]:
     def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls.__module__.startswith("torch._"):  # how torch runs ops of torch.library
             return apply(cls, *args, **kwargs)
+        if cls.__module__ == "torch.utils.checkpoint":
+            raise CaptureError(
+                f"{places.here()}: torch.utils.checkpoint is called in its reentrant mode, whose "
+                "backward cannot be traced; the other one becomes recomputed blocks of the plan",
+                hint="checkpoint(..., use_reentrant=False); of a model of transformers "
+                'gradient_checkpointing_enable({"use_reentrant": False})',
+            )
         raise CaptureError(
             f"{places.here()}: the model calls {cls.__module__}.{cls.__qualname__}, a custom "
             "autograd.Function; torch.export traces its forward and loses its backward",

@@ -198,11 +198,15 @@ def _whole(parts: Any, tensors: Sequence[Tensor]) -> Any:
 
 @dataclass
 class Span:
-    """The nodes of the first block in the graph in the making: [first, stop)."""
+    """The nodes of the first block in the graph in the making: [first, stop).
+
+    `around` is the line of the checkpoint that it is in, if it is in one.
+    """
 
     scopes: tuple[str, ...]
     arguments: tuple[Value, ...]
     first: int
+    around: str = ""
     stop: int = 0
     results: tuple[Value, ...] = ()
 
