@@ -7,7 +7,6 @@ recorded first and replayed (see `reads`).
 
 from __future__ import annotations
 
-import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,10 +17,10 @@ import sympy
 import torch
 from torch import Tensor, nn
 
-from autopipe import batches, places
+from autopipe import batches, refusals
 from autopipe.checkpoints import marking
 from autopipe.errors import AutopipeError, CaptureError, ModelError
-from autopipe.fake import DynamicOutputShapeException, quiet
+from autopipe.fake import quiet
 from autopipe.graph import SEQUENCE
 from autopipe.losses import Loss, SumCount, outputs_to_loss
 from autopipe.plan import InputSpec, Read
@@ -38,18 +37,23 @@ class Program(nn.Module):
         super().__init__()
         self.model = model
         self._batch = batch
-        self._loss = loss
+        self.loss = loss
         self._fixed = {spec.path: spec.value for spec in specs if spec.dtype == "python"}
         self._paths = [spec.path for spec in specs if spec.dtype != "python"]
 
     def forward(self, *tensors: Tensor) -> Any:
         leaves = {**self._fixed, **dict(zip(self._paths, tensors, strict=True))}
         batch = batches.rebuild(self._batch, leaves)
-        args, kwargs = batches.bind(self.model, batch, self._loss)
+        args, kwargs = batches.bind(self.model, batch, self.loss)
         with _without_cache(self.model):
             outputs = self.model(*args, **kwargs)
-        found = outputs_to_loss(outputs, batch, self._loss, self.model)
+        found = outputs_to_loss(outputs, batch, self.loss, self.model)
         return tuple(found) if isinstance(found, SumCount) else found
+
+    def refusal(self, error: Exception) -> CaptureError:
+        """What is said of an error that a run of the model has raised."""
+        entries = ", ".join([*self._fixed, *self._paths])
+        return refusals.of_its_own(error, self.loss, entries)
 
 
 def capture(
@@ -77,8 +81,9 @@ def capture(
     with _faithful(), warnings.catch_warnings():
         # Export warns of what autopipe handles: attributes set in forward, LSTM's flat weights.
         warnings.simplefilter("ignore")
-        standing = standing_in(program.model, alike)
-        try:
+
+        def export() -> torch.export.ExportedProgram:
+            standing = standing_in(program.model, alike)
             with torch.random.fork_rng(devices=[]), replay(reads), marking(), standing:
                 return torch.export.export(
                     program,
@@ -86,10 +91,16 @@ def capture(
                     strict=False,
                     dynamic_shapes=(dims,) if symbolic else None,
                 )
+
+        try:
+            return export()
         except ModelError:
             raise
         except Exception as error:  # export raises whatever the model's own code raises
-            raise _refusal(error) from error
+            if refusals.fixes_rows(error):
+                place = refusals.line_that_fixes_rows(export)
+                raise refusals.fixed_rows(place) from error
+            raise refusals.in_a_trace(error, program.loss) from error
 
 
 def look(
@@ -165,7 +176,7 @@ def _record(
     except Exception as error:  # whatever the model's own code raises
         # Perhaps for the lack of values alone: some kernels have no version for fake tensors.
         if real is None:
-            raise _refusal(error) from error
+            raise program.refusal(error) from error
     fake, program.model = program.model, real()
     try:
         with _restoring(program.model):
@@ -175,7 +186,7 @@ def _record(
     except AutopipeError:
         raise
     except Exception as error:  # whatever the model's own code raises
-        raise _refusal(error) from error
+        raise program.refusal(error) from error
     finally:
         program.model = fake
 
@@ -193,40 +204,6 @@ def _restoring(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(buffers[name])
         for module, flag in training.items():
             module.training = flag
-
-
-_ROWS = re.compile(r"L\['tensors'\]\[\d+\]\.size\(\)\[\d+\]")
-"""How torch.export names the batch dim of a tensor."""
-
-
-def _refusal(error: Exception) -> CaptureError:
-    place = places.of_error(error)
-    if isinstance(error, DynamicOutputShapeException):
-        return depends_on_values(place)
-    reason = str(error).strip().splitlines()
-    guards = [line.strip(" -") for line in reason if line.startswith("  - ")]
-    if guards and "Constraints violated" in reason[0]:
-        guard = _ROWS.sub("rows", guards[0]).removeprefix("Not all values of rows = rows in the ")
-        return CaptureError(
-            f"the model cannot be captured for every number of rows: {guard.split('. ')[0]}",
-            hint="a size or a branch in forward depends on the number of rows; "
-            "TORCH_LOGS=+dynamic shows the line",
-        )
-    return CaptureError(
-        f"{place + ': ' if place else ''}the model cannot be captured: "
-        f"{type(error).__name__}: {reason[0] if reason else 'no reason given'}",
-        hint="the line must work on tensors whose values are not known and whose batch is a "
-        "symbol; run with --debug for torch.export's own report",
-    )
-
-
-def depends_on_values(place: str) -> CaptureError:
-    """The refusal of a tensor whose size nobody can tell before the step."""
-    return CaptureError(
-        f"{place}: a size here depends on the values of a tensor, so the stages cannot know what "
-        "they will receive",
-        hint="pad to a fixed size, or mask with torch.where",
-    )
 
 
 _ASKED_WHILE_TRACING = (

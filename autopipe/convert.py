@@ -30,7 +30,6 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from autopipe import places
 from autopipe.batches import dim_of
-from autopipe.capture import depends_on_values
 from autopipe.checkpoints import MARK
 from autopipe.errors import CaptureError
 from autopipe.fake import expression, is_control_flow, is_fake, writes
@@ -51,6 +50,7 @@ from autopipe.graph import (
     values_in,
 )
 from autopipe.plan import InputSpec
+from autopipe.refusals import depends_on_values
 from autopipe.standins import BEGIN, END, STAND_IN, Span, Unlike
 
 LOSS_SCOPE = "loss()"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import sysconfig
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,12 +14,13 @@ import torch
 
 _OURS = str(Path(__file__).parent) + os.sep
 _TORCH = str(Path(torch.__file__).parent) + os.sep
+_PYTHON = sysconfig.get_path("stdlib") + os.sep
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 
 
 def _is_users(filename: str) -> bool:
     """Neither torch, nor autopipe, nor the standard library's plumbing between them."""
-    if filename.startswith("<") or filename.endswith(("contextlib.py", "functools.py")):
+    if filename.startswith("<") or (filename.startswith(_PYTHON) and "-packages" not in filename):
         return False
     return not filename.startswith((_TORCH, _OURS))
 

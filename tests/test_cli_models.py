@@ -85,8 +85,9 @@ class Square(torch.autograd.Function):
         ),
         pytest.param(
             changed('"x": torch.randn(batch_size, 8)', '"x": torch.randn(batch_size, 9)'),
-            rf"{{path}}:{FORWARD} `y = self.up(x)`: the model cannot be captured: RuntimeError: "
-            "mat1 and mat2 shapes cannot be multiplied (2x9 and 8x16)",
+            rf"{{path}}:{FORWARD} `y = self.up(x)`: the model raises RuntimeError: mat1 and "
+            "mat2 shapes cannot be multiplied (2x9 and 8x16) (it is traced with two rows)\n\n"
+            "hint: does model(**inputs(2)) go well by itself?",
             id="shape",
         ),
         pytest.param(
@@ -116,7 +117,8 @@ class Square(torch.autograd.Function):
             changed('batch["target"]', 'batch["label"]'),
             f"{{path}}:{LINE['def loss(outputs, batch):'] + 1} "
             '`return ((outputs - batch["label"]) ** 2).mean()`: '
-            "the model cannot be captured: KeyError: 'label'",
+            "loss(outputs, batch) raises KeyError: 'label' (it is traced with two rows)\n\n"
+            "hint: the batch has the entries x, target",
             id="loss raises",
         ),
         pytest.param(
