@@ -24,7 +24,7 @@ from autopipe.fake import quiet
 from autopipe.graph import SEQUENCE
 from autopipe.losses import Loss, SumCount, outputs_to_loss
 from autopipe.plan import InputSpec, Read
-from autopipe.reads import ReadsParameter, record, replay
+from autopipe.reads import NeedsNumbers, ReadsParameter, record, replay
 from autopipe.standins import standing_in
 
 
@@ -110,19 +110,22 @@ def look(
     *,
     within: AbstractContextManager[object],
     real: Callable[[], nn.Module] | None,
+    numbers: bool = False,
 ) -> tuple[Read, ...]:
     """Run `program` once on true inputs: what Python reads.
 
     Args:
         within: entered for the run.
         real: builds the model with its weights, for a read that depends on one; None: none to have.
+        numbers: as for `reads.record`.
 
     Raises:
+        NeedsNumbers: as `reads.record`.
         CaptureError: a read cannot be answered; the sentence names the user's line.
     """
     with _faithful(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return _record(program, _tensors(leaves, specs), within, real)
+        return _record(program, _tensors(leaves, specs), within, real, numbers)
 
 
 def _tensors(leaves: Mapping[str, Any], specs: Sequence[InputSpec]) -> list[Tensor]:
@@ -155,14 +158,18 @@ def _record(
     tensors: Sequence[Tensor],
     within: AbstractContextManager[object],
     real: Callable[[], nn.Module] | None,
+    numbers: bool,
 ) -> tuple[Read, ...]:
+    def alone() -> None:
+        program(*[tensor.clone() for tensor in tensors])
+
     def run() -> None:
         with within:
-            program(*[tensor.clone() for tensor in tensors])
+            alone()
 
     try:
         with _restoring(program.model), quiet():
-            return record(run)
+            return record(run, alone, numbers=numbers)
     except ReadsParameter as found:
         if real is None:
             raise CaptureError(
@@ -171,7 +178,7 @@ def _record(
                 hint="express the branch as a computation (torch.where), or plan where the whole "
                 "model fits in memory",
             ) from found
-    except ModelError:
+    except (ModelError, NeedsNumbers):
         raise
     except Exception as error:  # whatever the model's own code raises
         # Perhaps for the lack of values alone: some kernels have no version for fake tensors.
@@ -182,7 +189,10 @@ def _record(
         with _restoring(program.model):
             if program.model.training != program.training:
                 program.model.train(program.training)
-            return record(lambda: program(*[tensor.clone() for tensor in tensors]))
+            try:
+                return record(alone, alone, numbers=numbers)
+            except NeedsNumbers:
+                return record(alone, alone, numbers=True)
     except AutopipeError:
         raise
     except Exception as error:  # whatever the model's own code raises

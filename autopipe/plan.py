@@ -63,12 +63,13 @@ class Read:
     """A value that Python read from a tensor while tracing, so a branch the graph has taken.
 
     Every rank re-checks it on every micro-batch: a branch that stops being true is an error,
-    never a wrong gradient.
+    never a wrong gradient. What nothing depends on, a number for a log, is not `checked`.
     """
 
     kind: str
     value: bool | int | float | str
     place: str
+    checked: bool = True
 
 
 @dataclass(frozen=True)

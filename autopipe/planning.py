@@ -140,6 +140,8 @@ def plan(
     with watch("traced"):
         traced = trace_source(model, batches.two_rows(example, specs), specs, loss, say=say)
         graph = traced.graph
+        for place in dict.fromkeys(read.place for read in traced.reads if not read.checked):
+            say(f"{place}: a number is read here that nothing depends on; a run does not read it")
         if tp is not None:
             check_heads(graph, tp)
         if min(rows, (dp or 2) * (micro_batches or 2)) > 1:  # else nothing is cut

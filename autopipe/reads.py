@@ -9,6 +9,8 @@ A traced graph has taken one branch for good, so every read is (1) answered trul
     replay   torch.export runs the model with fake inputs; reads are answered from the record, and
              each leaves `autopipe::read(tensor, i)` in the graph.
     check    at run time that node compares the tensor with the record.
+
+A number that nothing depends on (`logged`) leaves no node: there is nothing to check.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +27,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from autopipe import places
-from autopipe.errors import CaptureError, ModelError
+from autopipe.errors import AutopipeError, CaptureError, ModelError
 from autopipe.fake import (
     DataDependentOutputException,
     TorchDispatchMode,
@@ -31,6 +35,7 @@ from autopipe.fake import (
     lists_as_one_read,
     written_arguments,
 )
+from autopipe.logged import Looked, used
 from autopipe.plan import Read
 
 
@@ -40,6 +45,10 @@ class ReadsParameter(Exception):
     def __init__(self, place: str) -> None:
         super().__init__(place)
         self.place = place
+
+
+class NeedsNumbers(Exception):
+    """The model fails on what stands for the numbers it reads (`logged.Looked`)."""
 
 
 def _truth(tensor: Tensor) -> bool:
@@ -120,27 +129,61 @@ def _compare(tensor: Tensor, read: Read) -> None:
             f"traced, and reads {found!r} in this micro-batch: the traced branch is not the one "
             "it would take",
             hint="plan with inputs that take the branch your batches take, or make the branch "
-            "part of the computation (torch.where)",
+            "part of the computation (torch.where)"
+            + ("; a number for a log is read by .item()" if read.kind == "__float__" else ""),
         )
 
 
 class _Recording(TorchFunctionMode):
     """Answers reads truly and keeps them."""
 
-    def __init__(self, tainted: Callable[[Tensor], bool]) -> None:
+    def __init__(self, tainted: Callable[[Tensor], bool], numbers: bool) -> None:
         super().__init__()
         self.reads: list[Read] = []
         self._tainted = tainted
+        self._numbers = numbers
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name not in _READERS or not args or not isinstance(args[0], Tensor):
-            return func(*args, **(kwargs or {}))
-        tensor = _subject(name, args, kwargs or {})
-        if is_fake(tensor) or self._tainted(tensor):
-            raise ReadsParameter(places.here())
-        self.reads.append(Read(name, _value(name, tensor), places.here()))
+        args, kwargs = used(args), used(kwargs or {})
+        known = bool(args) and isinstance(args[0], Tensor)
+        if name == "__format__" and known and self._unknown(args[0]):
+            return _as_text(*args)
+        if name not in _READERS or not known:
+            return func(*args, **kwargs)
+        tensor = _subject(name, args, kwargs)
+        unknown, place = self._unknown(tensor), places.here()
+        if name == "item" and not self._numbers:
+            value = _zero(tensor) if unknown else tensor.item()
+            self.reads.append(Read(name, value, place, checked=False))
+            return Looked(partial(self._use, len(self.reads) - 1, unknown), value)
+        if unknown:
+            raise ReadsParameter(place)
+        self.reads.append(Read(name, _value(name, tensor), place))
         return _READERS[name](tensor)
+
+    def _unknown(self, tensor: Tensor) -> bool:
+        return is_fake(tensor) or self._tainted(tensor)
+
+    def _use(self, index: int, unknown: bool) -> Any:
+        """The number that was read, which something depends on."""
+        read = self.reads[index]
+        if unknown:
+            raise ReadsParameter(read.place)
+        self.reads[index] = replace(read, checked=True)
+        return read.value
+
+
+def _zero(tensor: Tensor) -> bool | int | float:
+    """In the place of a number that is not known, for a text."""
+    if tensor.dtype == torch.bool:
+        return False
+    return 0.0 if tensor.dtype.is_floating_point else 0
+
+
+def _as_text(tensor: Tensor, form: str) -> str:
+    """What `f"{tensor:.3f}"` is where nobody knows the number."""
+    return format(_zero(tensor), form) if tensor.ndim == 0 else object.__format__(tensor, "")
 
 
 class _Taint(TorchDispatchMode):
@@ -181,22 +224,39 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def record(run: Callable[[], object]) -> tuple[Read, ...]:
+def record(
+    run: Callable[[], object], again: Callable[[], object], *, numbers: bool = False
+) -> tuple[Read, ...]:
     """The reads of one run of the model, in order. The global random state is left as it was.
 
+    Args:
+        again: runs the model another time, after a run that has read numbers for nothing.
+        numbers: whether to take all numbers that are read for used.
+
     Raises:
+        NeedsNumbers: it fails without.
         ReadsParameter: a read depends on a parameter, and the parameters are fake.
         CaptureError: the model uses a custom autograd.Function, whose backward a traced graph
             would lose.
     """
     taint = _Taint()
-    recording = _Recording(taint)
+    recording = _Recording(taint, numbers)
     with torch.random.fork_rng(devices=[]), torch.no_grad(), _refusing_custom_functions():
         try:
-            with taint, recording:
+            with lists_as_one_read(), taint, recording:
                 run()
+            if any(not read.checked for read in recording.reads):
+                # A number may be kept for the next call, and used there.
+                with lists_as_one_read(), taint, _Recording(taint, numbers):
+                    again()
+        except (AutopipeError, ReadsParameter):
+            raise
         except DataDependentOutputException as error:
             raise ReadsParameter(places.of_error(error)) from error
+        except Exception as error:  # whatever the model's own code raises
+            if not numbers and any(read.kind == "item" for read in recording.reads):
+                raise NeedsNumbers from error
+            raise
     return tuple(recording.reads)
 
 
@@ -223,8 +283,10 @@ class _Replaying(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
+        if name == "__format__" and is_fake(args[0]):
+            return _as_text(*args)
         if name not in _READERS or not args or not isinstance(args[0], Tensor):
-            return func(*args, **(kwargs or {}))
+            return func(*used(args), **used(kwargs or {}))
         index, self._next = self._next, self._next + 1
         if index >= len(self._reads) or self._reads[index].kind != name:
             expected = self._reads[index].kind if index < len(self._reads) else "no further read"
@@ -234,7 +296,8 @@ class _Replaying(TorchFunctionMode):
                 hint="the model reads other tensors each time it runs (state kept between calls?)",
             )
         read = self._reads[index]
-        read_op(_subject(name, args, kwargs or {}), index)
+        if read.checked:
+            read_op(_subject(name, args, kwargs or {}), index)
         return json.loads(read.value) if isinstance(read.value, str) else read.value
 
     def check_all_read(self) -> None:

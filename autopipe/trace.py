@@ -22,6 +22,7 @@ from autopipe.graph import Graph
 from autopipe.likeness import Likeness
 from autopipe.losses import Loss
 from autopipe.plan import InputSpec, Read
+from autopipe.reads import NeedsNumbers
 from autopipe.standins import standing_in
 
 SECONDS_A_MODULE = 2.5e-3
@@ -98,7 +99,11 @@ class _Tracing:
         # If no module is like another, the copy would have to look at all of them as well.
         seconds = SECONDS_A_MODULE * modules if likeness.presumed else 0.0
         ahead = aside(partial(self.presuming, likeness.presumed), seconds)
-        reads = self.look(likeness.watching(), real)
+        try:
+            reads = self.look(likeness.watching(), real)
+        except NeedsNumbers:
+            likeness = Likeness(self.program.model)
+            reads = self.look(likeness.watching(), real, numbers=True)
         if likeness.alike != likeness.presumed:
             ahead.drop()
         elif (found := ahead.offered) is not None and found.reads == reads:
@@ -109,7 +114,7 @@ class _Tracing:
         """The trace by the record of an earlier one; without reads a run finds who is alike."""
         alike: Mapping[str, str] = {}
         if not reads and (likeness := Likeness(self.program.model)).candidates:
-            with suppress(AutopipeError):
+            with suppress(AutopipeError, NeedsNumbers):
                 if not self.look(likeness.watching(), real):
                     alike = likeness.alike
         return self.with_stand_ins(reads, alike)
@@ -126,10 +131,15 @@ class _Tracing:
         return self.export(reads, {})
 
     def look(
-        self, within: AbstractContextManager[object], real: Callable[[], nn.Module] | None
+        self,
+        within: AbstractContextManager[object],
+        real: Callable[[], nn.Module] | None,
+        *,
+        numbers: bool = False,
     ) -> tuple[Read, ...]:
         """What Python reads in one run."""
-        return look(self.program, self.leaves, self.specs, within=within, real=real)
+        program, leaves, specs = self.program, self.leaves, self.specs
+        return look(program, leaves, specs, within=within, real=real, numbers=numbers)
 
     def export(self, reads: Sequence[Read], alike: Mapping[str, str]) -> Trace:
         """The trace with these reads, and stand-ins for who is alike."""

@@ -1,5 +1,9 @@
 """What Python reads from tensors while a model runs, and what becomes of it."""
 
+import logging
+import math
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -254,3 +258,103 @@ def test_a_check_is_an_op_that_a_trace_of_fake_tensors_keeps():
     assert found(torch.ones(3)).tolist() == [2, 2, 2]
     with pytest.raises(ModelError, match="x.py:1: Python read True"):
         found(torch.zeros(3))
+
+
+# Numbers that nothing depends on.
+
+
+class Logger(nn.Module):
+    """`look(self, hidden)` is under test; `self.last` is kept from one call to the next."""
+
+    def __init__(self, look):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.look = look
+        self.last = 0.0
+
+    def forward(self, x):
+        hidden = self.layer(x)
+        found = self.look(self, hidden)
+        return hidden.mean() if found is None else (hidden * found).mean()
+
+
+def logged(look, **options):
+    return trace_model(Logger(look), ones, **options)
+
+
+def kept(m, h):
+    m.last = h.norm().item()
+
+
+def held(m, h):
+    m.last = [h.norm().item(), {"max": h.max().item()}]
+
+
+def printed(m, h):
+    print(f"{h.norm().item():.3f} {h.argmax().item():d} {h.norm():.2f}", h.norm().item())
+
+
+def told(m, h):
+    logging.getLogger("tests").info("norm %s", h.norm().item())
+
+
+@pytest.mark.parametrize("look", [kept, held, printed, told])
+def test_a_number_that_nothing_depends_on_is_not_checked(look, capsys):
+    """Nor does it need the weights; and a run reads nothing."""
+    found = logged(look, real=None)
+    assert found.reads and not any(read.checked for read in found.reads)
+    assert READ_OP not in [node.op for node in found.graph.nodes]
+    model = Logger(look)
+    (module,) = lowered(found, model, [], rows=2)
+    for x in (torch.ones(2, 3), torch.zeros(2, 3)):
+        (loss,) = module.module(x)
+        assert torch.equal(loss, model(x))
+        model.zero_grad()
+        loss.backward()
+        own = model.layer.weight.grad.clone()
+        model.zero_grad()
+        model(x).backward()
+        assert torch.equal(model.layer.weight.grad, own)
+
+
+def before(m, h):
+    """What was kept in the last call is used in this one."""
+    scale, m.last = m.last, h.norm().item()
+    return 1.0 + scale
+
+
+USED = {
+    "compared": lambda m, h: 2.0 if h.norm().item() > 0 else 1.0,
+    "true or not": lambda m, h: 2.0 if h.norm().item() else 1.0,
+    "multiplied": lambda m, h: 2 * h.norm().item(),
+    "in the graph": lambda m, h: h * h.norm().item(),
+    "in a new tensor": lambda m, h: torch.full((3,), h.norm().item()),
+    "in torch.tensor": lambda m, h: torch.tensor([h.norm().item()] * 3),
+    "in a slice": lambda m, h: h[: h.argmax().item() * 0 + 1],
+    "a float": lambda m, h: float(h.norm().item()),
+    "math": lambda m, h: math.sqrt(h.norm().item()),
+    "isnan": lambda m, h: 1.0 if math.isnan(h.norm().item()) else 2.0,
+    "numpy": lambda m, h: float(np.sqrt(h.norm().item())),
+    "the largest": lambda m, h: max(h.norm().item(), 1e-3),
+    "rounded": lambda m, h: round(h.norm().item(), 1),
+    "a method": lambda m, h: 1.0 if h.norm().item().is_integer() else 2.0,
+    "a key": lambda m, h: {0.5: 2.0}.get(h.norm().item(), 1.0),
+    "the next call": before,
+}
+
+
+@pytest.mark.parametrize("look", USED.values(), ids=USED)
+def test_a_number_that_something_depends_on_is_checked(look):
+    with pytest.raises(CaptureError, match="depends on the model's weights"):
+        logged(look, real=None)
+    if look is not before:  # whose graph is another one at each call
+        assert [read.checked for read in logged(look).reads] == [True]
+
+
+def test_float_is_used_whatever_becomes_of_it():
+    """Python gives nobody else a word in it; the error says how to read a number for a log."""
+    found = logged(lambda m, h: setattr(m, "last", float(h.norm())))
+    (module,) = lowered(found, Logger(None), [], rows=2)
+    with pytest.raises(ModelError) as error:
+        module.module(torch.zeros(2, 3))
+    assert str(error.value).endswith("(torch.where); a number for a log is read by .item()")
