@@ -8,7 +8,6 @@ recorded first and replayed (see `reads`).
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -22,6 +21,7 @@ from autopipe.checkpoints import marking
 from autopipe.errors import AutopipeError, CaptureError, ModelError
 from autopipe.fake import quiet
 from autopipe.graph import SEQUENCE
+from autopipe.hushed import libraries_hushed
 from autopipe.losses import Loss, SumCount, outputs_to_loss
 from autopipe.plan import InputSpec, Read
 from autopipe.reads import NeedsNumbers, ReadsParameter, record, replay
@@ -78,9 +78,8 @@ def capture(
     tensors = _tensors(leaves, specs)
     described = [spec for spec in specs if spec.dtype != "python"]
     dims = tuple(_dynamic(*pair) for pair in zip(described, tensors, strict=True))
-    with _faithful(), warnings.catch_warnings():
-        # Export warns of what autopipe handles: attributes set in forward, LSTM's flat weights.
-        warnings.simplefilter("ignore")
+    # Export warns of what autopipe handles: attributes set in forward, LSTM's flat weights.
+    with _faithful(), libraries_hushed(heard=False):
 
         def export() -> torch.export.ExportedProgram:
             standing = standing_in(program.model, alike)
@@ -123,8 +122,7 @@ def look(
         NeedsNumbers: as `reads.record`.
         CaptureError: a read cannot be answered; the sentence names the user's line.
     """
-    with _faithful(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with _faithful(), libraries_hushed(heard=True):
         return _record(program, _tensors(leaves, specs), within, real, numbers)
 
 

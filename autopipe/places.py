@@ -25,6 +25,11 @@ def _is_users(filename: str) -> bool:
     return not filename.startswith((_TORCH, _OURS))
 
 
+def is_own_code(filename: str) -> bool:
+    """Whether a file is the user's own: no library that is installed."""
+    return _is_users(filename) and "-packages" not in filename
+
+
 def _innermost(frames: Iterable[tuple[str, int | None]]) -> str:
     """`file:line` of the last frame that is the user's; an empty string if none is."""
     place = ""

@@ -20,6 +20,7 @@ from torch import nn
 from autopipe import fake, numbers
 from autopipe.building import Factory, build_fake
 from autopipe.errors import CaptureError, ModelError
+from autopipe.hushed import libraries_hushed
 from autopipe.losses import Loss
 from autopipe.plan import InputSpec
 from autopipe.trace import Trace, trace
@@ -30,10 +31,11 @@ Say = Callable[[str], None]
 
 def bare(model: Source, say: Say | None = None) -> nn.Module:
     """The model with fake parameters; a given model itself is left as it is."""
-    if isinstance(model, nn.Module):
-        built = fake.skeleton(model)
-    else:
-        built = build_fake(model, room=available_memory, say=say)
+    with libraries_hushed(heard=True):
+        if isinstance(model, nn.Module):
+            built = fake.skeleton(model)
+        else:
+            built = build_fake(model, room=available_memory, say=say)
     if not isinstance(built, nn.Module):
         raise ModelError(f"model() gives a {type(built).__name__}, not an nn.Module")
     first: dict[tuple[int, int], str] = {}
