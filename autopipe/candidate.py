@@ -18,6 +18,7 @@ from autopipe.draft import Draft
 from autopipe.planners.answer import bounds
 from autopipe.problem import Frame, Problem
 from autopipe.profile import Costing, Profiled
+from autopipe.progress import phase
 from autopipe.stopwatch import Stopwatch
 
 
@@ -70,7 +71,8 @@ class Candidate:
             check: as `look_ahead` has it, where that has not been called.
         """
         if self._whole is None:
-            with self._watch("costs"):
+            name = f"counting bytes, {self.timed.tp} tensor-parallel"
+            with self._watch("costs"), phase(name):
                 profiled = self._ahead.result if self._ahead else self._profiled(check=check)
                 self._whole = profiled.problem, self._draft(profiled)
         return self._whole

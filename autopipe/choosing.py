@@ -24,6 +24,7 @@ from autopipe.planners.dynamic import fastest
 from autopipe.planners.reasons import NothingFits
 from autopipe.planners.relax import Help
 from autopipe.problem import Frame, Problem
+from autopipe.progress import phase
 from autopipe.second_look import second_look
 from autopipe.stopwatch import Stopwatch
 
@@ -48,16 +49,19 @@ def best_degree(
     answers: dict[int, Answer] = {}
     refused: dict[int, InfeasibleError] = {}
     for further in tried:
-        for tp in further if not answers else ():
-            try:
-                made[tp] = at(tp)
-                if len(made) == 1 and tp != further[-1]:  # while the others are sharded
-                    made[tp].look_ahead(check=True)
-            except InfeasibleError as error:
-                refused[tp] = error
-        if not answers:
-            answers, errors = _answers(made, planner, watch)
-            refused |= errors
+        if answers:
+            break
+        with phase("timing each tensor-parallel degree", of=len(further)) as done:
+            for tp in further:
+                try:
+                    made[tp] = at(tp)
+                    if len(made) == 1 and tp != further[-1]:  # while the others are sharded
+                        made[tp].look_ahead(check=True)
+                except InfeasibleError as error:
+                    refused[tp] = error
+                done()
+        answers, errors = _answers(made, planner, watch)
+        refused |= errors
     if not answers:
         raise _nothing_fits(refused, at, besides)
     while True:

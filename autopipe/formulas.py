@@ -35,6 +35,7 @@ from autopipe.graph import BATCH, SEQUENCE, Dim, Graph, State
 from autopipe.losses import Loss
 from autopipe.precision import PRECISIONS
 from autopipe.probe import Say
+from autopipe.progress import phase
 from autopipe.saving import observe_kept
 from autopipe.sequence import Lengths, trace_lengths
 from autopipe.shard import shard_graph, shardable
@@ -163,14 +164,15 @@ def cost_formulas(
     """
     asked.refuse_unknown("precision", precision, PRECISIONS)
     example, specs = asked.example_of(inputs)
-    traced = trace_lengths(model, batches.two_rows(example, specs), specs, loss)
+    with phase("tracing"):
+        traced = trace_lengths(model, batches.two_rows(example, specs), specs, loss)
     graph, blocks = traced.trace.graph, find_blocks(traced.trace.graph)
     if tp > 1:
         check_heads(graph, tp)
         machine = asked.cluster_meant(cluster, (tp,), say or (lambda line: None))
         degrees(machine, tp, graph)
         graph, blocks = _of_first_rank(traced, blocks, tp, machine)
-    with as_first(tp):
+    with as_first(tp), phase("costs of each node"):
         nodes = _by_node(graph, blocks, traced.longest, precision, tp)
     return Formulas(
         dict(zip((node.name for node in graph.nodes), nodes, strict=True)),
@@ -246,8 +248,12 @@ def _storages(short: Short, length: int | None, precision: str) -> list[tuple[St
     points = list(product(ROWS, lengths))
     rows, (some, of) = CHECK
     other = rows, length * some // of if length is not None else 0
-    storages, *_ = seen(*points[0])
-    runs = [seen(*point) for point in (*points, other)]
+    runs = []
+    with phase("counting bytes kept for backward", of=len(points) + 1) as done:
+        for point in (*points, other):
+            runs.append(seen(*point))
+            done()
+    storages = runs[0][0]
     if any(found != storages for found, _ in runs):
         return [(storage, sympy.nan) for storage in storages]
     fit = cache(lambda values: _through(points, values, other))

@@ -271,8 +271,25 @@ def _by_path(path: Path) -> ModuleType:
 
 
 def _by_name(name: str) -> ModuleType:
+    if name.endswith(".py"):
+        raise ModelError(
+            f"{name!r} is a file, and what stands before a colon is a module",
+            hint=f"autopipe plan {name}, where the function is called model(); "
+            f"or {name.removesuffix('.py').replace('/', '.')}:FUNCTION",
+        )
     sys.path.insert(0, str(Path.cwd()))
-    module: ModuleType = _run(lambda: importlib.import_module(name), name)
+    try:
+        module: ModuleType = _run(lambda: importlib.import_module(name), name)
+    except ModelError as error:
+        missing = getattr(error.__cause__, "name", None)
+        if isinstance(error.__cause__, ModuleNotFoundError) and f"{name}.".startswith(
+            f"{missing}."
+        ):
+            raise ModelError(
+                f"there is no module {missing!r}, asked for the model in {name!r}",
+                hint=f"modules are looked for in {Path.cwd()} and where packages are installed",
+            ) from error
+        raise
     return module
 
 

@@ -32,6 +32,7 @@ from autopipe.precision import PRECISIONS
 from autopipe.probe import Say
 from autopipe.problem import WRITTEN, Constraints, Problem
 from autopipe.profile import Costing, Profiled, whole_seconds
+from autopipe.progress import phase
 from autopipe.recompute import blocks_to_recompute
 from autopipe.schedule import Programs
 from autopipe.schedules import SCHEDULES
@@ -137,7 +138,7 @@ def plan(
         pp, dp, tp, micro_batches, schedule, limits, chunks, window, depth, zero, None, written
     )
 
-    with watch("traced"):
+    with watch("traced"), phase("tracing"):
         traced = trace_source(model, batches.two_rows(example, specs), specs, loss, say=say)
         graph = traced.graph
         for place in dict.fromkeys(read.place for read in traced.reads if not read.checked):

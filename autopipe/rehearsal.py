@@ -27,6 +27,7 @@ from autopipe.lower import check_recompute, lower
 from autopipe.opaque import observing
 from autopipe.partition import Stage
 from autopipe.precision import arithmetic, computing, wide_statistics
+from autopipe.progress import phase
 from autopipe.recompute import within
 
 Strides = tuple[int, ...]
@@ -160,6 +161,7 @@ class _Rehearsing:
             fake_mode(),
             wide_statistics(n.op for n in self.graph.nodes),
             torch.set_grad_enabled(self.gradients),
+            phase("rehearsing stages", of=len(self.stages)) as done,
         ):
             kinds = [self._kind(stage) for stage in self.stages]
             keys: list[Hashable] = []
@@ -167,6 +169,7 @@ class _Rehearsing:
             for stage, kind in zip(self.stages, kinds, strict=True):
                 keys.append((kind, self._received(stage)))
                 forwards.append(self._forward(stage, keys[-1]))
+                done()
                 for ref, (boundary, carries) in zip(stage.outgoing, forwards[-1].made, strict=True):
                     takers = [
                         to

@@ -25,6 +25,7 @@ from autopipe.opaque import observing
 from autopipe.partition import partition
 from autopipe.precision import arithmetic, computing, wide_statistics
 from autopipe.problem import Saved
+from autopipe.progress import Done, phase
 from autopipe.rehearsal import fake_state
 from autopipe.shorten import Short, Storage, Uneven
 from autopipe.units import Units
@@ -162,9 +163,11 @@ def observe_kept(short: Short, precision: str, rows: int) -> Seen:
         how = arithmetic(precision, "cpu", [states[name] for name in lowered.low])
         copies = how.copies.values()
         owned = {storage_key(tensor) for tensor in (*states.values(), *inputs, *copies)}
-        watch = _Watch(flow, lowered.module, owned)
-        with observing(watch.pack), computing(how):
-            watch.run(*inputs)
+        name = f"counting what is kept of {rows} rows"
+        with phase(name, of=len(lowered.module.graph.nodes)) as done:
+            watch = _Watch(flow, lowered.module, owned, done)
+            with observing(watch.pack), computing(how):
+                watch.run(*inputs)
     at = short.kept
     if not short.uniform({at[position]: look for position, look in watch.looks.items()}):
         raise Uneven
@@ -203,7 +206,7 @@ class _Look(NamedTuple):
 class _Watch(fx.Interpreter):
     """Interprets a lowered graph and remembers which node made and which keep a storage."""
 
-    def __init__(self, flow: Dataflow, module: fx.GraphModule, owned: set[int]) -> None:
+    def __init__(self, flow: Dataflow, module: fx.GraphModule, owned: set[int], done: Done) -> None:
         super().__init__(module, garbage_collect_values=False)  # storages keep their addresses
         self.kept: dict[int, _Storage] = {}
         self.looks: dict[int, tuple[_Look | None, ...]] = {}
@@ -213,12 +216,14 @@ class _Watch(fx.Interpreter):
         self._writing = {p for positions in flow.writers.values() for p in positions}
         self._alive: list[Tensor] = []  # a storage that is gone would lend its key to another
         self._position = 0
+        self._done = done
 
     def run_node(self, n: fx.Node) -> Any:
         name = n.meta.get(NODE_NAME)
         if name is not None:
             self._position = self._index[name]
         result = super().run_node(n)
+        self._done()
         made = result if isinstance(result, list | tuple) else [result]
         if name is not None:
             self.looks[self._position] = tuple(map(_look, made))

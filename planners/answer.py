@@ -34,6 +34,7 @@ from autopipe.planners.packing import left_over
 from autopipe.planners.relax import limitless, would_fit
 from autopipe.planners.search import frames
 from autopipe.problem import Decision, Frame, Problem
+from autopipe.progress import phase
 from autopipe.stage_costs import gather_seconds
 
 Choice = Callable[[Problem, Frame], Decision]
@@ -228,20 +229,22 @@ def _tried(
     scored: dict[Frame, Scored] = {}
     too_full: dict[Frame, int] = {}
     quickest: dict[Mesh, float] = {}
-    for frame in sorted(least, key=lambda frame: least[frame]):
-        if _outdone(least[frame], (*rivals, *quickest.values()), meshes):
-            break
-        if not thorough and (units := left_over(problem, frame)):
-            too_full[frame] = units
-            continue
-        decision = choice(problem, frame)
-        if decision is None:
-            continue
-        found = _score(problem, decision)
-        scored[frame] = found
-        if found.estimate.fits:
-            step = found.estimate.step_seconds
-            quickest[found.mesh] = min(step, quickest.get(found.mesh, math.inf))
+    with phase("searching meshes and schedules", of=len(least)) as done:
+        for frame in sorted(least, key=lambda frame: least[frame]):
+            if _outdone(least[frame], (*rivals, *quickest.values()), meshes):
+                break
+            done()
+            if not thorough and (units := left_over(problem, frame)):
+                too_full[frame] = units
+                continue
+            decision = choice(problem, frame)
+            if decision is None:
+                continue
+            found = _score(problem, decision)
+            scored[frame] = found
+            if found.estimate.fits:
+                step = found.estimate.step_seconds
+                quickest[found.mesh] = min(step, quickest.get(found.mesh, math.inf))
     return _Looked(scored, too_full)
 
 

@@ -21,6 +21,7 @@ from typing import IO, Any
 import pytest
 
 from autopipe import cli, codec
+from autopipe.cli import bars
 from autopipe.runtime import voice
 from autopipe.runtime.spawn import free_port as free_port
 from tests import warm
@@ -99,6 +100,7 @@ class Shell:
         patch.setattr(sys, "path", [*sys.path])
         patch.setattr(voice, "TURN", 0.1)
         patch.setattr(voice, "LATEST", 0.2)
+        patch.setattr(bars, "SOON_SECONDS", 600.0)  # a busy machine says nothing more
         for name in filter(LAUNCHED.match, [*os.environ]):
             patch.delenv(name)
 

@@ -1,5 +1,6 @@
 """A model file that is wrong: one sentence with the user's own line, and nothing is written."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -168,3 +169,49 @@ def test_no_model_file(autopipe: Shell) -> None:
     assert autopipe("plan", "gone.py").error == (
         "there is no model file 'gone.py'\n\nhint: autopipe plan model.py"
     )
+
+
+@pytest.mark.parametrize(
+    ("argument", "error"),
+    [
+        (
+            "shop.gone:build",
+            "there is no module 'shop.gone', asked for the model in 'shop.gone'\n\n"
+            "hint: modules are looked for in {folder} and where packages are installed",
+        ),
+        (
+            "nowhere.gone:build",
+            "there is no module 'nowhere', asked for the model in 'nowhere.gone'\n\n"
+            "hint: modules are looked for in {folder} and where packages are installed",
+        ),
+        (
+            "shop.window:build",
+            "{folder}/shop/window.py:2 `import nothing_of_that_name`: shop.window cannot be run: "
+            "ModuleNotFoundError: No module named 'nothing_of_that_name'",
+        ),
+        (
+            "shop/window.py:build",
+            "'shop/window.py' is a file, and what stands before a colon is a module\n\n"
+            "hint: autopipe plan shop/window.py, where the function is called model(); "
+            "or shop.window:FUNCTION",
+        ),
+        (
+            "shop.shelf:build",
+            "shop.shelf:build has no function build(), which builds the model\n\n"
+            "hint: def build(): ...",
+        ),
+    ],
+)
+def test_a_module_that_is_wrong(
+    argument: str, error: str, autopipe: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The module, or the user's own line; nothing of Python's importing."""
+    shop = autopipe.folder / "shop"
+    shop.mkdir()
+    (shop / "__init__.py").touch()
+    (shop / "window.py").write_text("import torch\nimport nothing_of_that_name\n")
+    (shop / "shelf.py").write_text(NET)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "shop"]:
+        monkeypatch.delitem(sys.modules, name)  # of another test
+    found = autopipe("trace", argument).error
+    assert found == error.replace("{folder}", str(autopipe.folder))

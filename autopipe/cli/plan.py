@@ -130,6 +130,11 @@ def plan(
         f"{made.schedule}; predicted step {words.seconds(made.prediction.step_seconds)}, "
         f"{words.count(made.batch.rows, 'row')}"
     )
+    if idle := made.cluster.num_devices - len(mesh.places):
+        say(
+            f"idle: {idle} of {made.cluster.num_devices} devices of {made.cluster.name}; "
+            f"`autopipe explain {output}` says what other meshes take"
+        )
     say(f"time: {watch}")
     if json:
         console.show(
