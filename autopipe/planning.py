@@ -36,7 +36,7 @@ from autopipe.progress import phase
 from autopipe.recompute import blocks_to_recompute
 from autopipe.schedule import Programs
 from autopipe.schedules import SCHEDULES
-from autopipe.source import Source, keeping_default_dtype, trace_source, versions
+from autopipe.source import Source, bare, keeping_default_dtype, trace_source, versions
 from autopipe.stage_costs import EAGER
 from autopipe.stopwatch import Stopwatch
 from autopipe.teams import Kind, slowest_kind, teams
@@ -131,6 +131,8 @@ def plan(
         schedule = WRITTEN
         pp, micro_batches = asked.as_written(written, pp, micro_batches)
     machine = asked.cluster_meant(cluster, (pp, dp, tp), say)
+    with watch("traced"):
+        skeleton = bare(model, say)  # first: it may set the dtype that inputs are made in
     example, specs = asked.example_of(inputs)
     rows = batch_size or asked.rows_of(inputs, example, specs, machine)
     limits = asked.limits_of(memory, machine)
@@ -139,7 +141,8 @@ def plan(
     )
 
     with watch("traced"), phase("tracing"):
-        traced = trace_source(model, batches.two_rows(example, specs), specs, loss, say=say)
+        two = batches.two_rows(example, specs)
+        traced = trace_source(model, two, specs, loss, say=say, skeleton=skeleton)
         graph = traced.graph
         for place in dict.fromkeys(read.place for read in traced.reads if not read.checked):
             say(f"{place}: a number is read here that nothing depends on; a run does not read it")

@@ -215,10 +215,15 @@ def whole_seconds(graph: Graph, device: Device, precision: str, rows: int = 1) -
 
 
 def _dtypes(graph: Graph, formulas: Sequence[cost.NodeCost], precision: str) -> list[torch.dtype]:
-    """What each node computes in: in mixed precision matrix products in another dtype."""
+    """What each node computes in: in mixed precision matrix products in another dtype.
+
+    torch leaves those of fp64 as they are.
+    """
     low = PRECISIONS[precision]
     return [
-        low if low is not None and node.op.split(".")[1] in LOWERED else formula.dtype
+        formula.dtype
+        if low is None or node.op.split(".")[1] not in LOWERED or formula.dtype == torch.float64
+        else low
         for node, formula in zip(graph.nodes, formulas, strict=True)
     ]
 

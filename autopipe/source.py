@@ -57,13 +57,14 @@ def trace_source(
     loss: Loss | None,
     *,
     training: bool = True,
-    say: Say | None = None,
+    skeleton: nn.Module | None = None,
 ) -> Trace:
     """Trace a model without allocating its weights; a read that depends on one builds them.
 
-    Args and raises: as `trace.trace`.
+    Args and raises: as `trace.trace`; `skeleton` is `bare` of the model where that is at hand.
     """
-    skeleton = bare(model, say)
+    if skeleton is None:
+        skeleton = bare(model)
 
     def real() -> nn.Module:
         if isinstance(model, nn.Module):

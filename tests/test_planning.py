@@ -30,7 +30,7 @@ from autopipe.planners import Answer
 from autopipe.profile import Costing, Profiled
 from autopipe.schedule import holders
 from autopipe.schedules import make
-from autopipe.source import Say, Source, trace_source
+from autopipe.source import Source, trace_source
 from autopipe.trace import Trace
 from tests.inprocess import machine
 from tests.zoo import ZOO
@@ -43,7 +43,7 @@ def traced_once() -> Iterator[None]:
     """The zoo's GPT is the same graph whatever is asked of a plan; other models are traced."""
     graphs: dict[str, Trace] = {}
 
-    def find(model: Source, example: Any, specs: Any, loss: Loss | None, say: Say) -> Trace:
+    def find(model: Source, example: Any, specs: Any, loss: Loss | None, **_: Any) -> Trace:
         if (model, loss) != (CASE.model, CASE.loss):
             return trace_source(model, example, specs, loss)
         if (asked := str(specs)) not in graphs:
