@@ -11,14 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from importlib import metadata
+from itertools import chain
 
 import torch
+from torch import Tensor, nn
 
 from autopipe import fingerprint, programs
 from autopipe.blocks import Block, find_blocks
 from autopipe.dataflow import analyse
 from autopipe.errors import PlanError
-from autopipe.graph import Graph, Ref
+from autopipe.graph import Graph, Ref, StateSpec, TensorSpec
 from autopipe.losses import Loss
 from autopipe.partition import Stage, partition
 from autopipe.placed import read_back
@@ -150,6 +152,25 @@ def check_runs(plan: Plan, *, compiled: bool = False) -> None:
                 f"{pair} do not go together: {why}",
                 hint="plan with 1f1b, or with zero=1, or run without --compile",
             )
+
+
+def unused_states(graph: Graph, model: nn.Module) -> dict[str, StateSpec]:
+    """The parameters and persistent buffers of a model that its graph does not read."""
+    known = {n for name, state in graph.states.items() for n in (name, *state.aliases)}
+    persistent = model.state_dict().keys()
+    tensors: dict[int, Tensor] = {}
+    names: dict[int, list[str]] = {}
+    parameters = model.named_parameters(remove_duplicate=False)
+    for name, tensor in chain(parameters, model.named_buffers(remove_duplicate=False)):
+        if name in persistent and name not in known:
+            tensors[id(tensor)] = tensor
+            names.setdefault(id(tensor), []).append(name)
+    found = {}
+    for key, (name, *others) in names.items():
+        kind = "parameter" if isinstance(tensors[key], nn.Parameter) else "buffer"
+        spec = TensorSpec(tuple(tensors[key].shape), tensors[key].dtype)
+        found[name] = StateSpec(spec, kind, False, tuple(others))
+    return found
 
 
 def other_versions(plan: Plan) -> list[str]:

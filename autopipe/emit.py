@@ -183,7 +183,7 @@ files. Under srun it is `srun -n PROCESSES python train.py`.
 from pathlib import Path
 
 import autopipe
-from autopipe import cli, modelfile
+from autopipe import cli, files, modelfile
 from autopipe.runtime.train import train
 
 FOLDER = Path(__file__).resolve().parent
@@ -191,14 +191,21 @@ FOLDER = Path(__file__).resolve().parent
 
 def main(
     steps: int | None = None,
+    epochs: int | None = None,
+    save: Path | None = None,
     seed: int = 0,
     weights: Path | None = None,
     compile: bool = False,
     offload: bool = False,
     trace: Path | None = None,
+    log_every: int | None = None,
+    quiet: bool = False,
+    keep_going: bool = False,
 ) -> None:
     """Train for so many steps, or as long as the batches last."""
     cli.check_folder(trace)
+    if save is not None:
+        files.check_model(save)
     plan = autopipe.Plan.load(FOLDER / "plan.json")
     file = modelfile.load(SOURCE)
     # This rank's stages from stage_*.py, and its program from programs.txt.
@@ -211,11 +218,25 @@ def main(
         compile=compile,
         offload=offload,
         emitted=FOLDER,
+        say=cli.say,
     )
     # Batches through the pipe, an optimizer step after each; a line of progress from rank 0.
-    measured = train(pipe, file, steps, seed, cli.say, trace)
+    measured = train(
+        pipe,
+        file,
+        steps,
+        seed,
+        cli.say,
+        trace,
+        epochs=epochs,
+        log_every=log_every,
+        quiet=quiet,
+        keep_going=keep_going,
+    )
+    if save is not None and measured.losses:
+        pipe.save(save)
     if pipe.place.rank == 0:
-        cli.report(plan, measured, file.source, trace)
+        cli.report(plan, measured, file.source, trace, save, quiet=quiet)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from autopipe.binding import (
     dealt_out,
     split_as_planned,
     split_for_evaluation,
+    unused_states,
 )
 from autopipe.errors import LaunchError
 from autopipe.losses import Loss
@@ -56,6 +58,7 @@ def parallelize(
     compile: bool = False,
     offload: bool = False,
     emitted: str | Path | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> Pipe:
     """Make this rank's part of `model` as `plan` says; every rank calls it.
 
@@ -65,12 +68,14 @@ def parallelize(
         plan: the same on every rank.
         inputs: an example batch to trace with; None: one made from the plan's description.
         loss: as given to `plan`.
-        weights: a checkpoint to read this rank's parameters from.
+        weights: a checkpoint to read this rank's parameters from: a safetensors file, a state_dict
+            that torch.save has written, a folder of either, or of torch.distributed.checkpoint.
         seed: of the initialisation and of dropout.
         compile: whether stages run through torch.compile.
         offload: under ZeRO-3, keep parameters, gradients and optimizer state in host memory.
         emitted: a folder that `autopipe emit` has written for this plan: training steps run its
             stages and its programs, as they stand there now.
+        say: gets a line of talk at a time, on rank 0.
 
     Raises:
         LaunchError: other processes were started than the plan is for.
@@ -106,16 +111,23 @@ def parallelize(
         )
     split = split_as_planned(traced, plan, place.tp)
     own = [stage for stage in split.stages if holders(compute)[stage.index] == place.pp]
+    # What forward does not use is in no stage; rank 0 keeps it, as it is a part of the model.
+    unused = unused_states(traced.graph, skeleton)
+    kept = list(unused) if place.rank == 0 else []
+    model_states = {**traced.graph.states, **unused}
     states = materialize(
-        traced.graph,
-        list(dict.fromkeys(name for stage in own for name in stage.states)),
+        replace(traced.graph, states=model_states),
+        [*dict.fromkeys(name for stage in own for name in stage.states), *kept],
         skeleton,
         model,
         weights=weights,
         seed=seed,
         part=partial(_own_part, sharding, place.tp),
         device=device,
+        optional=kept,
+        say=say if place.rank == 0 else None,
     )
+    apart = {name: states.pop(name) for name in kept if name in states}
 
     def evaluation(batch: Any) -> Split:
         example = batches.two_rows(batch, plan.inputs)
@@ -142,7 +154,18 @@ def parallelize(
     )
     rank = Rank(plan, place, states, transport, device, compute, sharded, compile, files)
     world = dist.group.WORLD if len(plan.mesh.places) > 1 else None
-    return Pipe(rank, split, gradients, world, evaluation, seed, watchdog, sharding)
+    return Pipe(
+        rank,
+        split,
+        gradients,
+        world,
+        evaluation,
+        seed,
+        watchdog,
+        sharding,
+        model_states=model_states,
+        unused=apart,
+    )
 
 
 def _join(plan: Plan) -> tuple[int, Watchdog]:

@@ -142,7 +142,7 @@ def plan(
 
     with watch("traced"), phase("tracing"):
         two = batches.two_rows(example, specs)
-        traced = trace_source(model, two, specs, loss, say=say, skeleton=skeleton)
+        traced = trace_source(model, two, specs, loss, skeleton=skeleton)
         graph = traced.graph
         for place in dict.fromkeys(read.place for read in traced.reads if not read.checked):
             say(f"{place}: a number is read here that nothing depends on; a run does not read it")

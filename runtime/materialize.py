@@ -1,8 +1,7 @@
 """Where a rank's own parameters and buffers come from; no rank ever holds the others'.
 
 1  a model with its weights           its own tensors are taken as they are
-2  weights= (safetensors or a         own names are read
-   torch.distributed.checkpoint)
+2  weights= (`weights`)           own names are read
 3  a constructor, and it fits in      one process of a machine builds the whole model at a time,
    host memory                        seeded, and keeps its own part: the same weights as in
                                       one process; what it makes on the meta device is made on
@@ -14,20 +13,19 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from autopipe import numbers
 from autopipe.building import Factory, in_turn, on_cpu
 from autopipe.errors import ModelError
 from autopipe.fake import is_fake
-from autopipe.graph import Graph, shape_at
+from autopipe.graph import Graph
 from autopipe.randomness import seed as derive_seed
+from autopipe.runtime.weights import read
 from autopipe.source import available_memory, parameter_bytes
 
 
@@ -42,16 +40,20 @@ def materialize(
     device: torch.device | str = "cpu",
     memory: int | None = None,
     part: Callable[[str, Tensor], Tensor] | None = None,
+    optional: Collection[str] = (),
+    say: Callable[[str], None] | None = None,
 ) -> dict[str, Tensor]:
     """The tensors of `names` on `device`: parameters as `nn.Parameter`, buffers and constants.
 
     Args:
         skeleton: the model with fake parameters and real buffers.
         source: the model with its weights, or what constructs it.
-        weights: a safetensors file, a folder of them, or a distributed checkpoint's folder.
+        weights: what `autopipe.runtime.weights` reads.
         seed: of the initialisation.
         memory: bytes of host memory there are; None asks the system.
         part: what this rank keeps of a tensor, by its name; the tensor itself where that is all.
+        optional: those of `names` that are left out where they are not to be had.
+        say: takes a line of talk about `weights`.
 
     Raises:
         ModelError: a tensor is not to be had; the sentence says which and why.
@@ -62,7 +64,7 @@ def materialize(
     if weights is not None:
         saved = [n for n in names if states[n].kind == "parameter" or states[n].persistent]
         saved = [n for n in saved if n not in found]
-        found |= _read(Path(weights), graph, saved)
+        found |= read(Path(weights), graph, saved, optional, say)
         model = skeleton
     elif isinstance(source, nn.Module):
         model = source
@@ -71,7 +73,7 @@ def materialize(
         if parameter_bytes(skeleton) <= memory:
             model = _build_in_turn(source, seed)
         else:
-            found |= _initialise(skeleton, wanted, seed, memory)
+            found |= _initialise(skeleton, [n for n in wanted if n not in optional], seed, memory)
             model = skeleton
     result: dict[str, Tensor] = {}
     for name, state in states.items():
@@ -80,6 +82,8 @@ def materialize(
             parameter = state.kind == "parameter"
             tensor = model.get_parameter(name) if parameter else model.get_buffer(name)
         if is_fake(tensor) or tensor.is_meta:
+            if name in optional:
+                continue
             raise ModelError(
                 f"{state.kind} {name!r} has no values: the model was built without memory",
                 hint="give weights=, or the function that builds the model instead of the model",
@@ -105,69 +109,6 @@ def _build_in_turn(factory: Factory, seed: int) -> nn.Module:
             with on_cpu():
                 model = factory()
     return model
-
-
-def _read(path: Path, graph: Graph, names: Sequence[str]) -> dict[str, Tensor]:
-    """Own tensors from a checkpoint; a tied parameter may stand under any of its names."""
-    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-    if not files:
-        return _read_distributed(path, graph, names)
-    found: dict[str, Tensor] = {}
-    for file in files:
-        with safe_open(str(file), framework="pt") as stored:
-            keys = set(stored.keys())
-            for name in names:
-                key = _stored_as(graph, name, keys)
-                if key is not None:
-                    found[name] = stored.get_tensor(key)
-    _check_shapes(path, graph, names, {name: tensor.shape for name, tensor in found.items()})
-    return found
-
-
-def _read_distributed(path: Path, graph: Graph, names: Sequence[str]) -> dict[str, Tensor]:
-    # A quarter of a second to import, which every other start of a rank can do without.
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    if not (path / ".metadata").is_file():
-        raise ModelError(
-            f"weights {str(path)!r} is neither a safetensors file, nor a folder of them, nor a "
-            "torch.distributed.checkpoint folder"
-        )
-    stored = {
-        key: entry.size
-        for key, entry in FileSystemReader(path).read_metadata().state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    keys = {name: _stored_as(graph, name, stored.keys()) for name in names}
-    sizes = {name: stored[key] for name, key in keys.items() if key is not None}
-    _check_shapes(path, graph, names, sizes)
-    specs = {name: graph.states[name].spec for name in names}
-    found = {n: torch.empty(shape_at(spec, 1), dtype=spec.dtype) for n, spec in specs.items()}
-    with warnings.catch_warnings():
-        # Every rank reads its own by itself, on purpose.
-        warnings.filterwarnings("ignore", message=".*single process")
-        wanted = {keys[name] or name: tensor for name, tensor in found.items()}
-        load(wanted, checkpoint_id=str(path), no_dist=True)
-    return found
-
-
-def _stored_as(graph: Graph, name: str, keys: Collection[str]) -> str | None:
-    return next((key for key in (name, *graph.states[name].aliases) if key in keys), None)
-
-
-def _check_shapes(
-    path: Path, graph: Graph, names: Sequence[str], stored: Mapping[str, Sequence[int]]
-) -> None:
-    for name in names:
-        shape = list(shape_at(graph.states[name].spec, 1))
-        if name not in stored:
-            raise ModelError(f"{path}: holds no {name!r}, which the model has as {shape}")
-        if list(stored[name]) != shape:
-            raise ModelError(
-                f"{path}: {name!r} has the shape {list(stored[name])}, in the model {shape}"
-            )
 
 
 def _initialise(

@@ -9,6 +9,7 @@ pipe.clip_grad_norm_(1.0); optimizer.step()
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,15 +17,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autopipe import batches, collectives
+from autopipe import batches, collectives, files
 from autopipe.binding import Split
 from autopipe.errors import ModelError
+from autopipe.graph import StateSpec, shape_at
 from autopipe.partition import Stage
 from autopipe.placements import I, Sharding
 from autopipe.plan import Memory, StagePrediction
 from autopipe.runtime import ready
 from autopipe.runtime.agree import check_same
 from autopipe.runtime.executor import Executor, Record
+from autopipe.runtime.export import Kept, export
 from autopipe.runtime.gradients import Gradients, total_norm
 from autopipe.runtime.meter import Meter
 from autopipe.runtime.ready import Rank
@@ -47,6 +50,8 @@ class Pipe:
         seed: of dropout and every other random number of the run.
         watchdog: is told where this rank is.
         sharding: how parameters lie over tensor-parallel ranks.
+        model_states: all that the model owns, whole; None: what its graph reads.
+        unused: what it owns and forward does not use, on the rank that keeps it.
 
     Attributes:
         meter: counts the bytes of the steps that come, if there is one.
@@ -64,6 +69,9 @@ class Pipe:
         seed: int,
         watchdog: Watchdog,
         sharding: Sharding | None = None,
+        *,
+        model_states: Mapping[str, StateSpec] | None = None,
+        unused: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.plan = rank.plan
         self.place = rank.place
@@ -80,6 +88,8 @@ class Pipe:
         self._seed = seed
         self._watchdog = watchdog
         self._sharding = sharding or Sharding(1, {}, {})
+        self._model_states = model_states or split.graph.states
+        self._unused = unused or {}
         self._steps = 0
         self._ready: dict[tuple[bool, int, int], Executor] = {}
         self._last: Executor | None = None
@@ -106,20 +116,85 @@ class Pipe:
             if self._split.graph.states[name].kind == "buffer":
                 yield name, tensor
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Let go of the gradients, as `step` does by itself before it makes new ones."""
+        for parameter in (*self.parameters(), *self._trainable()):
+            if set_to_none or parameter.grad is None:
+                parameter.grad = None
+            else:
+                parameter.grad.zero_()
+
+    def train(self, mode: bool = True) -> Pipe:
+        """Nothing, and the pipe: `step` trains and `evaluate` evaluates, whatever was said."""
+        return self
+
+    def eval(self) -> Pipe:
+        """Nothing, and the pipe: as `train`."""
+        return self
+
+    def __repr__(self) -> str:
+        mesh, place = self.plan.mesh, self.place
+        stages = ", ".join(str(stage.index) for stage in self.stages)
+        count = sum(parameter.numel() for _, parameter in self.named_parameters())
+        return (
+            f"Pipe(rank {place.rank} of {len(mesh.places)}: stage {stages} of "
+            f"{len(self.plan.stages)}, replica {place.dp} of {mesh.dp}, part {place.tp} of "
+            f"{mesh.tp}; {self.plan.schedule}, {self.plan.batch.micro_batches} x "
+            f"{self.plan.batch.rows // (mesh.dp * self.plan.batch.micro_batches)} rows; "
+            f"{count:,} parameters here)"
+        )
+
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's parameters and persistent buffers; all ranks' together are the model's.
 
-        Every rank calls it: what is dealt out over tensor-parallel ranks, or under ZeRO-1, is
-        gathered first. Under ZeRO-3 the rest are DTensors, of which each rank has its part.
+        A tied tensor has all its names; what forward does not use is with rank 0. Every rank calls
+        it: what is dealt out over tensor-parallel ranks, or under ZeRO-1, is gathered first. Under
+        ZeRO-3 the rest are DTensors, of which each rank has its part.
         """
         self._gradients.gather()
-        states = self._split.graph.states
         return {
-            name: self._whole(name, tensor.detach())
-            for name, tensor in self._rank.states.items()
-            if states[name].kind == "parameter"
-            or (states[name].kind == "buffer" and states[name].persistent)
+            key: tensor
+            for name, names in self._saved().items()
+            for tensor in [self._whole(name, self._own(name))]
+            for key in names
         }
+
+    def save(self, path: str | Path) -> None:
+        """Write the whole model, by its own names, as a safetensors file; every rank calls it.
+
+        `model.load_state_dict(safetensors.torch.load_file(path))` takes it. Rank 0 writes; no rank
+        holds more than one tensor beside its own. The file is there whole or not at all.
+
+        Raises:
+            AutopipeError: it cannot be written.
+        """
+        path = Path(path)
+        files.check_model(path)
+        self._gradients.gather()
+        kept = []
+        for name, names in self._saved().items():
+            shape = tuple(shape_at(self._model_states[name].spec, 1))
+            kept.append(Kept(names, shape, self._own(name).dtype))
+
+        def whole(name: str) -> Tensor:
+            tensor = self._whole(name, self._own(name))
+            return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+        export(path, kept, whole, self.place, self._world)
+
+    def _saved(self) -> dict[str, tuple[str, ...]]:
+        """All names of what a state dict has of this rank."""
+        found = {}
+        for name in (*self._rank.states, *self._unused):
+            state = self._model_states[name]
+            if state.kind == "parameter" or (state.kind == "buffer" and state.persistent):
+                found[name] = (name, *state.aliases)
+        return found
+
+    def _own(self, name: str) -> Tensor:
+        """What this rank has of a tensor."""
+        states = self._unused if name in self._unused else self._rank.states
+        return states[name].detach()
 
     def _whole(self, name: str, tensor: Tensor) -> Tensor:
         """A tensor of which each tensor-parallel rank has a part, put together."""

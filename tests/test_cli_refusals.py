@@ -497,7 +497,25 @@ def test_batches_of_rows_that_do_not_divide(autopipe: Shell) -> None:
             {"schedule": "zb-h1"},
             "zb-h1 and torch.compile do not go together: code has no halves",
         ),
-        ("--weights gone.safetensors", {}, "weights 'gone.safetensors' is neither a safetensors "),
+        (
+            "--weights gone.safetensors",
+            {},
+            "weights 'gone.safetensors': there is no such file or folder\n\n"
+            "hint: weights are a safetensors file, a state_dict that torch.save has written, or a "
+            "folder of either",
+        ),
+        (
+            "--save model.pt",
+            {},
+            "model.pt cannot be written: a model is saved as safetensors\n\n"
+            "hint: name it model.safetensors",
+        ),
+        (
+            "--save gone/model.safetensors",
+            {},
+            "gone/model.safetensors cannot be written: there is no folder ",
+        ),
+        ("--epochs 2", {}, "--epochs 2: "),
         ("", {"precision": "fp8"}, "plan.precision: 'fp8' was asked for; this version runs 'fp32'"),
         ("", {"schedule": "zb-h3"}, "there is no schedule 'zb-h3'"),
         (

@@ -6,8 +6,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from autopipe import files
 from autopipe.cli.console import tell
-from autopipe.errors import AutopipeError, ModelError, PlanError
+from autopipe.errors import ModelError, PlanError
 
 if TYPE_CHECKING:
     from autopipe.plan import Plan
@@ -19,8 +20,8 @@ def check_folder(file: Path | None) -> None:
     Raises:
         AutopipeError: names the folder.
     """
-    if file is not None and not file.resolve().parent.is_dir():
-        raise AutopipeError(f"{file} cannot be written: there is no folder {file.resolve().parent}")
+    if file is not None:
+        files.check_folder(file)
 
 
 def relative(source: str, folder: Path) -> str:

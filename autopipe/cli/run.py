@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from autopipe import files
 from autopipe.cli import console
 from autopipe.cli.commands import PlanArgument, command
 from autopipe.cli.console import say, tell
@@ -31,6 +32,9 @@ def run(
     ] = None,
     epochs: Annotated[
         int | None, typer.Option(min=1, help="Times to go through the batches; once.")
+    ] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="Save the whole model at the end, as FILE.safetensors.")
     ] = None,
     seed: Annotated[
         int, typer.Option(help="Seed of the weights, the dropout and the batches.")
@@ -61,6 +65,8 @@ def run(
     with voice.one_voice(world, debug=console.debug()):
         loaded = Plan.load(plan)
         check_folder(trace)
+        if save is not None:
+            files.check_model(save)
         source = model or found(loaded, plan, "run")
         if local is not None:
             launch.check_world(launch.World(0, local, 0, local, 0, "", 0), len(loaded.mesh.places))
@@ -78,6 +84,7 @@ def run(
             steps,
             seed,
             trace,
+            save,
             epochs=epochs,
             log_every=log_every,
             quiet=console.quiet(),
@@ -92,6 +99,7 @@ def _train(
     steps: int | None,
     seed: int,
     trace: Path | None,
+    save: Path | None,
     **how: Any,
 ) -> None:
     """Train; `made` are options of `parallelize`, `how` those of `train`.
@@ -104,19 +112,32 @@ def _train(
         from autopipe.runtime.train import train
 
     file = modelfile.load(source)
-    pipe = parallelize(file.model, plan, loss=file.loss, **made)
+    pipe = parallelize(file.model, plan, loss=file.loss, say=say, **made)
     if pipe.place.rank == 0:
         for line in file.since_planning(plan):
             tell(line)
     measured = train(pipe, file, steps, seed, tell, trace, **how)
+    if save is not None and measured.losses:
+        pipe.save(save)
     if pipe.place.rank == 0:
-        report(plan, measured, source, trace, quiet=how["quiet"])
+        report(plan, measured, source, trace, save, quiet=how["quiet"])
 
 
 def report(
-    plan: Plan, measured: Measured, source: str, trace: Path | None = None, *, quiet: bool = False
+    plan: Plan,
+    measured: Measured,
+    source: str,
+    trace: Path | None = None,
+    save: Path | None = None,
+    *,
+    quiet: bool = False,
 ) -> None:
-    """Say what a run has measured, beside what was planned, and print its losses."""
+    """Say what a run has measured, beside what was planned, and print its losses.
+
+    Args:
+        save: where the model was saved.
+        quiet: no table, and no word of what was not asked for.
+    """
     from autopipe import explain as words
     from autopipe.runtime.train import figure
 
@@ -134,4 +155,8 @@ def report(
         words.console().print(table)
     if trace is not None:
         say(f"{trace}: open it at https://ui.perfetto.dev")
+    if save is not None and measured.losses:
+        say(f"{save}: the trained model, as safetensors")
+    elif not quiet:
+        say("the trained weights are not kept; --save FILE.safetensors does that")
     print(f"loss {figure(measured.losses[0])} -> {figure(measured.losses[-1])}", flush=True)
