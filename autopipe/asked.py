@@ -20,6 +20,7 @@ from autopipe.plan import InputSpec
 from autopipe.probe import Say, local_cluster, local_processes
 from autopipe.problem import Constraints
 from autopipe.programs import micro_batches as count_micro_batches
+from autopipe.rates import Need
 from autopipe.schedule import Programs
 from autopipe.spec import LocalSpec, parse
 
@@ -76,11 +77,13 @@ def as_written(programs: Programs, pp: int | None, micro_batches: int | None) ->
 
 def cluster_meant(
     cluster: str | Path | Cluster | None, degrees: tuple[int | None, ...], say: Say
-) -> Cluster:
+) -> Cluster | LocalSpec:
     """The cluster meant; without a word of it this machine, with as many processes as asked for.
 
+    This machine is still to be `measured`.
+
     Raises:
-        AutopipeError: the words describe none (`spec.parse`), or this machine cannot be measured.
+        AutopipeError: the words describe none (`spec.parse`).
     """
     if isinstance(cluster, Cluster):
         return cluster
@@ -93,8 +96,16 @@ def cluster_meant(
         found = parse(str(cluster))
     if isinstance(found, LocalSpec):
         say(f"cluster: local:{found.processes}, this machine")
-        found = local_cluster(found.processes, say)
     return found
+
+
+def measured(found: Cluster | LocalSpec, need: Need, say: Say) -> Cluster:
+    """The cluster; where it is this machine, with the figures that a model needs.
+
+    Raises:
+        AutopipeError: as `probe.local_cluster`.
+    """
+    return found if isinstance(found, Cluster) else local_cluster(found.processes, say, need=need)
 
 
 def example_of(inputs: Any) -> tuple[Any, list[InputSpec]]:
@@ -113,14 +124,14 @@ def example_of(inputs: Any) -> tuple[Any, list[InputSpec]]:
     return inputs, batches.describe(inputs, None, first.shape[0], 0)
 
 
-def rows_of(inputs: Any, example: Any, specs: Sequence[InputSpec], cluster: Cluster) -> int:
+def rows_of(inputs: Any, example: Any, specs: Sequence[InputSpec], devices: int) -> int:
     """The example's own rows; a function that makes as many as one likes has none."""
     own = None if callable(inputs) else batches.rows_of(specs, batches.flatten(example))
-    return own or ROWS_PER_DEVICE * cluster.num_devices
+    return own or ROWS_PER_DEVICE * devices
 
 
 def limits_of(
-    memory: int | str | Sequence[int | str] | None, cluster: Cluster
+    memory: int | str | Sequence[int | str] | None, cluster: Cluster | LocalSpec
 ) -> tuple[int, ...] | None:
     """A limit for each device, from one for all of them or from one for each.
 

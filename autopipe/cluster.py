@@ -80,6 +80,7 @@ class Device:
             m / (m + half) * k / (k + half) * n / (n + half) of `flops` (`autopipe.cost`).
         kernels: ops by name that are neither as fast as their bytes nor as a matmul; on a CPU a
             tanh computes for longer than it reads.
+        rough: figures that are only roughly so, each with the reason.
     """
 
     kind: str
@@ -90,6 +91,7 @@ class Device:
     source: str
     half: float = 0.0
     kernels: dict[str, Kernel] = field(default_factory=dict)
+    rough: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         rates = ", ".join(f"{dtype} {rate / 1e12:.3g}" for dtype, rate in self.flops.items())

@@ -305,7 +305,23 @@ def _touched(node: Node, operands: Specs, made: TensorSpec) -> Dim:
 _MANY = 2**20
 """Rows, and tokens of a row, by which sizes are compared."""
 
-_RATE = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "bf16"}
+_RATE = {
+    **dict.fromkeys((torch.float32, torch.complex64), "fp32"),
+    **dict.fromkeys((torch.float64, torch.complex128), "fp64"),
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+}
+"""The rate of a dtype's products. Whole numbers are counted as fp32: they index and mask."""
+
+
+def rate_name(dtype: torch.dtype) -> str:
+    """The word of `Device.flops` for what a matrix product in `dtype` computes in.
+
+    A dtype of another kind (of 8 bits) is called by its own name, for a cluster file to have.
+    """
+    return _RATE.get(
+        dtype, str(dtype).removeprefix("torch.") if dtype.is_floating_point else "fp32"
+    )
 
 
 def seconds(
@@ -320,7 +336,7 @@ def seconds(
         dtypes: what each node computes in, where that is not what the model says.
 
     Raises:
-        AutopipeError: the device has no rate for a dtype the graph computes in.
+        AutopipeError: the device has no rate for a dtype that matrix products are in.
     """
     forward_flops, forward_bytes, backward_flops, backward_bytes, added = (
         _evaluate([getattr(cost, name) for cost in formulas], rows)
@@ -334,7 +350,7 @@ def seconds(
     )
     dtypes = dtypes or [cost.dtype for cost in formulas]
     shares = _evaluate([_share(cost.dims, device.half) for cost in formulas], rows)
-    rates = np.array([_rate(device, dtype) for dtype in dtypes])
+    rates = np.array([_rate(device, d, c) for d, c in zip(dtypes, formulas, strict=True)])
     forward_starts, forward_rates, backward_starts, backward_rates = _paces(
         formulas, device, rates, rates * shares
     )
@@ -356,7 +372,9 @@ def _paces(
 ) -> tuple[NDArray[np.float64], ...]:
     """Starts and rates, forward and backward.
 
-    A kernel's rate is that of fp32; another dtype is taken to be as much quicker as in a matmul.
+    A kernel's rate is that of fp32. One that multiplies matrices is taken to be as much quicker in
+    another dtype as a matmul; the others are as fast in 16 bits as in 32, to which a CPU converts
+    them, and in 64 half as fast.
     """
     found = []
     for way in (0, 1):
@@ -368,8 +386,10 @@ def _paces(
                 continue
             pace = kernel.backward if way else kernel.forward
             starts[number] = pace.start
-            if pace.rate:
+            if pace.rate and cost.dims:
                 own[number] = pace.rate * rates[number] / device.flops.get("fp32", rates[number])
+            elif pace.rate:
+                own[number] = pace.rate * min(1.0, 4 / cost.dtype.itemsize)
         found += [starts, own]
     return tuple(found)
 
@@ -381,15 +401,19 @@ def _share(dims: tuple[Dim, ...], half: float) -> Dim:
     return found
 
 
-def _rate(device: Device, dtype: torch.dtype) -> float:
-    name = _RATE.get(dtype, "fp32")
+def _rate(device: Device, dtype: torch.dtype, cost: NodeCost) -> float:
+    """Where no matrices are multiplied a rate hardly matters: that of fp32 serves any dtype."""
+    name = rate_name(dtype)
+    if name not in device.flops and not cost.dims:
+        name = "fp32" if "fp32" in device.flops else next(iter(device.flops))
     if name not in device.flops:
         raise AutopipeError(
             f"the model computes in {name}, and {device.kind} has no rate for it, only for "
             f"{', '.join(device.flops)}",
             hint=f"add {name!r} to the device's flops in the cluster file",
         )
-    return device.flops[name]
+    # A product of complex numbers is four of real ones.
+    return device.flops[name] / (4 if dtype.is_complex and cost.dims else 1)
 
 
 def _evaluate(formulas: Sequence[Dim], rows: int) -> NDArray[np.float64]:

@@ -35,6 +35,7 @@ from autopipe.graph import BATCH, SEQUENCE, Dim, Graph, State
 from autopipe.losses import Loss
 from autopipe.precision import PRECISIONS
 from autopipe.probe import Say
+from autopipe.profile import need
 from autopipe.progress import phase
 from autopipe.saving import observe_kept
 from autopipe.sequence import Lengths, trace_lengths
@@ -169,7 +170,9 @@ def cost_formulas(
     graph, blocks = traced.trace.graph, find_blocks(traced.trace.graph)
     if tp > 1:
         check_heads(graph, tp)
-        machine = asked.cluster_meant(cluster, (tp,), say or (lambda line: None))
+        say = say or (lambda line: None)
+        meant = asked.cluster_meant(cluster, (tp,), say)
+        machine = asked.measured(meant, need(graph, precision), say)
         degrees(machine, tp, graph)
         graph, blocks = _of_first_rank(traced, blocks, tp, machine)
     with as_first(tp), phase("costs of each node"):

@@ -31,7 +31,7 @@ from autopipe.planners import PLANNERS, Answer, Mesh
 from autopipe.precision import PRECISIONS
 from autopipe.probe import Say
 from autopipe.problem import WRITTEN, Constraints, Problem
-from autopipe.profile import Costing, Profiled, whole_seconds
+from autopipe.profile import Costing, Profiled, need, whole_seconds
 from autopipe.progress import phase
 from autopipe.recompute import blocks_to_recompute
 from autopipe.schedule import Programs
@@ -130,12 +130,12 @@ def plan(
         written = sketch.from_file(Path(schedule))
         schedule = WRITTEN
         pp, micro_batches = asked.as_written(written, pp, micro_batches)
-    machine = asked.cluster_meant(cluster, (pp, dp, tp), say)
+    meant = asked.cluster_meant(cluster, (pp, dp, tp), say)
     with watch("traced"):
         skeleton = bare(model, say)  # first: it may set the dtype that inputs are made in
     example, specs = asked.example_of(inputs)
-    rows = batch_size or asked.rows_of(inputs, example, specs, machine)
-    limits = asked.limits_of(memory, machine)
+    rows = batch_size or asked.rows_of(inputs, example, specs, meant.num_devices)
+    limits = asked.limits_of(memory, meant)
     constraints = Constraints(
         pp, dp, tp, micro_batches, schedule, limits, chunks, window, depth, zero, None, written
     )
@@ -158,6 +158,7 @@ def plan(
         again = blocks_to_recompute(blocks, [word for word in words if word != NOTHING])
     stages = (pp or 1) * (chunks_of(constraints, schedule) if schedule is not None else 1)
     say(_summary(traced, blocks))
+    machine = asked.measured(meant, need(graph, precision), say)
     factor = asked.optimizer_factor(asked.optimizer_named(optimizer))
     tried = degrees(machine, tp, graph)
 

@@ -25,6 +25,7 @@ from autopipe.graph import Graph, Ref, State, TensorSpec, bytes_at
 from autopipe.machine import Machine
 from autopipe.precision import LOWERED, PRECISIONS
 from autopipe.problem import Constraints, Crossing, Problem, Profile, Seconds, Shared
+from autopipe.rates import KERNELS, Need
 from autopipe.recompute import obstacle
 from autopipe.saving import Made, Saving
 from autopipe.shorten import Short, Uneven, shortened
@@ -212,6 +213,15 @@ def whole_seconds(graph: Graph, device: Device, precision: str, rows: int = 1) -
     formulas = cost.costs(graph)
     both = cost.seconds(formulas, rows, device, _dtypes(graph, formulas, precision))
     return float(sum(way.sum() for way in both))
+
+
+def need(graph: Graph, precision: str) -> Need:
+    """The figures of a device that the graph's seconds follow from."""
+    formulas = cost.costs(graph)
+    pairs = zip(formulas, _dtypes(graph, formulas, precision), strict=True)
+    dtypes = {cost.rate_name(dtype) for formula, dtype in pairs if formula.dims}
+    kernels = {formula.kernel for formula in formulas}
+    return Need(tuple(sorted(dtypes)), tuple(sorted(kernels & {*KERNELS})))
 
 
 def _dtypes(graph: Graph, formulas: Sequence[cost.NodeCost], precision: str) -> list[torch.dtype]:

@@ -23,6 +23,16 @@ class LocalSpec:
 
     processes: int
 
+    @property
+    def name(self) -> str:
+        """The cluster's."""
+        return f"local:{self.processes}"
+
+    @property
+    def num_devices(self) -> int:
+        """A device a process."""
+        return self.processes
+
 
 def parse(spec: str) -> Cluster | LocalSpec:
     """What a user means by `spec`; the module lists the forms.

@@ -5,18 +5,18 @@
     any other op                 start + operations / rate            from a small and a large one
 
 What is measured is what a model does: results are allocated, weights come from memory and not from
-a cache, autograd records. An op is measured in a chain of itself, x -> f(x) -> f(f(x)), so that
-asking autograd for its backward counts once for many; and behind a matmul, as ops of a model are,
-which has taken the caches for its weights. An op that follows itself starts in half the time.
-
-    forward     matmul  f  matmul  f  matmul  f       f takes what passes between
-    backward    f  matmul  f  matmul  f  matmul       the gradient of its result and of the matmul's
+a cache, autograd records. An op is measured in a chain of itself (`autopipe.chains`): one that
+follows itself starts in half the time, and asking autograd for its backward counts once for many.
 
 A shared machine is a tenth quicker in one second than in the next, and what is compared is measured
 in turns, so that a slow second is in every figure alike:
 
-    round    0 (warms up)    1          2                 each figure: the median of its column
-             a  b  c  d      a b c d    a b c d    ...
+    turn     0 (warms up)    1          2                 each figure: the median of its column
+             a  b  c  d      a b c d    a b c d    ...    until the budget is used up
+
+Nothing is begun that would not end in time. Sizes climb from small ones, as long as each step
+foretells that the next one fits into the budget; what has not climbed to its size is measured at
+the one that it has reached, and says so.
 """
 
 from __future__ import annotations
@@ -25,24 +25,21 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache
 from itertools import count
+from typing import NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autopipe.cluster import Kernel, Pace
+from autopipe.rates import Found
+
+T = TypeVar("T")
 
 WINDOW = 0.05
 """Seconds of uninterrupted repetition that make one figure."""
 
-WINDOWS = 5
-"""Windows of which the median is taken, after one to warm up."""
-
-SHORT = 0.01
-"""The same for one op of many, with what stands between: all of them together take seconds."""
+TURNS = 5
+"""Turns of which the median is taken, after one to warm up; fewer where time is short."""
 
 COLD = 2**26
 """Bytes of weights that are used in turn, or of a chain: more than a core's share of the caches."""
@@ -55,20 +52,113 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def seconds(ops: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
-    """Seconds of one call of each of `ops`, in turns."""
-    rounds = [[_window(op, device) for op in ops] for _ in range(WINDOWS + 1)]
-    return [statistics.median(column) for column in zip(*rounds[1:], strict=True)]
+class Budget:
+    """So many seconds from now on, for what is done on a device.
+
+    They are seconds at this process's share of the cores. While others have the cores too, they
+    count up to `STRETCH` times as slowly: what the machine's own load delays is not cut short.
+
+    Args:
+        crowd: how many times as long as with a core for itself a process is to take; None: only
+            the clock on the wall counts, as where processes wait for each other.
+    """
+
+    def __init__(self, seconds: float, device: torch.device, crowd: float | None = None) -> None:
+        self.seconds = seconds
+        self.device = device
+        self._crowd = None if device.type == "cuda" else crowd
+        self._began = self._clocks()
+
+    def _clocks(self) -> tuple[float, float]:
+        return now(self.device), time.thread_time()
+
+    def _since(self, before: tuple[float, float]) -> float:
+        wall, own = (after - begin for after, begin in zip(self._clocks(), before, strict=True))
+        return wall if self._crowd is None else max(own * self._crowd, wall / STRETCH)
+
+    @property
+    def left(self) -> float:
+        """Seconds until it is used up; less than 0 where it was overdrawn."""
+        return self.seconds - self._since(self._began)
+
+    def share(self, ops: int) -> float:
+        """Seconds that one of so many ops may take each turn."""
+        return self.seconds / ops / (TURNS + 1)
+
+    def taken(self, op: Callable[[], object]) -> float:
+        """Seconds of one call."""
+        before = self._clocks()
+        op()
+        return self._since(before)
 
 
-def _window(op: Callable[[], object], device: torch.device) -> float:
+STRETCH = 3.0
+"""Times as long as foreseen that everything may take on a machine that is busy otherwise."""
+
+
+def in_turns(
+    ops: Sequence[Callable[[], T]], budget: Budget, foretold: Sequence[float] = ()
+) -> list[list[T]]:
+    """What each op gives, turn by turn; that of the first turn is left out where there are more.
+
+    An op that takes longer than what is left of the budget has had its last turn.
+
+    Args:
+        foretold: seconds that each will take; without them each has one turn in any case.
+    """
+    found: list[list[T]] = [[] for _ in ops]
+    took = [*foretold] or [-math.inf for _ in ops]
+    for _ in range(TURNS + 1):
+        for number, op in enumerate(ops):
+            before = budget.left
+            if took[number] <= before:
+                found[number].append(op())
+                took[number] = before - budget.left
+    return [turns[1:] or turns for turns in found]
+
+
+def window(op: Callable[[], object], seconds: float, device: torch.device) -> float:
+    """Seconds of one call of `op`, repeated for so many seconds; called at least once."""
     begin, calls = now(device), 0
     # Asked of the device each time: a GPU's queue takes seconds of work in a millisecond.
-    while now(device) - begin < WINDOW:
+    while not calls or now(device) - begin < seconds:
         op()
         calls += 1
     return (now(device) - begin) / calls
 
+
+class Reached(NamedTuple):
+    """How far a size has climbed, and the seconds of one call there."""
+
+    step: int
+    seconds: float
+
+
+def climb(
+    steps: int,
+    op: Callable[[int], Callable[[], object]],
+    growth: float,
+    budget: Budget,
+    most: float,
+) -> Reached:
+    """Call `op(0)`, `op(1)`, ... as long as the next one is foretold to take less than `most`.
+
+    Args:
+        growth: how many times as long a step takes as the one before it.
+    """
+    for step in range(steps):
+        run = op(step)
+        taken = budget.taken(run)
+        for _ in range(CALLS - 1):
+            if taken < most / CALLS:  # the first one has more to do
+                taken = min(taken, budget.taken(run))
+        if min(most, budget.left) < taken * growth:
+            break
+    return Reached(step, taken)
+
+
+CALLS = 3
+"""Of a step, of which the quickest foretells the next."""
 
 # --- Matmuls -------------------------------------------------------------------------------------
 
@@ -77,36 +167,78 @@ Dims = tuple[int, int, int]
 ON_CPU: tuple[Dims, ...] = ((32, 1024, 1024), (128, 256, 256), (256, 384, 1536), (1024, 768, 768))
 ON_GPU: tuple[Dims, ...] = ((256, 1024, 1024), (1024, 2048, 2048), (4096, 4096, 4096))
 
+SCALES = (16, 8, 4, 2, 1)
+"""By which dims are divided first, and in the end."""
 
-def matmuls(
-    dtype: torch.dtype, device: torch.device, half: float | None = None
-) -> tuple[float, float]:
+
+def matmuls(dtype: torch.dtype, budget: Budget, half: float | None = None) -> Found:
     """Operations a second of large matmuls, and the dim that halves them; `half` if it is known."""
-    sizes = ON_CPU if device.type == "cpu" else ON_GPU
-    found = seconds([_layers(dims, dtype, device) for dims in sizes], device)
-    each = [taken / (3 * LAYERS) for taken in found]
-    return fit(list(zip(sizes, each, strict=True)), half)
+    sizes = ON_CPU if budget.device.type == "cpu" else ON_GPU
+    reached = [_reached(dims, dtype, budget) for dims in sizes]
+    whole = [found for dims, found in zip(sizes, reached, strict=True) if dims == found[0]]
+    layers = [LAYERS if LAYERS * taken < budget.share(1) else 1 for _, taken in whole]
+    ops = [
+        _window_of(_layers(dims, dtype, budget.device, count), budget)
+        for (dims, _), count in zip(whole, layers, strict=True)
+    ]
+    foretold = [count * taken for (_, taken), count in zip(whole, layers, strict=True)]
+    # What there was no time for has been called when it had climbed to its size.
+    found = [
+        (dims, statistics.median(turns) / count if turns else taken)
+        for (dims, taken), count, turns in zip(
+            whole, layers, in_turns(ops, budget, foretold), strict=True
+        )
+    ]
+    largest = max(reached, key=lambda one: math.prod(one[0]))
+    rate, fitted = fit([(dims, taken / 3) for dims, taken in found or [largest]], half)
+    enough = len(sizes) if half is None else len(sizes) // 2
+    late = f"out of time after {' x '.join(map(str, largest[0]))}"
+    return Found((rate, fitted) if half is None else (rate,), "" if len(whole) >= enough else late)
 
+
+def _window_of(op: Callable[[], object], budget: Budget) -> Callable[[], float]:
+    return lambda: window(op, WINDOW, budget.device)
+
+
+def _reached(dims: Dims, dtype: torch.dtype, budget: Budget) -> tuple[Dims, float]:
+    """The dims to which a layer has climbed, and its seconds, forward and backward."""
+
+    def scaled(step: int) -> Dims:
+        m, k, n = (max(1, dim // SCALES[step]) for dim in dims)
+        return m, k, n
+
+    def layer(step: int) -> Callable[[], object]:
+        return _layers(scaled(step), dtype, budget.device, 1, cold=False)
+
+    found = climb(len(SCALES), layer, 8, budget, budget.seconds / SHARE)
+    return scaled(found.step), found.seconds
+
+
+SHARE = 4
+"""One layer may take this part of the budget: there are as many sizes, and most take less."""
 
 LAYERS = 4
 """Linear layers of which one call is made: three matmuls each, of the same dims in other places."""
 
 
-def _layers(dims: Dims, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+def _layers(
+    dims: Dims, dtype: torch.dtype, device: torch.device, layers: int, *, cold: bool = True
+) -> Callable[[], object]:
     """Forward and backward of some layers. Nothing is added to gradients: costs have that apart."""
     m, k, n = dims
     x = torch.randn(m, k, dtype=dtype, device=device, requires_grad=True)
     gradient = torch.randn(m, n, dtype=dtype, device=device)
     bias = torch.zeros(n, dtype=dtype, device=device, requires_grad=True)
-    turns = -(-COLD // (LAYERS * k * n * dtype.itemsize))
-    weights = torch.randn(turns, LAYERS, n, k, dtype=dtype, device=device)
-    layers = [[weight.requires_grad_() for weight in some] for some in weights]
+    turns = -(-COLD // (layers * k * n * dtype.itemsize)) if cold else 1
+    # Noise for each of them would take as long as all that is measured.
+    weights = torch.randn(n, k, dtype=dtype, device=device).repeat(turns, layers, 1, 1)
+    own = [[weight.requires_grad_() for weight in some] for some in weights]
     turn = count()
 
     def run() -> object:
-        own = layers[next(turn) % turns]
-        results = [F.linear(x, weight, bias) for weight in own]
-        return torch.autograd.grad(results, [x, bias, *own], [gradient] * LAYERS)
+        some = own[next(turn) % turns]
+        results = [F.linear(x, weight, bias) for weight in some]
+        return torch.autograd.grad(results, [x, bias, *some], [gradient] * layers)
 
     return run
 
@@ -130,253 +262,24 @@ def fit(found: Sequence[tuple[Dims, float]], half: float | None = None) -> tuple
 HALVES = [0.0, *(2 ** (n / 4) for n in range(45))]
 """The candidates of `fit`: up to 2048, a quarter of an octave apart."""
 
-# --- Memory and launches -------------------------------------------------------------------------
+# --- Memory --------------------------------------------------------------------------------------
+
+BYTES = tuple(2**power for power in (20, 22, 24, 26))
+"""Of each of three tensors; on a GPU four times as many. The last ones are in no cache."""
 
 
-def memory(device: torch.device) -> float:
+def memory(budget: Budget) -> Found:
     """Bytes a second of an addition that reads two tensors and writes one, none in a cache."""
-    size = 2**26 if device.type == "cpu" else 2**28
-    left = torch.ones(size // 4, device=device)
-    right, out = torch.ones_like(left), torch.ones_like(left)
-    (each,) = seconds([lambda: torch.add(left, right, out=out)], device)
-    return 3 * size / each
+    times = 1 if budget.device.type == "cpu" else 4
 
+    def addition(step: int) -> Callable[[], object]:
+        left = torch.ones(times * BYTES[step] // 4, device=budget.device)
+        right, out = torch.ones_like(left), torch.ones_like(left)
+        return lambda: torch.add(left, right, out=out)
 
-def launch(device: torch.device) -> tuple[float, float]:
-    """Seconds of one addition of 8 numbers that autograd records, and of its backward.
-
-    It is called as a stage's graph calls it, some in a row: what does next to nothing in a model
-    (views, additions) comes in groups of three to five between two matmuls.
-    """
-    add = torch.ops.aten.add.Tensor
-
-    def group(x: Tensor) -> Tensor:
-        for _ in range(GROUP):
-            x = add(x, 1.0)
-        return x
-
-    chain = Chain(group, torch.ones(8, device=device), 16)
-    ((forward, backward),) = chained([chain], device, WINDOW)
-    return forward / GROUP, backward / GROUP
-
-
-GROUP = 4
-"""Ops in a row of which the launch is measured."""
-
-# --- Other ops -----------------------------------------------------------------------------------
-
-Function = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class Subject:
-    """An op to measure on tensors of `shape` with more and more rows before it.
-
-    Args:
-        make: the function, of one tensor to another of the same shape.
-        rows: few, which is nearly all start, and many.
-        operations: of a row, forward and backward; None: one an element.
-    """
-
-    make: Callable[[torch.device], Function]
-    shape: tuple[int, ...]
-    rows: tuple[int, int] = (4, 512)
-    operations: tuple[float, float] | None = None
-
-
-def _plain(function: Function) -> Callable[[torch.device], Function]:
-    return lambda device: function
-
-
-def _linear(device: torch.device) -> Function:
-    return nn.Linear(64, 64, device=device)
-
-
-def _convolution(device: torch.device) -> Function:
-    return nn.Conv2d(64, 64, 3, padding=1, device=device)
-
-
-def _recurrent(device: torch.device) -> Function:
-    lstm = nn.LSTM(256, 256, batch_first=True, device=device)
-
-    def run(x: Tensor) -> Tensor:
-        found: Tensor = lstm(x)[0]
-        return found
-
-    return run
-
-
-def _norm(device: torch.device) -> Function:
-    return nn.LayerNorm(512, device=device)
-
-
-def _batch_norm(device: torch.device) -> Function:
-    return nn.BatchNorm2d(64, device=device)
-
-
-def _attention(*, causal: bool = False, dropout: float = 0.0) -> Callable[[torch.device], Function]:
-    return lambda device: (
-        lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=causal, dropout_p=dropout)
-    )
-
-
-def _entropy(device: torch.device) -> Function:
-    """Of 512 classes; the result is spread over the logits' shape again, at no cost."""
-
-    def run(x: Tensor) -> Tensor:
-        targets = torch.zeros(len(x), dtype=torch.int64, device=device)
-        return F.cross_entropy(x, targets).expand(x.shape)
-
-    return run
-
-
-_HEADS, _TOKENS, _HEAD = 4, 128, 64
-_SCORES = 4.0 * _HEADS * _TOKENS * _TOKENS * _HEAD
-_FILTERS = 2.0 * 16 * 16 * 64 * 64 * 9
-_CELLS = 2.0 * 32 * (256 + 256) * 1024
-_SEQUENCES = (_HEADS, _TOKENS, _HEAD)
-
-SUBJECTS = {
-    "linear": Subject(_linear, (4, 64), (1, 2), (0.0, 0.0)),
-    "conv2d": Subject(_convolution, (64, 16, 16), (1, 8), (_FILTERS, 2 * _FILTERS)),
-    "lstm": Subject(_recurrent, (32, 256), (1, 8), (_CELLS, 2 * _CELLS)),
-    "attention": Subject(_attention(), _SEQUENCES, (1, 4), (_SCORES, 2.5 * _SCORES)),
-    "causal attention": Subject(
-        _attention(causal=True), _SEQUENCES, (1, 4), (_SCORES / 2, 1.25 * _SCORES)
-    ),
-    "attention with dropout": Subject(
-        _attention(dropout=0.1), _SEQUENCES, (1, 4), (_SCORES, 2.5 * _SCORES)
-    ),
-    "layer_norm": Subject(_norm, (512,)),
-    "batch_norm": Subject(_batch_norm, (64, 16, 16), (1, 16)),
-    "softmax": Subject(_plain(lambda x: F.softmax(x, -1)), (512,)),
-    "log_softmax": Subject(_plain(lambda x: F.log_softmax(x, -1)), (512,)),
-    "cross_entropy_loss": Subject(_entropy, (512,)),
-    "dropout": Subject(_plain(F.dropout), (512,)),
-    "gelu": Subject(_plain(F.gelu), (512,)),
-    "silu": Subject(_plain(F.silu), (512,)),
-    "tanh": Subject(_plain(torch.tanh), (512,)),
-    "sigmoid": Subject(_plain(torch.sigmoid), (512,)),
-    "exp": Subject(_plain(lambda x: torch.exp(-x)), (512,)),
-    "pow": Subject(_plain(lambda x: torch.pow(x, 3.0)), (512,)),
-}
-"""What models are made of that a CPU does not do at the speed of its memory."""
-
-
-def kernels(device: torch.device) -> dict[str, Kernel]:
-    """The pace of each op of `SUBJECTS`; none on a GPU, where they are as fast as their bytes."""
-    if device.type != "cpu":
-        return {}
-    chains = [chain for subject in SUBJECTS.values() for chain in _chains(subject, device)]
-    found = chained(chains, device, SHORT)
-    pairs = zip(SUBJECTS.items(), found[::2], found[1::2], strict=True)
-    return {name: _kernel(subject, small, large) for (name, subject), small, large in pairs}
-
-
-def _chains(subject: Subject, device: torch.device) -> list[Chain]:
-    """Of few rows, and of many.
-
-    What a step makes is read again in its backward, when it is in no cache any more. An op that
-    takes as long as its elements is measured so; what computes for longer does not notice.
-    """
-    function = subject.make(device)
-    few, many = (torch.rand(rows, *subject.shape, device=device) for rows in subject.rows)
-    long = 4 if subject.operations else COLD // 2 // many.nbytes  # as much again stands between
-    return [Chain(function, few, 8), Chain(function, many, long)]
-
-
-def _kernel(subject: Subject, small: tuple[float, float], large: tuple[float, float]) -> Kernel:
-    few, many = subject.rows
-    operations = subject.operations or (float(math.prod(subject.shape)),) * 2
-    return Kernel(
-        *(pace(few * n, a, many * n, b) for n, a, b in zip(operations, small, large, strict=True))
-    )
-
-
-def pace(few: float, short: float, many: float, long: float) -> Pace:
-    """The pace that takes `short` seconds for `few` operations and `long` for `many`."""
-    if many == few:
-        return Pace(short)
-    # Noise can make few operations the slower ones; then all of it is start.
-    each = max(long - short, long / 10) / (many - few)
-    return Pace(max(short - few * each, 0.0), 1 / each)
-
-
-@dataclass(frozen=True)
-class Chain:
-    """`ops` functions in a row, from `x` on."""
-
-    function: Function
-    x: Tensor
-    ops: int
-
-
-def chained(
-    chains: Sequence[Chain], device: torch.device, window: float
-) -> list[tuple[float, float]]:
-    """Seconds of one function of each chain, and of its backward; the chains take turns."""
-    rounds = [[_round(chain, device, window) for chain in chains] for _ in range(WINDOWS + 1)]
-    return [
-        (statistics.median(f for f, _ in column), statistics.median(b for _, b in column))
-        for column in zip(*rounds[1:], strict=True)
-    ]
-
-
-def _round(chain: Chain, device: torch.device, window: float) -> tuple[float, float]:
-    once = _among_matmuls if device.type == "cpu" else _queued
-    begin = now(device)
-    passes: list[tuple[float, float]] = []
-    while not passes or now(device) - begin < window:
-        passes.append(once(chain, device))
-    forward, backward = (statistics.fmean(way) / chain.ops for way in zip(*passes, strict=True))
-    return forward, backward
-
-
-def _queued(chain: Chain, device: torch.device) -> tuple[float, float]:
-    """All of a chain's functions, and their backwards: a device that queues has no time of one."""
-    value = chain.x.detach().requires_grad_()
-    begin = now(device)
-    for _ in range(chain.ops):
-        value = chain.function(value)
-    middle = now(device)
-    torch.autograd.backward(value, torch.ones_like(value))
-    return middle - begin, now(device) - middle
-
-
-TOKENS, WIDTH, TURNS = 128, 256, 8
-"""Of the matmuls between ops: small; their weights, 2 MiB, are more than a core's own cache."""
-
-
-def _among_matmuls(chain: Chain, device: torch.device) -> tuple[float, float]:
-    """The same, without the matmuls that stand between.
-
-    Autograd runs what was recorded last first, so that the matmul's gradient is asked for when the
-    function behind it is through. Hooks note when.
-    """
-    weights = _weights(device)
-    x, other = chain.x.detach().requires_grad_(), torch.ones(TOKENS, WIDTH, device=device)
-    forward, reached = 0.0, list[float]()
-
-    def note(gradient: Tensor) -> None:
-        reached.append(now(device))
-
-    for number in range(chain.ops):
-        other = F.linear(other, weights[number % TURNS])
-        other.register_hook(note)  # type: ignore[no-untyped-call]
-        begin = now(device)
-        x = chain.function(x)
-        forward += now(device) - begin
-        x.register_hook(note)  # type: ignore[no-untyped-call]
-    torch.autograd.backward([x, other], [torch.ones_like(x), torch.ones_like(other)])
-    return forward, sum(matmul - op for op, matmul in zip(reached[::2], reached[1::2], strict=True))
-
-
-@cache
-def _weights(device: torch.device) -> tuple[Tensor, ...]:
-    """With gradients to add to, as in all micro-batches but the first."""
-    found = []
-    for _ in range(TURNS):
-        weight = (torch.randn(WIDTH, WIDTH, device=device) / WIDTH**0.5).requires_grad_()
-        weight.grad = torch.zeros_like(weight)
-        found.append(weight)
-    return tuple(found)
+    step, taken = climb(len(BYTES), addition, BYTES[1] / BYTES[0], budget, budget.seconds / 2)
+    if step == len(BYTES) - 1:
+        (found,) = in_turns([_window_of(addition(step), budget)], budget)
+        taken = statistics.median(found)
+    rough = "" if step == len(BYTES) - 1 else f"out of time after {times * BYTES[step] >> 20} MiB"
+    return Found((3 * times * BYTES[step] / taken,), rough)

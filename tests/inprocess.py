@@ -10,7 +10,7 @@ which processes do with an all-reduce and this harness by adding.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
@@ -30,6 +30,7 @@ from autopipe.lower import lower
 from autopipe.partition import Stage, legal_cuts, partition
 from autopipe.plan import InputSpec
 from autopipe.precision import arithmetic
+from autopipe.rates import DTYPES, KERNELS, Found
 from autopipe.recompute import blocks_to_recompute, within
 from autopipe.rehearsal import Rehearsal, rehearse
 from autopipe.runtime.engine import AutogradEngine, Engine, JointEngine
@@ -52,9 +53,18 @@ WINDOW = 2
 
 def machine(processes: int, memory: int = 2**30) -> Cluster:
     """So many processes on this machine, with round rates: nothing is probed."""
-    cpu = Device("cpu", memory, {"fp32": 1e10, "bf16": 2e10}, 1e10, 1e-6, "made up for tests")
+    rates = {"fp32": 1e10, "bf16": 2e10, "fp16": 2e10}
+    cpu = Device("cpu", memory, rates, 1e10, 1e-6, "made up for tests")
     link = Link(1e-4, 1e9)
     return Cluster(f"local:{processes}", (Node(1, (Group(processes, cpu),)),), link, link)
+
+
+def measured(names: Iterable[str]) -> dict[str, Found]:
+    """What measuring this machine could find, in round figures."""
+    values = {"memory": (1e10,), "launch": (1e-6, 1e-6), "messages": (1e-4, 1e9)}
+    values |= {"fp32": (1e10, 16.0), "collectives": (0.05, 0.04)}
+    values |= dict.fromkeys(DTYPES[1:], (5e9,)) | dict.fromkeys(KERNELS, (1e-5, 1e9, 2e-5, 1e9))
+    return {name: Found(values[name]) for name in names}
 
 
 @cache

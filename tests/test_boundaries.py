@@ -26,7 +26,7 @@ VALUES = {
     for name in """
         ahead cluster codec communication errors estimate explain figures files footprint
         forecast law machine megatron numbers perfetto picture placements plan presets problem
-        programs progress proof reruns roofline rules schedule schedules schema simulate
+        programs progress proof rates reruns roofline rules schedule schedules schema simulate
         sketch spec stage_costs tables teams tracks traffic transfers walk written
     """.split()
 }

@@ -13,7 +13,7 @@ from autopipe import codec, probe
 from autopipe.cluster import Cluster
 from autopipe.plan import Plan
 from autopipe.schedules import SCHEDULES
-from tests.inprocess import machine
+from tests.inprocess import machine, measured
 from tests.shell import (
     NET,
     Shell,
@@ -43,10 +43,8 @@ def test_plan_needs_no_argument_but_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This machine's rates are in the cache; measuring them is test_probe's."""
-    found = machine(2)
-    (group,) = found.nodes[0].groups
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(probe, "probe", lambda processes, say: (group.device, found.within))
+    monkeypatch.setattr(probe, "measure", lambda processes, names, half, say: measured(names))
     monkeypatch.setattr(probe.torch.cuda, "device_count", lambda: 0)
     probe.local_cluster(2)
 
@@ -55,8 +53,7 @@ def test_plan_needs_no_argument_but_the_model(
     environ = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "CUDA_VISIBLE_DEVICES": ""}
     said = python("plan", "net.py", folder=tmp_path / "work", environ=environ)
     assert (said.code, said.out) == (0, "plan.json\n")
-    talk = [line for line in said.err.splitlines() if " s so far" not in line]
-    cluster, rates, traced, decided, took = talk
+    cluster, traced, rates, decided, took = said.err.splitlines()
     assert cluster == "cluster: local:2, this machine"
     assert rates.startswith("rates of this machine: measured before, read from ")
     assert traced.startswith("traced: 6 nodes, 0.0 M parameters")
@@ -172,7 +169,10 @@ def test_explain_writes_a_page_for_a_browser(autopipe: Shell) -> None:
 
 
 def test_probe_writes_a_cluster_file(autopipe: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
-    def local_cluster(processes: int, say: Callable[[str], None], again: bool) -> Cluster:
+    def local_cluster(
+        processes: int, say: Callable[[str], None], again: bool, estimate: bool
+    ) -> Cluster:
+        assert not estimate
         say(f"measuring {processes}")
         return machine(processes)
 

@@ -1,5 +1,7 @@
 """The table of operations beside torch's own counter, and seconds worked by hand."""
 
+from dataclasses import replace
+
 import pytest
 import sympy
 import torch
@@ -9,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from autopipe import cost
-from autopipe.cluster import Device
+from autopipe.cluster import Device, Kernel, Pace
 from autopipe.cost import RULES, costs, gradient_values, rule, seconds
 from autopipe.errors import AutopipeError
 from autopipe.graph import BATCH, Ref, State, at_batch
@@ -206,11 +208,53 @@ def test_all_nodes_of_a_model_at_once():
     assert one[0] == forward[0]
 
 
-def test_a_dtype_without_a_rate_is_refused():
-    formula = cost.NodeCost(1, 1, 1, 1, (1, 1), torch.bfloat16)
+def product(dtype, dims=(1, 1, 1)):
+    """A matrix product of 1e9 operations, which moves nothing."""
+    return cost.NodeCost(1e9, 0, 0, 0, (1, 0), dtype, dims)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        (torch.bfloat16, "bf16"),
+        (torch.float16, "fp16"),
+        (torch.float64, "fp64"),
+        (torch.float8_e4m3fn, "float8_e4m3fn"),
+    ],
+)
+def test_a_matrix_product_in_a_dtype_without_a_rate_is_refused(dtype, name):
     with pytest.raises(AutopipeError) as error:
-        seconds([formula], 1, DEVICE)
+        seconds([product(dtype)], 1, DEVICE)
     assert str(error.value) == (
-        "the model computes in bf16, and made up has no rate for it, only for fp32\n"
-        "hint: add 'bf16' to the device's flops in the cluster file"
+        f"the model computes in {name}, and made up has no rate for it, only for fp32\n"
+        f"hint: add '{name}' to the device's flops in the cluster file"
     )
+
+
+def test_what_multiplies_no_matrices_is_as_fast_in_any_dtype():
+    """Its bytes say how long it takes."""
+    one = product(torch.float64, dims=())
+    assert seconds([one], 1, DEVICE)[0] == seconds([product(torch.float32)], 1, DEVICE)[0]
+
+
+def test_a_product_of_complex_numbers_is_four():
+    """1 s and the launch, or 4."""
+    assert seconds([product(torch.float32)], 1, DEVICE)[0] == pytest.approx([1.001])
+    assert seconds([product(torch.complex64)], 1, DEVICE)[0] == pytest.approx([4.001])
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dims", "dtype", "expected"),
+    [
+        ("gelu", (), torch.float32, 2.0),
+        ("gelu", (), torch.bfloat16, 2.0),
+        ("gelu", (), torch.float64, 4.0),
+        ("attention", (1, 1, 1), torch.bfloat16, 20.0),
+    ],
+)
+def test_a_kernel_in_another_dtype(kernel, dims, dtype, expected):
+    """5e8 a second in fp32. Matmuls are ten times slower in bf16 here; a gelu is converted."""
+    pace = Kernel(Pace(0.0, 5e8), Pace(0.0, 5e8))
+    device = replace(DEVICE, flops={"fp32": 1e9, "bf16": 1e8}, kernels={kernel: pace})
+    one = replace(product(dtype, dims), kernel=kernel)
+    assert seconds([one], 1, device)[0] == pytest.approx([expected])

@@ -28,6 +28,7 @@ from autopipe.losses import Loss
 from autopipe.plan import Boundary, Prediction
 from autopipe.planners import Answer
 from autopipe.profile import Costing, Profiled
+from autopipe.rates import Need
 from autopipe.schedule import holders
 from autopipe.schedules import make
 from autopipe.source import Source, trace_source
@@ -211,12 +212,19 @@ def test_an_example_of_one_row() -> None:
     assert plan.fingerprint == planned().fingerprint
 
 
+GPT_KERNELS = (
+    "causal attention", "cross_entropy_loss", "dropout", "gelu", "layer_norm", "linear",
+)  # fmt: skip
+
+
 def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a cluster: as many processes as the degrees ask for, else as there are devices."""
     probed: list[int] = []
+    needs: list[Need] = []
 
-    def local_cluster(processes: int, say: object) -> Cluster:
+    def local_cluster(processes: int, say: object, need: Need) -> Cluster:
         probed.append(processes)
+        needs.append(need)
         return machine(processes)
 
     monkeypatch.setattr(asked, "local_cluster", local_cluster)
@@ -226,6 +234,7 @@ def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     planned(cluster=None, pp=2, dp=2)
     planned(cluster="local:3", pp=3)
     assert probed == [2, 4, 3]
+    assert set(needs) == {Need(("fp32",), GPT_KERNELS)}
     assert said[0] == "cluster: local:2, this machine"
     assert said[1].startswith("traced: 77 nodes, ") and said[1].endswith("blocks: 4 of blocks.0")
 

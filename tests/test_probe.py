@@ -1,168 +1,261 @@
-"""The probe: measured once with two real processes, then about its cache and its failures."""
+"""The probe: what is asked for again, what is kept, and what is said where nothing can be.
+
+Measuring takes no time here and finds round figures; `test_workers` does it with real processes.
+"""
 
 from __future__ import annotations
 
 import os
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
-from autopipe import codec, probe
-from autopipe.cluster import Cluster, Device, Kernel, Link, Pace, check
+from autopipe import probe
+from autopipe.cluster import Cluster, Kernel, Link, Pace, check
 from autopipe.errors import AutopipeError, LaunchError
+from autopipe.rates import KERNELS, Found, Need
+from tests.inprocess import measured
 
-DEVICE = Device("cpu", 2**30, {"fp32": 1e11}, 1e10, 2e-6, "by hand")
-LINK = Link(1e-4, 1e9)
+SMALL = Need(("fp32",), ("gelu",))
+FIVE = ["fp32", "memory", "launch", "messages", "collectives"]
 
 
-@pytest.fixture(scope="module")
-def measured() -> tuple[Device, Link, list[str]]:
-    lines: list[str] = []
-    return *probe.probe(2, lines.append), lines
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The figures of each measurement, which finds all of them."""
+    found: list[list[str]] = []
+
+    def measure(
+        processes: int, names: Sequence[str], half: float | None, say: probe.Say
+    ) -> dict[str, Found]:
+        found.append([*names])
+        say("measured")
+        return measured(names)
+
+    monkeypatch.setattr(probe, "measure", measure)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    return found
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache; measuring takes no time and answers `DEVICE` and `LINK`."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(probe, "probe", lambda processes, say: say("measured") or (DEVICE, LINK))
     return tmp_path / "autopipe"
 
 
-def said(processes: int) -> tuple[Cluster, list[str]]:
+def losing(monkeypatch: pytest.MonkeyPatch, *lost: str, why: str = "out of time") -> None:
+    """Measuring finds everything but these."""
+
+    def measure(
+        processes: int, names: Sequence[str], half: float | None, say: probe.Say
+    ) -> dict[str, Found]:
+        return measured(names) | {name: Found((), why) for name in lost if name in names}
+
+    monkeypatch.setattr(probe, "measure", measure)
+
+
+def said(processes: int = 2, need: Need = SMALL, again: bool = False) -> tuple[Cluster, list[str]]:
     lines: list[str] = []
-    return probe.local_cluster(processes, lines.append), lines
+    return probe.local_cluster(processes, lines.append, need=need, again=again), lines
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the bounds below are those of a processor")
-def test_the_figures_are_those_of_some_computer(measured: tuple[Device, Link, list[str]]) -> None:
-    device, link, _ = measured
-    assert device.kind == "cpu"
-    assert 1e9 < device.flops["fp32"] < 1e14
-    assert 1e6 < device.flops["bf16"] < 1e15
-    assert 1e8 < device.bandwidth < 1e13
-    assert 1e-7 < device.launch < 1e-3
-    assert 1e-6 < link.latency < 0.1
-    assert 1e6 < link.bandwidth < 1e12
-    assert 1e6 < link.summing < 1e12 and 1e6 < link.gathering < 1e12
-    assert device.half >= 0 and "gelu" in device.kernels
-    assert "2 processes, torch" in device.source
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has its own memory")
-def test_processes_share_the_memory_of_the_machine(
-    measured: tuple[Device, Link, list[str]],
-) -> None:
-    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert measured[0].memory == installed // 2
-
-
-def test_a_line_of_talk_per_measurement(measured: tuple[Device, Link, list[str]]) -> None:
-    words = (
-        *("measuring", "bf16", "fp32", "memory", "an eighth", "small op", "by themselves"),
-        "between processes",
+def test_figures_become_a_cluster(asked: object, cache: Path) -> None:
+    found, _ = said(4)
+    check(found)
+    assert (found.name, found.num_devices) == ("local:4", 4)
+    device = found.row[0]
+    assert (device.kind, device.flops, device.half) == ("cpu", {"fp32": 1e10}, 16.0)
+    assert (device.bandwidth, device.launch) == (1e10, 1e-6)
+    assert device.kernels == {"gelu": Kernel(Pace(1e-5, 1e9), Pace(2e-5, 1e9))}
+    assert device.memory == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+    assert device.rough == () and "4 processes, torch" in device.source
+    # 3/4 of 16 MiB go twice over the wire in a sum, once in a gathering; 4 and 3 latencies go off.
+    assert found.within == found.between
+    assert found.within == Link(
+        1e-4, 1e9, 2 * 0.75 * 2**24 / (0.05 - 4e-4), 0.75 * 2**24 / (0.04 - 3e-4)
     )
-    assert len(measured[2]) == len(words)
-    for word, line in zip(words, measured[2], strict=True):
-        assert word in line
 
 
-def test_measured_once_then_read(cache: Path) -> None:
-    first, talk = said(4)
-    assert talk == ["measured"]
-    check(first)
-    assert (first.name, first.num_devices, first.row[0]) == ("local:4", 4, DEVICE)
-    assert first.within == first.between == LINK
-    second, talk = said(4)
-    assert second == first
-    assert talk == [f"rates of this machine: measured before, read from {next(cache.iterdir())}"]
+def test_what_is_needed_is_measured_once(asked: list[list[str]], cache: Path) -> None:
+    first, talk = said()
+    assert (asked, talk) == ([[*FIVE, "gelu"]], ["measured"])
+    second, talk = said()
+    (record,) = cache.iterdir()
+    assert talk == [f"rates of this machine: measured before, read from {record}"]
+    assert second == first and len(asked) == 1
 
 
-def test_another_number_of_processes_is_another_measurement(cache: Path) -> None:
-    assert said(2)[1] == said(3)[1] == ["measured"]
-    assert len(list(cache.iterdir())) == 2
+def test_a_later_need_measures_what_is_missing(asked: list[list[str]], cache: Path) -> None:
+    first, _ = said()
+    later, _ = said(need=Need(("bf16",), ("gelu", "tanh")))
+    assert asked[1:] == [["tanh", "bf16"]]
+    assert later.row[0].flops == {"fp32": 1e10, "bf16": 5e9}
+    assert [*later.row[0].kernels] == ["gelu", "tanh"]
+    # What others have asked for meanwhile is not in the cluster: equal needs are equal plans.
+    assert said()[0] == first
+    assert len(asked) == 2 and len([*cache.iterdir()]) == 1
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[]", '{"key": {}}'])
-def test_a_damaged_cache_is_measured_anew(cache: Path, damage: str) -> None:
-    cluster, _ = said(2)
-    (file,) = cache.iterdir()
-    file.write_text(damage)
-    assert said(2) == (cluster, ["measured"])
-    assert said(2)[0] == cluster
-    assert said(2)[1] != ["measured"]
+def test_without_a_need_all_is_measured(asked: list[list[str]], cache: Path) -> None:
+    probe.local_cluster(2)
+    assert asked == [[*FIVE, *KERNELS, "bf16", "fp16", "fp64"]]
 
 
-def test_a_cache_of_other_circumstances_is_measured_anew(cache: Path) -> None:
+def test_a_process_alone_has_nobody_to_send_to(asked: list[list[str]], cache: Path) -> None:
+    found, _ = said(1)
+    assert asked == [["fp32", "memory", "launch", "gelu"]]
+    assert found.within == Link(0.0, 1e10)
+
+
+def test_again_measures_what_is_known(asked: list[list[str]], cache: Path) -> None:
+    said(need=Need((), ("tanh",)))
+    said(again=True)
+    assert asked[1] == [*FIVE, "gelu"]
+    assert said(need=Need((), ("gelu", "tanh")))[1][0].startswith("rates of this machine: ")
+
+
+@pytest.mark.parametrize("setting", [None, "avx2"])
+def test_other_circumstances_are_another_record(
+    setting: str | None, asked: list[list[str]], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said(2)
+    if setting is not None:
+        monkeypatch.setenv("ATEN_CPU_CAPABILITY", setting)
+    said(3 if setting is None else 2)
+    assert len(asked) == len([*cache.iterdir()]) == 2
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (None, ""),
+        (None, "{"),
+        (None, "[]"),
+        (None, '{"key": {}}'),
+        ('"processes": "2"', '"processes": "9"'),
+        ('"memory": {"values": [10000000000.0]', '"memory": {"values": [-1.0]'),
+        ('"memory": {"values": [10000000000.0]', '"memory": {"values": []'),
+        ('"memory":', '"hearsay":'),
+    ],
+)
+def test_a_record_that_cannot_be_is_measured_anew(
+    old: str | None, new: str, asked: list[list[str]], cache: Path
+) -> None:
+    cluster, _ = said()
     (file,) = cache.iterdir()
-    file.write_text(file.read_text().replace('"processes": "2"', '"processes": "9"'))
-    assert said(2)[1] == ["measured"]
+    text = file.read_text()
+    assert old is None or old in text
+    file.write_text(new if old is None else text.replace(old, new))
+    assert said() == (cluster, ["measured"])
+    assert said()[1] != ["measured"]
 
 
-def test_a_cache_with_impossible_figures_is_measured_anew(cache: Path) -> None:
-    said(2)
-    (file,) = cache.iterdir()
-    file.write_text(file.read_text().replace(f'"memory": {DEVICE.memory}', '"memory": -1'))
-    assert said(2)[1] == ["measured"]
-
-
-def test_a_cache_that_cannot_be_written_is_no_error(cache: Path) -> None:
+def test_a_record_that_cannot_be_written_is_no_error(asked: object, cache: Path) -> None:
     cache.write_text("a file where the folder should be")
-    cluster, talk = said(2)
+    cluster, talk = said()
     assert cluster.num_devices == 2
     assert talk[0] == "measured"
     assert talk[1].startswith("the rates are not kept for next time: ")
 
 
-def test_without_a_cache_folder_named_it_is_below_home(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_read_only_home_is_no_error(
+    asked: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "/proc/1")  # where not even root may write
+    assert said()[1][1].startswith("the rates are not kept for next time: ")
+
+
+def test_no_home_is_no_error(asked: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(probe.Path, "home", nowhere)
+    assert said()[1] == [
+        "measured",
+        "the rates are not kept for next time: there is no home folder",
+    ]
+
+
+def test_without_a_cache_folder_named_it_is_below_home(
+    asked: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    said(2)
+    said()
     assert list((tmp_path / ".cache" / "autopipe").glob("probe-*.json"))
+
+
+def test_a_processor_that_says_nothing_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreadable(self: Path, *args: object) -> str:
+        raise OSError
+
+    monkeypatch.setattr(Path, "read_text", unreadable)
+    monkeypatch.setattr(probe.platform, "processor", lambda: "z80")
+    assert probe._processor() == "z80"
+
+
+# --- Where something could not be measured
+
+
+def test_what_was_lost_is_left_out_and_said(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    losing(monkeypatch, "gelu", "tanh")
+    cluster, talk = said(need=Need((), ("gelu", "tanh", "exp")))
+    rough = "gelu, tanh: out of time"
+    assert [*cluster.row[0].kernels] == ["exp"]
+    assert cluster.row[0].rough == (rough,)
+    assert talk == [f"rough, and so are predictions: {rough}"]
+    losing(monkeypatch)
+    cluster, talk = said(need=Need((), ("gelu", "tanh", "exp")))  # only the two were not kept
+    assert cluster.row[0].rough == () and talk == []
+
+
+def test_a_dtype_or_a_link_that_was_lost_is_estimated(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losing(monkeypatch, "bf16", "messages", "collectives")
+    cluster, _ = said(need=Need(("bf16",), ()))
+    assert cluster.row[0].flops == {"fp32": 1e10, "bf16": 1e10}
+    assert cluster.within == Link(1e-4, 2.5e9)
+    assert cluster.row[0].rough == (
+        "messages: out of time; taken as 100 us and a quarter of memory's bytes a second",
+        "collectives: out of time",
+        "bf16: out of time; taken to be as fast as fp32",
+    )
+
+
+def test_this_process_looks_itself_where_no_other_could(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losing(monkeypatch, *FIVE, "gelu", why="no memory")
+    monkeypatch.setattr(probe, "QUICK", 0.05)
+    cluster, _ = said()
+    check(cluster)
+    assert 1e7 < cluster.row[0].flops["fp32"] < 1e14
+    assert cluster.row[0].rough[0] == (
+        "fp32, memory, launch: no memory; this process alone took a quick look"
+    )
+    assert not cache.exists()  # nothing has been measured as it should
+
+
+def test_where_nothing_could_be_measured_a_probe_is_refused(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losing(monkeypatch, *FIVE, "gelu", why="no memory")
+    with pytest.raises(LaunchError) as refused:
+        probe.local_cluster(2, need=SMALL, estimate=False)
+    assert str(refused.value) == (
+        "nothing of this machine could be measured: no memory\n"
+        "hint: describe the machine in a cluster file instead, or try fewer processes"
+    )
 
 
 def test_no_processes() -> None:
     with pytest.raises(AutopipeError, match="asked to measure 0 processes"):
         probe.probe(0)
-
-
-def test_a_process_that_dies_is_named_and_the_others_are_stopped() -> None:
-    """Rank 1 fails at once; rank 0 would sleep for an hour."""
-    program = "import sys, time; sys.argv[1] == '1' and sys.exit('no such thing'); time.sleep(3600)"
-    with pytest.raises(LaunchError) as caught:
-        probe.run_workers(2, [sys.executable, "-c", program])
-    assert caught.value.message == (
-        "process 1 of 2 that measured this machine ended with code 1: no such thing"
-    )
-
-
-def test_a_process_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "PATIENCE", 0.2)
-    with pytest.raises(LaunchError, match="did not end within"):
-        probe.run_workers(1, [sys.executable, "-c", "import time; time.sleep(3600)"])
-
-
-def test_samples_come_back_in_the_order_of_ranks() -> None:
-    """A stand-in for the worker writes its rank for every rate."""
-    program = (
-        "import pathlib, sys; rank, _, folder = sys.argv[1:]; "
-        "pathlib.Path(folder, rank + '.json').write_text("
-        '\'{"flops": {}, "half": 0, "memory_bandwidth": RANK, "launch": [0, 0], "kernels": {}, '
-        '"latency": null, "bandwidth": null, "summing": 0, "gathering": 0}\'.replace("RANK", rank))'
-    )
-    samples = probe.run_workers(3, [sys.executable, "-c", program])
-    assert [sample.memory_bandwidth for sample in samples] == [0.0, 1.0, 2.0]
-
-
-def test_a_sample_is_plain_data() -> None:
-    kernels = {"tanh": Kernel(Pace(1.0, 2.0), Pace(3.0))}
-    sample = probe.Sample({"fp32": 1.0}, 2.0, 3.0, (4.0, 5.0), kernels, None, None, 6.0, 7.0)
-    assert codec.from_json(probe.Sample, codec.to_json(sample), "sample") == sample
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts the GPUs instead")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from autopipe import speeds
-from autopipe.cluster import Pace
+from autopipe.speeds import Budget
 
 CPU = torch.device("cpu")
 
@@ -23,101 +24,123 @@ def test_the_fit_finds_the_device_that_made_the_times() -> None:
     assert speeds.fit(found) == pytest.approx((rate, half))
 
 
-def test_a_layer_is_three_matmuls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of a second; 2 operations for each of a matmul's products."""
-    monkeypatch.setattr(speeds, "seconds", lambda ops, device: [3.0 * speeds.LAYERS for _ in ops])
-    monkeypatch.setattr(speeds, "ON_CPU", ((4, 8, 16),))
-    assert speeds.matmuls(torch.float32, CPU, 0.0) == pytest.approx((2 * 4 * 8 * 16, 0.0))
+class Clock:
+    """Time that goes on only where something is done."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.time = 0.0
+        monkeypatch.setattr(speeds, "now", lambda device: self.time)
+        monkeypatch.setattr(speeds.time, "thread_time", lambda: 0.0)
+
+    def takes(self, seconds: float) -> Callable[[], float]:
+        """An op of so many seconds, which it gives."""
+
+        def run() -> float:
+            self.time += seconds
+            return seconds
+
+        return run
 
 
-def test_layers_run_forward_and_backward_with_other_weights_each_time() -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def layers_at(rate: float, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three matmuls a layer, of 2 operations for each of their products."""
+
+    def layers(
+        dims: speeds.Dims, dtype: object, device: object, layers: int, cold: bool = True
+    ) -> Callable[[], float]:
+        return clock.takes(layers * 3 * 2 * math.prod(dims) / rate)
+
+    monkeypatch.setattr(speeds, "_layers", layers)
+
+
+def test_a_layer_is_three_matmuls(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers_at(1e11, clock, monkeypatch)
+    found = speeds.matmuls(torch.float32, Budget(2.0, CPU))
+    assert found.values == pytest.approx((1e11, 0.0)) and not found.rough
+    assert clock.time < 2.0
+
+
+@pytest.mark.parametrize("rate", [1e8, 1e7])
+def test_a_slow_matmul_keeps_to_its_budget(
+    rate: float, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest layer would take 36 s, or 360: the rate is that of what was reached in time."""
+    layers_at(rate, clock, monkeypatch)
+    found = speeds.matmuls(torch.bfloat16, Budget(0.8, CPU), 0.0)
+    assert found.values == pytest.approx((rate,))
+    assert found.rough.startswith("out of time after ")
+    assert clock.time < 1.2
+
+
+def test_sizes_climb_as_long_as_the_next_one_fits(clock: Clock) -> None:
+    """1 s, 2 s, 4 s: the next would take 8, and there are 6 for each. The first calls are three."""
+    budget = Budget(100.0, CPU)
+    assert speeds.climb(5, lambda step: clock.takes(2.0**step), 2, budget, 6.0) == (2, 4.0)
+
+
+def test_turns_end_with_the_budget(clock: Clock) -> None:
+    """1 + 3, 1 + 3, and 1 of the 9 s is left: the short op has one turn more. The first is left
+    out."""
+    assert speeds.in_turns([clock.takes(1.0), clock.takes(3.0)], Budget(9.0, CPU)) == [
+        [1.0, 1.0],
+        [3.0],
+    ]
+
+
+def test_one_turn_in_any_case_unless_it_is_foretold_to_be_late(clock: Clock) -> None:
+    budget = Budget(1.0, CPU)
+    assert speeds.in_turns([clock.takes(5.0)], budget, [5.0]) == [[]]
+    assert speeds.in_turns([clock.takes(5.0)], budget) == [[5.0]]
+
+
+def test_a_busy_machine_has_three_times_as_long(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At two processes a core, 2 s on the wall are 1 s of work; and so are 3 s without any."""
+    own = 0.0
+    monkeypatch.setattr(speeds.time, "thread_time", lambda: own)
+    budget = Budget(10.0, CPU, crowd=2.0)
+    clock.time, own = 4.0, 2.0
+    assert budget.left == 6.0
+    clock.time = 15.0
+    assert budget.left == 5.0
+
+
+def test_memory_is_that_of_an_addition_of_three_tensors(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def add(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+        clock.time += 3 * left.nbytes / 1e9
+
+    monkeypatch.setattr(speeds.torch, "add", add)
+    assert speeds.memory(Budget(2.0, CPU)).values == pytest.approx((1e9,))
+    late = speeds.memory(Budget(0.05, CPU))
+    assert late.values == pytest.approx((1e9,)) and late.rough == "out of time after 4 MiB"
+
+
+def test_layers_run_forward_and_backward_with_other_weights_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Of one call: gradients of what comes in, of the bias, and of every layer's weights."""
-    run = speeds._layers((4, 8, 16), torch.float32, CPU)
-    first, second = run(), run()
+    places: list[int] = []
+
+    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        places.append(weight.data_ptr())
+        return x @ weight.T + bias
+
+    monkeypatch.setattr(speeds.F, "linear", linear)
+    run = speeds._layers((4, 8, 16), torch.float32, CPU, speeds.LAYERS)
+    first, _ = run(), run()
     shapes = [(4, 8), (16,), *[(16, 8)] * speeds.LAYERS]
     assert [tuple(gradient.shape) for gradient in first] == shapes
-    assert not torch.equal(first[0], second[0])
+    assert len({*places}) == 2 * speeds.LAYERS
 
 
 def test_a_known_half_is_kept() -> None:
     found = [((64, 64, 64), 2 * 64**3 / 1e9)]
     assert speeds.fit(found, 64.0) == pytest.approx((8e9, 64.0))  # an eighth is reached
-
-
-def test_a_pace_goes_through_both_times() -> None:
-    """3 s for 10 operations and 7 s for 30: 1 s to start, 5 a second."""
-    found = speeds.pace(10, 3.0, 30, 7.0)
-    assert (found.start, found.rate) == pytest.approx((1.0, 5.0))
-
-
-def test_a_pace_never_runs_backwards() -> None:
-    """Noise: 30 operations were quicker than 10. A tenth of the time is left to them."""
-    found = speeds.pace(10, 7.0, 30, 6.0)
-    assert found.rate == pytest.approx(20 / 0.6)
-    assert found.start == pytest.approx(7.0 - 10 * 0.6 / 20)
-
-
-def test_what_has_no_operations_is_all_start() -> None:
-    assert speeds.pace(0, 3.0, 0, 7.0) == Pace(3.0)
-
-
-class Slow(torch.autograd.Function):
-    """Two ticks of a clock forward, five backward, whoever reads it."""
-
-    clock = 0.0
-
-    @staticmethod
-    def forward(ctx, x):
-        Slow.clock += 2
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        Slow.clock += 5
-        return gradient.clone()
-
-
-class Matmul(torch.autograd.Function):
-    """What stands between: a hundred ticks either way."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        Slow.clock += 100
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        Slow.clock += 100
-        return gradient, None
-
-
-def test_the_matmuls_between_two_ops_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By hooks on gradients: an op's backward is over when the matmul before it gets its own."""
-    monkeypatch.setattr(speeds, "now", lambda device: Slow.clock)
-    monkeypatch.setattr(speeds.F, "linear", Matmul.apply)
-    chain = speeds.Chain(lambda x: Slow.apply(Slow.apply(x)), torch.ones(3), ops=4)
-    assert speeds.chained([chain], CPU, 1.0) == [(2 * 2, 2 * 5)]
-
-
-def test_a_queue_is_timed_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speeds, "now", lambda device: Slow.clock)
-    chain = speeds.Chain(Slow.apply, torch.ones(3), ops=4)
-    assert speeds._queued(chain, CPU) == (4 * 2, 4 * 5)
-
-
-def test_chains_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """a b, a b, a b: whatever slows one of the rounds slows both."""
-    called: list[str] = []
-
-    def named(name: str) -> speeds.Function:
-        def run(x: torch.Tensor) -> torch.Tensor:
-            called.append(name)
-            return x * 2
-
-        return run
-
-    monkeypatch.setattr(speeds, "WINDOWS", 2)
-    chains = [speeds.Chain(named(name), torch.ones(1), 2) for name in "ab"]
-    found = speeds.chained(chains, CPU, 1e-9)  # once through a chain fills a window of a nanosecond
-    assert "".join(called) == "aabb" * 3  # a round to warm up, and two
-    assert len(found) == 2 and all(len(times) == 2 for times in found)

@@ -31,7 +31,7 @@ def probe(
     from autopipe import codec
     from autopipe.probe import local_cluster, local_processes
 
-    found = local_cluster(processes or local_processes(), say, again=again)
+    found = local_cluster(processes or local_processes(), say, again=again, estimate=False)
     if output is not None:
         codec.save(found, output)
     if output is None or json:
