@@ -24,6 +24,7 @@ import json
 import multiprocessing
 import statistics
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -119,6 +120,18 @@ def main() -> None:
 
 
 def _rank(rank: int, request: Request) -> None:
+    try:
+        _take_part(rank, request)
+    except RuntimeError:
+        time.sleep(LATER)
+        raise
+
+
+LATER = 1.0
+"""Seconds that a process waits which has lost another one, so that the other is named."""
+
+
+def _take_part(rank: int, request: Request) -> None:
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
