@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import sympy
@@ -29,13 +30,28 @@ from autopipe.standins import standing_in
 
 
 class Program(nn.Module):
-    """The model and its loss as one module whose forward takes the batch's tensors, flat."""
+    """The model and its loss as one module whose forward takes the batch's tensors, flat.
+
+    Args:
+        outputs: whether it gives the model's own outputs too, their tensors after the loss.
+
+    Attributes:
+        paths: of these tensors, once it has run.
+    """
 
     def __init__(
-        self, model: nn.Module, batch: object, loss: Loss | None, specs: Sequence[InputSpec]
+        self,
+        model: nn.Module,
+        batch: object,
+        loss: Loss | None,
+        specs: Sequence[InputSpec],
+        *,
+        outputs: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
+        self.paths: tuple[str, ...] = ()
+        self._with_outputs = outputs
         self._batch = batch
         self.loss = loss
         self._fixed = {spec.path: spec.value for spec in specs if spec.dtype == "python"}
@@ -47,8 +63,25 @@ class Program(nn.Module):
         args, kwargs = batches.bind(self.model, batch, self.loss)
         with _without_cache(self.model):
             outputs = self.model(*args, **kwargs)
-        found = outputs_to_loss(outputs, batch, self.loss, self.model)
-        return tuple(found) if isinstance(found, SumCount) else found
+        loss = outputs_to_loss(outputs, batch, self.loss, self.model)
+        found = tuple(loss) if isinstance(loss, SumCount) else (loss,)
+        if self._with_outputs:
+            own = batches.flatten(_plain(outputs))
+            given = {path: leaf for path, leaf in own.items() if isinstance(leaf, Tensor)}
+            self.paths = tuple(given)
+            found += tuple(given.values())
+        return found if len(found) > 1 else loss
+
+
+def _plain(outputs: Any) -> Any:
+    """A model's output as a tree of dicts, tuples and tensors: what else is in it is left out."""
+    if is_dataclass(outputs) and not isinstance(outputs, Mapping | type):
+        outputs = {f.name: getattr(outputs, f.name) for f in fields(outputs)}
+    if isinstance(outputs, Mapping):
+        return {key: _plain(item) for key, item in outputs.items()}
+    if isinstance(outputs, tuple | list):
+        return tuple(map(_plain, outputs))
+    return outputs if isinstance(outputs, Tensor) else None
 
     def refusal(self, error: Exception) -> CaptureError:
         """What is said of an error that a run of the model has raised."""

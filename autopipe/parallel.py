@@ -129,9 +129,9 @@ def parallelize(
     )
     apart = {name: states.pop(name) for name in kept if name in states}
 
-    def evaluation(batch: Any) -> Split:
+    def evaluation(batch: Any, outputs: bool) -> Split:
         example = batches.two_rows(batch, plan.inputs)
-        found = trace_source(model, example, plan.inputs, loss, training=False)
+        found = trace_source(model, example, plan.inputs, loss, training=False, outputs=outputs)
         local, blocks = dealt_out(found, plan, place.tp)
         return split_for_evaluation(local, split, blocks)
 

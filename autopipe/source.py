@@ -58,6 +58,7 @@ def trace_source(
     *,
     training: bool = True,
     skeleton: nn.Module | None = None,
+    outputs: bool = False,
 ) -> Trace:
     """Trace a model without allocating its weights; a read that depends on one builds them.
 
@@ -78,7 +79,7 @@ def trace_source(
             )
         return model()
 
-    return trace(skeleton, example, specs, loss, training=training, real=real)
+    return trace(skeleton, example, specs, loss, training=training, real=real, outputs=outputs)
 
 
 @contextmanager

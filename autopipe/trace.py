@@ -31,11 +31,15 @@ SECONDS_A_MODULE = 2.5e-3
 
 @dataclass(frozen=True)
 class Trace:
-    """A graph, the description of the batch it was traced on, and the reads it stands on."""
+    """A graph, the description of the batch it was traced on, and the reads it stands on.
+
+    `outputs` are the paths of the model's own outputs, if the graph gives them after the loss.
+    """
 
     graph: Graph
     inputs: tuple[InputSpec, ...]
     reads: tuple[Read, ...]
+    outputs: tuple[str, ...] = ()
 
 
 def trace(
@@ -48,6 +52,7 @@ def trace(
     reads: Sequence[Read] | None = None,
     real: Callable[[], nn.Module] | None = None,
     symbolic: bool = True,
+    outputs: bool = False,
 ) -> Trace:
     """Trace a model whose parameters are fake (`fake.skeleton`, `building.build_fake`).
 
@@ -60,6 +65,7 @@ def trace(
         real: builds the model with its weights, if a read depends on one.
         symbolic: False fixes the rows to the example's. A dim that is `s` in the specs is a symbol
             as well (`autopipe.sequence`).
+        outputs: whether the graph gives the model's own outputs too.
 
     Raises:
         CaptureError: the model cannot be captured; the sentence names the user's line.
@@ -69,7 +75,7 @@ def trace(
     batches.bind(model, batch, loss)
     if model.training != training:  # a model in training keeps what parts of it are set to
         model.train(training)
-    program = Program(model, batch, loss, specs)
+    program = Program(model, batch, loss, specs, outputs=outputs)
     program.training = training
     tracing = _Tracing(program, leaves, tuple(specs), symbolic)
     return tracing.recorded(real) if reads is None else tracing.replayed(reads, real)
@@ -147,4 +153,4 @@ class _Tracing:
             self.program, self.leaves, self.specs, reads=reads, alike=alike, symbolic=self.symbolic
         )
         graph = convert(exported, self.program.model, self.specs)
-        return Trace(graph, self.specs, tuple(reads))
+        return Trace(graph, self.specs, tuple(reads), self.program.paths)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from autopipe.runtime.executor import Executor, Record
 from autopipe.runtime.export import Kept, export
 from autopipe.runtime.gradients import Gradients, total_norm
 from autopipe.runtime.meter import Meter
+from autopipe.runtime.outputs import gathered
 from autopipe.runtime.ready import Rank
 from autopipe.runtime.scaling import LossScale
 from autopipe.runtime.stage import Step
@@ -45,8 +46,8 @@ class Pipe:
         split: the model in training.
         gradients: how this rank holds its parameters, and sums their gradients.
         world: the process group of all ranks; None if there is one rank.
-        evaluation: traces and cuts the model in evaluation on a batch; called at the first
-            `evaluate`.
+        evaluation: traces and cuts the model in evaluation on a batch, with its outputs or
+            without; called at the first `evaluate` of either kind.
         seed: of dropout and every other random number of the run.
         watchdog: is told where this rank is.
         sharding: how parameters lie over tensor-parallel ranks.
@@ -65,7 +66,7 @@ class Pipe:
         split: Split,
         gradients: Gradients,
         world: dist.ProcessGroup | None,
-        evaluation: Callable[[Any], Split],
+        evaluation: Callable[[Any, bool], Split],
         seed: int,
         watchdog: Watchdog,
         sharding: Sharding | None = None,
@@ -84,14 +85,14 @@ class Pipe:
         self._gradients = gradients
         self._world = world
         self._trace_evaluation = evaluation
-        self._evaluation: Split | None = None
+        self._evaluations: dict[bool, Split] = {}
         self._seed = seed
         self._watchdog = watchdog
         self._sharding = sharding or Sharding(1, {}, {})
         self._model_states = model_states or split.graph.states
         self._unused = unused or {}
         self._steps = 0
-        self._ready: dict[tuple[bool, int, int], Executor] = {}
+        self._ready: dict[tuple[int, int, int], Executor] = {}
         self._last: Executor | None = None
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -231,7 +232,7 @@ class Pipe:
         self._check_same(leaves, sharded, contents=self._steps == 0)
         rows, micro_batches = self._rows(leaves, sharded, self.plan.batch.micro_batches)
         total_rows = rows * micro_batches * self.plan.mesh.dp
-        executor = self._last = self._prepare(True, rows, micro_batches)
+        executor = self._last = self._prepare(self._split, rows, micro_batches)
         self._gradients.gather()
         for parameter in (*self.parameters(), *self._trainable()):
             parameter.grad = None
@@ -248,28 +249,51 @@ class Pipe:
             self.loss_scale.unscale(list(self.parameters()), self._world)
         return loss
 
+    @overload
+    def evaluate(self, batch: Any, *, sharded: bool = False) -> Tensor: ...
+
+    @overload
+    def evaluate(
+        self, batch: Any, *, sharded: bool = False, outputs: Literal[True]
+    ) -> tuple[Tensor, Any]: ...
+
     @torch.no_grad()
-    def evaluate(self, batch: Any, *, sharded: bool = False) -> Tensor:
+    def evaluate(
+        self, batch: Any, *, sharded: bool = False, outputs: bool = False
+    ) -> Tensor | tuple[Tensor, Any]:
         """The mean loss of a batch in evaluation mode, on every rank; nothing else changes.
 
         The batch's rows need to divide by the data-parallel degree only.
+
+        Args:
+            outputs: whether to give, after the loss, what the model itself gave for the whole
+                batch, on every rank, in host memory: a tensor [rows, ...] in the batch's order, or
+                a dict of such by their paths (`logits`, `extra.0`). One without a dim of rows has
+                a first dim of the micro-batches instead.
 
         Raises:
             ModelError: as `step`.
         """
         with self._watchdog.at(self._steps - 1):  # the last one still
-            return self._evaluate(batch, sharded)
+            return self._evaluate(batch, sharded, outputs)
 
-    def _evaluate(self, batch: Any, sharded: bool) -> Tensor:
+    def _evaluate(self, batch: Any, sharded: bool, outputs: bool) -> Tensor | tuple[Tensor, Any]:
         leaves = batches.flatten(batch)
-        self._check_same(leaves, sharded, contents=self._evaluation is None)
-        if self._evaluation is None:
-            self._evaluation = self._trace_evaluation(batch)
+        self._check_same(leaves, sharded, contents=not self._evaluations)
+        if outputs not in self._evaluations:
+            self._evaluations[outputs] = self._trace_evaluation(batch, outputs)
+        split = self._evaluations[outputs]
         rows, micro_batches = self._rows(leaves, sharded, None)
-        executor = self._prepare(False, rows, micro_batches)
+        executor = self._prepare(split, rows, micro_batches)
         self._gradients.gather()
         results = self._run(executor, leaves, rows, micro_batches, sharded, 0.0)
-        return self._mean(results, len(self._evaluation.graph.outputs) == 2)[0]
+        paths = split.trace.outputs
+        counted = len(split.graph.outputs) - len(paths) == 2
+        loss, _ = self._mean(results, counted)
+        if not outputs:
+            return loss
+        own = [result[1 + counted :] for result in results]
+        return loss, gathered(split, own, self.plan, self._rank.compute, self._world)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -342,15 +366,14 @@ class Pipe:
             if isinstance(tensor, nn.Parameter):
                 yield tensor
 
-    def _prepare(self, training: bool, rows: int, micro_batches: int) -> Executor:
+    def _prepare(self, split: Split, rows: int, micro_batches: int) -> Executor:
         """What runs a batch of this shape; made once."""
-        key = training, rows, micro_batches
+        key = id(split), rows, micro_batches
         if key not in self._ready:
-            if training:
-                made = ready.training(self._rank, self._split, rows, self._gradients)
+            if split is self._split:
+                made = ready.training(self._rank, split, rows, self._gradients)
             else:
-                assert self._evaluation is not None
-                made = ready.evaluation(self._rank, self._evaluation, rows, micro_batches)
+                made = ready.evaluation(self._rank, split, rows, micro_batches)
             made.watch = self._watchdog.learn(made.program)
             self._ready[key] = made
         return self._ready[key]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autopipe import ModelError, Pipe
+from autopipe import ModelError, Pipe, batches
 from autopipe.plan import Memory
 from autopipe.runtime.meter import Meter
 from tests.pipes import ZOO, close, drawn, piped, planned, refused, story, together, whole_loss
@@ -62,6 +62,28 @@ def evaluation_is_that_of_the_whole_model() -> None:
             with torch.no_grad():
                 expected = whole_loss(name, model, case.inputs(rows))
             close(pipe.evaluate(case.inputs(rows)), expected, f"{name}, {rows} rows")
+
+
+@story(2)
+def what_a_model_gives_in_evaluation() -> None:
+    """The same on both ranks, in the batch's order; by their paths if they are several, and the
+    loss as without them."""
+    for name in ("unet", "dict", "dataclass", "counted"):
+        case, pipe = ZOO[name], piped(name, planned(name, 2, 1, 2))
+        batch, model = case.inputs(4), case.model().eval()
+        args, kwargs = batches.bind(model, batch, case.loss)
+        with torch.no_grad():
+            expected = model(*args, **kwargs)
+        loss, found = pipe.evaluate(batch, outputs=True)
+        assert torch.equal(loss, pipe.evaluate(batch))
+        if name == "dict":
+            assert [*found] == ["logits", "extra.0", "extra.1.0"]
+            found, expected = found["logits"], expected["logits"]
+        elif name == "dataclass":
+            assert [*found] == ["logits", "hidden"]
+            close(found["hidden"], expected.hidden, "hidden, of the first stage")
+            found, expected = found["logits"], expected.logits
+        close(found, expected, name)
 
 
 @story(2)
@@ -187,6 +209,18 @@ def the_gradient_accumulation_error() -> None:
 
 def drawn_rows(batch: Any, first: int, stop: int) -> Any:
     return {key: value[first:stop] for key, value in batch.items()}
+
+
+@story(4)
+def what_replicas_give_in_evaluation() -> None:
+    """Their rows one after the other, whoever has the batch whole or in parts."""
+    plan, case = planned("gpt", 2, 2, 2), ZOO["gpt"]
+    pipe, batch, model = piped("gpt", plan), case.inputs(plan.batch.rows), case.model().eval()
+    with torch.no_grad():
+        expected = model(batch["tokens"])  # type: ignore[call-overload]
+    close(pipe.evaluate(batch, outputs=True)[1], expected)
+    own = drawn("gpt", plan.batch.rows // 2, pipe.place.dp)
+    close(pipe.evaluate(own, sharded=True, outputs=True)[1], expected)
 
 
 @story(4)

@@ -75,7 +75,7 @@ def once() -> Iterator[None]:
         return rehearse(graph, *args, **kwargs, known=learnt)
 
     def traced(model: nn.Module, *args: Any, **kwargs: Any) -> Trace:
-        name = str(model.name_in_zoo)
+        name = f"{model.name_in_zoo} {kwargs.get('outputs')}"
         if name not in evaluating:
             evaluating[name] = trace_source(model, *args, **kwargs)
         return evaluating[name]
