@@ -148,10 +148,10 @@ def climb(
     """
     for step in range(steps):
         run = op(step)
-        taken = budget.taken(run)
-        for _ in range(CALLS - 1):
-            if taken < most / CALLS:  # the first one has more to do
-                taken = min(taken, budget.taken(run))
+        calls = [budget.taken(run)]
+        while len(calls) < CALLS and sum(calls) + min(calls) < most:
+            calls.append(budget.taken(run))  # the first one has more to do
+        taken = min(calls)
         if min(most, budget.left) < taken * growth:
             break
     return Reached(step, taken)

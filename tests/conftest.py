@@ -27,7 +27,7 @@ LONGEST = (
     "test_benchmarks.py",
     "test_examples.py",
     "test_fully_sharded.py",
-    "test_probe.py",
+    "test_workers.py",
     "test_meter.py",
     "test_answer.py",
 )
