@@ -25,6 +25,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from itertools import count
 from typing import NamedTuple, TypeVar
 
@@ -178,7 +179,7 @@ def matmuls(dtype: torch.dtype, budget: Budget, half: float | None = None) -> Fo
     whole = [found for dims, found in zip(sizes, reached, strict=True) if dims == found[0]]
     layers = [LAYERS if LAYERS * taken < budget.share(1) else 1 for _, taken in whole]
     ops = [
-        _window_of(_layers(dims, dtype, budget.device, count), budget)
+        _window_of(partial(_layers, dims, dtype, budget.device, count), budget)
         for (dims, _), count in zip(whole, layers, strict=True)
     ]
     foretold = [count * taken for (_, taken), count in zip(whole, layers, strict=True)]
@@ -196,8 +197,10 @@ def matmuls(dtype: torch.dtype, budget: Budget, half: float | None = None) -> Fo
     return Found((rate, fitted) if half is None else (rate,), "" if len(whole) >= enough else late)
 
 
-def _window_of(op: Callable[[], object], budget: Budget) -> Callable[[], float]:
-    return lambda: window(op, WINDOW, budget.device)
+def _window_of(make: Callable[[], Callable[[], object]], budget: Budget) -> Callable[[], float]:
+    """A window of what is made when it is called first: its tensors take their time, too."""
+    made = cache(make)
+    return lambda: window(made(), WINDOW, budget.device)
 
 
 def _reached(dims: Dims, dtype: torch.dtype, budget: Budget) -> tuple[Dims, float]:
@@ -279,7 +282,7 @@ def memory(budget: Budget) -> Found:
 
     step, taken = climb(len(BYTES), addition, BYTES[1] / BYTES[0], budget, budget.seconds / 2)
     if step == len(BYTES) - 1:
-        (found,) = in_turns([_window_of(addition(step), budget)], budget)
+        (found,) = in_turns([_window_of(partial(addition, step), budget)], budget)
         taken = statistics.median(found)
     rough = "" if step == len(BYTES) - 1 else f"out of time after {times * BYTES[step] >> 20} MiB"
     return Found((3 * times * BYTES[step] / taken,), rough)

@@ -34,10 +34,10 @@ from autopipe.speeds import STRETCH
 STARTING = 30.0
 """Seconds in which torch is loaded and all processes have met."""
 
-GRACE = 5.0
+GRACE = 10.0
 """Seconds that figures may take beyond their budget: what has begun cannot be called off."""
 
-AGAIN = 20.0
+AGAIN = 30.0
 """Seconds after which nothing is asked for once more."""
 
 _HOME = Path(__file__).resolve().parents[1]
