@@ -110,7 +110,7 @@ def _elements(shape: Sequence[int | str], rows: int) -> int:
     found = [_MULTIPLE.fullmatch(str(dim)) for dim in shape]
     if all(found):
         return math.prod(
-            int(dim["factor"] or 1) * (rows if dim["b"] else 1) for dim in found if dim
+            int(dim[1] or 1) * (rows if dim[0].endswith("b") else 1) for dim in found if dim
         )
     import sympy  # half a second, which a plan that is only looked at can be spared
 
@@ -118,7 +118,7 @@ def _elements(shape: Sequence[int | str], rows: int) -> int:
     return int(sympy.sympify(product).subs("b", rows))
 
 
-_MULTIPLE = re.compile(r"(?P<factor>\d+)?(?:(?<=\d)\*)?(?P<b>b)?(?<=.)")
+_MULTIPLE = re.compile(r"(\d+)(?:\*b)?|b")
 
 
 def devices(plan: Plan) -> list[int]:

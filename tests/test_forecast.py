@@ -177,3 +177,21 @@ def test_what_runs_ahead_is_chosen_from() -> None:
     assert (found.forward, found.backward) == ([1e-3] * 3, [2e-3] * 3)
     assert found.boundaries == [Between(1e-3, 1e6, ROW, ROW, ROW)] * 2
     assert (found.micro_batches, found.held, found.room) == (5, [7, 8, 9], [70, 80, 90])
+
+
+@pytest.mark.parametrize(
+    ("shape", "elements"),
+    [
+        ((), 1),
+        ((7,), 7),
+        (("b", 3), 30),
+        (("12*b", "b"), 1200),
+        (("b/2", 3), 15),
+        (("b/4", 4), 10),  # no whole number by itself, and one together
+        (("2*b + 1", 2), 42),
+    ],
+)
+def test_bytes_of_a_crossing_tensor(shape: tuple[int | str, ...], elements: int) -> None:
+    """Of 10 rows in float32: dims are numbers or expressions in b."""
+    transfer = Transfer("x", shape, "float32", peer=1, gradient=False)
+    assert forecast.transfer_bytes(transfer, 10) == 4 * elements

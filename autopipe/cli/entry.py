@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import sys
@@ -73,12 +74,11 @@ def program(function: Callable[..., None]) -> None:
     """
     from autopipe.runtime import launch, voice
 
+    @functools.wraps(function)
     def told(*args: object, **kwargs: object) -> None:
         with voice.one_voice(launch.world_from(os.environ), debug=console.debug()):
             function(*args, **kwargs)
 
-    told.__wrapped__ = function  # type: ignore[attr-defined]
-    told.__doc__ = function.__doc__
     own = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     own.command()(with_talk(told))
     _call(own, Path(sys.argv[0]).name, sys.argv[1:], function)
