@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from autopipe import batches
 from autopipe.cluster import Cluster
 from autopipe.errors import AutopipeError, ModelError
+from autopipe.least import ONE, Least
 from autopipe.plan import InputSpec
 from autopipe.probe import Say, local_cluster, local_processes
 from autopipe.problem import Constraints
@@ -175,11 +176,14 @@ def _parsed(memory: str) -> int:
     return round(float(number) * unit)
 
 
-def micro_batch_rows(rows: int, devices: int, constraints: Constraints) -> list[int]:
+def micro_batch_rows(
+    rows: int, devices: int, constraints: Constraints, least: Least = ONE
+) -> list[int]:
     """The rows of micro-batches that some mesh could use.
 
     Raises:
         AutopipeError: the rows do not divide into what was asked for.
+        ModelError: none has the rows that the model needs.
     """
     asked = {"dp": constraints.dp, "micro_batches": constraints.micro_batches}
     parts = (constraints.dp or 1) * (constraints.micro_batches or 1)
@@ -198,7 +202,10 @@ def micro_batch_rows(rows: int, devices: int, constraints: Constraints) -> list[
         share = rows // dp
         counts = [constraints.micro_batches] if constraints.micro_batches else range(1, share + 1)
         sizes |= {share // count for count in counts if share % count == 0}
-    return sorted(sizes) or [rows]
+    found = sorted(sizes) or [rows]
+    if found[-1] < least.rows:
+        raise least.refusal(found[-1])
+    return [size for size in found if size >= least.rows]
 
 
 def optimizer_named(optimizer: str | MakeOptimizer) -> MakeOptimizer:

@@ -8,6 +8,7 @@
     wrap_with_autocast(...)                 ->   its nodes, marked with the autocast
     getitem(chunk, 1)                       ->   Ref("h.0/chunk/0", 1)
     alias, asserts                          ->   nothing
+    embedding(..., sparse=True)             ->   sparse=False, for gradients are summed densely
 
 A node's name is the module call it ran in, the op and the ordinal of that op within that call:
 torch's own `mul_17` differs between two traces of one model.
@@ -32,7 +33,7 @@ from autopipe import places
 from autopipe.batches import dim_of
 from autopipe.checkpoints import MARK
 from autopipe.errors import CaptureError
-from autopipe.fake import expression, is_control_flow, is_fake, writes
+from autopipe.fake import expression, is_control_flow, is_fake, sparse_argument, writes
 from autopipe.graph import (
     READ_OP,
     Arg,
@@ -180,6 +181,9 @@ class _Converter:
             return None
         if name in ("wrap_with_set_grad_enabled", "wrap_with_autocast"):
             return self._wrapped(name, node, env, _Region(scopes, region.grad, region.autocast))
+        sparse = sparse_argument(target)
+        if sparse is not None:  # what sums gradients, over ranks too, sums dense ones
+            args = tuple(False if n == sparse else arg for n, arg in enumerate(args))
         if is_control_flow(target):
             raise CaptureError(
                 f"{places.of_trace(node.stack_trace)}: the model uses {name}, control flow inside "

@@ -48,6 +48,7 @@ __all__ = [
     "outside_fake_mode",
     "quiet",
     "skeleton",
+    "sparse_argument",
     "storage_key",
     "views",
     "writes",
@@ -137,6 +138,14 @@ def written_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         args[position] if position < len(args) else kwargs.get(names[position])
         for position in writes(op)
     ]
+
+
+@cache
+def sparse_argument(op: Any) -> int | None:
+    """The position of an op's argument that asks for sparse gradients, as an embedding's does."""
+    schema = getattr(op, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    return names.index("sparse") if "sparse" in names else None
 
 
 def skeleton(model: nn.Module) -> nn.Module:

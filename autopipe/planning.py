@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from autopipe import asked, batches, checkpoints, grouping, sketch
 from autopipe.aside import forking
 from autopipe.binding import check_runs
@@ -24,6 +26,7 @@ from autopipe.draft import WINDOW, Draft
 from autopipe.estimate import chunks_of
 from autopipe.garbage import resting
 from autopipe.graph import bytes_at
+from autopipe.least import least_rows
 from autopipe.losses import Loss
 from autopipe.machine import machine_of
 from autopipe.plan import LOSS_OVER, ROWS, ZERO, Plan, signed
@@ -152,6 +155,10 @@ def plan(
             more = inputs if callable(inputs) else partial(batches.some_rows, example, specs)
             grouping.check(traced, more, loss, loss_over, say)
         flow, blocks = analyse(graph), find_blocks(graph)
+    least = least_rows(graph)
+    for name, module in skeleton.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            say(f"{name}: its gradients are sparse in one process, and dense in a plan")
     again = checkpoints.wanted(flow, blocks, say) if recompute is None else None
     if recompute is not None:
         words = [recompute] if isinstance(recompute, str) else recompute
@@ -167,10 +174,10 @@ def plan(
 
     def at(tp: int) -> Candidate:
         of_tp = teams(machine, tp, wanted=(pp or 1) * (dp or 1))
-        wanted = asked.micro_batch_rows(rows, len(of_tp), constraints)
+        wanted = asked.micro_batch_rows(rows, len(of_tp), constraints, least)
         # A refusal may speak of others.
         free = replace(constraints, dp=None, micro_batches=None)
-        sizes = wanted if written else asked.micro_batch_rows(rows, len(of_tp), free)
+        sizes = wanted if written else asked.micro_batch_rows(rows, len(of_tp), free, least)
         # A parameter that ZeRO-3 deals out needs its whole gradient on every tensor-parallel rank.
         zeros = (zero,) if zero is not None else ZERO if tp == 1 else ZERO[:2]
         degree = as_one_rank(

@@ -21,6 +21,7 @@ from autopipe import batches, collectives, files
 from autopipe.binding import Split
 from autopipe.errors import ModelError
 from autopipe.graph import StateSpec, shape_at
+from autopipe.least import check_rows
 from autopipe.partition import Stage
 from autopipe.placements import I, Sharding
 from autopipe.plan import Memory, StagePrediction
@@ -371,6 +372,7 @@ class Pipe:
         key = id(split), rows, micro_batches
         if key not in self._ready:
             if split is self._split:
+                check_rows(split.graph, rows)
                 made = ready.training(self._rank, split, rows, self._gradients)
             else:
                 made = ready.evaluation(self._rank, split, rows, micro_batches)
