@@ -72,6 +72,11 @@ class Program(nn.Module):
             found += tuple(given.values())
         return found if len(found) > 1 else loss
 
+    def refusal(self, error: Exception) -> CaptureError:
+        """What is said of an error that a run of the model has raised."""
+        entries = ", ".join([*self._fixed, *self._paths])
+        return refusals.of_its_own(error, self.loss, entries)
+
 
 def _plain(outputs: Any) -> Any:
     """A model's output as a tree of dicts, tuples and tensors: what else is in it is left out."""
@@ -82,11 +87,6 @@ def _plain(outputs: Any) -> Any:
     if isinstance(outputs, tuple | list):
         return tuple(map(_plain, outputs))
     return outputs if isinstance(outputs, Tensor) else None
-
-    def refusal(self, error: Exception) -> CaptureError:
-        """What is said of an error that a run of the model has raised."""
-        entries = ", ".join([*self._fixed, *self._paths])
-        return refusals.of_its_own(error, self.loss, entries)
 
 
 def capture(
