@@ -24,7 +24,7 @@ DOORS = {  # Python API, command line
 VALUES = {
     f"autopipe.{name}"
     for name in """
-        ahead cluster codec communication errors estimate explain figures files footprint
+        ahead as_json cluster codec communication errors estimate explain figures files footprint
         forecast law machine megatron numbers perfetto picture placements plan presets problem
         programs progress proof rates reruns roofline rules schedule schedules schema simulate
         sketch spec stage_costs tables teams tracks traffic transfers walk written

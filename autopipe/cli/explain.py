@@ -26,15 +26,15 @@ def explain(
     --json gives `plan`, the file's own content, and `figures`: degrees, seconds and bubble of the
     step, and of each stage its seconds, its bubble and its bytes by part.
     """
+    from autopipe import as_json, files
     from autopipe import explain as words
-    from autopipe import figures, files
     from autopipe.plan import Plan
 
     check_folder(html)
     loaded = Plan.load(plan)
     say_edits(loaded)
     if json:
-        console.show(figures.whole(loaded))
+        console.show(as_json.whole(loaded))
     else:
         words.console().print(words.explain(loaded))
     if html is not None:

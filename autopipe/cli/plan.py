@@ -90,8 +90,8 @@ def plan(
     watch = Stopwatch()
     watch.add("started", time.process_time())
     with watch("started"), phase("starting"):
+        from autopipe import as_json, modelfile
         from autopipe import explain as words
-        from autopipe import figures, modelfile
         from autopipe.planning import plan as make_plan
 
         file = modelfile.load(model)
@@ -138,7 +138,7 @@ def plan(
     say(f"time: {watch}")
     if json:
         console.show(
-            {"file": str(output), "took": dict(watch.seconds), "figures": figures.of_plan(made)}
+            {"file": str(output), "took": dict(watch.seconds), "figures": as_json.of_plan(made)}
         )
     else:
         print(output)

@@ -72,7 +72,7 @@ def simulate(
         "window": window,
         "depth": depth,
     }
-    from autopipe import figures, files, picture, sketch
+    from autopipe import as_json, files, picture, sketch
     from autopipe.plan import Plan
     from autopipe.schedules import SCHEDULES
 
@@ -94,7 +94,7 @@ def simulate(
         else:
             timeline = sketch.of_schedule(name, sketch.Shape(**asked))
         if json:
-            steps.append(figures.of_timeline(name, timeline))
+            steps.append(as_json.of_timeline(name, timeline))
         else:
             print(sketch.describe(name, timeline, waits=waits, transfers=transfers), end="\n\n")
         if svg is not None:
