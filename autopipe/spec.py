@@ -95,7 +95,7 @@ def _nodes(spec: str, term: str) -> tuple[list[Node], presets.Datasheet]:
     words = ("sites", "nodes", "devices in a node")[3 - len(texts) :]
     counts = [_count(spec, text, what) for text, what in zip(texts, words, strict=True)]
     sites, count, devices = (1,) * (3 - len(counts)) + tuple(counts)
-    kind = _known_kind(spec, form[4])
+    kind = _known_kind(spec, term.strip(), form[4])
     sheet = presets.DEVICES[kind]
     group, within = Group(devices, _device(kind, sheet)), _link(presets.WIRES[sheet.within])
     alone = "+" not in spec
@@ -141,20 +141,58 @@ def _count(spec: str, text: str, what: str) -> int:
     return int(text)
 
 
-def _known_kind(spec: str, asked: str) -> str:
+def _known_kind(spec: str, term: str, asked: str) -> str:
+    """The name of the device that a term means, in whatever case it is written."""
     by_lower = {kind.lower(): kind for kind in presets.DEVICES}
-    asked_lower = asked.lower()
-    if asked_lower in by_lower:
-        return by_lower[asked_lower]
-
-    def distance(kind: str) -> tuple[bool, float]:
-        likeness = difflib.SequenceMatcher(None, asked_lower, kind).ratio()
-        return not kind.startswith(asked_lower), -likeness
-
-    close = [by_lower[kind] for kind in sorted(by_lower, key=distance)]
+    if asked.lower() in by_lower:
+        return by_lower[asked.lower()]
     raise AutopipeError(
-        f"{spec!r}: no device {asked!r} is known",
-        hint=f"known, the closest first: {', '.join(close)}; describe others in a .json file",
+        f"{spec!r}: no device {asked!r} is known", hint=_meant(term) or _known(asked)
+    )
+
+
+def _meant(term: str) -> str | None:
+    """What a term was probably to say, as a question with the right form; None: nobody knows."""
+    here = re.fullmatch(r"(?:(\d+)\s*[x*]?\s*)?(?:local|cuda|gpu|cpu)[a-z]*\W*(\d*)", term, re.I)
+    number = re.fullmatch(r"\d{1,2}", term)
+    if here is not None or number is not None:
+        count = term if here is None else here[2] or here[1] or "N"
+        every = "; without --cluster it is all of them" if count == "N" else ""
+        return f"did you mean local:{count} ({count} of this machine's devices{every})?"
+    found = re.fullmatch(r"((?:\d+\s*[x*]\s*){1,3})?(?!\d+x)([\w-]+?)(?::(\d+))?", term)
+    if found is None:
+        return None
+    before, name, behind = found.groups()
+    counts = re.sub(r"\s*[x*]\s*", "x", before) if before else f"{behind}x" if behind else ""
+    *most, last = [f"{counts}{kind}" for kind in _like(name)] or [""]
+    likely = f"{', '.join(most)} or {last}" if most else last
+    return f"did you mean {likely}?" if likely else None
+
+
+def _like(asked: str) -> list[str]:
+    """Devices whose name begins so; else those of nearly that name."""
+    wanted = _letters(asked)
+    plain = {kind: _letters(kind) for kind in presets.DEVICES}
+    begins = sorted(kind for kind, letters in plain.items() if letters.startswith(wanted))
+    ends = sorted(kind for kind, letters in plain.items() if letters.endswith(wanted))
+    if begins or ends:
+        return begins or ends
+    close = difflib.get_close_matches(wanted, plain.values(), n=3, cutoff=0.7)
+    return [kind for letters in close for kind in plain if plain[kind] == letters]
+
+
+def _letters(name: str) -> str:
+    """A name without what people write differently: `nvidia_h100_80gb`, `H100-80GB`."""
+    return re.sub(r"[^a-z0-9]|nvidia|amd|geforce|tesla", "", name.lower())
+
+
+def _known(asked: str) -> str:
+    if re.match(r"\d+x", asked):
+        return _FORMS  # one number too many
+    families = sorted({kind.partition("-")[0] for kind in presets.DEVICES})
+    return (
+        f"known are {', '.join(families)}, some in several sizes: 8xH100 asks which; others are "
+        "described in a .json file, of which `autopipe probe -o FILE` writes a whole one"
     )
 
 
