@@ -1,15 +1,18 @@
 """Tracks as a file for ui.perfetto.dev: slices, arrows between ranks, counters.
 
     rank 0: stage 0, replica 0
-        steps               |step 4 ---------------------------
-        compute             |0F0 |0F1 |          |0B0     |0F2
-        waits                         |0WAIT_B0<1|
-        transfers                |0SEND_F0>1
-        sums                        |
-    rank 1: stage 1, replica 0      v
-        compute                     |1F0 |1B0    |1F1 |1B1
-        F 0>1                    |--|               from SEND until it is there
-        in flight, stage 1           1    1     0 1    1
+        steps               |step 4 --------------------------------------------
+        compute             |forward 0 |forward 1 |                    |backward 0
+        waits                                     |wait for gradients 0|
+        transfers                      |send activations 0
+        sums                            |
+    rank 1: stage 1, replica 0          v
+        compute                         |forward 0 |backward 0         |forward 1
+        activations, stage 0 to 1      |--|               from SEND until it is there
+        in flight, stage 1               1                            0 1
+
+A slice that is clicked on has its sentence, `waiting for the gradients of micro-batch 0 from stage
+1`, and its instruction as a plan's programs have it, `0WAIT_B0<1`.
 
 The format is Chrome's "Trace Event Format" (Google, 2016,
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU), and this is how
@@ -35,8 +38,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from autopipe import files
+from autopipe.phrases import describe, short
 from autopipe.plan import Plan
-from autopipe.schedule import Kind
+from autopipe.schedule import Flow, Kind
 from autopipe.tracks import Event, Step, Track, Transfer, bubbles, walls
 
 WAITED = 20e-6
@@ -202,8 +206,13 @@ def _draw_step(
         thread, colour = _SHOWN[instruction.kind]
         if thread == "waits" and end - start < WAITED:
             continue
-        args = {"stage": instruction.stage, "microbatch": instruction.microbatch}
-        page.slice(pid, thread, str(instruction), start, end, cname=colour, args=args)
+        args = {
+            "what": describe(instruction),
+            "stage": instruction.stage,
+            "microbatch": instruction.microbatch,
+            "instruction": str(instruction),
+        }
+        page.slice(pid, thread, short(instruction), start, end, cname=colour, args=args)
         if (pid, event) in arrows:
             arrow = _named(arrows[pid, event], event)
             page.add(_SENT, start, pid, thread, ph="s", **arrow)
@@ -239,4 +248,5 @@ def _draw_move(page: _Page, number: int, move: _Move) -> None:
 def _named(number: int, send: Event) -> dict[str, object]:
     """What all rows of a transfer have in common; viewers put those of one name together."""
     source, target, flow = send.instruction.channel
-    return {"id": number, "cat": "transfer", "name": f"{flow.value} {source}>{target}"}
+    what = "activations" if flow is Flow.ACTIVATION else "gradients"
+    return {"id": number, "cat": "transfer", "name": f"{what}, stage {source} to {target}"}

@@ -37,9 +37,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Protocol
 
+from autopipe.phrases import describe
 from autopipe.runtime.sidecar import AFTER, INSIDE, MEMORY, OUTSIDE
 from autopipe.runtime.wire import Message
-from autopipe.runtime.words import describe, is_echo, sentence
+from autopipe.runtime.words import is_echo, sentence
 from autopipe.schedule import Instruction
 
 WAIT = 10.0

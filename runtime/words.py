@@ -1,36 +1,8 @@
-"""What a rank says of itself, for a verdict: where it is, and what it has raised.
-
-1WAIT_F5<0     waiting for the activations of micro-batch 5 from stage 0
-"""
+"""What a rank has raised, for a verdict: its own error, or an echo of another rank's."""
 
 from __future__ import annotations
 
 import re
-
-from autopipe.schedule import Flow, Instruction, Kind
-
-_CARRIED = {Flow.ACTIVATION: "the activations", Flow.GRADIENT: "the gradients"}
-
-_WORDS = {
-    Kind.FORWARD: "forward of micro-batch {k}",
-    Kind.BACKWARD: "backward of micro-batch {k}",
-    Kind.BACKWARD_INPUT: "backward for the inputs of micro-batch {k}",
-    Kind.BACKWARD_WEIGHT: "backward for the weights of micro-batch {k}",
-    Kind.POST: "making room for {what} of micro-batch {k} from stage {peer}",
-    Kind.WAIT: "waiting for {what} of micro-batch {k} from stage {peer}",
-    Kind.SEND: "sending {what} of micro-batch {k} to stage {peer}",
-    Kind.FREE: "waiting for stage {peer} to take {what} of micro-batch {k}",
-    Kind.REDUCE: "about to sum its gradients over the ranks",
-    Kind.STEP: "waiting for the sums of its gradients",
-}
-
-
-def describe(instruction: Instruction) -> str:
-    """What a rank is doing at `instruction`: `waiting for the activations of micro-batch 3 ...`."""
-    what = _CARRIED[instruction.flow] if instruction.flow is not None else ""
-    words = _WORDS[instruction.kind]
-    return words.format(k=instruction.microbatch, what=what, peer=instruction.peer)
-
 
 _ECHO = re.compile(
     "Connection closed by peer|Connection reset by peer|Broken pipe|pair closure|Timed out waiting"

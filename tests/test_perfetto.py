@@ -25,6 +25,7 @@ class Slice(NamedTuple):
     name: str
     start: float
     end: float
+    code: str = ""
 
 
 class Reader:
@@ -65,7 +66,8 @@ class Reader:
 
     def _slice(self, row: dict[str, Any]) -> Slice:
         where = self._processes[row["pid"]], self._threads[row["tid"]]
-        return Slice(*where, row["name"], row["ts"], round(row["ts"] + row.get("dur", 0), 3))
+        end, code = round(row["ts"] + row.get("dur", 0), 3), row.get("args", {}).get("instruction")
+        return Slice(*where, row["name"], row["ts"], end, code or "")
 
     def _X(self, row: dict[str, Any]) -> None:
         found, opened = self._slice(row), self._open[row["tid"]]
@@ -108,7 +110,7 @@ def read(*tracks: Track) -> Reader:
 def drawn(reader: Reader) -> list[str]:
     """The slices below the steps, `compute 0F0 0-1000`, in the order of their times."""
     return [
-        f"{s.thread} {s.name} {s.start:g}-{s.end:g}" for s in reader.slices if s.thread != "steps"
+        f"{s.thread} {s.code} {s.start:g}-{s.end:g}" for s in reader.slices if s.thread != "steps"
     ]
 
 
@@ -131,17 +133,17 @@ def test_the_file() -> None:
 {"ph": "M", "name": "process_name", "args": {"name": "rank 0: stage 0, replica 0"}, "pid": 1, "tid": 10},
 {"ph": "M", "name": "process_name", "args": {"name": "rank 1: stage 1, replica 0"}, "pid": 2, "tid": 20},
 {"ph": "X", "name": "step 4", "cat": "steps", "dur": 1010.0, "cname": "generic_work", "args": {"bubble": 0.6}, "ts": 0.0, "pid": 1, "tid": 10},
-{"ph": "X", "name": "0F0", "cat": "compute", "dur": 1000.0, "cname": "thread_state_running", "args": {"stage": 0, "microbatch": 0}, "ts": 0.0, "pid": 1, "tid": 11},
+{"ph": "X", "name": "forward 0", "cat": "compute", "dur": 1000.0, "cname": "thread_state_running", "args": {"what": "forward of micro-batch 0", "stage": 0, "microbatch": 0, "instruction": "0F0"}, "ts": 0.0, "pid": 1, "tid": 11},
 {"ph": "C", "name": "in flight, stage 0", "args": {"micro-batches": 1}, "ts": 0.0, "pid": 1, "tid": 11},
 {"ph": "X", "name": "step 4", "cat": "steps", "dur": 2500.0, "cname": "generic_work", "args": {"bubble": 0.6}, "ts": 0.0, "pid": 2, "tid": 20},
-{"ph": "X", "name": "1WAIT_F0<0", "cat": "waits", "dur": 1500.0, "cname": "terrible", "args": {"stage": 1, "microbatch": 0}, "ts": 0.0, "pid": 2, "tid": 22},
-{"ph": "X", "name": "0SEND_F0>1", "cat": "transfers", "dur": 10.0, "cname": "yellow", "args": {"stage": 0, "microbatch": 0}, "ts": 1000.0, "pid": 1, "tid": 13},
-{"ph": "s", "id": 1, "cat": "transfer", "name": "F 0>1", "ts": 1000.0, "pid": 1, "tid": 13},
-{"ph": "b", "id": 1, "cat": "transfer", "name": "F 0>1", "args": {"microbatch": 0, "waited": true}, "ts": 1000.0, "pid": 2, "tid": 22},
-{"ph": "f", "id": 1, "cat": "transfer", "name": "F 0>1", "ts": 1500.0, "pid": 2, "tid": 21},
-{"ph": "X", "name": "1F0", "cat": "compute", "dur": 1000.0, "cname": "thread_state_running", "args": {"stage": 1, "microbatch": 0}, "ts": 1500.0, "pid": 2, "tid": 21},
+{"ph": "X", "name": "wait for activations 0", "cat": "waits", "dur": 1500.0, "cname": "terrible", "args": {"what": "waiting for the activations of micro-batch 0 from stage 0", "stage": 1, "microbatch": 0, "instruction": "1WAIT_F0<0"}, "ts": 0.0, "pid": 2, "tid": 22},
+{"ph": "X", "name": "send activations 0", "cat": "transfers", "dur": 10.0, "cname": "yellow", "args": {"what": "sending the activations of micro-batch 0 to stage 1", "stage": 0, "microbatch": 0, "instruction": "0SEND_F0>1"}, "ts": 1000.0, "pid": 1, "tid": 13},
+{"ph": "s", "id": 1, "cat": "transfer", "name": "activations, stage 0 to 1", "ts": 1000.0, "pid": 1, "tid": 13},
+{"ph": "b", "id": 1, "cat": "transfer", "name": "activations, stage 0 to 1", "args": {"microbatch": 0, "waited": true}, "ts": 1000.0, "pid": 2, "tid": 22},
+{"ph": "f", "id": 1, "cat": "transfer", "name": "activations, stage 0 to 1", "ts": 1500.0, "pid": 2, "tid": 21},
+{"ph": "X", "name": "forward 0", "cat": "compute", "dur": 1000.0, "cname": "thread_state_running", "args": {"what": "forward of micro-batch 0", "stage": 1, "microbatch": 0, "instruction": "1F0"}, "ts": 1500.0, "pid": 2, "tid": 21},
 {"ph": "C", "name": "in flight, stage 1", "args": {"micro-batches": 1}, "ts": 1500.0, "pid": 2, "tid": 21},
-{"ph": "e", "id": 1, "cat": "transfer", "name": "F 0>1", "ts": 1500.0, "pid": 2, "tid": 22}
+{"ph": "e", "id": 1, "cat": "transfer", "name": "activations, stage 0 to 1", "ts": 1500.0, "pid": 2, "tid": 22}
 ]}"""  # noqa: E501
     assert lines[0] == head
     skipped = ("thread_name", "sort_index")
@@ -152,11 +154,13 @@ def test_the_file() -> None:
 
 def test_as_it_is_read() -> None:
     found = read(*FORWARD)
-    send = Slice("rank 0: stage 0, replica 0", "transfers", "0SEND_F0>1", 1000, 1010)
-    compute = Slice("rank 1: stage 1, replica 0", "compute", "1F0", 1500, 2500)
+    send = Slice(
+        "rank 0: stage 0, replica 0", "transfers", "send activations 0", 1000, 1010, "0SEND_F0>1"
+    )
+    compute = Slice("rank 1: stage 1, replica 0", "compute", "forward 0", 1500, 2500, "1F0")
     assert found.arrows == [(send, compute)]
     assert [(s.process, s.name, s.start, s.end) for s in found.under_way] == [
-        ("rank 1: stage 1, replica 0", "F 0>1", 1000, 1500)
+        ("rank 1: stage 1, replica 0", "activations, stage 0 to 1", 1000, 1500)
     ]
     assert drawn(found) == [
         "compute 0F0 0-1000",
@@ -198,11 +202,11 @@ def test_an_arrow_leads_to_the_computation_that_its_tensors_are_for(
     every = [i for program in programs for i in program]
     assert len(found.arrows) == sum(i.kind is Kind.SEND for i in every)
     for source, target in found.arrows:
-        send, use = parse(source.name), parse(target.name)
+        send, use = parse(source.code), parse(target.code)
         assert (use.stage, use.microbatch) == (send.peer, send.microbatch)
         assert use.kind.value in {"F": "F", "B": "BI"}[send.channel.flow.value]
     assert len(found.under_way) == len(found.arrows)
-    computed = [s.name for s in found.slices if s.thread == "compute"]
+    computed = [s.code for s in found.slices if s.thread == "compute"]
     assert sorted(computed) == sorted(str(i) for program in compute for i in program)
 
 

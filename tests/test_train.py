@@ -257,7 +257,7 @@ def test_a_trace_of_the_last_steps(load: Load, tmp_path: Path) -> None:
     names = [event["name"] for event in json.loads(path.read_text())["traceEvents"]]
     steps = [name for name in names if name.startswith("step ")]
     assert steps == ["step 2", "step 3"]  # the first one allocates: it is left out
-    assert names.count("0F0") == names.count("0B1") == 2
+    assert names.count("forward 0") == names.count("backward 1") == 2
     assert run(pipe, file, 2)[0].bubbles == ()
 
 
