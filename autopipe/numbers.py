@@ -35,13 +35,15 @@ def memory(size: float) -> str:
     return Amount(size).of(size)
 
 
-def traffic(size: float) -> str:
+def gigabytes(size: float) -> str:
     """Bytes as links are measured, in powers of ten: `4.3 GB`, `350.0 MB`."""
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
 def seconds(time: float) -> str:
     """Three digits and a unit: `263 us`, `1.5 ms`, `2.34 s`, `1,234 s`."""
+    if time == 0:
+        return "0 s"
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if time >= 0.9995 * size:  # what rounds to 1 of a unit is not 1000 of the one below
             figure = time / size

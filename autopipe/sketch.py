@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache
 from pathlib import Path
 
-from autopipe import forecast, picture, written
+from autopipe import forecast, numbers, paper, picture, written
 from autopipe.errors import ScheduleError
-from autopipe.plan import Plan
+from autopipe.plan import Batch, Plan
 from autopipe.schedule import Programs, holders
 from autopipe.schedules import SCHEDULES, flying, make
-from autopipe.simulate import Costs, Link, Timeline, simulate
+from autopipe.simulate import COMPUTE, Costs, Link, Timeline, simulate
 from autopipe.transfers import Edge, insert, sends_for
 
 WIDTH = 110
@@ -117,24 +118,54 @@ def of_plan(plan: Plan) -> Timeline:
     return forecast.timeline(plan)
 
 
-def describe(name: str, timeline: Timeline, *, waits: bool, transfers: bool) -> str:
-    """A headline and a drawing."""
+def describe(
+    name: str,
+    timeline: Timeline,
+    columns: int = WIDTH,
+    *,
+    planned: bool = False,
+    waits: bool,
+    transfers: bool,
+) -> str:
+    """A headline, a drawing and what its letters are.
+
+    Args:
+        planned: times are a plan's, in seconds. Those of a schedule by itself are in whatever the
+            costs of its forwards and backwards are in.
+    """
     held = [
         " + ".join(str(flying(program, stage)) for stage in sorted({i.stage for i in program}))
         for program in timeline.programs
     ]
     micro_batches = 1 + max(i.microbatch for program in timeline.programs for i in program)
+    step = numbers.seconds(timeline.seconds) if planned else f"{timeline.seconds:.4g} units"
     head = (
-        f"{name}: {len(timeline.programs)} ranks, {micro_batches} micro-batches; a step takes "
-        f"{timeline.seconds:.4g}, the bubble is {timeline.bubble:.0%}; micro-batches held by each "
-        f"rank: {', '.join(held)}"
+        f"{name}: {numbers.count(len(timeline.programs), 'rank')}, "
+        f"{numbers.count(micro_batches, 'micro-batch', 'micro-batches')}; a step takes {step}, "
+        f"{numbers.percent(timeline.bubble)} of it bubble"
     )
-    return f"{head}\n{drawing(timeline, waits=waits, transfers=transfers)}"
+    most = f"micro-batches held by each rank: {', '.join(held)}"
+    text = drawing(timeline, columns, waits=waits, transfers=transfers)
+    return "\n".join((*(paper.paragraph(line, columns) for line in (head, most)), text))
 
 
-def drawing(timeline: Timeline, *, waits: bool = False, transfers: bool = False) -> str:
-    """The timeline as text that fits the page, as far as labels can be cut."""
-    for columns in (WIDTH, 2 * WIDTH):
+def key(timelines: Sequence[Timeline], columns: int = WIDTH, *, planned: bool, waits: bool) -> str:
+    """What the letters of these drawings are, and the unit of their times."""
+    words: dict[str, str] = {}
+    for timeline in timelines:
+        words |= picture.legend(timeline, waits=waits)
+    if not planned:
+        words["a unit"] = (
+            "that of --forward (1 without it), --backward (2), --latency (0) and --wire (0)"
+        )
+    return paper.legend(words, columns)
+
+
+def drawing(
+    timeline: Timeline, page: int = WIDTH, *, waits: bool = False, transfers: bool = False
+) -> str:
+    """The timeline as text that fits a page of so many columns, as far as labels can be cut."""
+    for columns in (page, 2 * WIDTH):
         for unit in (shortest(timeline), 2 * shortest(timeline), 5 * timeline.seconds / columns):
             text = fitting(timeline, unit, columns, waits=waits, transfers=transfers)
             if text is not None:
@@ -158,5 +189,71 @@ _NARROWEST = 3
 
 def shortest(timeline: Timeline) -> float:
     """Seconds of the shortest compute that takes any: what a label is as wide as."""
-    lengths = [s.end - s.start for s in timeline.spans if s.instruction.flow is None]
+    lengths = [s.end - s.start for s in timeline.spans if s.instruction.kind in COMPUTE]
     return min((length for length in lengths if length > 0), default=1.0)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A step on a page.
+
+    Attributes:
+        shown: micro-batches of it, from the first on.
+        picture: lines, one for each rank.
+        legend: what its letters are.
+    """
+
+    shown: int
+    picture: str
+    legend: dict[str, str]
+
+
+def step(plan: Plan, columns: int) -> Drawn | None:
+    """The step that a plan predicts, on a page of so many columns; None: some stage takes no time.
+
+    Of as many micro-batches as fit, so that one sees warm-up, steady state and cool-down. Where
+    those would be too few, labels are cut, and of a long pipeline the first and the last ranks are
+    rows of letters.
+    """
+    predicted = [stage.predicted for stage in plan.stages]
+    if not all(min(s.forward_seconds, s.backward_seconds) > 0 for s in predicted):
+        return None
+    total, pp = plan.batch.micro_batches, plan.mesh.pp
+    rows = plan.batch.rows // total
+    most, few = min(total, 2 * pp + 2), min(total, 3)
+    if plan.programs:  # a written schedule is for its own number of micro-batches
+        most = few = total
+
+    @cache
+    def timeline(shown: int) -> Timeline:
+        return forecast.timeline(replace(plan, batch=Batch(rows * shown, shown)))
+
+    def drawn(shown: int, labels: int) -> str | None:
+        return fitting(timeline(shown), labels * shortest(timeline(shown)), columns)
+
+    for labels in (1, 2) if pp <= MOST_RANKS else ():
+        shown = _largest(few, most, lambda shown: drawn(shown, labels) is not None)  # noqa: B023
+        picture_of = drawn(shown, labels) if shown else None
+        if picture_of is not None:
+            return Drawn(shown, picture_of, picture.legend(timeline(shown)))
+    found = timeline(most)
+    ranks = range(pp) if pp <= MOST_RANKS else (0, 1, 2, pp - 3, pp - 2, pp - 1)
+    meanings = picture.legend(found)
+    letters = {word: text for word, text in meanings.items() if len(word) == 1}
+    each = numbers.seconds(found.seconds / columns)
+    letters |= {"a letter": f"what takes most of about {each}", "blank": meanings["blank"]}
+    return Drawn(most, picture.strip(found, columns, ranks), letters)
+
+
+MOST_RANKS = 8
+"""Rows that a screen has room for."""
+
+
+def _largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
+    """The largest number that fits, if all below one that does do too; 0: not even `low`."""
+    if not fits(low):
+        return 0
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low

@@ -24,10 +24,11 @@ DOORS = {  # Python API, command line
 VALUES = {
     f"autopipe.{name}"
     for name in """
-        ahead as_json cluster codec communication errors estimate explain figures files footprint
-        forecast law machine megatron numbers perfetto picture placements plan presets problem
-        programs progress proof rates reruns roofline rules schedule schedules schema simulate
-        sketch spec stage_costs tables teams tracks traffic transfers walk written
+        ahead as_json cluster codec colours communication compare errors estimate explain facts
+        figures files footprint forecast law machine megatron numbers page paper perfetto phrases
+        picture placements plan presets problem programs progress proof rates reruns roofline
+        rules schedule schedules schema simulate sketch spec stage_costs svg tables teams tracks
+        traffic transfers walk written
     """.split()
 }
 

@@ -11,6 +11,7 @@ import pytest
 
 from autopipe import codec, probe
 from autopipe.cluster import Cluster
+from autopipe.numbers import seconds
 from autopipe.plan import Plan
 from autopipe.schedules import SCHEDULES
 from tests.inprocess import machine, measured
@@ -53,7 +54,7 @@ def test_plan_needs_no_argument_but_the_model(
     environ = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "CUDA_VISIBLE_DEVICES": ""}
     said = python("plan", "net.py", folder=tmp_path / "work", environ=environ)
     assert (said.code, said.out) == (0, "plan.json\n")
-    cluster, traced, rates, decided, took = said.err.splitlines()
+    cluster, traced, rates, decided, *idle, took = said.err.splitlines()
     assert cluster == "cluster: local:2, this machine"
     assert rates.startswith("rates of this machine: measured before, read from ")
     assert traced.startswith("traced: 6 nodes, 0.0 M parameters")
@@ -67,6 +68,16 @@ def test_plan_needs_no_argument_but_the_model(
     made = Plan.load(tmp_path / "work" / "plan.json")
     # The net is so small that one of the two processes may be the quicker.
     assert (made.source, made.batch.rows, made.cluster.num_devices) == ("net.py", 16, 2)
+    assert len(idle) == (2 if len(made.mesh.places) == 1 else 0)
+
+
+def test_plan_says_which_devices_stay_idle(autopipe: Shell, four: str) -> None:
+    said = autopipe("plan", "net.py", "--pp", "2", "--dp", "1", "--cluster", four)
+    assert (
+        "\nidle: 2 of 4 devices have no work (node 0: devices 2-3)\n"
+        "why: 2 of 4 devices stay idle, as pp=2 dp=1 was asked for; stage "
+    ) in said.err
+    assert "\nidle       2 of 4 devices have no work" in autopipe("explain", "plan.json").out
 
 
 def test_constraints_reach_the_plan(autopipe: Shell, four: str) -> None:
@@ -153,9 +164,16 @@ def test_explain_prints_the_plan(autopipe: Shell, four: str) -> None:
     arguments = "--pp 2 --dp 2 --schedule 1f1b --cluster".split()
     assert autopipe("plan", "net.py", *arguments, four).code == 0
     said = autopipe("explain", "plan.json")
-    assert (said.code, said.err) == (0, "")
-    assert said.out.startswith("1f1b on local:4: 2 pipeline stages (pp) x 2 replicas (dp) x 1 ")
-    assert "  from up/linear/0\n" in said.out and "\nwhy: " in said.out
+    assert said.code == 0
+    assert said.err == (
+        "\nmore: --stages (nodes, parameters, what is sent), --why, --html FILE (a page)\n"
+    )
+    assert said.out.startswith(
+        "split      2 pipeline stages (pp) x 2 replicas (dp) x 1 tensor part (tp), on all 4 devices"
+    )
+    assert "\nwhy  stage " in said.out and "up/linear/0" not in said.out
+    assert "\n  from up/linear/0\n" in autopipe("explain", "plan.json", "--stages").out
+    assert "\nplanner dynamic: by its own" in autopipe("explain", "plan.json", "--why").out
 
 
 def test_explain_writes_a_page_for_a_browser(autopipe: Shell) -> None:
@@ -201,10 +219,13 @@ def test_simulate_draws_every_schedule(autopipe: Shell) -> None:
 def test_simulate_draws_one_schedule(autopipe: Shell) -> None:
     said = autopipe("simulate", "1f1b", "--ranks", "2", "--micro-batches", "3")
     assert said.out == (
-        "1f1b: 2 ranks, 3 micro-batches; a step takes 12, the bubble is 25%; micro-batches held by "
-        "each rank: 2, 1\n"
+        "1f1b: 2 ranks, 3 micro-batches; a step takes 12 units, 25 % of it bubble\n"
+        "micro-batches held by each rank: 2, 1\n"
         "rank 0: F0 F1       B0--- F2 B1---    B2---\n"
         "rank 1:    F0 B0--- F1 B1--- F2 B2---\n\n"
+        "F forward; B backward; behind them: the number of the micro-batch; blank: "
+        "nothing to do (the bubble); a unit:\n"
+        "that of --forward (1 without it), --backward (2), --latency (0) and --wire (0)\n"
     )
 
 
@@ -214,7 +235,7 @@ def test_what_one_asks_of_a_drawing(autopipe: Shell) -> None:
     steps: list[float] = []
     for depth in (0, 3):
         out = autopipe("simulate", *words, "--depth", str(depth), "--window", "4").out
-        steps += [float(step) for step in re.findall(r"a step takes ([\d.]+),", out)]
+        steps += [float(step) for step in re.findall(r"a step takes ([\d.]+) units,", out)]
     assert steps == [27, 19]
     assert "..." in autopipe("simulate", *words, "--waits").out
     assert "\n0 to 1: " in autopipe("simulate", *words, "--transfers").out
@@ -223,8 +244,8 @@ def test_what_one_asks_of_a_drawing(autopipe: Shell) -> None:
 def test_a_link_that_is_filled_by_what_it_carries(autopipe: Shell) -> None:
     """F1 is there at 1 + 2 x 3 + 1 = 8, behind F0 on the wire; B1's gradient at 18, behind B0's."""
     words = ("simulate", "gpipe", "--ranks", "2", "--micro-batches", "2", "--latency", "1")
-    assert "a step takes 11," in autopipe(*words).out
-    assert "a step takes 20," in autopipe(*words, "--wire", "3").out
+    assert "a step takes 11 units," in autopipe(*words).out
+    assert "a step takes 20 units," in autopipe(*words, "--wire", "3").out
 
 
 def test_simulate_draws_a_plan(autopipe: Shell) -> None:
@@ -233,7 +254,9 @@ def test_simulate_draws_a_plan(autopipe: Shell) -> None:
     said = autopipe("simulate", "plan.json", "--svg", "step.svg")
     assert (said.code, said.err) == (0, "")
     step = Plan.load("plan.json").prediction.step_seconds
-    assert said.out.startswith(f"plan.json: 2 ranks, 4 micro-batches; a step takes {step:.4g}, ")
+    assert said.out.startswith(
+        f"plan.json: 2 ranks, 4 micro-batches; a step takes {seconds(step)}, "
+    )
     drawn = ElementTree.parse("step.svg").getroot()
     assert drawn.tag == "{http://www.w3.org/2000/svg}svg"
     assert "plan.json" in Path("step.svg").read_text()

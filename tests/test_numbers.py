@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopipe.numbers import Amount, count, memory, percent, ranges, seconds, traffic
+from autopipe.numbers import Amount, count, gigabytes, memory, percent, ranges, seconds
 
 GIB = 2**30
 
@@ -21,7 +21,7 @@ def test_bytes_in_the_unit_that_suits_them() -> None:
 
 
 def test_bytes_on_a_link_are_in_powers_of_ten() -> None:
-    assert [traffic(size) for size in (350e6, 4.25e9)] == ["350.0 MB", "4.2 GB"]
+    assert [gigabytes(size) for size in (350e6, 4.25e9)] == ["350.0 MB", "4.2 GB"]
 
 
 def test_a_limit_is_rounded_up_so_that_what_is_printed_is_enough() -> None:
@@ -37,7 +37,7 @@ def test_shares() -> None:
 
 def test_seconds() -> None:
     assert [seconds(s) for s in (0.0, 4.2e-7, 5e-6, 263e-6, 0.0015, 0.0123, 2.0, 2.343)] == [
-        *("0 us", "0.42 us", "5 us", "263 us", "1.5 ms", "12.3 ms", "2 s", "2.34 s"),
+        *("0 s", "0.42 us", "5 us", "263 us", "1.5 ms", "12.3 ms", "2 s", "2.34 s"),
     ]
 
 

@@ -1,14 +1,11 @@
-"""Pictures of a timeline, as text and as SVG."""
+"""A timeline as text."""
 
 import textwrap
-from xml.etree import ElementTree
 
-import pytest
-
-from autopipe.picture import draw, svg
+from autopipe.picture import draw, legend, strip
 from autopipe.schedule import parse_programs
 from autopipe.schedules import forward_only, gpipe, interleaved, one_f_one_b, zb_v
-from autopipe.simulate import COMPUTE, Costs, Link, simulate
+from autopipe.simulate import Costs, Link, simulate
 from autopipe.transfers import Edge, insert
 
 
@@ -96,67 +93,33 @@ def test_nothing_at_all():
     assert draw(simulate(parse_programs("rank 0:"), Costs.of([], []))) == "rank 0:"
 
 
-# SVG.
-
-SPACE = "{http://www.w3.org/2000/svg}"
-
-
-def parsed(timeline, **options):
-    return ElementTree.fromstring(svg(timeline, **options))
-
-
-def texts(tree):
-    return [text.text for text in tree.iter(f"{SPACE}text")]
-
-
-def test_every_instruction_is_a_box_with_its_times():
-    timeline = full(one_f_one_b(2, 2), 2, Link(1.0, 1.0, 1.0))
-    tree = parsed(timeline)
-    titles = [
-        title.text for group in tree.iter(f"{SPACE}g") for title in group.iter(f"{SPACE}title")
-    ]
-    assert "1B0: 4 s to 6 s" in titles
-    computes = [span for span in timeline.spans if span.instruction.kind in COMPUTE]
-    assert len(titles) == len(computes) == 8
+def test_the_legend_has_the_letters_of_the_picture():
+    assert legend(simulate(one_f_one_b(2, 2), Costs.even(2))) == {
+        "F": "forward",
+        "B": "backward",
+        "behind them": "the number of the micro-batch",
+        "blank": "nothing to do (the bubble)",
+    }
+    halves = legend(simulate(zb_v(2, 2), Costs.even(4)), waits=True)
+    assert halves["I"] == "backward for the inputs" and halves["W"] == "backward for the weights"
+    assert halves["lower case"] == "the second stage of a rank"
+    assert halves["dots"] == "waiting for a transfer or for sums"
+    of_three = legend(simulate(interleaved(1, 1, 3), Costs.even(3)))
+    assert of_three["in front of them"] == "the number of the stage"
 
 
-def test_the_boxes_are_to_scale():
-    """Of 3 + 3 seconds on 1200 - 96 - 24 pixels."""
-    tree = parsed(simulate(one_f_one_b(1, 2), Costs.even(1)))
-    boxes = [group.find(f"{SPACE}rect") for group in tree.iter(f"{SPACE}g")]
-    assert [(float(box.get("x")), float(box.get("width"))) for box in boxes] == [
-        (96.0, 180.0),
-        (276.0, 360.0),
-        (636.0, 180.0),
-        (816.0, 360.0),
-    ]
+def test_many_ranks_are_rows_of_letters():
+    """Of the 18 seconds of six ranks, a letter is a second; what stands between is left out."""
+    timeline = simulate(one_f_one_b(6, 1), Costs.even(6))
+    assert strip(timeline, 8 + 18, [0, 1, 4, 5]) == picture("""
+        rank 0: F               BB
+        rank 1:  F            BB
+          ...
+        rank 4:     F   BB
+        rank 5:      FBB
+    """)
 
 
-def test_the_title_tells_the_predicted_step():
-    timeline = simulate(one_f_one_b(2, 3), Costs.even(2, 1e-3, 2e-3))
-    found = texts(parsed(timeline, title="1f1b <of two>"))
-    assert found[:2] == ["1f1b <of two>", "predicted step 12 ms, bubble 25.0%"]
-    assert {"rank 0", "rank 1", "forward", "backward", "bubble"} <= set(found)
-    assert [text for text in found if text.endswith("ms")] == [
-        *("2 ms", "4 ms", "6 ms", "8 ms", "10 ms", "12 ms")
-    ]
-
-
-def test_the_legend_has_what_the_picture_has():
-    plain = texts(parsed(simulate(gpipe(2, 2), Costs.even(2))))
-    assert "transfer" not in plain and "backward, weights" not in plain
-    busy = texts(parsed(full(zb_v(2, 4), 4, Link(0.1), reduce=[1.0] * 4)))
-    named = {"backward, inputs", "backward, weights", "second stage of a rank", "transfer"}
-    assert named | {"sum of gradients"} <= set(busy) and "third stage of a rank" not in busy
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_transfers_between_ranks_are_lines_and_those_within_one_are_not(ranks):
-    """With transfers of no bytes and some latency, each is a line from a row to the next."""
-    timeline = full(zb_v(ranks, 2), 2 * ranks, Link(0.5))
-    lines = [path for path in parsed(timeline).iter(f"{SPACE}path") if path.get("opacity") == ".75"]
-    assert len(lines) == 2 * 2 * 2 * (ranks - 1)
-
-
-def test_a_step_of_nothing_is_a_picture_too():
-    assert "predicted step 0" in svg(simulate(parse_programs("rank 0:"), Costs.of([], [])))
+def test_what_is_shorter_than_a_letter_is_one():
+    timeline = simulate(gpipe(2, 1), Costs.of([0.01, 10.0], [0.01, 10.0]))
+    assert strip(timeline, 8 + 10, [0, 1]).splitlines()[0] == "rank 0: F        B"

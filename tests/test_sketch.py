@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from autopipe import sketch
 from autopipe.errors import ScheduleError
+from autopipe.plan import Plan
 from autopipe.schedule import format_programs
 from autopipe.schedules import SCHEDULES, make
 from autopipe.sketch import WIDTH, Shape
@@ -18,8 +20,8 @@ def test_a_schedule_by_its_name() -> None:
     """F + B = 3 on each of two ranks: four micro-batches, and one rank's to fill and drain."""
     timeline = sketch.of_schedule("1f1b", Shape(ranks=2, micro_batches=4))
     assert sketch.describe("1f1b", timeline, waits=False, transfers=False) == (
-        "1f1b: 2 ranks, 4 micro-batches; a step takes 15, the bubble is 20%; micro-batches held by "
-        "each rank: 2, 1\n"
+        "1f1b: 2 ranks, 4 micro-batches; a step takes 15 units, 20 % of it bubble\n"
+        "micro-batches held by each rank: 2, 1\n"
         "rank 0: F0 F1       B0--- F2 B1--- F3 B2---    B3---\n"
         "rank 1:    F0 B0--- F1 B1--- F2 B2--- F3 B3---"
     )
@@ -28,7 +30,7 @@ def test_a_schedule_by_its_name() -> None:
 def test_waits_and_transfers_are_drawn_on_demand() -> None:
     """Notice of the receive comes with the end of F0; then each way takes 1."""
     timeline = sketch.of_schedule("1f1b", Shape(ranks=2, micro_batches=1, latency=1.0))
-    assert sketch.describe("1f1b", timeline, waits=True, transfers=True).splitlines()[1:] == [
+    assert sketch.describe("1f1b", timeline, waits=True, transfers=True).splitlines()[2:] == [
         "rank 0: F0 .............. B0---",
         "rank 1: ..... F0 B0---",
         "0 to 1:    F0",
@@ -45,7 +47,7 @@ def test_a_ranks_micro_batch_takes_the_same_however_many_stages_it_is_cut_into(n
 
 def test_what_a_rank_of_several_stages_holds_is_told_by_stage() -> None:
     timeline = sketch.of_schedule("zb-v", Shape(ranks=2, micro_batches=4))
-    head = sketch.describe("zb-v", timeline, waits=False, transfers=False).splitlines()[0]
+    head = sketch.describe("zb-v", timeline, waits=False, transfers=False).splitlines()[1]
     assert head.endswith("held by each rank: 4 + 1, 3 + 2")
 
 
@@ -126,3 +128,107 @@ def test_very_unlike_seconds_are_never_drawn_to_the_scale_of_the_shortest() -> N
 def test_no_time_at_all_is_drawn_too() -> None:
     still = Shape(ranks=2, micro_batches=1, forward=0.0, backward=0.0)
     assert sketch.drawing(sketch.of_schedule("1f1b", still)) == "rank 0: F B\nrank 1: F B"
+
+
+def test_the_times_of_a_plan_are_in_seconds() -> None:
+    plan = chain(2, 4)
+    said = sketch.describe(
+        "plan.json", sketch.of_plan(plan), planned=True, waits=False, transfers=False
+    )
+    assert said.startswith("plan.json: 2 ranks, 4 micro-batches; a step takes 15 ms, 20 % of it b")
+
+
+def test_the_key_of_several_drawings_has_the_letters_of_all() -> None:
+    found = [sketch.of_schedule(name, Shape(ranks=2, micro_batches=2)) for name in ("1f1b", "zb-v")]
+    assert sketch.key(found, 60, planned=False, waits=False) == (
+        "F forward; B backward; behind them: the number of the\n"
+        "micro-batch; blank: nothing to do (the bubble); I backward\n"
+        "for the inputs; W backward for the weights; lower case: the\n"
+        "second stage of a rank; a unit: that of --forward (1 without\n"
+        "it), --backward (2), --latency (0) and --wire (0)"
+    )
+    assert "unit" not in sketch.key(found, planned=True, waits=False)
+
+
+# --- the step of a plan, on a screen
+
+
+def drawn(plan: Plan, columns: int = 100) -> sketch.Drawn:
+    found = sketch.step(plan, columns)
+    assert found is not None
+    return found
+
+
+def test_as_many_micro_batches_as_fit_are_drawn() -> None:
+    """Of four ranks the seventh micro-batch ends in column 98, the eighth would in 107."""
+    found = drawn(chain(4, 64))
+    assert found.shown == 7
+    assert found.picture.splitlines()[-1] == (
+        "rank 3:          F0 B0--- F1 B1--- F2 B2--- F3 B3--- F4 B4--- F5 B5--- F6 B6---"
+    )
+
+
+def test_a_step_is_never_wider_than_the_page() -> None:
+    unlike = chain(2, 4, lambda stage: 1e-6 if stage else 1e-2)
+    for plan in (unlike, *(chain(pp, m) for pp, m in ((1, 64), (4, 4), (8, 64), (31, 64)))):
+        for columns in (60, 80, 100):
+            lines = drawn(plan, columns).picture.splitlines()
+            assert max(map(len, lines)) <= columns and len(lines) <= 8
+
+
+def test_of_a_long_pipeline_the_first_and_the_last_ranks_are_drawn() -> None:
+    """12 micro-batches that all ranks compute for 3 ms: (12 + 11) * 3 = 69 ms, 0.75 a letter."""
+    found = drawn(chain(12, 12))
+    assert [line[:8] for line in found.picture.splitlines()] == [
+        *("rank 0: ", "rank 1: ", "rank 2: ", "  ...", "rank 9: ", "rank 10:", "rank 11:"),
+    ]
+    assert found.legend == {
+        "F": "forward",
+        "B": "backward",
+        "a letter": "what takes most of about 690 us",
+        "blank": "nothing to do (the bubble)",
+    }
+
+
+def test_a_stage_that_takes_no_time_is_not_drawn() -> None:
+    assert sketch.step(chain(2, 4, lambda stage: 0.0), 100) is None
+
+
+def test_second_stages_of_ranks_are_in_lower_case() -> None:
+    """Four stages on two ranks: micro-batch 0 goes forward in the first 4 ms, 0 1 0 1, then back.
+
+    Stage 3 on rank 1 runs it backward from 4 to 6 ms, stage 2 on rank 0 from 6 to 8.
+    """
+    found = drawn(chain(2, 4, schedule="interleaved", chunks=2))
+    assert found.picture == (
+        "rank 0: F0 F1 f0 f1 F2    b0--- F3 b1--- f2 B0--- f3 B1---    b2---    b3--- B2--- B3---\n"
+        "rank 1:    F0 F1 f0 b0--- f1 b1--- F2 B0--- F3 B1--- f2 b2--- f3 b3--- B2--- B3---"
+    )
+    assert found.legend["lower case"] == "the second stage of a rank"
+
+
+def test_backwards_in_halves() -> None:
+    """I and W are half of B, 1 ms each: rank 0 has the gradient from rank 1's I0 at 3 ms."""
+    assert drawn(chain(2, 2, schedule="zb-h1")).picture == (
+        "rank 0: F0 F1    I0 W0 I1 W1\n"
+        "rank 1:    F0 I0 F1 I1 W0 W1"
+    )  # fmt: skip
+
+
+def test_more_stages_of_a_rank_have_their_number_in_front() -> None:
+    found = drawn(chain(1, 1, schedule="interleaved", chunks=3))
+    assert found.picture == "rank 0: 0F0 1F0 2F0 2B0---- 1B0---- 0B0----"
+    assert found.legend["in front of them"] == "the number of the stage"
+
+
+def test_a_written_schedule_is_drawn_whole() -> None:
+    """There is no shorter one: it is drawn with all its micro-batches, in letters if need be."""
+    lines = ("rank 0: 0F1 0F0 0B0 0B1", "rank 1: 1F1 1F0 1B0 1B1")
+    plan = replace(chain(2, 2), schedule="written", programs=lines)
+    assert drawn(plan).picture.splitlines() == [
+        "rank 0: F1 F0          B0--- B1---",
+        "rank 1:    F1 F0 B0--- B1---",
+    ]
+    many = format_programs(make("gpipe", 2, 40)).splitlines()
+    found = drawn(replace(chain(2, 40), schedule="written", programs=tuple(many)))
+    assert (found.shown, found.legend["a letter"]) == (40, "what takes most of about 1.23 ms")

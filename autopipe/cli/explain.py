@@ -16,18 +16,24 @@ from autopipe.cli.paths import check_folder, say_edits
 @command("autopipe explain plan.json")
 def explain(
     plan: PlanArgument,
+    stages: Annotated[
+        bool, typer.Option("--stages", help="Show each stage's nodes, parameters and transfers.")
+    ] = False,
+    why: Annotated[
+        bool, typer.Option("--why", help="Show every other mesh that was considered.")
+    ] = False,
     html: Annotated[
-        Path | None, typer.Option(help="Write a page with a picture to this file, too.")
+        Path | None, typer.Option(help="Write all of it as a page to this file, too.")
     ] = None,
     json: Json = False,
 ) -> None:
-    """Show a plan to a person: stages, timeline, and why it is this one.
+    """Show a plan on a screen: what was decided, one step, and why it is this one.
 
     --json gives `plan`, the file's own content, and `figures`: degrees, seconds and bubble of the
     step, and of each stage its seconds, its bubble and its bytes by part.
     """
-    from autopipe import as_json, files
-    from autopipe import explain as words
+    from autopipe import as_json, files, page, paper
+    from autopipe.explain import explain as told
     from autopipe.plan import Plan
 
     check_folder(html)
@@ -36,7 +42,9 @@ def explain(
     if json:
         console.show(as_json.whole(loaded))
     else:
-        words.console().print(words.explain(loaded))
+        print(told(loaded, paper.width(), stages=stages, why=why), end="")
     if html is not None:
-        files.write(words.page(loaded, plan.name), html)
+        files.write(page.page(loaded, plan.name), html)
         say(f"{html}: open it in a browser")
+    elif not (json or stages or why):
+        say("\nmore: --stages (nodes, parameters, what is sent), --why, --html FILE (a page)")

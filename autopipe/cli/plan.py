@@ -90,8 +90,7 @@ def plan(
     watch = Stopwatch()
     watch.add("started", time.process_time())
     with watch("started"), phase("starting"):
-        from autopipe import as_json, modelfile
-        from autopipe import explain as words
+        from autopipe import as_json, facts, modelfile, numbers
         from autopipe.planning import plan as make_plan
 
         file = modelfile.load(model)
@@ -126,15 +125,17 @@ def plan(
     mesh = made.mesh
     say(
         f"plan: pp={mesh.pp} dp={mesh.dp} tp={mesh.tp}, "
-        f"{words.count(made.batch.micro_batches, 'micro-batch', 'micro-batches')}, "
-        f"{made.schedule}; predicted step {words.seconds(made.prediction.step_seconds)}, "
-        f"{words.count(made.batch.rows, 'row')}"
+        f"{numbers.count(made.batch.micro_batches, 'micro-batch', 'micro-batches')}, "
+        f"{made.schedule}; predicted step {numbers.seconds(made.prediction.step_seconds)}, "
+        f"{numbers.count(made.batch.rows, 'row')}"
     )
     if idle := made.cluster.num_devices - len(mesh.places):
         say(
             f"idle: {idle} of {made.cluster.num_devices} devices of {made.cluster.name}; "
             f"`autopipe explain {output}` says what other meshes take"
         )
+    if facts.idle(made) is not None:
+        say(f"idle: {facts.idle(made)}\nwhy: {made.planner.binding}")
     say(f"time: {watch}")
     if json:
         console.show(

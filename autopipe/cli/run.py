@@ -138,21 +138,23 @@ def report(
         save: where the model was saved.
         quiet: no table, and no word of what was not asked for.
     """
-    from autopipe import explain as words
+    from autopipe import paper
+    from autopipe.compare import compare
     from autopipe.runtime.train import figure
 
     if not measured.stages:
         tell(f"{source}: batches({plan.batch.rows}) gave no batch, so there was no step")
         return
     if not quiet:
-        table = words.compare(
+        table = compare(
             [stage.predicted for stage in plan.stages],
             measured.stages,
             plan.prediction.step_seconds,
             measured.step_seconds,
             measured.bubbles,
+            paper.width(),
         )
-        words.console().print(table)
+        print(table, end="")
     if trace is not None:
         say(f"{trace}: open it at https://ui.perfetto.dev")
     if save is not None and measured.losses:

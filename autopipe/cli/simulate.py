@@ -72,7 +72,8 @@ def simulate(
         "window": window,
         "depth": depth,
     }
-    from autopipe import as_json, files, picture, sketch
+    from autopipe import as_json, files, paper, sketch
+    from autopipe import svg as pictures
     from autopipe.plan import Plan
     from autopipe.schedules import SCHEDULES
 
@@ -85,19 +86,25 @@ def simulate(
     check_folder(svg)
     if what is not None:
         sketch.check(what, asked)
+    columns, timelines = paper.width(sketch.WIDTH), []
+    planned = what is not None and what.endswith(".json")
     steps: list[dict[str, Any]] = []
     for name in [what] if what is not None else SCHEDULES:
-        if name.endswith(".json"):
+        if planned:
             loaded = Plan.load(name)
             say_edits(loaded)
             timeline = sketch.of_plan(loaded)
         else:
             timeline = sketch.of_schedule(name, sketch.Shape(**asked))
+        timelines.append(timeline)
         if json:
             steps.append(as_json.of_timeline(name, timeline))
         else:
-            print(sketch.describe(name, timeline, waits=waits, transfers=transfers), end="\n\n")
+            shown = {"planned": planned, "waits": waits, "transfers": transfers}
+            print(sketch.describe(name, timeline, columns, **shown), end="\n\n")
         if svg is not None:
-            files.write(picture.svg(timeline, Path(name).name), svg)
+            files.write(pictures.svg(timeline, Path(name).name, planned=planned), svg)
     if json:
         console.show({"steps": steps})
+    else:
+        print(sketch.key(timelines, columns, planned=planned, waits=waits))

@@ -18,7 +18,7 @@ from typing import Any
 import autopipe
 from autopipe import modelfile, spec
 from autopipe.cluster import Cluster
-from autopipe.explain import gigabytes
+from autopipe.numbers import gigabytes
 from autopipe.plan import Plan, data_parallel
 from autopipe.traffic import traffic
 from benchmarks.field import mixed
