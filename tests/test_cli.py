@@ -66,7 +66,7 @@ def test_plan_needs_no_argument_but_the_model(
     phases = ("started", "traced", "costs", "search", "rehearsed", "written")
     assert re.fullmatch(f"time: {', '.join(rf'{name} [0-9.]+ s' for name in phases)}", took)
     made = Plan.load(tmp_path / "work" / "plan.json")
-    # The net is so small that one of the two processes may be the quicker.
+    # The net is so small that one of the two processes may be the quicker: then it says so.
     assert (made.source, made.batch.rows, made.cluster.num_devices) == ("net.py", 16, 2)
     assert len(idle) == (2 if len(made.mesh.places) == 1 else 0)
 
