@@ -197,7 +197,8 @@ def exchanges(graph: Graph, ranks: int, precision: str = "fp32") -> list[Exchang
         moves = sent_by(node, carrying)
         size = sympy.sympify(whole_bytes(graph, node, ranks) if any(moves) else 0)
         products = [v for v in node.values() if isinstance(v, Ref) and v.node in lowered]
-        if low is not None and (node.op == COLUMNS or products):
+        wide = any(spec.dtype == torch.float32 for spec in node.outputs if spec is not None)
+        if low is not None and wide and (node.op == COLUMNS or products):
             size = size * low.itemsize / torch.float32.itemsize
         found.append((moves, size))
     return found

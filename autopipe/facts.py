@@ -68,7 +68,11 @@ def _machines(plan: Plan) -> str:
 def _asked(plan: Plan) -> Iterator[tuple[str, str]]:
     """What is not as usual."""
     if plan.precision != "fp32":
-        yield "precision", f"{plan.precision} in matrix products, fp32 in all that is kept"
+        kept = ", fp32 in all that is kept" if plan.products == ("fp32",) else ""
+        yield "precision", f"{plan.precision} in matrix products{kept}"
+    if plan.products != ("fp32",):
+        own = " and ".join(plan.products)
+        yield "precision", f"{own}, the model's own, in which its tensors are counted and sent"
     if plan.zero and plan.mesh.dp > 1:
         dealt = {1: "optimizer state is", 3: "parameters, gradients and optimizer state are"}
         yield "zero", f"{plan.zero}: {dealt[plan.zero]} dealt out over the replicas"

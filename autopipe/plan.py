@@ -301,9 +301,11 @@ class Plan:
     A pipeline of `mesh.pp` ranks holds `len(stages)` stages, each rank equally many: more than one
     under the schedules interleaved and zb-v. `programs` are the lines of a schedule that the user
     has written, `rank 0: 0F0 0F1 ...`; none for a schedule that has a name. `states` and
-    `collectives` are those of what is in no block. `loss_over` is one of `LOSS_OVER`. `loss` is
-    whether there is a loss function beside the model (null: nobody has said). `made` has a few
-    digits of each part as the planner has left it, by which `edited` finds what was changed since.
+    `collectives` are those of what is in no block. `products` are the dtypes that the model itself
+    multiplies matrices in, as keys of a device's `flops`; "fp32" where it says nothing. `loss_over`
+    is one of `LOSS_OVER`. `loss` is whether there is a loss function beside the model (null: nobody
+    has said). `made` has a few digits of each part as the planner has left it, by which `edited`
+    finds what was changed since.
     """
 
     format: int
@@ -327,6 +329,7 @@ class Plan:
     planner: PlannerNote
     states: tuple[Sharding, ...] = ()
     collectives: tuple[Collective, ...] = ()
+    products: tuple[str, ...] = ("fp32",)
     loss_over: str = ROWS
     loss: bool | None = None
     made: dict[str, str] = field(default_factory=dict)

@@ -34,7 +34,7 @@ from autopipe.planners import PLANNERS, Answer, Mesh
 from autopipe.precision import PRECISIONS
 from autopipe.probe import Say
 from autopipe.problem import WRITTEN, Constraints, Problem
-from autopipe.profile import Costing, Profiled, need, whole_seconds
+from autopipe.profile import Costing, Profiled, need, products, whole_seconds
 from autopipe.progress import phase
 from autopipe.recompute import blocks_to_recompute
 from autopipe.schedule import Programs
@@ -253,7 +253,9 @@ def plan(
     besides = degrees(machine, None, graph)[0] if tp is not None else ()
     made = best_degree(tried, costed, searched, watch, [other for other in besides if other != tp])
     check_runs(made)
-    return signed(replace(made, loss=loss is not None, loss_over=loss_over))
+    return signed(
+        replace(made, products=products(graph), loss=loss is not None, loss_over=loss_over)
+    )
 
 
 def _summary(traced: Trace, blocks: Sequence[Block]) -> str:

@@ -224,6 +224,12 @@ def need(graph: Graph, precision: str) -> Need:
     return Need(tuple(sorted(dtypes)), tuple(sorted(kernels & {*KERNELS})))
 
 
+def products(graph: Graph) -> tuple[str, ...]:
+    """What the model itself multiplies matrices in, as a plan has it."""
+    found = {cost.rate_name(formula.dtype) for formula in cost.costs(graph) if formula.dims}
+    return tuple(sorted(found)) or ("fp32",)
+
+
 def _dtypes(graph: Graph, formulas: Sequence[cost.NodeCost], precision: str) -> list[torch.dtype]:
     """What each node computes in: in mixed precision matrix products in another dtype.
 

@@ -129,11 +129,6 @@ def plan(
         f"{made.schedule}; predicted step {numbers.seconds(made.prediction.step_seconds)}, "
         f"{numbers.count(made.batch.rows, 'row')}"
     )
-    if idle := made.cluster.num_devices - len(mesh.places):
-        say(
-            f"idle: {idle} of {made.cluster.num_devices} devices of {made.cluster.name}; "
-            f"`autopipe explain {output}` says what other meshes take"
-        )
     if facts.idle(made) is not None:
         say(f"idle: {facts.idle(made)}\nwhy: {made.planner.binding}")
     say(f"time: {watch}")
