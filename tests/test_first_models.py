@@ -341,7 +341,7 @@ def test_from_the_model_file_to_trained_steps(name: str, autopipe: Shell) -> Non
     plan = Plan.load(folder / "plan.json")
     assert plan.products == (story.own,)
     told = autopipe("explain", "plan.json").out
-    assert (f"the model's own precision: {story.own}" in told) == (story.own != "fp32")
+    assert (f"{story.own}, the model's own" in told) == (story.own != "fp32")
 
     said = ranks(2, "-m", "autopipe", "run", "plan.json", "--steps", str(STEPS), folder=folder)
     assert said.code == 0, said.err
