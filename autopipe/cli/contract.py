@@ -6,11 +6,13 @@ A model file is plain Python; `autopipe init model.py` writes one. Functions are
 \b
 model() -> nn.Module                            required: the model, built
 inputs(batch_size) -> dict or tuple             required: an example batch of so many rows
-loss(outputs, batch) -> Tensor                  default: the output itself, or its .loss
+loss(outputs, batch) -> Tensor or SumCount      default: the output itself, or its .loss
 batches(batch_size, shard=0, num_shards=1)      default: inputs(batch_size), again and again
-optimizer(parameters) -> Optimizer              default: AdamW
+batches = DataLoader(...)                       or so: whole batches; each replica takes its rows
+optimizer(parameters) -> Optimizer              default: AdamW; or (named_parameters)
 scheduler(optimizer) -> LRScheduler             default: the learning rate stays
 batch_size = 32                                 default: 8 a device
+loss_over = "micro-batch"                       default: "rows", a loss of the whole batch
 
 b in what is printed are the rows of one micro-batch: a step's batch goes to dp replicas, and on
 each through the stages in so many equal micro-batches. window: how many micro-batches a stage lets
