@@ -42,19 +42,11 @@ AGAIN = 30.0
 
 _HOME = Path(__file__).resolve().parents[1]
 
-# The package without its `__init__`, which loads a planner: seconds, where torch alone takes two.
-_PACKAGE = """
-import sys, types
-package = types.ModuleType("autopipe")
-package.__path__ = [sys.argv.pop(1)]
-sys.modules["autopipe"] = package
-from autopipe import measuring
-"""
-
 
 def command(program: str) -> tuple[str, ...]:
     """What runs a program that knows `autopipe.measuring`; it takes a request as an argument."""
-    return sys.executable, "-P", "-c", _PACKAGE + program, str(_HOME / "autopipe")
+    begin = "import sys; sys.path.insert(0, sys.argv.pop(1))\nfrom autopipe import measuring\n"
+    return sys.executable, "-P", "-c", begin + program, str(_HOME)
 
 
 COMMAND = command("measuring.main()")
