@@ -199,7 +199,6 @@ def main(
     offload: bool = False,
     trace: Path | None = None,
     log_every: int | None = None,
-    quiet: bool = False,
     keep_going: bool = False,
 ) -> None:
     """Train for so many steps, or as long as the batches last."""
@@ -226,17 +225,17 @@ def main(
         file,
         steps,
         seed,
-        cli.say,
+        cli.tell,
         trace,
         epochs=epochs,
         log_every=log_every,
-        quiet=quiet,
+        quiet=cli.quiet(),
         keep_going=keep_going,
     )
     if save is not None and measured.losses:
         pipe.save(save)
     if pipe.place.rank == 0:
-        cli.report(plan, measured, file.source, trace, save, quiet=quiet)
+        cli.report(plan, measured, file.source, trace, save, quiet=cli.quiet())
 
 
 if __name__ == "__main__":

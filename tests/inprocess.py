@@ -53,7 +53,7 @@ WINDOW = 2
 
 def machine(processes: int, memory: int = 2**30) -> Cluster:
     """So many processes on this machine, with round rates: nothing is probed."""
-    rates = {"fp32": 1e10, "bf16": 2e10, "fp16": 2e10}
+    rates = {"fp32": 1e10, "fp64": 5e9, "bf16": 2e10, "fp16": 2e10}
     cpu = Device("cpu", memory, rates, 1e10, 1e-6, "made up for tests")
     link = Link(1e-4, 1e9)
     return Cluster(f"local:{processes}", (Node(1, (Group(processes, cpu),)),), link, link)

@@ -101,6 +101,7 @@ class Shell:
         patch.setattr(voice, "TURN", 0.1)
         patch.setattr(voice, "LATEST", 0.2)
         patch.setattr(bars, "SOON_SECONDS", 600.0)  # a busy machine says nothing more
+        patch.delenv("COLUMNS", raising=False)  # pages are as wide as where nobody looks
         for name in filter(LAUNCHED.match, [*os.environ]):
             patch.delenv(name)
 

@@ -108,7 +108,7 @@ def test_where_they_are_read_at_the_end_the_whole_model_is_real() -> None:
     assert found.startswith("the model cannot be built without memory, for ")
     assert "`model[0].weight.data /= (size := model[0].weight.abs().max().item())`" in found
     assert found.endswith(
-        "up to 'weight' of a Linear its weights take 8400 bytes, and 5000 are free\n"
+        "up to 'weight' of a Linear its weights take 8.2 KiB, and 4.9 KiB are free\n"
         "hint: build it without reading its weights, or where there is more memory"
     )
 

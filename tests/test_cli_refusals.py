@@ -444,14 +444,14 @@ def test_a_plan_that_was_changed_by_hand(autopipe: Shell) -> None:
     """It runs, is drawn and explained; what is predicted was so for another one."""
     autopipe.plan(1, "--batch", "4", "--micro-batches", "1")
     for command in ("explain", "simulate"):
-        assert autopipe(command, "plan.json").err == ""
+        assert autopipe(command, "plan.json", "--quiet").err == ""
     autopipe.edit(lambda plan: plan["batch"].update(micro_batches=2))
     told = (
         "plan.batch.micro_batches was changed by hand after planning: the predicted figures are of "
         "another plan\n"
     )
-    for command in (("explain",), ("simulate",), ("run", "--steps", "1", "--quiet")):
-        said = autopipe(*command, "plan.json")
+    for command in (("explain",), ("simulate",), ("run", "--steps", "1")):
+        said = autopipe(*command, "plan.json", "--quiet")
         assert (said.code, said.err) == (0, told)
 
 

@@ -142,7 +142,7 @@ def test_a_pipeline_that_ran(schedule: str) -> None:
     sends = sum(i.kind is Kind.SEND for program in programs for i in program)
     assert len(found_file.under_way) == 2 * sends
     for source, target in found_file.arrows:
-        send, use = parse(source.name), parse(target.name)
+        send, use = parse(source.code), parse(target.code)
         assert (use.stage, use.microbatch) == (send.peer, send.microbatch)
 
 
@@ -174,7 +174,7 @@ def test_clocks_that_are_hours_apart_come_out_aligned(trace: Reader, folder: Pat
     off = []
     for rank in range(RANKS):
         true = json.loads((folder / f"true.{rank}").read_text())
-        drawn = [found.start for found in trace.slices if found.name == f"{rank}F0"]
+        drawn = [found.start for found in trace.slices if found.code == f"{rank}F0"]
         assert len(drawn) == LAST
         off += [at * 1e-6 - began for at, began in zip(drawn, true[-LAST:], strict=True)]
     assert max(off) - min(off) < 1e-3

@@ -12,9 +12,9 @@ One file for each command. `--help` imports them all, so that what is slow to im
 all, is imported inside the commands. A written train.py leans on the names below.
 """
 
-from autopipe.cli.console import say
+from autopipe.cli.console import quiet, say, tell
 from autopipe.cli.entry import main, program
 from autopipe.cli.paths import check_folder
 from autopipe.cli.run import report
 
-__all__ = ["check_folder", "main", "program", "report", "say"]
+__all__ = ["check_folder", "main", "program", "quiet", "report", "say", "tell"]

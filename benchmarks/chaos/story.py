@@ -24,7 +24,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from autopipe.runtime.words import describe
+from autopipe.phrases import describe
 from autopipe.schedule import Instruction, parse
 from benchmarks.chaos.harm import VARIABLE, Harm
 
