@@ -1,9 +1,10 @@
 # Everything runs in .venv, which the first target that needs it makes and later ones find made.
 #
-#   make demo    plan examples/gpt.py for 4 processes on this machine, and train it
-#   make test    the tests
-#   make lint    ruff and mypy
-#   make clean   throw .venv and the demo's plan away
+#   make demo        plan examples/gpt.py for 4 processes on this machine, and train it
+#   make test        the tests; of long sweeps a sample
+#   make test-long   the tests, and every sweep whole
+#   make lint        ruff and mypy
+#   make clean       throw .venv and the demo's plan away
 
 PYTHON ?= python3.11
 TORCH  := torch==2.13.0
@@ -15,7 +16,9 @@ COMPILE := $(BIN)/python -m compileall -q autopipe planners runtime benchmarks e
 # Processes of `make test`. Each test file runs in one of them, in the order of tests/conftest.py.
 JOBS   ?= 2
 
-.PHONY: demo test lint clean
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=20
+
+.PHONY: demo test test-long lint clean
 
 demo: .venv/installed
 	@mkdir -p demo
@@ -24,7 +27,11 @@ demo: .venv/installed
 
 test: .venv/installed-dev
 	@$(COMPILE)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+	$(PYTEST)
+
+test-long: .venv/installed-dev
+	@$(COMPILE)
+	AUTOPIPE_LONG=1 $(PYTEST)
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

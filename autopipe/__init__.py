@@ -1,15 +1,13 @@
-"""autopipe: split a PyTorch model nobody prepared over the devices at hand, and run it.
+"""autopipe: split an unmodified PyTorch model over several devices, and train it there.
 
 plan = autopipe.plan(model, inputs, cluster="local:4")
 pipe = autopipe.parallelize(model, plan)
 loss = pipe.step(batch)
 
-Nothing is loaded before it is asked for: a plan is read and drawn without torch.
+Submodules are imported on first use: reading and drawing a plan needs no torch.
 """
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -22,31 +20,32 @@ if TYPE_CHECKING:
         PlanError,
         ScheduleError,
     )
-    from autopipe.formulas import Formulas, cost_formulas
-    from autopipe.losses import SumCount
-    from autopipe.parallel import parallelize
-    from autopipe.plan import Plan
-    from autopipe.planning import plan
-    from autopipe.runtime.pipe import Pipe
+    from autopipe.frontend.loss import SumCount
+    from autopipe.planfile.contents import Plan
+    from autopipe.planners.driver.formulas import Formulas, cost_formulas
+    from autopipe.planners.driver.make_plan import plan
+    from autopipe.runtime.parallelize import parallelize
+    from autopipe.runtime.step.pipe import Pipe
 else:
     _HOMES = {
         "AutopipeError": "autopipe.errors",
         "CaptureError": "autopipe.errors",
-        "Formulas": "autopipe.formulas",
+        "Formulas": "autopipe.planners.driver.formulas",
         "InfeasibleError": "autopipe.errors",
         "LaunchError": "autopipe.errors",
         "ModelError": "autopipe.errors",
-        "Pipe": "autopipe.runtime.pipe",
-        "Plan": "autopipe.plan",
+        "Pipe": "autopipe.runtime.step.pipe",
+        "Plan": "autopipe.planfile.contents",
         "PlanError": "autopipe.errors",
         "ScheduleError": "autopipe.errors",
-        "SumCount": "autopipe.losses",
-        "cost_formulas": "autopipe.formulas",
-        "parallelize": "autopipe.parallel",
+        "SumCount": "autopipe.frontend.loss",
+        "cost_formulas": "autopipe.planners.driver.formulas",
+        "plan": "autopipe.planners.driver.make_plan",
+        "parallelize": "autopipe.runtime.parallelize",
     }
 
     def _load(module: str, name: str) -> Any:
-        from autopipe.garbage import loading
+        from autopipe.util.gc_pause import loading
 
         with loading():
             return getattr(import_module(module), name)
@@ -59,22 +58,6 @@ else:
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})
-
-    class _Package(ModuleType):
-        """This module: its `plan` is the function, though there is a module of that name too.
-
-        The import system sets the module autopipe.plan as an attribute, whenever that is loaded.
-        """
-
-        @property
-        def plan(self) -> Any:
-            return _load("autopipe.planning", "plan")
-
-        @plan.setter
-        def plan(self, module: ModuleType) -> None:
-            """Stays the function."""
-
-    sys.modules[__name__].__class__ = _Package
 
 
 __all__ = [

@@ -1,18 +1,19 @@
-"""`python -m autopipe`, and what `torchrun -m autopipe` starts."""
+"""The entry point of `python -m autopipe` and of `torchrun -m autopipe`."""
 
-from autopipe import cli, garbage
+from autopipe import cli
+from autopipe.util import gc_pause
 
 __all__ = ["main"]
 
 
 def main() -> None:
-    """The command line; a command that has said so ends without taking apart what it has built."""
-    garbage.in_a_program()
+    """Run the command line; a command that called `gc_pause.until_exit` skips torch's teardown."""
+    gc_pause.in_a_program()
     try:
         cli.main()
     except SystemExit as left:
         if left.code in (None, 0):
-            garbage.end(0)
+            gc_pause.end(0)
         raise
 
 

@@ -1,4 +1,4 @@
-"""Everything autopipe refuses, as one tree.
+"""The errors that autopipe raises, as one tree of classes.
 
     AutopipeError                    a sentence, and the hint below it
     +-- ModelError                   the model file, its inputs or its batch
@@ -8,15 +8,15 @@
     +-- ScheduleError                a program that cannot run: a deadlock, a missing transfer
     +-- LaunchError                  the processes are not the ones the plan was made for
 
-Each says what was asked, what was found and where; `hint` says what to try next. The command line
-prints both and exits with code 2: these are mistakes of a user, not of the program.
+Each message states what was asked, what was found and where; `hint` states what to try next. The
+command line prints both and exits with code 2: the user can fix these errors, they are no bugs.
 """
 
 from __future__ import annotations
 
 
 class AutopipeError(Exception):
-    """The base of the tree: `except autopipe.AutopipeError` catches whatever a user can mend.
+    """The base class: `except autopipe.AutopipeError` catches every error that a user can fix.
 
     Args:
         message: one sentence: what was asked, what was found, the place.
@@ -41,14 +41,14 @@ class CaptureError(ModelError):
 
 
 class PlanError(AutopipeError):
-    """A plan file is truncated, of another format, of another model, or says what cannot be."""
+    """A plan file is truncated, of another format, of another model, or contradicts itself."""
 
 
 class InfeasibleError(AutopipeError):
-    """No plan fits; the message carries the nearest one and the shortfall in bytes.
+    """No plan fits the devices; the message names the nearest plan and the missing bytes.
 
     Args:
-        shortfall: those bytes; 0 where it is not for want of memory.
+        shortfall: the missing bytes of device memory; 0 if memory is not the reason.
     """
 
     def __init__(self, message: str, *, hint: str | None = None, shortfall: int = 0) -> None:
@@ -57,8 +57,8 @@ class InfeasibleError(AutopipeError):
 
 
 class ScheduleError(AutopipeError):
-    """The programs of a schedule cannot run to their end."""
+    """The ranks' programs of a schedule cannot run to their end."""
 
 
 class LaunchError(AutopipeError):
-    """The processes found are not those the plan binds its ranks to."""
+    """The running processes do not match the ranks and devices of the plan."""

@@ -1,1 +1,12 @@
-"""Processes: how they come to life, what passes between them, and what each one does in a step."""
+"""A plan and a model  ->  ranks that train it, one process each.
+
+In: the plan, the model's code and weights, the batches. Out: losses, parameters, what a step took.
+The rooms below are the processes (`launch`), what passes between them (`comm`), what each one owns
+(`parameters`), one step (`step`) and how fast a machine is (`probe`); here are the start of a rank
+and the loop over steps.
+
+Never found here: search, or a decision that the plan does not contain.
+
+Other rooms use: `parallelize.parallelize`, `train.train`, `train.figure`; written files use
+`emitted`.
+"""

@@ -1,4 +1,4 @@
-"""The batches of a run: what the model file gives, agreed upon by all ranks before a step.
+"""The batches of a run: all ranks agree on each one of the model file's before a step.
 
     batches(8)                   the same on every rank     a step, or left out with a word
     batches(8, shard, 2)         a part each    --told-->   a step, or left out with a word
@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopipe import batches
 from autopipe.errors import ModelError
-from autopipe.modelfile import ModelFile
-from autopipe.randomness import seed as derive_seed
-from autopipe.runtime.pipe import Pipe
+from autopipe.frontend import batch as batches
+from autopipe.frontend.model_file import ModelFile
+from autopipe.runtime.step.pipe import Pipe
+from autopipe.util.seeding import seed as derive_seed
 
 ENDED = -1
 """In the place of rows: there is no further batch."""

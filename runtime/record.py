@@ -1,4 +1,4 @@
-"""What a run writes down for its trace: the last steps of each rank, on the clock of rank 0.
+"""Records the last steps of each rank, on the clock of rank 0, and writes them as a trace.
 
     pipe, step k    recorder.begin(k); recorder.record(instruction, began, ended) ...
     at the end      write(path, recorder, ...)        every rank; rank 0 gets all and writes
@@ -17,10 +17,10 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 
-from autopipe import perfetto
-from autopipe.plan import Plan
-from autopipe.schedule import Instruction
-from autopipe.tracks import Event, Step, Track, bubbles
+from autopipe.planfile.contents import Plan
+from autopipe.report import perfetto
+from autopipe.report.tracks import Event, Track, TrackedStep, bubbles
+from autopipe.schedules.instructions import Instruction
 
 LAST = 10
 """How many steps a recorder keeps: enough to see what varies, and a file that a browser opens."""
@@ -55,10 +55,10 @@ class Recorder:
         """An instruction has run, in seconds of this rank's clock; an `Executor.record`."""
         self._steps[-1][1].append((instruction, began, ended))
 
-    def steps(self, offset: float = 0.0) -> tuple[Step, ...]:
+    def steps(self, offset: float = 0.0) -> tuple[TrackedStep, ...]:
         """The steps that are kept, with `offset` seconds added to their times."""
         return tuple(
-            Step(number, tuple(Event(what, a + offset, b + offset) for what, a, b in found))
+            TrackedStep(number, tuple(Event(what, a + offset, b + offset) for what, a, b in found))
             for number, found in self._steps
             if found
         )

@@ -1,4 +1,4 @@
-"""The loop of `autopipe run`: batches through a pipe, a line of progress, and what it measured."""
+"""The training loop of `autopipe run`: it shows progress and returns what it measured."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from time import perf_counter
@@ -20,17 +20,21 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from torch import Tensor
 
-from autopipe import batches
 from autopipe.errors import ModelError
-from autopipe.modelfile import ModelFile
-from autopipe.plan import Plan, StagePrediction
+from autopipe.frontend import batch as batches
+from autopipe.frontend.model_file import ModelFile
+from autopipe.planfile.contents import Plan
+from autopipe.planfile.parts import StagePrediction
 from autopipe.runtime.feed import Feed
-from autopipe.runtime.meter import Meter
-from autopipe.runtime.pipe import Pipe
 from autopipe.runtime.record import Recorder, write
+from autopipe.runtime.step.memory_meter import Meter
+from autopipe.runtime.step.pipe import Pipe
 
 LINES = 10
 """How many lines of progress a run prints where there is no terminal to draw a bar on."""
+
+WARM_UP = 2
+"""Steps that allocate what later ones use again: their bytes are counted, their seconds are not."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ def train(
     Raises:
         ModelError: the loss of a step is no finite number: no rank has made its update.
     """
-    plan, place = pipe.plan, pipe.place
+    plan, talks = pipe.plan, pipe.place.rank == 0
     random.seed(seed)
     torch.manual_seed(seed)  # a `batches` that draws from it draws the same on every rank
     # torch's optimizers refuse an empty list: a rank without parameters has one of no elements.
@@ -82,22 +86,18 @@ def train(
     recorder = Recorder() if trace is not None else None
     pipe.record = recorder.record if recorder is not None else None
     feed = Feed(pipe, file, seed, epochs, say)
-    losses: list[float] = []
-    seconds: list[float] = []
-    compute: list[dict[int, StagePrediction]] = []
-    memory: dict[int, StagePrediction] | None = None
+    readings = _Readings(pipe)
     most = min((n for n in (steps, feed.of) if n is not None), default=None)
-    talks = place.rank == 0
-    with _progress(most, talks and not quiet, say, log_every) as show:
+    with progress_shown(most, talks and not quiet, say, log_every) as show:
         for step, batch in enumerate(islice(feed, steps)):
-            pipe.meter = Meter() if step < 2 else None
+            pipe.meter = Meter() if step < WARM_UP else None
             if recorder is not None:
                 recorder.begin(step + 1)
             began = perf_counter()
             loss = pipe.step(batch, sharded=file.sharded)
-            planned = perf_counter() - began  # what a plan predicts ends with the gradients
-            losses.append(float(loss))
-            if (gone := _gone(losses)) is not None:
+            seconds = perf_counter() - began  # what a plan predicts ends with the gradients
+            readings.losses.append(float(loss))
+            if (gone := _gone(readings.losses)) is not None:
                 if not keep_going:
                     raise gone
                 if talks:
@@ -106,31 +106,52 @@ def train(
             if scheduler is not None:
                 scheduler.step()
             elapsed = perf_counter() - began
-            if step < 2:
-                memory = pipe.measured(optimizer)
-            if step >= 2:
-                seconds.append(planned)
-                compute.append(pipe.measured())
-            show(step, losses[-1], _rate(batch, plan, file.sharded, elapsed))
+            readings.add(step, seconds, optimizer)
+            show(step, readings.losses[-1], throughput(batch, plan, file.sharded, elapsed))
     if talks:
         feed.dry(steps)
     bubbles: tuple[float, ...] = ()
     if recorder is not None and trace is not None:
         world = dist.group.WORLD if len(plan.mesh.places) > 1 else None
-        bubbles = write(trace, recorder, plan, trace.stem, place.rank, world)
-    if memory is None:
-        return Measured((), 0.0, ())
-    compute = compute or [pipe.measured()]
-    own = {
-        stage: StagePrediction(
-            statistics.median(found[stage].forward_seconds for found in compute),
-            statistics.median(found[stage].backward_seconds for found in compute),
-            held.memory,
-        )
-        for stage, held in memory.items()
-    }
-    step_seconds = statistics.median(seconds or [planned])
-    return Measured(_by_stage(own, plan), step_seconds, tuple(losses), bubbles)
+        bubbles = write(trace, recorder, plan, trace.stem, pipe.place.rank, world)
+    return readings.measured(bubbles)
+
+
+@dataclass
+class _Readings:
+    """What this rank has measured so far: bytes in the first steps, seconds in those after them."""
+
+    pipe: Pipe
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    compute: list[dict[int, StagePrediction]] = field(default_factory=list)
+    memory: dict[int, StagePrediction] | None = None
+    last: float = 0.0
+
+    def add(self, step: int, seconds: float, optimizer: torch.optim.Optimizer) -> None:
+        """Take down the step that has just ended; its gradients were there after `seconds`."""
+        self.last = seconds
+        if step < WARM_UP:
+            self.memory = self.pipe.measured(optimizer)
+        else:
+            self.seconds.append(seconds)
+            self.compute.append(self.pipe.measured())
+
+    def measured(self, bubbles: tuple[float, ...]) -> Measured:
+        """The medians, with those of the other ranks; every rank calls it."""
+        if self.memory is None:
+            return Measured((), 0.0, ())
+        compute = self.compute or [self.pipe.measured()]
+        own = {
+            stage: StagePrediction(
+                statistics.median(found[stage].forward_seconds for found in compute),
+                statistics.median(found[stage].backward_seconds for found in compute),
+                held.memory,
+            )
+            for stage, held in self.memory.items()
+        }
+        step_seconds = statistics.median(self.seconds or [self.last])
+        return Measured(_by_stage(own, self.pipe.plan), step_seconds, tuple(self.losses), bubbles)
 
 
 def _gone(losses: Sequence[float]) -> ModelError | None:
@@ -176,7 +197,7 @@ def _by_stage(own: dict[int, StagePrediction], plan: Plan) -> tuple[StagePredict
     return tuple(stages)
 
 
-def _rate(batch: Any, plan: Plan, sharded: bool, seconds: float) -> str:
+def throughput(batch: Any, plan: Plan, sharded: bool, seconds: float) -> str:
     """Tokens a second where there is a tensor of whole numbers [rows, length]; rows otherwise."""
     leaves = batches.flatten(batch)
     parts = plan.mesh.dp if sharded else 1
@@ -191,7 +212,7 @@ Show = Callable[[int, float, str], None]
 
 
 @contextmanager
-def _progress(
+def progress_shown(
     steps: int | None, talks: bool, say: Callable[[str], None], log_every: int | None = None
 ) -> Iterator[Show]:
     """A bar on a terminal; elsewhere, or if asked for, a line now and then."""

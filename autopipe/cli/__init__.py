@@ -1,6 +1,7 @@
 """The command line: `autopipe init | trace | costs | plan | explain | simulate | run | ...`.
 
-stdout is data, stderr is talk. Commands pass files to each other:
+In: the user's arguments and files. Out: data on stdout, messages on stderr, an exit code: 0, 2 for
+an error that the user can fix, 1 for any other. Commands pass files to each other:
 
     autopipe init model.py
     autopipe plan model.py -o plan.json     ->  autopipe explain plan.json
@@ -8,8 +9,12 @@ stdout is data, stderr is talk. Commands pass files to each other:
                                             ->  autopipe run plan.json --local 4
                                             ->  autopipe emit plan.json -o FOLDER
 
-One file for each command. `--help` imports them all, so that what is slow to import, torch above
-all, is imported inside the commands. A written train.py leans on the names below.
+One file for each command. `--help` imports them all, so slow imports, torch above all, stand inside
+the commands' functions.
+Never found here: planning, training, drawing; commands call the other rooms for these.
+
+Other rooms use: nothing. `autopipe/__main__.py` calls `entry.main`; an emitted train.py uses the
+names in `__all__`.
 """
 
 from autopipe.cli.console import quiet, say, tell

@@ -1,10 +1,9 @@
-"""Long work on a person's screen: bars on a terminal, lines anywhere else.
+"""Show the progress of long work: bars on a terminal, lines of text anywhere else.
 
     measuring ━━━━━━━━━╸━━━━━━━━━━━━ 5 of 12 0:00:06 0:00:08     bars: parts, time so far, and left
     measuring: 5 of 12, 6 s so far, about 8 s left               lines
 
-Nothing is said of what ends soon. A thread draws, since nobody knows when the work comes by next;
-it is a daemon, which `autopipe.aside` lets be when it forks, and the copy draws nothing.
+A phase that ends soon is not shown. A thread draws, since the work may not report for a long time.
 """
 
 from __future__ import annotations
@@ -19,22 +18,22 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from autopipe.cli.console import say
-from autopipe.progress import Done, shown
+from autopipe.util.progress import Done, shown
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.progress import Progress, TaskID
 
 SOON_SECONDS = 2.0
-"""What ends within them has no line; a bar comes up after a quarter of them."""
+"""A phase that ends within these seconds has no line; its bar appears after a quarter of them."""
 
 AGAIN_SECONDS = 5.0
-"""Between two lines."""
+"""Seconds between two lines."""
 
 
 @contextmanager
 def showing() -> Iterator[None]:
-    """Phases in the block are shown to whoever has started this process; of ranks by the first."""
+    """Within, phases are shown on stderr; of several ranks, only rank 0 shows them."""
     if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0":
         yield
         return
@@ -64,7 +63,7 @@ class _Phase:
 
 
 class Lines:
-    """A line after two seconds and one every five from then on, of the innermost long phase."""
+    """Prints the innermost long phase as a line: after two seconds, then every five seconds."""
 
     def __init__(self) -> None:
         self._owner = os.getpid()
@@ -94,7 +93,7 @@ class Lines:
             self._phases.pop()
 
     def close(self) -> None:
-        """No further line."""
+        """Stop printing lines."""
         self._closed.set()
         if self._thread is not None and os.getpid() == self._owner:
             self._thread.join()
@@ -109,7 +108,7 @@ class Lines:
 
 
 class Bars:
-    """A bar for each phase, those inside others below them; gone when the phase is."""
+    """Draws a bar for each phase, inner phases below outer ones; a finished bar disappears."""
 
     def __init__(self) -> None:
         self._owner = os.getpid()
@@ -143,7 +142,7 @@ class Bars:
             self._progress.stop()
 
     def close(self) -> None:
-        """The screen is as it was."""
+        """Remove the bars from the screen."""
         if self._progress is not None and os.getpid() == self._owner:
             self._progress.stop()
 
@@ -182,4 +181,4 @@ def _progress() -> Progress:
 
 
 def _nothing(parts: int = 1) -> None:
-    """In a copy of this process nobody looks."""
+    """Do nothing: a forked copy of this process has no display."""

@@ -1,4 +1,4 @@
-"""The table of commands: what each is for, an example, and the options that all of them have."""
+"""The table of commands, with an example for each, and the options common to all."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from typing import Annotated, Any, TypeVar
 import typer
 from typer.core import TyperGroup
 
-from autopipe.cli import bars, console, libraries
+from autopipe.cli import bars, console
 from autopipe.errors import AutopipeError
+from autopipe.frontend.quiet import command_hushed
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
@@ -29,10 +30,10 @@ _Debug = Annotated[
 _Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No talk on stderr but errors.")]
 
 EXAMPLES: dict[str, str] = {}
-"""A line to type, by command, in the order of use."""
+"""An example line for each command, in the order of use."""
 
 FUNCTIONS: dict[str, Callable[..., None]] = {}
-"""What each command runs."""
+"""The function of each command."""
 
 _MEANT = {
     **dict.fromkeys(("train", "start", "launch", "execute"), "run"),
@@ -44,7 +45,7 @@ _MEANT = {
     **dict.fromkeys(("measure", "benchmark", "bench"), "probe"),
     **dict.fromkeys(("graph", "capture"), "trace"),
 }
-"""What people type for a command that has another name here."""
+"""Other words for a command -> the command's name here."""
 
 
 class _Table(TyperGroup):
@@ -64,7 +65,7 @@ class _Table(TyperGroup):
 
 
 def unknown_command(name: str, known: list[str]) -> AutopipeError:
-    """There is no such command; perhaps another one is meant."""
+    """The error for an unknown command; it suggests the nearest known one."""
     near = difflib.get_close_matches(name, known, 1, cutoff=0.6)
     meant = _MEANT.get(name.lower()) or (near[0] if near else None)
     every = f"the commands are {', '.join(known)}"
@@ -83,11 +84,11 @@ app = typer.Typer(
 
 
 def command(example: str, *, more: str | None = None) -> Callable[[Command], Command]:
-    """Make a function a command; its docstring is what `--help` says.
+    """Make a function a command; `--help` prints its docstring.
 
     Args:
-        example: a line to type.
-        more: what `--help` says below its options.
+        example: a command line that works.
+        more: text that `--help` prints below the options.
     """
 
     def of(function: Command) -> Command:
@@ -99,20 +100,20 @@ def command(example: str, *, more: str | None = None) -> Callable[[Command], Com
 
 
 def with_talk(function: Callable[..., None]) -> Callable[..., None]:
-    """The function with `--debug` and `--quiet`: what it says, shows and warns of heeds them."""
+    """Add the options `--debug` and `--quiet` to a command's function."""
 
     @functools.wraps(function)
     def told(*args: Any, debug: bool = False, quiet: bool = False, **kwargs: Any) -> None:
         console.ask(debug=debug, quiet=quiet)
         with ExitStack() as block:
             if not console.debug():
-                block.enter_context(libraries.hushed())
+                block.enter_context(command_hushed())
             if not console.quiet():
                 block.enter_context(bars.showing())
             try:
                 function(*args, **kwargs)
             except KeyboardInterrupt as error:
-                from autopipe.runtime import watchdog
+                from autopipe.runtime.launch import watchdog
 
                 watchdog.verdict(error)  # the other ranks learn who has ended
                 raise typer.Exit(130) from None

@@ -1,4 +1,4 @@
-"""How a command speaks: stdout is data, stderr is talk, and the user says how much of it."""
+"""Print data to stdout and messages to stderr, as `--quiet` and `--debug` ask."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+from autopipe.util import self_checks
+
 
 @dataclass
 class _Manner:
-    """What the command line has asked for: `--debug`, `--quiet`."""
+    """The options of the current command line: `--debug`, `--quiet`."""
 
     debug: bool = False
     quiet: bool = False
@@ -20,37 +22,39 @@ _manner = _Manner()
 
 
 def forget() -> None:
-    """A command line begins: nothing is asked for yet."""
+    """Reset both options at the beginning of a command line."""
     _manner.debug = _manner.quiet = False
 
 
 def ask(*, debug: bool, quiet: bool) -> None:
-    """What stands before a command and what stands behind it hold both."""
+    """Set options; those given before the command and those after it add up."""
     _manner.debug |= debug
+    if debug:
+        self_checks.turn_on()
     _manner.quiet |= quiet
 
 
 def debug() -> bool:
-    """Whether to show where in the code something arose."""
+    """Whether to show tracebacks and other details (`--debug`)."""
     return _manner.debug
 
 
 def quiet() -> bool:
-    """Whether to keep to errors and data."""
+    """Whether to print only errors and data (`--quiet`)."""
     return _manner.quiet
 
 
 def say(line: str) -> None:
-    """A line of talk, unless `--quiet`."""
+    """Print a line to stderr, unless `--quiet`."""
     if not _manner.quiet:
         tell(line)
 
 
 def tell(line: str) -> None:
-    """A line of an error, or of what is not as it was asked for: always."""
+    """Print a line of an error or a warning to stderr, also with `--quiet`."""
     print(line, file=sys.stderr, flush=True)
 
 
 def show(data: Any) -> None:
-    """One JSON object on stdout."""
+    """Print one JSON object to stdout."""
     print(json.dumps(data, indent=2, allow_nan=False))

@@ -1,4 +1,4 @@
-"""What a model file says, where people look for it: `autopipe plan --help`, `autopipe init`."""
+"""The description of a model file for `autopipe plan --help` and `autopipe init`."""
 
 CONTRACT = """\
 A model file is plain Python; `autopipe init model.py` writes one. Functions are found by name:
@@ -101,9 +101,9 @@ def optimizer(parameters) -> torch.optim.Optimizer:
 
 
 def template(name: str) -> str:
-    """The text of a model file that runs as it is.
+    """The text of a complete model file that runs unchanged.
 
     Args:
-        name: of the file.
+        name: the file's name.
     """
     return TEMPLATE.format(name=name)

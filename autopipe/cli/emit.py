@@ -1,4 +1,4 @@
-"""`autopipe emit`."""
+"""The command `autopipe emit`: a plan file -> a folder of Python files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from autopipe.cli.commands import PlanArgument, command
 from autopipe.cli.console import say
 from autopipe.cli.paths import found, relative
-from autopipe.garbage import loading
+from autopipe.util.gc_pause import loading
 
 
 @command("autopipe emit plan.json -o out")
@@ -22,13 +22,13 @@ def emit(
 ) -> None:
     """Write what a plan runs as Python to read, edit and run: stages, programs, train.py."""
     with loading():
-        from autopipe import modelfile
-        from autopipe.emit import emit as write
-        from autopipe.plan import Plan
+        from autopipe.emit.emit import emit as write
+        from autopipe.frontend import model_file
+        from autopipe.planfile.contents import Plan
 
     loaded = Plan.load(plan)
     source = model or found(loaded, plan, "emit")
-    file = modelfile.load(source)
+    file = model_file.load(source)
     there = relative(source, output.resolve())
     write(file.model, loaded, output, loss=file.loss, source=there, force=force)
     processes = len(loaded.mesh.places)

@@ -1,4 +1,4 @@
-"""Where a command line begins and ends: mistakes of a user's as sentences, with code 2."""
+"""Run a command line, and turn its errors into sentences and exit codes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from autopipe.errors import AutopipeError
 # The commands, in the order of use, which is that of `--help`.
 from autopipe.cli import init as init  # isort: skip
 from autopipe.cli import model as model  # isort: skip
-from autopipe.cli import plan as plan  # isort: skip
+from autopipe.cli import plan_model as plan_model  # isort: skip
 from autopipe.cli import explain as explain  # isort: skip
 from autopipe.cli import simulate as simulate  # isort: skip
 from autopipe.cli import run as run  # isort: skip
@@ -63,20 +63,20 @@ def options(
 
 
 def main() -> None:
-    """The entry point: errors of the user's as sentences, exit code 2, no traceback."""
+    """The entry point: an error that the user can fix prints a sentence and exits with code 2."""
     _call(app, "autopipe", sys.argv[1:])
 
 
 def program(function: Callable[..., None]) -> None:
     """Run a function as the program of every rank; its arguments are the options.
 
-    Its errors are told as those of `autopipe run`.
+    Its errors are printed as those of `autopipe run`.
     """
-    from autopipe.runtime import launch, voice
+    from autopipe.runtime.launch import voice, world
 
     @functools.wraps(function)
     def told(*args: object, **kwargs: object) -> None:
-        with voice.one_voice(launch.world_from(os.environ), debug=console.debug()):
+        with voice.one_voice(world.world_from(os.environ), debug=console.debug()):
             function(*args, **kwargs)
 
     own = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -126,8 +126,8 @@ def _mistake(
 
 def _end(error: Exception) -> None:
     """Tell an error and end: with code 2 if the user can mend it, 1 otherwise."""
-    from autopipe.runtime import voice, watchdog  # it knows which rank speaks, and of whom
-    from autopipe.runtime.words import sentence
+    from autopipe.runtime.launch import voice, watchdog  # it knows which rank speaks, and of whom
+    from autopipe.runtime.launch.words import sentence
 
     if isinstance(error, AutopipeError):
         tell(f"error: {voice.who()}{error.message}")

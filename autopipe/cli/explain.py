@@ -1,4 +1,4 @@
-"""`autopipe explain`."""
+"""The command `autopipe explain`: a plan file -> text, HTML or JSON."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ def explain(
     --json gives `plan`, the file's own content, and `figures`: degrees, seconds and bubble of the
     step, and of each stage its seconds, its bubble and its bytes by part.
     """
-    from autopipe import as_json, files, page, paper
-    from autopipe.explain import explain as told
-    from autopipe.plan import Plan
+    from autopipe.planfile.contents import Plan
+    from autopipe.report import as_json, page, paper
+    from autopipe.report.explain import explain as told
+    from autopipe.util import atomic_file
 
     check_folder(html)
     loaded = Plan.load(plan)
@@ -44,7 +45,7 @@ def explain(
     else:
         print(told(loaded, paper.width(), stages=stages, why=why), end="")
     if html is not None:
-        files.write(page.page(loaded, plan.name), html)
+        atomic_file.write(page.page(loaded, plan.name), html)
         say(f"{html}: open it in a browser")
     elif not (json or stages or why):
         say("\nmore: --stages (nodes, parameters, what is sent), --why, --html FILE (a page)")

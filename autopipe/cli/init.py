@@ -1,4 +1,4 @@
-"""`autopipe init`."""
+"""The command `autopipe init`: writes a model file to begin with."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from autopipe import files
 from autopipe.cli.commands import command
 from autopipe.cli.console import say
 from autopipe.cli.contract import CONTRACT, template
 from autopipe.cli.paths import check_folder
 from autopipe.errors import AutopipeError
+from autopipe.util import atomic_file
 
 
 @command("autopipe init model.py", more=CONTRACT)
@@ -27,6 +27,6 @@ def init(
             hint="another name, or --force, which replaces it",
         )
     check_folder(file)
-    files.write(template(file.name), file)
+    atomic_file.write(template(file.name), file)
     say(f"next: autopipe plan {file}")
     print(file)

@@ -1,4 +1,4 @@
-"""`autopipe trace` and `autopipe costs`: what there is to know of a model before it is split."""
+"""The commands `autopipe trace` and `autopipe costs`: a model's graph, and its cost formulas."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ import typer
 from autopipe.cli import console
 from autopipe.cli.commands import Json, ModelArgument, command
 from autopipe.cli.console import say
-from autopipe.garbage import loading
+from autopipe.util.gc_pause import loading
 
 
 @command("autopipe trace model.py")
 def trace(model: ModelArgument) -> None:
     """Print the model's graph: the nodes that a plan names."""
     with loading():
-        from autopipe import batches, modelfile
-        from autopipe.source import trace_source
+        from autopipe.frontend import batch
+        from autopipe.frontend import model_file as modelfile
+        from autopipe.tracing.source import trace_source
 
     file = modelfile.load(model)
     example = file.inputs(2)
-    specs = batches.describe(example, file.inputs(3), 2, 3)
+    specs = batch.describe(example, file.inputs(3), 2, 3)
     print(trace_source(file.model, example, specs, file.loss).graph)
 
 
@@ -45,9 +46,9 @@ def costs(
     for backward, and sent to tensor-parallel peers.
     """
     with loading():
-        from autopipe import modelfile
-        from autopipe.formulas import cost_formulas
-        from autopipe.sheet import as_data, sheet
+        from autopipe.frontend import model_file as modelfile
+        from autopipe.planners.driver.formula_sheet import as_data, sheet
+        from autopipe.planners.driver.formulas import cost_formulas
 
     file = modelfile.load(model)
     found = cost_formulas(

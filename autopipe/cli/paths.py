@@ -1,4 +1,4 @@
-"""Where the files of a command are: those it reads, and the folders of those it writes."""
+"""Find the files that a command reads, and check the folders of files that it writes."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autopipe import files
 from autopipe.cli.console import tell
 from autopipe.errors import ModelError, PlanError
+from autopipe.util import atomic_file
 
 if TYPE_CHECKING:
-    from autopipe.plan import Plan
+    from autopipe.planfile.contents import Plan
 
 
 def check_folder(file: Path | None) -> None:
-    """Refuse a file that is to be written in the end where there is no folder for it.
+    """Refuse, before long work, an output path whose folder does not exist.
 
     Raises:
         AutopipeError: names the folder.
     """
     if file is not None:
-        files.check_folder(file)
+        atomic_file.check_folder(file)
 
 
 def relative(source: str, folder: Path) -> str:
-    """A model file's path as the plan keeps it: from the plan's own folder."""
+    """A model file's path relative to the plan's folder, as the plan stores it."""
     if ":" in source and not Path(source).exists():
         return source
     return os.path.relpath(Path(source).resolve(), folder)
 
 
 def found(plan: Plan, path: Path, command: str) -> str:
-    """The plan's model file, from the plan's own folder."""
+    """Find the plan's model file, relative to the folder of the plan file at `path`."""
     if plan.source is None:
         raise PlanError(
             f"plan.source: {path} does not say where its model is",
@@ -50,8 +50,8 @@ def found(plan: Plan, path: Path, command: str) -> str:
 
 
 def say_edits(plan: Plan) -> None:
-    """Say so if a plan was changed by hand; also under `--quiet`."""
-    from autopipe.plan import on_edits
+    """Warn if a plan was changed by hand; also with `--quiet`."""
+    from autopipe.planfile.contents import on_edits
 
     edits = on_edits(plan)
     if edits is not None:

@@ -1,4 +1,4 @@
-"""`autopipe probe`."""
+"""The command `autopipe probe`: measures this machine -> a cluster file."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def probe(
 
     What is printed is JSON without --output in any case; with both, it is printed as well.
     """
-    from autopipe import codec
-    from autopipe.probe import local_cluster, local_processes
+    from autopipe.runtime.probe.probe import local_cluster, local_processes
+    from autopipe.util import codec
 
     found = local_cluster(processes or local_processes(), say, again=again, estimate=False)
     if output is not None:

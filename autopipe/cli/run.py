@@ -1,4 +1,4 @@
-"""`autopipe run`, and how it tells what it has measured."""
+"""The command `autopipe run`, and the report of its measurements."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopipe import files
 from autopipe.cli import console
 from autopipe.cli.commands import PlanArgument, command
 from autopipe.cli.console import say, tell
 from autopipe.cli.paths import check_folder, found, say_edits
-from autopipe.garbage import loading
+from autopipe.util import atomic_file
+from autopipe.util.gc_pause import loading
 
 if TYPE_CHECKING:  # it imports torch, which most commands have no use for
-    from autopipe.plan import Plan
+    from autopipe.planfile.contents import Plan
     from autopipe.runtime.train import Measured
 
 
@@ -58,15 +58,16 @@ def run(
     ] = False,
 ) -> None:
     """Train as planned: under torchrun, under srun, or with --local N processes started here."""
-    from autopipe.plan import Plan
-    from autopipe.runtime import launch, voice
+    from autopipe.planfile.contents import Plan
+    from autopipe.runtime.launch import voice
+    from autopipe.runtime.launch import world as launch
 
     world = launch.world_from(os.environ)
     with voice.one_voice(world, debug=console.debug()):
         loaded = Plan.load(plan)
         check_folder(trace)
         if save is not None:
-            files.check_model(save)
+            atomic_file.check_model(save)
         source = model or found(loaded, plan, "run")
         if local is not None:
             launch.check_world(launch.World(0, local, 0, local, 0, "", 0), len(loaded.mesh.places))
@@ -107,11 +108,11 @@ def _train(
     Under `--quiet` training tells of what went another way than asked for, and of nothing else.
     """
     with loading():
-        from autopipe import modelfile
-        from autopipe.parallel import parallelize
+        from autopipe.frontend import model_file
+        from autopipe.runtime.parallelize import parallelize
         from autopipe.runtime.train import train
 
-    file = modelfile.load(source)
+    file = model_file.load(source)
     pipe = parallelize(file.model, plan, loss=file.loss, say=say, **made)
     if pipe.place.rank == 0:
         for line in file.since_planning(plan):
@@ -132,14 +133,14 @@ def report(
     *,
     quiet: bool = False,
 ) -> None:
-    """Say what a run has measured, beside what was planned, and print its losses.
+    """Print a run's measurements beside the plan's predictions, and its losses.
 
     Args:
-        save: where the model was saved.
-        quiet: no table, and no word of what was not asked for.
+        save: the path to which the model was saved.
+        quiet: print no table and no optional messages.
     """
-    from autopipe import paper
-    from autopipe.compare import compare
+    from autopipe.report import paper
+    from autopipe.report.compare import compare
     from autopipe.runtime.train import figure
 
     if not measured.stages:

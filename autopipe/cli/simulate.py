@@ -1,4 +1,4 @@
-"""`autopipe simulate`."""
+"""The command `autopipe simulate`: a plan or a schedule -> a drawing of one step."""
 
 from __future__ import annotations
 
@@ -72,10 +72,11 @@ def simulate(
         "window": window,
         "depth": depth,
     }
-    from autopipe import as_json, files, paper, sketch
-    from autopipe import svg as pictures
-    from autopipe.plan import Plan
-    from autopipe.schedules import SCHEDULES
+    from autopipe.planfile.contents import Plan
+    from autopipe.report import as_json, paper, schedule_page
+    from autopipe.report import draw_svg as pictures
+    from autopipe.schedules.registry import SCHEDULES
+    from autopipe.util import atomic_file
 
     asked: dict[str, Any] = {name: value for name, value in shape.items() if value is not None}
     if svg is not None and what is None:
@@ -85,26 +86,26 @@ def simulate(
         )
     check_folder(svg)
     if what is not None:
-        sketch.check(what, asked)
-    columns, timelines = paper.width(sketch.WIDTH), []
+        schedule_page.check(what, asked)
+    columns, timelines = paper.width(schedule_page.WIDTH), []
     planned = what is not None and what.endswith(".json")
     steps: list[dict[str, Any]] = []
     for name in [what] if what is not None else SCHEDULES:
         if planned:
             loaded = Plan.load(name)
             say_edits(loaded)
-            timeline = sketch.of_plan(loaded)
+            timeline = schedule_page.of_plan(loaded)
         else:
-            timeline = sketch.of_schedule(name, sketch.Shape(**asked))
+            timeline = schedule_page.of_schedule(name, schedule_page.Shape(**asked))
         timelines.append(timeline)
         if json:
             steps.append(as_json.of_timeline(name, timeline))
         else:
             shown = {"planned": planned, "waits": waits, "transfers": transfers}
-            print(sketch.describe(name, timeline, columns, **shown), end="\n\n")
+            print(schedule_page.describe(name, timeline, columns, **shown), end="\n\n")
         if svg is not None:
-            files.write(pictures.svg(timeline, Path(name).name, planned=planned), svg)
+            atomic_file.write(pictures.svg(timeline, Path(name).name, planned=planned), svg)
     if json:
         console.show({"steps": steps})
     else:
-        print(sketch.key(timelines, columns, planned=planned, waits=waits))
+        print(schedule_page.key(timelines, columns, planned=planned, waits=waits))

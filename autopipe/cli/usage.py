@@ -1,4 +1,4 @@
-"""What the parser of the command line refuses, as sentences like all others.
+"""Turn the command-line parser's errors into autopipe's sentences.
 
 --pp 0           --pp: expected a whole number of at least 1, found '0'
 --frob           there is no option '--frob'
@@ -19,7 +19,7 @@ import typer
 from autopipe.errors import AutopipeError
 
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
-"""The parser's own, of which typer names only this one child."""
+"""The parser's base class of usage errors; typer exports only this one of its subclasses."""
 
 _KINDS = {int: "a whole number", float: "a number", Path: "a path", str: "a word"}
 
@@ -27,7 +27,7 @@ _KINDS = {int: "a whole number", float: "a number", Path: "a path", str: "a word
 def sentence(
     error: Any, name: str, argv: Sequence[str], function: Callable[..., None] | None, example: str
 ) -> AutopipeError:
-    """What was asked, what was found, and what to type instead.
+    """The message for a usage error: what was expected, what was found, and an example.
 
     Args:
         error: a `UsageError`.

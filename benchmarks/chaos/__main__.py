@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from autopipe.schedule import Kind
+from autopipe.schedules.instructions import Kind
 from benchmarks.chaos.case import KINDS, MESHES, broken, make
 from benchmarks.chaos.harm import EVENTS, Harm
 from benchmarks.chaos.story import LAUNCHERS, SIZE, tell

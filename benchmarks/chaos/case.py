@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 import autopipe
-from autopipe.cluster import Cluster, Device, Group, Link, Node
+from autopipe.cluster.cluster import Cluster, Device, Group, Link, NodeGroup
 from benchmarks.chaos import net
 from benchmarks.chaos.story import SIZE, Story
 
@@ -39,7 +39,7 @@ def make(schedule: str, folder: Path) -> Path:
         net.model,
         net.inputs,
         loss=net.loss,
-        cluster=Cluster(f"local:{SIZE}", (Node(1, (Group(SIZE, cpu),)),), link, link),
+        cluster=Cluster(f"local:{SIZE}", (NodeGroup(1, (Group(SIZE, cpu),)),), link, link),
         batch_size=2 * dp * MICRO_BATCHES,
         pp=pp,
         dp=dp,

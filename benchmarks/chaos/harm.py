@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from autopipe.runtime.executor import Executor
-from autopipe.runtime.stage import Step
-from autopipe.schedule import Kind, Program
+from autopipe.runtime.step.executor import Executor
+from autopipe.runtime.step.stage import StepInput
+from autopipe.schedules.instructions import Kind, Program
 
 VARIABLE = "AUTOPIPE_CHAOS"
 
@@ -64,7 +64,7 @@ def install() -> None:
         return
     run = Executor.run
 
-    def harmed(executor: Executor, step: Step) -> list[tuple[Tensor, ...]]:
+    def harmed(executor: Executor, step: StepInput) -> list[tuple[Tensor, ...]]:
         _, number, _ = step.stream
         if number == harm.step:
             executor.watch = watching(executor)

@@ -24,8 +24,8 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from autopipe.phrases import describe
-from autopipe.schedule import Instruction, parse
+from autopipe.schedules.instructions import Instruction, parse
+from autopipe.schedules.phrases import describe
 from benchmarks.chaos.harm import VARIABLE, Harm
 
 SIZE = 4

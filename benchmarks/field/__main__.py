@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import autopipe
-from autopipe import modelfile, spec
-from autopipe.cluster import Cluster
-from autopipe.numbers import gigabytes
-from autopipe.plan import Plan, data_parallel
-from autopipe.traffic import traffic
+from autopipe.cluster import spec
+from autopipe.cluster.cluster import Cluster
+from autopipe.frontend import model_file
+from autopipe.planfile.contents import Plan
+from autopipe.planfile.parts import data_parallel
+from autopipe.planfile.traffic import traffic
+from autopipe.util.numbers import gigabytes
 from benchmarks.field import mixed
 from benchmarks.planning.models import llama, tokens
 
@@ -69,7 +71,7 @@ def sites(name: str) -> Row:
 
 def mini_gpt() -> Row:
     """The mini-GPT on the eight GPUs of one node: tp=2 x pp=4 forced, and what is picked."""
-    file = modelfile.load(MINI)
+    file = model_file.load(MINI)
     forced, free = (
         autopipe.plan(
             file.model, file.inputs, loss=file.loss, cluster="8xA100-80GB", batch_size=64, **asked
@@ -91,7 +93,7 @@ def unequal() -> Row:
     plan = autopipe.plan(model, ROWS, cluster=cluster, batch_size=rows, precision="bf16")
     found = mixed.compare(model, ROWS, cluster, rows, "bf16")
     row = said(plan)
-    frame = found.equal.frame
+    frame = found.equal.config
     row["beside"] = f"{frame} {frame.schedule} zero={frame.zero}, planned for {EQUAL}"
     row["beside_seconds"] = found.equal_seconds
     row["beside_expected"] = found.thought

@@ -18,21 +18,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from autopipe import batches
-from autopipe.asked import optimizer_factor
-from autopipe.blocks import find_blocks
-from autopipe.cluster import Cluster
-from autopipe.dataflow import analyse
-from autopipe.draft import WINDOW
-from autopipe.estimate import estimate
-from autopipe.machine import machine_of
-from autopipe.plan import ZERO
-from autopipe.planners import PLANNERS
-from autopipe.problem import Constraints, Decision
-from autopipe.profile import Costing
-from autopipe.source import trace_source
-from autopipe.teams import teams
-from autopipe.units import find_units
+from autopipe.cluster.cluster import Cluster
+from autopipe.cluster.tp_groups import tp_groups
+from autopipe.frontend import batch
+from autopipe.frontend.optimizer import optimizer_factor
+from autopipe.ir.blocks import find_blocks
+from autopipe.ir.cut_points import find_units
+from autopipe.ir.dataflow import analyse
+from autopipe.planfile.contents import ZERO
+from autopipe.planners.driver.arguments import WINDOW
+from autopipe.planners.driver.profile import Costing
+from autopipe.planners.model.devices import machine_of
+from autopipe.planners.model.estimate import estimate
+from autopipe.planners.model.problem import Constraints, Decision
+from autopipe.planners.search.registry import PLANNERS
+from autopipe.tracing.source import trace_source
 
 
 class Compared(NamedTuple):
@@ -54,11 +54,11 @@ def compare(
 ) -> Compared:
     """The best plan for a mixed cluster, and the best one for as many of its slowest device."""
     example = inputs(2)
-    specs = batches.describe(example, inputs(3), 2, 3)
-    traced = trace_source(model, batches.two_rows(example, specs), specs, None)
+    specs = batch.describe(example, inputs(3), 2, 3)
+    traced = trace_source(model, batch.two_rows(example, specs), specs, None)
     flow, blocks = analyse(traced.graph), find_blocks(traced.graph)
     units = find_units(flow, blocks, at_least=1)
-    true, kinds = machine_of(cluster, teams(cluster, 1))
+    true, kinds = machine_of(cluster, tp_groups(cluster, 1))
     equal = replace(
         true,
         kinds=(len(kinds) - 1,) * true.devices,
@@ -80,7 +80,7 @@ def compare(
     ).profiled()
     ours = PLANNERS["dynamic"](problem)
     for_equal = PLANNERS["dynamic"](replace(problem, machine=equal))
-    decision = replace(for_equal.decision, groups=tuple(range(for_equal.decision.frame.pp)))
+    decision = replace(for_equal.decision, groups=tuple(range(for_equal.decision.config.pp)))
     on_true = estimate(problem, decision)
     return Compared(
         ours.decision,

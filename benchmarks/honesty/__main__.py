@@ -14,12 +14,12 @@ import tempfile
 from pathlib import Path
 
 import autopipe
-from autopipe import codec
-from autopipe.cluster import Cluster, Group, Node
-from autopipe.plan import Plan
-from autopipe.probe import probe
-from autopipe.runtime.spawn import spawn
+from autopipe.cluster.cluster import Cluster, Group, NodeGroup
+from autopipe.planfile.contents import Plan
+from autopipe.runtime.launch.spawn import spawn
+from autopipe.runtime.probe.probe import probe
 from autopipe.runtime.train import Measured
+from autopipe.util import codec
 from benchmarks.honesty.case import CASES, Case, Row, row, summary, table
 from benchmarks.honesty.models import MODELS
 from benchmarks.honesty.quiet import cores, disturbed, drift
@@ -103,7 +103,7 @@ class Machine:
         """A cluster of so many processes; measured now if it was never, or `again`."""
         if again or processes not in self._last:
             device, link = probe(processes)
-            node = Node(1, (Group(processes, device),))
+            node = NodeGroup(1, (Group(processes, device),))
             self._last[processes] = Cluster(f"local:{processes}", (node,), link, link)
         return self._last[processes]
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from autopipe import programs
-from autopipe.plan import Memory, Plan
+from autopipe.planfile import programs
+from autopipe.planfile.contents import Plan
+from autopipe.planfile.parts import Memory
 from autopipe.runtime.train import Measured
-from autopipe.schedule import holders
+from autopipe.schedules.instructions import holders
 
 Row = dict[str, Any]
 

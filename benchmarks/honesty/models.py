@@ -20,7 +20,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autopipe.modelfile import ModelFile
+from autopipe.frontend.model_file import ModelFile
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 VOCABULARY = 1000

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from autopipe.cluster import Device
-from autopipe.roofline import kernel_seconds
+from autopipe.cluster.cluster import Device
+from autopipe.ir.op_seconds import kernel_seconds
 
 SCHEDSTAT = Path("/proc/self/schedstat")
 

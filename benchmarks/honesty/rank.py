@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 
 import autopipe
-from autopipe import codec
-from autopipe.modelfile import ModelFile
-from autopipe.plan import Plan
+from autopipe.frontend.model_file import ModelFile
+from autopipe.planfile.contents import Plan
 from autopipe.runtime.train import train
+from autopipe.util import codec
 from benchmarks.honesty import allocator
 from benchmarks.honesty.models import MODELS
 from benchmarks.honesty.quiet import Waiting

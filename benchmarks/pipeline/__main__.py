@@ -14,8 +14,8 @@ import sys
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 
-from autopipe.runtime.connect import VARIABLE
-from autopipe.runtime.spawn import spawn
+from autopipe.runtime.comm.choose import VARIABLE
+from autopipe.runtime.launch.spawn import spawn
 from benchmarks.pipeline import link
 from benchmarks.pipeline.case import COUNTERPARTS, Case
 

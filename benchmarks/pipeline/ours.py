@@ -12,24 +12,24 @@ from dataclasses import replace
 import torch
 from torch import Tensor, fx, nn
 
-from autopipe import proof
-from autopipe.ahead import choose
-from autopipe.differentiate import Layout
-from autopipe.graph import Ref
-from autopipe.joint import split
-from autopipe.law import Boundary as Between
-from autopipe.law import Pipeline
-from autopipe.lower import Lowered
-from autopipe.partition import Stage
-from autopipe.rehearsal import Boundary
-from autopipe.runtime.engine import AutogradEngine, Engine, JointEngine
-from autopipe.runtime.executor import Executor
-from autopipe.runtime.stage import Pool, StageRun, Step
-from autopipe.runtime.transport import Transport
-from autopipe.schedule import Programs, holders
-from autopipe.schedules import SCHEDULES
-from autopipe.schedules import make as make_schedule
-from autopipe.transfers import Edge, insert, sends_for
+from autopipe.ir.graph import Ref
+from autopipe.ir.partition import Stage
+from autopipe.planners.model.eager_depths import choose
+from autopipe.planners.model.eager_period import EagerPipeline
+from autopipe.planners.model.eager_period import StageLink as Between
+from autopipe.runtime.comm.transport import Transport
+from autopipe.runtime.step.engine import AutogradEngine, Engine, JointEngine
+from autopipe.runtime.step.executor import Executor
+from autopipe.runtime.step.stage import Pool, StageRun, StepInput
+from autopipe.schedules import deadlock
+from autopipe.schedules.instructions import Programs, holders
+from autopipe.schedules.registry import SCHEDULES
+from autopipe.schedules.registry import make as make_schedule
+from autopipe.schedules.transfers import Edge, insert, sends_for
+from autopipe.stages.dry_run import CrossingTensor
+from autopipe.stages.joint_graph import Layout
+from autopipe.stages.lower import Lowered
+from autopipe.stages.split_backward import split
 from benchmarks.pipeline.case import Case
 from benchmarks.pipeline.stages import Model, loss
 
@@ -49,7 +49,7 @@ def chunks_of(schedule: str) -> int:
     return SCHEDULES[schedule].chunks or 2
 
 
-def layout(model: Model) -> tuple[tuple[Stage, ...], dict[Ref, Boundary]]:
+def layout(model: Model) -> tuple[tuple[Stage, ...], dict[Ref, CrossingTensor]]:
     """A chain of stages: each but the first receives one tensor, each but the last sends one."""
     count = len(model.stages)
     refs = [Ref(f"boundary {index}") for index in range(count - 1)]
@@ -70,7 +70,7 @@ def layout(model: Model) -> tuple[tuple[Stage, ...], dict[Ref, Boundary]]:
     example = model.batch[: model.rows]
     shape, strides = tuple(example.shape), example.stride()
     boundaries = {
-        ref: Boundary(shape, strides, example.dtype, {index + 1: strides})
+        ref: CrossingTensor(shape, strides, example.dtype, {index + 1: strides})
         for index, ref in enumerate(refs)
     }
     return stages, boundaries
@@ -100,7 +100,7 @@ def programs_of(
     )
     ahead = sends_for(depths if SCHEDULES[schedule].depths else ())
     programs = insert(compute, edges_of(count), [window] * (count - 1), ahead)
-    proof.check(programs)
+    deadlock.check(programs)
     return programs
 
 
@@ -115,7 +115,7 @@ def depths_for(case: Case, transfer: float) -> tuple[int, ...]:
     free = [2**60] * case.ranks
     thirds = [seconds / 3 for seconds in stages], [2 * seconds / 3 for seconds in stages]
     return choose(
-        Pipeline(*thirds, between, case.micro_batches, held=[1] * case.ranks, room=free)
+        EagerPipeline(*thirds, between, case.micro_batches, held=[1] * case.ranks, room=free)
     ).depths
 
 
@@ -151,7 +151,7 @@ def make(
         return [whole[name][k * model.rows : (k + 1) * model.rows] for name in stage.inputs]
 
     def step() -> None:
-        executor.run(Step(inputs, seed=1.0, stream=(0, 0, 0)))
+        executor.run(StepInput(inputs, seed=1.0, stream=(0, 0, 0)))
 
     return step
 

@@ -24,10 +24,10 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from autopipe.runtime.connect import transport_for
-from autopipe.runtime.direct import DirectTransport
-from autopipe.runtime.transport import Transport
-from autopipe.schedule import Channel, Flow, holders
+from autopipe.runtime.comm.choose import transport_for
+from autopipe.runtime.comm.cma_transport import DirectTransport
+from autopipe.runtime.comm.transport import Transport
+from autopipe.schedules.instructions import Channel, Flow, holders
 from benchmarks.pipeline import link, memory, ours, theirs
 from benchmarks.pipeline.case import COUNTERPARTS, SINGLE, Case, ours_of, row, theirs_of
 from benchmarks.pipeline.stages import BOUNDARY_BYTES, Model, Side, build, loss

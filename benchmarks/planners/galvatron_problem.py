@@ -15,9 +15,9 @@ by the other; with even stages they agree.
 Memory is Galvatron's too, whole MiB and all. States are constants, as ZeRO has dealt them out. What
 a recomputed layer keeps is saved by every micro-batch in flight, and the rest by those of its
 layers that do not run again; the buffer of tp and `CONTEXT` are taken off the limit. Galvatron does
-not count what a layer makes again (`Problem.reruns_hold`), and rounds up each layer of a stage.
-With even stages that is done to the byte; with uneven ones a unit does not know its stage, and gets
-the most that rounding can add.
+not count what a layer makes again (`objective.none_recomputed`), and rounds up each layer of a
+stage. With even stages that is done to the byte; with uneven ones a unit does not know its stage,
+and gets the most that rounding can add.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from autopipe.cluster import Link
-from autopipe.communication import Topology
-from autopipe.machine import Machine
-from autopipe.planners.dynamic import fastest
-from autopipe.problem import Constraints, Decision, Problem, Profile, Saved, Shared
+from autopipe.cluster.cluster import Link
+from autopipe.cluster.collective_time import Topology
+from autopipe.planners.model.devices import Machine
+from autopipe.planners.model.problem import Constraints, Decision, Problem, Profile, Saved, Shared
 from benchmarks.planners.common_ground import plan_of
 from benchmarks.planners.galvatron import LAYERS, Costs
 from benchmarks.planners.galvatron_score import (
@@ -47,6 +46,7 @@ from benchmarks.planners.galvatron_score import (
     sharded,
     vocabulary_times,
 )
+from benchmarks.planners.objective import GALVATRON, fastest
 
 MIB = 2**20
 
@@ -64,7 +64,7 @@ class Case:
 def plan(
     costs: Costs, batch: int, devices: int, limit: int, micro_batches: Iterable[int]
 ) -> tuple[Score, Plan] | None:
-    """The best of `planners.dynamic` over all ways, by Galvatron's formulas; None: nothing fits.
+    """The best of `search.dynamic` over all ways, by Galvatron's formulas; None: nothing fits.
 
     Cases are taken in the order of what they take if every device computes all the time, until
     that is more than the best.
@@ -75,7 +75,7 @@ def plan(
         if best is not None and least > best[0].seconds:
             break
         for even in (True, False) if case.pp > 1 else (True,):
-            found = fastest(problem(costs, case, batch, limit, even=even))
+            found = fastest(problem(costs, case, batch, limit, even=even), GALVATRON)
             if found is not None:
                 made = _plan(found.decision, case.way, LAYERS // case.pp if even else 1)
                 scored = score(costs, made, batch, limit)
@@ -115,7 +115,7 @@ def _seconds(costs: Costs, case: Case) -> list[float]:
 
 
 def problem(costs: Costs, case: Case, batch: int, limit: int, *, even: bool) -> Problem:
-    """All cuts into stages, even or not, and all choices of layers that run again.
+    """All cuts into stages, even or not, and all choices of layers that are recomputed.
 
     Args:
         limit: MiB a device, before anything is reserved.
@@ -147,7 +147,7 @@ def problem(costs: Costs, case: Case, batch: int, limit: int, *, even: bool) -> 
                 ),
                 saved=saved,
                 crossings=(),
-                again=(((again,),),) * LAYERS,
+                recompute=(((again,),),) * LAYERS,
             ),
         ),
         batch=batch,
@@ -159,14 +159,13 @@ def problem(costs: Costs, case: Case, batch: int, limit: int, *, even: bool) -> 
         ),
         window=1,
         constraints=Constraints(pp=pp, dp=way.dp, micro_batches=case.count, schedule="1f1b"),
-        reruns=tuple((layer // layers, layer // layers + 1) for layer in range(LAYERS)),
+        recomputable=tuple((layer // layers, layer // layers + 1) for layer in range(LAYERS)),
         tp=way.tp,
-        reruns_hold="none",
     )
 
 
 Memory = tuple[int, list[float], tuple[Saved, ...]]
-"""MiB off the limit, MiB that each unit holds whatever runs again, and what it saves besides."""
+"""MiB off the limit, MiB that each unit holds whatever is recomputed, and what it saves besides."""
 
 
 def _even(costs: Costs, case: Case, batch: int) -> Memory:
@@ -213,4 +212,4 @@ def _plan(decision: Decision, way: Way, layers: int) -> Plan:
     bounds = (0, *(cut * layers for cut in decision.cuts), LAYERS)
     lengths = [last - first for first, last in pairwise(bounds)]
     again = [len(numbers) for numbers in decision.recompute]
-    return plan_of(way, lengths, again, decision.frame.micro_batches)
+    return plan_of(way, lengths, again, decision.config.micro_batches)

@@ -1,7 +1,8 @@
 """Piper's problems as autopipe's: one for every tensor-parallel degree, each layer a unit.
 
-Every device stands for t of Piper's. A problem is steady, so that with N micro-batches a batch,
-m = N / d of them for each of d replicas, and a reduction of all gradients, reduce_s, a step takes
+Every device stands for t of Piper's. What is minimised is a period (`objective`), so that with
+N micro-batches a batch, m = N / d of them for each of d replicas, and a reduction of all gradients,
+reduce_s, a step takes
 
     step / N  =  max over stages of  ( t_s / d  +  reduce_s / N )
 
@@ -11,7 +12,7 @@ which is Piper's objective (`piper`) if reduce_s is 4 (d - 1) / d * w / bw. Here
 
 What Piper counts in memory is bytes besides, b, and a * y in flight. A recomputed layer has a' < a
 and b' = b + (a - a') within a quarter of a MiB: its activations stay where they are made again,
-those of one micro-batch (`Problem.reruns_hold`). The larger of b and b' - (a - a') is taken.
+those of one micro-batch (`objective.all_recomputed`). The larger of b and b' - (a - a') is taken.
 Parameters and crossings must count for time alone. They are in `TRAFFIC` and memory is in `MEMORY`,
 so that they weigh 2^18 times less beside it.
 """
@@ -20,11 +21,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autopipe.cluster import Link
-from autopipe.communication import Topology
-from autopipe.machine import Machine
-from autopipe.planners.dynamic import fastest
-from autopipe.problem import Constraints, Crossing, Decision, Problem, Profile, Saved, Shared
+from autopipe.cluster.cluster import Link
+from autopipe.cluster.collective_time import Topology
+from autopipe.planners.model.devices import Machine
+from autopipe.planners.model.problem import (
+    Constraints,
+    Crossing,
+    Decision,
+    Problem,
+    Profile,
+    Saved,
+    Shared,
+)
+from benchmarks.planners.objective import PIPER, fastest
 from benchmarks.planners.piper import Conditions, Graph, Stage, Variant, score
 
 TRAFFIC = 2**8
@@ -38,7 +47,7 @@ Found = tuple[float, list[Stage]]
 
 
 def plan(graph: Graph, conditions: Conditions) -> Found | None:
-    """The best of `planners.dynamic` over all degrees, by Piper's formulas; None: nothing fits.
+    """The best of `search.dynamic` over all degrees, by Piper's formulas; None: nothing fits.
 
     Degrees are tensor-parallel ones. The seconds are those of `problem`: at cuts where their ranks
     synchronise they may be more than Piper's.
@@ -50,9 +59,9 @@ def plan(graph: Graph, conditions: Conditions) -> Found | None:
 def _plans(graph: Graph, conditions: Conditions) -> Iterator[Found]:
     for tp in graph.degrees():
         if tp <= conditions.devices:
-            found = fastest(problem(graph, conditions, tp))
+            found = fastest(problem(graph, conditions, tp), PIPER)
             if found is not None:
-                seconds = found.estimate.step_seconds / conditions.micro_batches
+                seconds = found.seconds / conditions.micro_batches
                 yield seconds, _stages(graph, found.decision, tp)
 
 
@@ -80,7 +89,7 @@ def problem(graph: Graph, conditions: Conditions, tp: int) -> Problem:
         backward=(tuple(variant.seconds for variant in plain),),
         saved=tuple(saved),
         crossings=_crossings(graph, plain),
-        again=tuple(((again[u].seconds - plain[u].seconds,),) for u in blocks),
+        recompute=tuple(((again[u].seconds - plain[u].seconds,),) for u in blocks),
     )
     link = Link(0.0, conditions.bandwidth / TRAFFIC)
     count = conditions.devices // tp
@@ -102,10 +111,8 @@ def problem(graph: Graph, conditions: Conditions, tp: int) -> Problem:
         machine=Machine((0,) * count, (_counted(conditions.memory),) * count, places, tp),
         window=1,
         constraints=Constraints(schedule="1f1b"),
-        reruns=tuple((unit, unit + 1) for unit in blocks),
+        recomputable=tuple((unit, unit + 1) for unit in blocks),
         tp=tp,
-        steady=True,
-        reruns_hold="all",
     )
 
 
@@ -134,7 +141,7 @@ def _stages(graph: Graph, decision: Decision, tp: int) -> list[Stage]:
     return [
         Stage(
             frozenset(names[first:last]),
-            decision.frame.dp,
+            decision.config.dp,
             tp,
             frozenset(blocks[number] for number in numbers),
         )

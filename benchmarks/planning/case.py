@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autopipe.plan import Plan
+from autopipe.planfile.contents import Plan
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -22,7 +22,7 @@ class Constants:
 
     Args:
         steady, steady_newer: the share of a matmul's measured rate that a device holds all through
-            a run: up to A100, and from H100 on. `autopipe.presets` has the ones fitted to all.
+            a run: up to A100, and from H100 on. `cluster.datasheets` has the ones fitted to all.
         flash, flash1: the rate of FlashAttention, and of its first version, as a share of a
             matmul's, forward and backward together.
         flash_newer: that share again on H100 and later, whose own instructions they do not use.

@@ -6,9 +6,9 @@ import dataclasses
 import re
 from functools import lru_cache
 
-from autopipe import presets, spec
-from autopipe.cluster import Cluster, Device, Link
-from autopipe.communication import Levels, Topology
+from autopipe.cluster import datasheets, efficiency, spec
+from autopipe.cluster.cluster import Cluster, Device, Link
+from autopipe.cluster.collective_time import Levels, Topology
 from benchmarks.published.rows import Run, Unsupported
 
 NEVER_FITTED = "B200"
@@ -30,11 +30,13 @@ def kind_of(gpu: str, memory_gb: float | None) -> str:
     name = re.sub(r"[^a-z0-9]", "", gpu.lower().replace("nvidia", "").replace("geforce", ""))
     pcie = "pcie" in name
     found = []
-    for kind, sheet in presets.DEVICES.items():
+    for kind, sheet in datasheets.DEVICES.items():
         family = re.sub(r"-(PCIe|\d+GB).*", "", kind)
         if name.startswith(family.lower()) and pcie >= ("PCIe" in kind):
             size = memory_gb or float((re.search(r"(\d+)\s*gb", gpu.lower()) or [0, 0])[1])
-            off = abs(sheet.memory / presets.GIB - size) if size else sheet.memory / presets.GIB
+            off = (
+                abs(sheet.memory / efficiency.GIB - size) if size else sheet.memory / efficiency.GIB
+            )
             found.append((-len(family), pcie != ("PCIe" in kind), off, kind))
     if not found:
         raise Unsupported(f"device {gpu or 'not named'}")
@@ -50,14 +52,14 @@ def cluster_of(
     assert isinstance(found, Cluster)
     inside = found.within
     generation = re.search(r"nvlink\s*(\d)", within.lower())
-    wire = presets.WIRES.get(f"NVLink {generation[1]}") if generation else None
+    wire = datasheets.LINKS.get(f"NVLink {generation[1]}") if generation else None
     if wire:
         links = re.search(r"(\d+) links", within.lower())
         bandwidth = int(links[1]) * NVLINK if links else wire.bandwidth
-        inside = Link(wire.latency, bandwidth * presets.LINK_SHARE)
+        inside = Link(wire.latency, bandwidth * efficiency.LINK_SHARE)
     outside = found.between
     if rate := re.search(r"(?:(\d+)\s*x\s*)?([\d.]+)\s*gb(?:it)?/s", between.lower()):
-        whole = float(rate[1] or 1) * float(rate[2]) * 1e9 / 8 * presets.LINK_SHARE
+        whole = float(rate[1] or 1) * float(rate[2]) * 1e9 / 8 * efficiency.LINK_SHARE
         outside = Link(outside.latency, whole if "per gpu" in between.lower() else whole / per_node)
     cluster = dataclasses.replace(found, within=inside, between=outside)
     return cluster, Topology.of(cluster)
@@ -98,9 +100,9 @@ def machine_of(run: Run) -> Machine:
     beside = run.tp * run.dp
     return Machine(
         device=group.device,
-        capacity=presets.DEVICES[group.device.kind].memory,
+        capacity=datasheets.DEVICES[group.device.kind].memory,
         tensor=topology.levels(range(run.tp)),
         data=topology.levels(range(0, beside, run.tp)),
         hop=topology.pair(0, beside).link if run.pp > 1 else cluster.within,
-        newer=presets.DEVICES[group.device.kind].steady == presets.STEADY_NEWER,
+        newer=datasheets.DEVICES[group.device.kind].steady == efficiency.STEADY_NEWER,
     )

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from autopipe import schedules
-from autopipe.presets import GIB
+from autopipe.cluster.efficiency import GIB
+from autopipe.schedules import registry
 from benchmarks.published import pipeline
 from benchmarks.published.constants import Constants
 from benchmarks.published.rows import Run
@@ -31,7 +31,7 @@ def allocated(run: Run) -> float:
     layers = pipeline.layers_of(run)
     for rank, program in enumerate(programs):
         for stage in sorted({instruction.stage for instruction in program}):
-            flying = schedules.flying(program, stage)
+            flying = registry.flying(program, stage)
             held[rank] += _states(run, stage, layers[stage])
             held[rank] += flying * _kept(run, stage, layers[stage])
             passing[rank] = max(passing[rank], _passing(run, stage))

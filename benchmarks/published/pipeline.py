@@ -10,9 +10,9 @@ import itertools
 from collections.abc import Iterator
 from functools import lru_cache
 
-from autopipe import schedules
-from autopipe.schedule import Instruction, Kind, Programs, holders
-from autopipe.simulate import COMPUTE, Costs, Timeline, simulate
+from autopipe.schedules import registry
+from autopipe.schedules.instructions import Instruction, Kind, Programs, holders
+from autopipe.schedules.simulate import COMPUTE, Costs, Timeline, simulate
 from benchmarks.published.rows import Run
 
 
@@ -77,7 +77,7 @@ def programs_of(schedule: str, ranks: int, micro_batches: int, chunks: int = 1) 
     """autopipe's programs, and those of `zb-2p`."""
     if schedule == "zb-2p":
         return zb_2p(ranks, micro_batches)
-    return schedules.make(schedule, ranks, micro_batches, chunks=chunks)
+    return registry.make(schedule, ranks, micro_batches, chunks=chunks)
 
 
 def zb_2p(ranks: int, micro_batches: int) -> Programs:

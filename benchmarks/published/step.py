@@ -2,9 +2,9 @@
 
     step = pipeline of (F, I, W) of each stage + sums of gradients + optimizer
 
-The rates are those of `autopipe.presets`, the roofline is `autopipe.roofline`, exchanges are those
-of `autopipe.communication`, and the pipeline is the schedule as `autopipe.simulate` walks it.
-`constants.py` has what these leave open.
+The rates are those of `cluster.datasheets`, the roofline is `ir.op_seconds`, exchanges are
+those of `cluster.collective_time`, and the pipeline is the schedule as `schedules.simulate` walks
+it. `constants.py` has what these leave open.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from autopipe.communication import all_gather, all_reduce
-from autopipe.presets import STEADY, STEADY_NEWER
-from autopipe.roofline import kernel_seconds
-from autopipe.schedule import Channel
-from autopipe.simulate import Costs, Link
+from autopipe.cluster.collective_time import all_gather, all_reduce
+from autopipe.cluster.efficiency import STEADY, STEADY_NEWER
+from autopipe.ir.op_seconds import kernel_seconds
+from autopipe.schedules.instructions import Channel
+from autopipe.schedules.simulate import Costs, LinkTime
 from benchmarks.published import pipeline
 from benchmarks.published.constants import Constants
 from benchmarks.published.machine import Machine
@@ -69,9 +69,9 @@ class Rank:
         backward = [i + w for i, w in zip(inputs, weights, strict=True)]
         # Every tensor-parallel rank sends its part of what they all have (SC21, section 4.1).
         boundary = 2 * run.micro_batch * run.model.seq * run.model.hidden / run.tp
-        link = Link(hop.latency, hop.bandwidth, boundary)
+        link = LinkTime(hop.latency, hop.bandwidth, boundary)
 
-        def links(channel: Channel) -> Link:
+        def links(channel: Channel) -> LinkTime:
             return link
 
         return Costs(forward, backward, inputs, weights, [0.0] * run.stages, links)

@@ -14,7 +14,7 @@ import json
 import sys
 from collections.abc import Iterable, Mapping
 
-from autopipe.simulate import Costs, Link, simulate
+from autopipe.schedules.simulate import Costs, LinkTime, simulate
 from benchmarks.published import pipeline
 
 COLUMNS = frozenset(("p", "m", "T_F_ms", "T_B_ms", "T_W_ms", "T_comm_ms", "layers"))
@@ -39,7 +39,7 @@ def bubble(row: Mapping[str, str], schedule: str) -> float:
     each = -(-int(row["layers"]) // ranks)
     chunks = {"interleaved": each, "zb-v": 2}.get(schedule, 1)
     f, i, w = (float(row[name]) / 1e3 for name in ("T_F_ms", "T_B_ms", "T_W_ms"))
-    link = Link(latency=float(row["T_comm_ms"]) / 1e3)
+    link = LinkTime(latency=float(row["T_comm_ms"]) / 1e3)
     stages = ranks * chunks
     costs = Costs(
         forward=[f / chunks] * stages,

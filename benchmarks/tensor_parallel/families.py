@@ -22,18 +22,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopipe.blocks import find_blocks
-from autopipe.cost import costs, gradient_values
-from autopipe.dataflow import Dataflow, analyse
-from autopipe.functional import out_of_place
-from autopipe.graph import Graph, at_batch, bytes_at
-from autopipe.placements import I
-from autopipe.shard import sent_by, shard_graph
-from autopipe.sharding import Sharding, shard
-from autopipe.trace import Trace
+from autopipe.ir.blocks import find_blocks
+from autopipe.ir.dataflow import Dataflow, analyse
+from autopipe.ir.graph import Graph, at_batch, bytes_at
+from autopipe.ir.op_costs import costs, gradient_values
+from autopipe.planfile.placements import I
+from autopipe.sharding.functionalize import out_of_place
+from autopipe.sharding.ilp import Sharding, shard
+from autopipe.sharding.local_graph import sent_by, shard_graph
+from autopipe.tracing.trace import Trace
 from benchmarks.tensor_parallel.configs import FAMILIES, Family
-from tests import simulated
-from tests.staged import micro_batches, trace_model
+from tests.support import simulated
+from tests.support.staged import micro_batches, trace_model
 
 ROWS = 2
 """Of the micro-batch."""

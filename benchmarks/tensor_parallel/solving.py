@@ -12,11 +12,11 @@ import json
 import sys
 from time import process_time
 
-from autopipe.blocks import find_blocks
-from autopipe.dataflow import analyse
-from autopipe.sharding import Axis, shard
-from autopipe.spec import parse
-from tests.staged import trace_model
+from autopipe.cluster.spec import parse
+from autopipe.ir.blocks import find_blocks
+from autopipe.ir.dataflow import analyse
+from autopipe.sharding.ilp import Axis, shard
+from tests.support.staged import trace_model
 
 
 def main() -> None:

@@ -148,7 +148,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12)
     asked = parser.parse_args()
     if "RANK" not in os.environ:
-        from autopipe.runtime.launch import spawn
+        from autopipe.runtime.launch.world import spawn
 
         root = str(Path(__file__).parent.parent.parent)
         os.environ["PYTHONPATH"] = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])

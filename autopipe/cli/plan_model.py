@@ -1,0 +1,142 @@
+"""The command `autopipe plan`: a model file and constraints -> a plan file."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from autopipe.cli import console
+from autopipe.cli.commands import Json, ModelArgument, command
+from autopipe.cli.console import say
+from autopipe.cli.contract import CONTRACT
+from autopipe.cli.paths import check_folder, relative
+from autopipe.util.gc_pause import until_exit
+from autopipe.util.progress import phase
+from autopipe.util.stopwatch import Stopwatch
+
+
+@command("autopipe plan model.py --cluster 2x8xA100-80GB", more=CONTRACT)
+def plan(
+    model: ModelArgument,
+    output: Annotated[Path, typer.Option("-o", "--output", help="The plan file to write.")] = Path(
+        "plan.json"
+    ),
+    pp: Annotated[int | None, typer.Option(min=1, help="Pipeline stages.")] = None,
+    tp: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tensor-parallel degree: ranks that share each matrix."),
+    ] = None,
+    dp: Annotated[int | None, typer.Option(min=1, help="Data-parallel replicas.")] = None,
+    micro_batches: Annotated[
+        int | None, typer.Option(min=1, help="Equal parts of a replica's rows in a step.")
+    ] = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(help="naive, gpipe, 1f1b, eager-1f1b, interleaved, zb-h1, zb-v, or a file."),
+    ] = None,
+    chunks: Annotated[
+        int | None, typer.Option(min=2, help="Stages on each rank, of interleaved.")
+    ] = None,
+    window: Annotated[
+        int | None,
+        typer.Option(min=1, help="Micro-batches that a stage lets its sender send ahead of need."),
+    ] = None,
+    depth: Annotated[
+        int | None,
+        typer.Option(min=0, help="Micro-batches under way beyond 1f1b's, of eager-1f1b."),
+    ] = None,
+    precision: Annotated[str, typer.Option(help="fp32; bf16 or fp16: mixed with fp32.")] = "fp32",
+    zero: Annotated[
+        int | None,
+        typer.Option(
+            help="What replicas share out: 0 nothing, 1 optimizer state, 3 parameters too."
+        ),
+    ] = None,
+    recompute: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Run again in backward: all, none, a class of blocks, or a block; may be repeated."
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Limit of every device, as 24GiB; or of each, with commas.")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Rows of the whole batch.")] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="local:4, 2x8xA100-80GB, or a file; this machine.")
+    ] = None,
+    sequence: Annotated[
+        bool, typer.Option("--sequence-parallel", help="With tp: shard tokens between layers, too.")
+    ] = False,
+    planner: Annotated[
+        str, typer.Option(help="How to search: dynamic, exhaustive or uniform.")
+    ] = "dynamic",
+    loss_over: Annotated[
+        str | None,
+        typer.Option(help="rows; or micro-batch: the mean of each micro-batch's own loss."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Decide how to split a model; what is not constrained is the planner's choice.
+
+    --json gives the file's name, the seconds that planning took by what they were spent on, and
+    the figures that `autopipe explain --json` gives.
+    """
+    until_exit()
+    check_folder(output)
+    watch = Stopwatch()
+    watch.add("started", time.process_time())
+    with watch("started"), phase("starting"):
+        from autopipe.frontend import model_file
+        from autopipe.planners.driver.make_plan import plan as make_plan
+        from autopipe.report import as_json, facts
+        from autopipe.util import numbers
+
+        file = model_file.load(model)
+    made = make_plan(
+        file.model,
+        file.inputs,
+        loss=file.loss,
+        optimizer=file.optimizer or "adamw",
+        cluster=cluster,
+        batch_size=batch or file.batch_size,
+        pp=pp,
+        dp=dp,
+        tp=tp,
+        micro_batches=micro_batches,
+        schedule=schedule,
+        chunks=chunks,
+        window=window,
+        depth=depth,
+        precision=precision,
+        zero=zero,
+        recompute=recompute,
+        memory=memory,
+        planner=planner,
+        sequence_parallel=sequence,
+        loss_over=loss_over or file.loss_over,
+        source=relative(model, output.resolve().parent),
+        say=say,
+        watch=watch,
+    )
+    with watch("written"):
+        made.save(output)
+    mesh = made.mesh
+    say(
+        f"plan: pp={mesh.pp} dp={mesh.dp} tp={mesh.tp}, "
+        f"{numbers.count(made.batch.micro_batches, 'micro-batch', 'micro-batches')}, "
+        f"{made.schedule}; predicted step {numbers.seconds(made.prediction.step_seconds)}, "
+        f"{numbers.count(made.batch.rows, 'row')}"
+    )
+    if facts.idle(made) is not None:
+        say(f"idle: {facts.idle(made)}\nwhy: {made.planner.binding}")
+    say(f"time: {watch}")
+    if json:
+        console.show(
+            {"file": str(output), "took": dict(watch.seconds), "figures": as_json.of_plan(made)}
+        )
+    else:
+        print(output)

@@ -1,0 +1,60 @@
+"""The share of datasheet rates and of memory that programs reach.
+
+    floating-point operations a second = datasheet * matmul_share * steady
+    bytes a second of memory           = datasheet * MEMORY_SHARE
+    bytes a second of a link           = datasheet * LINK_SHARE
+    bytes of memory                    = (what torch reports - RESERVE) / (1 + FRAGMENTED)
+
+Each constant says where it comes from: measured by others, fitted to published runs, or assumed.
+"""
+
+from __future__ import annotations
+
+MATMUL_SHARE = 0.8
+"""Share of the peak that large matmuls reach, where nobody has measured it.
+
+Where others have, `Datasheet.matmul_share` has their share, in bf16 and for all dtypes:
+https://github.com/stas00/ml-engineering/tree/master/compute/accelerator, table of maximum
+achievable matmul FLOPS.
+"""
+
+STEADY, STEADY_NEWER = 0.82, 0.71
+"""Share of that rate which matmuls hold all through a training step: up to A100, and from H100 on.
+
+Power and heat slow the clocks of a device that is never idle, those of faster devices more. Fitted
+to published training runs on A100 and on H100; benchmarks/published has the errors that are left.
+"""
+
+HALF = 64.0
+"""The dim that halves a matmul's rate: half a tile of 128. An assumption."""
+
+MEMORY_SHARE = 0.9
+"""Share of the memory bandwidth that an elementwise op on large tensors reaches: an assumption."""
+
+LINK_SHARE = 0.88
+"""Share of a link's bandwidth that a long transfer reaches.
+
+Measured by others between two H200 over NVLink: 396 of 450 GB/s;
+https://github.com/stas00/ml-engineering/tree/master/network. An assumption for the other links.
+"""
+
+LAUNCH = 5e-6
+"""Seconds that the host needs to put one op on a GPU's queue, from Python: an assumption."""
+
+RESERVE = 2 * 2**30
+"""Bytes of a GPU that hold no tensor: CUDA's context, libraries, NCCL's buffers."""
+
+FRAGMENTED = 0.16
+"""What the caching allocator has and cannot use, as a share of what tensors hold: sizes rounded up,
+gaps that nothing fits into, and here also what ops hold while they run.
+
+Both are the margin between a plan's bytes and a device's. They are fitted to published runs that
+did or did not run out of memory; benchmarks/published tells how well they tell the two apart.
+"""
+
+GIB = 2**30
+
+
+def usable(memory: float) -> int:
+    """Bytes that tensors may hold of the `memory` that torch reports for a GPU."""
+    return int((memory - RESERVE) / (1 + FRAGMENTED))

@@ -1,0 +1,216 @@
+"""The cluster that a line describes: counts, kinds of devices, and what joins distant sites.
+
+[[[sites x] nodes x] devices x] kind  [+ more nodes]  [@ latency, rate]
+
+A100-80GB    2x8xA100-80GB    2xA100-80GB+4xA100-40GB    4x1x2xA100-80GB@30ms,1Gbit/s
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from autopipe.cluster import datasheets, efficiency
+from autopipe.cluster.cluster import Cluster, Device, Group, Link, NodeGroup, check
+from autopipe.errors import AutopipeError
+from autopipe.util import codec
+
+
+@dataclass(frozen=True)
+class LocalSpec:
+    """`processes` processes on this machine; a probe turns it into a `Cluster`."""
+
+    processes: int
+
+    @property
+    def name(self) -> str:
+        """The cluster's."""
+        return f"local:{self.processes}"
+
+    @property
+    def num_devices(self) -> int:
+        """A device a process."""
+        return self.processes
+
+
+def parse(spec: str) -> Cluster | LocalSpec:
+    """What a user means by `spec`; the module lists the forms.
+
+    Raises:
+        AutopipeError: a device that no preset knows, a count below 1, a form not listed.
+        PlanError: the file cannot be read; see `codec.load`.
+    """
+    if spec.endswith(".json"):
+        return _from_file(Path(spec))
+    if spec.startswith("local:"):
+        return LocalSpec(_count(spec, spec.removeprefix("local:"), "processes"))
+    described, _, far = spec.partition("@")
+    nodes: list[NodeGroup] = []
+    sheets: list[datasheets.Datasheet] = []
+    for term in described.split("+"):
+        found, sheet = _nodes(spec, term)
+        nodes += found
+        sheets.append(sheet)
+    several = len({node.site for node in nodes}) > 1
+    if several != bool(far):
+        raise AutopipeError(
+            f"{spec!r}: expected a link behind @ if there are several sites, found "
+            f"{'several sites and no link' if several else 'a link and one site'}",
+            hint=_FORMS,
+        )
+    between = min((datasheets.LINKS[sheet.between] for sheet in sheets), key=lambda w: w.bandwidth)
+    return Cluster(
+        name=spec,
+        nodes=tuple(nodes),
+        within=_link(datasheets.LINKS[sheets[0].within]),
+        between=_link(between),
+        across=_far(spec, far) if far else None,
+    )
+
+
+def _from_file(path: Path) -> Cluster:
+    """The cluster in a file; what is wrong in it is answered with where to find a right one."""
+    try:
+        cluster = codec.load(Cluster, path, root="cluster")
+        check(cluster)
+    except AutopipeError as error:
+        error.hint = error.hint or _EXAMPLE
+        raise
+    return cluster
+
+
+_EXAMPLE = (
+    "`autopipe probe -o FILE` writes a whole one; figures are in seconds, bytes, bytes a second "
+    "and operations a second"
+)
+
+
+def _nodes(spec: str, term: str) -> tuple[list[NodeGroup], datasheets.Datasheet]:
+    """The nodes of `sites x nodes x devices x kind`, one entry a site, and their device."""
+    form = re.fullmatch(r"(?:(-?\d+)x)?(?:(-?\d+)x)?(?:(-?\d+)x)?(.+)", term.strip())
+    if form is None:
+        raise AutopipeError(f"no cluster is described by {spec!r}", hint=_FORMS)
+    texts = [text for text in form.groups()[:3] if text is not None]
+    words = ("sites", "nodes", "devices in a node")[3 - len(texts) :]
+    counts = [_count(spec, text, what) for text, what in zip(texts, words, strict=True)]
+    sites, count, devices = (1,) * (3 - len(counts)) + tuple(counts)
+    kind = _known_kind(spec, term.strip(), form[4])
+    sheet = datasheets.DEVICES[kind]
+    group, within = Group(devices, _device(kind, sheet)), _link(datasheets.LINKS[sheet.within])
+    alone = "+" not in spec
+    return [
+        NodeGroup(count, (group,), site, None if alone else within) for site in range(sites)
+    ], sheet
+
+
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+_BYTES = {"bit": 0.125, "b": 1.0}
+
+
+def _far(spec: str, text: str) -> Link:
+    """A link between sites: `30ms,1Gbit/s`, also `100MB/s`. No share is taken off."""
+    form = re.fullmatch(
+        r"\s*([\d.]+)\s*(s|ms|us)\s*,\s*([\d.]+)\s*([KMGT]?)(bit|B)/s\s*", text, re.IGNORECASE
+    )
+    if form is None:
+        raise AutopipeError(
+            f"{spec!r}: expected latency and rate behind @, found {text!r}", hint="30ms,1Gbit/s"
+        )
+    power = " KMGT".index(form[4].upper() or " ")
+    rate = float(form[3]) * 1000**power * _BYTES[form[5].lower()]
+    if rate <= 0:
+        raise AutopipeError(
+            f"{spec!r}: expected a rate above 0 behind @, found {form[3]}", hint="30ms,1Gbit/s"
+        )
+    return Link(float(form[1]) * _SECONDS[form[2].lower()], rate)
+
+
+_FORMS = (
+    "2x8xA100-80GB (nodes x devices x kind), 8xH100-80GB, 2xA100-80GB+4xA100-40GB (a node of "
+    "each), 4x1x2xA100-80GB@30ms,1Gbit/s (sites), local:4 (processes on this machine) or a .json "
+    "file"
+)
+
+
+def _count(spec: str, text: str, what: str) -> int:
+    if not re.fullmatch(r"-?\d+", text):
+        raise AutopipeError(f"{spec!r}: expected a number of {what}, found {text!r}", hint=_FORMS)
+    if int(text) < 1:
+        raise AutopipeError(
+            f"{spec!r}: expected at least 1 for the {what}, found {text}", hint=_FORMS
+        )
+    return int(text)
+
+
+def _known_kind(spec: str, term: str, asked: str) -> str:
+    """The name of the device that a term means, in whatever case it is written."""
+    by_lower = {kind.lower(): kind for kind in datasheets.DEVICES}
+    if asked.lower() in by_lower:
+        return by_lower[asked.lower()]
+    raise AutopipeError(
+        f"{spec!r}: no device {asked!r} is known", hint=_meant(term) or _known(asked)
+    )
+
+
+def _meant(term: str) -> str | None:
+    """What a term was probably to say, as a question with the right form; None: nobody knows."""
+    here = re.fullmatch(r"(?:(\d+)\s*[x*]?\s*)?(?:local|cuda|gpu|cpu)[a-z]*\W*(\d*)", term, re.I)
+    number = re.fullmatch(r"\d{1,2}", term)
+    if here is not None or number is not None:
+        count = term if here is None else here[2] or here[1] or "N"
+        every = "; without --cluster it is all of them" if count == "N" else ""
+        return f"did you mean local:{count} ({count} of this machine's devices{every})?"
+    found = re.fullmatch(r"((?:\d+\s*[x*]\s*){1,3})?(?!\d+x)([\w-]+?)(?::(\d+))?", term)
+    if found is None:
+        return None
+    before, name, behind = found.groups()
+    counts = re.sub(r"\s*[x*]\s*", "x", before) if before else f"{behind}x" if behind else ""
+    *most, last = [f"{counts}{kind}" for kind in _like(name)] or [""]
+    likely = f"{', '.join(most)} or {last}" if most else last
+    return f"did you mean {likely}?" if likely else None
+
+
+def _like(asked: str) -> list[str]:
+    """Devices whose name begins so; else those of nearly that name."""
+    wanted = _letters(asked)
+    plain = {kind: _letters(kind) for kind in datasheets.DEVICES}
+    begins = sorted(kind for kind, letters in plain.items() if letters.startswith(wanted))
+    ends = sorted(kind for kind, letters in plain.items() if letters.endswith(wanted))
+    if begins or ends:
+        return begins or ends
+    close = difflib.get_close_matches(wanted, plain.values(), n=3, cutoff=0.7)
+    return [kind for letters in close for kind in plain if plain[kind] == letters]
+
+
+def _letters(name: str) -> str:
+    """A name without what people write differently: `nvidia_h100_80gb`, `H100-80GB`."""
+    return re.sub(r"[^a-z0-9]|nvidia|amd|geforce|tesla", "", name.lower())
+
+
+def _known(asked: str) -> str:
+    if re.match(r"\d+x", asked):
+        return _FORMS  # one number too many
+    families = sorted({kind.partition("-")[0] for kind in datasheets.DEVICES})
+    return (
+        f"known are {', '.join(families)}, some in several sizes: 8xH100 asks which; others are "
+        "described in a .json file, of which `autopipe probe -o FILE` writes a whole one"
+    )
+
+
+def _device(kind: str, sheet: datasheets.Datasheet) -> Device:
+    share = sheet.matmul_share * sheet.steady
+    return Device(
+        kind=kind,
+        memory=efficiency.usable(sheet.memory),
+        flops={dtype: peak * share for dtype, peak in sheet.flops.items()},
+        bandwidth=sheet.bandwidth * efficiency.MEMORY_SHARE,
+        launch=efficiency.LAUNCH,
+        source=f"{share:.0%} of the peaks of {sheet.source}",
+        half=efficiency.HALF,
+    )
+
+
+def _link(wire: datasheets.LinkSheet) -> Link:
+    return Link(wire.latency, wire.bandwidth * efficiency.LINK_SHARE)

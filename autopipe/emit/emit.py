@@ -1,0 +1,273 @@
+"""Write a planned model as files to read, compare, edit and run (`autopipe emit`).
+
+    DIR/plan.json      the plan
+    DIR/programs.txt   what each rank runs in a step, transfers included
+    DIR/stage_0.py     a stage as plain PyTorch, one file for each; stage_0_tp1.py: its second part
+    DIR/train.py       what `autopipe run` does, for torchrun
+
+The folder is written under a temporary name and renamed, so it is whole or absent.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from torch import nn
+
+from autopipe.emit.stage_code import Surroundings, stage_code
+from autopipe.errors import PlanError
+from autopipe.frontend import batch
+from autopipe.frontend.loss import Loss
+from autopipe.ir.torch_private import fake_mode
+from autopipe.planfile import programs
+from autopipe.planfile.contents import Plan, stage_file
+from autopipe.schedules import deadlock
+from autopipe.schedules.instructions import Programs, format_programs, holders
+from autopipe.sharding import collectives
+from autopipe.sharding.collectives import Planned
+from autopipe.stages.bind import Split, check_loss, check_runs, split_as_planned
+from autopipe.stages.dry_run import fake_state, rehearse
+from autopipe.stages.lower import lower
+from autopipe.stages.recompute import within
+from autopipe.tracing.source import Source, bare
+from autopipe.tracing.trace import trace
+from autopipe.util import atomic_file, codec
+
+
+def emit(
+    model: Source,
+    plan: Plan,
+    folder: Path,
+    *,
+    loss: Loss | None = None,
+    source: str | None = None,
+    force: bool = False,
+) -> None:
+    """Write the folder of a planned model.
+
+    Args:
+        model: as given to `parallelize`; no weights are made.
+        loss: as given to `plan`.
+        source: the model file's path relative to `folder`; None: the plan's `source`.
+        force: replace an existing folder and all its contents.
+
+    Raises:
+        PlanError: the folder exists and is not empty, or cannot be written; or the plan
+            belongs to another model.
+    """
+    if folder.exists() and not force and (not folder.is_dir() or any(folder.iterdir())):
+        raise PlanError(
+            f"{folder} is there already, and not empty",
+            hint="--force replaces it, with all that has been edited in it",
+        )
+    check_runs(plan)
+    check_loss(plan, loss)
+    plan = replace(plan, source=source or plan.source)
+    if plan.source is None:
+        raise PlanError("plan.source: train.py is to build the model, and nobody says where it is")
+    step = programs.step(plan)
+    deadlock.check(step)
+    contents = {
+        "plan.json": codec.dumps(plan),
+        "programs.txt": programs_text(plan, step),
+        **stages(model, plan, loss),
+        "train.py": train_text(plan),
+    }
+    _write(contents, folder)
+
+
+def stages(model: Source, plan: Plan, loss: Loss | None) -> dict[str, str]:
+    """The Python text of each stage's module, by file name.
+
+    Raises:
+        PlanError: the plan is of another model.
+    """
+    skeleton = bare(model)
+    example = batch.from_specs(plan.inputs, 2)
+    traced = trace(skeleton, example, plan.inputs, loss, reads=plan.reads)
+    found = {}
+    for part in range(plan.mesh.tp):
+        with collectives.bind(collectives.TENSOR_PARALLEL, Planned(plan.mesh.tp, part)):
+            split = split_as_planned(traced, plan, part)
+            for index, text in _of_part(split, plan, skeleton).items():
+                found[stage_file(plan, index, part)] = text
+    return found
+
+
+def _of_part(split: Split, plan: Plan, skeleton: nn.Module) -> dict[int, str]:
+    """The text of each stage as one tensor-parallel rank runs it."""
+    graph, blocks = split.graph, split.blocks
+    rows = rows_of(plan)
+    recompute = [path for stage in plan.stages for path in stage.recompute]
+    rehearsal = rehearse(
+        graph, split.stages, blocks, rows, recompute=recompute, precision=plan.precision
+    )
+    ranks = holders(programs.compute(plan))
+    found: dict[int, str] = {}
+    for stage in split.stages:
+        with fake_mode():
+            lowered = lower(
+                graph,
+                stage,
+                blocks,
+                {name: fake_state(graph, name) for name in stage.states},
+                plan.reads,
+                rows,
+                last=stage.index == len(split.stages) - 1,
+                recompute=within(stage, blocks, recompute),
+                precision=plan.precision,
+            )
+        around = Surroundings(
+            graph,
+            blocks,
+            rehearsal.boundaries,
+            plan.precision,
+            len(split.stages),
+            ranks[stage.index],
+            lambda path: type(skeleton.get_submodule(path)).__name__,
+        )
+        found[stage.index] = stage_code(lowered, around)
+    return found
+
+
+def rows_of(plan: Plan) -> int:
+    """The rows of one micro-batch of a plan."""
+    return plan.batch.microbatch_rows(plan.mesh.dp)
+
+
+def programs_text(plan: Plan, step: Programs) -> str:
+    """The text of programs.txt: a step's programs, with an explanation of their instructions."""
+    ranks = ", ".join(f"{s} on rank {r}" for s, r in enumerate(holders(step)))
+    count = sum(map(len, step))
+    return f"""\
+# What each rank of a pipeline runs in one step: {plan.schedule}, {plan.batch.micro_batches} \
+micro-batches.
+# Stages: {ranks}.
+#
+#   0F3            stage 0: forward of micro-batch 3
+#   1B3            stage 1: backward of it; I and W are its halves, for inputs and for weights
+#   1POST_F3<0     make room for what stage 0 sends of it; F: activations, B: their gradients
+#   1WAIT_F3<0     wait until it is here
+#   0SEND_F3>1     send it to stage 1
+#   0FREE_F3>1     wait until it has gone
+#   0REDUCE        the next backward of stage 0 is its last: sum gradients as it makes them
+#   0STEP          wait for these sums
+#
+# Proved: {count} instructions, no rank waits for another for good, and no two tensors are swapped.
+# train.py reads this file and proves it again. Instructions may stand in another order; a rank
+# needs all of its own.
+
+{format_programs(step)}
+"""
+
+
+def train_text(plan: Plan) -> str:
+    """The text of train.py, which runs the folder."""
+    assert plan.source is not None
+    colon = ":" in plan.source
+    where = repr(plan.source).replace("'", '"')
+    source = where if colon else f"str(FOLDER / {where})"
+    return TRAIN.replace("PROCESSES", str(len(plan.mesh.places))).replace("SOURCE", source)
+
+
+TRAIN = '''\
+"""Trains as planned, stage by stage as the files in this folder have it.
+
+    torchrun --nproc-per-node PROCESSES train.py --steps 10
+
+`--help` lists the options: they are those of `autopipe run`, which runs plan.json without the other
+files. Under srun it is `srun -n PROCESSES python train.py`.
+"""
+
+from pathlib import Path
+
+import autopipe
+from autopipe import cli
+from autopipe.util.atomic_file import check_model
+from autopipe.frontend.model_file import load
+from autopipe.runtime.train import train
+
+FOLDER = Path(__file__).resolve().parent
+
+
+def main(
+    steps: int | None = None,
+    epochs: int | None = None,
+    save: Path | None = None,
+    seed: int = 0,
+    weights: Path | None = None,
+    compile: bool = False,
+    offload: bool = False,
+    trace: Path | None = None,
+    log_every: int | None = None,
+    keep_going: bool = False,
+) -> None:
+    """Train for so many steps, or as long as the batches last."""
+    cli.check_folder(trace)
+    if save is not None:
+        check_model(save)
+    plan = autopipe.Plan.load(FOLDER / "plan.json")
+    file = load(SOURCE)
+    # This rank's stages from stage_*.py, and its program from programs.txt.
+    pipe = autopipe.parallelize(
+        file.model,
+        plan,
+        loss=file.loss,
+        weights=weights,
+        seed=seed,
+        compile=compile,
+        offload=offload,
+        emitted=FOLDER,
+        say=cli.say,
+    )
+    # Batches through the pipe, an optimizer step after each; a line of progress from rank 0.
+    measured = train(
+        pipe,
+        file,
+        steps,
+        seed,
+        cli.tell,
+        trace,
+        epochs=epochs,
+        log_every=log_every,
+        quiet=cli.quiet(),
+        keep_going=keep_going,
+    )
+    if save is not None and measured.losses:
+        pipe.save(save)
+    if pipe.place.rank == 0:
+        cli.report(plan, measured, file.source, trace, save, quiet=cli.quiet())
+
+
+if __name__ == "__main__":
+    cli.program(main)
+'''
+
+
+def _write(contents: Mapping[str, str], folder: Path) -> None:
+    """Write all files or none: into a temporary folder, which is then renamed."""
+    folder = folder.resolve()
+    beside = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
+    old = beside.with_suffix(".old")
+    try:
+        beside.mkdir()
+        for name, text in contents.items():
+            atomic_file.write(text, beside / name)
+        if folder.exists():
+            os.replace(folder, old)
+        os.replace(beside, folder)
+    except OSError as error:
+        if old.exists() and not folder.exists():
+            os.replace(old, folder)
+        raise PlanError(
+            f"{folder} cannot be written: {error.strerror}",
+            hint="is the folder above it there, and are you allowed to write in it?",
+        ) from error
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,12 @@
+"""A user's model file  ->  a model, batches, a loss and an optimizer, checked.
+
+In: the path of a model file, or the objects that a user passes to `autopipe.plan`. Out: a module
+with fake parameters (shapes without memory), batches as leaves by path, the loss and the optimizer
+as checked functions, and the user's line for every error.
+Never found here: making a graph (`tracing`), plans, processes.
+
+Other rooms use: `model_file.load`, `batch.flatten`, `.describe`, `.rows_of`, `.slice_rows`,
+`loss.Loss`, `.outputs_to_loss`, `optimizer.optimizer_factor`, `construct.build_fake`,
+`least_rows.least_rows`, `user_lines.here`, `.of_error`, `quiet.libraries_hushed`,
+`library_talk.hushed`, `transformers_adapter.initialiser`.
+"""

@@ -1,0 +1,188 @@
+"""Run a model's constructor without allocating the model's weights, or with as few as possible.
+
+Three attempts; each makes parameters fake (a shape without memory) at a later moment:
+
+    1  when a parameter is registered: nothing is ever written to its memory
+    2  if the constructor reads weights: when the parameter's module is attached to another one
+    3  if it reads them even then: when the whole model is built
+
+Buffers are real, since Python may read them. Tensors that a constructor asks for on the meta device
+are made on the CPU (`on_cpu`), so that initialisers can fill them and Python can read them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.overrides import TorchFunctionMode
+
+from autopipe.errors import ModelError
+from autopipe.frontend import user_lines
+from autopipe.ir.torch_private import constructing, fake_mode, fake_parameter, is_fake
+from autopipe.util import numbers
+
+Factory = Callable[[], nn.Module]
+
+
+def build_fake(
+    factory: Factory,
+    *,
+    room: Callable[[], int] | None = None,
+    say: Callable[[str], None] | None = None,
+) -> nn.Module:
+    """Build a model with fake parameters.
+
+    Args:
+        room: gives the bytes of host memory available for real weights; None: no limit.
+        say: receives one line of text if the constructor needs real weights.
+
+    Raises:
+        ModelError: its weights must be real and there is no room for them.
+    """
+    first = _Parts("registered")
+    try:
+        return first.build(factory)
+    except Exception as error:  # the user's code may raise anything
+        if not first.made:
+            raise
+        why = f"{user_lines.of_error(_root(error))}: {_reason(error)}"
+    with in_turn():
+        free = room() if room is not None else None
+        try:
+            model = _Parts("attached", free, why).build(factory)
+        except Exception:  # values may be read of what has been attached
+            model = None
+        if model is None:
+            model = _Parts("built", free, why).build(factory)
+    if say is not None:
+        say(f"model() was built with real weights, for it needs their values ({why})")
+    return model
+
+
+class _Parts:
+    """One run of a constructor.
+
+    Args:
+        until: a parameter is real until it is "registered", its module is "attached", or the model
+            is "built".
+        room: the bytes that real ones may take at once.
+        why: they must be real.
+    """
+
+    def __init__(self, until: str, room: int | None = None, why: str = "") -> None:
+        self.until = until
+        self.room = room
+        self.why = why
+        self.held = 0
+        self.mode = fake_mode()
+        # By identity, and only while the real one lives: its id may be taken again after that.
+        self.made: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
+
+    def build(self, factory: Factory) -> nn.Module:
+        """Run it; the caller's random numbers are left as they were."""
+        with torch.random.fork_rng(devices=[]), self._registering(), constructing(), on_cpu():
+            torch.manual_seed(0)  # what depends on values is the same on every rank
+            model = factory()
+            if isinstance(model, nn.Module):
+                self._let_go(model)
+        return model
+
+    @contextmanager
+    def _registering(self) -> Iterator[None]:
+        hooks = [
+            register_module_parameter_registration_hook(self._register),  # type: ignore[arg-type]
+            register_module_module_registration_hook(self._attach),
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _register(self, module: nn.Module, name: str, parameter: Any) -> nn.Parameter | None:
+        if not isinstance(parameter, nn.Parameter) or is_fake(parameter):
+            return None
+        if self.until == "registered":
+            return self._fake(parameter)
+        self.held += parameter.numel() * parameter.element_size()
+        if self.room is not None and self.held > self.room:
+            raise ModelError(
+                f"the model cannot be built without memory, for {self.why}; up to {name!r} of a "
+                f"{type(module).__name__} its weights take {numbers.memory(self.held)}, and "
+                f"{numbers.memory(self.room)} are free",
+                hint="build it without reading its weights, or where there is more memory",
+            )
+        return None
+
+    def _attach(self, module: nn.Module, name: str, part: Any) -> None:
+        if self.until == "attached" and isinstance(part, nn.Module):
+            self._let_go(part)
+
+    def _let_go(self, model: nn.Module) -> None:
+        """Turn fake what is still real in a module."""
+        for module in model.modules():
+            for name, parameter in [*module.named_parameters(recurse=False)]:
+                if not is_fake(parameter):
+                    self.held -= parameter.numel() * parameter.element_size()
+                    setattr(module, name, self._fake(parameter))  # an LSTM keeps a list of them
+
+    def _fake(self, parameter: nn.Parameter) -> nn.Parameter:
+        known = self.made.get(id(parameter))
+        if known is None or known[0]() is not parameter:
+            fake = fake_parameter(self.mode, parameter)
+            known = self.made[id(parameter)] = weakref.ref(parameter), fake
+        return known[1]
+
+
+def _root(error: BaseException) -> BaseException:
+    """The first error in a chain of causes: the innermost one."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _reason(error: BaseException) -> str:
+    root = _root(error)
+    return f"{type(root).__name__}: {root}".splitlines()[0]
+
+
+@contextmanager
+def in_turn() -> Iterator[None]:
+    """Let one process of this machine and user at a time hold a whole model in host memory."""
+    path = Path(tempfile.gettempdir()) / f"autopipe-{os.getuid()}.lock"
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+class _OnCPU(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args = tuple(_CPU if _is_meta(arg) else arg for arg in args)
+        kwargs = {k: _CPU if _is_meta(arg) else arg for k, arg in (kwargs or {}).items()}
+        with _CPU if torch.get_default_device().type == "meta" else nullcontext():
+            return func(*args, **kwargs)
+
+
+_CPU = torch.device("cpu")
+
+
+def _is_meta(arg: object) -> bool:
+    return isinstance(arg, str | torch.device) and str(arg) == "meta"
+
+
+def on_cpu() -> TorchFunctionMode:
+    """Within, tensors asked for on the meta device are made on the CPU, with values."""
+    return _OnCPU()

@@ -1,0 +1,125 @@
+"""Find what a step minimises in a model's or a loss's result: one scalar, or a sum and a count.
+
+    a scalar tensor                        a mean over the rows of its micro-batch
+    SumCount(sum, count)                   a sum, divided by the count of the whole batch
+    (scalar, integers counted)             the same: a tensor of integers without gradient, an int
+    forward's (scalar, tensors ...)        the scalar: a loss and what it was made from
+    an object or a dict with a loss        that
+
+Any other pair is ambiguous and refused: to divide one by the other might change the user's loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from autopipe.errors import ModelError
+from autopipe.frontend.user_lines import begins
+from autopipe.util import dtypes
+
+Loss = Callable[[Any, Any], Any]
+
+EXPECTED = "a loss is a scalar tensor or autopipe.SumCount(sum, count)"
+
+
+class SumCount(NamedTuple):
+    """A loss that is `sum / count` over the whole batch, however it is cut into micro-batches.
+
+    A mean over tokens needs it if rows have different numbers of tokens. `sum` is a scalar tensor,
+    `count` a scalar tensor, an int or a float; the count carries no gradient.
+    """
+
+    sum: Tensor
+    count: Any
+
+
+def outputs_to_loss(
+    outputs: Any, batch: Any, loss: Loss | None, model: nn.Module | None = None
+) -> Tensor | SumCount:
+    """Read the loss of a micro-batch by the table above; a count is returned as a scalar tensor.
+
+    Args:
+        loss: the user's `loss(outputs, batch)`; None: the outputs contain the loss.
+        model: the module that made the outputs; an error names its line.
+
+    Raises:
+        ModelError: the result is neither a scalar tensor nor a sum and a count, or is ambiguous.
+    """
+    if loss is not None:
+        return _read(loss(outputs, batch), "loss(outputs, batch)", begins(loss), None)
+    value = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    value = getattr(value, "loss", value)
+    if isinstance(value, tuple | list) and len(value) > 1 and not _counted(value):
+        first, *others = value
+        if _is_scalar(first) and not any(_is_figure(other) for other in others):
+            value = first
+    place = begins(type(model).forward) if model is not None else ""
+    return _read(value, "the model", place, "give a loss(outputs, batch) function")
+
+
+def _read(value: Any, whose: str, place: str, hint: str | None) -> Tensor | SumCount:
+    whose = f"{place}: {whose}" if place else whose
+    if _is_scalar(value):
+        found: Tensor = value
+        return found
+    if _counted(value):
+        return SumCount(value[0], _as_tensor(value[1], value[0]))
+    if isinstance(value, tuple | list) and len(value) > 1 and _is_scalar(value[0]):
+        things = ", ".join(_described(item) for item in value)
+        raise ModelError(
+            f"{whose} gives {len(value)} things ({things}): as a sum and a count? as a loss "
+            "and a figure to look at?",
+            hint="return the one scalar that is to be minimised, or "
+            "autopipe.SumCount(total, count)",
+        )
+    raise ModelError(f"{whose} gives {_described(value)}; {EXPECTED}", hint=hint)
+
+
+def _counted(value: Any) -> bool:
+    """Whether a value is a sum and a count."""
+    if not isinstance(value, tuple | list) or len(value) != 2 or not _is_scalar(value[0]):
+        return False
+    count = value[1]
+    if isinstance(count, bool | torch.SymBool):
+        return False
+    if isinstance(value, SumCount):
+        return _is_scalar(count) or isinstance(count, int | float | torch.SymInt | torch.SymFloat)
+    return isinstance(count, int | torch.SymInt) or (_is_scalar(count) and _is_integer(count))
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1
+
+
+def _is_integer(value: Tensor) -> bool:
+    kind = value.dtype
+    return not (kind.is_floating_point or kind.is_complex or kind == torch.bool)
+
+
+def _is_figure(value: Any) -> bool:
+    """Whether a value beside a loss is a single number, such as an accuracy or a second loss."""
+    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.ndim == 0)
+
+
+def _as_tensor(count: Any, beside: Tensor) -> Tensor:
+    if isinstance(count, Tensor):
+        return count.detach() if count.requires_grad else count
+    dtype = torch.int64 if isinstance(count, int | torch.SymInt) else torch.float64
+    return torch.full((), count, dtype=dtype, device=beside.device)
+
+
+def _described(value: Any) -> str:
+    if _is_scalar(value):
+        return f"a scalar of {dtypes.name_of(value.dtype)}"
+    if isinstance(value, Tensor):
+        return f"a tensor of shape ({', '.join(map(_size, value.shape))})"
+    article = "an" if type(value).__name__[0].lower() in "aeio" else "a"
+    return "nothing" if value is None else f"{article} {type(value).__name__}"
+
+
+def _size(size: int | torch.SymInt) -> str:
+    return str(size) if isinstance(size, int) else "rows"

@@ -1,0 +1,313 @@
+"""Read a user's model file: plain functions, found by name, that define what to train.
+
+model() -> nn.Module                               required
+inputs(batch_size) -> tuple | dict                 required
+loss(outputs, batch) -> Tensor | SumCount          the output itself, or its .loss
+batches(batch_size, shard=0, num_shards=1)         inputs(batch_size), for every step
+batches = DataLoader(...)                          or a list: whole batches
+optimizer(parameters) -> Optimizer                 AdamW; optimizer(named_parameters): with names
+scheduler(optimizer) -> LRScheduler                the learning rate stays; else stepped every step
+batch_size = 32                                    8 a device
+loss_over = "micro-batch"                          "rows": whatever the micro-batches are
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from autopipe.errors import AutopipeError, ModelError
+from autopipe.frontend import user_lines
+from autopipe.frontend.optimizer import optimizer_named
+from autopipe.planfile.contents import LOSS_OVER, ROWS, Plan
+from autopipe.util.seeding import seed as derive_seed
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """The functions of a model file; an error in one of them names the user's line.
+
+    `called` is False if `batches` is a list or a DataLoader, not a function; `length` is its number
+    of batches, if known. `by_name` is the optimizer if it takes names with parameters.
+    """
+
+    source: str
+    model: Callable[[], nn.Module]
+    inputs: Callable[[int], Any]
+    loss: Callable[[Any, Any], Any] | None
+    batches: Callable[..., Iterable[Any]] | None
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None
+    scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None
+    batch_size: int | None
+    loss_over: str = ROWS
+    called: bool = True
+    length: int | None = None
+    by_name: Callable[[Iterable[Named]], torch.optim.Optimizer] | None = None
+
+    @property
+    def sharded(self) -> bool:
+        """Whether `batches` takes `shard` and `num_shards`, and gives each replica its own rows."""
+        return (
+            self.batches is not None and "num_shards" in inspect.signature(self.batches).parameters
+        )
+
+    def make_optimizer(self, named: Iterable[Named], default: str) -> torch.optim.Optimizer:
+        """Make the file's optimizer for these parameters, or torch.optim's class `default`."""
+        if self.by_name is not None:
+            return self.by_name(named)
+        parameters = [parameter for _, parameter in named]
+        if self.optimizer is not None:
+            return self.optimizer(parameters)
+        if default in ("adamw", CUSTOM):
+            return torch.optim.AdamW(parameters)
+        return optimizer_named(default)(parameters)
+
+    def since_planning(self, plan: Plan) -> list[str]:
+        """The file's settings that differ from the plan's, one sentence each."""
+        found = []
+        rows = plan.batch.rows
+        if self.batch_size not in (None, rows):
+            found.append(
+                f"{self.source}: batch_size is {self.batch_size}, and the plan is for {rows} rows: "
+                f"batches of {rows} rows are asked for"
+            )
+        if plan.optimizer == CUSTOM and self.optimizer is None:
+            found.append(
+                f"{self.source}: the plan was made with its optimizer(parameters), which it has "
+                "no more: AdamW is used"
+            )
+        elif plan.optimizer != CUSTOM and self.optimizer is not None:
+            found.append(
+                f"{self.source}: the plan was made for {plan.optimizer}, and the file's own "
+                "optimizer(parameters) is used: it may hold more or fewer bytes than predicted"
+            )
+        return found
+
+    def asking(self, batch_size: int, shard: int | None = None, num_shards: int = 1) -> str:
+        """The call that asks for batches, as source text for messages; `shard` None: any shard."""
+        if not self.called:
+            return "batches"
+        part = "" if shard is None else f", shard={shard}, num_shards={num_shards}"
+        return f"batches({batch_size}{part})"
+
+    def stream(self, batch_size: int, shard: int, num_shards: int, seed: int) -> Iterator[Any]:
+        """The batches of a run, or of one epoch of it.
+
+        If `sharded`, each replica gets its own rows; otherwise every rank gets whole batches.
+        """
+        if self.batches is None:
+            for step in range(sys.maxsize):
+                with torch.random.fork_rng(devices=[]):
+                    torch.manual_seed(derive_seed(seed, "inputs", step))
+                    batch = self.inputs(batch_size)
+                yield batch
+            return
+        part = {"shard": shard, "num_shards": num_shards} if self.sharded else {}
+        with _told(f"{self.source}: batches"):
+            given = iter(self.batches(batch_size, **part))
+        while True:
+            with _told(f"{self.source}: batches"):
+                batch = next(given, _END)
+            if batch is _END:
+                return
+            yield batch
+
+
+def load(source: str) -> ModelFile:
+    """Read `model.py`, or `package.module:factory` where the module holds the other functions.
+
+    Raises:
+        ModelError: there is no such file, it fails when it is run, or it lacks a function.
+    """
+    if source.startswith("hf:") or source.endswith(".onnx"):
+        raise ModelError(f"{source}: this version reads model files only", hint="see `model()`")
+    name, colon, factory = source.partition(":")
+    module = _by_name(name) if colon else _by_path(Path(source))
+    factory = factory or "model"
+    for required, does in ((factory, "builds the model"), ("inputs", "gives an example batch")):
+        if not callable(getattr(module, required, None)):
+            arguments = "batch_size" if required == "inputs" else ""
+            raise ModelError(
+                f"{source} has no function {required}({arguments}), which {does}",
+                hint=f"def {required}({arguments}): ...",
+            )
+    size = getattr(module, "batch_size", None)
+    if size is not None and (not isinstance(size, int) or size < 1):
+        raise ModelError(f"{source}: batch_size is {size!r}, expected a number of rows")
+    over = getattr(module, "loss_over", ROWS)
+    if over not in LOSS_OVER:
+        raise ModelError(f"{source}: loss_over is {over!r}, expected one of {', '.join(LOSS_OVER)}")
+
+    def function(name: str, gives: str | None = None) -> Any:
+        found = getattr(module, name, None)
+        return _guarded(found, f"{source}: {name}", gives) if callable(found) else None
+
+    batches, length = getattr(module, "batches", None), None
+    called = batches is None or callable(batches)
+    if not called:
+        batches, length = _listed(batches, source)
+    optimizer = function("optimizer", "torch.optim.Optimizer")
+    named = _takes_names(getattr(module, "optimizer", None))
+    return ModelFile(
+        source,
+        function(factory, "nn.Module"),
+        function("inputs"),
+        getattr(module, "loss", None),
+        batches,
+        _without_names(optimizer) if named else optimizer,
+        function("scheduler", "torch.optim.lr_scheduler.LRScheduler"),
+        size,
+        over,
+        called,
+        length,
+        optimizer if named else None,
+    )
+
+
+CUSTOM = "custom"
+"""The name that a plan records for an optimizer given as a function."""
+
+Named = tuple[str, nn.Parameter]
+
+
+def _listed(given: Any, source: str) -> tuple[Callable[..., Iterable[Any]], int | None]:
+    """Wrap a list of batches or a DataLoader as a function; also its number of batches, if known.
+
+    Raises:
+        ModelError: it is neither, or it can be read only once (a generator).
+    """
+    wrong = None
+    if not isinstance(given, Iterable) or isinstance(given, str | Mapping | Tensor):
+        wrong = "gives no batches"
+    elif iter(given) is given:
+        wrong = "can be read once only"
+    if wrong is not None:
+        kind = type(given).__name__
+        raise ModelError(
+            f"{source}: batches is {'an' if kind[0] in 'aeiou' else 'a'} {kind}, which {wrong}",
+            hint="def batches(batch_size): ..., a list of batches, or a DataLoader",
+        )
+    length = None
+    with suppress(TypeError):  # a DataLoader over a stream has a length, and cannot say it
+        length = len(given) if isinstance(given, Sized) else None
+    return (lambda batch_size: given), length
+
+
+def _takes_names(optimizer: Any) -> bool:
+    """Whether the optimizer function takes parameters with their names."""
+    parameters = inspect.signature(optimizer).parameters if callable(optimizer) else {}
+    return next(iter(parameters), None) == "named_parameters"
+
+
+def _without_names(
+    optimizer: Callable[[Iterable[Named]], torch.optim.Optimizer],
+) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
+    """The optimizer as a function of unnamed parameters, used to measure its bytes of state."""
+    return lambda parameters: optimizer((f"{n}.weight", p) for n, p in enumerate(parameters))
+
+
+_END = object()
+_RESULTS = {
+    "nn.Module": nn.Module,
+    "torch.optim.Optimizer": torch.optim.Optimizer,
+    "torch.optim.lr_scheduler.LRScheduler": LRScheduler,
+}
+
+
+def _guarded(function: Callable[..., Any], what: str, gives: str | None = None) -> Any:
+    """Wrap a user's function: check its result, and name the user's line in its errors."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _told(what):
+            result = function(*args, **kwargs)
+        if gives is not None and not isinstance(result, _RESULTS[gives]):
+            raise ModelError(
+                f"{what}() returned {result!r}, expected {gives}",
+                hint="does it end without a `return`?" if result is None else None,
+            )
+        return result
+
+    call.__module__ = function.__module__
+    return call
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Turn an error of the user's code within the block into a `ModelError` of one sentence."""
+    try:
+        yield
+    except AutopipeError:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        place = user_lines.of_error(error)
+        raise ModelError(
+            f"{place + ': ' if place else ''}{what}() raised {type(error).__name__}: {error}"
+        ) from error
+
+
+def _by_path(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ModelError(f"there is no model file {str(path)!r}", hint="autopipe plan model.py")
+    spec = importlib.util.spec_from_file_location(f"autopipe_model_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ModelError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look their module up by name
+    sys.path.insert(0, str(path.parent.resolve()))  # as `python model.py` does
+    loader = spec.loader
+    _run(lambda: loader.exec_module(module), str(path))
+    return module
+
+
+def _by_name(name: str) -> ModuleType:
+    if name.endswith(".py"):
+        raise ModelError(
+            f"{name!r} is a file, and what stands before a colon is a module",
+            hint=f"autopipe plan {name}, where the function is called model(); "
+            f"or {name.removesuffix('.py').replace('/', '.')}:FUNCTION",
+        )
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        module: ModuleType = _run(lambda: importlib.import_module(name), name)
+    except ModelError as error:
+        missing = getattr(error.__cause__, "name", None)
+        if isinstance(error.__cause__, ModuleNotFoundError) and f"{name}.".startswith(
+            f"{missing}."
+        ):
+            raise ModelError(
+                f"there is no module {missing!r}, asked for the model in {name!r}",
+                hint=f"modules are looked for in {Path.cwd()} and where packages are installed",
+            ) from error
+        raise
+    return module
+
+
+def _run(action: Callable[[], Any], what: str) -> Any:
+    try:
+        return action()
+    except SyntaxError as error:
+        raise ModelError(f"{error.filename}:{error.lineno}: {error.msg}") from error
+    except SystemExit as error:
+        raise ModelError(
+            f"{user_lines.of_error(error)}: "
+            f"{what} ends the program (exit code {error.code}) when it "
+            "is imported",
+            hint='put what it does as a program under `if __name__ == "__main__":`',
+        ) from error
+    except Exception as error:  # the user's code may raise anything
+        place = user_lines.of_error(error)
+        raise ModelError(
+            f"{place or what}: {what} cannot be run: {type(error).__name__}: {error}"
+        ) from error

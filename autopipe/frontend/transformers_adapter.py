@@ -1,0 +1,102 @@
+"""All that autopipe knows of the library transformers; neither it nor torch is imported here.
+
+without_cache     a block in which models fill no cache of keys and values
+eager_branches    a block in which models take under a trace the branches of eager
+initialiser       how one module of a model is initialised alone
+LOGGER, SETTINGS  what makes the library quiet
+CHECKPOINT_HINT   how its models turn on checkpoints that can be traced
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # the command line asks for SETTINGS before torch is loaded
+    from torch import nn
+
+LOGGER = "transformers"
+"""The name of its logger."""
+
+SETTINGS = {"TRANSFORMERS_VERBOSITY": "error", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
+"""Environment variables that it reads when it is imported."""
+
+CHECKPOINT_HINT = 'gradient_checkpointing_enable({"use_reentrant": False})'
+"""The call by which its models checkpoint in the mode that can be traced."""
+
+_ASKED_WHILE_TRACING = (
+    "is_tracing",
+    "is_torchdynamo_exporting",
+    "is_torchdynamo_compiling",
+    "is_jit_tracing",
+    "is_torch_fx_proxy",
+    "is_fake_tensor",
+    "is_cuda_stream_capturing",
+)
+
+
+@contextmanager
+def without_cache(model: nn.Module) -> Iterator[None]:
+    """Within, turn off the key-value cache in the configurations of a model.
+
+    It is on by default. No loss depends on the cache, and it holds a copy of all keys and
+    values until backward. Without it the loss is the same, to the bit where a kernel does
+    attention; products of matrices may round otherwise on keys with other strides (T5). A caller
+    who passes `use_cache` still gets one.
+    """
+    with ExitStack() as until:
+        for config in map(_config, model.modules()):
+            if getattr(config, "use_cache", None) is True:  # many modules may share a configuration
+                config.use_cache = False
+                until.callback(setattr, config, "use_cache", True)
+        yield
+
+
+def _config(module: nn.Module) -> Any:
+    """A module's configuration if its class comes from transformers, else None."""
+    config = vars(module).get("config")
+    packages = (base.__module__.partition(".")[0] for base in type(config).__mro__)
+    return config if "transformers" in packages else None
+
+
+@contextmanager
+def eager_branches() -> Iterator[None]:
+    """Within, make the library take its eager branches although a trace runs.
+
+    Under a trace it builds whole masks where eager passes `is_causal=True`: the same values, but
+    another program (9 % more bytes saved for backward on llama, no flash kernel). Its
+    mixture-of-experts code is left alone: it would pick a kernel with no fake version.
+    """
+    with ExitStack() as until:
+        for name, module in list(sys.modules.items()):
+            if not name.startswith("transformers"):
+                continue
+            if name.startswith("transformers.integrations.moe"):
+                continue
+            for flag in _ASKED_WHILE_TRACING:
+                asked = getattr(module, "__dict__", {}).get(flag)
+                if callable(asked):
+                    until.callback(setattr, module, flag, asked)
+                    setattr(module, flag, _no)
+        yield
+
+
+def _no(*args: object, **kwargs: object) -> bool:
+    return False
+
+
+def initialiser(model: nn.Module, path: str) -> Callable[[], object] | None:
+    """The model's function that initialises the module at `path`; None if it defines none.
+
+    A model of transformers has `_init_weights`, which its library calls with every module, parents
+    after their children, whose parameters they may scale; it overrules `reset_parameters`.
+    """
+    shared = getattr(model, "_init_weights", None)
+    if callable(shared):
+        parts = path.split(".") if path else []
+        paths = [".".join(parts[:length]) for length in range(len(parts), -1, -1)]
+        return lambda: [shared(model.get_submodule(each)) for each in paths]
+    own: object = getattr(model.get_submodule(path), "reset_parameters", None)
+    return own if callable(own) else None

@@ -1,0 +1,81 @@
+"""Find the line of the user's own code (`model.py:31`) at which something happened."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+import re
+import sysconfig
+import traceback
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+_OURS = str(Path(__file__).parents[1]) + os.sep
+_PYTHON = sysconfig.get_path("stdlib") + os.sep
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+_INSTALLED = re.compile(r"[\\/](site|dist)-packages[\\/]")
+
+
+@cache
+def _torch() -> str:
+    """The folder of torch, which is not imported for it: the command line starts without."""
+    found = importlib.util.find_spec("torch")
+    assert found is not None and found.origin is not None, "autopipe depends on torch"
+    return str(Path(found.origin).parent) + os.sep
+
+
+def _is_users(filename: str) -> bool:
+    """Neither torch, nor autopipe, nor the standard library's plumbing between them."""
+    if filename.startswith("<") or (filename.startswith(_PYTHON) and not _is_installed(filename)):
+        return False
+    return not filename.startswith((_torch(), _OURS))
+
+
+def _is_installed(filename: str) -> bool:
+    return _INSTALLED.search(filename) is not None
+
+
+def is_own_code(filename: str) -> bool:
+    """Whether a file is the user's own: no library that is installed.
+
+    Args:
+        filename: as a warning names it, which may be `sys`: a place above all of Python's frames.
+    """
+    return filename != "sys" and _is_users(filename) and not _is_installed(filename)
+
+
+def _innermost(frames: Iterable[tuple[str, int | None]]) -> str:
+    """`file:line` of the innermost frame in the user's code; empty if there is none."""
+    place = ""
+    for filename, line in frames:
+        if _is_users(filename):
+            place = f"{filename}:{line}"
+    return place
+
+
+def here() -> str:
+    """`file:line` of the user's code that is running now; empty if there is none."""
+    return _innermost((f.filename, f.lineno) for f in traceback.extract_stack())
+
+
+def begins(function: object) -> str:
+    """`file:line` where a user's function begins; empty for an object without code."""
+    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
+
+
+def of_error(error: BaseException) -> str:
+    """The innermost user's line that an exception passed through, with its source text."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]
+    if not frames:
+        return ""
+    last = frames[-1]
+    return f"{last.filename}:{last.lineno}" + (f" `{last.line}`" if last.line else "")
+
+
+def of_trace(stack_trace: str | None) -> str:
+    """The user's line in the stack trace that torch.export stored on a node."""
+    found = _FRAME.finditer(stack_trace or "")
+    return _innermost((m["file"], int(m["line"])) for m in found)

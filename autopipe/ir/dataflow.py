@@ -1,0 +1,192 @@
+"""Find a graph's aliases, its writes in place, and the nodes that any stage can recompute.
+
+Ops in place stay in place, so a cut must respect aliases:
+
+    x = linear(...)            x and y are one storage
+    y = view(x)                relu_ writes it through x
+    relu_(x)                   a cut here would send x and y as two tensors: not allowed
+    z = add(x, y)
+
+Values that need no parameter, no random number and no activation (masks, position ids, rotary
+tables) are cheaper to recompute in a later stage than to send.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from autopipe.ir.graph import (
+    READ_OP,
+    Graph,
+    Input,
+    Node,
+    Ref,
+    State,
+    Value,
+    arguments,
+    once,
+    resolve,
+    values_in,
+)
+from autopipe.ir.opaque_ops import OPAQUE
+from autopipe.ir.torch_private import views, writes
+
+
+@dataclass(frozen=True)
+class Dataflow:
+    """Aliases, writes and readers of a graph's values, by node position.
+
+    Attributes:
+        root: for each value, the value that owns its storage.
+        writers: for each root, the positions of the nodes that write it, ascending.
+        before: for each node, the positions of writers that it must follow without reading them.
+        local: for each node, whether any stage can recompute it from the batch.
+        users: for each value, the positions of the nodes that read it, ascending; the graph's
+            results are read at the position after the last node.
+    """
+
+    graph: Graph
+    root: Mapping[Value, Value]
+    writers: Mapping[Value, tuple[int, ...]]
+    before: tuple[tuple[int, ...], ...]
+    local: tuple[bool, ...]
+    users: Mapping[Value, tuple[int, ...]]
+
+    def position(self, value: Value) -> int:
+        """The position of the node that makes a value; -1 for the batch's leaves and the states."""
+        return self.graph.index[value.node] if isinstance(value, Ref) else -1
+
+
+@once
+def analyse(graph: Graph) -> Dataflow:
+    """Find the aliases, writes, readers and local nodes of a graph."""
+    root: dict[Value, Value] = {}
+    writers: dict[Value, list[int]] = defaultdict(list)
+    before: list[tuple[int, ...]] = []
+    users: dict[Value, list[int]] = defaultdict(list)
+    for position, node in enumerate(graph.nodes):
+        read = dict.fromkeys(node.values())
+        for value in read:
+            root.setdefault(value, value)
+            users[value].append(position)
+        op = resolve(node.op)
+        written = _written(node, op)
+        shared = written if written and views(op) else _shared(node, op)
+        for number in range(len(node.outputs)):
+            made = Ref(node.name, number)
+            root[made] = root[shared[min(number, len(shared) - 1)]] if shared else made
+        before.append(tuple({p for v in read for p in writers[root[v]]}))
+        for value in written:
+            writers[root[value]].append(position)
+    for value in dict.fromkeys(values_in(graph.outputs)):
+        root.setdefault(value, value)
+        users[value].append(len(graph.nodes))
+    frozen_writers = {r: tuple(p) for r, p in writers.items() if p}
+    local = _local(graph, root, frozen_writers, before)
+    return Dataflow(
+        graph, root, frozen_writers, tuple(before), local, {v: tuple(p) for v, p in users.items()}
+    )
+
+
+_UNDECLARED = frozenset(
+    "dropout feature_dropout alpha_dropout feature_alpha_dropout type_as atleast_1d atleast_2d "
+    "atleast_3d broadcast_tensors meshgrid einsum sum_to_size unsafe_chunk unsafe_split".split()
+)
+"""Ops that sometimes return an argument or a view of it, although their schemas do not say so.
+
+For example, a dropout with probability 0 returns its input.
+"""
+
+
+def _shared(node: Node, op: object) -> list[Value]:
+    """The values whose memory the results may share: one for each result, or one for all."""
+    undeclared = node.short in _UNDECLARED and not is_random(node)
+    if not undeclared and not views(op):
+        return []
+    of_each = isinstance(node.args[0], tuple) and len(node.args[0]) == len(node.outputs)
+    return list(values_in(node.args))[: len(node.outputs) if of_each else 1]
+
+
+_WRITES_STATISTICS = {"batch_norm": "training", "instance_norm": "use_input_stats"}
+"""Ops that write running statistics although their schemas do not say so -> the flag for it."""
+
+
+def _written(node: Node, op: object) -> list[Value]:
+    names = [node.args[i] for i in writes(op) if i < len(node.args)]
+    flag = _WRITES_STATISTICS.get(node.short)
+    if flag is not None and (given := arguments(node))[flag]:
+        names += given["running_mean"], given["running_var"]
+    return [value for value in values_in(tuple(names))]
+
+
+def is_random(node: Node) -> bool:
+    """Whether a node draws random numbers."""
+    short = node.short
+    if "dropout" in short:
+        given = arguments(node)
+        return bool(given["train"]) and given["p"] != 0
+    if short == "scaled_dot_product_attention":
+        return bool(arguments(node)["dropout_p"] != 0.0)
+    if short in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+        given = arguments(node)
+        return bool(given["train"]) and given["dropout"] != 0
+    tags = getattr(resolve(node.op), "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags or short in ("rrelu", "rrelu_")
+
+
+def _local(
+    graph: Graph,
+    root: Mapping[Value, Value],
+    writers: Mapping[Value, tuple[int, ...]],
+    before: list[tuple[int, ...]],
+) -> tuple[bool, ...]:
+    """For each node, whether it depends only on the batch, constants and unwritten buffers."""
+    bound: set[Value] = {r for r in writers if isinstance(r, Input | State)}
+    local = [False] * len(graph.nodes)
+    while True:  # a group of aliases is local as a whole or not at all
+        for position, node in enumerate(graph.nodes):
+            values = node.values()
+            local[position] = (
+                all(_is_local(graph, v, local) for v in values)  # first: of most nodes it is not so
+                and all(local[p] for p in before[position])
+                and node.op != READ_OP
+                and not is_random(node)
+                and not any(root[v] in bound for v in values)
+                and not any(root[Ref(node.name, n)] in bound for n in range(len(node.outputs)))
+            )
+        found = {
+            r
+            for r, positions in writers.items()
+            if isinstance(r, Ref) and not all(local[p] for p in positions)
+        }
+        if found <= bound:
+            return tuple(local)
+        bound |= found
+
+
+def _is_local(graph: Graph, value: Value, local: list[bool]) -> bool:
+    if isinstance(value, Ref):
+        return local[graph.index[value.node]]
+    return isinstance(value, Input) or graph.states[value.name].kind != "parameter"
+
+
+def obstacle(flow: Dataflow, positions: Sequence[int]) -> str | None:
+    """Why the nodes at `positions` cannot be recomputed with equal results; None: they can."""
+    inside = {flow.graph.nodes[position].name for position in positions}
+    for position in positions:
+        node = flow.graph.nodes[position]
+        if node.op in OPAQUE:
+            return f"{node.name} ({node.op}) keeps more for backward than can be foretold"
+        for value in node.values():
+            root = flow.root[value]
+            if isinstance(root, Ref) and root.node in inside:
+                continue
+            for writer in flow.writers.get(root, ()):
+                # A state written anywhere is another one when the next micro-batch has come by.
+                if writer >= positions[0] or isinstance(root, State):
+                    return f"{node.name} reads {root}, which {flow.graph.nodes[writer].name} writes"
+    return None

@@ -1,0 +1,337 @@
+"""The graph of a training step's forward and loss: ops as plain data, in the order they run.
+
+    Graph   ::= inputs, states, nodes, outputs
+    Node    ::= name = op(arg, ..., key=arg, ...)          name: `transformer.h.3.mlp/linear/0`
+    arg     ::= Value | Dim | number | text | dtype | (arg, ...)
+    Value   ::= Ref(node, output)                          made by a node
+              | Input(path)                                a leaf of the batch
+              | State(name)                                a parameter, buffer or constant
+    Dim     ::= integer | expression in b, s               b: rows of a micro-batch, s: sequence
+
+There are no nodes for sizes, asserts and aliases: sizes are expressions in `BATCH`, so one graph
+serves every micro-batch size, and a traced graph has the same names whether the batch was a symbol.
+The sequence is a symbol only if the trace was made so (`tracing.symbolic_sequence`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache, wraps
+from typing import Any, TypeAlias, TypeVar
+
+import sympy
+import torch
+
+from autopipe.ir.torch_private import formal_arguments
+from autopipe.util import dims, dtypes
+
+BATCH, SEQUENCE = dims.symbols()
+"""The symbols b and s: the rows of one micro-batch, and the tokens of a row."""
+
+Dim: TypeAlias = int | sympy.Expr
+
+READ_OP = "autopipe.read.default"
+"""The op of a node at which Python reads a value (`tracing.value_guards`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """Output number `output` of node `node`."""
+
+    node: str
+    output: int = 0
+
+    def __str__(self) -> str:
+        return self.node if self.output == 0 else f"{self.node}:{self.output}"
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A leaf of the batch, named by its path."""
+
+    path: str
+
+    def __str__(self) -> str:
+        return f"<{self.path}>"
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A parameter, buffer or constant, named as in the model."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return f"[{self.name}]"
+
+
+Value = Ref | Input | State
+Arg = object
+"""An `arg` of the grammar; anything but a `Value` or a `Dim` is passed to the op unchanged."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and dtype of a tensor, without its values."""
+
+    shape: tuple[Dim, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> Dim:
+        """Bytes of the dense tensor: an integer, or an expression in b and s."""
+        return sympy.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{dtypes.name_of(self.dtype)}[{', '.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Autocast:
+    """The autocast region around a node; it decides the dtype in which the op computes."""
+
+    device_type: str
+    dtype: torch.dtype | None
+    enabled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One op. `packed` is True if the op returns a tuple; `outputs` are then its parts.
+
+    `scopes` are the module calls it ran in, outermost first (`transformer.h.3`,
+    `transformer.h.3.mlp`; `shared@1` is the second call of one module), without the model itself.
+    `place` is the user's line, `grad` is False inside `torch.no_grad()`. A random op draws from the
+    random stream `stream`, or from the one of its name: on shards each rank has its own numbers.
+    `again` is the line of the user's `torch.utils.checkpoint` that asks to recompute the node.
+    """
+
+    name: str
+    op: str
+    args: tuple[Arg, ...]
+    kwargs: Mapping[str, Arg]
+    outputs: tuple[TensorSpec | None, ...]
+    packed: bool
+    scopes: tuple[str, ...]
+    place: str
+    grad: bool = True
+    autocast: Autocast | None = None
+    stream: str = ""
+    again: str = ""
+    _values: tuple[Value, ...] | None = field(default=None, init=False, repr=False, compare=False)
+
+    @property
+    def short(self) -> str:
+        """The short name of the op: `linear` for `aten.linear.default`."""
+        return short_name(self.op)
+
+    def values(self) -> tuple[Value, ...]:
+        """The values that the node reads, in the order of its arguments, repeats included."""
+        found = self._values
+        if found is None:  # asked for by everyone who looks at a graph
+            found = tuple(values_in((self.args, tuple(self.kwargs.values()))))
+            object.__setattr__(self, "_values", found)
+        return found
+
+    def __str__(self) -> str:
+        words = [show(a) for a in self.args] + [f"{k}={show(a)}" for k, a in self.kwargs.items()]
+        made = ", ".join(str(s) for s in self.outputs)
+        return f"{self.name} = {self.op}({', '.join(words)}) -> {made}"
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """A tensor the model owns. `kind` is "parameter", "buffer" or "constant".
+
+    `aliases` are the other names of a tied parameter; `persistent` is False for buffers that are
+    not in the model's state dict.
+    """
+
+    spec: TensorSpec
+    kind: str
+    trainable: bool = False
+    aliases: tuple[str, ...] = ()
+    persistent: bool = True
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A traced model and its loss. `outputs` is (loss,) or (sum, count).
+
+    `constants` holds, by name, the tensors that the forward made from Python numbers.
+    """
+
+    inputs: Mapping[str, TensorSpec]
+    states: Mapping[str, StateSpec]
+    nodes: tuple[Node, ...]
+    outputs: tuple[Arg, ...]
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
+
+    def spec(self, value: Value) -> TensorSpec:
+        """Shape and dtype of a value."""
+        if isinstance(value, Input):
+            return self.inputs[value.path]
+        if isinstance(value, State):
+            return self.states[value.name].spec
+        found = self.nodes[self.index[value.node]].outputs[value.output]
+        assert found is not None, f"{value} is no tensor"
+        return found
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """Position of each node by its name."""
+        return {node.name: position for position, node in enumerate(self.nodes)}
+
+    @cached_property
+    def _found(self) -> dict[str, Any]:
+        """Cached results of the functions decorated with `once`, by function name."""
+        return {}
+
+    def at_sequence(self, length: int) -> Graph:
+        """The graph with s = `length` tokens, so that the rows are its only symbol."""
+
+        def inside(arg: Arg) -> Any:
+            if isinstance(arg, tuple) and not hasattr(arg, "_fields"):
+                return tuple(inside(item) for item in arg)
+            return at_sequence(arg, length) if isinstance(arg, sympy.Expr) else arg
+
+        def spec(known: TensorSpec) -> TensorSpec:
+            return TensorSpec(tuple(at_sequence(d, length) for d in known.shape), known.dtype)
+
+        return Graph(
+            {path: spec(known) for path, known in self.inputs.items()},
+            self.states,
+            tuple(
+                replace(
+                    node,
+                    args=inside(node.args),
+                    kwargs={key: inside(arg) for key, arg in node.kwargs.items()},
+                    outputs=tuple(known and spec(known) for known in node.outputs),
+                )
+                for node in self.nodes
+            ),
+            self.outputs,
+            self.constants,
+        )
+
+    def __str__(self) -> str:
+        lines = [f"<{path}>: {spec}" for path, spec in self.inputs.items()]
+        lines += [f"[{name}]: {state.kind} {state.spec}" for name, state in self.states.items()]
+        lines += [str(node) for node in self.nodes]
+        return "\n".join([*lines, f"return {show(self.outputs)}"])
+
+
+_T = TypeVar("_T")
+
+
+def once(find: Callable[[Graph], _T]) -> Callable[[Graph], _T]:
+    """Cache a function of a graph: it runs once per graph; callers must not change its result."""
+
+    name = f"{find.__module__}.{find.__qualname__}"
+
+    @wraps(find)
+    def found(graph: Graph) -> _T:
+        if name not in graph._found:
+            graph._found[name] = find(graph)
+        known: _T = graph._found[name]
+        return known
+
+    return found
+
+
+def short_name(op: str) -> str:
+    """The short name of an op: `linear` for `aten.linear.default`, `mul` for Python's `mul`."""
+    return op.split(".")[1] if "." in op else op
+
+
+def resolve(op: str) -> Any:
+    """The torch op named `op`, such as `aten.linear.default`."""
+    found: Any = torch.ops
+    for part in op.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def arguments(node: Node) -> dict[str, Any]:
+    """All arguments of a node by their names in the op's schema, defaults included."""
+    formal = formal_arguments(resolve(node.op))
+    return {**formal, **dict(zip(formal, node.args, strict=False)), **node.kwargs}
+
+
+def values_in(arg: Arg) -> Iterator[Value]:
+    """The values inside an argument, nested ones included."""
+    found: list[Value] = []
+    _collect(arg, found)
+    return iter(found)
+
+
+def _collect(arg: Arg, found: list[Value]) -> None:
+    if isinstance(arg, _VALUES):
+        found.append(arg)
+    elif isinstance(arg, tuple):
+        for item in arg:
+            _collect(item, found)
+
+
+_VALUES = (Ref, Input, State)
+
+
+def tensors_in(tree: object) -> Iterator[torch.Tensor]:
+    """The tensors in nested lists, tuples and mappings, in order, repeats included."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for item in tree.values():
+            yield from tensors_in(item)
+    elif isinstance(tree, list | tuple):
+        for item in tree:
+            yield from tensors_in(item)
+
+
+def swap(arg: Arg, values: Mapping[Value, Value]) -> Any:
+    """An argument in which each key of `values` is replaced by its value."""
+    if isinstance(arg, Ref | Input | State):
+        return values.get(arg, arg)
+    if isinstance(arg, tuple) and not hasattr(arg, "_fields"):
+        return tuple(swap(item, values) for item in arg)
+    return arg
+
+
+def at_batch(dim: Dim, rows: int) -> int:
+    """The integer size of a dim for micro-batches of `rows` rows."""
+    return dim if isinstance(dim, int) else _substituted(dim, rows)
+
+
+@lru_cache(maxsize=2**14)
+def _substituted(dim: sympy.Expr, rows: int) -> int:
+    return int(dim.subs(BATCH, rows))
+
+
+def at_sequence(dim: Dim, length: int) -> Dim:
+    """A dim with s = `length` tokens: an integer or an expression in b."""
+    return dim if isinstance(dim, int) else _shortened(dim, length)
+
+
+@lru_cache(maxsize=2**14)
+def _shortened(dim: sympy.Expr, length: int) -> Dim:
+    found = dim.subs(SEQUENCE, length)
+    return int(found) if found.is_Integer else found
+
+
+def shape_at(spec: TensorSpec, rows: int) -> tuple[int, ...]:
+    """The shape of a tensor for micro-batches of `rows` rows."""
+    return tuple(at_batch(dim, rows) for dim in spec.shape)
+
+
+def bytes_at(spec: TensorSpec, rows: int) -> int:
+    """Bytes of the dense tensor for micro-batches of `rows` rows."""
+    return math.prod(shape_at(spec, rows)) * spec.dtype.itemsize
+
+
+def show(arg: Arg) -> str:
+    """An argument as source text."""
+    if isinstance(arg, tuple):
+        return f"({', '.join(show(item) for item in arg)})"
+    return dtypes.name_of(arg)

@@ -1,0 +1,286 @@
+"""Compute each node's operations and bytes moved, as formulas in rows and tokens.
+
+The table of rules gives the operations of the forward; backward follows from it:
+
+    forward    flops                        reads its tensors, writes its results
+    backward   flops, once for each matrix  reads the results' gradients and its tensors,
+               that needs a gradient        writes the gradients
+
+Seconds on a device follow from them in `ir.op_seconds`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+
+from autopipe.cluster.measured import ATTENTION, CAUSAL_ATTENTION, DROPOUT_ATTENTION
+from autopipe.ir.graph import (
+    READ_OP,
+    SEQUENCE,
+    Dim,
+    Graph,
+    Node,
+    Ref,
+    State,
+    TensorSpec,
+    Value,
+    arguments,
+    at_batch,
+    once,
+    resolve,
+    swap,
+    values_in,
+)
+from autopipe.ir.torch_private import views
+from autopipe.util.registry import entering
+
+
+@dataclass(frozen=True)
+class NodeCost:
+    """Cost formulas of one node, in operations and bytes, each (forward, backward).
+
+    Args:
+        launches: (forward, backward) numbers of kernels that the host launches.
+        dims: (m, k, n) of its matmul; empty if it is no matmul.
+        kernel: the key of its measured rate in `Device.kernels`; empty if it has none.
+        gradients: bytes that backward accumulates into the gradients of parameters.
+    """
+
+    forward_flops: Dim
+    forward_bytes: Dim
+    backward_flops: Dim
+    backward_bytes: Dim
+    launches: tuple[int, int]
+    dtype: torch.dtype
+    dims: tuple[Dim, ...] = ()
+    kernel: str = ""
+    gradients: Dim = sympy.Integer(0)
+
+
+Specs = Sequence[TensorSpec]
+Rule = Callable[[Node, Specs, TensorSpec], Dim]
+"""Computes forward operations from the node, its tensor operands in order and its first result."""
+
+RULES: dict[str, Rule] = {}
+"""The rule of each op; any other op counts one operation per element, and is bound by its bytes."""
+
+
+rule = entering(RULES)
+
+
+def _elements(spec: TensorSpec) -> Dim:
+    return sympy.prod(spec.shape)
+
+
+@rule("linear")
+def _linear(node: Node, operands: Specs, made: TensorSpec) -> Dim:
+    """[..., k] x [n, k] -> [..., n]: a multiplication and an addition per k and result."""
+    return 2 * _elements(made) * operands[1].shape[1]
+
+
+@rule("columns")
+def _columns(node: Node, operands: Specs, made: TensorSpec) -> Dim:
+    """Linear layers of one input beside each other."""
+    results = sum((_elements(spec) for spec in node.outputs if spec), sympy.Integer(0))
+    return 2 * results * operands[0].shape[-1]
+
+
+@rule("mm", "bmm", "matmul", "mv", "dot")
+def _matmul(node: Node, operands: Specs, made: TensorSpec) -> Dim:
+    """[..., m, k] x [..., k, n] -> [..., m, n]."""
+    return 2 * _elements(made) * operands[0].shape[-1]
+
+
+@rule("addmm", "baddbmm", "addbmm", "addmv")
+def _addmm(node: Node, operands: Specs, made: TensorSpec) -> Dim:
+    """A matmul of the second and third operand; the first is added."""
+    return 2 * _elements(made) * operands[1].shape[-1]
+
+
+@rule("conv1d", "conv2d", "conv3d", "convolution")
+def _convolution(node: Node, operands: Specs, made: TensorSpec) -> Dim:
+    """Weight [out, in / groups, *kernel]: each result element needs a whole filter."""
+    weight = operands[1]
+    return 2 * _elements(made) * (_elements(weight) // weight.shape[0])
+
+
+@rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+def _transposed(node: Node, operands: Specs, made: TensorSpec) -> Dim:
+    """Weight [in, out / groups, *kernel]: each input element spreads over a whole filter."""
+    weight = operands[1]
+    return 2 * _elements(operands[0]) * (_elements(weight) // weight.shape[0])
+
+
+@rule("scaled_dot_product_attention")
+def _attention(node: Node, operands: Specs, made: TensorSpec) -> Dim:
+    """q [.., s, d], k [.., t, d], v [.., t, e]: 2 s t d for the scores and 2 s t e for the sum.
+
+    A causal kernel leaves out the half above the diagonal (FlashAttention-2,
+    Dao 2023, section 3.1).
+    """
+    query, key = operands[0], operands[1]
+    scores = sympy.prod(query.shape[:-1]) * key.shape[-2]
+    flops = 2 * scores * (query.shape[-1] + made.shape[-1])
+    return flops / 2 if arguments(node)["is_causal"] else flops
+
+
+@rule("lstm", "gru", "rnn_tanh", "rnn_relu")
+def _recurrent(node: Node, operands: Specs, made: TensorSpec) -> Dim:
+    """Every weight matrix once per time step and row: x [b, t, ...] gives b * t of them."""
+    steps = sympy.prod(operands[0].shape[:-1])
+    matrices = [spec for spec in operands[1:] if len(spec.shape) == 2]
+    return sum((2 * steps * _elements(matrix) for matrix in matrices), sympy.Integer(0))
+
+
+@rule("einsum")
+def _einsum(node: Node, operands: Specs, made: TensorSpec) -> Dim:
+    """A multiplication and an addition per combination of all the letters."""
+    equation = str(node.args[0]).replace(" ", "").split("->")[0]
+    sizes: dict[str, Dim] = {}
+    for letters, spec in zip(equation.split(","), operands, strict=False):
+        if "." in letters or len(letters) != len(spec.shape):
+            return 2 * _elements(made)
+        sizes.update(zip(letters, spec.shape, strict=True))
+    return 2 * sympy.prod(sizes.values())
+
+
+def _dims(op: str, operands: Specs, made: TensorSpec) -> tuple[Dim, ...]:
+    """(m, k, n) of the matmul that an op is; batches of them aside."""
+    shapes = [spec.shape for spec in operands]
+    match op:
+        case "linear" | "columns":
+            k = shapes[0][-1]
+            return _elements(operands[0]) / k, k, made.shape[-1]
+        case "mm" | "bmm" | "matmul" if len(shapes[0]) > 1 and len(shapes[1]) > 1:
+            return shapes[0][-2], shapes[0][-1], shapes[1][-1]
+        case "addmm" | "baddbmm":
+            return shapes[1][-2], shapes[1][-1], shapes[2][-1]
+        case "conv1d" | "conv2d" | "conv3d" | "convolution":
+            out = made.shape[1]
+            return _elements(made) / out, _elements(operands[1]) / out, out
+        case "scaled_dot_product_attention":
+            return shapes[0][-2], shapes[0][-1], shapes[1][-2]
+        case "lstm" | "gru" | "rnn_tanh" | "rnn_relu":
+            matrix = next(shape for shape in shapes[1:] if len(shape) == 2)
+            return shapes[0][0], matrix[1], matrix[0]
+    return ()
+
+
+ATTENTIONS = ATTENTION, CAUSAL_ATTENTION, DROPOUT_ATTENTION
+
+LIKE = {
+    **dict.fromkeys(("conv1d", "conv3d", "convolution"), "conv2d"),
+    **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), "conv2d"),
+    **dict.fromkeys(("gru", "rnn_tanh", "rnn_relu"), "lstm"),
+    **dict.fromkeys(("columns", "addmm", "mm", "bmm", "matmul", "baddbmm"), "linear"),
+    **dict.fromkeys(("group_norm", "instance_norm", "rms_norm"), "layer_norm"),
+    **dict.fromkeys(("_softmax", "_safe_softmax"), "softmax"),
+    **dict.fromkeys(("log", "sin", "cos", "erf"), "exp"),
+    "softplus": "sigmoid",
+}
+"""Ops whose pace is taken from a relative's, one of `measured.KERNELS`."""
+
+
+def _kernel(node: Node, operands: Specs) -> str:
+    """The key of a node's measured rate; attention has three, by how it can be fused."""
+    op = node.short
+    if op != "scaled_dot_product_attention":
+        return LIKE.get(op, op)
+    given = arguments(node)
+    if given["dropout_p"]:
+        return DROPOUT_ATTENTION
+    return CAUSAL_ATTENTION if given["is_causal"] else ATTENTION
+
+
+@once
+def costs(graph: Graph) -> tuple[NodeCost, ...]:
+    """The cost formulas of every node, by position; nodes with equal shapes share one object."""
+    carrying = gradient_values(graph)
+    found = dict[Hashable, NodeCost]()
+    looks = [_look(graph, node, carrying) for node in graph.nodes]
+    for node, look in zip(graph.nodes, looks, strict=True):
+        if look not in found:
+            found[look] = _cost(graph, node, carrying)
+    return tuple(found[look] for look in looks)
+
+
+def _look(graph: Graph, node: Node, carrying: frozenset[Ref | State]) -> Hashable:
+    """Everything in a node that its cost depends on, names excluded."""
+    looks: dict[Value, Any] = {
+        value: (number, type(value), graph.spec(value), value in carrying)
+        for number, value in enumerate(dict.fromkeys(node.values()))
+    }
+    carries = tuple(Ref(node.name, number) in carrying for number in range(len(node.outputs)))
+    return node.op, swap((node.args, *node.kwargs.items()), looks), node.outputs, carries
+
+
+@once
+def gradient_values(graph: Graph) -> frozenset[Ref | State]:
+    """The values through which a gradient flows back to a trainable parameter."""
+    carrying: set[Ref | State] = {State(n) for n, s in graph.states.items() if s.trainable}
+    for node in graph.nodes:
+        if node.grad and node.op not in (READ_OP, "aten.detach.default"):
+            if any(value in carrying for value in node.values()):
+                carrying |= {
+                    Ref(node.name, number)
+                    for number, spec in enumerate(node.outputs)
+                    if spec is not None and spec.dtype.is_floating_point
+                }
+    return frozenset(carrying)
+
+
+def _cost(graph: Graph, node: Node, carrying: frozenset[Ref | State]) -> NodeCost:
+    made = [spec for spec in node.outputs if spec is not None]
+    dtype = made[0].dtype if made else torch.float32
+    nothing = sympy.Integer(0)
+    if not made or views(resolve(node.op)) and not node.short.endswith("_"):
+        back = int(any(Ref(node.name, n) in carrying for n in range(len(node.outputs))))
+        return NodeCost(nothing, nothing, nothing, nothing, (1, back), dtype)
+    values = list(values_in((node.args, tuple(node.kwargs.values()))))
+    operands = [graph.spec(value) for value in values]
+    formula = RULES.get(node.short)
+    flops = formula(node, operands, made[0]) if formula else _touched(node, operands, made[0])
+    dims, kernel = _dims(node.short, operands, made[0]), _kernel(node, operands)
+    written = sum((spec.bytes for spec in made), nothing)
+    read = sum((spec.bytes for spec in operands), nothing)
+    if node.op == "aten.embedding.default":
+        read = made[0].bytes  # only the rows that are looked up
+    wanted = [spec for v, spec in zip(values, operands, strict=True) if v in carrying]
+    if not any(Ref(node.name, n) in carrying for n in range(len(node.outputs))):
+        return NodeCost(flops, read + written, nothing, nothing, (1, 0), dtype, dims, kernel)
+    gradients = sum((spec.bytes for spec in wanted), nothing)
+    matrices = min(2, sum(len(spec.shape) > 1 for spec in wanted)) if formula else 1
+    if node.op.startswith("aten.scaled_dot_product"):
+        # dV, dP, dQ, dK and the scores again: 5 matmuls against 2 (FlashAttention-2, section 3.1).
+        back_flops = flops * sympy.Rational(5, 2)
+    else:
+        back_flops = flops * matrices
+    moved_back = written + read + gradients
+    trained = {v for v in values if isinstance(v, State) and v in carrying}
+    added = sum((graph.spec(state).bytes for state in trained), nothing)
+    launches = 1, len(wanted)
+    return NodeCost(
+        flops, read + written, back_flops, moved_back, launches, dtype, dims, kernel, added
+    )
+
+
+def _touched(node: Node, operands: Specs, made: TensorSpec) -> Dim:
+    """The elements that an op without a rule processes: of its result, or of what it reduces."""
+    if node.op == "aten.embedding.default":
+        return _elements(made)
+    every = [sympy.sympify(_elements(spec)) for spec in (made, *operands)]
+    lengths = (1, _MANY) if any(size.has(SEQUENCE) for size in every) else (1,)
+    found = (
+        max(every, key=lambda size: at_batch(size.subs(SEQUENCE, length), _MANY))
+        for length in lengths
+    )
+    return sympy.Max(*found)
+
+
+_MANY = 2**20
+"""The rows and tokens at which the formulas of sizes are compared."""

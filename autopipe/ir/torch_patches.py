@@ -1,0 +1,98 @@
+"""Patches of torch's public classes: context managers that restore the class afterwards.
+
+    refusing_custom_functions    autograd.Function.apply       its backward would be lost
+    seeing_saved_tensors_hooks   saved_tensors_hooks           where a checkpoint begins and ends
+    watching_attributes          nn.Module's attribute access  what a module's code reads
+
+Patches that touch private names stand in `ir.torch_private`; those of transformers in
+`frontend.transformers_adapter`. Each docstring gives the reason why a patch is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+
+@contextmanager
+def patched(owner: Any, name: str, replacement: object) -> Iterator[None]:
+    """Within, replace the attribute `owner.name`; afterwards restore it, also after an error."""
+    own = vars(owner)
+    had, before = name in own, own.get(name)
+    setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        if had:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
+
+
+@contextmanager
+def refusing_custom_functions(refuse: Callable[[type], None]) -> Iterator[None]:
+    """Within, `refuse` is called with each autograd.Function before it is applied.
+
+    torch.export inlines the forward of a custom Function and loses its backward; no hook of torch
+    tells that one is applied. `refuse` raises, or lets the function go on.
+    """
+    apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+
+    def asked(cls: type, *args: Any, **kwargs: Any) -> Any:
+        refuse(cls)
+        return apply(cls, *args, **kwargs)
+
+    with patched(torch.autograd.Function, "apply", classmethod(asked)):
+        yield
+
+
+@contextmanager
+def seeing_saved_tensors_hooks(
+    entered: Callable[[saved_tensors_hooks], None], left: Callable[[saved_tensors_hooks], None]
+) -> Iterator[None]:
+    """Within, `entered` is called before and `left` after each block of saved-tensors hooks.
+
+    `torch.utils.checkpoint` hides what it saves behind such hooks. Its function cannot be replaced:
+    users and libraries have imported copies of the name.
+    """
+    enter, leave = saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__
+
+    def on_enter(self: saved_tensors_hooks) -> None:
+        entered(self)
+        enter(self)
+
+    def on_exit(self: saved_tensors_hooks, *error: Any) -> None:
+        leave(self, *error)
+        left(self)
+
+    with (
+        patched(saved_tensors_hooks, "__enter__", on_enter),
+        patched(saved_tensors_hooks, "__exit__", on_exit),
+    ):
+        yield
+
+
+@contextmanager
+def watching_attributes(
+    reading: Callable[[nn.Module, str], Any],
+    changing: Callable[[nn.Module, str, Any], None],
+    removing: Callable[[nn.Module, str], None],
+) -> Iterator[None]:
+    """Within, these three functions replace attribute access on every nn.Module.
+
+    A proof that two modules compute the same must see each attribute that their code reads; torch's
+    hooks show calls only.
+    """
+    with ExitStack() as until:
+        for name, function in (
+            ("__getattribute__", reading),
+            ("__setattr__", changing),
+            ("__delattr__", removing),
+        ):
+            until.enter_context(patched(nn.Module, name, function))
+        yield

@@ -1,0 +1,250 @@
+"""The only file that uses torch's private names, above all for fake tensors (without memory).
+
+`torch.export` is public; its parts are not. autopipe needs these private names directly:
+
+* `FakeTensorMode` (torch._subclasses), described in torch's own guide on fake tensors and used by
+  every compiler on top of torch. `meta` tensors, its public sibling, will not do: ops that mix a
+  meta parameter with a CPU input are refused, and their kernels save other tensors for backward.
+* `SymInt.node.expr`, the only way from an exported size to the sympy expression behind it;
+* `TorchDispatchMode` and an op's `_schema`, to see every op a model runs and what it writes;
+* a tensor's `_version`, which counts writes to it;
+* a module's `_parameters`, `_buffers` and `_modules`, for two modules that hold the same ones.
+
+Two functions of torch that constructors call cannot work on fake tensors: see `constructing`.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from typing import Any, cast
+
+import sympy
+import torch
+from torch import nn
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopipe.ir.torch_patches import patched
+
+__all__ = [
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "TorchDispatchMode",
+    "argument_aliases",
+    "constructing",
+    "expression",
+    "fake_like",
+    "fake_mode",
+    "fake_parameter",
+    "formal_arguments",
+    "is_control_flow",
+    "is_fake",
+    "lists_as_one_read",
+    "outside_fake_mode",
+    "quiet",
+    "share_members",
+    "skeleton",
+    "sparse_argument",
+    "storage_key",
+    "version",
+    "views",
+    "writes",
+    "written_arguments",
+]
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode in which ops compute only shapes, dtypes and strides; real operands are allowed."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is fake: it has no values."""
+    return isinstance(tensor, FakeTensor)
+
+
+def outside_fake_mode() -> AbstractContextManager[object]:
+    """Within, make real tensors although a fake mode is active."""
+    return cast(AbstractContextManager[object], unset_fake_temporarily())
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep torch from logging a trace for an op that has no version for fake tensors.
+
+    The error is still raised; the caller that catches it knows whether it matters.
+    """
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+def fake_like(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+    """A fake tensor of the same shape, strides, dtype and device in `mode`."""
+    return cast(torch.Tensor, mode.from_tensor(tensor))
+
+
+@contextmanager
+def lists_as_one_read() -> Iterator[None]:
+    """Within, `tolist` of a fake tensor is one call, as for a real one, not one `item` each."""
+    with patched(FakeTensor, "tolist", torch.Tensor.tolist):
+        yield
+
+
+def expression(size: torch.SymInt | torch.SymFloat | torch.SymBool) -> sympy.Expr:
+    """The sympy expression of a symbolic size."""
+    return size.node.expr
+
+
+def is_control_flow(op: object) -> bool:
+    """Whether an op takes subgraphs as arguments: `cond`, `while_loop`, `map`."""
+    return isinstance(op, HigherOrderOperator)
+
+
+@cache
+def formal_arguments(op: Any) -> Mapping[str, Any]:
+    """The names of an op's arguments, in order, with their defaults; None if there is none."""
+    return {argument.name: argument.default_value for argument in op._schema.arguments}
+
+
+@cache
+def writes(op: Any) -> tuple[int, ...]:
+    """Positions of the arguments that an op writes in place; empty if `op` is no torch op."""
+    schema = getattr(op, "_schema", None)
+    if schema is None:
+        return ()
+    return tuple(
+        position
+        for position, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+@cache
+def views(op: Any) -> bool:
+    """Whether an op's results may share memory with its first argument."""
+    schema = getattr(op, "_schema", None)
+    return schema is not None and any(r.alias_info is not None for r in schema.returns)
+
+
+def written_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that one call of an op writes in place."""
+    names = [argument.name for argument in op._schema.arguments]
+    return [
+        args[position] if position < len(args) else kwargs.get(names[position])
+        for position in writes(op)
+    ]
+
+
+@cache
+def sparse_argument(op: Any) -> int | None:
+    """The position of an op's argument `sparse` (of an embedding); None: it has none."""
+    schema = getattr(op, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    return names.index("sparse") if "sparse" in names else None
+
+
+@cache
+def argument_aliases(op: Any) -> tuple[tuple[bool, bool], ...]:
+    """For each argument of an op: whether a result may share its memory, whether it is written."""
+    infos = [argument.alias_info for argument in op._schema.arguments]
+    return tuple((info is not None, info is not None and info.is_write) for info in infos)
+
+
+def version(tensor: torch.Tensor) -> int:
+    """How often a tensor was written in place, through any of its views."""
+    return int(tensor._version)
+
+
+def share_members(module: nn.Module, other: nn.Module) -> None:
+    """Make `module` share the dicts of parameters, buffers and submodules with `other`.
+
+    A tensor replaced in one of them is replaced in both: two calls of one module stay one module.
+    """
+    module._parameters, module._buffers = other._parameters, other._buffers
+    module._modules = other._modules
+
+
+def skeleton(model: nn.Module) -> nn.Module:
+    """A deep copy whose parameters are fake: real buffers and Python state, no weights.
+
+    Tied parameters stay tied. The copy costs the bytes of the buffers only; one on the meta device,
+    which has no values to copy, is fake too.
+    """
+    mode = fake_mode()
+    memo: dict[int, object] = {}
+    for parameter in model.parameters():
+        known = is_fake(parameter)
+        memo[id(parameter)] = parameter if known else fake_parameter(mode, parameter)
+    for buffer in model.buffers():
+        if buffer.is_meta and not is_fake(buffer):
+            memo[id(buffer)] = fake_like(mode, buffer).to("cpu")
+    return copy.deepcopy(model, memo)
+
+
+@contextmanager
+def constructing() -> Iterator[None]:
+    """Within, make the operations of constructors on parameters work for fake parameters.
+
+    Two private functions of torch have no public way in:
+
+    * `Module._apply`, the inside of `.to(dtype)`, `.half()` and their like, swaps fake parameters
+      for others, which goes wrong where anything holds a weak reference. Here a fake one stays the
+      same object, on the CPU: where a model computes is for the plan to say.
+    * `_no_grad_trunc_normal_`, which draws until no value is out of bounds. A fake tensor has none.
+    """
+    apply: Callable[..., object] = nn.Module._apply
+    draw: Callable[..., torch.Tensor] = nn.init._no_grad_trunc_normal_
+
+    def convert(self: nn.Module, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
+        if recurse:
+            for child in self.children():
+                child._apply(fn)  # type: ignore[no-untyped-call]
+        own = dict(self._parameters)
+        for name, parameter in own.items():
+            if parameter is not None and is_fake(parameter):
+                with torch.no_grad():
+                    parameter.data = fn(parameter).to("cpu")
+                self._parameters.pop(name)
+        apply(self, fn, recurse=False)
+        own.update(self._parameters)
+        self._parameters.clear()
+        self._parameters.update(own)
+        return self
+
+    def drawn(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return tensor if is_fake(tensor) else draw(tensor, *args, **kwargs)
+
+    with (
+        patched(nn.Module, "_apply", convert),
+        patched(nn.init, "_no_grad_trunc_normal_", drawn),
+    ):
+        yield
+
+
+def fake_parameter(mode: FakeTensorMode, parameter: nn.Parameter) -> nn.Parameter:
+    """A fake copy of a parameter with its attributes, always on the CPU."""
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        like = fake_like(mode, parameter.detach()).to("cpu")
+    fake = nn.Parameter(like, parameter.requires_grad)
+    fake.__dict__.update(parameter.__dict__)
+    return fake
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """A key of a tensor's storage: equal for two tensors, real or fake, that share memory."""
+    return int(tensor.untyped_storage()._cdata)

@@ -1,0 +1,4 @@
+"""A `Plan`  <->  plan.json; and what follows from it alone: programs, seconds, traffic.
+
+Never found here: torch, and the search for a plan.
+"""

@@ -1,0 +1,279 @@
+"""The plan: every decision about one training step, as plain data that comes back equal from disk.
+
+    Plan
+    +-- what it was made for    fingerprint, trail, versions, source, inputs, reads
+    +-- where it runs           cluster, mesh (rank -> coordinate -> node and device)
+    +-- how a step goes         batch, schedule (programs), boundaries (window, depth), precision,
+    |                           optimizer, loss
+    +-- what each stage does    stages: first and last node, parameters, what enters and leaves
+    +-- how tensors lie         blocks, states: of all that is not replicated over tp ranks
+    +-- why                     prediction (seconds, bytes), planner (bound, next best, what binds)
+
+A plan names things (`first="transformer.h.4/layer_norm/0"`), never node numbers. Seconds and bytes
+are the only units. `save` writes beside the file and renames, so a reader never meets half a plan.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from autopipe.cluster import cluster
+from autopipe.cluster.cluster import Cluster
+from autopipe.errors import PlanError
+from autopipe.planfile.parts import (
+    Batch,
+    BlockClass,
+    Boundary,
+    Collective,
+    InputSpec,
+    Mesh,
+    PlannerNote,
+    Prediction,
+    Read,
+    Sharding,
+    StagePlan,
+)
+from autopipe.util import codec
+
+FORMAT = 2
+"""The version of the file format; raised when a field changes its meaning."""
+
+ZERO = (0, 1, 3)
+"""The ZeRO stages there are, by what they deal out; the least is preferred."""
+
+
+ROWS, MICRO_BATCH = "rows", "micro-batch"
+LOSS_OVER = (ROWS, MICRO_BATCH)
+"""What a step's loss is a mean over: all rows of the batch, however they are cut, or the losses of
+its micro-batches, which may be anything."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A decision about how to split one model over one cluster; see the module's picture.
+
+    A pipeline of `mesh.pp` ranks holds `len(stages)` stages, each rank equally many: more than one
+    under the schedules interleaved and zb-v. `programs` are the lines of a schedule that the user
+    has written, `rank 0: 0F0 0F1 ...`; none for a schedule that has a name. `states` and
+    `collectives` are those of what is in no block. `products` are the dtypes that the model itself
+    multiplies matrices in, as keys of a device's `flops`; "fp32" where it says nothing. `loss_over`
+    is one of `LOSS_OVER`. `loss` is whether there is a loss function beside the model (null: nobody
+    has said). `made` has a few digits of each part as the planner has left it, by which `edited`
+    finds what was changed since.
+    """
+
+    format: int
+    versions: dict[str, str]
+    source: str | None
+    fingerprint: str
+    trail: str
+    inputs: tuple[InputSpec, ...]
+    reads: tuple[Read, ...]
+    cluster: Cluster
+    mesh: Mesh
+    batch: Batch
+    precision: str
+    optimizer: str
+    schedule: str
+    programs: tuple[str, ...]
+    boundaries: tuple[Boundary, ...]
+    blocks: tuple[BlockClass, ...]
+    stages: tuple[StagePlan, ...]
+    prediction: Prediction
+    planner: PlannerNote
+    states: tuple[Sharding, ...] = ()
+    collectives: tuple[Collective, ...] = ()
+    products: tuple[str, ...] = ("fp32",)
+    loss_over: str = ROWS
+    loss: bool | None = None
+    made: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def edited(self) -> tuple[str, ...]:
+        """Paths of the parts that were changed by hand: what is predicted is not of this plan."""
+        now = _marks(self) if self.made else {}
+        return tuple(path for path, mark in now.items() if self.made.get(path) != mark)
+
+    @property
+    def zero(self) -> int:
+        """The ZeRO stage, 0, 1 or 3: one for all stages of the pipeline."""
+        return self.stages[0].zero
+
+    @property
+    def fully_sharded(self) -> bool:
+        """Whether parameters are dealt out too: ZeRO-3 with replicas to deal them out to."""
+        return self.zero == 3 and self.mesh.dp > 1
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON: beside `path`, then renamed. The same plan is the same bytes."""
+        codec.save(self, Path(path))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan back.
+
+        Raises:
+            PlanError: the file is missing, truncated, of another format version, has an unknown
+                or missing field or one of the wrong type (`plan.stages[1].first: ...`), or its
+                parts do not agree with each other.
+        """
+        plan = codec.load(cls, Path(path), root="plan", format=FORMAT)
+        check(plan)
+        return plan
+
+
+def signed(plan: Plan) -> Plan:
+    """A plan as its planner leaves it, which can tell later what was changed by hand."""
+    return replace(plan, made=_marks(plan))
+
+
+def on_edits(plan: Plan) -> str | None:
+    """The sentence for a plan that was changed by hand, if it was."""
+    paths = [f"plan.{path}" for path in plan.edited]
+    if not paths:
+        return None
+    *most, last = paths
+    were = f"{', '.join(most)} and {last} were" if most else f"{last} was"
+    return f"{were} changed by hand after planning: the predicted figures are of another plan"
+
+
+def _marks(plan: Plan) -> dict[str, str]:
+    """A few digits of each part that the prediction stands on, and of itself, by its path."""
+    data: Any = codec.to_json(plan)
+    parts: dict[str, Any] = {
+        f"{name}.{of}": data[name][of] for name in ("batch", "prediction") for of in data[name]
+    }
+    whole = ("inputs", "cluster", "mesh", "precision", "optimizer", "loss", "schedule", "programs")
+    parts |= {name: data[name] for name in (*whole, "blocks", "states", "collectives")}
+    for name in ("boundaries", "stages"):
+        for of in data[name][0] if data[name] else ():
+            parts[f"{name}[].{of}"] = [entry[of] for entry in data[name]]
+    return {
+        path: hashlib.blake2b(json.dumps(part).encode(), digest_size=4).hexdigest()
+        for path, part in parts.items()
+    }
+
+
+Refuse = Callable[[str, str, str], None]
+"""Raises the error for a part of a plan: its path, what was expected there, what was found."""
+
+
+def check(plan: Plan) -> None:
+    """Refuse a plan whose parts contradict each other, naming the path of the part.
+
+    Raises:
+        PlanError: as `Plan.load`.
+    """
+    mesh, stages = plan.mesh, plan.stages
+    world = mesh.pp * mesh.dp * mesh.tp
+
+    def refuse(path: str, asked: str, found: str) -> None:
+        raise PlanError(f"plan.{path}: expected {asked}, found {found}")
+
+    cluster.check(plan.cluster, "plan.cluster")
+    for name, degree in (("pp", mesh.pp), ("dp", mesh.dp), ("tp", mesh.tp)):
+        if degree < 1:
+            refuse(f"mesh.{name}", "a degree of at least 1", str(degree))
+    if not stages or len(stages) % mesh.pp:
+        refuse("stages", f"equally many on each of {mesh.pp} ranks (mesh.pp)", str(len(stages)))
+    if len(plan.boundaries) != len(stages) - 1:
+        refuse("boundaries", f"{len(stages) - 1}, one between stages", str(len(plan.boundaries)))
+    if len(mesh.places) != world:
+        refuse("mesh.places", f"{world} places (pp * dp * tp)", str(len(mesh.places)))
+    for rank, place in enumerate(mesh.places):
+        expected = mesh.rank(place.pp, place.dp, place.tp)
+        if place.rank != rank or expected != rank:
+            refuse(
+                f"mesh.places[{rank}]",
+                f"rank {rank} = (pp * {mesh.dp} + dp) * {mesh.tp} + tp",
+                f"rank {place.rank} at pp={place.pp} dp={place.dp} tp={place.tp}",
+            )
+    _check_devices(plan, refuse)
+    if plan.loss_over not in LOSS_OVER:
+        refuse("loss_over", f"one of {', '.join(LOSS_OVER)}", plan.loss_over)
+    if plan.batch.micro_batches < 1:
+        refuse("batch.micro_batches", "at least 1", str(plan.batch.micro_batches))
+    if plan.batch.rows < 1 or plan.batch.rows % (mesh.dp * plan.batch.micro_batches):
+        refuse(
+            "batch.rows",
+            f"a multiple of dp * micro_batches = {mesh.dp * plan.batch.micro_batches}",
+            str(plan.batch.rows),
+        )
+    for index, boundary in enumerate(plan.boundaries):
+        if boundary.window < 1:
+            refuse(f"boundaries[{index}].window", "at least 1", str(boundary.window))
+        if boundary.depth < 0:
+            refuse(f"boundaries[{index}].depth", "at least 0", str(boundary.depth))
+    _check_stages(plan, refuse)
+    _check_transfers(plan, refuse)
+
+
+def _check_stages(plan: Plan, refuse: Refuse) -> None:
+    """Each stage's figures are of stages that there are, and none is below zero."""
+    for index, stage in enumerate(plan.stages):
+        if stage.zero not in ZERO:
+            refuse(f"stages[{index}].zero", f"one of {ZERO}", str(stage.zero))
+        if stage.zero != plan.zero:
+            refuse(f"stages[{index}].zero", f"{plan.zero}, as of stage 0", str(stage.zero))
+        for part, figures in (("", stage.predicted), ("memory.", stage.predicted.memory)):
+            for name, figure in vars(figures).items():
+                if isinstance(figure, int | float) and figure < 0:
+                    refuse(f"stages[{index}].predicted.{part}{name}", "at least 0", str(figure))
+        for word in ("receives", "sends"):
+            for slot, transfer in enumerate(getattr(stage, word)):
+                low, high = (0, index) if word == "receives" else (index + 1, len(plan.stages))
+                if not low <= transfer.peer < high:
+                    side = "an earlier" if word == "receives" else "a later"
+                    refuse(
+                        f"stages[{index}].{word}[{slot}].peer",
+                        f"{side} stage",
+                        str(transfer.peer),
+                    )
+
+
+def _check_transfers(plan: Plan, refuse: Refuse) -> None:
+    """What a stage receives is what the other one sends, and nothing is sent to nobody."""
+    for word, other in (("sends", "receives"), ("receives", "sends")):
+        for index, stage in enumerate(plan.stages):
+            for slot, transfer in enumerate(getattr(stage, word)):
+                theirs = [
+                    t
+                    for t in getattr(plan.stages[transfer.peer], other)
+                    if t.name == transfer.name and t.peer == index
+                ]
+                if theirs != [replace(transfer, peer=index)]:
+                    refuse(
+                        f"stages[{index}].{word}[{slot}]",
+                        f"what stages[{transfer.peer}].{other} has",
+                        f"{transfer} here and {theirs[0] if theirs else 'nothing'} there",
+                    )
+
+
+def _check_devices(plan: Plan, refuse: Refuse) -> None:
+    """Every rank is on a device that the cluster has, and on one of its own."""
+    sizes, taken = plan.cluster.devices_per_node, dict[tuple[int, int], int]()
+    for rank, place in enumerate(plan.mesh.places):
+        here = f"mesh.places[{rank}]"
+        if not 0 <= place.node < len(sizes):
+            refuse(f"{here}.node", f"one of {len(sizes)} nodes, from 0", str(place.node))
+        if not 0 <= place.local < sizes[place.node]:
+            found = str(place.local)
+            refuse(f"{here}.local", f"one of the node's {sizes[place.node]} devices, from 0", found)
+        other = taken.setdefault((place.node, place.local), rank)
+        if other != rank:
+            where = f"node {place.node}, device {place.local}"
+            refuse(here, "a device of its own", f"{where}, which is rank {other}'s")
+
+
+def stage_file(plan: Plan, stage: int, part: int) -> str:
+    """The name of the file that `autopipe emit` writes for a stage, or for a part of one.
+
+    Args:
+        part: the tensor-parallel coordinate.
+    """
+    return f"stage_{stage}_tp{part}.py" if plan.mesh.tp > 1 else f"stage_{stage}.py"

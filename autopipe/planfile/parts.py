@@ -1,0 +1,270 @@
+"""The parts of a plan, each a frozen dataclass: one leaf of the batch, one stage, one transfer, ...
+
+    InputSpec, Read                     what a batch is like, and what Python read from it
+    Place, Mesh, Batch, Boundary        where a rank runs, and how a step goes through the stages
+    Transfer, StagePlan                 what a stage holds, receives and sends
+    Sharding, Collective, BlockClass    how tensors lie over the ranks of tensor parallelism
+    Memory, StagePrediction, Prediction, Alternative, PlannerNote    why it is this plan
+
+Seconds and bytes are the only units. `planfile.contents` puts them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+BUCKET_BYTES = 25 * 2**20
+"""How much goes in one sum of gradients: large enough for the link's bandwidth, small enough that
+the copy it needs is small beside a model (the default of torch's DistributedDataParallel)."""
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """One leaf of the batch.
+
+    `path` is the leaf's place in the batch tree: `input_ids`, `0`, `image.mask`. A tensor has a
+    `shape` whose entries are integers or expressions in `b`, the rows of a micro-batch, and a
+    `batch_dim` (None: every micro-batch gets the whole tensor). Integer tensors carry the bounds
+    seen while tracing. A leaf that is no tensor has `dtype` "python" and its `value`.
+    """
+
+    path: str
+    shape: tuple[int | str, ...]
+    dtype: str
+    batch_dim: int | None
+    low: int | None = None
+    high: int | None = None
+    value: bool | int | float | str | None = None
+
+
+@dataclass(frozen=True)
+class Read:
+    """A value that Python read from a tensor while tracing, so a branch the graph has taken.
+
+    Every rank re-checks it on every micro-batch: a branch that stops being true is an error,
+    never a wrong gradient. What nothing depends on, a number for a log, is not `checked`.
+    """
+
+    kind: str
+    value: bool | int | float | str
+    place: str
+    checked: bool = True
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs: rank = (pp * DP + dp) * TP + tp."""
+
+    rank: int
+    pp: int
+    dp: int
+    tp: int
+    node: int
+    local: int
+    device: str
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The degrees of pipeline, data and tensor parallelism and the rank at each coordinate."""
+
+    pp: int
+    dp: int
+    tp: int
+    places: tuple[Place, ...]
+
+    def rank(self, pp: int, dp: int, tp: int = 0) -> int:
+        """The rank at a coordinate."""
+        return (pp * self.dp + dp) * self.tp + tp
+
+
+@dataclass(frozen=True)
+class Batch:
+    """`rows` of the whole batch: each of dp shares goes through in `micro_batches` equal parts."""
+
+    rows: int
+    micro_batches: int
+
+    def microbatch_rows(self, dp: int) -> int:
+        """Rows of one micro-batch of one of `dp` replicas."""
+        return self.rows // (dp * self.micro_batches)
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """Between stage i and i + 1: receives posted ahead, and extra micro-batches in flight."""
+
+    window: int
+    depth: int
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A tensor that enters or leaves a stage; `shape` is in `b`, the rows of a micro-batch."""
+
+    name: str
+    shape: tuple[int | str, ...]
+    dtype: str
+    peer: int
+    gradient: bool
+
+    def __str__(self) -> str:
+        shape = ", ".join(map(str, self.shape))
+        return f"{self.name} {self.dtype}[{shape}]{'' if self.gradient else ' without gradient'}"
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a parameter lies over the tensor-parallel ranks, or what a node makes: `S(0)`, `P`.
+
+    Of a node `inputs` are the placements of the distinct tensors that it reads, in their order.
+    `planfile.placements` has the states. What is not named is replicated, `I`.
+    """
+
+    name: str
+    state: str
+    inputs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Collective:
+    """What tensor-parallel ranks exchange of one tensor, in every micro-batch.
+
+    `forward` and `backward` are empty, or all-reduce, all-gather, reduce-scatter, all-to-all;
+    `size` is in bytes of the whole tensor.
+    """
+
+    tensor: str
+    forward: str
+    backward: str
+    size: int
+
+
+@dataclass(frozen=True)
+class BlockClass:
+    """Blocks of one structure, by module path, and the tensor states they share.
+
+    Names in `states` begin at the block: `mlp.up.weight`, `mlp.up/linear/0`. `collectives` are
+    those of one block, the last.
+    """
+
+    name: str
+    members: tuple[str, ...]
+    states: tuple[Sharding, ...] = ()
+    collectives: tuple[Collective, ...] = ()
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one stage, by what they are for, at the fullest moment of the device it is on.
+
+    A device that holds several stages has the sum of theirs; what two of them share counts with the
+    first. `parameters` are with copies in low precision and, under ZeRO-3, what is gathered.
+    `activations` are those saved from forward to backward for all micro-batches in flight,
+    received tensors included; `transfers` are the buffers of receives posted ahead and of sends
+    under way. `passing` is what a backward makes beside all that: a gradient on its way into its
+    sum, a bucket that is summed over ranks. A run that measures itself does not see it.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    buffers: int
+    activations: int
+    transfers: int
+    passing: int = 0
+
+    @property
+    def peak(self) -> int:
+        """All of them."""
+        return sum(vars(self).values())
+
+
+@dataclass(frozen=True)
+class StagePrediction:
+    """Seconds of one micro-batch, and the stage's bytes when its device is fullest.
+
+    Under ZeRO-3 a forward gathers the stage's parameters, and a backward does and scatters their
+    gradients: the seconds are with that.
+    """
+
+    forward_seconds: float
+    backward_seconds: float
+    memory: Memory
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage: the nodes from `first` to `last` in the graph's order.
+
+    `parameters` are under the model's own names; one that stands in two stages is tied, and its
+    gradients are summed. `recompute` names the blocks whose activations are made again in backward.
+    """
+
+    first: str
+    last: str
+    nodes: int
+    parameters: tuple[str, ...]
+    receives: tuple[Transfer, ...]
+    sends: tuple[Transfer, ...]
+    recompute: tuple[str, ...]
+    zero: int
+    predicted: StagePrediction
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one step, by the longest path through its programs: its seconds, before the optimizer's,
+    and the bubble, the share of them for which the mean rank does not compute."""
+
+    step_seconds: float
+    bubble: float
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Another mesh that was considered, and what keeps it from being the plan."""
+
+    pp: int
+    dp: int
+    tp: int
+    micro_batches: int
+    schedule: str
+    step_seconds: float | None
+    why: str
+    zero: int = 0
+
+
+def data_parallel(alternatives: Iterable[Alternative]) -> Alternative | None:
+    """Data parallelism alone, on the most replicas, if it is among them."""
+    alone = [other for other in alternatives if other.pp == other.tp == 1 < other.dp]
+    return max(alone, key=lambda other: other.dp, default=None)
+
+
+@dataclass(frozen=True)
+class PlannerNote:
+    """Who made the plan and why it is this one: the bound it meets, what binds, the next best mesh
+    and `others` after it.
+
+    `step_seconds` of this plan, `bound_seconds` that none goes below, and all other seconds here
+    are by the estimate that planners search with. It is rougher than the plan's prediction, and the
+    step that is predicted may take less. Where it takes visibly more, other meshes are written down
+    too and the fastest is taken; those have the seconds of their longest paths, and say so.
+
+    `limits` are the bytes that its user let devices hold at most, where that is less than the
+    largest device has, each number once, ascending.
+    """
+
+    name: str
+    step_seconds: float
+    bound_seconds: float
+    binding: str
+    next_best: Alternative | None
+    others: tuple[Alternative, ...] = ()
+    limits: tuple[int, ...] = ()
+
+    @property
+    def alternatives(self) -> tuple[Alternative, ...]:
+        """All of them, the next best first."""
+        return () if self.next_best is None else (self.next_best, *self.others)

@@ -1,0 +1,131 @@
+"""How long a plan's step takes, by the longest path through its programs, from the plan alone.
+
+seconds of a stage      plan.stages[i].predicted
+seconds of a transfer   the bytes of what crosses, the link between the nodes of the two ranks
+seconds of a sum        ring all-reduce of a stage's gradients over dp ranks, and copies of them in
+                        the rank's own memory, to and from what is sent; none under ZeRO-3
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from autopipe.cluster import cluster
+from autopipe.cluster.collective_time import Topology, gradient_sum, slowest
+from autopipe.planfile import programs
+from autopipe.planfile.contents import Plan
+from autopipe.planfile.parts import Prediction, Transfer
+from autopipe.schedules import simulate
+from autopipe.schedules.instructions import Channel, Flow, holders
+from autopipe.schedules.simulate import Costs, Timeline
+from autopipe.util import dims, dtypes
+
+
+def timeline(plan: Plan) -> Timeline:
+    """When everything in a plan's step happens, as predicted.
+
+    Raises:
+        ScheduleError: the plan's programs cannot run to their end.
+    """
+    return simulate.simulate(programs.step(plan), costs(plan))
+
+
+def with_prediction(plan: Plan) -> Plan:
+    """The plan with the step that its own numbers predict.
+
+    Raises:
+        ScheduleError: as `timeline`.
+    """
+    found = timeline(plan)
+    return replace(plan, prediction=Prediction(found.seconds, found.bubble))
+
+
+def costs(plan: Plan) -> Costs:
+    """The seconds of everything in a plan's step."""
+    placed, wires = holders(programs.compute(plan)), _Wires.of(plan)
+    moved = crossing_bytes(plan)
+
+    def link(channel: Channel) -> simulate.LinkTime:
+        wire = wires.link(placed[channel.source], placed[channel.target])
+        return simulate.LinkTime(wire.latency, wire.bandwidth, moved.get(channel, 0))
+
+    predicted = [stage.predicted for stage in plan.stages]
+    return Costs.of(
+        [stage.forward_seconds for stage in predicted],
+        [stage.backward_seconds for stage in predicted],
+        reduce=[
+            wires.reduce(placed[index], stage.memory.gradients)
+            for index, stage in enumerate(predicted)
+        ],
+        links=link,
+    )
+
+
+def crossing_bytes(plan: Plan) -> dict[Channel, int]:
+    """Bytes of a micro-batch's tensors, and of their gradients, between each pair of stages."""
+    rows = plan.batch.microbatch_rows(plan.mesh.dp)
+    moved: Counter[Channel] = Counter()
+    for index, stage in enumerate(plan.stages):
+        for sent in stage.sends:
+            size = transfer_bytes(sent, rows)
+            moved[Channel(index, sent.peer, Flow.ACTIVATION)] += size
+            if sent.gradient:
+                moved[Channel(sent.peer, index, Flow.GRADIENT)] += size
+    return dict(moved)
+
+
+def transfer_bytes(transfer: Transfer, rows: int) -> int:
+    """Bytes of a crossing tensor of a micro-batch of `rows` rows.
+
+    Raises:
+        PlanError: its dtype is unknown, or a size of it is no expression in b.
+    """
+    return dims.elements_at(transfer.shape, rows) * dtypes.bytes_of(transfer.dtype)
+
+
+def devices(plan: Plan) -> list[int]:
+    """The number of each rank's device in the cluster."""
+    before = [0, *accumulate(plan.cluster.devices_per_node)]
+    return [before[place.node] + place.local for place in plan.mesh.places]
+
+
+@dataclass(frozen=True)
+class _Wires:
+    """The links between a plan's ranks; `devices` are numbers in the cluster, by rank."""
+
+    plan: Plan
+    topology: Topology
+    devices: Sequence[int]
+
+    @staticmethod
+    def of(plan: Plan) -> _Wires:
+        return _Wires(plan, Topology.of(plan.cluster), devices(plan))
+
+    def _replicas(self, pp: int) -> list[int]:
+        """The devices of a pipeline rank's replicas."""
+        mesh = self.plan.mesh
+        return [self.devices[mesh.rank(pp, dp)] for dp in range(mesh.dp)]
+
+    def link(self, source: int, target: int) -> cluster.Link:
+        """The slowest of the links between two ranks of a pipeline, over all pipelines.
+
+        All ranks of a stage send at once; over a link that is shared they take turns.
+        """
+        mesh = self.plan.mesh
+        ends = zip(self._replicas(source), self._replicas(target), strict=True)
+        return slowest(self.topology.pair(*pair) for pair in ends).wire(mesh.dp * mesh.tp)
+
+    def reduce(self, pp: int, size: int) -> float:
+        """Seconds in which a stage's gradients are summed (`cluster.collective_time`).
+
+        Under ZeRO-1 it is its two halves, of which the second begins the next step. Under ZeRO-3
+        every backward has summed what it made.
+        """
+        mesh = self.plan.mesh
+        if mesh.dp == 1 or self.plan.fully_sharded:
+            return 0.0
+        levels = self.topology.levels(self._replicas(pp))
+        return gradient_sum(size, levels, mesh.tp, self.plan.zero, self.plan.cluster.copying)

@@ -1,0 +1,65 @@
+"""A plan's programs, read off the plan alone: who computes what when, and what moves in between."""
+
+from __future__ import annotations
+
+from autopipe.errors import PlanError
+from autopipe.planfile.contents import Plan
+from autopipe.schedules import user_schedule
+from autopipe.schedules.instructions import Programs, holders
+from autopipe.schedules.registry import make
+from autopipe.schedules.transfers import Edge, insert, sends_for
+
+
+def compute(plan: Plan) -> Programs:
+    """A plan's step without transfers: a program for each rank of a pipeline.
+
+    Raises:
+        ScheduleError: there is no such schedule, or not for so many stages.
+        PlanError: the lines of `plan.programs` are for another pipeline than the plan's.
+    """
+    m = plan.batch.micro_batches
+    if not plan.programs:
+        depths = [boundary.depth for boundary in plan.boundaries]
+        chunks = len(plan.stages) // plan.mesh.pp
+        return make(
+            plan.schedule, plan.mesh.pp, m, chunks=chunks, depths=depths if any(depths) else ()
+        )
+    programs = user_schedule.parse("\n".join(plan.programs))
+    found = len(programs), len(holders(programs)), micro_batches(programs)
+    asked = plan.mesh.pp, len(plan.stages), m
+    for what, one, other in zip(("ranks", "stages", "micro-batches"), found, asked, strict=True):
+        if one != other:
+            raise PlanError(f"plan.programs: they are for {one} {what}, the plan has {other}")
+    return programs
+
+
+def micro_batches(programs: Programs) -> int:
+    """How many micro-batches the programs are for."""
+    return 1 + max(instruction.microbatch for program in programs for instruction in program)
+
+
+def edges(plan: Plan) -> tuple[Edge, ...]:
+    """Which stage sends to which, and whether gradients come back."""
+    found: dict[tuple[int, int], bool] = {}
+    for index, stage in enumerate(plan.stages):
+        for sent in stage.sends:
+            found[index, sent.peer] = found.get((index, sent.peer), False) or sent.gradient
+    return tuple(Edge(source, target, back) for (source, target), back in sorted(found.items()))
+
+
+def step(plan: Plan, computed: Programs | None = None) -> Programs:
+    """A plan's step with its transfers: what its ranks run.
+
+    Args:
+        computed: `compute` of the plan, where it is at hand.
+
+    Raises:
+        ScheduleError, PlanError: as `compute`.
+    """
+    windows = [boundary.window for boundary in plan.boundaries]
+    return insert(computed or compute(plan), edges(plan), windows, sends_ahead(plan))
+
+
+def sends_ahead(plan: Plan) -> int:
+    """How many sends of a channel may be under way in a plan's step."""
+    return sends_for([boundary.depth for boundary in plan.boundaries])

@@ -1,0 +1,100 @@
+"""What a plan's step sends over the farthest links that it uses: between sites, or between nodes.
+
+    site 0              site 1                    over the farthest link, in a step
+    stage 0, stage 1    stage 2, stage 3          activations of 1 -> 2, their gradients back
+    dp 0                dp 1                      sums of gradients: 2 (n - 1) times their bytes
+
+A sum over n places sends (n - 1) / n of the bytes from each place twice, on a ring (Patarasuk and
+Yuan, JPDC 2009); all places together so 2 (n - 1) times the bytes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from autopipe.cluster.cluster import Link
+from autopipe.cluster.collective_time import Topology
+from autopipe.planfile import predict, programs
+from autopipe.planfile.contents import Plan
+from autopipe.schedules.instructions import Flow, holders
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that a step sends over the farthest links, all of them together.
+
+    What tensor-parallel ranks exchange is not counted: they stand on one node where one has room.
+
+    Attributes:
+        kind: `sites` or `nodes`.
+        places: how many of them the plan uses.
+        link: between two of them.
+        activations, gradients: of crossing tensors, there and back.
+        pairs: the stages between which those go.
+        sums: of parameters' gradients that are summed (under ZeRO-3 gathered and scattered).
+        sum_of_all: what summing the gradients of the whole model over all places would send.
+        busy: seconds for which the busiest wire carries crossing tensors.
+    """
+
+    kind: str
+    places: int
+    link: Link
+    activations: int
+    gradients: int
+    pairs: tuple[tuple[int, int], ...]
+    sums: int
+    sum_of_all: int
+    busy: float
+
+
+def traffic(plan: Plan) -> Traffic | None:
+    """None for a plan that stays on one node."""
+    mesh, topology = plan.mesh, Topology.of(plan.cluster)
+    device = predict.devices(plan)
+    sites = len({topology.sites[own] for own in device}) > 1
+    of_device = topology.sites if sites else topology.nodes
+    where = [of_device[own] for own in device]
+    places = len(set(where))
+    if places == 1:
+        return None
+    link = topology.across if sites else topology.between
+    assert link is not None, "a checked cluster of several sites has the link"
+
+    placed = holders(programs.compute(plan))
+    moved: Counter[Flow] = Counter()
+    wires: Counter[tuple[int, int]] = Counter()
+    pairs = set()
+    for channel, size in predict.crossing_bytes(plan).items():
+        for dp in range(mesh.dp):
+            for tp in range(mesh.tp):
+                source, target = (
+                    mesh.rank(placed[stage], dp, tp) for stage in (channel.source, channel.target)
+                )
+                if where[source] == where[target]:
+                    continue
+                total = size * plan.batch.micro_batches
+                moved[channel.flow] += total
+                # All of a site send over one wire; nodes have as many as devices.
+                wires[(where[source], where[target]) if sites else (source, target)] += total
+                pairs.add((min(channel[:2]), max(channel[:2])))
+
+    sums = whole = 0
+    for stage, pp in zip(plan.stages, placed, strict=True):
+        size = stage.predicted.memory.gradients * (mesh.dp if plan.fully_sharded else 1)
+        whole += size * mesh.tp
+        for tp in range(mesh.tp):
+            over = len({where[mesh.rank(pp, dp, tp)] for dp in range(mesh.dp)})
+            rounds = 3 * plan.batch.micro_batches if plan.fully_sharded else 2
+            sums += rounds * (over - 1) * size
+    return Traffic(
+        "sites" if sites else "nodes",
+        places,
+        link,
+        moved[Flow.ACTIVATION],
+        moved[Flow.GRADIENT],
+        tuple(sorted(pairs)),
+        sums,
+        2 * (places - 1) * whole,
+        max(wires.values(), default=0) / link.bandwidth,
+    )

@@ -1,0 +1,116 @@
+"""Explain a plan as text for a terminal: one screen, with more behind options.
+
+    what was decided       the split, the schedule, the predicted step, memory beside its limit
+    the stages             a table, and what its columns are
+    one step               drawn to scale, with its legend
+    why                    what binds, and the next best two
+
+`--stages` has what each stage holds and sends, `--why` all other meshes that were considered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autopipe.planfile.contents import Plan
+from autopipe.planfile.parts import StagePlan, Transfer
+from autopipe.report import facts, paper, schedule_page
+from autopipe.report.figures import figures, legend, margins
+from autopipe.report.megatron_terms import describe
+from autopipe.util.numbers import count
+
+NEAREST = 2
+"""The number of other meshes for which the screen has room."""
+
+
+def explain(
+    plan: Plan, columns: int = paper.WIDTH, *, stages: bool = False, why: bool = False
+) -> str:
+    """Explain the plan as text of at most `columns` columns.
+
+    Args:
+        stages: all rows of the table, and of each stage its nodes, parameters and transfers.
+        why: all other meshes, and how sure the planner is.
+    """
+    parts = [
+        paper.terms(facts.decided(plan), columns),
+        "\n".join(_figures(plan, columns, stages)),
+        "\n".join(_step(plan, columns)),
+        *(["\n".join(_held(plan, columns))] if stages else []),
+        "\n".join(_why(plan, columns, why)),
+    ]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _figures(plan: Plan, columns: int, all_of_them: bool) -> Iterator[str]:
+    """The table of the stages, and what its columns are."""
+    found = figures(plan, all_of_them=all_of_them)
+    table, whole = found.table, all_of_them or paper.fits(found.table, columns)
+    yield paper.table(table if whole else table.columns(range(found.parts)), columns)
+    if found.hidden:
+        stages = count(found.hidden, "stage is", "stages are")
+        yield paper.paragraph(f"{stages} left out; --stages shows them", columns)
+    yield paper.terms(legend(plan, found.unit, parts=whole).items(), columns)
+    room = margins(plan)
+    if room is not None and all_of_them:
+        yield paper.paragraph(room, columns)
+
+
+def _step(plan: Plan, columns: int) -> Iterator[str]:
+    """One step as it is predicted, to scale."""
+    found = schedule_page.step(plan, columns)
+    if found is None:
+        return
+    total = plan.batch.micro_batches
+    of = f", {found.shown} of {total} micro-batches" if found.shown < total else ""
+    yield f"one step of a pipeline, to scale{of}:"
+    yield found.picture
+    yield paper.legend(found.legend, columns)
+
+
+def _held(plan: Plan, columns: int) -> Iterator[str]:
+    """Of each stage the nodes and parameters, and what it sends on."""
+    for index, stage in enumerate(plan.stages):
+        yield from _stage(index, stage, columns)
+    for line in describe(plan):
+        yield paper.paragraph(line, columns, "    ")
+
+
+def _stage(index: int, stage: StagePlan, columns: int) -> Iterator[str]:
+    parameters = count(len(stage.parameters), "parameter tensor")
+    yield f"stage {index}: {count(stage.nodes, 'node')}, {parameters}"
+    yield from _lines(f"from {stage.first}", columns)
+    yield from _lines(f"to   {stage.last}", columns)
+    for transfer in stage.sends:
+        yield from _sent(transfer, columns)
+    if stage.recompute:
+        yield from _lines(f"recomputed in backward: {', '.join(stage.recompute)}", columns)
+
+
+def _lines(text: str, columns: int) -> Iterator[str]:
+    yield paper.paragraph(f"  {text}", columns, "    ")
+
+
+def _sent(sent: Transfer, columns: int) -> Iterator[str]:
+    shape = ", ".join(map(str, sent.shape))
+    back = ", its gradient comes back" if sent.gradient else ""
+    yield from _lines(
+        f"sends {sent.name} {sent.dtype}[{shape}] to stage {sent.peer}{back}", columns
+    )
+
+
+def _why(plan: Plan, columns: int, every: bool) -> Iterator[str]:
+    """What binds, and what keeps other meshes from being the plan."""
+    pairs = [("why", plan.planner.binding)]
+    crossing = facts.crossing(plan)
+    if crossing is not None:
+        pairs.append(("links", crossing))
+    others = facts.alternatives(plan)
+    shown = others if every else others[:NEAREST]
+    words = ["next best", *("" for _ in shown[1:])]
+    pairs += [(word, f"{mesh}: {step}") for word, (mesh, step) in zip(words, shown, strict=False)]
+    if len(others) > len(shown):
+        pairs.append(("", f"{len(others) - len(shown)} more, shown by --why"))
+    yield paper.terms(pairs, columns)
+    if every:
+        yield paper.paragraph(facts.searched(plan), columns)

@@ -1,0 +1,238 @@
+"""State a plan's main facts as sentences, independent of how they are shown.
+
+decided        the split, the schedule, the predicted step, the fullest device: what comes first
+idle           the devices that have nothing to do
+crossing       what goes over the farthest links
+alternatives   other plans, and what keeps them from being this one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from autopipe.planfile import predict, programs
+from autopipe.planfile.contents import Plan
+from autopipe.planfile.parts import Alternative, data_parallel
+from autopipe.planfile.traffic import traffic
+from autopipe.schedules.instructions import holders
+from autopipe.util import numbers
+from autopipe.util.numbers import count, percent, ranges
+
+
+def decided(plan: Plan) -> list[tuple[str, str]]:
+    """Pairs of a term and its text, the most important first."""
+    mesh, batch, prediction = plan.mesh, plan.batch, plan.prediction
+    rows = batch.microbatch_rows(mesh.dp)
+    stages = count(len(plan.stages), "pipeline stage")
+    if len(plan.stages) > mesh.pp:
+        stages += f" on {count(mesh.pp, 'rank')}"
+    replicas = " on each replica" if mesh.dp > 1 else ""
+    step = prediction.step_seconds
+    pace = f", {_rate(batch.rows / step)} rows a second" if step else ""
+    pairs = [
+        (
+            "split",
+            f"{stages} (pp) x {count(mesh.dp, 'replica')} (dp) x "
+            f"{count(mesh.tp, 'tensor part')} (tp), on {_machines(plan)}",
+        ),
+        (
+            "schedule",
+            f"{plan.schedule}; a step's {count(batch.rows, 'row')} go through in "
+            f"{count(batch.micro_batches, 'micro-batch', 'micro-batches')}{replicas}, of b = "
+            f"{count(rows, 'row')} each",
+        ),
+        (
+            "predicted",
+            f"{numbers.seconds(step)} a step{pace}; a device waits "
+            f"{percent(prediction.bubble)} of it (the bubble)",
+        ),
+        ("memory", _room(plan)),
+    ]
+    left = idle(plan)
+    return [*pairs, *([("idle", left)] if left else []), *_asked(plan)]
+
+
+def _rate(rows: float) -> str:
+    return f"{rows:,.0f}" if rows >= 999.5 else f"{rows:.3g}"
+
+
+def _machines(plan: Plan) -> str:
+    """`all 4 devices of local:4`, `4 of the 6 devices of ...`."""
+    used, there = len(plan.mesh.places), plan.cluster.num_devices
+    if there == 1:
+        return f"one device, {plan.cluster.name}"
+    which = f"all {there:,}" if used == there else f"{used:,} of the {there:,}"
+    return f"{which} devices of {plan.cluster.name}"
+
+
+def _asked(plan: Plan) -> Iterator[tuple[str, str]]:
+    """What is not as usual."""
+    if plan.precision != "fp32":
+        kept = ", fp32 in all that is kept" if plan.products == ("fp32",) else ""
+        yield "precision", f"{plan.precision} in matrix products{kept}"
+    if plan.products != ("fp32",):
+        own = " and ".join(plan.products)
+        yield "precision", f"{own}, the model's own, in which its tensors are counted and sent"
+    if plan.zero and plan.mesh.dp > 1:
+        dealt = {1: "optimizer state is", 3: "parameters, gradients and optimizer state are"}
+        yield "zero", f"{plan.zero}: {dealt[plan.zero]} dealt out over the replicas"
+    again = {block for stage in plan.stages for block in stage.recompute}
+    if again:
+        yield "recompute", f"{count(len(again), 'block')} run a second time in backward"
+    if any(boundary.depth for boundary in plan.boundaries):
+        windows = _each([boundary.window for boundary in plan.boundaries])
+        depths = _each([boundary.depth for boundary in plan.boundaries])
+        yield "window", f"{windows}: receives posted ahead between a stage and the next"
+        yield "depth", f"{depths}: micro-batches in flight there besides those that 1f1b has"
+
+
+def _each(found: Sequence[int]) -> str:
+    """`2`, or `2 2 1` where they differ."""
+    return " ".join(map(str, found if len(set(found)) > 1 else found[:1]))
+
+
+# --- devices that have nothing to do
+
+
+def idle(plan: Plan) -> str | None:
+    """The devices without a rank: `2 of 6 devices ... (node 0: devices 4-5)`; None: none."""
+    taken: dict[int, set[int]] = {}
+    for place in plan.mesh.places:
+        taken.setdefault(place.node, set()).add(place.local)
+    left = [
+        (node, ranges(local for local in range(size) if local not in taken.get(node, ())))
+        for node, size in enumerate(plan.cluster.devices_per_node)
+        if len(taken.get(node, ())) < size
+    ]
+    if not left:
+        return None
+    there = plan.cluster.num_devices
+    words = []
+    for which, group in groupby(left, key=lambda found: found[1]):
+        nodes = [node for node, _ in group]
+        where = f"node{'s' if len(nodes) > 1 else ''} {ranges(nodes)}"
+        words.append(f"{where}: device{'' if which.isdigit() else 's'} {which}")
+    listed = "; ".join(words[:3]) + (f"; and {len(words) - 3} more" if len(words) > 3 else "")
+    return f"{there - len(plan.mesh.places):,} of {there:,} devices have no work ({listed})"
+
+
+# --- memory
+
+
+@dataclass(frozen=True)
+class Fullest:
+    """The device with the largest share of its memory used.
+
+    Attributes:
+        rank: the pipeline rank on the device.
+        stages: indices of the stages that it holds.
+        held: its predicted peak in bytes.
+        room: bytes that tensors may fill; None if there are several limits.
+        kind: the kind of device, such as `A100-40GB`.
+    """
+
+    rank: int
+    stages: tuple[int, ...]
+    held: int
+    room: int | None
+    kind: str
+
+
+def fullest(plan: Plan) -> Fullest:
+    """The fullest device among the first replica's first tensor-parallel ranks."""
+    placed, limits = holders(programs.compute(plan)), plan.planner.limits
+    numbered = predict.devices(plan)
+    found = []
+    for rank in range(plan.mesh.pp):
+        device = plan.cluster.device_at(numbered[plan.mesh.rank(rank, 0)])[2]
+        stages = tuple(stage for stage, holder in enumerate(placed) if holder == rank)
+        held = sum(plan.stages[stage].predicted.memory.peak for stage in stages)
+        room = min(device.memory, *limits) if len(limits) == 1 else device.memory
+        known = None if len(limits) > 1 else room
+        found.append((held / room, Fullest(rank, stages, held, known, device.kind)))
+    return max(found, key=lambda each: each[0])[1]
+
+
+def _room(plan: Plan) -> str:
+    """`105.2 MiB of the 1.0 GiB that tensors may fill, on the fullest device (stage 0)`."""
+    found = fullest(plan)
+    kinds = {device.kind for device in plan.cluster.devices}
+    whose = f"stage{'s' if len(found.stages) > 1 else ''} {ranges(found.stages)}"
+    kind = f", {found.kind}" if len(kinds) > 1 else ""
+    where = f"the fullest device ({whose}{kind})"
+    if found.room is None:
+        asked = ", ".join(numbers.memory(limit) for limit in plan.planner.limits)
+        return f"{numbers.memory(found.held)} on {where}; limits that were asked for: {asked}"
+    may = "were asked for as its limit" if plan.planner.limits else "tensors may fill"
+    return (
+        f"{numbers.memory(found.held)} of the {numbers.memory(found.room)} that {may}, on {where}"
+    )
+
+
+# --- what goes over the farthest links
+
+
+def crossing(plan: Plan) -> str | None:
+    """The traffic over the slowest links, compared with summing gradients over them."""
+    found = traffic(plan)
+    if found is None:
+        return None
+    parts = []
+    if found.activations:
+        pairs = [f"{one} and {other}" for one, other in found.pairs]
+        between = ", ".join(pairs[:3]) + (" and others" if len(pairs) > 3 else "")
+        parts.append(
+            f"{numbers.gigabytes(found.activations)} of activations and "
+            f"{numbers.gigabytes(found.gradients)} of their gradients, between stages {between}; "
+            f"the busiest wire carries them for {numbers.seconds(found.busy)}"
+        )
+    if found.sums:
+        parts.append(f"{numbers.gigabytes(found.sums)} to sum the gradients of parameters")
+    else:
+        parts.append(
+            "summing the gradients of all parameters there would send "
+            f"{numbers.gigabytes(found.sum_of_all)}"
+        )
+    return f"a step sends between {found.places} {found.kind} ({found.link}): {'; '.join(parts)}"
+
+
+# --- why
+
+
+def alternatives(plan: Plan) -> list[tuple[str, str]]:
+    """The other meshes, the best first, each with the reason why it is not the plan."""
+    alone = data_parallel(plan.planner.alternatives)
+    if plan.mesh.pp == plan.mesh.tp == 1:
+        alone = None  # the plan itself is of that kind
+    return [
+        (_mesh(other) + (" (data parallelism alone)" if other == alone else ""), _step(other))
+        for other in plan.planner.alternatives
+    ]
+
+
+def _mesh(other: Alternative) -> str:
+    """`pp=4 dp=2 tp=1, 8 micro-batches, 1f1b`."""
+    zero = f" zero={other.zero}" if other.zero else ""
+    parts = count(other.micro_batches, "micro-batch", "micro-batches")
+    return f"pp={other.pp} dp={other.dp} tp={other.tp}{zero}, {parts}, {other.schedule}"
+
+
+def _step(other: Alternative) -> str:
+    """`2.05 s, 3.0 % slower, by transfers`."""
+    step = "" if other.step_seconds is None else f"{numbers.seconds(other.step_seconds)}, "
+    return f"{step}{other.why}"
+
+
+def searched(plan: Plan) -> str:
+    """How far the search proves that there is no better plan."""
+    note = plan.planner
+    bound = note.bound_seconds
+    gap = max(0.0, note.step_seconds / bound - 1) if bound else 0.0
+    return (
+        f"planner {note.name}: by its own, rougher estimate this plan takes "
+        f"{numbers.seconds(note.step_seconds)} a step and none less than {numbers.seconds(bound)}, "
+        f"a gap of {percent(gap)}; the longest path through its programs says "
+        f"{numbers.seconds(plan.prediction.step_seconds)}"
+    )

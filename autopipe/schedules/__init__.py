@@ -1,0 +1,10 @@
+"""Ranks, micro-batches and a schedule's name  ->  proved programs, a timed timeline, peak bytes.
+
+In: the name of a schedule or the text of one, and the edges between stages. Out: a program of
+instructions for each rank, with its transfers; the proof that they run to their end; when each
+instruction starts and ends. Never found here: torch, tensors, processes, and what a stage computes.
+
+Other rooms use: `registry.make`, `.SCHEDULES`, `instructions.Program`, `.holders`,
+`transfers.insert`, `deadlock.check`, `simulate.simulate`, `peak_memory.footprint`,
+`user_schedule`, `phrases.describe`.
+"""

@@ -1,0 +1,136 @@
+"""The bytes a rank holds while its program runs, instruction by instruction, before it ever runs.
+
+A program's order is fixed, so its fullest moment is too; it is found by walking it:
+
+    POST   + the buffer (transfers)            F    + what is kept, + what leaves (transfers)
+    WAIT   the buffer becomes an activation    B    - what was kept and had arrived
+    FREE   - what left, once all its sends are through
+
+With B split, I lets go of what it alone needs and W of the rest, received tensors and gradients
+among it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+
+from autopipe.schedules.instructions import Flow, Instruction, Kind, Program
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of one micro-batch in one stage.
+
+    Attributes:
+        kept: saved for backward, received tensors not counted.
+        arriving: of each channel, the bytes of each tensor that comes from that stage.
+        leaving: of each channel, the bytes of each tensor that goes to that stage.
+        stash: held from I to W where backward is split.
+        fresh: of the stash, what I has made; the rest was kept from F.
+        again: made besides by recomputation, at the fullest moment of a backward.
+    """
+
+    kept: int
+    arriving: Mapping[tuple[Flow, int], Mapping[Hashable, int]]
+    leaving: Mapping[tuple[Flow, int], Mapping[Hashable, int]]
+    stash: int = 0
+    fresh: int = 0
+    again: int = 0
+
+
+Held = Counter[tuple[int, str]]
+"""Bytes by stage and what they are for, "activations" or "transfers"."""
+
+
+def footprint(program: Program, sizes: Mapping[int, Sizes]) -> Held:
+    """What a rank holds at its program's fullest moment, all its stages together."""
+    walks = {stage: _Walk(stage, of, program) for stage, of in sizes.items()}
+    held: Held = Counter()
+    peak: Held = Counter()
+    now = most = 0
+    for instruction in program:
+        if instruction.stage not in walks:
+            continue
+        begins, ends = walks[instruction.stage].step(instruction)
+        for kind, size in begins.items():
+            held[instruction.stage, kind] += size
+            now += size
+        if now > most:
+            most, peak = now, held.copy()
+        for kind, size in ends.items():
+            held[instruction.stage, kind] -= size
+            now -= size
+    return peak
+
+
+class _Walk:
+    """One stage's part of the walk: what each instruction takes hold of, and lets go of after."""
+
+    def __init__(self, stage: int, sizes: Sizes, program: Program) -> None:
+        self.sizes = sizes
+        kinds = {i.kind for i in program if i.stage == stage}
+        self.split = Kind.BACKWARD_WEIGHT in kinds
+        self.waited: dict[int, set[Hashable]] = defaultdict(set)
+        self.unsent: Counter[tuple[Flow, int]] = Counter()
+        self.targets = Counter(flow for flow, _ in sizes.leaving)
+        self.outgoing = {flow: sum(_distinct(sizes.leaving, flow).values()) for flow in Flow}
+        self.arrived = sum(_distinct(sizes.arriving, Flow.ACTIVATION).values())
+        self.gradients = _distinct(sizes.arriving, Flow.GRADIENT)
+
+    def step(self, instruction: Instruction) -> tuple[dict[str, int], dict[str, int]]:
+        """Bytes that come with an instruction, and bytes that are gone when it is over."""
+        kind, _, k, flow, peer = instruction
+        sizes = self.sizes
+        if flow is None or peer is None:
+            if kind is Kind.FORWARD:
+                self.unsent[Flow.ACTIVATION, k] = self.targets[Flow.ACTIVATION]
+                return {
+                    "activations": sizes.kept,
+                    "transfers": self.outgoing[Flow.ACTIVATION],
+                }, {}
+            if kind is Kind.BACKWARD or kind is Kind.BACKWARD_INPUT:
+                self.unsent[Flow.GRADIENT, k] = self.targets[Flow.GRADIENT]
+                begins = {
+                    "activations": sizes.fresh + sizes.again,
+                    "transfers": self.outgoing[Flow.GRADIENT],
+                }
+                over = sizes.kept + sizes.again
+                if self.split:
+                    return begins, {"activations": over - (sizes.stash - sizes.fresh)}
+                return begins, self._last(k, over)
+            if kind is Kind.BACKWARD_WEIGHT:
+                return {}, self._last(k, sizes.stash)
+            return {}, {}
+        if kind is Kind.POST:
+            return {"transfers": sum(sizes.arriving[flow, peer].values())}, {}
+        if kind is Kind.WAIT and flow is Flow.ACTIVATION:
+            size = sum(sizes.arriving[flow, peer].values())
+            return {"transfers": -size, "activations": size}, {}
+        if kind is Kind.WAIT:
+            again = 0
+            for ref, size in sizes.arriving[flow, peer].items():
+                if ref in self.waited[k]:  # added to the gradient that is there already
+                    again += size
+                self.waited[k].add(ref)
+            return {"transfers": -again}, {}
+        if kind is Kind.FREE:
+            self.unsent[flow, k] -= 1
+            if self.unsent[flow, k] == 0:
+                return {}, {"transfers": self.outgoing[flow]}
+        return {}, {}
+
+    def _last(self, k: int, activations: int) -> dict[str, int]:
+        """What the last of a micro-batch's backward lets go of."""
+        gradients = sum(self.gradients[ref] for ref in self.waited.pop(k, ()))
+        return {"activations": activations + self.arrived, "transfers": gradients}
+
+
+def _distinct(
+    channels: Mapping[tuple[Flow, int], Mapping[Hashable, int]], flow: Flow
+) -> dict[Hashable, int]:
+    """Every tensor of a flow once, whatever number of stages it goes to or comes from."""
+    return {
+        ref: size for (f, _), refs in channels.items() if f is flow for ref, size in refs.items()
+    }

@@ -1,0 +1,248 @@
+"""How long a step takes: the walk through the graph of waits, with times.
+
+The longest path through the graph of `schedules.event_graph` is the predicted step, and every
+instruction and every transfer has its place on the way there: a timeline. Seconds count from the
+start.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from autopipe.errors import ScheduleError
+from autopipe.schedules import deadlock
+from autopipe.schedules.event_graph import Delays, EventGraph
+from autopipe.schedules.instructions import Channel, Instruction, Kind, Programs, holders
+from autopipe.schedules.transfers import Edge, insert
+from autopipe.schedules.validate import Line
+
+
+class LinkTime(NamedTuple):
+    """What carries a channel's tensors.
+
+    Attributes:
+        latency: seconds one way.
+        bandwidth: bytes a second.
+        bytes: of one micro-batch on this channel.
+    """
+
+    latency: float = 0.0
+    bandwidth: float = math.inf
+    bytes: float = 0.0
+
+    @property
+    def carrying(self) -> float:
+        """Seconds for which one micro-batch occupies the wire."""
+        return self.bytes / self.bandwidth
+
+
+LinkTimes = Callable[[Channel], LinkTime]
+"""The link of each channel; of a table of them `table.__getitem__`."""
+
+
+def free(channel: Channel) -> LinkTime:
+    """The links that take no time."""
+    return LinkTime()
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of one micro-batch, one number for each stage, and the links between stages.
+
+    Args:
+        forward, backward: seconds of F and of B.
+        backward_input, backward_weight: seconds of I and of W, for programs that split B.
+        reduce: seconds of the sum of a stage's gradients.
+        links: what transfers take; two stages on one rank never need any.
+    """
+
+    forward: Sequence[float]
+    backward: Sequence[float]
+    backward_input: Sequence[float]
+    backward_weight: Sequence[float]
+    reduce: Sequence[float]
+    links: LinkTimes = free
+
+    @staticmethod
+    def of(
+        forward: Sequence[float],
+        backward: Sequence[float],
+        *,
+        reduce: Sequence[float] | None = None,
+        links: LinkTimes = free,
+    ) -> Costs:
+        """Costs in which I and W take half of B each; sums take no time unless given."""
+        half = [seconds / 2 for seconds in backward]
+        return Costs(forward, backward, half, half, reduce or [0.0] * len(forward), links)
+
+    @staticmethod
+    def even(
+        stages: int, forward: float = 1.0, backward: float = 2.0, link: LinkTime | None = None
+    ) -> Costs:
+        """The same costs for every stage, and the same link for every channel."""
+        every = link or LinkTime()
+        return Costs.of([forward] * stages, [backward] * stages, links=lambda channel: every)
+
+
+class TimelineSpan(NamedTuple):
+    """An instruction at its place in time, in seconds from the start of the step."""
+
+    rank: int
+    instruction: Instruction
+    start: float
+    end: float
+
+
+class Moved(NamedTuple):
+    """A transfer at its place in time: on the wire from `start` to `sent`, there at `arrival`."""
+
+    channel: Channel
+    microbatch: int
+    start: float
+    sent: float
+    arrival: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When everything in a step happens.
+
+    A rank is always at some instruction: each starts when the one before it ends, so that the ends
+    are all there is to know.
+
+    Args:
+        programs: with their transfers.
+        ends: per rank, seconds at which each instruction of its program ends.
+        transfers: in the order of their channels, and of the micro-batches on each.
+        sums: from the end of the backward that a REDUCE precedes, or of the rank's sum before it,
+            until the sum is there.
+    """
+
+    programs: Programs
+    ends: tuple[tuple[float, ...], ...]
+    transfers: tuple[Moved, ...]
+    sums: tuple[TimelineSpan, ...]
+
+    @property
+    def seconds(self) -> float:
+        """The predicted step: when the last rank is at the end of its program."""
+        return max((ends[-1] for ends in self.ends if ends), default=0.0)
+
+    @cached_property
+    def spans(self) -> tuple[TimelineSpan, ...]:
+        """What takes time, by rank: all compute, and those WAITs, FREEs and STEPs that waited."""
+        found = []
+        for rank, (program, ends) in enumerate(zip(self.programs, self.ends, strict=True)):
+            start = 0.0
+            for instruction, end in zip(program, ends, strict=True):
+                if end > start or instruction.kind in COMPUTE:
+                    found.append(TimelineSpan(rank, instruction, start, end))
+                start = end
+        return tuple(found)
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """Seconds for which each rank computes."""
+        seconds = [0.0] * len(self.programs)
+        for span in self.spans:
+            if span.instruction.kind in COMPUTE:
+                seconds[span.rank] += span.end - span.start
+        return tuple(seconds)
+
+    @property
+    def bubbles(self) -> tuple[float, ...]:
+        """The share of the step for which each rank does not compute."""
+        return tuple(1 - busy / self.seconds if self.seconds else 0.0 for busy in self.busy)
+
+    @property
+    def bubble(self) -> float:
+        """The share of the step for which the mean rank does not compute."""
+        return sum(self.bubbles) / len(self.bubbles) if self.bubbles else 0.0
+
+
+COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+"""The instructions that keep a device busy."""
+
+
+def simulate(programs: Programs, costs: Costs, lanes: deadlock.Lanes | None = None) -> Timeline:
+    """The timeline of programs, which this proves as `deadlock.check` does.
+
+    Programs of compute alone are given what a chain of stages needs: transfers from each stage to
+    the next, receives posted well ahead.
+
+    Args:
+        lanes: as for `deadlock.check`: transfers that share a lane follow each other.
+
+    Raises:
+        ScheduleError: the programs cannot run to their end, or the costs are of another number of
+            stages.
+    """
+    stages = len(holders(programs))
+    if len(costs.forward) != stages:
+        raise ScheduleError(f"expected costs of {stages} stages, found {len(costs.forward)}")
+    if stages > 1 and all(i.kind in COMPUTE for program in programs for i in program):
+        programs = insert(programs, _chain(programs), [_WIDE] * (stages - 1))
+    graph = deadlock.graph(programs, lanes)
+    walk = deadlock.run(graph, _delays(graph, costs), lanes)
+    reduces = [[i for i in program if i.kind is Kind.REDUCE] for program in programs]
+    return Timeline(
+        programs,
+        tuple(map(tuple, walk.ends)),
+        tuple(
+            Moved(graph.channels[channel], k, *times)
+            for (channel, k), *times in zip(
+                graph.transfers, walk.starts, walk.sent, walk.arrived, strict=True
+            )
+        ),
+        tuple(
+            TimelineSpan(rank, instruction, *times)
+            for rank, found in enumerate(walk.sums)
+            for instruction, times in zip(reduces[rank], found, strict=True)
+        ),
+    )
+
+
+_WIDE = 1 << 30  # a window that no step is longer than
+
+
+def _chain(programs: Programs) -> list[Edge]:
+    """Each stage to the next, with a gradient where both run a backward."""
+    back = {i.stage for program in programs for i in program if i.kind in COMPUTE[1:3]}
+    stages = range(len(holders(programs)) - 1)
+    return [Edge(stage, stage + 1, {stage, stage + 1} <= back) for stage in stages]
+
+
+def _delays(graph: EventGraph, costs: Costs) -> Delays:
+    """The costs in the graph's own order."""
+    seconds = {
+        Kind.FORWARD: costs.forward,
+        Kind.BACKWARD: costs.backward,
+        Kind.BACKWARD_INPUT: costs.backward_input,
+        Kind.BACKWARD_WEIGHT: costs.backward_weight,
+        Kind.REDUCE: costs.reduce,
+    }
+
+    def of(line: Line) -> float:
+        kind, stage, *_ = line
+        return seconds[kind][stage] if kind in seconds else 0.0
+
+    links = [
+        costs.links(channel)
+        if graph.holder[channel.source] != graph.holder[channel.target]
+        else LinkTime()
+        for channel in graph.channels
+    ]
+    return Delays(
+        [
+            np.array([of(line) for line in table.lines])[table.line].tolist()
+            for table in graph.tables
+        ],
+        [link.latency for link in links],
+        [link.carrying for link in links],
+    )

@@ -1,0 +1,247 @@
+"""Rewrite ops for a rank's shards, where sizes in the arguments change or another op is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from autopipe.ir.graph import Arg, Dim, Node, Ref, TensorSpec, Value
+from autopipe.planfile.placements import I, P, Placement, lengths, part
+from autopipe.sharding.collectives import CONVERT, TENSOR_PARALLEL
+from autopipe.sharding.op import Op
+from autopipe.sharding.rules_layout import segment_of
+from autopipe.util.registry import entering
+
+
+@dataclass(frozen=True)
+class Rewriting:
+    """A node with sharded tensors, to be rewritten: local tensors, but still global sizes.
+
+    Args:
+        emit: adds a node in front of this one.
+    """
+
+    op: Op
+    ranks: int
+    rank: int
+    emit: Callable[[Node], Ref]
+    inputs: Mapping[Value, Placement]
+    output: Placement
+    node: Node
+
+    def with_arguments(self, **changed: Any) -> Node:
+        """The node with some arguments replaced, by their names in the schema."""
+        names = [argument for argument in self.op.arguments]
+        args, kwargs = list(self.node.args), dict(self.node.kwargs)
+        for name, value in changed.items():
+            position = names.index(name)
+            if position < len(args):
+                args[position] = value
+            else:
+                kwargs[name] = value
+        return replace(self.node, args=tuple(args), kwargs=kwargs)
+
+    def before(
+        self, word: str, op: str, *args: Arg, shape: Sequence[Dim], dtype: torch.dtype
+    ) -> Ref:
+        """Add a helper node in front of this node."""
+        return self.emit(
+            replace(
+                self.node,
+                name=f"{self.node.name}/{word}",
+                op=f"aten.{op}",
+                args=args,
+                kwargs={},
+                outputs=(TensorSpec(tuple(shape), dtype),),
+                packed=False,
+                stream="",
+            )
+        )
+
+    def convert(self, word: str, value: Ref, spec: TensorSpec) -> Ref:
+        """Convert a helper node's partial sum to the sum."""
+        return self.emit(
+            replace(
+                self.node,
+                name=f"{self.node.name}/{word}",
+                op=CONVERT,
+                args=(value, TENSOR_PARALLEL, P, I, 0),
+                kwargs={},
+                outputs=(spec,),
+                packed=False,
+                autocast=None,
+            )
+        )
+
+
+LOCAL: dict[str, Callable[[Rewriting], Node]] = {}
+"""The rewriting function of each op; any other op runs on shards unchanged."""
+
+
+_rewrite = entering(LOCAL)
+
+
+def _made(rewriting: Rewriting) -> tuple[Dim, ...]:
+    spec = rewriting.node.outputs[0]
+    assert spec is not None
+    return spec.shape
+
+
+@_rewrite("view", "_unsafe_view", "expand", "reshape")
+def _sizes(rewriting: Rewriting) -> Node:
+    return replace(rewriting.node, args=(rewriting.node.args[0], _made(rewriting)), kwargs={})
+
+
+@_rewrite("unflatten", "flatten")
+def _reshape(rewriting: Rewriting) -> Node:
+    return replace(_sizes(rewriting), op="aten.reshape.default")
+
+
+@_rewrite("split", "split_with_sizes", "chunk")
+def _split(rewriting: Rewriting) -> Node:
+    dim = rewriting.op.dim(of=rewriting.op.inputs[0])
+    sizes = tuple(spec.shape[dim] for spec in rewriting.node.outputs if spec is not None)
+    args = (rewriting.node.args[0], sizes, dim)
+    return replace(rewriting.node, op="aten.split_with_sizes.default", args=args, kwargs={})
+
+
+@_rewrite("slice")
+def _slice(rewriting: Rewriting) -> Node:
+    (x,) = rewriting.op.inputs
+    dim, lies = rewriting.op.dim(of=x), rewriting.inputs[x]
+    if lies.dim != dim:
+        return rewriting.node
+    number = segment_of(rewriting.op, x, dim, lies)
+    if number is None:  # all of it
+        return rewriting.with_arguments(start=0, end=_made(rewriting)[dim])
+    size = rewriting.op.shape(x)[dim]
+    own = [
+        part(length, rewriting.ranks, rewriting.rank)[1] for length in lengths(size, lies.segments)
+    ]
+    begin = sum(own[:number])
+    return rewriting.with_arguments(start=begin, end=begin + own[number])
+
+
+@_rewrite("conv1d", "conv2d", "conv3d")
+def _convolution(rewriting: Rewriting) -> Node:
+    groups = rewriting.op["groups"]
+    if groups == 1:
+        return rewriting.node
+    return rewriting.with_arguments(groups=groups // rewriting.ranks)
+
+
+@_rewrite("repeat_interleave")
+def _repeat_interleave(rewriting: Rewriting) -> Node:
+    kwargs = {k: v for k, v in rewriting.node.kwargs.items() if k != "output_size"}
+    return replace(rewriting.node, kwargs=kwargs)
+
+
+@_rewrite("mean")
+def _mean(rewriting: Rewriting) -> Node:
+    """With n equal parts, the mean is the sum of their means divided by n."""
+    (x,) = rewriting.op.inputs
+    if not rewriting.inputs[x].sharded or rewriting.output != P:
+        return rewriting.node
+    node, made = rewriting.node, rewriting.node.outputs[0]
+    assert made is not None
+    own = rewriting.emit(replace(node, name=f"{node.name}/part"))
+    args = (own, rewriting.ranks)
+    return replace(node, op="aten.div.Scalar", args=args, kwargs={})
+
+
+@_rewrite("embedding")
+def _embedding(rewriting: Rewriting) -> Node:
+    """Look up rows of a sharded vocabulary; words of other ranks give zeros."""
+    op, node = rewriting.op, rewriting.node
+    w, ids = op["weight"], op["indices"]
+    if rewriting.inputs[w].dim != 0 or not rewriting.inputs[w].sharded:
+        return node
+    begin, length = part(op.shape(w)[0], rewriting.ranks, rewriting.rank)
+    weight, indices = node.args[:2]
+    asked = rewriting.op.model.graph.spec(ids)
+    shape, dtype = asked.shape, asked.dtype
+    made = node.outputs[0]
+    assert made is not None
+    own = rewriting.before("own", "sub.Scalar", indices, begin, shape=shape, dtype=dtype)
+    low = rewriting.before("low", "lt.Scalar", own, 0, shape=shape, dtype=torch.bool)
+    high = rewriting.before("high", "ge.Scalar", own, length, shape=shape, dtype=torch.bool)
+    other = rewriting.before(
+        "other", "logical_or.default", low, high, shape=shape, dtype=torch.bool
+    )
+    rows = rewriting.before("rows", "masked_fill.Scalar", own, other, 0, shape=shape, dtype=dtype)
+    padding = op["padding_idx"] - begin
+    padding = padding if op["padding_idx"] >= 0 and 0 <= padding < length else -1
+    found = rewriting.before(
+        "found", "embedding.default", weight, rows, padding, shape=made.shape, dtype=made.dtype
+    )
+    mask = rewriting.before(
+        "mask", "unsqueeze.default", other, -1, shape=(*shape, 1), dtype=torch.bool
+    )
+    return replace(node, op="aten.masked_fill.Scalar", args=(found, mask, 0.0), kwargs={})
+
+
+@_rewrite("cross_entropy_loss")
+def _cross_entropy(rewriting: Rewriting) -> Node:
+    """log(sum(exp(x))) - x[target], with the maximum, the sum and the target's x over all ranks.
+
+    Section 3 of Megatron-LM (arXiv:1909.08053). Kept for backward is one tensor of the logits'
+    shape, exp(x - max).
+    """
+    op, node = rewriting.op, rewriting.node
+    x, target = node.args[:2]
+    begin, length = part(op.shape(op["self"])[1], rewriting.ranks, rewriting.rank)
+    rows = rewriting.op.model.graph.spec(op["self"]).shape[0]
+    wide, whole, truth = torch.float32, (rows, length), torch.bool
+    made = node.outputs[0]
+    assert made is not None
+    if made.dtype == torch.float64:
+        wide = torch.float64
+
+    def before(word: str, name: str, *args: Arg, shape: Sequence[Dim] = (rows,),
+               dtype: torch.dtype = wide) -> Ref:  # fmt: skip
+        return rewriting.before(word, name, *args, shape=shape, dtype=dtype)
+
+    logits = before("wide", "to.dtype", x, wide, shape=whole)
+    detached = before("values", "detach.default", logits, shape=whole)
+    own_most = before("own most", "amax.default", detached, (1,), True, shape=(rows, 1))
+    most = rewriting.emit(
+        replace(
+            node,
+            name=f"{node.name}/most",
+            op="autopipe.largest.default",
+            args=(own_most, TENSOR_PARALLEL),
+            kwargs={},
+            outputs=(TensorSpec((rows, 1), wide),),
+            packed=False,
+        )  # fmt: skip
+    )
+    lower = before("lower", "sub.Tensor", logits, most, shape=whole)
+    powers = before("powers", "exp.default", lower, shape=whole)
+    own_sum = before("own sum", "sum.dim_IntList", powers, (1,))
+    spec = TensorSpec((rows,), wide)
+    total = rewriting.convert("sum", own_sum, spec)
+    log = before("log", "log.default", total)
+    ids = torch.int64
+    ignored = before("ignored", "eq.Scalar", target, op["ignore_index"], dtype=truth)
+    own = before("own", "sub.Scalar", target, begin, dtype=ids)
+    low = before("low", "lt.Scalar", own, 0, dtype=truth)
+    high = before("high", "ge.Scalar", own, length, dtype=truth)
+    outside = before("outside", "logical_or.default", low, high, dtype=truth)
+    other = before("other", "logical_or.default", outside, ignored, dtype=truth)
+    columns = before("columns", "masked_fill.Scalar", own, other, 0, dtype=ids)
+    column = before("column", "unsqueeze.default", columns, 1, shape=(rows, 1), dtype=ids)
+    picked = before("picked", "gather.default", lower, 1, column, shape=(rows, 1))
+    flat = before("flat", "squeeze.dim", picked, 1)
+    own_truth = before("own truth", "masked_fill.Scalar", flat, other, 0.0)
+    truth_ = rewriting.convert("truth", own_truth, spec)
+    each = before("each", "sub.Tensor", log, truth_)
+    kept = before("kept", "masked_fill.Scalar", each, ignored, 0.0)
+    total_loss = before("total", "sum.default", kept, shape=())
+    if op["reduction"] == 1:
+        count = before("counted", "logical_not.default", ignored, dtype=truth)
+        many = before("many", "sum.default", count, shape=(), dtype=ids)
+        total_loss = before("mean", "div.Tensor", total_loss, many, shape=())
+    return replace(node, op="aten.to.dtype", args=(total_loss, made.dtype), kwargs={})

@@ -1,0 +1,123 @@
+"""Write a sharding to a plan, by block class, and read it back.
+
+    blocks[0].members   h.0, h.1, ... h.11
+    blocks[0].states    mlp.up.weight    S(0)                     a parameter
+                        mlp.up/linear/0  S(2)  from R, S(0)       a node, and what it reads
+    states              head.weight      S(0)                     outside blocks
+
+The runtime reads this and decides nothing, so ranks cannot disagree. A tensor that the plan does
+not name is replicated.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from autopipe.errors import PlanError
+from autopipe.ir.blocks import Block, Visit
+from autopipe.ir.graph import Graph, at_batch
+from autopipe.ir.op_costs import gradient_values
+from autopipe.planfile.contents import Plan
+from autopipe.planfile.parts import BlockClass, Collective
+from autopipe.planfile.parts import Sharding as Written
+from autopipe.planfile.placements import Placement, Sharding, parse
+from autopipe.sharding.local_graph import blocks_of, sent_by, whole_bytes
+
+
+def write_down(
+    graph: Graph, blocks: Sequence[Block], sharding: Sharding | None, local: Graph, rows: int
+) -> tuple[tuple[BlockClass, ...], tuple[Written, ...], tuple[Collective, ...]]:
+    """The plan's block classes with their placements, and the placements outside blocks.
+
+    Blocks of one structure with different shardings, as the first often has, are two classes;
+    each is named after its first member.
+
+    Args:
+        graph: the traced graph.
+        sharding: None: nothing is sharded.
+        local: the graph of the first rank, with the conversions.
+        rows: rows of a micro-batch.
+    """
+    inside: dict[str, list[Written]] = defaultdict(list)
+    outside: list[Written] = []
+    home = {node.name: b.path for b in blocks for node in graph.nodes[b.first : b.stop]}
+    if sharding is not None:
+        paths = {block.prefix: block.path for block in reversed(blocks)}
+        for name, lies in sharding.states.items():
+            prefix = next((p for p in paths if name.startswith(p)), None)
+            if prefix is None:
+                outside.append(Written(name, str(lies)))
+            else:
+                inside[paths[prefix]].append(Written(name.removeprefix(prefix), str(lies)))
+        for name, (inputs, output) in sharding.nodes.items():
+            texts = tuple(map(str, inputs))
+            if name in home:
+                own = name.removeprefix(home[name]).removeprefix(".")
+                inside[home[name]].append(Written(own, str(output), texts))
+            else:
+                outside.append(Written(name, str(output), texts))
+    members: dict[tuple[str, tuple[Written, ...]], list[str]] = defaultdict(list)
+    for block in blocks:
+        members[block.kind, tuple(inside[block.path])].append(block.path)
+    sent = _sent(local, sharding.ranks if sharding is not None else 1, rows, blocks)
+    classes = (
+        BlockClass(paths[0], tuple(paths), states, tuple(sent[paths[-1]]))
+        for (_, states), paths in members.items()
+    )
+    return tuple(classes), tuple(outside), tuple(sent[""])
+
+
+def _sent(
+    local: Graph, ranks: int, rows: int, blocks: Sequence[Block]
+) -> dict[str, list[Collective]]:
+    """The collectives in each block, by the block's path; None: those outside all blocks."""
+    carrying = gradient_values(local)
+    inside = {
+        node.name: block.path
+        for block in blocks_of(local, blocks)
+        for node in local.nodes[block.first : block.stop]
+    }
+    found: dict[str, list[Collective]] = defaultdict(list)
+    for node in local.nodes:
+        there, back = sent_by(node, carrying)
+        if there is None and back is None:
+            continue
+        path, tensor = inside.get(node.name, ""), str(node.args[0])
+        if path:
+            tensor = tensor.removeprefix(path).removeprefix(".")
+        forward, backward = (move.name if move is not None else "" for move in (there, back))
+        size = at_batch(whole_bytes(local, node, ranks), rows)
+        found[path].append(Collective(tensor, forward, backward, size))
+    return found
+
+
+def read_back(plan: Plan) -> Sharding:
+    """Read the sharding of a plan.
+
+    Raises:
+        PlanError: a text is no placement; names its field in the plan.
+    """
+    states: dict[str, Placement] = {}
+    nodes: dict[str, tuple[tuple[Placement, ...], Placement]] = {}
+    for where, prefix, written in _all(plan):
+        try:
+            output, inputs = parse(written.state), tuple(map(parse, written.inputs))
+        except ValueError as error:
+            raise PlanError(f"plan.{where}: {error}") from error
+        if "/" in written.name:  # a node; names of parameters have dots only
+            between = "" if written.name.startswith("/") or not prefix else "."
+            nodes[f"{prefix}{between}{written.name}"] = inputs, output
+        else:
+            home = f"{Visit.of(prefix).module}." if prefix else ""
+            states[f"{home}{written.name}"] = output
+    return Sharding(plan.mesh.tp, states, nodes)
+
+
+def _all(plan: Plan) -> Iterator[tuple[str, str, Written]]:
+    for index, written in enumerate(plan.states):
+        yield f"states[{index}]", "", written
+    for number, block in enumerate(plan.blocks):
+        for index, written in enumerate(block.states):
+            for member in block.members:
+                yield f"blocks[{number}].states[{index}]", member, written

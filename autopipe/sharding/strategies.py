@@ -1,0 +1,92 @@
+"""List the sharding strategies of each op: the rule table of tensor parallelism.
+
+A strategy gives the placements of an op's tensors when each rank runs it on its parts:
+
+    linear    x: R             w: S(0)   b: S(0)    ->  S(-1)      column-parallel
+              x: S(-1)         w: S(1)   b: P       ->  P          row-parallel
+              x: S(d)          w: R      b: R       ->  S(d)       shards of the rows
+    mul       a: P             b: R                 ->  P
+    sum       x: S(d), summed over d                ->  P
+
+(The first two are Megatron-LM's, arXiv:1909.08053, section 3.) Every op has two strategies more:
+all I, and all R. An op that is not in the table has those only: it is replicated, never wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from autopipe.ir.graph import READ_OP, Node, resolve
+from autopipe.planfile.placements import I, P, Placement, R, S
+from autopipe.sharding.op import Model, Op, Rule, Shards, Strategy
+from autopipe.sharding.rules_compute import LAYERS
+from autopipe.sharding.rules_layout import SHAPES
+
+RULES: dict[str, Rule] = SHAPES | LAYERS
+"""The rule of each op. `strategies` adds the replicated strategies and those of pointwise ops."""
+
+
+def strategies(model: Model, node: Node, shards: Shards) -> tuple[Strategy, ...]:
+    """All possible strategies of a node, the replicated ones first, each once."""
+    op = Op(model, node, shards)
+    found = [Strategy(dict.fromkeys(op.inputs, I), I)]
+    if op.carries:
+        found.append(Strategy({v: op.free(v) for v in op.inputs}, R))
+    fixed = any(value in model.fixed for value in (*op.inputs, *op.outputs))
+    if op.outputs and node.op != READ_OP and not fixed:
+        named = RULES.get(op.name) or (pointwise if is_pointwise(node) else None)
+        found += named(op) if named is not None else ()
+    kept: dict[tuple[tuple[Placement, ...], Placement], Strategy] = {}
+    for inputs, output in found:
+        lie = {value: inputs.get(value, op.free(value)) for value in op.inputs}
+        placed = [*lie.items(), *((made, output) for made in op.outputs)]
+        if all(model.can_shard(v, p) for v, p in placed if p.sharded):
+            kept.setdefault((tuple(lie.values()), output), Strategy(lie, output))
+    return tuple(kept.values())
+
+
+# Element by element
+
+_POINTWISE = frozenset(
+    "to contiguous clone alias detach dropout type_as where masked_fill zeros_like ones_like "
+    "empty_like full_like lift_fresh_copy _to_copy bernoulli rsub silu relu6 hardswish".split()
+)
+"""Pointwise ops that torch does not tag as pointwise."""
+
+_LINEAR = frozenset("to _to_copy contiguous clone alias neg type_as".split())
+
+
+def is_pointwise(node: Node) -> bool:
+    """Whether an op computes each element of its result by itself."""
+    op = resolve(node.op)
+    return node.short in _POINTWISE or torch.Tag.pointwise in getattr(op, "tags", ())
+
+
+def pointwise(op: Op) -> Iterator[Strategy]:
+    """Shards of any dim; operands that are broadcast over it stay whole."""
+    rank = len(op.made)
+    wanted = {
+        S(placement.dim + rank - len(op.shape(value)), placement.segments): None
+        for value in op.inputs
+        for placement in op.shards(value)
+    }
+    for target in wanted:
+        dims = {value: op.aligned(value, target.dim) for value in op.inputs}
+        shared = {v: S(d, target.segments) for v, d in dims.items() if d is not None}
+        if shared and op.made[target.dim] > 1:
+            yield Strategy(shared, target)
+    if not op.carries:
+        return
+    first = op.node.args[0]
+    carrying = [value for value in op.inputs if value in op.model.carrying]
+    if op.name in _LINEAR and first in carrying:
+        yield Strategy({first: P}, P)
+    elif op.name in ("add", "sub") and len(op.inputs) == len(op.node.args):
+        yield Strategy(dict.fromkeys(op.inputs, P), P)
+    elif op.name in ("mul", "div"):
+        a, b = op.node.args[:2]
+        for scaled, by in ((a, b), (b, a))[: 1 if op.name == "div" else 2]:
+            if scaled in carrying and scaled != by:
+                yield Strategy({scaled: P}, P)

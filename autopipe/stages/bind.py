@@ -1,0 +1,269 @@
+"""Find a plan's cuts in a traced model, or refuse the plan.
+
+    plan.stages[1].first = "h.4/layer_norm/0"  ->  position 61 of the graph  ->  Stage
+
+Evaluation has its own graph, since dropout, batch norm and the model's code may differ; it is cut
+so that every stage needs only the parameters that it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from importlib import metadata
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from autopipe.errors import PlanError
+from autopipe.frontend.loss import Loss
+from autopipe.ir import fingerprint
+from autopipe.ir.blocks import Block, find_blocks
+from autopipe.ir.dataflow import analyse
+from autopipe.ir.graph import Graph, Ref, StateSpec, TensorSpec
+from autopipe.ir.partition import Stage, partition
+from autopipe.planfile import programs
+from autopipe.planfile.contents import Plan
+from autopipe.planfile.placements import Sharding
+from autopipe.schedules.instructions import Programs, splits
+from autopipe.sharding.local_graph import blocks_of, shard_graph, shardable
+from autopipe.sharding.plan_io import read_back
+from autopipe.stages.precision import PRECISIONS
+from autopipe.tracing.trace import Trace
+
+
+@dataclass(frozen=True)
+class Split:
+    """A traced model cut into stages."""
+
+    trace: Trace
+    stages: tuple[Stage, ...]
+    blocks: tuple[Block, ...]
+
+    @property
+    def graph(self) -> Graph:
+        """The traced model."""
+        return self.trace.graph
+
+
+def split_as_planned(
+    traced: Trace, plan: Plan, tp: int = 0, sharding: Sharding | None = None
+) -> Split:
+    """Shard a traced model and cut it into stages, as the plan decides.
+
+    Args:
+        tp: the tensor-parallel coordinate of the rank, from 0.
+        sharding: the result of `read_back` of the plan, if already made.
+
+    Raises:
+        PlanError: the plan belongs to another model, or a cut is not legal.
+    """
+    graph = traced.graph
+    if fingerprint.fingerprint(graph) != plan.fingerprint:
+        others = other_versions(plan)
+        by = f", or with other versions ({'; '.join(others)})" if others else ""
+        raise PlanError(
+            f"plan.fingerprint: the plan was made for another model or another loss{by}. First "
+            f"difference: {fingerprint.first_difference(graph, plan.trail)}",
+            hint="plan again with `autopipe plan`",
+        )
+    traced, blocks = dealt_out(traced, plan, tp, sharding)
+    graph = traced.graph
+    starts = []
+    for index, stage in enumerate(plan.stages):
+        for word, name in (("first", stage.first), ("last", stage.last)):
+            if name not in graph.index:
+                raise PlanError(f"plan.stages[{index}].{word}: the model has no node {name!r}")
+        starts.append(graph.index[stage.first])
+    ends = [*(graph.index[stage.last] + 1 for stage in plan.stages)]
+    expected = [0, *ends[:-1]]
+    for index, (start_, end) in enumerate(zip(starts, expected, strict=True)):
+        if start_ != end:
+            rest = graph.nodes[end:]
+            expected_name = repr(rest[0].name) if rest else "nothing after the last node"
+            raise PlanError(
+                f"plan.stages[{index}].first: stage {index} begins with "
+                f"{plan.stages[index].first!r}, expected {expected_name}: the stages "
+                "must hold every node once, in order"
+            )
+    if ends[-1] != len(graph.nodes):
+        raise PlanError(
+            f"plan.stages[{len(ends) - 1}].last: the last stage ends with "
+            f"{plan.stages[-1].last!r}, the model with {graph.nodes[-1].name!r}"
+        )
+    stages = partition(analyse(graph), starts[1:])
+    for index, (own, written) in enumerate(zip(stages, plan.stages, strict=True)):
+        parameters = [n for n in own.states if graph.states[n].kind == "parameter"]
+        for word, expected_, found in (
+            ("parameters", parameters, list(written.parameters)),
+            ("receives", _peers(own.receives), [(t.name, t.peer) for t in written.receives]),
+            ("sends", _peers(own.sends), [(t.name, t.peer) for t in written.sends]),
+        ):
+            differing = set(map(str, expected_)) ^ set(map(str, found))
+            if differing:
+                raise PlanError(
+                    f"plan.stages[{index}].{word}: the stage from {written.first!r} to "
+                    f"{written.last!r} has {len(expected_)} of them, the plan {len(found)}; they "
+                    f"differ in {min(differing)}"
+                )
+    return Split(traced, stages, blocks)
+
+
+def _peers(transfers: Iterable[tuple[Ref, int]]) -> list[tuple[str, int]]:
+    return [(str(ref), peer) for ref, peer in transfers]
+
+
+def check_runs(plan: Plan, compute: Programs | None = None, *, compiled: bool = False) -> None:
+    """Refuse a plan with fields, or a combination of fields, that this version cannot run.
+
+    Args:
+        compute: the plan's programs without transfers, if already made.
+        compiled: whether stages are to run through torch.compile.
+
+    Raises:
+        PlanError: names the field.
+        ScheduleError: the schedule is unknown or invalid.
+    """
+    refused = {
+        "precision": (plan.precision, tuple(PRECISIONS)),
+        **{f"stages[{i}].zero": (s.zero, (0, 1, 3)) for i, s in enumerate(plan.stages)},
+        **{
+            f"blocks[{i}].states": (block.states, ((),))
+            for i, block in enumerate(plan.blocks)
+            if plan.mesh.tp == 1
+        },
+    }
+    for path, (found, runs) in refused.items():
+        if found not in runs:
+            raise PlanError(
+                f"plan.{path}: {found!r} was asked for; this version runs "
+                f"{' or '.join(map(repr, runs))} only"
+            )
+    for index, stage in enumerate(plan.stages):
+        if stage.zero != plan.zero:
+            raise PlanError(
+                f"plan.stages[{index}].zero: {stage.zero}, but {plan.zero} in stage 0; all stages "
+                "of a pipeline are held alike"
+            )
+    split_backwards = splits(compute or programs.compute(plan))
+    zero_3 = plan.zero == 3
+    for pair, found, why in (
+        (f"{plan.schedule} and torch.compile", split_backwards and compiled, "code has no halves"),
+        (f"{plan.schedule} and zero=3", split_backwards and zero_3, "it gathers for both at once"),
+        ("torch.compile and zero=3", compiled and zero_3, "it gathers block by block"),
+    ):
+        if found:
+            raise PlanError(
+                f"{pair} do not go together: {why}",
+                hint="plan with 1f1b, or with zero=1, or run without --compile",
+            )
+
+
+def unused_states(graph: Graph, model: nn.Module) -> dict[str, StateSpec]:
+    """The parameters and persistent buffers of a model that its graph does not read."""
+    known = {n for name, state in graph.states.items() for n in (name, *state.aliases)}
+    persistent = model.state_dict().keys()
+    tensors: dict[int, Tensor] = {}
+    names: dict[int, list[str]] = {}
+    parameters = model.named_parameters(remove_duplicate=False)
+    for name, tensor in chain(parameters, model.named_buffers(remove_duplicate=False)):
+        if name in persistent and name not in known:
+            tensors[id(tensor)] = tensor
+            names.setdefault(id(tensor), []).append(name)
+    found = {}
+    for key, (name, *others) in names.items():
+        kind = "parameter" if isinstance(tensors[key], nn.Parameter) else "buffer"
+        spec = TensorSpec(tuple(tensors[key].shape), tensors[key].dtype)
+        found[name] = StateSpec(spec, kind, False, tuple(others))
+    return found
+
+
+def other_versions(plan: Plan) -> list[str]:
+    """The packages whose version differs from the plan's, one phrase each."""
+    found = []
+    for name, planned in plan.versions.items():
+        try:
+            here = str(torch.__version__) if name == "torch" else metadata.version(name)
+        except metadata.PackageNotFoundError:
+            here = "none"
+        if here != planned:
+            found.append(f"planned with {name} {planned}, here {here}")
+    return found
+
+
+def check_loss(plan: Plan, loss: Loss | None) -> None:
+    """Refuse a loss function if the plan was made without one, and the reverse.
+
+    Raises:
+        PlanError: the plan and the call differ in having a loss function.
+    """
+    if plan.loss and loss is None:
+        raise PlanError(
+            "plan.loss: the plan was made with a loss function, and none is given",
+            hint="parallelize(model, plan, loss=loss), with the loss that plan() was given; in a "
+            "model file it is def loss(outputs, batch)",
+        )
+    if plan.loss is False and loss is not None:
+        raise PlanError(
+            "plan.loss: the plan was made without a loss function, and one is given",
+            hint="leave it out, as the model's own output is the loss; or plan again, with it",
+        )
+
+
+def dealt_out(
+    traced: Trace, plan: Plan, tp: int, sharding: Sharding | None = None
+) -> tuple[Trace, tuple[Block, ...]]:
+    """The graph that tensor-parallel coordinate `tp` runs, and its blocks."""
+    blocks = find_blocks(traced.graph)
+    if plan.mesh.tp == 1:
+        return traced, blocks
+    graph = shard_graph(shardable(traced.graph), sharding or read_back(plan), tp)
+    return replace(traced, graph=graph), blocks_of(graph, blocks)
+
+
+def split_for_evaluation(
+    found: Trace, training: Split, blocks: tuple[Block, ...] | None = None
+) -> Split:
+    """Cut the evaluation graph so that every stage needs only the parameters that it has.
+
+    A node is in the stage of the training node with its name, or in that of the node before it.
+
+    Args:
+        blocks: the evaluation graph's blocks, if already found.
+
+    Raises:
+        PlanError: a stage would have no nodes, or would need parameters of another stage.
+    """
+    graph, flow = found.graph, analyse(found.graph)
+    stages = training.stages
+    owner = {p: stage.index for stage in stages for p in range(stage.first, stage.stop)}
+    planned = {node.name: owner[position] for position, node in enumerate(training.graph.nodes)}
+    cuts: list[int] = []
+    current = 0
+    for position, node in enumerate(graph.nodes):
+        index = planned.get(node.name, current)
+        if flow.local[position] or index <= current:
+            continue
+        cuts += [position] * (index - current)
+        current = index
+    if len(set(cuts)) != len(stages) - 1:
+        raise PlanError(
+            "the model computes nothing in some stages when it evaluates, so it cannot be "
+            "evaluated with this plan",
+            hint="cut the model elsewhere",
+        )
+    split = Split(found, partition(flow, cuts), find_blocks(graph) if blocks is None else blocks)
+    for stage, trained in zip(split.stages, stages, strict=True):
+        missing = [
+            name
+            for name in stage.states
+            if name not in trained.states and graph.states[name].kind != "constant"
+        ]
+        if missing:
+            raise PlanError(
+                f"in evaluation stage {stage.index} needs {missing[0]!r}, which it does not hold "
+                "in training",
+                hint="cut the model elsewhere",
+            )
+    return split

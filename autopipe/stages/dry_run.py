@@ -1,0 +1,325 @@
+"""A rehearsal: all stages of a partition run once, forward and backward, on tensors without memory.
+
+It gives what no formula gives exactly: the bytes each stage keeps for backward and makes again in
+it, and how the tensors that cross a cut look (dtype, strides, whether a gradient comes back, and in
+which strides). Layout is part of the result: a reduction over the same values in another layout
+adds in another order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopipe.ir.blocks import Block
+from autopipe.ir.graph import Graph, Ref, shape_at
+from autopipe.ir.opaque_ops import observing
+from autopipe.ir.partition import Stage
+from autopipe.ir.stage_classes import kind_of
+from autopipe.ir.torch_private import fake_mode
+from autopipe.stages.lower import check_recompute, lower
+from autopipe.stages.precision import arithmetic, computing, wide_statistics
+from autopipe.stages.recompute import within
+from autopipe.stages.saved_storages import SavedStorages
+from autopipe.util.progress import phase
+
+Strides = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CrossingTensor:
+    """A tensor that crosses a cut, for one number of rows.
+
+    `gradients` holds, for each stage that receives it and sends a gradient back, its strides.
+    """
+
+    shape: tuple[int, ...]
+    strides: Strides
+    dtype: torch.dtype
+    gradients: Mapping[int, Strides]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the tensor, and of its gradient."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """The crossing tensors, and bytes per stage.
+
+    Attributes:
+        saved: what one micro-batch keeps from forward to backward. Parameters, buffers, the batch
+            and received tensors are not among it, nor copies in low precision.
+        recomputed: how much more than `saved` is held at the fullest moment of a backward, because
+            blocks are run again in it: by then the blocks after them have let go of theirs.
+
+                saved   |#### args of 4 blocks ####|## rest ##|
+                        |#### args of 4 blocks ####|      <- the rest is gone
+                                          + |##### block 3 again #####|
+                                                       |-----|  recomputed
+
+        low: the step's copies of parameters in low precision, all micro-batches together.
+        stash, fresh: where backwards are split, what is held between the two halves, and what of it
+            the first half has made (`stages.split_backward_layouts`); nothing otherwise.
+    """
+
+    boundaries: Mapping[Ref, CrossingTensor]
+    saved: tuple[int, ...]
+    recomputed: tuple[int, ...]
+    low: tuple[int, ...]
+    stash: tuple[int, ...] = ()
+    fresh: tuple[int, ...] = ()
+
+
+def rehearse(
+    graph: Graph,
+    stages: Sequence[Stage],
+    blocks: Sequence[Block],
+    rows: int,
+    *,
+    gradients: bool = True,
+    recompute: Collection[str] = (),
+    precision: str = "fp32",
+    known: Known | None = None,
+) -> Rehearsal:
+    """Run the stages under fake tensors with micro-batches of `rows` rows.
+
+    Args:
+        gradients: False for an evaluation graph: forward alone, nothing is kept.
+        recompute: paths of the blocks that run again in backward, of all stages.
+        precision: what matrix products are computed in.
+        known: what earlier rehearsals of this graph have learnt, and this one adds to.
+
+    Raises:
+        PlanError: a block to recompute would not do the same again.
+    """
+    known = {} if known is None else known
+    run = partial(_Rehearsing, graph, stages, blocks, rows, gradients, recompute, precision, known)
+    found, unused = run(frozenset()).run()
+    return run(unused).run()[0] if unused else found
+
+
+Arrival = tuple[Ref, int]
+"""A crossing tensor in one of the stages that receive it."""
+
+Known = dict[Hashable, Any]
+"""What has been learnt of kinds of stages (`kinds`), for rehearsals of one graph to share."""
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """What the forward of a kind of stage gave: of each outgoing tensor its look."""
+
+    made: tuple[tuple[CrossingTensor, bool], ...]
+    saved: int
+    low: int
+
+
+@dataclass(frozen=True)
+class _Live:
+    """A forward that has been run, and its one backward not yet."""
+
+    arrivals: tuple[Tensor, ...]
+    results: tuple[Tensor, ...]
+    loss: Tensor | None
+    kept: SavedStorages
+
+
+@dataclass
+class _Rehearsing:
+    """One rehearsal; `unused` are arrivals to which no gradient flows back.
+
+    They are known only after the backward: a tensor may cross to be detached. With them known, what
+    leads to them alone keeps nothing for backward, as in the whole model.
+
+    A stage of a kind that has been run, on tensors that look the same, is not run again.
+    """
+
+    graph: Graph
+    stages: Sequence[Stage]
+    blocks: Sequence[Block]
+    rows: int
+    gradients: bool
+    recompute: Collection[str]
+    precision: str
+    known: Known
+    unused: frozenset[Arrival]
+    boundaries: dict[Ref, CrossingTensor] = field(default_factory=dict)
+    live: dict[Hashable, _Live] = field(default_factory=dict)
+
+    def run(self) -> tuple[Rehearsal, frozenset[Arrival]]:
+        """The rehearsal, and the arrivals to which no gradient flowed back."""
+        with (
+            fake_mode(),
+            wide_statistics(n.op for n in self.graph.nodes),
+            torch.set_grad_enabled(self.gradients),
+            phase("rehearsing stages", of=len(self.stages)) as done,
+        ):
+            kinds = [self._kind(stage) for stage in self.stages]
+            keys: list[Hashable] = []
+            forwards: list[_Forward] = []
+            for stage, kind in zip(self.stages, kinds, strict=True):
+                keys.append((kind, self._received(stage)))
+                forwards.append(self._forward(stage, keys[-1]))
+                done()
+                for ref, (boundary, carries) in zip(stage.outgoing, forwards[-1].made, strict=True):
+                    takers = [
+                        to
+                        for value, to in stage.sends
+                        if value == ref and carries and (ref, to) not in self.unused
+                    ]
+                    strides = dict.fromkeys(takers, boundary.strides)
+                    self.boundaries[ref] = replace(boundary, gradients=strides)
+            unused, recomputed = self.unused, [0] * len(self.stages)
+            if self.gradients:
+                unused, recomputed = self._backwards(keys)
+        found = Rehearsal(
+            self.boundaries,
+            tuple(forward.saved for forward in forwards),
+            tuple(recomputed),
+            tuple(forward.low for forward in forwards),
+        )
+        return found, unused
+
+    def _kind(self, stage: Stage) -> Hashable:
+        again = within(stage, self.blocks, self.recompute)
+        check_recompute(self.graph, stage, self.blocks, again)
+        kind = kind_of(self.graph, stage, self.blocks, again, last=self._is_last(stage))
+        return kind, self.rows, self.gradients, self.precision
+
+    def _is_last(self, stage: Stage) -> bool:
+        return stage.index == len(self.stages) - 1
+
+    def _received(self, stage: Stage) -> Hashable:
+        """How the tensors look that a stage receives."""
+        found = ((self.boundaries[ref], stage.index) for ref, _ in stage.receives)
+        return tuple((b.shape, b.strides, b.dtype, to in b.gradients) for b, to in found)
+
+    def _forward(self, stage: Stage, key: Hashable) -> _Forward:
+        if key not in self.known:
+            self.known[key], self.live[key] = self._run(stage)
+        found: _Forward = self.known[key]
+        return found
+
+    def _run(self, stage: Stage) -> tuple[_Forward, _Live]:
+        graph, rows, last = self.graph, self.rows, self._is_last(stage)
+        states = {name: fake_state(graph, name) for name in stage.states}
+        again = within(stage, self.blocks, self.recompute)
+        lowered = lower(
+            graph,
+            stage,
+            self.blocks,
+            states,
+            None,
+            rows,
+            last=last,
+            recompute=again,
+            precision=self.precision,
+        )
+        how = arithmetic(self.precision, "cpu", [states[name] for name in lowered.low])
+        copies = how.copies.values()
+        received = [_arrival(self.boundaries[ref], stage.index) for ref, _ in stage.receives]
+        inputs = [
+            torch.empty(shape_at(graph.inputs[path], rows), dtype=graph.inputs[path].dtype)
+            for path in stage.inputs
+        ]
+        kept = SavedStorages((*states.values(), *received, *inputs, *copies))
+        with observing(kept.keep), computing(how):
+            made = lowered.module(*received, *inputs)
+        outgoing = tuple(made[: len(stage.outgoing)])
+        found = _Forward(
+            tuple(
+                (CrossingTensor(tuple(t.shape), dense_strides(t), t.dtype, {}), t.requires_grad)
+                for t in outgoing
+            ),
+            sum(kept.sizes.values()),
+            sum(copy.untyped_storage().nbytes() for copy in copies),
+        )
+        loss = made[len(outgoing)] if last else None
+        return found, _Live(tuple(received), outgoing, loss, kept)
+
+    def _backwards(self, keys: Sequence[Hashable]) -> tuple[frozenset[Arrival], list[int]]:
+        """The backward of every stage from the last one on, to learn the strides of gradients.
+
+        Returns the arrivals that no gradient came to, and what `Rehearsal.recomputed` has.
+        """
+        unused: set[Arrival] = set()
+        recomputed = [0] * len(self.stages)
+        for stage in reversed(self.stages):
+            sent = tuple(self.boundaries[ref] for ref in stage.outgoing)
+            seeds = tuple(
+                tuple(strides for _, strides in sorted(b.gradients.items(), reverse=True))
+                for b in sent
+            )
+            key = "backward", keys[stage.index], seeds
+            if key not in self.known:
+                live = self.live.pop(keys[stage.index], None) or self._run(stage)[1]
+                self.known[key] = _backward(live, sent)
+            recomputed[stage.index], gradients = self.known[key]
+            for (ref, _), found in zip(stage.receives, gradients, strict=True):
+                boundary = self.boundaries[ref]
+                strides = dict(boundary.gradients)
+                if found is not None:
+                    strides[stage.index] = found
+                elif strides.pop(stage.index, None) is not None:
+                    unused.add((ref, stage.index))
+                self.boundaries[ref] = replace(boundary, gradients=strides)
+        return frozenset(unused), recomputed
+
+
+def _backward(
+    live: _Live, sent: Sequence[CrossingTensor]
+) -> tuple[int, tuple[Strides | None, ...]]:
+    """One backward: what it holds more than the forward kept, and the strides of its gradients."""
+    if live.loss is not None:
+        roots = [live.loss] if live.loss.requires_grad else []
+        seeds = [torch.ones_like(root) for root in roots]
+    else:
+        carrying = [(r, b) for r, b in zip(live.results, sent, strict=True) if b.gradients]
+        roots = [root for root, _ in carrying]
+        seeds = [_summed(boundary) for _, boundary in carrying]
+    more = 0
+    if roots:
+        before = live.kept.most = live.kept.now
+        with observing(live.kept.keep):
+            torch.autograd.backward(roots, seeds)
+        more = live.kept.most - before
+    arrived = (tensor.grad for tensor in live.arrivals)
+    return more, tuple(None if grad is None else dense_strides(grad) for grad in arrived)
+
+
+def _summed(boundary: CrossingTensor) -> Tensor:
+    """The gradient of a crossing tensor: those of the later stages first, as the runtime adds."""
+    takers = sorted(boundary.gradients, reverse=True)
+    parts = [
+        torch.empty_strided(boundary.shape, boundary.gradients[taker], dtype=boundary.dtype)
+        for taker in takers
+    ]
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def fake_state(graph: Graph, name: str) -> Tensor:
+    """A tensor in the place of a state; made under a fake mode it has no memory."""
+    state = graph.states[name]
+    tensor = torch.empty(shape_at(state.spec, 1), dtype=state.spec.dtype)
+    return torch.nn.Parameter(tensor, state.trainable) if state.kind == "parameter" else tensor
+
+
+def _arrival(boundary: CrossingTensor, stage: int) -> Tensor:
+    tensor = torch.empty_strided(boundary.shape, boundary.strides, dtype=boundary.dtype)
+    return tensor.requires_grad_(stage in boundary.gradients)
+
+
+def dense_strides(tensor: Tensor) -> Strides:
+    """The strides of a tensor's dense copy: its own where it has no gaps and no overlaps."""
+    return torch.empty_like(tensor).stride()

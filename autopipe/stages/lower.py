@@ -1,0 +1,325 @@
+"""From a stage to modules that run it: one GraphModule per block, called by one per stage.
+
+    stage GraphModule                       named_parameters()
+      embedding(tokens, [wte.weight])         wte.weight
+      h_0 = self.h.0(embedding, mask)         h.0.ln.weight, h.0.mlp.weight, ...
+      h_1 = self.h.1(h_0, mask)               h.1.ln.weight, ...
+
+Every module sits at the path the model has it, so parameters keep the model's own names. Sizes are
+integers: a stage is lowered for one number of rows per micro-batch, and lowered again for another.
+In mixed precision a parameter that goes to a matrix product goes there as this step's copy of it:
+
+      linear(layer_norm, low(self.mlp.weight))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+
+from autopipe.errors import PlanError
+from autopipe.ir.blocks import Block
+from autopipe.ir.dataflow import analyse, is_random, obstacle
+from autopipe.ir.graph import (
+    READ_OP,
+    Arg,
+    Autocast,
+    Graph,
+    Input,
+    Node,
+    Ref,
+    State,
+    Value,
+    at_batch,
+    resolve,
+    values_in,
+)
+from autopipe.ir.opaque_ops import OPAQUE
+from autopipe.ir.opaque_ops import run as run_opaque
+from autopipe.ir.partition import Stage
+from autopipe.planfile.parts import Read
+from autopipe.planfile.placements import Placement
+from autopipe.stages.node_calls import NODE_NAME, check_read, take, under_autocast
+from autopipe.stages.precision import LOWERED, low
+from autopipe.stages.recompute import Recomputed, refuse, within
+from autopipe.stages.rng import draw
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A stage that runs: `module(*received, *inputs)` gives the tensors to send, then the results.
+
+    The order of the arguments is that of `stage.receives` and `stage.inputs`; of the results that
+    of `stage.outgoing`, and in the last stage of the graph's outputs. `low` names the parameters
+    that want a copy in low precision for each step (`precision.arithmetic`), `ops` its nodes' ops.
+    """
+
+    stage: Stage
+    module: fx.GraphModule
+    rows: int
+    low: tuple[str, ...] = ()
+    ops: frozenset[str] = frozenset()
+
+
+def lower(
+    graph: Graph,
+    stage: Stage,
+    blocks: Sequence[Block],
+    states: Mapping[str, Tensor],
+    reads: Sequence[Read] | None,
+    rows: int,
+    *,
+    last: bool,
+    device: torch.device | str = "cpu",
+    recompute: Collection[str] = (),
+    precision: str = "fp32",
+) -> Lowered:
+    """Make the modules of a stage for micro-batches of `rows` rows.
+
+    Args:
+        states: the parameters, buffers and constants of the stage, by name; taken as they are.
+        reads: the record that read nodes check against; None for a rehearsal on fake tensors,
+            which has no values to check and observes opaque ops.
+        last: whether the stage makes the graph's results.
+        recompute: paths of blocks that run again in backward; of a block that the stage has only
+            in part, that part does, unless no parameter is in it.
+        precision: that of the steps to come; the module itself runs in any.
+
+    Raises:
+        PlanError: a block to recompute is none of the stage's, or would not do the same again.
+    """
+    root = nn.Module()
+    _install(root, stage, states)
+    emitter = _Emitter(graph, reads, rows, torch.device(device), precision != "fp32")
+    arguments: list[Value] = [ref for ref, _ in stage.receives]
+    arguments += [Input(path) for path in stage.inputs]
+    results: list[Arg] = [*stage.outgoing, *(graph.outputs if last else ())]
+    runs = _runs(graph, stage, blocks)
+    check_recompute(graph, stage, blocks, recompute)
+    outer, env = fx.Graph(), {}
+    for value in arguments:
+        env[value] = outer.placeholder(_identifier(str(value)))
+        if value in stage.copied:
+            # Written in place below: autograd forbids that on a leaf, and the buffer is not ours.
+            env[value] = outer.call_function(torch.ops.aten.clone.default, (env[value],))
+    pieces: dict[str, nn.Module] = {}
+    for number, (block, positions) in enumerate(runs):
+        nodes = [graph.nodes[p] for p in positions]
+        if block is None:
+            emitter.emit(outer, nodes, env, prefix="")
+            continue
+        after = [v for _, rest in runs[number + 1 :] for p in rest for v in graph.nodes[p].values()]
+        home = path = block.module
+        while path in pieces:  # a module called again, or a block in two pieces
+            path += "_again"
+        piece = emitter.piece(
+            root.get_submodule(home), home, nodes, {*after, *values_in(tuple(results))}
+        )
+        pieces[path] = Recomputed(piece.module) if block.path in recompute else piece.module
+        for value in piece.arguments:
+            emitter.load(outer, value, env, prefix="")
+        call = outer.call_module(path, tuple(env[v] for v in piece.arguments))
+        for position, value in enumerate(piece.results):
+            env[value] = outer.call_function(take, (call, position))
+    for value in values_in(tuple(results)):
+        emitter.load(outer, value, env, prefix="")
+    outer.output(tuple(emitter.argument(result, env) for result in results))
+    for path, module in pieces.items():
+        parent, _, leaf = path.rpartition(".")
+        setattr(root.get_submodule(parent), leaf, module)
+    _install(root, stage, states)  # again: a piece has only those that it reads itself
+    module = fx.GraphModule(root, outer, class_name=f"Stage{stage.index}")
+    ops = frozenset(graph.nodes[position].op for position in stage.nodes)
+    return Lowered(stage, module, rows, tuple(emitter.low), ops)
+
+
+def _install(root: nn.Module, stage: Stage, states: Mapping[str, Tensor]) -> None:
+    """Register a stage's states under their dotted names, with plain modules on the way."""
+    for name in stage.states:
+        *path, leaf = name.split(".")
+        module = root
+        for part in path:
+            if not hasattr(module, part):
+                module.add_module(part, nn.Module())
+            module = module.get_submodule(part)
+        tensor = states[name]
+        if isinstance(tensor, nn.Parameter):
+            module.register_parameter(leaf, tensor)
+        else:
+            module.register_buffer(leaf, tensor)
+
+
+def _runs(
+    graph: Graph, stage: Stage, blocks: Sequence[Block]
+) -> list[tuple[Block | None, list[int]]]:
+    """A stage's nodes as consecutive runs, each inside one block or inside none."""
+    owner = {p: block for block in blocks for p in range(block.first, block.stop)}
+    runs: list[tuple[Block | None, list[int]]] = []
+    for position in stage.nodes:
+        # A local node from elsewhere is the stage's own, not a piece of a block it does not have.
+        block = owner.get(position) if stage.first <= position < stage.stop else None
+        if not runs or runs[-1][0] is not block:
+            runs.append((block, []))
+        runs[-1][1].append(position)
+    return [
+        (block if block and _has_home(graph, block, positions) else None, positions)
+        for block, positions in runs
+    ]
+
+
+def check_recompute(
+    graph: Graph, stage: Stage, blocks: Sequence[Block], recompute: Collection[str]
+) -> None:
+    """Refuse blocks that are none of the stage's, or would not do the same again.
+
+    Raises:
+        PlanError: names the block, and what stands in its way.
+    """
+    if not recompute:
+        return
+    unknown = sorted(set(recompute) - set(within(stage, blocks, recompute)))
+    if unknown:
+        there = within(stage, blocks, [block.path for block in blocks])
+        raise PlanError(
+            f"stage {stage.index}: {unknown[0]!r} is to be recomputed and is no block of the stage",
+            hint=f"its blocks are {', '.join(there)}" if there else "it has none",
+        )
+    flow = analyse(graph)
+    for block, positions in _runs(graph, stage, blocks):
+        if block is not None and block.path in recompute:
+            reason = obstacle(flow, positions)
+            if reason is not None:
+                refuse(stage, block.path, reason)
+
+
+def _has_home(graph: Graph, block: Block, positions: Sequence[int]) -> bool:
+    """Whether the stage has parameters under the block's path, so that a module stands there."""
+    return any(
+        isinstance(value, State) and value.name.startswith(block.prefix)
+        for position in positions
+        for value in graph.nodes[position].values()
+    )
+
+
+@dataclass(frozen=True)
+class _Piece:
+    module: fx.GraphModule
+    arguments: tuple[Value, ...]
+    results: tuple[Value, ...]
+
+
+@dataclass(frozen=True)
+class _Emitter:
+    """Writes nodes into an fx graph for one number of rows and one device.
+
+    With `mixed`, parameters go to matrix products as copies; `low` are the names of those that do.
+    """
+
+    graph: Graph
+    reads: Sequence[Read] | None
+    rows: int
+    device: torch.device
+    mixed: bool
+    low: dict[str, None] = field(default_factory=dict)
+
+    def piece(
+        self, root: nn.Module, home: str, nodes: Sequence[Node], wanted: set[Value]
+    ) -> _Piece:
+        """One block's module: what it reads from outside are its arguments."""
+        made = {Ref(n.name, i) for n in nodes for i in range(len(n.outputs))}
+        inner, env = fx.Graph(), {}
+        arguments: list[Value] = []
+        for value in dict.fromkeys(v for node in nodes for v in node.values()):
+            own_state = isinstance(value, State) and value.name.startswith(home + ".")
+            if value not in made and not own_state:
+                arguments.append(value)
+                env[value] = inner.placeholder(_identifier(str(value)))
+        results = tuple(sorted(made & wanted, key=lambda r: (self.graph.index[r.node], r.output)))
+        self.emit(inner, nodes, env, prefix=home + ".")
+        inner.output(tuple(env[value] for value in results))
+        name = "".join(part.capitalize() for part in _identifier(home).split("_"))
+        return _Piece(fx.GraphModule(root, inner, class_name=name), tuple(arguments), results)
+
+    def emit(
+        self, into: fx.Graph, nodes: Sequence[Node], env: dict[Value, fx.Node], prefix: str
+    ) -> None:
+        for node in nodes:
+            if node.op == READ_OP and self.reads is None:
+                continue
+            for value in node.values():
+                self.load(into, value, env, prefix)
+            args, kwargs = self._arguments(into, node, env)
+            call = self._call(into, node, args, kwargs)
+            call.meta[NODE_NAME] = node.name
+            if not node.packed:
+                env[Ref(node.name)] = call
+                continue
+            for number in range(len(node.outputs)):
+                env[Ref(node.name, number)] = into.call_function(take, (call, number))
+
+    def load(self, into: fx.Graph, value: Value, env: dict[Value, fx.Node], prefix: str) -> None:
+        """Bring a state into reach at its first use."""
+        if isinstance(value, State) and value not in env:
+            env[value] = into.get_attr(value.name.removeprefix(prefix))
+
+    def argument(self, arg: Arg, env: Mapping[Value, Any]) -> Any:
+        """An argument as fx takes it: nodes, integers, lists."""
+        if isinstance(arg, Value):
+            return env[arg]
+        if isinstance(arg, Placement):
+            return str(arg.at(self.rows))
+        if isinstance(arg, tuple):
+            return tuple(self.argument(item, env) for item in arg)
+        if isinstance(arg, sympy.Expr):
+            return at_batch(arg, self.rows)
+        return self.device if isinstance(arg, torch.device) else arg
+
+    def _arguments(
+        self, into: fx.Graph, node: Node, env: Mapping[Value, fx.Node]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.mixed and node.autocast is None and node.short in LOWERED:
+            wide = {v: v.name for v in node.values() if self._is_wide_parameter(v)}
+            self.low.update(dict.fromkeys(wide.values()))
+            env = {**env, **{v: into.call_function(low, (env[v],)) for v in wide}}
+        if not node.grad:
+            # Inside torch.no_grad(): what comes in from outside must not carry a gradient through.
+            env = {
+                value: into.call_function(torch.ops.aten.detach.default, (env[value],))
+                for value in dict.fromkeys(node.values())
+            }
+        args = tuple(self.argument(arg, env) for arg in node.args)
+        return args, {key: self.argument(arg, env) for key, arg in node.kwargs.items()}
+
+    def _is_wide_parameter(self, value: Value) -> TypeGuard[State]:
+        if not isinstance(value, State):
+            return False
+        state = self.graph.states[value.name]
+        return state.kind == "parameter" and state.spec.dtype == torch.float32
+
+    def _call(
+        self, into: fx.Graph, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> fx.Node:
+        if node.op == READ_OP and self.reads is not None:
+            read = self.reads[args[1]]
+            return into.call_function(check_read, (args[0], read.kind, read.value, read.place))
+        op = resolve(node.op)
+        if is_random(node):
+            op, args = draw, (op, node.stream or node.name, *args)
+        if self.reads is None and node.op in OPAQUE:
+            op, args = run_opaque, (op, *args)
+        if node.autocast is not None:
+            auto: Autocast = node.autocast
+            args = (auto.device_type, auto.dtype, auto.enabled, op, *args)
+            op = under_autocast
+        return into.call_function(op, args, kwargs)
+
+
+def _identifier(text: str) -> str:
+    """A Python name for a path: `<image.mask>` -> `image_mask`."""
+    name = "".join(c if c.isalnum() else "_" for c in text).strip("_")
+    return name if name and not name[0].isdigit() else f"v_{name}"

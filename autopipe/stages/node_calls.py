@@ -1,0 +1,44 @@
+"""What the code of a lowered stage calls besides torch's own ops: reads, autocast, results.
+
+Emitted files call them too, by `runtime.emitted`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopipe.planfile.parts import Read
+from autopipe.stages.rng import draw
+from autopipe.tracing.value_guards import check
+
+NODE_NAME = "autopipe_node"
+"""The key in an fx node's meta under which its graph node's name stands."""
+
+
+def take(values: Any, position: int) -> Any:
+    """One of the results of a block or of an op that has several."""
+    return values[position]
+
+
+def check_read(tensor: Tensor, kind: str, value: Any, place: str) -> None:
+    """Compare what a read node reads with the record of it.
+
+    Raises:
+        ModelError: the value differs (`value_guards.check`).
+    """
+    check(tensor, Read(kind, value, place))
+
+
+python_only = frozenset({draw, check_read})
+"""Functions in a stage's code that seed generators or read values: no compiler may look inside."""
+
+
+def under_autocast(
+    device_type: str, dtype: torch.dtype | None, enabled: bool, op: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """An op under the autocast that the model itself had around it."""
+    with torch.autocast(device_type, dtype=dtype, enabled=enabled):
+        return op(*args, **kwargs)

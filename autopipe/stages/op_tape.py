@@ -1,0 +1,132 @@
+"""Record every op of a run below autograd: the op, its arguments and its results.
+
+    tape = Tape()
+    given = tape.given(x)
+    with tape:
+        y = torch.tanh(x @ w)         mm = aten.mm(x, w);  tanh = aten.tanh(mm)
+    tape.node(y)                      tanh
+
+`torch.fx.experimental.proxy_tensor.make_fx` does the same and more than is needed here: symbolic
+sizes, decompositions, computed constants, a copy of every result. Ops on fake tensors compute
+nothing, so this extra work would be most of the time of a trace.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_aggregate
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from autopipe.ir.torch_private import TorchDispatchMode, storage_key
+
+MADE = "autopipe_made"
+"""The key of a node's `Made` in its meta."""
+
+_running = threading.local()
+
+
+class Made:
+    """Facts about the tensors that a node made: storages and dtype.
+
+    Attributes:
+        storages: bytes of their storages, by `storage_key`; no other storage gets the same key
+            while this object lives.
+        dtype: the first tensor's; None if the node made no tensor.
+    """
+
+    __slots__ = ("_held", "dtype", "storages")
+
+    def __init__(self, value: Any) -> None:
+        items = value if isinstance(value, list | tuple) else (value,)
+        tensors = [item for item in items if isinstance(item, Tensor)]
+        self._held = [tensor.untyped_storage() for tensor in tensors]
+        self.storages = {storage_key(t): t.untyped_storage().nbytes() for t in tensors}
+        self.dtype: torch.dtype | None = tensors[0].dtype if tensors else None
+
+
+class Tape(TorchDispatchMode):
+    """Records the ops that run within it, in order.
+
+    A tensor that is neither given nor made by a recorded op is a constant: a `get_attr` node.
+
+    Attributes:
+        graph: a node for each op, and one for each tensor of an op with several results.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.graph = fx.Graph()
+        # By identity, and weakly: whoever keeps a tensor makes autograd copy it.
+        self._nodes = WeakTensorKeyDictionary()
+
+    def given(self, tensor: Tensor) -> fx.Node:
+        """Add a tensor that the ops may read, as a placeholder node."""
+        return self._made(tensor, self.graph.placeholder(f"arg{len(self.graph.nodes)}"))
+
+    def node(self, value: Any) -> Any:
+        """The node that made a tensor or wrote it last; other values are returned unchanged."""
+        if not isinstance(value, Tensor):
+            return value
+        if value not in self._nodes:
+            self._made(value, self.graph.get_attr(f"constant{len(self.graph.nodes)}"))
+        return self._nodes[value]
+
+    def __enter__(self) -> Any:
+        _running.tape = self
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        _running.tape = None
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":  # asks where a tensor is
+            return func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        call = self.graph.create_node(
+            "call_function",
+            func,
+            map_aggregate(tuple(args), self.node),
+            map_aggregate(kwargs, self.node),
+            name=name,
+        )
+        result = func(*args, **kwargs)
+        self._made(result, call)
+        if isinstance(result, list | tuple):
+            for position, item in enumerate(result):
+                if isinstance(item, Tensor):
+                    self._made(item, self.graph.call_function(operator.getitem, (call, position)))
+        return result
+
+    def _made(self, value: Any, node: fx.Node) -> fx.Node:
+        node.meta[MADE] = Made(value)
+        if isinstance(value, Tensor):
+            self._nodes[value] = node
+        return node
+
+
+def running() -> Tape | None:
+    """The tape that records in this thread; None: there is none."""
+    return getattr(_running, "tape", None)
+
+
+@contextmanager
+def marking(key: str, value: object) -> Iterator[None]:
+    """Within, set `meta[key] = value` on each recorded node; without a tape, do nothing."""
+    tape = running()
+    nodes: Any = tape.graph.nodes if tape else ()
+    before = len(nodes)
+    try:
+        yield
+    finally:  # a block that runs again in backward may end in the middle of an op
+        for node in islice(reversed(nodes), len(nodes) - before):
+            node.meta[key] = value

@@ -1,0 +1,145 @@
+"""Run a stage in fp32, or in mixed precision with its matrix products in bf16 or fp16.
+
+    parameter   fp32 --- copied once a step ---> bf16 --+
+                                                        +--> linear --> bf16 --> norms, losses: fp32
+    activation  fp32 --- cast where it is used -> bf16 --+
+    gradient    fp32 <-- cast, then summed, in every micro-batch
+
+Parameters, gradients and optimizer state stay in fp32 (Micikevicius et al., ICLR 2018).
+`torch.autocast` decides op by op. Only its cache of cast weights is replaced, by copies that a step
+makes when it begins: torch empties its cache whenever a forward ends, so that each micro-batch in
+flight would hold copies of its own; it has one cache for all threads, and caches no frozen weight.
+
+Only torch's own decisions change: a dtype that the model's own code asks for (`x.to(y)`) was traced
+in fp32 and stays.
+
+Backward runs outside: its ops then compute in the dtypes of their forwards, as torch advises.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopipe.errors import AutopipeError
+from autopipe.ir.torch_private import TorchDispatchMode
+
+PRECISIONS: Mapping[str, torch.dtype | None] = {
+    "fp32": None,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+"""The dtype of matrix products for each precision; None: the dtype of their operands."""
+
+LOWERED = frozenset(
+    "linear columns matmul mm bmm addmm baddbmm addbmm conv1d conv2d conv3d "
+    "conv_transpose1d conv_transpose2d conv_transpose3d".split()
+)
+"""Ops that get a parameter's low-precision copy: autocast lowers them on every kind of device.
+
+https://docs.pytorch.org/docs/stable/amp.html. What it lowers besides, on some kinds, it casts
+itself at each use.
+"""
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """The precision of one step on one kind of device.
+
+    Attributes:
+        copies: copies of parameters in `dtype`, by the parameter's id; they live for the step.
+    """
+
+    dtype: torch.dtype | None
+    device_type: str
+    copies: Mapping[int, Tensor] = field(default_factory=dict)
+
+
+FP32 = Arithmetic(None, "cpu")
+
+_current = threading.local()
+
+
+def arithmetic(
+    precision: str, device: torch.device | str, parameters: Iterable[Tensor] = ()
+) -> Arithmetic:
+    """Make the arithmetic of a step that begins now, with low-precision copies of `parameters`.
+
+    Under autograd a copy leads back to its parameter, whose gradient grows in fp32 with the
+    backward of every micro-batch.
+
+    Args:
+        parameters: those of `Lowered.low`; empty if copies must not last, as under ZeRO-3.
+
+    Raises:
+        AutopipeError: the precision is unknown.
+    """
+    if precision not in PRECISIONS:
+        raise AutopipeError(
+            f"there is no precision {precision!r}", hint=f"one of {', '.join(PRECISIONS)}"
+        )
+    dtype, kind = PRECISIONS[precision], torch.device(device).type
+    if dtype is None:
+        return Arithmetic(None, kind)
+    return Arithmetic(dtype, kind, {id(p): p.to(dtype) for p in parameters})
+
+
+@contextmanager
+def computing(how: Arithmetic) -> Iterator[None]:
+    """Within, compute in this precision; use it around each forward, never around a backward."""
+    before, _current.how = current(), how
+    try:
+        if how.dtype is None:
+            yield
+        else:
+            with torch.autocast(how.device_type, how.dtype, cache_enabled=False):
+                yield
+    finally:
+        _current.how = before
+
+
+def current() -> Arithmetic:
+    """The arithmetic of this thread now."""
+    return getattr(_current, "how", FP32)
+
+
+def low(parameter: Tensor) -> Tensor:
+    """The step's low-precision copy of a parameter; the parameter itself if there is none."""
+    return current().copies.get(id(parameter), parameter)
+
+
+_NORMS = (
+    torch.ops.aten.native_layer_norm.default,
+    torch.ops.aten.native_group_norm.default,
+    torch.ops.aten.native_batch_norm.default,
+)
+
+
+def wide_statistics(ops: Iterable[str]) -> AbstractContextManager[object]:
+    """`WideStatistics` if one of the ops may be a norm; it slows down all ops within."""
+    return WideStatistics() if any("norm" in op for op in ops) else nullcontext()
+
+
+class WideStatistics(TorchDispatchMode):
+    """Makes norms on fake tensors save statistics of the same dtype as norms on real ones.
+
+    The statistics of a bf16 input are fp32 where the norm's weights are; fake ones are bf16.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func not in _NORMS:
+            return result
+        _, *others = (arg for arg in args if isinstance(arg, Tensor))
+        made, *statistics = result
+        wide = any(other.dtype == torch.float32 for other in others)
+        return made, *(s.to(torch.float32) if wide else s for s in statistics)

@@ -1,0 +1,206 @@
+"""Recompute blocks: save only a block's arguments in forward, and run it a second time in backward.
+
+                   forward                     backward
+    kept           its arguments               its arguments
+    in between     what it saves, numbered     run again: the same tensors by the same numbers
+                   and let go                  each handed out once, and let go
+
+Autograd saves tensors through hooks, and calls only the innermost ones. A block's own hooks hide
+its saved tensors from outer hooks that count memory, so the block passes on what stays: its
+arguments, and, for a moment in backward, the tensors that the second run saves. (The idea is that
+of `torch.utils.checkpoint` with `use_reentrant=False`.)
+
+The second run has the first one's arithmetic and random stream, in whichever thread backward runs
+(on a GPU not the caller's).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node, saved_tensors_hooks
+
+from autopipe.errors import PlanError
+from autopipe.ir.blocks import Block, classes
+from autopipe.ir.partition import Stage
+from autopipe.ir.torch_private import share_members, storage_key
+from autopipe.stages import precision, rng
+
+ALL = "all"
+"""The word for every block of the model."""
+
+
+def blocks_to_recompute(blocks: Sequence[Block], asked: Sequence[str]) -> tuple[str, ...]:
+    """The paths of the blocks to recompute, in the graph's order.
+
+    Args:
+        asked: "all", names of block classes, or paths of blocks or of modules that contain blocks.
+            A class is named after its first member; its name means all members.
+
+    Raises:
+        PlanError: there is no such block or class.
+    """
+    members = classes(tuple(blocks))
+    chosen: set[str] = set()
+    for word in asked:
+        meant = set(members.get(word, ())) or {
+            block.path
+            for block in blocks
+            if word in (ALL, block.path) or block.path.startswith(word + ".")
+        }
+        if not meant:
+            known = ", ".join(f"{name} ({len(paths)} of them)" for name, paths in members.items())
+            raise PlanError(
+                f"recompute: the model has no block and no class of blocks {word!r}",
+                hint=f"{ALL}, or of a class {known}" if known else "this model has no blocks",
+            )
+        chosen |= meant
+    return tuple(block.path for block in blocks if block.path in chosen)
+
+
+def within(stage: Stage, blocks: Sequence[Block], recompute: Collection[str]) -> tuple[str, ...]:
+    """The blocks of `recompute` that are in the stage, at least in part."""
+    return tuple(
+        block.path
+        for block in blocks
+        if block.path in recompute and block.first < stage.stop and block.stop > stage.first
+    )
+
+
+def refuse(stage: Stage, path: str, reason: str) -> None:
+    """Raise the error for a block that cannot be recomputed with equal results.
+
+    Raises:
+        PlanError: always.
+    """
+    raise PlanError(
+        f"stage {stage.index}: block {path!r} cannot be recomputed: {reason}",
+        hint=f"leave {path!r} out of what is recomputed",
+    )
+
+
+class Recomputed(nn.Module):
+    """A recomputed block; parameters keep their names, without a prefix.
+
+    `block` is the module inside. Without gradients, a call just runs the block.
+    """
+
+    block: nn.Module
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["block"] = block  # not a submodule: its parts are this module's own
+        share_members(self, block)
+
+    def forward(self, *arguments: Tensor) -> Any:
+        """The block's results; backward recomputes the tensors that it needs."""
+        if not torch.is_grad_enabled():
+            return self.block(*arguments)
+        run = _Run(self.block)
+        with saved_tensors_hooks(run.number, _value):
+            results = self.block(*arguments)
+        run.keep(arguments)
+        return results
+
+
+class _Enough(BaseException):
+    """Ends a second run early, once it has saved all the tensors that the first run saved.
+
+    It is no `Exception`, since a GraphModule prints those to stderr.
+    """
+
+
+class _Run:
+    """One forward of a block, with everything that its second run needs."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._block = block
+        self._arithmetic = precision.current()
+        self._stream = rng.current()
+        self._saved = 0
+        self._arguments: Node | None = None
+        self._given: tuple[nn.Parameter | bool, ...] = ()
+        self._values: dict[int, Tensor | Node] = {}
+
+    def number(self, tensor: Tensor) -> tuple[_Run, int]:
+        """Replace a saved tensor by this run and the tensor's number."""
+        self._saved += 1
+        return self, self._saved - 1
+
+    def keep(self, arguments: Sequence[Tensor]) -> None:
+        """Keep the arguments for the second run, if backward will need it."""
+        if self._saved:
+            # A parameter from elsewhere is given again as itself: its copy goes by its identity.
+            self._given = tuple(
+                tensor if isinstance(tensor, nn.Parameter) else tensor.requires_grad
+                for tensor in arguments
+            )
+            self._arguments = _hold(*(tensor.detach() for tensor in arguments))
+
+    def value(self, number: int) -> Tensor:
+        """The saved tensor of this number; a second request recomputes the block once more."""
+        if number not in self._values:
+            self._values = self._again()
+        held = self._values.pop(number)
+        return held if isinstance(held, Tensor) else held.saved_tensors[0]  # type: ignore[attr-defined]
+
+    def _again(self) -> dict[int, Tensor | Node]:
+        """Run the block and take what it saves, by number; the arguments are held already."""
+        assert self._arguments is not None
+        kept = self._arguments.saved_tensors  # type: ignore[attr-defined]
+        arguments = [
+            given if isinstance(given, nn.Parameter) else tensor.detach().requires_grad_(given)
+            for tensor, given in zip(kept, self._given, strict=True)
+        ]
+        made: list[Tensor] = []
+
+        def collect(tensor: Tensor) -> None:
+            made.append(tensor.detach())
+            if len(made) == self._saved:
+                raise _Enough
+
+        with (
+            torch.enable_grad(),
+            precision.computing(self._arithmetic),
+            rng.stream.resumed(self._stream),
+            saved_tensors_hooks(collect, _never),
+        ):
+            try:
+                self._block(*arguments)
+            except _Enough:
+                pass
+        assert len(made) == self._saved, f"{len(made)} tensors saved again of {self._saved}"
+        held = {storage_key(tensor) for tensor in kept}
+        return {
+            number: tensor if storage_key(tensor) in held else _hold(tensor)
+            for number, tensor in enumerate(made)
+        }
+
+
+def _value(numbered: tuple[_Run, int]) -> Tensor:
+    run, number = numbered
+    return run.value(number)
+
+
+def _never(_: None) -> Tensor:
+    raise AssertionError("no backward goes through a second run")
+
+
+class _Hold(torch.autograd.Function):
+    """Saves tensors so that outer hooks see them."""
+
+    @staticmethod
+    def forward(ctx: Any, carrier: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return torch.empty(0)
+
+
+def _hold(*tensors: Tensor) -> Node:
+    """A node of its own in autograd's graph, whose `saved_tensors` these are while it lives."""
+    with torch.enable_grad():
+        carrier = torch.empty(0, requires_grad=True)
+        node: Node = _Hold.apply(carrier, *tensors).grad_fn  # type: ignore[no-untyped-call]
+    return node

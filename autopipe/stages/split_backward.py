@@ -1,0 +1,345 @@
+"""Split a stage's backward into two halves: for its inputs (I) and for its weights (W).
+
+A linear layer y = x w' + b and what becomes of it:
+
+    joint graph                         forward(x)              backward_input([dy])
+      t  = w.t()                          t = w.t()               t = w.t()
+      y  = addmm(b, x, t)                 y = addmm(b, x, t)      dx = mm(dy, t.t())
+    --- backward ---                      return y, x             return dx, dy
+      dx = mm(dy, t.t())      input
+      dw = mm(dy.t(), x)      weight                            backward_weight([x, dy])
+      db = sum(dy, 0)         weight                              return mm(dy.t(), x), sum(dy, 0)
+
+*Input* is what the arguments' gradients need, *weight* the rest. Nothing is computed twice; forward
+saves what either half reads, and what only the first one reads goes with it. A stage whose
+arguments need no gradient, as the first of a pipeline, does all of its backward in the second half
+and nothing in the first; one without parameters the other way round.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from autopipe.ir.torch_private import views, writes
+from autopipe.stages.joint_graph import CannotSplit, JointGraph, Layout, differentiate
+from autopipe.stages.lower import Lowered
+from autopipe.stages.op_tape import MADE
+from autopipe.stages.precision import low
+
+
+@dataclass(frozen=True)
+class Joint:
+    """A stage's forward and two backward graphs, and the tensors passed between them.
+
+        forward(*arguments)                  -> (*results, *saved)
+        backward_input([*saved, *seeds])     -> (*gradients of the arguments, *stash)
+        backward_weight([*saved, *stash])    -> gradients of `parameters`
+
+    The two backward graphs empty the list they are given, so that each tensor goes with its last
+    use. States are attributes under the stage's own names. The graphs are for `torch.no_grad()`.
+
+    Attributes:
+        arguments: the layouts that the graphs were traced for.
+        results: how many of forward's outputs are the stage's results.
+        seeds: the layouts of the gradients that backward starts from, by the position of the
+            result.
+        unseeded: the positions of results that need a gradient and never get one.
+        to_input, to_weight: the positions in `saved` of the tensors that each half takes.
+        parameters: the names of parameters with a gradient, in the order of their gradients.
+        counted, counted_weight: positions in `saved` of one tensor for each storage that nobody
+            else owns (states and arguments do); of all, and of those for the second half.
+        counted_stash: such positions in `stash`, without saved storages and seeds.
+        kept: bytes held from forward on.
+        stash: bytes held from the first half of backward to the second.
+        fresh: of the stash, what the first half has made; the rest was kept from forward.
+    """
+
+    forward: fx.GraphModule
+    backward_input: fx.GraphModule
+    backward_weight: fx.GraphModule
+    arguments: tuple[Layout, ...]
+    results: int
+    seeds: Mapping[int, Layout]
+    unseeded: tuple[int, ...]
+    to_input: tuple[int, ...]
+    to_weight: tuple[int, ...]
+    parameters: tuple[str, ...]
+    counted: tuple[int, ...]
+    counted_weight: tuple[int, ...]
+    counted_stash: tuple[int, ...]
+    kept: int
+    stash: int
+    fresh: int
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of one micro-batch, as `Joint` has them."""
+
+    kept: int
+    stash: int
+    fresh: int
+
+
+def split(
+    lowered: Lowered,
+    arguments: Sequence[Layout],
+    seeds: Sequence[Layout | None],
+    precision: str = "fp32",
+) -> Joint:
+    """Split the joint graph of a stage in three; for the arguments, see `differentiate`.
+
+    Raises:
+        CannotSplit: the stage has no joint graph, or its halves would be in each other's way.
+    """
+    found = _divide(differentiate(lowered, arguments, seeds, precision))
+    graph, saved, stash = found.graph, found.saved, found.stash
+    write = _HalfWriter(lowered.module, graph)
+    for_input = [saved[n] for n in found.to_input]
+    for_weight = [saved[n] for n in found.to_weight]
+    weights = list(graph.of_parameters.values())
+    return Joint(
+        write.forward(saved),
+        write.backward([*for_input, *graph.seeds.values()], found.first, graph.of_arguments, stash),
+        write.backward([*for_weight, *stash], found.second, weights),
+        tuple(arguments),
+        len(graph.results),
+        {n: seed for n, seed in enumerate(seeds) if seed is not None and n in graph.seeds},
+        tuple(graph.unseeded),
+        found.to_input,
+        found.to_weight,
+        tuple(graph.of_parameters),
+        found.counted,
+        found.counted_weight,
+        found.counted_stash,
+        *astuple(found.held),
+    )
+
+
+def held(
+    lowered: Lowered,
+    arguments: Sequence[Layout],
+    seeds: Sequence[Layout | None],
+    precision: str = "fp32",
+) -> Held:
+    """The bytes that `split` would hold, without writing the graphs.
+
+    Raises:
+        CannotSplit: as `split`.
+    """
+    return _divide(differentiate(lowered, arguments, seeds, precision)).held
+
+
+@dataclass(frozen=True)
+class _Division:
+    """What goes where, as `Joint` has it; `first` and `second` are the calls of the halves."""
+
+    graph: JointGraph
+    first: Sequence[fx.Node]
+    second: Sequence[fx.Node]
+    saved: Sequence[fx.Node]
+    to_input: tuple[int, ...]
+    to_weight: tuple[int, ...]
+    stash: Sequence[fx.Node]
+    counted: tuple[int, ...]
+    counted_weight: tuple[int, ...]
+    counted_stash: tuple[int, ...]
+
+    @property
+    def held(self) -> Held:
+        """The bytes of the counted tensors."""
+        fresh = _bytes(self.stash[n] for n in self.counted_stash)
+        kept = _bytes(self.saved[n] for n in self.counted)
+        return Held(kept, _bytes(self.saved[n] for n in self.counted_weight) + fresh, fresh)
+
+
+def _divide(graph: JointGraph) -> _Division:
+    first, second = _halves(graph)
+    for_input = _given(graph, first, graph.of_arguments)
+    for_weight = _given(graph, second, graph.of_parameters.values())
+    read = {*for_input, *for_weight}
+    saved = [node for node in (*graph.arguments, *graph.forward) if node in read]
+    to_weight = [n for n, node in enumerate(saved) if node in for_weight]
+    saved_for_weight = [saved[n] for n in to_weight]
+    stash = [node for node in for_weight if node not in saved_for_weight]
+    owned = _storages([*graph.states, *graph.arguments])
+    others = owned | _storages([*graph.seeds.values(), *saved_for_weight])
+    return _Division(
+        graph,
+        first,
+        second,
+        saved,
+        tuple(n for n, node in enumerate(saved) if node in for_input),
+        tuple(to_weight),
+        stash,
+        tuple(_one_of_each(saved, owned)),
+        tuple(to_weight[n] for n in _one_of_each(saved_for_weight, owned)),
+        tuple(_one_of_each(stash, others)),
+    )
+
+
+def _given(
+    graph: JointGraph, calls: Sequence[fx.Node], outputs: Iterable[fx.Node | None]
+) -> dict[fx.Node, None]:
+    """The values that a half reads but neither makes nor takes from the states, each once."""
+    made = set(calls)
+    read = [node for call in calls for node in call.all_input_nodes]
+    read += [node for node in outputs if node is not None]
+    return dict.fromkeys(n for n in read if n not in made and not _is_of_state(graph, n))
+
+
+def _is_of_state(graph: JointGraph, node: fx.Node) -> bool:
+    """Whether a node is a state, its copy, or a view of one: recomputed rather than saved."""
+    while node not in graph.states and node not in graph.copies:
+        if not views(node.target) or writes(node.target):
+            return False
+        node = node.all_input_nodes[0]
+    return True
+
+
+def _halves(graph: JointGraph) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The backward's calls that the arguments' gradients need, and the other useful calls."""
+    wanted = [node for node in graph.of_arguments if node is not None]
+    first = _leading_to(wanted, graph.backward)
+    calls = _halving_convolutions(graph.backward, first)
+    first = _leading_to(wanted, calls)
+    second = _leading_to(graph.of_parameters.values(), calls) - first
+    # Of what the first half makes in one call, the second takes its part and not the whole.
+    parts = {node for node in second if node.target is operator.getitem and node.args[0] in first}
+    first, second = first | parts, second - parts
+    order = {node: number for number, node in enumerate(calls)}
+    for writer in first:
+        for reader in second if (written := _written(writer)) else ():
+            if order[reader] < order[writer] and written & _storages(reader.all_input_nodes):
+                raise CannotSplit(f"{writer.target} writes over what {reader.target} is to read")
+    return [node for node in calls if node in first], [node for node in calls if node in second]
+
+
+def _leading_to(wanted: Iterable[fx.Node], calls: Sequence[fx.Node]) -> set[fx.Node]:
+    """The calls of `calls` that `wanted` depends on.
+
+    A call in place comes before later readers of its storage in the trace.
+    """
+    writers: dict[int, list[fx.Node]] = {}
+    before: dict[fx.Node, list[fx.Node]] = {}
+
+    def read(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+        return [*nodes, *(w for storage in _storages(nodes) for w in writers.get(storage, ()))]
+
+    for call in calls:
+        before[call] = read(call.all_input_nodes)
+        for storage in _written(call):
+            writers.setdefault(storage, []).append(call)
+    found: set[fx.Node] = set()
+    pending = read(list(wanted))
+    while pending:
+        node = pending.pop()
+        if node in before and node not in found:
+            found.add(node)
+            pending += before[node]
+    return found
+
+
+def _halving_convolutions(calls: Sequence[fx.Node], first: Collection[fx.Node]) -> list[fx.Node]:
+    """The calls, those for convolutions in the first half made two: input, and weight and bias.
+
+    Their weight's gradient costs as much as their input's. A norm's comes along with its input's:
+    a second call would read the activations again, and hold them until then, for two vectors.
+    """
+    made: list[fx.Node] = []
+    for node in calls:
+        made.append(node)
+        if node not in first or node.target is not torch.ops.aten.convolution_backward.default:
+            continue
+        mask: Any = node.args[-1]
+        if mask[0] and any(mask[1:]):
+            with node.graph.inserting_after(node):
+                other = node.graph.node_copy(node)
+            node.args = (*node.args[:-1], [True, False, False])
+            other.args = (*other.args[:-1], [False, *mask[1:]])
+            for part in list(node.users):
+                if part.args[1] != 0:
+                    part.replace_input_with(node, other)
+            made.append(other)
+    return made
+
+
+class _HalfWriter:
+    """Writes parts of a joint graph as modules, which take the states from the stage's module."""
+
+    def __init__(self, module: nn.Module, graph: JointGraph) -> None:
+        self.module = module
+        self.graph = graph
+
+    def forward(self, saved: Sequence[fx.Node]) -> fx.GraphModule:
+        """(*arguments) -> (*results, *saved)"""
+        graph = fx.Graph()
+        env = {n: graph.placeholder(f"x{number}") for number, n in enumerate(self.graph.arguments)}
+        return self._finish(graph, env, self.graph.forward, [*self.graph.results, *saved])
+
+    def backward(
+        self, given: Sequence[fx.Node], calls: Sequence[fx.Node], *outputs: Sequence[Any]
+    ) -> fx.GraphModule:
+        """([*given]) -> outputs; it takes what it is given out of the list, last one first."""
+        graph = fx.Graph()
+        values = graph.placeholder("values")
+        env = {node: graph.call_method("pop", (values,)) for node in reversed(given)}
+        return self._finish(graph, env, calls, [node for part in outputs for node in part])
+
+    def _finish(
+        self,
+        graph: fx.Graph,
+        env: dict[fx.Node, fx.Node],
+        calls: Sequence[fx.Node],
+        outputs: Sequence[Any],
+    ) -> fx.GraphModule:
+        def find(node: fx.Node) -> fx.Node:
+            if node not in env:
+                if node in self.graph.states:
+                    env[node] = graph.get_attr(self.graph.states[node])
+                elif node in self.graph.copies:
+                    name, dtype = self.graph.copies[node]
+                    env[node] = graph.call_function(_copy, (graph.get_attr(name), dtype))
+                else:  # one of `calls`, or a view of a state
+                    env[node] = graph.node_copy(node, find)
+            return env[node]
+
+        for call in calls:
+            find(call)
+        graph.output(tuple(find(o) if isinstance(o, fx.Node) else o for o in outputs))
+        return fx.GraphModule(self.module, graph)
+
+
+def _copy(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """The step's copy of a parameter; if there is none, a new one for this use."""
+    return low(parameter).to(dtype)
+
+
+def _storages(nodes: Iterable[fx.Node]) -> set[int]:
+    """The storages that the values of these nodes lie in."""
+    return {storage for node in nodes for storage in node.meta[MADE].storages}
+
+
+def _written(call: fx.Node) -> set[int]:
+    """The storages that a call writes in place."""
+    written = [call.args[n] for n in writes(call.target) if n < len(call.args)]
+    return _storages(node for node in written if isinstance(node, fx.Node))
+
+
+def _one_of_each(nodes: Sequence[fx.Node], besides: Collection[int]) -> list[int]:
+    """Positions of the first node in each storage that is not among `besides`."""
+    first: dict[int, int] = {}
+    for position, node in enumerate(nodes):
+        for storage in _storages([node]).difference(besides):
+            first.setdefault(storage, position)
+    return sorted(first.values())
+
+
+def _bytes(nodes: Iterable[fx.Node]) -> int:
+    return sum(sum(node.meta[MADE].storages.values()) for node in nodes)

@@ -1,0 +1,144 @@
+"""Split a stage's backward for a pipeline, with the tensor layouts that the dry run found.
+
+The planner needs the bytes that the halves hold, the runtime the halves themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+
+from autopipe.ir.blocks import Block
+from autopipe.ir.graph import Graph, Ref, shape_at
+from autopipe.ir.opaque_ops import OPAQUE
+from autopipe.ir.partition import Stage
+from autopipe.ir.stage_classes import kind_of
+from autopipe.ir.torch_private import fake_mode
+from autopipe.stages.dry_run import CrossingTensor, Known, Rehearsal, fake_state
+from autopipe.stages.joint_graph import CannotSplit, Layout
+from autopipe.stages.lower import Lowered, lower
+from autopipe.stages.recompute import within
+from autopipe.stages.split_backward import Held, Joint, held, split
+
+_T = TypeVar("_T")
+
+
+def halves(
+    graph: Graph,
+    lowered: Lowered,
+    rehearsal: Rehearsal,
+    *,
+    last: bool,
+    precision: str = "fp32",
+    device: torch.device | str = "cpu",
+) -> Joint | None:
+    """Split a lowered stage's backward; None: impossible, and its first half is the whole backward.
+
+    Args:
+        last: whether the stage returns the graph's results.
+    """
+    layouts = _layouts(graph, lowered.stage, rehearsal, lowered.rows, last, torch.device(device))
+    return _if_it_can(split, graph, lowered, layouts, precision)
+
+
+Layouts = tuple[tuple[Layout, ...], tuple[Layout | None, ...]]
+"""The layouts of a stage's arguments, and of the gradients that its backward starts from."""
+
+
+def _if_it_can(
+    make: Callable[..., _T], graph: Graph, lowered: Lowered, layouts: Layouts, precision: str
+) -> _T | None:
+    if any(graph.nodes[position].op in OPAQUE for position in lowered.stage.nodes):
+        return None  # it keeps for backward what only its real kernel knows
+    try:
+        return make(lowered, *layouts, precision)
+    except CannotSplit:
+        return None
+
+
+def _layouts(
+    graph: Graph, stage: Stage, rehearsal: Rehearsal, rows: int, last: bool, place: torch.device
+) -> Layouts:
+    boundaries = rehearsal.boundaries
+
+    def crossing(
+        boundary: CrossingTensor, strides: Sequence[int], gradient: bool = False
+    ) -> Layout:
+        return Layout(boundary.shape, tuple(strides), boundary.dtype, place, gradient)
+
+    arguments = [
+        crossing(boundaries[ref], boundaries[ref].strides, stage.index in boundaries[ref].gradients)
+        for ref, _ in stage.receives
+    ]
+    arguments += [
+        Layout.dense(shape_at(graph.inputs[path], rows), graph.inputs[path].dtype, place)
+        for path in stage.inputs
+    ]
+    # Of the gradients that come for one tensor the latest stage's is the first, and is added to.
+    seeds = [
+        crossing(boundary, boundary.gradients[max(boundary.gradients)])
+        if boundary.gradients
+        else None
+        for boundary in (boundaries[ref] for ref in stage.outgoing)
+    ]
+    if last:
+        loss = graph.outputs[0]
+        assert isinstance(loss, Ref), "a loss is made by a node"
+        spec = graph.spec(loss)
+        seeds += [Layout.dense(shape_at(spec, rows), spec.dtype, place)]
+        seeds += [None] * (len(graph.outputs) - 1)
+    return tuple(arguments), tuple(seeds)
+
+
+def rehearse_halves(
+    graph: Graph,
+    stages: Sequence[Stage],
+    blocks: Sequence[Block],
+    rehearsal: Rehearsal,
+    rows: int,
+    recompute: Sequence[str] = (),
+    precision: str = "fp32",
+    known: Known | None = None,
+) -> Rehearsal:
+    """A dry run's result with the bytes of split backwards in place of whole ones.
+
+    Args:
+        known: as for `rehearse`.
+    """
+    known = {} if known is None else known
+    saved, again = list(rehearsal.saved), list(rehearsal.recomputed)
+    stash, fresh = [0] * len(stages), [0] * len(stages)
+    for stage in stages:
+        last, own = stage.index == len(stages) - 1, within(stage, blocks, recompute)
+        kind = kind_of(graph, stage, blocks, own, last=last)
+        layouts = _layouts(graph, stage, rehearsal, rows, last, torch.device("cpu"))
+        key = "halves", kind, layouts, rows, precision
+        if key not in known:
+            with fake_mode():
+                states = {name: fake_state(graph, name) for name in stage.states}
+                lowered = lower(
+                    graph,
+                    stage,
+                    blocks,
+                    states,
+                    None,
+                    rows,
+                    last=last,
+                    recompute=own,
+                    precision=precision,
+                )
+            known[key] = _if_it_can(held, graph, lowered, layouts, precision)
+        found: Held | None = known[key]
+        if found is not None:
+            i = stage.index
+            saved[i], stash[i], fresh[i], again[i] = found.kept, found.stash, found.fresh, 0
+    return replace(
+        rehearsal,
+        saved=tuple(saved),
+        recomputed=tuple(again),
+        stash=tuple(stash),
+        fresh=tuple(fresh),
+    )

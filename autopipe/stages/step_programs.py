@@ -1,0 +1,80 @@
+"""Make the programs of a step, and the bytes they hold, from stages and their dry run.
+
+The planner and the runtime both use these functions, so the predicted programs are the ones that
+run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+
+from autopipe.ir.graph import Ref
+from autopipe.ir.partition import Stage
+from autopipe.schedules import deadlock
+from autopipe.schedules.instructions import Flow, Programs, holders
+from autopipe.schedules.peak_memory import Sizes, footprint
+from autopipe.schedules.transfers import SENDS_UNDER_WAY, Edge, insert
+from autopipe.stages.dry_run import CrossingTensor, Rehearsal
+
+
+def edges(stages: Sequence[Stage], boundaries: Mapping[Ref, CrossingTensor]) -> tuple[Edge, ...]:
+    """Which stage sends to which, and whether gradients come back."""
+    found: dict[tuple[int, int], bool] = {}
+    for stage in stages:
+        for ref, target in stage.sends:
+            back = target in boundaries[ref].gradients
+            found[stage.index, target] = found.get((stage.index, target), False) or back
+    return tuple(Edge(source, target, back) for (source, target), back in sorted(found.items()))
+
+
+def step_programs(
+    compute: Programs,
+    stages: Sequence[Stage],
+    boundaries: Mapping[Ref, CrossingTensor],
+    windows: Sequence[int],
+    sends_ahead: int = SENDS_UNDER_WAY,
+) -> Programs:
+    """Make the programs of one training step or evaluation, proved free of deadlock.
+
+    Raises:
+        ScheduleError: the programs deadlock; the message is the circle of waits.
+    """
+    programs = insert(compute, edges(stages, boundaries), windows, sends_ahead)
+    deadlock.check(programs)
+    return programs
+
+
+def sizes(rehearsal: Rehearsal, stage: Stage) -> Sizes:
+    """The bytes of one micro-batch in a stage."""
+    boundaries = rehearsal.boundaries
+    arriving: dict[tuple[Flow, int], dict[Hashable, int]] = {}
+    leaving: dict[tuple[Flow, int], dict[Hashable, int]] = {}
+    for ref, source in stage.receives:
+        boundary = boundaries[ref]
+        arriving.setdefault((Flow.ACTIVATION, source), {})[ref] = boundary.bytes
+        if stage.index in boundary.gradients:
+            leaving.setdefault((Flow.GRADIENT, source), {})[ref] = boundary.bytes
+    for ref, target in stage.sends:
+        boundary = boundaries[ref]
+        leaving.setdefault((Flow.ACTIVATION, target), {})[ref] = boundary.bytes
+        if target in boundary.gradients:
+            arriving.setdefault((Flow.GRADIENT, target), {})[ref] = boundary.bytes
+    i = stage.index
+    stash, fresh = (rehearsal.stash[i], rehearsal.fresh[i]) if rehearsal.stash else (0, 0)
+    return Sizes(rehearsal.saved[i], arriving, leaving, stash, fresh, rehearsal.recomputed[i])
+
+
+def footprints(
+    programs: Programs, stages: Sequence[Stage], rehearsal: Rehearsal
+) -> tuple[Counter[str], ...]:
+    """For each stage, bytes of "activations" and "transfers" at the peak of its rank."""
+    found: list[Counter[str]] = [Counter() for _ in stages]
+    for rank, program in enumerate(programs):
+        own = [
+            stage for stage, holder in zip(stages, holders(programs), strict=True) if holder == rank
+        ]
+        held = footprint(program, {stage.index: sizes(rehearsal, stage) for stage in own})
+        for (stage, kind), size in held.items():
+            found[stage][kind] += size
+    return tuple(found)

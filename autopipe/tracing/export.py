@@ -1,0 +1,249 @@
+"""Export a module and a batch with torch.export, taking the branches that eager execution takes.
+
+Non-strict export in training IR: ops stay as the user's code calls them (`linear`, not `addmm` and
+`t`), batch norm stays in training, in-place ops stay in place. The number of rows is a symbol. The
+values that Python reads are recorded in a first run and replayed (`tracing.value_guards`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, nn
+
+from autopipe.errors import AutopipeError, CaptureError, ModelError
+from autopipe.frontend import batch as batches
+from autopipe.frontend.loss import Loss, SumCount, outputs_to_loss
+from autopipe.frontend.quiet import libraries_hushed
+from autopipe.frontend.transformers_adapter import eager_branches, without_cache
+from autopipe.ir.graph import SEQUENCE
+from autopipe.ir.torch_private import quiet
+from autopipe.planfile.parts import InputSpec, Read
+from autopipe.tracing import refusals
+from autopipe.tracing.stubs import standing_in
+from autopipe.tracing.user_checkpoints import marking
+from autopipe.tracing.value_guards import NeedsNumbers, ReadsParameter, record, replay
+from autopipe.util import dims
+
+
+class Program(nn.Module):
+    """The model and its loss as one module; its forward takes the batch's tensors in flat order.
+
+    Args:
+        outputs: whether forward also returns the tensors of the model's outputs, after the loss.
+
+    Attributes:
+        paths: the paths of these tensors; set by the first run.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: object,
+        loss: Loss | None,
+        specs: Sequence[InputSpec],
+        *,
+        outputs: bool = False,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.paths: tuple[str, ...] = ()
+        self._with_outputs = outputs
+        self._batch = batch
+        self.loss = loss
+        self._fixed = {spec.path: spec.value for spec in specs if spec.dtype == "python"}
+        self._paths = [spec.path for spec in specs if spec.dtype != "python"]
+
+    def forward(self, *tensors: Tensor) -> Any:
+        leaves = {**self._fixed, **dict(zip(self._paths, tensors, strict=True))}
+        batch = batches.rebuild(self._batch, leaves)
+        args, kwargs = batches.bind(self.model, batch, self.loss)
+        with without_cache(self.model):
+            outputs = self.model(*args, **kwargs)
+        loss = outputs_to_loss(outputs, batch, self.loss, self.model)
+        found = tuple(loss) if isinstance(loss, SumCount) else (loss,)
+        if self._with_outputs:
+            own = batches.flatten(_plain(outputs))
+            given = {path: leaf for path, leaf in own.items() if isinstance(leaf, Tensor)}
+            self.paths = tuple(given)
+            found += tuple(given.values())
+        return found if len(found) > 1 else loss
+
+    def refusal(self, error: Exception) -> CaptureError:
+        """The `CaptureError` or `ModelError` for an error that a run of the model raised."""
+        entries = ", ".join([*self._fixed, *self._paths])
+        return refusals.of_its_own(error, self.loss, entries)
+
+
+def _plain(outputs: Any) -> Any:
+    """A model's output as a tree of dicts, tuples and tensors; other objects are left out."""
+    if is_dataclass(outputs) and not isinstance(outputs, Mapping | type):
+        outputs = {f.name: getattr(outputs, f.name) for f in fields(outputs)}
+    if isinstance(outputs, Mapping):
+        return {key: _plain(item) for key, item in outputs.items()}
+    if isinstance(outputs, tuple | list):
+        return tuple(map(_plain, outputs))
+    return outputs if isinstance(outputs, Tensor) else None
+
+
+def capture(
+    program: Program,
+    leaves: Mapping[str, Any],
+    specs: Sequence[InputSpec],
+    *,
+    reads: Sequence[Read],
+    alike: Mapping[str, str],
+    symbolic: bool = True,
+) -> torch.export.ExportedProgram:
+    """Export `program`, whose parameters are fake, on the example batch `leaves`.
+
+    Args:
+        reads: the recorded reads of a run (`look`).
+        alike: path of each module replaced by a stub -> path of its equal (`tracing.stubs`).
+        symbolic: whether dims given as text in the specs become symbols, or the example's sizes.
+
+    Raises:
+        CaptureError: torch.export cannot capture the model; the message names the user's line.
+    """
+    tensors = _tensors(leaves, specs)
+    described = [spec for spec in specs if spec.dtype != "python"]
+    dims = tuple(_dynamic(*pair) for pair in zip(described, tensors, strict=True))
+    # Export warns of what autopipe handles: attributes set in forward, LSTM's flat weights.
+    with eager_branches(), libraries_hushed(heard=False):
+
+        def export() -> torch.export.ExportedProgram:
+            standing = standing_in(program.model, alike)
+            with torch.random.fork_rng(devices=[]), replay(reads), marking(), standing:
+                return torch.export.export(
+                    program,
+                    tuple(tensors),
+                    strict=False,
+                    dynamic_shapes=(dims,) if symbolic else None,
+                )
+
+        try:
+            return export()
+        except ModelError:
+            raise
+        except Exception as error:  # export raises whatever the model's own code raises
+            if refusals.fixes_rows(error):
+                place = refusals.line_that_fixes_rows(export)
+                raise refusals.fixed_rows(place) from error
+            raise refusals.in_a_trace(error, program.loss) from error
+
+
+def look(
+    program: Program,
+    leaves: Mapping[str, Any],
+    specs: Sequence[InputSpec],
+    *,
+    within: AbstractContextManager[object],
+    real: Callable[[], nn.Module] | None,
+    numbers: bool = False,
+) -> tuple[Read, ...]:
+    """Run `program` once on real inputs, and record the values that Python reads.
+
+    Args:
+        within: a context manager that is entered for the run.
+        real: builds the model with its weights, for a read that depends on one; None: cannot.
+        numbers: as for `value_guards.record`.
+
+    Raises:
+        NeedsNumbers: as `value_guards.record`.
+        CaptureError: a read cannot be answered; the message names the user's line.
+    """
+    with eager_branches(), libraries_hushed(heard=True):
+        return _record(program, _tensors(leaves, specs), within, real, numbers)
+
+
+def _tensors(leaves: Mapping[str, Any], specs: Sequence[InputSpec]) -> list[Tensor]:
+    """The batch's tensors, with a copy of a tensor that occurs twice.
+
+    Export would merge the two into one input of the graph: labels would become the tokens.
+    """
+    return [leaves[spec.path].detach().clone() for spec in specs if spec.dtype != "python"]
+
+
+def _dynamic(spec: InputSpec, tensor: Tensor) -> dict[int, Any]:
+    """The dynamic shapes of a tensor for export: each dim is a symbol, a multiple of one, or fixed.
+
+    A sequence is at most as long as the example's: many models hold a table of that many positions.
+    """
+    found = {}
+    for number, entry in enumerate(spec.shape):
+        if isinstance(entry, str):
+            factor, symbol = sympy.sympify(dims.parse(entry)).as_coeff_Mul()
+            if symbol == SEQUENCE:
+                known = torch.export.Dim("sequence", max=tensor.shape[number])
+            else:
+                known = torch.export.Dim("rows")
+            found[number] = known if factor == 1 else int(factor) * known
+    return found
+
+
+def _record(
+    program: Program,
+    tensors: Sequence[Tensor],
+    within: AbstractContextManager[object],
+    real: Callable[[], nn.Module] | None,
+    numbers: bool,
+) -> tuple[Read, ...]:
+    def alone() -> None:
+        program(*[tensor.clone() for tensor in tensors])
+
+    def run() -> None:
+        with within:
+            alone()
+
+    try:
+        with _restoring(program.model), quiet():
+            return record(run, alone, numbers=numbers)
+    except ReadsParameter as found:
+        if real is None:
+            raise CaptureError(
+                f"{found.place}: Python reads a value here that depends on the model's weights, "
+                "which are not at hand",
+                hint="express the branch as a computation (torch.where), or plan where the whole "
+                "model fits in memory",
+            ) from found
+    except (ModelError, NeedsNumbers):
+        raise
+    except Exception as error:  # whatever the model's own code raises
+        # Perhaps for the lack of values alone: some kernels have no version for fake tensors.
+        if real is None:
+            raise program.refusal(error) from error
+    fake, program.model = program.model, real()
+    try:
+        with _restoring(program.model):
+            if program.model.training != program.training:
+                program.model.train(program.training)
+            try:
+                return record(alone, alone, numbers=numbers)
+            except NeedsNumbers:
+                return record(alone, alone, numbers=True)
+    except AutopipeError:
+        raise
+    except Exception as error:  # whatever the model's own code raises
+        raise program.refusal(error) from error
+    finally:
+        program.model = fake
+
+
+@contextmanager
+def _restoring(model: nn.Module) -> Iterator[None]:
+    """Restore a model's buffers and training flags at the end of the block."""
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    training = {module: module.training for module in model.modules()}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(buffers[name])
+        for module, flag in training.items():
+            module.training = flag

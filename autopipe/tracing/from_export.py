@@ -1,0 +1,338 @@
+"""From torch.export's program to a `Graph` with autopipe's names.
+
+    ExportedProgram                              Graph
+    p_h_0_mlp_weight: placeholder           ->   State("h.0.mlp.weight")
+    sym_size_int_4 = sym_size.int(a_0, 0)   ->   the expression b, wherever it was used
+    mul_17 = mul.Tensor(x, y)               ->   Node("h.0.mlp/mul/0")
+    wrap_with_set_grad_enabled(False, g, x) ->   g's nodes, marked grad=False
+    wrap_with_autocast(...)                 ->   its nodes, marked with the autocast
+    getitem(chunk, 1)                       ->   Ref("h.0/chunk/0", 1)
+    alias, asserts                          ->   nothing
+    embedding(..., sparse=True)             ->   sparse=False, for gradients are summed densely
+
+A node's name is the module call it ran in, the op and the ordinal of that op within that call:
+torch's own `mul_17` differs between two traces of one model.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+from torch.export.graph_signature import InputKind, OutputKind
+
+from autopipe.errors import CaptureError
+from autopipe.frontend import user_lines
+from autopipe.ir import check
+from autopipe.ir.graph import (
+    Arg,
+    Autocast,
+    Dim,
+    Graph,
+    Input,
+    Node,
+    Ref,
+    State,
+    StateSpec,
+    TensorSpec,
+    Value,
+    short_name,
+)
+from autopipe.ir.torch_private import expression, is_control_flow, is_fake, sparse_argument
+from autopipe.planfile.parts import InputSpec
+from autopipe.tracing.exported_nodes import (
+    is_whole_slice,
+    live_nodes,
+    names_by_identity,
+    scopes_of,
+)
+from autopipe.tracing.refusals import depends_on_values
+from autopipe.tracing.stubs import BEGIN, END, STAND_IN, Span, Unlike
+from autopipe.tracing.user_checkpoints import MARK
+from autopipe.util import dims
+
+_DROPPED = (
+    "aten._assert",
+    "aten.sym_constrain_range",
+    "aten._functional_assert",
+)
+_ALIASES = ("aten.alias.default",)
+
+
+@dataclass
+class _Region:
+    """What holds for the nodes of one (sub)graph."""
+
+    scopes: tuple[str, ...] = ()
+    grad: bool = True
+    autocast: Autocast | None = None
+
+
+def convert(
+    exported: torch.export.ExportedProgram, model: nn.Module, specs: Sequence[InputSpec]
+) -> Graph:
+    """The graph of an exported program (`export.capture`) of a model with fake parameters.
+
+    Args:
+        specs: the description of the batch that it was exported with.
+
+    Raises:
+        CaptureError: the program has what no graph can; the sentence names the user's line.
+    """
+    return check.after("from_export", _Converter(exported, model, specs).convert())
+
+
+@dataclass
+class _Converter:
+    exported: torch.export.ExportedProgram
+    model: nn.Module
+    specs: Sequence[InputSpec]
+    nodes: list[Node] = field(default_factory=list)
+    ordinals: Counter[tuple[str, str]] = field(default_factory=Counter)
+    symbols: dict[sympy.Symbol, sympy.Symbol] = field(default_factory=dict)
+    states: dict[str, StateSpec] = field(default_factory=dict)
+    spans: dict[int, Span] = field(default_factory=dict)
+    again: str = ""
+
+    def convert(self) -> Graph:
+        inputs: dict[str, TensorSpec] = {}
+        states = self.states
+        constants: dict[str, Tensor] = {}
+        values: dict[str, Value] = {}
+        aliases = names_by_identity(self.model)
+        persistent = self.model.state_dict().keys()
+        placeholders = {n.name: n for n in self.exported.graph.nodes if n.op == "placeholder"}
+        tensors = iter([spec for spec in self.specs if spec.dtype != "python"])
+        for spec in self.exported.graph_signature.input_specs:
+            placeholder = placeholders[spec.arg.name]
+            if spec.kind is InputKind.USER_INPUT:
+                described, tensor = next(tensors), placeholder.meta["val"]
+                self._name_symbols(described, tensor)
+                inputs[described.path] = self._spec(tensor)
+                values[placeholder.name] = Input(described.path)
+                continue
+            assert spec.target is not None
+            name = spec.target.removeprefix("model.")
+            kind = {
+                InputKind.PARAMETER: "parameter",
+                InputKind.BUFFER: "buffer",
+            }.get(spec.kind, "constant")
+            if kind == "constant":
+                name = self._name_constant(name)
+                constants[name] = self._constant(spec.target)
+            name, *others = aliases.get(name, (name,))
+            tensor = placeholder.meta["val"]
+            trainable = kind == "parameter" and self.model.get_parameter(name).requires_grad
+            states[name] = StateSpec(
+                self._spec(tensor), kind, trainable, tuple(others), name in persistent
+            )
+            values[placeholder.name] = State(name)
+        env = {placeholders[name]: value for name, value in values.items()}
+        results = self._inline(self.exported.graph_module, env, _Region())
+        wanted = [
+            position
+            for position, spec in enumerate(self.exported.graph_signature.output_specs)
+            if spec.kind is OutputKind.USER_OUTPUT
+        ]
+        outputs = tuple(results[position] for position in wanted)
+        nodes = live_nodes(self.nodes, outputs)
+        used = {v.name for n in nodes for v in n.values() if isinstance(v, State)}
+        states = {name: state for name, state in states.items() if name in used}
+        return Graph(inputs, states, nodes, outputs, constants)
+
+    def _inline(
+        self, module: fx.GraphModule, env: dict[fx.Node, Any], region: _Region
+    ) -> tuple[Any, ...]:
+        """Convert the nodes of one (sub)graph; returns its results."""
+        for node in module.graph.nodes:
+            if node.op == "get_attr":
+                env[node] = getattr(module, str(node.target))
+            elif node.op == "output":
+                results = self._arg(node.args[0], env)
+                return results if isinstance(results, tuple) else (results,)
+            elif node.op == "call_function":
+                env[node] = self._call(node, env, region)
+        raise AssertionError("a graph without an output")
+
+    def _call(self, node: fx.Node, env: dict[fx.Node, Any], region: _Region) -> Any:
+        target = node.target
+        if target is operator.getitem:
+            return self._getitem(node, env)
+        value = node.meta.get("val")
+        if isinstance(value, int | float | torch.SymInt | torch.SymFloat | torch.SymBool):
+            return self._scalar(value, node)
+        name = str(target)
+        if name.startswith(_DROPPED):
+            return None
+        args = tuple(self._arg(arg, env) for arg in node.args)
+        if name in _ALIASES or is_whole_slice(name, args):
+            return args[0]
+        scopes = scopes_of(node) or region.scopes
+        if name in (BEGIN, END, STAND_IN):
+            return self._stand_in(name, args[0], int(args[1]), scopes)
+        if name == MARK:
+            self.again = str(args[1])
+            return None
+        if name in ("wrap_with_set_grad_enabled", "wrap_with_autocast"):
+            return self._wrapped(name, node, env, _Region(scopes, region.grad, region.autocast))
+        sparse = sparse_argument(target)
+        if sparse is not None:  # what sums gradients, over ranks too, sums dense ones
+            args = tuple(False if n == sparse else arg for n, arg in enumerate(args))
+        if is_control_flow(target):
+            raise CaptureError(
+                f"{user_lines.of_trace(node.stack_trace)}: "
+                f"the model uses {name}, control flow inside "
+                "the graph that autopipe cannot split"
+            )
+        kwargs = {key: self._arg(arg, env) for key, arg in node.kwargs.items()}
+        if name == "aten.detach_.default" and self._is_fresh_constant(args[0]):
+            return args[0]
+        return self._append(node, name, args, kwargs, scopes, region)
+
+    def _append(
+        self,
+        node: fx.Node,
+        op: str,
+        args: tuple[Arg, ...],
+        kwargs: dict[str, Arg],
+        scopes: tuple[str, ...],
+        region: _Region,
+    ) -> Ref | tuple[Ref, ...] | None:
+        name = self._name(scopes, op)
+        value = node.meta.get("val")
+        packed = isinstance(value, list | tuple)
+        parts = value if isinstance(value, list | tuple) else [value]
+        outputs = tuple(self._spec(v, node) if isinstance(v, Tensor) else None for v in parts)
+        place = user_lines.of_trace(node.stack_trace)
+        self.nodes.append(
+            Node(
+                name,
+                op,
+                args,
+                kwargs,
+                outputs,
+                packed,
+                scopes,
+                place,
+                region.grad,
+                region.autocast,
+                again=self.again,
+            )
+        )
+        if not packed:
+            return Ref(name)
+        return tuple(Ref(name, number) for number in range(len(outputs)))
+
+    def _name(self, scopes: tuple[str, ...], op: str) -> str:
+        scope = scopes[-1] if scopes else ""
+        short = short_name(op)
+        ordinal = self.ordinals[scope, short]
+        self.ordinals[scope, short] += 1
+        return f"{scope}/{short}/{ordinal}".lstrip("/")
+
+    def _stand_in(
+        self, op: str, tensors: tuple[Value, ...], number: int, scopes: tuple[str, ...]
+    ) -> tuple[Value, ...] | None:
+        """Note where the nodes of a block are, or write those of one that is like it."""
+        if op == BEGIN:
+            self.spans[number] = Span(scopes, tensors, len(self.nodes), self.again)
+        elif op == END:
+            self.spans[number].stop, self.spans[number].results = len(self.nodes), tensors
+        else:
+            span = self.spans[number]
+            if span.around != self.again:
+                raise Unlike(
+                    f"{scopes[-1]} runs again in backward where {span.scopes[-1]} does not"
+                )
+            made, results = span.again(self.nodes, scopes, tensors, self._name, self.states)
+            self.nodes += made
+            return results
+        return None
+
+    def _wrapped(self, name: str, node: fx.Node, env: dict[fx.Node, Any], region: _Region) -> Any:
+        if name == "wrap_with_set_grad_enabled":
+            enabled, module, *operands = node.args
+            region.grad = bool(enabled)
+        else:
+            device_type, dtype, enabled, _cache, module, *operands = node.args
+            region.autocast = Autocast(str(device_type), dtype, bool(enabled))  # type: ignore[arg-type]
+        graph_module = env[module]  # type: ignore[index]
+        placeholders = [n for n in graph_module.graph.nodes if n.op == "placeholder"]
+        inner = {
+            placeholder: self._arg(operand, env)
+            for placeholder, operand in zip(placeholders, operands, strict=True)
+        }
+        return self._inline(graph_module, inner, region)
+
+    def _getitem(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
+        parts, position = env[node.args[0]], node.args[1]  # type: ignore[index]
+        return parts[position]
+
+    def _scalar(self, value: Any, node: fx.Node) -> Any:
+        if isinstance(value, bool | int | float):
+            return value
+        return self._dim(value, node)
+
+    def _is_fresh_constant(self, arg: Arg) -> bool:
+        return (
+            isinstance(arg, Ref)
+            and bool(self.nodes)
+            and self.nodes[-1].name == arg.node
+            and self.nodes[-1].op == "aten.lift_fresh_copy.default"
+        )
+
+    def _arg(self, arg: Any, env: Mapping[fx.Node, Any]) -> Any:
+        if isinstance(arg, fx.Node):
+            return env[arg]
+        if isinstance(arg, list | tuple):
+            return tuple(self._arg(item, env) for item in arg)
+        if isinstance(arg, torch.SymInt | torch.SymFloat | torch.SymBool):
+            return self._dim(arg)
+        return arg
+
+    def _dim(self, size: Any, node: fx.Node | None = None) -> Dim:
+        if isinstance(size, int):
+            return size
+        found = expression(size)
+        if not found.free_symbols <= self.symbols.keys():  # others stand for values of tensors
+            raise depends_on_values(user_lines.of_trace(node.stack_trace if node else None))
+        found = found.subs(self.symbols)
+        return int(found) if found.is_Integer else found
+
+    def _name_symbols(self, described: InputSpec, tensor: Tensor) -> None:
+        """Learn what export calls the dims that the description has as text."""
+        sizes: Sequence[Any] = tensor.shape
+        for size, entry in zip(sizes, described.shape, strict=True):
+            if isinstance(size, torch.SymInt):
+                (theirs,) = expression(size).free_symbols
+                (self.symbols[theirs],) = sympy.sympify(dims.parse(entry)).free_symbols
+
+    def _spec(self, tensor: Tensor, node: fx.Node | None = None) -> TensorSpec:
+        return TensorSpec(tuple(self._dim(size, node) for size in tensor.shape), tensor.dtype)
+
+    def _name_constant(self, name: str) -> str:
+        """Constants of code are numbered within their module, that blocks alike look alike.
+
+        Export counts them through the model: `h.3.lifted_tensor_7`.
+        """
+        home, found, _ = name.rpartition("lifted_tensor_")
+        if not found:
+            return name
+        self.ordinals[home, found] += 1
+        return f"{home}{found}{self.ordinals[home, found] - 1}"
+
+    def _constant(self, target: str) -> Tensor:
+        value = self.exported.constants[target]
+        if not isinstance(value, Tensor) or is_fake(value):
+            raise CaptureError(
+                f"the model keeps {target.removeprefix('model.')} from one call to the next "
+                "outside its buffers",
+                hint="register it with register_buffer",
+            )
+        return value

@@ -1,0 +1,103 @@
+"""Tell numbers that Python reads only for a log (`x.norm().item()`) from numbers that it uses.
+
+    self.last = x.mean().item()          kept: nothing depends on it
+    print(f"{x.mean().item():.3f}")      made into text: nothing depends on it
+    if x.mean().item() > 3: ...          used: a branch of the graph stands on it
+    y = x * scale.item()                 used: it is in the graph
+
+While a model's reads are recorded, such a number is a `Looked`: it reports any use other than to
+keep it or to format it as text. A number that is never used needs no check at run time.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Use = Callable[[], "bool | int | float"]
+
+
+class Looked:
+    """A placeholder for a number; an operation that needs the number itself calls `use`.
+
+    It is no float, since C code takes a float's value without any call. Code that accepts only a
+    float fails, and then the model is run a second time on the numbers themselves.
+
+    Args:
+        text: the value to show when it is formatted.
+    """
+
+    __slots__ = ("_text", "_use")
+
+    def __init__(self, use: Use, text: bool | int | float) -> None:
+        self._use = use
+        self._text = text
+
+    # `isinstance(x, float)` holds, as of the number.
+    __class__ = property(lambda self: type(self._text))
+
+    def __repr__(self) -> str:
+        return repr(self._text)
+
+    def __format__(self, form: str) -> str:
+        return format(self._text, form)
+
+    def __reduce__(self) -> Any:
+        return type(self._text), (self._use(),)
+
+    def __deepcopy__(self, memo: object) -> Looked:
+        return self  # kept still: a model that is copied does nothing with it
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._use(), name)
+
+
+def _asking(operation: Callable[..., Any]) -> Callable[..., Any]:
+    def ask(self: Looked, *others: Any) -> Any:
+        return operation(self._use(), *map(used, others))
+
+    return ask
+
+
+def _turned(operation: Callable[..., Any]) -> Callable[..., Any]:
+    def ask(self: Looked, other: Any) -> Any:
+        return operation(used(other), self._use())
+
+    return ask
+
+
+_ONE = ("abs", "neg", "pos", "invert", "index")
+_TWO = (
+    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"),
+    *("lshift", "rshift", "matmul"),
+)
+_COMPARED = ("eq", "ne", "lt", "le", "gt", "ge")
+_TURNED_TO: Mapping[str, Callable[..., Any]] = {
+    "bool": bool,
+    "int": int,
+    "float": float,
+    "complex": complex,
+    "hash": hash,
+}
+_REST: Mapping[str, Callable[..., Any]] = {"round": round, "divmod": divmod, "trunc": int}
+
+for _name in (*_ONE, *_TWO, *_COMPARED):
+    setattr(Looked, f"__{_name}__", _asking(getattr(operator, f"__{_name}__")))
+for _name in _TWO:
+    setattr(Looked, f"__r{_name}__", _turned(getattr(operator, f"__{_name}__")))
+for _name, _function in {**_TURNED_TO, **_REST}.items():
+    setattr(Looked, f"__{_name}__", _asking(_function))
+
+
+def used(tree: Any) -> Any:
+    """Replace each placeholder in a tree of arguments by its number, which counts as used."""
+    if type(tree) is Looked:
+        return tree._use()
+    if type(tree) in (list, tuple):
+        return type(tree)(map(used, tree))
+    if type(tree) is slice:
+        return slice(used(tree.start), used(tree.stop), used(tree.step))
+    if isinstance(tree, Mapping):
+        return {key: used(value) for key, value in tree.items()}
+    return tree

@@ -1,0 +1,325 @@
+"""Check that a loss does not depend on how its rows are grouped: a batch against its two halves.
+
+    whole   loss of 4 rows        2.07     mean of the halves' losses, or it is refused:
+    halves  loss of 2 rows each   2.11     their sum             it is a sum over rows
+                                  2.03     between the two       rows weigh unequally
+                                           anything else         it compares rows with each other
+
+Neither the model nor its weights are needed. The results of the last ops with parameters are
+replaced by random values, drawn once for all rows, and each half gets its rows of them. The rest of
+the graph is computed on the example's labels and masks, in float64, so that rounding cannot explain
+a difference.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import sympy
+import torch
+from torch import Tensor
+
+from autopipe.errors import ModelError
+from autopipe.frontend import batch
+from autopipe.frontend.loss import Loss
+from autopipe.frontend.user_lines import begins
+from autopipe.ir.dataflow import Dataflow, analyse, is_random
+from autopipe.ir.graph import (
+    BATCH,
+    READ_OP,
+    Arg,
+    Graph,
+    Input,
+    Node,
+    Ref,
+    State,
+    TensorSpec,
+    Value,
+    at_batch,
+    bytes_at,
+    resolve,
+    shape_at,
+)
+from autopipe.planfile.contents import MICRO_BATCH
+from autopipe.tracing.trace import Trace
+from autopipe.util.progress import Say
+
+ROWS = 4
+"""Rows of the whole: halves of two rows, since one row cannot be compared with another."""
+
+MOST_BYTES = 2**28
+"""Limit on the bytes of all values between the random ones and the loss: about a second's work."""
+
+CLOSE = 1e-6
+"""Tolerance, as a share of the larger value: float64 sums in another order differ by less."""
+
+Leaves: TypeAlias = Mapping[str, batch.Leaf]
+Make: TypeAlias = Callable[..., Tensor]
+
+
+class Unknown(Exception):
+    """The loss cannot be computed on random values; the message gives the reason."""
+
+
+def check(
+    traced: Trace, example: Callable[[int], Any], loss: Loss | None, loss_over: str, say: Say
+) -> None:
+    """Refuse a loss whose value depends on how rows are grouped, unless `loss_over` allows it.
+
+    Args:
+        example: makes a batch of the given number of rows.
+        loss: the user's loss function, with which the trace ends.
+        loss_over: "rows" or "micro-batch".
+        say: receives the reason if the loss could not be checked; an error that the loss itself
+            raises on halves is not reported.
+
+    Raises:
+        ModelError: names both values and what the loss does; or the loss is a sum and a count over
+            the whole batch, although `loss_over` is "micro-batch".
+    """
+    if loss_over == MICRO_BATCH:
+        if len(traced.graph.outputs) == 2:
+            raise ModelError(
+                "loss_over is 'micro-batch', the mean of each micro-batch's own loss, and the loss "
+                "is a sum and a count, which are added over the whole batch",
+                hint="return sum / count, or leave loss_over at 'rows'",
+            )
+        return
+    found = _looked_at(traced, example, loss)
+    if found is not None:
+        say(f"loss: not compared with that of half the rows: {found}")
+
+
+def _looked_at(traced: Trace, example: Callable[[int], Any], loss: Loss | None) -> str | None:
+    """The reason why a loss could not be checked; None if it was."""
+    tail = _tail(analyse(traced.graph))
+    needed = sum(tail.bytes(node) for node in tail.nodes)
+    if needed > MOST_BYTES:
+        return f"at {ROWS} rows its last part takes {needed / 2**20:.0f} MiB"
+    with torch.random.fork_rng(devices=[]):
+        leaves = batch.flatten(example(ROWS))
+    halves = [batch.slice_rows(traced.inputs, leaves, n, n + ROWS // 2) for n in (0, ROWS // 2)]
+    found = None
+    for made_up in (torch.randn, torch.rand):  # not every loss is defined on any number
+        for minor in (False, True):
+            try:
+                values = tail.values(leaves, halves, made_up, minor)
+            except Unknown as why:
+                return str(why)
+            except Exception:  # whatever the ops of the loss raise
+                break
+            if not all(map(math.isfinite, (number for value in values for number in value))):
+                break
+            if _adds_up(values):
+                return None
+            found = found or values
+        if found is not None:
+            raise _refusal(found, tail.nodes[-1].place or begins(loss))
+    return None
+
+
+Values: TypeAlias = tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]
+"""The loss of all rows and those of the halves: `(mean,)`, or `(sum, count)`."""
+
+
+def _adds_up(values: Values) -> bool:
+    whole, one, other = values
+    share = 0.5 if len(whole) == 1 else 1.0
+    return all(_close(w, share * (a + b)) for w, a, b in zip(whole, one, other, strict=True))
+
+
+def _close(value: float, expected: float) -> bool:
+    return abs(value - expected) <= CLOSE * max(abs(value), abs(expected))
+
+
+_OTHERWISE = (
+    'loss_over = "micro-batch" takes the mean of each micro-batch\'s own loss, and '
+    "--micro-batches 1 --dp 1 leaves the batch whole"
+)
+
+
+def _refusal(values: Values, place: str) -> ModelError:
+    whole, one, other = values
+    shown = [
+        f"{value[0]:.4g}" if len(value) == 1 else f"({value[0]:.4g}, {value[1]:.4g})"
+        for value in values
+    ]
+    if len(whole) == 2:
+        what = "sum and count of the whole are not those of the halves added"
+        hint = "a mean is returned alone; or autopipe.SumCount(sum over rows, what it counts)"
+    elif _close(whole[0], one[0] + other[0]):
+        what = "it is a sum over rows"
+        hint = f"return a mean, or autopipe.SumCount(total, count); {_OTHERWISE}"
+    elif min(one[0], other[0]) < whole[0] < max(one[0], other[0]):
+        what = "rows weigh unequally in it, as in a mean over unequally many tokens"
+        hint = f"return autopipe.SumCount(total, count); {_OTHERWISE}"
+    else:
+        what = "it compares rows with each other"
+        hint = _OTHERWISE
+    return ModelError(
+        f"{place + ': ' if place else ''}the loss of {ROWS} rows is {shown[0]}, of their halves "
+        f"{shown[1]} and {shown[2]} (tried on made-up numbers): {what}, so its value would depend "
+        "on the micro-batches that the batch is cut into",
+        hint=hint,
+    )
+
+
+@dataclass(frozen=True)
+class _Tail:
+    """The end of a graph, which needs no parameter; results of the nodes in `given` are random.
+
+    Args:
+        states: parameters and buffers that the other nodes read; their values are random as well.
+    """
+
+    graph: Graph
+    nodes: tuple[Node, ...]
+    given: frozenset[str]
+
+    def bytes(self, node: Node) -> int:
+        """Upper limit on the bytes of a node's results for all rows, in float64."""
+        return sum(bytes_at(spec, ROWS) * 8 // spec.dtype.itemsize for spec in node.outputs if spec)
+
+    def values(
+        self, leaves: Leaves, halves: list[dict[str, Any]], made_up: Make, minor: bool
+    ) -> Values:
+        """The loss of all rows, and of each half.
+
+        Args:
+            made_up: draws the random values: `torch.randn` or `torch.rand`.
+            minor: whether in a dim of 3*b the rows come last: `[3, b]` and not `[b, 3]`.
+
+        Raises:
+            Unknown: the rows of a random value cannot be separated.
+        """
+        generator = torch.Generator().manual_seed(0)
+        whole: dict[Value, Tensor] = {}
+
+        def draw(value: Value, spec: TensorSpec) -> Tensor:
+            if value not in whole:
+                shape = shape_at(spec, ROWS)
+                whole[value] = _draw(shape, spec.dtype, made_up, generator)
+            return whole[value].clone()
+
+        def part(first: int) -> Callable[[Value, TensorSpec], Tensor]:
+            return lambda value, spec: _rows(whole[value], spec, first, minor).clone()
+
+        half = ROWS // 2
+        return (
+            self._run(ROWS, leaves, draw),
+            self._run(half, halves[0], part(0)),
+            self._run(half, halves[1], part(half)),
+        )
+
+    @torch.no_grad()
+    def _run(
+        self, rows: int, leaves: Leaves, draw: Callable[[Value, TensorSpec], Tensor]
+    ) -> tuple[float, ...]:
+        known: dict[Value, Any] = {}
+
+        def first(value: Input | State) -> Any:
+            if isinstance(value, Input):
+                return _own(leaves[value.path])
+            constant = self.graph.constants.get(value.name)
+            return draw(value, self.graph.spec(value)) if constant is None else _own(constant)
+
+        def value(arg: Arg) -> Any:
+            if isinstance(arg, Input | State) and arg not in known:
+                known[arg] = first(arg)
+            if isinstance(arg, Value):
+                return known[arg]
+            if isinstance(arg, tuple):
+                return tuple(map(value, arg))
+            if isinstance(arg, sympy.Expr):
+                return at_batch(arg, rows)
+            if isinstance(arg, torch.dtype) and arg.is_floating_point:
+                return torch.float64
+            return torch.device("cpu") if isinstance(arg, torch.device) else arg
+
+        for node in self.nodes:
+            refs = [Ref(node.name, number) for number in range(len(node.outputs))]
+            if node.name in self.given:
+                known.update({r: draw(r, s) for r, s in zip(refs, node.outputs, strict=True) if s})
+                continue
+            args = [value(arg) for arg in node.args]
+            if "dropout" in node.op:
+                args[2] = False  # (input, p, train)
+            made = resolve(node.op)(*args, **{key: value(a) for key, a in node.kwargs.items()})
+            known.update(zip(refs, made if node.packed else (made,), strict=True))
+        return tuple(float(value(output)) for output in self.graph.outputs)
+
+
+def _tail(flow: Dataflow) -> _Tail:
+    """The nodes from which the loss is computed, back to the last ops with parameters."""
+    graph = flow.graph
+    needed: set[int] = set()
+    given: set[str] = set()
+    waiting = [flow.position(v) for v in graph.outputs if isinstance(v, Ref)]
+    while waiting:
+        position = waiting.pop()
+        if position in needed:
+            continue
+        node = graph.nodes[position]
+        needed.add(position)
+        if _made_up(graph, node):
+            given.add(node.name)
+            continue
+        waiting += [flow.position(v) for v in node.values() if isinstance(v, Ref)]
+        waiting += flow.before[position]
+    nodes = tuple(graph.nodes[p] for p in sorted(needed) if graph.nodes[p].op != READ_OP)
+    return _Tail(graph, nodes, frozenset(given))
+
+
+def _made_up(graph: Graph, node: Node) -> bool:
+    """Whether random values replace a node's results: it has parameters, draws, or is batch norm.
+
+    What has the rows twice (similarities, each row beside each) cannot be cut into rows, and a
+    temperature that they are multiplied by is a parameter: such a node is computed.
+    """
+    if "batch_norm" in node.op or (is_random(node) and "dropout" not in node.op):
+        return True
+    reads = any(
+        isinstance(v, State) and graph.states[v.name].kind == "parameter" for v in node.values()
+    )
+    twice = any(
+        sum(isinstance(dim, sympy.Expr) for dim in spec.shape) > 1 for spec in node.outputs if spec
+    )
+    return reads and not twice
+
+
+def _draw(
+    shape: tuple[int, ...], dtype: torch.dtype, made_up: Make, generator: torch.Generator
+) -> Tensor:
+    if dtype.is_floating_point:
+        drawn: Tensor = made_up(shape, generator=generator, dtype=torch.float64)
+        return drawn
+    if dtype.is_complex:
+        return torch.randn(shape, generator=generator, dtype=torch.complex128)
+    return torch.full(shape, dtype == torch.bool, dtype=dtype)
+
+
+def _rows(whole: Tensor, spec: TensorSpec, first: int, minor: bool) -> Tensor:
+    """Half of the rows of a random value, from row `first` on."""
+    for dim, size in enumerate(spec.shape):
+        if not isinstance(size, sympy.Expr):
+            continue
+        factor = size / BATCH
+        if not factor.is_Integer:
+            raise Unknown(f"a size in it is {size}, b the rows")
+        many = int(factor)
+        if minor and many > 1:
+            shape = (*whole.shape[:dim], many, ROWS, *whole.shape[dim + 1 :])
+            apart = whole.reshape(shape).narrow(dim + 1, first, ROWS // 2)
+            return apart.flatten(dim, dim + 1)
+        return whole.narrow(dim, first * many, ROWS // 2 * many)
+    return whole
+
+
+def _own(leaf: Any) -> Any:
+    """A copy of a tensor, for it may be written in place; real numbers in float64."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.to(torch.float64, copy=True) if leaf.is_floating_point() else leaf.clone()

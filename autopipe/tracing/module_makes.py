@@ -1,0 +1,166 @@
+"""What modules are made of, as values that are equal only where nobody can tell them apart.
+
+Of sibling modules with equal makes `tracing.same_modules` compares the calls.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Hashable, Mapping
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopipe.ir.graph import tensors_in
+from autopipe.ir.torch_private import is_fake, storage_key
+
+INTERNAL = frozenset(vars(nn.Module())) | {"_is_full_backward_hook"}
+"""What every module has in its `__dict__`."""
+
+_HOOKS = tuple(name for name in sorted(INTERNAL) if name.endswith("hooks"))
+
+VALUES = (
+    *(bool, int, str, bytes, type(None), type(...)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
+)
+FIXED = (type, FunctionType, BuiltinFunctionType, ModuleType)
+"""What is the same if it is the same object: nobody changes a function by using it."""
+
+
+def alike_siblings(known: Mapping[str, Hashable]) -> dict[str, str]:
+    """From the path of a module to that of the first sibling of which the same is known."""
+    firsts: dict[Hashable, str] = {}
+    alike: dict[str, str] = {}
+    for path, what in known.items():
+        first = firsts.setdefault((path.rpartition(".")[0], what), path)
+        if first != path:
+            alike[path] = first
+    return alike
+
+
+def candidates_of(model: nn.Module) -> dict[str, tuple[nn.Module, Hashable]]:
+    """The outermost modules with parameters and submodules that have a sibling of the same make.
+
+    By path, each with its make; none where one module has two places in the model.
+    """
+    if len(list(model.named_modules(remove_duplicate=False))) > len(list(model.modules())):
+        return {}
+    homes: dict[int, list[str]] = defaultdict(list)
+    for name, tensor in (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ):
+        homes[storage_key(tensor)].append(name)
+    found: dict[str, tuple[nn.Module, Hashable]] = {}
+    pending = [("", model)]
+    while pending:
+        prefix, parent = pending.pop()
+        makes: dict[Hashable, list[tuple[str, nn.Module]]] = defaultdict(list)
+        for name, child in parent.named_children():
+            path = f"{prefix}{name}"
+            make = _make(child, path, homes)
+            makes[make].append((path, child))
+        for make, members in makes.items():
+            worth = any(True for _ in members[0][1].children()) and len(members) > 1
+            if worth and any(True for _ in members[0][1].parameters()):
+                found.update({path: (module, make) for path, module in members})
+            else:
+                pending += [(f"{path}.", module) for path, module in members]
+    return dict(sorted(found.items(), key=lambda item: _order(item[0])))
+
+
+def _order(path: str) -> list[tuple[bool, int, str]]:
+    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in path.split(".")]
+
+
+def _make(module: nn.Module, path: str, homes: Mapping[int, list[str]]) -> Hashable:
+    """What a module is made of, attributes aside; of one that is like no other a new object."""
+    parts: list[Hashable] = []
+    first: dict[int, str] = {}
+    for name, inner in module.named_modules():
+        if "forward" in vars(inner) or any(vars(inner).get(hooks) for hooks in _HOOKS):
+            return object()
+        parts.append((name, type(inner), inner.training))
+    for name, tensor in (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ):
+        key = storage_key(tensor)
+        if not all(home.startswith(f"{path}.") for home in homes[key]):
+            return object()
+        same = first.setdefault(key, name)
+        parts.append((name, same, type(tensor), look_of(tensor), tensor.requires_grad))
+    return tuple(parts)
+
+
+def look_of(tensor: Tensor) -> Hashable:
+    where = tensor.storage_offset(), tensor.device, is_fake(tensor)
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad, where
+
+
+def modes() -> Hashable:
+    """What is set around an op."""
+    autocast = tuple(
+        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in ("cpu", "cuda")
+    )
+    return torch.is_grad_enabled(), autocast
+
+
+def distinct_tensors(tree: Any) -> list[Tensor]:
+    """The tensors in a tree of containers, in order, each once."""
+    return list({id(tensor): tensor for tensor in tensors_in(tree)}.values())
+
+
+def attributes_of(own: Mapping[str, Any]) -> Hashable:
+    """The attributes that a module has of its own."""
+    return tuple((name, frozen(v)) for name, v in own.items() if name not in INTERNAL)
+
+
+def frozen(value: Any, *, deep: bool = True) -> Hashable:
+    """A value that equals another's only if nobody can tell them apart."""
+    if isinstance(value, VALUES):
+        return type(value), value
+    if isinstance(value, float | complex):
+        return type(value), repr(value)  # 0.0 is not -0.0
+    if isinstance(value, tuple | list):
+        return type(value), tuple(frozen(item, deep=deep) for item in value)
+    if isinstance(value, dict):
+        items = [(frozen(k, deep=deep), frozen(v, deep=deep)) for k, v in value.items()]
+        return type(value), tuple(items)
+    if isinstance(value, (set, frozenset)):
+        return type(value), frozenset(frozen(item, deep=deep) for item in value)
+    if type(value) is partial:
+        parts = value.func, value.args, value.keywords, vars(value)
+        return partial, *(frozen(part, deep=deep) for part in parts)
+    if isinstance(value, FIXED) or not deep or isinstance(value, Tensor | nn.Module):
+        return type(value), id(value)
+    inside = getattr(value, "__dict__", None)
+    return type(value), id(value), frozen(dict(inside), deep=False) if inside else None
+
+
+def namespaces_of(module: nn.Module) -> list[Mapping[str, Any]]:
+    """Class attributes and globals of the code of a module and of all modules inside."""
+    found: dict[Hashable, Mapping[str, Any]] = {}
+    for kind in dict.fromkeys(type(inner) for inner in module.modules()):
+        for base in kind.__mro__:
+            if base.__module__.partition(".")[0] not in ("torch", "builtins"):
+                found[base] = vars(base)
+                found[base.__module__] = vars(sys.modules.get(base.__module__, object))
+    return list(found.values())
+
+
+def plain_values(spaces: list[Mapping[str, Any]]) -> Hashable:
+    """The numbers and texts in some namespaces, and how much is in their containers."""
+    found: list[Hashable] = []
+    for space in spaces:
+        for name, value in space.items():
+            if isinstance(value, bool | int | float | str):
+                found.append((name, type(value), repr(value)))
+            elif isinstance(value, list | dict | set):
+                found.append((name, len(value)))
+    return tuple(found)

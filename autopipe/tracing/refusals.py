@@ -1,0 +1,135 @@
+"""The errors for a model that cannot be traced, each with the user's line and a hint.
+
+raised by the model's own code      it fails on two rows, as it would without autopipe
+rows that are no symbol any more    the line that fixes their number
+anything else, while it is traced   the line, and that values are not known there
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any
+
+from autopipe.errors import CaptureError
+from autopipe.frontend import user_lines
+from autopipe.ir.torch_private import DynamicOutputShapeException
+
+
+def depends_on_values(place: str) -> CaptureError:
+    """The error for a tensor whose size depends on values of the batch."""
+    return CaptureError(
+        f"{place}: a size here depends on the values of a tensor, so the stages cannot know what "
+        "they will receive",
+        hint="pad to a fixed size, or mask with torch.where",
+    )
+
+
+def of_its_own(error: Exception, loss: Callable[..., Any] | None, entries: str) -> CaptureError:
+    """The error for a model or a loss that raises an exception of its own.
+
+    Args:
+        entries: the paths of the batch's leaves.
+    """
+    if isinstance(error, DynamicOutputShapeException):
+        return depends_on_values(user_lines.of_error(error))
+    if any(words in str(error) for words in ("FakeTensor", "tensor subclasses")):
+        return in_a_trace(error, loss)
+    in_loss = _passes(error, loss)
+    whose, call = (
+        ("loss(outputs, batch)", "loss(model(**inputs(2)), inputs(2))")
+        if in_loss
+        else ("the model", "model(**inputs(2))")
+    )
+    if isinstance(error, KeyError):
+        hint = f"the batch has the entries {entries}"
+    else:
+        hint = f"does {call} go well by itself?"
+    return CaptureError(
+        f"{_at(error)}{whose} raises {_told(error)} (it is traced with two rows)", hint=hint
+    )
+
+
+def in_a_trace(error: Exception, loss: Callable[..., Any] | None) -> CaptureError:
+    """The error for code that runs on real values and fails on a trace's values."""
+    if isinstance(error, DynamicOutputShapeException):
+        return depends_on_values(user_lines.of_error(error))
+    whose = "loss(outputs, batch)" if _passes(error, loss) else "the model"
+    return CaptureError(
+        f"{_at(error)}{whose} cannot be captured: {_told(error)}",
+        hint="while a model is captured its tensors have shapes and no values: nothing outside "
+        "torch can compute with them",
+    )
+
+
+def fixes_rows(error: Exception) -> bool:
+    """Whether export reports that a trace is valid only for some numbers of rows."""
+    return "Constraints violated" in str(error)
+
+
+def fixed_rows(place: str) -> CaptureError:
+    """The error for a trace that is valid only for some numbers of rows; it names the line."""
+    return CaptureError(
+        f"{place + ': t' if place else 't'}he number of rows is fixed here, so what is traced with "
+        "two rows does not hold for the rows of every micro-batch",
+        hint="take the rows from x.shape[0], not from len(x) or from a number, as in view(2, -1); "
+        "no branch may depend on them",
+    )
+
+
+class _Conditions(logging.Handler):
+    """Records the user's line at each condition on sizes that a trace depends on."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.found: list[tuple[str, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Whoever asks is on the stack."""
+        self.found.append((record.getMessage(), user_lines.here()))
+
+
+def line_that_fixes_rows(run: Callable[[], object]) -> str:
+    """The user's line at which the trace made by `run` fixes the number of rows; "" if unknown.
+
+    torch logs each condition on sizes: a number that replaces the symbol, or a remainder that must
+    be 0.
+    """
+    log, conditions = logging.getLogger(_SIZES), _Conditions()
+    before = log.level, log.propagate, log.disabled, log.handlers
+    log.handlers = [conditions]
+    log.propagate, log.disabled = False, False
+    log.setLevel(logging.INFO)
+    try:
+        with suppress(Exception):  # it is known to fail
+            run()
+    finally:
+        log.setLevel(before[0])
+        log.propagate, log.disabled, log.handlers = before[1:]
+    for wanted in ("set_replacement ", "eval Eq(Mod(", "eval "):
+        for words, place in conditions.found:
+            if words.startswith(wanted) and "suppressed" not in words and place:
+                return place
+    return ""
+
+
+_SIZES = "torch.fx.experimental.symbolic_shapes"
+"""The name of torch's log of conditions on sizes."""
+
+
+def _passes(error: Exception, function: Callable[..., Any] | None) -> bool:
+    code = getattr(function, "__code__", None)
+    frames: Iterable[Any] = traceback.walk_tb(error.__traceback__)
+    return code is not None and any(frame.f_code is code for frame, _ in frames)
+
+
+def _at(error: Exception) -> str:
+    place = user_lines.of_error(error)
+    return f"{place}: " if place else ""
+
+
+def _told(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,0 +1,119 @@
+"""Trace a model given as a module or as the function that builds one.
+
+A module's own weights are never copied, and a function's never allocated: both give the same
+skeleton to trace, and only a rank that needs them builds the weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopipe.errors import CaptureError, ModelError
+from autopipe.frontend.construct import Factory, build_fake
+from autopipe.frontend.loss import Loss
+from autopipe.frontend.quiet import libraries_hushed
+from autopipe.ir import torch_private
+from autopipe.planfile.parts import InputSpec
+from autopipe.tracing.trace import Trace, trace
+from autopipe.util import numbers
+from autopipe.util.progress import Say
+
+Source = nn.Module | Factory
+
+
+def bare(model: Source, say: Say | None = None) -> nn.Module:
+    """A copy of the model with fake parameters; a given module itself is not changed."""
+    with libraries_hushed(heard=True):
+        if isinstance(model, nn.Module):
+            built = torch_private.skeleton(model)
+        else:
+            built = build_fake(model, room=available_memory, say=say)
+    if not isinstance(built, nn.Module):
+        raise ModelError(f"model() gives a {type(built).__name__}, not an nn.Module")
+    first: dict[tuple[int, int], str] = {}
+    for name, parameter in built.named_parameters():
+        where = torch_private.storage_key(parameter), int(parameter.storage_offset())
+        if parameter.numel() and first.setdefault(where, name) != name:
+            raise ModelError(
+                f"{first[where]!r} and {name!r} are two parameters in one memory: split over two "
+                "stages they would drift apart",
+                hint="tie them by making both names the same nn.Parameter",
+            )
+    return built
+
+
+def trace_source(
+    model: Source,
+    example: Any,
+    specs: Sequence[InputSpec],
+    loss: Loss | None,
+    *,
+    training: bool = True,
+    skeleton: nn.Module | None = None,
+    outputs: bool = False,
+    say: Say | None = None,
+) -> Trace:
+    """Trace a model; allocate its weights only if Python reads a value that depends on one.
+
+    Args and raises: as `trace.trace`; `skeleton` is the result of `bare`, if already made.
+    """
+    if skeleton is None:
+        skeleton = bare(model)
+
+    def real() -> nn.Module:
+        if isinstance(model, nn.Module):
+            return model
+        needed, found = parameter_bytes(skeleton), available_memory()
+        if needed > found:
+            raise CaptureError(
+                f"the model must run once with its weights, for Python reads values that depend on "
+                f"them; they take {numbers.memory(needed)}, and {numbers.memory(found)} are free",
+                hint="express the branch as a computation (torch.where)",
+            )
+        return model()
+
+    return trace(
+        skeleton, example, specs, loss, training=training, real=real, outputs=outputs, say=say
+    )
+
+
+@contextmanager
+def keeping_default_dtype() -> Iterator[None]:
+    """Let a model set torch's default dtype within the block; restore it afterwards."""
+    before = torch.get_default_dtype()
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def parameter_bytes(model: nn.Module) -> int:
+    """Bytes of a model's parameters; a tied parameter counts once."""
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def available_memory() -> int:
+    """Bytes of host memory available without swapping (/proc/meminfo, MemAvailable)."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def versions(model: Source) -> dict[str, str]:
+    """Versions of torch and of the package that defines the model's class, by package name."""
+    found = {"torch": str(torch.__version__)}
+    made_by = type(model) if isinstance(model, nn.Module) else model
+    package = made_by.__module__.partition(".")[0]
+    with contextlib.suppress(metadata.PackageNotFoundError, ValueError):
+        found[package] = metadata.version(package)
+    return found

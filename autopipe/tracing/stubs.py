@@ -1,0 +1,276 @@
+"""Trace one of several equal modules, and let export run a stub in place of each other one.
+
+    model.layers.0   forward                  begin([x], 0)  its ops ...  end([y], 0)
+    model.layers.1   a stand-in               stand_in([y], 0) -> [z]
+    model.layers.2   a stand-in               stand_in([z], 0) -> [...]
+
+The results of a stub have the shapes and dtypes of the first block's. When the exported program
+becomes a graph, the nodes between `begin` and `end` are copied for every `stand_in`, under the
+names of the module that it replaces: the graph is the one that a full trace gives.
+
+`same_modules` has proved which modules are equal; here the arguments are compared once more, since
+their sizes are symbols now. A mismatch raises `Unlike`, and then the model is traced in full.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from autopipe.ir.blocks import Visit
+from autopipe.ir.graph import Node, Ref, State, Value, swap
+from autopipe.ir.torch_private import expression, storage_key
+from autopipe.tracing.module_makes import distinct_tensors, frozen, modes
+
+BEGIN = "autopipe.begin.default"
+END = "autopipe.end.default"
+STAND_IN = "autopipe.stand_in.default"
+
+
+class Unlike(Exception):
+    """A stub cannot replace its module."""
+
+
+@dataclass(frozen=True)
+class _Look:
+    """Shape and dtype of a result of the first block; sizes may be symbols."""
+
+    shape: tuple[Any, ...]
+    stride: tuple[Any, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+_results: dict[int, list[_Look]] = {}
+"""The results of each block by its number, during an export: ops cannot take them as arguments."""
+
+
+@torch.library.custom_op("autopipe::begin", mutates_args=())
+def begin_op(tensors: list[Tensor], number: int) -> None:
+    """Marks in a traced graph the beginning of a block with the arguments `tensors`."""
+
+
+@torch.library.custom_op("autopipe::end", mutates_args=())
+def end_op(tensors: list[Tensor], number: int) -> None:
+    """Marks in a traced graph the end of a block with the results `tensors`."""
+
+
+@torch.library.custom_op("autopipe::stand_in", mutates_args=())
+def stand_in_op(tensors: list[Tensor], number: int) -> list[Tensor]:
+    """Replaces the ops of a block that equals block `number`; a parameter may come last."""
+    raise NotImplementedError("a stand-in is for traces alone")
+
+
+@begin_op.register_fake
+def _(tensors: list[Tensor], number: int) -> None:
+    return None
+
+
+@end_op.register_fake
+def _(tensors: list[Tensor], number: int) -> None:
+    return None
+
+
+@stand_in_op.register_fake
+def _(tensors: list[Tensor], number: int) -> list[Tensor]:
+    return [
+        torch.empty_strided(look.shape, look.stride, dtype=look.dtype, device=look.device)
+        for look in _results[number]
+    ]
+
+
+@dataclass(frozen=True)
+class _First:
+    """The arguments and results of a block that is traced for its equals."""
+
+    number: int
+    arguments: Any
+    output: Any
+    carrying: tuple[bool, ...]
+
+
+@contextmanager
+def standing_in(model: nn.Module, alike: Mapping[str, str]) -> Iterator[None]:
+    """Within, run a stub for each module in `alike` (path -> path of its equal, see `Likeness`)."""
+    firsts: dict[str, list[_First]] = {path: [] for path in alike.values()}
+    numbers = itertools.count()
+    with ExitStack() as until:
+        until.callback(_results.clear)
+        for path, first in [*zip(firsts, firsts, strict=True), *alike.items()]:
+            module = model.get_submodule(path)
+            module.forward = _forward(module, path, firsts[first], numbers)
+            until.callback(delattr, module, "forward")
+        yield
+
+
+def _forward(
+    module: nn.Module, path: str, firsts: list[_First], numbers: Iterator[int]
+) -> Callable[..., Any]:
+    """The forward of a module: a stub if one of the `firsts` had equal arguments."""
+    own = module.forward
+    called = False
+
+    def traced(args: Any, kwargs: Any, told: Any, given: list[Tensor]) -> Any:
+        number = next(numbers)
+        begin_op(given, number)
+        output = own(*args, **kwargs)
+        made = [t for t in distinct_tensors(output) if not any(t is tensor for tensor in given)]
+        _results[number] = [_Look(tuple(t.shape), t.stride(), t.dtype, t.device) for t in made]
+        carrying = tuple(tensor.requires_grad for tensor in made)
+        firsts.append(_First(number, told, _parts(output, [*given, *made]), carrying))
+        end_op(made, number)
+        return output
+
+    @functools.wraps(own)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal called
+        if called:
+            raise Unlike(f"{path} is called again")
+        called = True
+        given = list(distinct_tensors((args, kwargs)))
+        told = _told((args, kwargs), given)
+        first = next((first for first in firsts if first.arguments == told), None)
+        if first is None:
+            return traced(args, kwargs, told, given)
+        trained = [p for p in module.parameters() if p.requires_grad][:1]
+        made = stand_in_op([*given, *trained], first.number)
+        if tuple(tensor.requires_grad for tensor in made) != first.carrying:
+            raise Unlike(f"a gradient flows through {path} otherwise than through those like it")
+        return _whole(first.output, [*given, *made])
+
+    return forward
+
+
+def _told(tree: Any, tensors: Sequence[Tensor]) -> Any:
+    """Arguments, and torch's modes around the call, in a form that can be compared."""
+    storages: dict[int, int] = {}
+    looks = tuple(
+        (
+            tuple(map(_size, (*tensor.shape, *tensor.stride(), tensor.storage_offset()))),
+            *(tensor.dtype, tensor.device, tensor.requires_grad),
+            storages.setdefault(storage_key(tensor), number),
+        )
+        for number, tensor in enumerate(tensors)
+    )
+    return frozen(_parts(tree, tensors)), looks, modes()
+
+
+def _size(size: Any) -> Any:
+    """A size that can be compared without a guard on it."""
+    return expression(size) if isinstance(size, torch.SymInt) else size
+
+
+class _Place(NamedTuple):
+    """In a tree, the tensor of this number."""
+
+    number: int
+
+
+def _parts(tree: Any, tensors: Sequence[Tensor]) -> Any:
+    """A tree with places for tensors."""
+    if isinstance(tree, Tensor):
+        return _Place(next(n for n, tensor in enumerate(tensors) if tensor is tree))
+    if type(tree) in (tuple, list):
+        return type(tree)(_parts(item, tensors) for item in tree)
+    if type(tree) is dict:
+        return {key: _parts(item, tensors) for key, item in tree.items()}
+    if tree is None or isinstance(tree, bool | int | float | str | torch.dtype | torch.device):
+        return tree
+    raise Unlike(f"a {type(tree).__name__} goes into a module or comes out of it")
+
+
+def _whole(parts: Any, tensors: Sequence[Tensor]) -> Any:
+    """The inverse of `_parts`: the tree with its tensors."""
+    if isinstance(parts, _Place):
+        return tensors[parts.number]
+    if isinstance(parts, tuple | list):
+        return type(parts)(_whole(item, tensors) for item in parts)
+    if isinstance(parts, dict):
+        return {key: _whole(item, tensors) for key, item in parts.items()}
+    return parts
+
+
+@dataclass
+class Span:
+    """The nodes of the first block in the graph under construction: positions [first, stop).
+
+    `around` is the user's line of the checkpoint around the block, if there is one.
+    """
+
+    scopes: tuple[str, ...]
+    arguments: tuple[Value, ...]
+    first: int
+    around: str = ""
+    stop: int = 0
+    results: tuple[Value, ...] = ()
+
+    def again(
+        self,
+        nodes: Sequence[Node],
+        scopes: tuple[str, ...],
+        arguments: Sequence[Value],
+        name: Callable[[tuple[str, ...], str], str],
+        states: Mapping[str, object],
+    ) -> tuple[list[Node], tuple[Value, ...]]:
+        """The nodes and results of a module that equals this one.
+
+        Args:
+            nodes: the nodes of the graph so far.
+            scopes: the module calls around the other module, its own call last.
+            arguments: those of the other module; any beyond this block's number are ignored.
+            name: makes a node's name from its scopes and its op.
+            states: the model's states by name.
+
+        Raises:
+            Unlike: a node reads a value that is neither an argument nor a state of the block.
+        """
+        home, there = self.scopes[-1], scopes[-1]
+        if Visit.of(home).number or Visit.of(there).number:
+            raise Unlike(f"{home} or {there} is called more than once")
+        known: dict[Value, Value] = {}
+        for mine, other in zip(self.arguments, arguments, strict=False):
+            if known.setdefault(mine, other) != other:
+                raise Unlike(f"{home} takes one tensor where {there} takes two")
+        made: list[Node] = []
+        for node in nodes[self.first : self.stop]:
+            depth = len(self.scopes)
+            if node.scopes[:depth] != self.scopes:
+                raise Unlike(f"{node.name} ran in {node.scopes}, not in {home}")
+            inner = tuple(_moved(scope, home, there) for scope in node.scopes[depth:])
+            for value in node.values():
+                if value not in known:
+                    known[value] = _own(value, home, there, states)
+            alike = replace(
+                node,
+                name=name((*scopes, *inner), node.op),
+                args=swap(node.args, known),
+                kwargs={key: swap(arg, known) for key, arg in node.kwargs.items()},
+                scopes=(*scopes, *inner),
+            )
+            made.append(alike)
+            for number in range(len(node.outputs)):
+                known[Ref(node.name, number)] = Ref(alike.name, number)
+        return made, tuple(known[result] for result in self.results)
+
+
+def _moved(path: str, home: str, there: str) -> str:
+    if not path.startswith(f"{home}."):
+        raise Unlike(f"{path} runs in a call of {home}")
+    return there + path.removeprefix(home)
+
+
+def _own(value: Value, home: str, there: str, states: Mapping[str, object]) -> Value:
+    """The equal block's state that corresponds to a parameter or buffer of the first block."""
+    if not isinstance(value, State):
+        raise Unlike(f"{value} comes into {home} from outside, and not as an argument")
+    moved = _moved(value.name, home, there)
+    if moved not in states:
+        raise Unlike(f"{moved} is missing")
+    return State(moved)

@@ -1,0 +1,146 @@
+"""Trace a model on a batch: its `Graph`, and the values that Python read.
+
+model, batch --look--> reads, equal modules --capture--> ExportedProgram --convert--> Graph
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from autopipe.errors import AutopipeError, ModelError
+from autopipe.frontend import batch as batches
+from autopipe.frontend.loss import Loss
+from autopipe.ir.graph import Graph
+from autopipe.planfile.parts import InputSpec, Read
+from autopipe.tracing.export import Program, capture, look
+from autopipe.tracing.from_export import convert
+from autopipe.tracing.same_modules import Likeness
+from autopipe.tracing.stubs import Unlike
+from autopipe.tracing.value_guards import NeedsNumbers
+from autopipe.util.progress import Say
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A graph, the description of the batch it was traced on, and the reads it depends on.
+
+    `outputs` are the paths of the model's own outputs, if the graph returns them after the loss.
+    """
+
+    graph: Graph
+    inputs: tuple[InputSpec, ...]
+    reads: tuple[Read, ...]
+    outputs: tuple[str, ...] = ()
+
+
+def trace(
+    model: nn.Module,
+    batch: object,
+    specs: Sequence[InputSpec],
+    loss: Loss | None = None,
+    *,
+    training: bool = True,
+    reads: Sequence[Read] | None = None,
+    real: Callable[[], nn.Module] | None = None,
+    symbolic: bool = True,
+    outputs: bool = False,
+    say: Say | None = None,
+) -> Trace:
+    """Trace a model with fake parameters (`torch_private.skeleton`, `construct.build_fake`).
+
+    Args:
+        batch: an example batch of at least two rows.
+        specs: the batch's description (`frontend.batch.describe`).
+        loss: `loss(outputs, batch)`; None takes a scalar output or an output's `.loss`.
+        training: trace in training mode; False traces evaluation.
+        reads: the recorded reads of an earlier trace, to be replayed; None: record them now.
+        real: builds the model with its weights, if a read depends on one.
+        symbolic: False fixes the rows to the example's. Otherwise a dim that is `s` in the specs is
+            a symbol as well (`tracing.symbolic_sequence`).
+        outputs: whether the graph also returns the model's own outputs.
+        say: receives one line of progress text at a time.
+
+    Raises:
+        CaptureError: the model cannot be captured; the message names the user's line.
+        ModelError: the inputs do not fit the model.
+    """
+    leaves = batches.flatten(batch)
+    batches.bind(model, batch, loss)
+    if model.training != training:  # a model in training keeps what parts of it are set to
+        model.train(training)
+    program = Program(model, batch, loss, specs, outputs=outputs)
+    program.training = training
+    tracing = _Tracing(program, leaves, tuple(specs), symbolic, say or (lambda line: None))
+    return tracing.recorded(real) if reads is None else tracing.replayed(reads, real)
+
+
+@dataclass(frozen=True)
+class _Tracing:
+    """One trace under construction.
+
+    A look is a run of the whole model on real inputs: it records the values that Python reads, and
+    finds equal modules. The export then runs one of the equal modules, and stubs for the others.
+    """
+
+    program: Program
+    leaves: Mapping[str, Any]
+    specs: tuple[InputSpec, ...]
+    symbolic: bool
+    say: Say
+
+    def recorded(self, real: Callable[[], nn.Module] | None) -> Trace:
+        """The trace, with the reads of a first run."""
+        likeness = Likeness(self.program.model)
+        try:
+            reads = self.look(likeness.watching(), real)
+        except NeedsNumbers:
+            likeness = Likeness(self.program.model)
+            reads = self.look(likeness.watching(), real, numbers=True)
+        return self.with_stand_ins(reads, likeness.alike)
+
+    def replayed(self, reads: Sequence[Read], real: Callable[[], nn.Module] | None) -> Trace:
+        """The trace with an earlier one's reads; without reads, a run finds the equal modules."""
+        alike: Mapping[str, str] = {}
+        if not reads and (likeness := Likeness(self.program.model)).candidates:
+            with suppress(AutopipeError, NeedsNumbers):
+                if not self.look(likeness.watching(), real):
+                    alike = likeness.alike
+        return self.with_stand_ins(reads, alike)
+
+    def with_stand_ins(self, reads: Sequence[Read], alike: Mapping[str, str]) -> Trace:
+        """Try to export with stubs for equal modules; fall back to a full export.
+
+        Only a refusal of the capture leads to the second trace; any other error is a bug.
+        """
+        if alike:
+            try:
+                return self.export(reads, alike)
+            except (ModelError, Unlike) as error:
+                # Without stand-ins the trace goes well, or says why in full.
+                why = str(error).partition("\n")[0]
+                self.say(f"trace: repeated modules are traced one by one, not once for all: {why}")
+        return self.export(reads, {})
+
+    def look(
+        self,
+        within: AbstractContextManager[object],
+        real: Callable[[], nn.Module] | None,
+        *,
+        numbers: bool = False,
+    ) -> tuple[Read, ...]:
+        """The values that Python reads in one run."""
+        program, leaves, specs = self.program, self.leaves, self.specs
+        return look(program, leaves, specs, within=within, real=real, numbers=numbers)
+
+    def export(self, reads: Sequence[Read], alike: Mapping[str, str]) -> Trace:
+        """The trace with these reads, and with stubs for the modules in `alike`."""
+        exported = capture(
+            self.program, self.leaves, self.specs, reads=reads, alike=alike, symbolic=self.symbolic
+        )
+        graph = convert(exported, self.program.model, self.specs)
+        return Trace(graph, self.specs, tuple(reads), self.program.paths)

@@ -1,0 +1,97 @@
+"""Turn `torch.utils.checkpoint` calls in a user's model into recomputed blocks of the plan.
+
+    checkpoint(block, x, use_reentrant=False)
+
+    traced      autopipe::checkpoint("model.py:31")  block's ops  autopipe::checkpoint("")
+    the graph   block's nodes, `again` the user's line
+    the plan    a block whose nodes are all marked is a recomputed block
+
+torch.export inlines the function and does not record that it is checkpointed. With
+`use_reentrant=True` there is no such function to inline, and the model is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from autopipe.frontend import user_lines
+from autopipe.ir.blocks import Block
+from autopipe.ir.dataflow import Dataflow, obstacle
+from autopipe.ir.torch_patches import seeing_saved_tensors_hooks
+
+MARK = "autopipe.checkpoint.default"
+
+_HOME = "torch.utils.checkpoint"
+
+
+@torch.library.custom_op("autopipe::checkpoint", mutates_args=())
+def mark_op(nothing: Tensor, place: str) -> None:
+    """Marks in a traced graph where a checkpoint begins (`place`: user's line) or ends ("")."""
+
+
+@mark_op.register_fake
+def _(nothing: Tensor, place: str) -> None:
+    return None
+
+
+@contextmanager
+def marking() -> Iterator[None]:
+    """Within, a trace has a mark before and after each checkpointed call.
+
+    `mark_op` is traced where the saved-tensors hooks of a checkpoint are entered and left.
+    """
+    open_: list[str] = []
+
+    def entered(hooks: saved_tensors_hooks) -> None:
+        if type(hooks).__module__ == _HOME:
+            open_.append(user_lines.here())
+            mark_op(torch.empty(0), open_[0])
+
+    def left(hooks: saved_tensors_hooks) -> None:
+        if type(hooks).__module__ == _HOME:
+            open_.pop()
+            mark_op(torch.empty(0), open_[0] if open_ else "")
+
+    with seeing_saved_tensors_hooks(entered, left):
+        yield
+
+
+def wanted(
+    flow: Dataflow, blocks: Sequence[Block], say: Callable[[str], None]
+) -> tuple[str, ...] | None:
+    """The paths of the blocks that the model itself checkpoints; None: it has no checkpoint.
+
+    Args:
+        say: receives a line for each checkpoint that covers no whole block; it is not recomputed.
+    """
+    nodes = flow.graph.nodes
+    asked = {position: node.again for position, node in enumerate(nodes) if node.again}
+    if not asked:
+        return None
+    again: list[str] = []
+    kept: dict[str, str] = {}
+    for block in blocks:
+        own = range(block.first, block.stop)
+        part = [position for position in own if position in asked]
+        reason = obstacle(flow, own)
+        if len(part) == len(own) and reason is None:
+            again.append(block.path)
+        elif part:
+            what = "a part of " if len(part) < len(own) else ""
+            because = f", which cannot: {reason}" if reason is not None else ""
+            kept.setdefault(asked[part[0]], f"{what}block {block.path!r}{because}")
+        for position in part:
+            del asked[position]
+    for place in dict.fromkeys(asked.values()):
+        kept.setdefault(place, "what is no block of the model")
+    for place, what in kept.items():
+        say(f"{place}: torch.utils.checkpoint asks to run {what} again; its activations are kept")
+    if again:
+        number = f"{len(again)} block" + "s" * (len(again) > 1)
+        say(f"recompute: {number}, as the model asks by torch.utils.checkpoint")
+    return tuple(again)

@@ -1,0 +1,323 @@
+"""Record, replay and check the values that Python reads from tensors: `if mask.all():`.
+
+A traced graph contains one branch only, so every read is (1) answered with the real value while
+tracing, (2) recorded, and (3) checked on every micro-batch by a node in the graph:
+
+    record   one run with fake parameters and real inputs. A read that depends on inputs, buffers
+             and constants alone gives a real value; one that depends on a parameter does not, and
+             then the run is repeated with the real model.
+    replay   torch.export runs the model with fake inputs; reads are answered from the record, and
+             each leaves `autopipe::read(tensor, i)` in the graph.
+    check    at run time that node compares the tensor with the record.
+
+A number that nothing depends on (`tracing.logged_reads`) leaves no node: nothing needs a check.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from autopipe.errors import AutopipeError, CaptureError, ModelError
+from autopipe.frontend import user_lines
+from autopipe.frontend.transformers_adapter import CHECKPOINT_HINT
+from autopipe.ir.graph import tensors_in
+from autopipe.ir.torch_patches import refusing_custom_functions
+from autopipe.ir.torch_private import (
+    DataDependentOutputException,
+    TorchDispatchMode,
+    is_fake,
+    lists_as_one_read,
+    written_arguments,
+)
+from autopipe.planfile.parts import Read
+from autopipe.tracing.logged_reads import Looked, used
+
+
+class ReadsParameter(Exception):
+    """A read depends on a fake parameter, which has no values; `place` is the user's line."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__(place)
+        self.place = place
+
+
+class NeedsNumbers(Exception):
+    """The model fails on the placeholders for the numbers it reads (`logged_reads.Looked`)."""
+
+
+def _truth(tensor: Tensor) -> bool:
+    return bool(tensor)
+
+
+_READERS: Mapping[str, Callable[[Tensor], Any]] = {
+    "__bool__": _truth,
+    "is_nonzero": _truth,
+    "__contains__": _truth,
+    "equal": _truth,
+    "allclose": _truth,
+    "__int__": int,
+    "__index__": int,
+    "__float__": float,
+    "item": Tensor.item,
+    "tolist": Tensor.tolist,
+}
+
+
+def _subject(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    """The tensor whose value a read returns; for `x in t` it is `(t == x).any()`."""
+    first: Tensor = args[0]
+    if name == "__contains__":
+        found: Tensor = (first == args[1]).any()
+        return found
+    if name == "equal":
+        # The dims first: sizes of unlike tensors must not be compared, the batch may be among them.
+        alike = first.ndim == args[1].ndim and first.shape == args[1].shape
+        return (first == args[1]).all() if alike else first.new_zeros(())
+    if name == "allclose":
+        return torch.isclose(*args, **kwargs).all()
+    return first
+
+
+def _value(name: str, tensor: Tensor) -> bool | int | float | str:
+    """A read's value in the form stored in the plan: lists are JSON text."""
+    value = _READERS[name](tensor)
+    return json.dumps(value) if isinstance(value, list) else value
+
+
+@torch.library.custom_op("autopipe::read", mutates_args=())
+def read_op(tensor: Tensor, index: int) -> None:
+    """Marks in a traced graph the read number `index` of the record."""
+
+
+@read_op.register_fake
+def _(tensor: Tensor, index: int) -> None:
+    return None
+
+
+def check(tensor: Tensor, read: Read) -> None:
+    """Compare a tensor of this micro-batch with the recorded read.
+
+    Raises:
+        ModelError: the value differs from the record, so the model would take another branch.
+    """
+    check_op(tensor, read.kind, json.dumps(read.value), read.place)
+
+
+@torch.library.custom_op("autopipe::check", mutates_args=())
+def check_op(tensor: Tensor, kind: str, value: str, place: str) -> None:
+    """`check` as an op, which a trace keeps; `value` is JSON text."""
+    _compare(tensor, Read(kind, json.loads(value), place))
+
+
+@check_op.register_fake
+def _(tensor: Tensor, kind: str, value: str, place: str) -> None:
+    return None
+
+
+def _compare(tensor: Tensor, read: Read) -> None:
+    found = _value(read.kind, tensor)
+    both_nan = found != found and read.value != read.value
+    if found != read.value and not both_nan:
+        raise ModelError(
+            f"{read.place}: Python read {read.value!r} from a tensor here when the model was "
+            f"traced, and reads {found!r} in this micro-batch: the traced branch is not the one "
+            "it would take",
+            hint="plan with inputs that take the branch your batches take, or make the branch "
+            "part of the computation (torch.where)"
+            + ("; a number for a log is read by .item()" if read.kind == "__float__" else ""),
+        )
+
+
+class _Recording(TorchFunctionMode):
+    """Answers reads with their real values and records them."""
+
+    def __init__(self, tainted: Callable[[Tensor], bool], numbers: bool) -> None:
+        super().__init__()
+        self.reads: list[Read] = []
+        self._tainted = tainted
+        self._numbers = numbers
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        args, kwargs = used(args), used(kwargs or {})
+        known = bool(args) and isinstance(args[0], Tensor)
+        if name == "__format__" and known and self._unknown(args[0]):
+            return _as_text(*args)
+        if name not in _READERS or not known:
+            return func(*args, **kwargs)
+        tensor = _subject(name, args, kwargs)
+        unknown, place = self._unknown(tensor), user_lines.here()
+        if name == "item" and not self._numbers:
+            value = _zero(tensor) if unknown else tensor.item()
+            self.reads.append(Read(name, value, place, checked=False))
+            return Looked(partial(self._use, len(self.reads) - 1, unknown), value)
+        if unknown:
+            raise ReadsParameter(place)
+        self.reads.append(Read(name, _value(name, tensor), place))
+        return _READERS[name](tensor)
+
+    def _unknown(self, tensor: Tensor) -> bool:
+        return is_fake(tensor) or self._tainted(tensor)
+
+    def _use(self, index: int, unknown: bool) -> Any:
+        """The number that was read; from here on it counts as used."""
+        read = self.reads[index]
+        if unknown:
+            raise ReadsParameter(read.place)
+        self.reads[index] = replace(read, checked=True)
+        return read.value
+
+
+def _zero(tensor: Tensor) -> bool | int | float:
+    """A zero in place of an unknown number, to be formatted as text."""
+    if tensor.dtype == torch.bool:
+        return False
+    return 0.0 if tensor.dtype.is_floating_point else 0
+
+
+def _as_text(tensor: Tensor, form: str) -> str:
+    """The result of `f"{tensor:.3f}"` for an unknown number."""
+    return format(_zero(tensor), form) if tensor.ndim == 0 else object.__format__(tensor, "")
+
+
+class _Taint(TorchDispatchMode):
+    """Tracks real tensors that a fake one was written into: their values are meaningless.
+
+    out = torch.zeros(3)        # real
+    out[0] = hidden.sum()       # hidden is fake: the zero stays, and is a lie from here on
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._storages: dict[int, Tensor] = {}  # by address; the tensor keeps the address taken
+
+    def __call__(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self._storages
+
+    def _mark(self, tensor: Tensor) -> None:
+        if not is_fake(tensor) and tensor.numel():
+            self._storages[tensor.untyped_storage().data_ptr()] = tensor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        operands = list(tensors_in((args, kwargs or {})))
+        if any(is_fake(t) or self(t) for t in operands):
+            for tensor in tensors_in((result, written_arguments(func, args, kwargs or {}))):
+                self._mark(tensor)
+        return result
+
+
+def record(
+    run: Callable[[], object], again: Callable[[], object], *, numbers: bool = False
+) -> tuple[Read, ...]:
+    """Record the reads of one run of the model, in order; the global random state is restored.
+
+    Args:
+        again: runs the model a second time, if some numbers were read but never used.
+        numbers: whether to treat all numbers that are read as used.
+
+    Raises:
+        NeedsNumbers: the model fails on placeholders for numbers; pass `numbers=True`.
+        ReadsParameter: a read depends on a parameter, and the parameters are fake.
+        CaptureError: the model uses a custom autograd.Function, whose backward a traced graph
+            would lose.
+    """
+    taint = _Taint()
+    recording = _Recording(taint, numbers)
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), refusing_custom_functions(_refuse):
+        try:
+            with lists_as_one_read(), taint, recording:
+                run()
+            if any(not read.checked for read in recording.reads):
+                # A number may be kept for the next call, and used there.
+                with lists_as_one_read(), taint, _Recording(taint, numbers):
+                    again()
+        except (AutopipeError, ReadsParameter):
+            raise
+        except DataDependentOutputException as error:
+            raise ReadsParameter(user_lines.of_error(error)) from error
+        except Exception as error:  # whatever the model's own code raises
+            if not numbers and any(read.kind == "item" for read in recording.reads):
+                raise NeedsNumbers from error
+            raise
+    return tuple(recording.reads)
+
+
+@contextmanager
+def replay(reads: Sequence[Read]) -> Iterator[None]:
+    """Answer reads from the record, and trace an `autopipe::read` op for each.
+
+    Raises:
+        CaptureError: the run's reads differ from the record, or it uses a custom autograd.Function.
+    """
+    replaying = _Replaying(reads)
+    with refusing_custom_functions(_refuse), lists_as_one_read(), replaying:
+        yield
+    replaying.check_all_read()
+
+
+class _Replaying(TorchFunctionMode):
+    """Answers reads from a record, in order."""
+
+    def __init__(self, reads: Sequence[Read]) -> None:
+        super().__init__()
+        self._reads = reads
+        self._next = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "__format__" and is_fake(args[0]):
+            return _as_text(*args)
+        if name not in _READERS or not args or not isinstance(args[0], Tensor):
+            return func(*used(args), **used(kwargs or {}))
+        index, self._next = self._next, self._next + 1
+        if index >= len(self._reads) or self._reads[index].kind != name:
+            expected = self._reads[index].kind if index < len(self._reads) else "no further read"
+            raise CaptureError(
+                f"{user_lines.here()}: "
+                f"Python reads a tensor here ({name}), where the record of the "
+                f"model's reads has {expected}",
+                hint="the model reads other tensors each time it runs (state kept between calls?)",
+            )
+        read = self._reads[index]
+        if read.checked:
+            read_op(_subject(name, args, kwargs or {}), index)
+        return json.loads(read.value) if isinstance(read.value, str) else read.value
+
+    def check_all_read(self) -> None:
+        """Refuse a run with fewer reads than the record."""
+        if self._next < len(self._reads):
+            missing = self._reads[self._next]
+            raise CaptureError(
+                f"{missing.place}: Python read a tensor here ({missing.kind}) when the model's "
+                "reads were recorded, and does not while it is traced",
+                hint="the model reads other tensors each time it runs (state kept between calls?)",
+            )
+
+
+def _refuse(cls: type) -> None:
+    """Refuse a custom autograd.Function, whose backward a trace would lose."""
+    if cls.__module__.startswith("torch._"):  # how torch runs ops of torch.library
+        return
+    if cls.__module__ == "torch.utils.checkpoint":
+        raise CaptureError(
+            f"{user_lines.here()}: "
+            "torch.utils.checkpoint is called in its reentrant mode, whose "
+            "backward cannot be traced; the other one becomes recomputed blocks of the plan",
+            hint="checkpoint(..., use_reentrant=False); of a model of transformers "
+            f"{CHECKPOINT_HINT}",
+        )
+    raise CaptureError(
+        f"{user_lines.here()}: the model calls {cls.__module__}.{cls.__qualname__}, a custom "
+        "autograd.Function; torch.export traces its forward and loses its backward",
+        hint="register it as an op with torch.library.custom_op and register_autograd",
+    )

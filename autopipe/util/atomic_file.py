@@ -1,0 +1,73 @@
+"""Write a file under a temporary name and rename it, so that it is whole or absent."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from autopipe.errors import AutopipeError
+
+
+def write(data: str | bytes, path: Path) -> None:
+    """Write `data` to the file at `path`; text is encoded as UTF-8.
+
+    Raises:
+        AutopipeError: as `writing`.
+    """
+    with writing(path) as file:
+        file.write(data if isinstance(data, bytes) else data.encode())
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[BinaryIO]:
+    """A temporary file that is renamed to `path` if the block ends without an error.
+
+    Raises:
+        AutopipeError: the file cannot be written; no temporary file is left, and an earlier
+            file at `path` is unchanged.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise AutopipeError(
+            f"{path} cannot be written: {error.strerror}",
+            hint="is the folder there, and are you allowed to write in it?",
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def check_folder(path: Path) -> None:
+    """Refuse, before long work, an output path whose folder does not exist.
+
+    Raises:
+        AutopipeError: names the folder.
+    """
+    folder = path.resolve().parent
+    if not folder.is_dir():
+        raise AutopipeError(f"{path} cannot be written: there is no folder {folder}")
+
+
+def check_model(path: Path) -> None:
+    """Refuse, before training, a path to which a model cannot be saved.
+
+    Raises:
+        AutopipeError: the suffix is wrong, the path is a folder, or its folder does not exist.
+    """
+    if path.suffix != ".safetensors":
+        raise AutopipeError(
+            f"{path} cannot be written: a model is saved as safetensors",
+            hint=f"name it {path.with_suffix('.safetensors')}",
+        )
+    if path.is_dir():
+        raise AutopipeError(f"{path} cannot be written: it is a folder", hint="name a file in it")
+    check_folder(path)

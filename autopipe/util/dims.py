@@ -1,0 +1,91 @@
+"""Read the sizes in a plan: integers, or expressions in b (rows of a micro-batch) and s (tokens).
+
+    7, "b", "12*b"          most sizes; read here
+    "b + 1", "b*s", ...     read by sympy, whose import takes half a second: a command that only
+                            shows a plan avoids it
+
+s is the number of tokens of a row (`tracing.symbolic_sequence`).
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any
+
+from autopipe.errors import PlanError
+
+if TYPE_CHECKING:
+    import sympy
+
+Entry = int | str
+"""One size of a shape in a plan."""
+
+_MULTIPLE = re.compile(r"(?:(\d+)\*)?b")
+
+
+@cache
+def symbols() -> tuple[sympy.Symbol, sympy.Symbol]:
+    """The sympy symbols (b, s)."""
+    import sympy
+
+    rows, tokens = (sympy.Symbol(name, integer=True, positive=True) for name in "bs")
+    return rows, tokens
+
+
+def parse(entry: Entry) -> int | sympy.Expr:
+    """Convert a plan's size to a graph's: an integer or a sympy expression.
+
+    Raises:
+        PlanError: the entry is no expression in b and s.
+    """
+    if isinstance(entry, int):
+        return entry
+    import sympy
+
+    known = {symbol.name: symbol for symbol in symbols()}
+    try:
+        found = sympy.sympify(entry, locals=known)
+    except (sympy.SympifyError, TypeError, AttributeError) as error:
+        raise _refusal(entry) from error
+    if not isinstance(found, sympy.Expr) or not found.free_symbols <= set(symbols()):
+        raise _refusal(entry)
+    return found
+
+
+def size_at(entry: Entry, rows: int) -> int:
+    """The value of a size for micro-batches of `rows` rows.
+
+    Raises:
+        PlanError: the entry is no expression in b alone, or its value is no integer.
+    """
+    return elements_at((entry,), rows)
+
+
+@lru_cache(maxsize=1024)  # every micro-batch of a step asks, and sympy reads a text in .4 ms
+def elements_at(shape: tuple[Entry, ...], rows: int) -> int:
+    """The product of the sizes for `rows` rows; a single size may be a fraction, as `b/2`.
+
+    Raises:
+        PlanError: a size is no expression in b alone, or the product is no integer.
+    """
+    found: Any = 1
+    for entry in shape:
+        multiple = _MULTIPLE.fullmatch(entry) if isinstance(entry, str) else None
+        if multiple is not None:
+            found *= int(multiple[1] or 1) * rows
+        elif isinstance(size := parse(entry), int):
+            found *= size
+        else:
+            found *= size.subs(symbols()[0], rows)
+    if not isinstance(found, int) and not found.is_Integer:
+        written = shape[0] if len(shape) == 1 else shape
+        raise _refusal(written, f" that is an integer at b = {rows}")
+    return int(found)
+
+
+def _refusal(entry: Entry | tuple[Entry, ...], further: str = "") -> PlanError:
+    return PlanError(
+        f"plan: the size {entry!r} is no expression in b, the rows of a micro-batch{further}",
+        hint="write an integer or a multiple of the rows, such as '2*b'; or plan again",
+    )

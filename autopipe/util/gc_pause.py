@@ -1,0 +1,74 @@
+"""Pause Python's garbage collector while modules are loaded and plans are made.
+
+The collector searches all objects for reference cycles, whenever their number has grown by a
+quarter. While modules are loaded and plans are made this takes an eighth to a fifth of the time,
+and finds almost no garbage: fake tensors, graphs and tables live to the end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def resting() -> Iterator[None]:
+    """Pause the collector within; afterwards it is enabled if it was before."""
+    searching = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if searching:
+            gc.enable()
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """Pause the collector within, and move the loaded objects to its oldest generation.
+
+    Otherwise the first search walks all of torch: a tenth of the time that loading takes. In a
+    program of autopipe's own (`in_a_program`) no later search walks it either.
+    """
+    with resting():
+        yield
+        if _in_a_program:
+            gc.freeze()
+        elif not gc.get_freeze_count():
+            gc.freeze()
+            gc.unfreeze()  # into the oldest generation
+
+
+def in_a_program() -> None:
+    """Declare that this process runs an autopipe command: loaded modules live to its end."""
+    global _in_a_program
+    _in_a_program = True
+    gc.freeze()
+
+
+def until_exit() -> None:
+    """Disable the collector for good: the process ends soon, by `end` if there is no error."""
+    global _ends_soon
+    _ends_soon = True
+    gc.disable()
+    atexit.register(gc.freeze)  # else Python looks through everything once more then
+
+
+def end(code: int) -> None:
+    """Flush the output and exit with `code`, skipping Python's and torch's teardown.
+
+    The teardown frees memory module by module for half a second, just before the process ends.
+    Has an effect only after `until_exit`.
+    """
+    if _ends_soon:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+_ends_soon = False
+_in_a_program = False

@@ -1,0 +1,129 @@
+"""What Piper and Galvatron minimise and count, over the planner's own cost functions.
+
+Piper: not the step is to be the shortest but its period, as in a pipeline that is never drained. A
+transfer takes the time of both the stage that sends and the stage that receives, over the link
+between the first two groups:
+
+    step = m * max_s (t_s + reduce_s / m),     t_s = F + B + again + (R + R' + S + S') / bandwidth
+
+What a stage recomputes stays until the stage's last backward: of n micro-batches in flight a
+recomputed block saves the bytes of n - 1.
+
+Galvatron: the planner's own step. What is recomputed is not counted at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from autopipe.planners.model.places import StagePlace, places
+from autopipe.planners.model.problem import Config, Decision, Problem
+from autopipe.planners.model.range_tables import Bytes, Tables, tables
+from autopipe.planners.model.recompute_sets import Numbers, compositions
+from autopipe.planners.model.stage_costs import (
+    Holding,
+    StageCosts,
+    StageSeconds,
+    costs,
+    reduce_seconds,
+    wire_rate,
+)
+from autopipe.planners.search.bound import bound
+from autopipe.planners.search.configs import configs
+from autopipe.planners.search.descent import TOLERANCE
+from autopipe.planners.search.dynamic import Objective, optimum
+from autopipe.planners.search.room_bound import left_over
+
+
+def all_recomputed(place: StagePlace, largest: Bytes) -> Holding:
+    """Everything that a stage recomputes stays there, of one micro-batch."""
+    return Holding(np.zeros_like(largest), place.in_flight - 1)
+
+
+def none_recomputed(place: StagePlace, largest: Bytes) -> Holding:
+    """Nothing is counted of what a stage recomputes."""
+    return Holding(np.zeros_like(largest), place.in_flight)
+
+
+def period_costs(
+    problem: Problem,
+    config: Config,
+    place: StagePlace,
+    ranges: Tables,
+    numbers: Numbers,
+    holding: Callable[[StagePlace, Bytes], Holding] = all_recomputed,
+) -> StageCosts:
+    """The costs of ranges in a pipeline that is never drained: their periods."""
+    if config.pp > 1:
+        place = place._replace(before=problem.machine.link(config.dp, 0, 1))
+    found = costs(problem, config, place, ranges, numbers, holding)
+    whole = found.seconds.whole
+    if place.before is not None:
+        sent = ranges.sent + ranges.sent_gradient
+        whole = whole + sent / wire_rate(problem, config, place.before)
+    reduce = reduce_seconds(ranges, problem, config, place.group)
+    period = np.asarray(whole + reduce / config.micro_batches)
+    return found._replace(seconds=StageSeconds(np.asarray(whole), period, 0 * reduce))
+
+
+def period_weights(problem: Problem, config: Config) -> tuple[float, float]:
+    """A step is as many of the longest period as there are micro-batches."""
+    return 0.0, float(config.micro_batches)
+
+
+PIPER = Objective(period_costs, period_weights, lambda problem, config: 0.0)
+
+GALVATRON = Objective(partial(costs, holding=none_recomputed))
+
+
+class Found(NamedTuple):
+    """A decision and the seconds of its step by an objective."""
+
+    decision: Decision
+    seconds: float
+
+
+def fastest(problem: Problem, objective: Objective) -> Found | None:
+    """The decision of the least step by an objective, over all configs; None: nothing fits.
+
+    Raises:
+        InfeasibleError: the constraints contradict each other.
+    """
+    every = configs(problem)
+    least = {config: bound(problem, config, objective.weights) for config in every}
+    found: dict[Config, Found] = {}
+    best = math.inf
+    for config in sorted(every, key=lambda config: least[config]):
+        if least[config] > best * (1 + TOLERANCE):
+            break
+        if left_over(problem, config):
+            continue
+        decision = optimum(problem, config, objective)
+        if decision is not None:
+            found[config] = Found(decision, step_seconds(problem, decision, objective))
+            best = min(best, found[config].seconds)
+    # Of equals the first, as configs come in the order that decides.
+    ties = (found[f] for f in every if f in found and found[f].seconds <= best * (1 + TOLERANCE))
+    return next(ties, None)
+
+
+def step_seconds(problem: Problem, decision: Decision, objective: Objective) -> float:
+    """The seconds of a decision's step, if its stages recompute what the objective would."""
+    config, numbers = decision.config, compositions(problem).number
+    bounds = (0, *decision.cuts, problem.units)
+    every = tables(problem, problem.profile(problem.batch // (config.dp * config.micro_batches)))
+    stages = [
+        objective.costs(problem, config, place, every.at(first, end), numbers[first, end]).seconds
+        for place, first, end in zip(
+            places(problem, config, decision.groups), bounds, bounds[1:], strict=False
+        )
+    ]
+    of_sum, of_largest = objective.weights(problem, config)
+    slowest = max(objective.floor(problem, config), *(float(stage.period) for stage in stages))
+    through = of_sum * math.fsum(float(stage.whole) for stage in stages) + of_largest * slowest
+    return through + max(float(stage.exposed) for stage in stages)

@@ -1,0 +1,222 @@
+"""The arguments of `plan`, each checked and completed: cluster, schedule, batch, memory limits.
+
+What is wrong with them is refused here, before anything is traced.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from autopipe.cluster.cluster import Cluster
+from autopipe.cluster.measured import Need
+from autopipe.cluster.spec import LocalSpec, parse
+from autopipe.errors import AutopipeError, ModelError
+from autopipe.frontend import batch
+from autopipe.frontend.least_rows import ONE, Least
+from autopipe.planfile.contents import LOSS_OVER, ZERO
+from autopipe.planfile.parts import InputSpec
+from autopipe.planfile.programs import micro_batches as count_micro_batches
+from autopipe.planners.model.problem import WRITTEN, Constraints
+from autopipe.planners.search.registry import PLANNERS
+from autopipe.report import schedule_page
+from autopipe.runtime.probe.probe import local_cluster, local_processes
+from autopipe.schedules.instructions import Programs
+from autopipe.schedules.registry import SCHEDULES
+from autopipe.stages.precision import PRECISIONS
+from autopipe.util.progress import Say
+
+ROWS_PER_DEVICE = 8
+"""Rows of the batch for each device where nobody says how many."""
+
+WINDOW = 2
+"""Receives posted ahead per boundary: one being filled while one is computed on."""
+
+
+def check_words(*, precision: str, planner: str, loss_over: str, zero: int | None) -> None:
+    """Check the arguments that are one of a few words.
+
+    Raises:
+        AutopipeError: one of them is none of those.
+    """
+    refuse_unknown("precision", precision, PRECISIONS)
+    refuse_unknown("planner", planner, sorted(PLANNERS))
+    refuse_unknown("loss_over", loss_over, LOSS_OVER)
+    if zero is not None:
+        refuse_unknown("ZeRO stage", zero, ZERO)
+
+
+def refuse_unknown(what: str, asked: str | int, known: Iterable[str | int]) -> None:
+    """Check a word against those there are.
+
+    Raises:
+        AutopipeError: it is none of them.
+    """
+    words = list(known)
+    if asked not in words:
+        raise AutopipeError(
+            f"there is no {what} {asked!r}", hint=f"one of {', '.join(map(str, words))}"
+        )
+
+
+def schedule_of(schedule: str | None) -> tuple[str | None, Programs]:
+    """A schedule's name, and its programs if it is one from a file (`WRITTEN`).
+
+    Raises:
+        ScheduleError: the file holds no schedule.
+    """
+    if schedule is None or schedule in SCHEDULES:
+        return schedule, ()
+    return WRITTEN, schedule_page.from_file(Path(schedule))
+
+
+def as_written(programs: Programs, pp: int | None, micro_batches: int | None) -> tuple[int, int]:
+    """The ranks and micro-batches of a schedule from a file, which must be those asked for.
+
+    Raises:
+        AutopipeError: others were asked for.
+    """
+    found = len(programs), count_micro_batches(programs)
+    for name, asked, is_for in (("pp", pp, found[0]), ("micro_batches", micro_batches, found[1])):
+        if asked not in (None, is_for):
+            raise AutopipeError(
+                f"{name}={asked} was asked for, and the schedule is written for {name}={is_for}",
+                hint=f"leave {name} out, or write the schedule for {asked}",
+            )
+    return found
+
+
+def cluster_meant(
+    cluster: str | Path | Cluster | None, degrees: tuple[int | None, ...], say: Say
+) -> Cluster | LocalSpec:
+    """The cluster meant; without a word of it this machine, with as many processes as asked for.
+
+    This machine is still to be `measured`.
+
+    Raises:
+        AutopipeError: the words describe none (`spec.parse`).
+    """
+    if isinstance(cluster, Cluster):
+        return cluster
+    if cluster is None:
+        asked = 1
+        for degree in degrees:
+            asked *= degree or 1
+        found: Cluster | LocalSpec = LocalSpec(asked if any(degrees) else local_processes())
+    else:
+        found = parse(str(cluster))
+    if isinstance(found, LocalSpec):
+        say(f"cluster: local:{found.processes}, this machine")
+    return found
+
+
+def measured(found: Cluster | LocalSpec, need: Need, say: Say) -> Cluster:
+    """The cluster; where it is this machine, with the figures that a model needs.
+
+    Raises:
+        AutopipeError: as `probe.local_cluster`.
+    """
+    return found if isinstance(found, Cluster) else local_cluster(found.processes, say, need=need)
+
+
+def example_of(inputs: Any) -> tuple[Any, list[InputSpec]]:
+    """An example batch and its description.
+
+    Raises:
+        ModelError: it has no rows.
+    """
+    if callable(inputs):
+        example, other = inputs(2), inputs(3)
+        return example, batch.describe(example, other, 2, 3)
+    leaves = batch.flatten(inputs)
+    first = next((t for t in leaves.values() if isinstance(t, Tensor) and t.ndim), None)
+    if first is None:
+        raise ModelError("inputs hold no tensor with a dim, so there are no rows to split")
+    return inputs, batch.describe(inputs, None, first.shape[0], 0)
+
+
+def rows_of(inputs: Any, example: Any, specs: Sequence[InputSpec], devices: int) -> int:
+    """The example's own rows; a function that makes as many as one likes has none."""
+    own = None if callable(inputs) else batch.rows_of(specs, batch.flatten(example))
+    return own or ROWS_PER_DEVICE * devices
+
+
+def limits_of(
+    memory: int | str | Sequence[int | str] | None, cluster: Cluster | LocalSpec
+) -> tuple[int, ...] | None:
+    """A limit for each device, from one for all of them or from one for each.
+
+    Raises:
+        AutopipeError: a text is no size, or there are more or fewer limits than devices.
+    """
+    if memory is None:
+        return None
+    each = memory.split(",") if isinstance(memory, str) else memory
+    devices = cluster.num_devices
+    limits = [_bytes(each)] if isinstance(each, int) else [_bytes(limit) for limit in each]
+    if len(limits) == 1:
+        return tuple(limits * devices)
+    if len(limits) != devices:
+        raise AutopipeError(
+            f"memory: {len(limits)} limits were given for the {devices} devices of {cluster.name}",
+            hint="one limit for all devices, or one for each, as 80GiB,40GiB,40GiB",
+        )
+    return tuple(limits)
+
+
+def _bytes(memory: int | str) -> int:
+    """Bytes from a number or text: 24GiB, 24GB, 512MiB, 1000000.
+
+    Raises:
+        AutopipeError: the text is no size.
+    """
+    size = memory if isinstance(memory, int) else _parsed(memory)
+    if size < 1:
+        raise AutopipeError(f"memory {memory!r} is {size} bytes, expected at least 1")
+    return size
+
+
+def _parsed(memory: str) -> int:
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", memory, re.IGNORECASE)
+    if found is None:
+        raise AutopipeError(f"memory {memory!r} is no size", hint="24GiB, 512MB or bytes")
+    number, letter, binary = found.groups()
+    power = "KMGT".index(letter.upper()) + 1 if letter else 0
+    unit: int = (1024 if binary else 1000) ** power
+    return round(float(number) * unit)
+
+
+def micro_batch_rows(
+    rows: int, devices: int, constraints: Constraints, least: Least = ONE
+) -> list[int]:
+    """The rows of micro-batches that some mesh could use.
+
+    Raises:
+        AutopipeError: the rows do not divide into what was asked for.
+        ModelError: none has the rows that the model needs.
+    """
+    asked = {"dp": constraints.dp, "micro_batches": constraints.micro_batches}
+    parts = (constraints.dp or 1) * (constraints.micro_batches or 1)
+    there_are = (constraints.pp or 1) * (constraints.dp or 1) <= devices
+    if rows % parts and there_are:
+        into = " x ".join(f"{name}={count}" for name, count in asked.items() if count)
+        below = rows - rows % parts
+        raise AutopipeError(
+            f"a batch of {rows} rows does not divide into {into} equal parts",
+            hint=f"a batch of {f'{below} or ' if below else ''}{below + parts} rows does",
+        )
+    sizes = set()
+    for dp in range(1, devices + 1):
+        if constraints.dp not in (None, dp) or rows % dp:
+            continue
+        share = rows // dp
+        counts = [constraints.micro_batches] if constraints.micro_batches else range(1, share + 1)
+        sizes |= {share // count for count in counts if share % count == 0}
+    found = sorted(sizes) or [rows]
+    if found[-1] < least.rows:
+        raise least.refusal(found[-1])
+    return [size for size in found if size >= least.rows]

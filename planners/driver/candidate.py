@@ -1,0 +1,205 @@
+"""A candidate: one tensor-parallel degree, and what a model costs at that degree.
+
+    Job, tp --as_one_rank--> Degree --find_units--> Costing --timed----> Problem without bytes
+                                                            --counted--> Problem with bytes
+
+Seconds are computed at once. Bytes kept for backward take runs of the model, so they are counted
+only when the search needs them: not for a degree whose least step is longer than the steps of two
+other meshes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from autopipe.cluster.cluster import Device
+from autopipe.cluster.tp_groups import GroupKind, slowest_kind, tp_groups
+from autopipe.ir.cut_points import find_units
+from autopipe.planfile.contents import ZERO
+from autopipe.planners.driver import arguments
+from autopipe.planners.driver.profile import Costing, Profiled, Sending, whole_seconds
+from autopipe.planners.driver.request import Job
+from autopipe.planners.driver.tp_degrees import Degree, as_first, as_one_rank, sending_seconds
+from autopipe.planners.model.devices import machine_of
+from autopipe.planners.model.estimate import Mesh
+from autopipe.planners.model.places import chunks_of
+from autopipe.planners.model.problem import EAGER, Config, Constraints, Problem
+from autopipe.planners.search.best import Answer
+from autopipe.planners.search.bound import bounds
+from autopipe.planners.search.registry import PLANNERS
+from autopipe.stages.dry_run import Known
+from autopipe.util.progress import phase
+from autopipe.util.stopwatch import Stopwatch
+
+
+@dataclass(eq=False)
+class Candidate:
+    """One tensor-parallel degree.
+
+    Attributes:
+        degree: the model as the first rank of a tensor-parallel group runs it.
+        costing: what its `Problem` is computed from.
+        timed: the problem as far as seconds go: no bytes are counted.
+        watch: gets the seconds that counting bytes and searching take.
+        known: what dry runs of the degree have found, for later ones to use.
+    """
+
+    job: Job = field(repr=False)
+    degree: Degree
+    costing: Costing = field(repr=False)
+    timed: Problem = field(repr=False)
+    watch: Stopwatch = field(repr=False)
+    known: Known = field(default_factory=dict, repr=False)
+    _counted: Profiled | None = field(default=None, init=False, repr=False)
+
+    def __str__(self) -> str:
+        """tp=2: 41 units, micro-batches of 1 to 8 rows on 4 tensor-parallel groups"""
+        rows, problem = self.costing.rows, self.timed
+        return (
+            f"tp={self.tp}: {problem.units} units, micro-batches of {rows[0]} to {rows[-1]} rows "
+            f"on {problem.machine.devices} tensor-parallel groups"
+        )
+
+    @property
+    def tp(self) -> int:
+        """Ranks of a tensor-parallel group."""
+        return self.degree.tp
+
+    def least_step(self) -> tuple[Config, float]:
+        """The frame with the lowest bound on its step, and that bound in seconds.
+
+        Raises:
+            InfeasibleError: the constraints contradict each other.
+        """
+        with self.watch("search"):
+            return min(bounds(self.timed).items(), key=lambda pair: pair[1])
+
+    def counted(self, *, check: bool = False) -> Profiled:
+        """The problem with its bytes; counted once.
+
+        Args:
+            check: as `Costing.profiled` has it, the first time.
+        """
+        if self._counted is None:
+            name = f"counting bytes, {self.tp} tensor-parallel"
+            with self.watch("costs"), phase(name), as_first(self.tp):
+                self._counted = self.costing.profiled(check=check)
+        return self._counted
+
+    def search(
+        self, problem: Problem, incumbents: Sequence[float] = (), mesh: Mesh | None = None
+    ) -> Answer:
+        """The answer of the planner that was asked for.
+
+        Args:
+            problem: the counted one, or a stricter one.
+            incumbents, mesh: as `best_answer` has `rivals` and `mesh`.
+
+        Raises:
+            InfeasibleError: nothing fits, or (Outdone) nothing that is among the best two.
+        """
+        with self.watch("search"):
+            return PLANNERS[self.job.request.planner](problem, incumbents, mesh)
+
+
+def candidate_at(job: Job, tp: int, watch: Stopwatch) -> Candidate:
+    """The candidate of one degree, with its seconds.
+
+    Raises:
+        InfeasibleError: the model does not divide into `tp` parts.
+        AutopipeError: the batch does not divide as the constraints want it.
+    """
+    with watch("costs"), as_first(tp):
+        degree, costing = _costing(job, tp)
+        return Candidate(job, degree, costing, costing.timed, watch)
+
+
+def _costing(job: Job, tp: int) -> tuple[Degree, Costing]:
+    """The model at one degree, and what its problem is computed from."""
+    request, traced, constraints = job.request, job.traced, job.constraints
+    precision, graph = request.precision, traced.graph
+
+    def computing(device: Device) -> float:
+        return whole_seconds(graph, device, precision)
+
+    dealt = tp_groups(job.cluster, tp, wanted=(constraints.pp or 1) * (constraints.dp or 1))
+    wanted, sizes = _rows(job, len(dealt))
+    zeros = _zeros(constraints, tp)
+    degree = as_one_rank(
+        tp,
+        traced.trace,
+        traced.flow,
+        traced.blocks,
+        job.cluster,
+        wanted[0],
+        slowest=slowest_kind(dealt, computing),
+        zero=zeros[-1],
+        sequence=request.sequence_parallel,
+    )
+    sending = partial(sending_seconds, ranks=tp, precision=precision)
+    seconds = partial(_kind_seconds, degree, sending, precision, wanted[0])
+    machine, kinds = machine_of(job.cluster, dealt, constraints.memory, seconds)
+    return degree, Costing(
+        flow=degree.flow,
+        blocks=degree.blocks,
+        units=find_units(degree.flow, degree.blocks, at_least=_least_stages(constraints)),
+        machine=machine,
+        kinds=kinds,
+        batch=traced.rows,
+        rows=sizes,
+        optimizer_factor=job.optimizer_factor,
+        window=constraints.window or _usual_window(constraints),
+        constraints=constraints,
+        precision=precision,
+        recompute=traced.recompute,
+        zeros=zeros,
+        tp=tp,
+        sending=sending,
+    )
+
+
+def _rows(job: Job, devices: int) -> tuple[list[int], list[int]]:
+    """Rows of the micro-batches that meet the constraints, and of those that a problem has.
+
+    A problem also has the sizes that break the constraints on dp and micro-batches: a refusal says
+    which of them would fit. A written schedule fixes the number of micro-batches.
+    """
+    traced, constraints = job.traced, job.constraints
+    wanted = arguments.micro_batch_rows(traced.rows, devices, constraints, traced.least)
+    if constraints.programs:
+        return wanted, wanted
+    free = replace(constraints, dp=None, micro_batches=None)
+    return wanted, arguments.micro_batch_rows(traced.rows, devices, free, traced.least)
+
+
+def _zeros(constraints: Constraints, tp: int) -> tuple[int, ...]:
+    """The ZeRO stages to choose from."""
+    if constraints.zero is not None:
+        return (constraints.zero,)
+    # A parameter that ZeRO-3 shards needs its whole gradient on every tensor-parallel rank.
+    return ZERO if tp == 1 else ZERO[:2]
+
+
+def _least_stages(constraints: Constraints) -> int:
+    """The stages that the constraints ask for."""
+    schedule = constraints.schedule
+    chunks = chunks_of(constraints, schedule) if schedule is not None else 1
+    return (constraints.pp or 1) * chunks
+
+
+def _usual_window(constraints: Constraints) -> int:
+    """Receives posted ahead where none are asked for; those of eager-1f1b are chosen from 1 on."""
+    return 1 if constraints.schedule == EAGER else arguments.WINDOW
+
+
+def _kind_seconds(
+    degree: Degree, sending: Sending, precision: str, rows: int, kind: GroupKind
+) -> float:
+    """Seconds in which a kind of tensor-parallel group runs a micro-batch."""
+    graph = degree.trace.graph
+    computing = whole_seconds(graph, kind.device, precision, rows)
+    if kind.link is None:
+        return computing
+    return computing + sum(map(sum, sending(graph, rows, kind.link)))

@@ -1,0 +1,192 @@
+"""The best plan over all tensor-parallel degrees.
+
+    1  cost      candidate_at      each degree's seconds, and a lower bound of its steps
+    2  search    searched          in the order of the bounds: a degree's bytes, then an Answer
+    3  write     plan_that_fits    the fastest Answer as a Plan with exact bytes
+    4  refine    fastest_by_path   other meshes written too, if the estimate was wrong
+
+Four values pass between them:
+
+    incumbents               the steps of the best two meshes of the degrees that were searched; a
+                             degree that is slower than both is not searched (`Outdone`)
+    Profiled.repeats_equal   whether repeated blocks were seen to make tensors that look the same;
+                             if not, the dry run of 3 runs each of them
+    Estimate.spare           bytes of the fullest device that the estimate leaves free
+    Problem.beyond           by schedule, exact bytes minus estimated ones: 3 searches again with
+                             them where exact bytes do not fit, and asks for more than `spare`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from autopipe.errors import AutopipeError, InfeasibleError
+from autopipe.planfile.contents import Plan
+from autopipe.planners.driver.candidate import Candidate, candidate_at
+from autopipe.planners.driver.refine import fastest_by_path, plan_that_fits
+from autopipe.planners.driver.request import Job
+from autopipe.planners.driver.tp_degrees import degrees
+from autopipe.planners.model.problem import Config
+from autopipe.planners.search.best import (
+    Answer,
+    Outdone,
+    beside,
+    incumbents_of,
+    out_of_the_best_two,
+)
+from autopipe.planners.search.dynamic import fastest
+from autopipe.planners.search.reasons import NothingFits
+from autopipe.planners.search.relax import Help
+from autopipe.util.progress import phase
+from autopipe.util.stopwatch import Stopwatch
+
+Refusals = dict[int, InfeasibleError]
+"""By tensor-parallel degree, why there is no answer."""
+
+
+@dataclass(frozen=True, eq=False)
+class Searched:
+    """What the planner found at each tensor-parallel degree.
+
+    Attributes:
+        candidates: the degrees that were searched or left out by their bounds.
+        answers: the best decision of each degree at which something fits.
+        refusals: of the other degrees; `Outdone` where a bound was enough.
+    """
+
+    candidates: Mapping[int, Candidate]
+    answers: Mapping[int, Answer]
+    refusals: Refusals
+
+    @property
+    def best(self) -> int:
+        """The degree with the fastest answer; of equal ones the lowest."""
+        return min(self.answers, key=lambda tp: (self.answers[tp].estimate.step_seconds, tp))
+
+    def best_answer(self) -> Answer:
+        """The fastest answer, with the best of each other degree among its alternatives."""
+        best = self.best
+        others: dict[int, Answer | Outdone] = {
+            tp: error for tp, error in self.refusals.items() if isinstance(error, Outdone)
+        }
+        others |= {tp: answer for tp, answer in self.answers.items() if tp != best}
+        return beside(self.answers[best], dict(sorted(others.items())))
+
+    def without(self, tp: int) -> Searched:
+        """The search of all degrees but one."""
+        return searched({other: c for other, c in self.candidates.items() if other != tp})
+
+
+def best_plan(job: Job, watch: Stopwatch) -> Plan:
+    """The best plan of all tensor-parallel degrees; of equal ones the lowest degree's.
+
+    Raises:
+        InfeasibleError: no plan fits; of the refusals the one with the least shortfall.
+    """
+    found = _first_that_answer(job, watch)
+    while True:
+        answer, candidate = found.best_answer(), found.candidates[found.best]
+        try:
+            plan = plan_that_fits(candidate, answer)
+            break
+        except InfeasibleError:
+            # What this degree has outdone may be the best without it.
+            found = found.without(candidate.tp)
+            if not found.answers:
+                raise
+    return fastest_by_path(plan, answer, found.candidates)
+
+
+def _first_that_answer(job: Job, watch: Stopwatch) -> Searched:
+    """The search of the preferred degrees; of the others too where nothing fits at those.
+
+    Raises:
+        InfeasibleError: nothing fits at any.
+    """
+    candidates: dict[int, Candidate] = {}
+    refusals: Refusals = {}
+    for some in degrees(job.cluster, job.constraints.tp, job.traced.graph):
+        costed, errors = _costed(job, some, watch)
+        candidates |= costed
+        found = searched(candidates)
+        refusals |= errors | found.refusals
+        if found.answers:
+            return Searched(candidates, found.answers, refusals)
+    raise _nothing_fits(job, refusals, watch)
+
+
+def _costed(
+    job: Job, tps: Sequence[int], watch: Stopwatch
+) -> tuple[dict[int, Candidate], Refusals]:
+    """The candidates of some degrees, and why there is none of the others."""
+    candidates: dict[int, Candidate] = {}
+    refusals: Refusals = {}
+    with phase("timing each tensor-parallel degree", of=len(tps)) as done:
+        for tp in tps:
+            try:
+                candidates[tp] = candidate_at(job, tp, watch)
+            except InfeasibleError as error:
+                refusals[tp] = error
+            done()
+    return candidates, refusals
+
+
+def searched(candidates: Mapping[int, Candidate]) -> Searched:
+    """Each degree's answer, or why there is none.
+
+    The degree of the lowest bound is searched first: the steps it finds are incumbents to the
+    others.
+    """
+    answers: dict[int, Answer] = {}
+    refusals: Refusals = {}
+    least: dict[int, tuple[Config, float]] = {}
+    for tp, candidate in candidates.items():
+        try:
+            least[tp] = candidate.least_step()
+        except InfeasibleError as error:
+            refusals[tp] = error
+    order = sorted(least, key=lambda tp: (least[tp][1], tp))
+    for tp in order:
+        incumbents, (frame, seconds) = incumbents_of(answers.values()), least[tp]
+        # Degree 1 is always searched: its data parallelism alone is among the alternatives.
+        if tp > 1 and out_of_the_best_two(seconds, incumbents):
+            refusals[tp] = Outdone(frame, seconds, None)
+            continue
+        try:
+            problem = candidates[tp].counted(check=tp == order[0]).problem
+            answers[tp] = candidates[tp].search(problem, incumbents)
+        except InfeasibleError as error:
+            refusals[tp] = error
+    return Searched(candidates, answers, refusals)
+
+
+def _nothing_fits(
+    job: Job, refusals: Mapping[int, InfeasibleError], watch: Stopwatch
+) -> InfeasibleError:
+    """The refusal to raise.
+
+    It is that of the degree which lacks the least memory, with what the others say of devices, and
+    with a degree at which a plan fits. Where none lacks memory, the constraints contradict each
+    other: then it is the lowest degree's.
+    """
+    known = [refusals[tp] for tp in sorted(refusals)]
+    wanting = [error for error in known if error.shortfall]
+    nearest = min(wanting or known[:1], key=lambda error: error.shortfall)
+    if not isinstance(nearest, NothingFits):
+        return nearest
+    others = [e for e in wanting if isinstance(e, NothingFits) and e is not nearest]
+    return nearest.beside(others, _help_of_other_degrees(job, watch))
+
+
+def _help_of_other_degrees(job: Job, watch: Stopwatch) -> list[Help]:
+    """Where a degree was asked for: the lowest other one at which a plan fits, in words."""
+    asked = job.constraints.tp
+    if asked is None:
+        return []
+    for tp in degrees(job.cluster, None, job.traced.graph)[0]:
+        with suppress(AutopipeError):  # it may not divide the batch, or the model
+            if tp != asked and fastest(candidate_at(job, tp, watch).counted().problem) is not None:
+                return [Help(f"tp={tp}")]
+    return []

@@ -1,0 +1,111 @@
+"""A model's formulas as lines for a person: coefficients in three digits, and what matters of them.
+
+blocks.0 to 5, each of 6: 7.1MB of parameters
+  operations    768 b s² + 3.54M b s                   1.92k b s² + 7.08M b s
+  bytes kept    24.6k b s
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import sympy
+
+from autopipe.ir.graph import BATCH, SEQUENCE, Dim
+from autopipe.planners.driver.formulas import Amounts, Formulas, ModelPart
+
+LEAST = 1e-3
+"""Of a formula's value at one row of the longest sequence: terms below it are left out."""
+
+_NAMES = {BATCH: "b", SEQUENCE: "s"}
+_POWERS = {1: "", 2: "²"}
+
+
+def sheet(found: Formulas) -> str:
+    """What a micro-batch costs in each part and in the whole model."""
+    length = found.longest or 1
+    if found.longest is None:
+        one, tokens = "one row", f"the sequence is no symbol: {found.why}"
+    else:
+        one, tokens = f"one row of {length} tokens", f"s: tokens of a row, up to {length}"
+    left_out = f"left out: terms below {LEAST:.1%} of the value at {one}"
+    lines = ["b: rows of a micro-batch", tokens, left_out, "", _line("", "forward", "backward")]
+    for part in (*found.parts, ModelPart("the whole", 1, found.total)):
+        lines += _lines(part, length)
+    return "\n".join(lines)
+
+
+def as_data(found: Formulas) -> dict[str, Any]:
+    """The same for a program: formulas in b and s as text in the syntax of Python."""
+    rows = [{"name": p.name, "count": p.count, "each": _texts(p.each)} for p in found.parts]
+    return {
+        "longest": found.longest,
+        "why_no_sequence": found.why or None,
+        "parts": rows,
+        "total": _texts(found.total),
+    }
+
+
+def _texts(amounts: Amounts) -> dict[str, str]:
+    return {field.name: str(getattr(amounts, field.name)) for field in fields(amounts)}
+
+
+def _lines(part: ModelPart, length: int) -> list[str]:
+    each = part.each
+    title = f"{part.name}, each of {part.count}" if part.count > 1 else part.name
+    if each.parameters:
+        title += f": {number(float(each.parameters))}B of parameters"
+    rows = {
+        "operations": (each.forward_flops, each.backward_flops),
+        "bytes moved": (each.forward_bytes, each.backward_bytes),
+        "bytes kept": (each.kept,),
+        "bytes sent": (each.sent, each.sent_back),
+    }
+    return [title] + [
+        _line(name, *(formula(dim, length) for dim in dims))
+        for name, dims in rows.items()
+        if any(dim != 0 for dim in dims)
+    ]
+
+
+def _line(name: str, forward: str, backward: str = "") -> str:
+    return f"  {name:12} {forward:38} {backward}".rstrip()
+
+
+def formula(dim: Dim, length: int) -> str:
+    """768 b s² + 3.54M b s, without what does not matter at one row of `length` tokens."""
+    found = sympy.sympify(dim)
+    if found is sympy.nan:
+        return "no formula"
+    parts = sympy.Add.make_args(found.expand())
+    polynomial = sympy.Add(*(part for part in parts if part.is_polynomial(*_NAMES)))
+    told = [
+        (abs(float(factor)) * length ** powers[1], _term(float(factor), powers))
+        for powers, factor in sympy.Poly(polynomial, *_NAMES).terms()
+    ]
+    told += [
+        (abs(float(part.subs({BATCH: 1, SEQUENCE: length}))), str(part))
+        for part in parts
+        if not part.is_polynomial(*_NAMES)
+    ]
+    least = LEAST * sum(value for value, _ in told)
+    return " + ".join(text for value, text in told if value > least) or "0"
+
+
+def _term(factor: float, powers: tuple[int, ...]) -> str:
+    symbols = [
+        f"{name}{_POWERS.get(power, f'^{power}')}"
+        for name, power in zip(_NAMES.values(), powers, strict=True)
+        if power
+    ]
+    return " ".join(symbols if factor == 1 and symbols else [number(factor), *symbols])
+
+
+def number(size: float) -> str:
+    """Three digits and a letter for the thousands: 96, 8.19k, 405M, 1.2T."""
+    letters = "kMGTP"
+    power = 0
+    while abs(size) >= 999.5 and power < len(letters):
+        size, power = size / 1000, power + 1
+    return f"{size:.3g}{letters[power - 1] if power else ''}"

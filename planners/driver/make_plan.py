@@ -1,0 +1,197 @@
+"""`plan`: from a model and a cluster to a `Plan`.
+
+PlanRequest     the arguments, checked
+Traced          traced_model    the model's graph, its dataflow and its repeated modules
+Job             measured        the devices, with the rates that the model needs
+Plan            best_plan       cost, search, write, refine (`planners.driver.choose`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from autopipe.cluster.cluster import Cluster
+from autopipe.frontend import batch
+from autopipe.frontend.least_rows import least_rows
+from autopipe.frontend.loss import Loss
+from autopipe.frontend.optimizer import MakeOptimizer, optimizer_factor, optimizer_named
+from autopipe.ir.blocks import Block, find_blocks
+from autopipe.ir.dataflow import Dataflow, analyse
+from autopipe.planfile.contents import ROWS, Plan, signed
+from autopipe.planfile.parts import InputSpec
+from autopipe.planners.driver import arguments
+from autopipe.planners.driver.choose import best_plan
+from autopipe.planners.driver.profile import need
+from autopipe.planners.driver.request import Job, PlanRequest, Traced
+from autopipe.planners.driver.tp_degrees import check_heads
+from autopipe.planners.model.problem import Constraints
+from autopipe.stages.bind import check_runs
+from autopipe.stages.recompute import blocks_to_recompute
+from autopipe.tracing import loss_grouping, user_checkpoints
+from autopipe.tracing.source import Source, bare, keeping_default_dtype, trace_source
+from autopipe.tracing.trace import Trace
+from autopipe.util.gc_pause import resting
+from autopipe.util.progress import Say, phase
+from autopipe.util.stopwatch import Stopwatch
+
+NOTHING = "none"
+"""Asks for no block to be recomputed."""
+
+
+@resting()
+@keeping_default_dtype()
+def plan(
+    model: Source,
+    inputs: Any,
+    *,
+    loss: Loss | None = None,
+    optimizer: str | MakeOptimizer = "adamw",
+    precision: str = "fp32",
+    cluster: str | Path | Cluster | None = None,
+    batch_size: int | None = None,
+    pp: int | None = None,
+    dp: int | None = None,
+    tp: int | None = None,
+    micro_batches: int | None = None,
+    schedule: str | None = None,
+    chunks: int | None = None,
+    window: int | None = None,
+    depth: int | None = None,
+    memory: int | str | Sequence[int | str] | None = None,
+    zero: int | None = None,
+    recompute: str | Sequence[str] | None = None,
+    planner: str = "dynamic",
+    sequence_parallel: bool = False,
+    loss_over: str = ROWS,
+    source: str | None = None,
+    say: Say | None = None,
+    watch: Stopwatch | None = None,
+) -> Plan:
+    """Decide how to split a model over a cluster.
+
+    No process is started but to probe this machine.
+
+    Args:
+        model: the model, or the function that builds it; its weights are never allocated.
+        inputs: an example batch, or `inputs(batch_size)`: a tuple for `model(*batch)` or a dict
+            for `model(**batch)`. What `forward` does not take is the loss's.
+        loss: `loss(outputs, batch)`, a scalar tensor or `SumCount`; default: a scalar output, an
+            output's `.loss`, or the first of a tuple.
+        optimizer: the name of one in torch.optim, or a function from parameters to one.
+        precision: "fp32"; "bf16" or "fp16" for mixed precision.
+        cluster: "local:4", "2x8xA100-80GB", a file, a `Cluster`; default: this machine.
+        batch_size: rows of the whole batch; default: the example's, or 8 a device.
+        pp, dp, tp, micro_batches: constraints; None leaves them to the planner.
+        schedule: one of `schedules.registry.SCHEDULES`, or a file that one is written in.
+        chunks: stages on each rank, for the schedule interleaved.
+        window, depth: at every boundary, the receives posted ahead and, for eager-1f1b, the
+            micro-batches in flight besides; None: as many as the link asks for and memory allows.
+        memory: bytes a device may hold ("24GiB"), where that is less than it has; or one such
+            number for each device.
+        zero: 1 shards optimizer state over replicas, 3 parameters and gradients too; None: as
+            much of it as memory asks for.
+        recompute: blocks to recompute in backward: "all", "none", a class of them, or paths;
+            None: those that the model itself recomputes (`torch.utils.checkpoint`), or else as few
+            as memory asks for.
+        planner: "dynamic", "exhaustive" or "uniform".
+        sequence_parallel: with tp, also shard the batch's second dim between layers, where that
+            takes less time; it holds less.
+        loss_over: "rows": the loss must be one of the whole batch, however it is cut into
+            micro-batches; "micro-batch": the mean of each micro-batch's own, whatever that is.
+        source: where the model comes from, for the plan to remember.
+        say: gets one line about each fact worth telling.
+        watch: gets the seconds that tracing, costing, searching and dry runs take.
+
+    Raises:
+        ModelError: the inputs do not fit the model, or (CaptureError) it cannot be captured.
+        InfeasibleError: no plan fits; says the nearest one and its shortfall in bytes. Or what was
+            asked for contradicts itself.
+        AutopipeError: an argument cannot be met.
+    """
+    say, watch = say or (lambda line: None), watch or Stopwatch()
+    arguments.check_words(precision=precision, planner=planner, loss_over=loss_over, zero=zero)
+    schedule, programs = arguments.schedule_of(schedule)
+    if programs:
+        pp, micro_batches = arguments.as_written(programs, pp, micro_batches)
+    asked = arguments.cluster_meant(cluster, (pp, dp, tp), say)
+    limits = arguments.limits_of(memory, asked)
+    constraints = Constraints(
+        pp, dp, tp, micro_batches, schedule, limits, chunks, window, depth, zero, None, programs
+    )
+    request = PlanRequest(
+        model=model,
+        inputs=inputs,
+        loss=loss,
+        optimizer=optimizer,
+        precision=precision,
+        cluster=asked,
+        batch_size=batch_size,
+        constraints=constraints,
+        recompute=recompute,
+        planner=planner,
+        sequence_parallel=sequence_parallel,
+        loss_over=loss_over,
+        source=source,
+    )
+    traced = traced_model(request, say, watch)
+    devices = arguments.measured(asked, need(traced.graph, precision), say)
+    factor = optimizer_factor(optimizer_named(optimizer))
+    found = best_plan(Job(request, traced, devices, factor), watch)
+    check_runs(found)
+    return signed(found)
+
+
+def traced_model(request: PlanRequest, say: Say, watch: Stopwatch) -> Traced:
+    """The model as a graph, with what the user's code says of rows and of recomputation.
+
+    Raises:
+        ModelError: the inputs do not fit the model, or (CaptureError) it cannot be captured.
+        InfeasibleError: the heads of an attention do not divide by the tensor-parallel degree.
+    """
+    inputs, constraints = request.inputs, request.constraints
+    with watch("traced"):
+        skeleton = bare(request.model, say)  # first: it may set the dtype that inputs are made in
+    example, specs = arguments.example_of(inputs)
+    devices = request.cluster.num_devices
+    rows = request.batch_size or arguments.rows_of(inputs, example, specs, devices)
+    with watch("traced"), phase("tracing"):
+        two = batch.two_rows(example, specs)
+        trace = trace_source(request.model, two, specs, request.loss, skeleton=skeleton, say=say)
+        for place in dict.fromkeys(read.place for read in trace.reads if not read.checked):
+            say(f"{place}: a number is read here that nothing depends on; a run does not read it")
+        if constraints.tp is not None:
+            check_heads(trace.graph, constraints.tp)
+        if min(rows, (constraints.dp or 2) * (constraints.micro_batches or 2)) > 1:
+            _check_loss(request, trace, example, specs, say)
+        flow, blocks = analyse(trace.graph), find_blocks(trace.graph)
+    least = least_rows(trace.graph)
+    for name, module in skeleton.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            say(f"{name}: its gradients are sparse in one process, and dense in a plan")
+    found = Traced(trace, flow, blocks, rows, least, _recompute(request, flow, blocks, say))
+    say(f"traced: {found}")
+    return found
+
+
+def _check_loss(
+    request: PlanRequest, trace: Trace, example: Any, specs: Sequence[InputSpec], say: Say
+) -> None:
+    """Refuse a loss that changes when the batch is cut into replicas and micro-batches."""
+    inputs = request.inputs
+    more = inputs if callable(inputs) else partial(batch.some_rows, example, specs)
+    loss_grouping.check(trace, more, request.loss, request.loss_over, say)
+
+
+def _recompute(
+    request: PlanRequest, flow: Dataflow, blocks: Sequence[Block], say: Say
+) -> Collection[str] | None:
+    """Paths of the blocks that the user or the model wants recomputed; None: neither says."""
+    if request.recompute is None:
+        return user_checkpoints.wanted(flow, blocks, say)
+    words = [request.recompute] if isinstance(request.recompute, str) else request.recompute
+    return blocks_to_recompute(blocks, [word for word in words if word != NOTHING])

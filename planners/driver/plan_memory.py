@@ -1,0 +1,307 @@
+"""The exact bytes of a plan: its stages run on tensors without memory, its programs walked.
+
+    CutModel --dry_run--> StageBytes --with_memory--> Plan with the bytes of each stage
+                                     --check_fits---> Overflow if a device may not hold them
+
+The estimate that chose the plan adds up parts; these are the bytes that its run will hold.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import fx, nn
+
+from autopipe.errors import InfeasibleError
+from autopipe.ir.graph import Dim, Graph, State, bytes_at
+from autopipe.ir.partition import Stage
+from autopipe.ir.torch_private import fake_mode
+from autopipe.planfile import programs
+from autopipe.planfile.contents import Plan
+from autopipe.planfile.parts import BUCKET_BYTES, Boundary, Memory
+from autopipe.planners.driver.tp_degrees import Degree
+from autopipe.planners.model.eager_depths import choose, pipeline
+from autopipe.planners.model.memory import excess
+from autopipe.planners.model.range_tables import gathered_bytes
+from autopipe.schedules.instructions import holders
+from autopipe.stages import step_programs
+from autopipe.stages.block_owners import owners
+from autopipe.stages.dry_run import Known, Rehearsal, fake_state
+from autopipe.stages.dry_run_repeats import rehearse_deep
+from autopipe.stages.lower import lower
+from autopipe.stages.recompute import within
+from autopipe.util import numbers
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutModel:
+    """A model cut into stages, and how a micro-batch runs through them.
+
+    Attributes:
+        stages: of a tensor-parallel rank's graph.
+        rows: of a micro-batch.
+        recompute: paths of the blocks to recompute in backward.
+        split_backward: whether backwards run in halves, for inputs and for weights.
+        fully_sharded: whether parameters and gradients are sharded too: ZeRO-3 with replicas.
+    """
+
+    degree: Degree
+    stages: tuple[Stage, ...] = field(repr=False)
+    rows: int
+    recompute: tuple[str, ...]
+    precision: str
+    split_backward: bool
+    fully_sharded: bool
+
+    @property
+    def graph(self) -> Graph:
+        """A tensor-parallel rank's."""
+        return self.degree.trace.graph
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """What a dry run of a cut model has shown.
+
+    Attributes:
+        rehearsal: the tensors between stages, and the bytes that a micro-batch takes.
+        gathered: by stage, bytes that ZeRO-3 holds whole in its backward; 0 without ZeRO-3.
+    """
+
+    cut: CutModel
+    rehearsal: Rehearsal
+    gathered: tuple[int, ...]
+
+
+class Overflow(InfeasibleError):
+    """The exact bytes of a stage, `held`, are more than a device may hold, `limit`."""
+
+    def __init__(self, message: str, held: int, limit: int) -> None:
+        hint = f"devices, or a memory limit, of {numbers.Amount(held).ceiling(held)}"
+        super().__init__(message, hint=hint, shortfall=excess(held, limit))
+
+
+def dry_run(cut: CutModel, *, repeats_equal: bool, known: Known) -> StageBytes:
+    """Run each stage once on tensors without memory.
+
+    Args:
+        repeats_equal: whether repeated blocks make tensors that look the same, so that few of them
+            are enough.
+        known: what earlier dry runs of the degree have found; this one adds to it.
+    """
+    rehearsal = rehearse_deep(
+        cut.degree.flow,
+        cut.stages,
+        cut.degree.blocks,
+        cut.rows,
+        recompute=cut.recompute,
+        precision=cut.precision,
+        halves=cut.split_backward,
+        even=repeats_equal,
+        known=known,
+    )
+    if cut.fully_sharded:
+        return _sharded(cut, rehearsal)
+    return StageBytes(cut, rehearsal, (0,) * len(cut.stages))
+
+
+def _sharded(cut: CutModel, rehearsal: Rehearsal) -> StageBytes:
+    """The dry run under ZeRO-3, from one without.
+
+    Parameters come and go, and so do their copies in low precision: what a step has one of, each
+    micro-batch in flight has then, but for what recomputed blocks keep for themselves.
+    """
+    graph, flow, blocks = cut.graph, cut.degree.flow, cut.degree.blocks
+    saved, gathered = list(rehearsal.saved), []
+    recomputed = {
+        position
+        for block in blocks
+        if block.path in cut.recompute
+        for position in range(block.first, block.stop)
+    }
+    for stage in cut.stages:
+        with fake_mode():
+            lowered = lower(
+                graph,
+                stage,
+                blocks,
+                {name: fake_state(graph, name) for name in stage.states},
+                None,
+                cut.rows,
+                last=stage.index == len(cut.stages) - 1,
+                recompute=within(stage, blocks, cut.recompute),
+                precision=cut.precision,
+            )
+        for name in lowered.low:
+            own = [p for p in flow.users[State(name)] if p in stage.nodes]
+            if not recomputed.issuperset(own):
+                saved[stage.index] += bytes_at(graph.states[name].spec, 1) // 2
+        gathered.append(_gathered(graph, stage, lowered.module))
+    low = (0,) * len(cut.stages)
+    return StageBytes(cut, replace(rehearsal, saved=tuple(saved), low=low), tuple(gathered))
+
+
+def _gathered(graph: Graph, stage: Stage, module: fx.GraphModule) -> int:
+    """Bytes that ZeRO-3 holds whole in a stage's backward: `runtime.parameters.zero3` says why.
+
+    R are the parameters in no block, U those of the largest block (`gathered_bytes`).
+    """
+    parameters = [name for name in stage.states if graph.states[name].kind == "parameter"]
+    together: Counter[str | None] = Counter()
+    for name, block in owners(_tree(stage.states), module, parameters).items():
+        together[block] += bytes_at(graph.states[name].spec, 1)
+    outside = together.pop(None, 0)
+    return gathered_bytes(outside, max(together.values(), default=0))
+
+
+def _tree(names: Iterable[str]) -> nn.Module:
+    """Modules at the paths of the model that have these states."""
+    root = nn.Module()
+    for name in names:
+        place = root
+        for part in name.split(".")[:-1]:
+            if not hasattr(place, part):
+                place.add_module(part, nn.Module())
+            place = place.get_submodule(part)
+    return root
+
+
+def with_memory(plan: Plan, held: StageBytes, optimizer_factor: float) -> Plan:
+    """The plan with the bytes that its programs hold, at the windows and depths that it has.
+
+    Args:
+        optimizer_factor: bytes of optimizer state per byte of trainable parameter.
+    """
+    stages, rehearsal = held.cut.stages, held.rehearsal
+    windows = [boundary.window for boundary in plan.boundaries]
+    compute = programs.compute(plan)
+    peaks = step_programs.footprints(
+        step_programs.step_programs(
+            compute, stages, rehearsal.boundaries, windows, programs.sends_ahead(plan)
+        ),
+        stages,
+        rehearsal,
+    )
+    placed = holders(compute)
+    written = []
+    for stage, peak, entry in zip(stages, peaks, plan.stages, strict=True):
+        on_rank = [s for s in stages if placed[s.index] == placed[stage.index]]
+        earlier = {name for s in on_rank if s.index < stage.index for name in s.states}
+        own = [name for name in stage.states if name not in earlier]
+        whole = rehearsal.low[stage.index]
+        if stage is max(on_rank, key=lambda s: held.gathered[s.index]):  # one runs at a time
+            whole += held.gathered[stage.index]
+        memory = _memory(held.cut.graph, own, peak, whole, plan, optimizer_factor)
+        written.append(replace(entry, predicted=replace(entry.predicted, memory=memory)))
+    return replace(plan, stages=tuple(written))
+
+
+def _memory(
+    graph: Graph,
+    names: Collection[str],
+    peak: Counter[str],
+    whole: int,
+    plan: Plan,
+    optimizer_factor: float,
+) -> Memory:
+    """What a stage holds.
+
+    Args:
+        names: its states, but for those that an earlier stage of its rank has.
+        peak: bytes of activations and transfers at the fullest moment.
+        whole: bytes of parameters beside its own: copies, and what ZeRO-3 gathers.
+    """
+    dp, zero = plan.mesh.dp, plan.zero
+    states = {name: graph.states[name] for name in names}
+    sizes = {name: bytes_at(state.spec, 1) for name, state in states.items()}
+    # Rows are sharded; the first rank has the most.
+    shards = {name: _shard(state.spec.shape, sizes[name], dp) for name, state in states.items()}
+    parameters = [name for name, state in states.items() if state.kind == "parameter"]
+    trained = [name for name, state in states.items() if state.trainable]
+    held = shards if zero == 3 else sizes
+    updated = shards if zero else sizes
+    return Memory(
+        parameters=sum(held[name] for name in parameters) + whole,
+        gradients=sum(held[name] for name in trained),
+        optimizer=round(sum(updated[name] for name in trained) * optimizer_factor),
+        buffers=sum(size for name, size in sizes.items() if name not in parameters),
+        activations=peak["activations"],
+        transfers=peak["transfers"],
+        passing=_passing([sizes[name] for name in trained], peak, plan),
+    )
+
+
+def _shard(shape: Sequence[Dim], size: int, ranks: int) -> int:
+    """Bytes of a parameter's rows that the first of so many ranks gets."""
+    rows = int(shape[0]) if shape else 1
+    return -(-rows // ranks) * size // rows if rows else 0
+
+
+def _passing(gradients: Sequence[int], peak: Counter[str], plan: Plan) -> int:
+    """Bytes of `Memory.passing`.
+
+    From the second micro-batch on, each gradient is made beside the sum that it is added to. A
+    bucket is filled at the end, when the last backward has let go of what is at the peak.
+    """
+    if plan.fully_sharded:
+        return 0  # what is gathered is counted with the gradients that it makes
+    added = max(gradients, default=0) if plan.batch.micro_batches > 1 else 0
+    bucket = min(BUCKET_BYTES, sum(gradients)) if plan.mesh.dp > 1 else 0
+    return max(added, bucket - peak.total())
+
+
+def with_eager_depths(
+    plan: Plan,
+    held: StageBytes,
+    limits: Sequence[int],
+    optimizer_factor: float,
+    window: int | None,
+) -> Plan:
+    """The plan with the depths and windows that its links ask for, as far as memory allows.
+
+    Args:
+        limits: bytes that each pipeline rank may hold; it has one stage.
+        window: the receives posted ahead that were asked for; None: chosen too.
+    """
+    least = replace(plan, boundaries=(Boundary(1, 0),) * len(plan.boundaries))
+    holding = with_memory(least, held, optimizer_factor)
+    saved, boundaries = held.rehearsal.saved, held.rehearsal.boundaries
+    chosen = choose(
+        pipeline(
+            holding,
+            held=[
+                saved[stage.index] + sum(boundaries[ref].bytes for ref, _ in stage.receives)
+                for stage in held.cut.stages
+            ],
+            room=[
+                limit - stage.predicted.memory.peak
+                for limit, stage in zip(limits, holding.stages, strict=True)
+            ],
+        )
+    )
+    windows = chosen.windows if window is None else (window,) * len(plan.boundaries)
+    return replace(plan, boundaries=tuple(map(Boundary, windows, chosen.depths)))
+
+
+def check_fits(plan: Plan, limits: Sequence[int]) -> None:
+    """Compare what the programs hold, to the byte, with the limit of each pipeline rank.
+
+    Raises:
+        Overflow: names the stages of the first rank that holds too much.
+    """
+    placed = holders(programs.compute(plan))
+    for rank, limit in enumerate(limits):
+        own = [stage for stage, holder in enumerate(placed) if holder == rank]
+        held = sum(plan.stages[stage].predicted.memory.peak for stage in own)
+        if excess(held, limit) > 0:
+            names = " and ".join(map(str, own))
+            raise Overflow(
+                f"no plan fits {numbers.memory(limit)} a device: of the nearest (pp={plan.mesh.pp} "
+                f"dp={plan.mesh.dp} micro_batches={plan.batch.micro_batches}) "
+                f"stage{'s' if len(own) > 1 else ''} {names} need{'' if len(own) > 1 else 's'} "
+                f"{numbers.memory(held)}, {numbers.memory(excess(held, limit))} too many",
+                held,
+                limit,
+            )

@@ -1,0 +1,324 @@
+"""From a graph to the planner's `Problem`: units between cuts, their seconds, bytes and crossings.
+
+    Costing --timed-----> Problem of seconds alone
+            --profiled--> Problem with bytes
+
+Seconds follow from formulas (`ir.op_costs`). Bytes saved for backward are observed in runs without
+memory (`planners.driver.saved_tensors`). Of equal repeated blocks only a few are run and costed
+(`ir.repeats`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain, islice
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from autopipe.cluster.cluster import Device, Link
+from autopipe.cluster.measured import KERNELS, Need
+from autopipe.cluster.tp_groups import GroupKind
+from autopipe.ir import op_costs, op_seconds
+from autopipe.ir.blocks import Block
+from autopipe.ir.cut_points import Units
+from autopipe.ir.dataflow import Dataflow, obstacle
+from autopipe.ir.graph import Graph, Ref, State, TensorSpec, bytes_at
+from autopipe.ir.repeats import Short, Uneven, shortened
+from autopipe.planners.driver.saved_tensors import Made, Saving
+from autopipe.planners.model.devices import Machine
+from autopipe.planners.model.problem import (
+    Constraints,
+    Crossing,
+    Problem,
+    Profile,
+    Seconds,
+    Shared,
+)
+from autopipe.stages.precision import LOWERED, PRECISIONS
+
+Sending = Callable[[Graph, int, Link], Sequence[tuple[float, float]]]
+"""From a graph, the rows of a micro-batch and a link to each node's seconds of communication,
+forward and backward."""
+
+
+class Profiled(NamedTuple):
+    """A problem with its bytes, and what it leaves out.
+
+    Attributes:
+        recomputable: the paths of the blocks that can be recomputed, as the problem numbers them.
+        repeats_equal: whether repeated blocks were seen to make tensors that look the same.
+    """
+
+    problem: Problem
+    recomputable: tuple[str, ...]
+    repeats_equal: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costing:
+    """The problem of splitting a graph over a machine, in two steps: seconds, and then bytes.
+
+    Seconds are enough to bound the step of each frame. Bytes take runs of the graph, so they are
+    computed only for the degrees that these bounds leave in the search.
+
+    Args:
+        kinds: the machine's.
+        batch: rows of the whole batch.
+        rows: the micro-batch sizes to consider, ascending.
+        optimizer_factor: bytes of optimizer state per byte of trainable parameter.
+        precision: what matrix products are computed in.
+        recompute: paths of the blocks that run again in backward; None: the planner's choice of
+            all that can.
+        zeros: the ZeRO stages to choose from.
+        tp: the tensor-parallel degree whose first rank runs the graph.
+        sending: what the nodes of the graph, or of a part of it, exchange with the other ranks.
+    """
+
+    flow: Dataflow
+    blocks: Sequence[Block]
+    units: Units
+    machine: Machine
+    kinds: Sequence[GroupKind]
+    batch: int
+    rows: Sequence[int]
+    optimizer_factor: float
+    window: int
+    constraints: Constraints
+    precision: str = "fp32"
+    recompute: Collection[str] | None = None
+    zeros: tuple[int, ...] = (0,)
+    tp: int = 1
+    sending: Sending | None = None
+
+    @cached_property
+    def timed(self) -> Problem:
+        """The problem as far as seconds go: nothing is kept, nothing crosses."""
+        return self._timed_by(self._short)
+
+    def profiled(self, *, check: bool = True) -> Profiled:
+        """The whole problem.
+
+        Args:
+            check: whether to check that bytes are a straight line in the rows. It is enough to
+                check one tensor-parallel degree: the others run parts of the same model.
+        """
+        flow, units, again = self.flow, self.units, np.array(self._numbers)
+        longer = islice(shortened(flow, self.blocks), 1, None)
+        for short in chain([self._short], longer):
+            try:
+                saving = Saving(flow, short, self.precision, check)
+                kept, made_in, copies = saving.at(units, self.rows, again)
+                break
+            except Uneven:
+                pass
+        equal = short is self._short
+        timed = self.timed if equal else self._timed_by(short)
+        parameters, constants = _states(flow.graph, flow, units, copies)
+        crossings = _crossings(flow, units, made_in)
+        problem = replace(
+            timed,
+            parameters=parameters,
+            constants=constants,
+            profiles=tuple(
+                replace(profile, saved=kept[profile.rows], crossings=crossings(profile.rows))
+                for profile in timed.profiles
+            ),
+        )
+        return Profiled(problem, tuple(block.path for block in self._may), equal)
+
+    @cached_property
+    def _short(self) -> Short:
+        return next(shortened(self.flow, self.blocks))
+
+    @cached_property
+    def _may(self) -> list[Block]:
+        """The blocks that may run again, whether or not the user has fixed which do."""
+        asked = self.recompute or ()
+        return [
+            block
+            for block in self.blocks
+            if block.path in asked or obstacle(self.flow, range(block.first, block.stop)) is None
+        ]
+
+    @property
+    def _numbers(self) -> list[int]:
+        """Of each node the number of the block that it may run again with, or -1."""
+        numbers = [-1] * len(self.flow.graph.nodes)
+        for number, block in enumerate(self._may):
+            numbers[block.first : block.stop] = [number] * (block.stop - block.first)
+        return numbers
+
+    def _timed_by(self, short: Short) -> Problem:
+        """The problem by the seconds of a short graph."""
+        flow, units, may = self.flow, self.units, self._may
+        parameters, constants = _states(flow.graph, flow, units, ())
+        return Problem(
+            units=len(units.starts),
+            blocks=tuple(_block_units(units, self.blocks)),
+            parameters=parameters,
+            constants=constants,
+            optimizer_factor=self.optimizer_factor,
+            profiles=tuple(self._profile(short, size) for size in self.rows),
+            batch=self.batch,
+            machine=self.machine,
+            window=self.window,
+            constraints=replace(
+                self.constraints,
+                recompute=None
+                if self.recompute is None
+                else tuple(n for n, block in enumerate(may) if block.path in self.recompute),
+            ),
+            recomputable=tuple(
+                (units.of(block.first), units.of(block.stop - 1) + 1) for block in may
+            ),
+            zeros=self.zeros,
+            tp=self.tp,
+            largest=_largest(flow, units),
+        )
+
+    def _profile(self, short: Short, rows: int) -> Profile:
+        starts, graph = np.array(self.units.starts), short.graph
+        formulas = op_costs.costs(graph)
+        dtypes = _dtypes(graph, formulas, self.precision)
+        exchanges: list[NDArray[np.float64]] = []
+        times = []
+        for device, link in self.kinds:
+            seconds = np.stack(op_seconds.seconds(formulas, rows, device, dtypes))
+            if self.sending is not None and link is not None:
+                exchanges.append(np.array(self.sending(graph, rows, link)).T)
+                seconds = seconds + exchanges[-1]
+            times.append(seconds[:, short.like])
+        return Profile(
+            rows,
+            tuple(_by_unit(forward, starts) for forward, _ in times),
+            tuple(_by_unit(backward, starts) for _, backward in times),
+            saved=(),
+            crossings=(),
+            recompute=tuple(
+                tuple(_of_block(forward, block, self.units) for forward, _ in times)
+                for block in self._may
+            ),
+            exchange=tuple(
+                _by_unit(exchange.sum(axis=0)[short.like], starts) for exchange in exchanges
+            ),
+        )
+
+
+def whole_seconds(graph: Graph, device: Device, precision: str, rows: int = 1) -> float:
+    """Seconds in which a device computes forward and backward of so many rows, node after node."""
+    formulas = op_costs.costs(graph)
+    both = op_seconds.seconds(formulas, rows, device, _dtypes(graph, formulas, precision))
+    return float(sum(way.sum() for way in both))
+
+
+def need(graph: Graph, precision: str) -> Need:
+    """The figures of a device that the graph's seconds follow from."""
+    formulas = op_costs.costs(graph)
+    pairs = zip(formulas, _dtypes(graph, formulas, precision), strict=True)
+    dtypes = {op_seconds.rate_name(dtype) for formula, dtype in pairs if formula.dims}
+    kernels = {formula.kernel for formula in formulas}
+    return Need(tuple(sorted(dtypes)), tuple(sorted(kernels & {*KERNELS})))
+
+
+def products(graph: Graph) -> tuple[str, ...]:
+    """What the model itself multiplies matrices in, as a plan has it."""
+    found = {
+        op_seconds.rate_name(formula.dtype) for formula in op_costs.costs(graph) if formula.dims
+    }
+    return tuple(sorted(found)) or ("fp32",)
+
+
+def _dtypes(
+    graph: Graph, formulas: Sequence[op_costs.NodeCost], precision: str
+) -> list[torch.dtype]:
+    """What each node computes in: in mixed precision matrix products in another dtype.
+
+    torch leaves those of fp64 as they are.
+    """
+    low = PRECISIONS[precision]
+    return [
+        formula.dtype
+        if low is None or node.short not in LOWERED or formula.dtype == torch.float64
+        else low
+        for node, formula in zip(graph.nodes, formulas, strict=True)
+    ]
+
+
+def _by_unit(seconds: NDArray[np.float64], starts: NDArray[np.int64]) -> Seconds:
+    return tuple(np.add.reduceat(seconds, starts).tolist())
+
+
+def _of_block(seconds: NDArray[np.float64], block: Block, units: Units) -> Seconds:
+    """The seconds of a block's own nodes in each of the units it is in."""
+    first, last = units.of(block.first), units.of(block.stop - 1)
+    inside = [start - block.first for start in units.starts[first + 1 : last + 1]]
+    own = seconds[block.first : block.stop]
+    return tuple(np.add.reduceat(own, np.array([0, *inside])).tolist())
+
+
+def _block_units(units: Units, blocks: Sequence[Block]) -> list[tuple[int, int]]:
+    """Blocks as ranges of units; one that no cut can separate from the last is left out."""
+    ranges: list[tuple[int, int]] = []
+    for block in blocks:
+        first, stop = units.of(block.first), units.of(block.stop - 1) + 1
+        if units.starts[first] == block.first and (not ranges or ranges[-1][1] <= first):
+            ranges.append((first, stop))
+    return ranges
+
+
+def _states(
+    graph: Graph, flow: Dataflow, units: Units, copies: Collection[str]
+) -> tuple[tuple[Shared, ...], tuple[Shared, ...]]:
+    """Trainable parameters, and all else that is held: copies in low precision are among it."""
+    trainable: Counter[tuple[int, ...]] = Counter()
+    other: Counter[tuple[int, ...]] = Counter()
+    for name, state in graph.states.items():
+        used = tuple(sorted({units.of(position) for position in flow.users[State(name)]}))
+        size = bytes_at(state.spec, 1)
+        (trainable if state.trainable else other)[used] += size
+        if name in copies:
+            other[used] += size // 2
+    return (
+        tuple(Shared(size, used) for used, size in trainable.items()),
+        tuple(Shared(size, used) for used, size in other.items()),
+    )
+
+
+def _largest(flow: Dataflow, units: Units) -> tuple[int, ...]:
+    """Of each unit the bytes of the largest gradient that it makes."""
+    largest = [0] * len(units.starts)
+    for name, state in flow.graph.states.items():
+        for unit in {units.of(position) for position in flow.users[State(name)] if state.trainable}:
+            largest[unit] = max(largest[unit], bytes_at(state.spec, 1))
+    return tuple(largest)
+
+
+def _crossings(
+    flow: Dataflow, units: Units, made_in: Made
+) -> Callable[[int], tuple[Crossing, ...]]:
+    """For so many rows the tensors that leave the unit they are made in; those that go the same way
+    as one."""
+    carrying = op_costs.gradient_values(flow.graph)
+    ways: dict[tuple[int, tuple[int, ...], bool], Counter[TensorSpec]] = defaultdict(Counter)
+    for value, users in flow.users.items():
+        if not isinstance(value, Ref) or flow.local[flow.position(value)]:
+            continue
+        producer = units.of(flow.position(value))
+        later = tuple(sorted({units.of(user) for user in users} - {producer}))
+        if later:
+            spec = replace(flow.graph.spec(value), dtype=made_in[value])
+            ways[producer, later, value in carrying][spec] += 1
+
+    def at(rows: int) -> tuple[Crossing, ...]:
+        return tuple(
+            Crossing(sum(bytes_at(spec, rows) * n for spec, n in specs.items()), *way)
+            for way, specs in ways.items()
+        )
+
+    return at

@@ -1,0 +1,150 @@
+"""Where the estimate is wrong: exact bytes and the longest path correct what the search chose.
+
+    plan_that_fits    exact bytes of the plan do not fit  ->  search again, the estimate raised by
+                                                              the difference
+    fastest_by_path   the longest path of the plan A is longer than estimated  ->  write the meshes
+                      B, C ... that are estimated below it, and take the one with the shortest path
+
+The estimate leaves out what seldom matters: that tensors which skip stages wait for one another on
+a slow link, or that a later stage's gradients are still being summed when stage 0 is ready.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import islice
+
+from autopipe.errors import InfeasibleError
+from autopipe.planfile.contents import Plan
+from autopipe.planfile.parts import Alternative
+from autopipe.planners.driver.candidate import Candidate
+from autopipe.planners.driver.plan_memory import Overflow
+from autopipe.planners.driver.tp_degrees import as_first
+from autopipe.planners.driver.write_plan import write_plan
+from autopipe.planners.model.estimate import Mesh, Scored
+from autopipe.planners.search import reasons
+from autopipe.planners.search.best import Answer
+from autopipe.planners.search.bound import bounds
+from autopipe.util.numbers import percent, seconds
+
+TRUSTED = 1.01
+"""How many times as long as estimated a step may be, by its longest path, for the estimate to be
+believed."""
+
+MOST_WRITTEN = 10
+"""Other meshes that are written down to compare their longest paths."""
+
+Degrees = tuple[int, int, int]
+"""Stages, replicas, tensor-parallel parts."""
+
+
+def plan_that_fits(candidate: Candidate, answer: Answer, mesh: Mesh | None = None) -> Plan:
+    """The answer as a plan; where its exact bytes do not fit, the next answer that does.
+
+    Args:
+        mesh: the one to search again in; None: all.
+
+    Raises:
+        InfeasibleError: no plan fits.
+    """
+    problem = candidate.counted().problem
+    while True:
+        try:
+            with candidate.watch("rehearsed"), as_first(candidate.tp):
+                return write_plan(candidate, answer)
+        except Overflow as overflow:
+            # So much less that this very answer is none: else it would come again, byte by byte.
+            less = max(overflow.shortfall, answer.estimate.spare + 1)
+            schedule = answer.decision.config.schedule
+            beyond = problem.beyond.get(schedule, 0) + less
+            problem = replace(problem, beyond={**problem.beyond, schedule: beyond})
+            try:
+                answer = candidate.search(problem, mesh=mesh)
+            except InfeasibleError:
+                # Its numbers would be of a limit that nobody has set.
+                raise overflow from None
+
+
+def fastest_by_path(plan: Plan, answer: Answer, candidates: Mapping[int, Candidate]) -> Plan:
+    """The plan, or one of another mesh whose longest path is shorter.
+
+    Args:
+        plan, answer: what the search has found, and the plan written of it.
+        candidates: by tensor-parallel degree.
+    """
+    if plan.prediction.step_seconds <= TRUSTED * answer.estimate.step_seconds:
+        return plan
+    written = {_degrees_of(plan): plan}
+    least = plan.prediction.step_seconds
+    for pp, dp, tp in islice(_others(plan, answer, candidates), MOST_WRITTEN):
+        candidate, mesh = candidates[tp], (pp, dp)
+        with suppress(InfeasibleError):
+            problem = candidate.counted().problem
+            own = candidate.search(problem, (least, least), mesh)
+            if own.estimate.step_seconds < least:
+                best = Scored(own.decision, own.estimate)
+                own = replace(own, binding=reasons.binding(problem, best, None))
+                written[pp, dp, tp] = plan_that_fits(candidate, own, mesh)
+                least = min(least, written[pp, dp, tp].prediction.step_seconds)
+    return fastest_of(written, plan.planner.bound_seconds, answer.alternatives)
+
+
+def _degrees_of(of: Plan | Alternative) -> Degrees:
+    mesh = of.mesh if isinstance(of, Plan) else of
+    return mesh.pp, mesh.dp, mesh.tp
+
+
+def _others(plan: Plan, answer: Answer, candidates: Mapping[int, Candidate]) -> Iterator[Degrees]:
+    """Other meshes that may be faster than the plan: those with an estimate first, then those with
+    a bound alone."""
+    steps = {
+        _degrees_of(a): a.step_seconds for a in answer.alternatives if a.step_seconds is not None
+    }
+    for tp, candidate in candidates.items():
+        with suppress(InfeasibleError):  # of this degree there is none
+            every = bounds(candidate.timed)
+            for frame, least in sorted(every.items(), key=lambda pair: pair[1]):
+                steps.setdefault((frame.pp, frame.dp, tp), least)
+    for mesh, step in steps.items():
+        if step < plan.prediction.step_seconds and mesh != _degrees_of(plan):
+            if mesh[2] in candidates:
+                yield mesh
+
+
+def fastest_of(
+    written: Mapping[Degrees, Plan], bound: float, estimated: Sequence[Alternative]
+) -> Plan:
+    """The plan with the shortest longest path, and the others as its alternatives.
+
+    Args:
+        written: plans by their meshes.
+        bound: seconds that no plan is below by the estimate.
+        estimated: alternatives that were not written. Those that the estimate takes for faster are
+            left out: their longest paths are not known.
+    """
+    first, *others = sorted(written.values(), key=lambda plan: plan.prediction.step_seconds)
+    step = first.prediction.step_seconds
+    beside = [
+        Alternative(
+            *_degrees_of(other),
+            micro_batches=other.batch.micro_batches,
+            schedule=other.schedule,
+            step_seconds=other.prediction.step_seconds,
+            why=f"{percent(other.prediction.step_seconds / step - 1)} slower by its longest path, "
+            f"though the estimate is {seconds(other.planner.step_seconds)}",
+            zero=other.zero,
+        )
+        for other in others
+    ]
+    for other in estimated:
+        if other.step_seconds is not None and _degrees_of(other) not in written:
+            _, _, cause = other.why.partition(" slower")
+            why = f"{percent(other.step_seconds / step - 1)} slower{cause}"
+            beside += [replace(other, why=why)] if other.step_seconds > step else []
+    next_best = beside[0] if beside else None
+    note = replace(
+        first.planner, bound_seconds=bound, next_best=next_best, others=tuple(beside[1:])
+    )
+    return replace(first, planner=note)

@@ -1,0 +1,108 @@
+"""What a plan is made from: what was asked, what was traced, and both together on devices.
+
+plan(...)'s arguments  ->  PlanRequest                       checked and completed
+PlanRequest            ->  Traced                            the model as a graph
+both, and the cluster  ->  Job                               all that the search reads
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from autopipe.cluster.cluster import Cluster
+from autopipe.cluster.spec import LocalSpec
+from autopipe.frontend.least_rows import Least
+from autopipe.frontend.loss import Loss
+from autopipe.frontend.optimizer import MakeOptimizer
+from autopipe.ir.blocks import Block, classes
+from autopipe.ir.dataflow import Dataflow
+from autopipe.ir.graph import Graph, bytes_at
+from autopipe.planners.model.problem import Constraints
+from autopipe.tracing.source import Source
+from autopipe.tracing.trace import Trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """The arguments of `plan`, checked.
+
+    Attributes:
+        cluster: the one asked for; a `LocalSpec` is this machine, still to be measured.
+        batch_size: rows of the whole batch; None: those of the example.
+        constraints: what the search must keep to, limits of memory and a written schedule included.
+        model, inputs, loss, optimizer, precision, recompute, planner, sequence_parallel, loss_over,
+            source: as `plan` has them.
+    """
+
+    model: Source = field(repr=False)
+    inputs: Any = field(repr=False)
+    loss: Loss | None
+    optimizer: str | MakeOptimizer
+    precision: str
+    cluster: Cluster | LocalSpec
+    batch_size: int | None
+    constraints: Constraints
+    recompute: str | Sequence[str] | None
+    planner: str
+    sequence_parallel: bool
+    loss_over: str
+    source: str | None
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """A model as traced.
+
+    Attributes:
+        trace: its graph, the description of its batch, the values that Python read.
+        flow, blocks: dataflow and repeated modules of the graph.
+        rows: of the whole batch.
+        least: the fewest rows of a micro-batch for which the graph is right.
+        recompute: paths of the blocks to recompute in backward; None: the planner chooses.
+    """
+
+    trace: Trace = field(repr=False)
+    flow: Dataflow = field(repr=False)
+    blocks: tuple[Block, ...]
+    rows: int
+    least: Least
+    recompute: Collection[str] | None
+
+    @property
+    def graph(self) -> Graph:
+        """The whole model's, of a symbolic number of rows."""
+        return self.trace.graph
+
+    def __str__(self) -> str:
+        """77 nodes, 0.1 M parameters, blocks: 4 of blocks.0"""
+        parameters = sum(
+            int(bytes_at(s.spec, 1) / s.spec.dtype.itemsize)
+            for s in self.graph.states.values()
+            if s.kind == "parameter"
+        )
+        counts = f"{len(self.graph.nodes)} nodes, {parameters / 1e6:.1f} M parameters"
+        found = classes(self.blocks)
+        of = ", ".join(f"{len(paths)} of {kind}" for kind, paths in found.items())
+        return f"{counts}, blocks: {of}" if of else counts
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """A traced model, the devices to split it over, and what was asked.
+
+    Attributes:
+        cluster: measured or described, with all rates that the model needs.
+        optimizer_factor: bytes of optimizer state per byte of trainable parameter.
+    """
+
+    request: PlanRequest
+    traced: Traced
+    cluster: Cluster
+    optimizer_factor: float
+
+    @property
+    def constraints(self) -> Constraints:
+        """What the search must keep to."""
+        return self.request.constraints

@@ -1,0 +1,258 @@
+"""Which bytes autograd saves for backward, observed by running a graph on tensors without memory.
+
+    graph, rows --observe_saved--> Seen: each saved storage, its bytes, the node that makes it and
+                                   the nodes that save it
+
+Of equal repeated blocks only a few are run (`ir.repeats`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, fx
+
+from autopipe.ir.cut_points import Units
+from autopipe.ir.dataflow import Dataflow, analyse
+from autopipe.ir.graph import Ref, shape_at
+from autopipe.ir.opaque_ops import observing
+from autopipe.ir.partition import partition
+from autopipe.ir.repeats import Short, Storage, Uneven
+from autopipe.ir.torch_private import fake_mode, storage_key
+from autopipe.planners.model.problem import Saved
+from autopipe.stages.dry_run import fake_state
+from autopipe.stages.lower import lower
+from autopipe.stages.node_calls import NODE_NAME
+from autopipe.stages.precision import arithmetic, computing, wide_statistics
+from autopipe.util.progress import Done, phase
+
+Made = Mapping[Ref, torch.dtype]
+"""What the graph's values are made in; in mixed precision that is not what the model says."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one run of a graph has shown.
+
+    Attributes:
+        storages: those that autograd keeps, each with its bytes.
+        made_in: what the nodes' results are made in, by the nodes' positions.
+        copies: the parameters of which there are copies in low precision.
+    """
+
+    storages: tuple[Storage, ...]
+    bytes: tuple[int, ...]
+    made_in: Mapping[int, tuple[torch.dtype | None, ...]]
+    copies: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What autograd saves of a graph, observed in runs of a shorter one.
+
+    Args:
+        check: whether to check that bytes are a straight line in the rows.
+    """
+
+    flow: Dataflow
+    short: Short
+    precision: str
+    check: bool
+
+    def at(
+        self, units: Units, rows: Sequence[int], again: NDArray[np.int64]
+    ) -> tuple[dict[int, tuple[Saved, ...]], Made, frozenset[str]]:
+        """The saved storages at each number of rows, the dtypes of values, and the low copies.
+
+        Bytes are a straight line in the rows for nearly every model, except that the smallest
+        number of rows may be off it. Two runs give the line; a third checks it if asked to.
+
+        Args:
+            again: of each node the number of the block that it may run again with, or -1.
+
+        Raises:
+            Uneven: the short graph does not tell.
+        """
+        observe = cache(partial(observe_saved, self.short, self.precision))
+        first, where = observe(rows[0]), cache(partial(self._by_unit, units, again))
+        sizes: dict[int, tuple[Saved, ...]] = {}
+        lines = _lines(observe, rows, self.check)
+        for size in rows:
+            seen, bytes = lines[size]
+            sizes[size] = tuple(
+                Saved(sum(bytes[number] for number in numbers), *place)
+                for place, numbers in where(seen.storages).items()
+            )
+        nodes, like = self.flow.graph.nodes, self.short.like.tolist()
+        kept = self.short.kept
+        made_in = {
+            Ref(node.name, number): dtype
+            for node, standing in zip(nodes, like, strict=True)
+            for number, dtype in enumerate(first.made_in.get(kept[standing], ()))
+            if dtype is not None
+        }
+        low = set(first.copies)
+        return (
+            sizes,
+            made_in,
+            frozenset(n for n, known in self.short.states.items() if known in low),
+        )
+
+    def _by_unit(
+        self, units: Units, again: NDArray[np.int64], storages: tuple[Storage, ...]
+    ) -> dict[tuple[int | None, tuple[int, ...], int | None], list[int]]:
+        """Numbers of the storages that are kept in the same units, by those."""
+        found: dict[tuple[int | None, tuple[int, ...], int | None], list[int]] = defaultdict(list)
+        for number, seen in enumerate(storages):
+            for made, savers in self.short.along(seen):
+                alone = {int(again[made]), *again[list(savers)].tolist()}
+                rerun = alone.pop() if len(alone) == 1 else -1
+                place = (
+                    None if self.flow.local[made] else units.of(made),
+                    tuple(sorted({units.of(position) for position in savers})),
+                    rerun if rerun >= 0 else None,
+                )
+                found[place].append(number)
+        return found
+
+
+def _lines(
+    observe: Callable[[int], Seen], rows: Sequence[int], check: bool
+) -> dict[int, tuple[Seen, Sequence[int]]]:
+    """The storages at each number of rows, and their bytes."""
+    if len(rows) > 3:
+        small, between, large = rows[0], rows[len(rows) // 2], rows[-1]
+        low, high = observe(small), observe(large)
+        same = low.storages == high.storages
+        middle = observe(between) if check and same else None
+        if same and (not middle or middle.storages == low.storages):
+            sizes = np.array(low.bytes), np.array(high.bytes)
+            lines = {}
+            for size in rows:
+                rise, rest = np.divmod((sizes[1] - sizes[0]) * (size - small), large - small)
+                off = middle and size == between and (sizes[0] + rise).tolist() != [*middle.bytes]
+                if rest.any() or off:
+                    break
+                lines[size] = low, (sizes[0] + rise).tolist()
+            else:
+                return lines
+        return _lines(observe, rows[1:], check) | {small: (low, low.bytes)}
+    return {size: (observe(size), observe(size).bytes) for size in rows}
+
+
+def observe_saved(short: Short, precision: str, rows: int) -> Seen:
+    """Run a graph on tensors without memory; note which nodes make and which save each storage.
+
+    Raises:
+        Uneven: blocks that should be alike do not make what looks the same.
+    """
+    graph = short.graph
+    flow = analyse(graph)
+    (whole,) = partition(flow, ())
+    with fake_mode(), wide_statistics(node.op for node in graph.nodes):
+        states = {name: fake_state(graph, name) for name in whole.states}
+        inputs = [
+            torch.empty(shape_at(graph.inputs[path], rows), dtype=graph.inputs[path].dtype)
+            for path in whole.inputs
+        ]
+        lowered = lower(graph, whole, (), states, None, rows, last=True, precision=precision)
+        how = arithmetic(precision, "cpu", [states[name] for name in lowered.low])
+        copies = how.copies.values()
+        owned = {storage_key(tensor) for tensor in (*states.values(), *inputs, *copies)}
+        name = f"counting what is kept of {rows} rows"
+        with phase(name, of=len(lowered.module.graph.nodes)) as done:
+            watch = _Watch(flow, lowered.module, owned, done)
+            with observing(watch.pack), computing(how):
+                watch.run(*inputs)
+    at = short.kept
+    if not short.uniform({at[position]: look for position, look in watch.looks.items()}):
+        raise Uneven
+    return Seen(
+        tuple(
+            Storage(at[kept.made], tuple(at[saver] for saver in kept.savers))
+            for kept in watch.kept.values()
+        ),
+        tuple(kept.bytes for kept in watch.kept.values()),
+        {
+            at[position]: tuple(None if one is None else one.dtype for one in look)
+            for position, look in watch.looks.items()
+        },
+        tuple(lowered.low),
+    )
+
+
+@dataclass
+class _Storage:
+    """A storage that autograd saves: the node that makes it, and the nodes that save it."""
+
+    bytes: int
+    made: int
+    savers: list[int]
+
+
+class _TensorLook(NamedTuple):
+    """A tensor's metadata; `carries`: whether it requires a gradient."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    carries: bool
+
+
+class _Watch(fx.Interpreter):
+    """Interprets a lowered graph and notes which nodes make and which save each storage."""
+
+    def __init__(self, flow: Dataflow, module: fx.GraphModule, owned: set[int], done: Done) -> None:
+        super().__init__(module, garbage_collect_values=False)  # storages keep their addresses
+        self.kept: dict[int, _Storage] = {}
+        self.looks: dict[int, tuple[_TensorLook | None, ...]] = {}
+        self._index = flow.graph.index
+        self._owned = owned
+        self._made: dict[int, int] = {}
+        self._writing = {p for positions in flow.writers.values() for p in positions}
+        self._alive: list[Tensor] = []  # a storage that is gone would lend its key to another
+        self._position = 0
+        self._done = done
+
+    def run_node(self, n: fx.Node) -> Any:
+        name = n.meta.get(NODE_NAME)
+        if name is not None:
+            self._position = self._index[name]
+        result = super().run_node(n)
+        self._done()
+        made = result if isinstance(result, list | tuple) else [result]
+        if name is not None:
+            self.looks[self._position] = tuple(map(_look, made))
+        for tensor in made:
+            if isinstance(tensor, Tensor):
+                key = storage_key(tensor)
+                # A stage writes a copy of what it has received: that copy is made by the write.
+                if key not in self._made or self._position in self._writing:
+                    self._made[key] = self._position
+                    if key in self.kept:
+                        self.kept[key].made = self._position
+        return result
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        key = storage_key(tensor)
+        if key in self._owned:
+            return tensor
+        self._alive.append(tensor)
+        if key not in self.kept:
+            made = self._made.get(key, self._position)
+            self.kept[key] = _Storage(tensor.untyped_storage().nbytes(), made, [])
+        self.kept[key].savers.append(self._position)
+        return tensor
+
+
+def _look(made: Any) -> _TensorLook | None:
+    if not isinstance(made, Tensor):
+        return None
+    return _TensorLook(tuple(made.shape), made.stride(), made.dtype, made.requires_grad)

@@ -1,0 +1,239 @@
+"""Tensor-parallel degrees: which to try, and the model as one rank of each runs it.
+
+    degree 1      the model as traced
+    degree 2, 4   its shard of every tensor that can be sharded, by the best sharding
+
+The ranks of a tensor-parallel group communicate in every layer, so they stand on one node as far as
+nodes have enough devices.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+
+import sympy
+import torch
+
+from autopipe.cluster.cluster import Cluster, Link
+from autopipe.cluster.tp_groups import GroupKind
+from autopipe.errors import InfeasibleError
+from autopipe.ir import op_costs
+from autopipe.ir.blocks import Block
+from autopipe.ir.dataflow import Dataflow, analyse
+from autopipe.ir.graph import Dim, Graph, Ref, State, at_batch
+from autopipe.planfile.placements import Move, Sharding
+from autopipe.sharding import collectives
+from autopipe.sharding.collectives import Planned
+from autopipe.sharding.column_linear import COLUMNS
+from autopipe.sharding.ilp import Axis, shard
+from autopipe.sharding.local_graph import blocks_of, sent_by, shard_graph, shardable, whole_bytes
+from autopipe.sharding.op import Model
+from autopipe.stages.precision import LOWERED, PRECISIONS
+from autopipe.tracing.trace import Trace
+
+MOST = 16
+"""The highest degree that is tried unless one is asked for: the devices of a large node."""
+
+
+@dataclass(frozen=True)
+class Degree:
+    """A model as the first rank of a tensor-parallel group runs it.
+
+    The first rank has the largest shard of what does not divide.
+
+    Attributes:
+        whole: the model as traced, and its blocks.
+        sharding: None at degree 1.
+    """
+
+    tp: int
+    whole: Trace = field(repr=False)
+    whole_blocks: tuple[Block, ...] = field(repr=False)
+    sharding: Sharding | None = field(repr=False)
+    trace: Trace = field(repr=False)
+    flow: Dataflow = field(repr=False)
+    blocks: tuple[Block, ...]
+
+
+def degrees(cluster: Cluster, asked: int | None, graph: Graph) -> tuple[tuple[int, ...], ...]:
+    """The degrees to try, ascending, and the degrees to try where nothing fits at those.
+
+    Within nodes first, up to the largest: those that divide every node, and all that divide the
+    model, which may leave some devices idle and smaller nodes altogether. Beyond them only where
+    that is not possible.
+
+    Args:
+        asked: the one to have; None: any.
+        graph: the model as traced.
+
+    Raises:
+        InfeasibleError: more than there are devices.
+    """
+    devices, nodes = cluster.num_devices, cluster.devices_per_node
+    if asked is not None:
+        if asked < 1:
+            raise InfeasibleError(f"tp={asked} was asked for, and the least is 1")
+        if asked > devices:
+            raise InfeasibleError(
+                f"tp={asked} was asked for, and {cluster.name} has {devices} devices",
+                hint=f"tp of at most {devices}",
+            )
+        return ((asked,),)
+    near = tuple(
+        tp
+        for tp in range(1, min(max(nodes), MOST) + 1)
+        if all(node % tp == 0 for node in nodes) or _divides(graph, tp)
+    )
+    far = tuple(tp for tp in (2, 4, 8, 16) if max(near) < tp <= devices and devices % tp == 0)
+    return near, far
+
+
+def _divides(graph: Graph, tp: int) -> bool:
+    """Whether the heads of every attention divide by a degree, and most of all matrices."""
+    try:
+        check_heads(graph, tp)
+    except InfeasibleError:
+        return False
+    shapes = [s.spec.shape for s in graph.states.values() if s.kind == "parameter"]
+    matrices = [[int(dim) for dim in shape] for shape in shapes if len(shape) > 1]
+    dividing = [math.prod(m) for m in matrices if any(dim % tp == 0 for dim in m)]
+    return 2 * sum(dividing) > sum(map(math.prod, matrices))
+
+
+def as_one_rank(
+    tp: int,
+    traced: Trace,
+    flow: Dataflow,
+    blocks: tuple[Block, ...],
+    cluster: Cluster,
+    rows: int,
+    *,
+    slowest: GroupKind,
+    zero: int = 0,
+    sequence: bool = False,
+) -> Degree:
+    """The model at one degree.
+
+    Args:
+        rows: of the micro-batch for which the sharding is the best.
+        slowest: the device by whose seconds it is, and the link.
+        zero: the ZeRO stage; 3 wants every gradient whole.
+        sequence: also consider shards of the batch's second dim.
+
+    Raises:
+        InfeasibleError: nothing of the model divides into so many parts.
+    """
+    if slowest.link is None:
+        return Degree(tp, traced, blocks, None, traced, flow, blocks)
+    axis = Axis(tp, slowest.link, slowest.device)
+    flow = shardable(traced.graph)
+    sharding = shard(flow, blocks, axis, rows, sequence=sequence, partial=zero < 3)
+    _check_divides(flow, sharding, cluster)
+    graph = shard_graph(flow, sharding, 0)
+    local = replace(traced, graph=graph)
+    own = blocks_of(graph, blocks)
+    return Degree(tp, traced, blocks, sharding, local, analyse(graph), own)
+
+
+def check_heads(graph: Graph, tp: int) -> None:
+    """Refuse a degree that is asked for and leaves every attention whole on every rank.
+
+    Such a plan is right, but its ranks do the same work: nobody means that. Where nobody asks, it
+    may still be all that fits.
+
+    Raises:
+        InfeasibleError: the heads of an attention do not divide; names it.
+    """
+    for node in graph.nodes:
+        if not node.op.startswith("aten.scaled_dot_product_attention"):
+            continue
+        query = graph.spec(node.values()[0])
+        heads = query.shape[-3] if len(query.shape) > 3 else 1
+        if isinstance(heads, int) and heads % tp:
+            dividing = [n for n in range(1, heads + 1) if heads % n == 0]
+            raise InfeasibleError(
+                f"tp={tp} was asked for, and the {heads} heads of {node.name} do not divide into "
+                f"{tp} equal parts",
+                hint=f"tp of {', '.join(map(str, dividing))}",
+            )
+
+
+def _check_divides(flow: Dataflow, sharding: Sharding, cluster: Cluster) -> None:
+    graph, model = flow.graph, Model(flow, sharding.ranks)
+    if any(
+        lies.sharded and model.divides(State(name), lies) for name, lies in sharding.states.items()
+    ):
+        return
+    sizes = {
+        int(size)
+        for state in graph.states.values()
+        if state.kind == "parameter" and len(state.spec.shape) > 1
+        for size in state.spec.shape
+    }
+    most = cluster.num_devices
+    dividing = [n for n in range(2, most + 1) if any(size % n == 0 for size in sizes)]
+    shown = ", ".join(map(str, sorted(sizes, reverse=True)[:6]))
+    raise InfeasibleError(
+        f"tp={sharding.ranks} was asked for, and no parameter divides into {sharding.ranks} equal "
+        f"parts: their matrices have dims of {shown}",
+        hint=f"tp of {', '.join(map(str, dividing[:6]))}" if dividing else "leave tp out",
+    )
+
+
+Exchange = tuple[tuple[Move | None, Move | None], Dim]
+"""What a node sends forward and backward, and the bytes of the whole tensor as a formula."""
+
+
+def exchanges(graph: Graph, ranks: int, precision: str = "fp32") -> list[Exchange]:
+    """What each node of a rank's graph exchanges with the other ranks of its group.
+
+    Most nodes exchange nothing: ((None, None), 0).
+
+    In mixed precision what a matrix product has made is sent in its own dtype, and so is the
+    gradient of what column-parallel layers multiply (`sharding.column_linear`); all else is in
+    fp32.
+    """
+    low = PRECISIONS[precision]
+    lowered = {node.name for node in graph.nodes if node.short in LOWERED}
+    carrying = op_costs.gradient_values(graph)
+    found: list[Exchange] = []
+    for node in graph.nodes:
+        moves = sent_by(node, carrying)
+        size = sympy.sympify(whole_bytes(graph, node, ranks) if any(moves) else 0)
+        products = [v for v in node.values() if isinstance(v, Ref) and v.node in lowered]
+        wide = any(spec.dtype == torch.float32 for spec in node.outputs if spec is not None)
+        if low is not None and wide and (node.op == COLUMNS or products):
+            size = size * low.itemsize / torch.float32.itemsize
+        found.append((moves, size))
+    return found
+
+
+def sending_seconds(
+    graph: Graph, rows: int, link: Link, ranks: int, precision: str = "fp32"
+) -> list[tuple[float, float]]:
+    """Forward and backward seconds that each node's collective takes, 0 for one that has none.
+
+    Args:
+        graph: one rank's of so many, or a part of it.
+        link: what joins the ranks.
+
+    On a ring (Patarasuk and Yuan, JPDC 2009): `placements.Move`.
+    """
+
+    def seconds(move: Move | None, size: int) -> float:
+        if move is None:
+            return 0.0
+        return move.rounds * (ranks - 1) * link.latency + move.sent(size, ranks) / link.bandwidth
+
+    found = []
+    for (there, back), formula in exchanges(graph, ranks, precision):
+        size = at_batch(formula, rows)
+        found.append((seconds(there, size), seconds(back, size)))
+    return found
+
+
+def as_first(tp: int) -> AbstractContextManager[None]:
+    """A context in which fake tensors run as on the first rank of a group of `tp`."""
+    return collectives.bind(collectives.TENSOR_PARALLEL, Planned(tp, 0))

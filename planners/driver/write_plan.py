@@ -1,0 +1,215 @@
+"""A planner's answer written down as a `Plan`: stages by name, exact bytes, ranks on devices.
+
+Candidate, Answer --cut_model--> CutModel --dry_run--> StageBytes --> Plan --with_prediction--> Plan
+"""
+
+from __future__ import annotations
+
+from autopipe.cluster.cluster import Cluster
+from autopipe.errors import ScheduleError
+from autopipe.ir import fingerprint
+from autopipe.ir.graph import Ref
+from autopipe.ir.partition import Stage, partition
+from autopipe.planfile.contents import FORMAT, Plan
+from autopipe.planfile.parts import (
+    Alternative,
+    Batch,
+    Boundary,
+    Memory,
+    Mesh,
+    Place,
+    PlannerNote,
+    Prediction,
+    StagePlan,
+    StagePrediction,
+    Transfer,
+    data_parallel,
+)
+from autopipe.planfile.predict import with_prediction
+from autopipe.planners.driver.arguments import WINDOW
+from autopipe.planners.driver.candidate import Candidate
+from autopipe.planners.driver.plan_memory import (
+    CutModel,
+    StageBytes,
+    check_fits,
+    dry_run,
+    with_eager_depths,
+    with_memory,
+)
+from autopipe.planners.driver.profile import products
+from autopipe.planners.model.devices import Machine
+from autopipe.planners.model.problem import EAGER, Constraints, Decision
+from autopipe.planners.search.best import Answer
+from autopipe.schedules.instructions import format_programs, splits
+from autopipe.schedules.registry import named
+from autopipe.sharding.plan_io import write_down
+from autopipe.stages.recompute import within
+from autopipe.tracing.source import versions
+from autopipe.util import dtypes
+
+MOST_ALTERNATIVES = 8
+"""Other meshes that a plan tells of, beside data parallelism alone."""
+
+
+def write_plan(candidate: Candidate, answer: Answer) -> Plan:
+    """The plan that an answer to a candidate's problem makes.
+
+    Runs as the candidate's first tensor-parallel rank (`tp_degrees.as_first`).
+
+    Raises:
+        Overflow: a rank's programs hold more than its device may.
+        ScheduleError: a depth was asked for, and the schedule takes none.
+    """
+    job, constraints, decision = candidate.job, candidate.job.constraints, answer.decision
+    cut = cut_model(candidate, decision)
+    held = dry_run(cut, repeats_equal=candidate.counted().repeats_equal, known=candidate.known)
+    plan = _without_bytes(candidate, answer, held)
+    limits = _limits(candidate.costing.machine, decision)
+    factor = job.optimizer_factor
+    if plan.schedule == EAGER and constraints.depth is None:
+        plan = with_eager_depths(plan, held, limits, factor, constraints.window)
+    plan = with_memory(plan, held, factor)
+    check_fits(plan, limits)
+    return with_prediction(plan)
+
+
+def cut_model(candidate: Candidate, decision: Decision) -> CutModel:
+    """The candidate's graph cut as decided."""
+    frame, starts = decision.config, candidate.costing.units.starts
+    numbers = {number for blocks in decision.recompute for number in blocks}
+    paths = candidate.counted().recomputable
+    batch = Batch(candidate.job.traced.rows, frame.micro_batches)
+    programs = candidate.job.constraints.programs
+    return CutModel(
+        degree=candidate.degree,
+        stages=tuple(partition(candidate.degree.flow, [starts[cut] for cut in decision.cuts])),
+        rows=batch.microbatch_rows(frame.dp),
+        recompute=tuple(path for number, path in enumerate(paths) if number in numbers),
+        precision=candidate.job.request.precision,
+        split_backward=splits(programs) if programs else named(frame.schedule).splits,
+        fully_sharded=frame.fully_sharded,
+    )
+
+
+def _without_bytes(candidate: Candidate, answer: Answer, held: StageBytes) -> Plan:
+    """The plan but for bytes, eager depths and its prediction."""
+    job, degree, decision = candidate.job, candidate.degree, answer.decision
+    request, frame, whole = job.request, decision.config, job.traced.graph
+    graph = held.cut.graph
+    classes, states, collectives = write_down(
+        whole, degree.whole_blocks, degree.sharding, graph, held.cut.rows
+    )
+    return Plan(
+        format=FORMAT,
+        versions=versions(request.model),
+        source=request.source,
+        fingerprint=fingerprint.fingerprint(whole),
+        trail=fingerprint.trail(whole),
+        inputs=degree.trace.inputs,
+        reads=degree.trace.reads,
+        cluster=job.cluster,
+        mesh=_mesh(job.cluster, candidate.costing.machine, decision, degree.tp),
+        batch=Batch(job.traced.rows, frame.micro_batches),
+        precision=request.precision,
+        optimizer=request.optimizer if isinstance(request.optimizer, str) else "custom",
+        schedule=frame.schedule,
+        programs=tuple(format_programs(job.constraints.programs).splitlines()),
+        boundaries=_boundaries(job.constraints, decision),
+        blocks=classes,
+        stages=tuple(_stage(stage, held, answer, frame.zero) for stage in held.cut.stages),
+        prediction=Prediction(0.0, 0.0),
+        planner=_note(candidate, answer),
+        states=states,
+        collectives=collectives,
+        products=products(whole),
+        loss=request.loss is not None,
+        loss_over=request.loss_over,
+    )
+
+
+def _note(candidate: Candidate, answer: Answer) -> PlannerNote:
+    """What the planner says of its answer; limits only where they are below the devices' memory."""
+    job = candidate.job
+    most = max(device.memory for device in job.cluster.devices)
+    limits = {limit for limit in job.constraints.memory or () if limit < most}
+    return PlannerNote(
+        job.request.planner,
+        answer.estimate.step_seconds,
+        answer.bound_seconds,
+        answer.binding,
+        *_shown(answer.alternatives),
+        limits=tuple(sorted(limits)),
+    )
+
+
+def _shown(
+    alternatives: tuple[Alternative, ...],
+) -> tuple[Alternative | None, tuple[Alternative, ...]]:
+    """The next best mesh and those after it, data parallelism alone among them."""
+    if not alternatives:
+        return None, ()
+    next_best, *others = alternatives
+    alone = data_parallel(alternatives)
+    rest = [other for other in others[MOST_ALTERNATIVES:] if other == alone]
+    return next_best, (*others[:MOST_ALTERNATIVES], *rest)
+
+
+def _boundaries(constraints: Constraints, decision: Decision) -> tuple[Boundary, ...]:
+    """Windows and depths as asked for, or the usual ones."""
+    depth = constraints.depth or 0
+    if decision.config.schedule != EAGER and depth:
+        raise ScheduleError(
+            f"depth={depth} was asked for, and {decision.config.schedule} takes none",
+            hint=f"schedule={EAGER!r} does",
+        )
+    return (Boundary(constraints.window or WINDOW, depth),) * (decision.stages - 1)
+
+
+def _limits(machine: Machine, decision: Decision) -> list[int]:
+    """Bytes that each pipeline rank may hold: those of the smallest device of its group."""
+    groups = machine.groups(decision.config.dp)
+    return [groups[group].memory for group in decision.groups or range(decision.config.pp)]
+
+
+def _stage(stage: Stage, held: StageBytes, answer: Answer, zero: int) -> StagePlan:
+    """A stage by the names of its nodes, states and tensors; its bytes are still 0."""
+    graph, tensors = held.cut.graph, held.rehearsal.boundaries
+
+    def transfer(ref: Ref, peer: int, receiver: int) -> Transfer:
+        dims = graph.spec(ref).shape
+        return Transfer(
+            str(ref),
+            tuple(dim if isinstance(dim, int) else str(dim) for dim in dims),
+            dtypes.name_of(tensors[ref].dtype),
+            peer,
+            receiver in tensors[ref].gradients,
+        )
+
+    predicted = answer.estimate.stages[stage.index]
+    return StagePlan(
+        first=graph.nodes[stage.first].name,
+        last=graph.nodes[stage.stop - 1].name,
+        nodes=len(stage.nodes),
+        parameters=tuple(n for n in stage.states if graph.states[n].kind == "parameter"),
+        receives=tuple(transfer(ref, peer, stage.index) for ref, peer in stage.receives),
+        sends=tuple(transfer(ref, peer, peer) for ref, peer in stage.sends),
+        recompute=within(stage, held.cut.degree.blocks, held.cut.recompute),
+        zero=zero,
+        predicted=StagePrediction(
+            predicted.forward_seconds, predicted.backward_seconds, Memory(0, 0, 0, 0, 0, 0)
+        ),
+    )
+
+
+def _mesh(cluster: Cluster, machine: Machine, decision: Decision, tp: int) -> Mesh:
+    """Every rank's place: pipeline rank `pp` has the devices of its group, in their order."""
+    frame, places = decision.config, []
+    for pp, group in enumerate(decision.groups or range(frame.pp)):
+        for part in range(frame.dp * tp):
+            replica, tp_rank = divmod(part, tp)
+            devices = machine.means[group * frame.dp + replica]
+            node, local, device = cluster.device_at(devices[tp_rank])
+            name = "cpu" if device.kind == "cpu" else f"cuda:{local}"
+            rank = pp * frame.dp * tp + part
+            places.append(Place(rank, pp, replica, tp_rank, node, local, name))
+    return Mesh(frame.pp, frame.dp, tp, tuple(places))

@@ -1,0 +1,146 @@
+"""The devices as a planner sees them: their kinds, and the groups that hold a stage each.
+
+One pipeline stage is held by a *group* of dp devices that stand beside each other in rank order,
+each of which stands for a tensor-parallel group of tp devices of the cluster
+(`cluster.tp_groups`). Groups are numbered in the same order:
+
+    device    0   1   2   3   4   5   6   7            kinds: A, B, C
+              A   A   B   B   B   B   C   C
+    dp=1      0   1   2   3   4   5   6   7            8 groups, of 3 classes
+    dp=2      0-------1-------2-------3---             4 groups, of 3 classes
+    dp=3      0-----------1-----------   -   -         2 groups; two devices are in none
+
+A group is as fast as its slowest device and holds as much as its smallest. Groups of one class are
+alike in both and are used in rank order; which class holds which stage is the planner's choice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+from autopipe.cluster.cluster import Cluster
+from autopipe.cluster.collective_time import Level, Levels, Topology, slowest
+from autopipe.cluster.tp_groups import GroupKind, TpGroup, distinct, nominal
+
+
+@dataclass(frozen=True)
+class DeviceGroup:
+    """Devices that hold one stage together.
+
+    Args:
+        kind: the number of the slowest kind among them.
+        memory: bytes of the smallest.
+        levels: how they sum gradients.
+    """
+
+    kind: int
+    memory: int
+    levels: Levels
+
+
+@dataclass(frozen=True, eq=False)
+class Machine:
+    """Devices in rank order.
+
+    Args:
+        kinds: of each device the number of its kind; higher ones are slower.
+        memory: bytes that each may hold.
+        topology: where they stand.
+        streams: the tensor-parallel degree, how many of the cluster's devices each stands for.
+        copying: bytes a second at which the slowest moves its own memory (`Cluster.copying`).
+        means: of each device the numbers of the cluster's devices in its tensor-parallel group.
+        spare: the number of the cluster's devices that are in no tensor-parallel group.
+    """
+
+    kinds: tuple[int, ...]
+    memory: tuple[int, ...]
+    topology: Topology
+    streams: int = 1
+    copying: float = math.inf
+    means: tuple[tuple[int, ...], ...] = ()
+    spare: int = 0
+
+    @property
+    def devices(self) -> int:
+        """How many there are."""
+        return len(self.kinds)
+
+    @property
+    def existing(self) -> int:
+        """How many devices the cluster has."""
+        return self.devices * self.streams + self.spare
+
+    @cached_property
+    def alike(self) -> bool:
+        """Whether all are of one kind and hold as much."""
+        return len(set(zip(self.kinds, self.memory, strict=True))) == 1
+
+    def groups(self, dp: int) -> tuple[DeviceGroup, ...]:
+        """All groups of so many devices."""
+        return _groups(self, dp)
+
+    def link(self, dp: int, group: int, other: int) -> Level:
+        """The slowest of the links between the devices of two groups, one to one."""
+        return _link(self, dp, group, other)
+
+
+@lru_cache(maxsize=256)
+def _groups(machine: Machine, dp: int) -> tuple[DeviceGroup, ...]:
+    found = []
+    for first in range(0, machine.devices - dp + 1, dp):
+        own = slice(first, first + dp)
+        levels = machine.topology.levels(range(first, first + dp))
+        found.append(DeviceGroup(max(machine.kinds[own]), min(machine.memory[own]), levels))
+    return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def _link(machine: Machine, dp: int, group: int, other: int) -> Level:
+    places = machine.topology
+    own, theirs = (slice(first * dp, (first + 1) * dp) for first in (group, other))
+    # Pairs in the same places are joined alike: of thousands of devices few are looked at.
+    sites = zip(places.sites[own], places.sites[theirs], strict=True)
+    nodes = zip(places.nodes[own], places.nodes[theirs], strict=True)
+    alike = {
+        (site, node if node[0] == node[1] else None): d
+        for d, (site, node) in enumerate(zip(sites, nodes, strict=True))
+    }
+    pairs = {places.pair(group * dp + d, other * dp + d) for d in alike.values()}
+    return slowest(pairs)
+
+
+def machine_of(
+    cluster: Cluster,
+    dealt: Sequence[TpGroup],
+    limits: Sequence[int] | None = None,
+    seconds: Callable[[GroupKind], Any] = lambda kind: nominal(kind.device),
+) -> tuple[Machine, tuple[GroupKind, ...]]:
+    """A cluster's machine, and the kinds of its tensor-parallel groups, the fastest first.
+
+    Args:
+        dealt: the cluster's devices in tensor-parallel groups; each is one of the machine's.
+        limits: bytes that each of the cluster's devices may hold at most.
+        seconds: what a kind takes for what is to be done; which of two is faster depends on it.
+            (An A100 multiplies bf16 faster than an RTX 4090, and fp32 slower.)
+    """
+    kinds = distinct(dealt)
+    if len(kinds) > 1:
+        kinds.sort(key=seconds)
+    memory = [device.memory for device in cluster.row]
+    if limits is not None:
+        memory = [min(pair) for pair in zip(memory, limits, strict=True)]
+    means = tuple(group.devices for group in dealt)
+    numbers = {id(group.kinds): max(map(kinds.index, group.kinds)) for group in dealt}
+    return Machine(
+        tuple(numbers[id(group.kinds)] for group in dealt),
+        tuple(min(memory[device] for device in devices) for devices in means),
+        Topology.of(cluster).at([first for first, *_ in means]),
+        len(means[0]),
+        cluster.copying,
+        means,
+        len(memory) - sum(map(len, means)),
+    ), tuple(kinds)

@@ -1,0 +1,239 @@
+"""What a decision costs: seconds of a step and bytes of each stage, the same for every planner.
+
+It is for searching. The plan that is found is walked and its step simulated
+(`planners.driver.write_plan`, `planfile.predict`); those are the figures that the plan has. The
+formula of a step is in `planners.model.step_formula`, those of one stage in
+`planners.model.stage_costs` and `planners.model.memory`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from autopipe.errors import InfeasibleError
+from autopipe.planfile.parts import Memory
+from autopipe.planners.model import memory
+from autopipe.planners.model.places import (
+    StagePlace,
+    chunks_of,
+    placement,
+    places,
+    profile_of,
+)
+from autopipe.planners.model.problem import Config, Decision, Problem, Profile
+from autopipe.planners.model.range_tables import tables
+from autopipe.planners.model.recompute_sets import blocks_of, compositions, figures
+from autopipe.planners.model.stage_costs import (
+    StageSeconds,
+    costs,
+    gather_seconds,
+    sets_of,
+    stage_seconds,
+    transfer_seconds,
+)
+from autopipe.planners.model.step_formula import floor_seconds, step_seconds, weights
+
+
+@dataclass(frozen=True)
+class StageEstimate:
+    """One stage, units `first` to `last` inclusive: seconds of a micro-batch, bytes of a device.
+
+    `period` are the seconds that each further micro-batch takes: all of them, or, where transfers
+    are hidden, those of computing or of the wire.
+    """
+
+    first: int
+    last: int
+    forward_seconds: float
+    backward_seconds: float
+    transfer_seconds: float
+    period: float
+    in_flight: int
+    memory: Memory
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a decision costs.
+
+    Args:
+        stages: one per stage.
+        step_seconds: of the whole step.
+        spent: where a device's seconds of a step go, on average, by what they are for.
+        fits: no device needs more than it may hold.
+        worst: the stages of the device that needs most beyond what it may hold, or is nearest to
+            it.
+        limit: bytes that that device may hold.
+        overflow: bytes that they need beyond it; 0 if they fit.
+    """
+
+    stages: tuple[StageEstimate, ...]
+    step_seconds: float
+    spent: Mapping[str, float]
+    fits: bool
+    worst: tuple[int, ...]
+    limit: int
+    overflow: int
+
+    @property
+    def spare(self) -> int:
+        """Bytes that the device nearest to its limit has left, where all fit."""
+        return self.limit - sum(self.stages[stage].memory.peak for stage in self.worst)
+
+
+Mesh = tuple[int, int]
+"""Stages and replicas."""
+
+
+class Scored(NamedTuple):
+    """A decision and what it costs."""
+
+    decision: Decision
+    estimate: Estimate
+
+    @property
+    def mesh(self) -> Mesh:
+        """Stages and replicas."""
+        return self.decision.config[:2]
+
+
+def estimate(problem: Problem, decision: Decision) -> Estimate:
+    """Score a decision by the formulas above.
+
+    Raises:
+        InfeasibleError: the batch does not divide into the decision's micro-batches, no profile
+            has their rows, or the cuts are no ascending units between 1 and units - 1.
+    """
+    config = decision.config
+    profile = _checked_profile(problem, decision)
+    bounds = (0, *decision.cuts, problem.units)
+    groups = decision.groups or tuple(range(config.pp))
+    found = places(problem, config, groups)
+    recomputed = decision.recompute or ((),) * decision.stages
+    stages = [
+        _stage(problem, config, profile, place, bounds[s : s + 2], recomputed[s])
+        for s, place in enumerate(found)
+    ]
+    seconds = StageSeconds(*map(np.array, zip(*(stage.seconds for stage in stages), strict=True)))
+    step = step_seconds(seconds, weights(problem, config), floor_seconds(problem, config))
+    ranks = placement(problem.constraints, config.schedule, config.pp)
+    held = [0] * config.pp
+    for stage, rank in zip(stages, ranks, strict=True):
+        held[rank] += stage.estimate.memory.peak
+    limits = [found[ranks.index(rank)].group.memory for rank in range(config.pp)]
+    beyond = [memory.excess(*pair) for pair in zip(held, limits, strict=True)]
+    worst = max(range(config.pp), key=lambda rank: beyond[rank])
+    spent: dict[str, float] = defaultdict(float)
+    for stage in stages:
+        for cause, amount in stage.spent.items():
+            spent[cause] += amount * config.micro_batches / config.pp
+    spent["reducing gradients"] = float(seconds.exposed.max())
+    spent["the bubble"] = max(0.0, float(step) - math.fsum(spent.values()))
+    return Estimate(
+        stages=tuple(stage.estimate for stage in stages),
+        step_seconds=float(step),
+        spent=spent,
+        fits=beyond[worst] <= 0,
+        worst=tuple(s for s, rank in enumerate(ranks) if rank == worst),
+        limit=limits[worst],
+        overflow=max(0, beyond[worst]),
+    )
+
+
+def settle(
+    problem: Problem, config: Config, cuts: tuple[int, ...], groups: tuple[int, ...]
+) -> Decision:
+    """The decision that these cuts and groups of devices make: what must be recomputed does."""
+    profile = profile_of(problem, config.dp, config.micro_batches)
+    assert profile is not None, "a config has a profile"
+    of, numbers = tables(problem, profile), compositions(problem).number
+    recomputed = []
+    bounds = (0, *cuts, problem.units)
+    for place, first, last in zip(
+        places(problem, config, groups), bounds, bounds[1:], strict=False
+    ):
+        own = numbers[first, last]
+        found = costs(problem, config, place, of.at(first, last), own)
+        counts = sets_of(problem, config, place).counts[int(found.recomputed)]
+        recomputed.append(blocks_of(problem, first, last, counts))
+    return Decision(config, cuts, tuple(recomputed), groups)
+
+
+class _ScoredStage(NamedTuple):
+    estimate: StageEstimate
+    seconds: StageSeconds
+    spent: Mapping[str, float]
+
+
+def _stage(
+    problem: Problem,
+    config: Config,
+    profile: Profile,
+    place: StagePlace,
+    bounds: tuple[int, ...],
+    blocks: Sequence[int],
+) -> _ScoredStage:
+    """One stage [first, last) of which these blocks are recomputed."""
+    first, last = bounds
+    ranges = tables(problem, profile).at(first, last)
+    kind, dropped, extra = place.group.kind, 0, 0.0
+    for block in blocks:
+        start, stop = problem.recomputable[block]
+        part = max(first - start, 0), min(last, stop) - start
+        saves, costs = figures(problem, profile.rows, kind, block, part)
+        dropped, extra = dropped + saves, extra + costs
+    held = 0
+    if dropped:
+        sets = sets_of(problem, config, place)
+        held = int(sets.largest[compositions(problem).number[first, last]])
+    parts = memory.estimate(ranges, problem, config, place.in_flight, dropped, held)
+    seconds = stage_seconds(problem, config, place, ranges, extra)
+    gathering = float(gather_seconds(ranges.trainable, problem, config, place.group))
+    transfers = float(transfer_seconds(ranges, problem, config, place.before))
+    forward, backward = float(ranges.forward[kind]), float(ranges.backward[kind])
+    exchange = float(ranges.exchange[kind]) if ranges.exchange else 0.0
+    found = StageEstimate(
+        first=first,
+        last=last - 1,
+        forward_seconds=forward + gathering,
+        backward_seconds=backward + 2 * gathering + extra,
+        transfer_seconds=transfers,
+        period=float(seconds.period),
+        in_flight=place.in_flight,
+        memory=Memory(*(int(part) for part in parts)),
+    )
+    spent = {
+        "computing": forward + backward - exchange,
+        "running blocks again": extra,
+        "tensor-parallel exchanges": exchange,
+        "gathering parameters": 3 * gathering,
+        "transfers": transfers,
+    }
+    return _ScoredStage(found, seconds, spent)
+
+
+def _checked_profile(problem: Problem, decision: Decision) -> Profile:
+    config = decision.config
+    bounds = (0, *decision.cuts, problem.units)
+    ascending = all(first < end for first, end in zip(bounds, bounds[1:], strict=False))
+    stages = config.pp * chunks_of(problem.constraints, config.schedule)
+    if decision.stages != stages or not ascending:
+        raise InfeasibleError(
+            f"pp={config.pp} needs {stages - 1} ascending cuts between 1 and "
+            f"{problem.units - 1}, found {decision.cuts}"
+        )
+    profile = profile_of(problem, config.dp, config.micro_batches)
+    if profile is None:
+        rows = ", ".join(str(profile.rows) for profile in problem.profiles)
+        raise InfeasibleError(
+            f"a batch of {problem.batch} rows over dp={config.dp} and "
+            f"micro_batches={config.micro_batches} does not give micro-batches of a size that "
+            f"was profiled ({rows} rows)"
+        )
+    return profile

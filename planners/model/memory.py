@@ -1,0 +1,175 @@
+"""Bytes of one stage on one device: a lower bound, an estimate, and whether they fit.
+
+    function     what it is for                           what it reads
+    bound        rule out a mesh before its cuts          sums over units: no cuts, no transfers
+    estimate     search: every range of units at once     sums over ranges (`range_tables.Tables`)
+    exact        the plan that is written                 the plan's programs, instruction by
+                                                          instruction (`driver.write_plan`)
+
+    bound - ROUNDED <= estimate            for every range, and every set of recomputed blocks
+
+The exact bytes need a dry run of the model, so they are computed elsewhere. Where they are above
+the estimate, the search is repeated with the difference in `Problem.beyond`. All three are
+compared with a device's limit by `excess`.
+
+**Estimate.** Let stage s hold the units [i, j), n of m micro-batches being in flight. Over that
+range `Tables` has W trainable and C constant bytes, A bytes saved for backward, R bytes received
+and S bytes sent; R' and S' are those of them whose gradient goes the other way.
+
+    W                          parameters
+    W                          gradients
+    optimizer_factor * W       optimizer state
+    C                          buffers and frozen parameters
+    n * (A - D + R) + d        activations: what is received is kept until its backward
+    min(window, m) * R         receives posted ahead
+    min(window + 1, m) * S'    the same for gradients, and the one that backward is using
+    S + min(2, m) * R'         sends under way: one leaving, and a gradient that is being made
+
+D are the bytes that recomputed blocks do not save, d the bytes of the largest block, held once
+while it is recomputed (`planners.model.recompute_sets`). ZeRO-1 divides the optimizer state by dp,
+ZeRO-3 the parameters and gradients too, and adds what it gathers (`range_tables.gathered_bytes`).
+
+**Bound.** A stage holds at least a sum over its units,
+
+    sum over its units u of  w_u + n * a_u
+
+    w_u     states that u is the first unit to use, with their gradients and optimizer state
+    a_u     what u is the first unit to save, unless a block saves it that may be recomputed
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopipe.planners.model.problem import Config, Problem, splits
+from autopipe.planners.model.range_tables import Bytes, Tables, Times
+
+ROUNDED = 16
+"""Bytes that a stage's estimate may lie below its bound, whose parts are not rounded."""
+
+
+Held = TypeVar("Held", int, Bytes, Times)
+
+
+def excess(held: Held, limit: int) -> Held:
+    """Bytes that are held beyond a limit: what is held fits where this is 0 or less.
+
+    Args:
+        held: bytes of one stage or device, or an array of them.
+        limit: bytes that the device may hold.
+    """
+    return held - limit
+
+
+def estimate(
+    ranges: Tables,
+    problem: Problem,
+    config: Config,
+    in_flight: int | Bytes,
+    dropped: int | Bytes = 0,
+    held: int | Bytes = 0,
+) -> tuple[Bytes, ...]:
+    """Estimated bytes on one device by what they are for, in the order of the fields of `Memory`.
+
+    Args:
+        ranges: the ranges of units, in any shape; each result has that shape.
+        in_flight: micro-batches whose activations the stage holds at once.
+        dropped: D, bytes of a micro-batch that recomputed blocks do not save.
+        held: d, bytes that are there once while a block is recomputed.
+    """
+    micro_batches, dp, zero = config.micro_batches, config.dp, config.zero
+    posted, arriving = (min(problem.window + n, micro_batches) for n in (0, 1))
+    leaving = min(2, micro_batches)
+    whole, share = ranges.trainable, -(-ranges.trainable // dp)
+    fully = config.fully_sharded
+    return (
+        share + ranges.gathered if fully else whole,
+        share if fully else whole,
+        np.rint(problem.optimizer_factor * (share if zero else whole)).astype(np.int64),
+        ranges.constants,
+        np.asarray(in_flight) * (ranges.saved - dropped + ranges.received) + held,
+        posted * ranges.received
+        + arriving * ranges.sent_gradient
+        + ranges.sent
+        + leaving * ranges.received_gradient,
+        # From the second micro-batch on; what ZeRO-3 gathers is counted with its gradients.
+        ranges.largest if micro_batches > 1 and not fully else np.zeros_like(ranges.largest),
+    )
+
+
+def peak(parts: tuple[Bytes, ...]) -> Bytes:
+    """The sum of the parts of `estimate`: linear in the micro-batches in flight."""
+    return np.asarray(sum(parts[1:], start=parts[0]))
+
+
+@dataclass(frozen=True, eq=False)
+class Bound:
+    """Bytes that units hold at least, as sums from the first unit on: shape (units + 1,).
+
+    Args:
+        states: entry u is the sum of w over the units before u.
+        saved: entry u is the sum of a over the units before u.
+    """
+
+    states: Times
+    saved: Times
+
+    def bytes(self, first: int, end: int, in_flight: int) -> float:
+        """Bytes that a stage of the units [first, end) holds at least."""
+        sums = self.upto(in_flight)
+        return float(sums[end] - sums[first])
+
+    def upto(self, in_flight: int) -> Times:
+        """Bytes that the units before each unit hold at least, with so many in flight."""
+        return np.asarray(self.states + in_flight * self.saved)
+
+
+def bound(problem: Problem, config: Config) -> Bound:
+    """The lower bound on the bytes of every stage that a config may have."""
+    rows = config.microbatch_rows(problem.batch)
+    saved = _saved_anyway(problem, rows, not splits(problem, config.schedule))
+    return Bound(_states(problem, config.dp, config.zero), saved)
+
+
+@lru_cache(maxsize=64)
+def _states(problem: Problem, dp: int, zero: int) -> NDArray[np.float64]:
+    """Bytes of the states that units before each unit are the first to use, as a rank holds them:
+    shape (units + 1,)."""
+    factor = problem.optimizer_factor
+    held = (2 + factor) / dp if zero == 3 else 2 + factor / (dp if zero else 1)
+    sizes = np.zeros(problem.units + 1)
+    for states, times in ((problem.parameters, held), (problem.constants, 1.0)):
+        for state in states:
+            sizes[state.units[0] + 1] += times * state.bytes
+    return np.cumsum(sizes)
+
+
+@lru_cache(maxsize=64)
+def _saved_anyway(problem: Problem, rows: int, may_drop: bool) -> NDArray[np.float64]:
+    """Bytes of a micro-batch that units before each unit save, whatever is recomputed: shape
+    (units + 1,)."""
+    fixed = problem.constraints.recompute
+    profile = problem.profile(rows)
+    sizes = np.zeros(problem.units + 1)
+    handed: Counter[tuple[int, int]] = Counter()
+    for saved in profile.saved:
+        unit, maker = saved.savers[0], saved.producer
+        if saved.block is not None and (may_drop if fixed is None else saved.block in fixed):
+            continue
+        if maker is None or maker == unit:
+            sizes[unit + 1] += saved.bytes
+        else:
+            handed[maker, unit] += saved.bytes
+    crossing: Counter[tuple[int, int]] = Counter()
+    for tensor in profile.crossings:
+        crossing[tensor.producer, tensor.consumers[0]] += tensor.bytes
+    # What an earlier unit has made is saved, or received: whichever is less.
+    for way, size in (handed & crossing).items():
+        sizes[way[1] + 1] += size
+    return np.cumsum(sizes)

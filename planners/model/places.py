@@ -1,0 +1,122 @@
+"""What each stage of a pipeline is given: micro-batches in flight, devices, a link, memory.
+
+Two stages on each of two ranks (`interleaved`), whose ranks have groups 4 and 2 of devices:
+
+    stage        0    1    2    3
+    rank         0    1    0    1
+    group        4    2    4    2
+    before       -   4>2  2>4  4>2       the link over which the stage receives; none: the first
+    shares       2    2    2    2        each may hold half of its group's memory
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from autopipe.cluster.collective_time import Level
+from autopipe.planners.model.devices import DeviceGroup
+from autopipe.planners.model.problem import Config, Constraints, Problem, Profile
+from autopipe.schedules.instructions import holders
+from autopipe.schedules.registry import flying, in_flight, make, named
+
+
+class StagePlace(NamedTuple):
+    """What one stage is given.
+
+    Args:
+        in_flight: the most micro-batches whose activations it holds at once.
+        group: its devices.
+        before: the link from the devices of the stage before it; None: there is no such stage, or
+            it is on the same devices.
+        shares: how many stages share these devices' memory; each may use 1/shares of it.
+    """
+
+    in_flight: int
+    group: DeviceGroup
+    before: Level | None
+    shares: int
+
+    @property
+    def room(self) -> int:
+        """Bytes that the stage may hold, so that a device's stages fit together."""
+        return self.group.memory // self.shares
+
+
+def chunks_of(constraints: Constraints, schedule: str) -> int:
+    """How many stages each rank holds under a schedule."""
+    if constraints.programs:
+        return len(holders(constraints.programs)) // len(constraints.programs)
+    return named(schedule).chunks or constraints.chunks or FEWEST_CHUNKS
+
+
+FEWEST_CHUNKS = 2
+"""Stages on each rank under the schedule interleaved, where nobody asks for more: with one it is
+1f1b."""
+
+
+@lru_cache(maxsize=1024)
+def in_flights(problem: Problem, config: Config) -> tuple[int, ...]:
+    """Of each stage of a pipeline, the most micro-batches whose activations it holds at once."""
+    asked = problem.constraints
+    if asked.programs:
+        ranks = holders(asked.programs)
+        return tuple(flying(asked.programs[rank], stage) for stage, rank in enumerate(ranks))
+    chunks = chunks_of(asked, config.schedule)
+    depths = (config.depth,) * (config.pp - 1) if named(config.schedule).depths else ()
+    return tuple(
+        in_flight(
+            config.schedule, config.pp, config.micro_batches, stage, chunks=chunks, depths=depths
+        )
+        for stage in range(config.pp * chunks)
+    )
+
+
+@lru_cache(maxsize=256)
+def placement(constraints: Constraints, schedule: str, pp: int) -> tuple[int, ...]:
+    """The rank of each stage of a pipeline."""
+    if constraints.programs:
+        return holders(constraints.programs)
+    return holders(make(schedule, pp, 1, chunks=chunks_of(constraints, schedule)))
+
+
+def places(problem: Problem, config: Config, groups: Sequence[int]) -> tuple[StagePlace, ...]:
+    """What each stage is given if the pipeline's ranks have these groups of devices."""
+    ranks = placement(problem.constraints, config.schedule, config.pp)
+    held = in_flights(problem, config)
+    row = [groups[rank] for rank in ranks]
+    return tuple(
+        place_of(problem, config, stage, held[stage], group, row[stage - 1] if stage else None)
+        for stage, group in enumerate(row)
+    )
+
+
+def place_of(
+    problem: Problem, config: Config, stage: int, held: int, group: int, earlier: int | None
+) -> StagePlace:
+    """What a stage is given.
+
+    Args:
+        held: its micro-batches in flight.
+        group, earlier: the numbers of its group of devices, and of the stage's before it.
+    """
+    machine = problem.machine
+    linked = earlier is not None and earlier != group
+    own = machine.groups(config.dp)[group]
+    beyond = problem.beyond.get(config.schedule, 0)
+    return StagePlace(
+        held,
+        replace(own, memory=own.memory - beyond) if beyond else own,
+        machine.link(config.dp, earlier, group) if earlier is not None and linked else None,
+        chunks_of(problem.constraints, config.schedule),
+    )
+
+
+def profile_of(problem: Problem, dp: int, micro_batches: int) -> Profile | None:
+    """The profile of a micro-batch; None if the batch does not divide so or none was made."""
+    rows, rest = divmod(problem.batch, dp * micro_batches)
+    if rest:
+        return None
+    return next((profile for profile in problem.profiles if profile.rows == rows), None)

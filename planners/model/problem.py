@@ -1,0 +1,225 @@
+"""The planner's problem: what a model costs, cut into units, with nothing of torch left in it.
+
+The graph's nodes are grouped into *units*, the finest pieces between cuts that are allowed. A stage
+is a range of units [i, j); a candidate is a mesh, a number of micro-batches and the cuts.
+
+    units      0    1    2    3    4    5
+             |----|----|----|----|----|----|
+    cuts          ^         ^                    cuts (1, 3): stages [0,1) [1,3) [3,6)
+
+Everything a stage pays is a sum over its range of what is here: seconds per unit, bytes that a
+range pays for once however many of its units use them (`Shared`), storages kept from forward to
+backward (`Saved`), and tensors that cross a cut (`Crossing`). A block may be recomputed in
+backward: then it takes its forward's seconds once more, and keeps none of what only itself would
+keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from autopipe.planners.model.devices import Machine
+from autopipe.schedules.instructions import Programs
+from autopipe.schedules.instructions import splits as halved
+from autopipe.schedules.registry import named
+
+
+@dataclass(frozen=True)
+class Shared:
+    """`bytes` that a stage holds once if it has any of `units` (ascending): a parameter."""
+
+    bytes: int
+    units: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A storage of `bytes` that units `savers` keep for backward, none of them before `producer`.
+
+    It is made in unit `producer`; a stage that starts after the producer has received the tensor
+    instead and pays for it as a `Crossing`. None: made anew in every stage that needs it.
+    `block` is the number of the recomputable block that makes it and alone keeps it; if that one is
+    recomputed, nobody keeps it.
+    """
+
+    bytes: int
+    producer: int | None
+    savers: tuple[int, ...]
+    block: int | None = None
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A tensor of `bytes` made in unit `producer`, used in later units `consumers` (ascending).
+
+    Sent to each later stage with a consumer; with `gradient`, one of the same size comes back.
+    """
+
+    bytes: int
+    producer: int
+    consumers: tuple[int, ...]
+    gradient: bool
+
+
+Seconds = tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What one micro-batch of `rows` rows costs, by unit.
+
+    Args:
+        forward, backward: of each kind of device the seconds of each unit.
+        recompute: of each recomputable block of the problem and each kind of device, the seconds
+            that recomputing takes in each of the block's units.
+        exchange: of each kind the seconds of each unit, of `forward` and `backward` together, in
+            which tensor-parallel ranks exchange something; none at all if there are none.
+    """
+
+    rows: int
+    forward: tuple[Seconds, ...]
+    backward: tuple[Seconds, ...]
+    saved: tuple[Saved, ...]
+    crossings: tuple[Crossing, ...]
+    recompute: tuple[tuple[Seconds, ...], ...] = ()
+    exchange: tuple[Seconds, ...] = ()
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """What the user has fixed; None leaves it to the planner.
+
+    `chunks` are the stages on each rank under the schedule interleaved; `window` and `depth` hold
+    at every boundary: receives posted ahead, and the micro-batches in flight besides. `recompute`
+    are numbers of the problem's recomputable blocks: those, and no others, are recomputed.
+    `programs` is a schedule that the user has written: `schedule` is then `WRITTEN`, and pp and
+    micro_batches are those it is for.
+    """
+
+    pp: int | None = None
+    dp: int | None = None
+    tp: int | None = None
+    micro_batches: int | None = None
+    schedule: str | None = None
+    memory: tuple[int, ...] | None = None
+    chunks: int | None = None
+    window: int | None = None
+    depth: int | None = None
+    zero: int | None = None
+    recompute: tuple[int, ...] | None = None
+    programs: Programs = ()
+
+
+EAGER = "eager-1f1b"
+"""The name of the schedule that takes a depth for each boundary."""
+
+WRITTEN = "written"
+"""The name of a schedule from a file."""
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """Everything a planner may read. Compared and hashed by identity.
+
+    Args:
+        units: how many units the model has.
+        blocks: ranges [first, last) of units, one per repeated block, in order; may be empty.
+        parameters: trainable parameters; each also has a gradient and optimizer state.
+        constants: frozen parameters and buffers.
+        optimizer_factor: bytes of optimizer state per byte of trainable parameter.
+        profiles: one per micro-batch size worth considering, `rows` ascending.
+        batch: rows of the whole batch.
+        machine: the devices.
+        window: receives posted ahead per boundary.
+        constraints: what the user has fixed.
+        recomputable: ranges [first, last) of units, one per block that can be recomputed, in order;
+            its first and its last unit may hold something else besides.
+        zeros: the ZeRO stages to choose from, ascending.
+        tp: the tensor-parallel degree that the profiles are for.
+        largest: of each unit the bytes of the largest gradient that it makes, beside the sum that
+            it is added to; empty where that is not counted.
+        beyond: by schedule, bytes that a plan's programs were seen to hold beyond the estimate.
+    """
+
+    units: int
+    blocks: tuple[tuple[int, int], ...]
+    parameters: tuple[Shared, ...]
+    constants: tuple[Shared, ...]
+    optimizer_factor: float
+    profiles: tuple[Profile, ...]
+    batch: int
+    machine: Machine
+    window: int
+    constraints: Constraints
+    recomputable: tuple[tuple[int, int], ...] = ()
+    zeros: tuple[int, ...] = (0,)
+    tp: int = 1
+    largest: tuple[int, ...] = ()
+    beyond: Mapping[str, int] = field(default_factory=dict)
+
+    def profile(self, rows: int) -> Profile:
+        """That of micro-batches of so many rows; there is one."""
+        return next(profile for profile in self.profiles if profile.rows == rows)
+
+
+def splits(problem: Problem, schedule: str) -> bool:
+    """Whether a schedule has backward in halves; what is split cannot be recomputed."""
+    programs = problem.constraints.programs
+    return halved(programs) if programs else named(schedule).splits
+
+
+class Config(NamedTuple):
+    """A candidate before its cuts: a mesh, the number of micro-batches, and how they run.
+
+    `pp` are the pipeline's ranks and `dp` its replicas; `zero` is the ZeRO stage. `depth` are the
+    additional micro-batches in flight at every boundary, which eager-1f1b alone has.
+    """
+
+    pp: int
+    dp: int
+    micro_batches: int
+    zero: int
+    schedule: str
+    depth: int = 0
+
+    @property
+    def fully_sharded(self) -> bool:
+        """Whether parameters are sharded over replicas and gathered where they are used: ZeRO-3."""
+        return self.zero == 3 and self.dp > 1
+
+    def microbatch_rows(self, batch: int) -> int:
+        """Rows of one micro-batch, of a whole batch of so many rows."""
+        return batch // (self.dp * self.micro_batches)
+
+    def __str__(self) -> str:
+        words = f"pp={self.pp} dp={self.dp} micro_batches={self.micro_batches}"
+        if self.zero:
+            words += f" zero={self.zero}"
+        return words
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A planner's answer: the config, the cuts, what is recomputed, and whose devices are whose.
+
+    A pipeline has one stage more than cuts; each of its pp ranks holds equally many.
+
+    Args:
+        cuts: numbers of units, ascending: cuts[s] is the first unit of stage s + 1, so that stage s
+            has the units [cuts[s - 1], cuts[s]).
+        recompute: numbers of the problem's recomputable blocks, ascending, of each stage.
+        groups: of each of the pp ranks the number of its group of `dp` devices
+            (`Machine.groups`); empty: they stand in that order.
+    """
+
+    config: Config
+    cuts: tuple[int, ...]
+    recompute: tuple[tuple[int, ...], ...] = ()
+    groups: tuple[int, ...] = ()
+
+    @property
+    def stages(self) -> int:
+        """How many stages a pipeline has, on all its ranks together."""
+        return len(self.cuts) + 1

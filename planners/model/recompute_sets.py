@@ -1,0 +1,293 @@
+"""Which blocks of a stage are recomputed in backward: the cheapest set that makes the stage fit.
+
+A block b that is recomputed costs the seconds c_b of its forward, and saves d_b bytes in every
+micro-batch in flight; while it does, its d_b bytes are there once. Of a set R of blocks, n
+micro-batches being in flight,
+
+    seconds  + sum of c_b over R           bytes  - n * sum of d_b over R  + max of d_b over R
+
+To fit, a set has to save some D a micro-batch: the cheapest is a knapsack. Blocks of a deep model
+are alike, so that a range of units is known by how many blocks of each class it has, and which
+part of the first and of the last: its *composition*. Of each composition all sets are made that no
+other one beats in both seconds and bytes (Pareto), one class after the other; a range looks up the
+first that saves enough. For L blocks of one class there are L + 1 such sets.
+
+In place of the largest block of the set the largest of the range is taken: so it is the same
+block whatever the set, and of equal blocks that is no difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopipe.planners.model.problem import Problem, Saved
+from autopipe.planners.model.range_tables import Bytes, Times, dropped
+
+Numbers = NDArray[np.int64]
+
+MOST_SETS = 4096
+"""Sets of a composition that are kept. Where blocks are so different that there are more, some in
+between are left out: what is then found costs a little more than it must."""
+
+
+class BlockPart(NamedTuple):
+    """Units [first, last) of a block, counted from its own first unit."""
+
+    kind: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, eq=False)
+class Compositions:
+    """What every range of units is made of.
+
+    Args:
+        kinds: of each block the number of its class: those of one class cost alike in every part.
+        firsts: of each class the number of its first block.
+        number: entry [i, j] is the number of the composition of the range [i, j).
+        parts: of each composition its parts and how many blocks are such a part.
+    """
+
+    kinds: tuple[int, ...]
+    firsts: tuple[int, ...]
+    number: Numbers
+    parts: tuple[dict[BlockPart, int], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class RecomputeSets:
+    """The sets of every composition, for one profile and one kind of device.
+
+    Args:
+        largest: bytes of the largest part of each composition.
+        starts: where the sets of each composition begin in `bytes`, `seconds` and `counts`, and the
+            end of the last.
+        bytes, seconds: what the sets save a micro-batch and what they cost, both ascending within a
+            composition; the first saves nothing, unless the user has fixed what is recomputed.
+        counts: of each set, how many blocks of each of its composition's parts.
+    """
+
+    largest: Bytes
+    starts: Numbers
+    bytes: Bytes
+    seconds: Times
+    counts: tuple[tuple[int, ...], ...]
+
+    def cheapest(self, compositions: Numbers, needed: Bytes) -> Numbers:
+        """The number of the first set of each composition that saves at least so many bytes.
+
+        Where none does it is the last, which saves most.
+        """
+        found = np.array(self.starts[compositions])
+        short = np.asarray(needed > self.bytes[found])
+        if short.any():  # mostly few are: only those are searched for
+            kinds, needs = np.asarray(compositions)[short], np.asarray(needed)[short]
+            reach = max(int(self.bytes.max()), int(needs.max())) + 1
+            owner = np.repeat(np.arange(len(self.starts) - 1), np.diff(self.starts))
+            first = np.searchsorted(owner * reach + self.bytes, kinds * reach + needs)
+            found[short] = np.minimum(first, self.starts[kinds + 1] - 1)
+        return found
+
+
+@lru_cache(maxsize=128)
+def recompute_sets(problem: Problem, rows: int, kind: int, free: bool) -> RecomputeSets:
+    """The sets for the profile of so many rows on a kind of device.
+
+    Args:
+        free: whether blocks may be chosen; if not, none is recomputed but those the user has fixed.
+    """
+    made, fixed = compositions(problem), problem.constraints.recompute
+    largest, starts = [], [0]
+    saved: list[NDArray[np.int64]] = []
+    spent: list[Times] = []
+    counts: list[tuple[int, ...]] = []
+
+    @cache
+    def sets(groups: tuple[_EqualParts, ...]) -> _Sets:
+        """Of a range those of all its blocks but the last are those of a shorter range."""
+        return _with(sets(groups[:-1]), groups[-1]) if groups else _NONE
+
+    for parts in made.parts:
+        groups = []
+        for part, count in parts.items():
+            size, seconds = figures(problem, rows, kind, made.firsts[part.kind], part[1:])
+            always = fixed is not None and made.firsts[part.kind] in fixed
+            most = count if always or (free and fixed is None and size > 0) else 0
+            groups.append(_EqualParts(most if always else 0, most, size, seconds))
+        found = sets(tuple(groups))
+        saved.append(found.saved)
+        spent.append(found.spent)
+        counts += map(tuple, found.counts.tolist())
+        largest.append(max((group.size for group in groups if group.most), default=0))
+        starts.append(starts[-1] + len(found.saved))
+    return RecomputeSets(
+        np.array(largest, np.int64),
+        np.array(starts, np.int64),
+        np.concatenate(saved),
+        np.concatenate(spent),
+        tuple(counts),
+    )
+
+
+def blocks_of(problem: Problem, first: int, last: int, counts: Sequence[int]) -> tuple[int, ...]:
+    """The blocks of a set in the units [first, last): of equal parts the first so many."""
+    made = compositions(problem)
+    left = dict(zip(made.parts[made.number[first, last]], counts, strict=True))
+    chosen = []
+    for block, (start, stop) in enumerate(problem.recomputable):
+        if start < last and stop > first:
+            part = BlockPart(made.kinds[block], max(first - start, 0), min(last, stop) - start)
+            if left[part]:
+                left[part] -= 1
+                chosen.append(block)
+    return tuple(chosen)
+
+
+@lru_cache(maxsize=4096)
+def figures(
+    problem: Problem, rows: int, kind: int, block: int, part: tuple[int, int]
+) -> tuple[int, float]:
+    """Bytes that a part of a block saves if it is recomputed, and the seconds that takes."""
+    profile = problem.profile(rows)
+    first, last = part
+    seconds = sum(profile.recompute[block][kind][first:last])
+    return int(_matrices(problem, rows)[block][first, last]), seconds
+
+
+@lru_cache(maxsize=64)
+def _matrices(problem: Problem, rows: int) -> tuple[Bytes, ...]:
+    """Of each block the bytes that each of its parts saves: entry [first, last]."""
+    items: list[list[Saved]] = [[] for _ in problem.recomputable]
+    for saved in problem.profile(rows).saved:
+        if saved.block is not None:
+            start = problem.recomputable[saved.block][0]
+            producer = None if saved.producer is None else saved.producer - start
+            savers = tuple(saver - start for saver in saved.savers)
+            items[saved.block].append(replace(saved, producer=producer, savers=savers))
+    return tuple(
+        dropped(stop - start, own)
+        for (start, stop), own in zip(problem.recomputable, items, strict=True)
+    )
+
+
+@lru_cache(maxsize=16)
+def compositions(problem: Problem) -> Compositions:
+    """What the problem's ranges are made of; the last few are remembered."""
+    kinds, firsts = _classes(problem)
+    n, blocks = problem.units, np.array(problem.recomputable, np.int64).reshape(-1, 2)
+    units = np.arange(n + 1)
+    head = np.searchsorted(blocks[:, 1], units, side="right")  # the first block that ends after i
+    tail = np.searchsorted(blocks[:, 0], units, side="left") - 1  # the last that begins before j
+    passed = np.zeros((len(blocks) + 1, len(firsts)), np.int64)
+    for block, kind in enumerate(kinds):
+        passed[block + 1] = passed[block]
+        passed[block + 1, kind] += 1
+
+    number = np.zeros((n + 1, n + 1), np.int64)
+    known: dict[tuple[tuple[BlockPart, int], ...], int] = {(): 0}
+    ahead = [_cut(problem, kinds, int(head[i]), i, None) for i in range(n + 1)]
+    behind = [_cut(problem, kinds, int(tail[j]), None, j) for j in range(n + 1)]
+    lengths = (stop - start for start, stop in (problem.recomputable[block] for block in firsts))
+    whole = [BlockPart(kind, 0, length) for kind, length in enumerate(lengths)]
+    between: dict[tuple[int, int], dict[BlockPart, int]] = {}
+    for i in range(n):
+        for j in range(i + 1, n + 1):
+            if head[i] > tail[j]:
+                continue
+            parts: dict[BlockPart, int] = {}
+            if head[i] == tail[j]:
+                only = _cut(problem, kinds, int(head[i]), i, j)
+                parts = {only: 1} if only is not None else {}
+            else:
+                inner = (int(head[i]) + 1, int(tail[j]))
+                if inner not in between:
+                    counts = (passed[inner[1]] - passed[inner[0]]).tolist()
+                    between[inner] = {p: n for p, n in zip(whole, counts, strict=True) if n}
+                parts = dict(between[inner])
+                for part in (ahead[i], behind[j]):
+                    if part is not None:
+                        parts[part] = parts.get(part, 0) + 1
+            key = tuple(sorted(parts.items()))
+            number[i, j] = known.setdefault(key, len(known))
+    return Compositions(kinds, firsts, number, tuple(map(dict, known)))
+
+
+def _cut(
+    problem: Problem, kinds: Sequence[int], block: int, first: int | None, last: int | None
+) -> BlockPart | None:
+    """The part of a block from unit `first` on and before unit `last`."""
+    if not 0 <= block < len(problem.recomputable):
+        return None
+    start, stop = problem.recomputable[block]
+    return BlockPart(
+        kinds[block],
+        0 if first is None else max(first - start, 0),
+        stop - start if last is None else min(last, stop) - start,
+    )
+
+
+def _classes(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The class of each block, and the first block of each class."""
+    fixed = problem.constraints.recompute or ()
+    known: dict[object, int] = {}
+    kinds, firsts = [], []
+    for block in range(len(problem.recomputable)):
+        alike = (
+            block in fixed,
+            tuple(_matrices(problem, p.rows)[block].tobytes() for p in problem.profiles),
+            # Sums of equal terms in another order differ in their last bits.
+            tuple(
+                f"{seconds:.9e}"
+                for profile in problem.profiles
+                for kind in profile.recompute[block]
+                for seconds in kind
+            ),
+        )
+        if alike not in known:
+            known[alike] = len(known)
+            firsts.append(block)
+        kinds.append(known[alike])
+    return tuple(kinds), tuple(firsts)
+
+
+class _EqualParts(NamedTuple):
+    """Equal parts: how many are recomputed at least and at most, what each saves and costs."""
+
+    least: int
+    most: int
+    size: int
+    seconds: float
+
+
+class _Sets(NamedTuple):
+    """All sets that no other beats: their bytes and seconds, ascending, and counts by group."""
+
+    saved: Bytes
+    spent: Times
+    counts: Numbers
+
+
+_NONE = _Sets(np.zeros(1, np.int64), np.zeros(1), np.zeros((1, 0), np.int64))
+
+
+def _with(sets: _Sets, group: _EqualParts) -> _Sets:
+    """The sets of one more group's parts besides."""
+    number = np.arange(group.least, group.most + 1)
+    saved = (sets.saved[:, None] + number * group.size).ravel()
+    spent = (sets.spent[:, None] + number * group.seconds).ravel()
+    order = np.lexsort((-saved, spent))
+    best = np.maximum.accumulate(saved[order])
+    first = np.concatenate(([True], best[1:] > best[:-1]))
+    kept = order[first]
+    if len(kept) > MOST_SETS:
+        kept = kept[np.unique(np.linspace(0, len(kept) - 1, MOST_SETS).astype(np.int64))]
+    before, own = np.divmod(kept, len(number))
+    counts = np.concatenate((sets.counts[before], number[own, None]), axis=1)
+    return _Sets(saved[kept], spent[kept], counts)

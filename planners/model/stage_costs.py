@@ -1,0 +1,194 @@
+"""Seconds and bytes of one stage in one place, for every range of units that it may hold.
+
+Let stage s of p hold the units [i, j), a micro-batch have r = batch / (dp * m) rows, and m of them
+make up a step. Over one range, `Tables` knows
+
+    F, B     forward and backward seconds              W        trainable bytes
+    R, R'    bytes received, and those of them whose gradient goes back
+
+**Memory** of its devices is in `planners.model.memory`. The micro-batches in flight, n_s, are the
+schedule's: m for `gpipe` (Huang et al., GPipe, NeurIPS 2019), min(m, p - s) for `1f1b` (Narayanan
+et al., PipeDream, SOSP 2019; Megatron-LM, SC21, section 2.2). A device with several stages has the
+sum of theirs, each at its own fullest.
+
+**Seconds** of a micro-batch in stage s, transfers taken as not overlapped:
+
+    t_s  = F + B + recompute + (R + R') / bandwidth + (2 * latency if R > 0)
+
+F and B are those of the stage's kind of device, latency and bandwidth those of the link between its
+devices and those of the stage before it; what goes over a link that is shared takes turns. Summing
+the gradients of W over the stage's dp devices takes reduce_s (`cluster.collective_time`), of which
+the backwards hide some that the stages before it have still to run when it has run its last:
+
+    exposed_s = max(0, reduce_s - sum of B over the units before i)        reduce_s where B is split
+
+ZeRO-3 has no such sum: its F and B gather and scatter, which takes 3 / 2 of it in every
+micro-batch.
+
+Under `eager-1f1b` windows are taken to hide the links: a further micro-batch takes only
+
+    max(F + B + recompute, R / bandwidth, R' / bandwidth)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from autopipe.cluster.collective_time import Level, Levels, all_gather, gradient_sum
+from autopipe.planners.model import memory
+from autopipe.planners.model.devices import DeviceGroup
+from autopipe.planners.model.places import StagePlace
+from autopipe.planners.model.problem import EAGER, Config, Problem, splits
+from autopipe.planners.model.range_tables import Bytes, Tables, Times
+from autopipe.planners.model.recompute_sets import Numbers, RecomputeSets, recompute_sets
+
+_Exchange = Callable[[float, Levels, int], float]
+
+
+def gather_seconds(
+    trainable: int | Bytes, problem: Problem, config: Config, group: DeviceGroup
+) -> Times:
+    """Seconds of making ZeRO-3's parameters whole once; scattering their gradients takes as long.
+
+    A forward gathers, and a backward gathers and scatters.
+
+    Args:
+        trainable: bytes of the parameters.
+    """
+    if not config.fully_sharded:
+        return np.zeros(np.shape(trainable))
+    return _linear(all_gather, trainable, group.levels, problem.machine.streams)
+
+
+def reduce_seconds(ranges: Tables, problem: Problem, config: Config, group: DeviceGroup) -> Times:
+    """Seconds in which a stage's gradients are summed over its devices when they are made."""
+    if config.fully_sharded:
+        return np.zeros_like(ranges.earlier)
+    copying = problem.machine.copying
+    summed = partial(gradient_sum, zero=config.zero, copying=copying)
+    return _linear(summed, ranges.trainable, group.levels, problem.machine.streams)
+
+
+def _linear(exchange: _Exchange, sizes: int | Bytes, levels: Levels, streams: int) -> Times:
+    """An exchange of many sizes: its seconds are linear in them."""
+    least = exchange(0.0, levels, streams)
+    each = (exchange(2.0**30, levels, streams) - least) / 2.0**30
+    return np.asarray(least + each * sizes)
+
+
+def transfer_seconds(
+    ranges: Tables, problem: Problem, config: Config, before: Level | None
+) -> Times:
+    """Seconds in which a stage receives a micro-batch and sends its gradients back."""
+    if before is None:
+        return np.zeros_like(ranges.earlier)
+    moved = ranges.received + ranges.received_gradient
+    seconds = moved / wire_rate(problem, config, before)
+    return np.asarray(seconds + 2 * before.link.latency * (ranges.received > 0))
+
+
+def wire_rate(problem: Problem, config: Config, level: Level) -> float:
+    """Bytes a second for each of the devices of a stage."""
+    return level.wire(config.dp * problem.machine.streams).bandwidth
+
+
+class StageSeconds(NamedTuple):
+    """What a stage adds to the sum of all, its period, and how long after the last backward of
+    stage 0 its gradients are summed."""
+
+    whole: Times
+    period: Times
+    exposed: Times
+
+
+class StageCosts(NamedTuple):
+    """Of stages that might be: their seconds, bytes, and what is recomputed.
+
+    `recomputed` are numbers of sets in `planners.model.recompute_sets`.
+    """
+
+    seconds: StageSeconds
+    peaks: Bytes
+    recomputed: Bytes
+
+
+class Holding(NamedTuple):
+    """What recomputed blocks count for in a stage's bytes.
+
+    Args:
+        once: bytes that are there once if any block is recomputed.
+        times: in how many of the micro-batches in flight a recomputed block's bytes are not saved.
+    """
+
+    once: Bytes
+    times: int
+
+
+def largest_block(place: StagePlace, largest: Bytes) -> Holding:
+    """A block lets go of what it recomputed when its backward is over: one block's bytes are there.
+
+    Args:
+        largest: of each range the bytes of its largest block.
+    """
+    return Holding(largest, place.in_flight)
+
+
+def costs(
+    problem: Problem,
+    config: Config,
+    place: StagePlace,
+    ranges: Tables,
+    numbers: Numbers,
+    holding: Callable[[StagePlace, Bytes], Holding] = largest_block,
+) -> StageCosts:
+    """The costs of ranges in a place, with the cheapest set of recomputed blocks that fits.
+
+    Args:
+        numbers: the ranges' compositions (`planners.model.recompute_sets`).
+        holding: what recomputed blocks count for in bytes. (A comparison with planners that count
+            in another way passes theirs.)
+    """
+    sets = sets_of(problem, config, place)
+    peaks = memory.peak(memory.estimate(ranges, problem, config, place.in_flight))
+    held, stays = holding(place, sets.largest[numbers])
+    missing = memory.excess(peaks, place.room)
+    missing = np.where(missing > 0, missing + held, 0)
+    recomputed = sets.cheapest(numbers, -(-missing // max(stays, 1)))
+    saves = sets.bytes[recomputed]
+    with_them = peaks - stays * saves + np.where(saves > 0, held, 0)
+    # Where nothing fits anyway, what is nearest to it.
+    recomputed = np.where(with_them < peaks, recomputed, sets.starts[numbers])
+    peaks = np.minimum(with_them, peaks)
+    return StageCosts(
+        stage_seconds(problem, config, place, ranges, sets.seconds[recomputed]), peaks, recomputed
+    )
+
+
+def sets_of(problem: Problem, config: Config, place: StagePlace) -> RecomputeSets:
+    """The sets of blocks that may be recomputed in a place."""
+    rows = config.microbatch_rows(problem.batch)
+    return recompute_sets(problem, rows, place.group.kind, not splits(problem, config.schedule))
+
+
+def stage_seconds(
+    problem: Problem, config: Config, place: StagePlace, ranges: Tables, recompute: float | Times
+) -> StageSeconds:
+    """The seconds of a stage, with those that blocks take a second time."""
+    kind = place.group.kind
+    gathering = gather_seconds(ranges.trainable, problem, config, place.group)
+    computing = ranges.forward[kind] + ranges.backward[kind] + recompute + 3 * gathering
+    whole = computing + transfer_seconds(ranges, problem, config, place.before)
+    reduce = reduce_seconds(ranges, problem, config, place.group)
+    if config.schedule != EAGER or place.before is None:
+        further = computing if config.schedule == EAGER else whole
+    else:
+        rate = wire_rate(problem, config, place.before)
+        carrying = np.maximum(ranges.received, ranges.received_gradient) / rate
+        further = np.maximum(computing, carrying)
+    # Split backwards are put off until all stages end together, and nothing hides behind another.
+    hidden = 0.0 if splits(problem, config.schedule) else ranges.earlier
+    return StageSeconds(whole, np.asarray(further), np.maximum(reduce - hidden, 0.0))

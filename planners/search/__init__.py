@@ -1,0 +1,16 @@
+"""A `Problem`  ->  an `Answer`: the best decision, its bound and alternatives; or why nothing fits.
+
+In: a `planners.model.problem.Problem`. Out: an `Answer`, or an InfeasibleError that names the
+smallest changes that would fit. Never found here: torch, and costs of its own: every planner is
+scored by `planners.model`.
+
+Other rooms use: `registry.PLANNERS`, `best.Answer`, `.Outdone`, `.beside`, `bound.bounds`,
+`dynamic.fastest`.
+
+    configs, device_orders           what there is to choose from
+    bound, room_bound                what rules a config out before its cuts are tried
+    dynamic, descent                 the exact planner
+    exhaustive, uniform              its oracle, and the baseline
+    best                             the best of all configs                start reading here
+    alternatives, reasons, relax     what an answer or a refusal says
+"""

@@ -1,0 +1,94 @@
+"""The alternatives of a best decision: one line for each other mesh, with the reason it lost.
+
+pp=4 dp=2   1.31 s   31 % slower, by the bubble          it fits, and its step is known
+pp=8 dp=1   -        at least 52 % slower, by its bound  its cuts were never tried
+pp=1 dp=8   -        stage 0 needs 83.1 of 80.0 GiB      it does not fit
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from autopipe.planfile.parts import Alternative
+from autopipe.planners.model.estimate import Mesh, Scored
+from autopipe.planners.model.problem import Config, Problem
+from autopipe.planners.search import reasons
+from autopipe.util.numbers import percent
+
+
+def by_mesh(scored: Mapping[Config, Scored]) -> dict[Mesh, Scored]:
+    """The fastest that fits of each mesh; where none does, the one that is nearest to it."""
+
+    def order(found: Scored) -> tuple[float, float]:
+        return found.estimate.overflow, found.estimate.step_seconds
+
+    found: dict[Mesh, Scored] = {}
+    for one in scored.values():
+        known = found.get(one.mesh)
+        if known is None or order(one) < order(known):
+            found[one.mesh] = one
+    return found
+
+
+def alternatives_of(
+    problem: Problem,
+    best: Scored,
+    scored: Mapping[Config, Scored],
+    untried: Mapping[Config, float],
+) -> tuple[Alternative, ...]:
+    """All meshes but the best one's. A config that was not tried may still fit, and be faster than
+    those of its mesh that were: then its bound is told."""
+    rest = [found for mesh, found in by_mesh(scored).items() if mesh != best.mesh]
+    fitting = {found.mesh: found for found in rest if found.estimate.fits}
+    quicker: dict[Mesh, Config] = {}
+    for config, seconds in untried.items():
+        mesh = config[:2]
+        known = fitting[mesh].estimate.step_seconds if mesh in fitting else math.inf
+        if mesh != best.mesh and seconds < known:
+            if mesh not in quicker or seconds < untried[quicker[mesh]]:
+                quicker[mesh] = config
+    exact = [found for mesh, found in fitting.items() if mesh not in quicker]
+    steps = sorted(exact, key=lambda found: found.estimate.step_seconds)
+    misfits = [f for f in rest if f.mesh not in fitting and f.mesh not in quicker]
+    return (
+        *(alternative(problem.tp, best, found) for found in steps),
+        *(
+            bounded(problem.tp, best, config, untried[config])
+            for config in sorted(quicker.values(), key=lambda config: untried[config])
+        ),
+        *(
+            alternative(problem.tp, best, found)
+            for found in sorted(misfits, key=lambda found: found.estimate.overflow)
+        ),
+    )
+
+
+def alternative(tp: int, best: Scored, other: Scored) -> Alternative:
+    """A decision beside the best one."""
+    config, found = other.decision.config, other.estimate
+    return Alternative(
+        pp=config.pp,
+        dp=config.dp,
+        tp=tp,
+        micro_batches=config.micro_batches,
+        schedule=config.schedule,
+        step_seconds=found.step_seconds if found.fits else None,
+        why=reasons.slower(best.estimate, found) if found.fits else reasons.misfit(found),
+        zero=config.zero,
+    )
+
+
+def bounded(tp: int, best: Scored, config: Config, least: float) -> Alternative:
+    """A mesh that was not tried, as even its bound is too slow."""
+    more = percent(least / best.estimate.step_seconds - 1)
+    return Alternative(
+        pp=config.pp,
+        dp=config.dp,
+        tp=tp,
+        micro_batches=config.micro_batches,
+        schedule=config.schedule,
+        step_seconds=None,
+        why=f"at least {more} slower, by its bound",
+        zero=config.zero,
+    )

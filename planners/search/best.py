@@ -1,0 +1,283 @@
+"""From a planner's choice in every config to its answer: the best one, and what comes next.
+
+A planner proper is a `Choice`: given a config it returns the fastest decision that fits, or, where
+none fits, one that is as near to fitting as it can find. Everything else is the same for all
+planners and stands here. Configs are tried in the order of their bounds (`planners.search.bound`),
+and once two meshes are known that take less than the next bound, no config that is left can be the
+best or the second best mesh: those are not tried. What the best one takes is then a proved bound
+for all plans that the configs allow. Plain data parallelism is tried in any case: it is what people
+know, and ask about. Nor is one tried in which nothing can fit (`planners.search.room_bound`),
+unless nothing fits anywhere and the nearest plan is asked for.
+
+A model has a problem for each tensor-parallel degree. What is known of one counts for the next:
+the steps found are its *incumbents*. Where nothing fits that can be among the best two of all,
+`Outdone` is raised instead of an answer with its reasons.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from autopipe.errors import InfeasibleError
+from autopipe.planfile.parts import Alternative
+from autopipe.planners.model.estimate import Estimate, Mesh, Scored, estimate
+from autopipe.planners.model.problem import Config, Decision, Problem
+from autopipe.planners.search import reasons
+from autopipe.planners.search.alternatives import alternative, alternatives_of, bounded, by_mesh
+from autopipe.planners.search.bound import bounds
+from autopipe.planners.search.descent import TOLERANCE
+from autopipe.planners.search.relax import limitless, would_fit
+from autopipe.planners.search.room_bound import left_over
+from autopipe.util.progress import phase
+
+Choice = Callable[[Problem, Config], Decision]
+Fitting = Callable[[Problem, Config], Decision | None]
+"""A choice, or one that may say that nothing fits."""
+
+MOST_TRIED = 24
+"""Configs that are searched a second time, as if memory had no limit, to say what it costs."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a planner returns.
+
+    Args:
+        decision: the best decision it knows. Ties go to fewer stages, then more replicas, fewer
+            micro-batches, less ZeRO, then `1f1b`.
+        estimate: what that costs.
+        bound_seconds: by the estimate no plan under the same constraints takes less for a step.
+        binding: a sentence on what keeps the step from being faster.
+        alternatives: the best decision of each other mesh: those that fit, fastest first, then
+            those of which a bound was enough, then those that do not fit, the nearest first.
+        plain: the best of a single stage on most devices, data parallelism alone, where that is
+            another mesh.
+    """
+
+    decision: Decision
+    estimate: Estimate
+    bound_seconds: float
+    binding: str
+    alternatives: tuple[Alternative, ...]
+    plain: Scored | None = None
+
+
+class Outdone(InfeasibleError):
+    """No plan of a problem fits that may be among the best two that are known.
+
+    Attributes:
+        config, bound_seconds: that of the least bound among those not tried, and the bound; None:
+            all were tried.
+        plain: as in `Answer`.
+    """
+
+    def __init__(self, config: Config | None, bound_seconds: float, plain: Scored | None) -> None:
+        super().__init__("no plan fits and is as fast as those known")
+        self.config, self.bound_seconds, self.plain = config, bound_seconds, plain
+
+
+def best_answer(
+    problem: Problem,
+    choice: Choice,
+    *,
+    incumbents: Sequence[float] = (),
+    mesh: Mesh | None = None,
+    fitting: Fitting | None = None,
+    heuristic: str | None = None,
+    thorough: bool = False,
+) -> Answer:
+    """Choose in every config that may win and return the best, with its reasons.
+
+    Args:
+        choice: see the module.
+        incumbents: seconds of the steps found for other problems' meshes. What takes longer than
+            two of them may be left out; reasons are told only if none of them is faster.
+        mesh: the one to look at; None: all.
+        fitting: the same where what does not fit is of no interest, if that is quicker.
+        heuristic: the planner's name if `choice` is not optimal in every config; an optimal one
+            makes the answer its own bound.
+        thorough: whether to try configs that are known to have too little room.
+
+    Raises:
+        Outdone: there are incumbents, and nothing fits that may be as fast.
+        InfeasibleError: the constraints contradict each other, or no decision fits.
+    """
+    least = bounds(problem)
+    if mesh is not None:
+        least = {config: seconds for config, seconds in least.items() if config[:2] == mesh}
+    looked = _tried(problem, choice, least, 2, incumbents, thorough)
+    alone = (1, max((config.dp for config in least if config.pp == 1), default=0))
+    if problem.tp == 1 or not incumbents:
+        rest = {f: least[f] for f in least if f[:2] == alone and f not in looked.scored}
+        looked = looked.and_of(_tried(problem, choice, rest, 1, (), thorough))
+    scored = looked.scored
+    best = _best(least, scored)
+    untried = [config for config in least if config not in scored and config not in looked.too_full]
+    next_up = min(untried, key=lambda config: least[config], default=None)
+    beyond = math.inf if next_up is None else least[next_up]
+    plain = by_mesh(scored).get(alone)
+    if best is None and incumbents:
+        raise Outdone(next_up, beyond, plain)
+    if best is None:
+        for config in looked.too_full:
+            scored[config] = _score(problem, choice(problem, config))
+        every = [scored[config] for config in sorted(least, key=lambda config: least[config])]
+        helps = would_fit(problem, lambda changed: fastest(changed, fitting or choice))
+        raise reasons.nothing_fits(problem, every, helps, heuristic)
+    for config in _nearest_of_rest(looked, untried):
+        scored[config] = _score(problem, choice(problem, config))
+    step = best.estimate.step_seconds
+    wins = step <= min(incumbents, default=math.inf)
+    roomy = _without_limit(problem, choice, least, step) if wins else None
+    return Answer(
+        decision=best.decision,
+        estimate=best.estimate,
+        bound_seconds=min(step, beyond) if heuristic is None else min(least.values()),
+        binding=reasons.binding(problem, best, roomy),
+        alternatives=alternatives_of(problem, best, scored, {f: least[f] for f in untried}),
+        plain=None if alone == best.mesh else plain,
+    )
+
+
+def incumbents_of(answers: Iterable[Answer]) -> tuple[float, ...]:
+    """The steps of the best two meshes of other problems' answers, or of as many as there are."""
+    steps = [
+        step
+        for answer in answers
+        for step in (
+            answer.estimate.step_seconds,
+            *(other.step_seconds for other in answer.alternatives),
+        )
+        if step is not None
+    ]
+    return tuple(sorted(steps)[:2])
+
+
+def fastest(problem: Problem, fitting: Fitting) -> Scored | None:
+    """The best decision alone, without reasons or other meshes; None: nothing fits.
+
+    Raises:
+        InfeasibleError: the constraints contradict each other.
+    """
+    least = bounds(problem)
+    return _best(least, _tried(problem, fitting, least, 1).scored)
+
+
+def _best(every: Iterable[Config], scored: Mapping[Config, Scored]) -> Scored | None:
+    """The fastest that fits; of equals the first, as configs come in the order that decides."""
+    fitting = [scored[f] for f in every if f in scored and scored[f].estimate.fits]
+    least = min((found.estimate.step_seconds for found in fitting), default=0.0)
+    return next((s for s in fitting if s.estimate.step_seconds <= least * (1 + TOLERANCE)), None)
+
+
+class _Looked(NamedTuple):
+    """The configs that were tried, and of those with too little room the units that find none."""
+
+    scored: dict[Config, Scored]
+    too_full: dict[Config, int]
+
+    def and_of(self, other: _Looked) -> _Looked:
+        """Both together."""
+        return _Looked(self.scored | other.scored, self.too_full | other.too_full)
+
+
+def _tried(
+    problem: Problem,
+    choice: Fitting,
+    least: Mapping[Config, float],
+    meshes: int,
+    incumbents: Sequence[float] = (),
+    thorough: bool = False,
+) -> _Looked:
+    """Configs by their bounds, until none of the so many best meshes can be another."""
+    scored: dict[Config, Scored] = {}
+    too_full: dict[Config, int] = {}
+    quickest: dict[Mesh, float] = {}
+    with phase("searching meshes and schedules", of=len(least)) as done:
+        for config in sorted(least, key=lambda config: least[config]):
+            if _outdone(least[config], (*incumbents, *quickest.values()), meshes):
+                break
+            done()
+            if not thorough and (units := left_over(problem, config)):
+                too_full[config] = units
+                continue
+            decision = choice(problem, config)
+            if decision is None:
+                continue
+            found = _score(problem, decision)
+            scored[config] = found
+            if found.estimate.fits:
+                step = found.estimate.step_seconds
+                quickest[found.mesh] = min(step, quickest.get(found.mesh, math.inf))
+    return _Looked(scored, too_full)
+
+
+def _outdone(seconds: float, known: Iterable[float], meshes: int) -> bool:
+    """Whether so many meshes are known to take less."""
+    best = sorted(known)[meshes - 1 : meshes]
+    return bool(best) and seconds > best[0] * (1 + TOLERANCE)
+
+
+def out_of_the_best_two(seconds: float, incumbents: Sequence[float]) -> bool:
+    """Whether no mesh whose steps take at least so long can be the best or the second best."""
+    return _outdone(seconds, incumbents, 2)
+
+
+def _nearest_of_rest(looked: _Looked, untried: Iterable[Config]) -> Iterable[Config]:
+    """Of each mesh of which nothing else will be told the config that has most nearly room."""
+    told = {config[:2] for config in (*looked.scored, *untried)}
+    nearest: dict[Mesh, Config] = {}
+    for config in sorted(looked.too_full, key=lambda config: looked.too_full[config]):
+        if config[:2] not in told:
+            nearest.setdefault(config[:2], config)
+    return nearest.values()
+
+
+def _without_limit(
+    problem: Problem,
+    choice: Choice,
+    least: Mapping[Config, float],
+    step: float,
+) -> Scored | None:
+    """The best decision if devices held everything, if that is visibly faster than `step`."""
+    roomy, best = limitless(problem), None
+    order = sorted(least, key=lambda config: least[config])
+    for config in order[:MOST_TRIED]:
+        if least[config] >= step * (1 - reasons.VISIBLE):
+            break
+        found = _score(roomy, choice(roomy, config))
+        if found.estimate.step_seconds < step * (1 - reasons.VISIBLE):
+            best, step = found, found.estimate.step_seconds
+    return best
+
+
+def beside(answer: Answer, others: Mapping[int, Answer | Outdone]) -> Answer:
+    """A degree's answer with the best of other tensor-parallel degrees among its alternatives.
+
+    Args:
+        others: by their degree; none is faster.
+    """
+    best = Scored(answer.decision, answer.estimate)
+    incumbents = []
+    for tp, other in others.items():
+        if isinstance(other, Answer):
+            incumbents.append(alternative(tp, best, Scored(other.decision, other.estimate)))
+        elif other.config is not None:
+            incumbents.append(bounded(tp, best, other.config, other.bound_seconds))
+    if 1 in others and (plain := others[1].plain) is not None:
+        incumbents.append(alternative(1, best, plain))
+    known = (*incumbents, *answer.alternatives)
+    return replace(
+        answer,
+        bound_seconds=min([answer.bound_seconds, *(o.bound_seconds for o in others.values())]),
+        alternatives=tuple(
+            sorted(known, key=lambda a: math.inf if a.step_seconds is None else a.step_seconds)
+        ),
+    )
+
+
+def _score(problem: Problem, decision: Decision) -> Scored:
+    return Scored(decision, estimate(problem, decision))

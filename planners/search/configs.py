@@ -1,0 +1,202 @@
+"""Lists the configs that the constraints leave: meshes, micro-batches, ZeRO stages, schedules.
+
+    config = (pp, dp, micro_batches, zero, schedule, depth)     left to a planner: the cuts, what is
+                                                                recomputed, whose devices
+
+On up to SMALL devices every mesh is looked at, so that one may win that leaves some idle; on more,
+those alone that leave the fewest. Micro-batches are equal and of a size that has a profile.
+Constraints that leave nothing are refused here, at the door, in terms of what was asked; that
+nothing *fits* is found later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from autopipe.errors import InfeasibleError
+from autopipe.planners.model.places import chunks_of, profile_of
+from autopipe.planners.model.problem import EAGER, WRITTEN, Config, Problem, splits
+from autopipe.planners.model.step_formula import floor_seconds
+from autopipe.schedules.registry import SCHEDULES, named
+
+CONSIDERED = ("1f1b", EAGER, "interleaved", "zb-h1", "zb-v")
+"""The schedules to choose from where none is asked for, the preferred one first. `gpipe` takes the
+seconds of `1f1b` and holds no less, and `naive` is for comparison."""
+
+SMALL = 64
+"""Devices up to which every mesh is looked at."""
+
+DEPTHS = (1, 2, 4, 8, 16)
+"""Micro-batches in flight besides, at each boundary, that are looked at for eager-1f1b."""
+
+
+def configs(problem: Problem) -> tuple[Config, ...]:
+    """All configs to consider, those that win ties first.
+
+    Fewest stages, then most replicas, fewest micro-batches, the least ZeRO, the first schedule.
+
+    Raises:
+        InfeasibleError: the constraints contradict the devices, the units or the batch.
+    """
+    _check_halves(problem)
+    meshes = _meshes(problem)
+    asked = problem.constraints.micro_batches
+    found = tuple(
+        config
+        for pp, dp in meshes
+        for m in _micro_batches(problem, dp)
+        if asked in (None, m)
+        for config in _variants(problem, pp, dp, m)
+    )
+    if not found:
+        raise _indivisible(problem, sorted({dp for _, dp in meshes}))
+    return found
+
+
+def schedules(problem: Problem) -> tuple[str, ...]:
+    """Names of the schedules to consider, the preferred one first.
+
+    Raises:
+        InfeasibleError: the constraint names a schedule that does not exist.
+    """
+    asked = problem.constraints.schedule
+    if asked is None:
+        return CONSIDERED
+    if asked not in (*SCHEDULES, WRITTEN):
+        raise InfeasibleError(
+            f"schedule={asked!r} was asked for, and there is none of that name",
+            hint=f"schedule is {one_of(list(SCHEDULES))}, or a file with one",
+        )
+    return (asked,)
+
+
+def one_of(choices: Sequence[object]) -> str:
+    """`1`, `1 or 2`, `1, 2 or 4`."""
+    *most, last = map(str, choices)
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def _variants(problem: Problem, pp: int, dp: int, m: int) -> Iterator[Config]:
+    """The ways to run a mesh and its micro-batches."""
+    asked = problem.constraints
+    zeros = [zero for zero in problem.zeros if dp > 1 or zero == problem.zeros[0]]
+    for zero in zeros:
+        for name in schedules(problem):
+            chunks = chunks_of(asked, name)
+            if pp * chunks > problem.units or (splits(problem, name) and zero == 3):
+                continue
+            if asked.schedule is None and pp == 1 and name != CONSIDERED[0]:
+                continue  # without a pipeline they are all one
+            for depth in _depths(problem, name, pp, dp, m):
+                yield Config(pp, dp, m, zero, name, depth)
+
+
+def _depths(problem: Problem, name: str, pp: int, dp: int, m: int) -> Iterator[int]:
+    """Those of a schedule: of eager-1f1b as many as still hide something."""
+    asked = problem.constraints
+    if asked.schedule == WRITTEN or not named(name).depths:
+        yield 0
+    elif asked.depth is not None:
+        yield asked.depth
+    else:
+        profile = profile_of(problem, dp, m)
+        assert profile is not None, "a config has a profile"
+        if asked.schedule == EAGER:
+            yield 0  # it is 1f1b then, which memory may ask for
+        computing = sum(profile.forward[0]) + sum(profile.backward[0])
+        for depth in DEPTHS:
+            if depth < m or depth == 1:
+                yield depth
+            if floor_seconds(problem, Config(pp, dp, m, 0, name, depth)) <= computing / pp:
+                return
+
+
+def _meshes(problem: Problem) -> list[tuple[int, int]]:
+    """All (pp, dp), fewest stages first, then most replicas."""
+    asked, devices, units = problem.constraints, problem.machine.devices, problem.units
+    for name in ("pp", "dp", "tp", "micro_batches"):
+        degree = getattr(asked, name)
+        if degree is not None and degree < 1:
+            raise InfeasibleError(f"{name}={degree} was asked for, and the least is 1")
+    _check_devices(problem)
+    chunks = min(chunks_of(asked, name) for name in schedules(problem))
+    pps = [asked.pp] if asked.pp is not None else range(1, min(devices, units // chunks) + 1)
+    meshes = [
+        (pp, dp)
+        for pp in pps
+        for dp in ([asked.dp] if asked.dp is not None else range(devices // pp, 0, -1))
+        if pp * dp <= devices
+    ]
+    if devices > SMALL:
+        dealt = {dp for dp in {dp for _, dp in meshes} if _micro_batches(problem, dp)}
+        dividing = [mesh for mesh in meshes if mesh[1] in dealt]
+        most = max((pp * dp for pp, dp in dividing), default=0)
+        meshes = [(pp, dp) for pp, dp in dividing if pp * dp == most] or meshes
+    possible = [mesh for mesh in meshes if mesh[0] * chunks <= units]
+    if not possible:
+        pp, dp = meshes[0] if meshes else (asked.pp or 1, asked.dp or 1)
+        raise InfeasibleError(
+            f"pp={pp} dp={dp} needs a model of at least {pp * chunks} units, one a stage; "
+            f"this one has {units} to cut between",
+            hint=f"pp of at most {units // chunks}",
+        )
+    return possible
+
+
+def _check_halves(problem: Problem) -> None:
+    names = schedules(problem)
+    if problem.zeros == (3,) and all(splits(problem, name) for name in names):
+        raise InfeasibleError(
+            f"{one_of(names)} and zero=3 do not go together: it gathers for both halves of a "
+            "backward at once",
+            hint="the schedule 1f1b, or zero=1",
+        )
+
+
+def _check_devices(problem: Problem) -> None:
+    asked, devices, tp = problem.constraints, problem.machine.devices, problem.tp
+    pp, dp = asked.pp or 1, asked.dp or 1
+    if pp * dp <= devices:
+        return
+    words = [f"{name}={n}" for name, n in (("pp", asked.pp), ("dp", asked.dp)) if n is not None]
+    if tp > 1:
+        words.append(f"tp={tp}")
+    hint = "leave out pp or dp, and the other one follows" if len(words) > 1 else None
+    spare = problem.machine.spare
+    found = f"{problem.machine.existing}" + (
+        f", of which tp={tp} leaves {spare} idle" if spare else ""
+    )
+    raise InfeasibleError(
+        f"{' '.join(words)} needs {pp * dp * tp} devices, found {found}",
+        hint=hint or f"{words[0].split('=')[0]} of at most {devices}",
+    )
+
+
+def _micro_batches(problem: Problem, dp: int) -> list[int]:
+    """Each number of micro-batches that has a profile, fewest first."""
+    if problem.batch % dp:
+        return []
+    counts = (problem.batch // (dp * profile.rows) for profile in problem.profiles)
+    return sorted({m for m in counts if m > 0 and profile_of(problem, dp, m) is not None})
+
+
+def _indivisible(problem: Problem, degrees: list[int]) -> InfeasibleError:
+    sizes = one_of([profile.rows for profile in problem.profiles])
+    asked = problem.constraints.micro_batches
+    counts = sorted({m for dp in degrees for m in _micro_batches(problem, dp)})
+    whole = f"a batch of {problem.batch} rows over dp={one_of(degrees)}"
+    if asked is not None and counts:
+        below = [m for m in counts if m < asked][-1:]
+        above = [m for m in counts if m > asked][:1]
+        return InfeasibleError(
+            f"micro_batches={asked} was asked for, and {whole} does not divide into {asked} "
+            f"micro-batches of {sizes} rows",
+            hint=f"the nearest that does is micro_batches={one_of(below + above)}",
+        )
+    least = degrees[0] * min(profile.rows for profile in problem.profiles)
+    below_rows = problem.batch // least * least
+    batches = [rows for rows in (below_rows, below_rows + least) if rows > 0]
+    return InfeasibleError(
+        f"{whole} does not divide into micro-batches of {sizes} rows",
+        hint=f"a batch of {one_of(batches)} rows divides, or give pp and dp other degrees",
+    )

@@ -1,0 +1,194 @@
+"""The fastest plan, exactly, by dynamic programs over stages from the last one backwards.
+
+**Variables.** A config (pp, dp, m, zero, schedule, depth) is fixed: configs are tried one after the
+other. Left are the cuts 0 = c_0 < c_1 < ... < c_p = n of n units into p stages, the group of
+devices g_s that holds stage s, and the blocks R_s that are recomputed in it.
+
+**Constraints.** Stage s holds in_flight(s) micro-batches, a number that its place alone decides;
+no group holds two stages, and those of one class are used in rank order;
+
+    peak_s(c_s, c_{s+1}, R_s) <= room(g_s)          else t_s = infinity    -> `stage_costs.costs`
+
+R_s matters to its own stage alone: of all that fit the cheapest is taken before anything else
+(`planners.model.recompute_sets`), and t_s(i, j) is a number for every place and range.
+
+**Objective.** By `planners.model.estimate`, with t_s the seconds of a micro-batch in stage s,
+
+    step = T + (m - 1) * M + E,    T = sum_s t_s,    M = max_s t_s,    E = max_s exposed_s
+
+or with other weights than 1 and m - 1, another t_s for M, or M no less than a constant, where the
+schedule asks for them; what follows holds for any. exposed_s is, as t_s, a number for every place
+and range: what of the stage's sum of gradients the backwards before it do not hide.
+
+How the least step over all cuts and orders is found is in `planners.search.descent`.
+
+Where no cuts fit, the maximum program over the bytes beyond what a group may hold finds those
+whose fullest stage is the least too full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from autopipe.planners.model import memory, stage_costs, step_formula
+from autopipe.planners.model.estimate import Mesh, Scored
+from autopipe.planners.model.places import StagePlace, in_flights, place_of, placement, profile_of
+from autopipe.planners.model.problem import Config, Decision, Problem
+from autopipe.planners.model.range_tables import Tables, tables
+from autopipe.planners.model.recompute_sets import Numbers, RecomputeSets, blocks_of, compositions
+from autopipe.planners.search import best as answer
+from autopipe.planners.search.best import Answer, best_answer
+from autopipe.planners.search.descent import Arc, Array, GroupsUsed, Layers, StagePath, best_path
+from autopipe.planners.search.descent import fastest as fastest_path
+from autopipe.planners.search.device_orders import Classes, classes
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a search takes for the seconds and bytes of a stage, and for the step that they make.
+
+    The planner's own is `STEP`. A comparison with other planners searches by what they minimise.
+
+    Args:
+        costs: of all ranges of units in a place, with their compositions.
+        weights: of T and of M in what is minimised, the sum and the largest of the stages.
+        floor: seconds that M counts as at least.
+    """
+
+    costs: Callable[[Problem, Config, StagePlace, Tables, Numbers], stage_costs.StageCosts] = (
+        stage_costs.costs
+    )
+    weights: Callable[[Problem, Config], tuple[float, float]] = step_formula.weights
+    floor: Callable[[Problem, Config], float] = step_formula.floor_seconds
+
+
+STEP = Objective()
+"""The seconds of a step by `planners.model.step_formula`."""
+
+
+def dynamic(problem: Problem, incumbents: Sequence[float] = (), mesh: Mesh | None = None) -> Answer:
+    """Plan exactly, where each rank has one stage; where it has several, each stage gets an equal
+    share of its device and the devices stand in rank order, and what only other shares or another
+    order would fit is not found.
+
+    Of equally fast cuts in a config it takes some with the least maximum, M*, if those are among
+    them, and then the earliest: the first stages, where most is in flight, have the least to hold.
+
+    Raises:
+        InfeasibleError: no plan fits; the message carries the one that comes nearest.
+    """
+    return best_answer(problem, choose, incumbents=incumbents, mesh=mesh, fitting=optimum)
+
+
+def fastest(problem: Problem) -> Scored | None:
+    """What `dynamic` decides, without its reasons and quicker; None: nothing fits."""
+    return answer.fastest(problem, optimum)
+
+
+def optimum(problem: Problem, config: Config, objective: Objective = STEP) -> Decision | None:
+    """The decision of a config that fits and is the least by an objective; None: nothing fits."""
+    path = _fastest(problem, config, _arcs(problem, config, objective), objective)
+    return None if path is None else _decision(problem, config, path)
+
+
+def choose(problem: Problem, config: Config) -> Decision:
+    """The fastest decision of a config that fits, else the one that is nearest to fitting."""
+    arcs = _arcs(problem, config, STEP)
+    path = _fastest(problem, config, arcs, STEP)
+    if path is None:
+        path = best_path(np.maximum, arcs, lambda arc: arc.beyond)
+    return _decision(problem, config, path)
+
+
+def _fastest(
+    problem: Problem, config: Config, arcs: Layers, objective: Objective
+) -> StagePath | None:
+    return fastest_path(arcs, objective.weights(problem, config), objective.floor(problem, config))
+
+
+def _decision(problem: Problem, config: Config, path: StagePath) -> Decision:
+    """A path's cuts and groups, with the blocks that must be recomputed."""
+    ranks = placement(problem.constraints, config.schedule, config.pp)
+    groups = dict(zip(ranks, path.groups, strict=True))
+    recomputed = tuple(
+        blocks_of(problem, *taken, arc.sets.counts[int(arc.recomputed[taken])])
+        for arc, taken in path.ranges
+    )
+    return Decision(config, path.cuts, recomputed, tuple(groups[rank] for rank in range(config.pp)))
+
+
+def _arcs(problem: Problem, config: Config, objective: Objective) -> Layers:
+    """All that the stages of a config may be."""
+    profile = profile_of(problem, config.dp, config.micro_batches)
+    assert profile is not None, "a config has a profile"
+    ranges, numbers = tables(problem, profile), compositions(problem).number
+    units = np.arange(problem.units + 1)
+    empty = units[:, None] >= units[None, :]
+
+    @cache
+    def costing(place: StagePlace) -> tuple[Array, Array, Array, Array, Numbers, RecomputeSets]:
+        found = objective.costs(problem, config, place, ranges, numbers)
+        beyond = memory.excess(found.peaks, place.room)
+        misfit = (beyond > 0) | empty
+        return (
+            np.where(misfit, np.inf, found.seconds.whole),
+            np.where(misfit, np.inf, found.seconds.period),
+            found.seconds.exposed,
+            np.where(empty, np.inf, beyond),
+            found.recomputed,
+            stage_costs.sets_of(problem, config, place),
+        )
+
+    layers = []
+    for stage, (held, steps) in enumerate(
+        zip(in_flights(problem, config), _steps(problem, config), strict=True)
+    ):
+        layers.append(
+            [
+                Arc(
+                    source,
+                    target,
+                    group,
+                    *costing(place_of(problem, config, stage, held, group, earlier)),
+                )
+                for source, target, group, earlier in steps
+            ]
+        )
+    return layers
+
+
+_Step = tuple[GroupsUsed, GroupsUsed, int, int | None]
+"""From a state to the next one, the group that takes the stage, and the one before it."""
+
+
+def _steps(problem: Problem, config: Config) -> list[list[_Step]]:
+    """Of each stage all steps that any order of groups takes there."""
+    known = classes(problem, config)
+    if len(known) == 1:
+        ranks = placement(problem.constraints, config.schedule, config.pp)
+        states = [GroupsUsed((stage,), 0) for stage in range(len(ranks) + 1)]
+        earlier = [None, *ranks]
+        return [
+            [(states[stage], states[stage + 1], rank, earlier[stage])]
+            for stage, rank in enumerate(ranks)
+        ]
+    layers: list[list[_Step]] = []
+    reached = [GroupsUsed((0,) * len(known), None)]
+    for _ in range(config.pp):
+        layers.append([step for state in reached for step in _further(known, state)])
+        reached = list(dict.fromkeys(target for _, target, _, _ in layers[-1]))
+    return layers
+
+
+def _further(known: Classes, state: GroupsUsed) -> Iterator[_Step]:
+    """The steps from a state: one to each class that has a group left."""
+    used, last = state
+    earlier = None if last is None else known[last][used[last] - 1]
+    for kind, groups in enumerate(known):
+        if used[kind] < len(groups):
+            taken = (*used[:kind], used[kind] + 1, *used[kind + 1 :])
+            yield state, GroupsUsed(taken, kind), groups[used[kind]], earlier

@@ -1,0 +1,187 @@
+"""Scores every config, order of devices, set of cuts and of recomputed blocks: slow, surely right.
+
+The oracle for the other planners. A model of n units has binom(n - 1, pp - 1) sets of cuts, each
+stage 2^k sets of its k blocks. A stage's sets are its own affair, so that the best is taken for
+each range and place; cuts are scored many at a time, as rows of stages. Of several stages on a rank
+each gets an equal share of the device, as in `dynamic`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import chain, combinations, islice
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopipe.errors import AutopipeError
+from autopipe.planners.model import memory
+from autopipe.planners.model.estimate import Mesh
+from autopipe.planners.model.places import StagePlace, chunks_of, places, profile_of
+from autopipe.planners.model.problem import Config, Decision, Problem, splits
+from autopipe.planners.model.range_tables import Bytes, Times, tables
+from autopipe.planners.model.recompute_sets import figures
+from autopipe.planners.model.stage_costs import StageSeconds, stage_seconds
+from autopipe.planners.model.step_formula import floor_seconds, step_seconds, weights
+from autopipe.planners.search.best import Answer, best_answer
+from autopipe.planners.search.configs import configs
+from autopipe.planners.search.descent import TOLERANCE
+from autopipe.planners.search.device_orders import classes, orders
+
+MOST, MOST_SETS = 5_000_000, 1024
+"""Candidates, and sets of blocks: what some seconds are enough for."""
+
+ROWS = 1 << 16
+"""Sets of cuts scored at a time."""
+
+Blocks = tuple[int, ...]
+
+
+def exhaustive(
+    problem: Problem, incumbents: Sequence[float] = (), mesh: Mesh | None = None
+) -> Answer:
+    """Plan by scoring every candidate.
+
+    Raises:
+        InfeasibleError: no candidate fits.
+        AutopipeError: there are more than `MOST` candidates.
+    """
+    candidates = sum(
+        math.comb(
+            problem.units - 1, config.pp * chunks_of(problem.constraints, config.schedule) - 1
+        )
+        * len(classes(problem, config)) ** config.pp
+        for config in configs(problem)
+        if mesh in (None, config[:2])
+    )
+    sets = 2 ** len(problem.recomputable)
+    if candidates > MOST or sets > MOST_SETS:
+        raise AutopipeError(
+            f"the planner `exhaustive` would score {candidates:,} candidates, of {sets:,} sets of "
+            f"blocks, for {problem.units} units on {problem.machine.devices} devices, and stops at "
+            f"{MOST:,} of {MOST_SETS:,}",
+            hint="the planner `dynamic` finds the same optimum; or fix pp, dp and micro_batches",
+        )
+    return best_answer(problem, _choose, incumbents=incumbents, mesh=mesh, thorough=True)
+
+
+_Rank = tuple[float, float]
+"""Bytes too many, then seconds if that is none: a smaller rank is a better candidate."""
+
+
+def _choose(problem: Problem, config: Config) -> Decision:
+    """The fastest that fits, else the one with the least beyond; the earliest among equals."""
+    costing = cache(lambda place: _StageRanges(problem, config, place))
+    best: tuple[_Rank, Decision] | None = None
+    for order in orders(problem, config):
+        stages = [costing(place) for place in places(problem, config, order)]
+        for bounds in _all_bounds(problem.units, len(stages)):
+            rank, row = _least(problem, config, stages, bounds)
+            if best is None or (rank[0], rank[1] * (1 + TOLERANCE)) < best[0]:
+                found = [int(bound) for bound in bounds[row]]
+                recomputed = tuple(
+                    stage.recomputed(first, last)
+                    for stage, first, last in zip(stages, found, found[1:], strict=False)
+                )
+                best = rank, Decision(config, tuple(found[1:-1]), recomputed, order)
+    assert best is not None, "pp is at most the number of units"
+    return best[1]
+
+
+def _least(
+    problem: Problem, config: Config, stages: list[_StageRanges], bounds: NDArray[np.intp]
+) -> tuple[_Rank, int]:
+    """The best of some sets of cuts, and its row."""
+
+    def of(name: str) -> NDArray[np.float64]:
+        columns = [
+            getattr(stage, name)[bounds[:, s], bounds[:, s + 1]] for s, stage in enumerate(stages)
+        ]
+        return np.stack(columns, axis=1)
+
+    stage = StageSeconds(*map(of, StageSeconds._fields))
+    seconds = step_seconds(stage, weights(problem, config), floor_seconds(problem, config))
+    overflow = np.maximum(of("beyond").max(axis=1), 0)
+    nearest = overflow == overflow.min()
+    score = np.where(nearest, seconds if overflow.min() == 0 else 0.0, np.inf)
+    # Rows are in lexicographic order, so that the first of equals has the earliest cuts.
+    row = int(np.argmax(score <= score.min() * (1 + TOLERANCE)))
+    return (float(overflow[row]), float(score[row])), row
+
+
+class _StageRanges:
+    """What every range costs in a place, with the best of all sets of blocks: an entry a range."""
+
+    whole: Times
+    period: Times
+    exposed: Times
+    beyond: Bytes
+
+    def __init__(self, problem: Problem, config: Config, place: StagePlace) -> None:
+        self._problem = problem
+        profile = profile_of(problem, config.dp, config.micro_batches)
+        assert profile is not None, "a config has a profile"
+        ranges, kind = tables(problem, profile), place.group.kind
+        fixed = problem.constraints.recompute
+        free = fixed is None and not splits(problem, config.schedule)
+        may = fixed if fixed is not None else range(len(problem.recomputable)) if free else ()
+        self._sets = list(_subsets(may)) if free else [tuple(may)]
+        saves = {b: _parts(problem, profile.rows, kind, b) for b in may}
+        nothing = np.zeros_like(ranges.saved)
+        largest = np.max([nothing, *(saved for saved, _ in saves.values())], axis=0)
+        best: tuple[Times, Times, Times, Bytes] | None = None
+        self._chosen = np.zeros_like(ranges.saved)
+        for number, blocks in enumerate(self._sets):
+            dropped = sum((saves[block][0] for block in blocks), nothing)
+            extra = sum((saves[block][1] for block in blocks), np.zeros_like(ranges.earlier))
+            held = np.where(dropped > 0, largest, 0)
+            peaks = memory.peak(
+                memory.estimate(ranges, problem, config, place.in_flight, dropped, held)
+            )
+            beyond = np.maximum(memory.excess(peaks, place.room), 0)
+            mine = *stage_seconds(problem, config, place, ranges, extra), beyond
+            if best is None:
+                best = mine
+                continue
+            closer = beyond < best[-1]
+            cheaper = (beyond == best[-1]) & (mine[0] < best[0])
+            taken = closer | cheaper
+            best = tuple(np.where(taken, new, old) for new, old in zip(mine, best, strict=True))  # type: ignore[assignment]
+            self._chosen = np.where(taken, number, self._chosen)
+        assert best is not None, "there is the empty set"
+        self.whole, self.period, self.exposed, self.beyond = best
+
+    def recomputed(self, first: int, last: int) -> Blocks:
+        """The blocks that are recomputed in a range."""
+        blocks = self._sets[int(self._chosen[first, last])]
+        spans = [(block, self._problem.recomputable[block]) for block in blocks]
+        return tuple(b for b, (start, stop) in spans if start < last and stop > first)
+
+
+def _subsets(blocks: range | Blocks) -> Iterator[Blocks]:
+    """All sets of some of the blocks, small ones first."""
+    return chain.from_iterable(combinations(blocks, size) for size in range(len(blocks) + 1))
+
+
+def _parts(problem: Problem, rows: int, kind: int, block: int) -> tuple[Bytes, Times]:
+    """What the part of a block in each range saves, and costs."""
+    start, stop = problem.recomputable[block]
+    saved = np.zeros((problem.units + 1, problem.units + 1), np.int64)
+    spent = np.zeros(saved.shape)
+    for first in range(stop):
+        for last in range(max(first, start) + 1, problem.units + 1):
+            part = max(first - start, 0), min(last, stop) - start
+            saved[first, last], spent[first, last] = figures(problem, rows, kind, block, part)
+    return saved, spent
+
+
+def _all_bounds(units: int, stages: int) -> Iterator[NDArray[np.intp]]:
+    """Integer arrays (rows, stages + 1) of 0, the cuts, units: all sets of cuts, ROWS at a time."""
+    every = combinations(range(1, units), stages - 1)
+    while chunk := list(islice(every, ROWS)):
+        inner = np.fromiter(chain.from_iterable(chunk), dtype=np.intp).reshape(
+            len(chunk), stages - 1
+        )
+        yield np.pad(inner, ((0, 0), (1, 1)), constant_values=((0, 0), (0, units)))

@@ -1,0 +1,177 @@
+"""Why a decision is the best one, why another is not, and the sentence when nothing fits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import fields
+
+from autopipe.errors import InfeasibleError
+from autopipe.planfile.parts import Memory
+from autopipe.planners.model.estimate import Estimate, Scored
+from autopipe.planners.model.problem import Problem
+from autopipe.planners.search.configs import one_of
+from autopipe.planners.search.relax import Help
+from autopipe.util import numbers
+from autopipe.util.numbers import Amount, count, percent
+
+VISIBLE = 5e-4
+"""The least relative difference that `percent` does not print as nothing."""
+
+
+def slower(best: Estimate, other: Estimate) -> str:
+    """What makes another decision slower: the cause whose seconds grow most."""
+    step = best.step_seconds
+    if other.step_seconds <= step * (1 + VISIBLE):
+        return "as fast; ties go to fewer stages, then to more replicas and fewer micro-batches"
+    causes = set(best.spent) | set(other.spent)
+    grown = {cause: other.spent.get(cause, 0) - best.spent.get(cause, 0) for cause in causes}
+    cause = max(sorted(grown), key=lambda cause: grown[cause])
+    return f"{percent(other.step_seconds / step - 1)} slower, by {cause}"
+
+
+def misfit(found: Estimate) -> str:
+    """`stage 0 needs 83.1 of 80.0 GiB`."""
+    amount = Amount(found.limit)
+    needing, held = fullest(found)
+    if amount(held.peak) == amount(found.limit):
+        return f"{needing} {numbers.memory(found.overflow)} more than {amount.of(found.limit)}"
+    return f"{needing} {amount(held.peak)} of {amount.of(found.limit)}"
+
+
+def fullest(found: Estimate) -> tuple[str, Memory]:
+    """`stage 0 needs`, and all that the stages of the fullest device hold."""
+    parts = [vars(found.stages[stage].memory) for stage in found.worst]
+    held = Memory(**{name: sum(part[name] for part in parts) for name in parts[0]})
+    *most, last = map(str, found.worst)
+    words = f"stages {', '.join(most)} and {last} need" if most else f"stage {last} needs"
+    return words, held
+
+
+def binding(problem: Problem, best: Scored, roomy: Scored | None) -> str:
+    """What keeps the step from being faster: idle devices, memory, or the balance of stages.
+
+    Args:
+        roomy: the best decision if devices held everything, if that is faster.
+    """
+    reasons = []
+    decision, found = best
+    config = decision.config
+    used = config.pp * config.dp * problem.tp
+    machine, asked = problem.machine, problem.constraints
+    devices = machine.existing
+    idle = devices - used
+    if idle:
+        if idle == machine.spare:
+            why = f"as fewer than tp={problem.tp} stand beside each other"
+        elif asked.pp is not None and asked.dp is not None:
+            why = f"as pp={config.pp} dp={config.dp} was asked for"
+        else:
+            why = f"as a batch of {count(problem.batch, 'row')} is no faster on more"
+        reasons.append(f"{idle} of {devices} devices stay{'s' if idle == 1 else ''} idle, {why}")
+    if roomy is not None:
+        gain = percent(1 - roomy.estimate.step_seconds / found.step_seconds)
+        limit = Amount(found.limit).of(found.limit)
+        reasons.append(
+            f"memory: without the limit of {limit}, {roomy.decision.config} would be {gain} faster"
+        )
+
+    seconds = [stage.period for stage in found.stages]
+    slowest = max(range(decision.stages), key=lambda s: seconds[s])
+    mean = sum(seconds) / len(seconds)
+    pace = f"stage {slowest} sets the pace with {numbers.seconds(seconds[slowest])} a micro-batch"
+    if config.pp > 1 and mean > 0:
+        pace += f", {percent(seconds[slowest] / mean - 1)} above the mean stage"
+    reduce = found.spent["reducing gradients"]
+    if reduce > VISIBLE * found.step_seconds:
+        pace += f"; reducing its gradients takes {percent(reduce / found.step_seconds)}"
+    return "; ".join((*reasons, pace))
+
+
+def nothing_fits(
+    problem: Problem, scored: Sequence[Scored], helps: Sequence[Help], heuristic: str | None
+) -> NothingFits:
+    """The refusal, with the decision that comes nearest and what it lacks, by part.
+
+    Args:
+        helps: changes after which a plan fits.
+        heuristic: the planner's name if it may have missed one.
+    """
+    nearest = min(scored, key=lambda s: s.estimate.overflow)
+    found = nearest.estimate
+    needing, held = fullest(found)
+    amount = Amount(found.limit)
+    in_flight = max(found.stages[stage].in_flight for stage in found.worst)
+    flying = count(in_flight, "micro-batch", "micro-batches")
+    kind = f"{heuristic} plan" if heuristic else "plan"
+    what = "devices" if problem.constraints.memory is None else "a memory limit"
+    parts = _parts(held, flying)
+    printed = zip(amount.adding_up(list(parts.values())), parts, strict=True)
+    listed = ", ".join(f"{size} {name}" for size, name in printed if size != amount(0))
+    of_tp = f" tp={problem.tp}" if problem.tp > 1 else ""
+    again = " with blocks run again" if any(nearest.decision.recompute) else ""
+    return NothingFits(
+        f"no {kind} fits {amount.of(found.limit)} a device: nearest is "
+        f"{nearest.decision.config}{of_tp}{again}, whose {needing} {amount.of(held.peak)}, "
+        f"{numbers.memory(found.overflow)} too many ({listed}).",
+        [*([Help(EXACT)] if heuristic else []), *helps],
+        f"{what} of {amount.ceiling(held.peak)}",
+        problem.tp,
+        found.overflow,
+    )
+
+
+def _parts(held: Memory, flying: str) -> dict[str, int]:
+    """Bytes by the words of a refusal; every field of `Memory` is in one of them."""
+    learned, passing = "parameters, gradients and optimizer", "gradients on their way to their sums"
+    words = {
+        "parameters": learned,
+        "gradients": learned,
+        "optimizer": learned,
+        "buffers": "buffers",
+        "activations": f"activations of {flying} in flight",
+        "transfers": "transfers",
+        "passing": passing,
+    }
+    found: Counter[str] = Counter()
+    for field in fields(Memory):
+        found[words[field.name]] += getattr(held, field.name)
+    return dict(found)
+
+
+EXACT = "the planner `dynamic`, which places cuts by memory"
+
+
+class NothingFits(InfeasibleError):
+    """No plan of a problem fits.
+
+    Attributes:
+        helps: changes after which one does.
+        larger: the devices, or the limit, that the nearest plan wants.
+        tp: the problem's tensor-parallel degree.
+    """
+
+    def __init__(
+        self, message: str, helps: Sequence[Help], larger: str, tp: int, shortfall: int
+    ) -> None:
+        super().__init__(message, hint=one_of([*helps, larger]), shortfall=shortfall)
+        self.helps, self.larger, self.tp = tuple(helps), larger, tp
+
+    def beside(self, others: Sequence[NothingFits], further: Sequence[Help]) -> NothingFits:
+        """The same where other degrees' problems have been looked at as well: they may do with
+        fewer devices. `further` are helps of another kind."""
+        fewest = min(
+            (
+                (help.devices, error is not self, error.tp, help)
+                for error in (self, *others)
+                for help in error.helps
+                if help.devices
+            ),
+            default=None,
+        )
+        helps = [help for help in self.helps if not help.devices]
+        if fewest is not None:
+            _, elsewhere, tp, help = fewest
+            what = f"{help.what} with tp={tp}" if elsewhere else help.what
+            helps.append(help._replace(what=what))
+        return NothingFits(self.message, [*further, *helps], self.larger, self.tp, self.shortfall)

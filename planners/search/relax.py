@@ -1,0 +1,204 @@
+"""Where nothing fits: the smallest changes that would, each of them tried.
+
+asked for            tried in its place
+recompute=...        any blocks                 micro_batches=1    any number
+zero=0               zero 1, zero 3             schedule=gpipe     any
+pp=2                 any number of stages       these devices      1, 2, 4 ... more of the last,
+                                                                   until they are enough, and
+                                                                   then as few as are
+what was asked for, all of it, if nothing above helps
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from autopipe.errors import InfeasibleError
+from autopipe.planfile.contents import ZERO
+from autopipe.planners.model.devices import Machine
+from autopipe.planners.model.estimate import Scored
+from autopipe.planners.model.problem import Decision, Problem
+from autopipe.util.numbers import percent
+
+Fastest = Callable[[Problem], Scored | None]
+"""The fastest decision that fits; None: nothing fits."""
+
+MOST_MORE = 3
+"""How many times as many devices are tried, at most."""
+
+
+class Help(NamedTuple):
+    """A change after which a plan fits, and how much longer than on devices that hold everything
+    its step takes: `zero 1`, 0.06.
+
+    `devices` is their number if that is what changes, else 0.
+    """
+
+    what: str
+    longer: float = 0.0
+    devices: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.what} (+{percent(self.longer)} time)" if self.longer > 0 else self.what
+
+
+def would_fit(problem: Problem, fastest: Fastest) -> list[Help]:
+    """Changes after which a plan fits, each tried; all that was asked for at once if nothing else
+    helps."""
+    unlimited = fastest(limitless(problem))
+
+    def help_of(names: Sequence[str], changed: Problem, best: Scored, devices: int = 0) -> Help:
+        longer = 0.0
+        if unlimited is not None:
+            longer = best.estimate.step_seconds / unlimited.estimate.step_seconds - 1
+        said = [_said(name, best.decision, changed) for name in names]
+        return Help(_together(said), longer, devices)
+
+    helps = []
+    for name, changes in _changes(problem):
+        for changed in changes:
+            if (best := _fitting(changed, fastest)) is not None:
+                helps.append(help_of([name], changed, best))
+                break
+    changed, best = _fewest_devices(problem, fastest)
+    if best is not None:
+        devices = changed.machine.existing
+        helps.append(help_of(["devices"], changed, best, devices))
+    elif not helps:
+        names = [name for name, _ in _changes(problem)]
+        for changed in _free(problem) if len(names) > 1 else ():
+            if (best := _fitting(changed, fastest)) is not None:
+                differing = [name for name in names if _differs(name, best.decision, problem)]
+                helps.append(help_of(differing, changed, best))
+                break
+    return helps
+
+
+def _fewest_devices(problem: Problem, fastest: Fastest) -> tuple[Problem, Scored | None]:
+    """The problem with as few more devices as are enough, and its fastest decision; None: there is
+    none, or the mesh is as asked for.
+
+    Of numbers that are enough the one before the least may be too few; those between are halved.
+    """
+    asked, own = problem.constraints, problem.machine
+    few, enough = 0, 1
+    if asked.pp is not None and asked.dp is not None:
+        return problem, None
+
+    def tried(more: int) -> tuple[Problem, Scored | None]:
+        changed = replace(problem, machine=_with_more(own, more))
+        return changed, _fitting(changed, fastest)
+
+    while (best := tried(enough))[1] is None:
+        few, enough = enough, 2 * enough
+        if enough > (MOST_MORE - 1) * own.devices:
+            return problem, None
+    while enough - few > 1:
+        between = (few + enough) // 2
+        if (found := tried(between))[1] is None:
+            few = between
+        else:
+            enough, best = between, found
+    return best
+
+
+def _changes(problem: Problem) -> Iterator[tuple[str, list[Problem]]]:
+    """Each a single thing that is no longer as asked for; of several ways the first will do."""
+    asked = problem.constraints
+    if asked.recompute is not None and len(asked.recompute) < len(problem.recomputable):
+        yield "recompute", [replace(problem, constraints=replace(asked, recompute=None))]
+    zeros = _more_zeros(problem)
+    if zeros:
+        yield "zero", [replace(problem, zeros=(zero,)) for zero in zeros]
+    for name in ("micro_batches", "schedule", "pp", "dp"):
+        if getattr(asked, name) is not None and not asked.programs:
+            yield name, [replace(problem, constraints=replace(asked, **{name: None}))]  # type: ignore[arg-type]
+
+
+def _more_zeros(problem: Problem) -> list[int]:
+    """ZeRO stages beyond those to choose from. With tensor-parallel ranks gradients may be in
+    parts, which ZeRO-3 cannot deal out."""
+    return [z for z in ZERO if z > max(problem.zeros) and (z < 3 or problem.tp == 1)]
+
+
+def _free(problem: Problem) -> Iterator[Problem]:
+    """The problem without anything that was asked for; first with the schedule that was."""
+    asked = problem.constraints
+    zeros = (*problem.zeros, *_more_zeros(problem))
+    free = replace(asked, recompute=None)
+    if not asked.programs:
+        free = replace(free, micro_batches=None, pp=None, dp=None)
+    yield replace(problem, constraints=free, zeros=zeros)
+    if not asked.programs and asked.schedule is not None:
+        yield replace(problem, constraints=replace(free, schedule=None), zeros=zeros)
+
+
+def _differs(name: str, decision: Decision, problem: Problem) -> bool:
+    """Whether a decision is in this respect not as asked for."""
+    asked, config = problem.constraints, decision.config
+    if name == "recompute":
+        recomputed = {block for blocks in decision.recompute for block in blocks}
+        return recomputed != set(asked.recompute or ())
+    if name == "zero":
+        return config.zero not in problem.zeros
+    return bool(getattr(config, name) != getattr(asked, name))
+
+
+def _fitting(problem: Problem, fastest: Fastest) -> Scored | None:
+    try:
+        return fastest(problem)
+    except InfeasibleError:
+        return None  # what is left asked for contradicts itself
+
+
+def _said(name: str, decision: Decision, problem: Problem) -> str:
+    """The change in words, with what the planner made of it."""
+    config = decision.config
+    match name:
+        case "recompute":
+            stages = [str(s) for s, blocks in enumerate(decision.recompute) if blocks]
+            return f"recomputation in stage{'s' if len(stages) > 1 else ''} {', '.join(stages)}"
+        case "devices":
+            return f"{problem.machine.existing} devices"
+        case "schedule":
+            return f"the schedule {config.schedule}"
+        case "zero":
+            return f"zero {config.zero}"
+    return f"{name}={getattr(config, name)}"
+
+
+def _together(words: Sequence[str]) -> str:
+    """`pp=2`, `pp=2, dp=1 and zero 1 together`."""
+    *most, last = words
+    return f"{', '.join(most)} and {last} together" if most else last
+
+
+def limitless(problem: Problem) -> Problem:
+    """The same on devices that hold everything; blocks are recomputed only as asked for."""
+    machine = problem.machine
+    roomy = replace(problem, machine=replace(machine, memory=(UNLIMITED,) * machine.devices))
+    if problem.constraints.recompute is not None:
+        return roomy
+    kept = tuple(replace(profile, saved=(), recompute=()) for profile in problem.profiles)
+    return replace(roomy, profiles=kept, recomputable=())
+
+
+UNLIMITED = 2**62
+"""Bytes of a device that holds everything."""
+
+
+def _with_more(machine: Machine, more: int) -> Machine:
+    """As many more of the last device, on its node."""
+    places = machine.topology
+    return replace(
+        machine,
+        kinds=machine.kinds + machine.kinds[-1:] * more,
+        memory=machine.memory + machine.memory[-1:] * more,
+        topology=replace(
+            places,
+            nodes=places.nodes[: machine.devices] + places.nodes[-1:] * more,
+            sites=places.sites[: machine.devices] + places.sites[-1:] * more,
+        ),
+    )

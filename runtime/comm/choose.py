@@ -1,0 +1,169 @@
+"""Chooses a run's transport: NCCL between GPUs, direct copies within a host, gloo elsewhere.
+
+    all ranks on different GPUs      nccl, from GPU to GPU
+    two ranks on one GPU             gloo, through host memory: NCCL refuses that ("Duplicate GPU")
+    some ranks on the CPU            gloo
+    all of them                      direct within a host, gloo from host to host; gloo alone where
+                                     a container lets no process copy into another
+
+AUTOPIPE_TRANSPORT=gloo (or direct, or nccl) in the environment of rank 0 decides it by hand.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from autopipe.errors import LaunchError
+from autopipe.runtime.comm.cma_links import make_links
+from autopipe.runtime.comm.cma_transport import DirectTransport
+from autopipe.runtime.comm.gloo import GlooTransport, make_groups
+from autopipe.runtime.comm.nccl import NcclTransport, few_queues, make_lanes
+from autopipe.runtime.comm.threads import local_network
+from autopipe.runtime.comm.transport import Transport
+from autopipe.runtime.launch.world import TIMEOUT
+from autopipe.schedules.transfers import Edge
+
+VARIABLE = "AUTOPIPE_TRANSPORT"
+TRANSPORTS = ("gloo", "direct", "nccl")
+
+
+class Choice(NamedTuple):
+    """A transport of `TRANSPORTS`, and what there is to say about it.
+
+    "direct" is one to try; with `asked`, one to insist on.
+    """
+
+    transport: str
+    remark: str | None = None
+    asked: bool = False
+
+
+def choose(gpus: Sequence[str | None], asked: str | None, *, nccl: bool = True) -> Choice:
+    """The transport for ranks on these devices.
+
+    Args:
+        gpus: of each rank, a name that no other GPU of the world has; None: on the CPU.
+        asked: the value of AUTOPIPE_TRANSPORT.
+        nccl: whether torch has it, everywhere.
+
+    Raises:
+        LaunchError: `asked` is no transport, or one that a rank cannot use.
+    """
+    if asked and asked not in TRANSPORTS:
+        expected = f"{', '.join(TRANSPORTS[:-1])} or {TRANSPORTS[-1]}"
+        raise LaunchError(f"{VARIABLE} is {asked!r}, expected {expected}")
+    on_gpu = next((rank for rank, gpu in enumerate(gpus) if gpu is not None), None)
+    if asked == "direct" and on_gpu is not None:
+        raise LaunchError(
+            f"{VARIABLE} is 'direct', but rank {on_gpu} runs on {gpus[on_gpu]}: it copies from "
+            "host memory to host memory",
+            hint=f"unset {VARIABLE}",
+        )
+    if asked == "nccl" and None in gpus:
+        raise LaunchError(
+            f"{VARIABLE} is 'nccl', but rank {gpus.index(None)} runs on the CPU",
+            hint=f"unset {VARIABLE}, or plan for GPUs",
+        )
+    if asked == "nccl" and not nccl:
+        raise LaunchError(f"{VARIABLE} is 'nccl', but this torch is built without it")
+    if asked:
+        return Choice(asked, asked=True)
+    if on_gpu is None:
+        return Choice("direct")
+    if None in gpus or not nccl:
+        return Choice("gloo")
+    first = {gpu: rank for rank, gpu in reversed(list(enumerate(gpus)))}
+    twice = next(((first[gpu], rank) for rank, gpu in enumerate(gpus) if first[gpu] != rank), None)
+    if twice is None:
+        return Choice("nccl")
+    one, two = twice
+    return Choice(
+        "gloo",
+        f"ranks {one} and {two} share {gpus[one]}, which NCCL refuses: tensors go over gloo, "
+        "through host memory\n"
+        "hint: NCCL 2.30 and later allow it with NCCL_MULTI_RANK_GPU_ENABLE=1; then also set "
+        f"{VARIABLE}=nccl",
+    )
+
+
+def _agree(device: torch.device) -> Choice:
+    """What all ranks choose together; rank 0 says on stderr what there is to say."""
+    gpu, nccl = None, dist.is_nccl_available()
+    if device.type == "cuda":
+        gpu = f"GPU {torch.cuda.get_device_properties(device).uuid}"
+    seen: list[tuple[str | None, bool, str | None]] = [(None, nccl, None)] * dist.get_world_size()
+    dist.all_gather_object(seen, (gpu, nccl, os.environ.get(VARIABLE)))
+    gpus = [gpu for gpu, _, _ in seen]
+    choice = choose(gpus, seen[0][2], nccl=all(nccl for _, nccl, _ in seen))
+    if choice.remark is not None and dist.get_rank() == 0:
+        print(choice.remark, file=sys.stderr, flush=True)
+    return choice
+
+
+def backend_for(device: torch.device) -> str:
+    """The backend of torch.distributed that all ranks agree on for sums of gradients.
+
+    Every rank calls it, at the same point of its program.
+
+    Args:
+        device: this rank's own.
+
+    Raises:
+        LaunchError: as `choose`, on every rank.
+    """
+    return "nccl" if _agree(device).transport == "nccl" else "gloo"
+
+
+def shares_memory(device: torch.device) -> bool:
+    """Whether ranks on one host may talk through shared memory, as direct transfers do."""
+    return device.type == "cpu" and os.environ.get(VARIABLE, "direct") == "direct"
+
+
+def transport_for(
+    device: torch.device,
+    pipelines: Sequence[Sequence[int]],
+    edges: Sequence[Edge],
+    timeout: float = TIMEOUT,
+) -> Transport:
+    """This rank's transport; every rank of the world calls it, at the same point of its program.
+
+    Args:
+        device: this rank's own.
+        pipelines: for each pipeline (a data-parallel coordinate) the global rank of each stage;
+            every rank of the world is in one.
+        edges: who sends to whom, in training and in evaluation together.
+        timeout: seconds that a transfer waits for its other side.
+
+    Raises:
+        LaunchError: as `choose`, or AUTOPIPE_TRANSPORT is "direct" and ranks cannot; on every rank.
+    """
+    if not dist.is_initialized():
+        return local_network(pipelines[0], timeout)[0]
+    rank = dist.get_rank()
+    stages = next(stages for stages in pipelines if rank in stages)
+    choice = _agree(device)
+    if choice.transport == "nccl":
+        groups = make_lanes(pipelines, edges, device, timeout=timeout)
+        remark = few_queues(len(groups), os.environ)
+        if remark is not None:
+            print(f"rank {rank}: {remark[0]}\nhint: {remark[1]}", file=sys.stderr, flush=True)
+        return NcclTransport(stages, rank, groups)
+    if choice.transport == "direct":
+        links = make_links(pipelines, edges)
+        if not isinstance(links, str):
+            far = None
+            if links.far:
+                far = GlooTransport(stages, rank, make_groups(links.far, timeout))
+            return DirectTransport(stages, rank, links.wires, far, timeout)
+        if choice.asked:
+            raise LaunchError(
+                f"{VARIABLE} is 'direct', but {links}",
+                hint=f"unset {VARIABLE}: gloo does without",
+            )
+    return GlooTransport(stages, rank, make_groups(pipelines, timeout))

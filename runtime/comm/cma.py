@@ -1,0 +1,154 @@
+"""A wire between two processes of one host: short messages, and copies between their memories.
+
+The words go through a Unix socket, the bytes of a tensor do not: `process_vm_writev` copies them
+from one address space into the other, once, without memory of its own and without a thread ("cross
+memory attach", as MPI libraries do within a node). Linux allows it to whoever may trace the other
+process: the same user, the same pid namespace, and no container that forbids the system call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import socket
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+Word = tuple[int, int, int, int, int]
+"""Five numbers of 64 bits; what they mean is the transport's business."""
+
+_WORD = struct.Struct("<5q")
+_EARFUL = 100 * _WORD.size  # bytes to ask the socket for
+
+
+class _IoVec(ctypes.Structure):
+    """`struct iovec`: a piece of memory."""
+
+    _fields_ = (("base", ctypes.c_void_p), ("size", ctypes.c_size_t))
+
+
+_Copy = Callable[[int, Any, int, Any, int, int], int]
+
+
+def _system_calls() -> tuple[_Copy, _Copy] | None:
+    """process_vm_readv and process_vm_writev; None where there are none."""
+    if sys.platform != "linux":
+        return None
+    libc = ctypes.CDLL(None, use_errno=True)
+    try:
+        calls = libc.process_vm_readv, libc.process_vm_writev
+    except AttributeError:
+        return None
+    pieces = ctypes.POINTER(_IoVec), ctypes.c_ulong
+    for call in calls:
+        call.argtypes = (ctypes.c_int, *pieces, *pieces, ctypes.c_ulong)
+        call.restype = ctypes.c_ssize_t
+    return calls
+
+
+CALLS = _system_calls()
+"""process_vm_readv and process_vm_writev, if this system has them."""
+
+
+class CmaWire:
+    """One end of a wire; nothing here waits.
+
+    Args:
+        rank: of the process at the other end.
+        pid: of the same.
+        end: this end of the socket.
+
+    Attributes:
+        closed: the other end is gone, and all that it has said has been heard.
+        backlog: words that the socket had no room for; `flush` says them.
+    """
+
+    def __init__(self, rank: int, pid: int, end: socket.socket) -> None:
+        self.rank = rank
+        self.end = end
+        self.closed = False
+        self.backlog = bytearray()
+        self._pid = pid
+        self._broken = b""  # the first part of a word
+        self._here, self._there = _IoVec(), _IoVec()
+        self._pieces = ctypes.pointer(self._here), ctypes.pointer(self._there)
+        assert CALLS is not None, "a host has them"
+        self._reads, self._writes = CALLS
+
+    def tell(self, kind: int, ticket: int, place: int, address: int, size: int) -> None:
+        """Say a word, now or as soon as the other end listens; to nobody where it is gone."""
+        if self.closed:
+            return
+        word = _WORD.pack(kind, ticket, place, address, size)
+        said = 0 if self.backlog else self._send(word)
+        if said < len(word):
+            self.backlog += word[said:]
+
+    def flush(self) -> None:
+        """Say what is left to say, as far as there is room."""
+        del self.backlog[: self._send(self.backlog)]
+
+    def _send(self, words: bytes | bytearray) -> int:
+        try:
+            return self.end.send(words)
+        except BlockingIOError:
+            return 0
+        except (BrokenPipeError, ConnectionResetError):
+            return len(words)  # `hear` will find out, after what there is to hear
+
+    def hear(self) -> Iterator[Word]:
+        """The words that have come and were not heard yet, some of them where they are many."""
+        try:
+            found = self.end.recv(_EARFUL)
+        except BlockingIOError:
+            return iter(())
+        except ConnectionResetError:
+            found = b""
+        if not found:
+            self.give_up()
+        if self._broken or len(found) % _WORD.size:
+            found = self._broken + found
+            whole = len(found) - len(found) % _WORD.size
+            found, self._broken = found[:whole], found[whole:]
+        return _WORD.iter_unpack(found)
+
+    def read(self, here: int, there: int, size: int) -> None:
+        """Copy `size` bytes at the address `there` of the other process to `here`.
+
+        Raises:
+            OSError: ESRCH, the process is gone; EFAULT, it has no such memory; EPERM, not allowed.
+        """
+        self._copy(self._reads, here, there, size)
+
+    def write(self, here: int, there: int, size: int) -> None:
+        """Copy `size` bytes at `here` to the address `there` of the other process.
+
+        Raises:
+            OSError: as `read`.
+        """
+        self._copy(self._writes, here, there, size)
+
+    def _copy(self, call: _Copy, here: int, there: int, size: int) -> None:
+        while True:
+            self._here.base, self._here.size = here, size
+            self._there.base, self._there.size = there, size
+            done = call(self._pid, self._pieces[0], 1, self._pieces[1], 1, 0)
+            if done == size:
+                return
+            if done <= 0:  # none: there is a limit to one call (2 GiB), but it is not that
+                number = ctypes.get_errno() if done < 0 else errno.EFAULT
+                raise OSError(number, os.strerror(number))
+            here, there, size = here + done, there + done, size - done
+
+    def give_up(self) -> None:
+        """The other end is gone."""
+        self.closed = True
+        self.backlog.clear()
+
+    def close(self) -> None:
+        """Let go of the socket; the other end hears of it."""
+        self.closed = True
+        self.end.close()

@@ -1,0 +1,230 @@
+"""Connects the ranks of one host by wires (`comm.cma`), and tries each wire out.
+
+    rank 0                              rank 1
+    listen, card  ---- all cards ----   listen, card        who is on my host, and at which socket
+    accept  <------- Unix socket -----  connect             the kernel says which process calls
+    look, leave a mark  <------------>  look, leave a mark  can each read and write the other?
+    wires   ------ all are well ------  wires               or nobody has any
+
+A container, a security module or another user can forbid what wires are for; whether they do is
+not to be read off anywhere, so it is tried.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from autopipe.runtime.comm.cma import CALLS, CmaWire
+from autopipe.schedules.transfers import Edge
+
+PATIENCE = 20.0
+"""Seconds for the other end of a wire to answer while the wire is made."""
+
+_BACKLOG = 1024  # ranks that may call before the first is answered
+_HELLO = struct.Struct("<2q")
+_PR_SET_PTRACER = 0x59616D61  # linux/prctl.h; Yama's own
+_PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
+
+
+class Links(NamedTuple):
+    """How a rank reaches its peers.
+
+    Attributes:
+        wires: by rank, those of its peers that are on its host.
+        far: the pipelines of the world that have a channel from host to host.
+    """
+
+    wires: dict[int, CmaWire]
+    far: tuple[Sequence[int], ...]
+
+
+def make_links(pipelines: Sequence[Sequence[int]], edges: Sequence[Edge]) -> Links | str:
+    """Wires between all ranks of a host that exchange tensors; or why there are none, anywhere.
+
+    Every rank of the world calls it, with the same arguments, at the same point of its program, and
+    either all of them get links or all of them the same reason.
+
+    Args:
+        pipelines: for each pipeline (a data-parallel coordinate) the global rank of each stage.
+        edges: who sends to whom.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    card, listener = listen()
+    cards = [card] * size
+    dist.all_gather_object(cards, card)
+    pairs = [{(stages[edge.source], stages[edge.target]) for edge in edges} for stages in pipelines]
+    joined = {pair for found in pairs for pair in found if pair[0] != pair[1]}
+    near = {pair for pair in joined if _share_host(cards, pair)}
+    if joined and not near:
+        if listener is not None:
+            listener.close()
+        return "no two ranks that exchange tensors share a host"
+    peers = sorted({sum(pair) - rank for pair in near if rank in pair})
+    wires, problem = {}, None
+    try:
+        wires = make_wires(rank, cards, peers, listener)
+    except OSError as error:
+        # A side that gives up makes others do the same: they are not the reason.
+        echo = isinstance(error, ConnectionError | TimeoutError)
+        problem = echo, f"rank {rank} cannot copy: {error}"
+    problems = [problem] * size
+    dist.all_gather_object(problems, problem)
+    known = [found for found in problems if found is not None]
+    if known:
+        for wire in wires.values():
+            wire.close()
+        return min(known)[1]
+    far = (
+        stages
+        for stages, found in zip(pipelines, pairs, strict=True)
+        if any(pair in joined - near for pair in found)
+    )
+    return Links(wires, tuple(far))
+
+
+def _share_host(cards: Sequence[Card], pair: tuple[int, int]) -> bool:
+    return cards[pair[0]].shares_host(cards[pair[1]])
+
+
+class Host(NamedTuple):
+    """Ranks for which these are equal may have a wire.
+
+    Two network namespaces count as two hosts, though a copy would get through: whoever has set
+    them up, as a benchmark of a slow link does, wants what is between them to be used.
+    """
+
+    boot: str
+    pids: int
+    network: int
+
+
+def host() -> Host | None:
+    """Where this process is; None where no wire can be."""
+    if CALLS is None:
+        return None
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        return Host(boot, os.stat("/proc/self/ns/pid").st_ino, os.stat("/proc/self/ns/net").st_ino)
+    except OSError:
+        return None
+
+
+class Card(NamedTuple):
+    """What a rank tells all others: its host, its process, and where it listens."""
+
+    host: Host | None
+    pid: int
+    address: bytes
+
+    def shares_host(self, other: Card) -> bool:
+        """Whether there may be a wire between the two."""
+        return self.host is not None and self.host == other.host
+
+
+def listen() -> tuple[Card, socket.socket | None]:
+    """This process's card, and the socket that it names."""
+    found = host()
+    if found is None:
+        return Card(None, 0, b""), None
+    address = b"\0autopipe-" + secrets.token_hex(16).encode()  # abstract: nothing in a file system
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(address)
+    listener.listen(_BACKLOG)
+    return Card(found, os.getpid(), address), listener
+
+
+def make_wires(
+    rank: int, cards: Sequence[Card], peers: Sequence[int], listener: socket.socket | None
+) -> dict[int, CmaWire]:
+    """A wire to each of `peers`, tried in both directions; they do the same at the same time.
+
+    Args:
+        rank: this process's own.
+        cards: of all ranks.
+        peers: the ranks to have a wire to, all on this rank's host.
+        listener: as `listen` has made it; it is closed.
+
+    Raises:
+        OSError: a peer does not answer, or may not copy; no wire is left then.
+    """
+    with ExitStack() as undo:
+        if listener is not None:
+            undo.callback(listener.close)
+        ends = {}
+        for peer in (peer for peer in peers if peer < rank):
+            ends[peer] = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            ends[peer].settimeout(PATIENCE)
+            ends[peer].connect(cards[peer].address)
+        callers = {cards[peer].pid: peer for peer in peers if peer > rank}
+        while callers:
+            assert listener is not None, "a rank without a host has no peers"
+            listener.settimeout(PATIENCE)
+            end = listener.accept()[0]
+            caller = callers.pop(_process_behind(end), None)
+            if caller is None:  # a stranger: abstract sockets are open to all
+                end.close()
+                continue
+            ends[caller] = undo.enter_context(end)
+            end.settimeout(PATIENCE)
+        wires = {peer: CmaWire(peer, cards[peer].pid, end) for peer, end in ends.items()}
+        _try(list(wires.values()))
+        for end in ends.values():
+            end.setblocking(False)
+        undo.pop_all()
+    if listener is not None:
+        listener.close()
+    return wires
+
+
+def _process_behind(end: socket.socket) -> int:
+    """The process id of whoever holds the other end, as the kernel says."""
+    found = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid: int = struct.unpack("3i", found)[0]
+    return pid
+
+
+def _try(wires: Sequence[CmaWire]) -> None:
+    """Read a number out of each peer's memory and leave one's own there, as each peer does here.
+
+    Raises:
+        OSError: that does not work with one of them.
+    """
+    # Where Yama lets only parents trace, a process can say who else may: any, there being several.
+    ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
+    number = secrets.randbits(62)
+    theirs = [(ctypes.c_int64 * 2)() for _ in wires]  # a peer's number: read there, left here
+    own = [(ctypes.c_int64 * 1)(number) for _ in wires]
+    size = ctypes.sizeof(ctypes.c_int64)
+    for wire, mine, mark in zip(wires, own, theirs, strict=True):
+        wire.end.sendall(_HELLO.pack(ctypes.addressof(mine), ctypes.addressof(mark) + size))
+    for wire, mine, mark in zip(wires, own, theirs, strict=True):
+        to_read, to_write = _HELLO.unpack(_exactly(wire, _HELLO.size))
+        try:
+            wire.read(ctypes.addressof(mark), to_read, size)
+            wire.write(ctypes.addressof(mine), to_write, size)
+        except OSError as error:
+            where = f"{error.strerror}, between its memory and that of rank {wire.rank}"
+            raise OSError(error.errno, where) from error
+        wire.end.sendall(b"+")
+    for wire, mark in zip(wires, theirs, strict=True):
+        _exactly(wire, 1)
+        if mark[0] != mark[1]:
+            raise OSError(errno.EFAULT, "what was read and what was written differ")
+
+
+def _exactly(wire: CmaWire, size: int) -> bytes:
+    found = wire.end.recv(size, socket.MSG_WAITALL)
+    if len(found) < size:
+        raise ConnectionAbortedError(errno.ECONNABORTED, "the other side has given up")
+    return found

@@ -1,0 +1,242 @@
+"""Transfers between GPUs over NCCL: one two-rank communicator per lane, which is a one-way street.
+
+    ranks      0           1            stages 0 and 3 on rank 0, 1 and 2 on rank 1 (a V)
+    lane       0 -- 0F1 --> 1           a lane is a channel: source stage, target stage, flow
+    lane       0 -- 3B2 --> 1           its transfers run in the order in which they are issued,
+    lane       0 <- 2F3 --- 1           on a stream of its own; lanes do not wait for each other
+    lane       0 <- 1B0 --- 1
+
+Why so many: NCCL runs the operations of a communicator in turn, and a receive that is posted ahead
+holds up those behind it until its tensor comes. With both directions on one communicator that is a
+deadlock in every schedule, with activations and gradients on one it is in V shapes, with all stages
+that two ranks hold on one it is in interleaved ones (`test_deadlock.py` has the table). A lane
+for each channel is what `schedules.deadlock` takes for granted.
+
+    compute   ====made====|                               |====used====
+                     send | event        event | wait     | (the stream waits, not the host)
+    lane                  '---- bytes move ----'----------'
+
+Streams and events are torch's: an operation of a process group starts on the group's own stream
+after what the current stream has been given so far (for `post`: the last use of the buffer; for
+`send`: the computation of the tensor), and `wait` makes the current stream wait for its end. So the
+memory of a tensor that has been waited for can be used again by whatever the current stream does
+next, and the host never stops.
+
+A lane has no tags: tensors are matched by order alone, in slot order within a micro-batch. All
+communicators are made and warmed at the start, by all ranks in one global order: one that is made
+lazily waits for its peer in the middle of a step, which is a deadlock of its own. Sums of gradients
+go through other groups.
+
+Not run on hardware so far: lane order, matching and the calls are tested over gloo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopipe.runtime.comm.transport import DONE, Handle, Mailbox, as_bytes, incoming, outgoing
+from autopipe.runtime.launch.world import TIMEOUT
+from autopipe.schedules.instructions import Channel, Flow
+from autopipe.schedules.transfers import Edge
+
+MAX_CTAS = 2
+"""Thread blocks of one lane. A receive that is posted ahead keeps so many multiprocessors busy from
+the end of the transfer before it until its own tensor has come; NCCL's own choice, up to 32, would
+take them from the computation. Not measured; NCCL_MAX_CTAS in the environment comes before it."""
+
+
+class Lane(NamedTuple):
+    """One communicator: from which rank to which, and the channel it carries."""
+
+    source: int
+    target: int
+    channel: Channel
+
+
+def lanes(stages: Sequence[int], edges: Iterable[Edge]) -> tuple[Lane, ...]:
+    """The lanes of one pipeline in the order in which all ranks make them.
+
+    A pure function of what all ranks know. Each makes those it is an end of and passes over the
+    others, so of any two lanes both are made in the same order by whoever has both; whichever
+    comes first in the whole order has both its ends there, and nobody waits for ever.
+
+    Args:
+        stages: the rank of each stage.
+        edges: who sends to whom, in any order.
+    """
+    used = set()
+    for source, target, gradient in edges:
+        here, there = stages[source], stages[target]
+        if here != there:
+            used.add(Lane(here, there, Channel(source, target, Flow.ACTIVATION)))
+            if gradient:
+                used.add(Lane(there, here, Channel(target, source, Flow.GRADIENT)))
+    return tuple(sorted(used, key=lambda lane: (*lane[:2], *lane.channel[:2])))
+
+
+def make_lanes(
+    pipelines: Sequence[Sequence[int]],
+    edges: Sequence[Edge],
+    device: torch.device,
+    backend: str = "nccl",
+    timeout: float = TIMEOUT,
+) -> dict[Lane, dist.ProcessGroup]:
+    """Make and warm the lanes of all pipelines; every rank of the world calls it at one point.
+
+    Args:
+        pipelines: for each pipeline (a data-parallel coordinate) the global rank of each stage.
+        edges: of training and evaluation together.
+        device: this rank's own.
+        backend: of the groups.
+        timeout: seconds that a transfer waits for its other side.
+
+    Returns:
+        The lanes that this rank is an end of.
+    """
+    limit, rank = timedelta(seconds=timeout), dist.get_rank()
+    made: dict[Lane, dist.ProcessGroup] = {}
+    for lane in (lane for stages in pipelines for lane in lanes(stages, edges)):
+        options = _options() if backend == "nccl" else None
+        ends = sorted((lane.source, lane.target))
+        group = dist.new_group(ends, limit, backend, pg_options=options)
+        if rank in ends:
+            _warm(lane, group, rank, device)
+            made[lane] = group
+    return made
+
+
+def _options() -> dist.ProcessGroupNCCL.Options:
+    # Of high priority: between two blocks of a computation, not after all of them.
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.max_ctas = MAX_CTAS
+    return options
+
+
+def _warm(lane: Lane, group: dist.ProcessGroup, rank: int, device: torch.device) -> None:
+    """The first transfer makes the communicator; returns when it has come through."""
+    sends = rank == lane.source
+    data = torch.full((1,), int(sends), dtype=torch.uint8, device=device)
+    transfer = group.send if sends else group.recv
+    transfer([data], _other(rank, lane), 0).wait()
+    arrived = data.item()  # the host waits for the GPU
+    assert arrived == 1, f"{lane} carried {arrived} for 1"
+
+
+def _other(rank: int, lane: Lane) -> int:
+    """The far end of a lane, as its number in the group: 0 is the lower of the two ranks."""
+    return int(rank == min(lane.source, lane.target))
+
+
+def few_queues(lanes: int, environ: Mapping[str, str]) -> tuple[str, str] | None:
+    """What to say when the GPU has fewer hardware queues than this rank has streams.
+
+    Streams that share a queue wait for each other: a receive posted ahead would stop the
+    computation that its sender waits for.
+
+    Args:
+        lanes: how many this rank is an end of; the computation and collectives come on top.
+        environ: usually `os.environ`.
+
+    Returns:
+        The sentence and the hint; None where there are enough.
+    """
+    needed = lanes + 2
+    queues = int(environ.get("CUDA_DEVICE_MAX_CONNECTIONS", _QUEUES))
+    if queues >= needed:
+        return None
+    return (
+        f"this rank has {needed} streams ({lanes} lanes, the computation, collectives), and "
+        f"CUDA_DEVICE_MAX_CONNECTIONS gives the GPU {queues} queues: transfers posted ahead can "
+        "stop the computation",
+        f"export CUDA_DEVICE_MAX_CONNECTIONS={min(needed, _MOST_QUEUES)} before the start",
+    )
+
+
+_QUEUES, _MOST_QUEUES = 8, 32
+"""CUDA's default and its limit (CUDA C++ Programming Guide, environment variables)."""
+
+
+class NcclTransport:
+    """One rank's end of one pipeline.
+
+    Args:
+        stages: the global rank of each stage of this pipeline.
+        rank: this process's own.
+        groups: as `make_lanes` makes them; the transport owns them from here on.
+    """
+
+    def __init__(
+        self, stages: Sequence[int], rank: int, groups: Mapping[Lane, dist.ProcessGroup]
+    ) -> None:
+        self._stages = tuple(stages)
+        self._ends = {lane: _End(group, _other(rank, lane)) for lane, group in groups.items()}
+        self._own = Mailbox()
+
+    def post(self, buffer: Tensor, channel: Channel, slot: int) -> Handle:
+        """As `Transport.post`; it is written after what the current stream has to do by now."""
+        end = self._end(channel)
+        if end is not None:
+            end.follow(channel, slot)
+        if buffer.numel() == 0:
+            return DONE
+        if end is None:
+            return self._own.post(buffer, channel, slot)
+        data = as_bytes(incoming(buffer))
+        return _LaneHandle(end.group.recv([data], end.peer, 0), data)
+
+    def send(self, tensor: Tensor, channel: Channel, slot: int) -> Handle:
+        """As `Transport.send`; it is read after what the current stream has to do by now."""
+        end = self._end(channel)
+        if end is not None:
+            end.follow(channel, slot)
+        if tensor.numel() == 0:
+            return DONE
+        if end is None:
+            return self._own.send(tensor, channel, slot)
+        data = as_bytes(outgoing(tensor))
+        return _LaneHandle(end.group.send([data], end.peer, 0), data)
+
+    def close(self) -> None:
+        """As `Transport.close`; the groups of all lanes are closed."""
+        self._own.close()
+        while self._ends:
+            dist.destroy_process_group(self._ends.popitem()[1].group)
+
+    def _end(self, channel: Channel) -> _End | None:
+        """This rank's end of the lane of a channel; None within the rank."""
+        source, target = self._stages[channel.source], self._stages[channel.target]
+        return None if source == target else self._ends[Lane(source, target, channel)]
+
+
+@dataclass
+class _End:
+    """One end of a lane, and the tensor it came to last."""
+
+    group: dist.ProcessGroup
+    peer: int
+    last: tuple[Channel, int] | None = None
+
+    def follow(self, channel: Channel, slot: int) -> None:
+        """Check the one order in which both ends take the tensors of a micro-batch."""
+        assert slot == 0 or self.last == (channel, slot - 1), (
+            f"{channel}: slot {slot} comes after {self.last}, and a lane has no tags"
+        )
+        self.last = channel, slot
+
+
+@dataclass(slots=True)
+class _LaneHandle:
+    work: dist.Work | None
+    data: Tensor  # its memory is another's only after the current stream has waited
+
+    def wait(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+            self.work = None

@@ -1,0 +1,313 @@
+"""The process beside each rank: watches it from outside, and ends it when the run is over.
+
+    rank 0     rank 1     rank 2     rank 3      train; each writes where it is into shared memory
+      |          |          |          |
+    guard 0    guard 1    guard 2    guard 3     a sidecar each: needs neither torch nor the GIL
+      |__________|___ hub ___|_________|         in rank 0's sidecar (`launch.hub`); over TCP
+
+The hub elects the first death and tells every guard. One guard of each node prints it, unless the
+rank that it names is on this node and prints by itself what it has raised. When that rank has had
+its say and is gone (at once, if it died), every rank gets the time to end by itself, or is ended:
+
+    what the guard hears or sees       what it does
+    verdict                            tells its rank, prints
+    end                                0.5 s later SIGTERM, 1 s after that SIGKILL
+    the hub is gone, silent for 10 s   verdict: rank 0 was lost; end
+    goodbye of its rank                passes it on and ends; rank 0's when all have said it
+    its process is gone after `end`    ends
+
+A long C++ call, a compilation, an import are none of these: nobody asks a rank for a sign of life.
+Only sidecars give one, and only a stopped process (SIGSTOP) is frozen.
+
+A sidecar is in its rank's process group: a launcher that kills the group leaves nothing behind, and
+one that sends SIGTERM to it is seen to have ended the rank.
+
+Neither torch nor the rest of autopipe is imported here: a sidecar is there in 30 ms and 12 MB.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import socket
+from dataclasses import dataclass, field
+
+from autopipe.runtime.launch.hub import (
+    BEAT,
+    GIVE_UP,
+    SILENT,
+    SPEAKS,
+    Cause,
+    Hub,
+    Whereabouts,
+    unreachable,
+)
+from autopipe.runtime.launch.messages import Connection, Loop, Message
+
+FROZEN = 5.0
+"""Seconds that a process may be stopped."""
+
+ASK = 0.5
+"""Seconds from the end of a run to SIGTERM, for ranks that do not notice it by themselves."""
+
+KILL = 1.5
+"""Seconds from the end of a run to SIGKILL."""
+
+MEMORY = 24
+"""Bytes of the three numbers that a rank writes and its sidecar reads."""
+
+OUTSIDE, INSIDE, AFTER = range(3)
+"""Where a rank is: in no step, or in one that an exception has ended; in a step; after one."""
+
+
+@dataclass
+class Guard:
+    """Watches one rank, tells the hub, and ends the rank when told to.
+
+    Args:
+        pid: of the rank.
+        process: its pidfd, which never comes to mean another process, as a pid does.
+        memory: three numbers that the rank writes: the step, and the position of the instruction in
+            all it has told of its programs, both plus one, so that 0 is none; and OUTSIDE, INSIDE
+            or AFTER the step.
+        control: to the rank.
+        hub: to the hub, which lets in who knows `token`.
+        local_rank: on its node; the lowest one whose guard is at work prints the verdict.
+    """
+
+    loop: Loop
+    rank: int
+    node: int
+    pid: int
+    process: int
+    memory: memoryview
+    control: Connection
+    hub: Connection
+    token: str
+    local_rank: int
+    _program: list[tuple[int, str]] = field(default_factory=list)
+    _master: Whereabouts = Whereabouts("rank 0", "before its first step")
+    _alive: bool = True
+    _told: bool = False
+    _bye: bool = False
+    _acknowledged: bool = False
+    _reported: bool = False
+    _verdict: Message | None = None
+    _ended: float | None = None
+    _stopped: float | None = None
+    _sent: int = 0
+    _gone: float = 0.0
+    _heard: float = 0.0
+    _beaten: float = 0.0
+
+    def __post_init__(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._note)
+        self.loop.watch(self.process, self._see_the_end)
+        self.loop.watch(self.control.socket, self._read_control)
+        self.loop.watch(self.hub.socket, self._read_hub)
+        self._heard = self.loop.clock
+        self.hub.send(hello=self.token, rank=self.rank, node=self.node, place=self.place())
+
+    def place(self) -> Whereabouts:
+        """Where the rank is, by what it wrote last."""
+        step, index, state = self.memory[0] - 1, self.memory[1] - 1, self.memory[2]
+        if step >= 0 and 0 <= index < len(self._program):
+            stage, words = self._program[index]
+            return Whereabouts(f"rank {self.rank} (stage {stage})", f"at step {step}, {words}")
+        stages = sorted({stage for stage, _ in self._program})
+        which = f" (stage{'s' * (len(stages) > 1)} {' and '.join(map(str, stages))})"
+        where = f"after step {step}" if state == AFTER else f"at step {step}"
+        return Whereabouts(
+            f"rank {self.rank}{which if stages else ''}",
+            where if step >= 0 else "before its first step",
+        )
+
+    def turn(self) -> None:
+        """Do whatever is due by the clock."""
+        now = self.loop.clock
+        if self._alive and not self._reported:
+            self._look_for_a_stop(now)
+        if now - self._beaten >= BEAT:
+            self._beaten = now
+            self.hub.send(place=self.place(), inside=self.memory[2] == INSIDE)
+        if self.hub.open and now - self._heard > SILENT:
+            self._conclude(unreachable(0))
+        if self._alive and self._ended is not None:
+            self._end_the_rank(now - self._ended)
+        self.hub.flush()
+        self.control.flush()
+
+    def done(self) -> bool:
+        """Whether the rank has ended, and all that was to be said of it is said."""
+        now = self.loop.clock
+        if self._ended is not None:
+            return not self._alive or now > self._ended + GIVE_UP
+        if self._acknowledged or not self.hub.open:
+            return self._bye or not self._alive
+        return not self._alive and now > self._gone + GIVE_UP
+
+    def _note(self, number: int, _: object) -> None:
+        self._told = True
+
+    def _look_for_a_stop(self, now: float) -> None:
+        if _state(self.pid)[:1] != ["T"]:
+            self._stopped = None
+        elif self._stopped is None:
+            self._stopped = now
+        elif now - self._stopped >= FROZEN:
+            self._report("frozen", f"stopped for {FROZEN:g} s (SIGSTOP)")
+
+    def _report(self, cause: str, why: str) -> None:
+        self._reported = True
+        self.hub.send(cause=cause, why=why, place=self.place())
+
+    def _see_the_end(self) -> None:
+        self.loop.forget(self.process)
+        if self.control.open:
+            self._read_control()  # what it has said comes before its end
+        self._alive, self._gone = False, self.loop.clock
+        if not (self._bye or self._reported):
+            if self._told or self._verdict is not None:
+                self._report("told", "by SIGTERM")
+            else:
+                self._report("died", f"{_manner(self.pid)} (its process is gone)")
+        self.hub.send(gone=True)
+
+    def _read_control(self) -> None:
+        for message in self.control.receive():
+            if "learn" in message:
+                self._program += message["learn"]
+            if "cause" in message:
+                self._report(message["cause"], message["why"])
+            if "bye" in message:
+                self._bye = True
+                self.hub.send(bye=True, place=self.place())
+        if not self.control.open:
+            self.loop.forget(self.control.socket)
+
+    def _read_hub(self) -> None:
+        for message in self.hub.receive():
+            self._heard = self.loop.clock
+            if "welcome" in message:
+                self.control.send(welcome=True)
+            if message.get("beat") is not None:
+                self._master = Whereabouts(*message["beat"])
+            if "bye" in message:
+                self._acknowledged = True
+            if "verdict" in message:
+                self._learn(message)
+            if "end" in message:
+                self._end()
+        if not self.hub.open:
+            self.loop.forget(self.hub.socket)
+            self._conclude("its watchdog is gone")
+
+    def _learn(self, verdict: Message) -> None:
+        if self._verdict is not None:
+            return
+        self._verdict = verdict
+        self.control.send(verdict=verdict["verdict"], rank=verdict["rank"])
+        speaks = verdict["kind"] in SPEAKS and verdict["node"] == self.node
+        # Rank 0's node is node 0, and its first guard is the hub's: of no help without it.
+        first = int(verdict["kind"] == "lost" and verdict["rank"] == self.node == 0)
+        if self.local_rank == first and not speaks:
+            say(f"error: {verdict['verdict']}")
+
+    def _end(self) -> None:
+        if self._ended is None:
+            self._ended = self.loop.clock
+            self.control.send(end=True)
+
+    def _conclude(self, why: str) -> None:
+        """End without a hub, unless there is nothing left to end."""
+        if self._acknowledged or not self._alive:
+            return
+        text = str(Cause(self.loop.clock, "lost", 0, self._master, why))
+        self._learn({"verdict": text, "kind": "lost", "rank": 0, "node": 0})
+        self._end()
+
+    def _end_the_rank(self, seconds: float) -> None:
+        frozen = self._verdict is not None and self._verdict["kind"] == "frozen"
+        if seconds >= KILL or (frozen and _state(self.pid)[:1] == ["T"]):
+            number = signal.SIGKILL  # the one signal that a stopped process does not keep for later
+        elif seconds >= ASK:
+            number = signal.SIGTERM
+        else:
+            return
+        if number == self._sent:
+            return
+        self._sent = number
+        try:
+            signal.pidfd_send_signal(self.process, number)
+        except ProcessLookupError:
+            pass  # it has just ended
+
+
+def _state(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from its third on, the state; none without the process."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _manner(pid: int) -> str:
+    """How a process has ended, as long as its parent has not asked; then that it was killed."""
+    state = _state(pid)
+    status = int(state[-1]) if state[:1] == ["Z"] else int(signal.SIGKILL)
+    if os.WIFEXITED(status):
+        return f"exited with code {os.WEXITSTATUS(status)}"
+    number = os.WTERMSIG(status)
+    return "killed" if number == signal.SIGKILL else f"killed by {signal.Signals(number).name}"
+
+
+def say(line: str) -> None:
+    """A line on stderr, in one piece."""
+    try:
+        os.write(2, f"{line}\n".encode())
+    except OSError:
+        pass  # nobody listens any longer
+
+
+def main(config: Message) -> None:
+    """Watch until there is nothing left to watch.
+
+    Args:
+        config: as `runtime.launch.watchdog.watch` writes it; files are their descriptors.
+    """
+    loop, hub = Loop(), None
+    if "listener" in config:
+        hub = Hub(loop, config["size"], config["token"])
+        hub.listen(socket.socket(fileno=config["listener"]))
+        own, to_hub = socket.socketpair()
+        hub.join(own)
+    else:
+        host, port = config["host"], config["port"]
+        try:
+            to_hub = socket.create_connection((host, port), timeout=SILENT)
+        except OSError as error:
+            say(
+                f"warning: rank {config['rank']} runs without a watchdog: "
+                f"rank 0's does not answer at {host} port {port}: {error}"
+            )
+            return
+    guard = Guard(
+        loop,
+        config["rank"],
+        config["node"],
+        config["pid"],
+        config["process"],
+        memoryview(mmap.mmap(config["memory"], MEMORY)).cast("q"),
+        Connection(socket.socket(fileno=config["control"])),
+        Connection(to_hub),
+        config["token"],
+        config["local_rank"],
+    )
+    while not (guard.done() and (hub is None or hub.done())):
+        loop.turn()
+        guard.turn()
+        if hub is not None:
+            hub.turn()

@@ -1,0 +1,258 @@
+"""Elects the rank that died first, from what the guards of all ranks report.
+
+What is seen of a rank is a cause. The first cause becomes the verdict, but one that is likely to
+follow from another leaves that one some time to come in:
+
+    what is seen                                             cause    outranked by  waits, seconds
+    its process is gone, and has said no goodbye             died     -             0
+    its process has been stopped (state T) for 5 s           frozen   -             0
+    it says what it has raised                               raised   -             0.5
+    its guard's connection is closed, or silent for 10 s     lost     those above   0.5
+    it has said goodbye, and another rank needs it           left     those above   0.5
+    it says that it lost a connection, or waited too long    echo     those above   3
+    its process is gone, as its launcher has asked it to be  told     those above   3
+
+Runs in rank 0's sidecar; neither torch nor the rest of autopipe is imported here.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from autopipe.runtime.launch.messages import Connection, Loop, Message
+
+RANKS = {"died": 0, "frozen": 0, "raised": 0, "lost": 1, "left": 2, "echo": 3, "told": 4}
+SETTLE = {"raised": 0.5, "lost": 0.5, "left": 0.5, "echo": 3.0, "told": 3.0}
+VERBS = {
+    "died": "died",
+    "frozen": "froze",
+    "lost": "was lost, last seen",
+    "left": "left the run",
+    "told": "was ended",
+}
+
+SPEAKS = ("raised", "echo")
+"""Causes that leave their rank alive: it says by itself what it has raised, and ends."""
+
+BEAT = 0.5
+"""Seconds between two signs of life of a sidecar."""
+
+SILENT = 10.0
+"""Seconds without a sign of life after which a connection counts as cut."""
+
+LEAVE = 5.0
+"""Seconds that a rank that has raised gets to say so and end before the others are ended."""
+
+STRAY = 10.0
+"""Seconds after a goodbye in which another rank may still be seen in the last step: a message that
+is late, or a process that its machine has no time for."""
+
+GIVE_UP = 8.0
+"""Seconds after which a sidecar ends although something that it waits for has not happened."""
+
+
+class Whereabouts(NamedTuple):
+    """Where a rank is: `rank 2 (stage 1)`, `at step 7, forward of micro-batch 5`."""
+
+    who: str
+    where: str
+
+
+class Cause(NamedTuple):
+    """Why the run may have to end, seen at `time` by the hub's clock."""
+
+    time: float
+    kind: str
+    rank: int
+    place: Whereabouts
+    why: str
+
+    def __str__(self) -> str:
+        """`rank 2 (stage 1) died at step 7, forward of micro-batch 5: killed (...)`."""
+        return f"{self.place.who} {VERBS.get(self.kind, 'failed')} {self.place.where}: {self.why}"
+
+
+def elect(causes: Sequence[Cause], now: float) -> Cause | None:
+    """The cause that the others follow from, or None as long as a better one may come in.
+
+    What several ranks raise alike (none can read the plan) is the lowest one's to say.
+    """
+    if not any(now - cause.time >= SETTLE.get(cause.kind, 0.0) for cause in causes):
+        return None
+    first = min(causes, key=lambda cause: (RANKS[cause.kind], cause.time))
+    alike = [c for c in causes if c.kind == first.kind == "raised" and c.why == first.why]
+    return min(alike, key=lambda cause: cause.rank, default=first)
+
+
+def unreachable(rank: int) -> str:
+    """Why a rank is lost that has been silent for too long."""
+    return f"rank {rank}'s node cannot be reached (nothing heard for {SILENT:g} s)"
+
+
+@dataclass
+class Member:
+    """What the hub knows of one rank; -1 before it has said which it is."""
+
+    connection: Connection
+    heard: float
+    rank: int = -1
+    node: int = -1
+    place: Whereabouts = Whereabouts("", "")
+    bye: float | None = None
+    told: bool = False
+    gone: bool = False
+    lost: bool = False
+
+    @property
+    def here(self) -> bool:
+        """Whether the rank is part of the run, for all that is known."""
+        return self.rank >= 0 and self.bye is None and not (self.gone or self.lost)
+
+
+@dataclass
+class Hub:
+    """Hears of every rank, elects the verdict and tells it to all.
+
+    Args:
+        size: how many ranks there are.
+        token: what a guard says to be let in.
+    """
+
+    loop: Loop
+    size: int
+    token: str
+    verdict: Cause | None = None
+    _members: list[Member] = field(default_factory=list)
+    _causes: list[Cause] = field(default_factory=list)
+    _decided: float = 0.0
+    _ended: float | None = None
+    _beaten: float = 0.0
+
+    def listen(self, server: socket.socket) -> None:
+        """Let in whoever connects to `server` and knows the token."""
+        server.setblocking(False)
+
+        def accept() -> None:
+            try:
+                self.join(server.accept()[0])
+            except OSError:
+                pass  # it has gone away again
+
+        self.loop.watch(server, accept)
+
+    def join(self, sock: socket.socket) -> None:
+        """Hear a connected guard; which rank's it is, it says first."""
+        member = Member(Connection(sock, limit=1 << 16), self.loop.clock)
+        self._members.append(member)
+        self.loop.watch(sock, lambda: self._read(member))
+
+    def turn(self) -> None:
+        """Do whatever is due by the clock."""
+        now = self.loop.clock
+        for member in self._members:
+            if member.here and now - member.heard > SILENT:
+                self._lose(member, unreachable(member.rank))
+        if now - self._beaten >= BEAT:
+            self._beaten = now
+            self._tell(beat=next((m.place for m in self._members if m.rank == 0), None))
+        if self.verdict is None and self._peaceful():
+            if self._complete():
+                self._tell(bye=True)
+        elif self.verdict is None:
+            self.verdict, self._decided = elect(self._causes, now), now
+            if self.verdict is not None:
+                self._tell(**self._told(self.verdict))
+        if self.verdict is not None and self._ended is None and self._may_end(self.verdict):
+            self._ended = now
+            self._tell(end=True)
+        for member in self._members:
+            member.connection.flush()
+
+    def done(self) -> bool:
+        """Whether nobody needs the hub any longer."""
+        if self._ended is None:
+            return self._complete() and self._peaceful()
+        # Rank 0's guard runs in this process and closes nothing.
+        alone = not any(m.connection.open for m in self._members if m.rank != 0 and not m.lost)
+        return (self._complete() and alone) or self.loop.clock > self._ended + GIVE_UP
+
+    def _complete(self) -> bool:
+        """Whether every rank has come in; one that has not after so long runs without a guard."""
+        return len(self._members) >= self.size or self.loop.clock > SILENT
+
+    def _peaceful(self) -> bool:
+        """Whether every rank has said goodbye, or was told to end."""
+        return all(member.bye is not None or member.told for member in self._members)
+
+    def _may_end(self, verdict: Cause) -> bool:
+        """Whether whoever the verdict names has had its say, and all others may end."""
+        late = self.loop.clock - self._decided > LEAVE
+        alive = any(m.here for m in self._members if m.rank == verdict.rank)
+        return late or not alive or verdict.kind not in SPEAKS
+
+    def _tell(self, **message: object) -> None:
+        for member in self._members:
+            if member.rank >= 0:
+                member.connection.send(**message)
+
+    def _told(self, verdict: Cause) -> Message:
+        node = next(member.node for member in self._members if member.rank == verdict.rank)
+        text, kind, rank = str(verdict), verdict.kind, verdict.rank
+        return {"verdict": text, "kind": kind, "rank": rank, "node": node}
+
+    def _read(self, member: Member) -> None:
+        for message in member.connection.receive():
+            member.heard = self.loop.clock
+            self._hear(member, message)
+        if member.connection.open:
+            return
+        self.loop.forget(member.connection.socket)
+        member.connection.socket.close()
+        if member.rank < 0:
+            self._members.remove(member)
+        elif member.here:
+            self._lose(member, "it is gone, and its watchdog with it")
+
+    def _hear(self, member: Member, message: Message) -> None:
+        if member.rank < 0:
+            if message.get("hello") != self.token:
+                member.connection.open = False
+                return
+            member.rank, member.node = message["rank"], message["node"]
+            member.connection.send(welcome=True)
+            if self.verdict is not None:
+                member.connection.send(**self._told(self.verdict))
+            if self._ended is not None:
+                member.connection.send(end=True)
+        if "place" in message:
+            member.place = Whereabouts(*message["place"])
+        if message.get("inside"):
+            self._look_for_a_leaver(member, STRAY)
+        if "cause" in message:
+            member.told |= message["cause"] == "told"
+            self._add(member, message["cause"], message["why"])
+            if message["cause"] == "echo":
+                self._look_for_a_leaver(member, 0.0)
+        if "gone" in message:
+            member.gone = True
+        if "bye" in message:
+            member.bye = self.loop.clock
+            member.connection.send(bye=True)
+
+    def _lose(self, member: Member, why: str) -> None:
+        member.lost = True
+        self._add(member, "lost", why)
+
+    def _look_for_a_leaver(self, waiting: Member, seconds: float) -> None:
+        """A step needs every rank: whoever said goodbye so long ago is missed in this one."""
+        for member in self._members:
+            if member.bye is not None and self.loop.clock - member.bye >= seconds:
+                place = waiting.place
+                self._add(member, "left", f"it has ended, but {place.who} is {place.where}")
+                return
+
+    def _add(self, member: Member, kind: str, why: str) -> None:
+        self._causes.append(Cause(self.loop.clock, kind, member.rank, member.place, why))

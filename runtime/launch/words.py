@@ -1,0 +1,32 @@
+"""Tells a rank's own error from an echo: the error of a connection to a rank that has died."""
+
+from __future__ import annotations
+
+import re
+
+_ECHO = re.compile(
+    "Connection closed by peer|Connection reset by peer|Broken pipe|pair closure|Timed out waiting"
+    "|remote process exited|NCCL communicator was aborted|timed out after .* waiting",
+    re.IGNORECASE,
+)
+"""What gloo and NCCL say when a peer is gone or takes too long."""
+
+
+def is_echo(error: BaseException) -> bool:
+    """Whether an error says no more than that another rank is gone, or late."""
+    known: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in known:
+        known.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    return any(
+        isinstance(error, RuntimeError) and _ECHO.search(str(error))
+        or any(kind.__name__ == "DistError" for kind in type(error).__mro__)  # torch's
+        for error in known
+    )  # fmt: skip
+
+
+def sentence(error: BaseException) -> str:
+    """`ZeroDivisionError: division by zero`; of a longer message the first line."""
+    first = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {first}"

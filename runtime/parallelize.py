@@ -1,0 +1,78 @@
+"""`parallelize`: this rank's stage of a model, from a plan that all ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from autopipe.frontend.loss import Loss
+from autopipe.planfile.contents import Plan
+from autopipe.runtime.parameters.hold import hold
+from autopipe.runtime.parameters.materialize import Origin
+from autopipe.runtime.start import (
+    check_plan,
+    connect,
+    join,
+    own_part,
+    own_states,
+    split_to_evaluate,
+    trace_planned,
+)
+from autopipe.runtime.step.pipe import Pipe
+from autopipe.runtime.step.prepare import Rank
+from autopipe.sharding.local_graph import replicated
+from autopipe.tracing.source import Source
+
+
+def parallelize(
+    model: Source,
+    plan: Plan,
+    *,
+    inputs: Any = None,
+    loss: Loss | None = None,
+    weights: str | Path | None = None,
+    seed: int = 0,
+    compile: bool = False,
+    offload: bool = False,
+    emitted: str | Path | None = None,
+    say: Callable[[str], None] | None = None,
+) -> Pipe:
+    """Make this rank's part of `model` as `plan` says; every rank calls it.
+
+    Args:
+        model: the model, whose parameters of this rank's stage are taken as they are, or the
+            function that builds it.
+        plan: the same on every rank.
+        inputs: an example batch to trace with; None: one made from the plan's description.
+        loss: as given to `plan`.
+        weights: a checkpoint to read this rank's parameters from: a safetensors file, a state_dict
+            that torch.save has written, a folder of either, or of torch.distributed.checkpoint.
+        seed: of the initialisation and of dropout.
+        compile: whether stages run through torch.compile.
+        offload: under ZeRO-3, keep parameters, gradients and optimizer state in host memory.
+        emitted: a folder that `autopipe emit` has written for this plan: training steps run its
+            stages and its programs, as they stand there now.
+        say: gets a line of talk at a time, on rank 0.
+
+    Raises:
+        LaunchError: other processes were started than the plan is for.
+        PlanError: the plan was made for another model, whose first node that differs is named, or
+            with another loss.
+        ModelError: the model cannot be captured, or a parameter is not to be had.
+        ScheduleError: the programs in `emitted` would wait for each other, or are not whole.
+    """
+    checked = check_plan(plan, loss, emitted, compiled=compile)
+    plan, sharding = checked.plan, checked.sharding
+    joined = join(plan)
+    traced = trace_planned(model, inputs, loss, plan)
+    part = own_part(checked, joined, traced.trace)
+    talk = say if joined.place.rank == 0 else None
+    origin = Origin(model, traced.skeleton, weights, seed, say=talk)
+    own = own_states(part, traced, sharding, origin)
+    transport = connect(part)
+    held = hold(part, own.states, joined.backend, partial=replicated(sharding), offload=offload)
+    rank = Rank(part, checked.compute, transport, held, compile, checked.emitted)
+    evaluation = partial(split_to_evaluate, model, loss, part, sharding)
+    return Pipe(rank, own, joined.watchdog, joined.world, evaluation, seed)

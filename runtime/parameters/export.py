@@ -1,0 +1,155 @@
+"""Writes the whole model to one safetensors file, gathering it from the ranks tensor by tensor.
+
+    rank 0    stage 0, part 0   --+
+    rank 1    stage 0, part 1   --+--whole--> rank 0 --> header, wte.weight, h.0..., lm_head.weight
+    rank 2    stage 1, part 0   --+
+    ...
+
+Every tensor is made whole by the ranks that have parts of it, and the first of these sends it to
+rank 0, which writes it and lets it go: no rank holds more than one tensor beside its own. A tied
+tensor stands in the file under each of its names, as `load_state_dict(strict=True)` asks for it.
+
+A file begins with the bytes of its header in 8 bytes, then has the header, JSON, then the tensors
+(https://github.com/huggingface/safetensors, "Format"). Wide dtypes come first: all are aligned.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopipe.errors import AutopipeError
+from autopipe.planfile.parts import Place
+from autopipe.util import atomic_file
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""What the format calls them."""
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor of the model: its names, the first one the graph's, and what it is when whole."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Of one copy."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def export(
+    path: Path,
+    kept: Sequence[FileTensor],
+    whole: Callable[[str], Tensor],
+    place: Place,
+    world: dist.ProcessGroup | None,
+) -> None:
+    """Write the model; every rank calls it.
+
+    Args:
+        kept: what this rank has of it.
+        whole: makes a tensor whole, by its first name, together with all ranks of the same stages.
+        world: all ranks of the run; None: this one is alone.
+
+    Raises:
+        AutopipeError: a dtype is none of the format's, or the file cannot be written.
+    """
+    mine = place.rank, place.pp, tuple(kept)
+    found: list[Any] = [mine]
+    if world is not None:
+        found = [None] * dist.get_world_size(world)
+        dist.all_gather_object(found, mine, group=world)
+    order, holders = _order(found)
+    own = {tensor.names[0] for tensor in kept}
+    if place.rank == 0:
+        with atomic_file.writing(path) as file:
+            file.write(_header(order))
+            for tensor in order:
+                rank, pp = holders[tensor.names[0]]
+                data = whole(tensor.names[0]) if tensor.names[0] in own and pp == place.pp else None
+                if rank != 0:
+                    data = torch.empty(tensor.shape, dtype=tensor.dtype)
+                    _receive(data, rank, world)
+                assert data is not None
+                raw = data.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+                for _ in tensor.names:
+                    file.write(raw.data)
+        return
+    for tensor in order:
+        rank, pp = holders[tensor.names[0]]
+        if pp != place.pp or tensor.names[0] not in own:
+            continue  # what forward does not use is with one rank alone
+        data = whole(tensor.names[0])
+        if rank == place.rank:
+            _send(data.detach().cpu().contiguous(), world)
+
+
+def _order(
+    found: Sequence[tuple[int, int, tuple[FileTensor, ...]]],
+) -> tuple[list[FileTensor], dict[str, Any]]:
+    """All tensors as the file has them, and of each the rank that gives it, with its stage."""
+    tensors: dict[str, FileTensor] = {}
+    holders: dict[str, tuple[int, int]] = {}
+    for rank, pp, kept in sorted(found, key=lambda one: one[0]):
+        for tensor in kept:
+            if tensor.dtype not in DTYPES:
+                raise AutopipeError(
+                    f"{tensor.names[0]!r} is {tensor.dtype}, which a safetensors file cannot hold"
+                )
+            tensors.setdefault(tensor.names[0], tensor)
+            holders.setdefault(tensor.names[0], (rank, pp))
+    return sorted(tensors.values(), key=lambda tensor: -tensor.dtype.itemsize), holders
+
+
+def _header(order: Sequence[FileTensor]) -> bytes:
+    entries: dict[str, Mapping[str, Any]] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for tensor in order:
+        for name in tensor.names:
+            entries[name] = {
+                "dtype": DTYPES[tensor.dtype],
+                "shape": tensor.shape,
+                "data_offsets": (at, at + tensor.bytes),
+            }
+            at += tensor.bytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _send(tensor: Tensor, world: dist.ProcessGroup | None) -> None:
+    if tensor.numel():
+        dist.send(_raw(tensor), 0, group=world)
+
+
+def _receive(tensor: Tensor, rank: int, world: dist.ProcessGroup | None) -> None:
+    if tensor.numel():
+        dist.recv(_raw(tensor), rank, group=world)
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    """A contiguous tensor's bytes, which every backend can send."""
+    return tensor.reshape(-1).view(torch.uint8)

@@ -1,0 +1,306 @@
+"""Sums gradients over the ranks that hold the same parameter, while the last backward runs.
+
+Ranks hold the same parameter when they are the same stage of another data-parallel coordinate, or
+another stage that a tied parameter stands in. A parameter's group is all of them, so one sum does
+for both. Losses are seeded with their share of the whole batch: sums need no division.
+
+    program         ... 0B2    0REDUCE 0B3---------------------          0STEP
+    gradients                          d(last) d(...) ... d(first)
+    buckets                              |sum 0----|
+                                                |sum 1----|
+                                                        |sum 2----|      wait
+
+From REDUCE on, a gradient is final when backward has added to it (the other micro-batches have).
+Parameters go into buckets in reverse order, which is about the order in which backward comes to
+them; a bucket whose gradients are all final is flattened and its sum begins. On every rank of a
+group the sums begin in the same order, whatever order backward takes there: a bucket that is ready
+early waits for those before it ("PyTorch Distributed", Li et al., 2020, arXiv:2006.15704).
+
+What does get a gradient is learnt in the first step, by one small exchange: a parameter that one
+stage uses and another has only tied gets zeros there, one that nobody uses stays without, and none
+of them holds back a bucket.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autopipe.errors import LaunchError, ScheduleError
+from autopipe.planfile.parts import BUCKET_BYTES
+
+
+class Gradients(Protocol):
+    """What a step asks of the way a rank holds its parameters: `GradientSum` whole on every rank,
+    `zero1.OptimizerShards` (ZeRO-1) and `zero3.FullyShardedSum` (ZeRO-3) in shards."""
+
+    def shards(self) -> Mapping[str, nn.Parameter]:
+        """What this rank's optimizer updates, under the model's own names."""
+
+    def arm(self, stage: int) -> None:
+        """At REDUCE: the next backward of `stage`, which comes right after, is its last."""
+
+    def finish(self) -> None:
+        """At STEP: returns when the `.grad` of every shard is that of the whole batch."""
+
+    def gather(self) -> None:
+        """Make the parameters that forward uses whole again, before they are used or saved.
+
+        Every rank calls it at the same place: before each step and each evaluation.
+        """
+
+    def owned_gradients(self) -> dict[str, Tensor]:
+        """Gradients by name, or parts of them: all ranks' together are the model's, each once."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters of one group, dtype and device whose gradients are summed in one go."""
+
+    group: dist.ProcessGroup
+    parameters: tuple[nn.Parameter, ...]
+
+
+Reduction = Callable[[Bucket], Callable[[], object]]
+"""Begins the sum of a bucket's gradients (None: zeros); what it returns waits for its end."""
+
+
+def all_reduce(bucket: Bucket) -> Callable[[], object]:
+    """The whole sum on every rank.
+
+    The gradients become views of the bucket, and what they were is let go: a bucket's bytes are
+    held twice only while it is being filled.
+    """
+    flat = torch.cat([_gradient(parameter).reshape(-1) for parameter in bucket.parameters])
+    sizes = [parameter.numel() for parameter in bucket.parameters]
+    for parameter, part in zip(bucket.parameters, torch.split(flat, sizes), strict=True):
+        parameter.grad = part.view(parameter.shape)
+    work = dist.all_reduce(flat, group=bucket.group, async_op=True)
+    assert work is not None
+    return lambda: work.wait()
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+@dataclass
+class _BucketQueue:
+    """The buckets of one group; their sums begin in this order on each of its ranks."""
+
+    buckets: list[Bucket]
+    missing: list[set[str]]
+    begun: int = 0
+
+
+@dataclass
+class _Learnt:
+    """What the first step has shown; good for as long as the same parameters are trainable."""
+
+    trainable: tuple[bool, ...]
+    queues: list[_BucketQueue] = field(default_factory=list)
+    at: dict[str, tuple[_BucketQueue, int]] = field(
+        default_factory=dict
+    )  # queue and bucket of a name
+
+
+class GradientSum:
+    """Sums the gradients of a rank's parameters, each on all ranks that hold it.
+
+    Args:
+        parameters: this rank's, by name, in the model's order, which is the same on every rank.
+        groups: the process group of each name whose parameter stands on other ranks too.
+        stages: the names that each stage of this rank uses.
+        reduce: how a bucket is summed, and where the sums go.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        groups: Mapping[str, dist.ProcessGroup],
+        stages: Mapping[int, Iterable[str]],
+        reduce: Reduction = all_reduce,
+    ) -> None:
+        self._parameters = dict(parameters)
+        self._groups = groups
+        self._reduce = reduce
+        self._shared = [n for n, p in parameters.items() if p.requires_grad and n in groups]
+        self._stages = {stage: set(self._shared) & set(names) for stage, names in stages.items()}
+        self._to_come = self._holders()
+        self._used: set[str] = set()
+        self._learnt: _Learnt | None = None
+        self._pending: list[Callable[[], object]] = []
+        for name in self._shared:
+            parameters[name].register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                self._hook(name)
+            )
+
+    def shards(self) -> Mapping[str, nn.Parameter]:
+        """The parameters themselves."""
+        return self._parameters
+
+    def arm(self, stage: int) -> None:
+        """The next backward of `stage` is its last: sum its gradients as they are made."""
+        if self._learnt is not None and self._learnt.trainable != self._trainable():
+            self._learnt = None
+        for name in self._stages[stage]:
+            self._to_come[name] -= 1
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Begin the sums that are left, and wait for all of them.
+
+        Raises:
+            LaunchError: the ranks of a group hold different parameters.
+            ScheduleError: a parameter has got a gradient that it did not get in earlier steps.
+        """
+        if self._learnt is None:
+            self._learnt = self._learn()
+        for name in self._shared:
+            if self._parameters[name].grad is not None and name not in self._learnt.at:
+                raise ScheduleError(
+                    f"parameter {name} has got a gradient in this step, and in none before it: "
+                    "the sums of the other ranks do not expect it"
+                )
+        for queue in self._learnt.queues:
+            self._begin(queue, len(queue.buckets))
+        self._pending.reverse()
+        while self._pending:
+            self._pending.pop()()  # what a sum has used is let go before the next one is awaited
+        for queue in self._learnt.queues:
+            queue.begun = 0
+        for name, (queue, number) in self._learnt.at.items():
+            if name in self._used:
+                queue.missing[number].add(name)
+        self._to_come = self._holders()
+
+    def gather(self) -> None:
+        """Nothing: every rank updates all of its parameters, alike."""
+
+    def owned_gradients(self) -> dict[str, Tensor]:
+        """The gradients of what stands here only, or here on the first of its group."""
+        return {
+            name: parameter.grad
+            for name, parameter in self._parameters.items()
+            if parameter.grad is not None
+            and (name not in self._groups or dist.get_rank(self._groups[name]) == 0)
+        }
+
+    def _trainable(self) -> tuple[bool, ...]:
+        return tuple(self._parameters[name].requires_grad for name in self._shared)
+
+    def _holders(self) -> dict[str, int]:
+        """Of how many stages the last backward is still to come, by name."""
+        return {n: sum(n in names for names in self._stages.values()) for n in self._shared}
+
+    def _hook(self, name: str) -> Callable[[Tensor], None]:
+        def arrived(_: Tensor) -> None:
+            # Right after REDUCE of the last stage that uses it comes the last to add to it.
+            if self._to_come[name] == 0 and self._learnt is not None:
+                self._is_final(name, self._learnt)
+
+        return arrived
+
+    def _is_final(self, name: str, learnt: _Learnt) -> None:
+        if name not in learnt.at:
+            return  # `finish` says so
+        queue, number = learnt.at[name]
+        if number < queue.begun:
+            raise ScheduleError(
+                f"the gradient of {name} was added to after its sum over ranks had begun",
+                hint="REDUCE stands right before the last backward of its stage",
+            )
+        queue.missing[number].discard(name)
+        ready = queue.begun
+        while ready < len(queue.buckets) and not queue.missing[ready]:
+            ready += 1
+        self._begin(queue, ready)
+
+    def _begin(self, queue: _BucketQueue, stop: int) -> None:
+        """Begin the sums of a queue's buckets up to `stop`."""
+        for number in range(queue.begun, stop):
+            queue.begun = number + 1
+            self._pending.append(self._reduce(queue.buckets[number]))
+
+    def _learn(self) -> _Learnt:
+        """Agree, group by group, on what gets a gradient on any rank, and make buckets of that."""
+        learnt = _Learnt(self._trainable())
+        self._used = {n for n in self._shared if self._parameters[n].grad is not None}
+        for group, names in by_group(self._shared, self._groups).items():
+            self._check_same(group, names)
+            here = torch.tensor([name in self._used for name in names], dtype=torch.uint8)
+            found = here.to(self._parameters[names[0]].device)
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+            present = found.tolist()
+            used = [name for name, is_used in zip(names, present, strict=True) if is_used]
+            queue = _BucketQueue([], [])
+            for members in buckets(used[::-1], self._parameters):
+                learnt.at |= {name: (queue, len(queue.buckets)) for name in members}
+                queue.buckets.append(Bucket(group, tuple(self._parameters[n] for n in members)))
+                queue.missing.append(self._used & set(members))
+            learnt.queues.append(queue)
+        return learnt
+
+    def _check_same(self, group: dist.ProcessGroup, names: Sequence[str]) -> None:
+        """Refuse ranks that would add up different parameters."""
+        parameters = [self._parameters[name] for name in names]
+        known = [(n, tuple(p.shape), p.dtype) for n, p in zip(names, parameters, strict=True)]
+        mine = zlib.crc32(repr(known).encode())
+        found = torch.tensor([mine, -mine], device=parameters[0].device)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+        if found[0] != -found[1]:
+            raise LaunchError(
+                f"the {dist.get_world_size(group)} ranks that share {names[0]} do not hold the "
+                f"same {len(names)} parameters in the same order",
+                hint="run the same model and the same plan on every rank",
+            )
+
+
+def by_group(
+    names: Iterable[str], groups: Mapping[str, dist.ProcessGroup]
+) -> dict[dist.ProcessGroup, list[str]]:
+    """The names of each group, in their order; those without a group are left out."""
+    found: dict[dist.ProcessGroup, list[str]] = {}
+    for name in names:
+        if name in groups:
+            found.setdefault(groups[name], []).append(name)
+    return found
+
+
+def buckets(names: Iterable[str], parameters: Mapping[str, nn.Parameter]) -> Iterator[list[str]]:
+    """The names, in their order, in buckets of one dtype and at most `BUCKET_BYTES`.
+
+    A parameter larger than that has one for itself.
+    """
+    filling: dict[torch.dtype, tuple[list[str], int]] = {}
+    for name in names:
+        parameter = parameters[name]
+        members, size = filling.get(parameter.dtype, ([], 0))
+        if members and size + parameter.nbytes > BUCKET_BYTES:
+            yield members
+            members, size = [], 0
+        filling[parameter.dtype] = [*members, name], size + parameter.nbytes
+    for members, _ in filling.values():
+        yield members
+
+
+def total_norm(
+    owned: Iterable[Tensor], group: dist.ProcessGroup | None, device: torch.device
+) -> Tensor:
+    """The norm of the whole model's gradients, on every rank.
+
+    Args:
+        owned: this rank's `owned_gradients()`, those that count.
+        group: all ranks of the run; None: this one is alone.
+        device: where the ranks' sum is made.
+    """
+    square = torch.nn.utils.get_total_norm(list(owned)).to(device, torch.float32) ** 2
+    if group is not None:
+        dist.all_reduce(square, group=group)
+    return square.sqrt()

@@ -1,0 +1,200 @@
+"""How a rank holds its parameters, by the plan's ZeRO stage, and which ranks it shares them with.
+
+    zero  parameters            gradients             optimizer state
+    0     whole                 whole, summed         whole             GradientSum
+    1     whole                 own rows of the sum   of own rows       OptimizerShards
+    3     own rows              own rows of the sum   of own rows       FullyShardedSum
+
+A parameter is shared by the ranks of a stage in all data-parallel coordinates, and by stages that
+are tied to each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autopipe.errors import PlanError
+from autopipe.ir import partition
+from autopipe.ir.partition import Stage
+from autopipe.runtime.parameters.gradient_sum import Gradients, GradientSum
+from autopipe.runtime.parameters.part import RankPart
+from autopipe.runtime.parameters.zero1 import OptimizerShards
+from autopipe.stages.bind import Split
+from autopipe.stages.lower import Lowered, lower
+
+if TYPE_CHECKING:
+    from autopipe.runtime.parameters.zero3 import ShardedStage
+
+
+@dataclass(frozen=True)
+class HeldParameters:
+    """What a rank holds of the model's parameters while it trains.
+
+    Attributes:
+        states: its parameters, buffers and constants by name, on its device; under ZeRO-3 the
+            parameters are DTensors.
+        gradients: sums the gradients over the ranks that share a parameter.
+        sharded: under ZeRO-3, its stages by their index; empty otherwise.
+    """
+
+    states: Mapping[str, Tensor]
+    gradients: Gradients
+    sharded: Mapping[int, ShardedStage]
+
+
+def hold(
+    part: RankPart,
+    states: MutableMapping[str, Tensor],
+    backend: str,
+    *,
+    partial: Collection[str] = (),
+    offload: bool = False,
+) -> HeldParameters:
+    """Open the groups that share parameters, and shard what the plan's ZeRO stage shards.
+
+    Every rank calls it, at the same point of its program.
+
+    Args:
+        states: this rank's own, by name. Under ZeRO-3 each parameter is replaced here, stage by
+            stage, so that the memory of whole ones goes at once.
+        backend: of the groups.
+        partial: names of those whose gradient on each tensor-parallel rank is a part of a sum.
+        offload: under ZeRO-3, keep shards in the host's memory.
+
+    Raises:
+        PlanError: the plan has zero=3, and `partial` is not empty.
+    """
+    owners = _owners(part.split, part.placed)
+    if not part.plan.fully_sharded:
+        return _hold_whole(part, states, backend, owners, partial)
+    if partial:
+        raise PlanError(
+            f"plan: under zero=3 {min(partial)!r} may not lie as R over tensor-parallel ranks, "
+            "whose gradient is summed over them once a step",
+            hint="plan again with zero=3, or with zero=1",
+        )
+    sharded = _shard_stages(part, states, backend, offload)
+    # Only here: importing torch's FSDP takes a quarter of a second, at the start of every rank.
+    from autopipe.runtime.parameters.zero3 import FullyShardedSum
+
+    return HeldParameters(
+        states, FullyShardedSum(sharded, _groups_of_tied(part, owners, backend)), sharded
+    )
+
+
+def _hold_whole(
+    part: RankPart,
+    states: Mapping[str, Tensor],
+    backend: str,
+    owners: Mapping[str, tuple[int, ...]],
+    partial: Collection[str],
+) -> HeldParameters:
+    """Parameters whole on every rank: ZeRO 0 and 1."""
+    mesh = part.plan.mesh
+    # In the order of the graph, which is the same on every rank.
+    names = part.split.graph.states
+    parameters = {n: p for n in names if isinstance(p := states.get(n), nn.Parameter)}
+    # Each tensor-parallel coordinate by itself, but for gradients that are partial over them.
+    members = [
+        (
+            name,
+            tuple(
+                mesh.rank(pp, dp, tp)
+                for pp in pps
+                for dp in range(mesh.dp)
+                for tp in (range(mesh.tp) if name in partial else (own_tp,))
+            ),
+        )
+        for name, pps in owners.items()
+        for own_tp in range(mesh.tp)
+    ]
+    groups = _open(members, part.place.rank, backend)
+    stages = {stage.index: [n for n in stage.states if n in parameters] for stage in part.stages}
+    kind = OptimizerShards if part.plan.zero and mesh.dp > 1 else GradientSum
+    return HeldParameters(states, kind(parameters, groups, stages), {})
+
+
+def _shard_stages(
+    part: RankPart, states: MutableMapping[str, Tensor], backend: str, offload: bool
+) -> dict[int, ShardedStage]:
+    """ZeRO-3: this rank's stages, each over its data-parallel ranks."""
+    from autopipe.runtime.parameters.zero3 import shard_stage
+
+    mesh = part.plan.mesh
+    replicas = {
+        (pp, tp): dist.new_group([mesh.rank(pp, dp, tp) for dp in range(mesh.dp)], backend=backend)
+        for pp in range(mesh.pp)
+        for tp in range(mesh.tp)
+    }
+    sharded: dict[int, ShardedStage] = {}
+    for stage in part.stages:
+        whole = {name: states[name] for name in stage.states}
+        module = _lowered(part, stage, whole).module
+        group = replicas[part.place.pp, part.place.tp]
+        sharded[stage.index] = shard_stage(module, whole, group, offload=offload)
+        states.update(sharded[stage.index].parameters)
+    return sharded
+
+
+def _lowered(part: RankPart, stage: Stage, states: Mapping[str, Tensor]) -> Lowered:
+    """A stage lowered for training: its blocks say what is gathered together.
+
+    It is not kept for the steps: it has the whole parameters, whose memory is to go.
+    """
+    split = part.split
+    return lower(
+        split.graph,
+        stage,
+        split.blocks,
+        states,
+        split.trace.reads,
+        part.rows,
+        last=stage.index == len(split.stages) - 1,
+        device=part.device,
+        recompute=part.plan.stages[stage.index].recompute,
+        precision=part.plan.precision,
+    )
+
+
+def _groups_of_tied(
+    part: RankPart, owners: Mapping[str, tuple[int, ...]], backend: str
+) -> dict[str, dist.ProcessGroup]:
+    """Under ZeRO-3, the group of each parameter that stages of several ranks use."""
+    mesh = part.plan.mesh
+    tied: dict[str, dist.ProcessGroup] = {}
+    for dp in range(mesh.dp):
+        copies = [
+            (name, tuple(mesh.rank(pp, dp, tp) for pp in pps))
+            for name, pps in owners.items()
+            if len(pps) > 1
+            for tp in range(mesh.tp)
+        ]
+        tied |= _open(copies, part.place.rank, backend)
+    return tied
+
+
+def _owners(split: Split, placed: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """Of each trainable parameter the pipeline ranks that hold it, in the order of the graph."""
+    trainable = [name for name, state in split.graph.states.items() if state.trainable]
+    return {
+        name: tuple(sorted({placed[stage] for stage in stages}))
+        for name, stages in partition.owners(split.stages, trainable).items()
+    }
+
+
+def _open(
+    members: Sequence[tuple[str, tuple[int, ...]]], rank: int, backend: str
+) -> dict[str, dist.ProcessGroup]:
+    """A group for each set of several ranks, on all ranks in one order; those `rank` is in."""
+    found: dict[str, dist.ProcessGroup] = {}
+    for ranks in sorted({ranks for _, ranks in members}):
+        if len(ranks) > 1:
+            group = dist.new_group(list(ranks), backend=backend)
+            if rank in ranks:
+                found |= {name: group for name, who in members if who == ranks}
+    return found

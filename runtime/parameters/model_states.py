@@ -1,0 +1,92 @@
+"""A rank's tensors under the model's own names: a state dict, or its part of a file of the model.
+
+    rank 0   states of its stages, and what forward does not use   --+
+    rank 1   states of its stages                                  --+-->  the model's state dict
+
+A tied tensor has all its names. A tensor of which each tensor-parallel rank has a part is put
+together first, by all ranks of the stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from autopipe.ir.graph import StateSpec, shape_at
+from autopipe.planfile.parts import Place
+from autopipe.planfile.placements import I, Sharding
+from autopipe.runtime.parameters.export import FileTensor, export
+from autopipe.sharding import collectives
+
+
+@dataclass(frozen=True)
+class ModelStates:
+    """What a rank has of the model's parameters and buffers.
+
+    Attributes:
+        specs: all that the model owns, by name, whole.
+        states: this rank's, as its stages use them; under ZeRO-3 `hold` puts DTensors in them.
+        unused: those that forward does not use, on the rank that keeps them.
+        sharding: how they lie over tensor-parallel ranks.
+    """
+
+    specs: Mapping[str, StateSpec]
+    states: MutableMapping[str, Tensor]
+    unused: Mapping[str, Tensor]
+    sharding: Sharding
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Parameters and persistent buffers, detached, each under all of its names.
+
+        Every rank calls it. Under ZeRO-3 the parameters are DTensors, of which each rank has rows.
+        """
+        return {
+            key: tensor
+            for name, names in self._saved().items()
+            for tensor in [self._whole(name)]
+            for key in names
+        }
+
+    def save(self, path: Path, place: Place, world: dist.ProcessGroup | None) -> None:
+        """Write the model to a safetensors file; every rank calls it, rank 0 writes.
+
+        Raises:
+            AutopipeError: as `export`.
+        """
+        kept = []
+        for name, names in self._saved().items():
+            shape = tuple(shape_at(self.specs[name].spec, 1))
+            kept.append(FileTensor(names, shape, self._own(name).dtype))
+
+        def whole(name: str) -> Tensor:
+            tensor = self._whole(name)
+            return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+        export(path, kept, whole, place, world)
+
+    def _saved(self) -> dict[str, tuple[str, ...]]:
+        """All names of each tensor that a state dict has of this rank."""
+        found = {}
+        for name in (*self.states, *self.unused):
+            state = self.specs[name]
+            if state.kind == "parameter" or (state.kind == "buffer" and state.persistent):
+                found[name] = (name, *state.aliases)
+        return found
+
+    def _own(self, name: str) -> Tensor:
+        """What this rank has of a tensor."""
+        return (self.unused if name in self.unused else self.states)[name].detach()
+
+    def _whole(self, name: str) -> Tensor:
+        """A tensor, put together where each tensor-parallel rank has a part of it."""
+        tensor, lies = self._own(name), self.sharding.states.get(name, I)
+        if not lies.sharded:
+            return tensor
+        if isinstance(tensor, DTensor):  # rows of a part
+            tensor = tensor.full_tensor()
+        return collectives.whole(tensor, collectives.TENSOR_PARALLEL, lies)

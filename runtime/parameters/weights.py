@@ -1,0 +1,225 @@
+"""Reads a checkpoint's tensors by the model's own names.
+
+    model.safetensors                one file
+    folder of *.safetensors          all of them, or those that its index names
+    model.pt, pytorch_model*.bin     a state_dict that torch.save has written, alone or under a key
+    folder with .metadata            of torch.distributed.checkpoint
+
+Every rank reads its own tensors, and nothing else of them.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from autopipe.errors import ModelError
+from autopipe.ir.graph import Graph, shape_at
+from autopipe.util.progress import Say
+
+KINDS = "a safetensors file, a state_dict that torch.save has written, or a folder of either"
+
+UNDER = ("state_dict", "model", "model_state_dict", "module", "weights")
+"""Keys under which training scripts put a state_dict beside all else."""
+
+PREFIXES = ("", "module.", "_orig_mod.", "model.", "module._orig_mod.", "_orig_mod.module.")
+"""What DistributedDataParallel, torch.compile and Lightning put in front of names."""
+
+
+def read(
+    path: Path,
+    graph: Graph,
+    names: Sequence[str],
+    optional: Collection[str] = (),
+    say: Say | None = None,
+) -> dict[str, Tensor]:
+    """The tensors of `names`, in the dtypes of the graph.
+
+    A tied parameter may stand under any of its names.
+
+    Args:
+        optional: those that may be missing, and are left out then.
+        say: takes a line of talk about the names in the file.
+
+    Raises:
+        ModelError: it is no file of weights, or a tensor is missing or has another shape.
+    """
+    if path.is_dir() and (path / ".metadata").is_file():
+        found = _read_distributed(path, graph, names, optional)
+    else:
+        found, prefixes = {}, set[str]()
+        for file in _files(path):
+            with _Stored(file) as stored:
+                prefix = _prefix(graph, names, stored.keys)
+                for name in names:
+                    key = _stored_as(graph, name, stored.keys, prefix)
+                    if key is not None:
+                        found[name] = stored.tensor(key)
+                        prefixes.add(prefix)
+        for prefix in sorted(prefixes - {""}):
+            if say is not None:
+                say(f"{path}: its names begin with {prefix!r}, which is left out")
+    _check_shapes(path, graph, names, {n: t.shape for n, t in found.items()}, optional)
+    return {name: tensor.to(graph.states[name].spec.dtype) for name, tensor in found.items()}
+
+
+class _Stored:
+    """An open file of tensors."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._tensors: Mapping[str, Tensor] | None = None
+        with path.open("rb") as file:
+            begins = file.read(4)
+        if begins.startswith((b"PK\x03\x04", b"\x80\x02")):
+            self._tensors = _state_dict(path, zipped=begins.startswith(b"PK"))
+            return
+        try:
+            self._file: Any = safe_open(str(path), framework="pt")
+        except SafetensorError as error:
+            raise ModelError(
+                f"weights {str(path)!r} is no file of weights: it does not begin as one",
+                hint=f"weights are {KINDS}",
+            ) from error
+
+    def __enter__(self) -> _Stored:
+        if self._tensors is None:
+            self._file.__enter__()
+            self.keys: Collection[str] = set(self._file.keys())
+        else:
+            self.keys = self._tensors.keys()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._tensors is None:
+            self._file.__exit__(*error)
+
+    def tensor(self, key: str) -> Tensor:
+        """A tensor of its own: the file may change afterwards."""
+        if self._tensors is not None:
+            return self._tensors[key].clone()
+        found: Tensor = self._file.get_tensor(key)
+        return found
+
+
+def _files(path: Path) -> list[Path]:
+    """The files that weights lie in, if `path` is one of them, their folder or its index."""
+    if path.name.endswith(".index.json") and path.is_file():
+        return _indexed(path)
+    if path.is_file():
+        return [path]
+    for pattern in ("*.safetensors", "pytorch_model*.bin"):
+        indexes = sorted(path.glob(f"{pattern}.index.json"))
+        if found := _indexed(indexes[0]) if indexes else sorted(path.glob(pattern)):
+            return found
+    there = "there is no such file or folder" if not path.exists() else "the folder has none"
+    raise ModelError(f"weights {str(path)!r}: {there}", hint=f"weights are {KINDS}")
+
+
+def _indexed(index: Path) -> list[Path]:
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError) as error:
+        raise ModelError(f"{index}: it has no weight_map, which says what is in which file") from (
+            error
+        )
+    for name in names:
+        if not (index.parent / name).is_file():
+            raise ModelError(
+                f"{index}: it names {name!r}, and there is no such file beside it",
+                hint="was the folder copied whole?",
+            )
+    return [index.parent / name for name in names]
+
+
+def _state_dict(path: Path, *, zipped: bool) -> Mapping[str, Tensor]:
+    """The tensors in what torch.save has written; those of a zipped one stay on the disk."""
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped or None)
+    except pickle.UnpicklingError as error:
+        raise ModelError(
+            f"weights {str(path)!r} holds more than tensors, a whole model perhaps",
+            hint="torch.save(model.state_dict(), 'model.pt') saves its weights alone",
+        ) from error
+    except (RuntimeError, EOFError, KeyError) as error:
+        raise ModelError(
+            f"weights {str(path)!r} is no file of torch.save, or not a whole one",
+            hint=f"weights are {KINDS}",
+        ) from error
+    for found in (saved, *(saved.get(key) for key in UNDER if isinstance(saved, Mapping))):
+        if isinstance(found, Mapping):
+            tensors = {str(name): t for name, t in found.items() if isinstance(t, Tensor)}
+            if tensors:
+                return tensors
+    has = f"the keys {sorted(map(str, saved))}" if isinstance(saved, Mapping) else type(saved)
+    raise ModelError(
+        f"weights {str(path)!r} has no tensors by name, but {has}",
+        hint=f"a state_dict, alone or under one of {', '.join(UNDER)}",
+    )
+
+
+def _read_distributed(
+    path: Path, graph: Graph, names: Sequence[str], optional: Collection[str]
+) -> dict[str, Tensor]:
+    # A quarter of a second to import, which every other start of a rank can do without.
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    stored = {
+        key: entry.size
+        for key, entry in FileSystemReader(path).read_metadata().state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    keys = {name: _stored_as(graph, name, stored.keys(), "") for name in names}
+    sizes = {name: stored[key] for name, key in keys.items() if key is not None}
+    _check_shapes(path, graph, names, sizes, optional)
+    specs = {name: graph.states[name].spec for name in sizes}
+    found = {n: torch.empty(shape_at(spec, 1), dtype=spec.dtype) for n, spec in specs.items()}
+    with warnings.catch_warnings():
+        # Every rank reads its own by itself, on purpose.
+        warnings.filterwarnings("ignore", message=".*single process")
+        wanted = {keys[name] or name: tensor for name, tensor in found.items()}
+        load(wanted, checkpoint_id=str(path), no_dist=True)
+    return found
+
+
+def _prefix(graph: Graph, names: Sequence[str], keys: Collection[str]) -> str:
+    """What stands in front of most names."""
+
+    def found(prefix: str) -> int:
+        return sum(_stored_as(graph, name, keys, prefix) is not None for name in names)
+
+    return max(PREFIXES, key=found)
+
+
+def _stored_as(graph: Graph, name: str, keys: Collection[str], prefix: str) -> str | None:
+    every = (name, *graph.states[name].aliases)
+    return next((prefix + key for key in every if prefix + key in keys), None)
+
+
+def _check_shapes(
+    path: Path,
+    graph: Graph,
+    names: Sequence[str],
+    stored: Mapping[str, Sequence[int]],
+    optional: Collection[str],
+) -> None:
+    for name in names:
+        shape = list(shape_at(graph.states[name].spec, 1))
+        if name not in stored:
+            if name in optional:
+                continue
+            raise ModelError(f"{path}: holds no {name!r}, which the model has as {shape}")
+        if list(stored[name]) != shape:
+            raise ModelError(
+                f"{path}: {name!r} has the shape {list(stored[name])}, in the model {shape}"
+            )

@@ -1,0 +1,200 @@
+"""ZeRO-1: each rank of a parameter's group updates its own rows, and has optimizer state for those
+rows only.
+
+    backward      gradient, whole            n ranks, each with the sum over its micro-batches
+    STEP          gradient of own rows       reduce-scatter, bucket by bucket
+    optimizer     own rows += ...            the user's own, on `shards()`
+    next step     parameter, whole           all-gather, bucket by bucket
+
+The rows of a parameter (its first dim) are sharded as torch's `Shard(0)` does it: ceil(rows/n)
+to each rank until there are none left, so the last ranks may have fewer or nothing. A shard is a
+view of the parameter's own memory with all its dims: `p.ndim >= 2`, by which many training scripts
+choose what decays, says of a shard what it says of the parameter.
+
+Bytes of a rank, with P those of its shared trainable parameters, G of their gradients, O optimizer
+bytes per byte of parameter, n ranks in the group, b = max(25 MB, the largest parameter):
+
+    parameters    P                     always
+    gradients     G                     in backward
+                  G + G/n + b           at most, while the buckets are summed
+                  G/n                   from STEP to the next step
+    optimizer     O P/n
+    gathering     2 b (1 + 1/n)         at the start of a step, before anything else is held; gloo
+                                        holds b more for each of the two
+
+P/n stands for sum(ceil(rows/n) * bytes of a row), what the first rank has. From "ZeRO: Memory
+Optimizations Toward Training Trillion Parameter Models" (Rajbhandari et al., 2020,
+arXiv:1910.02054).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autopipe.runtime.parameters.gradient_sum import Bucket, GradientSum, buckets, by_group
+from autopipe.sharding.torch_names import all_gather_single, reduce_scatter_single
+
+
+def own_rows(rows: int, ranks: int, rank: int) -> tuple[int, int]:
+    """The rows [first, last) of `rows` that `rank` has.
+
+    >>> [own_rows(5, 3, rank) for rank in range(3)]
+    [(0, 2), (2, 4), (4, 5)]
+    """
+    each = -(-rows // ranks)
+    return min(rank * each, rows), min((rank + 1) * each, rows)
+
+
+class OptimizerShards:
+    """A rank's parameters, whole, and the shards of them that its optimizer updates.
+
+    Args:
+        parameters, groups, stages: as of `GradientSum`.
+
+    Attributes:
+        rows: the rows [first, last) that are this rank's, of each parameter that is sharded.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        groups: Mapping[str, dist.ProcessGroup],
+        stages: Mapping[int, Iterable[str]],
+    ) -> None:
+        self.rows: dict[str, tuple[int, int]] = {}
+        self._parameters = parameters
+        self._shards = dict(parameters)
+        self._groups = groups
+        self._of: dict[nn.Parameter, nn.Parameter] = {}
+        for name, parameter in parameters.items():
+            if not parameter.requires_grad or name not in groups:
+                continue
+            group = groups[name]
+            whole = _in_rows(parameter)
+            place = dist.get_world_size(group), dist.get_rank(group)
+            first, last = self.rows[name] = own_rows(whole.shape[0], *place)
+            self._shards[name] = self._of[parameter] = nn.Parameter(whole[first:last])
+        self._sum = GradientSum(parameters, groups, stages, self._scatter)
+
+    def shards(self) -> Mapping[str, nn.Parameter]:
+        """By name: a view of this rank's rows, or a parameter of this rank alone, whole."""
+        return self._shards
+
+    def arm(self, stage: int) -> None:
+        """The next backward of `stage` is its last: sum its gradients as they are made."""
+        self._sum.arm(stage)
+
+    def finish(self) -> None:
+        """Wait for the sums; the shards have their gradients, the parameters none.
+
+        Raises:
+            LaunchError, ScheduleError: as `GradientSum.finish`.
+        """
+        self._sum.finish()
+
+    def owned_gradients(self) -> dict[str, Tensor]:
+        """Those of the shards."""
+        return {name: s.grad for name, s in self._shards.items() if s.grad is not None}
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Fetch the rows that the other ranks have updated; two buckets are held at a time.
+
+        It asks nobody whether there is something to fetch: an update that goes past an optimizer,
+        by `.data`, leaves no trace.
+        """
+        ends: deque[Callable[[], None]] = deque()
+        for group, names in by_group(self.rows, self._groups).items():
+            for members in buckets(names, self._parameters):
+                parameters = tuple(self._parameters[name] for name in members)
+                ends.append(self._gather(Bucket(group, parameters)))
+                if len(ends) > 1:
+                    ends.popleft()()
+        while ends:
+            ends.popleft()()
+
+    def _gather(self, bucket: Bucket) -> Callable[[], None]:
+        table, columns = _table(bucket)
+        own = table.new_zeros(table.shape[1])
+        for parameter, piece in zip(
+            bucket.parameters, torch.split(own, _widths(bucket)), strict=True
+        ):
+            shard = self._of[parameter]
+            piece[: shard.numel()].copy_(shard.reshape(-1))
+        work = all_gather_single(table.view(-1), own, group=bucket.group, async_op=True)
+        assert work is not None
+
+        def fetch() -> None:
+            work.wait()
+            for parameter, column in zip(bucket.parameters, columns, strict=True):
+                if parameter.is_contiguous():
+                    flat = parameter.detach().view(-1)
+                else:
+                    flat = parameter.new_empty(parameter.numel())
+                for mine, theirs in same_elements(flat, column):
+                    mine.copy_(theirs)
+                if not parameter.is_contiguous():
+                    parameter.copy_(flat.view(parameter.shape))
+
+        return fetch
+
+    def _scatter(self, bucket: Bucket) -> Callable[[], None]:
+        """Begin to sum a bucket, to each rank its rows; the whole gradients are let go."""
+        table, columns = _table(bucket)
+        for parameter, column in zip(bucket.parameters, columns, strict=True):
+            if parameter.grad is not None:
+                for mine, theirs in same_elements(parameter.grad.reshape(-1), column):
+                    theirs.copy_(mine)
+            parameter.grad = None
+        own = table.new_empty(table.shape[1])
+        work = reduce_scatter_single(own, table.view(-1), group=bucket.group, async_op=True)
+        assert work is not None
+
+        def place() -> None:
+            work.wait()
+            for parameter, piece in zip(
+                bucket.parameters, torch.split(own, _widths(bucket)), strict=True
+            ):
+                shard = self._of[parameter]
+                shard.grad = piece[: shard.numel()].view(shard.shape)
+
+        return place
+
+
+def _in_rows(parameter: nn.Parameter) -> Tensor:
+    """A parameter with at least one dim; the same memory."""
+    return parameter.detach() if parameter.ndim else parameter.detach().view(1)
+
+
+def _widths(bucket: Bucket) -> list[int]:
+    """How many elements of each parameter the first rank, which has the most, is dealt."""
+    ranks = dist.get_world_size(bucket.group)
+    shapes = [_in_rows(parameter).shape for parameter in bucket.parameters]
+    return [own_rows(shape[0], ranks, 0)[1] * shape[1:].numel() for shape in shapes]
+
+
+def _table(bucket: Bucket) -> tuple[Tensor, Sequence[Tensor]]:
+    """Zeros, a row for each rank of the group, and the columns of each parameter in it."""
+    widths = _widths(bucket)
+    table = bucket.parameters[0].new_zeros(dist.get_world_size(bucket.group), sum(widths))
+    return table, torch.split(table, widths, dim=1)
+
+
+def same_elements(flat: Tensor, column: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Pairs of views of the same elements: of a whole parameter, flat, and of its columns in a
+    table, which have a rank's elements in each row.
+
+        flat     0 1 2 3 4 5 6 7            column  | 0 1 2 |
+                 ----------- ---                    | 3 4 5 |
+                 full rows   rest                   | 6 7 . |
+    """
+    width = column.shape[1]
+    full = flat.numel() // width if width else 0
+    rest = flat[full * width :]
+    pairs = [(flat[: full * width].view(full, width), column[:full])]
+    return [*pairs, (rest, column[full, : rest.numel()])] if rest.numel() else pairs

@@ -1,0 +1,288 @@
+"""Measures how fast one process computes: matmuls, memory, and ops that are as fast as neither.
+
+    matmul of (m, k) @ (k, n)    rate * m / (m + h) * k / (k + h) * n / (n + h)     h, rate fitted
+                                 to linear layers, forward and backward: three of the same dims
+    any other op                 start + operations / rate            from a small and a large one
+
+What is measured is what a model does: results are allocated, weights come from memory and not from
+a cache, autograd records. An op is measured in a chain of itself (`runtime.probe.chains`): one that
+follows itself starts in half the time, and asking autograd for its backward counts once for many.
+
+A shared machine is a tenth quicker in one second than in the next, and what is compared is measured
+in turns, so that a slow second is in every figure alike:
+
+    turn     0 (warms up)    1          2                 each figure: the median of its column
+             a  b  c  d      a b c d    a b c d    ...    until the budget is used up
+
+Nothing is begun that would not end in time. Sizes climb from small ones, as long as each step
+foretells that the next one fits into the budget; what has not climbed to its size is measured at
+the one that it has reached, and says so.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from itertools import count
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch.nn import functional as F
+
+from autopipe.cluster.measured import Found
+
+T = TypeVar("T")
+
+WINDOW = 0.05
+"""Seconds of uninterrupted repetition that make one figure."""
+
+TURNS = 5
+"""Turns of which the median is taken, after one to warm up; fewer where time is short."""
+
+COLD = 2**26
+"""Bytes of weights that are used in turn, or of a chain: more than a core's share of the caches."""
+
+
+def now(device: torch.device) -> float:
+    """The clock, once all that was asked of `device` is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+class Budget:
+    """So many seconds from now on, for what is done on a device.
+
+    They are seconds at this process's share of the cores. While others have the cores too, they
+    count up to `STRETCH` times as slowly: what the machine's own load delays is not cut short.
+
+    Args:
+        crowd: how many times as long as with a core for itself a process is to take; None: only
+            the clock on the wall counts, as where processes wait for each other.
+    """
+
+    def __init__(self, seconds: float, device: torch.device, crowd: float | None = None) -> None:
+        self.seconds = seconds
+        self.device = device
+        self._crowd = None if device.type == "cuda" else crowd
+        self._began = self._clocks()
+
+    def _clocks(self) -> tuple[float, float]:
+        return now(self.device), time.thread_time()
+
+    def _since(self, before: tuple[float, float]) -> float:
+        wall, own = (after - begin for after, begin in zip(self._clocks(), before, strict=True))
+        return wall if self._crowd is None else max(own * self._crowd, wall / STRETCH)
+
+    @property
+    def left(self) -> float:
+        """Seconds until it is used up; less than 0 where it was overdrawn."""
+        return self.seconds - self._since(self._began)
+
+    def share(self, ops: int) -> float:
+        """Seconds that one of so many ops may take each turn."""
+        return self.seconds / ops / (TURNS + 1)
+
+    def taken(self, op: Callable[[], object]) -> float:
+        """Seconds of one call."""
+        before = self._clocks()
+        op()
+        return self._since(before)
+
+
+STRETCH = 3.0
+"""Times as long as foreseen that everything may take on a machine that is busy otherwise."""
+
+
+def in_turns(
+    ops: Sequence[Callable[[], T]], budget: Budget, foretold: Sequence[float] = ()
+) -> list[list[T]]:
+    """What each op gives, turn by turn; that of the first turn is left out where there are more.
+
+    An op that takes longer than what is left of the budget has had its last turn.
+
+    Args:
+        foretold: seconds that each will take; without them each has one turn in any case.
+    """
+    found: list[list[T]] = [[] for _ in ops]
+    took = [*foretold] or [-math.inf for _ in ops]
+    for _ in range(TURNS + 1):
+        for number, op in enumerate(ops):
+            before = budget.left
+            if took[number] <= before:
+                found[number].append(op())
+                took[number] = before - budget.left
+    return [turns[1:] or turns for turns in found]
+
+
+def window(op: Callable[[], object], seconds: float, device: torch.device) -> float:
+    """Seconds of one call of `op`, repeated for so many seconds; called at least once."""
+    begin, calls = now(device), 0
+    # Asked of the device each time: a GPU's queue takes seconds of work in a millisecond.
+    while not calls or now(device) - begin < seconds:
+        op()
+        calls += 1
+    return (now(device) - begin) / calls
+
+
+class Reached(NamedTuple):
+    """How far a size has climbed, and the seconds of one call there."""
+
+    step: int
+    seconds: float
+
+
+def climb(
+    steps: int,
+    op: Callable[[int], Callable[[], object]],
+    growth: float,
+    budget: Budget,
+    most: float,
+) -> Reached:
+    """Call `op(0)`, `op(1)`, ... as long as the next one is foretold to take less than `most`.
+
+    Args:
+        growth: how many times as long a step takes as the one before it.
+    """
+    for step in range(steps):
+        run = op(step)
+        calls = [budget.taken(run)]
+        while len(calls) < CALLS and sum(calls) + min(calls) < most:
+            calls.append(budget.taken(run))  # the first one has more to do
+        taken = min(calls)
+        if min(most, budget.left) < taken * growth:
+            break
+    return Reached(step, taken)
+
+
+CALLS = 3
+"""Of a step, of which the quickest foretells the next."""
+
+# --- Matmuls -------------------------------------------------------------------------------------
+
+Dims = tuple[int, int, int]
+
+ON_CPU: tuple[Dims, ...] = ((32, 1024, 1024), (128, 256, 256), (256, 384, 1536), (1024, 768, 768))
+ON_GPU: tuple[Dims, ...] = ((256, 1024, 1024), (1024, 2048, 2048), (4096, 4096, 4096))
+
+SCALES = (16, 8, 4, 2, 1)
+"""By which dims are divided first, and in the end."""
+
+
+def matmuls(dtype: torch.dtype, budget: Budget, half: float | None = None) -> Found:
+    """Operations a second of large matmuls, and the dim that halves them; `half` if it is known."""
+    sizes = ON_CPU if budget.device.type == "cpu" else ON_GPU
+    reached = [_reached(dims, dtype, budget) for dims in sizes]
+    whole = [found for dims, found in zip(sizes, reached, strict=True) if dims == found[0]]
+    layers = [LAYERS if LAYERS * taken < budget.share(1) else 1 for _, taken in whole]
+    ops = [
+        _window_of(partial(_layers, dims, dtype, budget.device, count), budget)
+        for (dims, _), count in zip(whole, layers, strict=True)
+    ]
+    foretold = [count * taken for (_, taken), count in zip(whole, layers, strict=True)]
+    # What there was no time for has been called when it had climbed to its size.
+    found = [
+        (dims, statistics.median(turns) / count if turns else taken)
+        for (dims, taken), count, turns in zip(
+            whole, layers, in_turns(ops, budget, foretold), strict=True
+        )
+    ]
+    largest = max(reached, key=lambda one: math.prod(one[0]))
+    rate, fitted = fit([(dims, taken / 3) for dims, taken in found or [largest]], half)
+    enough = len(sizes) if half is None else len(sizes) // 2
+    late = f"out of time after {' x '.join(map(str, largest[0]))}"
+    return Found((rate, fitted) if half is None else (rate,), "" if len(whole) >= enough else late)
+
+
+def _window_of(make: Callable[[], Callable[[], object]], budget: Budget) -> Callable[[], float]:
+    """A window of what is made when it is called first: its tensors take their time, too."""
+    made = cache(make)
+    return lambda: window(made(), WINDOW, budget.device)
+
+
+def _reached(dims: Dims, dtype: torch.dtype, budget: Budget) -> tuple[Dims, float]:
+    """The dims to which a layer has climbed, and its seconds, forward and backward."""
+
+    def scaled(step: int) -> Dims:
+        m, k, n = (max(1, dim // SCALES[step]) for dim in dims)
+        return m, k, n
+
+    def layer(step: int) -> Callable[[], object]:
+        return _layers(scaled(step), dtype, budget.device, 1, cold=False)
+
+    found = climb(len(SCALES), layer, 8, budget, budget.seconds / SHARE)
+    return scaled(found.step), found.seconds
+
+
+SHARE = 4
+"""One layer may take this part of the budget: there are as many sizes, and most take less."""
+
+LAYERS = 4
+"""Linear layers of which one call is made: three matmuls each, of the same dims in other places."""
+
+
+def _layers(
+    dims: Dims, dtype: torch.dtype, device: torch.device, layers: int, *, cold: bool = True
+) -> Callable[[], object]:
+    """Forward and backward of some layers. Nothing is added to gradients: costs have that apart."""
+    m, k, n = dims
+    x = torch.randn(m, k, dtype=dtype, device=device, requires_grad=True)
+    gradient = torch.randn(m, n, dtype=dtype, device=device)
+    bias = torch.zeros(n, dtype=dtype, device=device, requires_grad=True)
+    turns = -(-COLD // (layers * k * n * dtype.itemsize)) if cold else 1
+    # Noise for each of them would take as long as all that is measured.
+    weights = torch.randn(n, k, dtype=dtype, device=device).repeat(turns, layers, 1, 1)
+    own = [[weight.requires_grad_() for weight in some] for some in weights]
+    turn = count()
+
+    def run() -> object:
+        some = own[next(turn) % turns]
+        results = [F.linear(x, weight, bias) for weight in some]
+        return torch.autograd.grad(results, [x, bias, *some], [gradient] * layers)
+
+    return run
+
+
+def fit(found: Sequence[tuple[Dims, float]], half: float | None = None) -> tuple[float, float]:
+    """The (rate, half) for which seconds come nearest to those found, as ratios.
+
+    seconds * rate = 2 m k n (1 + half / m) (1 + half / k) (1 + half / n)
+    """
+
+    def rates(half: float) -> list[float]:
+        return [
+            math.log(2 * math.prod(dim + half for dim in dims) / taken) for dims, taken in found
+        ]
+
+    if half is None:
+        half = min(HALVES, key=lambda half: statistics.pvariance(rates(half)))
+    return math.exp(statistics.fmean(rates(half))), half
+
+
+HALVES = [0.0, *(2 ** (n / 4) for n in range(45))]
+"""The candidates of `fit`: up to 2048, a quarter of an octave apart."""
+
+# --- Memory --------------------------------------------------------------------------------------
+
+BYTES = tuple(2**power for power in (20, 22, 24, 26))
+"""Of each of three tensors; on a GPU four times as many. The last ones are in no cache."""
+
+
+def memory(budget: Budget) -> Found:
+    """Bytes a second of an addition that reads two tensors and writes one, none in a cache."""
+    times = 1 if budget.device.type == "cpu" else 4
+
+    def addition(step: int) -> Callable[[], object]:
+        left = torch.ones(times * BYTES[step] // 4, device=budget.device)
+        right, out = torch.ones_like(left), torch.ones_like(left)
+        return lambda: torch.add(left, right, out=out)
+
+    step, taken = climb(len(BYTES), addition, BYTES[1] / BYTES[0], budget, budget.seconds / 2)
+    if step == len(BYTES) - 1:
+        (found,) = in_turns([_window_of(partial(addition, step), budget)], budget)
+        taken = statistics.median(found)
+    rough = "" if step == len(BYTES) - 1 else f"out of time after {times * BYTES[step] >> 20} MiB"
+    return Found((3 * times * BYTES[step] / taken,), rough)

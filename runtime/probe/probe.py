@@ -1,0 +1,263 @@
+"""Measures the rates of this machine that a cost model needs and the record does not have yet.
+
+    Need --> figures --> in the record? --no--> processes that measure them --> record --> Cluster
+                              |                        | fails, or is late         ^
+                              +----- yes --------------+------- an estimate -------+
+
+The record is a file, one for each processor, number of cores and processes, GPU and torch version.
+An error here never ends the caller: it learns which figures are estimates.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+
+import torch
+
+from autopipe.cluster import efficiency
+from autopipe.cluster.cluster import Cluster, Device, Link
+from autopipe.cluster.measured import (
+    DTYPES,
+    EVERYTHING,
+    LAUNCH,
+    MEMORY,
+    MESSAGES,
+    Found,
+    Need,
+    Record,
+    checked,
+    cluster_of,
+    figures,
+)
+from autopipe.errors import AutopipeError, LaunchError
+from autopipe.runtime.probe import chains, microbench
+from autopipe.runtime.probe.workers import cores, measure
+from autopipe.util import codec
+from autopipe.util.progress import Say
+
+METHOD = "4"
+"""Of measuring: another one makes other figures, and records of before are measured anew."""
+
+QUICK = 0.5
+"""Seconds for each figure that this process looks at itself, where no other one could."""
+
+LATENCY, OF_MEMORY = 1e-4, 1 / 4
+"""A link between processes that nobody could measure: seconds, and the part of memory's bandwidth
+(gloo on one host, 2-core VM, 2026-11)."""
+
+SETTINGS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE")
+"""Variables by which a user decides how fast torch computes."""
+
+
+def local_processes() -> int:
+    """How many processes this machine is for: one a GPU, or 2 without."""
+    return torch.cuda.device_count() or 2
+
+
+def local_cluster(
+    processes: int,
+    say: Say | None = None,
+    *,
+    need: Need = EVERYTHING,
+    again: bool = False,
+    estimate: bool = True,
+) -> Cluster:
+    """This machine as a cluster of `processes` devices; measured as far as it was not before.
+
+    On a machine with GPUs there is one process a GPU. Without, each process has an equal part of
+    the cores and is said to have an equal part of the installed memory, whatever else may be
+    using it. A single process has no link: its own memory stands for it.
+
+    What was measured is kept in `$XDG_CACHE_HOME/autopipe` or `~/.cache/autopipe`. What cannot be
+    measured is estimated, and `Device.rough` says so.
+
+    Args:
+        need: the figures that matter.
+        again: measure those that are known, too.
+        estimate: go on even if nothing could be measured.
+
+    Raises:
+        AutopipeError: less than one process, or more than there are GPUs.
+        LaunchError: nothing could be measured, and no estimate will do.
+    """
+    say = say or _silent
+    key = _key(processes)
+    path = _cache_path(key)
+    record = _read(path, key)
+    names = _names(need, processes)
+    known = {} if again else {n: record.figures[n] for n in names if n in record.figures}
+    if len(known) == len(names):
+        say(f"rates of this machine: measured before, read from {path}")
+    else:
+        found = _missing(known, names, processes, say)
+        whole = {name: one for name, one in found.items() if one.values}
+        if not (whole or known or estimate):
+            raise LaunchError(
+                f"nothing of this machine could be measured: {next(iter(found.values())).rough}",
+                hint="describe the machine in a cluster file instead, or try fewer processes",
+            )
+        if whole:
+            today = date.today().isoformat()
+            record = replace(record, figures={**record.figures, **whole}, day=today)
+            _keep(record, path, say)
+        known |= found
+    cluster = _cluster(known, names, processes, record.day)
+    if cluster.devices[0].rough:
+        say(f"rough, and so are predictions: {'; '.join(cluster.devices[0].rough)}")
+    return cluster
+
+
+def probe(processes: int, say: Say | None = None) -> tuple[Device, Link]:
+    """Everything of this machine, measured now and not kept.
+
+    Raises:
+        AutopipeError: less than one process, or more than there are GPUs.
+    """
+    names = _names(EVERYTHING, processes)
+    found = _missing({}, names, processes, say or _silent)
+    cluster = _cluster(found, names, processes, date.today().isoformat())
+    return cluster.devices[0], cluster.within
+
+
+def _names(need: Need, processes: int) -> tuple[str, ...]:
+    gpus = torch.cuda.device_count()
+    if processes < 1:
+        raise AutopipeError(f"asked to measure {processes} processes, at least 1 is needed")
+    if gpus and processes > gpus:
+        raise AutopipeError(
+            f"asked for {processes} processes, found {gpus} GPUs", hint=f"use local:{gpus}"
+        )
+    return figures(need, processes, bool(gpus))
+
+
+def _missing(
+    known: Mapping[str, Found], names: tuple[str, ...], processes: int, say: Say
+) -> dict[str, Found]:
+    """What is not known yet, measured."""
+    half = known[DTYPES[0]].values[1] if DTYPES[0] in known else None
+    return measure(processes, [name for name in names if name not in known], half, say)
+
+
+def _cluster(
+    known: Mapping[str, Found], names: tuple[str, ...], processes: int, day: str
+) -> Cluster:
+    gpus = torch.cuda.device_count()
+    source = (
+        f"measured on {_processor()}, {cores()} cores, {processes} processes, "
+        f"torch {torch.__version__}, {day}"
+    )
+    kind = torch.cuda.get_device_name() if gpus else "cpu"
+    found = {**known, **_stand_ins(known, processes)}
+    return cluster_of(found, processes, names, kind, _memory(processes, gpus > 0), source)
+
+
+# --- What could not be measured ------------------------------------------------------------------
+
+
+def _stand_ins(known: Mapping[str, Found], processes: int) -> dict[str, Found]:
+    """Estimates of the figures that no cluster can be without, each with what it is."""
+    lost = {name: found.rough for name, found in known.items() if not found.values}
+    stand_ins: dict[str, Found] = {}
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    # So many processes would share what this one has for itself.
+    crowd = 1.0 if device.type == "cuda" else max(1.0, processes / cores())
+    looks: dict[str, Callable[[microbench.Budget], Found]] = {
+        DTYPES[0]: lambda budget: microbench.matmuls(torch.float32, budget),
+        MEMORY: microbench.memory,
+        LAUNCH: chains.launch,
+    }
+    for name, look in looks.items():
+        if name in lost:
+            chains.warm_up(device)
+            values = look(microbench.Budget(QUICK, device, 1.0)).values
+            of_one = f"{lost[name]}; this process alone took a quick look"
+            if name == LAUNCH:
+                stand_ins[name] = Found((values[0] * crowd, values[1] * crowd), of_one)
+            else:
+                stand_ins[name] = Found((values[0] / crowd, *values[1:]), of_one)
+    whole = {**known, **stand_ins}
+    for name in DTYPES[1:]:
+        if name in lost:
+            as_fp32 = f"{lost[name]}; taken to be as fast as {DTYPES[0]}"
+            stand_ins[name] = Found(whole[DTYPES[0]].values[:1], as_fp32)
+    if MESSAGES in lost:
+        guess = f"{lost[MESSAGES]}; taken as 100 us and a quarter of memory's bytes a second"
+        bandwidth = whole[MEMORY].values[0] * OF_MEMORY
+        stand_ins[MESSAGES] = Found((LATENCY, bandwidth), guess)
+    return stand_ins
+
+
+# --- The record ----------------------------------------------------------------------------------
+
+
+def _key(processes: int) -> dict[str, str]:
+    """The circumstances in which a measurement holds."""
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    settings = (f"{name}={os.environ[name]}" for name in SETTINGS if os.environ.get(name))
+    return {
+        "processor": _processor(),
+        "cores": str(cores()),
+        "gpus": ", ".join(gpus),
+        "torch": str(torch.__version__),
+        "processes": str(processes),
+        "settings": ", ".join(settings),
+        "method": METHOD,
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _cache_path(key: dict[str, str]) -> Path | None:
+    """None without a home folder."""
+    try:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:
+        return None
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    return home / "autopipe" / f"probe-{digest[:16]}.json"
+
+
+def _read(path: Path | None, key: dict[str, str]) -> Record:
+    """What is known under these circumstances; nothing from a file that no machine can have."""
+    nothing = Record(key)
+    try:
+        found = checked(codec.load(Record, path, root="record")) if path else nothing
+    except (AutopipeError, OSError):
+        return nothing
+    return found if found.key == key else nothing
+
+
+def _keep(record: Record, path: Path | None, say: Say) -> None:
+    try:
+        if path is None:
+            raise OSError("there is no home folder")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        codec.save(record, path)
+    except (OSError, AutopipeError) as error:
+        why = error.message if isinstance(error, AutopipeError) else error
+        say(f"the rates are not kept for next time: {why}")
+
+
+def _memory(processes: int, cuda: bool) -> int:
+    if cuda:
+        totals = (torch.cuda.get_device_properties(i).total_memory for i in range(processes))
+        return efficiency.usable(min(totals))
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // processes
+
+
+def _silent(line: str) -> None:
+    """Say nothing."""

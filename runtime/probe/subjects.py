@@ -1,0 +1,110 @@
+"""Example ops to measure, which run neither at the speed of memory nor at that of a matmul.
+
+Each is a function of one tensor to another of the same shape, so that a chain of it can be made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Function = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An op to measure on tensors of `shape` with more and more rows before it.
+
+    Args:
+        make: the function, of one tensor to another of the same shape.
+        rows: few, which is nearly all start, and many.
+        operations: of a row, forward and backward; None: one an element.
+    """
+
+    make: Callable[[torch.device], Function]
+    shape: tuple[int, ...]
+    rows: tuple[int, int] = (4, 512)
+    operations: tuple[float, float] | None = None
+
+
+def _plain(function: Function) -> Callable[[torch.device], Function]:
+    return lambda device: function
+
+
+def _linear(device: torch.device) -> Function:
+    return nn.Linear(64, 64, device=device)
+
+
+def _convolution(device: torch.device) -> Function:
+    return nn.Conv2d(64, 64, 3, padding=1, device=device)
+
+
+def _recurrent(device: torch.device) -> Function:
+    lstm = nn.LSTM(256, 256, batch_first=True, device=device)
+
+    def run(x: Tensor) -> Tensor:
+        found: Tensor = lstm(x)[0]
+        return found
+
+    return run
+
+
+def _norm(device: torch.device) -> Function:
+    return nn.LayerNorm(512, device=device)
+
+
+def _batch_norm(device: torch.device) -> Function:
+    return nn.BatchNorm2d(64, device=device)
+
+
+def _attention(*, causal: bool = False, dropout: float = 0.0) -> Callable[[torch.device], Function]:
+    return lambda device: (
+        lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=causal, dropout_p=dropout)
+    )
+
+
+def _entropy(device: torch.device) -> Function:
+    """Of 512 classes; the result is spread over the logits' shape again, at no cost."""
+
+    def run(x: Tensor) -> Tensor:
+        targets = torch.zeros(len(x), dtype=torch.int64, device=device)
+        return F.cross_entropy(x, targets).expand(x.shape)
+
+    return run
+
+
+_HEADS, _TOKENS, _HEAD = 4, 128, 64
+_SCORES = 4.0 * _HEADS * _TOKENS * _TOKENS * _HEAD
+_FILTERS = 2.0 * 16 * 16 * 64 * 64 * 9
+_CELLS = 2.0 * 32 * (256 + 256) * 1024
+_SEQUENCES = (_HEADS, _TOKENS, _HEAD)
+
+SUBJECTS: dict[str, Subject] = {
+    "linear": Subject(_linear, (4, 64), (1, 2), (0.0, 0.0)),
+    "conv2d": Subject(_convolution, (64, 16, 16), (1, 8), (_FILTERS, 2 * _FILTERS)),
+    "lstm": Subject(_recurrent, (32, 256), (1, 8), (_CELLS, 2 * _CELLS)),
+    "attention": Subject(_attention(), _SEQUENCES, (1, 4), (_SCORES, 2.5 * _SCORES)),
+    "causal attention": Subject(
+        _attention(causal=True), _SEQUENCES, (1, 4), (_SCORES / 2, 1.25 * _SCORES)
+    ),
+    "attention with dropout": Subject(
+        _attention(dropout=0.1), _SEQUENCES, (1, 4), (_SCORES, 2.5 * _SCORES)
+    ),
+    "layer_norm": Subject(_norm, (512,)),
+    "batch_norm": Subject(_batch_norm, (64, 16, 16), (1, 16)),
+    "softmax": Subject(_plain(lambda x: F.softmax(x, -1)), (512,)),
+    "log_softmax": Subject(_plain(lambda x: F.log_softmax(x, -1)), (512,)),
+    "cross_entropy_loss": Subject(_entropy, (512,)),
+    "dropout": Subject(_plain(F.dropout), (512,)),
+    "gelu": Subject(_plain(F.gelu), (512,)),
+    "silu": Subject(_plain(F.silu), (512,)),
+    "tanh": Subject(_plain(torch.tanh), (512,)),
+    "sigmoid": Subject(_plain(torch.sigmoid), (512,)),
+    "exp": Subject(_plain(lambda x: torch.exp(-x)), (512,)),
+    "pow": Subject(_plain(lambda x: torch.pow(x, 3.0)), (512,)),
+}
+"""By the names of `measured.KERNELS`."""

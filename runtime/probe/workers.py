@@ -1,0 +1,275 @@
+"""Starts the processes that measure this machine, waits for their figures, and ends them.
+
+    this process  --request-->  one with torch --fork--> rank 0, rank 1, ...     `measuring`
+                  <--a line a group of figures---------- rank 0
+
+Whatever happens there, this process goes on: a group of figures that ends the others, or overdraws
+its budget by far, is left out, and what has not been measured yet is asked for once more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+
+import autopipe
+from autopipe.cluster.measured import (
+    COLLECTIVES,
+    DTYPES,
+    KERNELS,
+    LAUNCH,
+    MEMORY,
+    MESSAGES,
+    WHOLE,
+    Found,
+)
+from autopipe.errors import LaunchError
+from autopipe.runtime.probe.measuring import PREFIX, Request, budget, groups
+from autopipe.runtime.probe.microbench import STRETCH
+from autopipe.util import codec
+from autopipe.util.progress import Say, phase
+
+STARTING = 30.0
+"""Seconds in which torch is loaded and all processes have met."""
+
+GRACE = 10.0
+"""Seconds that figures may take beyond their budget: what has begun cannot be called off."""
+
+AGAIN = 30.0
+"""Seconds after which nothing is asked for once more."""
+
+_HOME = Path(autopipe.__file__).resolve().parents[1]
+
+
+def command(program: str) -> tuple[str, ...]:
+    """What runs a program that knows `probe.measuring`; it takes a request as an argument."""
+    begin = "import sys; sys.path.insert(0, sys.argv.pop(1))\n"
+    begin += "from autopipe.runtime.probe import measuring\n"
+    return sys.executable, "-P", "-c", begin + program, str(_HOME)
+
+
+COMMAND = command("measuring.main()")
+
+_ENDED = re.compile(r"process \d+ of \d+ ended with code -?\d+$")
+
+
+def measure(processes: int, names: Sequence[str], half: float | None, say: Say) -> dict[str, Found]:
+    """The figures, measured by so many processes at once; those that could not be have no values.
+
+    Args:
+        half: the second value of fp32 (`measured.Found`), where that is not asked for.
+    """
+    say(_heading(processes, sum(budget(group) for group in groups(names))))
+    found: dict[str, Found] = {}
+    left, began = groups(names), time.monotonic()
+    with phase("measuring this machine", of=len(names)) as done:
+        while left:
+            try:
+                for more in _answers(processes, left, half):
+                    found |= more
+                    if DTYPES[0] in more and more[DTYPES[0]].values:
+                        half = more[DTYPES[0]].values[1]
+                    left = left[1:]
+                    for line in _told(more):
+                        say(f"  {line}")
+                    done(len(more))
+            except LaunchError as error:
+                if isinstance(error, _Never) or time.monotonic() - began > AGAIN:
+                    lost, left = left, []
+                else:
+                    lost, left = left[:1], left[1:]
+                names = [name for group in lost for name in group]
+                found |= {name: Found((), error.message) for name in names}
+                say(f"  {', '.join(names)}: {error.message}")
+                done(len(names))
+    return found
+
+
+class _Never(LaunchError):
+    """The processes have not even begun."""
+
+
+def _answers(
+    processes: int, left: Sequence[tuple[str, ...]], half: float | None
+) -> Iterator[dict[str, Found]]:
+    """What is found, group after group.
+
+    Raises:
+        LaunchError: a process ended badly, or took far too long; all are stopped.
+    """
+    names = tuple(name for group in left for name in group)
+    try:
+        with tempfile.TemporaryDirectory(prefix="autopipe-", ignore_cleanup_errors=True) as folder:
+            threads = max(1, cores() // processes)
+            crowd = max(1.0, processes * threads / cores())
+            request = Request(processes, names, half, threads, crowd, folder)
+            log = Path(folder, "log")
+            with _begun(request, log) as worker:
+                yield from _read(worker, log, left)
+    except OSError as error:
+        raise _Never(f"no process can be started to measure it: {error}") from error
+
+
+@contextmanager
+def _begun(request: Request, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """The process that starts the others; within the block, and no longer."""
+    with open(log, "wb") as errors:
+        worker = subprocess.Popen(
+            [*COMMAND, json.dumps(asdict(request))],
+            env=_environment(request.threads),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            start_new_session=True,  # Ctrl-C is for this process alone, which ends the others
+        )
+    with worker:
+        try:
+            yield worker
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(worker.pid, signal.SIGKILL)
+
+
+def _read(
+    worker: subprocess.Popen[bytes], log: Path, left: Sequence[tuple[str, ...]]
+) -> Iterator[dict[str, Found]]:
+    """A group's figures as soon as they are there.
+
+    Raises:
+        LaunchError: they will not be.
+    """
+    assert worker.stdout is not None
+    # The first line says that all have begun.
+    waits = [
+        ("start", STARTING),
+        *((_short(group), STRETCH * budget(group) + GRACE) for group in left),
+    ]
+    text, pipe = b"", worker.stdout.fileno()
+    for number, (what, patience) in enumerate(waits):
+        deadline = time.monotonic() + patience
+        failed = LaunchError if number else _Never
+        while (line := _PATTERN.search(text)) is None:
+            if not select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise failed(f"out of time: {what} took more than {patience:.0f} s")
+            more = os.read(pipe, 2**16)
+            if not more:
+                raise failed(_last(log))
+            text += more
+        text = text[line.end() :]
+        if number:
+            data = json.loads(line[1])
+            yield {name: codec.from_json(Found, one, name) for name, one in data.items()}
+
+
+def _short(group: tuple[str, ...]) -> str:
+    return group[0] if len(group) == 1 else f"{group[0]} and {len(group) - 1} more"
+
+
+_PATTERN = re.compile(rb"^" + PREFIX.encode() + rb"(.*)\n", re.MULTILINE)
+
+
+def _last(log: Path) -> str:
+    """The sentence with which processes ended."""
+    lines = log.read_text(errors="replace").splitlines()
+    ended = [line for line in lines if _ENDED.match(line)]
+    others = [line for line in lines if line.strip() and line not in ended]
+    why = f": {others[-1].strip()}" if others else ""
+    return f"{ended[0] if ended else 'the processes that measure ended'}{why}"
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _environment(threads: int) -> dict[str, str]:
+    """The environment of what measures: autopipe can be imported, and gloo talks over loopback."""
+    environment = dict(os.environ)
+    path = (str(_HOME), environment.get("PYTHONPATH"))
+    environment["PYTHONPATH"] = os.pathsep.join(part for part in path if part)
+    environment["OMP_NUM_THREADS"] = str(threads)
+    # Else gloo looks up the name of the host, which not every machine can answer.
+    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    if loopback:
+        environment["GLOO_SOCKET_IFNAME"] = loopback[0]
+    return environment
+
+
+# --- In words ------------------------------------------------------------------------------------
+
+
+def _heading(processes: int, seconds: float) -> str:
+    found = cores()
+    each = f"{found // processes} cores each" if found >= 2 * processes else "a core each"
+    on = f"{processes} processes with {each}"
+    if processes > found:
+        on = f"{processes} processes share {found} core{'s' if found > 1 else ''}"
+    if processes == 1:
+        on = f"one process on {found} core{'s' if found > 1 else ''}"
+    return f"measuring this machine, about {seconds + LOADING:.0f} s: {on}"
+
+
+LOADING = 3.0
+"""Seconds that it takes to load torch, of what one is told."""
+
+
+def _told(found: Mapping[str, Found]) -> Iterator[str]:
+    """A line for people of each figure, and one for all kernels."""
+    kernels = [name for name in found if name in KERNELS and found[name].values]
+    if kernels:
+        yield f"by themselves: {', '.join(kernels)}"
+    for name, one in found.items():
+        words = _words(name, one.values) if one.values else f"{name}: not measured"
+        if name not in KERNELS or one.rough:
+            yield words + (f", rough: {one.rough}" if one.rough else "")
+
+
+def _words(name: str, values: tuple[float, ...]) -> str:
+    first, last = values[0], values[-1]
+    if name == DTYPES[0]:
+        of_half = f"; of those with dims of {last:.3g} an eighth of it"
+        return f"matmuls in {name}: {first / 1e9:.4g} GFLOP/s a process{of_half}"
+    if name in DTYPES:
+        lacking = f", this processor has no {name} instructions" if lacks(name) else ""
+        return f"matmuls in {name}: {first / 1e9:.4g} GFLOP/s a process{lacking}"
+    if name == MEMORY:
+        return f"memory: {first / 1e9:.3g} GB/s a process"
+    if name == LAUNCH:
+        return f"one small op: {first * 1e6:.3g} us forward, {last * 1e6:.3g} us backward"
+    if name == MESSAGES:
+        return f"between processes: {first * 1e6:.3g} us, {last / 1e9:.3g} GB/s"
+    if name == COLLECTIVES:
+        took = f"summed in {first * 1e3:.3g} ms, gathered in {last * 1e3:.3g} ms"
+        return f"{WHOLE >> 20} MiB of all processes: {took}"
+    return f"{name}: {values[2] * 1e6:.3g} us"
+
+
+_FLAGS = {
+    "bf16": ("avx512_bf16", "amx_bf16", "bf16"),
+    "fp16": ("avx512_fp16", "amx_fp16", "asimdhp"),
+}
+"""The words for a dtype's instructions in /proc/cpuinfo, of x86 and of ARM."""
+
+
+def lacks(dtype: str) -> bool:
+    """Whether this processor is known to have no instructions for a dtype."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text().lower()
+    except OSError:
+        return False
+    known = re.search(r"^(flags|features)\s*:(.*)$", flags, re.MULTILINE)
+    return dtype in _FLAGS and known is not None and not {*_FLAGS[dtype]} & {*known[2].split()}

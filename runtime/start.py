@@ -1,0 +1,309 @@
+"""The start of a rank, phase by phase; `parallelize` calls them in this order.
+
+    check_plan      a plan, this run's options   ->  CheckedPlan  refused, or its programs
+    join            the environment              ->  JoinedRank   a rank among the others
+    trace_planned   the model                    ->  TracedModel  what the plan was made for
+    own_part        the trace, the plan's cuts   ->  RankPart     this rank's stages
+    own_states      a model, or a checkpoint     ->  ModelStates  this rank's parameters
+    connect         the plan's mesh              ->  Transport    sends and receives
+    split_to_evaluate                                             the same cuts, for `evaluate`
+
+Every rank calls each of them: `join`, `own_part` and `connect` exchange messages.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autopipe.errors import LaunchError
+from autopipe.frontend import batch as batches
+from autopipe.frontend.loss import Loss
+from autopipe.ir.graph import StateSpec
+from autopipe.ir.partition import Stage
+from autopipe.planfile import programs
+from autopipe.planfile.contents import Plan, check
+from autopipe.planfile.parts import Place
+from autopipe.planfile.placements import I, Sharding
+from autopipe.runtime.comm.choose import backend_for, shares_memory, transport_for
+from autopipe.runtime.comm.shared_memory_axis import tensor_parallel_axis
+from autopipe.runtime.comm.transport import Transport
+from autopipe.runtime.launch.watchdog import Watchdog
+from autopipe.runtime.launch.world import World, check_world, start, world_from
+from autopipe.runtime.parameters.materialize import Origin, materialize
+from autopipe.runtime.parameters.model_states import ModelStates
+from autopipe.runtime.parameters.part import RankPart
+from autopipe.runtime.step.emitted_files import Emitted
+from autopipe.runtime.step.same_batch import check_same_plan
+from autopipe.schedules.instructions import Programs, holders
+from autopipe.schedules.transfers import Edge
+from autopipe.sharding import collectives
+from autopipe.sharding.plan_io import read_back
+from autopipe.stages.bind import (
+    Split,
+    check_loss,
+    check_runs,
+    dealt_out,
+    split_as_planned,
+    split_for_evaluation,
+    unused_states,
+)
+from autopipe.tracing.source import Source, bare, trace_source
+from autopipe.tracing.trace import Trace, trace
+from autopipe.util import allocator
+
+
+@dataclass(frozen=True)
+class CheckedPlan:
+    """A plan that this run can carry out, and what is read off it once.
+
+    Attributes:
+        plan: with the schedule of the emitted programs, if there are any.
+        compute: the programs of a step without transfers, one per pipeline rank.
+        placed: the pipeline rank of each stage.
+        sharding: how parameters and nodes lie over tensor-parallel ranks.
+        emitted: the files to run in the place of what is made here.
+    """
+
+    plan: Plan
+    compute: Programs
+    placed: tuple[int, ...]
+    sharding: Sharding
+    emitted: Emitted | None
+
+
+@dataclass(frozen=True)
+class JoinedRank:
+    """This process as a rank of the run, connected to the others.
+
+    Attributes:
+        place: which rank of the plan it is.
+        device: where its tensors are.
+        backend: of torch.distributed, for sums over ranks.
+        world: the process group of all ranks; None if there is one rank.
+        watchdog: is told where this rank is.
+    """
+
+    place: Place
+    device: torch.device
+    backend: str
+    world: dist.ProcessGroup | None
+    watchdog: Watchdog
+
+
+@dataclass(frozen=True)
+class TracedModel:
+    """The model as every rank sees it: whole, without values.
+
+    Attributes:
+        skeleton: the model with fake parameters and real buffers.
+        trace: its graph in training, with the loss.
+        unused: the parameters and persistent buffers that the graph does not read.
+    """
+
+    skeleton: nn.Module
+    trace: Trace
+    unused: Mapping[str, StateSpec]
+
+    @property
+    def states(self) -> dict[str, StateSpec]:
+        """All parameters, buffers and constants of the model, by name."""
+        return {**self.trace.graph.states, **self.unused}
+
+
+def check_plan(
+    plan: Plan, loss: Loss | None, emitted: str | Path | None, *, compiled: bool
+) -> CheckedPlan:
+    """Check the plan against itself, the loss, the emitted files and what this version runs.
+
+    Raises:
+        PlanError, ScheduleError: it cannot be run; the sentence names the field.
+    """
+    check(plan)
+    check_loss(plan, loss)
+    files = Emitted.load(emitted, plan) if emitted is not None else None
+    plan = files.plan if files is not None else plan
+    compute = files.compute if files is not None else programs.compute(plan)
+    check_runs(plan, compute, compiled=compiled)
+    return CheckedPlan(plan, compute, holders(compute), read_back(plan), files)
+
+
+def join(plan: Plan) -> JoinedRank:
+    """Find this process's rank, open the process group unless the caller has, agree on a backend.
+
+    Raises:
+        LaunchError: other processes were started than the plan is for, or the device is not here.
+        PlanError: the ranks were given different plans.
+    """
+    number, watchdog = _join_group(plan)
+    place = plan.mesh.places[number]
+    device = _device(place)
+    if device.type == "cpu":
+        allocator.keep()
+    alone = len(plan.mesh.places) == 1
+    world = None if alone else dist.group.WORLD
+    check_same_plan(plan, world)
+    backend = "gloo" if alone else backend_for(device)
+    return JoinedRank(place, device, backend, world, watchdog)
+
+
+def trace_planned(model: Source, inputs: Any, loss: Loss | None, plan: Plan) -> TracedModel:
+    """Trace the model in training, on two rows; no parameter is allocated.
+
+    Args:
+        inputs: an example batch, or what makes one of so many rows; None: made from the plan.
+
+    Raises:
+        ModelError: the model cannot be captured, or the example is not what the plan describes.
+    """
+    skeleton = bare(model)
+    example = inputs(2) if callable(inputs) else inputs
+    if example is None:
+        example = batches.from_specs(plan.inputs, 2)
+    else:
+        example = batches.two_rows(example, plan.inputs)
+    traced = trace(skeleton, example, plan.inputs, loss, reads=plan.reads)
+    return TracedModel(skeleton, traced, unused_states(traced.graph, skeleton))
+
+
+def own_part(checked: CheckedPlan, joined: JoinedRank, traced: Trace) -> RankPart:
+    """Cut the model as the plan says, for this rank's tensor-parallel coordinate.
+
+    Under tensor parallelism it opens the axis that the stages' collectives go over.
+
+    Raises:
+        PlanError: the plan is of another model, whose first node that differs is named.
+    """
+    plan, place, device = checked.plan, joined.place, joined.device
+    if plan.mesh.tp > 1:
+        collectives.attach(
+            collectives.TENSOR_PARALLEL,
+            tensor_parallel_axis(plan, place, joined.backend, shared=shares_memory(device)),
+        )
+    split = split_as_planned(traced, plan, place.tp, checked.sharding)
+    return RankPart(plan, place, split, checked.placed, device)
+
+
+def own_states(
+    part: RankPart, traced: TracedModel, sharding: Sharding, origin: Origin
+) -> ModelStates:
+    """This rank's parameters, buffers and constants, on its device.
+
+    What forward does not use is in no stage; rank 0 keeps it, as it is a part of the model.
+
+    Raises:
+        ModelError: a parameter is not to be had.
+    """
+    unused = list(traced.unused) if part.place.rank == 0 else []
+    found = materialize(
+        replace(traced.trace.graph, states=traced.states),
+        [*dict.fromkeys(name for stage in part.stages for name in stage.states), *unused],
+        origin,
+        device=part.device,
+        part=partial(_own_rows, sharding, part.place.tp),
+        optional=unused,
+    )
+    apart = {name: found.pop(name) for name in unused if name in found}
+    return ModelStates(traced.states, found, apart, sharding)
+
+
+def connect(part: RankPart) -> Transport:
+    """This rank's end of its pipeline.
+
+    Raises:
+        LaunchError: AUTOPIPE_TRANSPORT asks for one that the ranks cannot use.
+    """
+    mesh = part.plan.mesh
+    pipelines = [
+        [mesh.rank(holder, dp, tp) for holder in part.placed]
+        for dp in range(mesh.dp)
+        for tp in range(mesh.tp)
+    ]
+    return transport_for(part.device, pipelines, _edges(part.split.stages))
+
+
+def split_to_evaluate(
+    model: Source,
+    loss: Loss | None,
+    part: RankPart,
+    sharding: Sharding,
+    batch: Any,
+    outputs: bool,
+) -> Split:
+    """The model in evaluation mode, traced on two rows of `batch` and cut as in training.
+
+    Args:
+        outputs: whether its results are also what the model itself gives.
+
+    Raises:
+        ModelError: as `trace_planned`.
+        PlanError: a stage would need parameters of another one.
+    """
+    plan = part.plan
+    example = batches.two_rows(batch, plan.inputs)
+    found = trace_source(model, example, plan.inputs, loss, training=False, outputs=outputs)
+    local, blocks = dealt_out(found, plan, part.place.tp, sharding)
+    return split_for_evaluation(local, part.split, blocks)
+
+
+def _join_group(plan: Plan) -> tuple[int, Watchdog]:
+    """This process's rank and its watchdog; opens the default group unless the caller has."""
+    world_size = len(plan.mesh.places)
+    if dist.is_initialized():
+        world = World(dist.get_rank(), dist.get_world_size(), 0, 1, 0, "", 0)
+    else:
+        found = world_from(os.environ)
+        world = found or World(0, 1, 0, 1, 0, "localhost", 0)
+    check_world(world, world_size)
+    # Launchers count ranks node by node. A plan that gives slow devices other stages does not.
+    in_order = sorted(plan.mesh.places, key=lambda place: (place.node, place.local))
+    rank = in_order[world.rank].rank
+    if world_size == 1 or dist.is_initialized():
+        if rank != world.rank:
+            raise LaunchError(
+                f"the plan has rank {rank} where the process group that is open has rank "
+                f"{world.rank}: its stages are not in the order of the devices",
+                hint="leave opening the process group to parallelize",
+            )
+        return rank, Watchdog()
+    opened = ExitStack()
+    watchdog = opened.enter_context(start(world, rank=rank))
+    # The group is open for as long as the process lives: a user's script has no block for it.
+    atexit.register(opened.close)
+    return rank, watchdog
+
+
+def _device(place: Place) -> torch.device:
+    if place.device == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise LaunchError(
+            f"the plan binds rank {place.rank} to {place.device}, and this machine has no GPU",
+            hint="plan for this machine: --cluster local:N",
+        )
+    return torch.device("cuda", place.local % torch.cuda.device_count())
+
+
+def _own_rows(sharding: Sharding, rank: int, name: str, tensor: Tensor) -> Tensor:
+    """What a rank keeps of a parameter: a copy, so that the rest of its memory can go."""
+    lies = sharding.states.get(name, I)
+    if not lies.sharded:
+        return tensor
+    own = collectives.own_part(tensor.detach(), lies, sharding.ranks, rank).clone()
+    return nn.Parameter(own.contiguous(), tensor.requires_grad)
+
+
+def _edges(stages: Sequence[Stage]) -> list[Edge]:
+    """Every pair of stages that exchange tensors, as if all gradients came back."""
+    pairs = {(stage.index, target) for stage in stages for _, target in stage.sends}
+    return [Edge(source, target, gradient=True) for source, target in sorted(pairs)]

@@ -1,0 +1,143 @@
+"""Compiles a stage with torch.compile, island by island.
+
+Some nodes of a stage have to run as Python: calls of blocks, which keep their place so that they
+can be run again or gathered one by one; random nodes, which seed their generator first; read
+checks. The nodes between two of these are an island, and islands are what is compiled:
+
+    stage     [embedding, add]  self.h.0  self.h.1  [norm, linear, loss]
+    self.h.0  [norm, linear, attention]  draw(dropout)  [add, norm, linear, gelu, linear]
+    self.h.1  the same islands, parameters being their arguments: compiled once for all its class
+
+What a compiled island keeps for backward is the compiler's choice, which no plan predicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from autopipe.stages.node_calls import python_only, take
+from autopipe.stages.precision import low
+from autopipe.stages.recompute import Recomputed
+
+Island = Callable[..., tuple[Tensor, ...]]
+
+
+def compile_stage(module: fx.GraphModule, backend: str = "inductor") -> None:
+    """Have the islands of a lowered stage compiled, in place, when they first run.
+
+    Sizes are integers in a stage, and so they are in its code (`dynamic=False`).
+
+    Args:
+        backend: as `torch.compile` takes it.
+    """
+    known = _Islands(backend)
+    for child in list(module.modules()):
+        graph_module = child.block if isinstance(child, Recomputed) else child
+        if isinstance(graph_module, fx.GraphModule):
+            graph_module.graph = _with_islands(graph_module, known)
+
+
+def _with_islands(module: fx.GraphModule, known: _Islands) -> fx.Graph:
+    """A module's graph with each island as one call."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+
+    def copy(node: fx.Node) -> None:
+        env[node] = graph.node_copy(node, env.__getitem__)
+
+    island: list[fx.Node] = []
+    nodes = list(module.graph.nodes)
+    for node in nodes:  # states first: they are arguments, and end no island
+        if node.op in ("placeholder", "get_attr") or node.target is low:
+            copy(node)
+    for node in nodes:
+        if node in env:
+            continue
+        if _is_compiled(node):
+            island.append(node)
+            continue
+        _call(module, graph, island, env, known)
+        island = []
+        copy(node)
+    return graph
+
+
+def _is_compiled(node: fx.Node) -> bool:
+    if node.op != "call_function":
+        return False
+    if node.target is take:  # it goes with what it takes from
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        return _is_compiled(source)
+    return node.target not in python_only
+
+
+def _call(
+    module: fx.GraphModule,
+    graph: fx.Graph,
+    island: Sequence[fx.Node],
+    env: dict[fx.Node, fx.Node],
+    known: _Islands,
+) -> None:
+    """Add the call of an island to `graph`, and what it makes to `env`."""
+    inside = set(island)
+    given = list(
+        dict.fromkeys(n for node in island for n in node.all_input_nodes if n not in inside)
+    )
+    made = [node for node in island if any(user not in inside for user in node.users)]
+    if not made:
+        return
+    body = fx.Graph()
+    renamed = {node: body.placeholder(f"given_{n}") for n, node in enumerate(given)}
+    for node in island:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), renamed.__getitem__)
+        renamed[node] = body.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+    body.output(tuple(renamed[node] for node in made))
+    states = tuple(_state(module, node) for node in given)
+    key = body.python_code("self").src, states
+    function = known.of(key, body)
+    call = graph.call_function(function, tuple(env[node] for node in given))
+    for number, node in enumerate(made):
+        env[node] = graph.call_function(take, (call, number))
+
+
+def _state(module: fx.GraphModule, node: fx.Node) -> object:
+    """What is known of an argument: one body with states of other shapes is another island."""
+    while node.target is low:
+        node = node.all_input_nodes[0]
+    if node.op != "get_attr":
+        return None
+    *path, name = str(node.target).split(".")
+    tensor: Tensor = getattr(module.get_submodule(".".join(path)), name)
+    return tuple(tensor.shape), tensor.dtype
+
+
+class _Islands:
+    """The islands of a stage, each compiled once however many blocks have it."""
+
+    def __init__(self, backend: str) -> None:
+        self._backend = backend
+        self._known: dict[object, Island] = {}
+
+    def of(self, key: object, body: fx.Graph) -> Island:
+        """The compiled function of an island."""
+        if key not in self._known:
+            self._known[key] = self._compiled(body)
+        return self._known[key]
+
+    def _compiled(self, body: fx.Graph) -> Island:
+        run: Any = torch.compile(
+            fx.GraphModule(nn.Module(), body), dynamic=False, backend=self._backend
+        )
+
+        def island(*arguments: Tensor) -> tuple[Tensor, ...]:
+            results: tuple[Tensor, ...] = run(*arguments)
+            return results
+
+        # What the stage's code calls it.
+        island.__name__ = island.__qualname__ = f"island_{len(self._known)}"
+        return island

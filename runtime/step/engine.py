@@ -1,0 +1,209 @@
+"""Computes one stage: forward, and backward in two halves, with the tensors kept between them.
+
+    forward         y = stage(x)                         keeps what backward needs
+    backward_input  dx = what the stage before waits for
+    backward_weight dw += the rest
+
+The autograd engine does both halves at once in `backward_input`, as `torch.autograd.backward` must.
+Between forward and backward it holds the *edges* of the outputs, not the outputs: their memory goes
+as soon as they are sent. The joint engine runs the graphs of `split_backward`: two halves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, fx, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from autopipe.stages.precision import Arithmetic, computing, current
+from autopipe.stages.split_backward import Joint
+
+
+class Engine(Protocol):
+    """What the executor asks of a stage.
+
+    All tensors are on the rank's device. Arguments are what a stage receives, in the order of
+    `stage.receives`, then its inputs of the batch; results are `stage.outgoing`, then the graph's.
+    """
+
+    def forward(self, microbatch: int, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run the stage; with gradients enabled, keep what backward needs of this micro-batch.
+
+        The arguments stay the caller's. The results are attached to autograd's graph by the
+        autograd engine, and not by the joint one: the caller detaches what it keeps.
+        """
+
+    def backward_input(
+        self, microbatch: int, gradients: Sequence[Tensor | None]
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients of forward's arguments, given those of its results (None: it has none).
+
+        The caller owns what is returned; it may be in the memory of a parameter's `.grad`.
+        """
+
+    def backward_weight(self, microbatch: int) -> None:
+        """Add to the parameters' `.grad` what `backward_input` has left out."""
+
+
+@dataclass
+class AutogradEngine:
+    """Runs a stage's module under autograd."""
+
+    module: nn.Module
+    _kept: dict[int, tuple[list[GradientEdge | None], tuple[Tensor, ...]]] = field(
+        default_factory=dict
+    )
+
+    def forward(self, microbatch: int, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        results: tuple[Tensor, ...] = self.module(*arguments)
+        if torch.is_grad_enabled():
+            edges = [
+                get_gradient_edge(r) if isinstance(r, Tensor) and r.requires_grad else None
+                for r in results
+            ]
+            leaves = tuple(arguments)
+            self._kept[microbatch] = edges, leaves
+        return results
+
+    def backward_input(
+        self, microbatch: int, gradients: Sequence[Tensor | None]
+    ) -> tuple[Tensor | None, ...]:
+        edges, leaves = self._kept.pop(microbatch)
+        roots = [
+            (edge, gradient)
+            for edge, gradient in zip(edges, gradients, strict=True)
+            if edge is not None and gradient is not None
+        ]
+        if roots:
+            torch.autograd.backward([edge for edge, _ in roots], [seed for _, seed in roots])
+        return tuple(leaf.grad for leaf in leaves)
+
+    def backward_weight(self, microbatch: int) -> None:
+        """Nothing is left: autograd has done it in `backward_input`."""
+
+
+@dataclass
+class _Flight:
+    """What the joint engine holds of one micro-batch.
+
+    `bytes` are those counted, of which the second half of backward needs `bytes_for_weight`.
+    """
+
+    how: Arithmetic
+    for_input: list[Tensor]
+    for_weight: list[Tensor]
+    bytes: int
+    bytes_for_weight: int
+
+
+class JointEngine:
+    """Runs the three graphs of a stage's joint graph.
+
+    Parameters take their gradients through autograd's own accumulation, one by one as they are
+    made, so that hooks on them fire as in a backward.
+
+    Attributes:
+        hold: told of the bytes kept for backward, more of them or (negative) fewer: forward takes
+            hold, each half lets go of what no later one needs. States, arguments and the gradients
+            that `backward_input` is given are somebody else's.
+    """
+
+    def __init__(
+        self, module: nn.Module, joint: Joint, hold: Callable[[int], None] | None = None
+    ) -> None:
+        self.module = module
+        self.joint = joint
+        self.hold = hold
+        self._weight = _accumulating(module, joint)
+        self._flights: dict[int, _Flight] = {}
+
+    def forward(self, microbatch: int, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run the stage; without gradients, the module itself."""
+        if not torch.is_grad_enabled():
+            results: tuple[Tensor, ...] = self.module(*arguments)
+            return results
+        joint, how = self.joint, current()
+        with _as_traced(how):
+            fitted = [layout.fit(t) for layout, t in zip(joint.arguments, arguments, strict=True)]
+            made = joint.forward(*fitted)
+        saved = made[joint.results :]
+        flight = self._flights[microbatch] = _Flight(
+            how,
+            [saved[n] for n in joint.to_input],
+            [saved[n] for n in joint.to_weight],
+            _bytes(saved[n] for n in joint.counted),
+            _bytes(saved[n] for n in joint.counted_weight),
+        )
+        self._count(flight.bytes)
+        results = made[: joint.results]
+        return results
+
+    def backward_input(
+        self, microbatch: int, gradients: Sequence[Tensor | None]
+    ) -> tuple[Tensor | None, ...]:
+        joint, flight = self.joint, self._flights[microbatch]
+        loose = [n for n in joint.unseeded if gradients[n] is not None]
+        assert not loose, f"results {loose} have a gradient that backward was not traced for"
+        if all(gradients[n] is None for n in joint.seeds):  # nobody has used the results
+            self._count(-self._flights.pop(microbatch).bytes)
+            return (None,) * len(joint.arguments)
+        with _as_traced(flight.how):
+            for n, layout in joint.seeds.items():
+                seed = gradients[n]
+                seed = layout.empty().zero_() if seed is None else layout.fit(seed)
+                flight.for_input.append(seed)
+            made = joint.backward_input(flight.for_input)
+        stash = made[len(joint.arguments) :]
+        flight.for_weight += stash
+        fresh = _bytes(stash[n] for n in joint.counted_stash)
+        self._count(fresh)  # beside all that was kept: the most that there can be at once
+        self._count(flight.bytes_for_weight - flight.bytes)
+        flight.bytes = flight.bytes_for_weight + fresh
+        returned: tuple[Tensor | None, ...] = made[: len(joint.arguments)]
+        return returned
+
+    def backward_weight(self, microbatch: int) -> None:
+        flight = self._flights.pop(microbatch, None)
+        if flight is not None:
+            with _as_traced(flight.how):
+                self._weight(flight.for_weight)
+            self._count(-flight.bytes)
+
+    def _count(self, bytes: int) -> None:
+        if self.hold is not None:
+            self.hold(bytes)
+
+
+@contextmanager
+def _as_traced(how: Arithmetic) -> Iterator[None]:
+    """The step's copies of parameters, but neither autograd nor autocast: the graphs have both."""
+    with torch.no_grad(), computing(how), torch.autocast(how.device_type, enabled=False):
+        yield
+
+
+def _accumulating(module: nn.Module, joint: Joint) -> fx.GraphModule:
+    """The graph of the second half, giving each gradient away in the moment it is made."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    gradients = graph.graph_copy(joint.backward_weight.graph, copies)
+    assert isinstance(gradients, tuple)
+    for name, gradient in zip(joint.parameters, gradients, strict=True):
+        with graph.inserting_after(gradient):
+            parameter = graph.get_attr(name)
+        with graph.inserting_after(parameter):
+            graph.call_function(_accumulate, (parameter, gradient))
+    graph.output(())
+    return fx.GraphModule(module, graph, class_name="Weight")
+
+
+def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
+    """Add to a parameter's gradient, hooks and all."""
+    torch.autograd.backward([get_gradient_edge(parameter)], [gradient])
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)

@@ -1,0 +1,113 @@
+"""Runs one rank's program in a loop: each instruction calls a method of its stage.
+
+0F3         stages[0].methods[FORWARD]          what a stage does is in `step.stage`
+0REDUCE     gradients.arm(0)                    stage 0's next backward is its last
+0STEP       gradients.finish()                  all sums are there
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
+from typing import Protocol
+
+from torch import Tensor
+
+from autopipe.runtime.step.memory_meter import Meter
+from autopipe.runtime.step.stage import StageRun, StepInput
+from autopipe.schedules.instructions import Instruction, Kind, Program
+from autopipe.sharding.column_linear import all_sums_finished
+from autopipe.stages.precision import FP32, Arithmetic
+
+
+class Sum(Protocol):
+    """What the loop needs of `gradient_sum.Gradients`."""
+
+    def arm(self, stage: int) -> None:
+        """The next backward of `stage` is its last: what it makes is final."""
+
+    def finish(self) -> None:
+        """Return when every gradient of this rank is its sum."""
+
+
+Watch = Callable[[int], None]
+"""Told the position of each instruction in the program before it runs."""
+
+Record = Callable[[Instruction, float, float], None]
+"""Told when each instruction began and ended, in seconds of `perf_counter`."""
+
+
+class Executor:
+    """One rank of one pipeline.
+
+    Args:
+        stages: those that the rank holds.
+        program: its instructions, as `schedules.transfers.insert` makes them.
+        gradients: None for evaluation.
+        begin: what a step that begins now computes in.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[StageRun],
+        program: Program,
+        gradients: Sum | None,
+        begin: Callable[[], Arithmetic] = lambda: FP32,
+    ) -> None:
+        self.stages = {run.stage.index: run for run in stages}
+        self.program = program
+        self.seconds: Mapping[tuple[int, Kind], float] = {}
+        self.watch: Watch | None = None
+        self.record: Record | None = None
+        self._gradients = gradients
+        self._begin = begin
+        # Looked up once: a pipeline of small micro-batches would notice.
+        keys = list(dict.fromkeys((i.stage, i.kind) for i in program))
+        self._calls = [(self._call(i), i, keys.index((i.stage, i.kind))) for i in program]
+        self._keys = keys
+
+    @property
+    def meter(self) -> Meter | None:
+        """Counts what the stages hold, if there is one."""
+        return next(iter(self.stages.values())).meter
+
+    @meter.setter
+    def meter(self, meter: Meter | None) -> None:
+        for run in self.stages.values():
+            run.meter = meter
+
+    def run(self, step: StepInput) -> list[tuple[Tensor, ...]]:
+        """Run one step.
+
+        Returns:
+            The graph's results of each micro-batch, on the rank's device: the loss, of no dims, and
+            its count or the model's outputs after it. Empty if this rank has not the last stage.
+        """
+        watch, record = self.watch, self.record
+        seconds = [0.0] * len(self._keys)
+        how = self._begin()
+        for run in self.stages.values():
+            run.begin(how)
+        with all_sums_finished():
+            for position, (call, instruction, key) in enumerate(self._calls):
+                if watch is not None:
+                    watch(position)
+                began = perf_counter()
+                call(step)
+                ended = perf_counter()
+                seconds[key] += ended - began
+                if record is not None:
+                    record(instruction, began, ended)
+        self.seconds = defaultdict(float, zip(self._keys, seconds, strict=True))
+        results = [run.results for run in self.stages.values() if run.results]
+        return [found[k] for found in results for k in sorted(found)]
+
+    def _call(self, instruction: Instruction) -> Callable[[StepInput], None]:
+        if instruction.kind not in (Kind.REDUCE, Kind.STEP):
+            return self.stages[instruction.stage].call(instruction)
+        sums = self._gradients
+        assert sums is not None, "programs of evaluation reduce nothing"
+        if instruction.kind is Kind.REDUCE:
+            return lambda step: sums.arm(instruction.stage)
+        return lambda step: sums.finish()

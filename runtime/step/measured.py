@@ -1,0 +1,86 @@
+"""What a step took in each stage of a rank, in the terms in which a plan predicts it.
+
+forward, backward     seconds of a micro-batch
+memory                bytes: parameters, gradients, optimizer state, buffers; activations and
+                      transfers at the fullest moment of the step, if a `Meter` counted them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from autopipe.ir.partition import Stage
+from autopipe.planfile.parts import Memory, StagePrediction
+from autopipe.runtime.step.executor import Executor
+from autopipe.runtime.step.memory_meter import Meter
+from autopipe.runtime.step.prepare import Rank
+from autopipe.schedules.instructions import Kind
+
+BACKWARD = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+
+
+def stages_of_step(
+    rank: Rank, executor: Executor, meter: Meter | None, optimizer: torch.optim.Optimizer | None
+) -> dict[int, StagePrediction]:
+    """Each stage of this rank, by its index.
+
+    What two stages of a rank share counts with the first.
+
+    Args:
+        executor: what ran the step.
+        meter: counted its bytes; None: activations and transfers are 0.
+        optimizer: has updated the parameters; None: its state is 0 bytes.
+    """
+    found: dict[int, StagePrediction] = {}
+    seen: set[str] = set()
+    peak = meter.at_peak if meter is not None else {}
+    for stage in rank.part.stages:
+        own = [name for name in stage.states if name not in seen]
+        seen |= set(own)
+        forward, backward = _seconds(stage, executor)
+        activations = peak.get((stage.index, "activations"), 0)
+        transfers = peak.get((stage.index, "transfers"), 0)
+        memory = _memory(rank, own, optimizer, activations, transfers)
+        found[stage.index] = StagePrediction(forward, backward, memory)
+    return found
+
+
+def _seconds(stage: Stage, executor: Executor) -> tuple[float, float]:
+    """Of forward and of backward of a micro-batch, the mean over the step's."""
+    index, seconds = stage.index, executor.seconds
+    rounds = sum(i.kind is Kind.FORWARD and i.stage == index for i in executor.program)
+    backward = sum(seconds[index, kind] for kind in BACKWARD)
+    return seconds[index, Kind.FORWARD] / rounds, backward / rounds
+
+
+def _memory(
+    rank: Rank,
+    names: Sequence[str],
+    optimizer: torch.optim.Optimizer | None,
+    activations: int,
+    transfers: int,
+) -> Memory:
+    """Bytes of the states of these names, beside those that a step holds."""
+    states, specs = rank.held.states, rank.part.split.graph.states
+    shards = dict(rank.held.gradients.shards())
+    trained = [n for n in names if n in shards and shards[n].grad is not None]
+    kept = optimizer.state if optimizer is not None else {}
+    return Memory(
+        parameters=_bytes(states[n] for n in names if specs[n].kind == "parameter"),
+        gradients=_bytes(states[n] for n in trained),
+        optimizer=sum(_state_bytes(kept[shards[n]]) for n in trained if shards[n] in kept),
+        buffers=_bytes(states[n] for n in names if specs[n].kind != "parameter"),
+        activations=activations,
+        transfers=transfers,
+    )
+
+
+def _state_bytes(state: dict[str, object]) -> int:
+    return _bytes(tensor for tensor in state.values() if isinstance(tensor, Tensor))
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

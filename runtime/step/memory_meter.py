@@ -1,0 +1,77 @@
+"""Counts the bytes a rank holds, tensor by tensor, and remembers the fullest moment of a step.
+
+It counts what a plan predicts: tensors kept for backward, received and posted buffers, and tensors
+being sent. Parameters, gradients and optimizer state do not change within a step; the owner of the
+optimizer adds them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from autopipe.ir.torch_private import storage_key
+
+
+class Meter:
+    """Bytes held now, and at the peak, by stage and kind: "activations" or "transfers"."""
+
+    def __init__(self) -> None:
+        self.now: Counter[tuple[int, str]] = Counter()
+        self.at_peak: Counter[tuple[int, str]] = Counter()
+        self._users: Counter[int] = Counter()
+
+    def hold(self, stage: int, kind: str, bytes: int) -> None:
+        """`bytes` more (or, negative, fewer) are held by `stage` for `kind`."""
+        self.now[stage, kind] += bytes
+        if self.now.total() > self.at_peak.total():
+            self.at_peak = self.now.copy()
+
+    @contextmanager
+    def keeping(self, stage: int, not_owned_by: Iterable[Tensor]) -> Iterator[None]:
+        """Count what autograd saves inside as activations, until backward lets go of it.
+
+        Storages of `not_owned_by` are left out: they are counted elsewhere.
+        """
+        owned = {storage_key(tensor) for tensor in not_owned_by}
+
+        def pack(tensor: Tensor) -> Tensor | _Counted:
+            return tensor if storage_key(tensor) in owned else _Counted(self, stage, tensor)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+            yield
+
+    def _keep(self, stage: int, key: int, bytes: int) -> None:
+        self._users[key] += 1
+        if self._users[key] == 1:
+            self.hold(stage, "activations", bytes)
+
+    def _let_go(self, stage: int, key: int, bytes: int) -> None:
+        self._users[key] -= 1
+        if self._users[key] == 0:
+            del self._users[key]
+            self.hold(stage, "activations", -bytes)
+
+
+class _Counted:
+    """A saved tensor; its storage is counted once however many ops have saved it."""
+
+    def __init__(self, meter: Meter, stage: int, tensor: Tensor) -> None:
+        # Not itself: an op that keeps its own output would keep its node alive, and that this.
+        self.tensor = tensor.detach()
+        self._meter = meter
+        self._stage = stage
+        self._key = storage_key(tensor)
+        self._bytes = tensor.untyped_storage().nbytes()
+        meter._keep(stage, self._key, self._bytes)
+
+    def __del__(self) -> None:
+        self._meter._let_go(self._stage, self._key, self._bytes)
+
+
+def _unpack(kept: Tensor | _Counted) -> Tensor:
+    return kept.tensor if isinstance(kept, _Counted) else kept

@@ -1,0 +1,328 @@
+"""`Pipe`: this rank's part of a planned model, and the training step that all ranks run together.
+
+pipe = autopipe.parallelize(model, plan)        on every rank
+optimizer = torch.optim.AdamW(pipe.parameters())
+loss = pipe.step(batch)                         gradients are this batch's, summed over ranks
+pipe.clip_grad_norm_(1.0); optimizer.step()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autopipe.errors import AutopipeError
+from autopipe.frontend import batch as batches
+from autopipe.frontend.least_rows import check_rows
+from autopipe.ir.partition import Stage
+from autopipe.planfile.parts import StagePrediction
+from autopipe.planfile.placements import I
+from autopipe.runtime.launch.watchdog import Watchdog
+from autopipe.runtime.parameters.gradient_sum import total_norm
+from autopipe.runtime.parameters.loss_scale import LossScale
+from autopipe.runtime.parameters.model_states import ModelStates
+from autopipe.runtime.step import measured, prepare
+from autopipe.runtime.step.executor import Executor, Record
+from autopipe.runtime.step.memory_meter import Meter
+from autopipe.runtime.step.microbatches import Microbatches, divide
+from autopipe.runtime.step.outputs import gathered, mean_loss
+from autopipe.runtime.step.prepare import Rank
+from autopipe.runtime.step.same_batch import check_same
+from autopipe.runtime.step.stage import StepInput
+from autopipe.stages.bind import Split
+from autopipe.util import atomic_file
+
+
+class Pipe:
+    """One rank's part of a planned model; made by `autopipe.parallelize`.
+
+    Args:
+        rank: this rank's part of the model, its parameters and its transport.
+        own: its tensors under the model's names, with those that forward does not use.
+        watchdog: is told where this rank is.
+        world: the process group of all ranks; None if there is one rank.
+        evaluation: traces and cuts the model in evaluation on a batch, with its outputs or
+            without; called at the first `evaluate` of either kind.
+        seed: of dropout and every other random number of the run.
+
+    Attributes:
+        meter: counts the bytes of the steps that come, if there is one.
+        record: as an `Executor` has it.
+        loss_scale: under fp16.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        own: ModelStates,
+        watchdog: Watchdog,
+        world: dist.ProcessGroup | None,
+        evaluation: Callable[[Any, bool], Split],
+        seed: int,
+    ) -> None:
+        self.plan = rank.part.plan
+        self.place = rank.part.place
+        self.stages: tuple[Stage, ...] = rank.part.stages
+        self.meter: Meter | None = None
+        self.record: Record | None = None
+        self.loss_scale = LossScale() if self.plan.precision == "fp16" else None
+        self._rank = rank
+        self._own = own
+        self._split = rank.part.split
+        self._gradients = rank.held.gradients
+        self._world = world
+        self._trace_evaluation = evaluation
+        self._evaluations: dict[bool, Split] = {}
+        self._seed = seed
+        self._watchdog = watchdog
+        self._steps = 0
+        self._ready: dict[tuple[int, int, int], Executor] = {}
+        self._last: Executor | None = None
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """What this rank's optimizer updates, under the model's own names.
+
+        Whole parameters, or under ZeRO this rank's shards of them.
+        """
+        yield from self._gradients.shards().items()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This rank's parameters, for an optimizer.
+
+        A rank without any gives one of no elements: torch's optimizers refuse an empty list, and
+        a training script should not have to know which stages have parameters.
+        """
+        own = [parameter for _, parameter in self.named_parameters()]
+        yield from own or [nn.Parameter(torch.empty(0, device=self._rank.part.device))]
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's buffers under the model's own names."""
+        for name, tensor in self._rank.held.states.items():
+            if self._split.graph.states[name].kind == "buffer":
+                yield name, tensor
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, as `step` does by itself before it makes new ones."""
+        for parameter in (*self.parameters(), *self._trainable()):
+            if set_to_none or parameter.grad is None:
+                parameter.grad = None
+            else:
+                parameter.grad.zero_()
+
+    def train(self, mode: bool = True) -> Pipe:
+        """Return the pipe; changes nothing: `step` always trains and `evaluate` evaluates."""
+        return self
+
+    def eval(self) -> Pipe:
+        """Return the pipe; changes nothing, as `train`."""
+        return self
+
+    def __repr__(self) -> str:
+        mesh, place = self.plan.mesh, self.place
+        stages = ", ".join(str(stage.index) for stage in self.stages)
+        count = sum(parameter.numel() for _, parameter in self.named_parameters())
+        return (
+            f"Pipe(rank {place.rank} of {len(mesh.places)}: stage {stages} of "
+            f"{len(self.plan.stages)}, replica {place.dp} of {mesh.dp}, part {place.tp} of "
+            f"{mesh.tp}; {self.plan.schedule}, {self.plan.batch.micro_batches} x "
+            f"{self._rank.part.rows} rows; "
+            f"{count:,} parameters here)"
+        )
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """This rank's parameters and persistent buffers; all ranks' together are the model's.
+
+        A tied tensor has all its names; what forward does not use is with rank 0. Every rank calls
+        it: what is sharded over tensor-parallel ranks, or under ZeRO-1, is gathered first. Under
+        ZeRO-3 the rest are DTensors, of which each rank has its part.
+        """
+        self._gradients.gather()
+        return self._own.state_dict()
+
+    def save(self, path: str | Path) -> None:
+        """Write the whole model, by its own names, as a safetensors file; every rank calls it.
+
+        `model.load_state_dict(safetensors.torch.load_file(path))` takes it. Rank 0 writes; no rank
+        holds more than one tensor beside its own. The file is there whole or not at all.
+
+        Raises:
+            AutopipeError: it cannot be written.
+        """
+        path = Path(path)
+        atomic_file.check_model(path)
+        self._gradients.gather()
+        self._own.save(path, self.place, self._world)
+
+    def step(self, batch: Any, *, sharded: bool = False) -> Tensor:
+        """Run forward and backward of all micro-batches; returns the mean loss, on every rank.
+
+        The loss is a tensor of no dims on the CPU, without a graph, in the dtype of the model's
+        loss on ranks that have the last stage and in float32 on the others.
+
+        Afterwards `.grad` of this rank's parameters, on their device, holds the gradient of this
+        batch alone, summed over data-parallel ranks and tied copies; what was in it before is gone.
+        The optimizer may keep it and write to it: the next step lets go of it and makes a new one.
+        If the gradients of an fp16 step overflow, every `.grad` is None: optimizers pass over it.
+
+        Args:
+            batch: the whole batch, the same on every rank; each takes its part.
+            sharded: `batch` is this data-parallel coordinate's part already.
+
+        Raises:
+            ModelError: the batch is not what the plan was made for, its rows do not divide, or
+                ranks were given different ones; no rank has sent anything then. Contents are
+                compared in the first step, numbers of rows in every one.
+        """
+        with self._watchdog.at(self._steps):
+            loss = self._step(batch, sharded)
+        self._steps += 1
+        return loss
+
+    def _step(self, batch: Any, sharded: bool) -> Tensor:
+        leaves = batches.flatten(batch)
+        self._check_same(leaves, sharded, contents=self._steps == 0)
+        wanted = self.plan.batch.micro_batches
+        parts = divide(self.plan, self.place, leaves, wanted, sharded=sharded)
+        total_rows = parts.rows * parts.count * self.plan.mesh.dp
+        executor = self._last = self._executor(self._split, parts)
+        self._gradients.gather()
+        for parameter in (*self.parameters(), *self._trainable()):
+            parameter.grad = None
+        counted = len(self._split.graph.outputs) == 2
+        # A mean is seeded with its share of the batch. A sum is seeded with one over a count that
+        # every rank knows before the step, the rows, and set right by the true count after it.
+        seed = 1.0 / (total_rows if counted else parts.count * self.plan.mesh.dp)
+        scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
+        results = self._run(executor, parts, seed * scale)
+        loss, count = mean_loss(results, counted, self.plan.mesh.tp, self._world)
+        if counted and count != total_rows:
+            _scale(self.parameters(), total_rows / count if count else 0.0)
+        if self.loss_scale is not None:
+            self.loss_scale.unscale(list(self.parameters()), self._world)
+        return loss
+
+    @overload
+    def evaluate(self, batch: Any, *, sharded: bool = False) -> Tensor: ...
+
+    @overload
+    def evaluate(
+        self, batch: Any, *, sharded: bool = False, outputs: Literal[True]
+    ) -> tuple[Tensor, Any]: ...
+
+    @torch.no_grad()
+    def evaluate(
+        self, batch: Any, *, sharded: bool = False, outputs: bool = False
+    ) -> Tensor | tuple[Tensor, Any]:
+        """The mean loss of a batch in evaluation mode, a tensor of no dims on every rank's CPU.
+
+        The batch's rows need to divide by the data-parallel degree only.
+
+        Args:
+            outputs: whether to give, after the loss, what the model itself gave for the whole
+                batch, on every rank, in host memory: a tensor [rows, ...] in the batch's order, or
+                a dict of such by their paths (`logits`, `extra.0`). One without a dim of rows has
+                a first dim of the micro-batches instead.
+
+        Raises:
+            ModelError: as `step`.
+        """
+        with self._watchdog.at(self._steps - 1):  # the last one still
+            return self._evaluate(batch, sharded, outputs)
+
+    def _evaluate(self, batch: Any, sharded: bool, outputs: bool) -> Tensor | tuple[Tensor, Any]:
+        leaves = batches.flatten(batch)
+        self._check_same(leaves, sharded, contents=not self._evaluations)
+        if outputs not in self._evaluations:
+            self._evaluations[outputs] = self._trace_evaluation(batch, outputs)
+        split = self._evaluations[outputs]
+        parts = divide(self.plan, self.place, leaves, None, sharded=sharded)
+        executor = self._executor(split, parts)
+        self._gradients.gather()
+        results = self._run(executor, parts, 0.0)
+        counted = len(split.graph.outputs) - len(split.trace.outputs) == 2
+        loss, _ = mean_loss(results, counted, self.plan.mesh.tp, self._world)
+        if not outputs:
+            return loss
+        own = [result[1 + counted :] for result in results]
+        return loss, gathered(split, own, self.plan, self._rank.part.placed[-1], self._world)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their norm over the whole model is at most `max_norm`.
+
+        Over all stages and shards; a tied parameter counts once. Returns the norm before, as
+        `torch.nn.utils.clip_grad_norm_` does for one process.
+        """
+        owned = self._gradients.owned_gradients().items()
+        lies, first = self._own.sharding.states, self.place.tp == 0
+        counted = [g for name, g in owned if first or lies.get(name, I) != I]
+        norm = total_norm(counted, self._world, self._rank.part.device)
+        _scale(self.parameters(), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        return norm
+
+    def measured(
+        self, optimizer: torch.optim.Optimizer | None = None
+    ) -> dict[int, StagePrediction]:
+        """What the last step took in each stage of this rank, in the plan's own terms.
+
+        Bytes are those of a step run with `pipe.meter = Meter()`; what two stages of a rank share
+        counts with the first.
+
+        Raises:
+            AutopipeError: no step has run yet.
+        """
+        if self._last is None:
+            raise AutopipeError(
+                "pipe.measured() tells of the last step, and none has run yet",
+                hint="call pipe.step(batch) first; for bytes too, set pipe.meter = Meter() before",
+            )
+        return measured.stages_of_step(self._rank, self._last, self.meter, optimizer)
+
+    def _trainable(self) -> Iterator[nn.Parameter]:
+        """The whole parameters that backward writes to, of which an optimizer may see shards."""
+        for tensor in self._rank.held.states.values():
+            if isinstance(tensor, nn.Parameter):
+                yield tensor
+
+    def _executor(self, split: Split, parts: Microbatches) -> Executor:
+        """What runs micro-batches of these rows; made once for each number of them."""
+        key = id(split), parts.rows, parts.count
+        if key not in self._ready:
+            if split is self._split:
+                check_rows(split.graph, parts.rows)
+                made = prepare.training(self._rank, parts.rows)
+            else:
+                made = prepare.evaluation(self._rank, split, parts.rows, parts.count)
+            made.watch = self._watchdog.learn(made.program)
+            self._ready[key] = made
+        return self._ready[key]
+
+    def _run(
+        self, executor: Executor, parts: Microbatches, seed: float
+    ) -> list[tuple[Tensor, ...]]:
+        """The results of each micro-batch, if this rank has the last stage."""
+        device = self._rank.part.device
+        executor.meter = self.meter
+        executor.record = self.record
+        stream = (self._seed, self._steps, self.place.dp * parts.count)
+        step = StepInput(lambda stage, k: parts.inputs(stage, k, device), seed, stream)
+        results = executor.run(step)
+        self._watchdog.between()
+        return results
+
+    def _check_same(
+        self, leaves: Mapping[str, batches.Leaf], sharded: bool, *, contents: bool
+    ) -> None:
+        plan, place, world = self.plan, self.place, self._world
+        check_same(plan, place, world, leaves, sharded=sharded, contents=contents)
+
+
+def _scale(parameters: Iterable[nn.Parameter], factor: Tensor | float) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor)

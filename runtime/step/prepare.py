@@ -1,0 +1,232 @@
+"""From a rank's part of a model to what runs it: `Rank` -> `Prepared` -> `Executor`.
+
+    Rank      its part, its parameters, its transport     once, by `parallelize`
+    Prepared  programs proved, stages lowered             once for each number of rows
+    Executor  runs a step of `Prepared`                   every step
+
+`training` and `evaluation` make the second and the third; what they made is kept by `Pipe`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from torch import nn
+
+from autopipe.ir.graph import Ref
+from autopipe.ir.partition import Stage
+from autopipe.planfile.programs import sends_ahead
+from autopipe.runtime.comm.transport import Transport
+from autopipe.runtime.parameters.hold import HeldParameters
+from autopipe.runtime.parameters.part import RankPart
+from autopipe.runtime.step.compile import compile_stage
+from autopipe.runtime.step.emitted_files import Emitted
+from autopipe.runtime.step.engine import AutogradEngine, Engine, JointEngine
+from autopipe.runtime.step.executor import Executor
+from autopipe.runtime.step.stage import Pool, StageRun
+from autopipe.schedules.generators import forward_only
+from autopipe.schedules.instructions import Program, Programs, splits
+from autopipe.stages.bind import Split
+from autopipe.stages.dry_run import CrossingTensor, Rehearsal, rehearse
+from autopipe.stages.lower import Lowered, lower
+from autopipe.stages.precision import arithmetic
+from autopipe.stages.split_backward_layouts import halves
+from autopipe.stages.step_programs import step_programs
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What a rank has whatever the batch.
+
+    Attributes:
+        part: its place in the plan, and its stages.
+        compute: the programs of a training step without transfers, one per pipeline rank.
+        transport: its end of its pipeline.
+        held: its parameters, buffers and constants.
+        compiled: whether its stages run through torch.compile.
+        emitted: the files that training runs in the place of what it would make itself.
+    """
+
+    part: RankPart
+    compute: Programs
+    transport: Transport
+    held: HeldParameters
+    compiled: bool = False
+    emitted: Emitted | None = None
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The indices of the stages it holds, ascending."""
+        return tuple(stage.index for stage in self.part.stages)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a rank runs micro-batches of one number of rows with.
+
+    Attributes:
+        rows: of a micro-batch.
+        program: this rank's instructions, proved together with the other ranks'.
+        boundaries: the layout of every tensor that crosses a cut.
+        lowered: this rank's stages, ascending.
+        engines: what computes each of them.
+    """
+
+    rows: int
+    program: Program
+    boundaries: Mapping[Ref, CrossingTensor]
+    lowered: tuple[Lowered, ...]
+    engines: tuple[Engine, ...]
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What is to be prepared: a graph cut into stages, dry run for one number of rows.
+
+    Attributes:
+        compute: programs without transfers, of all ranks of a pipeline.
+        emitted: files to run in the place of what is made here.
+        trains: with gradients, so that blocks are recomputed as the plan says.
+    """
+
+    split: Split
+    rows: int
+    rehearsal: Rehearsal
+    compute: Programs
+    emitted: Emitted | None
+    trains: bool
+
+
+def training(rank: Rank, rows: int) -> Executor:
+    """What runs a training step with micro-batches of `rows` rows.
+
+    Raises:
+        ScheduleError: the programs would wait for each other.
+        PlanError: the emitted files cannot be run with so many rows.
+    """
+    plan, split = rank.part.plan, rank.part.split
+    rehearsal = rehearse(
+        split.graph,
+        split.stages,
+        split.blocks,
+        rows,
+        recompute=[block for stage in plan.stages for block in stage.recompute],
+        precision=plan.precision,
+    )
+    task = _Task(split, rows, rehearsal, rank.compute, rank.emitted, trains=True)
+    return _executor(rank, _prepare(rank, task), trains=True)
+
+
+def evaluation(rank: Rank, split: Split, rows: int, micro_batches: int) -> Executor:
+    """What evaluates a batch of so many micro-batches of `rows` rows.
+
+    Args:
+        split: the model in evaluation, cut as in training.
+
+    Raises:
+        ScheduleError: the programs would wait for each other.
+    """
+    rehearsal = rehearse(
+        split.graph,
+        split.stages,
+        split.blocks,
+        rows,
+        gradients=False,
+        precision=rank.part.plan.precision,
+    )
+    compute = forward_only(rank.part.placed, micro_batches)
+    task = _Task(split, rows, rehearsal, compute, None, trains=False)
+    return _executor(rank, _prepare(rank, task), trains=False)
+
+
+def _prepare(rank: Rank, task: _Task) -> Prepared:
+    """Prove the programs, and lower each of this rank's stages."""
+    programs = _programs(rank, task)
+    lowered, engines = [], []
+    for index in rank.stages:
+        stage = _lower(rank, task, task.split.stages[index])
+        lowered.append(stage)
+        engines.append(_engine(rank, task, stage))
+    return Prepared(
+        task.rows,
+        programs[rank.part.place.pp],
+        task.rehearsal.boundaries,
+        tuple(lowered),
+        tuple(engines),
+    )
+
+
+def _programs(rank: Rank, task: _Task) -> Programs:
+    """The programs of all ranks of a pipeline, with transfers, proved."""
+    if task.emitted is not None:
+        return task.emitted.programs
+    plan = rank.part.plan
+    windows = [boundary.window for boundary in plan.boundaries]
+    boundaries = task.rehearsal.boundaries
+    return step_programs(task.compute, task.split.stages, boundaries, windows, sends_ahead(plan))
+
+
+def _lower(rank: Rank, task: _Task, stage: Stage) -> Lowered:
+    """A stage's code over this rank's tensors, or the emitted file's code over them."""
+    part, split = rank.part, task.split
+    lowered = lower(
+        split.graph,
+        stage,
+        split.blocks,
+        {name: rank.held.states[name] for name in stage.states},
+        split.trace.reads,
+        task.rows,
+        last=_is_last(stage, split),
+        device=part.device,
+        recompute=part.plan.stages[stage.index].recompute if task.trains else (),
+        precision=part.plan.precision,
+    )
+    if task.emitted is None:
+        return lowered
+    return task.emitted.read(
+        lowered,
+        task.rehearsal.boundaries,
+        part.device,
+        part=part.place.tp,
+        as_graph=rank.compiled or stage.index in rank.held.sharded,
+    )
+
+
+def _engine(rank: Rank, task: _Task, lowered: Lowered) -> Engine:
+    """What computes a stage: autograd, or the two halves of a split backward."""
+    joint = None
+    if splits(task.compute):
+        joint = halves(
+            task.split.graph,
+            lowered,
+            task.rehearsal,
+            last=_is_last(lowered.stage, task.split),
+            precision=rank.part.plan.precision,
+            device=rank.part.device,
+        )
+    if rank.compiled:
+        compile_stage(lowered.module)
+    sharded = rank.held.sharded.get(lowered.stage.index)
+    module: nn.Module = lowered.module if sharded is None else sharded.bind(lowered.module)
+    return AutogradEngine(module) if joint is None else JointEngine(module, joint)
+
+
+def _is_last(stage: Stage, split: Split) -> bool:
+    return stage.index == len(split.stages) - 1
+
+
+def _executor(rank: Rank, prepared: Prepared, *, trains: bool) -> Executor:
+    """What runs the rank's program over its prepared stages."""
+    device, states = rank.part.device, rank.held.states
+    pool = Pool(device)
+    runs, low = [], list[str]()
+    for lowered, engine in zip(prepared.lowered, prepared.engines, strict=True):
+        stage = lowered.stage
+        owned = [states[name] for name in stage.states]
+        runs.append(StageRun(stage, prepared.boundaries, engine, rank.transport, owned, pool))
+        low += lowered.low if stage.index not in rank.held.sharded else ()
+    parameters = [states[name] for name in dict.fromkeys(low)]
+    begin = partial(arithmetic, rank.part.plan.precision, device, parameters)
+    return Executor(runs, prepared.program, rank.held.gradients if trains else None, begin)

@@ -1,0 +1,65 @@
+"""Traces the module of an emitted stage back into fx graphs, as `lower` makes them.
+
+Only torch.compile and ZeRO-3 need it, which work on a stage's code: the one takes islands out of
+it, the other runs it over shards. All others run the module as it stands.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.overrides import TorchFunctionMode
+
+from autopipe.stages.node_calls import check_read, take, under_autocast
+from autopipe.stages.precision import low
+from autopipe.stages.recompute import Recomputed
+from autopipe.stages.rng import draw
+
+
+def graph_of(module: nn.Module) -> fx.GraphModule:
+    """A stage as a GraphModule that calls one for each of its blocks.
+
+    Raises:
+        Exception: whatever fx raises for code that depends on values, or that it cannot follow.
+    """
+    graph = _trace(module)
+    for target in dict.fromkeys(str(node.target) for node in graph.find_nodes(op="call_module")):
+        block = module.get_submodule(target)
+        inner = block.block if isinstance(block, Recomputed) else block
+        piece: nn.Module = fx.GraphModule(inner, _trace(inner), type(inner).__name__)
+        parent, _, leaf = target.rpartition(".")
+        traced = Recomputed(piece) if isinstance(block, Recomputed) else piece
+        setattr(module.get_submodule(parent), leaf, traced)
+    return fx.GraphModule(module, graph, type(module).__name__)
+
+
+def _trace(module: nn.Module) -> fx.Graph:
+    tracer = _Tracer(autowrap_functions=(check_read, under_autocast, draw, low))
+    with _Making(tracer):
+        graph = tracer.trace(module)
+    for node in graph.find_nodes(op="call_function", target=operator.getitem):
+        node.target = take
+    return graph
+
+
+class _Tracer(fx.Tracer):
+    proxy_buffer_attributes = True
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return True
+
+
+class _Making(TorchFunctionMode):
+    """Writes down ops without a tensor among their arguments, which fx would run on the spot."""
+
+    def __init__(self, tracer: fx.Tracer) -> None:
+        super().__init__()
+        self._tracer = tracer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types or not isinstance(func, type(torch.ops.aten.add.Tensor)):
+            return func(*args, **(kwargs or {}))
+        return self._tracer.create_proxy("call_function", func, args, kwargs or {})

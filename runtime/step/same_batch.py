@@ -1,0 +1,92 @@
+"""Checks that all ranks were given the same plan and the same batch, before any posts a receive.
+
+A rank that computes on other rows than its neighbour would end in the middle of gloo, which ends
+the process where a buffer is too small. So every step begins with a few bytes from every rank to
+every other; the whole contents are compared in the first step only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from autopipe.errors import ModelError, PlanError
+from autopipe.frontend import batch
+from autopipe.planfile.contents import Plan
+from autopipe.planfile.parts import Place
+from autopipe.util import codec
+
+
+def check_same_plan(plan: Plan, world: dist.ProcessGroup | None) -> None:
+    """Refuse, on every rank, plans that differ: one cut elsewhere would wait for other tensors.
+
+    Ranks that plan by themselves may find different plans, as each may measure the machine anew.
+
+    Raises:
+        PlanError: they differ.
+    """
+    if world is None:
+        return
+    digest = hashlib.blake2b(codec.dumps(plan).encode(), digest_size=8).digest()
+    mine = torch.tensor([int.from_bytes(digest, "big", signed=True)])
+    found = list(torch.empty(len(plan.mesh.places), 1, dtype=mine.dtype))
+    dist.all_gather(found, mine, group=world)
+    for rank, other in enumerate(found):
+        if not torch.equal(other, found[0]):
+            raise PlanError(
+                f"ranks were given different plans: rank 0 and rank {rank}",
+                hint="plan once and plan.save('plan.json'); every rank takes "
+                "autopipe.Plan.load('plan.json')",
+            )
+
+
+def check_same(
+    plan: Plan,
+    place: Place,
+    world: dist.ProcessGroup | None,
+    leaves: Mapping[str, batch.Leaf],
+    *,
+    sharded: bool,
+    contents: bool,
+) -> None:
+    """Refuse, on every rank, batches that differ between ranks which must be given the same.
+
+    Args:
+        contents: compare every value, and not the number of rows alone.
+
+    Raises:
+        ModelError: they differ, or the batch does not fit the plan on some rank.
+    """
+    if world is None:
+        return
+    refusal: ModelError | None = None
+    try:
+        rows = batch.rows_of(plan.inputs, leaves)
+    except ModelError as error:
+        rows, refusal = -1, error
+    mine = torch.tensor([batch.fingerprint(leaves) if contents else 0, rows])
+    found = list(torch.empty(len(plan.mesh.places), 2, dtype=mine.dtype))
+    dist.all_gather(found, mine, group=world)
+    for other in plan.mesh.places:
+        first = other.dp * plan.mesh.tp if sharded else 0
+        if found[other.rank][0] != found[first][0]:
+            whose = f"of data-parallel coordinate {other.dp} " if sharded else ""
+            raise ModelError(
+                f"ranks {whose}were given different batches: rank {first} and rank {other.rank}",
+                hint="every rank passes the same batch to step; a rank that passes its own "
+                "part says step(batch, sharded=True)",
+            )
+    if refusal is not None:
+        raise refusal
+    for other in plan.mesh.places:
+        theirs = int(found[other.rank][1])
+        if theirs != rows:
+            what = f"{theirs} rows" if theirs >= 0 else "a batch that does not fit the plan"
+            raise ModelError(
+                f"rank {place.rank} was given {rows} rows, rank {other.rank} {what}: all ranks, "
+                "and the parts of all data-parallel coordinates, must have as many",
+                hint="nothing of this step was sent; give every rank the same batch",
+            )

@@ -1,0 +1,263 @@
+"""The command line: what each command prints where. `run` has a file of its own, and so have model
+files that are wrong (`test_cli_models`) and whatever else is refused (`test_cli_refusals`)."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from autopipe.cluster.cluster import Cluster
+from autopipe.planfile.contents import Plan
+from autopipe.runtime.probe import probe
+from autopipe.schedules.registry import SCHEDULES
+from autopipe.util import codec
+from autopipe.util.numbers import seconds
+from tests.support.inprocess import machine, measured
+from tests.support.shell import (
+    NET,
+    Shell,
+    python,
+)
+
+
+@pytest.fixture
+def autopipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Shell:
+    return Shell(tmp_path, monkeypatch, capsys)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The file of a cluster of four processes on this machine."""
+    path = tmp_path_factory.mktemp("cluster") / "four.json"
+    codec.save(machine(4), path)
+    return str(path)
+
+
+# --- plan, trace, explain
+
+
+def test_plan_needs_no_argument_but_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This machine's rates are in the cache; measuring them is test_probe's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(probe, "measure", lambda processes, names, half, say: measured(names))
+    monkeypatch.setattr(probe.torch.cuda, "device_count", lambda: 0)
+    probe.local_cluster(2)
+
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "net.py").write_text(NET)
+    environ = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "CUDA_VISIBLE_DEVICES": ""}
+    said = python("plan", "net.py", folder=tmp_path / "work", environ=environ)
+    assert (said.code, said.out) == (0, "plan.json\n")
+    cluster, traced, rates, decided, *idle, took = said.err.splitlines()
+    assert cluster == "cluster: local:2, this machine"
+    assert rates.startswith("rates of this machine: measured before, read from ")
+    assert traced.startswith("traced: 6 nodes, 0.0 M parameters")
+    assert re.fullmatch(
+        r"plan: pp=\d dp=\d tp=1, \d+ micro-batch(es)?, [a-z0-9-]+; "
+        r"predicted step [\d.]+ (us|ms), 16 rows",
+        decided,
+    )
+    phases = ("started", "traced", "costs", "search", "rehearsed", "written")
+    assert re.fullmatch(f"time: {', '.join(rf'{name} [0-9.]+ s' for name in phases)}", took)
+    made = Plan.load(tmp_path / "work" / "plan.json")
+    # The net is so small that one of the two processes may be the quicker: then it says so.
+    assert (made.source, made.batch.rows, made.cluster.num_devices) == ("net.py", 16, 2)
+    assert len(idle) == (2 if len(made.mesh.places) == 1 else 0)
+
+
+def test_plan_says_which_devices_stay_idle(autopipe: Shell, four: str) -> None:
+    said = autopipe("plan", "net.py", "--pp", "2", "--dp", "1", "--cluster", four)
+    assert (
+        "\nidle: 2 of 4 devices have no work (node 0: devices 2-3)\n"
+        "why: 2 of 4 devices stay idle, as pp=2 dp=1 was asked for; stage "
+    ) in said.err
+    assert "\nidle       2 of 4 devices have no work" in autopipe("explain", "plan.json").out
+
+
+def test_constraints_reach_the_plan(autopipe: Shell, four: str) -> None:
+    arguments = (
+        "--pp 2 --dp 1 --micro-batches 4 --schedule gpipe --batch 8 --memory 1MiB "
+        f"--planner exhaustive --cluster {four} -o sub.json"
+    )
+    said = autopipe("plan", "net.py", *arguments.split())
+    assert (said.code, said.out) == (0, "sub.json\n")
+    made = Plan.load("sub.json")
+    assert (made.mesh.pp, made.mesh.dp, made.schedule) == (2, 1, "gpipe")
+    assert (made.batch.rows, made.batch.micro_batches) == (8, 4)
+    assert made.planner.name == "exhaustive"
+
+
+DEEP = """\
+import torch
+from torch import nn
+
+
+def model():
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+
+
+def inputs(batch_size):
+    return {"input": torch.randn(batch_size, 8)}
+
+
+def loss(outputs, batch):
+    return outputs.square().mean()
+"""
+
+
+def test_what_a_step_is_made_of_reaches_the_plan(autopipe: Shell) -> None:
+    autopipe.write("net.py", DEEP)
+    more = "--pp 2 --batch 16 --micro-batches 4 --recompute 0 --recompute 2 --precision bf16"
+    autopipe.plan(4, *"--schedule eager-1f1b --window 3 --depth 1 --zero 1".split(), *more.split())
+    made = Plan.load("plan.json")
+    assert (made.schedule, made.precision, made.zero) == ("eager-1f1b", "bf16", 1)
+    assert [(b.window, b.depth) for b in made.boundaries] == [(3, 1)]
+    assert [path for stage in made.stages for path in stage.recompute] == ["0", "1", "2", "3"]
+    autopipe.plan(2, *"--schedule interleaved --chunks 2 --pp 2 --recompute all".split())
+    made = Plan.load("plan.json")
+    assert (made.mesh.pp, len(made.stages), len(made.boundaries)) == (2, 4, 3)
+
+
+def test_a_batch_size_in_the_model_file(autopipe: Shell, four: str) -> None:
+    autopipe.write("net.py", NET + "batch_size = 12\n")
+    autopipe("plan", "net.py", "--cluster", four)
+    assert Plan.load("plan.json").batch.rows == 12
+    autopipe("plan", "net.py", "--cluster", four, "--batch", "24")
+    assert Plan.load("plan.json").batch.rows == 24
+
+
+def test_a_plan_made_twice_is_the_same_file(autopipe: Shell, four: str) -> None:
+    for name in ("one.json", "two.json"):
+        assert autopipe("plan", "net.py", "--cluster", four, "-o", name).code == 0
+    assert Path("one.json").read_bytes() == Path("two.json").read_bytes()
+    assert autopipe.files() == ["net.py", "one.json", "two.json"]
+
+
+def test_a_plan_remembers_its_model_from_its_own_folder(autopipe: Shell, four: str) -> None:
+    Path("plans").mkdir()
+    autopipe("plan", "net.py", "--cluster", four, "-o", "plans/net.json")
+    assert Plan.load("plans/net.json").source == "../net.py"
+
+
+def test_trace_prints_the_graph(autopipe: Shell) -> None:
+    said = autopipe("trace", "net.py")
+    assert (said.code, said.err) == (0, "")
+    assert "up/linear/0 = aten.linear.default(<x>, [up.weight], [up.bias])" in said.out
+
+
+def test_costs_prints_formulas(autopipe: Shell, four: str) -> None:
+    said = autopipe("costs", "net.py")
+    assert (said.code, said.err) == (0, "")
+    assert "up: " in said.out and "  operations   " in said.out and "the whole: " in said.out
+    rank = autopipe("costs", "net.py", "--tp", "2", "--cluster", four)
+    assert (rank.code, rank.err) == (0, "")
+    assert "bytes sent" in rank.out and "bytes sent" not in said.out
+
+
+def test_explain_prints_the_plan(autopipe: Shell, four: str) -> None:
+    arguments = "--pp 2 --dp 2 --schedule 1f1b --cluster".split()
+    assert autopipe("plan", "net.py", *arguments, four).code == 0
+    said = autopipe("explain", "plan.json")
+    assert said.code == 0
+    assert said.err == (
+        "\nmore: --stages (nodes, parameters, what is sent), --why, --html FILE (a page)\n"
+    )
+    assert said.out.startswith(
+        "split      2 pipeline stages (pp) x 2 replicas (dp) x 1 tensor part (tp), on all 4 devices"
+    )
+    assert "\nwhy  stage " in said.out and "up/linear/0" not in said.out
+    assert "\n  from up/linear/0\n" in autopipe("explain", "plan.json", "--stages").out
+    assert "\nplanner dynamic: by its own" in autopipe("explain", "plan.json", "--why").out
+
+
+def test_explain_writes_a_page_for_a_browser(autopipe: Shell) -> None:
+    autopipe.plan(2, "--pp", "2")
+    said = autopipe("explain", "plan.json", "--html", "plan.html")
+    assert (said.code, said.err) == (0, "plan.html: open it in a browser\n")
+    assert said.out == autopipe("explain", "plan.json").out
+    text = Path("plan.html").read_text()
+    assert text.startswith("<!DOCTYPE html>") and "<title>plan.json</title>" in text
+    assert "<svg" in text and "up/linear/0" in text
+
+
+def test_probe_writes_a_cluster_file(autopipe: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    def local_cluster(
+        processes: int, say: Callable[[str], None], again: bool, estimate: bool
+    ) -> Cluster:
+        assert not estimate
+        say(f"measuring {processes}")
+        return machine(processes)
+
+    monkeypatch.setattr(probe, "local_cluster", local_cluster)
+    said = autopipe("probe", "--processes", "3")
+    assert (said.code, said.err) == (0, "measuring 3\n")
+    assert json.loads(said.out)["name"] == "local:3"
+    said = autopipe("probe", "--processes", "3", "-o", "three.json")
+    assert (said.code, said.out) == (0, "three.json\n")
+    assert autopipe("plan", "net.py", "--cluster", "three.json").code == 0
+
+
+# --- simulate
+
+
+def test_simulate_draws_every_schedule(autopipe: Shell) -> None:
+    said = autopipe("simulate", "--ranks", "2", "--micro-batches", "4", "--latency", "1")
+    assert (said.code, said.err) == (0, "")
+    heads = [line for line in said.out.splitlines() if "a step takes" in line]
+    assert [head.partition(";")[0] for head in heads] == [
+        f"{name}: 2 ranks, 4 micro-batches" for name in SCHEDULES
+    ]
+    assert said.out.count("\nrank 0: ") == said.out.count("\nrank 1: ") == len(SCHEDULES)
+
+
+def test_simulate_draws_one_schedule(autopipe: Shell) -> None:
+    said = autopipe("simulate", "1f1b", "--ranks", "2", "--micro-batches", "3")
+    assert said.out == (
+        "1f1b: 2 ranks, 3 micro-batches; a step takes 12 units, 25 % of it bubble\n"
+        "micro-batches held by each rank: 2, 1\n"
+        "rank 0: F0 F1       B0--- F2 B1---    B2---\n"
+        "rank 1:    F0 B0--- F1 B1--- F2 B2---\n\n"
+        "F forward; B backward; behind them: the number of the micro-batch; blank: "
+        "nothing to do (the bubble); a unit:\n"
+        "that of --forward (1 without it), --backward (2), --latency (0) and --wire (0)\n"
+    )
+
+
+def test_what_one_asks_of_a_drawing(autopipe: Shell) -> None:
+    """Three micro-batches more in flight hide most of a link as slow as two of them."""
+    words = "eager-1f1b --ranks 2 --micro-batches 6 --forward 1 --backward 1 --latency 2".split()
+    steps: list[float] = []
+    for depth in (0, 3):
+        out = autopipe("simulate", *words, "--depth", str(depth), "--window", "4").out
+        steps += [float(step) for step in re.findall(r"a step takes ([\d.]+) units,", out)]
+    assert steps == [27, 19]
+    assert "..." in autopipe("simulate", *words, "--waits").out
+    assert "\n0 to 1: " in autopipe("simulate", *words, "--transfers").out
+
+
+def test_a_link_that_is_filled_by_what_it_carries(autopipe: Shell) -> None:
+    """F1 is there at 1 + 2 x 3 + 1 = 8, behind F0 on the wire; B1's gradient at 18, behind B0's."""
+    words = ("simulate", "gpipe", "--ranks", "2", "--micro-batches", "2", "--latency", "1")
+    assert "a step takes 11 units," in autopipe(*words).out
+    assert "a step takes 20 units," in autopipe(*words, "--wire", "3").out
+
+
+def test_simulate_draws_a_plan(autopipe: Shell) -> None:
+    """The step that the plan predicts; as an SVG as well."""
+    autopipe.plan(2, "--pp", "2", "--batch", "8", "--micro-batches", "4")
+    said = autopipe("simulate", "plan.json", "--svg", "step.svg")
+    assert (said.code, said.err) == (0, "")
+    step = Plan.load("plan.json").prediction.step_seconds
+    assert said.out.startswith(
+        f"plan.json: 2 ranks, 4 micro-batches; a step takes {seconds(step)}, "
+    )
+    drawn = ElementTree.parse("step.svg").getroot()
+    assert drawn.tag == "{http://www.w3.org/2000/svg}svg"
+    assert "plan.json" in Path("step.svg").read_text()

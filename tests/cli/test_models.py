@@ -1,0 +1,217 @@
+"""A model file that is wrong: one sentence with the user's own line, and nothing is written."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from autopipe.util import codec
+from tests.support.inprocess import machine
+from tests.support.shell import LINE, NET, Shell, changed
+
+
+@pytest.fixture
+def autopipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Shell:
+    return Shell(tmp_path, monkeypatch, capsys)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The file of a cluster of four processes on this machine."""
+    path = tmp_path_factory.mktemp("cluster") / "four.json"
+    codec.save(machine(4), path)
+    return str(path)
+
+
+UP = "        y = self.up(x)\n"
+FORWARD = LINE["        y = self.up(x)"]
+SQUARE = """
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        pytest.param("def model(:\n", "{path}:1: invalid syntax", id="syntax"),
+        pytest.param(
+            "import torch\nimport nothing_of_that_name\n",
+            "{path}:2 `import nothing_of_that_name`: net.py cannot be run: ModuleNotFoundError: "
+            "No module named 'nothing_of_that_name'",
+            id="import",
+        ),
+        pytest.param(
+            changed("def model()", "def build()"),
+            "net.py has no function model(), which builds the model\n\nhint: def model(): ...",
+            id="no model",
+        ),
+        pytest.param(
+            changed("def inputs(", "def batch("),
+            "net.py has no function inputs(batch_size), which gives an example batch\n\n"
+            "hint: def inputs(batch_size): ...",
+            id="no inputs",
+        ),
+        pytest.param(
+            changed("return Net()", "raise OSError('no weights')"),
+            f"{{path}}:{LINE['    return Net()']} `raise OSError('no weights')`: "
+            "net.py: model() raised OSError: no weights",
+            id="model raises",
+        ),
+        pytest.param(
+            changed("return Net()", "Net()"),
+            "net.py: model() returned None, expected nn.Module\n\n"
+            "hint: does it end without a `return`?",
+            id="model gives nothing",
+        ),
+        pytest.param(
+            changed("forward(self, x)", "forward(self, x, mask)"),
+            "inputs do not fit the model: Net.forward(x, mask) called with ['x', 'target']: "
+            "missing a required argument: 'mask'",
+            id="missing argument",
+        ),
+        pytest.param(
+            changed("def loss(", "def unused("),
+            "inputs do not fit the model: Net.forward(x) takes no target, and there is no "
+            "loss(outputs, batch) that could read it",
+            id="extra entry",
+        ),
+        pytest.param(
+            changed('"x": torch.randn(batch_size, 8)', '"x": torch.randn(batch_size, 9)'),
+            rf"{{path}}:{FORWARD} `y = self.up(x)`: the model raises RuntimeError: mat1 and "
+            "mat2 shapes cannot be multiplied (2x9 and 8x16) (it is traced with two rows)\n\n"
+            "hint: does model(**inputs(2)) go well by itself?",
+            id="shape",
+        ),
+        pytest.param(
+            changed("torch.randn(batch_size, 8)", "torch.randn(batch_size, 8 * batch_size)"),
+            "inputs(2)['x'] has the shape (2, 16), inputs(3)['x'] (3, 24): one dim must grow in "
+            "proportion to the rows and the others stay\n\nhint: pad to one length",
+            id="two dims grow",
+        ),
+        pytest.param(
+            changed("torch.randn(batch_size, 8)", "torch.randn(batch_size + 1, 8)"),
+            "inputs(2)['x'] has the shape (3, 8), inputs(3)['x'] (4, 8): one dim must grow in "
+            "proportion to the rows and the others stay\n\nhint: pad to one length",
+            id="grows by no factor",
+        ),
+        pytest.param(
+            NET.replace("randn(batch_size", "randn(4"),
+            "no entry of the batch has a batch dim, so it cannot be cut into rows",
+            id="no dim grows",
+        ),
+        pytest.param(
+            changed(".mean()", ""),
+            f"{{path}}:{LINE['def loss(outputs, batch):']}: loss(outputs, batch) gives a tensor of "
+            "shape (2, 4); a loss is a scalar tensor or autopipe.SumCount(sum, count)",
+            id="loss is a vector",
+        ),
+        pytest.param(
+            changed('batch["target"]', 'batch["label"]'),
+            f"{{path}}:{LINE['def loss(outputs, batch):'] + 1} "
+            '`return ((outputs - batch["label"]) ** 2).mean()`: '
+            "loss(outputs, batch) raises KeyError: 'label' (it is traced with two rows)\n\n"
+            "hint: the batch has the entries x, target",
+            id="loss raises",
+        ),
+        pytest.param(
+            changed(UP, UP + "        y.detach().numpy()\n"),
+            f"{{path}}:{FORWARD + 1} `y.detach().numpy()`: the model cannot be captured: ",
+            id="numpy",
+        ),
+        pytest.param(
+            changed(UP, UP + "        y = y * y[y > 0].mean()\n"),
+            f"{{path}}:{FORWARD + 1}: a size here depends on the values of a tensor",
+            id="a size that depends on values",
+        ),
+        pytest.param(
+            changed(UP, UP.replace("self.up(x)", "Square.apply(self.up(x))")) + SQUARE,
+            f"{{path}}:{FORWARD}: the model calls autopipe_model_net.Square, a custom "
+            "autograd.Function; torch.export traces its forward and loses its backward\n\n"
+            "hint: register it as an op with torch.library.custom_op and register_autograd",
+            id="autograd.Function",
+        ),
+        pytest.param(
+            changed(UP, UP + "        if y.sum() > 0: y = y + 1\n").replace(
+                "    return Net()",
+                "    built.append(None)\n"
+                "    if len(built) == 2: raise MemoryError('too big for this machine')\n"
+                "    return Net()\n\nbuilt = []",
+            ),
+            "{path}:19 `if len(built) == 2: raise MemoryError('too big for this machine')`: "
+            "net.py: model() raised MemoryError: too big for this machine",
+            id="a branch on weights that cannot be had",
+        ),
+        pytest.param(
+            NET + "def optimizer(parameters): torch.optim.SGD(parameters)\n",
+            "net.py: optimizer() returned None, expected torch.optim.Optimizer\n\n"
+            "hint: does it end without a `return`?",
+            id="no optimizer",
+        ),
+    ],
+)
+def test_a_model_file_that_is_wrong(text: str, sentence: str, autopipe: Shell, four: str) -> None:
+    autopipe.write("net.py", text)
+    found = autopipe("plan", "net.py", "--cluster", four).error
+    assert found.startswith(sentence.replace("{path}", str(autopipe.folder / "net.py")))
+    assert autopipe.files() == ["net.py"]
+
+
+def test_no_model_file(autopipe: Shell) -> None:
+    assert autopipe("plan", "gone.py").error == (
+        "there is no model file 'gone.py'\n\nhint: autopipe plan model.py"
+    )
+
+
+@pytest.mark.parametrize(
+    ("argument", "error"),
+    [
+        (
+            "shop.gone:build",
+            "there is no module 'shop.gone', asked for the model in 'shop.gone'\n\n"
+            "hint: modules are looked for in {folder} and where packages are installed",
+        ),
+        (
+            "nowhere.gone:build",
+            "there is no module 'nowhere', asked for the model in 'nowhere.gone'\n\n"
+            "hint: modules are looked for in {folder} and where packages are installed",
+        ),
+        (
+            "shop.window:build",
+            "{folder}/shop/window.py:2 `import nothing_of_that_name`: shop.window cannot be run: "
+            "ModuleNotFoundError: No module named 'nothing_of_that_name'",
+        ),
+        (
+            "shop/window.py:build",
+            "'shop/window.py' is a file, and what stands before a colon is a module\n\n"
+            "hint: autopipe plan shop/window.py, where the function is called model(); "
+            "or shop.window:FUNCTION",
+        ),
+        (
+            "shop.shelf:build",
+            "shop.shelf:build has no function build(), which builds the model\n\n"
+            "hint: def build(): ...",
+        ),
+    ],
+)
+def test_a_module_that_is_wrong(
+    argument: str, error: str, autopipe: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The module, or the user's own line; nothing of Python's importing."""
+    shop = autopipe.folder / "shop"
+    shop.mkdir()
+    (shop / "__init__.py").touch()
+    (shop / "window.py").write_text("import torch\nimport nothing_of_that_name\n")
+    (shop / "shelf.py").write_text(NET)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "shop"]:
+        monkeypatch.delitem(sys.modules, name)  # of another test
+    found = autopipe("trace", argument).error
+    assert found == error.replace("{folder}", str(autopipe.folder))

@@ -1,0 +1,580 @@
+"""The command line: one sentence and exit code 2 for each mistake of a user; nothing is written."""
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autopipe import cli
+from autopipe.runtime.launch import world
+from autopipe.util import codec
+from tests.support.inprocess import machine
+from tests.support.shell import NET, Said, Shell, changed
+
+
+@pytest.fixture
+def autopipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Shell:
+    return Shell(tmp_path, monkeypatch, capsys)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The file of a cluster of four processes on this machine."""
+    path = tmp_path_factory.mktemp("cluster") / "four.json"
+    codec.save(machine(4), path)
+    return str(path)
+
+
+# --- words that mean nothing, and wishes that cannot be met
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            "--planner best",
+            "there is no planner 'best'\n\nhint: one of dynamic, exhaustive, uniform",
+        ),
+        (
+            "--schedule zb-h3",
+            "there is no schedule 'zb-h3', and no file of that name\n\n"
+            "hint: one of naive, gpipe, 1f1b, ",
+        ),
+        (
+            "--schedule 1f1b --depth 2",
+            "depth=2 was asked for, and 1f1b takes none\n\nhint: schedule='eager-1f1b' does",
+        ),
+        ("--precision fp8", "there is no precision 'fp8'\n\nhint: one of fp32, bf16, fp16"),
+        ("--zero 2", "there is no ZeRO stage 2\n\nhint: one of 0, 1, 3"),
+        (
+            "--zero 3 --schedule zb-h1 --pp 2",
+            "zb-h1 and zero=3 do not go together: it gathers for both halves of a backward at once"
+            "\n\nhint: the schedule 1f1b, or zero=1",
+        ),
+        ("--recompute all", "recompute: the model has no block and no class of blocks 'all'"),
+        (
+            "--cluster 8xA100-81GB",
+            "'8xA100-81GB': no device 'A100-81GB' is known\n\nhint: did you ",
+        ),
+        ("--cluster gone.json", "gone.json: no such file, asked for the cluster"),
+        ("--cluster local:x", "'local:x': expected a number of processes, found 'x'"),
+        (
+            "--cluster 0xA100-80GB",
+            "'0xA100-80GB': expected at least 1 for the devices in a node, found 0\n\nhint: 2x8x",
+        ),
+        (
+            "--cluster local:0",
+            "'local:0': expected at least 1 for the processes, found 0\n\nhint: ",
+        ),
+        (
+            "--memory 1GiB,1GiB",
+            "memory: 2 limits were given for the 4 devices of local:4\n\n"
+            "hint: one limit for all devices, or one for each, as 80GiB,40GiB,40GiB",
+        ),
+        ("--memory plenty", "memory 'plenty' is no size\n\nhint: 24GiB, 512MB or bytes"),
+        ("--memory 0", "memory '0' is 0 bytes, expected at least 1"),
+        (
+            "--tp 3",
+            "tp=3 was asked for, and no parameter divides into 3 equal parts: their matrices have "
+            "dims of 16, 8, 4\n\nhint: tp of 2, 4",
+        ),
+        ("--tp 5", "tp=5 was asked for, and local:4 has 4 devices\n\nhint: tp of at most 4"),
+        ("--pp 5", "pp=5 needs 5 devices, found 4\n\nhint: pp of at most 4"),
+        ("--dp 5", "dp=5 needs 5 devices, found 4\n\nhint: dp of at most 4"),
+        (
+            "--dp 3",
+            "a batch of 32 rows does not divide into dp=3 equal parts\n\n"
+            "hint: a batch of 30 or 33 rows does",
+        ),
+        (
+            "--batch 10 --dp 4",
+            "a batch of 10 rows does not divide into dp=4 equal parts\n\n"
+            "hint: a batch of 8 or 12 rows does",
+        ),
+        (
+            "--batch 10 --dp 2 --micro-batches 3",
+            "a batch of 10 rows does not divide into dp=2 x micro_batches=3 equal parts\n\n"
+            "hint: a batch of 6 or 12 rows does",
+        ),
+        (
+            "--batch 2 --micro-batches 3",
+            "a batch of 2 rows does not divide into micro_batches=3 equal parts\n\n"
+            "hint: a batch of 3 rows does",
+        ),
+        ("-o gone/plan.json", "gone/plan.json cannot be written: there is no folder "),
+    ],
+)
+def test_an_argument_that_cannot_be_met(
+    arguments: str, sentence: str, autopipe: Shell, four: str
+) -> None:
+    cluster = [] if "--cluster" in arguments else ["--cluster", four]
+    assert autopipe("plan", "net.py", *cluster, *arguments.split()).error.startswith(sentence)
+    assert autopipe.files() == ["net.py"]
+
+
+@pytest.mark.parametrize(
+    ("figure", "value", "sentence"),
+    [
+        ("memory", None, "memory: missing; expected an integer"),
+        ("memory", -1, "memory: expected more than 0, found -1"),
+        ("memory", "80GiB", 'memory: expected an integer, found "80GiB"'),
+        ("bandwidth", 0, "bandwidth: expected more than 0, found 0.0"),
+        ("launch", -1e-6, "launch: expected at least 0, found -1e-06"),
+        ("flops", {"fp32": -1e12}, "flops.fp32: expected more than 0, found -1000000000000.0"),
+        ("flops", {}, "flops: expected at least one entry, found none"),
+    ],
+)
+def test_a_figure_of_a_cluster_file(
+    figure: str, value: object, sentence: str, autopipe: Shell, four: str
+) -> None:
+    """Its place in the file, what was expected there, and how to come by a right one."""
+    data = json.loads(Path(four).read_text())
+    device = data["nodes"][0]["groups"][0]["device"]
+    del device[figure]
+    if value is not None:
+        device[figure] = value
+    autopipe.write("cluster.json", json.dumps(data))
+    error = autopipe("plan", "net.py", "--cluster", "cluster.json").error
+    place, _, hint = error.partition("\n\nhint: ")
+    assert place == f"cluster.nodes[0].groups[0].device.{sentence}"
+    assert hint.startswith("`autopipe probe -o FILE` writes a whole one")
+    assert autopipe.files() == ["cluster.json", "net.py"]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "cluster.json: the cluster is an empty file\n\nhint: was it copied whole?"),
+        ("[]", "cluster: expected an object, found [] in cluster.json\n\nhint: "),
+        ('{"name": "x"', "cluster.json, line 1, column 13: the file ends in the middle\n\nhint: "),
+        ('{"nodos": []}', "cluster.nodos: unknown field; Cluster has name, nodes, within, "),
+    ],
+)
+def test_a_cluster_file_that_is_none(text: str, sentence: str, autopipe: Shell) -> None:
+    autopipe.write("cluster.json", text)
+    error = autopipe("plan", "net.py", "--cluster", "cluster.json").error
+    assert error.startswith(sentence) and "\n\nhint: " in error
+
+
+HEADS = """\
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(24, 72), nn.Linear(24, 24)
+
+    def forward(self, x):
+        q, k, v = (part.view(-1, 6, 8, 3).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def model():
+    return Attention()
+
+
+def inputs(batch_size):
+    return {"x": torch.randn(batch_size, 6, 24)}
+
+
+def loss(outputs, batch):
+    return outputs.square().mean()
+"""
+
+
+def test_heads_that_do_not_divide(autopipe: Shell, four: str) -> None:
+    """Eight heads over three ranks; that 24 and 72 do divide by three is no help."""
+    autopipe.write("net.py", HEADS)
+    assert autopipe("plan", "net.py", "--cluster", four, "--tp", "3").error == (
+        "tp=3 was asked for, and the 8 heads of scaled_dot_product_attention/0 do not divide into "
+        "3 equal parts\n\nhint: tp of 1, 2, 4, 8"
+    )
+    assert autopipe("plan", "net.py", "--cluster", four, "--tp", "2").code == 0
+
+
+def test_memory_that_is_too_low(autopipe: Shell, four: str) -> None:
+    """The shortfall in bytes, the stage, and what to try next."""
+    said = autopipe("plan", "net.py", "--cluster", four, "--memory", "1000", "--tp", "1")
+    found = re.match(
+        r"no plan fits .* a device: .*pp=\d dp=\d micro_batches=\d+.* stage \d needs .*, "
+        r"[\d.]+ (bytes|KiB) too many.*\n\nhint: ",
+        said.error,
+        re.DOTALL,
+    )
+    assert found, said.error
+    assert autopipe.files() == ["net.py"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("plan net.py --pp 0", "--pp: expected a whole number of at least 1, found '0'"),
+        ("plan net.py --chunks=1", "--chunks: expected a whole number of at least 2, found '1'"),
+        ("plan net.py --depth -1", "--depth: expected a whole number of at least 0, found '-1'"),
+        (
+            "plan net.py --batch many",
+            "--batch: expected a whole number of at least 1, found 'many'",
+        ),
+        (
+            "simulate 1f1b --latency -1",
+            "--latency: expected a number of at least 0 and at most 1e+09, found '-1'",
+        ),
+        ("run plan.json --seed x", "--seed: expected a whole number, found 'x'"),
+        ("plan net.py --memory", "--memory stands without its value"),
+    ],
+)
+def test_what_the_parser_refuses(arguments: str, sentence: str, autopipe: Shell) -> None:
+    """The option, what it takes and what it was given; no box, no usage line."""
+    command = arguments.split()[0]
+    hint = f"`autopipe {command} --help` lists all options"
+    assert autopipe(*arguments.split()).error == f"{sentence}\n\nhint: {hint}"
+    assert autopipe.files() == ["net.py"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (
+            "plan",
+            "MODEL is missing: model.py, or package.module:factory\n\n"
+            "hint: autopipe plan model.py --cluster 2x8xA100-80GB",
+        ),
+        (
+            "explain",
+            "PLAN is missing: a plan file, as `autopipe plan` writes it\n\n"
+            "hint: autopipe explain plan.json",
+        ),
+        (
+            "plan net.py --memroy 1GiB",
+            "there is no option '--memroy'\n\n"
+            "hint: is it --memory? `autopipe plan --help` lists all options",
+        ),
+        (
+            "--frob",
+            "there is no option '--frob'\n\nhint: `autopipe --help` lists all options",
+        ),
+        (
+            "explain plan.json more",
+            "one argument too many: more\n\n"
+            "hint: autopipe explain plan.json; `autopipe explain --help` lists all options",
+        ),
+    ],
+)
+def test_what_is_missing_and_what_is_too_much(arguments: str, error: str, autopipe: Shell) -> None:
+    assert autopipe(*arguments.split()).error == error
+
+
+COMMANDS = "the commands are init, trace, costs, plan, explain, simulate, run, emit, probe"
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("train", "autopipe run plan.json --local 4; "),
+        ("launch", "autopipe run plan.json --local 4; "),
+        ("split", "autopipe plan model.py --cluster 2x8xA100-80GB; "),
+        ("show", "autopipe explain plan.json; "),
+        ("simulat", "autopipe simulate 1f1b --ranks 4 --micro-batches 8; "),
+        ("frobnicate", ""),
+    ],
+)
+def test_a_command_that_there_is_not(typed: str, meant: str, autopipe: Shell) -> None:
+    """By what people mean with a word, not by its letters alone: `train` is not `trace`."""
+    assert autopipe(typed).error == f"there is no command {typed!r}\n\nhint: {meant}{COMMANDS}"
+
+
+# --- a schedule in a file
+
+
+@pytest.mark.parametrize(
+    ("lines", "arguments", "sentence"),
+    [
+        ("", "", "steps.txt: expected a schedule, found no instruction"),
+        ("rank 0: 0F0 0B1", "", "steps.txt: rank 0: 0B1 needs 0F1 before it, which is missing"),
+        ("rank 0: 0F0 0WAIT_B0<1", "", "steps.txt: rank 0: expected compute alone, found 0WAIT"),
+        ("rank 0: forward", "", "steps.txt: rank 0: expected an instruction, found 'forward'"),
+        (
+            "rank 0: 0F0 0B0\nrank 1: 1F0 1B0",
+            "--pp 4",
+            "pp=4 was asked for, and the schedule is written for pp=2\n\nhint: leave pp out, or ",
+        ),
+        (
+            "rank 0: 0F0 0B0\nrank 1: 1F0 1B0",
+            "--micro-batches 4",
+            "micro_batches=4 was asked for, and the schedule is written for micro_batches=1",
+        ),
+        (
+            "rank 0: 0F0 0B0 0F1 0B1\nrank 1: 1F0 1F1 1B0 1B1",
+            "",
+            "deadlock: rank 0 waits at 0WAIT_B0<1 for 1SEND_B0>0, which comes after ",
+        ),
+    ],
+)
+def test_a_written_schedule(
+    lines: str, arguments: str, sentence: str, autopipe: Shell, four: str
+) -> None:
+    autopipe.write("steps.txt", lines)
+    command = ("plan", "net.py", "--cluster", four, "--schedule", "steps.txt")
+    assert autopipe(*command, *arguments.split()).error.startswith(sentence)
+    if not arguments:
+        assert autopipe("simulate", "steps.txt").error.startswith(sentence)
+    assert autopipe.files() == ["net.py", "steps.txt"]
+
+
+# --- simulate
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("zb-h3", "there is no schedule 'zb-h3', and no file of that name\n\nhint: one of naive, "),
+        (".", "there is no schedule '.', and no file that can be read: "),
+        (
+            "1f1b --depth 3",
+            "--depth 3 makes no difference to 1f1b\n\n"
+            "hint: chunks are for interleaved, a depth is for eager-1f1b",
+        ),
+        ("zb-v --chunks 3", "--chunks 3 makes no difference to zb-v\n\nhint: chunks are for inter"),
+        ("gone.json", "gone.json: no such file, asked for the plan"),
+        ("zb-h3 --ranks 3", "there is no schedule 'zb-h3', and no file of that name\n\nhint: one "),
+        (
+            "--svg step.svg",
+            "--svg makes one picture, and no schedule was named\n\n"
+            "hint: autopipe simulate 1f1b --svg step.svg",
+        ),
+        ("1f1b --svg gone/step.svg", "gone/step.svg cannot be written: there is no folder "),
+    ],
+)
+def test_what_cannot_be_drawn(arguments: str, sentence: str, autopipe: Shell) -> None:
+    assert autopipe("simulate", *arguments.split()).error.startswith(sentence)
+    assert autopipe.files() == ["net.py"]
+
+
+def test_what_a_file_says_itself(autopipe: Shell) -> None:
+    autopipe.write("steps.txt", "rank 0: 0F0 0B0")
+    autopipe.write("plan.json", "{}")
+    assert autopipe("simulate", "steps.txt", "--ranks", "3").error.startswith(
+        "--ranks 3 makes no difference to steps.txt\n\nhint: the file says it"
+    )
+    said = autopipe("simulate", "plan.json", "--latency", "0.5", "--window", "3").error
+    assert said.startswith(
+        "--latency 0.5 makes no difference to plan.json\n\nhint: a plan is drawn as it is"
+    )
+
+
+# --- a plan that is wrong
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (
+            lambda plan: plan.update(format=7),
+            "plan.format: this autopipe reads format 2, the file is format 7\n\n"
+            "hint: make the plan again with `autopipe plan`",
+        ),
+        (
+            lambda plan: plan.update(shedule="1f1b"),
+            "plan.shedule: unknown field; Plan has format, ",
+        ),
+        (
+            lambda plan: plan["stages"].pop(),
+            "plan.stages: expected equally many on each of 2 ranks (mesh.pp), found 1",
+        ),
+        (
+            lambda plan: plan["boundaries"].pop(),
+            "plan.boundaries: expected 1, one between stages, found 0",
+        ),
+        (lambda plan: plan["batch"].pop("rows"), "plan.batch.rows: missing; expected an integer"),
+        (
+            lambda plan: plan.update(source="moved.py"),
+            "plan.source: there is no model file 'moved.py' in the folder of plan.json\n\n"
+            "hint: autopipe run plan.json --model FILE",
+        ),
+        (
+            lambda plan: plan.update(source=None),
+            "plan.source: plan.json does not say where its model is\n\n"
+            "hint: autopipe run plan.json --model FILE",
+        ),
+    ],
+)
+def test_a_plan_that_is_wrong_starts_no_process(
+    change: Callable[[dict[str, Any]], object],
+    sentence: str,
+    autopipe: Shell,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(world, "spawn", None)
+    autopipe.plan(4, "--pp", "2", "--dp", "2")
+    autopipe.edit(change)
+    assert autopipe("run", "plan.json", "--local", "4").error.startswith(sentence)
+
+
+@pytest.mark.parametrize("command", ["explain", "run", "simulate"])
+def test_no_plan_and_half_a_plan(command: str, autopipe: Shell) -> None:
+    assert autopipe(command, "gone.json").error.startswith("gone.json: no such file, asked for the")
+    autopipe.plan(1)
+    autopipe.write("plan.json", Path("plan.json").read_text()[:700])
+    error = autopipe(command, "plan.json").error
+    assert re.match(
+        r"plan.json, line \d+, column \d+: the file ends in the middle\n\nhint: ", error
+    )
+
+
+def test_a_plan_of_another_model(autopipe: Shell) -> None:
+    """The first node that differs, and the versions."""
+    autopipe.plan(1, "--batch", "4")
+    autopipe.write("net.py", changed("y.relu()", "y.tanh()"))
+    error = autopipe("run", "plan.json", "--steps", "1").error
+    assert error.startswith("plan.fingerprint: the plan was made for another model or another ")
+    assert "planned with" not in error  # no other versions
+    assert "First difference: tanh/0 = aten.tanh.default" in error
+    assert error.endswith("hint: plan again with `autopipe plan`")
+
+
+def test_a_plan_that_was_changed_by_hand(autopipe: Shell) -> None:
+    """It runs, is drawn and explained; what is predicted was so for another one."""
+    autopipe.plan(1, "--batch", "4", "--micro-batches", "1")
+    for command in ("explain", "simulate"):
+        assert autopipe(command, "plan.json", "--quiet").err == ""
+    autopipe.edit(lambda plan: plan["batch"].update(micro_batches=2))
+    told = (
+        "plan.batch.micro_batches was changed by hand after planning: the predicted figures are of "
+        "another plan\n"
+    )
+    for command in (("explain",), ("simulate",), ("run", "--steps", "1")):
+        said = autopipe(*command, "plan.json", "--quiet")
+        assert (said.code, said.err) == (0, told)
+
+
+def test_a_loss_that_was_there_at_planning(autopipe: Shell) -> None:
+    autopipe.plan(1, "--batch", "4")
+    autopipe.write("net.py", changed("def loss(", "def no_loss("))
+    assert autopipe("run", "plan.json", "--steps", "1").error == (
+        "plan.loss: the plan was made with a loss function, and none is given\n\n"
+        "hint: parallelize(model, plan, loss=loss), with the loss that plan() was given; in a "
+        "model file it is def loss(outputs, batch)"
+    )
+
+
+@pytest.mark.parametrize("word", ["first", "last"])
+def test_a_stage_that_begins_or_ends_with_no_node(word: str, autopipe: Shell) -> None:
+    autopipe.plan(1, "--batch", "4")
+    autopipe.edit(lambda plan: plan["stages"][0].update({word: "up/conv/0"}))
+    error = autopipe("run", "plan.json", "--steps", "1").error
+    assert error.startswith(f"plan.stages[0].{word}: the model has no node 'up/conv/0'")
+
+
+def test_batches_of_rows_that_do_not_divide(autopipe: Shell) -> None:
+    """The first one is refused; later ones are left out (`test_feed`)."""
+    more = "\ndef batches(batch_size):\n    return [inputs(n) for n in (3, batch_size)]\n"
+    autopipe.write("net.py", NET + more)
+    autopipe.plan(1, "--batch", "4", "--micro-batches", "2")
+    assert autopipe("run", "plan.json").error == (
+        "the batch has 3 rows, which do not divide into 2 micro-batches\n\n"
+        "hint: give 2 rows, or another multiple of 2"
+    )
+
+
+# --- options of a run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "change", "sentence"),
+    [
+        (
+            "--trace gone/trace.json",
+            {},
+            "gone/trace.json cannot be written: there is no folder ",
+        ),
+        (
+            "--compile",
+            {"schedule": "zb-h1"},
+            "zb-h1 and torch.compile do not go together: code has no halves",
+        ),
+        (
+            "--weights gone.safetensors",
+            {},
+            "weights 'gone.safetensors': there is no such file or folder\n\n"
+            "hint: weights are a safetensors file, a state_dict that torch.save has written, or a "
+            "folder of either",
+        ),
+        (
+            "--save model.pt",
+            {},
+            "model.pt cannot be written: a model is saved as safetensors\n\n"
+            "hint: name it model.safetensors",
+        ),
+        (
+            "--save gone/model.safetensors",
+            {},
+            "gone/model.safetensors cannot be written: there is no folder ",
+        ),
+        ("--epochs 2", {}, "--epochs 2: "),
+        ("", {"precision": "fp8"}, "plan.precision: 'fp8' was asked for; this version runs 'fp32'"),
+        ("", {"schedule": "zb-h3"}, "there is no schedule 'zb-h3'"),
+        (
+            "",
+            {"programs": ["rank 0: 0F0 0F1 0B0 0B1"]},
+            "plan.programs: they are for 2 micro-batches, the plan has 1",
+        ),
+    ],
+)
+def test_a_run_that_cannot_be(
+    arguments: str, change: dict[str, Any], sentence: str, autopipe: Shell
+) -> None:
+    autopipe.plan(1, "--batch", "4", "--micro-batches", "1")
+    autopipe.edit(lambda plan: plan.update(change))
+    found = autopipe("run", "plan.json", "--steps", "1", *arguments.split()).error
+    assert found.startswith(sentence)
+    assert autopipe.files() == ["cluster.json", "net.py", "plan.json"]
+
+
+# --- other processes than the plan's
+
+
+@pytest.mark.parametrize(("found", "arguments"), [(1, ""), (3, "--local 3")])
+def test_another_number_of_processes(found: int, arguments: str, autopipe: Shell) -> None:
+    autopipe.plan(4, "--pp", "2", "--dp", "2")
+    assert autopipe("run", "plan.json", *arguments.split()).error == (
+        f"the plan is for 4 processes, but {found} were started (this is rank 0, on node 0)"
+        "\n\nhint: torchrun --nproc-per-node 4 -m autopipe run plan.json\n"
+        "  or: autopipe run plan.json --local 4\n"
+        "  or: srun -n 4 autopipe run plan.json"
+    )
+
+
+# --- --debug
+
+
+def test_debug_may_stand_anywhere(autopipe: Shell) -> None:
+    for argv in (["--debug", "plan", "gone.py"], ["plan", "gone.py", "--debug"]):
+        said = autopipe(*argv)
+        assert said.code == 2 and said.err.startswith("Traceback (most recent call last):\n")
+        assert "\nerror: there is no model file 'gone.py'\n" in said.err
+    assert "--debug" in autopipe("--help").out
+
+
+def test_what_nobody_foresaw(autopipe: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code 1, not a user's mistake; the traceback is a flag away."""
+
+    def fails(*_: object) -> None:
+        raise ZeroDivisionError("division by zero\nand more")
+
+    monkeypatch.setattr("autopipe.frontend.model_file.load", fails)
+    said = autopipe("trace", "net.py")
+    assert said == Said(
+        1, "", "error: ZeroDivisionError: division by zero\n\nhint: --debug shows where\n"
+    )
+    monkeypatch.setattr(sys, "argv", ["autopipe", "trace", "net.py", "--debug"])
+    with pytest.raises(ZeroDivisionError):
+        cli.main()

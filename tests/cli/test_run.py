@@ -1,0 +1,223 @@
+"""`autopipe run`: what it prints, in this process, in several, and under every launcher.
+
+Which rank tells an error is in `test_voice`.
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autopipe.planfile.contents import Plan
+from tests.support.shell import (
+    BATCHES,
+    NET,
+    TORCHRUN,
+    Said,
+    Shell,
+    end,
+    free_port,
+    python,
+    rank,
+    save_plans,
+    srun_environment,
+    start,
+)
+
+
+@pytest.fixture
+def autopipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Shell:
+    return Shell(tmp_path, monkeypatch, capsys)
+
+
+STEP = re.compile(r"step (\d+)/?\d*  loss (\d+\.\d{3,})  [\d,.]+ (?:rows|tokens)/s")
+
+
+def losses(said: Said) -> list[float]:
+    return [float(match[2]) for match in STEP.finditer(said.err)]
+
+
+def check_run(said: Said, stages: int) -> None:
+    """A table of all stages, and the first and the last loss as the last line."""
+    assert said.code == 0, said.err
+    *table, last = said.out.splitlines()
+    assert table[0] == "planned / measured"
+    assert [line.split()[0] for line in table if re.match(r"\d", line)] == [
+        *map(str, range(stages))
+    ]
+    assert table[-1].startswith("a step, before the optimizer's: ")
+    found = re.fullmatch(r"loss (\d+\.\d{3,}) -> (\d+\.\d{3,})", last)
+    assert found and float(found[1]) == losses(said)[0]
+    if "/" in said.err.split()[1]:  # "step 1/3": the number of steps was known, so all were said
+        assert float(found[2]) == losses(said)[-1]
+
+
+def test_one_process_runs_by_itself(autopipe: Shell) -> None:
+    autopipe.plan(1, "--batch", "4")
+    said = autopipe("run", "plan.json", "--steps", "3")
+    check_run(said, stages=1)
+    assert len(losses(said)) == 3
+    assert losses(autopipe("run", "plan.json", "--steps", "3", "--seed", "1")) != losses(said)
+
+
+def test_a_model_that_has_moved(autopipe: Shell) -> None:
+    autopipe.plan(1, "--batch", "4")
+    Path("net.py").rename("moved.py")
+    assert "there is no model file 'net.py'" in autopipe("run", "plan.json").error
+    check_run(autopipe("run", "plan.json", "--model", "moved.py", "--steps", "2"), stages=1)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_batches_that_end_by_themselves(count: int, autopipe: Shell) -> None:
+    autopipe.write(
+        "net.py",
+        NET + f"\ndef batches(batch_size):\n    return [inputs(batch_size)] * {count}\n",
+    )
+    autopipe.plan(1, "--batch", "4")
+    said = autopipe("run", "plan.json")
+    if count:
+        check_run(said, stages=1)
+        return
+    place = autopipe.folder / "net.py"
+    assert said == Said(0, "", f"{place}: batches(4) gave no batch, so there was no step\n")
+
+
+def test_options_of_a_run(autopipe: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each goes where it is meant to."""
+    given: dict[str, Any] = {}
+
+    class Stop(Exception):
+        pass
+
+    def parallelize(model: object, plan: Plan, **options: Any) -> None:
+        given.update(options)
+        raise Stop
+
+    monkeypatch.setattr("autopipe.runtime.parallelize.parallelize", parallelize)
+    autopipe.plan(1, "--batch", "4")
+    for options, expected in (
+        ("", {"compile": False, "offload": False, "seed": 0, "weights": None}),
+        ("--compile", {"compile": True}),
+        ("--offload", {"offload": True}),
+        ("--seed 7 --weights w", {"seed": 7, "weights": Path("w")}),
+    ):
+        assert autopipe("run", "plan.json", *options.split()).code == 1
+        assert expected.items() <= given.items()
+
+
+def test_a_learning_rate_that_falls(autopipe: Shell) -> None:
+    """A scheduler in the model file is stepped with every step: at rate 0 nothing changes."""
+    falls = """
+def optimizer(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+def scheduler(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(step < 2))
+
+def batches(batch_size):
+    return [inputs(batch_size)] * 5
+"""
+    autopipe.write("net.py", NET + falls)
+    autopipe.plan(1, "--batch", "4")
+    first, second, *others = losses(autopipe("run", "plan.json", "--steps", "5"))
+    assert first > second > others[0] and others == 3 * others[:1]
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_plans(tmp_path_factory.mktemp("run"))
+
+
+SHARDED = """
+
+def batches(batch_size, shard, num_shards):
+    generator = torch.Generator().manual_seed(0)
+    rows = batch_size // num_shards
+    for _ in range(3):
+        x, target = (torch.randn(batch_size, n, generator=generator) for n in (8, 4))
+        own = slice(shard * rows, (shard + 1) * rows)
+        yield {"x": x[own], "target": target[own]}
+"""
+
+
+def test_every_launcher_trains_alike(planned: Path) -> None:
+    """`--local 2`, torchrun, and srun with the same batches in parts; all end after three steps."""
+    (planned / "sharded.py").write_text(NET + SHARDED)
+    run = ("-m", "autopipe", "run", "dp2.json", "--steps", "5")
+    local = end(start(sys.executable, *run, "--local", "2", folder=planned))
+    check_run(local, stages=1)
+    assert len(losses(local)) == 3
+    port = free_port()
+    parts = (*run, "--model", "sharded.py")
+    environs = (srun_environment(number, 2, port) for number in (0, 1))
+    first, second = [rank(*parts, folder=planned, environ=environ) for environ in environs]
+    srun, silent = first(), second()
+    check_run(srun, stages=1)
+    assert (silent.code, silent.out) == (0, "")
+    options = ("--nproc-per-node", "2", "--master-port", str(free_port()))
+    torchrun = end(start(*TORCHRUN, *options, *run, folder=planned))
+    assert torchrun.code == 0
+    assert losses(local) == losses(srun) == losses(torchrun)
+    assert local.out.splitlines()[-1] == torchrun.out.splitlines()[-1]
+
+
+def test_a_slow_device_that_comes_first_holds_a_later_stage(planned: Path) -> None:
+    """A plan may deal devices out in another order than the launcher, which counts node by node."""
+    plan = json.loads((planned / "pp2.json").read_text())
+    for place in plan["mesh"]["places"]:
+        place["local"] = 1 - place["local"]
+    (planned / "crossed.json").write_text(json.dumps(plan))
+    port, found = free_port(), []
+    for name, table in (("pp2", 0), ("crossed", 1)):
+        run = ("-m", "autopipe", "run", f"{name}.json")
+        environs = (srun_environment(number, 2, port) for number in (0, 1))
+        begun = [rank(*run, folder=planned, environ=environ) for environ in environs]
+        said = [ended() for ended in begun]
+        check_run(said[table], stages=2)  # by whoever has stage 0
+        assert (said[1 - table].code, said[1 - table].out) == (0, "")
+        found.append(losses(said[table]))
+        port = free_port()
+    assert found[0] == found[1]
+
+
+WRITTEN = """\
+# All forwards first, and backwards the other way round: a schedule that has no name.
+rank 0: 0F0 0F1 0B1 0B0
+rank 1: 1F0 1F1 1B1 1B0
+"""
+
+
+def test_a_schedule_of_ones_own_from_a_file_to_a_trace(autopipe: Shell) -> None:
+    """Written, simulated, planned, explained and run by two processes, with a trace of both."""
+    autopipe.write("steps.txt", WRITTEN)
+    picture = "rank 0: F0 F1          B1--- B0---\nrank 1:    F0 F1 B1--- B0---\n"
+    assert picture in autopipe("simulate", "steps.txt").out
+    autopipe.write("net.py", NET + BATCHES)
+    autopipe.plan(2, "--schedule", "steps.txt", "--batch", "8")
+    plan = Plan.load("plan.json")
+    assert (plan.mesh.pp, plan.batch.micro_batches, plan.schedule) == (2, 2, "written")
+    assert "\n".join(plan.programs) in WRITTEN
+    Path("steps.txt").unlink()  # the plan has it
+    said = autopipe("explain", "plan.json")
+    assert said.code == 0 and "\nschedule   written; a step's 8 rows" in said.out
+
+    arguments = ("run", "plan.json", "--local", "2", "--trace", "run.json")
+    said = python(*arguments, folder=autopipe.folder)
+    check_run(said, stages=2)
+    assert "\nrun.json: open it at https://ui.perfetto.dev\n" in said.err
+    assert re.search(r"transfers +bubble *\n", said.out)
+    found = json.loads(Path("run.json").read_text())
+    assert found["otherData"]["schedule"] == "written"
+    named = {
+        e["pid"]: e["args"]["name"] for e in found["traceEvents"] if e["name"] == "process_name"
+    }
+    assert [*named.values()] == ["rank 0: stage 0, replica 0", "rank 1: stage 1, replica 0"]
+    for stage, pid in enumerate(named):
+        own = [event.get("args", {}) for event in found["traceEvents"] if event["pid"] == pid]
+        drawn = {args.get("instruction") for args in own}
+        assert {f"{stage}{word}" for word in ("F0", "F1", "B0", "B1")} <= drawn

@@ -1,0 +1,36 @@
+"""Which figures answer which need, and what a record may hold."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopipe.cluster.measured import EVERYTHING, KERNELS, Found, Need, Record, checked, figures
+from autopipe.errors import AutopipeError
+from autopipe.planners.driver.profile import need
+from tests.support.inprocess import measured, traced
+
+
+def test_figures_of_a_need() -> None:
+    """Kernels of unknown names are those of no figure; fp32 is what kernels are compared with."""
+    two = Need(("bf16",), ("tanh", "gelu", "conjuring"))
+    own = ("fp32", "memory", "launch")
+    assert figures(two, 1, gpus=False) == (*own, "gelu", "tanh", "bf16")
+    assert figures(two, 2, gpus=False) == (*own, "messages", "collectives", "gelu", "tanh", "bf16")
+    assert figures(two, 2, gpus=True) == (*own, "messages", "collectives", "bf16")
+    assert {*figures(EVERYTHING, 2, gpus=False)} > {*KERNELS}
+
+
+def test_the_need_of_a_model() -> None:
+    graph = traced("gpt")[0].graph
+    kernels = ("causal attention", "cross_entropy_loss", "dropout", "gelu", "layer_norm", "linear")
+    assert need(graph, "fp32") == Need(("fp32",), kernels)
+    # Attention is not lowered on every kind of device, and is traced in fp32.
+    assert need(graph, "bf16") == Need(("bf16", "fp32"), kernels)
+    assert need(graph, "fp16").dtypes == ("fp16", "fp32")
+
+
+def test_what_a_machine_can_have() -> None:
+    assert checked(Record({}, measured(["fp32", "gelu", "collectives"])))
+    for name, values in (("fp32", (1e9,)), ("gelu", ()), ("hearsay", (1.0,)), ("bf16", (-1.0,))):
+        with pytest.raises(AutopipeError):
+            checked(Record({}, {name: Found(values)}))

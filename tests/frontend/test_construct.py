@@ -1,0 +1,157 @@
+"""Constructors that do what they like with weights, run with as few of them as they let one."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from autopipe.errors import ModelError
+from autopipe.frontend.construct import build_fake, on_cpu
+from autopipe.ir.torch_private import is_fake, skeleton
+from autopipe.planners.driver import make_plan
+from autopipe.tracing import source
+from tests.support.inprocess import machine
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 16), nn.LSTM(16, 4), nn.Conv2d(4, 4, 3))
+
+
+def drawn() -> nn.Module:
+    model = layers()
+    nn.init.trunc_normal_(model[0].weight, std=0.02)
+    return model
+
+
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return layers()
+
+
+def tied() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+    model[1].weight = model[0].weight
+    return model.half()
+
+
+@pytest.mark.parametrize(
+    ("build", "dtype"),
+    [
+        pytest.param(lambda: layers().to(torch.bfloat16), torch.bfloat16, id="to(bf16)"),
+        pytest.param(lambda: layers().half(), torch.float16, id="half"),
+        pytest.param(lambda: layers().double(), torch.float64, id="double"),
+        pytest.param(lambda: layers().half().float(), torch.float32, id="float"),
+        pytest.param(lambda: layers().to("cpu"), torch.float32, id="to(cpu)"),
+        pytest.param(lambda: layers().to(torch.device("cpu"), torch.float64), torch.float64),
+        pytest.param(lambda: layers().to("meta"), torch.float32, id="to(meta)"),
+        pytest.param(lambda: layers().to(memory_format=torch.channels_last), torch.float32),
+        pytest.param(lambda: on_meta().to_empty(device="cpu"), torch.float32, id="to_empty"),
+        pytest.param(on_meta, torch.float32, id="meta"),
+        pytest.param(drawn, torch.float32, id="trunc_normal_"),
+        pytest.param(tied, torch.float16, id="tied"),
+    ],
+)
+def test_nothing_is_built_for_real(build: Callable[[], nn.Module], dtype: torch.dtype) -> None:
+    said: list[str] = []
+    model = build_fake(build, room=lambda: 0, say=said.append)
+    real = build()
+    assert said == []
+    assert all(is_fake(p) and p.dtype == dtype for p in model.parameters())
+    assert all(p.device.type == "cpu" for p in model.parameters())
+    found = {n: (p.shape, p.stride()) for n, p in model.named_parameters()}
+    assert found == {n: (p.shape, p.stride()) for n, p in real.named_parameters()}
+
+
+class Reading(nn.Module):
+    """Reads its weight in its own constructor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(100, 10))
+        assert torch.isfinite(self.weight).all()
+
+
+def test_where_a_part_reads_its_weights_one_part_is_real_at_a_time() -> None:
+    """4,000 bytes each, and there is room for one."""
+    said: list[str] = []
+
+    def build() -> nn.Module:
+        whole = nn.Module()
+        for number in range(5):
+            whole.add_module(f"part{number}", Reading())
+        return whole
+
+    before = torch.get_rng_state()
+    model = build_fake(build, room=lambda: 4000, say=said.append)
+    assert len([*model.parameters()]) == 5 and all(map(is_fake, model.parameters()))
+    assert torch.equal(torch.get_rng_state(), before)
+    (line,) = said
+    assert line.startswith("model() was built with real weights, for it needs their values (")
+    assert "test_construct.py" in line and "`assert torch.isfinite(self.weight).all()`" in line
+
+
+def test_where_they_are_read_at_the_end_the_whole_model_is_real() -> None:
+    real: list[float] = []
+
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(10, 100), nn.Linear(100, 10))
+        model[0].weight.data /= (size := model[0].weight.abs().max().item())
+        real.append(size)
+        return model
+
+    model = build_fake(build)
+    assert len(real) == 1 and 0 < real[0] <= 10**-0.5
+    assert all(map(is_fake, model.parameters()))
+    with pytest.raises(ModelError) as refused:
+        build_fake(build, room=lambda: 5000)
+    found = str(refused.value)
+    assert found.startswith("the model cannot be built without memory, for ")
+    assert "`model[0].weight.data /= (size := model[0].weight.abs().max().item())`" in found
+    assert found.endswith(
+        "up to 'weight' of a Linear its weights take 8.2 KiB, and 4.9 KiB are free\n"
+        "hint: build it without reading its weights, or where there is more memory"
+    )
+
+
+def test_an_error_of_the_users_own_is_raised() -> None:
+    def build() -> nn.Module:
+        layers()
+        raise OSError("no weights")
+
+    with pytest.raises(OSError, match="no weights"):
+        build_fake(build)
+
+
+def test_what_is_made_on_the_meta_device_has_its_values() -> None:
+    with on_cpu():
+        torch.manual_seed(3)
+        model = on_meta()
+    torch.manual_seed(3)
+    for found, expected in zip(model.parameters(), layers().parameters(), strict=True):
+        assert torch.equal(found, expected)
+    assert torch.empty(1, device="meta").is_meta
+
+
+def test_the_skeleton_of_a_model_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    found = skeleton(model)
+    for tensor in (*found.parameters(), *found.buffers()):
+        assert is_fake(tensor) and tensor.device.type == "cpu"
+
+
+def test_a_default_dtype_holds_for_the_model_and_ends_with_the_plan() -> None:
+    """It holds for the inputs as well, which one process makes after the model."""
+
+    def build() -> nn.Module:
+        torch.set_default_dtype(torch.float64)
+        return nn.Linear(8, 4)
+
+    with source.keeping_default_dtype():
+        plan = make_plan.plan(
+            build, lambda rows: (torch.randn(rows, 8),), loss=lambda out, batch: out.mean(),
+            cluster=machine(1), batch_size=4,
+        )  # fmt: skip
+        assert torch.get_default_dtype() == torch.float32
+    assert plan.inputs[0].dtype == "float64" and plan.products == ("fp64",)

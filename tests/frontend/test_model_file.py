@@ -1,0 +1,313 @@
+"""A model file: what is read from it, and the sentence for each way in which it can be wrong."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autopipe.errors import AutopipeError, ModelError
+from autopipe.frontend import model_file
+from autopipe.frontend.model_file import ModelFile
+from autopipe.planfile.parts import Batch
+from tests.support.plans import example_plan
+
+SMALLEST = """\
+import torch
+from torch import nn
+
+
+def model():
+    return nn.Linear(3, 1)
+
+
+def inputs(batch_size):
+    return {"input": torch.randn(batch_size, 3)}
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The current folder; what a model file adds to `sys.path` and `sys.modules` goes again."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield tmp_path
+    for name, module in [*sys.modules.items()]:
+        if (getattr(module, "__file__", None) or "").startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+def load(text: str, more: str = "") -> ModelFile:
+    Path("net.py").write_text(text + more)
+    return model_file.load("net.py")
+
+
+def refused(text: str, more: str = "") -> ModelError:
+    with pytest.raises(ModelError) as error:
+        load(text, more)
+    return error.value
+
+
+def rows(stream: Iterator[Any], steps: int) -> list[torch.Tensor]:
+    return [batch["input"] for batch in islice(stream, steps)]
+
+
+# --- what is there
+
+
+def test_model_and_inputs_are_enough() -> None:
+    file = load(SMALLEST)
+    assert isinstance(file.model(), nn.Linear)
+    assert file.inputs(5)["input"].shape == (5, 3)
+    assert (file.loss, file.batches, file.optimizer, file.scheduler, file.batch_size) == (None,) * 5
+    assert not file.sharded and file.called
+
+
+@pytest.mark.parametrize(
+    ("batches", "found"),
+    [
+        ("3", "an int, which gives no batches"),
+        ("inputs(4)", "a dict, which gives no batches"),
+        ("(inputs(4) for _ in range(3))", "a generator, which can be read once only"),
+    ],
+)
+def test_batches_that_are_no_list(batches: str, found: str) -> None:
+    error = refused(SMALLEST, f"batches = {batches}\n")
+    assert str(error) == (
+        f"net.py: batches is {found}\n"
+        "hint: def batches(batch_size): ..., a list of batches, or a DataLoader"
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "optimizer", "said"),
+    [
+        ("", "adamw", []),
+        ("batch_size = 4\n", "adamw", []),
+        (
+            "batch_size = 6\n",
+            "adamw",
+            [
+                "net.py: batch_size is 6, and the plan is for 4 rows: batches of 4 rows are asked "
+                "for"
+            ],
+        ),
+        (
+            "",
+            "custom",
+            [
+                "net.py: the plan was made with its optimizer(parameters), which it has no more: "
+                "AdamW is used"
+            ],
+        ),
+        (
+            "def optimizer(parameters): return torch.optim.SGD(parameters)\n",
+            "adamw",
+            [
+                "net.py: the plan was made for adamw, and the file's own optimizer(parameters) is "
+                "used: it may hold more or fewer bytes than predicted"
+            ],
+        ),
+    ],
+)
+def test_what_has_changed_since_planning(more: str, optimizer: str, said: list[str]) -> None:
+    plan = replace(example_plan(), batch=Batch(4, 2), optimizer=optimizer)
+    assert load(SMALLEST, more).since_planning(plan) == said
+
+
+def test_everything() -> None:
+    file = load(
+        SMALLEST,
+        "batch_size = 12\n"
+        "def loss(outputs, batch): return outputs.sum()\n"
+        "def batches(batch_size, shard=0, num_shards=1):\n"
+        "    return [inputs(batch_size // num_shards)]\n"
+        "def optimizer(parameters): return torch.optim.SGD(parameters, lr=0.5)\n",
+    )
+    assert file.batch_size == 12 and file.sharded
+    assert file.loss is not None and file.loss(torch.ones(3), None) == 3
+    assert [batch["input"].shape for batch in file.stream(8, 1, 4, seed=0)] == [(2, 3)]
+    assert file.optimizer is not None
+    assert isinstance(file.optimizer(file.model().parameters()), torch.optim.SGD)
+
+
+def test_its_neighbours_can_be_imported(folder: Path) -> None:
+    """As `python net.py` lets it."""
+    (folder / "sub").mkdir()
+    (folder / "sub" / "widths.py").write_text("WIDTH = 3\n")
+    (folder / "sub" / "net.py").write_text("from widths import WIDTH\n" + SMALLEST)
+    assert model_file.load("sub/net.py").inputs(1)["input"].shape == (1, 3)
+
+
+def test_a_dataclass_in_it_finds_its_module() -> None:
+    more = "import dataclasses\n@dataclasses.dataclass\nclass Config:\n    width: 'int' = 3\n"
+    assert load(SMALLEST, more).batch_size is None
+
+
+def test_a_factory_of_a_module(folder: Path) -> None:
+    (folder / "nets").mkdir()
+    (folder / "nets" / "__init__.py").write_text("")
+    (folder / "nets" / "small.py").write_text(SMALLEST.replace("def model", "def tiny"))
+    file = model_file.load("nets.small:tiny")
+    assert isinstance(file.model(), nn.Linear)
+    with pytest.raises(ModelError, match=r"nets.small:huge has no function huge\(\), which builds"):
+        model_file.load("nets.small:huge")
+    with pytest.raises(ModelError, match="there is no module 'nets.large', asked for"):
+        model_file.load("nets.large:tiny")
+
+
+# --- the batches of a run
+
+
+def test_without_batches_inputs_are_drawn_again_each_step_and_alike_on_every_rank() -> None:
+    file = load(SMALLEST)
+    first, second = rows(file.stream(4, 0, 2, seed=0), 2)
+    assert not torch.equal(first, second)
+    torch.rand(3)  # a rank may have drawn other numbers before
+    assert torch.equal(rows(file.stream(4, 1, 2, seed=0), 2)[1], second)
+    assert not torch.equal(rows(file.stream(4, 0, 2, seed=1), 1)[0], first)
+
+
+def test_drawing_inputs_leaves_the_random_state_as_it_was() -> None:
+    file = load(SMALLEST)
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    next(file.stream(4, 0, 1, seed=0))
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_batches_that_do_not_shard_are_whole_on_every_rank() -> None:
+    file = load(SMALLEST, "def batches(batch_size): return [inputs(batch_size)] * 3\n")
+    assert not file.sharded
+    assert [batch.shape[0] for batch in rows(file.stream(8, 1, 2, seed=0), 9)] == [8, 8, 8]
+
+
+def test_a_generator_that_fails_at_its_second_batch() -> None:
+    more = (
+        "def batches(batch_size):\n    yield inputs(batch_size)\n    raise OSError('disk gone')\n"
+    )
+    stream = load(SMALLEST, more).stream(8, 0, 1, seed=0)
+    next(stream)
+    with pytest.raises(ModelError) as error:
+        next(stream)
+    line = SMALLEST.count("\n") + 3
+    assert error.value.message == (
+        f"{Path('net.py').resolve()}:{line} `raise OSError('disk gone')`: "
+        "net.py: batches() raised OSError: disk gone"
+    )
+
+
+def test_batches_that_are_none() -> None:
+    stream = load(SMALLEST, "def batches(batch_size): pass\n").stream(8, 0, 1, seed=0)
+    with pytest.raises(
+        ModelError, match=r"net.py: batches\(\) raised TypeError: 'NoneType' object"
+    ):
+        next(stream)
+
+
+# --- what is refused
+
+
+def test_no_file() -> None:
+    with pytest.raises(ModelError) as error:
+        model_file.load("gone.py")
+    assert str(error.value) == "there is no model file 'gone.py'\nhint: autopipe plan model.py"
+
+
+def test_a_folder() -> None:
+    with pytest.raises(ModelError, match="there is no model file '.'"):
+        model_file.load(".")
+
+
+def test_no_python() -> None:
+    Path("net.txt").write_text("hello\n")
+    with pytest.raises(ModelError, match="net.txt is no Python file"):
+        model_file.load("net.txt")
+
+
+@pytest.mark.parametrize("source", ["hf:gpt2", "net.onnx"])
+def test_sources_of_later_versions(source: str) -> None:
+    with pytest.raises(ModelError, match=f"{source}: this version reads model files only"):
+        model_file.load(source)
+
+
+def test_a_syntax_error() -> None:
+    error = refused("import torch\ndef model(:\n")
+    assert error.message == f"{Path('net.py').resolve()}:2: invalid syntax"
+
+
+def test_an_error_on_import() -> None:
+    error = refused("WIDTH = 3\nprint(WIDTH / 0)\n")
+    assert error.message == (
+        f"{Path('net.py').resolve()}:2 `print(WIDTH / 0)`: net.py cannot be run: "
+        "ZeroDivisionError: division by zero"
+    )
+
+
+def test_a_program_that_ends_when_it_is_imported() -> None:
+    """It once ended autopipe with it, with the program's own code and not a word."""
+    error = refused("import sys\nsys.exit(3)\n")
+    assert error.message == (
+        f"{Path('net.py').resolve()}:2 `sys.exit(3)`: net.py ends the program (exit code 3) when "
+        "it is imported"
+    )
+    assert error.hint is not None and "__main__" in error.hint
+
+
+@pytest.mark.parametrize("name", ["model", "inputs"])
+def test_a_function_that_is_required(name: str) -> None:
+    error = refused(SMALLEST.replace(f"def {name}(", f"def my_{name}("))
+    arguments, does = ("", "builds the model")
+    if name == "inputs":
+        arguments, does = "batch_size", "gives an example batch"
+    assert error.message == f"net.py has no function {name}({arguments}), which {does}"
+    assert error.hint == f"def {name}({arguments}): ..."
+
+
+@pytest.mark.parametrize("size", ["0", "-8", "'8'", "2.5"])
+def test_a_batch_size_that_is_no_number_of_rows(size: str) -> None:
+    error = refused(SMALLEST, f"batch_size = {size}\n")
+    assert error.message == f"net.py: batch_size is {size}, expected a number of rows"
+
+
+def test_a_function_that_raises_names_the_users_line() -> None:
+    file = load(SMALLEST.replace("nn.Linear(3, 1)", "nn.Linear(3, 'one')"))
+    with pytest.raises(ModelError) as error:
+        file.model()
+    place = f"{Path('net.py').resolve()}:6 `return nn.Linear(3, 'one')`"
+    assert error.value.message.startswith(f"{place}: net.py: model() raised TypeError: ")
+
+
+def test_inputs_that_take_no_batch_size() -> None:
+    file = load(SMALLEST.replace("def inputs(batch_size)", "def inputs()"))
+    with pytest.raises(ModelError) as error:
+        file.inputs(2)
+    assert error.value.message == (
+        "net.py: inputs() raised TypeError: inputs() takes 0 positional arguments but 1 was given"
+    )
+
+
+def test_a_return_that_was_forgotten() -> None:
+    file = load(SMALLEST.replace("return nn.Linear", "nn.Linear"), "def optimizer(p): pass\n")
+    with pytest.raises(ModelError) as error:
+        file.model()
+    assert str(error.value) == (
+        "net.py: model() returned None, expected nn.Module\nhint: does it end without a `return`?"
+    )
+    assert file.optimizer is not None
+    with pytest.raises(ModelError, match="returned None, expected torch.optim.Optimizer"):
+        file.optimizer([])
+
+
+def test_an_error_of_autopipes_own_passes_as_it_is() -> None:
+    more = "from autopipe.errors import AutopipeError\n"
+    text = SMALLEST.replace("return nn.Linear(3, 1)", "raise AutopipeError('as it is')")
+    with pytest.raises(AutopipeError) as error:
+        load(text, more).model()
+    assert error.value.message == "as it is"

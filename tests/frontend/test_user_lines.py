@@ -1,0 +1,52 @@
+"""The user's line, whatever stands between it and us."""
+
+import contextlib
+
+import torch
+
+from autopipe.frontend import user_lines
+
+TORCH = torch.nn.functional.__file__
+
+
+def test_the_line_that_runs_now():
+    assert user_lines.here() == f"{__file__}:13"
+
+
+def test_the_line_an_exception_came_through_with_its_text():
+    try:
+        torch.nn.Linear(3, 3)(torch.ones(4))  # raises deep inside torch
+    except RuntimeError as error:
+        found = user_lines.of_error(error)
+    assert found == (
+        f"{__file__}:18 `torch.nn.Linear(3, 3)(torch.ones(4))  # raises deep inside torch`"
+    )
+
+
+def test_the_innermost_of_the_users_lines_in_a_trace():
+    trace = f"""
+  File "/home/me/train.py", line 3, in main
+    model(x)
+  File "/home/me/model.py", line 31, in forward
+    x = F.relu(x)
+  File "{TORCH}", line 1500, in relu
+    return torch.relu(input)
+  File "{contextlib.__file__}", line 80, in inner
+  File "<string>", line 1, in <module>
+"""
+    assert user_lines.of_trace(trace) == "/home/me/model.py:31"
+
+
+def test_no_line_of_the_users():
+    assert user_lines.of_trace(None) == ""
+    assert user_lines.of_trace(f'  File "{TORCH}", line 1, in relu') == ""
+    assert user_lines.of_trace(f'  File "{user_lines.__file__}", line 1, in here') == ""
+
+
+def test_whose_a_file_is():
+    """A folder may be called nearly as Python calls that of installed packages."""
+    own = ["/home/me/model.py", "model.py", "/home/me/our-packages/model.py"]
+    others = [TORCH, contextlib.__file__, user_lines.__file__, "<string>", "sys"]
+    others += [f"/home/me/.venv/lib/python3.11/{kind}-packages/a/b.py" for kind in ("site", "dist")]
+    assert [user_lines.is_own_code(name) for name in own] == [True] * len(own)
+    assert [user_lines.is_own_code(name) for name in others] == [False] * len(others)

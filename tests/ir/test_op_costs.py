@@ -1,0 +1,291 @@
+"""The table of operations beside torch's own counter, and seconds worked by hand."""
+
+from dataclasses import replace
+
+import pytest
+import sympy
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from autopipe.cluster.cluster import Device, Kernel, Pace
+from autopipe.cluster.measured import KERNELS
+from autopipe.errors import AutopipeError
+from autopipe.ir import op_costs
+from autopipe.ir.graph import BATCH, Ref, State, at_batch
+from autopipe.ir.op_costs import LIKE, RULES, costs, gradient_values, rule
+from autopipe.ir.op_seconds import seconds
+from tests.support.inprocess import traced
+from tests.support.staged import trace_model
+from tests.support.zoo import ZOO
+
+ROWS = 3
+ATTENTION = "scaled_dot_product_attention"  # on a CPU torch's counter leaves it out
+
+
+def counted(graph, *, without=(ATTENTION,)):
+    """(forward, backward) operations of the nodes that have a rule."""
+    total = [0, 0]
+    for node, found in zip(graph.nodes, costs(graph), strict=True):
+        short = node.short
+        if short in RULES and short not in without:
+            total[0] += at_batch(sympy.sympify(found.forward_flops), ROWS)
+            total[1] += at_batch(sympy.sympify(found.backward_flops), ROWS)
+    return tuple(total)
+
+
+def by_torch(run):
+    """(forward, backward) operations that FlopCounterMode sees."""
+    with FlopCounterMode(display=False) as forward:
+        loss = run()
+    with FlopCounterMode(display=False) as backward:
+        loss.backward()
+    return forward.get_total_flops(), backward.get_total_flops()
+
+
+@pytest.mark.parametrize("name", ["gpt", "gpt2", "llama", "whisper", "unet", "resnet", "frozen"])
+def test_operations_are_those_torch_counts(name):
+    case = ZOO[name]
+    model = case.model()
+    real = by_torch(lambda: case.eager(model, case.inputs(ROWS)))
+    assert counted(traced(name)[0].graph) == real
+
+
+class One(nn.Module):
+    """One op with a weight; x [b, ...] is behind a parameter of its own, so all need gradients."""
+
+    def __init__(self, op, weights, shape):
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.ones(w)) for w in weights])
+        self.scale = nn.Parameter(torch.ones(()))
+        self.op, self.shape = op, shape
+
+    def forward(self, x):
+        return self.op(x * self.scale, *self.weights).sum()
+
+    def inputs(self, rows):
+        return {"x": torch.ones(rows, *self.shape)}
+
+
+OPS = {
+    "linear": (F.linear, [(5, 4)], (7, 4)),
+    "matmul of two batches": (lambda x, w: x @ (x.transpose(1, 2) @ w), [(7, 7)], (7, 4)),
+    "bmm": (lambda x: torch.bmm(x, x.transpose(1, 2)), [], (7, 4)),
+    "addmm": (lambda x, bias, w: torch.addmm(bias, x, w), [(5,), (4, 5)], (4,)),
+    "einsum": (lambda x, w: torch.einsum("bsd,dk->bsk", x, w), [(4, 5)], (7, 4)),
+    "einsum of two batches": (lambda x: torch.einsum("bsd,btd->bst", x, x), [], (7, 4)),
+    "conv1d": (lambda x, w: F.conv1d(x, w, padding=1), [(6, 4, 3)], (4, 9)),
+    "conv2d": (lambda x, w: F.conv2d(x, w, stride=2), [(6, 4, 3, 3)], (4, 9, 9)),
+    "conv3d": (F.conv3d, [(6, 4, 2, 2, 2)], (4, 5, 5, 5)),
+    "conv_transpose2d": (lambda x, w: F.conv_transpose2d(x, w), [(4, 6, 3, 3)], (4, 5, 5)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["t5", "frozen", "whisper", "lstm"])
+def test_what_looks_the_same_costs_the_same(name):
+    """Formulas are made once for nodes that differ in nothing but names: each asked by itself."""
+    graph = traced(name)[0].graph
+    carrying = gradient_values(graph)
+    assert costs(graph) == tuple(op_costs._cost(graph, node, carrying) for node in graph.nodes)
+
+
+@pytest.mark.parametrize("of", OPS.values(), ids=OPS)
+def test_each_rule_is_what_torch_counts(of):
+    model = One(*of)
+    real = by_torch(lambda: model(**model.inputs(ROWS)))
+    assert counted(trace_model(model, model.inputs).graph) == real
+
+
+def test_a_convolution_in_groups_costs_backward_twice_its_forward():
+    """torch's counter forgets the groups for the weight's gradient and says three times."""
+    model = One(lambda x, w: F.conv2d(x, w, groups=2), [(6, 2, 3, 3)], (4, 9, 9))
+    forward, backward = counted(trace_model(model, model.inputs).graph)
+    assert forward == by_torch(lambda: model(**model.inputs(ROWS)))[0]
+    assert backward == 2 * forward
+
+
+def the(graph, op):
+    (found,) = (c for n, c in zip(graph.nodes, costs(graph), strict=True) if n.short == op)
+    return found
+
+
+@pytest.mark.parametrize(("causal", "share"), [(False, 1), (True, sympy.Rational(1, 2))])
+def test_attention(causal, share):
+    """q, k, v [b, 4, 6, 8]: scores 2 * 6 * 6 * 8 a head, the weighted sum as many; five matmuls
+    in backward. Half of it above the diagonal, which a causal kernel leaves out."""
+    attend = lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=causal)  # noqa: E731
+    model = One(attend, [], (4, 6, 8))
+    found = the(trace_model(model, model.inputs).graph, ATTENTION)
+    assert found.forward_flops == share * 4 * BATCH * 2 * (2 * 6 * 6 * 8)
+    assert found.backward_flops == share * 4 * BATCH * 5 * (2 * 6 * 6 * 8)
+
+
+def test_attention_is_what_torch_counts_of_its_matmuls():
+    model = One(
+        lambda x: F.scaled_dot_product_attention(x, x[:, :, :5], x[:, :, :5]), [], (4, 6, 8)
+    )
+    with sdpa_kernel(SDPBackend.MATH):
+        forward, _ = by_torch(lambda: model(**model.inputs(ROWS)))
+    found = the(trace_model(model, model.inputs).graph, ATTENTION)
+    assert at_batch(found.forward_flops, ROWS) == forward
+
+
+def test_an_lstm_multiplies_every_matrix_once_a_step():
+    """Two layers of 32: x and h by [128, 32] each, at 12 steps of b rows."""
+    found = the(traced("lstm")[0].graph, "lstm")
+    assert found.forward_flops == BATCH * 12 * 4 * 2 * 128 * 32
+
+
+def test_other_ops_do_one_operation_an_element_and_are_bound_by_their_bytes():
+    model = One(torch.tanh, [], (5,))
+    found = the(trace_model(model, model.inputs).graph, "tanh")
+    assert found.forward_flops == 5 * BATCH
+    assert found.forward_bytes == 2 * 5 * BATCH * 4
+    assert found.backward_bytes == 3 * 5 * BATCH * 4
+    assert found.launches == (1, 1)
+
+
+def test_a_view_costs_a_launch_and_a_write_in_place_what_it_writes():
+    model = One(lambda x: F.relu(x.view(-1), inplace=True), [], (5,))
+    graph = trace_model(model, model.inputs).graph
+    assert the(graph, "view").forward_bytes == 0
+    assert the(graph, "view").launches == (1, 1)
+    assert the(graph, "relu_").forward_bytes == 2 * 5 * BATCH * 4
+
+
+def test_an_embedding_reads_only_the_rows_it_looks_up():
+    found = the(traced("lstm")[0].graph, "embedding")
+    assert found.forward_bytes == 2 * BATCH * 12 * 32 * 4
+
+
+def test_gradients_flow_through_what_trains_alone():
+    carrying = gradient_values(traced("frozen")[0].graph)
+    assert State("embedding.weight") not in carrying and State("layers.2.bias") not in carrying
+    assert Ref("layers.0/linear/0") not in carrying
+    assert Ref("layers.1/linear/0") in carrying
+    (first, *_, last) = costs(traced("frozen")[0].graph)
+    assert first.backward_flops == 0 and first.launches == (1, 0)
+    assert last.launches == (1, 1)
+
+
+def test_two_rules_for_one_op_are_refused():
+    with pytest.raises(AssertionError, match="two rules for linear"):
+        rule("linear")(RULES["linear"])
+
+
+# Seconds.
+
+DEVICE = Device("made up", 2**30, {"fp32": 1e9}, 1e8, 1e-3, "round numbers")
+
+
+def test_the_slower_of_computing_and_moving_and_the_launches():
+    """linear [b, 4] x [100, 4] at 10 rows: 8 000 operations and 4 * (40 + 400 + 1 000) bytes
+
+    forward     max(8e3 / 1e9, 5760 / 1e8) + 1e-3               = 57.6 us + 1 ms
+    backward    gradients of both: 16 000 operations,
+                bytes 4 * (1 000 + 440 + 440) = 7520            = 75.2 us + 2 ms
+                the weight's 1600 bytes are added to what is there: two are read, one is written,
+                3 * 1600 / 1e8                                  = 48 us
+    """
+    model = One(F.linear, [(100, 4)], (4,))
+    graph = trace_model(model, model.inputs).graph
+    (formula,) = (the(graph, "linear"),)
+    forward, backward = seconds([formula], 10, DEVICE)
+    assert forward == pytest.approx([57.6e-6 + 1e-3])
+    assert backward == pytest.approx([75.2e-6 + 2e-3 + 48e-6])
+    fast = Device("all memory", 2**30, {"fp32": 1e6}, 1e12, 0.0, "")
+    assert seconds([formula], 10, fast)[0] == pytest.approx([8e-3])
+
+
+def test_all_nodes_of_a_model_at_once():
+    formulas = costs(traced("gpt2")[0].graph)
+    forward, backward = seconds(formulas, 4, DEVICE)
+    assert forward.shape == backward.shape == (len(formulas),)
+    assert (forward > 0).all() and (backward >= 0).all()
+    one, _ = seconds(formulas[:1], 4, DEVICE)
+    assert one[0] == forward[0]
+
+
+def product(dtype, dims=(1, 1, 1)):
+    """A matrix product of 1e9 operations, which moves nothing."""
+    return op_costs.NodeCost(1e9, 0, 0, 0, (1, 0), dtype, dims)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        (torch.bfloat16, "bf16"),
+        (torch.float16, "fp16"),
+        (torch.float64, "fp64"),
+        (torch.float8_e4m3fn, "float8_e4m3fn"),
+    ],
+)
+def test_a_matrix_product_in_a_dtype_without_a_rate_is_refused(dtype, name):
+    with pytest.raises(AutopipeError) as error:
+        seconds([product(dtype)], 1, DEVICE)
+    assert str(error.value) == (
+        f"the model computes in {name}, and made up has no rate for it, only for fp32\n"
+        f"hint: add '{name}' to the device's flops in the cluster file"
+    )
+
+
+def test_what_multiplies_no_matrices_is_as_fast_in_any_dtype():
+    """Its bytes say how long it takes."""
+    one = product(torch.float64, dims=())
+    assert seconds([one], 1, DEVICE)[0] == seconds([product(torch.float32)], 1, DEVICE)[0]
+
+
+def test_a_product_of_complex_numbers_is_four():
+    """1 s and the launch, or 4."""
+    assert seconds([product(torch.float32)], 1, DEVICE)[0] == pytest.approx([1.001])
+    assert seconds([product(torch.complex64)], 1, DEVICE)[0] == pytest.approx([4.001])
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dims", "dtype", "expected"),
+    [
+        ("gelu", (), torch.float32, 2.0),
+        ("gelu", (), torch.bfloat16, 2.0),
+        ("gelu", (), torch.float64, 4.0),
+        ("attention", (1, 1, 1), torch.bfloat16, 20.0),
+    ],
+)
+def test_a_kernel_in_another_dtype(kernel, dims, dtype, expected):
+    """5e8 a second in fp32. Matmuls are ten times slower in bf16 here; a gelu is converted."""
+    pace = Kernel(Pace(0.0, 5e8), Pace(0.0, 5e8))
+    device = replace(DEVICE, flops={"fp32": 1e9, "bf16": 1e8}, kernels={kernel: pace})
+    one = replace(product(dtype, dims), kernel=kernel)
+    assert seconds([one], 1, device)[0] == pytest.approx([expected])
+
+
+def test_a_relative_has_been_measured() -> None:
+    assert set(LIKE.values()) <= set(KERNELS)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "said"),
+    [
+        ("layernorm", "which is no op\nhint: write an op of torch.ops.aten, or one of linear,"),
+        ("rms_norm", "which is counted as 'layer_norm'\nhint: give the pace of 'layer_norm'"),
+        (
+            "scaled_dot_product_attention",
+            "which is counted as one of attention, causal attention, attention with dropout\n",
+        ),
+    ],
+)
+def test_the_pace_of_what_no_node_is_counted_by_is_refused(kernel: str, said: str) -> None:
+    """It would not be used, and nobody would know."""
+    pace = Kernel(Pace(0.0, 5e8), Pace(0.0, 5e8))
+    device = replace(DEVICE, kind="mine", kernels={kernel: pace})
+    with pytest.raises(AutopipeError) as refused:
+        seconds([product(torch.float32, ())], 1, device)
+    sentence = f"cluster: mine has a pace of {kernel!r} among its kernels, {said}"
+    assert str(refused.value).startswith(sentence)
+
+
+def test_any_op_may_have_a_pace_of_its_own() -> None:
+    pace = Kernel(Pace(0.0, 5e8), Pace(0.0, 5e8))
+    device = replace(DEVICE, kernels={"cumsum": pace, "attention with dropout": pace})
+    assert seconds([product(torch.float32, ())], 1, device)[0].shape == (1,)

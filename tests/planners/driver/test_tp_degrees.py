@@ -1,0 +1,87 @@
+"""Which tensor-parallel degrees there are, and what those cost that send something."""
+
+import pytest
+
+from autopipe.cluster.cluster import Cluster, Link
+from autopipe.cluster.spec import parse
+from autopipe.cluster.tp_groups import slowest_kind, tp_groups
+from autopipe.errors import InfeasibleError
+from autopipe.ir.blocks import find_blocks
+from autopipe.ir.dataflow import analyse
+from autopipe.planners.driver.tp_degrees import Degree, as_one_rank, degrees, sending_seconds
+from tests.support.inprocess import machine
+from tests.support.staged import traced
+
+GRAPH = traced("gpt").graph
+"""Its attentions have four heads."""
+
+
+@pytest.mark.parametrize(
+    ("cluster", "near", "far"),
+    [
+        ("8xA100-80GB", (1, 2, 4, 8), ()),
+        ("2x8xA100-80GB", (1, 2, 4, 8), (16,)),  # over the link between the nodes if it must be
+        ("6xA100-80GB", (1, 2, 3, 4, 6), ()),  # of 4, two devices stay idle
+        ("7xA100-80GB", (1, 2, 4, 7), ()),  # four heads divide by neither 3 nor 5
+        ("2x6xA100-80GB", (1, 2, 3, 4, 6), ()),
+        ("2xA100-80GB+4xA100-40GB", (1, 2, 4), ()),  # of 4, the first node stays idle
+        ("1x3xA100-80GB+1x2xA100-80GB", (1, 2), ()),
+        ("4x1xA100-80GB", (1,), (2, 4)),
+        ("A100-80GB", (1,), ()),
+    ],
+)
+def test_degrees_that_are_tried(cluster: str, near: tuple[int, ...], far: tuple[int, ...]) -> None:
+    found = parse(cluster)
+    assert isinstance(found, Cluster)
+    assert degrees(found, None, GRAPH) == (near, far)
+
+
+def test_a_degree_that_is_asked_for() -> None:
+    """It need not divide the devices: some stay idle then."""
+    assert degrees(machine(8), 3, GRAPH) == ((3,),)
+    with pytest.raises(InfeasibleError) as refused:
+        degrees(machine(8), 9, GRAPH)
+    assert str(refused.value) == (
+        "tp=9 was asked for, and local:8 has 8 devices\nhint: tp of at most 8"
+    )
+
+
+def at(tp: int, name: str = "gpt") -> Degree:
+    trace = traced(name)
+    blocks = find_blocks(trace.graph)
+    cluster = machine(tp)
+    kind = slowest_kind(tp_groups(cluster, tp))
+    return as_one_rank(tp, trace, analyse(trace.graph), blocks, cluster, 2, slowest=kind)
+
+
+def test_a_degree_that_divides_nothing() -> None:
+    with pytest.raises(InfeasibleError) as refused:
+        at(7)
+    said = refused.value
+    assert said.message.startswith(
+        "tp=7 was asked for, and no parameter divides into 7 equal parts"
+    )
+    assert said.hint is not None and said.hint.startswith("tp of 2, 3, 4, 6")
+
+
+def test_blocks_stand_where_they_stood() -> None:
+    whole, half = at(1), at(2)
+    assert [block.path for block in half.blocks] == [block.path for block in whole.blocks]
+    for block in half.blocks:
+        own = half.trace.graph.nodes[block.first : block.stop]
+        assert all(block.path in node.scopes for node in own)
+
+
+@pytest.mark.parametrize("precision, itemsize", [("fp32", 4), ("bf16", 2)])
+def test_seconds_of_a_collective(precision: str, itemsize: int) -> None:
+    """An all-reduce of B bytes among n takes 2 (n - 1) (latency + B / n / bandwidth) on a ring."""
+    degree, rows = at(2), 2
+    link = Link(1e-5, 1e9)
+    size = rows * 12 * 32 * itemsize  # [b, s, h], which a matrix product has made or multiplies
+    expected = 2 * (link.latency + size / 2 / link.bandwidth)
+    graph = degree.trace.graph
+    seconds = sending_seconds(graph, rows, link, 2, precision)
+    by_name = dict(zip((node.name for node in graph.nodes), seconds, strict=True))
+    assert by_name["blocks.1.down/linear/0>I"] == pytest.approx((expected, 0.0))
+    assert by_name["blocks.1.up/linear/0"] == pytest.approx((0.0, expected))
+    assert by_name["blocks.1/gelu/0"] == (0.0, 0.0)

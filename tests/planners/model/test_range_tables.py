@@ -1,0 +1,163 @@
+"""Sums over ranges beside brute force: item by item, for every range of random problems."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from autopipe.planners.model.problem import Crossing, Problem, Profile, Saved, Shared
+from autopipe.planners.model.range_tables import Tables, dropped, tables
+from tests.support.problems import machine, random_problem, rich_problem
+
+Range = tuple[int, int]
+
+
+def block_of(problem: Problem, item: Shared) -> Range | None:
+    """The block that has all the units of a parameter."""
+    inside = (b for b in problem.blocks if all(unit in range(*b) for unit in item.units))
+    return next(inside, None)
+
+
+def own(problem: Problem, block: Range) -> int:
+    return sum(item.bytes for item in problem.parameters if block_of(problem, item) == block)
+
+
+def meets(block: Range, i: int, j: int) -> bool:
+    return any(unit in range(i, j) for unit in range(*block))
+
+
+def fields(of: Tables) -> list[NDArray[np.generic]]:
+    """One array after the other; of seconds there is one for each kind of device."""
+    forward, backward, earlier, exchange, *others = vars(of).values()
+    return [*forward, *backward, earlier, *exchange, *others]
+
+
+def brute_force(problem: Problem, profile: Profile, i: int, j: int) -> tuple[float, ...]:
+    """What the stage [i, j) pays, item by item, in the order of the fields of `Tables`."""
+    stage = range(i, j)
+
+    def held(items: tuple[Shared, ...]) -> int:
+        return sum(item.bytes for item in items if any(unit in stage for unit in item.units))
+
+    def received(crossing: Crossing) -> bool:
+        return crossing.producer < i and any(unit in stage for unit in crossing.consumers)
+
+    def sent(crossing: Crossing) -> bool:
+        return crossing.producer in stage and any(unit >= j for unit in crossing.consumers)
+
+    return (
+        *(sum(kind[i:j]) for kind in profile.forward),
+        *(sum(kind[i:j]) for kind in profile.backward),
+        sum(min(kinds) for kinds in list(zip(*profile.backward, strict=True))[:i]),
+        *(sum(kind[i:j]) for kind in profile.exchange),
+        held(problem.parameters),
+        held(problem.constants),
+        2 * held(tuple(item for item in problem.parameters if block_of(problem, item) is None))
+        + 7
+        * max((own(problem, block) for block in problem.blocks if meets(block, i, j)), default=0),
+        max(problem.largest[i:j], default=0),
+        saved(profile.saved, i, j),
+        sum(c.bytes for c in profile.crossings if received(c)),
+        sum(c.bytes for c in profile.crossings if received(c) and c.gradient),
+        sum(c.bytes for c in profile.crossings if sent(c)),
+        sum(c.bytes for c in profile.crossings if sent(c) and c.gradient),
+    )
+
+
+def saved(items: tuple[Saved, ...], i: int, j: int) -> int:
+    return sum(
+        item.bytes
+        for item in items
+        if any(i <= unit < j for unit in item.savers)
+        and (item.producer is None or i <= item.producer)
+    )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_tables_are_sums_over_every_range(seed: int) -> None:
+    """On as many kinds of devices as there are; every third second is one of exchanging."""
+    problem = (random_problem, rich_problem)[seed % 2](seed)
+    kinds = problem.profiles[0].forward
+    exchange = tuple(tuple(seconds / 3 for seconds in kind) for kind in kinds)
+    exchanging = tuple(replace(profile, exchange=exchange) for profile in problem.profiles)
+    problem = replace(problem, profiles=exchanging)
+    for profile in problem.profiles[:2]:
+        every = tables(problem, profile)
+        for i in range(problem.units):
+            for j in range(i + 1, problem.units + 1):
+                found = [float(value) for value in fields(every.at(i, j))]
+                assert found == pytest.approx(brute_force(problem, profile, i, j), rel=1e-12)
+
+
+def test_who_exchanges_nothing_takes_no_seconds_for_it() -> None:
+    problem = random_problem(7)
+    assert tables(problem, problem.profiles[0]).exchange == ()
+
+
+def test_ranges_are_selected_in_any_shape() -> None:
+    problem = rich_problem(5)
+    every = tables(problem, problem.profiles[0])
+    pairs = every.at([[0, 0], [1, 0]], [[1, 2], [2, 1]])
+    for whole, some in zip(fields(every), fields(pairs), strict=True):
+        assert some.tolist() == [[whole[0, 1], whole[0, 2]], [whole[1, 2], whole[0, 1]]]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_some_items_alone_are_counted_as_all_are(seed: int) -> None:
+    """The parts of `saved`: what a block keeps is taken out of it by the same rule."""
+    problem = rich_problem(seed)
+    profile = problem.profiles[0]
+    for block in (None, *range(len(problem.recomputable))):
+        own = tuple(item for item in profile.saved if item.block == block)
+        found = dropped(problem.units, own)
+        for i in range(problem.units):
+            for j in range(i + 1, problem.units + 1):
+                assert found[i, j] == saved(own, i, j)
+
+
+def test_tables_are_zero_for_what_is_no_range() -> None:
+    problem = random_problem(7)
+    every = tables(problem, problem.profiles[0])
+    assert all(not np.tril(values).any() for values in fields(every))
+
+
+def test_tables_are_made_once_and_what_no_profile_changes_for_all_of_them() -> None:
+    problem = next(p for p in map(random_problem, range(9)) if len(p.profiles) > 1)
+    first, second = (tables(problem, profile) for profile in problem.profiles[:2])
+    assert tables(problem, problem.profiles[0]) is first
+    assert first.trainable is second.trainable
+    # A problem is only itself, so that what is of one is never taken for another's.
+    tight = replace(problem, machine=machine(1, 1))
+    again = tables(tight, tight.profiles[0])
+    assert again is not first and again.trainable is first.trainable
+
+
+def test_what_zero_3_gathers_by_hand() -> None:
+    """Blocks of units 1 and 2, and of unit 3; parameters of 10, 20, 4, 5 and 100 bytes.
+
+        units        0    1    2    3    4
+        blocks            |-------| |--|
+        parameters   10   |- 20 -|  4    5      and 100 of units 2 and 3, so of no block
+
+    All of it: 2 * (10 + 5 + 100) + 7 * 20. Unit 3 alone: 2 * 100 + 7 * 4. Unit 1 has a part of a
+    block, which stands for all of it: 7 * 20.
+    """
+    problem = replace(
+        random_problem(7),
+        units=5,
+        blocks=((1, 3), (3, 4)),
+        parameters=tuple(
+            Shared(size, units)
+            for size, units in ((10, (0,)), (20, (1, 2)), (4, (3,)), (5, (4,)), (100, (2, 3)))
+        ),
+        constants=(),
+    )
+    profile = Profile(1, ((1.0,) * 5,), ((1.0,) * 5,), (), ())
+    gathered = tables(replace(problem, profiles=(profile,)), profile).gathered
+    assert gathered[0, 5] == 2 * (10 + 5 + 100) + 7 * 20
+    assert gathered[3, 4] == 2 * 100 + 7 * 4
+    assert gathered[1, 2] == 7 * 20
+    assert (gathered[0, 1], gathered[4, 5], gathered[2, 2]) == (2 * 10, 2 * 5, 0)

@@ -1,0 +1,348 @@
+"""One stage in one place: its bytes by what they are for, its seconds, what is recomputed in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from autopipe.cluster.cluster import Link
+from autopipe.planfile.parts import Memory
+from autopipe.planners.model import memory
+from autopipe.planners.model.places import StagePlace, in_flights, place_of
+from autopipe.planners.model.problem import (
+    Config,
+    Constraints,
+    Problem,
+    Profile,
+    Saved,
+)
+from autopipe.planners.model.range_tables import Bytes, Tables, tables
+from autopipe.planners.model.recompute_sets import compositions
+from autopipe.planners.model.stage_costs import (
+    Holding,
+    StageCosts,
+    costs,
+    gather_seconds,
+    largest_block,
+    reduce_seconds,
+    sets_of,
+    stage_seconds,
+    transfer_seconds,
+)
+from tests.support.problems import machine, rich_problem
+from tests.support.two_stages import FOUR_REPLICAS, LINK, PROBLEM, PROFILE, TWO_STAGES
+
+#   units        0     1     2
+#   forward      1 s   2 s   3 s         backward twice that
+#   parameters   100   50    100 tied with unit 0's
+#   saved        10    20    30          each by its own unit
+#   crossings    0 -> 1 and 2: 8 bytes, gradient returns      0 -> 2: 4 bytes, none
+#                1 -> 2: 6 bytes, gradient returns
+
+
+def ranges(problem: Problem = PROBLEM, first: int = 1, last: int = 3) -> Tables:
+    return tables(problem, problem.profiles[0]).at(first, last)
+
+
+def given(problem: Problem, config: Config, stage: int) -> StagePlace:
+    """A place in rank order."""
+    held = in_flights(problem, config)[stage]
+    return place_of(problem, config, stage, held, stage, stage - 1 if stage else None)
+
+
+# Bytes.
+
+
+def test_bytes_by_what_they_are_for() -> None:
+    """Units 1 and 2 receive 8 + 4 bytes once, though both use the 8; the 8 go back."""
+    found = Memory(*map(int, memory.estimate(ranges(), PROBLEM, TWO_STAGES, 1)))
+    assert found == Memory(
+        parameters=150,
+        gradients=150,
+        optimizer=2 * 150,
+        buffers=7,
+        activations=1 * (20 + 30 + 12),
+        transfers=3 * 12 + 2 * 8,  # 3 posted ahead; a gradient leaves, and another is being made
+    )
+    assert memory.peak(memory.estimate(ranges(), PROBLEM, TWO_STAGES, 1)) == found.peak
+
+
+def test_what_runs_again_is_not_kept_but_is_there_once() -> None:
+    usual = Memory(*map(int, memory.estimate(ranges(), PROBLEM, TWO_STAGES, 3)))
+    again = Memory(
+        *map(int, memory.estimate(ranges(), PROBLEM, TWO_STAGES, 3, dropped=25, held=15))
+    )
+    assert again == replace(usual, activations=usual.activations - 3 * 25 + 15)
+
+
+def test_zero_1_deals_out_optimizer_state() -> None:
+    """Units 1 and 2 on four replicas: a quarter of 150 bytes, rounded up."""
+    usual, dealt = (
+        Memory(*map(int, memory.estimate(ranges(), PROBLEM, FOUR_REPLICAS._replace(zero=zero), 1)))
+        for zero in (0, 1)
+    )
+    assert dealt == replace(usual, optimizer=2 * 38)
+
+
+def test_zero_3_deals_out_everything_and_gathers_what_runs() -> None:
+    """Unit 1 is a block; the 100 bytes that units 0 and 2 share are of none: 2 * 100 + 7 * 50."""
+    problem = replace(PROBLEM, blocks=((1, 2),))
+    config = FOUR_REPLICAS._replace(zero=3)
+    found = Memory(*map(int, memory.estimate(ranges(problem), problem, config, 1)))
+    assert (found.parameters, found.gradients, found.optimizer) == (38 + 200 + 350, 38, 76)
+    alone = TWO_STAGES._replace(zero=3)  # one replica has all of it as it is
+    assert memory.estimate(ranges(), PROBLEM, alone, 1) == memory.estimate(
+        ranges(), PROBLEM, TWO_STAGES, 1
+    )
+
+
+# Seconds.
+
+
+def test_a_micro_batch_computes_and_waits_for_its_link() -> None:
+    """F + B = 15; 12 bytes come and 8 go back at 4 a second, each after 0.25 s."""
+    place = given(PROBLEM, TWO_STAGES, 1)
+    assert transfer_seconds(ranges(), PROBLEM, TWO_STAGES, place.before) == 5 + 2 * 0.25
+    assert stage_seconds(PROBLEM, TWO_STAGES, place, ranges(), 0.0) == (20.5, 20.5, 0)
+    assert stage_seconds(PROBLEM, TWO_STAGES, place, ranges(), 2.0) == (22.5, 22.5, 0)
+    first = given(PROBLEM, TWO_STAGES, 0)
+    assert transfer_seconds(ranges(), PROBLEM, TWO_STAGES, first.before) == 0
+
+
+def test_seconds_are_those_of_the_kind_of_device() -> None:
+    twice = replace(
+        PROFILE,
+        forward=(*PROFILE.forward, (2.0, 4.0, 6.0)),
+        backward=(*PROFILE.backward, (4.0, 8.0, 12.0)),
+    )
+    mixed = machine((0, 1), (1000, 500), (LINK,) * 3)
+    problem = replace(PROBLEM, profiles=(twice,), machine=mixed)
+    place = given(problem, TWO_STAGES, 1)
+    assert (place.group.kind, place.group.memory) == (1, 500)
+    assert stage_seconds(problem, TWO_STAGES, place, ranges(problem), 0.0) == (35.5, 35.5, 0)
+
+
+def test_gradients_are_summed_over_the_replicas_and_hide_behind_earlier_backwards() -> None:
+    """Of 4: 3 / 4 of 100 bytes there and back at 4 a second, and log2 4 latencies each way. Of the
+    later stage's 2 s are hidden, the backward of unit 0; of split backwards none."""
+    unit = ranges(last=1, first=0)
+    place = given(PROBLEM, FOUR_REPLICAS, 0)
+    expected = 2 * (3 / 4 * 100 / 4 + 2 * 0.25)
+    assert reduce_seconds(unit, PROBLEM, FOUR_REPLICAS, place.group) == expected
+    assert stage_seconds(PROBLEM, FOUR_REPLICAS, place, unit, 0.0) == (3, 3, expected)
+    later = given(PROBLEM, FOUR_REPLICAS, 1)
+    whole = float(reduce_seconds(ranges(), PROBLEM, FOUR_REPLICAS, later.group))
+    assert stage_seconds(PROBLEM, FOUR_REPLICAS, later, ranges(), 0.0) == (20.5, 20.5, whole - 2)
+    split = FOUR_REPLICAS._replace(schedule="zb-h1")
+    assert stage_seconds(PROBLEM, split, later, ranges(), 0.0).exposed == whole
+    alone = given(PROBLEM, TWO_STAGES, 0)
+    assert reduce_seconds(unit, PROBLEM, TWO_STAGES, alone.group) == 0
+
+
+def test_zero_3_gathers_in_every_micro_batch_and_has_nothing_left_to_sum() -> None:
+    """Forward gathers, backward gathers and scatters: 3 times 3 / 4 of 150 bytes, and 3 hops."""
+    config = FOUR_REPLICAS._replace(zero=3)
+    place = given(PROBLEM, config, 1)
+    once = 3 / 4 * 150 / 4 + 3 * 0.25
+    assert gather_seconds(ranges().trainable, PROBLEM, config, place.group) == once
+    assert reduce_seconds(ranges(), PROBLEM, config, place.group) == 0
+    assert stage_seconds(PROBLEM, config, place, ranges(), 0.0)[0] == 20.5 + 3 * once
+    assert gather_seconds(ranges().trainable, PROBLEM, FOUR_REPLICAS, place.group) == 0
+
+
+def test_what_all_devices_of_a_stage_send_takes_turns_on_a_shared_link() -> None:
+    """Stage 1 is at another site. Two replicas, of two tensor-parallel ranks each: a quarter."""
+    config = Config(2, 2, 2, 0, "1f1b")
+    far = machine(4, 1000, (LINK,) * 3, nodes=(0, 0, 1, 1), sites=(0, 0, 1, 1), streams=2)
+    problem = replace(PROBLEM, machine=far)
+    place = given(problem, config, 1)
+    assert place.before is not None and place.before.shared
+    assert transfer_seconds(ranges(), problem, config, place.before) == 20 / (4.0 / 4) + 2 * 0.25
+
+
+def test_eager_hides_its_link_behind_computing_or_the_slower_wire() -> None:
+    """Stage 1 computes for 15 s, and gets 12 bytes and sends 8 back."""
+    eager = TWO_STAGES._replace(schedule="eager-1f1b", depth=1)
+    place = given(PROBLEM, eager, 1)
+    assert stage_seconds(PROBLEM, eager, place, ranges(), 0.0) == (20.5, 15, 0)
+    assert stage_seconds(PROBLEM, eager, place, ranges(), 2.0) == (22.5, 17, 0)
+    slow = replace(PROBLEM, machine=machine(2, 1000, (Link(0.25, 0.5),) * 3))
+    place = given(slow, eager, 1)
+    assert stage_seconds(slow, eager, place, ranges(), 0.0) == (15 + 20 / 0.5 + 0.5, 12 / 0.5, 0)
+    first = given(PROBLEM, eager, 0)
+    assert stage_seconds(PROBLEM, eager, first, ranges(last=1, first=0), 0.0) == (3, 3, 0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_many_ranges_at_once_cost_what_each_costs(seed: int) -> None:
+    problem = rich_problem(seed)
+    devices = problem.machine.devices
+    m = problem.batch // problem.profiles[0].rows
+    config = Config(min(2, devices), 1, m, 0, "1f1b")
+    place = given(problem, config, config.pp - 1)
+    every, numbers = tables(problem, problem.profiles[0]), compositions(problem).number
+    found = costs(problem, config, place, every, numbers)
+    for i, j in zip(*np.triu_indices(problem.units + 1, k=1), strict=True):
+        one = costs(problem, config, place, every.at(i, j), numbers[i, j])
+        assert [float(value) for value in one.seconds] == [value[i, j] for value in found.seconds]
+        assert [int(value) for value in one[1:]] == [value[i, j] for value in found[1:]]
+
+
+# What is recomputed.
+
+
+def blocks(kept: Sequence[int], **changes: object) -> Problem:
+    """Units that are a block each, of 1 s and 2 s; block b keeps kept[b] bytes, 10 of its result.
+
+    Nothing else has bytes.
+    """
+    units = len(kept)
+    return replace(
+        PROBLEM,
+        units=units,
+        parameters=(),
+        constants=(),
+        profiles=(
+            Profile(
+                2,
+                ((1.0,) * units,),
+                ((2.0,) * units,),
+                tuple(Saved(size, unit, (unit,), unit) for unit, size in enumerate(kept))
+                + tuple(Saved(10, unit, (unit,)) for unit in range(units)),
+                (),
+                tuple(((1.0,),) for _ in range(units)),
+            ),
+        ),
+        recomputable=tuple((unit, unit + 1) for unit in range(units)),
+        **changes,  # type: ignore[arg-type]
+    )
+
+
+def all_of_it(
+    problem: Problem,
+    limit: int,
+    in_flight: int,
+    schedule: str = "1f1b",
+    holding: Callable[[StagePlace, Bytes], Holding] = largest_block,
+) -> StageCosts:
+    """One stage of all units on a device of so many bytes."""
+    problem = replace(problem, machine=machine(1, limit))
+    config = Config(1, 1, 4, 0, schedule)
+    place = place_of(problem, config, 0, in_flight, 0, None)
+    every = ranges(problem, 0, problem.units)
+    numbers = compositions(problem).number[0, problem.units]
+    return costs(problem, config, place, every, numbers, holding)
+
+
+@pytest.mark.parametrize(
+    ("limit", "again", "peak"),
+    [
+        (480, 0, 480),
+        (479, 1, 480 - 2 * 50 + 50),
+        (430, 1, 430),
+        (429, 2, 330),
+        (131, 4, 130),
+        (129, 4, 130),  # Nothing fits: what is nearest to it.
+    ],
+)
+def test_as_many_blocks_run_again_as_must(limit: int, again: int, peak: int) -> None:
+    """Four blocks, two micro-batches in flight: 2 * 4 * (50 + 10) bytes.
+
+    Of k that run again 2 * k * 50 are not kept, and one at a time has its 50 back.
+    """
+    found = all_of_it(blocks((50,) * 4), limit, 2)
+    assert (*found.seconds[:2], found.peaks) == (12 + again, 12 + again, peak)
+
+
+def test_where_it_stays_what_is_made_again_saves_one_micro_batch_less() -> None:
+    """Of three in flight two; of one none, so that nothing runs again."""
+    problem = blocks((50,) * 4)
+
+    def staying(place: StagePlace, largest: Bytes) -> Holding:
+        return Holding(np.zeros_like(largest), place.in_flight - 1)
+
+    found = all_of_it(problem, 3 * 240 - 1, 3, holding=staying)
+    assert (found.seconds.whole, found.peaks) == (12 + 1, 3 * 240 - 2 * 50)
+    assert all_of_it(problem, 200, 1, holding=staying).seconds.whole == 12
+
+
+def test_a_block_that_is_in_flight_once_saves_nothing_by_itself() -> None:
+    """It is there while it runs; only that the others are not is a gain."""
+    assert all_of_it(blocks((50,)), 59, 1).seconds.whole == 3
+    found = all_of_it(blocks((50,) * 4), 239, 1)
+    assert (found.seconds.whole, found.peaks) == (12 + 2, 240 - 2 * 50 + 50)
+
+
+def test_where_there_are_no_replicas_zero_deals_out_nothing() -> None:
+    """Above all not the gradient that is made beside its sum."""
+    problem = replace(PROBLEM, largest=(100, 50, 100))
+    every = [
+        memory.estimate(tables(problem, PROFILE), problem, Config(1, 1, 4, zero, "1f1b"), 1)
+        for zero in (0, 1, 3)
+    ]
+    for found in every[1:]:
+        np.testing.assert_array_equal(found, every[0])
+    assert every[0][-1].max() == 100
+
+
+def test_unlike_blocks_are_chosen_by_what_they_save() -> None:
+    """20, 40 and 80 bytes, 3 times in flight, and the largest of them once."""
+    problem = blocks((20, 40, 80))
+    whole = 3 * (140 + 30)
+    for saved, count in ((40, 1), (60, 1), (80, 1), (100, 2), (140, 3)):
+        found = all_of_it(problem, whole - 3 * saved + 80, 3)
+        assert (found.seconds.whole, found.peaks <= whole - 3 * saved + 80) == (9 + count, True)
+
+
+def test_what_is_split_cannot_run_again() -> None:
+    """Under zb-h1 backward is in halves."""
+    problem = blocks((50,) * 4)
+    assert all_of_it(problem, 100, 2, "zb-h1").seconds.whole == 12
+    assert all_of_it(problem, 100, 2, "interleaved").seconds.whole == 16
+
+
+def test_what_the_user_has_fixed_runs_again_and_nothing_else() -> None:
+    for fixed in ((), (1, 3)):
+        problem = blocks((50,) * 4, constraints=Constraints(recompute=fixed))
+        for limit in (10, 10_000):
+            assert all_of_it(problem, limit, 2).seconds.whole == 12 + len(fixed)
+
+
+def test_of_several_stages_on_a_device_each_has_an_equal_share() -> None:
+    for name, share in (("1f1b", 1000), ("interleaved", 500), ("zb-v", 500)):
+        assert given(PROBLEM, Config(1, 1, 4, 0, name), 0).room == share
+    four = replace(PROBLEM, constraints=Constraints(chunks=4))
+    assert given(four, Config(1, 1, 4, 0, "interleaved"), 0).room == 250
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_set_is_the_cheapest_that_fits(seed: int) -> None:
+    """Beside all sets of the composition: the first that is enough, as they are in order."""
+    problem = rich_problem(seed)
+    m = problem.batch // problem.profiles[0].rows
+    config = Config(1, 1, m, 0, "1f1b")
+    place = place_of(problem, config, 0, min(m, 3), 0, None)
+    sets, numbers = sets_of(problem, config, place), compositions(problem).number
+    every = tables(problem, problem.profiles[0])
+    for i, j in zip(*np.triu_indices(problem.units + 1, k=1), strict=True):
+        found = costs(problem, config, place, every.at(i, j), numbers[i, j])
+        own = range(sets.starts[numbers[i, j]], sets.starts[numbers[i, j] + 1])
+
+        def bytes_of(number: int, i: int = i, j: int = j) -> int:
+            dropped = int(sets.bytes[number])
+            held = int(sets.largest[numbers[i, j]]) if dropped else 0
+            return int(
+                memory.peak(
+                    memory.estimate(every.at(i, j), problem, config, place.in_flight, dropped, held)
+                )
+            )
+
+        fitting = [number for number in own if bytes_of(number) <= place.room]
+        if fitting:
+            cheapest = min(fitting, key=lambda number: sets.seconds[number])
+            assert int(found.recomputed) == cheapest and found.peaks == bytes_of(cheapest)
+        else:
+            assert found.peaks == min(map(bytes_of, own))

@@ -1,0 +1,76 @@
+"""Configs told to have no room without a look at their cuts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autopipe.errors import InfeasibleError
+from autopipe.planners.model.estimate import estimate
+from autopipe.planners.model.problem import Config, Constraints, Crossing, Problem, Saved
+from autopipe.planners.search.configs import configs
+from autopipe.planners.search.dynamic import choose
+from autopipe.planners.search.room_bound import left_over
+from tests.support.long import sampled, share
+from tests.support.problems import line, random_problem, rich_problem
+
+
+def at(memory: int, saved: int = 0, schedule: str = "1f1b") -> int:
+    """Six units of 100 bytes of parameters, which take 400 with gradients and Adam's state, on
+    three stages with four micro-batches."""
+    asked = Constraints(pp=3, schedule=schedule)
+    problem = line((1.0,) * 6, devices=3, memory=memory, saved=saved, constraints=asked)
+    return left_over(problem, Config(3, 1, 4, 0, schedule))
+
+
+@pytest.mark.parametrize(
+    ("memory", "units"),
+    [(800, 0), (799, 0), (780, 3), (400, 3), (380, 6)],
+    ids=["two each", "16 bytes are for rounding", "one each", "one each", "none"],
+)
+def test_each_stage_takes_what_it_has_room_for(memory: int, units: int) -> None:
+    assert at(memory) == units
+
+
+def test_with_more_in_flight_there_is_less_room() -> None:
+    """Stages of 1f1b hold 3, 2 and 1 micro-batches: of units that save 100 bytes a device of 1000
+    bytes has room for 1 (400 + 300), 1 (400 + 200) and 2 (400 + 100)."""
+    assert at(1000, saved=100) == 2
+    assert at(1000, saved=100, schedule="gpipe") == 3  # 4 each: one unit each
+
+
+def test_a_tensor_from_an_earlier_unit_is_kept_or_received() -> None:
+    """The second unit keeps 300 bytes that the first has made, and which cross in 200: at least
+    those 200 are there, wherever the cut is."""
+    problem = line((1.0, 1.0), devices=2, memory=580, saved=0)
+    (profile,) = problem.profiles
+    crossing = (Crossing(200, 0, (1,), gradient=False),)
+    handed = replace(profile, saved=(Saved(300, 0, (1,)),), crossings=crossing)
+    problem = replace(problem, profiles=(handed,))
+    assert left_over(problem, Config(2, 1, 4, 0, "1f1b")) == 1
+    assert left_over(replace(problem, profiles=(profile,)), Config(2, 1, 4, 0, "1f1b")) == 0
+
+
+@pytest.mark.parametrize("make", [random_problem, rich_problem], ids=["plain", "rich"])
+def test_what_is_told_to_have_no_room_has_none(make) -> None:
+    """Whatever the cuts, the order of devices, what runs again, the schedule and ZeRO stage.
+
+    60 problems of each kind; 20 by default.
+    """
+    told = 0
+    for seed in sampled(range(60), of=3):
+        problem: Problem = make(seed)
+        less = replace(
+            problem.machine, memory=tuple(memory // 2 for memory in problem.machine.memory)
+        )
+        problem = replace(problem, machine=less)
+        try:
+            every = configs(problem)
+        except InfeasibleError:
+            continue
+        for config in every:
+            if left_over(problem, config):
+                told += 1
+                assert not estimate(problem, choose(problem, config)).fits
+    assert told > share(100, of=3)

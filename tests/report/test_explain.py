@@ -1,0 +1,202 @@
+"""What a person is shown of a plan in a terminal: whole screens, as they are printed."""
+
+from dataclasses import replace
+
+import pytest
+
+from autopipe.planfile import predict
+from autopipe.planfile.contents import Plan
+from autopipe.planfile.parts import Memory
+from autopipe.report.explain import explain
+from tests.support.plans import chain, example_plan
+
+SCREEN = """\
+split      2 pipeline stages (pp) x 1 replica (dp) x 1 tensor part (tp), on all 2 devices of
+           2xA100-80GB
+schedule   1f1b; a step's 8 rows go through in 4 micro-batches, of b = 2 rows each
+predicted  15.5 ms a step, 516 rows a second; a device waits 20 % of it (the bubble)
+memory     18.5 KiB of the 66.5 GiB that tensors may fill, on the fullest device (stage 0)
+recompute  1 block run a second time in backward
+
+stage  forward  backward  bubble  peak  weights  grads  optimizer  activations  transfers
+─────  ───────  ────────  ──────  ────  ───────  ─────  ─────────  ───────────  ─────────
+0-1       1 ms      2 ms    20 %  18.5      4.0    4.0        8.0          2.0        0.5
+forward, backward  of one micro-batch
+bubble             the share of a step in which the device does not compute
+peak, in KiB       a device's fullest moment: the sum of weights, their gradients (grads), the
+                   optimizer's state, activations kept from forward to backward, and transfers
+                   (buffers of what is on its way)
+
+one step of a pipeline, to scale:
+rank 0: F0 F1       B0--- F2 B1--- F3 B2---    B3---
+rank 1:    F0 B0--- F1 B1--- F2 B2--- F3 B3---
+F forward; B backward; behind them: the number of the micro-batch; blank: nothing to do (the bubble)
+
+why        stage 1 is the slowest
+next best  pp=1 dp=2 tp=1, 1 micro-batch, 1f1b (data parallelism alone): 20 ms, 29 % slower, by the
+           bubble
+           pp=1 dp=1 tp=2, 4 micro-batches, 1f1b: at least 12 % slower, by its bound
+"""
+
+
+def test_a_plan() -> None:
+    assert explain(example_plan()) == SCREEN
+
+
+NARROW = """\
+split      2 pipeline stages (pp) x 1 replica (dp) x 1
+           tensor part (tp), on all 2 devices of 2xA100-80GB
+schedule   1f1b; a step's 8 rows go through in 4
+           micro-batches, of b = 2 rows each
+predicted  15.5 ms a step, 516 rows a second; a device waits
+           20 % of it (the bubble)
+memory     18.5 KiB of the 66.5 GiB that tensors may fill,
+           on the fullest device (stage 0)
+recompute  1 block run a second time in backward
+
+stage  forward  backward  bubble  peak
+─────  ───────  ────────  ──────  ────
+0-1       1 ms      2 ms    20 %  18.5
+
+stage  weights  grads  optimizer  activations  transfers
+─────  ───────  ─────  ─────────  ───────────  ─────────
+0-1        4.0    4.0        8.0          2.0        0.5
+forward, backward  of one micro-batch
+bubble             the share of a step in which the device
+                   does not compute
+peak, in KiB       a device's fullest moment: the sum of
+                   weights, their gradients (grads), the
+                   optimizer's state, activations kept from
+                   forward to backward, and transfers
+                   (buffers of what is on its way)
+tensors may fill 66.5 GiB of A100-80GB; the rest is a margin
+for CUDA's context and what the allocator loses
+
+one step of a pipeline, to scale:
+rank 0: F0 F1       B0--- F2 B1--- F3 B2---    B3---
+rank 1:    F0 B0--- F1 B1--- F2 B2--- F3 B3---
+F forward; B backward; behind them: the number of the
+micro-batch; blank: nothing to do (the bubble)
+
+stage 0: 9 nodes, 2 parameter tensors
+  from embed/embedding/0
+  to   block.0/add/0
+  sends block.0/add/0 float32[b, 12, 32] to stage 1, its
+    gradient comes back
+  recomputed in backward: block.0
+stage 1: 10 nodes, 2 parameter tensors
+  from block.1/layer_norm/0
+  to   head/linear/0
+
+why        stage 1 is the slowest
+next best  pp=1 dp=2 tp=1, 1 micro-batch, 1f1b (data
+           parallelism alone): 20 ms, 29 % slower, by the
+           bubble
+           pp=1 dp=1 tp=2, 4 micro-batches, 1f1b: at least
+           12 % slower, by its bound
+planner dynamic: by its own, rougher estimate this plan
+takes 15.5 ms a step and none less than 15 ms, a gap of 3.3
+%; the longest path through its programs says 15.5 ms
+"""
+
+
+def test_the_rest_and_a_narrow_terminal() -> None:
+    """Two tables, as one has no room; every line ends before column 60."""
+    assert explain(example_plan(), 60, stages=True, why=True) == NARROW
+
+
+DEEP = """\
+split      31 pipeline stages (pp) x 1 replica (dp) x 1 tensor part (tp), on all 31 devices of
+           31xA100-80GB
+schedule   1f1b; a step's 64 rows go through in 64 micro-batches, of b = 1 row each
+predicted  282 ms a step, 227 rows a second; a device waits 32 % of it (the bubble)
+memory     70.0 GiB of the 66.5 GiB that tensors may fill, on the fullest device (stage 0)
+recompute  1 block run a second time in backward
+
+stage  forward  backward  bubble  peak  weights  grads  optimizer  activations  transfers
+─────  ───────  ────────  ──────  ────  ───────  ─────  ─────────  ───────────  ─────────
+0-30      1 ms      2 ms    32 %  70.0     20.0   20.0       10.0         19.0        1.0
+forward, backward  of one micro-batch
+bubble             the share of a step in which the device does not compute
+peak, in GiB       a device's fullest moment: the sum of weights, their gradients (grads), the
+                   optimizer's state, activations kept from forward to backward, and transfers
+                   (buffers of what is on its way)
+
+one step of a pipeline, to scale:
+rank 0:  FFFFFFFFFF                   BBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBB
+rank 1:  FFFFFFFFFF                   BBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBB
+rank 2:  FFFFFFFFFF                  BBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBB
+  ...
+rank 28:          F BBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBB
+rank 29:          FBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBB
+rank 30:          FBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBB
+F forward; B backward; a letter: what takes most of about 2.82 ms; blank: nothing to do (the bubble)
+
+why        stage 1 is the slowest
+next best  pp=1 dp=2 tp=1, 1 micro-batch, 1f1b (data parallelism alone): 20 ms, 29 % slower, by the
+           bubble
+           pp=1 dp=1 tp=2, 4 micro-batches, 1f1b: at least 12 % slower, by its bound
+"""
+
+
+def test_equal_stages_are_folded() -> None:
+    """31 of them still fit a screen, and so does the picture."""
+    assert explain(predict.with_prediction(chain(31, 64))) == DEEP
+    assert len(DEEP.splitlines()) <= 40
+
+
+def odd_plans() -> list[Plan]:
+    """Long names, many stages that all differ, several stages on a rank, hundreds of GiB in one."""
+    plan, long = example_plan(), "model." + "encoder.layers.11." * 10 + "linear/0"
+    named = tuple(replace(stage, first=long) for stage in plan.stages)
+    huge = chain(12, 12, lambda stage: 0.1234, schedule="interleaved", chunks=2)
+    full = Memory(*(90 * 2**30,) * 6)
+    filled = tuple(
+        replace(stage, predicted=replace(stage.predicted, memory=full)) for stage in huge.stages
+    )
+    return [
+        replace(plan, stages=named),
+        replace(huge, stages=filled),
+        chain(1, 1),
+        chain(31, 64, lambda stage: 1e-3 + 1e-5 * stage),
+        chain(4, 8, schedule="zb-v", chunks=2),
+        chain(2, 4, lambda stage: 0.0),
+        chain(2, 4, lambda stage: 1e-6 if stage else 1e-2),
+    ]
+
+
+@pytest.mark.parametrize("plan", odd_plans())
+@pytest.mark.parametrize("columns", [60, 80, 100])
+def test_nothing_is_wider_than_the_page_or_cut(plan: Plan, columns: int) -> None:
+    screen = explain(plan, columns)
+    whole = explain(plan, columns, stages=True, why=True)
+    assert max(map(len, (screen + whole).splitlines())) <= columns
+    assert "\u2026" not in whole
+    for stage in plan.stages:
+        assert stage.first in whole.replace("\n    ", "")
+    assert len(screen.splitlines()) <= (42 if columns >= 80 else 48)
+
+
+def test_of_many_unlike_stages_those_that_matter_are_shown() -> None:
+    """The first two, the slowest, the fullest and the last two: here the last is the slowest."""
+    plan = chain(31, 64, lambda stage: 1e-3 + 1e-5 * stage)
+    _, _, below = explain(plan).partition("\nstage  ")
+    rows = [line.split()[0] for line in below.splitlines()[2:8]]
+    assert rows == ["0", "1", "2-28", "29", "30", "27"]
+    assert "\n27 stages are left out; --stages shows them\n" in explain(plan)
+    every = explain(plan, stages=True)
+    assert all(f"\n{stage:<5}  " in every for stage in range(31))
+
+
+def test_where_there_is_no_other_mesh_nothing_is_said_of_any() -> None:
+    plan = example_plan()
+    alone = replace(plan, planner=replace(plan.planner, next_best=None, others=()))
+    assert "next best" not in explain(alone, why=True)
+
+
+def test_more_meshes_than_two_are_left_to_why() -> None:
+    plan = example_plan()
+    (other,) = plan.planner.others
+    many = replace(plan, planner=replace(plan.planner, others=(other,) * 3))
+    assert explain(many).endswith("by its bound\n           2 more, shown by --why\n")
+    assert explain(many, why=True).count("by its bound") == 3

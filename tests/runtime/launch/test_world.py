@@ -1,0 +1,217 @@
+"""Who a process is under each launcher, and what is refused before the first step."""
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from autopipe.errors import LaunchError
+from autopipe.runtime.launch import world as launch
+from autopipe.runtime.launch.world import World, check_world, interface, tasks_per_node, world_from
+from tests.support import warm
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+}
+
+# srun -N3 -n5 in a job of eight tasks: ranks 0 1 | 2 3 | 4, and this is rank 3.
+SRUN = {
+    "SLURM_JOB_ID": "70",
+    "SLURM_STEP_ID": "2",
+    "SLURM_NTASKS": "8",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+    "SLURM_STEP_NODELIST": "node[3-4,9]",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+}
+
+
+def first(nodelist: str) -> str:
+    assert nodelist == "node[3-4,9]"
+    return "node3"
+
+
+def never(nodelist: str) -> str:
+    raise AssertionError(f"asked for the address of {nodelist}")
+
+
+# --- who this process is
+
+
+def test_under_torchrun() -> None:
+    assert world_from(TORCHRUN) == World(5, 8, 1, 4, 1, "10.0.0.1", 29500)
+
+
+def test_under_srun() -> None:
+    port = 10000 + 16 * 70 + 2
+    assert world_from(SRUN, first) == World(3, 5, 1, 2, 1, "node3", port)
+
+
+def test_on_the_last_and_smaller_node() -> None:
+    last = {**SRUN, "SLURM_PROCID": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "2"}
+    world = world_from(last, first)
+    assert world is not None
+    assert (world.rank, world.local_rank, world.local_size, world.node) == (4, 0, 1, 2)
+
+
+def test_the_port_stays_below_those_that_linux_hands_out() -> None:
+    for job in (1, 1249, 1250, 987654321):
+        world = world_from({**SRUN, "SLURM_JOB_ID": str(job)}, first)
+        assert world is not None and 10000 <= world.master_port < 30000
+
+
+def test_the_user_may_say_where_rank_0_listens() -> None:
+    world = world_from({**SRUN, "MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "4000"}, never)
+    assert world is not None
+    assert (world.master_addr, world.master_port) == ("10.0.0.9", 4000)
+
+
+def test_torchrun_started_by_srun() -> None:
+    assert world_from({**SRUN, **TORCHRUN}, never) == world_from(TORCHRUN)
+
+
+def test_alone() -> None:
+    assert world_from({}) is None
+
+
+@pytest.mark.parametrize("step", [None, "batch", "4294967290", "4294967291"])
+def test_a_batch_script_is_alone_whatever_the_job_asked_for(step: str | None) -> None:
+    """Under sbatch without srun there is SLURM_PROCID=0 and SLURM_NTASKS=8, but one process."""
+    environ = {**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_ID": str(step)}
+    if step is None:
+        del environ["SLURM_STEP_ID"]
+    assert world_from(environ, never) is None
+
+
+def test_half_of_torchrun() -> None:
+    """Some operators set RANK and WORLD_SIZE of a pod, and leave the processes in it to others."""
+    with pytest.raises(LaunchError) as error:
+        world_from({"RANK": "0", "WORLD_SIZE": "2"})
+    assert str(error.value) == (
+        "RANK is '0' in the environment, but LOCAL_RANK is not set\n"
+        "hint: start the processes with torchrun or srun, which set both, "
+        "or unset RANK to run alone"
+    )
+
+
+def test_a_rank_that_is_no_number() -> None:
+    with pytest.raises(LaunchError, match="RANK is 'zero' in the environment, expected a number"):
+        world_from({**TORCHRUN, "RANK": "zero"})
+
+
+def test_tasks_per_node() -> None:
+    assert tasks_per_node("4") == [4]
+    assert tasks_per_node("2(x2),1") == [2, 2, 1]
+    assert tasks_per_node("1,3(x3)") == [1, 3, 3, 3]
+    with pytest.raises(LaunchError, match=r"expected '2\(x2\),1', found '2x2'"):
+        tasks_per_node("2x2")
+
+
+# --- where rank 0 listens
+
+
+@pytest.fixture
+def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Install a `scontrol` that knows one node, by a name and an address."""
+
+    def install(name: str, address: str) -> None:
+        script = tmp_path / "scontrol"
+        script.write_text(
+            "#!/bin/sh\n"
+            f'test "$2" = hostnames && echo {name} && echo other && exit\n'
+            f'test "$2 $3" = "node {name}" && echo "   NodeAddr={address} NodeHostName=x"\n'
+        )
+        script.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    return install
+
+
+def test_the_first_node_by_name(scontrol: Callable[[str, str], None]) -> None:
+    scontrol("localhost", "10.0.0.1")
+    assert launch.first_address("localhost,other") == "localhost"
+
+
+def test_the_first_node_by_address(scontrol: Callable[[str, str], None]) -> None:
+    scontrol("node3.invalid", "10.0.0.3")
+    assert launch.first_address("node[3-4].invalid") == "10.0.0.3"
+
+
+def test_no_scontrol(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(LaunchError, match="scontrol show hostnames node3` failed") as error:
+        launch.first_address("node3")
+    assert error.value.hint is not None and "MASTER_ADDR" in error.value.hint
+
+
+# --- what is refused before the first step
+
+
+def test_as_many_processes_as_the_plan_has() -> None:
+    check_world(World(0, 4, 0, 4, 0, "", 0), 4)
+    with pytest.raises(LaunchError) as error:
+        check_world(World(1, 2, 1, 2, 0, "", 0), 4)
+    assert str(error.value) == (
+        "the plan is for 4 processes, but 2 were started (this is rank 1, on node 0)\n"
+        "hint: torchrun --nproc-per-node 4 -m autopipe run plan.json\n"
+        "  or: autopipe run plan.json --local 4\n"
+        "  or: srun -n 4 autopipe run plan.json"
+    )
+
+
+def test_the_interface_of_gloo() -> None:
+    loopback = "lo" if "lo" in [name for _, name in socket.if_nameindex()] else None
+    one_host, two_hosts = World(0, 4, 0, 4, 0, "", 0), World(2, 4, 0, 2, 1, "node0", 0)
+    names = {socket.gethostname(): "10.0.0.2", "node0": "10.0.0.1"}
+    assert interface(one_host, {}) == loopback
+    assert interface(one_host, {"GLOO_SOCKET_IFNAME": "eth0"}) is None
+    assert interface(two_hosts, {}, names.__getitem__) is None
+
+
+def test_a_host_that_would_announce_its_loopback() -> None:
+    """Debian's /etc/hosts has the host's own name at 127.0.1.1."""
+    world = World(2, 4, 0, 2, 1, "node0", 0)
+    debian = {socket.gethostname(): "127.0.1.1", "node0": "10.0.0.1"}
+    with pytest.raises(LaunchError) as error:
+        interface(world, {}, debian.__getitem__)
+    assert "resolves to 127.0.1.1, which the other nodes cannot reach" in error.value.message
+    assert "(rank 0 is at node0, 10.0.0.1)" in error.value.message
+    assert interface(world, {"GLOO_SOCKET_IFNAME": "eth0"}, debian.__getitem__) is None
+    simulated = {**debian, "node0": "127.0.0.1"}  # all "nodes" are this host
+    assert interface(world, {}, simulated.__getitem__) is None
+
+
+# --- the process group
+
+
+REDUCE = """
+import os, sys, torch, torch.distributed as dist
+from autopipe.runtime.launch.world import start, world_from
+world = world_from(os.environ)
+with start(world, timeout=30):
+    mine = torch.zeros(world.size)
+    mine[world.rank] = world.rank + 1
+    dist.all_reduce(mine)
+    open(f"{sys.argv[1]}/{dist.get_rank()}", "w").write(str(mine.tolist()))
+assert not dist.is_initialized() and "GLOO_SOCKET_IFNAME" not in os.environ
+"""
+
+
+def test_processes_that_find_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # left over from another launcher
+    (tmp_path / "reduce.py").write_text(REDUCE)
+    assert warm.spawn(2, [str(tmp_path / "reduce.py"), str(tmp_path)]) == 0
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["[1.0, 2.0]"] * 2
+    assert capfd.readouterr().err == ""

@@ -1,0 +1,259 @@
+"""Two engines and one protocol: forward keeps what backward gives the gradients of.
+
+The autograd engine keeps the edges of its results, the joint engine the values its graphs name.
+"""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopipe.runtime.step.engine import AutogradEngine, Engine, JointEngine
+from autopipe.stages.joint_graph import Layout
+from autopipe.stages.lower import Lowered
+from autopipe.stages.split_backward import split
+
+
+class Stage(nn.Module):
+    """(x, position) -> (x * weight, position + 1, 0.5): a tensor, an integer tensor, a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, x: Tensor, position: Tensor) -> tuple[Tensor, Tensor, float]:
+        return x * self.weight, position + 1, 0.5
+
+
+def arguments(value: float = 2.0) -> tuple[Tensor, Tensor]:
+    return torch.tensor(value, requires_grad=True), torch.tensor(7)
+
+
+def joint_engine(stage: nn.Module) -> JointEngine:
+    scalar = Layout((), (), torch.float32)
+    lowered = Lowered(None, stage, 1)  # type: ignore[arg-type]
+    layouts = [Layout.of(tensor) for tensor in arguments()]
+    return JointEngine(stage, split(lowered, layouts, [scalar, None, None]))
+
+
+both = pytest.mark.parametrize("engine_of", [AutogradEngine, joint_engine])
+EngineOf = Callable[[nn.Module], Engine]
+
+
+@both
+def test_forward_and_backward(engine_of: EngineOf) -> None:
+    """y = x w at x = 2, w = 3: dx = 3 dy, dw = 2 dy."""
+    stage = Stage()
+    engine = engine_of(stage)
+    y, position, number = engine.forward(0, arguments())
+    assert (y.item(), position.item(), number) == (6.0, 8, 0.5)
+    dx, dposition = engine.backward_input(0, [torch.tensor(10.0), None, None])
+    engine.backward_weight(0)
+    assert dx is not None and stage.weight.grad is not None
+    assert (dx.item(), dposition, stage.weight.grad.item()) == (30.0, None, 20.0)
+
+
+@both
+def test_micro_batches_in_any_order(engine_of: EngineOf) -> None:
+    """Each has its own edges and leaves; the parameters' gradients add up."""
+    stage = Stage()
+    engine = engine_of(stage)
+    for k in range(3):
+        engine.forward(k, arguments(float(k)))
+    for k in (1, 0, 2):
+        dx, _ = engine.backward_input(k, [torch.tensor(1.0 + k), None, None])
+        assert dx is not None and dx.item() == 3 * (1 + k)
+    for k in (2, 1, 0):
+        engine.backward_weight(k)
+    assert stage.weight.grad is not None
+    assert stage.weight.grad.item() == sum(k * (1 + k) for k in range(3))
+
+
+@both
+def test_results_are_not_kept(engine_of: EngineOf) -> None:
+    """Their memory goes as soon as they are sent, if no backward needs them."""
+    engine = engine_of(Stage())
+    results = engine.forward(0, arguments())
+    gone = weakref.ref(results[0])
+    del results
+    assert gone() is None
+    assert engine.backward_input(0, [torch.tensor(1.0), None, None])[0] is not None
+
+
+@both
+def test_nothing_is_kept_without_gradients(engine_of: EngineOf) -> None:
+    engine = engine_of(Stage())
+    with torch.no_grad():
+        engine.forward(0, arguments())
+    with pytest.raises(KeyError):
+        engine.backward_input(0, [None, None, None])
+
+
+def test_backward_lets_go() -> None:
+    """A second backward of one micro-batch finds nothing."""
+    engine = AutogradEngine(Stage())
+    x, position = arguments()
+    gone = weakref.ref(x)
+    engine.forward(0, (x, position))
+    del x
+    engine.backward_input(0, [torch.tensor(1.0), None, None])
+    assert gone() is None
+    with pytest.raises(KeyError):
+        engine.backward_input(0, [torch.tensor(1.0), None, None])
+
+
+@both
+def test_no_gradient_comes_back(engine_of: EngineOf) -> None:
+    """The later stages have not used the result: nothing to do, and no gradient to give."""
+    stage = Stage()
+    engine = engine_of(stage)
+    engine.forward(0, arguments())
+    assert engine.backward_input(0, [None, None, None]) == (None, None)
+    engine.backward_weight(0)
+    assert stage.weight.grad is None
+
+
+@both
+def test_hooks_fire_once_per_micro_batch(engine_of: EngineOf) -> None:
+    """On the tensor, after accumulation, and on the node that accumulates, as DDP's do."""
+    stage = Stage()
+    engine = engine_of(stage)
+    seen: list[tuple[str, float]] = []
+    node = stage.weight.view_as(stage.weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+    def after(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        seen.append(("after", parameter.grad.item()))
+
+    stage.weight.register_hook(lambda gradient: seen.append(("tensor", gradient.item())))
+    stage.weight.register_post_accumulate_grad_hook(after)
+    assert node is not None
+    node.register_hook(lambda *_: seen.append(("node", 0.0)))
+    for k in range(2):
+        engine.forward(k, arguments())
+        engine.backward_input(k, [torch.tensor(10.0), None, None])
+        engine.backward_weight(k)
+    once = [("tensor", 20.0), ("node", 0.0)]
+    assert sorted(seen) == sorted([*once, ("after", 20.0), *once, ("after", 40.0)])
+
+
+def test_a_hook_that_changes_a_gradient_is_heeded() -> None:
+    stage = Stage()
+    stage.weight.register_hook(lambda gradient: gradient / 4)
+    engine = joint_engine(stage)
+    engine.forward(0, arguments())
+    engine.backward_input(0, [torch.tensor(10.0), None, None])
+    assert stage.weight.grad is None, "it is the second half that gives it"
+    engine.backward_weight(0)
+    assert stage.weight.grad is not None and stage.weight.grad.item() == 5.0
+
+
+class Deep(nn.Module):
+    """y = tanh(tanh(x) * weight) on x [4]: dx needs both results of tanh, dw the inner one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        return (torch.tanh(torch.tanh(x) * self.weight),)
+
+
+def deep_engine() -> JointEngine:
+    x = Layout((4,), (1,), torch.float32, gradient=True)
+    lowered = Lowered(None, Deep(), 1)  # type: ignore[arg-type]
+    return JointEngine(lowered.module, split(lowered, [x], [replace(x, gradient=False)]))
+
+
+def test_each_half_lets_go_of_what_no_later_one_needs() -> None:
+    """With y = tanh(z): the first half makes dz of y, the second dw = dz tanh(x).
+
+    F   tanh(x)  y            16 + 16
+    I   tanh(x)  y  dz        + 16 at the most, then - 16
+    W   tanh(x)     dz        - 32
+    """
+    engine, held = deep_engine(), []
+    engine.hold = held.append
+    engine.forward(0, [torch.randn(4)])
+    engine.backward_input(0, [torch.ones(4)])
+    engine.backward_weight(0)
+    assert held == [32, 16, -16, -32]
+
+
+def test_what_is_saved_goes_with_its_last_use() -> None:
+    """The graphs empty the list that they are given, and hold nothing else."""
+    joint = deep_engine().joint
+    with torch.no_grad():
+        _, *saved = joint.forward(torch.randn(4))
+        for_input = [saved[n] for n in joint.to_input]
+        for_weight = [saved[n] for n in joint.to_weight]
+        gone = [weakref.ref(value) for value in for_input]
+        del saved
+        for_input.append(torch.ones(4))
+        _, *stash = joint.backward_input(for_input)
+        assert (for_input, [value() for value in gone]) == ([], [None, None])
+        for_weight += stash
+        gone = [weakref.ref(value) for value in for_weight]
+        del stash
+        joint.backward_weight(for_weight)
+        assert (for_weight, [value() for value in gone]) == ([], [None, None])
+
+
+def test_an_argument_that_lies_otherwise_is_laid_out_anew() -> None:
+    engine = deep_engine()
+    x = torch.randn(8)
+    (y,) = engine.forward(0, [x[::2]])
+    assert torch.equal(y, torch.tanh(torch.tanh(x[::2])))
+
+
+def test_a_missing_gradient_beside_another_counts_as_zeros() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x * self.weight, x * 3
+
+    x = Layout((4,), (1,), torch.float32, gradient=True)
+    seed = replace(x, gradient=False)
+    lowered = Lowered(None, Two(), 1)  # type: ignore[arg-type]
+    engine = JointEngine(lowered.module, split(lowered, [x], [seed, seed]))
+    engine.forward(0, [torch.ones(4)])
+    (dx,) = engine.backward_input(0, [None, torch.ones(4)])
+    assert dx is not None and dx.tolist() == [3.0] * 4
+
+
+def test_a_gradient_that_nobody_announced_is_not_lost_in_silence() -> None:
+    x = Layout((4,), (1,), torch.float32, gradient=True)
+    lowered = Lowered(None, Deep(), 1)  # type: ignore[arg-type]
+    engine = JointEngine(lowered.module, split(lowered, [x], [None]))
+    engine.forward(0, [torch.ones(4)])
+    with pytest.raises(AssertionError, match=r"results \[0\] have a gradient"):
+        engine.backward_input(0, [torch.ones(4)])
+
+
+def test_a_parameters_gradient_is_its_own() -> None:
+    """It may be made of the very tensor that came, which the next one must not change."""
+
+    class Shift(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(4))
+
+        def forward(self, x: Tensor) -> tuple[Tensor]:
+            return (x + self.weight,)
+
+    x = Layout((4,), (1,), torch.float32, gradient=True)
+    lowered = Lowered(None, stage := Shift(), 1)  # type: ignore[arg-type]
+    engine = JointEngine(stage, split(lowered, [x], [replace(x, gradient=False)]))
+    came = torch.ones(4)
+    for k in range(2):
+        engine.forward(k, [torch.ones(4)])
+        engine.backward_input(k, [came])
+        engine.backward_weight(k)
+    assert stage.weight.grad is not None
+    assert came.tolist() == [1.0] * 4 and stage.weight.grad.tolist() == [2.0] * 4

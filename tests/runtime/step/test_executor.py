@@ -1,0 +1,77 @@
+"""The loop over a rank's program: which stage it calls, what it tells, and how it fails."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from autopipe.runtime.step.executor import Executor
+from autopipe.schedules.instructions import Instruction, Kind
+from tests.support import inprocess
+from tests.support.inprocess import ROWS, cut, ready, run, step
+from tests.support.zoo import ZOO
+
+
+def test_a_rank_may_hold_several_stages() -> None:
+    """Four stages on two ranks, as 0 1 0 1 and as the V 0 1 1 0: the gradients of four ranks."""
+    split, batch = cut("gpt", 4), ZOO["gpt"].inputs(4 * ROWS)
+    expected = run(split, batch, micro_batches=4)
+    for schedule in ("interleaved", "zb-v"):
+        found = run(split, batch, micro_batches=4, schedule=schedule, chunks=2)
+        assert [sorted(executor.stages) for executor in found.executors] == {
+            "interleaved": [[0, 2], [1, 3]],
+            "zb-v": [[0, 3], [1, 2]],
+        }[schedule]
+        assert torch.stack([loss for (loss,) in found.losses]).equal(
+            torch.stack([loss for (loss,) in expected.losses])
+        )
+        for name, gradient in expected.gradients.items():
+            assert torch.equal(found.gradients[name], gradient), (schedule, name)
+
+
+def test_it_tells_where_it_is_and_how_long_it_took() -> None:
+    split = cut("gpt", 2)
+    made, _ = ready(split, split.programs("1f1b", 2))
+    places: list[int] = []
+    spans: list[tuple[Instruction, float, float]] = []
+    made[0].watch = places.append
+    made[0].record = lambda *span: spans.append(span)
+    step(made, split, ZOO["gpt"].inputs(2 * ROWS), 1 / 2)
+    assert places == list(range(len(made[0].program)))
+    assert [instruction for instruction, _, _ in spans] == list(made[0].program)
+    assert all(began <= ended for _, began, ended in spans)
+    for stage, executor in enumerate(made):
+        assert executor.seconds[stage, Kind.FORWARD] > 0
+        assert executor.seconds[stage, Kind.BACKWARD] > 0
+
+
+def test_reductions_begin_before_the_last_backward_and_end_with_the_step() -> None:
+    split = cut("gpt", 2)
+    told: list[str] = []
+
+    class Told(inprocess.Unsummed):
+        def arm(self, stage: int) -> None:
+            told.append(f"arm {stage}")
+
+        def finish(self) -> None:
+            told.append("finish")
+
+    programs = split.programs("1f1b", 3)
+    made, _ = ready(split, programs)
+    made[0] = Executor(list(made[0].stages.values()), programs[0], Told())
+    made[0].record = lambda instruction, *_: told.append(str(instruction))
+    step(made, split, ZOO["gpt"].inputs(3 * ROWS), 1 / 3)
+    shown = [word for word in told if word in ("0B1", "0B2", "arm 0", "finish")]
+    assert shown == ["0B1", "arm 0", "0B2", "finish"]
+
+
+def test_an_error_in_one_stage_ends_all() -> None:
+    """Whoever waits for the failed stage raises too, instead of waiting for ever."""
+    split = cut("gpt", 3)
+    made, _ = ready(split, split.programs("1f1b", 2))
+
+    def fail(*_: object) -> tuple[Tensor, ...]:
+        raise FloatingPointError("in stage 1")
+
+    made[1].stages[1].engine.forward = fail  # type: ignore[method-assign]
+    with pytest.raises((RuntimeError, FloatingPointError), match="in stage 1"):
+        step(made, split, ZOO["gpt"].inputs(2 * ROWS), 1 / 2)

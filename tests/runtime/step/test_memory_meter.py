@@ -1,0 +1,112 @@
+"""The bytes a plan predicts are those that a run counts, stage by stage and kind by kind."""
+
+import pytest
+import torch
+
+from autopipe.runtime.step.memory_meter import Meter
+from autopipe.stages import step_programs
+from tests.support.inprocess import ROWS, Cut, cut, run
+from tests.support.long import chosen
+from tests.support.zoo import ZOO
+
+FLOAT = 4
+
+
+def test_the_fullest_moment() -> None:
+    """Of all kinds together, not of each kind by itself."""
+    meter = Meter()
+    meter.hold(0, "activations", 100)
+    meter.hold(0, "transfers", 50)  # 150
+    meter.hold(0, "activations", -100)
+    meter.hold(0, "transfers", 60)  # 110
+    assert meter.at_peak == {(0, "activations"): 100, (0, "transfers"): 50}
+    assert meter.now == {(0, "activations"): 0, (0, "transfers"): 110}
+
+
+def test_a_storage_is_counted_once_until_backward_lets_go() -> None:
+    """sin(x) + cos(x) save x twice; x.exp() saves its result."""
+    meter, x = Meter(), torch.ones(10, requires_grad=True)
+    y = x * 1.0
+    with meter.keeping(0, [x]):
+        result = (y.sin() + y.cos() + x.exp()).sum()
+    assert meter.now[0, "activations"] == (10 + 10) * FLOAT  # y, and exp(x)
+    result.backward()
+    del result
+    assert meter.now[0, "activations"] == 0
+    assert meter.at_peak[0, "activations"] == 20 * FLOAT
+
+
+def test_owned_storages_are_somebody_elses() -> None:
+    """A parameter, a received tensor, a row of the batch: and a view of one is it too."""
+    meter, weight, x = Meter(), torch.ones(4, 4, requires_grad=True), torch.ones(8, 4)
+    with meter.keeping(0, [weight, x]):
+        _ = x[2:4] @ weight.t()
+    assert meter.now.total() == 0
+
+
+def test_a_view_counts_as_its_whole_storage() -> None:
+    """As long as any part of it is needed, all of it is held."""
+    meter, weight = Meter(), torch.ones(4, requires_grad=True)
+    with meter.keeping(0, [weight]):
+        whole = torch.ones(100, 4)
+        kept = whole[:1] * weight
+    assert meter.now[0, "activations"] == 400 * FLOAT
+    kept.sum().backward()
+
+
+@pytest.mark.parametrize("schedule", chosen(("1f1b", "gpipe"), now=("1f1b",)))
+@pytest.mark.parametrize("micro_batches", [2, pytest.param(8, marks=pytest.mark.long)])
+@pytest.mark.parametrize("pp", [pytest.param(2, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize("name", ["gpt", "unet", "lstm", "gpt2", "t5", "llama", "whisper"])
+def test_predicted_is_measured(name: str, pp: int, micro_batches: int, schedule: str) -> None:
+    """To the byte: the same walk over the same program, once on paper and once in the run."""
+    for seed in (None, 1):
+        held_as_predicted(cut(name, pp, seed), schedule, micro_batches)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", "zb-v", "eager-1f1b"])
+@pytest.mark.parametrize("name", chosen(("gpt", "unet", "gpt2"), now=("unet",)))
+def test_predicted_is_measured_whatever_the_schedule(name: str, schedule: str) -> None:
+    """With two stages on a rank, and with what W holds besides."""
+    chunks = 2 if schedule in ("interleaved", "zb-v") else 1
+    split = schedule.startswith("zb")
+    held_as_predicted(cut(name, 4, split=split), schedule, 5, chunks=chunks)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("recompute", [(), ("all",)])
+@pytest.mark.parametrize("name", chosen(("gpt", "gpt2", "llama", "dropout"), now=("gpt2",)))
+def test_predicted_is_measured_in_low_precision_and_with_blocks_that_run_again(
+    name: str, recompute: tuple[str, ...], precision: str
+) -> None:
+    found = cut(name, 2, recompute=recompute, precision=precision)
+    held_as_predicted(found, "1f1b", 4)
+
+
+def held_as_predicted(found: Cut, schedule: str, micro_batches: int, **shape: int) -> None:
+    batch = ZOO[found.name].inputs(ROWS * micro_batches)
+    made = run(found, batch, micro_batches=micro_batches, schedule=schedule, metered=True, **shape)
+    programs = found.programs(schedule, micro_batches, **shape)
+    predicted = step_programs.footprints(programs, found.stages, found.rehearsal)
+    for executor in made.executors:
+        meter = executor.meter
+        assert meter is not None
+        for stage in executor.stages:
+            for kind in ("activations", "transfers"):
+                held = meter.at_peak[stage, kind]
+                assert held == predicted[stage][kind], f"{found}: stage {stage}, {kind}"
+        assert meter.now.total() == 0, f"{found}: something is still held"
+
+
+def test_1f1b_holds_less_than_gpipe() -> None:
+    """Stage s of p keeps p - s micro-batches, where GPipe keeps all of them."""
+    batch = ZOO["gpt"].inputs(8 * ROWS)
+
+    def kept(schedule: str) -> list[int]:
+        made = run(cut("gpt", 2), batch, micro_batches=8, schedule=schedule, metered=True).executors
+        meters = [executor.meter for executor in made]
+        return [m.at_peak[stage, "activations"] for stage, m in enumerate(meters) if m is not None]
+
+    one_each = cut("gpt", 2).rehearsal.saved[0]
+    assert kept("1f1b")[0] == 2 * one_each
+    assert kept("gpipe")[0] == 8 * one_each

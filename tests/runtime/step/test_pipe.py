@@ -1,0 +1,150 @@
+"""Training steps in real processes are those of one process.
+
+What happens in processes is told in `pipe_stories`, `step_stories` and `tp_stories`.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+import autopipe
+from autopipe import AutopipeError, ModelError, Pipe
+from tests.support import pipe_worker, warm
+from tests.support.pipes import LONG_STORIES, STORIES, ZOO, Story, close, piped, planned, whole_loss
+
+Told = Callable[[int], Path]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    """All stories of one world, told once by so many processes: a file per story and rank."""
+
+    @cache
+    def tell(world: int) -> Path:
+        folder = tmp_path_factory.mktemp(f"world-{world}")
+        code = warm.spawn(world, [pipe_worker.__file__, str(folder)])
+        (folder / "code").write_text(str(code))
+        return folder
+
+    return tell
+
+
+@pytest.mark.parametrize(
+    ("world", "story"),
+    [
+        pytest.param(world, story, marks=pytest.mark.long if story in LONG_STORIES else ())
+        for world, stories in STORIES.items()
+        for story in stories
+    ],
+    ids=lambda value: value if isinstance(value, int) else value.__name__,
+)
+def test_story(world: int, story: Story, told: Told) -> None:
+    folder = told(world)
+    for rank in range(world):
+        result = folder / f"{story.__name__}.{rank}"
+        assert result.exists(), "an earlier story failed, or another rank of this one"
+        assert result.read_text() == ""
+
+
+@pytest.mark.parametrize("world", STORIES)
+def test_all_processes_end_well(world: int, told: Told) -> None:
+    assert (told(world) / "code").read_text() == "0"
+
+
+# One process is a pipe too: what it refuses needs no others.
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Pipe:
+    return piped("gpt", planned("gpt", 1, 1, 2))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"tokens": None}, "batch['tokens'] is None, not a tensor int64[b, 12]"),
+        (
+            {"tokens": torch.zeros(4, 12)},
+            "batch['tokens'] is float32[4, 12]; the plan was made for",
+        ),
+        ({"tokens": torch.zeros(4, 9, dtype=torch.int64)}, "is int64[4, 9]; the plan was made for"),
+        ({"labels": torch.zeros(2, 12, dtype=torch.int64)}, "with b = 4 as in the entries before"),
+        (
+            {"mask": torch.ones(4, 12)},
+            "the batch has the entries ['labels', 'mask', 'tokens'], the",
+        ),
+    ],
+)
+def test_a_batch_that_does_not_fit(pipe: Pipe, change: dict[str, object], words: str) -> None:
+    batch = ZOO["gpt"].inputs(4)
+    for run in (pipe.step, pipe.evaluate):
+        with pytest.raises(ModelError) as refused:
+            run({**batch, **change})  # type: ignore[dict-item]
+        assert words in str(refused.value)
+
+
+def test_a_missing_entry(pipe: Pipe) -> None:
+    with pytest.raises(
+        ModelError, match=r"entries \['tokens'\], the plan was made for \['labels', "
+    ):
+        pipe.step({"tokens": torch.zeros(4, 12, dtype=torch.int64)})
+
+
+def test_rows_that_do_not_divide(pipe: Pipe) -> None:
+    with pytest.raises(ModelError) as refused:
+        pipe.step(ZOO["gpt"].inputs(5))
+    assert str(refused.value) == (
+        "the batch has 5 rows, which do not divide into 2 micro-batches\n"
+        "hint: give 4 rows, or another multiple of 2"
+    )
+
+
+def test_a_refused_batch_leaves_the_gradients(pipe: Pipe) -> None:
+    """Refused at the door: an optimizer step after it would still be the last good one."""
+    pipe.step(ZOO["gpt"].inputs(4))
+    before = {n: p.grad.clone() for n, p in pipe.named_parameters() if p.grad is not None}
+    with pytest.raises(ModelError):
+        pipe.step(ZOO["gpt"].inputs(5))
+    for name, parameter in pipe.named_parameters():
+        assert parameter.grad is not None and torch.equal(parameter.grad, before[name])
+
+
+def test_a_step_is_measured_after_it_has_run() -> None:
+    with pytest.raises(AutopipeError) as refused:
+        piped("gpt", planned("gpt", 1, 1, 2)).measured()
+    assert str(refused.value) == (
+        "pipe.measured() tells of the last step, and none has run yet\n"
+        "hint: call pipe.step(batch) first; for bytes too, set pipe.meter = Meter() before"
+    )
+
+
+def test_one_process_trains(pipe: Pipe) -> None:
+    model = ZOO["gpt"].model()
+    batch = ZOO["gpt"].inputs(4)
+    expected = whole_loss("gpt", model, batch)
+    expected.backward()
+    close(pipe.step(batch), expected)
+    for name, parameter in pipe.named_parameters():
+        gradient = model.get_parameter(name).grad
+        assert parameter.grad is not None and gradient is not None
+        close(parameter.grad, gradient, name, 5e-5)
+
+
+def test_the_state_dict_is_the_models() -> None:
+    """Parameters and persistent buffers under the model's names; a copy of none."""
+    model = ZOO["unet"].model()
+    case = ZOO["unet"]
+    found = autopipe.parallelize(model, planned("unet", 1, 1, 2), loss=case.loss).state_dict()
+    assert found.keys() == model.state_dict().keys()
+    for name, tensor in model.state_dict().items():
+        assert found[name].data_ptr() == tensor.data_ptr()
+
+
+def test_tied_names_are_one_parameter() -> None:
+    """Known by its first name, as `named_parameters` of the model knows it."""
+    pipe = piped("gpt2", planned("gpt2", 1, 1, 1))
+    expected = [name for name, _ in ZOO["gpt2"].model().named_parameters()]
+    assert sorted(name for name, _ in pipe.named_parameters()) == sorted(expected)

@@ -1,0 +1,44 @@
+"""The start of a rank reads each fact off the plan once, and passes it on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from autopipe.planfile import programs
+from autopipe.runtime import start
+from autopipe.schedules.instructions import holders
+from autopipe.sharding import plan_io
+from autopipe.stages import bind
+from tests.support.pipes import ZOO, piped, planned
+
+
+def test_each_fact_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned("gpt", 1, 1, 2)
+    calls: Counter[str] = Counter()
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            calls[function.__name__] += 1
+            return function(*args, **options)
+
+        return call
+
+    monkeypatch.setattr(programs, "compute", counted(programs.compute))
+    for module in (start, bind):
+        monkeypatch.setattr(module, "read_back", counted(plan_io.read_back))
+    monkeypatch.setattr(start, "holders", counted(holders))
+    pipe = piped("gpt", plan)
+    pipe.step(ZOO["gpt"].inputs(4))
+    assert calls == {"compute": 1, "read_back": 1, "holders": 1}
+
+
+def test_a_checked_plan_says_where_stages_stand() -> None:
+    plan, loss = planned("gpt", 2, 1, 4, "zb-v"), ZOO["gpt"].loss
+    checked = start.check_plan(plan, loss, None, compiled=False)
+    assert checked.placed == (0, 1, 1, 0)
+    assert checked.compute == programs.compute(plan)
+    assert checked.sharding.ranks == 1 and checked.emitted is None

@@ -1,0 +1,375 @@
+"""The loop of `autopipe run`, in one process: how long it goes on, what it says and measures."""
+
+import json
+import os
+import pty
+import re
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autopipe
+from autopipe import Pipe
+from autopipe.frontend import model_file
+from autopipe.frontend.model_file import ModelFile
+from autopipe.planfile.parts import StagePrediction
+from autopipe.runtime.train import (
+    LINES,
+    Measured,
+    progress_shown,
+    throughput,
+    train,
+)
+from tests.support.inprocess import machine
+
+MODEL = """\
+import torch
+from torch import nn
+
+
+def model():
+    return nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 1))
+
+
+def inputs(batch_size):
+    return {"input": torch.randn(batch_size, 6), "target": torch.zeros(batch_size, 1)}
+
+
+def loss(outputs, batch):
+    return ((outputs - batch["target"]) ** 2).mean()
+"""
+
+Load = Callable[..., tuple[Pipe, ModelFile]]
+
+
+@pytest.fixture
+def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
+    """A pipe of one stage for a model file with more functions, in batches of 8 rows."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+    def make(more: str = "", **asked: Any) -> tuple[Pipe, ModelFile]:
+        (tmp_path / "net.py").write_text(MODEL + more)
+        file = model_file.load(str(tmp_path / "net.py"))
+        plan = autopipe.plan(
+            file.model, file.inputs, loss=file.loss, cluster=machine(1), batch_size=8,
+            micro_batches=2, **asked,
+        )  # fmt: skip
+        return autopipe.parallelize(file.model, plan, loss=file.loss), file
+
+    return make
+
+
+def run(
+    pipe: Pipe, file: ModelFile, steps: int | None, seed: int = 0
+) -> tuple[Measured, list[str]]:
+    said: list[str] = []
+    return train(pipe, file, steps, seed, said.append), said
+
+
+FINITE = """
+def batches(batch_size):
+    for step in range({steps}):
+        yield inputs(batch_size)
+"""
+
+
+# --- how long
+
+
+def test_the_losses_are_those_of_a_plain_loop(load: Load) -> None:
+    pipe, file = load("def optimizer(parameters): return torch.optim.SGD(parameters, lr=0.1)\n")
+    measured, _ = run(pipe, file, 4)
+    torch.manual_seed(0)
+    plain = file.model()
+    assert file.optimizer is not None and file.loss is not None
+    optimizer = file.optimizer(plain.parameters())
+    for batch, loss in zip(file.stream(8, 0, 1, 0), measured.losses, strict=False):
+        expected = file.loss(plain(batch["input"]), batch)
+        assert loss == pytest.approx(expected.item(), rel=1e-6)
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+    assert len(measured.losses) == 4
+
+
+def test_a_scheduler_is_stepped_with_the_optimizer(load: Load) -> None:
+    """Rates 0.1, 0.05, 0.025, ...: those of a plain loop, and not one of them twice."""
+    pipe, file = load(
+        "def optimizer(parameters): return torch.optim.SGD(parameters, lr=0.1)\n"
+        "def scheduler(optimizer): return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)\n"
+    )
+    measured, _ = run(pipe, file, 4)
+    torch.manual_seed(0)
+    plain = file.model()
+    assert file.loss is not None
+    for number, batch in zip(range(4), file.stream(8, 0, 1, 0), strict=False):
+        expected = file.loss(plain(batch["input"]), batch)
+        assert measured.losses[number] == pytest.approx(expected.item(), rel=1e-6)
+        plain.zero_grad()
+        expected.backward()
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                parameter -= 0.1 * 0.5**number * parameter.grad  # type: ignore[operator]
+
+
+def test_finite_batches_end_the_run(load: Load) -> None:
+    pipe, file = load(FINITE.format(steps=3))
+    assert len(run(pipe, file, None)[0].losses) == 3
+    assert len(run(pipe, file, 2)[0].losses) == 2
+    assert len(run(pipe, file, 9)[0].losses) == 3
+
+
+def test_batches_that_draw_from_the_global_seed_are_the_same_in_each_run(load: Load) -> None:
+    """So are they then on each rank."""
+    pipe, file = load(
+        "seen = []\n"
+        "def batches(batch_size):\n"
+        "    for _ in range(2):\n"
+        "        seen.append(inputs(batch_size))\n"
+        "        yield seen[-1]\n"
+    )
+    assert file.batches is not None
+    seen = file.batches.__globals__["seen"]
+    for seed in (5, 5, 6):
+        torch.rand(seed)  # whatever was drawn before
+        run(pipe, file, None, seed)
+    one, two, again_one, again_two, other, _ = (batch["input"] for batch in seen)
+    assert torch.equal(one, again_one) and torch.equal(two, again_two)
+    assert not torch.equal(one, two) and not torch.equal(one, other)
+
+
+def test_no_batch_at_all(load: Load) -> None:
+    pipe, file = load(FINITE.format(steps=0))
+    assert run(pipe, file, None) == (Measured((), 0.0, ()), [])
+
+
+# --- a loss that is no number
+
+
+WRONG = """
+def optimizer(parameters): return torch.optim.SGD(parameters, lr=1e-3)
+
+def batches(batch_size):
+    for step in range(5):
+        yield {"input": torch.full((batch_size, 6), float("nan") if step == 2 else 1.0),
+               "target": torch.zeros(batch_size, 1)}
+"""
+
+
+def test_a_loss_that_is_no_number_ends_the_run(load: Load) -> None:
+    """Before the update: the weights are those of the last good step."""
+    pipe, file = load(WRONG)
+    with pytest.raises(autopipe.ModelError) as refused:
+        run(pipe, file, 5)
+    assert re.fullmatch(
+        r"step 3: the loss is nan, after \d\.\d{3,} in step 2\n"
+        "hint: a lower learning rate, or a look at this step's batch; --keep-going trains on",
+        str(refused.value),
+    )
+    assert all(parameter.isfinite().all() for parameter in pipe.parameters())
+
+
+def test_a_loss_that_is_no_number_is_said_once(load: Load) -> None:
+    pipe, file = load(WRONG)
+    said: list[str] = []
+    measured = train(pipe, file, 5, 0, said.append, keep_going=True, quiet=True)
+    assert len(measured.losses) == 5
+    (line,) = said
+    assert line.startswith("step 3: the loss is nan, after 0.")
+
+
+# --- the optimizer
+
+
+BY_NAME = """
+def optimizer(named_parameters):
+    named = dict(named_parameters)
+    seen.append([*named])
+    decay = [p for name, p in named.items() if name.endswith("weight")]
+    rest = [p for name, p in named.items() if not name.endswith("weight")]
+    groups = [{"params": decay, "weight_decay": 0.5}, {"params": rest, "weight_decay": 0.0}]
+    return torch.optim.SGD(groups, lr=0.1)
+
+seen = []
+"""
+
+
+def test_weight_decay_by_name(load: Load) -> None:
+    pipe, file = load(BY_NAME)
+    run(pipe, file, 2)
+    torch.manual_seed(0)
+    plain = file.model()
+    assert file.loss is not None and file.by_name is not None
+    optimizer = file.by_name(plain.named_parameters())
+    for batch in [*zip(range(2), file.stream(8, 0, 1, 0), strict=False)]:
+        optimizer.zero_grad()
+        file.loss(plain(batch[1]["input"]), batch[1]).backward()
+        optimizer.step()
+    for name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(parameter, plain.get_parameter(name))
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_an_optimizer_that_the_plan_names(name: str, load: Load) -> None:
+    """It once was AdamW, whatever the plan had been made for."""
+    pipe, file = load("", optimizer=name)
+    made = file.make_optimizer(pipe.named_parameters(), pipe.plan.optimizer)
+    assert type(made).__name__.lower() == name
+
+
+# --- what it measured
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_a_run_of_few_steps_is_measured_too(load: Load, steps: int) -> None:
+    """Activations of a run of one step once were 0: bytes were counted in the second step alone."""
+    pipe, file = load("")
+    measured, _ = run(pipe, file, steps)
+    (stage,) = measured.stages
+    planned = pipe.plan.stages[0].predicted.memory
+    # A run does not see what passes: a gradient on its way into its sum.
+    assert stage.memory.peak == pytest.approx(planned.peak - planned.passing, rel=0.05)
+    assert stage.memory.activations == planned.activations > 0
+    assert stage.forward_seconds > 0 and stage.backward_seconds > 0
+    assert measured.step_seconds > 2 * (stage.forward_seconds + stage.backward_seconds) * 0.5
+    assert isinstance(stage, StagePrediction)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
+def test_two_stages_on_one_rank_are_measured_apart(schedule: str, load: Load) -> None:
+    pipe, file = load("", schedule=schedule)
+    measured, _ = run(pipe, file, 3)
+    assert len(measured.stages) == len(pipe.plan.stages) == 2
+    for found, planned in zip(measured.stages, pipe.plan.stages, strict=True):
+        assert found.forward_seconds > 0 and found.backward_seconds > 0
+        memory = planned.predicted.memory
+        assert found.memory.activations == memory.activations
+        assert (found.memory.parameters, found.memory.gradients) == (
+            memory.parameters, memory.gradients)  # fmt: skip
+
+
+def test_a_trace_of_the_last_steps(load: Load, tmp_path: Path) -> None:
+    """And with it how much of a step the rank did not compute."""
+    pipe, file = load("")
+    path = tmp_path / "run.json"
+    measured = train(pipe, file, 3, 0, lambda line: None, path)
+    (bubble,) = measured.bubbles
+    assert 0 < bubble < 1
+    names = [event["name"] for event in json.loads(path.read_text())["traceEvents"]]
+    steps = [name for name in names if name.startswith("step ")]
+    assert steps == ["step 2", "step 3"]  # the first one allocates: it is left out
+    assert names.count("forward 0") == names.count("backward 1") == 2
+    assert run(pipe, file, 2)[0].bubbles == ()
+
+
+# --- what it says
+
+
+def test_a_line_now_and_then_without_a_terminal(load: Load) -> None:
+    pipe, file = load("")
+    _, said = run(pipe, file, 3)
+    assert len(said) == 3
+    for step, line in enumerate(said, start=1):
+        assert re.fullmatch(rf"step {step}/3  loss \d\.\d{{3,}}  [\d,]+\.\d rows/s", line), line
+
+
+@pytest.mark.parametrize(
+    ("steps", "lines"),
+    [
+        (1, ["1/1"]),
+        (25, ["1/25", "3/25", "5/25", "7/25", "9/25", "11/25", "13/25", "15/25", "17/25", "19/25",
+              "21/25", "23/25", "25/25"]),
+        (1000, ["1/1000", "101/1000", "201/1000", "301/1000", "401/1000", "501/1000", "601/1000",
+                "701/1000", "801/1000", "901/1000", "1000/1000"]),
+    ],
+)  # fmt: skip
+def test_which_steps_have_a_line(steps: int, lines: list[str]) -> None:
+    said: list[str] = []
+    with progress_shown(steps, True, said.append) as show:
+        for step in range(steps):
+            show(step, 0.5, "7 rows/s")
+    assert [line.split()[1] for line in said] == lines
+    assert len(lines) <= 1.5 * LINES
+
+
+def test_every_tenth_step_where_the_end_is_not_known() -> None:
+    said: list[str] = []
+    with progress_shown(None, True, said.append) as show:
+        for step in range(25):
+            show(step, 0.5, "7 rows/s")
+    assert said == [f"step {step}  loss 0.5000  7 rows/s" for step in (1, 11, 21)]
+
+
+def test_only_rank_0_talks() -> None:
+    said: list[str] = []
+    with progress_shown(3, False, said.append) as show:
+        show(0, 0.5, "7 rows/s")
+    assert said == []
+
+
+@pytest.mark.parametrize(("steps", "of"), [(3, "3/3"), (None, "3")])
+def test_one_line_on_a_terminal(
+    steps: int | None, of: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    master, slave = pty.openpty()
+    said: list[str] = []
+    with os.fdopen(slave, "w") as stream, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", stream)
+        with progress_shown(steps, True, said.append) as show:
+            for step in range(3):
+                show(step, 0.25, "1,234 tokens/s")
+    drawn = b""
+    with suppress(OSError):  # the other end is closed: all has been read
+        while part := os.read(master, 4096):
+            drawn += part
+    os.close(master)
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", drawn.decode())
+    *_, last = [line for line in re.split(r"[\r\n]+", text) if line.strip()]
+    assert re.fullmatch(rf"step {of} ━.* loss 0\.2500  1,234 tokens/s\s*", last)
+    assert text.count("\n") == 1  # the one that ends it
+    assert said == []
+
+
+@pytest.mark.parametrize(
+    ("batch", "sharded", "rate"),
+    [
+        ({"ids": torch.zeros(8, 128, dtype=torch.int64)}, False, "2,048 tokens/s"),
+        ({"ids": torch.zeros(8, 128, dtype=torch.int64)}, True, "8,192 tokens/s"),
+        ({"scale": torch.zeros(()), "image": torch.zeros(8, 3, 5)}, False, "16.0 rows/s"),
+        ((torch.zeros(8, 3), torch.zeros(8, dtype=torch.int64)), True, "64.0 rows/s"),
+    ],
+)
+def test_rate(batch: Any, sharded: bool, rate: str) -> None:
+    """Of a step of half a second at dp = 4; a scalar in front of the batch once had no rows."""
+    from dataclasses import replace
+
+    from autopipe.frontend.batch import describe
+    from tests.support.plans import example_plan
+
+    plan = example_plan()
+    plan = replace(plan, mesh=replace(plan.mesh, dp=4), inputs=tuple(describe(batch, None, 8, 0)))
+    assert throughput(batch, plan, sharded, 0.5) == rate
+
+
+def test_the_default_optimizer_is_adamw(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    original = torch.optim.AdamW
+
+    def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        made.append(len(parameters))
+        return original(parameters)
+
+    pipe, file = load("")
+    monkeypatch.setattr(torch.optim, "AdamW", adamw)
+    run(pipe, file, 1)
+    assert made == [4]

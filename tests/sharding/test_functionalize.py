@@ -1,0 +1,88 @@
+"""Ops in place become new tensors exactly where nobody can tell; names and gradients stay."""
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopipe.ir.dataflow import analyse
+from autopipe.sharding.functionalize import out_of_place
+from tests.support import simulated
+from tests.support.staged import micro_batches, trace_model, traced
+from tests.support.zoo import ZOO
+
+
+class Model(nn.Module):
+    """A linear layer, and what a test does to its result."""
+
+    def __init__(self, then: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(4))
+        self.then = then
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.then(self.linear(x)).float().square().mean()
+
+
+def ops(then: Callable[[Tensor], Tensor]) -> str:
+    """What stands between the linear layer and the loss, by op."""
+    trace = trace_model(Model(then), lambda rows: {"x": torch.ones(rows, 4)})
+    before = trace.graph
+    after = out_of_place(before)
+    assert [node.name for node in after.nodes] == [node.name for node in before.nodes]
+    names = [node.short for node in after.nodes[1:]]
+    return " ".join(name for name in names if name not in ("to", "pow", "square", "mean"))
+
+
+def no_grad(y: Tensor) -> Tensor:
+    with torch.no_grad():
+        y.mul_(2)
+    return y
+
+
+@pytest.mark.parametrize(
+    ("then", "expected"),
+    [
+        (lambda y: y.relu_(), "relu"),
+        (lambda y: y.mul_(2).add_(1), "mul add"),  # a chain: each reads only the one before
+        (lambda y: y.masked_fill_(y.detach() > 0, 0.0), "detach gt masked_fill"),
+        (lambda y: y.view(-1, 2, 2).add_(1), "view add"),  # the whole is not read again
+    ],
+)
+def test_becomes_new(then: Callable[[Tensor], Tensor], expected: str) -> None:
+    assert ops(then) == expected
+
+
+@pytest.mark.parametrize(
+    ("then", "expected"),
+    [
+        (lambda y: (y.view(-1, 2, 2), y.add_(1))[0], "view add_"),  # read by an older name
+        (lambda y: (y[:, :2].mul_(2), y)[1], "slice mul_"),  # a part of what is read
+        (no_grad, "mul_"),  # y keeps its history
+        (lambda y: y.bfloat16().add_(torch.ones(4)), "ones add_"),  # add would be fp32
+    ],
+)
+def test_stays_in_place(then: Callable[[Tensor], Tensor], expected: str) -> None:
+    assert ops(then) == expected
+
+
+@pytest.mark.parametrize("name", ["resnet", "unet", "t5", "llama"])
+def test_loss_and_gradients_are_the_same_bits(name: str) -> None:
+    trace, case = traced(name), ZOO[name]
+    (leaves,) = micro_batches(trace, case.inputs(2), 1)
+    changed = dataclasses.replace(trace, graph=out_of_place(trace.graph))
+    loss, gradients = simulated.one_process(trace, case.model(), leaves, 2)
+    new_loss, new = simulated.one_process(changed, case.model(), leaves, 2)
+    assert torch.equal(loss, new_loss)
+    assert all(torch.equal(gradients[n], new[n]) for n in gradients | new)
+
+
+def test_convolutions_between_relus_are_dealt_out() -> None:
+    """What it is for: nothing in a residual network shares memory but its statistics."""
+    graph = out_of_place(traced("resnet").graph)
+    left = {node.op for node in graph.nodes if node.short.endswith("_")}
+    assert left <= {"aten.add_.Tensor"}  # the count of batches
+    assert all(not str(root).endswith("relu") for root in analyse(graph).writers)

@@ -1,0 +1,95 @@
+"""Random nodes draw from seeds of their own."""
+
+import pytest
+import torch
+
+from autopipe.stages.op_tape import Tape
+from autopipe.stages.rng import DRAWN, draw, stream
+from autopipe.util.seeding import seed
+from tests.support.inprocess import traced
+from tests.support.staged import differences, staged_step
+from tests.support.zoo import ZOO
+
+
+def drawn(node="a", key=(0, 0, 0)):
+    with stream(*key):
+        return draw(torch.rand, node, 3).tolist()
+
+
+def test_the_same_key_and_node_draw_the_same_and_any_other_does_not():
+    others = [drawn(key=key) for key in ((1, 0, 0), (0, 1, 0), (0, 0, 1))] + [drawn("b")]
+    assert drawn() == drawn()
+    assert all(other != drawn() for other in others)
+
+
+def test_parts_of_a_seed_do_not_run_together():
+    assert seed(1, 23) != seed(12, 3) != seed(1, 2, 3)
+    assert all(0 <= seed(n) < 2**63 for n in range(100))
+
+
+def test_the_seed_is_the_same_in_every_process_and_version():
+    assert seed(0, 1, 2, "dropout/0") == 936182270680380288
+
+
+def test_the_processes_own_generator_is_left_alone():
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    drawn()
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_an_error_inside_leaves_generator_and_stream_alone():
+    before = torch.get_rng_state()
+    with pytest.raises(ZeroDivisionError), stream(0, 0, 0):
+        draw(lambda: 1 / 0, "a")
+    assert torch.equal(before, torch.get_rng_state())
+    # Outside the stream again: the global generator is drawn from.
+    torch.manual_seed(0)
+    expected = torch.rand(2)
+    torch.manual_seed(0)
+    assert torch.equal(draw(torch.rand, "a", 2), expected)
+
+
+def test_a_trace_marks_the_calls_that_a_random_op_becomes():
+    """Those of the op and no other; also where the op is left in the middle."""
+
+    def broken(x):
+        torch.rand_like(x)
+        raise ZeroDivisionError
+
+    x, tape = torch.ones(3), Tape()
+    with tape:
+        draw(torch.rand_like, "a", x + 1)
+        with pytest.raises(ZeroDivisionError):
+            draw(broken, "b", x)
+    marks = [node.meta.get(DRAWN) for node in tape.graph.nodes if node.op == "call_function"]
+    assert marks == [None, "a", "b"]
+
+
+# A whole model with dropout in all the usual places.
+
+FOUND = traced("dropout")[0]
+BATCH = ZOO["dropout"].inputs(4)
+NAMES = [node.name for node in FOUND.graph.nodes]
+
+
+def step(cuts=(), number=0, batch=BATCH):
+    return staged_step(ZOO["dropout"].model(), FOUND, batch, cuts, 2, seeded=True, step=number)
+
+
+def test_dropout_is_bitwise_the_same_for_one_two_and_four_stages():
+    whole = step()
+    before = torch.get_rng_state()
+    assert differences(step(["blocks.2.norm1/layer_norm/0"]), whole) == []
+    cuts = ["dropout/dropout/0", "blocks.1.dropout/dropout/0", "blocks.3/add/0"]
+    assert differences(step(cuts), whole) == []
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_dropout_differs_by_step_and_by_micro_batch():
+    first, again, second = step(), step(), step(number=1)
+    assert differences(again, first) == []
+    assert not torch.equal(first.losses[0], second.losses[0])
+    same_rows = {key: tensor[:2].repeat(2, 1) for key, tensor in BATCH.items()}
+    one, two = step(batch=same_rows).losses
+    assert not torch.equal(one, two)

@@ -1,0 +1,105 @@
+"""The rooms of the package as data: which there are, their files, and who may import whom."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+MAY_IMPORT = {
+    "util": "",
+    "cluster": "util",
+    "schedules": "",
+    "planfile": "util cluster schedules",
+    "report": "util schedules planfile",
+    "ir": "util cluster",
+    "frontend": "util planfile ir",
+    "tracing": "util planfile ir frontend",
+    "sharding": "util cluster planfile ir",
+    "stages": "util schedules planfile ir frontend tracing sharding",
+    "emit": "util schedules planfile ir frontend tracing sharding stages",
+    "planners.model": "util cluster schedules planfile",
+    "planners.search": "util schedules planfile planners.model",
+    "runtime.launch": "schedules",
+    "runtime.comm": "schedules planfile sharding runtime.launch",
+    "runtime.parameters": "util planfile ir frontend tracing sharding stages",
+    "runtime.step": "util schedules planfile ir frontend sharding stages "
+    "runtime.launch runtime.comm runtime.parameters",
+    "runtime.probe": "util cluster sharding",
+    "runtime": "util schedules planfile report ir frontend tracing sharding stages "
+    "runtime.launch runtime.comm runtime.parameters runtime.step",
+    "planners.driver": "util cluster schedules planfile report ir frontend tracing sharding stages "
+    "planners.model planners.search runtime.probe",
+    "cli": "util schedules planfile report frontend tracing emit runtime.launch runtime.probe "
+    "runtime planners.driver",
+}
+"""For each room the rooms that its files may import; all of them may import autopipe.errors."""
+
+NO_TORCH = {
+    *("util", "cluster", "schedules", "planfile", "report"),
+    *("planners.model", "planners.search"),
+}
+"""A plan is searched for, read, drawn and proved without torch."""
+
+DOORS = {"__init__", "__main__"}
+"""Beside the rooms: what `import autopipe` and `python -m autopipe` load."""
+
+HOUSES = {"autopipe": "", "planners": "planners.", "runtime": "runtime."}
+"""The top-level folders of the package and what their modules' names begin with."""
+
+FILES = {
+    prefix + ".".join(path.relative_to(ROOT / house).with_suffix("").parts): path
+    for house, prefix in HOUSES.items()
+    for path in sorted((ROOT / house).rglob("*.py"))
+    # The links autopipe/planners and autopipe/runtime show the same files twice.
+    if path.relative_to(ROOT).parts[:2] not in {("autopipe", "planners"), ("autopipe", "runtime")}
+}
+"""Every module by its name without `autopipe.` before it."""
+
+
+def room(module: str) -> str:
+    """The room that a module stands in; "" beside all of them."""
+    return module.rpartition(".")[0]
+
+
+def imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of all that is imported, and of what is reached as `torch._name`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            prefix = "." * node.level + (node.module or "")
+            yield from ((node.lineno, f"{prefix}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch._"):
+            yield node.lineno, ast.unparse(node)
+
+
+def module_of(name: str) -> str | None:
+    """The module of autopipe that an imported name is of, without `autopipe.`; None: of no one."""
+    parts = name.removeprefix("autopipe.").split(".")
+    found = [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
+    inits = [f"{each}.__init__" for each in found]
+    return next(
+        (each for pair in zip(found, inits, strict=True) for each in pair if each in FILES), None
+    )
+
+
+def forbidden(module: str, name: str) -> str | None:
+    """Why `module` may not import `name`, or None: the table, a line a rule."""
+    here = room(module)
+    package = name.split(".")[0]
+    target = module_of(name) if package == "autopipe" else None
+    there = room(target) if target else ""
+    private = any(part.startswith("_") and part[:2] != "__" for part in name.split("."))
+    rules = {
+        "relative imports hide the room": name.startswith("."),
+        "a second module object: write autopipe.*": package in {"planners", "runtime"},
+        "rooms see what is below them": target not in (None, "errors")
+        and there != here
+        and there not in MAY_IMPORT.get(here, "").split(),
+        "this room holds no torch": here in NO_TORCH and package == "torch",
+        "private torch is for ir/torch_private": package == "torch"
+        and private
+        and module != "ir.torch_private",
+    }
+    return next((why for why, broken in rules.items() if broken), None)

@@ -1,0 +1,49 @@
+"""Plans of one graph, for which what is found out about it anew each time is found out once.
+
+    with findings_remembered(): ...      autopipe.plan(...), as often as one likes
+
+A plan observes what autograd keeps of its graph, and rehearses its stages. Both run the model under
+fake tensors, most of what a plan takes of a model that is traced; both depend on the graph and on
+what is handed to them with it, and on nothing else. What is asked for again is found by that.
+"""
+
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from autopipe.ir.dataflow import Dataflow
+from autopipe.ir.graph import Graph
+from autopipe.ir.repeats import Short
+from autopipe.planners.driver import plan_memory, saved_tensors
+from autopipe.planners.driver.saved_tensors import Seen, observe_saved
+from autopipe.stages.dry_run import Known, Rehearsal
+from autopipe.stages.dry_run_repeats import rehearse_deep
+
+_LEARNT: dict[int, tuple[Graph, Known]] = {}  # the graph is kept, so that its id stays its own
+_SEEN: dict[bytes, Seen] = {}
+
+
+@contextmanager
+def findings_remembered() -> Iterator[None]:
+    """Observe each graph once for a number of rows, and rehearse each kind of its stages once.
+
+    What was found inside of one such block is known in the next ones of this process.
+    """
+
+    def rehearsed(flow: Dataflow, *args: Any, **kwargs: Any) -> Rehearsal:
+        _, known = _LEARNT.setdefault(id(flow.graph), (flow.graph, {}))
+        return rehearse_deep(flow, *args, **{**kwargs, "known": known})
+
+    def observed(short: Short, precision: str, rows: int) -> Seen:
+        asked = pickle.dumps((short, precision, rows))
+        if asked not in _SEEN:
+            _SEEN[asked] = observe_saved(short, precision, rows)
+        return _SEEN[asked]
+
+    with (
+        patch.object(plan_memory, "rehearse_deep", rehearsed),
+        patch.object(saved_tensors, "observe_saved", observed),
+    ):
+        yield

@@ -1,0 +1,273 @@
+"""Stories of steps by every schedule, however parameters are held, in every arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autopipe import Pipe, Plan, PlanError
+from autopipe.runtime.parameters import gradient_sum
+from autopipe.runtime.step.memory_meter import Meter
+from tests.support.long import sampled
+from tests.support.models import VOCABULARY
+from tests.support.pipes import (
+    ZOO,
+    Story,
+    close,
+    drawn,
+    full,
+    own,
+    piped,
+    planned,
+    refused,
+    sgd,
+    story,
+    together,
+    whole_loss,
+)  # fmt: skip
+
+SCHEDULES = ("naive", "gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-v")
+
+
+def by(schedule: str, name: str, dp: int = 1, *, zero: int = 0, precision: str = "fp32") -> Plan:
+    """Two ranks to a pipeline and four micro-batches; one of two plans, edited."""
+    chunks = 2 if schedule in ("interleaved", "zb-v") else None
+    plan = planned(name, 2, dp, 4, "interleaved" if chunks else "1f1b", chunks=chunks)
+    depth = int(schedule == "eager-1f1b")
+    return replace(
+        plan,
+        schedule=schedule,
+        precision=precision,
+        boundaries=tuple(replace(boundary, depth=depth) for boundary in plan.boundaries),
+        stages=tuple(replace(stage, zero=zero) for stage in plan.stages),
+    )
+
+
+# Two processes: a pipeline of two ranks
+
+
+def bits(pipe: Pipe, batch: Any) -> dict[str, Tensor]:
+    """The loss and all gradients of the model, from whichever rank."""
+    mine = {"loss": pipe.step(batch)}
+    mine |= {n: p.grad.clone() for n, p in pipe.named_parameters() if p.grad is not None}
+    everyone: list[Any] = [None] * len(pipe.plan.mesh.places)
+    dist.all_gather_object(everyone, mine)
+    return {name: tensor for found in everyone for name, tensor in found.items()}
+
+
+@story(2)
+def dropout_is_bitwise_the_same_for_every_schedule() -> None:
+    """Its numbers are the micro-batch's, whichever rank draws them and when."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for schedule in sampled(SCHEDULES, of=2):
+        plan = by(schedule, "dropout")
+        found[schedule] = bits(piped("dropout", plan), ZOO["dropout"].inputs(plan.batch.rows))
+    expected = found["naive"]
+    assert expected.keys() == {"loss", *(n for n, _ in ZOO["dropout"].model().named_parameters())}
+    for schedule, tensors in found.items():
+        assert tensors.keys() == expected.keys(), schedule
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, expected[name]), f"{schedule}: {name}"
+
+
+@story(2)
+def recomputation_changes_no_bit() -> None:
+    """Blocks that run again draw the same masks; less is kept for them, and as much as planned."""
+    plan = planned("dropout", 2, 1, 4, recompute="all")
+    batch = ZOO["dropout"].inputs(plan.batch.rows)
+    for schedule in sampled(("zb-h1", "1f1b"), of=2):
+        whole = piped("dropout", by(schedule, "dropout"))
+        again = piped("dropout", replace(plan, schedule=schedule))
+        whole.meter, again.meter = Meter(), Meter()
+        expected, found = bits(whole, batch), bits(again, batch)
+        assert found.keys() == expected.keys()
+        for name, tensor in found.items():
+            assert torch.equal(tensor, expected[name]), f"{schedule}: {name}"
+        stage = again.place.pp
+        most, least = (pipe.measured()[stage].memory.activations for pipe in (whole, again))
+        assert least < most, schedule
+        if schedule == plan.schedule:
+            assert least == plan.stages[stage].predicted.memory.activations
+
+
+@story(2, long=True)
+def compiled_stages_compute_the_same() -> None:
+    together("keywords", piped("keywords", by("1f1b", "keywords"), compile=True))
+
+
+@story(2)
+def what_does_not_go_together() -> None:
+    """Found by every rank before any of them waits for another."""
+    with refused(PlanError, "zb-h1 and torch.compile do not go together", "hint: plan with 1f1b"):
+        piped("keywords", by("zb-h1", "keywords"), compile=True)
+    with refused(PlanError, "zb-h1 and zero=3 do not go together"):
+        piped("keywords", by("zb-h1", "keywords", zero=3))
+    with refused(PlanError, "torch.compile and zero=3 do not go together"):
+        piped("keywords", by("1f1b", "keywords", zero=3), compile=True)
+
+
+# Four processes: pipelines of two ranks, each rank on two data-parallel coordinates
+
+
+def beside_one_process(schedule: str, zero: int) -> Story:
+    def told() -> None:
+        together("gpt", piped("gpt", by(schedule, "gpt", dp=2, zero=zero)))
+
+    told.__doc__ = "Losses, gradients, norms and weights of three steps."
+    return story(4, f"{schedule} with ZeRO {zero}", long=(schedule, zero) not in ALWAYS)(told)
+
+
+ALWAYS = (("1f1b", 1), ("eager-1f1b", 0), ("interleaved", 3))
+"""The others of the stories below are told in the long run."""
+
+for _schedule in ("1f1b", "eager-1f1b", "interleaved"):
+    for _zero in (0, 1, 3):
+        beside_one_process(_schedule, _zero)
+
+
+@story(4)
+def zero_bubble_with_data_parallelism() -> None:
+    """torch's zero-bubble schedules drop the all-reduce of DistributedDataParallel without a word:
+    gradients of the weights never pass the hooks that start it, and replicas drift apart. Here they
+    pass them, and replicas have the same gradients to the bit."""
+    ways = (("zb-h1", 0), ("zb-h1", 1), ("zb-v", 1), ("zb-v", 0))
+    for schedule, zero in sampled(ways, of=2):
+        pipe = piped("gpt", by(schedule, "gpt", dp=2, zero=zero))
+        together("gpt", pipe)
+        if zero == 0:
+            replicas: list[Any] = [None] * 4
+            mine = {n: p.grad for n, p in pipe.named_parameters()}
+            dist.all_gather_object(replicas, (pipe.place.pp, mine))
+            ((_, first), (_, second)) = (r for r in replicas if r[0] == pipe.place.pp)
+            assert first.keys() == second.keys() and all(
+                torch.equal(first[name], second[name]) for name in first
+            ), schedule
+
+
+@story(4)
+def tied_weights_in_shards() -> None:
+    """GPT-2's embedding is its head: under ZeRO-1 its rows are dealt out over all four ranks, under
+    ZeRO-3 over the replicas of each of its two stages."""
+    for zero in sampled((1, 3), of=2):
+        pipe = piped("gpt2", by("1f1b", "gpt2", dp=2, zero=zero))
+        together("gpt2", pipe)
+        rows = len(dict(pipe.named_parameters())["transformer.wte.weight"])
+        assert rows == VOCABULARY // (4 if zero == 1 else 2)
+
+
+@story(4)
+def a_sum_and_a_count_by_every_schedule() -> None:
+    """The true count is known only after the step; gradients in small sums as well."""
+    whole, gradient_sum.BUCKET_BYTES = gradient_sum.BUCKET_BYTES, 1000
+    for schedule, zero in sampled((("zb-v", 1), ("1f1b", 0), ("interleaved", 3)), of=3):
+        together("counted", piped("counted", by(schedule, "counted", dp=2, zero=zero)), steps=2)
+    gradient_sum.BUCKET_BYTES = whole
+
+
+@story(4)
+def recomputed_blocks_in_shards() -> None:
+    plan = planned("gpt", 2, 2, 4, recompute="all", zero=3)
+    together("gpt", piped("gpt", plan), steps=2)
+
+
+@story(4)
+def one_process_under_autocast() -> None:
+    """bf16: what one process computes in, up to roundings of sums that are cut elsewhere."""
+    for schedule, zero in sampled((("interleaved", 3), ("zb-h1", 1), ("1f1b", 0)), of=3):
+        plan = by(schedule, "gpt", dp=2, zero=zero, precision="bf16")
+        pipe, model = piped("gpt", plan), ZOO["gpt"].model()
+        ours, theirs = sgd(pipe.parameters()), sgd(model.parameters())
+        for number in range(3):
+            batch = drawn("gpt", plan.batch.rows, number)
+            with torch.autocast("cpu", torch.bfloat16):
+                expected = whole_loss("gpt", model, batch)
+            theirs.zero_grad()
+            expected.backward()
+            said = f"{schedule}, step {number}: "
+            close(pipe.step(batch), expected, said + "loss", 2e-2)
+            for name, parameter in pipe.named_parameters():
+                gradient = model.get_parameter(name).grad
+                assert parameter.grad is not None and gradient is not None
+                assert parameter.dtype == parameter.grad.dtype == torch.float32
+                close(parameter.grad, own(pipe, name, gradient), said + name, 2e-2)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            close(pipe.clip_grad_norm_(0.5), norm, said + "norm", 2e-2)
+            ours.step()
+            theirs.step()
+        with torch.no_grad():
+            exact = whole_loss("gpt", ZOO["gpt"].model(), drawn("gpt", plan.batch.rows, 0))
+        assert pipe.loss_scale is None and not torch.equal(expected, exact)
+
+
+@story(4)
+def an_overflow_is_passed_over() -> None:
+    """fp16: no rank has a gradient after it, so that optimizers do nothing; the scale is halved,
+    and training goes on beside a process in fp32."""
+    for schedule, zero in sampled((("zb-h1", 1), ("1f1b", 0), ("interleaved", 3)), of=3):
+        plan = by(schedule, "gpt", dp=2, zero=zero, precision="fp16")
+        pipe, model = piped("gpt", plan), ZOO["gpt"].model()
+        optimizer = sgd(pipe.parameters())
+        assert pipe.loss_scale is not None
+        batch = ZOO["gpt"].inputs(plan.batch.rows)
+        before = {name: p.detach().clone() for name, p in pipe.named_parameters()}
+        for scale in (2.0**60, 2.0**59):
+            pipe.loss_scale.scale = scale
+            assert pipe.step(batch).isfinite()
+            assert all(parameter.grad is None for parameter in pipe.parameters())
+            assert pipe.loss_scale.scale == scale / 2
+            optimizer.step()
+        assert all(torch.equal(p, before[name]) for name, p in pipe.named_parameters())
+        pipe.loss_scale.scale = 2.0**12
+        expected = whole_loss("gpt", model, batch)
+        expected.backward()
+        close(pipe.step(batch), expected, "loss", 5e-3)
+        for name, parameter in pipe.named_parameters():
+            gradient = model.get_parameter(name).grad
+            assert parameter.grad is not None and gradient is not None
+            close(parameter.grad, own(pipe, name, gradient), name, 2e-2)
+        optimizer.step()
+        assert pipe.loss_scale.scale == 2.0**12 and pipe.loss_scale.good_steps == 1
+        assert pipe.step(batch) < expected
+
+
+@story(4)
+def an_overflow_on_one_rank_is_everyones() -> None:
+    """Rank 3 alone finds a gradient that is no number; all ranks pass over the step."""
+    pipe = piped("gpt", by("1f1b", "gpt", dp=2, precision="fp16"))
+    batch = ZOO["gpt"].inputs(pipe.plan.batch.rows)
+    assert pipe.loss_scale is not None
+    scale = pipe.loss_scale.scale
+    infinite = None
+    if pipe.place.rank == 3:
+        infinite = next(pipe.parameters()).register_hook(lambda gradient: gradient * torch.inf)
+    pipe.step(batch)
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+    assert pipe.loss_scale.scale == scale / 2
+    if infinite is not None:
+        infinite.remove()
+    pipe.step(batch)
+    assert all(parameter.grad is not None for parameter in pipe.parameters())
+    assert pipe.loss_scale.scale == scale / 2
+
+
+@story(4)
+def evaluation_in_shards() -> None:
+    """Of a fresh pipe and of a trained one: what an optimizer has changed elsewhere is fetched."""
+    for zero in (1, 3):
+        pipe = piped("keywords", by("1f1b", "keywords", dp=2, zero=zero))
+        batch = ZOO["keywords"].inputs(8)
+        optimizer = sgd(pipe.parameters())
+        for _ in range(2):
+            found = pipe.evaluate(batch)
+            model = ZOO["keywords"].model().eval()
+            everyone: list[Any] = [None] * 4
+            dist.all_gather_object(everyone, {n: full(t) for n, t in pipe.state_dict().items()})
+            model.load_state_dict({n: t for state in everyone for n, t in state.items()})
+            with torch.no_grad():
+                close(found, whole_loss("keywords", model, batch))
+            pipe.step(ZOO["keywords"].inputs(pipe.plan.batch.rows))
+            optimizer.step()

@@ -1,0 +1,778 @@
+"""Stories of gradients summed and states sharded, in real processes; a program that tells them.
+
+Each story is a function that every rank of its world runs. Started by `warm.spawn`, once per
+rank, the program tells those of one file in turn; what came of each goes into a file:
+
+    python zero_worker.py FOLDER zero          FOLDER/three_steps.0: empty, or a traceback
+
+The toy is two stages on every rank, so that pipelines need no transfers here:
+
+    stage 0   h = tanh(x tied^T scale + bias)        tied stands in both stages
+    stage 1   loss of h wide^T and h tied            wide is float32, the rest float64
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch.autograd.graph import get_gradient_edge
+
+from autopipe import ModelError, PlanError
+from autopipe.errors import LaunchError
+from autopipe.runtime.launch.world import start, world_from
+from autopipe.runtime.parameters import gradient_sum
+from autopipe.runtime.parameters.gradient_sum import (
+    Bucket,
+    Gradients,
+    GradientSum,
+    all_reduce,
+    total_norm,
+)
+from autopipe.runtime.parameters.zero1 import OptimizerShards
+from autopipe.runtime.parameters.zero3 import FullyShardedSum, shard_stage
+from autopipe.runtime.step.engine import AutogradEngine
+from autopipe.stages.recompute import Recomputed
+from tests.support import warm
+from tests.support.staged import lowered, traced
+from tests.support.zoo import ZOO
+
+Story = Callable[[], None]
+Parameters = dict[str, nn.Parameter]
+STORIES: dict[str, dict[int, list[Story]]] = {}
+
+
+def story(file: str, *worlds: int) -> Callable[[Story], Story]:
+    """Enter a story under the file whose tests tell it and the numbers of processes it is for."""
+
+    def enter(told: Story) -> Story:
+        for world in worlds:
+            STORIES.setdefault(file, {}).setdefault(world, []).append(told)
+        return told
+
+    return enter
+
+
+def told(file: str, world: int, folder: Path) -> Path:
+    """Tell the stories of a file by so many processes; `code` is what came of the processes."""
+    (folder / "code").write_text(str(warm.spawn(world, [__file__, str(folder), file])))
+    return folder
+
+
+# The toy
+
+USES = {0: ("tied", "bias", "scale"), 1: ("tied", "wide")}
+
+
+def toy() -> Parameters:
+    """The same values at every call."""
+    torch.manual_seed(0)
+    double = torch.float64
+    return {
+        "tied": nn.Parameter(torch.randn(7, 6, dtype=double)),
+        "bias": nn.Parameter(torch.randn(7, dtype=double)),
+        "scale": nn.Parameter(torch.tensor(0.5, dtype=double)),
+        "frozen": nn.Parameter(torch.randn(4, dtype=double), requires_grad=False),
+        "unused": nn.Parameter(torch.randn(3, 2, dtype=double)),
+        "wide": nn.Parameter(torch.randn(5, 7)),
+    }
+
+
+def stage_0(p: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    return torch.tanh(x @ p["tied"].T * p["scale"] + p["bias"])
+
+
+def stage_1(p: Mapping[str, Tensor], h: Tensor) -> Tensor:
+    return (h.float() @ p["wide"].T).square().mean().double() + (h @ p["tied"]).tanh().mean()
+
+
+def batch(number: int, micro_batches: int) -> Sequence[Tensor]:
+    """The micro-batches of all ranks."""
+    drawn = torch.Generator().manual_seed(number)
+    whole = torch.randn(2 * micro_batches, 6, dtype=torch.float64, generator=drawn)
+    return whole.chunk(micro_batches)
+
+
+def whole_step(p: Parameters, number: int, micro_batches: int) -> None:
+    """One process, all micro-batches."""
+    for parameter in p.values():
+        parameter.grad = None
+    for x in batch(number, micro_batches):
+        (stage_1(p, stage_0(p, x)) / micro_batches).backward()
+
+
+def step(p: Parameters, sums: Gradients, number: int, micro_batches: int) -> None:
+    """This rank's micro-batches, all forwards first, as a program with both stages runs them."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for parameter in sums.shards().values():
+        parameter.grad = None
+    sums.gather()
+    total = world * micro_batches
+    mine = batch(number, total)[rank * micro_batches :][:micro_batches]
+    made = [stage_0(p, x) for x in mine]
+    cut = [h.detach().requires_grad_() for h in made]
+    losses = [stage_1(p, h) / total for h in cut]
+    for k in range(micro_batches):
+        if k == micro_batches - 1:
+            sums.arm(1)
+        losses[k].backward()
+    for k in range(micro_batches):
+        if k == micro_batches - 1:
+            sums.arm(0)
+        made[k].backward(cut[k].grad)
+    sums.finish()
+
+
+def everywhere(p: Parameters) -> dict[str, dist.ProcessGroup]:
+    """Each parameter stands on all ranks."""
+    group = dist.new_group(list(range(dist.get_world_size())))
+    assert group is not None
+    return dict.fromkeys(p, group)
+
+
+def close(found: Tensor, expected: Tensor, said: str, to: float = 1e-6) -> None:
+    """Equal to a part of the largest entry."""
+    if found.numel() or expected.numel():
+        off = float((found.detach() - expected.detach()).abs().max())
+        most = to * float(expected.detach().abs().max())
+        assert off <= most, f"{said}: off by {off:.2e}, allowed {most:.2e}"
+
+
+OPTIMIZERS: list[Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = [
+    lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1),
+    lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+]
+
+
+def stays_with_one_process(
+    make: Callable[[Parameters, Mapping[str, dist.ProcessGroup]], Gradients],
+) -> None:
+    """Three steps: what the optimizer makes of the parameters, and the norm of the gradients."""
+    for micro_batches in (1, 4):
+        for optimizer in OPTIMIZERS:
+            p, reference = toy(), toy()
+            sums = make(p, everywhere(p))
+            ours = optimizer(list(sums.shards().values()))
+            theirs = optimizer(list(reference.values()))
+            for number in range(3):
+                step(p, sums, number, micro_batches)
+                whole_step(reference, number, dist.get_world_size() * micro_batches)
+                found = [q.grad for q in reference.values() if q.grad is not None]
+                owned = list(sums.owned_gradients().values())
+                norm = total_norm(owned, dist.group.WORLD, torch.device("cpu"))
+                close(norm, torch.nn.utils.get_total_norm(found), f"norm {number}")
+                ours.step()
+                theirs.step()
+            sums.gather()
+            for name, parameter in p.items():
+                close(parameter, reference[name], name)
+            assert sums.shards()["unused"].grad is None
+
+
+# Gradients
+
+
+@story("gradients", 2, 3)
+def three_steps_of_whole_gradients() -> None:
+    stays_with_one_process(lambda p, groups: GradientSum(p, groups, USES))
+
+
+@story("gradients", 2)
+def a_sum_begins_before_the_last_backward_ends() -> None:
+    """Stage 1's last backward makes d(wide), and its sum begins while d(h) is still to come."""
+    events: list[str] = []
+    p = toy()
+    names = {id(parameter): name for name, parameter in p.items()}
+
+    def noted(summed: Bucket) -> Callable[[], object]:
+        events.append("sum of " + " ".join(names[id(q)] for q in summed.parameters))
+        return all_reduce(summed)
+
+    sums = GradientSum(p, everywhere(p), USES, noted)
+    step(p, sums, 0, 2)  # learns
+    events.clear()
+    x = batch(0, 1)[0]
+    h = stage_0(p, x)
+    cut = h.detach().requires_grad_()
+    cut.register_hook(lambda _: events.append("stage 1 is through"))
+    sums.arm(1)
+    stage_1(p, cut).backward()
+    events.append("stage 0 begins")
+    x.requires_grad_().register_hook(lambda _: events.append("stage 0 is through"))
+    sums.arm(0)
+    stage_0(p, x).backward(cut.grad)
+    events.append("STEP")
+    sums.finish()
+    # tied is final with the second of its stages; it and bias and scale share a bucket.
+    assert events[0] == "sum of wide", events
+    assert events.index("stage 0 begins") < events.index("sum of scale bias tied"), events
+    assert events.index("sum of scale bias tied") < events.index("STEP"), events
+
+
+@story("gradients", 2, 3)
+def one_order_of_buckets() -> None:
+    """Each rank's backward takes another way; the sums begin in the same order everywhere."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    p = {f"p{i}": nn.Parameter(torch.ones(i + 1)) for i in range(6)}
+    way = list(p)[rank:] + list(p)[:rank]
+    begun: list[int] = []
+    arrived: list[str] = []
+
+    def noted(summed: Bucket) -> Callable[[], object]:
+        begun.append(summed.parameters[0].numel())
+        return all_reduce(summed)
+
+    sums = GradientSum(p, everywhere(p), {0: list(p)}, noted)
+    for name, parameter in p.items():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(name))
+    before, gradient_sum.BUCKET_BYTES = gradient_sum.BUCKET_BYTES, 1
+    for _ in range(2):
+        arrived.clear()
+        for parameter in p.values():
+            parameter.grad = None
+        loss = torch.tensor(0.0)
+        for name in way:
+            loss = loss + (rank + 1) * p[name].sum()
+        sums.arm(0)
+        loss.backward()
+        sums.finish()
+    gradient_sum.BUCKET_BYTES = before
+    ways: list[Any] = [None] * world
+    dist.all_gather_object(ways, arrived)
+    assert len({tuple(other) for other in ways}) == world, "the ranks were to take other ways"
+    assert begun == [6, 5, 4, 3, 2, 1] * 2
+    for parameter in p.values():
+        assert parameter.grad is not None
+        assert parameter.grad.tolist() == [world * (world + 1) / 2] * parameter.numel()
+
+
+@story("gradients", 2)
+def split_backward_is_summed_too() -> None:
+    """I and W: torch's DDP forgets its all-reduce here, and nobody says so (its replicas drift)."""
+    p, reference = toy(), toy()
+    begun: list[Bucket] = []
+
+    def noted(summed: Bucket) -> Callable[[], object]:
+        begun.append(summed)
+        return all_reduce(summed)
+
+    sums = GradientSum(p, everywhere(p), {0: list(p)}, noted)
+    own = [parameter for name, parameter in p.items() if name not in ("frozen", "unused")]
+    for number in range(2):
+        begun.clear()
+        for parameter in p.values():
+            parameter.grad = None
+        mine = batch(number, 8)[dist.get_rank() * 4 :][:4]
+        kept = []
+        for x in mine:  # 0F0 0I0 0F1 0I1 ...
+            x = x.clone().requires_grad_()
+            loss = stage_1(p, stage_0(p, x)) / 8
+            torch.autograd.grad(loss, x, retain_graph=True)
+            assert all(parameter.grad is None for parameter in p.values())
+            kept.append(get_gradient_edge(loss))
+        for k, edge in enumerate(kept):  # 0W0 0W1 0W2 0REDUCE 0W3 0STEP
+            if k == 3:
+                sums.arm(0)
+            torch.autograd.backward(edge, torch.ones((), dtype=torch.float64), inputs=own)
+        assert len(begun) == (2 if number else 0), "in the last W, once it is known what comes"
+        sums.finish()
+        whole_step(reference, number, 8)
+        for name, parameter in p.items():
+            expected = reference[name].grad
+            assert (parameter.grad is None) == (expected is None), name
+            if parameter.grad is not None and expected is not None:
+                close(parameter.grad, expected, name)
+
+
+@story("gradients", 2)
+def a_tied_parameter_that_one_stage_does_not_use() -> None:
+    """Rank 1's copy gets no gradient of its own: it has rank 0's all the same."""
+    tied, neither = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    p = {"tied": tied, "neither": neither}
+    sums = GradientSum(p, everywhere(p), {dist.get_rank(): list(p)})
+    for _ in range(2):
+        tied.grad = None
+        sums.arm(dist.get_rank())
+        if dist.get_rank() == 0:
+            (2 * tied.sum()).backward()
+        sums.finish()
+        assert tied.grad is not None and tied.grad.tolist() == [2, 2, 2]
+        assert neither.grad is None
+    assert len(sums.owned_gradients()) == (dist.get_rank() == 0)
+
+
+@story("gradients", 2)
+def a_layer_that_is_frozen_later() -> None:
+    """It has no gradient from then on, which is not the same as zeros: weight decay, momentum."""
+    p = {"a": nn.Parameter(torch.ones(2)), "b": nn.Parameter(torch.ones(2))}
+    sums = GradientSum(p, everywhere(p), {0: list(p)})
+    for trainable in (True, False, True):
+        p["b"].requires_grad_(trainable)
+        for parameter in p.values():
+            parameter.grad = None
+        sums.arm(0)
+        (p["a"] * p["b"]).sum().backward()
+        sums.finish()
+        assert p["a"].grad is not None and p["a"].grad.tolist() == [2, 2]
+        assert (p["b"].grad is not None) == trainable
+
+
+@story("gradients", 2)
+def half_precision() -> None:
+    """Two numbers have one sum in bfloat16, whoever adds them."""
+    for dtype in (torch.bfloat16, torch.float16):
+        p = {"half": nn.Parameter(torch.zeros(9, dtype=dtype)), "full": nn.Parameter(torch.ones(9))}
+        made = [torch.randn(9, generator=torch.Generator().manual_seed(k)) for k in range(2)]
+        for sums in (GradientSum(p, everywhere(p), {}), OptimizerShards(p, everywhere(p), {})):
+            p["half"].grad = made[dist.get_rank()].to(dtype)
+            p["full"].grad = made[dist.get_rank()].clone()
+            sums.finish()
+            rows = slice(*getattr(sums, "rows", {}).get("half", (0, 9)))
+            half, full = (sums.shards()[name].grad for name in p)
+            assert half is not None and full is not None and half.dtype == dtype
+            assert torch.equal(half, (made[0].to(dtype) + made[1].to(dtype))[rows])
+            assert torch.equal(full, (made[0] + made[1])[rows])
+
+
+@story("gradients", 2)
+def ranks_with_different_parameters() -> None:
+    """In another order: equal in size, and a sum of apples and pears."""
+    names = ["a", "b"] if dist.get_rank() == 0 else ["b", "a"]
+    p = {name: nn.Parameter(torch.ones(2)) for name in names}
+    try:
+        GradientSum(p, everywhere(p), {}).finish()
+    except LaunchError as error:
+        assert "the 2 ranks that share" in str(error)
+    else:
+        raise AssertionError("was not refused")
+
+
+# ZeRO-1
+
+
+def shards(p: Parameters, groups: Mapping[str, dist.ProcessGroup]) -> OptimizerShards:
+    return OptimizerShards(p, groups, USES)
+
+
+@story("zero", 2, 3)
+def three_steps_of_sharded_optimizers() -> None:
+    stays_with_one_process(shards)
+
+
+@story("zero", 2, 3)
+def many_small_buckets() -> None:
+    """More gathers and sums than are under way at once."""
+    before, gradient_sum.BUCKET_BYTES = gradient_sum.BUCKET_BYTES, 8
+    stays_with_one_process(shards)
+    gradient_sum.BUCKET_BYTES = before
+
+
+@story("zero", 2, 3)
+def optimizer_state_is_dealt_out() -> None:
+    """Bytes of AdamW's two moments: of the rows that are this rank's, and no others."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    p = toy()
+    sums = shards(p, everywhere(p))
+    optimizer = torch.optim.AdamW(list(sums.shards().values()))
+    step(p, sums, 0, 1)
+    optimizer.step()
+    each = -(-7 // world), -(-5 // world)
+    tied = max(0, min(7, (rank + 1) * each[0]) - rank * each[0])
+    wide = max(0, min(5, (rank + 1) * each[1]) - rank * each[1])
+    expected = 2 * 8 * (6 * tied + tied + (rank == 0)) + 2 * 4 * 7 * wide
+    states = [t for s in optimizer.state.values() for k, t in s.items() if k != "step"]
+    assert sum(t.nbytes for t in states) == expected
+    assert all(p[name].grad is None for name in p), "whole gradients were let go"
+    for name in ("tied", "wide"):
+        shard = sums.shards()[name]
+        assert shard.untyped_storage().data_ptr() == p[name].untyped_storage().data_ptr()
+        assert shard.ndim == p[name].ndim
+
+
+@story("zero", 3)
+def fewer_rows_than_ranks() -> None:
+    """The last rank has nothing of a parameter of two rows, none of a scalar but the first."""
+    p = {
+        "two": nn.Parameter(torch.ones(2, 3)),
+        "scalar": nn.Parameter(torch.tensor(1.0)),
+        "none": nn.Parameter(torch.ones(0, 3)),
+    }
+    sums = OptimizerShards(p, everywhere(p), {0: list(p)})
+    rank = dist.get_rank()
+    assert [sums.rows[name] for name in p] == [
+        [(0, 1), (0, 1), (0, 0)],
+        [(1, 2), (1, 1), (0, 0)],
+        [(2, 2), (1, 1), (0, 0)],
+    ][rank]
+    optimizer = torch.optim.SGD(list(sums.shards().values()), lr=1.0)
+    sum((parameter.sum() for parameter in p.values()), torch.tensor(0.0)).backward()
+    sums.finish()
+    optimizer.step()
+    sums.gather()
+    assert p["two"].tolist() == [[-2.0] * 3] * 2 and p["scalar"].item() == -2.0
+
+
+@story("zero", 2)
+def a_parameter_of_another_layout() -> None:
+    """Channels last: rows of a shard are a view all the same, and come back to their places."""
+    weight = torch.randn(4, 3, 2, 2, generator=torch.Generator().manual_seed(0))
+    p = {"conv": nn.Parameter(weight.contiguous(memory_format=torch.channels_last))}
+    sums = OptimizerShards(p, everywhere(p), {0: ["conv"]})
+    optimizer = torch.optim.SGD(list(sums.shards().values()), lr=1.0)
+    (p["conv"] * weight).sum().backward()
+    sums.finish()
+    optimizer.step()
+    sums.gather()
+    close(p["conv"], weight - 2 * weight, "conv")
+    assert p["conv"].is_contiguous(memory_format=torch.channels_last)
+
+
+@story("zero", 2)
+def an_update_that_leaves_no_trace() -> None:
+    """By `.data`, which no version counts, and between two evaluations."""
+    p = toy()
+    sums = shards(p, everywhere(p))
+    for _ in range(2):
+        before = p["tied"].detach().clone()
+        sums.gather()
+        for shard in sums.shards().values():
+            shard.data.add_(1.0)
+        sums.gather()
+        close(p["tied"], before + 1.0, "tied")
+
+
+@story("zero", 2)
+def a_parameter_of_this_rank_alone() -> None:
+    """It is its own shard, whole."""
+    p = toy()
+    groups = everywhere(p)
+    del groups["wide"]
+    sums = shards(p, groups)
+    assert sums.shards()["wide"] is p["wide"] and "wide" not in sums.rows
+    step(p, sums, 0, 1)
+    assert p["wide"].grad is not None
+
+
+# ZeRO-3
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(width, width) / width)
+        self.b = nn.Parameter(torch.randn(1, width))
+        self.frozen = nn.Parameter(torch.randn(width), requires_grad=False)
+        self.unused = nn.Parameter(torch.randn(width))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.add_(1)
+        return torch.tanh(x @ self.w + self.b * self.frozen)
+
+
+class Stage(nn.Module):
+    """Calls block a twice, and reads a parameter of b outside of it."""
+
+    def __init__(self, width: int = 5) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Parameter(torch.randn(width, width) / width)
+        self.a, self.b, self.c = Block(width), Block(width), Block(width)
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        x = self.a(x @ self.head)
+        x = self.c(self.a(self.b(x).view(-1, x.shape[-1])))
+        return (x @ self.b.w @ self.head,)
+
+
+class Evaluated(Stage):
+    """Other blocks than in training: a's parameters are read outside of it."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        x = torch.tanh(x @ self.head @ self.a.w + self.a.b * self.a.frozen)
+        x = self.c(self.a(self.b(x)))
+        return (x @ self.b.w @ self.head,)
+
+
+class _Outer(fx.Tracer):
+    def is_leaf_module(self, module: nn.Module, name: str) -> bool:
+        return True
+
+
+def graphs(stage: nn.Module, *, recompute: bool = False) -> fx.GraphModule:
+    """A stage as `lower` makes it: a graph that calls a graph for each block."""
+    module = fx.GraphModule(stage, _Outer().trace(stage))
+    taken: set[str] = set()
+    for node in module.graph.find_nodes(op="call_module"):
+        block = fx.symbolic_trace(stage.get_submodule(node.target))
+        while node.target in taken:
+            node.target += "_again"
+        taken.add(node.target)
+        module.add_submodule(node.target, Recomputed(block) if recompute else block)
+    module.recompile()
+    return module
+
+
+def states(stage: nn.Module) -> dict[str, Tensor]:
+    return dict(stage.named_parameters()) | dict(stage.named_buffers())
+
+
+def data_parallel() -> dist.ProcessGroup:
+    return dist.new_group(list(range(dist.get_world_size())))  # type: ignore[no-any-return]
+
+
+def in_flight(engine: AutogradEngine, micro_batches: Sequence[Tensor], seed: float) -> None:
+    """F0 F1 F2 B0 F3 B1 B2 B3: the first of three stages under 1f1b. The loss is a sum of squares;
+    every other micro-batch needs a gradient of its own."""
+    made: dict[int, Tensor] = {}
+
+    def forward(k: int) -> None:
+        x = micro_batches[k].clone().requires_grad_(k % 2 == 0)
+        made[k] = engine.forward(k, [x])[0].detach()
+
+    def backward(k: int) -> None:
+        engine.backward_input(k, [seed * 2 * made.pop(k)])
+
+    ahead = 3
+    for k in range(min(ahead, len(micro_batches))):
+        forward(k)
+    for k in range(len(micro_batches)):
+        backward(k)
+        if k + ahead < len(micro_batches):
+            forward(k + ahead)
+
+
+@story("fully_sharded", 2, 3)
+def three_steps_of_a_sharded_stage() -> None:
+    """A block called twice, frozen, unused and shared parameters, uneven rows, odd layouts."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for micro_batches in (1, 4):
+        for optimizer in OPTIMIZERS:
+            for offload, recompute in ((False, False), (True, True)):
+                reference, stage = Stage(), Stage()
+                stage.c.w.data = stage.c.w.data.t().contiguous().t()
+                sharded = shard_stage(
+                    graphs(stage), states(stage), data_parallel(), offload=offload
+                )
+                assert list(sharded.units) == ["a", "b", "c"]
+                sums = FullyShardedSum({0: sharded}, {})
+                engine = AutogradEngine(sharded.bind(graphs(stage, recompute=recompute)))
+                named = dict(reference.named_parameters())
+                ours = optimizer(list(sums.shards().values()))
+                theirs = optimizer([named[name] for name in sums.shards()])
+                memory = {n: shard.data_ptr() for n, shard in sums.shards().items()}
+                for number in range(3):
+                    drawn = torch.Generator().manual_seed(number)
+                    rows = torch.randn(2 * world * micro_batches, 5, generator=drawn)
+                    ours.zero_grad()
+                    theirs.zero_grad()
+                    reference(rows)[0].square().sum().mul(0.01).backward()
+                    mine = rows.chunk(world)[rank]
+                    in_flight(engine, mine.chunk(micro_batches), 0.01)
+                    sums.finish()
+                    for name, shard in sums.shards().items():
+                        assert (shard.grad is None) == (named[name].grad is None), name
+                    found = [q.grad for q in named.values() if q.grad is not None]
+                    norm = total_norm(
+                        sums.owned_gradients().values(), dist.group.WORLD, rows.device
+                    )
+                    close(norm, torch.nn.utils.get_total_norm(found), "norm", 1e-5)
+                    ours.step()
+                    theirs.step()
+                for name, parameter in named.items():
+                    close(sharded.whole(name), parameter, name, 1e-5)
+                assert memory == {n: shard.data_ptr() for n, shard in sums.shards().items()}
+
+
+@story("fully_sharded", 2, 3)
+def what_a_rank_holds() -> None:
+    """Between steps: its rows of parameters, gradients and AdamW's moments."""
+    world = dist.get_world_size()
+    stage = Stage(6 * world)
+    named = dict(stage.named_parameters())
+    total = sum(p.nbytes for n, p in named.items() if not n.endswith(".b"))
+    rows = sum(p.nbytes for n, p in named.items() if n.endswith(".b"))  # one row: the first rank's
+    sharded = shard_stage(graphs(stage), states(stage), data_parallel())
+    sums = FullyShardedSum({0: sharded}, {})
+    expected = total // world + (rows if dist.get_rank() == 0 else 0)
+    assert sum(shard.nbytes for shard in sums.shards().values()) == expected
+    optimizer = torch.optim.AdamW(list(sums.shards().values()))
+    in_flight(AutogradEngine(sharded.bind(graphs(stage))), [torch.ones(2, 6 * world)] * 4, 0.01)
+    assert all(
+        type(parameter.data).__name__ == "DTensor" for parameter in sharded.parameters.values()
+    )
+    sums.finish()
+    optimizer.step()
+    moments = sum(s[k].nbytes for s in optimizer.state.values() for k in ("exp_avg", "exp_avg_sq"))
+    trained = [shard for shard in sums.shards().values() if shard.grad is not None]
+    assert moments == 2 * sum(shard.nbytes for shard in trained)
+    assert all(shard.grad is not None and shard.grad.nbytes == shard.nbytes for shard in trained)
+
+
+@story("fully_sharded", 2)
+def another_lowering_over_the_same_shards() -> None:
+    """Evaluation runs other graphs, of other blocks; then training goes on."""
+    stage, reference = Stage(), Stage()
+    sharded = shard_stage(graphs(stage), states(stage), data_parallel())
+    train = sharded.bind(graphs(stage))
+    evaluate = sharded.bind(graphs(Evaluated()))
+    x = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        with torch.no_grad():
+            close(evaluate(x)[0], reference(x)[0], "evaluation")
+            close(train(x)[0], reference(x)[0], "the training graph without gradients")
+        close(train(x)[0], reference(x)[0], "training")
+    try:
+        evaluate(x)
+    except PlanError as error:
+        assert "other blocks" in str(error)
+    else:
+        raise AssertionError("was not refused")
+
+
+class Writes(Stage):
+    """b writes to what a has made; c writes to memory of its own."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        x = self.b(self.a(x @ self.head))
+        return (self.c(x.view(-1, 5)) @ self.head,)
+
+
+class Affine(Block):
+    """Autograd keeps its result for nothing: it may be written to."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.w + self.b * self.frozen).view(-1)
+
+
+class WritesToItsInput(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.ops.aten.mul_.Tensor(x, 2.0)
+        return torch.ops.aten.relu_.default(x.view(-1, 5) @ self.w + self.b * self.frozen)
+
+
+@story("fully_sharded", 2)
+def blocks_that_write_to_each_others_tensors() -> None:
+    """They are whole with the root's: a hook on a tensor that is written to would be lost."""
+
+    def build() -> Stage:
+        stage = Writes()
+        torch.manual_seed(1)
+        stage.a, stage.b = Affine(5), WritesToItsInput(5)
+        return stage
+
+    stage, reference = build(), build()
+    sharded = shard_stage(graphs(stage), states(stage), data_parallel())
+    assert list(sharded.units) == ["c"]
+    sums = FullyShardedSum({0: sharded}, {})
+    rows = torch.randn(8, 5, generator=torch.Generator().manual_seed(0))
+    reference(rows)[0].square().sum().backward()
+    in_flight(
+        AutogradEngine(sharded.bind(graphs(stage))), rows.chunk(2)[dist.get_rank()].chunk(4), 1.0
+    )
+    for name, parameter in reference.named_parameters():
+        grad = sharded.parameters[name].grad
+        if parameter.grad is not None and grad is not None:
+            close(grad.full_tensor(), parameter.grad, name, 1e-5)  # type: ignore[attr-defined]
+    sums.finish()
+
+
+@story("fully_sharded", 2)
+def what_cannot_be_sharded() -> None:
+    stage = Stage()
+    stage.b.w = nn.Parameter(stage.b.w.detach())
+    stage.c.w = nn.Parameter(stage.c.w.detach().double())
+    made = shard_stage(graphs(Stage()), states(Stage()), data_parallel())
+    for refused in (
+        lambda: shard_stage(graphs(stage), states(stage), data_parallel()),
+        lambda: FullyShardedSum({0: made, 3: made}, {}),
+    ):
+        try:
+            refused()
+        except ModelError as error:
+            assert "zero=1" in str(error)
+            assert "block c" in str(error) or "parameter head" in str(error)
+        else:
+            raise AssertionError("was not refused")
+
+
+@story("fully_sharded", 4)
+def tied_stages() -> None:
+    """Ranks 0 and 1 have one stage, 2 and 3 another; `head` stands in both. Two losses."""
+    rank = dist.get_rank()
+    pipelines = [dist.new_group([dp, 2 + dp]) for dp in range(2)]
+    stages = [dist.new_group([2 * s, 2 * s + 1]) for s in range(2)]
+    stage, reference = Stage(), Stage()
+    sharded = shard_stage(graphs(stage), states(stage), stages[rank // 2])
+    sums = FullyShardedSum({rank // 2: sharded}, {"head": pipelines[rank % 2]})
+    rows = torch.randn(4, 2, 5, generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        for shard in sums.shards().values():
+            shard.grad = None
+        in_flight(AutogradEngine(sharded.bind(graphs(stage))), [rows[rank]], 1.0)
+        sums.finish()
+    reference(rows.view(8, 5))[0].square().sum().backward()
+    head = sums.shards()["head"].grad
+    assert head is not None and reference.head.grad is not None
+    close(head, reference.head.grad.chunk(2)[rank % 2], "head", 1e-5)
+    owned = [tuple(g.shape) for g in sums.owned_gradients().values()]
+    everyone: list[Any] = [None] * 4
+    dist.all_gather_object(everyone, owned)
+    assert len(everyone[0]) == len(everyone[2]) + 1, "head counts on its first stage"
+
+
+@story("fully_sharded", 2)
+def a_real_model() -> None:
+    """GPT of the zoo, traced and lowered for 2 rows, for 1, and run over the same shards."""
+    rank, case, trace = dist.get_rank(), ZOO["gpt"], traced("gpt")
+    model, reference = case.model(), case.model()
+    (two,) = lowered(trace, model, [], 2)
+    (one,) = lowered(trace, model, [], 1)
+    named = {**trace.graph.constants, **states(model)}
+    sharded = shard_stage(two.module, {n: named[n] for n in two.stage.states}, data_parallel())
+    assert len(sharded.units) >= 2
+    sums = FullyShardedSum({0: sharded}, {})
+    for module, rows in ((two.module, 2), (one.module, 1), (two.module, 2)):
+        for shard in [*sums.shards().values(), *reference.parameters()]:
+            shard.grad = None
+        bound = AutogradEngine(sharded.bind(module))
+        whole = case.inputs(2 * rows)
+        case.eager(reference, whole).backward()  # type: ignore[union-attr]
+        mine = {key: value[rank * rows :][:rows] for key, value in whole.items()}
+        bound.forward(0, [mine[path] for path in two.stage.inputs])
+        bound.backward_input(0, [torch.tensor(0.5)])
+        sums.finish()
+        for name, parameter in reference.named_parameters():
+            if name in sums.shards() and parameter.grad is not None:
+                rows_ = parameter.grad.chunk(2)
+                found = sums.shards()[name].grad
+                assert found is not None, name
+                close(found, rows_[rank], name, 1e-5)
+
+
+def main(folder: Path, file: str) -> None:
+    world = world_from(os.environ)
+    assert world is not None
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    with start(world, timeout=60):
+        for told in STORIES[file][world.size]:
+            result = folder / f"{told.__name__}.{world.rank}"
+            try:
+                told()
+            except Exception:
+                result.write_text(traceback.format_exc())
+                raise
+            result.touch()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

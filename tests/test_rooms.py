@@ -1,0 +1,126 @@
+"""Imports run downhill between rooms: `tests/support/house.py` has the table; read it first."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import autopipe
+from tests.support.house import DOORS, FILES, MAY_IMPORT, ROOT, forbidden, imports
+
+TORCH_ATTRIBUTES = {
+    name
+    for owner in (
+        torch.nn.Module(),
+        torch.empty(0),
+        torch.empty(0).untyped_storage(),
+        torch.ops.aten.add.Tensor,
+        torch.autograd.Function,
+        torch.nn.init,
+    )
+    for name in dir(owner)
+    if name.startswith("_") and not name.endswith("__")
+}
+"""Private attributes of what torch makes, as `_schema` of an op or `_version` of a tensor."""
+
+
+def private_attributes(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and name of torch's private attributes that are read of anything but `self`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in TORCH_ATTRIBUTES:
+            if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
+                yield node.lineno, ast.unparse(node)
+
+
+def test_the_table_runs_downhill() -> None:
+    order = list(MAY_IMPORT)
+    uphill = {
+        (here, there)
+        for here, row in MAY_IMPORT.items()
+        for there in row.split()
+        if order.index(there) >= order.index(here)
+    }
+    assert uphill == set()
+
+
+@pytest.mark.parametrize("module", [name for name in FILES if name not in DOORS])
+def test_imports_run_downhill(module: str) -> None:
+    found = list(imports(ast.parse(FILES[module].read_text())))
+    broken = [(line, name, forbidden(module, name)) for line, name in found]
+    assert [f"line {line}: {name}: {why}" for line, name, why in broken if why] == []
+
+
+@pytest.mark.parametrize("module", [name for name in FILES if name != "ir.torch_private"])
+def test_torchs_private_attributes_stand_in_one_file(module: str) -> None:
+    assert list(private_attributes(ast.parse(FILES[module].read_text()))) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "op._schema",
+        "tensor._version",
+        "module._parameters['weight']",
+        "block.inner._modules",
+        "nn.Module._apply",
+    ],
+)
+def test_a_private_attribute_is_seen(line: str) -> None:
+    assert list(private_attributes(ast.parse(line)))
+
+
+def test_ones_own_attribute_is_no_private_one_of_torch() -> None:
+    assert list(private_attributes(ast.parse("self._parameters"))) == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").rglob("*.py")), ids=lambda p: p.name)
+def test_nobody_prepares_an_example(path: Path) -> None:
+    found = imports(ast.parse(path.read_text()))
+    assert [name for _, name in found if name.split(".")[0] == "autopipe"] == []
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("tracing.trace", "planners.search.dynamic"),
+        ("planners.search.dynamic", "autopipe.runtime.step.executor"),
+        ("planners.search.dynamic", "torch.distributed"),
+        ("planners.search.dynamic", "autopipe.tracing.trace.trace"),
+        ("planners.model.stage_costs", "autopipe.planners.search.uniform"),
+        ("runtime.step.executor", "autopipe.planners.search.uniform"),
+        ("tracing.trace", "autopipe.runtime.step.executor"),
+        ("schedules.instructions", "torch"),
+        ("planfile.predict", "autopipe.stages.dry_run.rehearse"),
+        ("tracing.trace", "torch._dynamo"),
+        ("tracing.trace", "torch.utils._pytree.tree_map"),
+    ],
+)
+def test_the_table_refuses(module: str, name: str) -> None:
+    assert forbidden(module, name)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("runtime.parallelize", "autopipe.runtime.step.executor"),
+        ("planners.driver.make_plan", "autopipe.planners.search.best"),
+        ("planners.search.dynamic", "autopipe.planners.model.problem.Problem"),
+        ("planners.search.dynamic", "autopipe.planners.search.device_orders.classes"),
+        ("runtime.step.executor", "torch.distributed"),
+        ("ir.torch_private", "torch._subclasses.FakeTensorMode"),
+        ("tracing.trace", "torch.__version__"),
+    ],
+)
+def test_the_table_allows(module: str, name: str) -> None:
+    assert forbidden(module, name) is None
+
+
+def test_the_public_names() -> None:
+    assert autopipe.__all__ == sorted(autopipe.__all__)
+    errors = "Autopipe Capture Infeasible Launch Model Plan Schedule".split()
+    expected = {"Pipe", "Plan", "parallelize", "plan"} | {f"{name}Error" for name in errors}
+    assert expected <= set(autopipe.__all__)
+    assert all(getattr(autopipe, name).__doc__ for name in autopipe.__all__)
+    assert callable(autopipe.plan), "no module of the package is called `plan`"

@@ -1,0 +1,168 @@
+"""What cannot be captured is refused in a sentence that names the user's own line."""
+
+import inspect
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from autopipe.errors import CaptureError
+from autopipe.frontend import batch as batches
+from autopipe.tracing.export import Program
+from tests.support.autograd_functions import Double
+from tests.support.staged import trace_model
+from tests.support.zoo import ZOO
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.calls = 0
+
+    def forward(self, x):
+        return self.body(x, self.layer(x)).sum()
+
+
+class Numpy(Model):
+    def body(self, x, hidden):
+        return torch.from_numpy(np.asarray(hidden.detach().numpy()))  # here
+
+
+class Mistake(Model):
+    def body(self, x, hidden):
+        return hidden + undefined  # noqa: F821 - here
+
+
+class Shapes(Model):
+    def body(self, x, hidden):
+        return hidden @ torch.ones(4, 4)  # here
+
+
+class Moody(Model):
+    def body(self, x, hidden):
+        self.calls += 1
+        if self.calls > 1 and x.sum() > 0:  # here
+            return hidden * 2
+        return hidden
+
+
+class FewRows(Model):
+    def body(self, x, hidden):
+        return hidden if x.shape[0] > 2 else hidden.square()
+
+
+class Divides(Model):
+    def body(self, x, hidden):
+        return hidden.view(2, -1, 3)  # here
+
+
+class Length(Model):
+    def body(self, x, hidden):
+        return hidden.sum() / len(hidden)
+
+
+class Added(Model):
+    def body(self, x, hidden):
+        return hidden + torch.ones(2, 3)
+
+
+class Even(Model):
+    def body(self, x, hidden):
+        return hidden.view(-1, 6)
+
+
+def inputs(rows):
+    return {"x": torch.ones(rows, 3)}
+
+
+ITSELF = "\nhint: does model(**inputs(2)) go well by itself?"
+
+SENTENCES = {
+    Numpy: " `return torch.from_numpy(np.asarray(hidden.detach().numpy()))  # here`: the model "
+    "cannot be captured: RuntimeError: .numpy() is not supported for tensor subclasses.\n"
+    "hint: while a model is captured its tensors have shapes and no values: nothing outside torch "
+    "can compute with them",
+    Mistake: " `return hidden + undefined  # noqa: F821 - here`: the model raises NameError: name "
+    f"'undefined' is not defined (it is traced with two rows){ITSELF}",
+    Shapes: " `return hidden @ torch.ones(4, 4)  # here`: the model raises RuntimeError: a and b "
+    f"must have same reduction dim, but got [2, 3] X [4, 4]. (it is traced with two rows){ITSELF}",
+    Moody: ": Python reads a tensor here (__bool__), where the record of the model's reads has no "
+    "further read\n"
+    "hint: the model reads other tensors each time it runs (state kept between calls?)",
+}
+
+
+@pytest.mark.parametrize("kind", SENTENCES, ids=lambda kind: kind.__name__)
+def test_the_users_own_line_is_named(kind):
+    lines, first = inspect.getsourcelines(kind)
+    line = next(first + n for n, text in enumerate(lines) if "here" in text)
+    with pytest.raises(CaptureError) as error:
+        trace_model(kind(), inputs, real=None)
+    assert str(error.value) == f"{__file__}:{line}{SENTENCES[kind]}"
+
+
+@pytest.mark.parametrize("kind", [FewRows, Divides, Length, Added, Even], ids=lambda k: k.__name__)
+def test_rows_that_are_fixed_are_refused_with_the_line(kind, capfd):
+    with pytest.raises(CaptureError) as error:
+        trace_model(kind(), inputs)
+    line = kind.body.__code__.co_firstlineno + 1
+    assert str(error.value) == (
+        f"{__file__}:{line}: the number of rows is fixed here, so what is traced with two rows "
+        "does not hold for the rows of every micro-batch\n"
+        "hint: take the rows from x.shape[0], not from len(x) or from a number, as in view(2, -1); "
+        "no branch may depend on them"
+    )
+    assert capfd.readouterr() == ("", ""), "torch's own log stays silent"
+
+
+def test_a_mistake_in_the_loss_is_said_to_be_the_losss():
+    def loss(outputs, batch):
+        return outputs - batch["label"]
+
+    with pytest.raises(CaptureError) as error:
+        trace_model(Model2(), inputs, loss)
+    line = loss.__code__.co_firstlineno + 1
+    assert str(error.value) == (
+        f'{__file__}:{line} `return outputs - batch["label"]`: loss(outputs, batch) raises '
+        "KeyError: 'label' (it is traced with two rows)\nhint: the batch has the entries x"
+    )
+
+
+def test_an_error_leaves_the_model_and_torch_as_they_were():
+    model = Mistake()
+    apply = torch.autograd.Function.__dict__.get("apply")
+    with pytest.raises(CaptureError):
+        trace_model(model, inputs)
+    assert "forward" not in model.__dict__ and model.training
+    assert torch.autograd.Function.__dict__.get("apply") is apply
+    assert Double.apply(torch.ones(1)) == 2
+
+
+def test_transformers_flags_are_put_back():
+    from transformers import masking_utils
+
+    before = {k: v for k, v in vars(masking_utils).items() if k.startswith("is_")}
+    assert "is_tracing" in before
+    trace_model(Model2(), inputs)
+    assert {k: v for k, v in vars(masking_utils).items() if k.startswith("is_")} == before
+
+
+class Model2(Model):
+    def body(self, x, hidden):
+        return hidden
+
+
+@pytest.mark.parametrize("asked", [None, True])
+def test_nobody_fills_a_cache_for_decoding_unless_told_to(asked):
+    """transformers' models do by default; to a loss it is a copy of all keys and values."""
+    model, made = ZOO["llama"].model(), []
+    model.register_forward_hook(lambda module, args, outputs: made.append(outputs.past_key_values))
+    small, large = ({**ZOO["llama"].inputs(rows)} for rows in (2, 3))
+    if asked:
+        small["use_cache"] = large["use_cache"] = True
+    program = Program(model, small, None, batches.describe(small, large, 2, 3))
+    program(*(value for value in small.values() if isinstance(value, torch.Tensor)))
+    assert (made[0] is not None) == bool(asked)
+    assert model.config.use_cache is True

@@ -1,0 +1,93 @@
+"""The search for garbage rests inside, and is as it was before outside."""
+
+import gc
+import subprocess
+import sys
+
+import pytest
+
+from autopipe.util.gc_pause import loading, resting
+
+
+def test_it_rests_inside_and_searches_outside() -> None:
+    assert gc.isenabled()
+    with resting():
+        assert not gc.isenabled()
+        with resting():
+            assert not gc.isenabled()
+        assert not gc.isenabled(), "whoever turned it off turns it on"
+    assert gc.isenabled()
+
+
+def test_it_searches_again_after_an_error() -> None:
+    with pytest.raises(KeyError), resting():
+        raise KeyError("a plan that failed")
+    assert gc.isenabled()
+
+
+def test_who_has_turned_it_off_finds_it_off() -> None:
+    gc.disable()
+    try:
+        with resting():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_it_rests_for_as_long_as_a_function_runs() -> None:
+    assert resting()(gc.isenabled)() is False
+    assert gc.isenabled()
+
+
+def test_what_is_loaded_is_old_and_nothing_is_frozen() -> None:
+    with loading():
+        made = [[number] for number in range(1000)]
+    assert gc.get_freeze_count() == 0 and gc.isenabled()
+    old = {id(one) for one in gc.get_objects(generation=2)}
+    assert all(id(one) in old for one in made)
+
+
+def test_what_somebody_else_has_frozen_stays_so() -> None:
+    mine = [[number] for number in range(1000)]
+    gc.freeze()
+    try:
+        with loading():
+            pass
+        searched = {id(one) for one in gc.get_objects()}
+        assert not any(id(one) in searched for one in mine)
+    finally:
+        gc.unfreeze()
+    searched = {id(one) for one in gc.get_objects()}
+    assert all(id(one) in searched for one in mine)
+
+
+ENDING = """
+import atexit, gc
+atexit.register(lambda: print(gc.isenabled(), gc.get_freeze_count() > 0))  # runs last
+from autopipe.util.gc_pause import until_exit
+until_exit()
+"""
+
+
+def test_a_command_that_ends_soon_searches_no_more() -> None:
+    run = [sys.executable, "-c", ENDING]
+    ended = subprocess.run(run, capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == ["False", "True"]
+
+
+HARD = """
+import atexit
+from autopipe.util import gc_pause
+{}
+atexit.register(lambda: print("taken apart"))
+print("written")
+gc_pause.end(0)
+"""
+
+
+@pytest.mark.parametrize(("before", "said"), [("", "taken apart"), ("gc_pause.until_exit()", "")])
+def test_it_ends_at_once_only_if_it_was_to_end_soon(before: str, said: str) -> None:
+    run = [sys.executable, "-c", HARD.format(before)]
+    ended = subprocess.run(run, capture_output=True, text=True, check=True)
+    assert ended.stdout.split("\n") == ["written", *([said] if said else []), ""]
