@@ -63,8 +63,9 @@ def test_what_each_process_finds_in_its_environment(
     script = (
         "import os; from autopipe.runtime.launch.world import world_from;"
         "world = world_from(os.environ);"
-        "print(world.rank, world.size, world.local_rank, world.local_size, world.node,"
-        " world.master_addr, os.environ['OMP_NUM_THREADS'])"
+        "line = f'{world.rank} {world.size} {world.local_rank} {world.local_size} {world.node}';"
+        "line += f' {world.master_addr} {os.environ[\"OMP_NUM_THREADS\"]}\\n';"
+        "os.write(1, line.encode())"  # in one piece: the other process writes to the same pipe
     )
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     assert spawn(2, [], command=(sys.executable, "-c", script)) == 0
