@@ -58,7 +58,7 @@ def memory_is_what_was_planned() -> None:
                 assert mine == asked, f"{said}: measured {mine}, planned {asked}"
 
 
-@story(2)
+@story(2, long=True)
 def evaluation_is_that_of_the_whole_model() -> None:
     """After a step, so that batch norm has statistics; also for rows that do not divide."""
     for name in sampled(("dropout", "counted", "unet"), of=2):
@@ -130,7 +130,7 @@ def an_earlier_steps_gradients_are_gone() -> None:
         assert parameter.grad is not None and torch.equal(parameter.grad, first[name]), name
 
 
-@story(2)
+@story(2, long=True)
 def another_number_of_rows() -> None:
     """The last batch of an epoch is smaller: the stages are lowered again for it."""
     pipe, model = piped("gpt", planned("gpt", 2, 1, 2)), ZOO["gpt"].model()
@@ -223,7 +223,7 @@ def drawn_rows(batch: Any, first: int, stop: int) -> Any:
     return {key: value[first:stop] for key, value in batch.items()}
 
 
-@story(4)
+@story(4, long=True)
 def what_replicas_give_in_evaluation() -> None:
     """Their rows one after the other, whoever has the batch whole or in parts."""
     plan, case = planned("gpt", 2, 2, 2), ZOO["gpt"]

@@ -159,7 +159,7 @@ def tied_weights_in_shards() -> None:
         assert rows == VOCABULARY // (4 if zero == 1 else 2)
 
 
-@story(4)
+@story(4, long=True)
 def a_sum_and_a_count_by_every_schedule() -> None:
     """The true count is known only after the step; gradients in small sums as well."""
     whole, gradient_sum.BUCKET_BYTES = gradient_sum.BUCKET_BYTES, 1000
@@ -168,7 +168,7 @@ def a_sum_and_a_count_by_every_schedule() -> None:
     gradient_sum.BUCKET_BYTES = whole
 
 
-@story(4)
+@story(4, long=True)
 def recomputed_blocks_in_shards() -> None:
     plan = planned("gpt", 2, 2, 4, recompute="all", zero=3)
     together("gpt", piped("gpt", plan), steps=2)
@@ -254,7 +254,7 @@ def an_overflow_on_one_rank_is_everyones() -> None:
     assert pipe.loss_scale.scale == scale / 2
 
 
-@story(4)
+@story(4, long=True)
 def evaluation_in_shards() -> None:
     """Of a fresh pipe and of a trained one: what an optimizer has changed elsewhere is fetched."""
     for zero in (1, 3):

@@ -46,7 +46,7 @@ def a_part_in_bf16() -> None:
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in pipe.parameters())
 
 
-@story(2)
+@story(2, long=True)
 def evaluation_in_parts() -> None:
     """The graph of evaluation has no dropout, and is dealt out as the plan says all the same."""
     plan, case = planned("dropout", 1, 1, 2, tp=2), ZOO["dropout"]
@@ -129,7 +129,7 @@ def stages_in_two_parts() -> None:
         together("gpt", piped("gpt", planned("gpt", 2, 1, 4, schedule, tp=2)))
 
 
-@story(4)
+@story(4, long=True)
 def replicas_in_two_parts() -> None:
     for zero in sampled((3, 1, 0), of=3):
         together("gpt", piped("gpt", planned("gpt", 1, 2, 2, tp=2, zero=zero)))

@@ -1,6 +1,7 @@
 """Shortcuts of planning change no plan: each switched off gives the same file."""
 
 import pkgutil
+from collections.abc import Callable
 from functools import cache
 
 import pytest
@@ -28,44 +29,49 @@ def model() -> nn.Module:
     return transformers.LlamaForCausalLM(config)  # type: ignore[no-any-return]
 
 
+WORKERS = {
+    "same modules": "autopipe.tracing.stubs.Span.again",
+    "repeated costs": "autopipe.ir.repeats.leave_out",
+    "repeated stages": "autopipe.stages.dry_run_repeats.leave_out",
+}
+"""Of each shortcut the function that does its work: it writes repeated layers or leaves them out."""
+
+
 @cache
-def planned(*off: str) -> autopipe.Plan:
-    with shortcuts.without(*off):
-        return autopipe.plan(
+def planned(*off: str) -> tuple[autopipe.Plan, dict[str, int]]:
+    """The plan made without some shortcuts, and how often the worker of each had layers to do."""
+    calls = dict.fromkeys(WORKERS, 0)
+
+    def counting(name: str, real: Callable[..., object]) -> Callable[..., object]:
+        def counted(*args: object, **kwargs: object) -> object:
+            runs = args[1] if real.__name__ == "leave_out" else True
+            calls[name] += bool(runs)
+            return real(*args, **kwargs)
+
+        return counted
+
+    with pytest.MonkeyPatch.context() as patch, shortcuts.without(*off):
+        for name, worker in WORKERS.items():
+            where, _, function = worker.rpartition(".")
+            real = pkgutil.resolve_name(worker)
+            patch.setattr(pkgutil.resolve_name(where), function, counting(name, real))
+        plan = autopipe.plan(
             model, cluster=machine(2), inputs=ZOO["llama"].inputs, batch_size=8, pp=2
         )
+    return plan, calls
 
 
-@pytest.mark.parametrize("off", [(name,) for name in shortcuts.NAMES] + [shortcuts.NAMES], ids=str)
-def test_a_plan_without_shortcuts_is_the_same(off: tuple[str, ...]) -> None:
-    assert planned(*off) == planned()
+def test_every_shortcut_has_its_worker() -> None:
+    assert set(WORKERS) == set(shortcuts.NAMES)
 
 
-@pytest.mark.parametrize(
-    ("name", "worker"),
-    [
-        ("same modules", "autopipe.tracing.stubs.Span.again"),
-        ("repeated costs", "autopipe.ir.repeats.leave_out"),
-        ("repeated stages", "autopipe.stages.dry_run_repeats.leave_out"),
-    ],
-)
-def test_a_shortcut_is_taken_unless_it_is_off(
-    name: str, worker: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`worker` writes or leaves out repeated layers; it has none to work on without."""
-    where, _, function = worker.rpartition(".")
-    calls = 0
-    real = pkgutil.resolve_name(worker)
+@pytest.mark.parametrize("name", WORKERS)
+def test_a_shortcut_is_taken_unless_it_is_off(name: str) -> None:
+    plan, calls = planned()
+    other, without = planned(name)
+    assert calls[name] and not without[name]
+    assert other == plan
 
-    def counted(*args: object, **kwargs: object) -> object:
-        nonlocal calls
-        runs = args[1] if function == "leave_out" else True
-        calls += bool(runs)
-        return real(*args, **kwargs)
 
-    monkeypatch.setattr(pkgutil.resolve_name(where), function, counted)
-    planned.__wrapped__()
-    assert calls
-    calls = 0
-    planned.__wrapped__(name)
-    assert calls == 0
+def test_a_plan_without_any_shortcut_is_the_same() -> None:
+    assert planned(*shortcuts.NAMES)[0] == planned()[0]

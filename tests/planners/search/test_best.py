@@ -36,7 +36,7 @@ def limited(devices: Machine, memory: int) -> Machine:
 def answers(make: Callable[[int], Problem], count: int) -> list[tuple[Problem, Answer]]:
     """Of so many problems those that have a plan; by default of every fourth."""
     found = []
-    for seed in sampled(range(count), of=4):
+    for seed in sampled(range(count), of=8):
         try:
             found.append((problem := make(seed), PLANNERS["dynamic"](problem)))
         except InfeasibleError:
@@ -47,7 +47,7 @@ def answers(make: Callable[[int], Problem], count: int) -> list[tuple[Problem, A
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_nothing_is_faster_than_a_frames_bound(make: Callable[[int], Problem]) -> None:
     """Else a config would not be tried that has the best plan."""
-    for seed in sampled(range(25), of=3):
+    for seed in sampled(range(25), of=6):
         problem = make(seed)
         for config in configs(problem):
             found = estimate(problem, choose(problem, config))
