@@ -44,6 +44,7 @@ from autopipe.emit.pretty_print import (
 from autopipe.emit.shape_notes import SPEC
 from autopipe.ir.blocks import Visit
 from autopipe.ir.graph import Graph, Node
+from autopipe.planfile.node_names import NodeName
 from autopipe.stages import node_calls, rng
 from autopipe.stages.node_calls import NODE_NAME, take
 from autopipe.stages.precision import low
@@ -137,15 +138,16 @@ class Body:
 
     def name(self, node: str) -> str:
         """The preferred name of a graph node's value in this code."""
-        *scope, op, ordinal = node.split("/")
+        made = NodeName.of(node)
+        assert made is not None
         call = self.path.removeprefix(self.home)
-        words = "".join(scope).removeprefix(self.home).split(".")
+        words = made.module.removeprefix(self.home).split(".")
         words = [word.removesuffix(call) for word in words]
-        op = op.strip("_") if op.startswith("__") else op
+        op = made.op.strip("_") if made.op.startswith("__") else made.op
         if Visit.of(words[-1]).module != op:
             words.append(op)
-        if ordinal != "0":
-            words.append(ordinal)
+        if made.number:
+            words.append(str(made.number))
         return identifier("_".join(filter(None, words)))
 
     def _call(

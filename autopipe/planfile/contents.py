@@ -40,7 +40,7 @@ from autopipe.planfile.parts import (
 )
 from autopipe.util import codec
 
-FORMAT = 2
+FORMAT = 3
 """The version of the file format; raised when a field changes its meaning."""
 
 ZERO = (0, 1, 3)

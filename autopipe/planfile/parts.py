@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from autopipe.util.numbers import VISIBLE, percent
+
 BUCKET_BYTES = 25 * 2**20
 """How much goes in one sum of gradients: large enough for the link's bandwidth, small enough that
 the copy it needs is small beside a model (the default of torch's DistributedDataParallel)."""
@@ -224,7 +226,12 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another mesh that was considered, and what keeps it from being the plan."""
+    """Another mesh that was considered, and what keeps it from being the plan.
+
+    `step_seconds` is None where no step is known: the mesh does not fit, or only a bound was
+    computed. `slower` is how much longer the step, or at least its bound, is than the plan's, as a
+    share; None where the mesh does not fit. `cause` says what the seconds go to, or what is short.
+    """
 
     pp: int
     dp: int
@@ -232,8 +239,19 @@ class Alternative:
     micro_batches: int
     schedule: str
     step_seconds: float | None
-    why: str
+    slower: float | None
+    cause: str
     zero: int = 0
+
+    @property
+    def why(self) -> str:
+        """`29 % slower, by the bubble`; `stage 0 needs 83.1 of 80.0 GiB`."""
+        if self.slower is None:
+            return self.cause
+        if self.step_seconds is not None and self.slower <= VISIBLE:
+            return "as fast; ties go to fewer stages, then to more replicas and fewer micro-batches"
+        least = "at least " if self.step_seconds is None else ""
+        return f"{least}{percent(self.slower)} slower, {self.cause}"
 
 
 def data_parallel(alternatives: Iterable[Alternative]) -> Alternative | None:

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from autopipe.planfile.contents import Plan
+from autopipe.planfile.node_names import NodeName
 from autopipe.planfile.parts import Collective, Sharding
 from autopipe.planfile.placements import Placement, parse
 
@@ -27,7 +28,8 @@ _TOKENWISE = ("layer_norm", "rms_norm", "dropout", "add")
 
 def word(sharding: Sharding) -> str | None:
     """Megatron-LM's word for a node's sharding; None: there is no word."""
-    op = sharding.name.split("/")[-2] if "/" in sharding.name else ""
+    node = NodeName.of(sharding.name)
+    op = node.op if node is not None else ""
     made, inputs = parse(sharding.state), [parse(text) for text in sharding.inputs]
     if op in _PRODUCTS and len(inputs) > _PRODUCTS[op]:
         if made.kind == "P":
@@ -69,8 +71,11 @@ def describe(plan: Plan) -> Iterator[str]:
 def _part(
     title: str, states: Sequence[Sharding], collectives: Sequence[Collective]
 ) -> Iterator[str]:
-    words = [(s.name.rpartition("/")[0].rpartition("/")[0], word(s)) for s in states]
-    named = {name or "itself": found for name, found in words if found is not None}
+    named = {
+        node.module or "itself": found
+        for sharding in states
+        if (node := NodeName.of(sharding.name)) and (found := word(sharding))
+    }
     if not named and not collectives:
         return
     yield f"{title}:"

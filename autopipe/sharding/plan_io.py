@@ -19,6 +19,7 @@ from autopipe.ir.blocks import Block, Visit
 from autopipe.ir.graph import Graph, at_batch
 from autopipe.ir.op_costs import gradient_values
 from autopipe.planfile.contents import Plan
+from autopipe.planfile.node_names import NodeName
 from autopipe.planfile.parts import BlockClass, Collective
 from autopipe.planfile.parts import Sharding as Written
 from autopipe.planfile.placements import Placement, Sharding, parse
@@ -105,7 +106,7 @@ def read_back(plan: Plan) -> Sharding:
             output, inputs = parse(written.state), tuple(map(parse, written.inputs))
         except ValueError as error:
             raise PlanError(f"plan.{where}: {error}") from error
-        if "/" in written.name:  # a node; names of parameters have dots only
+        if NodeName.of(written.name) is not None:
             between = "" if written.name.startswith("/") or not prefix else "."
             nodes[f"{prefix}{between}{written.name}"] = inputs, output
         else:

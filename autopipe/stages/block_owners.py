@@ -9,7 +9,7 @@ loses the hook of a view that is written to, or refuses the write.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -21,12 +21,22 @@ from autopipe.stages.recompute import Recomputed
 _OP = type(torch.ops.aten.clone.default)
 
 
-def home(root: nn.Module, path: str) -> str:
-    """The path of a block in the model, without the suffix that `lower` adds to a second call."""
-    known = {name for name, _ in root.named_modules(remove_duplicate=False)}
-    while path not in known and path.endswith("_again"):
-        path = path.removesuffix("_again")
+_AGAIN = "_again"
+
+
+def next_call(path: str, taken: Container[str]) -> str:
+    """The name of a block's next call in a stage: `h.0`, then `h.0_again`."""
+    while path in taken:
+        path += _AGAIN
     return path
+
+
+def home(root: nn.Module, call: str) -> str:
+    """The path in the model of the block that a call by `next_call`'s name is of."""
+    known = {name for name, _ in root.named_modules(remove_duplicate=False)}
+    while call not in known and call.endswith(_AGAIN):
+        call = call.removesuffix(_AGAIN)
+    return call
 
 
 def pieces(module: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:

@@ -44,6 +44,7 @@ from autopipe.ir.opaque_ops import run as run_opaque
 from autopipe.ir.partition import Stage
 from autopipe.planfile.parts import Read
 from autopipe.planfile.placements import Placement
+from autopipe.stages.block_owners import next_call
 from autopipe.stages.node_calls import NODE_NAME, check_read, take, under_autocast
 from autopipe.stages.precision import LOWERED, low
 from autopipe.stages.recompute import Recomputed, refuse, within
@@ -114,9 +115,8 @@ def lower(
             emitter.emit(outer, nodes, env, prefix="")
             continue
         after = [v for _, rest in runs[number + 1 :] for p in rest for v in graph.nodes[p].values()]
-        home = path = block.module
-        while path in pieces:  # a module called again, or a block in two pieces
-            path += "_again"
+        home = block.module
+        path = next_call(home, pieces)  # a module called again, or a block in two pieces
         piece = emitter.piece(
             root.get_submodule(home), home, nodes, {*after, *values_in(tuple(results))}
         )

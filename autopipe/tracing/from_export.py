@@ -45,6 +45,7 @@ from autopipe.ir.graph import (
     short_name,
 )
 from autopipe.ir.torch_private import expression, is_control_flow, is_fake, sparse_argument
+from autopipe.planfile.node_names import NodeName
 from autopipe.planfile.parts import InputSpec
 from autopipe.tracing.exported_nodes import (
     is_whole_slice,
@@ -234,7 +235,7 @@ class _Converter:
         short = short_name(op)
         ordinal = self.ordinals[scope, short]
         self.ordinals[scope, short] += 1
-        return f"{scope}/{short}/{ordinal}".lstrip("/")
+        return str(NodeName(scope, short, ordinal))
 
     def _stand_in(
         self, op: str, tensors: tuple[Value, ...], number: int, scopes: tuple[str, ...]

@@ -2,7 +2,8 @@
 
     whole   loss of 4 rows        2.07     mean of the halves' losses, or it is refused:
     halves  loss of 2 rows each   2.11     their sum             it is a sum over rows
-                                  2.03     between the two       rows weigh unequally
+                                  2.03     a mean of the two whose weights stay the same for
+                                           other random values   rows weigh unequally
                                            anything else         it compares rows with each other
 
 Neither the model nor its weights are needed. The results of the last ops with parameters are
@@ -100,13 +101,16 @@ def _looked_at(traced: Trace, example: Callable[[int], Any], loss: Loss | None) 
     if needed > MOST_BYTES:
         return f"at {ROWS} rows its last part takes {needed / 2**20:.0f} MiB"
     with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # the same batch each time, and so the same answer
         leaves = batch.flatten(example(ROWS))
     halves = [batch.slice_rows(traced.inputs, leaves, n, n + ROWS // 2) for n in (0, ROWS // 2)]
-    found = None
+    found: tuple[Values, Values] | None = None
     for made_up in (torch.randn, torch.rand):  # not every loss is defined on any number
         for minor in (False, True):
             try:
-                values = tail.values(leaves, halves, made_up, minor)
+                values, others = (
+                    tail.values(leaves, halves, made_up, minor, seed) for seed in (0, 1)
+                )
             except Unknown as why:
                 return str(why)
             except Exception:  # whatever the ops of the loss raise
@@ -115,9 +119,9 @@ def _looked_at(traced: Trace, example: Callable[[int], Any], loss: Loss | None) 
                 break
             if _adds_up(values):
                 return None
-            found = found or values
+            found = found or (values, others)
         if found is not None:
-            raise _refusal(found, tail.nodes[-1].place or begins(loss))
+            raise _refusal(*found, tail.nodes[-1].place or begins(loss))
     return None
 
 
@@ -135,13 +139,20 @@ def _close(value: float, expected: float) -> bool:
     return abs(value - expected) <= CLOSE * max(abs(value), abs(expected))
 
 
+def _share_of_the_first(values: Values) -> float:
+    """The weight of the first half in a weighted mean of the halves that is the whole."""
+    (whole,), (one,), (other,) = values
+    return (whole - other) / (one - other) if one != other else math.nan
+
+
 _OTHERWISE = (
     'loss_over = "micro-batch" takes the mean of each micro-batch\'s own loss, and '
     "--micro-batches 1 --dp 1 leaves the batch whole"
 )
 
 
-def _refusal(values: Values, place: str) -> ModelError:
+def _refusal(values: Values, others: Values, place: str) -> ModelError:
+    """What the loss does, by its values for two draws of random numbers."""
     whole, one, other = values
     shown = [
         f"{value[0]:.4g}" if len(value) == 1 else f"({value[0]:.4g}, {value[1]:.4g})"
@@ -153,7 +164,7 @@ def _refusal(values: Values, place: str) -> ModelError:
     elif _close(whole[0], one[0] + other[0]):
         what = "it is a sum over rows"
         hint = f"return a mean, or autopipe.SumCount(total, count); {_OTHERWISE}"
-    elif min(one[0], other[0]) < whole[0] < max(one[0], other[0]):
+    elif _close(_share_of_the_first(values), _share_of_the_first(others)):
         what = "rows weigh unequally in it, as in a mean over unequally many tokens"
         hint = f"return autopipe.SumCount(total, count); {_OTHERWISE}"
     else:
@@ -184,18 +195,24 @@ class _Tail:
         return sum(bytes_at(spec, ROWS) * 8 // spec.dtype.itemsize for spec in node.outputs if spec)
 
     def values(
-        self, leaves: Leaves, halves: list[dict[str, Any]], made_up: Make, minor: bool
+        self,
+        leaves: Leaves,
+        halves: list[dict[str, Any]],
+        made_up: Make,
+        minor: bool,
+        seed: int,
     ) -> Values:
         """The loss of all rows, and of each half.
 
         Args:
             made_up: draws the random values: `torch.randn` or `torch.rand`.
             minor: whether in a dim of 3*b the rows come last: `[3, b]` and not `[b, 3]`.
+            seed: of the generator of the random values.
 
         Raises:
             Unknown: the rows of a random value cannot be separated.
         """
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(seed)
         whole: dict[Value, Tensor] = {}
 
         def draw(value: Value, spec: TensorSpec) -> Tensor:

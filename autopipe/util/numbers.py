@@ -66,6 +66,10 @@ def seconds(time: float) -> str:
     return f"{time / 1e-6:.3g} us"
 
 
+VISIBLE = 5e-4
+"""The least ratio that `percent` does not print as 0.0 %."""
+
+
 def percent(ratio: float) -> str:
     """Format a ratio (1.0 is all) as a percentage: `0.3 %`, `12 %`."""
     return f"{100 * max(ratio, 0.0):.{1 if ratio < 0.0995 else 0}f} %"  # never -0.0 %

@@ -27,7 +27,7 @@ from autopipe.planners.model.estimate import Mesh, Scored
 from autopipe.planners.search import reasons
 from autopipe.planners.search.best import Answer
 from autopipe.planners.search.bound import bounds
-from autopipe.util.numbers import percent, seconds
+from autopipe.util.numbers import seconds
 
 TRUSTED = 1.01
 """How many times as long as estimated a step may be, by its longest path, for the estimate to be
@@ -132,7 +132,8 @@ def fastest_of(
             micro_batches=other.batch.micro_batches,
             schedule=other.schedule,
             step_seconds=other.prediction.step_seconds,
-            why=f"{percent(other.prediction.step_seconds / step - 1)} slower by its longest path, "
+            slower=other.prediction.step_seconds / step - 1,
+            cause="by its longest path, "
             f"though the estimate is {seconds(other.planner.step_seconds)}",
             zero=other.zero,
         )
@@ -140,9 +141,8 @@ def fastest_of(
     ]
     for other in estimated:
         if other.step_seconds is not None and _degrees_of(other) not in written:
-            _, _, cause = other.why.partition(" slower")
-            why = f"{percent(other.step_seconds / step - 1)} slower{cause}"
-            beside += [replace(other, why=why)] if other.step_seconds > step else []
+            longer = other.step_seconds / step - 1
+            beside += [replace(other, slower=longer)] if longer > 0 else []
     next_best = beside[0] if beside else None
     note = replace(
         first.planner, bound_seconds=bound, next_best=next_best, others=tuple(beside[1:])

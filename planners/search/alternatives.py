@@ -14,7 +14,6 @@ from autopipe.planfile.parts import Alternative
 from autopipe.planners.model.estimate import Mesh, Scored
 from autopipe.planners.model.problem import Config, Problem
 from autopipe.planners.search import reasons
-from autopipe.util.numbers import percent
 
 
 def by_mesh(scored: Mapping[Config, Scored]) -> dict[Mesh, Scored]:
@@ -74,14 +73,14 @@ def alternative(tp: int, best: Scored, other: Scored) -> Alternative:
         micro_batches=config.micro_batches,
         schedule=config.schedule,
         step_seconds=found.step_seconds if found.fits else None,
-        why=reasons.slower(best.estimate, found) if found.fits else reasons.misfit(found),
+        slower=_slower(best, found.step_seconds) if found.fits else None,
+        cause=reasons.cause(best.estimate, found) if found.fits else reasons.misfit(found),
         zero=config.zero,
     )
 
 
 def bounded(tp: int, best: Scored, config: Config, least: float) -> Alternative:
     """A mesh that was not tried, as even its bound is too slow."""
-    more = percent(least / best.estimate.step_seconds - 1)
     return Alternative(
         pp=config.pp,
         dp=config.dp,
@@ -89,6 +88,13 @@ def bounded(tp: int, best: Scored, config: Config, least: float) -> Alternative:
         micro_batches=config.micro_batches,
         schedule=config.schedule,
         step_seconds=None,
-        why=f"at least {more} slower, by its bound",
+        slower=_slower(best, least),
+        cause="by its bound",
         zero=config.zero,
     )
+
+
+def _slower(best: Scored, step_seconds: float) -> float:
+    """How much longer another step takes than the best, as a share; of nothing, none."""
+    least = best.estimate.step_seconds
+    return step_seconds / least - 1 if least else 0.0

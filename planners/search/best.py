@@ -31,6 +31,7 @@ from autopipe.planners.search.bound import bounds
 from autopipe.planners.search.descent import TOLERANCE
 from autopipe.planners.search.relax import limitless, would_fit
 from autopipe.planners.search.room_bound import left_over
+from autopipe.util.numbers import VISIBLE
 from autopipe.util.progress import phase
 
 Choice = Callable[[Problem, Config], Decision]
@@ -246,10 +247,10 @@ def _without_limit(
     roomy, best = limitless(problem), None
     order = sorted(least, key=lambda config: least[config])
     for config in order[:MOST_TRIED]:
-        if least[config] >= step * (1 - reasons.VISIBLE):
+        if least[config] >= step * (1 - VISIBLE):
             break
         found = _score(roomy, choice(roomy, config))
-        if found.estimate.step_seconds < step * (1 - reasons.VISIBLE):
+        if found.estimate.step_seconds < step * (1 - VISIBLE):
             best, step = found, found.estimate.step_seconds
     return best
 

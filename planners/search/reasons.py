@@ -13,21 +13,14 @@ from autopipe.planners.model.problem import Problem
 from autopipe.planners.search.configs import one_of
 from autopipe.planners.search.relax import Help
 from autopipe.util import numbers
-from autopipe.util.numbers import Amount, count, percent
-
-VISIBLE = 5e-4
-"""The least relative difference that `percent` does not print as nothing."""
+from autopipe.util.numbers import VISIBLE, Amount, count, percent
 
 
-def slower(best: Estimate, other: Estimate) -> str:
-    """What makes another decision slower: the cause whose seconds grow most."""
-    step = best.step_seconds
-    if other.step_seconds <= step * (1 + VISIBLE):
-        return "as fast; ties go to fewer stages, then to more replicas and fewer micro-batches"
+def cause(best: Estimate, other: Estimate) -> str:
+    """What makes another decision slower, `by the bubble`: that whose seconds grow most."""
     causes = set(best.spent) | set(other.spent)
     grown = {cause: other.spent.get(cause, 0) - best.spent.get(cause, 0) for cause in causes}
-    cause = max(sorted(grown), key=lambda cause: grown[cause])
-    return f"{percent(other.step_seconds / step - 1)} slower, by {cause}"
+    return f"by {max(sorted(grown), key=lambda cause: grown[cause])}"
 
 
 def misfit(found: Estimate) -> str:

@@ -112,7 +112,8 @@ def example_plan() -> Plan:
                 micro_batches=1,
                 schedule="1f1b",
                 step_seconds=0.02,
-                why="29 % slower, by the bubble",
+                slower=0.29,
+                cause="by the bubble",
             ),
             others=(
                 Alternative(
@@ -122,7 +123,8 @@ def example_plan() -> Plan:
                     micro_batches=4,
                     schedule="1f1b",
                     step_seconds=None,
-                    why="at least 12 % slower, by its bound",
+                    slower=0.12,
+                    cause="by its bound",
                 ),
             ),
         ),

@@ -131,6 +131,18 @@ def test_any_other_loss_is_refused_with_its_values(loss, what, hint):
         assert abs(float(whole) - (one + two) / 2) > 1e-3
 
 
+@pytest.mark.parametrize("sharpness", [0.5, 1, 2, 8, 16])
+def test_in_batch_negatives_are_no_unequal_weights(sharpness):
+    """Even where the value of all rows lies between those of the halves by chance."""
+
+    def loss(outputs, batch):
+        near = F.normalize(outputs, dim=1) @ F.normalize(batch["x"], dim=1).T
+        return F.cross_entropy(sharpness * near, torch.arange(outputs.shape[0]))
+
+    with pytest.raises(ModelError, match="it compares rows with each other"):
+        checked(loss)
+
+
 def test_in_batch_negatives_are_what_the_model_itself_gives():
     """The same on the model's own outputs: the refusal is not one of made-up numbers."""
     torch.manual_seed(0)

@@ -34,7 +34,7 @@ WORKERS = {
     "repeated costs": "autopipe.ir.repeats.leave_out",
     "repeated stages": "autopipe.stages.dry_run_repeats.leave_out",
 }
-"""Of each shortcut the function that does its work: it writes repeated layers or leaves them out."""
+"""The function behind each shortcut: it writes repeated layers, or leaves them out."""
 
 
 @cache

@@ -64,7 +64,7 @@ def plan_of(pp: int) -> Plan:
 
 
 def alternative_of(pp: int, step: float) -> Alternative:
-    return Alternative(pp, 1, 1, 4, "1f1b", step, "233 % slower, by computing")
+    return Alternative(pp, 1, 1, 4, "1f1b", step, 2.33, "by computing")
 
 
 def test_the_fastest_by_its_path_is_told_beside_the_others() -> None:
@@ -76,6 +76,6 @@ def test_the_fastest_by_its_path_is_told_beside_the_others() -> None:
     found = fastest_of(looked, 0.25, estimated)
     assert (found.mesh, found.planner.bound_seconds) == (quick.mesh, 0.25)
     assert [(o.pp, o.step_seconds, o.why) for o in found.planner.alternatives] == [
-        (3, 1.5, "50 % slower by its longest path, though the estimate is 900 ms"),
+        (3, 1.5, "50 % slower, by its longest path, though the estimate is 900 ms"),
         (4, 3.0, "200 % slower, by computing"),
     ]
