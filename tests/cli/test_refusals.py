@@ -379,7 +379,7 @@ def test_what_a_file_says_itself(autopipe: Shell) -> None:
     [
         (
             lambda plan: plan.update(format=7),
-            "plan.format: this autopipe reads format 2, the file is format 7\n\n"
+            "plan.format: this autopipe reads format 3, the file is format 7\n\n"
             "hint: make the plan again with `autopipe plan`",
         ),
         (
