@@ -58,6 +58,7 @@ from autopipe.stages.bind import (
     split_for_evaluation,
     unused_states,
 )
+from autopipe.stages.precision import KEPT
 from autopipe.tracing.source import Source, bare, trace_source
 from autopipe.tracing.trace import Trace, trace
 from autopipe.util import allocator
@@ -172,7 +173,8 @@ def trace_planned(model: Source, inputs: Any, loss: Loss | None, plan: Plan) -> 
         example = batches.from_specs(plan.inputs, 2)
     else:
         example = batches.two_rows(example, plan.inputs)
-    traced = trace(skeleton, example, plan.inputs, loss, reads=plan.reads)
+    kept = KEPT.get(plan.precision)
+    traced = trace(skeleton, example, plan.inputs, loss, reads=plan.reads, kept=kept)
     return TracedModel(skeleton, traced, unused_states(traced.graph, skeleton))
 
 
@@ -251,7 +253,15 @@ def split_to_evaluate(
     """
     plan = part.plan
     example = batches.two_rows(batch, plan.inputs)
-    found = trace_source(model, example, plan.inputs, loss, training=False, outputs=outputs)
+    found = trace_source(
+        model,
+        example,
+        plan.inputs,
+        loss,
+        training=False,
+        outputs=outputs,
+        kept=KEPT.get(plan.precision),
+    )
     local, blocks = dealt_out(found, plan, part.place.tp, sharding)
     return split_for_evaluation(local, part.split, blocks)
 

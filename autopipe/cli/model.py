@@ -29,7 +29,9 @@ def trace(model: ModelArgument) -> None:
 @command("autopipe costs model.py")
 def costs(
     model: ModelArgument,
-    precision: Annotated[str, typer.Option(help="fp32; bf16 or fp16: mixed with fp32.")] = "fp32",
+    precision: Annotated[
+        str, typer.Option(help="fp32; bf16 or fp16, with fp32 master weights; or bf16-autocast.")
+    ] = "fp32",
     tp: Annotated[
         int, typer.Option(min=1, help="Tensor-parallel ranks: the share of the first one is told.")
     ] = 1,

@@ -48,7 +48,13 @@ def plan(
         int | None,
         typer.Option(min=0, help="Micro-batches under way beyond 1f1b's, of eager-1f1b."),
     ] = None,
-    precision: Annotated[str, typer.Option(help="fp32; bf16 or fp16: mixed with fp32.")] = "fp32",
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            help="fp32; bf16, fp16: with fp32 master weights; or bf16-autocast. "
+            "Default: bf16 on GPUs that have it."
+        ),
+    ] = None,
     zero: Annotated[
         int | None,
         typer.Option(
@@ -69,8 +75,12 @@ def plan(
         str | None, typer.Option(help="local:4, 2x8xA100-80GB, or a file; this machine.")
     ] = None,
     sequence: Annotated[
-        bool, typer.Option("--sequence-parallel", help="With tp: shard tokens between layers, too.")
-    ] = False,
+        bool,
+        typer.Option(
+            "--sequence-parallel/--no-sequence-parallel",
+            help="With tp: also consider shards of the tokens between layers.",
+        ),
+    ] = True,
     planner: Annotated[
         str, typer.Option(help="How to search: dynamic, exhaustive or uniform.")
     ] = "dynamic",

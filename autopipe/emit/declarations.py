@@ -19,9 +19,9 @@ Tree = dict[str, "Tree | Expression"]
 
 def declared(state: StateSpec) -> Call:
     """The declaration of one tensor: `parameter(128, 32)`, `buffer(dtype=torch.int64)`."""
-    items = [str(dim) for dim in shape_at(state.spec, 1)]
-    if state.spec.dtype != torch.float32:
-        items.append(f"dtype={state.spec.dtype}")
+    items = [str(dim) for dim in shape_at(state.held, 1)]
+    if state.held.dtype != torch.float32:
+        items.append(f"dtype={state.held.dtype}")
     if state.kind == "parameter" and not state.trainable:
         items.append("trainable=False")
     return Call("parameter" if state.kind == "parameter" else "buffer", tuple(items))

@@ -70,7 +70,8 @@ def _lines(graph: Graph) -> Iterator[list[Token]]:
         yield [f"<{path}> ", *_spec(spec)]
     for name, state in sorted(graph.states.items()):
         value = [_digest(graph.constants[name])] if name in graph.constants else []
-        yield [f"[{name}] {state.kind} {state.trainable} ", *_spec(state.spec), *value]
+        master = [str(state.master)] if state.master is not None else []
+        yield [f"[{name}] {state.kind} {state.trainable} ", *_spec(state.spec), *master, *value]
     for node in graph.nodes:
         line: list[Token] = [f"{node.name} = {node.op} {node.grad} {node.autocast} ("]
         for arg in node.args:

@@ -146,7 +146,8 @@ class StateSpec:
     """A tensor the model owns. `kind` is "parameter", "buffer" or "constant".
 
     `aliases` are the other names of a tied parameter; `persistent` is False for buffers that are
-    not in the model's state dict.
+    not in the model's state dict. `spec` is what the nodes read; where `master` is a dtype, that is
+    a copy, and the parameter itself, which the optimizer changes, is of that dtype.
     """
 
     spec: TensorSpec
@@ -154,6 +155,16 @@ class StateSpec:
     trainable: bool = False
     aliases: tuple[str, ...] = ()
     persistent: bool = True
+    master: torch.dtype | None = None
+
+    @property
+    def held(self) -> TensorSpec:
+        """Shape and dtype of the tensor that a rank holds; also those of its gradient."""
+        return TensorSpec(self.spec.shape, self.master or self.spec.dtype)
+
+    def __str__(self) -> str:
+        master = f", of {dtypes.name_of(self.master)}" if self.master is not None else ""
+        return f"{self.kind} {self.spec}{master}"
 
 
 @dataclass(frozen=True)
@@ -218,7 +229,7 @@ class Graph:
 
     def __str__(self) -> str:
         lines = [f"<{path}>: {spec}" for path, spec in self.inputs.items()]
-        lines += [f"[{name}]: {state.kind} {state.spec}" for name, state in self.states.items()]
+        lines += [f"[{name}]: {state}" for name, state in self.states.items()]
         lines += [str(node) for node in self.nodes]
         return "\n".join([*lines, f"return {show(self.outputs)}"])
 

@@ -212,11 +212,15 @@ def costs(graph: Graph) -> tuple[NodeCost, ...]:
 def _look(graph: Graph, node: Node, carrying: frozenset[Ref | State]) -> Hashable:
     """Everything in a node that its cost depends on, names excluded."""
     looks: dict[Value, Any] = {
-        value: (number, type(value), graph.spec(value), value in carrying)
+        value: (number, type(value), graph.spec(value), _master(graph, value), value in carrying)
         for number, value in enumerate(dict.fromkeys(node.values()))
     }
     carries = tuple(Ref(node.name, number) in carrying for number in range(len(node.outputs)))
     return node.op, swap((node.args, *node.kwargs.items()), looks), node.outputs, carries
+
+
+def _master(graph: Graph, value: Value) -> torch.dtype | None:
+    return graph.states[value.name].master if isinstance(value, State) else None
 
 
 @once
@@ -262,7 +266,7 @@ def _cost(graph: Graph, node: Node, carrying: frozenset[Ref | State]) -> NodeCos
         back_flops = flops * matrices
     moved_back = written + read + gradients
     trained = {v for v in values if isinstance(v, State) and v in carrying}
-    added = sum((graph.spec(state).bytes for state in trained), nothing)
+    added = sum((graph.states[state.name].held.bytes for state in trained), nothing)
     launches = 1, len(wanted)
     return NodeCost(
         flops, read + written, back_flops, moved_back, launches, dtype, dims, kernel, added

@@ -48,7 +48,8 @@ def kind_of(
         places[Input(path)] = ("input", number, graph.inputs[path])
     for number, name in enumerate(stage.states):
         state = graph.states[name]
-        places[State(name)] = ("state", number, state.spec, state.kind, state.trainable)
+        look = state.spec, state.master, state.kind, state.trainable
+        places[State(name)] = ("state", number, *look)
     owner = {p: block for block in blocks for p in range(block.first, block.stop)}
     numbers: dict[str, int] = {}
     home = ""
@@ -219,7 +220,8 @@ def _form(
             state, users = graph.states[value.name], flow.users[value]
             if users[0] < first or users[-1] >= block.stop:
                 raise _Shared
-            return value.name.removeprefix(home), state.spec, state.kind, state.trainable
+            look = state.spec, state.master, state.kind, state.trainable
+            return value.name.removeprefix(home), *look
         return value
 
     made: list[Hashable] = []

@@ -8,6 +8,7 @@
 * `SymInt.node.expr`, the only way from an exported size to the sympy expression behind it;
 * `TorchDispatchMode` and an op's `_schema`, to see every op a model runs and what it writes;
 * a tensor's `_version`, which counts writes to it;
+* `tree_map` (torch.utils._pytree), to cast the tensors in whatever a model takes and gives;
 * a module's `_parameters`, `_buffers` and `_modules`, for two modules that hold the same ones.
 
 Two functions of torch that constructors call cannot work on fake tensors: see `constructing`.
@@ -34,6 +35,7 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 from autopipe.ir.torch_patches import patched
 
@@ -57,6 +59,7 @@ __all__ = [
     "skeleton",
     "sparse_argument",
     "storage_key",
+    "tree_map",
     "version",
     "views",
     "writes",

@@ -69,10 +69,16 @@ def _machines(plan: Plan) -> str:
 
 def _asked(plan: Plan) -> Iterator[tuple[str, str]]:
     """What is not as usual."""
-    if plan.precision != "fp32":
+    if plan.precision.endswith("-autocast"):
         kept = ", fp32 in all that is kept" if plan.products == ("fp32",) else ""
-        yield "precision", f"{plan.precision} in matrix products{kept}"
-    if plan.products != ("fp32",):
+        yield "precision", f"{plan.precision.removesuffix('-autocast')} in matrix products{kept}"
+    elif plan.precision != "fp32":
+        yield (
+            "precision",
+            f"{plan.precision}: parameters, activations and what is sent; master weights, sums of "
+            "gradients and optimizer state in fp32",
+        )
+    if plan.products != ("fp32",) and plan.precision == "fp32":
         own = " and ".join(plan.products)
         yield "precision", f"{own}, the model's own, in which its tensors are counted and sent"
     if plan.zero and plan.mesh.dp > 1:

@@ -126,7 +126,7 @@ def check_runs(plan: Plan, compute: Programs | None = None, *, compiled: bool = 
         ScheduleError: the schedule is unknown or invalid.
     """
     refused = {
-        "precision": (plan.precision, tuple(PRECISIONS)),
+        "precision": (plan.precision, PRECISIONS),
         **{f"stages[{i}].zero": (s.zero, (0, 1, 3)) for i, s in enumerate(plan.stages)},
         **{
             f"blocks[{i}].states": (block.states, ((),))

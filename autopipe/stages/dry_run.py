@@ -311,7 +311,7 @@ def _summed(boundary: CrossingTensor) -> Tensor:
 def fake_state(graph: Graph, name: str) -> Tensor:
     """A tensor in the place of a state; made under a fake mode it has no memory."""
     state = graph.states[name]
-    tensor = torch.empty(shape_at(state.spec, 1), dtype=state.spec.dtype)
+    tensor = torch.empty(shape_at(state.held, 1), dtype=state.held.dtype)
     return torch.nn.Parameter(tensor, state.trainable) if state.kind == "parameter" else tensor
 
 

@@ -46,7 +46,7 @@ from autopipe.planfile.parts import Read
 from autopipe.planfile.placements import Placement
 from autopipe.stages.block_owners import next_call
 from autopipe.stages.node_calls import NODE_NAME, check_read, take, under_autocast
-from autopipe.stages.precision import LOWERED, low
+from autopipe.stages.precision import AUTOCAST, LOWERED, low
 from autopipe.stages.recompute import Recomputed, refuse, within
 from autopipe.stages.rng import draw
 
@@ -96,7 +96,7 @@ def lower(
     """
     root = nn.Module()
     _install(root, stage, states)
-    emitter = _Emitter(graph, reads, rows, torch.device(device), precision != "fp32")
+    emitter = _Emitter(graph, reads, rows, torch.device(device), precision in AUTOCAST)
     arguments: list[Value] = [ref for ref, _ in stage.receives]
     arguments += [Input(path) for path in stage.inputs]
     results: list[Arg] = [*stage.outgoing, *(graph.outputs if last else ())]
@@ -217,14 +217,15 @@ class _Piece:
 class _Emitter:
     """Writes nodes into an fx graph for one number of rows and one device.
 
-    With `mixed`, parameters go to matrix products as copies; `low` are the names of those that do.
+    `low` are the names of the parameters that nodes read as copies; under `autocast` products of
+    matrices do.
     """
 
     graph: Graph
     reads: Sequence[Read] | None
     rows: int
     device: torch.device
-    mixed: bool
+    autocast: bool
     low: dict[str, None] = field(default_factory=dict)
 
     def piece(
@@ -282,10 +283,9 @@ class _Emitter:
     def _arguments(
         self, into: fx.Graph, node: Node, env: Mapping[Value, fx.Node]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if self.mixed and node.autocast is None and node.short in LOWERED:
-            wide = {v: v.name for v in node.values() if self._is_wide_parameter(v)}
-            self.low.update(dict.fromkeys(wide.values()))
-            env = {**env, **{v: into.call_function(low, (env[v],)) for v in wide}}
+        copied = {v: v.name for v in node.values() if self._goes_as_copy(v, node)}
+        self.low.update(dict.fromkeys(copied.values()))
+        env = {**env, **{v: into.call_function(low, (env[v],)) for v in copied}}
         if not node.grad:
             # Inside torch.no_grad(): what comes in from outside must not carry a gradient through.
             env = {
@@ -295,11 +295,15 @@ class _Emitter:
         args = tuple(self.argument(arg, env) for arg in node.args)
         return args, {key: self.argument(arg, env) for key, arg in node.kwargs.items()}
 
-    def _is_wide_parameter(self, value: Value) -> TypeGuard[State]:
+    def _goes_as_copy(self, value: Value, node: Node) -> TypeGuard[State]:
+        """Whether a node reads a copy of a value: of a master weight, or under autocast."""
         if not isinstance(value, State):
             return False
         state = self.graph.states[value.name]
-        return state.kind == "parameter" and state.spec.dtype == torch.float32
+        if state.master is not None:
+            return True
+        lowered = self.autocast and node.autocast is None and node.short in LOWERED
+        return lowered and state.kind == "parameter" and state.spec.dtype == torch.float32
 
     def _call(
         self, into: fx.Graph, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -1,17 +1,23 @@
-"""Run a stage in fp32, or in mixed precision with its matrix products in bf16 or fp16.
+"""Run a stage in fp32, in 16 bits with fp32 master weights, or under autocast.
 
-    parameter   fp32 --- copied once a step ---> bf16 --+
-                                                        +--> linear --> bf16 --> norms, losses: fp32
-    activation  fp32 --- cast where it is used -> bf16 --+
-    gradient    fp32 <-- cast, then summed, in every micro-batch
+    bf16, fp16         master fp32 --- copied once a step ---> parameter bf16 --> all ops: bf16
+                       gradient fp32 <-- cast, then summed, in every micro-batch
+    bf16-autocast,     parameter fp32 --- copied once a step ---> bf16 --+
+    fp16-autocast                                                        +--> linear --> bf16
+                       activation fp32 --- cast where it is used -> bf16 -+   norms, losses: fp32
 
-Parameters, gradients and optimizer state stay in fp32 (Micikevicius et al., ICLR 2018).
-`torch.autocast` decides op by op. Only its cache of cast weights is replaced, by copies that a step
-makes when it begins: torch empties its cache whenever a forward ends, so that each micro-batch in
-flight would hold copies of its own; it has one cache for all threads, and caches no frozen weight.
+In both, what the optimizer changes, its state and the sums of gradients stay in fp32 (Micikevicius
+et al., ICLR 2018).
 
-Only torch's own decisions change: a dtype that the model's own code asks for (`x.to(y)`) was traced
-in fp32 and stays.
+`bf16` is what Megatron-LM's `--bf16` and FSDP2's mixed precision do: the model is traced with
+parameters of 16 bits (`tracing.low_precision`), so activations, what is saved for backward and what
+crosses stages are of 16 bits, too. The graph names the parameters that have a master weight.
+
+Under autocast torch decides op by op. Only its cache of cast weights is replaced, by copies that a
+step makes when it begins: torch empties its cache whenever a forward ends, so that each micro-batch
+in flight would hold copies of its own; it has one cache for all threads, and caches no frozen
+weight. Only torch's own decisions change: a dtype that the model's own code asks for (`x.to(y)`)
+was traced in fp32 and stays.
 
 Backward runs outside: its ops then compute in the dtypes of their forwards, as torch advises.
 """
@@ -28,24 +34,33 @@ import torch
 from torch import Tensor
 
 from autopipe.errors import AutopipeError
+from autopipe.ir.graph import StateSpec, bytes_at
 from autopipe.ir.torch_private import TorchDispatchMode
 
-PRECISIONS: Mapping[str, torch.dtype | None] = {
-    "fp32": None,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
+KEPT: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""The precisions in which parameters, activations and products are all of one 16-bit dtype."""
+
+AUTOCAST: Mapping[str, torch.dtype] = {
+    "bf16-autocast": torch.bfloat16,
+    "fp16-autocast": torch.float16,
 }
-"""The dtype of matrix products for each precision; None: the dtype of their operands."""
+"""The precisions in which only the products of matrices, as torch.autocast decides, are."""
+
+PRECISIONS = ("fp32", *KEPT, *AUTOCAST)
+"""All that can be asked for."""
 
 LOWERED = frozenset(
     "linear columns matmul mm bmm addmm baddbmm addbmm conv1d conv2d conv3d "
     "conv_transpose1d conv_transpose2d conv_transpose3d".split()
 )
-"""Ops that get a parameter's low-precision copy: autocast lowers them on every kind of device.
+"""Under autocast, ops that get a parameter's low-precision copy, on every kind of device.
 
 https://docs.pytorch.org/docs/stable/amp.html. What it lowers besides, on some kinds, it casts
 itself at each use.
 """
+
+COMPUTED_LOW = LOWERED | {"scaled_dot_product_attention"}
+"""Under autocast, ops that compute in low precision: also attention, which has no parameter."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +68,14 @@ class Arithmetic:
     """The precision of one step on one kind of device.
 
     Attributes:
+        dtype: that of parameters' copies; None: there are none.
+        autocast: whether ops run under torch.autocast.
         copies: copies of parameters in `dtype`, by the parameter's id; they live for the step.
     """
 
     dtype: torch.dtype | None
     device_type: str
+    autocast: bool = False
     copies: Mapping[int, Tensor] = field(default_factory=dict)
 
 
@@ -84,10 +102,20 @@ def arithmetic(
         raise AutopipeError(
             f"there is no precision {precision!r}", hint=f"one of {', '.join(PRECISIONS)}"
         )
-    dtype, kind = PRECISIONS[precision], torch.device(device).type
+    dtype, kind = copy_dtype(precision), torch.device(device).type
     if dtype is None:
         return Arithmetic(None, kind)
-    return Arithmetic(dtype, kind, {id(p): p.to(dtype) for p in parameters})
+    return Arithmetic(dtype, kind, precision in AUTOCAST, {id(p): p.to(dtype) for p in parameters})
+
+
+def copy_dtype(precision: str) -> torch.dtype | None:
+    """The dtype of the copies that a step makes of parameters; None: it makes none."""
+    return KEPT.get(precision) or AUTOCAST.get(precision)
+
+
+def copy_bytes(state: StateSpec) -> int:
+    """Bytes of a parameter's copy in 16 bits."""
+    return bytes_at(state.spec, 1) * 2 // state.spec.dtype.itemsize
 
 
 @contextmanager
@@ -95,11 +123,11 @@ def computing(how: Arithmetic) -> Iterator[None]:
     """Within, compute in this precision; use it around each forward, never around a backward."""
     before, _current.how = current(), how
     try:
-        if how.dtype is None:
-            yield
-        else:
+        if how.autocast:
             with torch.autocast(how.device_type, how.dtype, cache_enabled=False):
                 yield
+        else:
+            yield
     finally:
         _current.how = before
 
@@ -110,8 +138,14 @@ def current() -> Arithmetic:
 
 
 def low(parameter: Tensor) -> Tensor:
-    """The step's low-precision copy of a parameter; the parameter itself if there is none."""
-    return current().copies.get(id(parameter), parameter)
+    """The step's low-precision copy of a parameter.
+
+    If there is none: under autocast the parameter itself, which is cast where it is used, else a
+    copy for this use.
+    """
+    how = current()
+    found = how.copies.get(id(parameter), parameter)
+    return found if how.autocast or how.dtype is None else found.to(how.dtype)
 
 
 _NORMS = (

@@ -25,6 +25,7 @@ from autopipe.ir.graph import SEQUENCE
 from autopipe.ir.torch_private import quiet
 from autopipe.planfile.parts import InputSpec, Read
 from autopipe.tracing import refusals
+from autopipe.tracing.low_precision import cast, parameters_in
 from autopipe.tracing.stubs import standing_in
 from autopipe.tracing.user_checkpoints import marking
 from autopipe.tracing.value_guards import NeedsNumbers, ReadsParameter, record, replay
@@ -36,6 +37,7 @@ class Program(nn.Module):
 
     Args:
         outputs: whether forward also returns the tensors of the model's outputs, after the loss.
+        kept: the 16-bit dtype in which the model computes; None: as its parameters are.
 
     Attributes:
         paths: the paths of these tensors; set by the first run.
@@ -49,9 +51,11 @@ class Program(nn.Module):
         specs: Sequence[InputSpec],
         *,
         outputs: bool = False,
+        kept: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.model = model
+        self.kept = kept
         self.paths: tuple[str, ...] = ()
         self._with_outputs = outputs
         self._batch = batch
@@ -63,8 +67,12 @@ class Program(nn.Module):
         leaves = {**self._fixed, **dict(zip(self._paths, tensors, strict=True))}
         batch = batches.rebuild(self._batch, leaves)
         args, kwargs = batches.bind(self.model, batch, self.loss)
+        if self.kept is not None:
+            args, kwargs = cast((args, kwargs), torch.float32, self.kept)
         with without_cache(self.model):
             outputs = self.model(*args, **kwargs)
+        if self.kept is not None and self.loss is not None:
+            outputs = cast(outputs, self.kept, torch.float32)
         loss = outputs_to_loss(outputs, batch, self.loss, self.model)
         found = tuple(loss) if isinstance(loss, SumCount) else (loss,)
         if self._with_outputs:
@@ -219,7 +227,7 @@ def _record(
             raise program.refusal(error) from error
     fake, program.model = program.model, real()
     try:
-        with _restoring(program.model):
+        with _restoring(program.model), parameters_in(program.model, program.kept):
             if program.model.training != program.training:
                 program.model.train(program.training)
             try:

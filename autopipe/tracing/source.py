@@ -60,6 +60,7 @@ def trace_source(
     training: bool = True,
     skeleton: nn.Module | None = None,
     outputs: bool = False,
+    kept: torch.dtype | None = None,
     say: Say | None = None,
 ) -> Trace:
     """Trace a model; allocate its weights only if Python reads a value that depends on one.
@@ -82,7 +83,15 @@ def trace_source(
         return model()
 
     return trace(
-        skeleton, example, specs, loss, training=training, real=real, outputs=outputs, say=say
+        skeleton,
+        example,
+        specs,
+        loss,
+        training=training,
+        real=real,
+        outputs=outputs,
+        kept=kept,
+        say=say,
     )
 
 

@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from autopipe.errors import CaptureError
@@ -71,7 +72,11 @@ def lengthened(specs: Sequence[InputSpec], length: int) -> list[InputSpec]:
 
 
 def trace_lengths(
-    model: Source, example: Any, specs: Sequence[InputSpec], loss: Loss | None
+    model: Source,
+    example: Any,
+    specs: Sequence[InputSpec],
+    loss: Loss | None,
+    kept: torch.dtype | None = None,
 ) -> Lengths:
     """Trace a model with symbolic rows, and with a symbolic sequence if it has one.
 
@@ -84,9 +89,9 @@ def trace_lengths(
         for longest in (length, length - 1):
             with suppress(CaptureError):  # of the model itself: then it comes again below
                 batch = _cut(example, long, longest)
-                return Lengths(trace_source(model, batch, long, loss), longest)
+                return Lengths(trace_source(model, batch, long, loss, kept=kept), longest)
         why = f"what the model does at {length} tokens depends on their number"
-    return Lengths(trace_source(model, example, specs, loss), None, why)
+    return Lengths(trace_source(model, example, specs, loss, kept=kept), None, why)
 
 
 def _cut(example: Any, specs: Sequence[InputSpec], length: int) -> Any:

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from autopipe.errors import AutopipeError, ModelError
@@ -19,6 +20,7 @@ from autopipe.ir.graph import Graph
 from autopipe.planfile.parts import InputSpec, Read
 from autopipe.tracing.export import Program, capture, look
 from autopipe.tracing.from_export import convert
+from autopipe.tracing.low_precision import check_operands, parameters_in, with_masters
 from autopipe.tracing.same_modules import Likeness
 from autopipe.tracing.stubs import Unlike
 from autopipe.tracing.value_guards import NeedsNumbers
@@ -49,6 +51,7 @@ def trace(
     real: Callable[[], nn.Module] | None = None,
     symbolic: bool = True,
     outputs: bool = False,
+    kept: torch.dtype | None = None,
     say: Say | None = None,
 ) -> Trace:
     """Trace a model with fake parameters (`torch_private.skeleton`, `construct.build_fake`).
@@ -63,6 +66,7 @@ def trace(
         symbolic: False fixes the rows to the example's. Otherwise a dim that is `s` in the specs is
             a symbol as well (`tracing.symbolic_sequence`).
         outputs: whether the graph also returns the model's own outputs.
+        kept: the 16-bit dtype in which the model computes (`low_precision`); None: as it is built.
         say: receives one line of progress text at a time.
 
     Raises:
@@ -73,10 +77,11 @@ def trace(
     batches.bind(model, batch, loss)
     if model.training != training:  # a model in training keeps what parts of it are set to
         model.train(training)
-    program = Program(model, batch, loss, specs, outputs=outputs)
+    program = Program(model, batch, loss, specs, outputs=outputs, kept=kept)
     program.training = training
     tracing = _Tracing(program, leaves, tuple(specs), symbolic, say or (lambda line: None))
-    return tracing.recorded(real) if reads is None else tracing.replayed(reads, real)
+    with parameters_in(model, kept):
+        return tracing.recorded(real) if reads is None else tracing.replayed(reads, real)
 
 
 @dataclass(frozen=True)
@@ -143,4 +148,7 @@ class _Tracing:
             self.program, self.leaves, self.specs, reads=reads, alike=alike, symbolic=self.symbolic
         )
         graph = convert(exported, self.program.model, self.specs)
+        if self.program.kept is not None:
+            check_operands(graph, self.program.kept)
+            graph = with_masters(graph, self.program.kept)
         return Trace(graph, self.specs, tuple(reads), self.program.paths)

@@ -32,6 +32,7 @@ from autopipe.planners.model.devices import machine_of
 from autopipe.planners.model.estimate import estimate
 from autopipe.planners.model.problem import Constraints, Decision
 from autopipe.planners.search.registry import PLANNERS
+from autopipe.stages.precision import KEPT
 from autopipe.tracing.source import trace_source
 
 
@@ -55,7 +56,8 @@ def compare(
     """The best plan for a mixed cluster, and the best one for as many of its slowest device."""
     example = inputs(2)
     specs = batch.describe(example, inputs(3), 2, 3)
-    traced = trace_source(model, batch.two_rows(example, specs), specs, None)
+    two = batch.two_rows(example, specs)
+    traced = trace_source(model, two, specs, None, kept=KEPT.get(precision))
     flow, blocks = analyse(traced.graph), find_blocks(traced.graph)
     units = find_units(flow, blocks, at_least=1)
     true, kinds = machine_of(cluster, tp_groups(cluster, 1))

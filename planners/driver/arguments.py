@@ -10,9 +10,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from autopipe.cluster.cluster import Cluster
+from autopipe.cluster.datasheets import DEVICES
 from autopipe.cluster.measured import Need
 from autopipe.cluster.spec import LocalSpec, parse
 from autopipe.errors import AutopipeError, ModelError
@@ -37,17 +39,28 @@ WINDOW = 2
 """Receives posted ahead per boundary: one being filled while one is computed on."""
 
 
-def check_words(*, precision: str, planner: str, loss_over: str, zero: int | None) -> None:
+def check_words(*, precision: str | None, planner: str, loss_over: str, zero: int | None) -> None:
     """Check the arguments that are one of a few words.
 
     Raises:
         AutopipeError: one of them is none of those.
     """
-    refuse_unknown("precision", precision, PRECISIONS)
+    if precision is not None:
+        refuse_unknown("precision", precision, PRECISIONS)
     refuse_unknown("planner", planner, sorted(PLANNERS))
     refuse_unknown("loss_over", loss_over, LOSS_OVER)
     if zero is not None:
         refuse_unknown("ZeRO stage", zero, ZERO)
+
+
+def in_bf16(cluster: Cluster | LocalSpec, model: nn.Module) -> bool:
+    """Whether a model is trained in bf16 where nobody says how: people do, on GPUs that have it."""
+    if isinstance(cluster, LocalSpec):
+        return False
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    return dtypes == {torch.float32} and all(
+        device.kind in DEVICES and "bf16" in device.flops for device in cluster.devices
+    )
 
 
 def refuse_unknown(what: str, asked: str | int, known: Iterable[str | int]) -> None:

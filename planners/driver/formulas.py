@@ -45,7 +45,7 @@ from autopipe.planners.driver.tp_degrees import (
     exchanges,
 )
 from autopipe.sharding.local_graph import shard_graph, shardable
-from autopipe.stages.precision import PRECISIONS
+from autopipe.stages.precision import KEPT, PRECISIONS
 from autopipe.tracing.source import Source
 from autopipe.tracing.symbolic_sequence import Lengths, trace_lengths
 from autopipe.util.gc_pause import resting
@@ -173,7 +173,8 @@ def cost_formulas(
     arguments.refuse_unknown("precision", precision, PRECISIONS)
     example, specs = arguments.example_of(inputs)
     with phase("tracing"):
-        traced = trace_lengths(model, batch.two_rows(example, specs), specs, loss)
+        two = batch.two_rows(example, specs)
+        traced = trace_lengths(model, two, specs, loss, KEPT.get(precision))
     graph, blocks = traced.trace.graph, find_blocks(traced.trace.graph)
     if tp > 1:
         check_heads(graph, tp)
@@ -222,7 +223,7 @@ def _by_node(
             kept.clear()
     owned: dict[int, list[Dim]] = defaultdict(list)
     for name, state in graph.states.items():
-        owned[flow.users[State(name)][0]].append(state.spec.bytes)
+        owned[flow.users[State(name)][0]].append(state.held.bytes)
     costs = op_costs.costs(short.graph)
     sent = [
         tuple(sympy.nsimplify(move.sent(size, tp)) if move else 0 for move in moves)

@@ -9,6 +9,7 @@ Plan            best_plan       cost, search, write, refine (`planners.driver.ch
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from autopipe.planners.driver.request import Job, PlanRequest, Traced
 from autopipe.planners.driver.tp_degrees import check_heads
 from autopipe.planners.model.problem import Constraints
 from autopipe.stages.bind import check_runs
+from autopipe.stages.precision import KEPT
 from autopipe.stages.recompute import blocks_to_recompute
 from autopipe.tracing import loss_grouping, user_checkpoints
 from autopipe.tracing.source import Source, bare, keeping_default_dtype, trace_source
@@ -51,7 +53,7 @@ def plan(
     *,
     loss: Loss | None = None,
     optimizer: str | MakeOptimizer = "adamw",
-    precision: str = "fp32",
+    precision: str | None = None,
     cluster: str | Path | Cluster | None = None,
     batch_size: int | None = None,
     pp: int | None = None,
@@ -66,7 +68,7 @@ def plan(
     zero: int | None = None,
     recompute: str | Sequence[str] | None = None,
     planner: str = "dynamic",
-    sequence_parallel: bool = False,
+    sequence_parallel: bool = True,
     loss_over: str = ROWS,
     source: str | None = None,
     say: Say | None = None,
@@ -83,7 +85,10 @@ def plan(
         loss: `loss(outputs, batch)`, a scalar tensor or `SumCount`; default: a scalar output, an
             output's `.loss`, or the first of a tuple.
         optimizer: the name of one in torch.optim, or a function from parameters to one.
-        precision: "fp32"; "bf16" or "fp16" for mixed precision.
+        precision: "fp32"; "bf16" or "fp16": parameters and activations are of 16 bits, with fp32
+            master weights, gradients and optimizer state; "bf16-autocast" or "fp16-autocast": only
+            the matrix products that torch.autocast chooses. None: bf16 on GPUs that all have it,
+            for a model whose parameters are of fp32; else "fp32".
         cluster: "local:4", "2x8xA100-80GB", a file, a `Cluster`; default: this machine.
         batch_size: rows of the whole batch; default: the example's, or 8 a device.
         pp, dp, tp, micro_batches: constraints; None leaves them to the planner.
@@ -99,8 +104,8 @@ def plan(
             None: those that the model itself recomputes (`torch.utils.checkpoint`), or else as few
             as memory asks for.
         planner: "dynamic", "exhaustive" or "uniform".
-        sequence_parallel: with tp, also shard the batch's second dim between layers, where that
-            takes less time; it holds less.
+        sequence_parallel: with tp, also consider shards of the batch's second dim between layers;
+            they hold less, and take less time in norms and sums.
         loss_over: "rows": the loss must be one of the whole batch, however it is cut into
             micro-batches; "micro-batch": the mean of each micro-batch's own, whatever that is.
         source: where the model comes from, for the plan to remember.
@@ -128,7 +133,7 @@ def plan(
         inputs=inputs,
         loss=loss,
         optimizer=optimizer,
-        precision=precision,
+        precision=precision or "fp32",
         cluster=asked,
         batch_size=batch_size,
         constraints=constraints,
@@ -138,30 +143,44 @@ def plan(
         loss_over=loss_over,
         source=source,
     )
-    traced = traced_model(request, say, watch)
-    devices = arguments.measured(asked, need(traced.graph, precision), say)
+    with watch("traced"):
+        skeleton = bare(model, say)  # first: it may set the dtype that inputs are made in
+    if precision is None and arguments.in_bf16(asked, skeleton):
+        request = replace(request, precision="bf16")
+        say("precision: bf16 with fp32 master weights, as is usual on GPUs; --precision fp32")
+    traced = traced_model(request, skeleton, say, watch)
+    devices = arguments.measured(asked, need(traced.graph, request.precision), say)
     factor = optimizer_factor(optimizer_named(optimizer))
     found = best_plan(Job(request, traced, devices, factor), watch)
     check_runs(found)
     return signed(found)
 
 
-def traced_model(request: PlanRequest, say: Say, watch: Stopwatch) -> Traced:
+def traced_model(request: PlanRequest, skeleton: nn.Module, say: Say, watch: Stopwatch) -> Traced:
     """The model as a graph, with what the user's code says of rows and of recomputation.
+
+    Args:
+        skeleton: the model with fake parameters.
 
     Raises:
         ModelError: the inputs do not fit the model, or (CaptureError) it cannot be captured.
         InfeasibleError: the heads of an attention do not divide by the tensor-parallel degree.
     """
     inputs, constraints = request.inputs, request.constraints
-    with watch("traced"):
-        skeleton = bare(request.model, say)  # first: it may set the dtype that inputs are made in
     example, specs = arguments.example_of(inputs)
     devices = request.cluster.num_devices
     rows = request.batch_size or arguments.rows_of(inputs, example, specs, devices)
     with watch("traced"), phase("tracing"):
         two = batch.two_rows(example, specs)
-        trace = trace_source(request.model, two, specs, request.loss, skeleton=skeleton, say=say)
+        trace = trace_source(
+            request.model,
+            two,
+            specs,
+            request.loss,
+            skeleton=skeleton,
+            kept=KEPT.get(request.precision),
+            say=say,
+        )
         for place in dict.fromkeys(read.place for read in trace.reads if not read.checked):
             say(f"{place}: a number is read here that nothing depends on; a run does not read it")
         if constraints.tp is not None:

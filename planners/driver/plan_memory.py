@@ -31,6 +31,7 @@ from autopipe.stages.block_owners import owners
 from autopipe.stages.dry_run import Known, Rehearsal, fake_state
 from autopipe.stages.dry_run_repeats import rehearse_deep
 from autopipe.stages.lower import lower
+from autopipe.stages.precision import copy_bytes
 from autopipe.stages.recompute import within
 from autopipe.util import numbers
 
@@ -137,7 +138,7 @@ def _sharded(cut: CutModel, rehearsal: Rehearsal) -> StageBytes:
         for name in lowered.low:
             own = [p for p in flow.users[State(name)] if p in stage.nodes]
             if not recomputed.issuperset(own):
-                saved[stage.index] += bytes_at(graph.states[name].spec, 1) // 2
+                saved[stage.index] += copy_bytes(graph.states[name])
         gathered.append(_gathered(graph, stage, lowered.module))
     low = (0,) * len(cut.stages)
     return StageBytes(cut, replace(rehearsal, saved=tuple(saved), low=low), tuple(gathered))
@@ -151,7 +152,7 @@ def _gathered(graph: Graph, stage: Stage, module: fx.GraphModule) -> int:
     parameters = [name for name in stage.states if graph.states[name].kind == "parameter"]
     together: Counter[str | None] = Counter()
     for name, block in owners(_tree(stage.states), module, parameters).items():
-        together[block] += bytes_at(graph.states[name].spec, 1)
+        together[block] += bytes_at(graph.states[name].held, 1)
     outside = together.pop(None, 0)
     return gathered_bytes(outside, max(together.values(), default=0))
 
@@ -215,7 +216,7 @@ def _memory(
     """
     dp, zero = plan.mesh.dp, plan.zero
     states = {name: graph.states[name] for name in names}
-    sizes = {name: bytes_at(state.spec, 1) for name, state in states.items()}
+    sizes = {name: bytes_at(state.held, 1) for name, state in states.items()}
     # Rows are sharded; the first rank has the most.
     shards = {name: _shard(state.spec.shape, sizes[name], dp) for name, state in states.items()}
     parameters = [name for name, state in states.items() if state.kind == "parameter"]

@@ -40,7 +40,7 @@ from autopipe.planners.model.problem import (
     Seconds,
     Shared,
 )
-from autopipe.stages.precision import LOWERED, PRECISIONS
+from autopipe.stages.precision import AUTOCAST, COMPUTED_LOW, copy_bytes
 
 Sending = Callable[[Graph, int, Link], Sequence[tuple[float, float]]]
 """From a graph, the rows of a micro-batch and a link to each node's seconds of communication,
@@ -237,14 +237,14 @@ def products(graph: Graph) -> tuple[str, ...]:
 def _dtypes(
     graph: Graph, formulas: Sequence[op_costs.NodeCost], precision: str
 ) -> list[torch.dtype]:
-    """What each node computes in: in mixed precision matrix products in another dtype.
+    """What each node computes in: under autocast some in another dtype than the graph says.
 
     torch leaves those of fp64 as they are.
     """
-    low = PRECISIONS[precision]
+    low = AUTOCAST.get(precision)
     return [
         formula.dtype
-        if low is None or node.short not in LOWERED or formula.dtype == torch.float64
+        if low is None or node.short not in COMPUTED_LOW or formula.dtype == torch.float64
         else low
         for node, formula in zip(graph.nodes, formulas, strict=True)
     ]
@@ -280,10 +280,9 @@ def _states(
     other: Counter[tuple[int, ...]] = Counter()
     for name, state in graph.states.items():
         used = tuple(sorted({units.of(position) for position in flow.users[State(name)]}))
-        size = bytes_at(state.spec, 1)
-        (trainable if state.trainable else other)[used] += size
+        (trainable if state.trainable else other)[used] += bytes_at(state.held, 1)
         if name in copies:
-            other[used] += size // 2
+            other[used] += copy_bytes(state)
     return (
         tuple(Shared(size, used) for used, size in trainable.items()),
         tuple(Shared(size, used) for used, size in other.items()),
@@ -295,7 +294,7 @@ def _largest(flow: Dataflow, units: Units) -> tuple[int, ...]:
     largest = [0] * len(units.starts)
     for name, state in flow.graph.states.items():
         for unit in {units.of(position) for position in flow.users[State(name)] if state.trainable}:
-            largest[unit] = max(largest[unit], bytes_at(state.spec, 1))
+            largest[unit] = max(largest[unit], bytes_at(state.held, 1))
     return tuple(largest)
 
 

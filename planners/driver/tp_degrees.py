@@ -30,7 +30,7 @@ from autopipe.sharding.column_linear import COLUMNS
 from autopipe.sharding.ilp import Axis, shard
 from autopipe.sharding.local_graph import blocks_of, sent_by, shard_graph, shardable, whole_bytes
 from autopipe.sharding.op import Model
-from autopipe.stages.precision import LOWERED, PRECISIONS
+from autopipe.stages.precision import AUTOCAST, COMPUTED_LOW
 from autopipe.tracing.trace import Trace
 
 MOST = 16
@@ -191,12 +191,12 @@ def exchanges(graph: Graph, ranks: int, precision: str = "fp32") -> list[Exchang
 
     Most nodes exchange nothing: ((None, None), 0).
 
-    In mixed precision what a matrix product has made is sent in its own dtype, and so is the
+    Under autocast what a matrix product has made is sent in its own dtype, and so is the
     gradient of what column-parallel layers multiply (`sharding.column_linear`); all else is in
     fp32.
     """
-    low = PRECISIONS[precision]
-    lowered = {node.name for node in graph.nodes if node.short in LOWERED}
+    low = AUTOCAST.get(precision)
+    lowered = {node.name for node in graph.nodes if node.short in COMPUTED_LOW}
     carrying = op_costs.gradient_values(graph)
     found: list[Exchange] = []
     for node in graph.nodes:

@@ -113,9 +113,10 @@ def _on(device: torch.device | str, state: StateSpec, tensor: Tensor) -> Tensor:
     """A tensor on `device`; one that is there already is taken as it is, not copied."""
     if state.kind != "parameter":
         return tensor.to(device)
-    if isinstance(tensor, nn.Parameter) and tensor.device == torch.device(device):
+    wanted = torch.device(device), state.held.dtype
+    if isinstance(tensor, nn.Parameter) and (tensor.device, tensor.dtype) == wanted:
         return tensor
-    return nn.Parameter(tensor.detach().to(device), state.trainable)
+    return nn.Parameter(tensor.detach().to(*wanted), state.trainable)
 
 
 def _build_in_turn(factory: Factory, seed: int) -> nn.Module:

@@ -68,7 +68,7 @@ def read(
             if say is not None:
                 say(f"{path}: its names begin with {prefix!r}, which is left out")
     _check_shapes(path, graph, names, {n: t.shape for n, t in found.items()}, optional)
-    return {name: tensor.to(graph.states[name].spec.dtype) for name, tensor in found.items()}
+    return {name: tensor.to(graph.states[name].held.dtype) for name, tensor in found.items()}
 
 
 class _Stored:
@@ -182,7 +182,7 @@ def _read_distributed(
     keys = {name: _stored_as(graph, name, stored.keys(), "") for name in names}
     sizes = {name: stored[key] for name, key in keys.items() if key is not None}
     _check_shapes(path, graph, names, sizes, optional)
-    specs = {name: graph.states[name].spec for name in sizes}
+    specs = {name: graph.states[name].held for name in sizes}
     found = {n: torch.empty(shape_at(spec, 1), dtype=spec.dtype) for n, spec in specs.items()}
     with warnings.catch_warnings():
         # Every rank reads its own by itself, on purpose.

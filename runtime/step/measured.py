@@ -18,6 +18,7 @@ from autopipe.runtime.step.executor import Executor
 from autopipe.runtime.step.memory_meter import Meter
 from autopipe.runtime.step.prepare import Rank
 from autopipe.schedules.instructions import Kind
+from autopipe.stages.precision import copy_bytes
 
 BACKWARD = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
@@ -68,8 +69,11 @@ def _memory(
     shards = dict(rank.held.gradients.shards())
     trained = [n for n in names if n in shards and shards[n].grad is not None]
     kept = optimizer.state if optimizer is not None else {}
+    # Under ZeRO-3 a copy is a micro-batch's, and among the activations.
+    copied = [n for n in names if specs[n].master is not None and not rank.held.sharded]
+    copies = sum(copy_bytes(specs[n]) for n in copied)
     return Memory(
-        parameters=_bytes(states[n] for n in names if specs[n].kind == "parameter"),
+        parameters=_bytes(states[n] for n in names if specs[n].kind == "parameter") + copies,
         gradients=_bytes(states[n] for n in trained),
         optimizer=sum(_state_bytes(kept[shards[n]]) for n in trained if shards[n] in kept),
         buffers=_bytes(states[n] for n in names if specs[n].kind != "parameter"),

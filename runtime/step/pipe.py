@@ -35,6 +35,7 @@ from autopipe.runtime.step.prepare import Rank
 from autopipe.runtime.step.same_batch import check_same
 from autopipe.runtime.step.stage import StepInput
 from autopipe.stages.bind import Split
+from autopipe.stages.precision import copy_dtype
 from autopipe.util import atomic_file
 
 
@@ -70,7 +71,7 @@ class Pipe:
         self.stages: tuple[Stage, ...] = rank.part.stages
         self.meter: Meter | None = None
         self.record: Record | None = None
-        self.loss_scale = LossScale() if self.plan.precision == "fp16" else None
+        self.loss_scale = LossScale() if copy_dtype(self.plan.precision) == torch.float16 else None
         self._rank = rank
         self._own = own
         self._split = rank.part.split

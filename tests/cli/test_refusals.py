@@ -50,7 +50,11 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> str:
             "--schedule 1f1b --depth 2",
             "depth=2 was asked for, and 1f1b takes none\n\nhint: schedule='eager-1f1b' does",
         ),
-        ("--precision fp8", "there is no precision 'fp8'\n\nhint: one of fp32, bf16, fp16"),
+        (
+            "--precision fp8",
+            "there is no precision 'fp8'\n\n"
+            "hint: one of fp32, bf16, fp16, bf16-autocast, fp16-autocast",
+        ),
         ("--zero 2", "there is no ZeRO stage 2\n\nhint: one of 0, 1, 3"),
         (
             "--zero 3 --schedule zb-h1 --pp 2",

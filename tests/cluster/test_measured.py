@@ -24,9 +24,8 @@ def test_the_need_of_a_model() -> None:
     graph = traced("gpt")[0].graph
     kernels = ("causal attention", "cross_entropy_loss", "dropout", "gelu", "layer_norm", "linear")
     assert need(graph, "fp32") == Need(("fp32",), kernels)
-    # Attention is not lowered on every kind of device, and is traced in fp32.
-    assert need(graph, "bf16") == Need(("bf16", "fp32"), kernels)
-    assert need(graph, "fp16").dtypes == ("fp16", "fp32")
+    assert need(graph, "bf16-autocast") == Need(("bf16",), kernels)
+    assert need(graph, "fp16-autocast").dtypes == ("fp16",)
 
 
 def test_what_a_machine_can_have() -> None:

@@ -112,9 +112,9 @@ PLANS: dict[str, Callable[[], Case]] = {
     "interleaved, dropout": lambda: case("dropout", 2, "interleaved", chunks=2),
     "zb-v, in place": lambda: case("resnet", 2, "zb-v"),
     "zb-h1, opaque": lambda: case("lstm", 2, "zb-h1"),
-    "bf16": lambda: case("dropout", 2, precision="bf16"),
+    "bf16": lambda: case("dropout", 2, precision="bf16-autocast"),
     "zb-h1, recompute, bf16": lambda: case(
-        "dropout", 2, "zb-h1", precision="bf16", recompute=("all",)
+        "dropout", 2, "zb-h1", precision="bf16-autocast", recompute=("all",)
     ),
 }
 

@@ -73,7 +73,9 @@ def test_layers_that_take_turns_are_left_out_in_groups(
     assert found == [tuple(f"layers.{number}" for number in group) for group in paths]
 
 
-@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.long), "bf16"])
+@pytest.mark.parametrize(
+    "precision", [pytest.param("fp32", marks=pytest.mark.long), "bf16-autocast"]
+)
 @pytest.mark.parametrize(
     "model",
     [

@@ -217,7 +217,7 @@ def test_a_rank_may_hold_several_stages() -> None:
             "are of another plan",
         ),
         (
-            lambda plan: replace(plan, precision="bf16", schedule="gpipe"),
+            lambda plan: replace(plan, precision="bf16-autocast", schedule="gpipe"),
             "plan.precision and plan.schedule were changed by hand after planning: the predicted "
             "figures are of another plan",
         ),

@@ -91,7 +91,7 @@ def test_what_is_not_as_usual() -> None:
     stages = tuple(replace(s, zero=3, recompute=("block.0", "block.1")) for s in plan.stages)
     unusual = replace(
         plan,
-        precision="bf16",
+        precision="bf16-autocast",
         schedule="eager-1f1b",
         boundaries=(Boundary(window=3, depth=1),),
         stages=stages,

@@ -155,7 +155,7 @@ def each(plan: Plan, **change: object) -> Plan:
 
 
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "eager-1f1b", "zb-h1"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16-autocast"])
 @pytest.mark.parametrize("zero", [0, 1])
 def test_what_runs(schedule: str, precision: str, zero: int) -> None:
     check_runs(each(replace(PLAN, schedule=schedule, precision=precision), zero=zero))
@@ -167,7 +167,8 @@ def test_what_runs(schedule: str, precision: str, zero: int) -> None:
         (
             replace(PLAN, precision="fp8"),
             False,
-            "plan.precision: 'fp8' was asked for; this version runs 'fp32' or 'bf16' or 'fp16'",
+            "plan.precision: 'fp8' was asked for; this version runs "
+            "'fp32' or 'bf16' or 'fp16' or 'bf16-autocast' or 'fp16-autocast'",
         ),
         (
             each(PLAN, zero=2),

@@ -185,16 +185,16 @@ def observed(found, model, asked, precision):
 @pytest.mark.parametrize(
     ("name", "share", "precision"),
     [
-        *((name, 0, "bf16") for name in ("gpt", "unet", "resnet")),
+        *((name, 0, "bf16-autocast") for name in ("gpt", "unet", "resnet")),
         ("gpt2", 1, "fp32"),
-        ("gpt", 2, "bf16"),
-        ("gpt", 2, "fp16"),
+        ("gpt", 2, "bf16-autocast"),
+        ("gpt", 2, "fp16-autocast"),
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in (
-                *((name, 0, "bf16") for name in ("gpt2", "llama", "t5")),
+                *((name, 0, "bf16-autocast") for name in ("gpt2", "llama", "t5")),
                 *((name, 1, "fp32") for name in ("gpt", "llama", "t5")),
-                *((name, 2, "bf16") for name in ("gpt2", "llama", "t5")),
+                *((name, 2, "bf16-autocast") for name in ("gpt2", "llama", "t5")),
             )
         ),
     ],
@@ -267,7 +267,9 @@ def test_mixed_precision_crosses_cuts_as_it_is():
     found = traced("gpt")[0]
     cuts = ["blocks.1.norm1/layer_norm/0", "blocks.2.up/linear/0", "blocks.2/gelu/0"]
     stages = split(found, cuts)
-    rehearsal = rehearse(found.graph, stages, find_blocks(found.graph), ROWS, precision="bf16")
+    rehearsal = rehearse(
+        found.graph, stages, find_blocks(found.graph), ROWS, precision="bf16-autocast"
+    )
     dtypes = {str(ref): boundary.dtype for ref, boundary in rehearsal.boundaries.items()}
     assert dtypes["blocks.0/add/1"] == torch.float32
     assert dtypes["blocks.2.up/linear/0"] == torch.bfloat16
@@ -279,7 +281,9 @@ def test_copies_in_low_precision_are_counted_once_per_stage():
     """Weights and biases of linears; neither norms nor the embedding, whose op is a look-up."""
     found = traced("gpt")[0]
     stages = split(found, ["blocks.1.norm1/layer_norm/0"])
-    rehearsal = rehearse(found.graph, stages, find_blocks(found.graph), ROWS, precision="bf16")
+    rehearsal = rehearse(
+        found.graph, stages, find_blocks(found.graph), ROWS, precision="bf16-autocast"
+    )
     linears = 32 * 96 + 96 + 32 * 32 + 32 + 2 * (32 * 128) + 128 + 32
     assert rehearsal.low[0] == 2 * linears
     assert rehearsal.low[1] == 2 * (3 * linears + 32 * 64)

@@ -108,7 +108,7 @@ def test_a_steps_copy_of_a_parameter_is_made_for_the_step_and_not_by_the_stage()
         weight = low(m.first.weight)
         return F.linear(F.linear(x, weight), weight)
 
-    found = joint_graph(run, seeds=(HALF,), low=("first.weight",), precision="bf16")
+    found = joint_graph(run, seeds=(HALF,), low=("first.weight",), precision="bf16-autocast")
     assert list(found.copies.values()) == [("first.weight", torch.bfloat16)]
     assert ops(found.forward) == ["_to_copy", "t", "mm", "t", "mm"]  # the cast of x
     assert ops(found.backward).count("_to_copy") == 2

@@ -181,7 +181,7 @@ def test_in_mixed_precision_linears_take_copies_and_norms_do_not():
     (stage,) = split(found, [])
     states = {name: dict(model.named_parameters())[name] for name in stage.states}
     blocks = find_blocks(found.graph)
-    made = lower(found.graph, stage, blocks, states, None, 2, last=True, precision="bf16")
+    made = lower(found.graph, stage, blocks, states, None, 2, last=True, precision="bf16-autocast")
     code = made.module.get_submodule("blocks.0").code
     assert "low = autopipe_stages_precision_low(qkv_weight)" in code
     assert "autopipe_stages_precision_low(norm1_weight)" not in code

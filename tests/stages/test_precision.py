@@ -14,9 +14,9 @@ from autopipe.ir.torch_private import fake_mode
 from autopipe.runtime.parameters.loss_scale import LossScale
 from autopipe.stages.lower import lower
 from autopipe.stages.precision import (
+    AUTOCAST,
+    COMPUTED_LOW,
     FP32,
-    LOWERED,
-    PRECISIONS,
     WideStatistics,
     arithmetic,
     computing,
@@ -28,7 +28,7 @@ from tests.support.long import chosen
 from tests.support.staged import first, micro_batches, split, trace_model, traced
 from tests.support.zoo import ZOO
 
-LOW = ["bf16", "fp16"]
+LOW = ["bf16-autocast", "fp16-autocast"]
 
 
 def whole(found, model, precision):
@@ -48,6 +48,7 @@ X3, W3 = torch.randn(2, 4, 4), torch.randn(2, 4, 4)
 KERNEL1, KERNEL2, KERNEL3 = (torch.randn(4, 4, *[1] * dims) for dims in (1, 2, 3))
 IMAGE, VIDEO = torch.randn(1, 4, 3, 3), torch.randn(1, 4, 3, 3, 3)
 CALLS = {
+    "scaled_dot_product_attention": lambda: F.scaled_dot_product_attention(X3, W3, W3),
     "linear": lambda: F.linear(X, W, B),
     "matmul": lambda: torch.matmul(X, W),
     "mm": lambda: torch.mm(X, W),
@@ -65,11 +66,11 @@ CALLS = {
 
 
 @pytest.mark.parametrize("precision", LOW)
-@pytest.mark.parametrize("op", sorted(LOWERED - {"columns"}))  # which lowers by itself
+@pytest.mark.parametrize("op", sorted(COMPUTED_LOW - {"columns"}))  # which lowers by itself
 def test_the_table_has_what_autocast_lowers(op, precision):
     """A copy that goes to an op autocast leaves alone would change what the model computes."""
     with computing(arithmetic(precision, "cpu")):
-        assert CALLS[op]().dtype == PRECISIONS[precision]
+        assert CALLS[op]().dtype == AUTOCAST[precision]
 
 
 @pytest.mark.parametrize("precision", LOW)
@@ -81,7 +82,7 @@ def test_losses_and_gradients_are_those_of_torch_autocast(name, precision):
     plain, ours = case.model(), case.model()
     expected = []
     for leaves in batches:
-        with torch.autocast("cpu", PRECISIONS[precision]):
+        with torch.autocast("cpu", AUTOCAST[precision]):
             expected.append(first(case.eager(plain, leaves)))
         expected[-1].backward()
     lowered, wanted = whole(found, ours, precision)
@@ -122,11 +123,11 @@ def test_all_micro_batches_share_a_copy_of_each_weight():
     """Frozen ones too. torch's own cache is emptied between forwards, so that each micro-batch
     would keep another."""
     found, model = linears()
-    lowered, wanted = whole(found, model, "bf16")
+    lowered, wanted = whole(found, model, "bf16-autocast")
     assert lowered.low == tuple(
         f"inner.{name}" for name in ("0.weight", "0.bias", "2.weight", "4.weight")
     )
-    how = arithmetic("bf16", "cpu", wanted)
+    how = arithmetic("bf16-autocast", "cpu", wanted)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         for _ in range(3):
@@ -141,10 +142,10 @@ def test_all_micro_batches_share_a_copy_of_each_weight():
 
 def test_each_backward_adds_to_the_gradient_in_fp32_and_calls_its_hooks():
     found, model = linears()
-    lowered, wanted = whole(found, model, "bf16")
+    lowered, wanted = whole(found, model, "bf16-autocast")
     weight, seen = model.inner[4].weight, []
     weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
-    how, losses = arithmetic("bf16", "cpu", wanted), []
+    how, losses = arithmetic("bf16-autocast", "cpu", wanted), []
     for k in range(3):
         with computing(how):
             losses.append(lowered.module(torch.full((2, 8), float(k)))[0])
@@ -164,9 +165,9 @@ def test_each_backward_adds_to_the_gradient_in_fp32_and_calls_its_hooks():
 
 def test_the_next_step_computes_with_the_new_weights():
     found, model = linears()
-    lowered, wanted = whole(found, model, "bf16")
+    lowered, wanted = whole(found, model, "bf16-autocast")
     for _ in range(2):
-        with computing(arithmetic("bf16", "cpu", wanted)):
+        with computing(arithmetic("bf16-autocast", "cpu", wanted)):
             (loss,) = lowered.module(torch.ones(2, 8))
         with torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(loss, model(torch.ones(2, 8)))
@@ -192,7 +193,7 @@ def test_a_users_own_region_stays_as_it_is():
 
     model = Regions()
     found = trace_model(model, lambda b: {"x": torch.ones(b, 8)})
-    lowered, wanted = whole(found, model, "fp16")
+    lowered, wanted = whole(found, model, "fp16-autocast")
     assert lowered.low == ("a.weight", "a.bias")
     products = []
 
@@ -203,7 +204,7 @@ def test_a_users_own_region_stays_as_it_is():
                 products.append(made.dtype)
             return made
 
-    with computing(arithmetic("fp16", "cpu", wanted)), Watch():
+    with computing(arithmetic("fp16-autocast", "cpu", wanted)), Watch():
         (loss,) = lowered.module(torch.ones(2, 8))
     loss.backward()
     assert products == [torch.float16, torch.bfloat16, torch.float32]
@@ -226,8 +227,8 @@ def test_no_gradient_flows_through_no_grad():
 
     model = Peeking()
     found = trace_model(model, lambda b: {"x": torch.ones(b, 8)})
-    lowered, wanted = whole(found, model, "bf16")
-    with computing(arithmetic("bf16", "cpu", wanted)):
+    lowered, wanted = whole(found, model, "bf16-autocast")
+    with computing(arithmetic("bf16-autocast", "cpu", wanted)):
         (loss,) = lowered.module(torch.ones(2, 8))
     loss.backward()
     gradient, model.a.weight.grad = model.a.weight.grad, None
@@ -248,7 +249,7 @@ def test_fp32_is_nothing_at_all():
 
 def test_what_is_computed_in_belongs_to_a_thread_and_ends():
     weight = nn.Parameter(torch.ones(2))
-    how, elsewhere = arithmetic("bf16", "cpu", [weight]), []
+    how, elsewhere = arithmetic("bf16-autocast", "cpu", [weight]), []
     with computing(how):
         assert low(weight).dtype == torch.bfloat16
         assert low(other := nn.Parameter(torch.ones(2))) is other
@@ -265,7 +266,10 @@ def test_what_is_computed_in_belongs_to_a_thread_and_ends():
 def test_an_unknown_precision():
     with pytest.raises(AutopipeError) as caught:
         arithmetic("fp8", "cpu")
-    assert str(caught.value) == "there is no precision 'fp8'\nhint: one of fp32, bf16, fp16"
+    assert (
+        str(caught.value) == "there is no precision 'fp8'\n"
+        "hint: one of fp32, bf16, fp16, bf16-autocast, fp16-autocast"
+    )
 
 
 NORMS = {
@@ -295,11 +299,11 @@ def test_norms_on_fake_tensors_keep_as_much_as_on_real_ones(norm, affine):
 def test_small_gradients_survive_fp16_with_a_loss_scale():
     """d loss / d product = 1e-8 is nothing in fp16; times 2 ** 16 it is 6.6e-4."""
     found, model = linears()
-    lowered, wanted = whole(found, model, "fp16")
+    lowered, wanted = whole(found, model, "fp16-autocast")
     weight = model.inner[4].weight
 
     def gradient(loss_scale):
-        with computing(arithmetic("fp16", "cpu", wanted)):
+        with computing(arithmetic("fp16-autocast", "cpu", wanted)):
             (loss,) = lowered.module(torch.ones(2, 8))
         weight.grad = None
         loss.backward(torch.full_like(loss, 1e-8 * loss_scale.scale))

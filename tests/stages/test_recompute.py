@@ -67,7 +67,7 @@ def whole(found, model, asked=("all",), precision="fp32", rows=2):
     return made.module, made.low
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16-autocast"])
 @pytest.mark.parametrize(
     "name",
     chosen(
@@ -85,7 +85,7 @@ def test_gradients_are_bit_for_bit_the_same(name, precision):
         assert gradient is again[parameter] or torch.equal(gradient, again[parameter]), parameter
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16-autocast"])
 def test_backward_may_run_in_another_thread(precision):
     """As it does on a GPU, where no stream and no arithmetic of the forward's thread is seen."""
     _, gradients = step("dropout", (), precision=precision)
@@ -220,9 +220,9 @@ def test_a_shared_weight_goes_in_as_itself():
         return x
 
     found, model = found_of(run, Sharing)
-    module, low = whole(found, model, precision="bf16")
+    module, low = whole(found, model, precision="bf16-autocast")
     assert "first.weight" in low
-    how = arithmetic("bf16", "cpu", [model.get_parameter(name) for name in low])
+    how = arithmetic("bf16-autocast", "cpu", [model.get_parameter(name) for name in low])
     x = torch.ones(2, 8)
     kept = SavedStorages([*model.parameters(), *how.copies.values(), x])
     with computing(how), observing(kept.keep):

@@ -324,7 +324,7 @@ def kept_by_autograd(module, arguments):
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16-autocast"])
 def test_mixed_precision_and_recomputation_give_what_autograd_gives(precision, recomputed):
     """What a block makes again is made by the first half, and handed on."""
     trace = traced("dropout")

@@ -107,8 +107,11 @@ def test_a_stage_that_cannot_be_split_keeps_its_whole_backward() -> None:
 
 def test_in_low_precision_the_halves_keep_less() -> None:
     found = cut("gpt", 2)
-    low = rehearse(found.graph, found.stages, found.blocks, found.rows, precision="bf16")
-    wide, mixed = in_halves(found, found.rehearsal), in_halves(found, low, precision="bf16")
+    low = rehearse(found.graph, found.stages, found.blocks, found.rows, precision="bf16-autocast")
+    wide, mixed = (
+        in_halves(found, found.rehearsal),
+        in_halves(found, low, precision="bf16-autocast"),
+    )
     for before, after in zip(wide.saved, mixed.saved, strict=True):
         assert after < before
     assert mixed.low == low.low != (0, 0)

@@ -32,30 +32,44 @@ from tests.support.pipes import (
 
 @story(2)
 def memory_is_what_was_planned() -> None:
-    """Parameters, gradients, AdamW's two moments, activations and transfers of each stage: to the
-    byte, but for AdamW's counters."""
     for name, m, schedule in (
         ("gpt", 8, "1f1b"),
         ("unet", 2, "1f1b"),
         ("gpt", 4, "interleaved"),
         ("gpt", 4, "zb-h1"),
     ):
-        plan = planned(name, 2, 1, m, schedule, chunks=2 if schedule == "interleaved" else None)
-        pipe = piped(name, plan)
-        pipe.meter = Meter()
-        optimizer = torch.optim.AdamW(pipe.parameters())
-        pipe.step(ZOO[name].inputs(plan.batch.rows))
-        optimizer.step()
-        measured = pipe.measured(optimizer)
-        assert [*measured] == [stage.index for stage in pipe.stages]
-        for stage, found in measured.items():
-            predicted = plan.stages[stage].predicted.memory
-            counters = sum(4 for n in plan.stages[stage].parameters)
-            for part in fields(Memory)[:-1]:  # `passing` is not seen
-                mine, asked = (getattr(m, part.name) for m in (found.memory, predicted))
-                asked += counters if part.name == "optimizer" else 0
-                said = f"{name}, {schedule}, stage {stage}: {part.name}"
-                assert mine == asked, f"{said}: measured {mine}, planned {asked}"
+        measured_as_planned(name, m, schedule, "fp32")
+
+
+@story(2)
+def memory_in_sixteen_bits() -> None:
+    """Seven models, two by default: a step holds what was planned of bf16 with master weights."""
+    cases = ("gpt", "unet", "llama", "resnet", "mask", "t5", "gpt2")
+    for name in sampled(cases, of=4):
+        measured_as_planned(name, 4, "1f1b", "bf16")
+    measured_as_planned("gpt", 4, "zb-h1", "bf16")
+
+
+def measured_as_planned(name: str, m: int, schedule: str, precision: str) -> None:
+    """Parameters, gradients, AdamW's two moments, activations and transfers of each stage: to the
+    byte, but for AdamW's counters."""
+    chunks = 2 if schedule == "interleaved" else None
+    plan = planned(name, 2, 1, m, schedule, chunks=chunks, precision=precision)
+    pipe = piped(name, plan)
+    pipe.meter = Meter()
+    optimizer = torch.optim.AdamW(pipe.parameters())
+    pipe.step(ZOO[name].inputs(plan.batch.rows))
+    optimizer.step()
+    measured = pipe.measured(optimizer)
+    assert [*measured] == [stage.index for stage in pipe.stages]
+    for stage, found in measured.items():
+        predicted = plan.stages[stage].predicted.memory
+        counters = sum(4 for n in plan.stages[stage].parameters)
+        for part in fields(Memory)[:-1]:  # `passing` is not seen
+            mine, asked = (getattr(m, part.name) for m in (found.memory, predicted))
+            asked += counters if part.name == "optimizer" else 0
+            said = f"{name}, {schedule}, {precision}, stage {stage}: {part.name}"
+            assert mine == asked, f"{said}: measured {mine}, planned {asked}"
 
 
 @story(2, long=True)

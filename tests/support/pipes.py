@@ -86,7 +86,7 @@ def once() -> Iterator[None]:
         return rehearse(graph, *args, **kwargs, known=learnt)
 
     def traced(model: nn.Module, *args: Any, **kwargs: Any) -> Trace:
-        name = f"{model.name_in_zoo} {kwargs.get('outputs')}"
+        name = f"{model.name_in_zoo} {kwargs.get('outputs')} {kwargs.get('kept')}"
         if name not in evaluating:
             evaluating[name] = kept(
                 f"{name}, evaluating", lambda: trace_source(model, *args, **kwargs)
@@ -124,9 +124,11 @@ def traced_once(name: str) -> Iterator[None]:
 
     def again(find: Callable[..., Trace]) -> Callable[..., Trace]:
         def found(*args: Any, **kwargs: Any) -> Trace:
-            if name not in _TRACES:
-                _TRACES[name] = kept(name, lambda: find(*args, **kwargs))
-            return _TRACES[name]
+            dtype = kwargs.get("kept")
+            own = name if dtype is None else f"{name} in {dtype}"
+            if own not in _TRACES:
+                _TRACES[own] = kept(own, lambda: find(*args, **kwargs))
+            return _TRACES[own]
 
         return found
 

@@ -36,7 +36,7 @@ def trace_model(model, inputs, loss=None, *, rows=(2, 3), **options):
     return trace(torch_private.skeleton(model), batch, specs, loss, **options)
 
 
-def traced_at(name: str, length: int) -> Trace:
+def traced_at(name: str, length: int, **options) -> Trace:
     """The trace of a model of the zoo, its sequences cut to so many tokens."""
     case = ZOO[name]
 
@@ -46,7 +46,7 @@ def traced_at(name: str, length: int) -> Trace:
             for key, tensor in case.inputs(rows).items()
         }
 
-    return trace_model(case.model(), inputs, case.loss)
+    return trace_model(case.model(), inputs, case.loss, **options)
 
 
 def traced(name: str) -> Trace:

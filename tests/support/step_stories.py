@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from autopipe import Pipe, Plan, PlanError
 from autopipe.runtime.parameters import gradient_sum
 from autopipe.runtime.step.memory_meter import Meter
+from tests.support import masters
 from tests.support.long import sampled
 from tests.support.models import VOCABULARY
 from tests.support.pipes import (
@@ -178,7 +179,7 @@ def recomputed_blocks_in_shards() -> None:
 def one_process_under_autocast() -> None:
     """bf16: what one process computes in, up to roundings of sums that are cut elsewhere."""
     for schedule, zero in sampled((("interleaved", 3), ("zb-h1", 1), ("1f1b", 0)), of=3):
-        plan = by(schedule, "gpt", dp=2, zero=zero, precision="bf16")
+        plan = by(schedule, "gpt", dp=2, zero=zero, precision="bf16-autocast")
         pipe, model = piped("gpt", plan), ZOO["gpt"].model()
         ours, theirs = sgd(pipe.parameters()), sgd(model.parameters())
         for number in range(3):
@@ -204,11 +205,38 @@ def one_process_under_autocast() -> None:
 
 
 @story(4)
+def sixteen_bits_with_masters() -> None:
+    """bf16: plain PyTorch's gradients of each micro-batch, added in fp32; weights stay in fp32."""
+    for schedule, zero in sampled((("zb-h1", 1), ("interleaved", 3), ("1f1b", 0)), of=3):
+        plan = planned("gpt", 2, 2, 4, schedule, zero=zero, precision="bf16")
+        pipe, model = piped("gpt", plan), ZOO["gpt"].model()
+        ours, theirs = sgd(pipe.parameters()), sgd(model.parameters())
+        for number in range(3):
+            rows = plan.batch.rows
+            parts = [cut_rows(drawn("gpt", rows, number), n, n + 2) for n in range(0, rows, 2)]
+            expected = masters.step(ZOO["gpt"], model, torch.bfloat16, parts)
+            said = f"{schedule}, step {number}: "
+            close(pipe.step(drawn("gpt", rows, number)), sum(expected.losses) / len(parts), said)
+            for name, parameter in pipe.named_parameters():
+                assert parameter.grad is not None
+                assert parameter.dtype == parameter.grad.dtype == torch.float32
+                close(parameter.grad, own(pipe, name, expected.gradients[name]), said + name)
+            for name, weight in model.named_parameters():
+                weight.grad = expected.gradients[name]
+            ours.step()
+            theirs.step()
+
+
+def cut_rows(batch: Any, first: int, stop: int) -> Any:
+    return {name: tensor[first:stop] for name, tensor in batch.items()}
+
+
+@story(4)
 def an_overflow_is_passed_over() -> None:
     """fp16: no rank has a gradient after it, so that optimizers do nothing; the scale is halved,
     and training goes on beside a process in fp32."""
     for schedule, zero in sampled((("zb-h1", 1), ("1f1b", 0), ("interleaved", 3)), of=3):
-        plan = by(schedule, "gpt", dp=2, zero=zero, precision="fp16")
+        plan = by(schedule, "gpt", dp=2, zero=zero, precision="fp16-autocast")
         pipe, model = piped("gpt", plan), ZOO["gpt"].model()
         optimizer = sgd(pipe.parameters())
         assert pipe.loss_scale is not None
@@ -237,7 +265,7 @@ def an_overflow_is_passed_over() -> None:
 @story(4)
 def an_overflow_on_one_rank_is_everyones() -> None:
     """Rank 3 alone finds a gradient that is no number; all ranks pass over the step."""
-    pipe = piped("gpt", by("1f1b", "gpt", dp=2, precision="fp16"))
+    pipe = piped("gpt", by("1f1b", "gpt", dp=2, precision="fp16-autocast"))
     batch = ZOO["gpt"].inputs(pipe.plan.batch.rows)
     assert pipe.loss_scale is not None
     scale = pipe.loss_scale.scale

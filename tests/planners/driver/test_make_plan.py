@@ -253,7 +253,11 @@ def test_the_optimizers_memory(name: Any, factor: int) -> None:
     [
         ({"optimizer": "lion"}, "torch.optim has no optimizer 'lion'"),
         ({"planner": "oracle"}, "there is no planner 'oracle'\nhint: one of dynamic, exhaustive, "),
-        ({"precision": "fp8"}, "there is no precision 'fp8'\nhint: one of fp32, bf16, fp16"),
+        (
+            {"precision": "fp8"},
+            "there is no precision 'fp8'\n"
+            "hint: one of fp32, bf16, fp16, bf16-autocast, fp16-autocast",
+        ),
         ({"zero": 2}, "there is no ZeRO stage 2\nhint: one of 0, 1, 3"),
         ({"recompute": "blocks.9"}, "no block and no class of blocks 'blocks.9'"),
         ({"pp": 2, "schedule": "zb-h1", "zero": 3}, "zb-h1 and zero=3 do not go together"),
@@ -297,9 +301,9 @@ def test_mixed_precision() -> None:
     """What matrix products make is kept and sent in two bytes; a step has copies of weights."""
     low, wide = (
         planned(pp=2, micro_batches=4, precision=precision, planner="uniform")
-        for precision in ("bf16", "fp32")
+        for precision in ("bf16-autocast", "fp32")
     )
-    assert low.precision == "bf16"
+    assert low.precision == "bf16-autocast"
     for before, after in zip(wide.stages, low.stages, strict=True):
         one, other = before.predicted, after.predicted
         assert other.memory.activations < one.memory.activations
@@ -316,18 +320,18 @@ def test_what_a_matrix_product_sends_is_sent_in_low_precision() -> None:
     """Cut where blocks.1 has widened: what crosses in bf16, and the residual stream in fp32."""
     plans = {
         precision: planned(pp=2, schedule="interleaved", micro_batches=4, precision=precision)
-        for precision in ("fp32", "bf16", "fp16")
+        for precision in ("fp32", "bf16-autocast", "fp16-autocast")
     }
     dtypes = {
         precision: {t.name: t.dtype for stage in plan.stages for t in stage.sends}
         for precision, plan in plans.items()
     }
     assert set(dtypes["fp32"].values()) == {"float32"}
-    for precision, low in (("bf16", "bfloat16"), ("fp16", "float16")):
+    for precision, low in (("bf16-autocast", "bfloat16"), ("fp16-autocast", "float16")):
         for name, dtype in dtypes[precision].items():
             assert dtype == ("float32" if "/add/" in name or "norm" in name else low), name
-    taken = {t.name: t.dtype for stage in plans["bf16"].stages for t in stage.receives}
-    assert taken == dtypes["bf16"]
+    taken = {t.name: t.dtype for stage in plans["bf16-autocast"].stages for t in stage.receives}
+    assert taken == dtypes["bf16-autocast"]
 
 
 def test_blocks_that_run_again() -> None:
@@ -384,7 +388,7 @@ def test_under_zero_3_each_micro_batch_has_copies_of_its_own() -> None:
     shape: dict[str, Any] = {"cluster": machine(4), "pp": 2, "dp": 2, "micro_batches": 4}
     low, sharded, wide = (
         planned(precision=precision, zero=zero, planner="uniform", **shape)
-        for precision, zero in (("bf16", 0), ("bf16", 3), ("fp32", 0))
+        for precision, zero in (("bf16-autocast", 0), ("bf16-autocast", 3), ("fp32", 0))
     )
     copies = np.subtract(parts(low, "parameters"), parts(wide, "parameters"))
     held = np.subtract(parts(sharded, "activations"), parts(low, "activations"))

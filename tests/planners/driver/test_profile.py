@@ -63,10 +63,10 @@ def test_saved_and_crossing_bytes_are_those_of_a_rehearsal_of_the_same_cuts(name
 )
 def test_in_low_precision_too(name):
     """Matrix products are made in bf16, and so are what of theirs is kept and what crosses."""
-    as_rehearsed(name, precision="bf16")
+    as_rehearsed(name, precision="bf16-autocast")
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16-autocast"])
 @pytest.mark.parametrize("name", chosen(("gpt", "llama", "gpt2"), now=("gpt",)))
 def test_where_blocks_run_again_they_keep_their_arguments(name, precision):
     again = [block.path for block in traced(name)[2]]
@@ -181,7 +181,7 @@ def test_every_kind_of_device_has_seconds_of_its_own():
 def test_matrix_products_run_at_the_rate_of_their_precision():
     """At 2e10 operations a second in place of 1e10; what else a step does takes what it took."""
     _, usual = problem_of("gpt")
-    _, low = problem_of("gpt", precision="bf16")
+    _, low = problem_of("gpt", precision="bf16-autocast")
     for before, after in zip(usual.profiles, low.profiles, strict=True):
         for (one,), (other,) in (
             (before.forward, after.forward),

@@ -72,7 +72,7 @@ def test_blocks_stand_where_they_stood() -> None:
         assert all(block.path in node.scopes for node in own)
 
 
-@pytest.mark.parametrize("precision, itemsize", [("fp32", 4), ("bf16", 2)])
+@pytest.mark.parametrize("precision, itemsize", [("fp32", 4), ("bf16-autocast", 2)])
 def test_seconds_of_a_collective(precision: str, itemsize: int) -> None:
     """An all-reduce of B bytes among n takes 2 (n - 1) (latency + B / n / bandwidth) on a ring."""
     degree, rows = at(2), 2

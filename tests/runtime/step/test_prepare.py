@@ -133,7 +133,7 @@ def test_compiled_stages(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("make", [training, evaluation])
 def test_copies_in_low_precision_are_made_once_a_step(make: Callable[[Plan], Executor]) -> None:
     """Of what matrix products read: the weights and biases of linear layers."""
-    plan = planned("gpt", 2, 1, 4, "zb-v", precision="bf16")
+    plan = planned("gpt", 2, 1, 4, "zb-v", precision="bf16-autocast")
     how = make(plan)._begin()
     rank, _ = rank_of(plan, "gpt", 1)
     assert how.dtype is torch.bfloat16

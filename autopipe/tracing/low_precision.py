@@ -1,0 +1,111 @@
+"""Trace a model as it computes in 16 bits, with fp32 master weights.
+
+    batch fp32 --cast--> model: parameters, activations bf16 --cast--> outputs fp32 --> loss fp32
+
+Parameters and what goes into the model and comes out of it are cast, as FSDP2's mixed precision
+does (`MixedPrecisionPolicy(param_dtype, cast_forward_inputs, output_dtype)`). Buffers stay as they
+are: running statistics, tables of positions and frequencies lose too much in 16 bits. What the
+model itself casts (`.float()` around a norm or a loss) is done as it says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from autopipe.errors import CaptureError
+from autopipe.ir.graph import Graph
+from autopipe.ir.op_costs import RULES
+from autopipe.ir.torch_private import tree_map
+from autopipe.util import dtypes
+
+_Tree = TypeVar("_Tree")
+
+MASTER = torch.float32
+"""The dtype of master weights."""
+
+WIDE = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
+"""Modules whose parameters stay in fp32, as their running statistics do: torch's kernels take both
+in one dtype, beside activations of 16 bits."""
+
+
+@contextmanager
+def parameters_in(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """Within, the model's fp32 parameters are of `dtype`; None: as they are.
+
+    Tied ones stay tied.
+    """
+    made: dict[int, nn.Parameter] = {}
+    wide = [
+        (module, name, parameter)
+        for module in model.modules()
+        if not isinstance(module, WIDE)
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+        if dtype is not None and parameter.dtype == MASTER
+    ]
+    for module, name, parameter in wide:
+        if id(parameter) not in made:
+            low = parameter.detach().to(dtype)
+            made[id(parameter)] = nn.Parameter(low, parameter.requires_grad)
+        setattr(module, name, made[id(parameter)])
+    try:
+        yield
+    finally:
+        for module, name, parameter in wide:
+            setattr(module, name, parameter)
+
+
+def cast(tree: _Tree, old: torch.dtype, new: torch.dtype) -> _Tree:
+    """The same tree of tensors, with those of one dtype in another."""
+
+    def one(leaf: Any) -> Any:
+        return leaf.to(new) if isinstance(leaf, Tensor) and leaf.dtype == old else leaf
+
+    found: _Tree = tree_map(one, tree)
+    return found
+
+
+def check_operands(graph: Graph, dtype: torch.dtype) -> None:
+    """Refuse a product of tensors of two dtypes, as torch does when it computes.
+
+    Raises:
+        CaptureError: names the user's line and both dtypes.
+    """
+    for node in graph.nodes:
+        operands = [graph.spec(value) for value in node.values()]
+        found = list(dict.fromkeys(s.dtype for s in operands if s.dtype.is_floating_point))
+        # A norm takes an input of 16 bits beside weights in fp32, and not the other way round.
+        mixed = found == [MASTER, dtype] if node.short.endswith("norm") else len(found) > 1
+        if mixed and (node.short in RULES or node.short.endswith("norm")):
+            first, second, *_ = map(dtypes.name_of, found)
+            raise CaptureError(
+                f"{node.place + ': ' if node.place else ''}{node.short} gets {first} and {second}: "
+                f"parameters are of {dtypes.name_of(dtype)} here, and the model casts its input",
+                hint="cast to the weight's dtype, x.to(self.weight.dtype); or the precision "
+                f"{_SHORT[dtype]}-autocast, under which torch casts operands itself",
+            )
+
+
+_SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def with_masters(graph: Graph, dtype: torch.dtype) -> Graph:
+    """The graph whose trainable parameters of `dtype` are copies of fp32 master weights.
+
+    Frozen ones have none: nothing is added to them.
+    """
+    states = {
+        name: replace(state, master=MASTER)
+        if state.trainable and state.spec.dtype == dtype
+        else state
+        for name, state in graph.states.items()
+    }
+    return replace(graph, states=states)

@@ -1,0 +1,107 @@
+"""A model traced in 16 bits: which tensors are cast, and which parameters have a master weight."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from autopipe.errors import CaptureError
+from autopipe.ir import torch_private
+from autopipe.tracing.low_precision import parameters_in
+from tests.support.staged import trace_model
+
+BF16 = torch.bfloat16
+
+
+class Tied(nn.Module):
+    """x [b, 4] -> [b, 4]; the first and the last linear have one weight, the norm's is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+        self.last = nn.Linear(4, 4, bias=False)
+        self.last.weight = self.first.weight
+        self.norm.weight.requires_grad_(False)
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x):
+        return self.last(self.norm(self.first(x)))
+
+
+def inputs(rows):
+    return {"x": torch.randn(rows, 4), "target": torch.randn(rows, 4)}
+
+
+def loss(outputs, batch):
+    assert outputs.dtype == batch["target"].dtype == torch.float32
+    return F.mse_loss(outputs, batch["target"])
+
+
+def test_within_parameters_are_of_16_bits_and_afterwards_as_they_were():
+    model = torch_private.skeleton(Tied())
+    before = dict(model.named_parameters())
+    with parameters_in(model, BF16):
+        assert {p.dtype for p in model.parameters()} == {BF16}
+        assert model.first.weight is model.last.weight
+        assert model.scale.dtype == torch.float32
+    assert all(p is before[name] for name, p in model.named_parameters())
+    with parameters_in(model, None):
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_running_statistics_and_what_goes_with_them_stay_in_fp32():
+    model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2))
+    with parameters_in(model, BF16):
+        assert [p.dtype for p in model.parameters()] == [BF16, BF16, torch.float32, torch.float32]
+        assert model(torch.randn(2, 1, 3, 3, dtype=BF16)).dtype == BF16
+
+
+def test_the_graph_of_a_model_in_16_bits():
+    """Products are of 16 bits; a loss function sees fp32; what trains has a master weight."""
+    graph = trace_model(Tied(), inputs, loss, kept=BF16).graph
+    products = [node for node in graph.nodes if node.short == "linear"]
+    assert {spec.dtype for node in products for spec in node.outputs} == {BF16}
+    assert graph.spec(graph.outputs[0]).dtype == torch.float32
+    assert {n: (s.spec.dtype, s.held.dtype) for n, s in graph.states.items()} == {
+        "first.weight": (BF16, torch.float32),
+        "first.bias": (BF16, torch.float32),
+        "norm.weight": (BF16, BF16),
+        "norm.bias": (BF16, torch.float32),
+    }
+    assert {path: spec.dtype for path, spec in graph.inputs.items()} == {
+        "x": torch.float32,
+        "target": torch.float32,
+    }
+
+
+def test_a_read_that_depends_on_weights_is_of_those_of_16_bits():
+    """1 + 1/512 is 1 in bf16: the branch is the one that a run in bf16 takes."""
+
+    class Branch(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((4,), 1 + 1 / 512))
+
+        def forward(self, x):
+            return (x * self.weight).mean() if self.weight.max() > 1 else (x + self.weight).mean()
+
+    wide = trace_model(Branch(), lambda rows: {"x": torch.randn(rows, 4)})
+    low = trace_model(Branch(), lambda rows: {"x": torch.randn(rows, 4)}, kept=BF16)
+    assert [read.value for read in wide.reads] == [True]
+    assert [read.value for read in low.reads] == [False]
+
+
+def test_a_model_that_mixes_dtypes_by_itself_is_refused_with_its_line():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.up(x.float()).mean()
+
+    with pytest.raises(CaptureError) as error:
+        trace_model(Mixed(), lambda rows: {"x": torch.randn(rows, 4)}, kept=BF16)
+    said = str(error.value)
+    assert said.startswith(f"{__file__}:") and ": linear gets float32 and bfloat16" in said
+    assert "the precision bf16-autocast" in said

@@ -1,0 +1,115 @@
+"""`precision="bf16"`: plain PyTorch in bf16 with fp32 master weights, and close to fp32."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopipe
+from autopipe import Pipe, Plan
+from tests.support import masters
+from tests.support.inprocess import machine
+from tests.support.long import chosen
+from tests.support.models import WIDTH
+from tests.support.zoo import ZOO, Case, noise
+
+MICRO_BATCHES = 2
+
+
+def piped(case: Case, model: nn.Module, precision: str) -> Pipe:
+    """The model in one process, in micro-batches of two rows."""
+    rows = 2 * MICRO_BATCHES
+    plan = autopipe.plan(
+        model,
+        case.inputs,
+        loss=case.loss,
+        cluster=machine(1),
+        batch_size=rows,
+        micro_batches=MICRO_BATCHES,
+        precision=precision,
+    )
+    return autopipe.parallelize(model, plan, loss=case.loss)
+
+
+def parts(batch: Any) -> list[Any]:
+    return [
+        {name: tensor[2 * k : 2 * k + 2] for name, tensor in batch.items()}
+        for k in range(MICRO_BATCHES)
+    ]
+
+
+@pytest.mark.parametrize(
+    "name", chosen(("gpt", "unet", "llama", "mask", "frozen", "keywords"), now=("gpt", "frozen"))
+)
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
+def test_gradients_are_those_of_plain_torch(name: str, precision: str, dtype: torch.dtype) -> None:
+    """Bit by bit, added in fp32; parameters that are frozen are held in 16 bits alone."""
+    case = ZOO[name]
+    pipe, batch = piped(case, case.model(), precision), case.inputs(2 * MICRO_BATCHES)
+    scale = pipe.loss_scale.scale if pipe.loss_scale is not None else 1.0
+    expected = masters.step(case, case.model(), dtype, parts(batch), scale)
+    assert torch.equal(pipe.step(batch), sum(expected.losses, torch.zeros(())) / MICRO_BATCHES)
+    for key, parameter in pipe.named_parameters():
+        assert parameter.dtype == (torch.float32 if parameter.requires_grad else dtype), key
+        assert (parameter.grad is None) == (key not in expected.gradients), key
+        if parameter.grad is not None:
+            assert torch.equal(parameter.grad, expected.gradients[key]), key
+
+
+def test_training_follows_fp32() -> None:
+    """The losses of a hundred steps, each within two percent."""
+    case, found = ZOO["gpt"], dict[str, list[float]]()
+    batch = case.inputs(2 * MICRO_BATCHES)
+    for precision in ("fp32", "bf16"):
+        pipe = piped(case, case.model(), precision)
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
+        found[precision] = []
+        for _ in range(100):
+            found[precision].append(float(pipe.step(batch)))
+            optimizer.step()
+    wide, low = (torch.tensor(losses) for losses in found.values())
+    assert low[-1] < 0.1 * low[0]
+    # Near zero two percent of the loss are nothing: of what has been learnt, then.
+    assert ((low - wide).abs() <= 0.02 * wide.clamp_min(0.02 * wide[0])).all()
+
+
+class Slope(nn.Module):
+    """x [b, WIDTH] -> the mean of x weighted; each step moves each weight by as much."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.abs() * self.weight).sum(1).mean()
+
+
+def test_a_step_that_bf16_does_not_resolve_is_made() -> None:
+    """1 - 2**-12 is 1 in bf16; 64 such steps are 1 - 2**-6, which is not."""
+    case = Case(Slope, lambda rows: {"x": torch.ones_like(noise(rows, WIDTH))})
+    pipe = piped(case, case.model(), "bf16")
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=2**-12)
+    losses = []
+    for _ in range(65):
+        losses.append(float(pipe.step(case.inputs(2 * MICRO_BATCHES))))
+        optimizer.step()
+    (weight,) = pipe.parameters()
+    assert torch.equal(weight, torch.full((WIDTH,), 1 - 65 * 2**-12))
+    assert losses[1] == losses[0] and losses[-1] == WIDTH * (1 - 2**-6)
+
+
+def test_a_plan_says_what_it_is_in() -> None:
+    """bf16 on GPUs that have it; a model of 16 bits, other GPUs and CPUs are left as they are."""
+    case = ZOO["gpt"]
+
+    def precision(cluster: object, model: Any = case.model) -> str:
+        options: Any = {"cluster": cluster, "loss": case.loss, "batch_size": 8}
+        plan: Plan = autopipe.plan(model, case.inputs, **options)
+        return plan.precision
+
+    assert precision("1x2xA100-80GB") == "bf16"
+    assert precision("1x2xV100-32GB") == precision(machine(2)) == "fp32"
+    assert precision("1x2xA100-80GB", case.model().to(torch.bfloat16)) == "fp32"
