@@ -21,10 +21,10 @@ from autopipe.planfile.parts import Memory
 from autopipe.planners.model import memory
 from autopipe.planners.model.places import (
     StagePlace,
-    chunks_of,
     placement,
     places,
     profile_of,
+    stages_of,
 )
 from autopipe.planners.model.problem import Config, Decision, Problem, Profile
 from autopipe.planners.model.range_tables import tables
@@ -122,7 +122,7 @@ def estimate(problem: Problem, decision: Decision) -> Estimate:
     ]
     seconds = StageSeconds(*map(np.array, zip(*(stage.seconds for stage in stages), strict=True)))
     step = step_seconds(seconds, weights(problem, config), floor_seconds(problem, config))
-    ranks = placement(problem.constraints, config.schedule, config.pp)
+    ranks = placement(problem.constraints, config.schedule, config.pp, config.chunks)
     held = [0] * config.pp
     for stage, rank in zip(stages, ranks, strict=True):
         held[rank] += stage.estimate.memory.peak
@@ -222,7 +222,7 @@ def _checked_profile(problem: Problem, decision: Decision) -> Profile:
     config = decision.config
     bounds = (0, *decision.cuts, problem.units)
     ascending = all(first < end for first, end in zip(bounds, bounds[1:], strict=False))
-    stages = config.pp * chunks_of(problem.constraints, config.schedule)
+    stages = stages_of(problem, config)
     if decision.stages != stages or not ascending:
         raise InfeasibleError(
             f"pp={config.pp} needs {stages - 1} ascending cuts between 1 and "

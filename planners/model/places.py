@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from autopipe.cluster.collective_time import Level
 from autopipe.planners.model.devices import DeviceGroup
-from autopipe.planners.model.problem import Config, Constraints, Problem, Profile
+from autopipe.planners.model.problem import FEWEST_CHUNKS, Config, Constraints, Problem, Profile
 from autopipe.schedules.instructions import holders
 from autopipe.schedules.registry import flying, in_flight, make, named
 
@@ -45,16 +45,20 @@ class StagePlace(NamedTuple):
         return self.group.memory // self.shares
 
 
-def chunks_of(constraints: Constraints, schedule: str) -> int:
-    """How many stages each rank holds under a schedule."""
+def chunks_of(constraints: Constraints, schedule: str, chunks: int = FEWEST_CHUNKS) -> int:
+    """How many stages each rank holds under a schedule.
+
+    Args:
+        chunks: a config's, for a schedule that leaves it open and nobody asks for a number.
+    """
     if constraints.programs:
         return len(holders(constraints.programs)) // len(constraints.programs)
-    return named(schedule).chunks or constraints.chunks or FEWEST_CHUNKS
+    return named(schedule).chunks or constraints.chunks or chunks
 
 
-FEWEST_CHUNKS = 2
-"""Stages on each rank under the schedule interleaved, where nobody asks for more: with one it is
-1f1b."""
+def stages_of(problem: Problem, config: Config) -> int:
+    """The stages of a pipeline, those of all its ranks."""
+    return config.pp * chunks_of(problem.constraints, config.schedule, config.chunks)
 
 
 @lru_cache(maxsize=1024)
@@ -64,7 +68,7 @@ def in_flights(problem: Problem, config: Config) -> tuple[int, ...]:
     if asked.programs:
         ranks = holders(asked.programs)
         return tuple(flying(asked.programs[rank], stage) for stage, rank in enumerate(ranks))
-    chunks = chunks_of(asked, config.schedule)
+    chunks = chunks_of(asked, config.schedule, config.chunks)
     depths = (config.depth,) * (config.pp - 1) if named(config.schedule).depths else ()
     return tuple(
         in_flight(
@@ -75,16 +79,18 @@ def in_flights(problem: Problem, config: Config) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=256)
-def placement(constraints: Constraints, schedule: str, pp: int) -> tuple[int, ...]:
+def placement(
+    constraints: Constraints, schedule: str, pp: int, chunks: int = FEWEST_CHUNKS
+) -> tuple[int, ...]:
     """The rank of each stage of a pipeline."""
     if constraints.programs:
         return holders(constraints.programs)
-    return holders(make(schedule, pp, 1, chunks=chunks_of(constraints, schedule)))
+    return holders(make(schedule, pp, 1, chunks=chunks_of(constraints, schedule, chunks)))
 
 
 def places(problem: Problem, config: Config, groups: Sequence[int]) -> tuple[StagePlace, ...]:
     """What each stage is given if the pipeline's ranks have these groups of devices."""
-    ranks = placement(problem.constraints, config.schedule, config.pp)
+    ranks = placement(problem.constraints, config.schedule, config.pp, config.chunks)
     held = in_flights(problem, config)
     row = [groups[rank] for rank in ranks]
     return tuple(
@@ -110,7 +116,7 @@ def place_of(
         held,
         replace(own, memory=own.memory - beyond) if beyond else own,
         machine.link(config.dp, earlier, group) if earlier is not None and linked else None,
-        chunks_of(problem.constraints, config.schedule),
+        chunks_of(problem.constraints, config.schedule, config.chunks),
     )
 
 

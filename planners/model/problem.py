@@ -170,11 +170,16 @@ def splits(problem: Problem, schedule: str) -> bool:
     return halved(programs) if programs else named(schedule).splits
 
 
+FEWEST_CHUNKS = 2
+"""With one stage on each rank the schedule interleaved is 1f1b."""
+
+
 class Config(NamedTuple):
     """A candidate before its cuts: a mesh, the number of micro-batches, and how they run.
 
     `pp` are the pipeline's ranks and `dp` its replicas; `zero` is the ZeRO stage. `depth` are the
-    additional micro-batches in flight at every boundary, which eager-1f1b alone has.
+    additional micro-batches in flight at every boundary, which eager-1f1b alone has. `chunks` are
+    the stages on each rank, of a schedule that leaves their number open: interleaved.
     """
 
     pp: int
@@ -183,6 +188,7 @@ class Config(NamedTuple):
     zero: int
     schedule: str
     depth: int = 0
+    chunks: int = FEWEST_CHUNKS
 
     @property
     def fully_sharded(self) -> bool:

@@ -44,7 +44,7 @@ from autopipe.schedules.simulate import Costs, simulate
 def weights(problem: Problem, config: Config) -> tuple[float, float]:
     """Of the sum and of the largest of a pipeline's stages in the seconds of a step."""
     asked, m = problem.constraints, config.micro_batches
-    chunks = chunks_of(asked, config.schedule)
+    chunks = chunks_of(asked, config.schedule, config.chunks)
     if config.pp == 1 and chunks == 1:
         return 1.0, m - 1.0
     if asked.programs:

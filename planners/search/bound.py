@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 
-from autopipe.planners.model.places import chunks_of
+from autopipe.planners.model.places import stages_of
 from autopipe.planners.model.problem import Config, Problem
 from autopipe.planners.model.stage_costs import gather_seconds
 from autopipe.planners.model.step_formula import weights
@@ -43,7 +43,7 @@ def bound(problem: Problem, config: Config, weights: Weights = weights) -> float
         group = problem.machine.groups(config.dp)[0]
         whole += 3 * float(gather_seconds(size, problem, config, group))
     of_sum, of_largest = weights(problem, config)
-    stages = config.pp * chunks_of(problem.constraints, config.schedule)
+    stages = stages_of(problem, config)
     return whole * (of_sum + of_largest / stages)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 from autopipe.errors import InfeasibleError
 from autopipe.planners.model.places import chunks_of, profile_of
-from autopipe.planners.model.problem import EAGER, WRITTEN, Config, Problem, splits
+from autopipe.planners.model.problem import EAGER, FEWEST_CHUNKS, WRITTEN, Config, Problem, splits
 from autopipe.planners.model.step_formula import floor_seconds
 from autopipe.schedules.registry import SCHEDULES, named
 
@@ -25,6 +25,10 @@ seconds of `1f1b` and holds no less, and `naive` is for comparison."""
 
 SMALL = 64
 """Devices up to which every mesh is looked at."""
+
+CHUNKS = (FEWEST_CHUNKS, 4, 8)
+"""Stages on each rank that are looked at under the schedule interleaved. With v of them the bubble
+is 1/v of 1F1B's, and micro-batches cross v times as often (Narayanan et al., SC 2021, 2.2.2)."""
 
 DEPTHS = (1, 2, 4, 8, 16)
 """Micro-batches in flight besides, at each boundary, that are looked at for eager-1f1b."""
@@ -82,13 +86,24 @@ def _variants(problem: Problem, pp: int, dp: int, m: int) -> Iterator[Config]:
     zeros = [zero for zero in problem.zeros if dp > 1 or zero == problem.zeros[0]]
     for zero in zeros:
         for name in schedules(problem):
-            chunks = chunks_of(asked, name)
-            if pp * chunks > problem.units or (splits(problem, name) and zero == 3):
+            if splits(problem, name) and zero == 3:
                 continue
             if asked.schedule is None and pp == 1 and name != CONSIDERED[0]:
                 continue  # without a pipeline they are all one
-            for depth in _depths(problem, name, pp, dp, m):
-                yield Config(pp, dp, m, zero, name, depth)
+            for chunks in _chunks(problem, name, pp):
+                for depth in _depths(problem, name, pp, dp, m):
+                    yield Config(pp, dp, m, zero, name, depth, chunks)
+
+
+def _chunks(problem: Problem, name: str, pp: int) -> Iterator[int]:
+    """The numbers of stages on each rank to look at; each stage needs a unit."""
+    seen: set[int] = set()
+    for chunks in CHUNKS:
+        found = chunks_of(problem.constraints, name, chunks)
+        # A schedule with a number of its own, or that was asked for, has it whatever we say.
+        if pp * found <= problem.units and found not in seen:
+            seen.add(found)
+            yield chunks
 
 
 def _depths(problem: Problem, name: str, pp: int, dp: int, m: int) -> Iterator[int]:

@@ -23,7 +23,7 @@ def classes(problem: Problem, config: Config) -> Classes:
     That is where devices are alike, and where a device holds several stages.
     """
     machine = problem.machine
-    if machine.alike or chunks_of(problem.constraints, config.schedule) > 1:
+    if machine.alike or chunks_of(problem.constraints, config.schedule, config.chunks) > 1:
         return (tuple(range(config.pp)),)
     found: dict[tuple[int, int], list[int]] = {}
     for number, group in enumerate(machine.groups(config.dp)):

@@ -112,7 +112,7 @@ def _fastest(
 
 def _decision(problem: Problem, config: Config, path: StagePath) -> Decision:
     """A path's cuts and groups, with the blocks that must be recomputed."""
-    ranks = placement(problem.constraints, config.schedule, config.pp)
+    ranks = placement(problem.constraints, config.schedule, config.pp, config.chunks)
     groups = dict(zip(ranks, path.groups, strict=True))
     recomputed = tuple(
         blocks_of(problem, *taken, arc.sets.counts[int(arc.recomputed[taken])])
@@ -169,7 +169,7 @@ def _steps(problem: Problem, config: Config) -> list[list[_Step]]:
     """Of each stage all steps that any order of groups takes there."""
     known = classes(problem, config)
     if len(known) == 1:
-        ranks = placement(problem.constraints, config.schedule, config.pp)
+        ranks = placement(problem.constraints, config.schedule, config.pp, config.chunks)
         states = [GroupsUsed((stage,), 0) for stage in range(len(ranks) + 1)]
         earlier = [None, *ranks]
         return [

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from autopipe.errors import AutopipeError
 from autopipe.planners.model import memory
 from autopipe.planners.model.estimate import Mesh
-from autopipe.planners.model.places import StagePlace, chunks_of, places, profile_of
+from autopipe.planners.model.places import StagePlace, places, profile_of, stages_of
 from autopipe.planners.model.problem import Config, Decision, Problem, splits
 from autopipe.planners.model.range_tables import Bytes, Times, tables
 from autopipe.planners.model.recompute_sets import figures
@@ -50,7 +50,8 @@ def exhaustive(
     """
     candidates = sum(
         math.comb(
-            problem.units - 1, config.pp * chunks_of(problem.constraints, config.schedule) - 1
+            problem.units - 1,
+            stages_of(problem, config) - 1,
         )
         * len(classes(problem, config)) ** config.pp
         for config in configs(problem)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopipe.planners.model.memory import ROUNDED, bound, excess
-from autopipe.planners.model.places import chunks_of, in_flights
+from autopipe.planners.model.places import in_flights, stages_of
 from autopipe.planners.model.problem import Config, Problem
 
 
@@ -24,7 +24,7 @@ def left_over(problem: Problem, config: Config) -> int:
     Not the other way round: cuts have to leave each stage a unit, transfers their buffers.
     """
     least = bound(problem, config)
-    stages = config.pp * chunks_of(problem.constraints, config.schedule)
+    stages = stages_of(problem, config)
     beyond = problem.beyond.get(config.schedule, 0)
     most = max(group.memory for group in problem.machine.groups(config.dp)) - beyond
     # One in flight everywhere first: most configs are out by that, and no schedule has been made.

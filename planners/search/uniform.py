@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopipe.planners.model.estimate import Mesh, settle
-from autopipe.planners.model.places import chunks_of
+from autopipe.planners.model.places import stages_of
 from autopipe.planners.model.problem import Config, Decision, Problem
 from autopipe.planners.search.best import Answer, best_answer
 
@@ -29,7 +29,7 @@ def uniform(problem: Problem, incumbents: Sequence[float] = (), mesh: Mesh | Non
 
 
 def _choose(problem: Problem, config: Config) -> Decision:
-    cuts = even_cuts(problem, config.pp * chunks_of(problem.constraints, config.schedule))
+    cuts = even_cuts(problem, stages_of(problem, config))
     return settle(problem, config, cuts, tuple(range(config.pp)))
 
 

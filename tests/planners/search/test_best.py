@@ -138,7 +138,7 @@ def test_the_answer_says_what_binds_and_what_else_there_was() -> None:
     """One device for each of two replicas would be best, but holds all 3200 bytes of parameters."""
     problem = line((1.0,) * 4, memory=1000, constraints=Constraints(schedule="1f1b"))
     found = PLANNERS["dynamic"](problem)
-    assert found.decision.config == (2, 1, 4, 0, "1f1b", 0) and found.decision.cuts == (2,)
+    assert found.decision.config == Config(2, 1, 4, 0, "1f1b") and found.decision.cuts == (2,)
     assert found.bound_seconds == found.estimate.step_seconds == 4 + 3 * 2
     assert found.binding.startswith("stage 0 sets the pace with 2 s a micro-batch, 0.0 % above")
     told = {(a.pp, a.dp): (a.step_seconds, a.why) for a in found.alternatives}

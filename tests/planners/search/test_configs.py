@@ -8,6 +8,7 @@ import pytest
 
 from autopipe.cluster.cluster import Link
 from autopipe.errors import InfeasibleError
+from autopipe.planners.model.places import chunks_of
 from autopipe.planners.model.problem import EAGER, Config, Constraints, Problem
 from autopipe.planners.search.configs import CONSIDERED, SMALL, configs, one_of, schedules
 from autopipe.planners.search.registry import PLANNERS
@@ -63,6 +64,22 @@ def test_each_zero_stage_that_is_allowed_where_there_are_replicas() -> None:
         (2, 3),
         (1, 0),
     ]
+
+
+def test_stages_on_each_rank() -> None:
+    """Of interleaved two, four and eight are looked at, as far as there are units; zb-v has two."""
+
+    def found(name: str, units: int, chunks: int | None = None) -> list[int]:
+        asked = Constraints(pp=2, schedule=name, chunks=chunks)
+        problem = line((1.0,) * units, devices=2, constraints=asked)
+        every = {(c.schedule, chunks_of(asked, name, c.chunks)) for c in configs(problem)}
+        return sorted(number for _, number in every)
+
+    assert found("interleaved", 4) == [2]
+    assert found("interleaved", 15) == [2, 4]
+    assert found("interleaved", 16) == [2, 4, 8]
+    assert found("interleaved", 16, chunks=3) == [3]
+    assert (found("zb-v", 16), found("1f1b", 16)) == ([2], [1])
 
 
 def test_schedules_of_a_pipeline() -> None:
