@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from autopipe.errors import AutopipeError, InfeasibleError
 from autopipe.planfile.contents import Plan
 from autopipe.planners.driver.candidate import Candidate, candidate_at
-from autopipe.planners.driver.refine import fastest_by_path, plan_that_fits
+from autopipe.planners.driver.refine import fastest_by_path, plan_that_fits, recomputing_less
 from autopipe.planners.driver.request import Job
 from autopipe.planners.driver.tp_degrees import degrees
 from autopipe.planners.model.problem import Config
@@ -89,7 +89,7 @@ def best_plan(job: Job, watch: Stopwatch) -> Plan:
     while True:
         answer, candidate = found.best_answer(), found.candidates[found.best]
         try:
-            plan = plan_that_fits(candidate, answer)
+            plan = recomputing_less(plan_that_fits(candidate, answer), answer, candidate)
             break
         except InfeasibleError:
             # What this degree has outdone may be the best without it.

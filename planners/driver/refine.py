@@ -2,6 +2,7 @@
 
     plan_that_fits    exact bytes of the plan do not fit  ->  search again, the estimate raised by
                                                               the difference
+    recomputing_less  a rank of several stages has room left  ->  recompute fewer blocks
     fastest_by_path   the longest path of the plan A is longer than estimated  ->  write the meshes
                       B, C ... that are estimated below it, and take the one with the shortest path
 
@@ -23,10 +24,11 @@ from autopipe.planners.driver.candidate import Candidate
 from autopipe.planners.driver.plan_memory import Overflow
 from autopipe.planners.driver.tp_degrees import as_first
 from autopipe.planners.driver.write_plan import write_plan
-from autopipe.planners.model.estimate import Mesh, Scored
+from autopipe.planners.model.estimate import Mesh, Scored, estimate
 from autopipe.planners.search import reasons
 from autopipe.planners.search.best import Answer
 from autopipe.planners.search.bound import bounds
+from autopipe.planners.search.spare_room import filled
 from autopipe.util.numbers import seconds
 
 TRUSTED = 1.01
@@ -65,6 +67,24 @@ def plan_that_fits(candidate: Candidate, answer: Answer, mesh: Mesh | None = Non
             except InfeasibleError:
                 # Its numbers would be of a limit that nobody has set.
                 raise overflow from None
+
+
+def recomputing_less(plan: Plan, answer: Answer, candidate: Candidate) -> Plan:
+    """The plan, or one that fills what a rank's several stages leave of their shares of memory.
+
+    The estimate sees no gain, since it takes all stages of a rank for as slow as the slowest: the
+    longest path decides.
+    """
+    problem = candidate.counted().problem
+    decision = filled(problem, answer.decision)
+    if decision == answer.decision:
+        return plan
+    with suppress(Overflow), candidate.watch("rehearsed"), as_first(candidate.tp):
+        scored = estimate(problem, decision)
+        other = write_plan(candidate, replace(answer, decision=decision, estimate=scored))
+        if other.prediction.step_seconds < plan.prediction.step_seconds:
+            return other
+    return plan
 
 
 def fastest_by_path(plan: Plan, answer: Answer, candidates: Mapping[int, Candidate]) -> Plan:
