@@ -81,7 +81,9 @@ def recomputing_less(plan: Plan, answer: Answer, candidate: Candidate) -> Plan:
         return plan
     with suppress(Overflow), candidate.watch("rehearsed"), as_first(candidate.tp):
         scored = estimate(problem, decision)
-        other = write_plan(candidate, replace(answer, decision=decision, estimate=scored))
+        bound = min(answer.bound_seconds, scored.step_seconds)
+        less = replace(answer, decision=decision, estimate=scored, bound_seconds=bound)
+        other = write_plan(candidate, less)
         if other.prediction.step_seconds < plan.prediction.step_seconds:
             return other
     return plan
