@@ -80,6 +80,8 @@ def check_operands(graph: Graph, dtype: torch.dtype) -> None:
         CaptureError: names the user's line and both dtypes.
     """
     for node in graph.nodes:
+        if node.autocast is not None and node.autocast.enabled:
+            continue  # the model's own region, in which torch casts operands
         operands = [graph.spec(value) for value in node.values()]
         found = list(dict.fromkeys(s.dtype for s in operands if s.dtype.is_floating_point))
         # A norm takes an input of 16 bits beside weights in fp32, and not the other way round.

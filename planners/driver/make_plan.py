@@ -147,7 +147,7 @@ def plan(
         skeleton = bare(model, say)  # first: it may set the dtype that inputs are made in
     if precision is None and arguments.in_bf16(asked, skeleton):
         request = replace(request, precision="bf16")
-        say("precision: bf16 with fp32 master weights, as is usual on GPUs; --precision fp32")
+        say("precision: bf16 with fp32 master weights; --precision asks for another")
     traced = traced_model(request, skeleton, say, watch)
     devices = arguments.measured(asked, need(traced.graph, request.precision), say)
     factor = optimizer_factor(optimizer_named(optimizer))

@@ -13,7 +13,18 @@ from autopipe.runtime.comm.shared_memory_axis import SharedAxis, open_together
 from autopipe.sharding import collectives
 from autopipe.sharding.collectives import convert, own_part
 from tests.support.long import sampled
-from tests.support.pipes import ZOO, close, drawn, piped, planned, sgd, story, together, whole_loss
+from tests.support.pipes import (
+    ZOO,
+    close,
+    drawn,
+    own,
+    piped,
+    planned,
+    sgd,
+    story,
+    together,
+    whole_loss,
+)
 
 # Two processes
 
@@ -38,12 +49,18 @@ def tokens_in_two_parts() -> None:
 @story(2)
 def a_part_in_bf16() -> None:
     """Rough, as bf16 is; what is summed over ranks is low, what is kept is not."""
-    plan = planned("gpt", 1, 1, 2, tp=2, precision="bf16-autocast")
-    pipe, model = piped("gpt", plan), ZOO["gpt"].model()
-    batch = drawn("gpt", plan.batch.rows, 0)
-    expected = whole_loss("gpt", model, batch)
-    close(pipe.step(batch), expected, "loss", 1e-2)
-    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in pipe.parameters())
+    for precision in ("bf16-autocast", "bf16"):
+        plan = planned("gpt", 1, 1, 2, tp=2, precision=precision)
+        pipe, model = piped("gpt", plan), ZOO["gpt"].model()
+        batch = drawn("gpt", plan.batch.rows, 0)
+        expected = whole_loss("gpt", model, batch)
+        expected.backward()
+        close(pipe.step(batch), expected, "loss", 1e-2)
+        for name, parameter in pipe.named_parameters():
+            assert parameter.grad is not None and parameter.grad.dtype == torch.float32
+            gradient = model.get_parameter(name).grad
+            assert gradient is not None
+            close(parameter.grad, own(pipe, name, gradient), f"{precision}: {name}", 5e-2)
 
 
 @story(2, long=True)

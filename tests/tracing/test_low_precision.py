@@ -91,6 +91,21 @@ def test_a_read_that_depends_on_weights_is_of_those_of_16_bits():
     assert [read.value for read in low.reads] == [False]
 
 
+def test_in_the_models_own_autocast_region_torch_casts():
+    class Region(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Linear(4, 4)
+
+        def forward(self, x):
+            with torch.autocast("cpu", BF16):
+                return self.up(x.float()).mean()
+
+    graph = trace_model(Region(), lambda rows: {"x": torch.randn(rows, 4)}, kept=BF16).graph
+    (product,) = (node for node in graph.nodes if node.short == "linear")
+    assert graph.spec(product.values()[0]).dtype == torch.float32
+
+
 def test_a_model_that_mixes_dtypes_by_itself_is_refused_with_its_line():
     class Mixed(nn.Module):
         def __init__(self):
