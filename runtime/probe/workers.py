@@ -62,7 +62,10 @@ def command(program: str) -> tuple[str, ...]:
 
 COMMAND = command("measuring.main()")
 
-_ENDED = re.compile(r"process \d+ of \d+ ended with code -?\d+$")
+_ENDED = re.compile(r"process \d+ of \d+ ended with code (?P<signal>-?)\d+$")
+
+_OF_A_PEER = "gloo/transport"
+"""In the complaint of a process whose peer has gone: that is no cause."""
 
 
 def measure(processes: int, names: Sequence[str], half: float | None, say: Say) -> dict[str, Found]:
@@ -183,8 +186,12 @@ _PATTERN = re.compile(rb"^" + PREFIX.encode() + rb"(.*)\n", re.MULTILINE)
 def _last(log: Path) -> str:
     """The sentence with which processes ended."""
     lines = log.read_text(errors="replace").splitlines()
-    ended = [line for line in lines if _ENDED.match(line)]
-    others = [line for line in lines if line.strip() and line not in ended]
+    ended = next(filter(None, map(_ENDED.match, lines)), None)
+    if ended is not None and ended["signal"]:  # who is killed says nothing
+        return ended[0]
+    others = [
+        line for line in lines if line.strip() and not _ENDED.match(line) and _OF_A_PEER not in line
+    ]
     why = f": {others[-1].strip()}" if others else ""
     return f"{ended[0] if ended else 'the processes that measure ended'}{why}"
 

@@ -116,6 +116,21 @@ def test_what_ends_the_processes_is_left_out(
     assert f"  memory: process 1 of 2 ended with code {code}" in talk
 
 
+def test_a_complaint_about_a_peer_is_no_cause(tmp_path: Path) -> None:
+    """Whichever of the two lines is the last: the other process may write later."""
+    peer = "RuntimeError: [/gloo/transport/tcp/pair.cc:553] Connection closed by peer"
+    log = tmp_path / "log"
+
+    def told(*lines: str) -> str:
+        log.write_text("\n".join(lines))
+        return workers._last(log)
+
+    killed, failed = (f"process 1 of 2 ended with code {code}" for code in (-9, 1))
+    assert told(killed, peer) == told(peer, killed) == killed
+    assert told("no such thing", failed, peer) == f"{failed}: no such thing"
+    assert told(peer) == "the processes that measure ended"
+
+
 def test_what_hangs_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "GRACE", 0.0)
     monkeypatch.setitem(measuring.SECONDS, "memory", 0.2)
