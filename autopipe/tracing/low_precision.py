@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from autopipe.errors import CaptureError
 from autopipe.ir.graph import Graph
 from autopipe.ir.op_costs import RULES
+from autopipe.ir.op_seconds import rate_name
 from autopipe.ir.torch_private import tree_map
 from autopipe.util import dtypes
 
@@ -92,11 +93,8 @@ def check_operands(graph: Graph, dtype: torch.dtype) -> None:
                 f"{node.place + ': ' if node.place else ''}{node.short} gets {first} and {second}: "
                 f"parameters are of {dtypes.name_of(dtype)} here, and the model casts its input",
                 hint="cast to the weight's dtype, x.to(self.weight.dtype); or the precision "
-                f"{_SHORT[dtype]}-autocast, under which torch casts operands itself",
+                f"{rate_name(dtype)}-autocast, under which torch casts operands itself",
             )
-
-
-_SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def with_masters(graph: Graph, dtype: torch.dtype) -> Graph:

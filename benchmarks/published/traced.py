@@ -26,11 +26,9 @@ from pathlib import Path
 import torch
 
 import autopipe
-from autopipe import Plan
 from autopipe.cluster.cluster import Cluster, Group
 from autopipe.errors import AutopipeError
-from autopipe.planfile import programs
-from autopipe.schedules.instructions import holders
+from autopipe.report.facts import fullest
 from autopipe.schedules.registry import SCHEDULES
 from benchmarks.published.__main__ import summaries, table
 from benchmarks.published.machine import cluster_of
@@ -118,17 +116,9 @@ def predicted(run: Run) -> Prediction:
         precision="fp32" if run.pure else _precision(cluster),
         sequence_parallel=run.sequence_parallel,
     )
-    needed = float(peak(plan))
+    needed = float(fullest(plan).held)
     capacity = min(device.memory for device in cluster.devices)
     return Prediction(run, plan.prediction.step_seconds, needed, needed, capacity)
-
-
-def peak(plan: Plan) -> int:
-    """Bytes of the fullest device: what its stages hold, added up."""
-    held: Counter[int] = Counter()
-    for stage, rank in enumerate(holders(programs.compute(plan))):
-        held[rank] += plan.stages[stage].predicted.memory.peak
-    return max(held.values())
 
 
 def _precision(cluster: Cluster) -> str:

@@ -53,14 +53,15 @@ def check_words(*, precision: str | None, planner: str, loss_over: str, zero: in
         refuse_unknown("ZeRO stage", zero, ZERO)
 
 
-def in_bf16(cluster: Cluster | LocalSpec, model: nn.Module) -> bool:
-    """Whether a model is trained in bf16 where nobody says how: people do, on GPUs that have it."""
-    if isinstance(cluster, LocalSpec):
-        return False
+def usual_precision(cluster: Cluster | LocalSpec, model: nn.Module, say: Say) -> str:
+    """The precision where nobody asks for one: bf16 for an fp32 model on GPUs that have it."""
     dtypes = {parameter.dtype for parameter in model.parameters()}
-    return dtypes == {torch.float32} and all(
-        device.kind in DEVICES and "bf16" in device.flops for device in cluster.devices
-    )
+    if isinstance(cluster, LocalSpec) or dtypes != {torch.float32}:
+        return "fp32"
+    if not all(device.kind in DEVICES and "bf16" in device.flops for device in cluster.devices):
+        return "fp32"
+    say("precision: bf16 with fp32 master weights; --precision asks for another")
+    return "bf16"
 
 
 def refuse_unknown(what: str, asked: str | int, known: Iterable[str | int]) -> None:

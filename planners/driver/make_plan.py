@@ -9,7 +9,6 @@ Plan            best_plan       cost, search, write, refine (`planners.driver.ch
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -128,12 +127,14 @@ def plan(
     constraints = Constraints(
         pp, dp, tp, micro_batches, schedule, limits, chunks, window, depth, zero, None, programs
     )
+    with watch("traced"):
+        skeleton = bare(model, say)  # first: it may set the dtype that inputs are made in
     request = PlanRequest(
         model=model,
         inputs=inputs,
         loss=loss,
         optimizer=optimizer,
-        precision=precision or "fp32",
+        precision=precision or arguments.usual_precision(asked, skeleton, say),
         cluster=asked,
         batch_size=batch_size,
         constraints=constraints,
@@ -143,11 +144,6 @@ def plan(
         loss_over=loss_over,
         source=source,
     )
-    with watch("traced"):
-        skeleton = bare(model, say)  # first: it may set the dtype that inputs are made in
-    if precision is None and arguments.in_bf16(asked, skeleton):
-        request = replace(request, precision="bf16")
-        say("precision: bf16 with fp32 master weights; --precision asks for another")
     traced = traced_model(request, skeleton, say, watch)
     devices = arguments.measured(asked, need(traced.graph, request.precision), say)
     factor = optimizer_factor(optimizer_named(optimizer))

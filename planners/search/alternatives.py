@@ -66,30 +66,29 @@ def alternatives_of(
 def alternative(tp: int, best: Scored, other: Scored) -> Alternative:
     """A decision beside the best one."""
     config, found = other.decision.config, other.estimate
-    return Alternative(
-        pp=config.pp,
-        dp=config.dp,
-        tp=tp,
-        micro_batches=config.micro_batches,
-        schedule=config.schedule,
-        step_seconds=found.step_seconds if found.fits else None,
-        slower=_slower(best, found.step_seconds) if found.fits else None,
-        cause=reasons.cause(best.estimate, found) if found.fits else reasons.misfit(found),
-        zero=config.zero,
-    )
+    if not found.fits:
+        return _of(tp, config, None, None, reasons.misfit(found))
+    slower = _slower(best, found.step_seconds)
+    return _of(tp, config, found.step_seconds, slower, reasons.cause(best.estimate, found))
 
 
 def bounded(tp: int, best: Scored, config: Config, least: float) -> Alternative:
     """A mesh that was not tried, as even its bound is too slow."""
+    return _of(tp, config, None, _slower(best, least), "by its bound")
+
+
+def _of(
+    tp: int, config: Config, step_seconds: float | None, slower: float | None, cause: str
+) -> Alternative:
     return Alternative(
         pp=config.pp,
         dp=config.dp,
         tp=tp,
         micro_batches=config.micro_batches,
         schedule=config.schedule,
-        step_seconds=None,
-        slower=_slower(best, least),
-        cause="by its bound",
+        step_seconds=step_seconds,
+        slower=slower,
+        cause=cause,
         zero=config.zero,
     )
 

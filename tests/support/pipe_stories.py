@@ -22,6 +22,7 @@ from tests.support.pipes import (
     piped,
     planned,
     refused,
+    rows_of,
     story,
     together,
     whole_loss,
@@ -228,13 +229,9 @@ def the_gradient_accumulation_error() -> None:
         gradient = model.get_parameter(name).grad
         assert parameter.grad is not None and gradient is not None
         close(parameter.grad, gradient, name)
-    parts = [drawn_rows(batch, 2 * k, 2 * k + 2) for k in range(4)]
+    parts = [rows_of(batch, 2 * k, 2 * k + 2) for k in range(4)]
     wrong = torch.stack([whole_loss("counted", model, part) for part in parts]).mean()
     assert abs(wrong.item() - expected.item()) > 1e-3
-
-
-def drawn_rows(batch: Any, first: int, stop: int) -> Any:
-    return {key: value[first:stop] for key, value in batch.items()}
 
 
 @story(4, long=True)
@@ -266,7 +263,7 @@ def each_rank_may_pass_its_own_part() -> None:
     one, other = piped("dropout", plan), piped("dropout", plan)
     batch = ZOO["dropout"].inputs(plan.batch.rows)
     half = plan.batch.rows // 2
-    part = drawn_rows(batch, one.place.dp * half, (one.place.dp + 1) * half)
+    part = rows_of(batch, one.place.dp * half, (one.place.dp + 1) * half)
     assert torch.equal(one.step(batch), other.step(part, sharded=True))
     theirs = dict(other.named_parameters())
     for name, parameter in one.named_parameters():

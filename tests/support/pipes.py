@@ -192,6 +192,11 @@ def drawn(name: str, rows: int, number: int) -> Batch:
     return batches.rebuild(batch, leaves)  # type: ignore[no-any-return]
 
 
+def rows_of(batch: Any, first: int, stop: int) -> Any:
+    """The rows [first, stop) of a batch that is a dict of tensors."""
+    return {name: tensor[first:stop] for name, tensor in batch.items()}
+
+
 def own(pipe: Pipe, name: str, whole: Tensor) -> Tensor:
     """This rank's part of one process's parameter or gradient: its shard, under ZeRO its rows."""
     plan, place = pipe.plan, pipe.place

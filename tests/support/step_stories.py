@@ -25,6 +25,7 @@ from tests.support.pipes import (
     piped,
     planned,
     refused,
+    rows_of,
     sgd,
     story,
     together,
@@ -213,7 +214,7 @@ def sixteen_bits_with_masters() -> None:
         ours, theirs = sgd(pipe.parameters()), sgd(model.parameters())
         for number in range(3):
             rows = plan.batch.rows
-            parts = [cut_rows(drawn("gpt", rows, number), n, n + 2) for n in range(0, rows, 2)]
+            parts = [rows_of(drawn("gpt", rows, number), n, n + 2) for n in range(0, rows, 2)]
             expected = masters.step(ZOO["gpt"], model, torch.bfloat16, parts)
             said = f"{schedule}, step {number}: "
             close(pipe.step(drawn("gpt", rows, number)), sum(expected.losses) / len(parts), said)
@@ -225,10 +226,6 @@ def sixteen_bits_with_masters() -> None:
                 weight.grad = expected.gradients[name]
             ours.step()
             theirs.step()
-
-
-def cut_rows(batch: Any, first: int, stop: int) -> Any:
-    return {name: tensor[first:stop] for name, tensor in batch.items()}
 
 
 @story(4)

@@ -12,6 +12,7 @@ from tests.support import masters
 from tests.support.inprocess import machine
 from tests.support.long import chosen
 from tests.support.models import WIDTH
+from tests.support.pipes import rows_of
 from tests.support.zoo import ZOO, Case, noise
 
 MICRO_BATCHES = 2
@@ -33,10 +34,7 @@ def piped(case: Case, model: nn.Module, precision: str) -> Pipe:
 
 
 def parts(batch: Any) -> list[Any]:
-    return [
-        {name: tensor[2 * k : 2 * k + 2] for name, tensor in batch.items()}
-        for k in range(MICRO_BATCHES)
-    ]
+    return [rows_of(batch, 2 * k, 2 * k + 2) for k in range(MICRO_BATCHES)]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from autopipe.errors import InfeasibleError
 from autopipe.planners.model.estimate import estimate
 from autopipe.planners.model.problem import Constraints, Decision, Problem
 from autopipe.planners.search.registry import PLANNERS
@@ -22,7 +23,7 @@ def tight(seed: int) -> tuple[Problem, Decision] | None:
         limits = tuple(17 * peak // 10 for _ in devices.memory)
         problem = replace(problem, machine=replace(devices, memory=limits))
         found = PLANNERS["dynamic"](problem).decision
-    except Exception:  # too little room for anything, or no such pipeline
+    except InfeasibleError:  # too little room for anything, or no such pipeline
         return None
     return (problem, found) if any(found.recompute) else None
 
