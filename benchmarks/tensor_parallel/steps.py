@@ -159,6 +159,7 @@ def main() -> None:
         found = measure(name, asked.rounds)
         if dist.get_rank() == 0:
             print(json.dumps(found), flush=True)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -49,3 +49,4 @@ def report(losses: list[float], held: int) -> None:
         print(f"loss {told[-1][0][0]:.6f} -> {told[-1][0][-1]:.6f}, micro-batches held: {held_by}")
     if dist.is_initialized():
         dist.barrier()  # nobody leaves while another one still reads from it
+        dist.destroy_process_group()  # ends gloo's threads, which else abort a process that exits
