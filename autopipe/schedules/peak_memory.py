@@ -29,7 +29,7 @@ class Sizes:
         leaving: of each channel, the bytes of each tensor that goes to that stage.
         stash: held from I to W where backward is split.
         fresh: of the stash, what I has made; the rest was kept from F.
-        again: made besides by recomputation, at the fullest moment of a backward.
+        again: made besides by recomputation, at the fullest moment of a backward or of either half.
     """
 
     kept: int
@@ -101,7 +101,8 @@ class _Walk:
                     return begins, {"activations": over - (sizes.stash - sizes.fresh)}
                 return begins, self._last(k, over)
             if kind is Kind.BACKWARD_WEIGHT:
-                return {}, self._last(k, sizes.stash)
+                again = sizes.again if sizes.stash else 0
+                return {"activations": again}, self._last(k, sizes.stash + again)
             return {}, {}
         if kind is Kind.POST:
             return {"transfers": sum(sizes.arriving[flow, peer].values())}, {}

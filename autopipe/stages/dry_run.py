@@ -67,7 +67,7 @@ class Rehearsal:
 
         low: the step's copies of parameters in low precision, all micro-batches together.
         stash, fresh: where backwards are split, what is held between the two halves, and what of it
-            the first half has made (`stages.split_backward_layouts`); nothing otherwise.
+            the first half has made (`joint.split_backward_layouts`); nothing otherwise.
     """
 
     boundaries: Mapping[Ref, CrossingTensor]

@@ -30,6 +30,12 @@ from autopipe.ir.torch_private import TorchDispatchMode, storage_key
 MADE = "autopipe_made"
 """The key of a node's `Made` in its meta."""
 
+SEGMENT = "autopipe_segment"
+"""The key of the path of the block that a node was recorded in; None: in no block."""
+
+AGAIN = "autopipe_again"
+"""The key in the meta of a node of backward that repeats what forward has computed."""
+
 _running = threading.local()
 
 
@@ -51,6 +57,18 @@ class Made:
         self.storages = {storage_key(t): t.untyped_storage().nbytes() for t in tensors}
         self.dtype: torch.dtype | None = tensors[0].dtype if tensors else None
 
+    def again(self, renamed: dict[int, int]) -> Made:
+        """The same of a node that runs a second time, with keys of its own for its storages.
+
+        Args:
+            renamed: the keys of what has run a second time already; new ones are added.
+        """
+        made = Made(None)
+        made._held, made.dtype = self._held, self.dtype
+        for key, size in self.storages.items():
+            made.storages[renamed.setdefault(key, -1 - len(renamed))] = size
+        return made
+
 
 class Tape(TorchDispatchMode):
     """Records the ops that run within it, in order.
@@ -59,11 +77,13 @@ class Tape(TorchDispatchMode):
 
     Attributes:
         graph: a node for each op, and one for each tensor of an op with several results.
+        segment: what the nodes recorded from now on have as `SEGMENT`.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.graph = fx.Graph()
+        self.segment: str | None = None
         # By identity, and weakly: whoever keeps a tensor makes autograd copy it.
         self._nodes = WeakTensorKeyDictionary()
 
@@ -109,6 +129,7 @@ class Tape(TorchDispatchMode):
 
     def _made(self, value: Any, node: fx.Node) -> fx.Node:
         node.meta[MADE] = Made(value)
+        node.meta[SEGMENT] = self.segment
         if isinstance(value, Tensor):
             self._nodes[value] = node
         return node

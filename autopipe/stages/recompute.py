@@ -28,6 +28,7 @@ from autopipe.ir.blocks import Block, classes
 from autopipe.ir.partition import Stage
 from autopipe.ir.torch_private import share_members, storage_key
 from autopipe.stages import precision, rng
+from autopipe.stages.op_tape import AGAIN, marking
 
 ALL = "all"
 """The word for every block of the model."""
@@ -167,6 +168,7 @@ class _Run:
             precision.computing(self._arithmetic),
             rng.stream.resumed(self._stream),
             saved_tensors_hooks(collect, _never),
+            marking(AGAIN, True),
         ):
             try:
                 self._block(*arguments)

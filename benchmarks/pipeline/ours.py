@@ -14,6 +14,8 @@ from torch import Tensor, fx, nn
 
 from autopipe.ir.graph import Ref
 from autopipe.ir.partition import Stage
+from autopipe.joint.joint_graph import Layout
+from autopipe.joint.split_backward import split
 from autopipe.planners.model.eager_depths import choose
 from autopipe.planners.model.eager_period import EagerPipeline
 from autopipe.planners.model.eager_period import StageLink as Between
@@ -27,9 +29,7 @@ from autopipe.schedules.registry import SCHEDULES
 from autopipe.schedules.registry import make as make_schedule
 from autopipe.schedules.transfers import Edge, insert, sends_for
 from autopipe.stages.dry_run import CrossingTensor
-from autopipe.stages.joint_graph import Layout
 from autopipe.stages.lower import Lowered
-from autopipe.stages.split_backward import split
 from benchmarks.pipeline.case import Case
 from benchmarks.pipeline.stages import Model, loss
 

@@ -18,6 +18,7 @@ from autopipe.errors import InfeasibleError
 from autopipe.ir.graph import Dim, Graph, State, bytes_at
 from autopipe.ir.partition import Stage
 from autopipe.ir.torch_private import fake_mode
+from autopipe.joint.dry_run_repeats import rehearse_deep
 from autopipe.planfile import programs
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import BUCKET_BYTES, Boundary, Memory
@@ -29,7 +30,6 @@ from autopipe.schedules.instructions import holders
 from autopipe.stages import step_programs
 from autopipe.stages.block_owners import owners
 from autopipe.stages.dry_run import Known, Rehearsal, fake_state
-from autopipe.stages.dry_run_repeats import rehearse_deep
 from autopipe.stages.lower import lower
 from autopipe.stages.precision import copy_bytes
 from autopipe.stages.recompute import within

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from autopipe.joint.split_backward import Joint
 from autopipe.stages.precision import Arithmetic, computing, current
-from autopipe.stages.split_backward import Joint
 
 
 class Engine(Protocol):
@@ -119,7 +119,12 @@ class JointEngine:
         self.module = module
         self.joint = joint
         self.hold = hold
-        self._weight = _accumulating(module, joint)
+        self._input = joint.backward_input
+        self._weight: fx.GraphModule | None = None
+        if joint.backward_weight is None:
+            self._input = _accumulating(module, joint.backward_input, joint)
+        else:
+            self._weight = _accumulating(module, joint.backward_weight, joint)
         self._flights: dict[int, _Flight] = {}
 
     def forward(self, microbatch: int, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -157,25 +162,31 @@ class JointEngine:
                 seed = gradients[n]
                 seed = layout.empty().zero_() if seed is None else layout.fit(seed)
                 flight.for_input.append(seed)
-            made = joint.backward_input(flight.for_input)
+            self._count(joint.again)
+            made = self._input(flight.for_input)
         stash = made[len(joint.arguments) :]
         flight.for_weight += stash
         fresh = _bytes(stash[n] for n in joint.counted_stash)
         self._count(fresh)  # beside all that was kept: the most that there can be at once
-        self._count(flight.bytes_for_weight - flight.bytes)
+        self._count(flight.bytes_for_weight - flight.bytes - joint.again)
         flight.bytes = flight.bytes_for_weight + fresh
         returned: tuple[Tensor | None, ...] = made[: len(joint.arguments)]
         return returned
 
     def backward_weight(self, microbatch: int) -> None:
         flight = self._flights.pop(microbatch, None)
-        if flight is not None:
+        if flight is None:
+            return
+        if self._weight is not None:
             with _as_traced(flight.how):
+                again = self.joint.again if self.joint.stash else 0
+                self._count(again)
                 self._weight(flight.for_weight)
-            self._count(-flight.bytes)
+                self._count(-again)
+        self._count(-flight.bytes)
 
     def _count(self, bytes: int) -> None:
-        if self.hold is not None:
+        if self.hold is not None and bytes:
             self.hold(bytes)
 
 
@@ -186,21 +197,22 @@ def _as_traced(how: Arithmetic) -> Iterator[None]:
         yield
 
 
-def _accumulating(module: nn.Module, joint: Joint) -> fx.GraphModule:
-    """The graph of the second half, giving each gradient away in the moment it is made."""
+def _accumulating(module: nn.Module, backward: fx.GraphModule, joint: Joint) -> fx.GraphModule:
+    """A graph that ends with the parameters' gradients, giving each away when it is made."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    gradients = graph.graph_copy(joint.backward_weight.graph, copies)
-    assert isinstance(gradients, tuple)
-    for name, gradient in zip(joint.parameters, gradients, strict=True):
+    outputs = graph.graph_copy(backward.graph, copies)
+    assert isinstance(outputs, tuple)
+    others = len(outputs) - len(joint.parameters)
+    for name, gradient in zip(joint.parameters, outputs[others:], strict=True):
         with graph.inserting_after(gradient):
             parameter = graph.get_attr(name)
         with graph.inserting_after(parameter):
-            graph.call_function(_accumulate, (parameter, gradient))
-    graph.output(())
-    return fx.GraphModule(module, graph, class_name="Weight")
+            graph.call_function(accumulate, (parameter, gradient))
+    graph.output(outputs[:others])
+    return fx.GraphModule(module, graph, class_name="Backward")
 
 
-def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
+def accumulate(parameter: Tensor, gradient: Tensor) -> None:
     """Add to a parameter's gradient, hooks and all."""
     torch.autograd.backward([get_gradient_edge(parameter)], [gradient])
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from autopipe.ir.graph import Ref
 from autopipe.ir.partition import Stage
+from autopipe.joint.split_backward_layouts import halves
 from autopipe.planfile.programs import sends_ahead
 from autopipe.runtime.comm.transport import Transport
 from autopipe.runtime.parameters.hold import HeldParameters
@@ -32,7 +33,6 @@ from autopipe.stages.bind import Split
 from autopipe.stages.dry_run import CrossingTensor, Rehearsal, rehearse
 from autopipe.stages.lower import Lowered, lower
 from autopipe.stages.precision import arithmetic
-from autopipe.stages.split_backward_layouts import halves
 from autopipe.stages.step_programs import step_programs
 
 

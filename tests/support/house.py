@@ -17,19 +17,20 @@ MAY_IMPORT = {
     "tracing": "util planfile ir frontend",
     "sharding": "util cluster planfile ir",
     "stages": "util schedules planfile ir frontend tracing sharding",
+    "joint": "util planfile ir frontend tracing sharding stages",
     "emit": "util schedules planfile ir frontend tracing sharding stages",
     "planners.model": "util cluster schedules planfile",
     "planners.search": "util schedules planfile planners.model",
     "runtime.launch": "schedules",
     "runtime.comm": "schedules planfile sharding runtime.launch",
     "runtime.parameters": "util planfile ir frontend tracing sharding stages",
-    "runtime.step": "util schedules planfile ir frontend sharding stages "
+    "runtime.step": "util schedules planfile ir frontend sharding stages joint "
     "runtime.launch runtime.comm runtime.parameters",
     "runtime.probe": "util cluster sharding",
     "runtime": "util schedules planfile report ir frontend tracing sharding stages "
     "runtime.launch runtime.comm runtime.parameters runtime.step",
     "planners.driver": "util cluster schedules planfile report ir frontend tracing sharding stages "
-    "planners.model planners.search runtime.probe",
+    "joint planners.model planners.search runtime.probe",
     "cli": "util schedules planfile report frontend tracing emit runtime.launch runtime.probe "
     "runtime planners.driver",
 }

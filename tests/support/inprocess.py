@@ -27,6 +27,7 @@ from autopipe.ir.blocks import Block, find_blocks
 from autopipe.ir.dataflow import Dataflow, analyse
 from autopipe.ir.graph import Graph
 from autopipe.ir.partition import Stage, legal_cuts, partition
+from autopipe.joint.split_backward_layouts import halves, rehearse_halves
 from autopipe.planfile.parts import InputSpec
 from autopipe.runtime.comm.threads import LocalTransport, local_network
 from autopipe.runtime.step.engine import AutogradEngine, Engine, JointEngine
@@ -41,7 +42,6 @@ from autopipe.stages.dry_run import Rehearsal, rehearse
 from autopipe.stages.lower import lower
 from autopipe.stages.precision import arithmetic
 from autopipe.stages.recompute import blocks_to_recompute, within
-from autopipe.stages.split_backward_layouts import halves, rehearse_halves
 from autopipe.tracing.trace import Trace, trace
 from tests.support.traces import kept
 from tests.support.zoo import ZOO, Batch

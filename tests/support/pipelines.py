@@ -17,14 +17,14 @@ from torch import Tensor, nn
 
 from autopipe.ir.graph import Ref
 from autopipe.ir.partition import Stage
+from autopipe.joint.joint_graph import Layout
+from autopipe.joint.split_backward import split
 from autopipe.runtime.step.engine import AutogradEngine, Engine, JointEngine
 from autopipe.schedules.instructions import Flow, Instruction, Kind, Programs
 from autopipe.schedules.peak_memory import Sizes
 from autopipe.schedules.transfers import Edge, insert
 from autopipe.stages.dry_run import CrossingTensor
-from autopipe.stages.joint_graph import Layout
 from autopipe.stages.lower import Lowered
-from autopipe.stages.split_backward import split
 from autopipe.stages.step_programs import edges
 
 PLAIN = Layout.dense((2, 4), torch.float64)

@@ -16,10 +16,10 @@ from unittest.mock import patch
 from autopipe.ir.dataflow import Dataflow
 from autopipe.ir.graph import Graph
 from autopipe.ir.repeats import Short
+from autopipe.joint.dry_run_repeats import rehearse_deep
 from autopipe.planners.driver import plan_memory, saved_tensors
 from autopipe.planners.driver.saved_tensors import Seen, observe_saved
 from autopipe.stages.dry_run import Known, Rehearsal
-from autopipe.stages.dry_run_repeats import rehearse_deep
 
 _LEARNT: dict[int, tuple[Graph, Known]] = {}  # the graph is kept, so that its id stays its own
 _SEEN: dict[bytes, Seen] = {}

@@ -32,7 +32,7 @@ def model() -> nn.Module:
 WORKERS = {
     "same modules": "autopipe.tracing.stubs.Span.again",
     "repeated costs": "autopipe.ir.repeats.leave_out",
-    "repeated stages": "autopipe.stages.dry_run_repeats.leave_out",
+    "repeated stages": "autopipe.joint.dry_run_repeats.leave_out",
 }
 """The function behind each shortcut: it writes repeated layers, or leaves them out."""
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autopipe.joint.joint_graph import Layout
+from autopipe.joint.split_backward import split
 from autopipe.runtime.step.engine import AutogradEngine, Engine, JointEngine
-from autopipe.stages.joint_graph import Layout
 from autopipe.stages.lower import Lowered
-from autopipe.stages.split_backward import split
 
 
 class Stage(nn.Module):

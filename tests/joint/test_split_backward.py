@@ -12,13 +12,13 @@ from autopipe.ir.dataflow import analyse
 from autopipe.ir.graph import shape_at
 from autopipe.ir.partition import legal_cuts
 from autopipe.ir.torch_private import storage_key
+from autopipe.joint.joint_graph import CannotSplit, Layout
+from autopipe.joint.split_backward import HALVES, Wanted, split
 from autopipe.runtime.step.engine import AutogradEngine, JointEngine
-from autopipe.stages.joint_graph import CannotSplit, Layout
 from autopipe.stages.lower import Lowered, lower
 from autopipe.stages.precision import arithmetic, computing
 from autopipe.stages.recompute import within
 from autopipe.stages.rng import stream
-from autopipe.stages.split_backward import split
 from tests.support.long import chosen
 from tests.support.models import LENGTH, WIDTH
 from tests.support.staged import lowered, micro_batches, sum_of, traced
@@ -242,10 +242,12 @@ class Chain:
                 if gradient is not None:
                     back.setdefault(ref, []).append(gradient)
 
-    def joint(self, s):
+    def joint(self, s, wanted=HALVES):
         """The joint graph of stage `s`."""
         seeds = [None if seed is None else Layout.of(seed) for seed in self.seeds[s][0]]
-        return split(self.others[s], [Layout.of(x) for x in self.arguments[s][0]], seeds)
+        return split(
+            self.others[s], [Layout.of(x) for x in self.arguments[s][0]], seeds, wanted=wanted
+        )
 
 
 ORDER = (1, 0, 2)
@@ -263,14 +265,18 @@ def same(made, expected):
             assert mine == its
 
 
+WAYS = [Wanted(halves, least) for halves in (True, False) for least in (False, True)]
+
+
+@pytest.mark.parametrize("wanted", WAYS, ids=str)
 @pytest.mark.parametrize(
     "name", chosen(NAMES, now=("dropout", "unet", "gpt2", "frozen", "counted"))
 )
-def test_results_gradients_and_buffers_are_those_of_autograd(name):
-    """In any order of halves: each second half follows other micro-batches' first ones."""
+def test_results_gradients_and_buffers_are_those_of_autograd(name, wanted):
+    """Bit by bit, in any order of halves: second halves follow other micro-batches' first ones."""
     chain = Chain(name)
     for s, low in enumerate(chain.others):
-        engine = JointEngine(low.module, chain.joint(s))
+        engine = JointEngine(low.module, chain.joint(s, wanted))
         for kind, k in ((word[0], int(word[1])) for word in TIMETABLE):
             with stream(0, 0, k):
                 if kind == "F":

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from autopipe.ir.torch_private import fake_mode
-from autopipe.stages.joint_graph import CannotSplit, Layout, differentiate
+from autopipe.joint.joint_graph import CannotSplit, Layout, differentiate
 from autopipe.stages.lower import Lowered
 from autopipe.stages.op_tape import MADE
 from autopipe.stages.precision import low

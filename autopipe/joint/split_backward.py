@@ -24,13 +24,21 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx
 
-from autopipe.ir.torch_private import views, writes
-from autopipe.stages.joint_graph import CannotSplit, JointGraph, Layout, differentiate
+from autopipe.joint.graph_writer import GraphWriter
+from autopipe.joint.joint_graph import (
+    CannotSplit,
+    JointGraph,
+    Layout,
+    differentiate,
+    is_of_state,
+    storages,
+    written,
+)
+from autopipe.joint.run_again import chosen, most_alive, run_again
 from autopipe.stages.lower import Lowered
 from autopipe.stages.op_tape import MADE
-from autopipe.stages.precision import low
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,10 @@ class Joint:
         forward(*arguments)                  -> (*results, *saved)
         backward_input([*saved, *seeds])     -> (*gradients of the arguments, *stash)
         backward_weight([*saved, *stash])    -> gradients of `parameters`
+
+    A backward in one piece is all in the first of the two:
+
+        backward_input([*saved, *seeds])     -> (*gradients of the arguments, *of `parameters`)
 
     The two backward graphs empty the list they are given, so that each tensor goes with its last
     use. States are attributes under the stage's own names. The graphs are for `torch.no_grad()`.
@@ -58,11 +70,12 @@ class Joint:
         kept: bytes held from forward on.
         stash: bytes held from the first half of backward to the second.
         fresh: of the stash, what the first half has made; the rest was kept from forward.
+        again: the most bytes alive at once, in either half, of what forward has computed before.
     """
 
     forward: fx.GraphModule
     backward_input: fx.GraphModule
-    backward_weight: fx.GraphModule
+    backward_weight: fx.GraphModule | None
     arguments: tuple[Layout, ...]
     results: int
     seeds: Mapping[int, Layout]
@@ -76,6 +89,7 @@ class Joint:
     kept: int
     stash: int
     fresh: int
+    again: int
 
 
 @dataclass(frozen=True)
@@ -85,6 +99,25 @@ class Held:
     kept: int
     stash: int
     fresh: int
+    again: int
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """How a stage's backward is to run.
+
+    Attributes:
+        halves: in two halves, for inputs and for weights; else in one piece.
+        least: forward keeps as little as it can without running products again (`run_again`); else
+            all that autograd keeps.
+    """
+
+    halves: bool = True
+    least: bool = False
+
+
+HALVES = Wanted()
+"""What zero-bubble schedules want, and autograd keeps."""
 
 
 def split(
@@ -92,22 +125,24 @@ def split(
     arguments: Sequence[Layout],
     seeds: Sequence[Layout | None],
     precision: str = "fp32",
+    wanted: Wanted = HALVES,
 ) -> Joint:
     """Split the joint graph of a stage in three; for the arguments, see `differentiate`.
 
     Raises:
         CannotSplit: the stage has no joint graph, or its halves would be in each other's way.
     """
-    found = _divide(differentiate(lowered, arguments, seeds, precision))
+    found = _divide(differentiate(lowered, arguments, seeds, precision), wanted)
     graph, saved, stash = found.graph, found.saved, found.stash
-    write = _HalfWriter(lowered.module, graph)
-    for_input = [saved[n] for n in found.to_input]
-    for_weight = [saved[n] for n in found.to_weight]
+    write = GraphWriter(lowered.module, graph)
+    for_input = [*(saved[n] for n in found.to_input), *graph.seeds.values()]
+    for_weight = [*(saved[n] for n in found.to_weight), *stash]
     weights = list(graph.of_parameters.values())
+    beside = stash if wanted.halves else weights
     return Joint(
         write.forward(saved),
-        write.backward([*for_input, *graph.seeds.values()], found.first, graph.of_arguments, stash),
-        write.backward([*for_weight, *stash], found.second, weights),
+        write.backward(for_input, found.first, graph.of_arguments, beside),
+        write.backward(for_weight, found.second, weights) if wanted.halves else None,
         tuple(arguments),
         len(graph.results),
         {n: seed for n, seed in enumerate(seeds) if seed is not None and n in graph.seeds},
@@ -127,13 +162,14 @@ def held(
     arguments: Sequence[Layout],
     seeds: Sequence[Layout | None],
     precision: str = "fp32",
+    wanted: Wanted = HALVES,
 ) -> Held:
     """The bytes that `split` would hold, without writing the graphs.
 
     Raises:
         CannotSplit: as `split`.
     """
-    return _divide(differentiate(lowered, arguments, seeds, precision)).held
+    return _divide(differentiate(lowered, arguments, seeds, precision), wanted).held
 
 
 @dataclass(frozen=True)
@@ -156,20 +192,31 @@ class _Division:
         """The bytes of the counted tensors."""
         fresh = _bytes(self.stash[n] for n in self.counted_stash)
         kept = _bytes(self.saved[n] for n in self.counted)
-        return Held(kept, _bytes(self.saved[n] for n in self.counted_weight) + fresh, fresh)
+        again = max(most_alive(self.first), most_alive(self.second))
+        stash = _bytes(self.saved[n] for n in self.counted_weight) + fresh
+        return Held(kept, stash, fresh, again)
 
 
-def _divide(graph: JointGraph) -> _Division:
-    first, second = _halves(graph)
-    for_input = _given(graph, first, graph.of_arguments)
-    for_weight = _given(graph, second, graph.of_parameters.values())
+def _divide(graph: JointGraph, wanted: Wanted) -> _Division:
+    weights = list(graph.of_parameters.values())
+    if wanted.halves:
+        first, second = _halves(graph)
+        made, then = list(graph.of_arguments), weights
+    else:
+        made, then = [*graph.of_arguments, *weights], []
+        useful = _leading_to([node for node in made if node is not None], graph.backward)
+        first, second = [call for call in graph.backward if call in useful], []
+    if wanted.least:
+        again = chosen(graph, [*_given(graph, first, made), *_given(graph, second, then)])
+        first, second = run_again(first, made, again), run_again(second, then, again)
+    for_input, for_weight = _given(graph, first, made), _given(graph, second, then)
     read = {*for_input, *for_weight}
     saved = [node for node in (*graph.arguments, *graph.forward) if node in read]
     to_weight = [n for n, node in enumerate(saved) if node in for_weight]
     saved_for_weight = [saved[n] for n in to_weight]
     stash = [node for node in for_weight if node not in saved_for_weight]
-    owned = _storages([*graph.states, *graph.arguments])
-    others = owned | _storages([*graph.seeds.values(), *saved_for_weight])
+    owned = storages([*graph.states, *graph.arguments])
+    others = owned | storages([*graph.seeds.values(), *saved_for_weight])
     return _Division(
         graph,
         first,
@@ -191,16 +238,7 @@ def _given(
     made = set(calls)
     read = [node for call in calls for node in call.all_input_nodes]
     read += [node for node in outputs if node is not None]
-    return dict.fromkeys(n for n in read if n not in made and not _is_of_state(graph, n))
-
-
-def _is_of_state(graph: JointGraph, node: fx.Node) -> bool:
-    """Whether a node is a state, its copy, or a view of one: recomputed rather than saved."""
-    while node not in graph.states and node not in graph.copies:
-        if not views(node.target) or writes(node.target):
-            return False
-        node = node.all_input_nodes[0]
-    return True
+    return dict.fromkeys(n for n in read if n not in made and not is_of_state(graph, n))
 
 
 def _halves(graph: JointGraph) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -215,8 +253,8 @@ def _halves(graph: JointGraph) -> tuple[list[fx.Node], list[fx.Node]]:
     first, second = first | parts, second - parts
     order = {node: number for number, node in enumerate(calls)}
     for writer in first:
-        for reader in second if (written := _written(writer)) else ():
-            if order[reader] < order[writer] and written & _storages(reader.all_input_nodes):
+        for reader in second if (over := written(writer)) else ():
+            if order[reader] < order[writer] and over & storages(reader.all_input_nodes):
                 raise CannotSplit(f"{writer.target} writes over what {reader.target} is to read")
     return [node for node in calls if node in first], [node for node in calls if node in second]
 
@@ -230,11 +268,11 @@ def _leading_to(wanted: Iterable[fx.Node], calls: Sequence[fx.Node]) -> set[fx.N
     before: dict[fx.Node, list[fx.Node]] = {}
 
     def read(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-        return [*nodes, *(w for storage in _storages(nodes) for w in writers.get(storage, ()))]
+        return [*nodes, *(w for storage in storages(nodes) for w in writers.get(storage, ()))]
 
     for call in calls:
         before[call] = read(call.all_input_nodes)
-        for storage in _written(call):
+        for storage in written(call):
             writers.setdefault(storage, []).append(call)
     found: set[fx.Node] = set()
     pending = read(list(wanted))
@@ -270,73 +308,11 @@ def _halving_convolutions(calls: Sequence[fx.Node], first: Collection[fx.Node]) 
     return made
 
 
-class _HalfWriter:
-    """Writes parts of a joint graph as modules, which take the states from the stage's module."""
-
-    def __init__(self, module: nn.Module, graph: JointGraph) -> None:
-        self.module = module
-        self.graph = graph
-
-    def forward(self, saved: Sequence[fx.Node]) -> fx.GraphModule:
-        """(*arguments) -> (*results, *saved)"""
-        graph = fx.Graph()
-        env = {n: graph.placeholder(f"x{number}") for number, n in enumerate(self.graph.arguments)}
-        return self._finish(graph, env, self.graph.forward, [*self.graph.results, *saved])
-
-    def backward(
-        self, given: Sequence[fx.Node], calls: Sequence[fx.Node], *outputs: Sequence[Any]
-    ) -> fx.GraphModule:
-        """([*given]) -> outputs; it takes what it is given out of the list, last one first."""
-        graph = fx.Graph()
-        values = graph.placeholder("values")
-        env = {node: graph.call_method("pop", (values,)) for node in reversed(given)}
-        return self._finish(graph, env, calls, [node for part in outputs for node in part])
-
-    def _finish(
-        self,
-        graph: fx.Graph,
-        env: dict[fx.Node, fx.Node],
-        calls: Sequence[fx.Node],
-        outputs: Sequence[Any],
-    ) -> fx.GraphModule:
-        def find(node: fx.Node) -> fx.Node:
-            if node not in env:
-                if node in self.graph.states:
-                    env[node] = graph.get_attr(self.graph.states[node])
-                elif node in self.graph.copies:
-                    name, dtype = self.graph.copies[node]
-                    env[node] = graph.call_function(_copy, (graph.get_attr(name), dtype))
-                else:  # one of `calls`, or a view of a state
-                    env[node] = graph.node_copy(node, find)
-            return env[node]
-
-        for call in calls:
-            find(call)
-        graph.output(tuple(find(o) if isinstance(o, fx.Node) else o for o in outputs))
-        return fx.GraphModule(self.module, graph)
-
-
-def _copy(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """The step's copy of a parameter; if there is none, a new one for this use."""
-    return low(parameter).to(dtype)
-
-
-def _storages(nodes: Iterable[fx.Node]) -> set[int]:
-    """The storages that the values of these nodes lie in."""
-    return {storage for node in nodes for storage in node.meta[MADE].storages}
-
-
-def _written(call: fx.Node) -> set[int]:
-    """The storages that a call writes in place."""
-    written = [call.args[n] for n in writes(call.target) if n < len(call.args)]
-    return _storages(node for node in written if isinstance(node, fx.Node))
-
-
 def _one_of_each(nodes: Sequence[fx.Node], besides: Collection[int]) -> list[int]:
     """Positions of the first node in each storage that is not among `besides`."""
     first: dict[int, int] = {}
     for position, node in enumerate(nodes):
-        for storage in _storages([node]).difference(besides):
+        for storage in storages([node]).difference(besides):
             first.setdefault(storage, position)
     return sorted(first.values())
 

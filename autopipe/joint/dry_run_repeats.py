@@ -25,8 +25,8 @@ from autopipe.ir.graph import Ref
 from autopipe.ir.partition import Stage, partition
 from autopipe.ir.repeats import Run, Uneven, leave_out, run_of
 from autopipe.ir.stage_classes import Forms, Group, alike
+from autopipe.joint.split_backward_layouts import rehearse_halves
 from autopipe.stages.dry_run import Known, Rehearsal, rehearse
-from autopipe.stages.split_backward_layouts import rehearse_halves
 from autopipe.util import shortcuts
 
 KEPT = 2
@@ -57,7 +57,7 @@ def rehearse_deep(
         PlanError: a block to recompute cannot be recomputed with equal results.
     """
     known = {} if known is None else known
-    rehearsing = _Rehearsing(
+    rehearsing = _DeepRehearsing(
         flow, stages, blocks, rows, frozenset(recompute), precision, halves, known
     )
     deep = rehearsing.deep() if even and shortcuts.on("repeated stages") else []
@@ -85,7 +85,7 @@ class _Deep:
 
 
 @dataclass(frozen=True)
-class _Rehearsing:
+class _DeepRehearsing:
     """One dry run of stages of any depth."""
 
     flow: Dataflow

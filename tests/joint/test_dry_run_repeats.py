@@ -14,10 +14,10 @@ from autopipe.ir.blocks import Block, find_blocks
 from autopipe.ir.dataflow import Dataflow, analyse, obstacle
 from autopipe.ir.partition import Stage, legal_cuts, partition
 from autopipe.ir.repeats import Run, Uneven
-from autopipe.stages import dry_run_repeats
+from autopipe.joint import dry_run_repeats
+from autopipe.joint.dry_run_repeats import rehearse_deep
+from autopipe.joint.split_backward_layouts import rehearse_halves
 from autopipe.stages.dry_run import Rehearsal, rehearse
-from autopipe.stages.dry_run_repeats import rehearse_deep
-from autopipe.stages.split_backward_layouts import rehearse_halves
 from tests.support.repeated_models import Collecting, Deep, Growing, Recalling, Tied, Turning
 from tests.support.staged import trace_model
 from tests.support.zoo import VOCABULARY, causal, translation
@@ -124,13 +124,13 @@ def test_of_stages_with_the_same_layers_one_is_made_a_layer_longer(
     flow, blocks = analyse(graph), find_blocks(graph)
     stages = partition(flow, [blocks[number].first for number in (4, 8, 12)])
     told: list[list[int]] = []
-    shorter = dry_run_repeats._Rehearsing.shallow
+    shorter = dry_run_repeats._DeepRehearsing.shallow
 
-    def noting(self: dry_run_repeats._Rehearsing, runs: list[Run]) -> Rehearsal:
+    def noting(self: dry_run_repeats._DeepRehearsing, runs: list[Run]) -> Rehearsal:
         told.append([run.kept for run in runs])
         return shorter(self, runs)
 
-    monkeypatch.setattr(dry_run_repeats._Rehearsing, "shallow", noting)
+    monkeypatch.setattr(dry_run_repeats._DeepRehearsing, "shallow", noting)
     rehearse_deep(flow, stages, blocks, 2)
     assert told == [[2, 2, 2, 2], [3, 2, 2, 2], [2, 3, 2, 2]]  # mask is made, then received
 
@@ -146,6 +146,6 @@ def test_who_is_uneven_is_run_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dry_run_repeats, "_difference", uneven)
     assert rehearse_deep(flow, stages, blocks, 2) == whole
     monkeypatch.setattr(
-        dry_run_repeats._Rehearsing, "deep", lambda _: pytest.fail("some are left out")
+        dry_run_repeats._DeepRehearsing, "deep", lambda _: pytest.fail("some are left out")
     )
     assert rehearse_deep(flow, stages, blocks, 2, even=False) == whole

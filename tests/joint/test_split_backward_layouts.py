@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from autopipe.ir.torch_private import fake_mode
+from autopipe.joint.joint_graph import Layout
+from autopipe.joint.split_backward import Joint
+from autopipe.joint.split_backward_layouts import halves, rehearse_halves
 from autopipe.stages.dry_run import Rehearsal, fake_state, rehearse
-from autopipe.stages.joint_graph import Layout
 from autopipe.stages.lower import lower
-from autopipe.stages.split_backward import Joint
-from autopipe.stages.split_backward_layouts import halves, rehearse_halves
 from tests.support.inprocess import Cut, cut
 
 
@@ -126,4 +126,4 @@ def test_what_runs_again_runs_in_the_first_half_and_stays_for_the_second() -> No
     recomputed = rehearse_halves(found.graph, found.stages, found.blocks, whole, found.rows, again)
     assert recomputed.saved[1] < usual.saved[1]
     assert recomputed.fresh[1] > usual.fresh[1]
-    assert whole.recomputed[1] > 0 and recomputed.recomputed == (0, 0)
+    assert recomputed.recomputed[1] >= whole.recomputed[1] > 0

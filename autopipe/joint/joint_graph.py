@@ -12,19 +12,22 @@ part of the backward. Random ops still draw from the streams of `stages.rng`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopipe.ir.opaque_ops import OPAQUE
-from autopipe.ir.torch_private import fake_mode, quiet
+from autopipe.ir.torch_private import fake_mode, quiet, views, writes
 from autopipe.stages.lower import Lowered
 from autopipe.stages.op_tape import MADE, Tape
 from autopipe.stages.precision import arithmetic, computing, wide_statistics
+from autopipe.stages.recompute import Recomputed
 from autopipe.stages.rng import DRAWN, draw
 
 
@@ -123,12 +126,52 @@ def differentiate(
         for tensor in (*states.values(), *leaves):
             tape.given(tensor)
         try:
-            with tape:
+            with tape, _segments(lowered.module, tape):
                 made = torch.func.functional_call(step, states, tuple(leaves))
         except RuntimeError as error:  # torch's own, of ops and of kernels of fake tensors
             raise CannotSplit(f"{type(error).__name__}: {error}") from error
     names = [name.removeprefix("stage.") for name in states]
     return step.parts(tuple(tape.node(value) for value in made), names)
+
+
+@contextmanager
+def _segments(stage: nn.Module, tape: Tape) -> Iterator[None]:
+    """Within, what a block's forward and backward record has the block's path as its segment.
+
+    Backward is in a block when the gradient of one of its results is complete, and leaves it with
+    that of one of its arguments.
+    """
+    entered: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    def watch(tensor: Any, segment: str | None) -> None:
+        if isinstance(tensor, Tensor) and tensor.grad_fn is not None and tensor not in entered:
+            entered[tensor] = True
+            hook = partial(setattr, tape, "segment", segment)
+            tensor.register_hook(lambda _: hook())  # type: ignore[no-untyped-call]
+
+    def enter(path: str, block: nn.Module, arguments: tuple[Any, ...]) -> None:
+        for argument in arguments:
+            watch(argument, None)
+        tape.segment = path
+
+    def leave(path: str, block: nn.Module, arguments: tuple[Any, ...], results: Any) -> None:
+        tape.segment = None
+        for result in results:
+            watch(result, path)
+
+    blocks = {
+        path: part
+        for path, part in stage.named_modules()
+        if path and isinstance(part, Recomputed | fx.GraphModule)
+    }
+    with ExitStack() as stack:
+        for path, block in blocks.items():
+            for handle in (
+                block.register_forward_pre_hook(partial(enter, path)),
+                block.register_forward_hook(partial(leave, path)),
+            ):
+                stack.callback(handle.remove)
+        yield
 
 
 @contextmanager
@@ -233,6 +276,26 @@ class _Step(nn.Module):
             gradients[len(names) :],
             {n: g for n, g in zip(names, gradients, strict=False) if g is not None},
         )
+
+
+def is_of_state(graph: JointGraph, node: fx.Node) -> bool:
+    """Whether a node is a state, its copy, or a view of one: there again whenever it is read."""
+    while node not in graph.states and node not in graph.copies:
+        if not views(node.target) or writes(node.target):
+            return False
+        node = node.all_input_nodes[0]
+    return True
+
+
+def storages(nodes: Iterable[fx.Node]) -> set[int]:
+    """The storages that the values of these nodes lie in."""
+    return {storage for node in nodes for storage in node.meta[MADE].storages}
+
+
+def written(call: fx.Node) -> set[int]:
+    """The storages that a call writes in place."""
+    found = [call.args[n] for n in writes(call.target) if n < len(call.args)]
+    return storages(node for node in found if isinstance(node, fx.Node))
 
 
 def _drawing(nodes: list[fx.Node]) -> list[fx.Node]:

@@ -6,7 +6,7 @@ The planner needs the bytes that the halves hold, the runtime the halves themsel
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import TypeVar
 
 import torch
@@ -17,11 +17,11 @@ from autopipe.ir.opaque_ops import OPAQUE
 from autopipe.ir.partition import Stage
 from autopipe.ir.stage_classes import kind_of
 from autopipe.ir.torch_private import fake_mode
+from autopipe.joint.joint_graph import CannotSplit, Layout
+from autopipe.joint.split_backward import HALVES, Held, Joint, Wanted, held, split
 from autopipe.stages.dry_run import CrossingTensor, Known, Rehearsal, fake_state
-from autopipe.stages.joint_graph import CannotSplit, Layout
 from autopipe.stages.lower import Lowered, lower
 from autopipe.stages.recompute import within
-from autopipe.stages.split_backward import Held, Joint, held, split
 
 _T = TypeVar("_T")
 
@@ -34,6 +34,7 @@ def halves(
     last: bool,
     precision: str = "fp32",
     device: torch.device | str = "cpu",
+    wanted: Wanted = HALVES,
 ) -> Joint | None:
     """Split a lowered stage's backward; None: impossible, and its first half is the whole backward.
 
@@ -41,7 +42,7 @@ def halves(
         last: whether the stage returns the graph's results.
     """
     layouts = _layouts(graph, lowered.stage, rehearsal, lowered.rows, last, torch.device(device))
-    return _if_it_can(split, graph, lowered, layouts, precision)
+    return _if_it_can(split, graph, lowered, layouts, precision, wanted)
 
 
 Layouts = tuple[tuple[Layout, ...], tuple[Layout | None, ...]]
@@ -49,12 +50,17 @@ Layouts = tuple[tuple[Layout, ...], tuple[Layout | None, ...]]
 
 
 def _if_it_can(
-    make: Callable[..., _T], graph: Graph, lowered: Lowered, layouts: Layouts, precision: str
+    make: Callable[..., _T],
+    graph: Graph,
+    lowered: Lowered,
+    layouts: Layouts,
+    precision: str,
+    wanted: Wanted,
 ) -> _T | None:
     if any(graph.nodes[position].op in OPAQUE for position in lowered.stage.nodes):
         return None  # it keeps for backward what only its real kernel knows
     try:
-        return make(lowered, *layouts, precision)
+        return make(lowered, *layouts, precision, wanted)
     except CannotSplit:
         return None
 
@@ -102,6 +108,7 @@ def rehearse_halves(
     recompute: Sequence[str] = (),
     precision: str = "fp32",
     known: Known | None = None,
+    wanted: Wanted = HALVES,
 ) -> Rehearsal:
     """A dry run's result with the bytes of split backwards in place of whole ones.
 
@@ -115,7 +122,7 @@ def rehearse_halves(
         last, own = stage.index == len(stages) - 1, within(stage, blocks, recompute)
         kind = kind_of(graph, stage, blocks, own, last=last)
         layouts = _layouts(graph, stage, rehearsal, rows, last, torch.device("cpu"))
-        key = "halves", kind, layouts, rows, precision
+        key = wanted, kind, layouts, rows, precision
         if key not in known:
             with fake_mode():
                 states = {name: fake_state(graph, name) for name in stage.states}
@@ -130,11 +137,11 @@ def rehearse_halves(
                     recompute=own,
                     precision=precision,
                 )
-            known[key] = _if_it_can(held, graph, lowered, layouts, precision)
+            known[key] = _if_it_can(held, graph, lowered, layouts, precision, wanted)
         found: Held | None = known[key]
         if found is not None:
             i = stage.index
-            saved[i], stash[i], fresh[i], again[i] = found.kept, found.stash, found.fresh, 0
+            saved[i], stash[i], fresh[i], again[i] = astuple(found)
     return replace(
         rehearsal,
         saved=tuple(saved),

@@ -1,0 +1,63 @@
+"""Write parts of a joint graph as modules that run without autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from autopipe.joint.joint_graph import JointGraph
+from autopipe.stages.precision import low
+
+
+class GraphWriter:
+    """Writes parts of one joint graph; they take the states from the stage's module."""
+
+    def __init__(self, module: nn.Module, graph: JointGraph) -> None:
+        self.module = module
+        self.graph = graph
+
+    def forward(self, saved: Sequence[fx.Node]) -> fx.GraphModule:
+        """(*arguments) -> (*results, *saved)"""
+        graph = fx.Graph()
+        env = {n: graph.placeholder(f"x{number}") for number, n in enumerate(self.graph.arguments)}
+        return self._finish(graph, env, self.graph.forward, [*self.graph.results, *saved])
+
+    def backward(
+        self, given: Sequence[fx.Node], calls: Sequence[fx.Node], *outputs: Sequence[Any]
+    ) -> fx.GraphModule:
+        """([*given]) -> outputs; it takes what it is given out of the list, last one first."""
+        graph = fx.Graph()
+        values = graph.placeholder("values")
+        env = {node: graph.call_method("pop", (values,)) for node in reversed(given)}
+        return self._finish(graph, env, calls, [node for part in outputs for node in part])
+
+    def _finish(
+        self,
+        graph: fx.Graph,
+        env: dict[fx.Node, fx.Node],
+        calls: Sequence[fx.Node],
+        outputs: Sequence[Any],
+    ) -> fx.GraphModule:
+        def find(node: fx.Node) -> fx.Node:
+            if node not in env:
+                if node in self.graph.states:
+                    env[node] = graph.get_attr(self.graph.states[node])
+                elif node in self.graph.copies:
+                    name, dtype = self.graph.copies[node]
+                    env[node] = graph.call_function(_copy, (graph.get_attr(name), dtype))
+                else:  # one of `calls`, or a view of a state
+                    env[node] = graph.node_copy(node, find)
+            return env[node]
+
+        for call in calls:
+            find(call)
+        graph.output(tuple(find(o) if isinstance(o, fx.Node) else o for o in outputs))
+        return fx.GraphModule(self.module, graph)
+
+
+def _copy(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """The step's copy of a parameter; if there is none, a new one for this use."""
+    return low(parameter).to(dtype)

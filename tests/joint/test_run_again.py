@@ -1,0 +1,138 @@
+"""What forward keeps where cheap ops may run again: golden cases, and brute force as an oracle."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from autopipe.joint.joint_graph import Layout, differentiate, is_of_state, storages
+from autopipe.joint.run_again import CHEAP, chosen
+from autopipe.joint.split_backward import Wanted, split
+from autopipe.stages.lower import Lowered
+from autopipe.stages.op_tape import MADE
+
+ROWS, WIDTH, FLOAT = 3, 8, 4
+TENSOR = ROWS * WIDTH * FLOAT
+
+
+class Stage(nn.Module):
+    """`run(self, x)` is what the stage does."""
+
+    def __init__(self, run):
+        super().__init__()
+        self.one, self.two, self.norm = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            nn.LayerNorm(WIDTH),
+        )
+        self.run = run
+
+    def forward(self, x):
+        return (self.run(self, x),)
+
+
+def norm_and_product(m, x):
+    return m.one(m.norm(x))
+
+
+def activation(m, x):
+    return m.two(nn.functional.gelu(m.one(x)))
+
+
+def residual_sum(m, x):
+    return m.two(m.norm(x + m.one(x)))
+
+
+def gated(m, x):
+    return m.two(nn.functional.silu(m.one(x)) * m.two(x))
+
+
+def attention_of_the_rows(m, x):
+    scores = m.one(x) @ m.two(x).T
+    return torch.softmax(scores, -1) @ x
+
+
+def written_in_place(m, x):
+    return m.two(m.one(x).relu_())
+
+
+def chain_of_cheap_ops(m, x):
+    return m.two(torch.tanh(torch.exp(torch.sin(m.one(x)))))
+
+
+KEPT = {
+    norm_and_product: (0, "x came from elsewhere; the norm runs again"),
+    activation: (TENSOR, "the product's result; gelu runs again"),
+    residual_sum: (TENSOR, "the sum; the norm runs again, the sum does not"),
+    gated: (2 * TENSOR, "both factors before the gate"),
+    attention_of_the_rows: (2 * TENSOR + ROWS * ROWS * FLOAT, "q, k and the probabilities"),
+    written_in_place: (TENSOR, "as autograd: what is written has no first value any more"),
+    chain_of_cheap_ops: (TENSOR, "the product's result, from which all else follows"),
+}
+
+
+def layouts():
+    x = torch.ones(ROWS, WIDTH, requires_grad=True)
+    return [Layout.of(x)], [Layout.of(x.detach())]
+
+
+@pytest.mark.parametrize("run", KEPT, ids=lambda run: run.__name__)
+def test_bytes_that_are_kept(run):
+    expected, _ = KEPT[run]
+    assert split(Lowered(None, Stage(run), ROWS), *layouts(), wanted=Wanted(False, True)).kept == (
+        expected
+    )
+
+
+def test_of_equal_bytes_what_is_latest_is_kept():
+    """The sum is kept, and not the product from which it could be added again."""
+    joint = split(Lowered(None, Stage(residual_sum), ROWS), *layouts(), wanted=Wanted(False, True))
+    assert "add.Tensor" not in joint.backward_input.code.split("mm")[0]
+    assert "native_layer_norm" in joint.backward_input.code
+
+
+@pytest.mark.parametrize("run", KEPT, ids=lambda run: run.__name__)
+def test_no_other_choice_keeps_less(run):
+    """Every set of values from which backward can be computed holds as many bytes or more."""
+    graph = differentiate(Lowered(None, Stage(run), ROWS), *layouts())
+    inside = set(graph.forward)
+    needed = {
+        read
+        for call in graph.backward
+        for read in call.all_input_nodes
+        if read in inside and not is_of_state(graph, read)
+    }
+    owned = storages([*graph.states, *graph.arguments])
+    written = {
+        s for n in graph.forward if n.target.__name__.endswith("_.default") for s in storages([n])
+    }
+
+    def cheap(node):
+        call = node.all_input_nodes[0] if "getitem" in str(node.target) else node
+        op = call.target
+        view = storages([call]) <= storages(call.all_input_nodes)
+        named = op.overloadpacket.__name__ in CHEAP or torch.Tag.pointwise in op.tags
+        return (view or named) and not storages([call]) & written
+
+    def follows(kept):
+        """Whether all that backward reads can be made from `kept`."""
+        there = set()
+        for node in graph.forward:
+            made = cheap(node) and all(
+                read in there or read not in inside for read in node.all_input_nodes
+            )
+            if made or is_of_state(graph, node) or storages([node]) <= kept | owned:
+                there.add(node)
+        return needed <= there
+
+    sizes = {s: n for node in graph.forward for s, n in node.meta[MADE].storages.items()}
+    choices = sorted(sizes.keys() - owned)
+    least = min(
+        sum(sizes[s] for s in kept)
+        for count in range(len(choices) + 1)
+        for kept in itertools.combinations(choices, count)
+        if follows(set(kept))
+    )
+    assert least == KEPT[run][0]
+    assert needed.isdisjoint(chosen(graph, ()))
