@@ -34,7 +34,6 @@ def parallelize(
     loss: Loss | None = None,
     weights: str | Path | None = None,
     seed: int = 0,
-    compile: bool = False,
     offload: bool = False,
     emitted: str | Path | None = None,
     say: Callable[[str], None] | None = None,
@@ -50,7 +49,6 @@ def parallelize(
         weights: a checkpoint to read this rank's parameters from: a safetensors file, a state_dict
             that torch.save has written, a folder of either, or of torch.distributed.checkpoint.
         seed: of the initialisation and of dropout.
-        compile: whether stages run through torch.compile.
         offload: under ZeRO-3, keep parameters, gradients and optimizer state in host memory.
         emitted: a folder that `autopipe emit` has written for this plan: training steps run its
             stages and its programs, as they stand there now.
@@ -63,7 +61,7 @@ def parallelize(
         ModelError: the model cannot be captured, or a parameter is not to be had.
         ScheduleError: the programs in `emitted` would wait for each other, or are not whole.
     """
-    checked = check_plan(plan, loss, emitted, compiled=compile)
+    checked = check_plan(plan, loss, emitted)
     plan, sharding = checked.plan, checked.sharding
     joined = join(plan)
     traced = trace_planned(model, inputs, loss, plan)
@@ -73,6 +71,6 @@ def parallelize(
     own = own_states(part, traced, sharding, origin)
     transport = connect(part)
     held = hold(part, own.states, joined.backend, partial=replicated(sharding), offload=offload)
-    rank = Rank(part, checked.compute, transport, held, compile, checked.emitted)
+    rank = Rank(part, checked.compute, transport, held, checked.emitted)
     evaluation = partial(split_to_evaluate, model, loss, part, sharding)
     return Pipe(rank, own, joined.watchdog, joined.world, evaluation, seed)

@@ -122,9 +122,7 @@ class TracedModel:
         return {**self.trace.graph.states, **self.unused}
 
 
-def check_plan(
-    plan: Plan, loss: Loss | None, emitted: str | Path | None, *, compiled: bool
-) -> CheckedPlan:
+def check_plan(plan: Plan, loss: Loss | None, emitted: str | Path | None) -> CheckedPlan:
     """Check the plan against itself, the loss, the emitted files and what this version runs.
 
     Raises:
@@ -135,7 +133,7 @@ def check_plan(
     files = Emitted.load(emitted, plan) if emitted is not None else None
     plan = files.plan if files is not None else plan
     compute = files.compute if files is not None else programs.compute(plan)
-    check_runs(plan, compute, compiled=compiled)
+    check_runs(plan, compute)
     return CheckedPlan(plan, compute, holders(compute), read_back(plan), files)
 
 

@@ -55,6 +55,14 @@ def plan(
             "Default: bf16 on GPUs that have it."
         ),
     ] = None,
+    compile: Annotated[
+        bool | None,
+        typer.Option(
+            "--compile/--no-compile",
+            help="Fuse memory-bound ops by torch.compile, and keep less for backward. "
+            "Default: on GPUs.",
+        ),
+    ] = None,
     zero: Annotated[
         int | None,
         typer.Option(
@@ -122,6 +130,7 @@ def plan(
         window=window,
         depth=depth,
         precision=precision,
+        compile=compile,
         zero=zero,
         recompute=recompute,
         memory=memory,

@@ -41,9 +41,6 @@ def run(
     ] = 0,
     weights: Annotated[Path | None, typer.Option(help="A checkpoint to start from.")] = None,
     model: Annotated[str | None, typer.Option(help="The model file, if it has moved.")] = None,
-    compile: Annotated[
-        bool, typer.Option("--compile", help="Run stages through torch.compile.")
-    ] = False,
     offload: Annotated[
         bool, typer.Option("--offload", help="Keep shards of ZeRO-3 in the host's memory.")
     ] = False,
@@ -81,7 +78,7 @@ def run(
         _train(
             loaded,
             source,
-            {"seed": seed, "weights": weights, "compile": compile, "offload": offload},
+            {"seed": seed, "weights": weights, "offload": offload},
             steps,
             seed,
             trace,

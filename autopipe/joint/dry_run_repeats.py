@@ -25,7 +25,8 @@ from autopipe.ir.graph import Ref
 from autopipe.ir.partition import Stage, partition
 from autopipe.ir.repeats import Run, Uneven, leave_out, run_of
 from autopipe.ir.stage_classes import Forms, Group, alike
-from autopipe.joint.split_backward_layouts import rehearse_halves
+from autopipe.joint.split_backward import Wanted
+from autopipe.joint.split_backward_layouts import rehearse_joint
 from autopipe.stages.dry_run import Known, Rehearsal, rehearse
 from autopipe.util import shortcuts
 
@@ -42,15 +43,16 @@ def rehearse_deep(
     *,
     recompute: Collection[str] = (),
     precision: str = "fp32",
-    halves: bool = False,
+    wanted: Wanted | None = None,
     even: bool = True,
     known: Known | None = None,
 ) -> Rehearsal:
-    """The same result as `rehearse` (with `halves`: as `rehearse_halves`), in less time.
+    """The same result as `rehearse` (with `wanted`: as `rehearse_joint`), in less time.
 
     Args:
         stages: a partition of the graph.
         recompute, precision, known: as for `rehearse`.
+        wanted: how backwards run that autograd does not; None: autograd runs them.
         even: whether equal groups make values that look the same; if not, all groups are run.
 
     Raises:
@@ -58,7 +60,7 @@ def rehearse_deep(
     """
     known = {} if known is None else known
     rehearsing = _DeepRehearsing(
-        flow, stages, blocks, rows, frozenset(recompute), precision, halves, known
+        flow, stages, blocks, rows, frozenset(recompute), precision, wanted, known
     )
     deep = rehearsing.deep() if even and shortcuts.on("repeated stages") else []
     try:
@@ -94,7 +96,7 @@ class _DeepRehearsing:
     rows: int
     recompute: frozenset[str]
     precision: str
-    halves: bool
+    wanted: Wanted | None
     known: Known
 
     def deep(self) -> list[_Deep]:
@@ -149,8 +151,8 @@ class _DeepRehearsing:
     def _circumstances(self, one: _Deep, rehearsal: Rehearsal) -> Hashable:
         """Everything else that a group's bytes depend on.
 
-        These are the layouts of tensors from other stages and, for halves, whether gradients go to
-        other stages: the first half makes only those.
+        These are the layouts of tensors from other stages and, for joint graphs, whether gradients
+        go to other stages: a first half makes only those.
         """
         stage, boundaries = one.stage, rehearsal.boundaries
         looks = {
@@ -192,9 +194,11 @@ class _DeepRehearsing:
         found = rehearse(
             *given, self.rows, recompute=again, precision=self.precision, known=self.known
         )
-        if not self.halves:
+        if self.wanted is None:
             return found
-        return rehearse_halves(*given, found, self.rows, sorted(again), self.precision, self.known)
+        return rehearse_joint(
+            *given, found, self.rows, sorted(again), self.precision, self.known, self.wanted
+        )
 
 
 ADDED = "saved", "low", "stash", "fresh"

@@ -47,7 +47,7 @@ class GraphWriter:
                     env[node] = graph.get_attr(self.graph.states[node])
                 elif node in self.graph.copies:
                     name, dtype = self.graph.copies[node]
-                    env[node] = graph.call_function(_copy, (graph.get_attr(name), dtype))
+                    env[node] = graph.call_function(step_copy, (graph.get_attr(name), dtype))
                 else:  # one of `calls`, or a view of a state
                     env[node] = graph.node_copy(node, find)
             return env[node]
@@ -58,6 +58,6 @@ class GraphWriter:
         return fx.GraphModule(self.module, graph)
 
 
-def _copy(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+def step_copy(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """The step's copy of a parameter; if there is none, a new one for this use."""
     return low(parameter).to(dtype)

@@ -12,7 +12,7 @@ part of the backward. Random ops still draw from the streams of `stages.rng`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -104,6 +104,7 @@ def differentiate(
     arguments: Sequence[Layout],
     seeds: Sequence[Layout | None],
     precision: str = "fp32",
+    run: Callable[..., Any] | None = None,
 ) -> JointGraph:
     """Trace a stage with its backward on fake tensors; no tensor of the stage changes.
 
@@ -112,6 +113,7 @@ def differentiate(
         seeds: for each result, the layout of its gradient; None: it never gets one. A seed of a
             result that needs no gradient is ignored, as by autograd.
         precision: "fp32", "bf16" or "fp16". A surrounding autocast is traced as well.
+        run: runs the stage's module in the place of a call of it.
 
     Raises:
         CannotSplit: the stage has an opaque op, or an op that cannot be traced.
@@ -119,7 +121,7 @@ def differentiate(
     _refuse_opaque(lowered.module)
     given = {n: seed for n, seed in enumerate(seeds) if seed is not None}
     tape = Tape()
-    step = _Step(lowered, tuple(given), precision, tape)
+    step = _Step(lowered, tuple(given), precision, tape, run or lowered.module)
     with fake_mode(), wide_statistics(lowered.ops), torch.enable_grad(), _uncached(), quiet():
         states = {name: _fake(state) for name, state in step.states()}
         leaves = [layout.empty() for layout in (*arguments, *given.values())]
@@ -201,12 +203,20 @@ def _refuse_opaque(module: nn.Module) -> None:
 class _Step(nn.Module):
     """Runs the forward and backward of one micro-batch, and finds the parts of their trace."""
 
+    run: Callable[..., Any]
+
     def __init__(
-        self, lowered: Lowered, seeded: tuple[int, ...], precision: str, tape: Tape
+        self,
+        lowered: Lowered,
+        seeded: tuple[int, ...],
+        precision: str,
+        tape: Tape,
+        run: Callable[..., Any],
     ) -> None:
         super().__init__()
         self.tape = tape
         self.stage = lowered.module
+        self.__dict__["run"] = run  # no second module of the same parameters
         self.low, self.precision = lowered.low, precision
         self.seeded = seeded
         self.roots: list[int] = []
@@ -230,7 +240,7 @@ class _Step(nn.Module):
         how = arithmetic(self.precision, states[0].device if states else "cpu", lowered)
         self.copied = set(self.tape.graph.nodes) - before
         with computing(how):
-            results = self.stage(*arguments)
+            results = self.run(*arguments)
         self.ran = set(self.tape.graph.nodes)
         self.results = len(results)
         live = [n for n, x in enumerate(results) if isinstance(x, Tensor) and x.requires_grad]

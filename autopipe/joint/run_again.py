@@ -111,14 +111,19 @@ def _leading_to(
     return found
 
 
-def most_alive(calls: Sequence[fx.Node]) -> int:
-    """The most bytes of what has run again that are alive at once while calls run in this order."""
+def most_alive(calls: Sequence[fx.Node], besides: Collection[int] = ()) -> int:
+    """The most bytes of what has run again that are alive at once while calls run in this order.
+
+    Args:
+        besides: storages that are counted elsewhere.
+    """
     last: dict[int, int] = {}
     sizes: dict[int, int] = {}
     for number, call in enumerate(calls):
         if AGAIN in call.meta:
-            sizes |= call.meta[MADE].storages
-            last |= dict.fromkeys(call.meta[MADE].storages, number)
+            made = {s: n for s, n in call.meta[MADE].storages.items() if s not in besides}
+            sizes |= made
+            last |= dict.fromkeys(made, number)
         last |= {s: number for s in storages(call.all_input_nodes) if s in sizes}
     change = np.zeros(len(calls) + 1, dtype=np.int64)
     born: set[int] = set()

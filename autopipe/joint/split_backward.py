@@ -120,6 +120,16 @@ HALVES = Wanted()
 """What zero-bubble schedules want, and autograd keeps."""
 
 
+def wanted(halves: bool, *, compiled: bool) -> Wanted | None:
+    """How backwards run under a schedule; None: as autograd runs them, in one piece.
+
+    Args:
+        halves: whether the schedule has them in two halves.
+        compiled: whether stages are compiled: then the least bytes are kept.
+    """
+    return Wanted(halves, least=compiled) if halves or compiled else None
+
+
 def split(
     lowered: Lowered,
     arguments: Sequence[Layout],
@@ -172,6 +182,12 @@ def held(
     return _divide(differentiate(lowered, arguments, seeds, precision), wanted).held
 
 
+def kept(graph: JointGraph) -> list[fx.Node]:
+    """Of a joint graph, one value for each storage that forward has to keep at the least."""
+    found = _divide(graph, Wanted(halves=False, least=True))
+    return [found.saved[n] for n in found.counted]
+
+
 @dataclass(frozen=True)
 class _Division:
     """What goes where, as `Joint` has it; `first` and `second` are the calls of the halves."""
@@ -192,7 +208,8 @@ class _Division:
         """The bytes of the counted tensors."""
         fresh = _bytes(self.stash[n] for n in self.counted_stash)
         kept = _bytes(self.saved[n] for n in self.counted)
-        again = max(most_alive(self.first), most_alive(self.second))
+        handed_on = storages(self.stash)
+        again = max(most_alive(self.first, handed_on), most_alive(self.second, handed_on))
         stash = _bytes(self.saved[n] for n in self.counted_weight) + fresh
         return Held(kept, stash, fresh, again)
 

@@ -26,7 +26,7 @@ from autopipe.stages.recompute import within
 _T = TypeVar("_T")
 
 
-def halves(
+def joint_for(
     graph: Graph,
     lowered: Lowered,
     rehearsal: Rehearsal,
@@ -36,7 +36,7 @@ def halves(
     device: torch.device | str = "cpu",
     wanted: Wanted = HALVES,
 ) -> Joint | None:
-    """Split a lowered stage's backward; None: impossible, and its first half is the whole backward.
+    """A lowered stage with its backward as graphs; None: impossible, and autograd runs it.
 
     Args:
         last: whether the stage returns the graph's results.
@@ -99,7 +99,7 @@ def _layouts(
     return tuple(arguments), tuple(seeds)
 
 
-def rehearse_halves(
+def rehearse_joint(
     graph: Graph,
     stages: Sequence[Stage],
     blocks: Sequence[Block],
@@ -110,7 +110,7 @@ def rehearse_halves(
     known: Known | None = None,
     wanted: Wanted = HALVES,
 ) -> Rehearsal:
-    """A dry run's result with the bytes of split backwards in place of whole ones.
+    """A dry run's result with the bytes that joint graphs hold in place of autograd's.
 
     Args:
         known: as for `rehearse`.

@@ -61,7 +61,8 @@ class Plan:
     under the schedules interleaved and zb-v. `programs` are the lines of a schedule that the user
     has written, `rank 0: 0F0 0F1 ...`; none for a schedule that has a name. `states` and
     `collectives` are those of what is in no block. `products` are the dtypes that the model itself
-    multiplies matrices in, as keys of a device's `flops`; "fp32" where it says nothing. `loss_over`
+    multiplies matrices in, as keys of a device's `flops`; "fp32" where it says nothing. `compiled`:
+    stages run through torch.compile, and keep for backward what `joint.run_again` says. `loss_over`
     is one of `LOSS_OVER`. `loss` is whether there is a loss function beside the model (null: nobody
     has said). `made` has a few digits of each part as the planner has left it, by which `edited`
     finds what was changed since.
@@ -89,6 +90,7 @@ class Plan:
     states: tuple[Sharding, ...] = ()
     collectives: tuple[Collective, ...] = ()
     products: tuple[str, ...] = ("fp32",)
+    compiled: bool = False
     loss_over: str = ROWS
     loss: bool | None = None
     made: dict[str, str] = field(default_factory=dict)
@@ -148,8 +150,9 @@ def _marks(plan: Plan) -> dict[str, str]:
     parts: dict[str, Any] = {
         f"{name}.{of}": data[name][of] for name in ("batch", "prediction") for of in data[name]
     }
-    whole = ("inputs", "cluster", "mesh", "precision", "optimizer", "loss", "schedule", "programs")
-    parts |= {name: data[name] for name in (*whole, "blocks", "states", "collectives")}
+    whole = ["inputs", "cluster", "mesh", "precision", "compiled", "optimizer", "loss", "schedule"]
+    whole += ["programs", "blocks", "states", "collectives"]
+    parts |= {name: data[name] for name in whole}
     for name in ("boundaries", "stages"):
         for of in data[name][0] if data[name] else ():
             parts[f"{name}[].{of}"] = [entry[of] for entry in data[name]]

@@ -114,12 +114,11 @@ def _peers(transfers: Iterable[tuple[Ref, int]]) -> list[tuple[str, int]]:
     return [(str(ref), peer) for ref, peer in transfers]
 
 
-def check_runs(plan: Plan, compute: Programs | None = None, *, compiled: bool = False) -> None:
+def check_runs(plan: Plan, compute: Programs | None = None) -> None:
     """Refuse a plan with fields, or a combination of fields, that this version cannot run.
 
     Args:
         compute: the plan's programs without transfers, if already made.
-        compiled: whether stages are to run through torch.compile.
 
     Raises:
         PlanError: names the field.
@@ -149,14 +148,13 @@ def check_runs(plan: Plan, compute: Programs | None = None, *, compiled: bool = 
     split_backwards = splits(compute or programs.compute(plan))
     zero_3 = plan.zero == 3
     for pair, found, why in (
-        (f"{plan.schedule} and torch.compile", split_backwards and compiled, "code has no halves"),
         (f"{plan.schedule} and zero=3", split_backwards and zero_3, "it gathers for both at once"),
-        ("torch.compile and zero=3", compiled and zero_3, "it gathers block by block"),
+        ("torch.compile and zero=3", plan.compiled and zero_3, "it gathers block by block"),
     ):
         if found:
             raise PlanError(
                 f"{pair} do not go together: {why}",
-                hint="plan with 1f1b, or with zero=1, or run without --compile",
+                hint="plan with 1f1b, or with zero=1, or with --no-compile",
             )
 
 

@@ -67,6 +67,11 @@ class Candidate:
         """Ranks of a tensor-parallel group."""
         return self.degree.tp
 
+    @property
+    def compiled(self) -> bool:
+        """Whether stages run compiled."""
+        return self.costing.compiled
+
     def least_step(self) -> tuple[Config, float]:
         """The frame with the lowest bound on its step, and that bound in seconds.
 
@@ -126,7 +131,7 @@ def _costing(job: Job, tp: int) -> tuple[Degree, Costing]:
 
     dealt = tp_groups(job.cluster, tp, wanted=(constraints.pp or 1) * (constraints.dp or 1))
     wanted, sizes = _rows(job, len(dealt))
-    zeros = _zeros(constraints, tp)
+    zeros = _zeros(constraints, tp, compiled=request.compiled is True)
     degree = as_one_rank(
         tp,
         traced.trace,
@@ -153,6 +158,7 @@ def _costing(job: Job, tp: int) -> tuple[Degree, Costing]:
         window=constraints.window or _usual_window(constraints),
         constraints=constraints,
         precision=precision,
+        compiled=job.request.compiled is True,
         recompute=traced.recompute,
         zeros=zeros,
         tp=tp,
@@ -174,12 +180,13 @@ def _rows(job: Job, devices: int) -> tuple[list[int], list[int]]:
     return wanted, arguments.micro_batch_rows(traced.rows, devices, free, traced.least)
 
 
-def _zeros(constraints: Constraints, tp: int) -> tuple[int, ...]:
+def _zeros(constraints: Constraints, tp: int, *, compiled: bool) -> tuple[int, ...]:
     """The ZeRO stages to choose from."""
     if constraints.zero is not None:
         return (constraints.zero,)
-    # A parameter that ZeRO-3 shards needs its whole gradient on every tensor-parallel rank.
-    return ZERO if tp == 1 else ZERO[:2]
+    # A parameter that ZeRO-3 shards needs its whole gradient on every tensor-parallel rank; and it
+    # gathers module by module, which the graphs of a compiled stage no longer have.
+    return ZERO if tp == 1 and not compiled else ZERO[:2]
 
 
 def _least_stages(constraints: Constraints) -> int:

@@ -20,9 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from autopipe.cluster.datasheets import DEVICES
 from autopipe.errors import AutopipeError, InfeasibleError
+from autopipe.ir.opaque_ops import OPAQUE
+from autopipe.joint.joint_graph import CannotSplit
 from autopipe.planfile.contents import Plan
 from autopipe.planners.driver.candidate import Candidate, candidate_at
 from autopipe.planners.driver.refine import fastest_by_path, plan_that_fits, recomputing_less
@@ -77,6 +80,61 @@ class Searched:
     def without(self, tp: int) -> Searched:
         """The search of all degrees but one."""
         return searched({other: c for other, c in self.candidates.items() if other != tp})
+
+
+def best_of_engines(job: Job, watch: Stopwatch) -> Plan:
+    """The best plan with compiled stages or without, where the user leaves it open.
+
+    Stages are compiled on GPUs. ZeRO-3 cannot be compiled yet: its best plan is beside.
+
+    Raises:
+        InfeasibleError: no plan fits; of the refusals the one with the least shortfall.
+    """
+    if job.request.compiled is not None:
+        return best_plan(job, watch)
+    if not _may_compile(job):
+        return best_plan(job.on_engine(compiled=False), watch)
+    found: Plan | InfeasibleError
+    try:
+        found = best_plan(job.on_engine(compiled=True), watch)
+    except CannotSplit:
+        return best_plan(job.on_engine(compiled=False), watch)
+    except InfeasibleError as error:
+        found = error
+    sharded: Plan | InfeasibleError | None
+    try:
+        sharded = _sharded(job, found, watch)
+    except InfeasibleError as error:
+        sharded = error
+    plans = [plan for plan in (found, sharded) if isinstance(plan, Plan)]
+    if plans:
+        return min(plans, key=lambda plan: plan.prediction.step_seconds)
+    refusals = [error for error in (found, sharded) if isinstance(error, InfeasibleError)]
+    raise min(refusals, key=lambda error: error.shortfall or float("inf"))
+
+
+def _may_compile(job: Job) -> bool:
+    """Whether all devices are GPUs, and all of the model can be compiled."""
+    gpus = all(device.kind in DEVICES for device in job.cluster.devices)
+    opaque = any(node.op in OPAQUE for node in job.traced.graph.nodes)
+    return gpus and not opaque and job.constraints.zero != 3
+
+
+def _sharded(job: Job, found: Plan | InfeasibleError, watch: Stopwatch) -> Plan | None:
+    """The best plan under ZeRO-3, unless it cannot be faster than the one found.
+
+    Raises:
+        InfeasibleError: none fits.
+    """
+    constraints = job.constraints
+    if constraints.zero is not None or constraints.tp not in (None, 1) or constraints.dp == 1:
+        return None
+    alone = job.on_engine(compiled=False, constraints=replace(constraints, tp=1, zero=3))
+    if isinstance(found, Plan):
+        _, least = candidate_at(alone, 1, watch).least_step()
+        if least >= found.prediction.step_seconds:
+            return None
+    return best_plan(alone, watch)
 
 
 def best_plan(job: Job, watch: Stopwatch) -> Plan:

@@ -25,7 +25,7 @@ from autopipe.ir.dataflow import Dataflow, analyse
 from autopipe.planfile.contents import ROWS, Plan, signed
 from autopipe.planfile.parts import InputSpec
 from autopipe.planners.driver import arguments
-from autopipe.planners.driver.choose import best_plan
+from autopipe.planners.driver.choose import best_of_engines
 from autopipe.planners.driver.profile import need
 from autopipe.planners.driver.request import Job, PlanRequest, Traced
 from autopipe.planners.driver.tp_degrees import check_heads
@@ -53,6 +53,7 @@ def plan(
     loss: Loss | None = None,
     optimizer: str | MakeOptimizer = "adamw",
     precision: str | None = None,
+    compile: bool | None = None,
     cluster: str | Path | Cluster | None = None,
     batch_size: int | None = None,
     pp: int | None = None,
@@ -88,6 +89,9 @@ def plan(
             master weights, gradients and optimizer state; "bf16-autocast" or "fp16-autocast": only
             the matrix products that torch.autocast chooses. None: bf16 on GPUs that all have it,
             for a model whose parameters are of fp32; else "fp32".
+        compile: whether stages run through torch.compile: memory-bound ops are fused, and forward
+            keeps only what products of matrices and attention need. None: on GPUs, unless ZeRO-3
+            without it is faster, or the model has an op that cannot be compiled.
         cluster: "local:4", "2x8xA100-80GB", a file, a `Cluster`; default: this machine.
         batch_size: rows of the whole batch; default: the example's, or 8 a device.
         pp, dp, tp, micro_batches: constraints; None leaves them to the planner.
@@ -135,6 +139,7 @@ def plan(
         loss=loss,
         optimizer=optimizer,
         precision=precision or arguments.usual_precision(asked, skeleton, say),
+        compiled=compile,
         cluster=asked,
         batch_size=batch_size,
         constraints=constraints,
@@ -147,7 +152,7 @@ def plan(
     traced = traced_model(request, skeleton, say, watch)
     devices = arguments.measured(asked, need(traced.graph, request.precision), say)
     factor = optimizer_factor(optimizer_named(optimizer))
-    found = best_plan(Job(request, traced, devices, factor), watch)
+    found = best_of_engines(Job(request, traced, devices, factor), watch)
     check_runs(found)
     return signed(found)
 

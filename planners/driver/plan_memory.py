@@ -19,6 +19,7 @@ from autopipe.ir.graph import Dim, Graph, State, bytes_at
 from autopipe.ir.partition import Stage
 from autopipe.ir.torch_private import fake_mode
 from autopipe.joint.dry_run_repeats import rehearse_deep
+from autopipe.joint.split_backward import Wanted
 from autopipe.planfile import programs
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import BUCKET_BYTES, Boundary, Memory
@@ -44,7 +45,7 @@ class CutModel:
         stages: of a tensor-parallel rank's graph.
         rows: of a micro-batch.
         recompute: paths of the blocks to recompute in backward.
-        split_backward: whether backwards run in halves, for inputs and for weights.
+        wanted: how backwards run that autograd does not; None: autograd runs them.
         fully_sharded: whether parameters and gradients are sharded too: ZeRO-3 with replicas.
     """
 
@@ -53,7 +54,7 @@ class CutModel:
     rows: int
     recompute: tuple[str, ...]
     precision: str
-    split_backward: bool
+    wanted: Wanted | None
     fully_sharded: bool
 
     @property
@@ -99,7 +100,7 @@ def dry_run(cut: CutModel, *, repeats_equal: bool, known: Known) -> StageBytes:
         cut.rows,
         recompute=cut.recompute,
         precision=cut.precision,
-        halves=cut.split_backward,
+        wanted=cut.wanted,
         even=repeats_equal,
         known=known,
     )

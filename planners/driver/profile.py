@@ -30,6 +30,7 @@ from autopipe.ir.cut_points import Units
 from autopipe.ir.dataflow import Dataflow, obstacle
 from autopipe.ir.graph import Graph, Ref, State, TensorSpec, bytes_at
 from autopipe.ir.repeats import Short, Uneven, shortened
+from autopipe.planners.driver.fused_costs import fused
 from autopipe.planners.driver.saved_tensors import Made, Saving
 from autopipe.planners.model.devices import Machine
 from autopipe.planners.model.problem import (
@@ -78,6 +79,7 @@ class Costing:
         zeros: the ZeRO stages to choose from.
         tp: the tensor-parallel degree whose first rank runs the graph.
         sending: what the nodes of the graph, or of a part of it, exchange with the other ranks.
+        compiled: whether stages run compiled: memory-bound ops fused, the least bytes kept.
     """
 
     flow: Dataflow
@@ -95,6 +97,7 @@ class Costing:
     zeros: tuple[int, ...] = (0,)
     tp: int = 1
     sending: Sending | None = None
+    compiled: bool = False
 
     @cached_property
     def timed(self) -> Problem:
@@ -112,7 +115,8 @@ class Costing:
         longer = islice(shortened(flow, self.blocks), 1, None)
         for short in chain([self._short], longer):
             try:
-                saving = Saving(flow, short, self.precision, check)
+                inside = self._segments(short) if self.compiled else None
+                saving = Saving(flow, short, self.precision, check, inside)
                 kept, made_in, copies = saving.at(units, self.rows, again)
                 break
             except Uneven:
@@ -145,6 +149,11 @@ class Costing:
             for block in self.blocks
             if block.path in asked or obstacle(self.flow, range(block.first, block.stop)) is None
         ]
+
+    def _segments(self, short: Short) -> list[str | None]:
+        """Of each node of a short graph the path of the block that it is in."""
+        owner = {p: block.path for block in self.blocks for p in range(block.first, block.stop)}
+        return [owner.get(position) for position in short.kept]
 
     @property
     def _numbers(self) -> list[int]:
@@ -186,6 +195,8 @@ class Costing:
         starts, graph = np.array(self.units.starts), short.graph
         formulas = op_costs.costs(graph)
         dtypes = _dtypes(graph, formulas, self.precision)
+        if self.compiled:
+            formulas = fused(graph, formulas, self._segments(short))
         exchanges: list[NDArray[np.float64]] = []
         times = []
         for device, link in self.kinds:

@@ -8,7 +8,7 @@ both, and the cluster  ->  Job                               all that the search
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopipe.cluster.cluster import Cluster
@@ -32,6 +32,7 @@ class PlanRequest:
         cluster: the one asked for; a `LocalSpec` is this machine, still to be measured.
         batch_size: rows of the whole batch; None: those of the example.
         constraints: what the search must keep to, limits of memory and a written schedule included.
+        compiled: whether stages run compiled; None: the planner chooses.
         model, inputs, loss, optimizer, precision, recompute, planner, sequence_parallel, loss_over,
             source: as `plan` has them.
     """
@@ -41,6 +42,7 @@ class PlanRequest:
     loss: Loss | None
     optimizer: str | MakeOptimizer
     precision: str
+    compiled: bool | None
     cluster: Cluster | LocalSpec
     batch_size: int | None
     constraints: Constraints
@@ -101,6 +103,13 @@ class Job:
     traced: Traced
     cluster: Cluster
     optimizer_factor: float
+
+    def on_engine(self, *, compiled: bool, constraints: Constraints | None = None) -> Job:
+        """The same question, with stages that run compiled or do not."""
+        constraints = constraints or self.constraints
+        return replace(
+            self, request=replace(self.request, compiled=compiled, constraints=constraints)
+        )
 
     @property
     def constraints(self) -> Constraints:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -21,17 +22,23 @@ from torch import Tensor, fx
 
 from autopipe.ir.cut_points import Units
 from autopipe.ir.dataflow import Dataflow, analyse
-from autopipe.ir.graph import Ref, shape_at
+from autopipe.ir.graph import Graph, Ref, shape_at
 from autopipe.ir.opaque_ops import observing
 from autopipe.ir.partition import partition
 from autopipe.ir.repeats import Short, Storage, Uneven
 from autopipe.ir.torch_private import fake_mode, storage_key
+from autopipe.joint.joint_graph import Layout, differentiate, storages
+from autopipe.joint.split_backward import kept
 from autopipe.planners.model.problem import Saved
 from autopipe.stages.dry_run import fake_state
-from autopipe.stages.lower import lower
+from autopipe.stages.lower import Lowered, lower
 from autopipe.stages.node_calls import NODE_NAME
+from autopipe.stages.op_tape import MADE, SEGMENT, marking
 from autopipe.stages.precision import arithmetic, computing, wide_statistics
 from autopipe.util.progress import Done, phase
+
+POSITION = "autopipe_position"
+"""The key in a tape's node's meta of the position of the graph's node that it was recorded for."""
 
 Made = Mapping[Ref, torch.dtype]
 """What the graph's values are made in; in mixed precision that is not what the model says."""
@@ -59,12 +66,15 @@ class Saving:
 
     Args:
         check: whether to check that bytes are a straight line in the rows.
+        segments: of each node of the short graph its block, where stages run compiled and keep the
+            least (`joint.run_again`); None: they keep what autograd saves.
     """
 
     flow: Dataflow
     short: Short
     precision: str
     check: bool
+    segments: Sequence[str | None] | None = None
 
     def at(
         self, units: Units, rows: Sequence[int], again: NDArray[np.int64]
@@ -80,7 +90,7 @@ class Saving:
         Raises:
             Uneven: the short graph does not tell.
         """
-        observe = cache(partial(observe_saved, self.short, self.precision))
+        observe = cache(partial(observe_saved, self.short, self.precision, segments=self.segments))
         first, where = observe(rows[0]), cache(partial(self._by_unit, units, again))
         sizes: dict[int, tuple[Saved, ...]] = {}
         lines = _lines(observe, rows, self.check)
@@ -147,10 +157,16 @@ def _lines(
     return {size: (observe(size), observe(size).bytes) for size in rows}
 
 
-def observe_saved(short: Short, precision: str, rows: int) -> Seen:
+def observe_saved(
+    short: Short, precision: str, rows: int, segments: Sequence[str | None] | None = None
+) -> Seen:
     """Run a graph on tensors without memory; note which nodes make and which save each storage.
 
+    Args:
+        segments: as `Saving` has it.
+
     Raises:
+        CannotSplit: the graph cannot be differentiated, and compiled stages are asked for.
         Uneven: blocks that should be alike do not make what looks the same.
     """
     graph = short.graph
@@ -169,8 +185,11 @@ def observe_saved(short: Short, precision: str, rows: int) -> Seen:
         name = f"counting what is kept of {rows} rows"
         with phase(name, of=len(lowered.module.graph.nodes)) as done:
             watch = _Watch(flow, lowered.module, owned, done)
-            with observing(watch.pack), computing(how):
-                watch.run(*inputs)
+            if segments is None:
+                with observing(watch.pack), computing(how):
+                    watch.run(*inputs)
+            else:
+                watch.kept = _kept_by_graphs(graph, lowered, inputs, precision, watch, segments)
     at = short.kept
     if not short.uniform({at[position]: look for position, look in watch.looks.items()}):
         raise Uneven
@@ -186,6 +205,32 @@ def observe_saved(short: Short, precision: str, rows: int) -> Seen:
         },
         tuple(lowered.low),
     )
+
+
+def _kept_by_graphs(
+    graph: Graph,
+    lowered: Lowered,
+    inputs: Sequence[Tensor],
+    precision: str,
+    watch: _Watch,
+    segments: Sequence[str | None],
+) -> dict[int, _Storage]:
+    """What the joint graph of a whole model keeps, each with the nodes that read it."""
+    loss = graph.outputs[0]
+    assert isinstance(loss, Ref), "a loss is made by a node"
+    spec = graph.spec(loss)
+    seeds = [Layout.dense((), spec.dtype), *[None] * (len(graph.outputs) - 1)]
+    watch.segments = segments
+    joint = differentiate(lowered, [Layout.of(x) for x in inputs], seeds, precision, watch.run)
+    found: dict[int, _Storage] = {}
+    readers: dict[int, list[int]] = defaultdict(list)
+    for node in joint.forward:
+        for storage in storages(node.all_input_nodes):
+            readers[storage].append(node.meta[POSITION])
+    for node in kept(joint):
+        for storage, size in node.meta[MADE].storages.items():
+            found[storage] = _Storage(size, node.meta[POSITION], readers[storage])
+    return found
 
 
 @dataclass
@@ -220,12 +265,17 @@ class _Watch(fx.Interpreter):
         self._alive: list[Tensor] = []  # a storage that is gone would lend its key to another
         self._position = 0
         self._done = done
+        self.segments: Sequence[str | None] | None = None
 
     def run_node(self, n: fx.Node) -> Any:
         name = n.meta.get(NODE_NAME)
         if name is not None:
             self._position = self._index[name]
-        result = super().run_node(n)
+        with ExitStack() as stack:
+            if self.segments is not None:
+                stack.enter_context(marking(POSITION, self._position))
+                stack.enter_context(marking(SEGMENT, self.segments[self._position]))
+            result = super().run_node(n)
         self._done()
         made = result if isinstance(result, list | tuple) else [result]
         if name is not None:

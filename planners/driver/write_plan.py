@@ -10,6 +10,7 @@ from autopipe.errors import ScheduleError
 from autopipe.ir import fingerprint
 from autopipe.ir.graph import Ref
 from autopipe.ir.partition import Stage, partition
+from autopipe.joint.split_backward import wanted
 from autopipe.planfile.contents import FORMAT, Plan
 from autopipe.planfile.parts import (
     Alternative,
@@ -80,13 +81,14 @@ def cut_model(candidate: Candidate, decision: Decision) -> CutModel:
     paths = candidate.counted().recomputable
     batch = Batch(candidate.job.traced.rows, frame.micro_batches)
     programs = candidate.job.constraints.programs
+    halves = splits(programs) if programs else named(frame.schedule).splits
     return CutModel(
         degree=candidate.degree,
         stages=tuple(partition(candidate.degree.flow, [starts[cut] for cut in decision.cuts])),
         rows=batch.microbatch_rows(frame.dp),
         recompute=tuple(path for number, path in enumerate(paths) if number in numbers),
         precision=candidate.job.request.precision,
-        split_backward=splits(programs) if programs else named(frame.schedule).splits,
+        wanted=wanted(halves, compiled=candidate.compiled),
         fully_sharded=frame.fully_sharded,
     )
 
@@ -111,6 +113,7 @@ def _without_bytes(candidate: Candidate, answer: Answer, held: StageBytes) -> Pl
         mesh=_mesh(job.cluster, candidate.costing.machine, decision, degree.tp),
         batch=Batch(job.traced.rows, frame.micro_batches),
         precision=request.precision,
+        compiled=candidate.compiled,
         optimizer=request.optimizer if isinstance(request.optimizer, str) else "custom",
         schedule=frame.schedule,
         programs=tuple(format_programs(job.constraints.programs).splitlines()),

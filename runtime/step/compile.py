@@ -1,25 +1,30 @@
-"""Compiles a stage with torch.compile, island by island.
+"""Compiles the graphs of a stage with torch.compile, island by island.
 
-Some nodes of a stage have to run as Python: calls of blocks, which keep their place so that they
-can be run again or gathered one by one; random nodes, which seed their generator first; read
-checks. The nodes between two of these are an island, and islands are what is compiled:
+Some nodes of a graph have to run as Python: random nodes, which seed their generator first; read
+checks; gradients given away; in an evaluation, calls of blocks. The nodes of one block between two
+of these are an island, and islands are what is compiled:
 
-    stage     [embedding, add]  self.h.0  self.h.1  [norm, linear, loss]
-    self.h.0  [norm, linear, attention]  draw(dropout)  [add, norm, linear, gelu, linear]
-    self.h.1  the same islands, parameters being their arguments: compiled once for all its class
+    forward    [embedding, add]  h.0 [norm, linear, attention]  draw(dropout)  h.0 [add, norm, ...
+    backward   ... h.0 [norm, linear, their gradients]  accumulate  accumulate ...
+    h.1        the same islands, parameters being their arguments: compiled once for all its class
 
-What a compiled island keeps for backward is the compiler's choice, which no plan predicts.
+The graphs are those of `joint.split_backward`, so what is kept for backward is not the compiler's
+choice: it is what the plan has counted.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from autopipe.joint.graph_writer import step_copy
+from autopipe.runtime.step.engine import accumulate
 from autopipe.stages.node_calls import python_only, take
+from autopipe.stages.op_tape import SEGMENT
 from autopipe.stages.precision import low
 from autopipe.stages.recompute import Recomputed
 
@@ -27,7 +32,7 @@ Island = Callable[..., tuple[Tensor, ...]]
 
 
 def compile_stage(module: fx.GraphModule, backend: str = "inductor") -> None:
-    """Have the islands of a lowered stage compiled, in place, when they first run.
+    """Have the islands of a lowered stage compiled for evaluation, in place, when they first run.
 
     Sizes are integers in a stage, and so they are in its code (`dynamic=False`).
 
@@ -41,6 +46,21 @@ def compile_stage(module: fx.GraphModule, backend: str = "inductor") -> None:
             graph_module.graph = _with_islands(graph_module, known)
 
 
+class Compiler:
+    """Compiles the graphs of one stage; equal islands of all of them are one.
+
+    Args:
+        backend: as `torch.compile` takes it.
+    """
+
+    def __init__(self, backend: str = "inductor") -> None:
+        self._known = _Islands(backend)
+
+    def __call__(self, module: fx.GraphModule) -> fx.GraphModule:
+        """The graph with its islands compiled, when they first run."""
+        return fx.GraphModule(module, _with_islands(module, self._known))
+
+
 def _with_islands(module: fx.GraphModule, known: _Islands) -> fx.Graph:
     """A module's graph with each island as one call."""
     graph = fx.Graph()
@@ -50,30 +70,42 @@ def _with_islands(module: fx.GraphModule, known: _Islands) -> fx.Graph:
         env[node] = graph.node_copy(node, env.__getitem__)
 
     island: list[fx.Node] = []
+    given_away: list[fx.Node] = []
+
+    def end() -> None:
+        _call(module, graph, island, env, known)
+        for node in given_away:
+            copy(node)
+        island.clear()
+        given_away.clear()
+
     nodes = list(module.graph.nodes)
     for node in nodes:  # states first: they are arguments, and end no island
-        if node.op in ("placeholder", "get_attr") or node.target is low:
+        if node.op in ("placeholder", "get_attr") or node.target in (low, step_copy):
             copy(node)
     for node in nodes:
         if node in env:
             continue
-        if _is_compiled(node):
+        if island and node.meta.get(SEGMENT) != island[0].meta.get(SEGMENT):
+            end()
+        if node.target is accumulate and island:
+            given_away.append(node)  # with the island: it need not end here
+        elif _is_compiled(node):
             island.append(node)
-            continue
-        _call(module, graph, island, env, known)
-        island = []
-        copy(node)
+        else:
+            end()
+            copy(node)
     return graph
 
 
 def _is_compiled(node: fx.Node) -> bool:
     if node.op != "call_function":
         return False
-    if node.target is take:  # it goes with what it takes from
+    if node.target in (take, operator.getitem):  # it goes with what it takes from
         source = node.args[0]
         assert isinstance(source, fx.Node)
         return _is_compiled(source)
-    return node.target not in python_only
+    return node.target not in python_only and node.target is not accumulate
 
 
 def _call(
@@ -107,7 +139,7 @@ def _call(
 
 def _state(module: fx.GraphModule, node: fx.Node) -> object:
     """What is known of an argument: one body with states of other shapes is another island."""
-    while node.target is low:
+    while node.target in (low, step_copy):
         node = node.all_input_nodes[0]
     if node.op != "get_attr":
         return None

@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autopipe.joint.split_backward import Joint
+from autopipe.stages.op_tape import SEGMENT
 from autopipe.stages.precision import Arithmetic, computing, current
 
 
@@ -107,6 +108,9 @@ class JointEngine:
     Parameters take their gradients through autograd's own accumulation, one by one as they are
     made, so that hooks on them fire as in a backward.
 
+    Args:
+        finish: makes of each graph what runs in its place.
+
     Attributes:
         hold: told of the bytes kept for backward, more of them or (negative) fewer: forward takes
             hold, each half lets go of what no later one needs. States, arguments and the gradients
@@ -114,17 +118,19 @@ class JointEngine:
     """
 
     def __init__(
-        self, module: nn.Module, joint: Joint, hold: Callable[[int], None] | None = None
+        self,
+        module: nn.Module,
+        joint: Joint,
+        finish: Callable[[fx.GraphModule], fx.GraphModule] = lambda graph: graph,
     ) -> None:
         self.module = module
         self.joint = joint
-        self.hold = hold
-        self._input = joint.backward_input
-        self._weight: fx.GraphModule | None = None
-        if joint.backward_weight is None:
-            self._input = _accumulating(module, joint.backward_input, joint)
-        else:
-            self._weight = _accumulating(module, joint.backward_weight, joint)
+        self.hold: Callable[[int], None] | None = None
+        weight = joint.backward_weight
+        last = _accumulating(module, joint.backward_input if weight is None else weight, joint)
+        self._forward = finish(joint.forward)
+        self._input = finish(last if weight is None else joint.backward_input)
+        self._weight = None if weight is None else finish(last)
         self._flights: dict[int, _Flight] = {}
 
     def forward(self, microbatch: int, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -135,7 +141,7 @@ class JointEngine:
         joint, how = self.joint, current()
         with _as_traced(how):
             fitted = [layout.fit(t) for layout, t in zip(joint.arguments, arguments, strict=True)]
-            made = joint.forward(*fitted)
+            made = self._forward(*fitted)
         saved = made[joint.results :]
         flight = self._flights[microbatch] = _Flight(
             how,
@@ -207,7 +213,8 @@ def _accumulating(module: nn.Module, backward: fx.GraphModule, joint: Joint) -> 
         with graph.inserting_after(gradient):
             parameter = graph.get_attr(name)
         with graph.inserting_after(parameter):
-            graph.call_function(accumulate, (parameter, gradient))
+            given = graph.call_function(accumulate, (parameter, gradient))
+        given.meta[SEGMENT] = gradient.meta.get(SEGMENT)
     graph.output(outputs[:others])
     return fx.GraphModule(module, graph, class_name="Backward")
 

@@ -17,12 +17,13 @@ from torch import nn
 
 from autopipe.ir.graph import Ref
 from autopipe.ir.partition import Stage
-from autopipe.joint.split_backward_layouts import halves
+from autopipe.joint.split_backward import wanted
+from autopipe.joint.split_backward_layouts import joint_for
 from autopipe.planfile.programs import sends_ahead
 from autopipe.runtime.comm.transport import Transport
 from autopipe.runtime.parameters.hold import HeldParameters
 from autopipe.runtime.parameters.part import RankPart
-from autopipe.runtime.step.compile import compile_stage
+from autopipe.runtime.step.compile import Compiler, compile_stage
 from autopipe.runtime.step.emitted_files import Emitted
 from autopipe.runtime.step.engine import AutogradEngine, Engine, JointEngine
 from autopipe.runtime.step.executor import Executor
@@ -45,7 +46,6 @@ class Rank:
         compute: the programs of a training step without transfers, one per pipeline rank.
         transport: its end of its pipeline.
         held: its parameters, buffers and constants.
-        compiled: whether its stages run through torch.compile.
         emitted: the files that training runs in the place of what it would make itself.
     """
 
@@ -53,7 +53,6 @@ class Rank:
     compute: Programs
     transport: Transport
     held: HeldParameters
-    compiled: bool = False
     emitted: Emitted | None = None
 
     @property
@@ -190,27 +189,35 @@ def _lower(rank: Rank, task: _Task, stage: Stage) -> Lowered:
         task.rehearsal.boundaries,
         part.device,
         part=part.place.tp,
-        as_graph=rank.compiled or stage.index in rank.held.sharded,
+        as_graph=part.plan.compiled or stage.index in rank.held.sharded,
     )
 
 
 def _engine(rank: Rank, task: _Task, lowered: Lowered) -> Engine:
-    """What computes a stage: autograd, or the two halves of a split backward."""
-    joint = None
-    if splits(task.compute):
-        joint = halves(
+    """What computes a stage: autograd, or graphs, which may be compiled.
+
+    A stage without a joint graph is run by autograd, and is not compiled: what the compiler would
+    keep for backward nobody has counted.
+    """
+    plan, joint = rank.part.plan, None
+    how = wanted(splits(task.compute), compiled=plan.compiled)
+    if how is not None and task.trains:
+        joint = joint_for(
             task.split.graph,
             lowered,
             task.rehearsal,
             last=_is_last(lowered.stage, task.split),
-            precision=rank.part.plan.precision,
+            precision=plan.precision,
             device=rank.part.device,
+            wanted=how,
         )
-    if rank.compiled:
+    if plan.compiled and not task.trains:
         compile_stage(lowered.module)
     sharded = rank.held.sharded.get(lowered.stage.index)
     module: nn.Module = lowered.module if sharded is None else sharded.bind(lowered.module)
-    return AutogradEngine(module) if joint is None else JointEngine(module, joint)
+    if joint is None:
+        return AutogradEngine(module)
+    return JointEngine(module, joint, *([Compiler()] if plan.compiled else []))
 
 
 def _is_last(stage: Stage, split: Split) -> bool:

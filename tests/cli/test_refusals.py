@@ -501,11 +501,6 @@ def test_batches_of_rows_that_do_not_divide(autopipe: Shell) -> None:
             "gone/trace.json cannot be written: there is no folder ",
         ),
         (
-            "--compile",
-            {"schedule": "zb-h1"},
-            "zb-h1 and torch.compile do not go together: code has no halves",
-        ),
-        (
             "--weights gone.safetensors",
             {},
             "weights 'gone.safetensors': there is no such file or folder\n\n"

@@ -101,8 +101,7 @@ def test_options_of_a_run(autopipe: Shell, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("autopipe.runtime.parallelize.parallelize", parallelize)
     autopipe.plan(1, "--batch", "4")
     for options, expected in (
-        ("", {"compile": False, "offload": False, "seed": 0, "weights": None}),
-        ("--compile", {"compile": True}),
+        ("", {"offload": False, "seed": 0, "weights": None}),
         ("--offload", {"offload": True}),
         ("--seed 7 --weights w", {"seed": 7, "weights": Path("w")}),
     ):

@@ -16,7 +16,8 @@ from autopipe.ir.partition import Stage, legal_cuts, partition
 from autopipe.ir.repeats import Run, Uneven
 from autopipe.joint import dry_run_repeats
 from autopipe.joint.dry_run_repeats import rehearse_deep
-from autopipe.joint.split_backward_layouts import rehearse_halves
+from autopipe.joint.split_backward import HALVES, Wanted
+from autopipe.joint.split_backward_layouts import rehearse_joint
 from autopipe.stages.dry_run import Rehearsal, rehearse
 from tests.support.repeated_models import Collecting, Deep, Growing, Recalling, Tied, Turning
 from tests.support.staged import trace_model
@@ -79,14 +80,14 @@ def whole(
     *,
     recompute: list[str],
     precision: str,
-    halves: bool,
+    wanted: Wanted | None,
 ) -> Rehearsal:
     """The rehearsal of all there is."""
     graph = flow.graph
     found = rehearse(graph, stages, blocks, rows, recompute=recompute, precision=precision)
-    if not halves:
+    if wanted is None:
         return found
-    return rehearse_halves(graph, stages, blocks, found, rows, recompute, precision)
+    return rehearse_joint(graph, stages, blocks, found, rows, recompute, precision, wanted=wanted)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +102,7 @@ def whole(
     ],
 )
 def test_bytes_and_crossings_are_those_of_the_whole_stages(name: str, seed: int) -> None:
-    """Cut anywhere, with any blocks running again, in either precision, in halves or not."""
+    """Cut anywhere, with any blocks running again, in either precision, run in any way."""
     flow, blocks = flow_of(name)
     chance = random.Random(f"{name} {seed}")
     cuts = sorted(chance.sample(legal_cuts(flow), seed))
@@ -111,7 +112,7 @@ def test_bytes_and_crossings_are_those_of_the_whole_stages(name: str, seed: int)
     how = {
         "recompute": again,
         "precision": chance.choice(["fp32", "bf16-autocast"]),
-        "halves": chance.random() < 0.5,
+        "wanted": chance.choice([None, HALVES, Wanted(True, True), Wanted(False, True)]),
     }
     assert rehearse_deep(flow, stages, blocks, 2, **how) == whole(flow, stages, blocks, 2, **how)
 

@@ -8,7 +8,7 @@ import torch
 from autopipe.ir.torch_private import fake_mode
 from autopipe.joint.joint_graph import Layout
 from autopipe.joint.split_backward import Joint
-from autopipe.joint.split_backward_layouts import halves, rehearse_halves
+from autopipe.joint.split_backward_layouts import joint_for, rehearse_joint
 from autopipe.stages.dry_run import Rehearsal, fake_state, rehearse
 from autopipe.stages.lower import lower
 from tests.support.inprocess import Cut, cut
@@ -20,11 +20,11 @@ def joint_of(found: Cut, index: int) -> Joint | None:
     with fake_mode():
         states = {name: fake_state(found.graph, name) for name in stage.states}
         lowered = lower(found.graph, stage, found.blocks, states, None, found.rows, last=last)
-    return halves(found.graph, lowered, found.rehearsal, last=last)
+    return joint_for(found.graph, lowered, found.rehearsal, last=last)
 
 
 def in_halves(found: Cut, whole: Rehearsal, **how: str) -> Rehearsal:
-    return rehearse_halves(found.graph, found.stages, found.blocks, whole, found.rows, **how)  # type: ignore[arg-type]
+    return rehearse_joint(found.graph, found.stages, found.blocks, whole, found.rows, **how)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["gpt", "unet", "resnet", "frozen", "counted"])
@@ -123,7 +123,7 @@ def test_what_runs_again_runs_in_the_first_half_and_stays_for_the_second() -> No
     again = [block.path for block in found.blocks]
     whole = rehearse(found.graph, found.stages, found.blocks, found.rows, recompute=again)
     usual = in_halves(found, found.rehearsal)
-    recomputed = rehearse_halves(found.graph, found.stages, found.blocks, whole, found.rows, again)
+    recomputed = rehearse_joint(found.graph, found.stages, found.blocks, whole, found.rows, again)
     assert recomputed.saved[1] < usual.saved[1]
     assert recomputed.fresh[1] > usual.fresh[1]
     assert recomputed.recomputed[1] >= whole.recomputed[1] > 0

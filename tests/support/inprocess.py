@@ -27,7 +27,7 @@ from autopipe.ir.blocks import Block, find_blocks
 from autopipe.ir.dataflow import Dataflow, analyse
 from autopipe.ir.graph import Graph
 from autopipe.ir.partition import Stage, legal_cuts, partition
-from autopipe.joint.split_backward_layouts import halves, rehearse_halves
+from autopipe.joint.split_backward_layouts import joint_for, rehearse_joint
 from autopipe.planfile.parts import InputSpec
 from autopipe.runtime.comm.threads import LocalTransport, local_network
 from autopipe.runtime.step.engine import AutogradEngine, Engine, JointEngine
@@ -148,7 +148,7 @@ def cut(
     graph, again = found.graph, blocks_to_recompute(blocks, recompute)
     rehearsal = rehearse(graph, stages, blocks, rows, recompute=again, precision=precision)
     if split:
-        rehearsal = rehearse_halves(graph, stages, blocks, rehearsal, rows, again, precision)
+        rehearsal = rehearse_joint(graph, stages, blocks, rehearsal, rows, again, precision)
     return Cut(name, found, flow, blocks, stages, rehearsal, rows, again, precision)
 
 
@@ -213,7 +213,7 @@ def ready(
             low += [own[name] for name in lowered.low]
             joint = None
             if split:
-                joint = halves(cut.graph, lowered, cut.rehearsal, last=last, precision=how)
+                joint = joint_for(cut.graph, lowered, cut.rehearsal, last=last, precision=how)
             module = lowered.module
             engine: Engine = AutogradEngine(module) if joint is None else JointEngine(module, joint)
             boundaries, values = cut.rehearsal.boundaries, [own[name] for name in stage.states]

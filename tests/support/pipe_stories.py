@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from autopipe import ModelError, Pipe
 from autopipe.frontend import batch as batches
 from autopipe.planfile.parts import Memory
+from autopipe.runtime.step import prepare
 from autopipe.runtime.step.memory_meter import Meter
 from tests.support.long import sampled
 from tests.support.pipes import (
@@ -51,11 +52,25 @@ def memory_in_sixteen_bits() -> None:
     measured_as_planned("gpt", 4, "zb-h1", "bf16")
 
 
-def measured_as_planned(name: str, m: int, schedule: str, precision: str) -> None:
+@story(2)
+def memory_of_compiled_stages() -> None:
+    """Seven models, two by default: what the plan has counted is what graphs keep, whoever compiles
+    them; one by inductor."""
+    own = prepare.Compiler
+    cases = ("gpt", "unet", "llama", "dropout", "mask", "t5", "gpt2")
+    for number, name in enumerate(sampled(cases, of=4)):
+        prepare.Compiler = own if number == 1 else partial(own, "aot_eager")  # type: ignore[misc]
+        schedule = ("1f1b", "zb-h1", "interleaved")[number % 3]
+        precision = ("bf16", "fp32")[number % 2]
+        measured_as_planned(name, 4, schedule, precision, compile=True)
+    prepare.Compiler = own  # type: ignore[misc]
+
+
+def measured_as_planned(name: str, m: int, schedule: str, precision: str, **how: bool) -> None:
     """Parameters, gradients, AdamW's two moments, activations and transfers of each stage: to the
     byte, but for AdamW's counters."""
     chunks = 2 if schedule == "interleaved" else None
-    plan = planned(name, 2, 1, m, schedule, chunks=chunks, precision=precision)
+    plan = planned(name, 2, 1, m, schedule, chunks=chunks, precision=precision, **how)
     pipe = piped(name, plan)
     pipe.meter = Meter()
     optimizer = torch.optim.AdamW(pipe.parameters())

@@ -36,10 +36,10 @@ def findings_remembered() -> Iterator[None]:
         _, known = _LEARNT.setdefault(id(flow.graph), (flow.graph, {}))
         return rehearse_deep(flow, *args, **{**kwargs, "known": known})
 
-    def observed(short: Short, precision: str, rows: int) -> Seen:
-        asked = pickle.dumps((short, precision, rows))
+    def observed(short: Short, precision: str, rows: int, **how: Any) -> Seen:
+        asked = pickle.dumps((short, precision, rows, how))
         if asked not in _SEEN:
-            _SEEN[asked] = observe_saved(short, precision, rows)
+            _SEEN[asked] = observe_saved(short, precision, rows, **how)
         return _SEEN[asked]
 
     with (

@@ -91,25 +91,27 @@ def recomputation_changes_no_bit() -> None:
             assert torch.equal(tensor, expected[name]), f"{schedule}: {name}"
         stage = again.place.pp
         most, least = (pipe.measured()[stage].memory.activations for pipe in (whole, again))
-        assert least < most, schedule
+        # In halves, what the last stage makes again in I it hands on to W: one micro-batch's all.
+        assert least < most or (schedule, stage) == ("zb-h1", 1), schedule
         if schedule == plan.schedule:
             assert least == plan.stages[stage].predicted.memory.activations
 
 
 @story(2, long=True)
 def compiled_stages_compute_the_same() -> None:
-    together("keywords", piped("keywords", by("1f1b", "keywords"), compile=True))
+    """By inductor, the backward in one piece and in halves."""
+    for schedule in sampled(("1f1b", "zb-h1"), of=2):
+        plan = replace(by(schedule, "keywords"), compiled=True)
+        together("keywords", piped("keywords", plan))
 
 
 @story(2)
 def what_does_not_go_together() -> None:
     """Found by every rank before any of them waits for another."""
-    with refused(PlanError, "zb-h1 and torch.compile do not go together", "hint: plan with 1f1b"):
-        piped("keywords", by("zb-h1", "keywords"), compile=True)
     with refused(PlanError, "zb-h1 and zero=3 do not go together"):
         piped("keywords", by("zb-h1", "keywords", zero=3))
     with refused(PlanError, "torch.compile and zero=3 do not go together"):
-        piped("keywords", by("1f1b", "keywords", zero=3), compile=True)
+        piped("keywords", replace(by("1f1b", "keywords", zero=3), compiled=True))
 
 
 # Four processes: pipelines of two ranks, each rank on two data-parallel coordinates

@@ -1,18 +1,22 @@
 """Compiled stages: where the islands are, and that what they compute is what eager computes."""
 
 import copy
+import itertools
 
 import pytest
 import torch
 
 from autopipe.ir.blocks import find_blocks
-from autopipe.runtime.step.compile import compile_stage
+from autopipe.joint.joint_graph import Layout
+from autopipe.joint.split_backward import Wanted, split
+from autopipe.runtime.step.compile import Compiler, compile_stage
+from autopipe.runtime.step.engine import AutogradEngine, JointEngine
 from autopipe.stages.lower import lower
 from autopipe.stages.precision import arithmetic, computing
-from autopipe.stages.recompute import Recomputed
 from autopipe.stages.rng import stream
 from tests.support.long import chosen
-from tests.support.staged import micro_batches, split, traced
+from tests.support.staged import micro_batches, traced
+from tests.support.staged import split as stages_between
 from tests.support.zoo import ZOO
 
 # torch's own compiler warns itself: it asks for the .grad of tensors that have none.
@@ -25,7 +29,7 @@ pytestmark = [
 def stage_of(name, *, recompute=False, precision="fp32"):
     """A fresh model of the zoo in one stage, and the parameters that want copies."""
     found, model = traced(name), copy.deepcopy(ZOO[name].model())
-    (stage,), blocks = split(found, []), find_blocks(found.graph)
+    (stage,), blocks = stages_between(found, []), find_blocks(found.graph)
     named = dict(model.named_parameters()) | dict(model.named_buffers()) | found.graph.constants
     states = {name: named[name] for name in stage.states}
     paths = [block.path for block in blocks] if recompute else []
@@ -43,16 +47,29 @@ def stage_of(name, *, recompute=False, precision="fp32"):
     return made, model, [named[name] for name in made.low]
 
 
-def step(name, compiler, **options):
-    """The loss, gradients and buffers of one micro-batch; `compiler` None: nothing is compiled."""
+def step(name, compiler, *, halves=False, **options):
+    """The loss, gradients and buffers of one micro-batch; `compiler` None: autograd, as it is."""
     made, model, wanted = stage_of(name, **options)
-    if compiler is not None:
-        compile_stage(made.module, compiler)
+    precision = options.get("precision", "fp32")
     leaves = micro_batches(traced(name), ZOO[name].inputs(2), 1)[0]
-    how = arithmetic(options.get("precision", "fp32"), "cpu", wanted)
-    with stream(0, 0, 0), computing(how):
-        (loss, *_) = made.module(*[leaves[path] for path in made.stage.inputs])
-    loss.backward()
+    arguments = [leaves[path] for path in made.stage.inputs]
+    engine = AutogradEngine(made.module)
+    if compiler is not None:
+        results = len(traced(name).graph.outputs)
+        loss = Layout.dense((), torch.float32)
+        joint = split(
+            made,
+            [Layout.of(x) for x in arguments],
+            [loss, *[None] * (results - 1)],
+            precision,
+            Wanted(halves, least=True),
+        )
+        engine = JointEngine(made.module, joint, Compiler(compiler))
+    with stream(0, 0, 0), computing(arithmetic(precision, "cpu", wanted)):
+        (loss, *others) = engine.forward(0, arguments)
+    with stream(0, 0, 0):
+        engine.backward_input(0, [torch.ones(()), *[None] * len(others)])
+        engine.backward_weight(0)
     found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     return {"loss": loss.detach(), **found, **dict(model.named_buffers())}
 
@@ -88,8 +105,7 @@ def test_inductor_computes_what_eager_does(name):
         ),
         ("dropout", {"recompute": True, "precision": "bf16-autocast"}),
         pytest.param("llama", {}, marks=pytest.mark.long),
-        ("resnet", {}),
-        pytest.param("lstm", {}, marks=pytest.mark.long),
+        ("resnet", {"halves": True}),
     ],
 )
 def test_islands_change_nothing(name, options):
@@ -98,46 +114,59 @@ def test_islands_change_nothing(name, options):
     assert_equal(step(name, "aot_eager", **options), step(name, None, **options), 1e-5)
 
 
-def islands(module):
-    """The islands that a module calls, in order, and what runs as Python in between."""
+def graphs_of(name, **options):
+    """The compiled forward and backward of a model in one stage."""
+    made, _, _ = stage_of(name, **options)
+    leaves = micro_batches(traced(name), ZOO[name].inputs(2), 1)[0]
+    arguments = [Layout.of(leaves[path]) for path in made.stage.inputs]
+    seeds = [Layout.dense((), torch.float32), *[None] * (len(traced(name).graph.outputs) - 1)]
+    joint = split(made, arguments, seeds, wanted=Wanted(halves=False, least=True))
+    engine = JointEngine(made.module, joint, Compiler("aot_eager"))
+    return engine._forward, engine._input
+
+
+def calls(module):
+    """What a graph calls, in order: islands, and what runs as Python in between."""
     names = [n.target.__name__ for n in module.graph.nodes if n.op == "call_function"]
-    return [name for name in names if name not in ("take", "low")]
+    return [name for name in names if name not in ("take", "getitem", "step_copy")]
 
 
 def test_blocks_of_one_structure_are_compiled_once():
-    made, _, _ = stage_of("gpt")
-    compile_stage(made.module, "aot_eager")
-    blocks = [made.module.get_submodule(f"blocks.{n}") for n in range(4)]
-    (shared,) = islands(blocks[0])
-    assert all(islands(block) == [shared] for block in blocks)
-    before, after = islands(made.module)
-    assert len({before, after, shared}) == 3
-    calls = [n for n in made.module.graph.nodes if n.op == "call_module"]
-    assert len(calls) == 4
+    """Forward: the embedding, four blocks alike, the head. Backward: the other way round; the first
+    block hands no gradient on to another one."""
+    forward, backward = graphs_of("gpt")
+    before, *blocks, after = calls(forward)
+    assert len(blocks) == 4 and len({*blocks}) == 1 and len({before, after, *blocks}) == 3
+    islands = [name for name in calls(backward) if name != "accumulate"]
+    _, first, second, *_ = islands
+    assert first == second and islands.count(first) >= 3
+
+
+def test_gradients_are_given_away_when_a_block_is_done():
+    """Not all at the end, and without cutting the block's island."""
+    _, backward = graphs_of("gpt")
+    names = calls(backward)
+    assert names[0] != "accumulate" and names[-1] == "accumulate"
+    changes = sum(a != b for a, b in itertools.pairwise(n == "accumulate" for n in names))
+    assert changes == 2 * 6 - 1, "head, four blocks and embedding, each with its gradients behind"
 
 
 def test_random_nodes_stand_between_islands():
     """So that they draw what they draw uncompiled. They name their streams, islands do not."""
-    made, _, _ = stage_of("dropout")
-    compile_stage(made.module, "aot_eager")
-    first, second = (islands(made.module.get_submodule(f"blocks.{n}")) for n in (1, 2))
-    assert first == second
-    assert first[1::2] == ["draw"] * 3, "in attention, after it, and at the block's end"
+    forward, _ = graphs_of("dropout")
+    assert calls(forward).count("draw") == 3 * 4 + ("draw" in calls(forward)[:3])
 
 
-def test_a_recomputed_block_is_compiled_inside():
-    made, _, _ = stage_of("gpt", recompute=True, precision="bf16-autocast")
+def test_in_an_evaluation_blocks_keep_their_place():
+    made, _, _ = stage_of("gpt")
     compile_stage(made.module, "aot_eager")
-    block = made.module.get_submodule("blocks.1")
-    assert isinstance(block, Recomputed)
-    assert len(islands(block.block)) == 1
-    assert "qkv.weight" in dict(block.named_parameters())
+    blocks = [made.module.get_submodule(f"blocks.{n}") for n in range(4)]
+    (shared,) = calls(blocks[0])
+    assert all(calls(block) == [shared] for block in blocks)
 
 
 def test_one_body_with_states_of_other_shapes_is_another_island():
     """Else the third and fourth would be compiled anew each time their turn comes."""
-    made, _, _ = stage_of("unet")
-    compile_stage(made.module, "aot_eager")
-    graphs = [m for m in made.module.modules() if isinstance(m, torch.fx.GraphModule)]
-    called = [name for graph in graphs for name in islands(graph)]
+    forward, backward = graphs_of("unet")
+    called = [n for graph in (forward, backward) for n in calls(graph) if n.startswith("island")]
     assert len(called) == len(set(called)), "no two of its parts have the same shapes"
