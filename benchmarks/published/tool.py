@@ -95,7 +95,7 @@ def own_layout(run: Run) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         layout = {"pp": run.pp, "dp": run.dp, "tp": run.tp, "micro_batches": run.micro_batches}
         plan = autopipe.plan(
-            **_asked(run, _roomy(cluster)),
+            **_asked(run, roomy(cluster)),
             **layout,
             **_schedule(run, Path(folder)),
             zero=min(run.sharding, 1) if run.sharding < 3 else 3,
@@ -177,7 +177,7 @@ def _recompute(run: Run) -> str | list[str]:
     return "all" if run.recompute == "full" else "none"
 
 
-def _roomy(cluster: Cluster) -> Cluster:
+def roomy(cluster: Cluster) -> Cluster:
     """The cluster, its devices with memory without end."""
 
     def larger(group: Group) -> Group:
