@@ -24,8 +24,9 @@ from typing import Any
 
 from autopipe.errors import AutopipeError
 from benchmarks.published import tool, workers, zero_bubble
-from benchmarks.published.rows import Row, Run, Unsupported, read
+from benchmarks.published.rows import Run, Unsupported, read
 from benchmarks.published.scores import Prediction
+from benchmarks.published.software import Row
 from benchmarks.published.summary import far, misfits, summaries, table
 
 Line = dict[str, Any]

@@ -29,6 +29,9 @@ from benchmarks.published.rows import Run, Unsupported
 from benchmarks.published.software import ENGINES
 from benchmarks.published.zero_bubble import zb_2p
 
+Asked = Mapping[str, Any]
+"""Arguments of `autopipe.plan`."""
+
 ROOM = 100
 """How many times a device's memory a plan may fill where its layout is given."""
 
@@ -93,7 +96,12 @@ def own_layout(run: Run) -> Outcome:
     """
     cluster = _cluster(run)
     with tempfile.TemporaryDirectory() as folder:
-        layout = {"pp": run.pp, "dp": run.dp, "tp": run.tp, "micro_batches": run.micro_batches}
+        layout: Asked = {
+            "pp": run.pp,
+            "dp": run.dp,
+            "tp": run.tp,
+            "micro_batches": run.micro_batches,
+        }
         plan = autopipe.plan(
             **_asked(run, roomy(cluster)),
             **layout,
@@ -136,7 +144,7 @@ def _cluster(run: Run) -> Cluster:
     return cluster_of(run.gpu, run.memory_gb, run.devices, run.per_node, run.within, run.between)
 
 
-def _asked(run: Run, cluster: Cluster) -> Mapping[str, Any]:
+def _asked(run: Run, cluster: Cluster) -> Asked:
     """The question: all but the layout."""
     return {
         "model": partial(Transformer, run),
@@ -154,7 +162,7 @@ def _precision(run: Run, cluster: Cluster) -> str:
     return "bf16" if all("bf16" in device.flops for device in cluster.devices) else "fp16"
 
 
-def _schedule(run: Run, folder: Path) -> Mapping[str, Any]:
+def _schedule(run: Run, folder: Path) -> Asked:
     """The schedule by its name; ZB-2p, which has none, is written into a file.
 
     ZB-2p is found by search, within the memory of ZB-H2 (Qi et al., 2024, section 3): the one that

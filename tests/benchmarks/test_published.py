@@ -15,7 +15,7 @@ from autopipe.report import schedule_page
 from benchmarks.published import tool, workers, zero_bubble
 from benchmarks.published.__main__ import readable
 from benchmarks.published.cluster import cluster_of, kind_of
-from benchmarks.published.rows import Row, Run, Unsupported, read
+from benchmarks.published.rows import Run, Unsupported, read
 from benchmarks.published.scores import (
     Prediction,
     counted,
@@ -23,6 +23,7 @@ from benchmarks.published.scores import (
     rank_correlation,
     sweeps,
 )
+from benchmarks.published.software import Row
 from benchmarks.published.summary import far, misfits, summaries, table
 
 ROOT = Path(__file__).parents[2]
