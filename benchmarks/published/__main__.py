@@ -27,7 +27,7 @@ from benchmarks.published import tool, workers, zero_bubble
 from benchmarks.published.rows import Run, Unsupported, read
 from benchmarks.published.scores import Prediction
 from benchmarks.published.software import Row
-from benchmarks.published.summary import far, misfits, summaries, table
+from benchmarks.published.summary import chosen, far, misfits, summaries, table
 
 Line = dict[str, Any]
 
@@ -64,9 +64,8 @@ def main(argv: list[str] | None = None) -> int:
     for line in lines:
         _print(line, None)
     said = f"{len(rows)} rows, {len(runs)} asked for, {len(predictions)} predicted"
-    print(
-        "\n\n".join([said, table(lines), far(predictions), misfits(predictions)]), file=sys.stderr
-    )
+    tables = [table(lines), far(predictions), misfits(predictions)]
+    print("\n\n".join([said, *tables, chosen(line for _, line in found)]), file=sys.stderr)
     return 0
 
 

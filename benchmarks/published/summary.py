@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.published import scores
@@ -88,6 +88,25 @@ def misfits(predictions: Iterable[Prediction]) -> str:
         rows.append([p.run.id, p.run.name, _layout(p), *held, published, parts])
     heads = ["ran, said not to fit", "model", "layout", "GiB", "of", "published", "GiB by kind"]
     return _markdown(heads, rows)
+
+
+def chosen(lines: Iterable[Mapping[str, Any]]) -> str:
+    """Rows with a free choice: both layouts by the tool's estimate, and the ratio where both fit.
+
+    Below 1 the search has missed something.
+    """
+    rows = []
+    for line in lines:
+        if free := line.get("free"):
+            ours, seconds = free.get("seconds"), line["predicted_step_s"]
+            fits = "yes" if line["fits"] else "no"
+            cells = [free.get("refused", ""), "", ""]
+            if ours:
+                ratio = f"{seconds / ours:.2f}" if line["fits"] else ""
+                cells = [free["layout"], f"{ours:.3g}", ratio]
+            rows.append([line["row"], line["layout"], f"{seconds:.3g}", fits, *cells])
+    heads = ["row", "its layout", "s", "fits", "free choice", "s", "its / free"]
+    return _markdown(heads, rows) if rows else ""
 
 
 def _layout(p: Prediction) -> str:

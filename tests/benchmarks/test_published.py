@@ -24,7 +24,7 @@ from benchmarks.published.scores import (
     sweeps,
 )
 from benchmarks.published.software import Row
-from benchmarks.published.summary import far, misfits, summaries, table
+from benchmarks.published.summary import chosen, far, misfits, summaries, table
 
 ROOT = Path(__file__).parents[2]
 
@@ -193,6 +193,18 @@ def test_rows_that_are_far_off_or_said_not_to_fit_are_shown() -> None:
     full = dataclasses.replace(full, bytes={"gradients": 2**20, "activations": 3 * 2**30})
     assert [line.split(" | ")[0] for line in far([near, off]).splitlines()[2:]] == ["| off"]
     assert misfits([near, full]).endswith("| 3 | 2 |  | activations 3 |")
+
+
+def test_the_free_choice_stands_beside_the_row_s_layout() -> None:
+    """Below 1 the search has missed something; no ratio where the layout has no room."""
+    line = {"row": "r", "layout": "pp=8", "predicted_step_s": 3.0, "fits": True}
+    ours = {"layout": "dp=8", "seconds": 2.0}
+    refused = {"refused": "no plan fits"}
+    shown = chosen([line, {**line, "free": ours}, {**line, "fits": False, "free": refused}])
+    assert shown.splitlines()[2:] == [
+        "| r | pp=8 | 3 | yes | dp=8 | 2 | 1.50 |",
+        "| r | pp=8 | 3 | no | no plan fits |  |  |",
+    ]
 
 
 def test_a_row_that_hangs_or_dies_costs_itself_alone() -> None:
