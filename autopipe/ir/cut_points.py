@@ -17,7 +17,7 @@ from autopipe.ir.graph import Ref, State, bytes_at
 from autopipe.ir.partition import legal_cuts
 
 MOST_UNITS = 128
-"""The largest number of units: the time of planning grows with its square."""
+"""About the largest number of units: the time of planning grows with its square."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,9 @@ def find_units(
     Between two consecutive nodes that use parameters there is one cut, where the fewest bytes
     cross; among equals it is at the beginning of a block, else at the first place. If that gives
     fewer than `at_least` units, further legal cuts are added, those with the fewest bytes first. If
-    it gives more than `most`, each group of equally many cuts keeps the one with the fewest bytes.
+    it gives more than `most`, each group of equally many cuts keeps the one with the fewest bytes,
+    and so does the beginning of each block: units of one and of two layers side by side would make
+    equal stages impossible. Only of more than 2 `most` blocks some are joined.
     """
     width = _crossing_bytes(flow)
     beginnings = {block.first for block in blocks}
@@ -56,7 +58,9 @@ def find_units(
     cuts = sorted({narrowest(gap) for gap in gaps if gap})
     if len(cuts) >= most:
         stretch = -(-len(cuts) // (most - 1))
-        cuts = [narrowest(cuts[i : i + stretch]) for i in range(0, len(cuts), stretch)]
+        kept = {narrowest(cuts[i : i + stretch]) for i in range(0, len(cuts), stretch)}
+        whole = beginnings.intersection(cuts)
+        cuts = sorted(kept | whole if len(whole) <= 2 * most else kept)
     missing = at_least - 1 - len(cuts)
     if missing > 0:
         others = sorted(set(legal) - set(cuts), key=lambda cut: (width[cut], cut))

@@ -96,6 +96,12 @@ def _matmul(node: Node, operands: Specs, made: TensorSpec) -> Dim:
     return 2 * _elements(made) * operands[0].shape[-1]
 
 
+@rule("_grouped_mm")
+def _grouped(node: Node, operands: Specs, made: TensorSpec) -> Dim:
+    """[t, k] x [experts, k, n] -> [t, n]: each token is multiplied by one expert's matrix."""
+    return 2 * _elements(made) * operands[0].shape[-1]
+
+
 @rule("addmm", "baddbmm", "addbmm", "addmv")
 def _addmm(node: Node, operands: Specs, made: TensorSpec) -> Dim:
     """A matmul of the second and third operand; the first is added."""
@@ -158,6 +164,8 @@ def _dims(op: str, operands: Specs, made: TensorSpec) -> tuple[Dim, ...]:
             return _elements(operands[0]) / k, k, made.shape[-1]
         case "mm" | "bmm" | "matmul" if len(shapes[0]) > 1 and len(shapes[1]) > 1:
             return shapes[0][-2], shapes[0][-1], shapes[1][-1]
+        case "_grouped_mm" if len(shapes[1]) == 3:
+            return shapes[0][-2] / shapes[1][0], shapes[0][-1], shapes[1][-1]
         case "addmm" | "baddbmm":
             return shapes[1][-2], shapes[1][-1], shapes[2][-1]
         case "conv1d" | "conv2d" | "conv3d" | "convolution":
@@ -177,7 +185,9 @@ LIKE = {
     **dict.fromkeys(("conv1d", "conv3d", "convolution"), "conv2d"),
     **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), "conv2d"),
     **dict.fromkeys(("gru", "rnn_tanh", "rnn_relu"), "lstm"),
-    **dict.fromkeys(("columns", "addmm", "mm", "bmm", "matmul", "baddbmm"), "linear"),
+    **dict.fromkeys(
+        ("columns", "addmm", "mm", "bmm", "matmul", "baddbmm", "_grouped_mm"), "linear"
+    ),
     **dict.fromkeys(("group_norm", "instance_norm", "rms_norm"), "layer_norm"),
     **dict.fromkeys(("_softmax", "_safe_softmax"), "softmax"),
     **dict.fromkeys(("log", "sin", "cos", "erf"), "exp"),

@@ -1,9 +1,12 @@
-"""Predicted beside published: `python -m benchmarks.published ROWS.csv`.
+"""The tool beside published runs: `python -m benchmarks.published ROWS.csv`.
 
-One JSON object per line on stdout: the rows (`"kind": "row"`), then the sweeps, the sources and
-all sources together; a table by source on stderr. Errors are (predicted - published) / published.
-No row is predicted with constants that were fitted to its own source. A table of profiled times,
-as the zero-bubble paper has, is answered by bubble rates.
+Each row becomes an unmodified module of its dimensions, planned by `autopipe.plan` with the row's
+layout as constraints (`tool.py`). One JSON object a line on stdout: the rows (`"kind": "row"`) as
+they end, then sweeps, tables, profiles and all together; the same as tables of Markdown on stderr.
+Errors are (predicted - published) / published. A table of profiled times, as the zero-bubble paper
+has, is answered by bubble rates.
+
+A row that cannot be read, or that the tool refuses, is a line that says why; it stops nothing.
 """
 
 from __future__ import annotations
@@ -13,147 +16,163 @@ import csv
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from autopipe.errors import AutopipeError
-from benchmarks.published import memory, scores, zero_bubble
-from benchmarks.published.constants import Constants, fitted
-from benchmarks.published.machine import NEVER_FITTED, machine_of
-from benchmarks.published.rows import Row, Unsupported, read
+from benchmarks.published import tool, workers, zero_bubble
+from benchmarks.published.rows import Run, Unsupported, read
 from benchmarks.published.scores import Prediction
-from benchmarks.published.step import predict
+from benchmarks.published.software import Row
+from benchmarks.published.summary import chosen, far, misfits, summaries, table
+
+Line = dict[str, Any]
 
 
-def main() -> int:
-    """Print what is predicted for every row of a file."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.published", description=__doc__)
-    parser.add_argument("rows", type=Path, help="a CSV of published runs, or of profiled times")
-    path = parser.parse_args().rows
-    with path.open(newline="") as file:
+@dataclass(frozen=True)
+class Readable:
+    """A row that could be read: its name in this file, and its run."""
+
+    key: str
+    run: Run
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print what is predicted for the rows of a file."""
+    asked = _arguments(argv)
+    with asked.rows.open(newline="") as file:
         rows: list[Row] = list(csv.DictReader(file))
     if rows and zero_bubble.COLUMNS <= set(rows[0]):
         return zero_bubble.report(rows)
-    predictions = []
-    for row in rows:
-        try:
-            prediction = predicted(row)
-        except (Unsupported, AutopipeError) as reason:
-            head = {"kind": "row", "run_id": row.get("run_id"), "source": row.get("source")}
-            _print({**head, "unsupported": str(reason)})
-        else:
-            predictions.append(prediction)
-            _print(_line(prediction))
+    runs = [found for found in readable(rows) if any(w in found.run.table for w in asked.of)]
+    runs = sampled(runs, asked.each)
+    known = _earlier(asked.to)
+    found = [(each, known[each.key]) for each in runs if each.key in known]
+    left = [each for each in runs if each.key not in known]
+    work = partial(answer, free=asked.free)
+    for each, line in workers.done(left, work, jobs=asked.jobs, limit=asked.limit):
+        line = {"kind": "row", **_head(each), **line}
+        _print(line, asked.to)
+        found.append((each, line))
+    predictions = [
+        Prediction.of(each.run, line) for each, line in found if "predicted_step_s" in line
+    ]
     lines = summaries(predictions)
     for line in lines:
-        _print(line)
-    print(f"{len(predictions)} of {len(rows)} rows predicted\n{table(lines)}", file=sys.stderr)
+        _print(line, None)
+    said = f"{len(rows)} rows, {len(runs)} asked for, {len(predictions)} predicted"
+    tables = [table(lines), far(predictions), misfits(predictions)]
+    print("\n\n".join([said, *tables, chosen(line for _, line in found)]), file=sys.stderr)
     return 0
 
 
-def predicted(row: Row, constants: Constants | None = None) -> Prediction:
-    """What is predicted for a row, by default with constants fitted to other sources than its own.
-
-    Raises:
-        Unsupported: something that it holds is not modelled, or it does not say enough.
-    """
-    run = read(row)
-    machine = machine_of(run)
-    constants = constants or fitted(run.origin)
-    allocated = memory.allocated(run)
-    return Prediction(
-        run=run,
-        seconds=predict(run, machine, constants).step,
-        memory=memory.needed(allocated, run.memory_kind, constants),
-        needed=memory.needed(allocated, "device", constants),
-        capacity=machine.capacity,
+def _arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.published", description=__doc__)
+    parser.add_argument("rows", type=Path, help="a CSV of published runs, or of profiled times")
+    parser.add_argument("--of", nargs="+", default=[""], help="tables whose name has such a word")
+    parser.add_argument(
+        "--each", type=int, help="so many rows that ran of every table, and so many that did not"
     )
+    parser.add_argument("--to", type=Path, help="append rows here; those that it has are not rerun")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
+    parser.add_argument("--limit", type=float, default=300, help="seconds that a row may take")
+    parser.add_argument("--free", action="store_true", help="also plan without the row's layout")
+    return parser.parse_args(argv)
 
 
-def summaries(predictions: Iterable[Prediction]) -> list[dict[str, Any]]:
-    """Sweeps, tables by their name, and all rows together, as they are printed."""
-    predictions = list(predictions)
-    lines = [{"kind": "sweep", **sweep} for sweep in scores.sweeps(predictions)]
-    tables: dict[str, list[Prediction]] = defaultdict(list)
-    for prediction in predictions:
-        tables[prediction.run.table].append(prediction)
-    lines += [{"kind": "source", "rows_of": t, **scores.summary(ps)} for t, ps in tables.items()]
-    seen = [p for p in predictions if NEVER_FITTED not in p.run.gpu]
-    for name, chosen in (
-        ("all", seen),
-        ("read", [p for p in seen if p.run.confidence == "read"]),
-        (NEVER_FITTED, [p for p in predictions if NEVER_FITTED in p.run.gpu]),
-    ):
-        if chosen:
-            lines.append({"kind": "overall", "rows_of": name, **scores.summary(chosen)})
-    return lines
+def readable(rows: Sequence[Row]) -> Iterator[Readable]:
+    """The rows that can be scored; of each other one a line says why it cannot."""
+    seen: set[str] = set()
+    for number, row in enumerate(rows, 2):  # as an editor numbers the lines of the file
+        key = row.get("run_id") or f"line {number}"
+        key = f"{key}, line {number}" if key in seen else key
+        seen.add(key)
+        try:
+            run = read(row)
+            if run.seconds is None and run.memory is None and not run.oom:
+                raise Unsupported("nothing was measured")
+        except Unsupported as reason:
+            _print({"kind": "row", "row": key, "unsupported": str(reason)}, None)
+        except (ValueError, TypeError, AttributeError) as error:
+            why = f"cannot be read: {type(error).__name__}: {error}"
+            _print({"kind": "row", "row": key, "unsupported": why}, None)
+        else:
+            yield Readable(key, run)
 
 
-COLUMNS = {
-    "rows_of": "rows of",
-    "step_rows": "timed",
-    "step_median_error": "median",
-    "step_p90_error": "p90",
-    "step_bias": "bias",
-    "memory_rows": "memory",
-    "memory_median_error": "median",
-    "oom_published": "oom",
-    "oom_balanced_accuracy": "told",
-}
-"""What the table shows of a summary, by key and heading."""
-
-
-def table(lines: Iterable[dict[str, Any]]) -> str:
-    """Summaries as text, and the sweeps that are not ordered as they are held to."""
-    shown = [list(COLUMNS.values())]
-    bad = []
-    for line in lines:
-        if line["kind"] != "sweep":
-            shown.append([_cell(line.get(key)) for key in COLUMNS])
-        elif not line["held"]:
-            bad.append(
-                f"sweep {line['table']} {line['model']}, {line['rows']} rows: rank correlation "
-                f"{line['rank_correlation']:.3f}, best {line['best']:+.1%}"
-            )
-    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
-    text = [
-        "  ".join(
-            cell.ljust(width) if at == 0 else cell.rjust(width)
-            for at, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        )
-        for cells in shown
+def sampled(runs: Sequence[Readable], each: int | None) -> list[Readable]:
+    """So many of every table, evenly taken; of those that ran out of memory so many besides."""
+    groups: dict[tuple[str, bool], list[Readable]] = defaultdict(list)
+    for found in runs:
+        groups[found.run.table, found.run.oom].append(found)
+    return [
+        group[n * len(group) // count]
+        for group in groups.values()
+        for count in (min(each or len(group), len(group)),)
+        for n in range(count)
     ]
-    return "\n".join([*text, *bad])
 
 
-def _cell(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.3f}"
-    return "" if value is None else str(value)
+def answer(each: Readable, *, free: bool) -> Line:
+    """What the tool says of a row, or why it says nothing."""
+    run = each.run
+    try:
+        own = tool.own_layout(run)
+        line = {
+            "layout": own.layout,
+            "predicted_step_s": own.seconds,
+            "error": own.seconds / run.seconds - 1 if run.seconds else None,
+            "bubble": own.bubble,
+            "needed_bytes": own.needed,
+            "capacity_bytes": own.capacity,
+            "fits": own.fits,
+            "bytes": own.bytes,
+            "unsaid": tool.unsaid(run),
+        }
+        return {**line, "free": _free(run)} if free else line
+    except (Unsupported, AutopipeError) as reason:
+        return {"refused": str(reason).partition("\n")[0]}
+    except Exception as error:  # a bug of the tool is a row's result too
+        return {"failed": f"{type(error).__name__}: {error}".partition("\n")[0]}
 
 
-def _line(found: Prediction) -> dict[str, Any]:
-    run = found.run
+def _free(run: Run) -> Line:
+    try:
+        return asdict(tool.free_choice(run))
+    except AutopipeError as reason:
+        return {"refused": str(reason).partition("\n")[0]}
+
+
+def _head(each: Readable) -> Line:
+    run = each.run
     return {
-        "kind": "row",
-        "run_id": run.id,
-        "source": run.source,
+        "row": each.key,
         "table": run.table,
-        "predicted_step_s": found.seconds,
+        "model": run.name,
+        "software": run.software.name,
         "published_step_s": run.seconds,
-        "error": found.error,
-        "predicted_memory_gib": found.memory / 2**30,
-        "published_memory_gib": run.memory / 2**30 if run.memory else None,
-        "memory_error": found.memory_error,
-        "predicted_oom": found.oom,
+        "published_bytes": run.memory,
         "published_oom": run.oom,
     }
 
 
-def _print(line: dict[str, Any]) -> None:
-    rounded = {k: round(v, 6) if isinstance(v, float) else v for k, v in line.items()}
-    print(json.dumps(rounded))
+def _earlier(path: Path | None) -> dict[str, Line]:
+    """The rows that a file has from an earlier run, by their keys."""
+    if path is None or not path.exists():
+        return {}
+    lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+    return {line["row"]: line for line in lines if line.get("kind") == "row"}
+
+
+def _print(line: Line, path: Path | None) -> None:
+    text = json.dumps(line)
+    print(text, flush=True)
+    if path is not None:
+        with path.open("a") as file:
+            file.write(text + "\n")
 
 
 if __name__ == "__main__":

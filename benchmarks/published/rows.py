@@ -17,10 +17,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-Row = Mapping[str, str]
+from benchmarks.published.software import Row, Software, software_of
 
 
 class Unsupported(Exception):
@@ -99,14 +98,11 @@ class Run:
         recompute: none, attention, elementwise (all but every other matmul), alternate (every
             other layer), full.
         attention: composed (of torch's ops), fused (Megatron's softmax kernel), flash1 or flash.
-        fused: elementwise ops are fused, as torch.compile and Transformer Engine do.
-        fused_norm: norms are one kernel.
+        software: the profile of what it ran with (`software.py`).
         dropout: there is dropout in the layers and in attention.
         sharding: the ZeRO stage, 0 to 3.
-        framework: megatron, deepspeed or fsdp.
-        gradient_bytes: of one element, where gradients add up over micro-batches.
+        half: its 16 bits are fp16, not bf16.
         pure: weights are kept in 16 bits only, the optimizer's state too.
-        async_tp: tensor parallelism's exchanges run beside its matmuls.
         gpu, memory_gb: the device as the row names it.
         within, between: the links as the row names them.
         seconds: of a step; None if not published.
@@ -132,14 +128,11 @@ class Run:
     sequence_parallel: bool
     recompute: str
     attention: str
-    fused: bool
-    fused_norm: bool
+    software: Software
     dropout: bool
     sharding: int
-    framework: str
-    gradient_bytes: int
+    half: bool
     pure: bool
-    async_tp: bool
     gpu: str
     memory_gb: float | None
     devices: int
@@ -150,25 +143,6 @@ class Run:
     memory: float | None
     memory_kind: str
     oom: bool
-
-    @property
-    def loss_ranks(self) -> int:
-        """Tensor-parallel ranks that the logits are divided over when the loss is computed.
-
-        All of them as Megatron-LM has it, also under DeepSpeed; one where llama runs with
-        DeepSpeed: those programs gather the logits first.
-        """
-        return 1 if self.framework == "deepspeed" and self.model.llama else self.tp
-
-    @property
-    def stages(self) -> int:
-        """Of the pipeline, all ranks' chunks together."""
-        return self.pp * self.chunks
-
-    @property
-    def origin(self) -> str:
-        """Who published it: rows of several tables of one paper have one origin."""
-        return re.sub(r"_table\w*$", "", self.table)
 
     @property
     def sweep(self) -> tuple[str, str, str]:
@@ -185,9 +159,9 @@ def read(row: Row) -> Run:
     _refuse(row)
     tp, pp = _count(row, "tp", 1), _count(row, "pp", 1)
     shard = _text(row, "opt_shard")
-    framework = _framework(shard)
+    fsdp, software = "fsdp" in shard, software_of(row)
     # Megatron-LM's make_vocab_size_divisible_by, which those who build on it keep.
-    model = _model(row, 1 if framework == "fsdp" else 128 * tp)
+    model = _model(row, 1 if fsdp else 128 * tp)
     per_node = _count(row, "gpus_per_node", 8)
     dp = _count(row, "dp", max(1, (_number(row, "n_gpus") or tp * pp) / (tp * pp)))
     devices = tp * pp * dp
@@ -195,7 +169,6 @@ def read(row: Row) -> Run:
     schedule, chunks = _schedule(row, pp)
     attention, precision = _text(row, "attention"), _text(row, "precision")
     extra = " ".join(_text(row, name) for name in ("extra", "notes"))
-    compiled = "compile" in extra or "te)" in attention or "fsdp2" in shard
     return Run(
         id=row.get("run_id") or "",
         table=row.get("table") or "",
@@ -214,14 +187,11 @@ def read(row: Row) -> Run:
         sequence_parallel=_text(row, "seq_parallel") in ("1", "true", "yes") and tp > 1,
         recompute=_recompute(_text(row, "recompute")),
         attention=_attention(attention),
-        fused=compiled,
-        fused_norm=compiled or not model.llama or "kernel" in attention,
-        dropout=not model.llama and framework != "fsdp",
+        software=software,
+        dropout=not model.llama and not fsdp,
         sharding=_sharding(shard),
-        framework=framework,
-        gradient_bytes=4 if "fp32 grad" in precision or precision == "amp_bf16" else 2,
-        pure="pure" in extra or "fsdp" in shard and precision == "bf16" and "fsdp2" not in shard,
-        async_tp="async tp" in extra or "asynctp" in extra,
+        half=precision.startswith("fp16"),
+        pure="pure" in extra or fsdp and precision == "bf16" and "fsdp2" not in shard,
         gpu=row.get("gpu") or "",
         memory_gb=_number(row, "gpu_mem_gb"),
         devices=devices,
@@ -331,12 +301,6 @@ def _sharding(text: str) -> int:
     if stage and "none" not in text:
         return int(stage[1])
     return 3 if "fsdp" in text else 1 if "distributed" in text else 0
-
-
-def _framework(text: str) -> str:
-    if "fsdp" in text:
-        return "fsdp"
-    return "deepspeed" if "zero" in text and "distributed" not in text else "megatron"
 
 
 def _seconds(row: Row, model: Model, batch: int, devices: int) -> float | None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from autopipe.cluster import efficiency
 from benchmarks.published.rows import Run
 
 LARGE, WIDE = 8, 1.5
@@ -20,14 +21,29 @@ ORDERED, NEAR = 0.9, 0.05
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is predicted for a run: seconds of a step, bytes as its source counts them, and those
-    that its device would need against those that it has."""
+    """What is predicted for a run.
+
+    Args:
+        seconds: of a step.
+        memory: bytes as the run's source counts them.
+        needed, capacity: bytes of tensors on the fullest device, and those that it has room for.
+        bytes: `needed` by what they are for.
+    """
 
     run: Run
     seconds: float
     memory: float
     needed: float
     capacity: float
+    bytes: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, run: Run, line: Mapping[str, Any]) -> Prediction:
+        """The prediction of a row as it was printed."""
+        needed = line["needed_bytes"]
+        memory = counted(needed, run.memory_kind)
+        capacity, parts = line["capacity_bytes"], line["bytes"]
+        return cls(run, line["predicted_step_s"], memory, needed, capacity, parts)
 
     @property
     def oom(self) -> bool:
@@ -45,16 +61,27 @@ class Prediction:
         return self.memory / self.run.memory - 1 if self.run.memory else None
 
 
+def counted(allocated: float, kind: str) -> float:
+    """Bytes of tensors as a source counts them, by the margins that the tool itself leaves.
+
+    reserved   what the caching allocator has: its fragments too
+    device     what nvidia-smi shows: the context and libraries too
+    """
+    if kind == "allocated":
+        return allocated
+    reserved = allocated * (1 + efficiency.FRAGMENTED)
+    return reserved if kind == "reserved" else reserved + efficiency.RESERVE
+
+
 def summary(predictions: Sequence[Prediction]) -> dict[str, Any]:
     """Counts, and quantiles of errors; what cannot be said is left out."""
     found: dict[str, Any] = {"rows": len(predictions)}
     found |= _spread("step", [p.error for p in predictions])
     found |= _spread("memory", [p.memory_error for p in predictions])
-    accuracy = balanced_accuracy([(p.run.oom, p.oom) for p in predictions])
-    if accuracy is not None:
-        found["oom_balanced_accuracy"] = accuracy
-        found["oom_published"] = sum(p.run.oom for p in predictions)
-        found["oom_predicted"] = sum(p.oom for p in predictions)
+    for name, of, wrong in (("ran", False, "ran_misfit"), ("oom", True, "oom_fit")):
+        rows = [p for p in predictions if p.run.oom is of]
+        if rows:
+            found |= {name: len(rows), wrong: sum(p.oom is not of for p in rows)}
     return found
 
 
@@ -77,15 +104,6 @@ def quantile(values: Sequence[float], share: float) -> float:
     low = int(place)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (place - low) * (ordered[high] - ordered[low])
-
-
-def balanced_accuracy(pairs: Sequence[tuple[bool, bool]]) -> float | None:
-    """The mean of the shares of (published, predicted) that are right, of those that ran out of
-    memory and of those that did not; None if there are not both."""
-    rights = [[found for was, found in pairs if was is kind] for kind in (True, False)]
-    if not all(rights):
-        return None
-    return statistics.mean((statistics.mean(rights[0]), 1 - statistics.mean(rights[1])))
 
 
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:

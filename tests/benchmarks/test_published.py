@@ -2,27 +2,29 @@
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks.published import memory, pipeline, zero_bubble
-from benchmarks.published.__main__ import predicted, summaries, table
-from benchmarks.published.constants import EXPECTED, FITTED, Constants, fitted
-from benchmarks.published.fit import descend, known, logarithm
-from benchmarks.published.machine import kind_of, machine_of
-from benchmarks.published.rows import Row, Run, Unsupported, read
+from autopipe.report import schedule_page
+from benchmarks.published import tool, workers, zero_bubble
+from benchmarks.published.__main__ import readable
+from benchmarks.published.cluster import cluster_of, kind_of
+from benchmarks.published.rows import Run, Unsupported, read
 from benchmarks.published.scores import (
     Prediction,
-    balanced_accuracy,
+    counted,
     quantile,
     rank_correlation,
     sweeps,
 )
-from benchmarks.published.step import predict
-from benchmarks.published.transformer import kept, layer
+from benchmarks.published.software import Row
+from benchmarks.published.summary import chosen, far, misfits, summaries, table
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,7 +46,6 @@ def test_what_a_row_leaves_out_is_derived() -> None:
     run = read(row())
     assert (run.dp, run.micro_batches, run.chunks) == (2, 8, 1)
     assert (run.model.ffn, run.model.kv_heads) == (4096, 16)
-    assert run.origin == "made_up"  # tables of one paper have one origin
 
 
 def test_vocabularies_are_padded_as_megatron_does() -> None:
@@ -116,48 +117,27 @@ def test_an_unknown_device_is_said() -> None:
 
 
 def test_links_are_those_that_the_row_counts() -> None:
-    """4 links of 25 GB/s between two devices, where a switch would give all 12."""
-    few = machine_of(read(row(intra_node="NVLink3 (4 links inter-GPU)")))
-    full = machine_of(read(row(intra_node="NVLink3")))
-    assert few.tensor[0].link.bandwidth * 3 == pytest.approx(full.tensor[0].link.bandwidth)
+    """4 links of 25 GB/s between two devices, where a switch would give all 12; of a node's 4
+    adapters of 100 Gbit/s a device has a share; 0.88 of a link is reached."""
+    few = cluster_of("A100", None, 16, 8, "NVLink3 (4 links inter-GPU)", "4x100Gb/s")
+    assert few.within.bandwidth == pytest.approx(0.88 * 4 * 25e9)
+    assert few.between.bandwidth == pytest.approx(0.88 * 4 * 100e9 / 8 / 8)
 
 
-def test_one_layer_has_the_operations_of_its_formula() -> None:
-    """Forward 24 n h^2 and 4 n s h of attention; backward twice that; each of tp ranks its part."""
-    run = read(row(attention="torch"))
-    n, h, s = 2 * 512, 1024, 512
-    work = layer(run)
-    forward = sum(kernel.flops for kernel in work.forward)
-    backward = sum(kernel.flops for kernel in (*work.backward_input, *work.backward_weight))
-    assert forward == pytest.approx((24 * n * h**2 + 4 * n * s * h) / 2)
-    assert backward == pytest.approx(2 * forward)
-
-
-def test_a_layer_keeps_what_korthikanti_says() -> None:
-    """Table 2: s b h (10 + 24/t + 5 a s / (h t)) with tensor parallelism,
-
-    the scores' part less with selective recomputation, 2 s b h with full, all / t with sequence
-    parallelism. (The masks of dropout are in it.)
-    """
-    s, b, h, a, t = 512, 2, 1024, 16, 2
-    whole = s * b * h
-    run = read(row())
-    assert kept(run) == pytest.approx(whole * (10 + 24 / t + 5 * a * s / (h * t)))
-    split = dataclasses.replace(run, recompute="attention", sequence_parallel=True)
-    assert kept(split) == pytest.approx(whole * 34 / t)
-    assert kept(dataclasses.replace(run, recompute="full")) == 2 * whole
-
-
-def test_memory_kinds_add_up() -> None:
-    constants = Constants(fragmented=0.1, context=2.0)
-    assert memory.needed(100.0, "allocated", constants) == 100
-    assert memory.needed(100.0, "reserved", constants) == pytest.approx(110)
-    assert memory.needed(100.0, "device", constants) == pytest.approx(110 + 2 * 2**30)
-
-
-def test_stages_that_hold_the_tables_have_a_layer_less() -> None:
-    """22 layers on 8 ranks: with embedding and head they are 24, three each."""
-    assert pipeline.layers_of(read(row(layers=22, pp=8, tp=1))) == (2, 3, 3, 3, 3, 3, 3, 2)
+@pytest.mark.parametrize(
+    ("says", "profile"),
+    [
+        ({}, "megatron"),  # two stages of two tensor-parallel ranks, and not a word besides
+        ({"tp": 1, "pp": 1}, "eager"),
+        ({"opt_shard": "FSDP FULL_SHARD (zero3)"}, "eager"),
+        ({"opt_shard": "FSDP2 (zero3)", "extra": "2D compile"}, "compiled"),
+        ({"tp": 1, "pp": 1, "attention": "flash (TE)"}, "megatron"),
+        ({"tp": 1, "pp": 1, "attention": "unfused, ALiBi"}, "eager"),
+        ({"tp": 1, "pp": 1, "framework": "NeMo 25.02"}, "megatron"),
+    ],
+)
+def test_the_profile_is_what_the_row_says(says: dict[str, object], profile: str) -> None:
+    assert read(row(**says)).software.name == profile
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
@@ -176,56 +156,6 @@ def test_the_bubble_of_1f1b() -> None:
     assert zero_bubble.bubble({**made, "T_comm_ms": "1"}, "1f1b") > 3 / 11
 
 
-def test_many_micro_batches_take_what_simulating_all_of_them_does() -> None:
-    run = read(row(gbs=256))  # 64 micro-batches on 2 ranks, of which 12 are simulated
-    machine = machine_of(run)
-    longer = predict(run, machine, EXPECTED).pipeline
-    each = longer - predict(read(row(gbs=252)), machine, EXPECTED).pipeline
-    first = predict(read(row(gbs=48)), machine, EXPECTED).pipeline
-    assert longer == pytest.approx(first + 52 * each)
-
-
-@pytest.mark.parametrize(
-    ("slower", "quicker"),
-    [
-        ({"recompute": "full"}, {}),
-        ({"attention": "torch"}, {"attention": "flash_attention2"}),
-        ({"attention": "flash_attentionv1.0.8"}, {"attention": "flash_attention2"}),
-        ({"hidden": 1040}, {"hidden": 1088}),  # 1040 = 65 * 16 begins no row at 128 bytes
-        ({"opt_shard": "zero1"}, {"opt_shard": "none"}),
-        ({"gpu": "A100-SXM4-80GB"}, {"gpu": "H100-SXM5-80GB"}),
-    ],
-)
-def test_what_costs_costs(slower: dict[str, object], quicker: dict[str, object]) -> None:
-    def seconds(changes: dict[str, object]) -> float:
-        return predicted(row(**changes), EXPECTED).seconds
-
-    assert seconds(slower) > seconds(quicker)
-
-
-def test_a_source_is_predicted_without_its_own_constants() -> None:
-    names = json.loads(FITTED.read_text())
-    assert "" in names
-    assert fitted("nobody has seen it") == fitted("")
-    assert {fitted(name) for name in names} != {fitted("")}
-
-
-def test_a_fit_finds_the_constants_that_made_the_rows() -> None:
-    """Times as slower matmuls would make them, published by two sources."""
-    truth = dataclasses.replace(EXPECTED, steady=0.7)
-    rows = []
-    for hidden in (1024, 2048, 4096):
-        for source in ("one", "other"):
-            made = {"hidden": hidden, "table": source, "run_id": f"{source}{hidden}"}
-            seconds = predicted(row(**made), truth).seconds
-            rows.append(row(**made, step_time_s=seconds))
-    sources = known(rows)
-    found = descend(sources)
-    assert found.steady == pytest.approx(0.7, rel=0.05)
-    assert found.flash1 == EXPECTED.flash1  # of which no row says anything
-    assert max(abs(logarithm(found, k)) for rows in sources.values() for k in rows) < 0.03
-
-
 def prediction(seconds: float, published: float, **changes: object) -> Prediction:
     run: Run = read(row(step_time_s=published, **changes))
     return Prediction(run, seconds, memory=1.0, needed=1.0, capacity=2.0)
@@ -233,8 +163,6 @@ def prediction(seconds: float, published: float, **changes: object) -> Predictio
 
 def test_scores() -> None:
     assert quantile([1, 2, 3, 4, 5], 0.9) == pytest.approx(4.6)
-    assert balanced_accuracy([(True, True), (True, False), (False, False)]) == 0.75
-    assert balanced_accuracy([(False, False)]) is None
     assert rank_correlation([1, 2, 3], [10, 20, 30]) == pytest.approx(1)
     assert rank_correlation([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
     assert rank_correlation([1, 2, 3], [5, 5, 5]) == 0
@@ -251,22 +179,91 @@ def test_a_sweep_is_held_to_its_best_or_to_its_order() -> None:
     assert "rank correlation -1.000" in table(summaries([prediction(k, 9.0 - k) for k in range(9)]))
 
 
+def test_memory_is_scored_as_its_source_counts_it() -> None:
+    """100 GiB of tensors: 16 % of gaps besides, and 2 GiB of what is no tensor."""
+    gib = 2**30
+    assert counted(100 * gib, "allocated") == 100 * gib
+    assert counted(100 * gib, "reserved") == pytest.approx(116 * gib)
+    assert counted(100 * gib, "device") == pytest.approx(118 * gib)
+
+
+def test_rows_that_are_far_off_or_said_not_to_fit_are_shown() -> None:
+    near, off = prediction(1.2, 1.0), prediction(1.3, 1.0, run_id="off")
+    full = dataclasses.replace(near, needed=3.0 * 2**30, capacity=2.0 * 2**30)
+    full = dataclasses.replace(full, bytes={"gradients": 2**20, "activations": 3 * 2**30})
+    assert [line.split(" | ")[0] for line in far([near, off]).splitlines()[2:]] == ["| off"]
+    assert misfits([near, full]).endswith("| 3 | 2 |  | activations 3 |")
+
+
+def test_the_free_choice_stands_beside_the_row_s_layout() -> None:
+    """Below 1 the search has missed something; no ratio where the layout has no room."""
+    line = {"row": "r", "layout": "pp=8", "predicted_step_s": 3.0, "fits": True}
+    ours = {"layout": "dp=8", "seconds": 2.0}
+    refused = {"refused": "no plan fits"}
+    shown = chosen([line, {**line, "free": ours}, {**line, "fits": False, "free": refused}])
+    assert shown.splitlines()[2:] == [
+        "| r | pp=8 | 3 | yes | dp=8 | 2 | 1.50 |",
+        "| r | pp=8 | 3 | no | no plan fits |  |  |",
+    ]
+
+
+def test_a_row_that_hangs_or_dies_costs_itself_alone() -> None:
+    def work(item: str) -> dict[str, object]:
+        if item == "hangs":
+            time.sleep(60)
+        if item == "dies":
+            os._exit(3)
+        return {"said": item}
+
+    found = dict(workers.done(["hangs", "dies", "works"], work, jobs=3, limit=1.0))
+    assert found["hangs"]["failed"] == "not done after 1 s"
+    assert found["dies"]["failed"] == "its process ended with 3"
+    assert found["works"]["said"] == "works"
+
+
+def test_a_bad_row_is_said_and_passed_over(capsys: pytest.CaptureFixture[str]) -> None:
+    """A sheet of somebody else: a row cut short, one of words, one without a measurement."""
+    good = row()
+    short = {name: "" for name in good}
+    words = {**good, "layers": "many"}
+    bare = row(step_time_s="", run_id="made-up-2")
+    found = list(readable([good, short, words, bare, good]))
+    assert [each.key for each in found] == ["made-up-1", "made-up-1, line 6"]
+    said = [json.loads(line)["unsupported"] for line in capsys.readouterr().out.splitlines()]
+    assert said == ["no layers", "no layers", "nothing was measured"]
+
+
+def test_zb_2p_is_handed_over_as_a_written_schedule(tmp_path: Path) -> None:
+    """It has no name in autopipe; what is written is read back, and runs to its end."""
+    run = read(row(schedule="ZB-2p", pp=4, tp=1))
+    path = Path(tool._schedule(run, tmp_path)["schedule"])
+    assert schedule_page.from_file(path) == zero_bubble.zb_2p(4, run.micro_batches)
+
+
 def test_the_command_line(tmp_path: Path) -> None:
-    """One line a row; what is not modelled says so; a table by source for a person."""
+    """One line a row; what is not modelled says so; a second run finds what the first has done."""
     rows = [row(), row(cp=2, run_id="made-up-2")]
-    lines = [",".join(rows[1])] + [",".join(found.get(n, "") for n in rows[1]) for found in rows]
-    path = tmp_path / "rows.csv"
+    lines = [",".join(rows[0])] + [",".join(found.get(n, "") for n in rows[0]) for found in rows]
+    lines[0] += ",cp"
+    lines[1:] = [f"{line},{cp}" for line, cp in zip(lines[1:], ("1", "2"), strict=True)]
+    path, done = tmp_path / "rows.csv", tmp_path / "rows.jsonl"
     path.write_text("\n".join(lines))
-    found = subprocess.run(
-        [sys.executable, "-m", "benchmarks.published", str(path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert found.returncode == 0, found.stderr
-    first, second, *_ = (json.loads(line) for line in found.stdout.splitlines())
-    assert first["run_id"] == "made-up-1"
-    assert first["error"] == pytest.approx(first["predicted_step_s"] / 0.5 - 1, abs=1e-4)
-    assert second["unsupported"].startswith("context parallelism")
-    assert "made_up_table1" in found.stderr
+
+    def run() -> list[dict[str, Any]]:
+        found = subprocess.run(
+            [sys.executable, "-m", "benchmarks.published", str(path), "--to", str(done)],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=110,
+        )
+        assert found.returncode == 0, found.stderr
+        assert "made_up_table1" in found.stderr
+        return [json.loads(line) for line in found.stdout.splitlines()]
+
+    said, planned, *summary = run()
+    assert said["unsupported"].startswith("context parallelism")
+    assert planned["row"] == "made-up-1"
+    assert planned["error"] == pytest.approx(planned["predicted_step_s"] / 0.5 - 1, abs=1e-4)
+    assert sum(planned["bytes"].values()) == planned["needed_bytes"]
+    assert run() == [said, *summary]

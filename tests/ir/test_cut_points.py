@@ -71,3 +71,11 @@ def test_of_equally_narrow_places_the_beginning_of_a_block_is_taken(name):
     """Before gpt's block 0 stands a dropout, and the one tensor crosses before and after it."""
     _, flow, blocks = traced(name)
     assert {block.first for block in blocks} <= set(find_units(flow, blocks).starts)
+
+
+@pytest.mark.parametrize("most", [2, 5, 10])
+def test_no_two_layers_are_joined_in_a_deep_model(most):
+    """128 layers of 8 parameters each, cut at every ninth: some units had one layer, some two, and
+    64 equal stages were not to be had (GPT of 1008 B, SC21: a step was 1.5 times too long)."""
+    _, flow, blocks = traced("gpt2")
+    assert {block.first for block in blocks} <= set(find_units(flow, blocks, most=most).starts)

@@ -132,6 +132,22 @@ def test_attention_is_what_torch_counts_of_its_matmuls():
     assert at_batch(found.forward_flops, ROWS) == forward
 
 
+def test_a_grouped_matmul_gives_each_token_one_expert() -> None:
+    """4 b tokens of 8 through one of 2 matrices [8, 16] each: Mixtral's feed-forward was taken for
+    an op of one operation an element, and its step for a fourth of what it is."""
+
+    def experts(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        tokens = x.flatten(0, 1).bfloat16()
+        ends = torch.tensor([tokens.shape[0] // 2, tokens.shape[0]], dtype=torch.int32)
+        return F.grouped_mm(tokens, weights.bfloat16(), offs=ends)
+
+    model = One(experts, [(2, 8, 16)], (4, 8))
+    found = the(trace_model(model, model.inputs).graph, "_grouped_mm")
+    assert found.forward_flops == 2 * 4 * BATCH * 8 * 16
+    assert found.backward_flops == 2 * found.forward_flops
+    assert found.dims == (4 * BATCH / 2, 8, 16)
+
+
 def test_an_lstm_multiplies_every_matrix_once_a_step():
     """Two layers of 32: x and h by [128, 32] each, at 12 steps of b rows."""
     found = the(traced("lstm")[0].graph, "lstm")

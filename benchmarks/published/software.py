@@ -1,0 +1,60 @@
+"""What a row says it ran with, as one of three named profiles.
+
+    profile    pointwise ops           said by a row as
+    megatron   fused by hand           Megatron, Transformer Engine, NeMo, a fused or RMS kernel,
+                                       a distributed optimizer; several tp or pp ranks and no FSDP
+    compiled   fused by torch.compile  compile, inductor
+    eager      a kernel each           everything else: FSDP, DeepSpeed and DDP without compile
+
+Profiles are chosen from what the row itself says, never from how far off its prediction is.
+`engine` is the kind of pointwise kernels that the planner is to count with. It has `eager` alone,
+so all rows are predicted with that; a row's line says which engine it should have had.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+Row = Mapping[str, str]
+"""A row of a table by the names of its columns."""
+
+
+@dataclass(frozen=True)
+class Software:
+    """A software stack.
+
+    Args:
+        name: of the profile.
+        engine: what its pointwise ops run as: `fused`, or `eager` (a kernel for each op).
+    """
+
+    name: str
+    engine: str
+
+
+MEGATRON = Software("megatron", "fused")
+COMPILED = Software("compiled", "fused")
+EAGER = Software("eager", "eager")
+
+ENGINES = ("eager",)
+"""Those that `autopipe.plan` can predict with."""
+
+_FIELDS = ("software", "framework", "extra", "notes", "attention", "opt_shard")
+"""Columns in which tables record it."""
+
+_COMPILED = r"compil|inductor"
+_FUSED = r"megatron|\bte\b|transformer.?engine|nemo|(?<!un)fused|rms kernel|distributed optimizer"
+_UNFUSED = r"fsdp|ddp\b|hugging"
+
+
+def software_of(row: Row) -> Software:
+    """The profile of a row."""
+    said = " ".join(row.get(name) or "" for name in _FIELDS).lower()
+    if re.search(_COMPILED, said):
+        return COMPILED
+    if re.search(_FUSED, said):
+        return MEGATRON
+    ranks = any((row.get(name) or "1").strip() not in ("1", "") for name in ("tp", "pp"))
+    return MEGATRON if ranks and not re.search(_UNFUSED, said) else EAGER

@@ -1,0 +1,204 @@
+"""A published run put to the tool: its model, its cluster, its layout, one call of `autopipe.plan`.
+
+    Run --> Transformer (module.py), Cluster (cluster.py), constraints --> autopipe.plan --> Outcome
+
+The model is built as a user would write it, and traced and planned by the code that `autopipe plan`
+runs. Nothing is fitted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import autopipe
+from autopipe.cluster.cluster import Cluster, Group
+from autopipe.planfile.contents import Plan
+from autopipe.report.facts import fullest
+from autopipe.schedules.instructions import format_programs
+from autopipe.schedules.registry import SCHEDULES
+from benchmarks.published.cluster import cluster_of
+from benchmarks.published.module import Transformer
+from benchmarks.published.rows import Run, Unsupported
+from benchmarks.published.software import ENGINES
+from benchmarks.published.zero_bubble import zb_2p
+
+Asked = Mapping[str, Any]
+"""Arguments of `autopipe.plan`."""
+
+ROOM = 100
+"""How many times a device's memory a plan may fill where its layout is given."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a plan says of itself.
+
+    Args:
+        layout: its mesh, schedule and recomputation, in words.
+        seconds: of a step.
+        bubble: the share of it in which a rank does not compute.
+        needed: bytes of tensors on the fullest device.
+        capacity: those that tensors may fill there.
+        bytes: `needed` by what they are for.
+    """
+
+    layout: str
+    seconds: float
+    bubble: float
+    needed: int
+    capacity: int
+    bytes: dict[str, int]
+
+    @property
+    def fits(self) -> bool:
+        """The device has room for it."""
+        return self.needed <= self.capacity
+
+
+def outcome(plan: Plan, cluster: Cluster) -> Outcome:
+    """What a plan says of itself on the devices of `cluster`."""
+    full, mesh = fullest(plan), plan.mesh
+    kinds = [vars(plan.stages[stage].predicted.memory) for stage in full.stages]
+    chunks = len(plan.stages) // mesh.pp
+    again = sum(len(stage.recompute) for stage in plan.stages)
+    words = [f"tp={mesh.tp} pp={mesh.pp} dp={mesh.dp} m={plan.batch.micro_batches}"]
+    if mesh.pp > 1:
+        words.append(plan.schedule if not plan.programs else "written")
+    if plan.schedule == "interleaved":
+        words.append(f"chunks={chunks}")
+    words += [f"zero={plan.zero}"] if plan.zero else []
+    words += [f"again={again}"] if again else []
+    return Outcome(
+        layout=" ".join(words),
+        seconds=plan.prediction.step_seconds,
+        bubble=plan.prediction.bubble,
+        needed=full.held,
+        capacity=min(device.memory for device in cluster.devices),
+        bytes={kind: sum(each[kind] for each in kinds) for kind in kinds[0]},
+    )
+
+
+def own_layout(run: Run) -> Outcome:
+    """What the tool says of the layout that ran.
+
+    Devices have memory without end here, so that a layout that is said not to fit has a step too.
+
+    Raises:
+        Unsupported: the tool has not what the run used.
+        AutopipeError: the tool refuses the model or the layout.
+    """
+    cluster = _cluster(run)
+    with tempfile.TemporaryDirectory() as folder:
+        layout: Asked = {
+            "pp": run.pp,
+            "dp": run.dp,
+            "tp": run.tp,
+            "micro_batches": run.micro_batches,
+        }
+        plan = autopipe.plan(
+            **_asked(run, roomy(cluster)),
+            **layout,
+            **_schedule(run, Path(folder)),
+            zero=min(run.sharding, 1) if run.sharding < 3 else 3,
+            recompute=_recompute(run),
+            sequence_parallel=run.sequence_parallel,
+        )
+    return outcome(plan, cluster)
+
+
+def free_choice(run: Run) -> Outcome:
+    """What the tool would have chosen for the same model, devices and batch.
+
+    Raises:
+        Unsupported, AutopipeError: as `own_layout`.
+    """
+    cluster = _cluster(run)
+    return outcome(autopipe.plan(**_asked(run, cluster)), cluster)
+
+
+def unsaid(run: Run) -> list[str]:
+    """What of the run cannot be said to the tool, and what is said instead."""
+    cluster, engine = _cluster(run), run.software.engine
+    found = [] if engine in ENGINES else [f"engine {engine} as {ENGINES[0]}"]
+    if run.recompute in ("attention", "elementwise"):
+        found.append(f"recompute {run.recompute} as none")
+    if run.sharding == 2:
+        found.append("ZeRO-2 as ZeRO-1")
+    if run.attention == "flash1":
+        found.append("FlashAttention 1 as torch's")
+    if run.half and _precision(run, cluster) == "bf16":
+        found.append("fp16 as bf16")
+    if run.schedule == "zb-2p":
+        found.append("zb-2p as the written ZB-H2")
+    return found
+
+
+def _cluster(run: Run) -> Cluster:
+    return cluster_of(run.gpu, run.memory_gb, run.devices, run.per_node, run.within, run.between)
+
+
+def _asked(run: Run, cluster: Cluster) -> Asked:
+    """The question: all but the layout."""
+    return {
+        "model": partial(Transformer, run),
+        "inputs": partial(_batch, run),
+        "cluster": cluster,
+        "batch_size": run.micro_batch * run.micro_batches * run.dp,
+        "precision": _precision(run, cluster),
+    }
+
+
+def _precision(run: Run, cluster: Cluster) -> str:
+    """fp16 is as fast as bf16; only where there is no bf16 it is asked for by its name."""
+    if run.pure:
+        return "fp32"  # which leaves a model of 16 bits as it is
+    return "bf16" if all("bf16" in device.flops for device in cluster.devices) else "fp16"
+
+
+def _schedule(run: Run, folder: Path) -> Asked:
+    """The schedule by its name; ZB-2p, which has none, is written into a file.
+
+    ZB-2p is found by search, within the memory of ZB-H2 (Qi et al., 2024, section 3): the one that
+    the paper writes by hand for that memory stands for it.
+    """
+    if run.schedule == "zb-2p":
+        path = folder / "zb-2p"
+        path.write_text(format_programs(zb_2p(run.pp, run.micro_batches)))
+        return {"schedule": str(path)}
+    if run.schedule not in SCHEDULES:
+        raise Unsupported(f"schedule {run.schedule}")
+    chunks = run.chunks if run.schedule == "interleaved" else None
+    return {"schedule": run.schedule, "chunks": chunks}
+
+
+def _recompute(run: Run) -> str | list[str]:
+    """What runs again, as far as autopipe can: whole blocks."""
+    if run.recompute == "alternate":
+        return [f"layers.{n}" for n in range(0, run.model.layers, 2)]
+    return "all" if run.recompute == "full" else "none"
+
+
+def roomy(cluster: Cluster) -> Cluster:
+    """The cluster, its devices with memory without end."""
+
+    def larger(group: Group) -> Group:
+        return dataclasses.replace(
+            group, device=dataclasses.replace(group.device, memory=ROOM * group.device.memory)
+        )
+
+    nodes = tuple(
+        dataclasses.replace(node, groups=tuple(map(larger, node.groups))) for node in cluster.nodes
+    )
+    return dataclasses.replace(cluster, nodes=nodes)
+
+
+def _batch(run: Run, rows: int) -> dict[str, torch.Tensor]:
+    tokens = torch.zeros(rows, run.model.seq, dtype=torch.long)
+    return {"tokens": tokens, "labels": tokens}

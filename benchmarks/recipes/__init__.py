@@ -1,0 +1,1 @@
+"""Layouts that experts chose by hand, and what the tool chooses for the same question."""

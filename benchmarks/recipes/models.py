@@ -1,0 +1,80 @@
+"""The dense decoders that recipes train, by the beginning of a recipe's name.
+
+Dimensions are those of the models' own config.json on the Hugging Face hub; the modules are those
+of transformers, as they come.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A dense decoder of transformers.
+
+    Args:
+        family: the beginning of its classes' names, as `Llama`.
+        layers, hidden, heads, kv_heads, ffn, vocab: its dimensions.
+        seq: tokens of a row where a recipe does not say.
+        head_dim: where it is not hidden / heads.
+        tied: the head is the embedding.
+    """
+
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    seq: int
+    head_dim: int | None = None
+    tied: bool = False
+
+    def build(self, seq: int) -> nn.Module:
+        """The model for rows of so many tokens."""
+        import transformers
+
+        config: Any = getattr(transformers, f"{self.family}Config")(
+            num_hidden_layers=self.layers,
+            hidden_size=self.hidden,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim or self.hidden // self.heads,
+            intermediate_size=self.ffn,
+            vocab_size=self.vocab,
+            max_position_embeddings=seq,
+            tie_word_embeddings=self.tied,
+            use_cache=False,
+        )
+        built: nn.Module = getattr(transformers, f"{self.family}ForCausalLM")(config)
+        return built
+
+
+_LLAMA3 = 128256
+_QWEN3 = 151936
+
+DECODERS = {
+    "llama2_7b": Decoder("Llama", 32, 4096, 32, 32, 11008, 32000, 4096),
+    "llama2_13b": Decoder("Llama", 40, 5120, 40, 40, 13824, 32000, 4096),
+    "llama2_70b": Decoder("Llama", 80, 8192, 64, 8, 28672, 32000, 4096),
+    "llama3_8b": Decoder("Llama", 32, 4096, 32, 8, 14336, _LLAMA3, 8192),
+    "llama3_70b": Decoder("Llama", 80, 8192, 64, 8, 28672, _LLAMA3, 8192),
+    "llama31_8b": Decoder("Llama", 32, 4096, 32, 8, 14336, _LLAMA3, 8192),
+    "llama31_70b": Decoder("Llama", 80, 8192, 64, 8, 28672, _LLAMA3, 8192),
+    "llama31_405b": Decoder("Llama", 126, 16384, 128, 8, 53248, _LLAMA3, 8192),
+    "llama32_1b": Decoder("Llama", 16, 2048, 32, 8, 8192, _LLAMA3, 8192, tied=True),
+    "llama32_3b": Decoder("Llama", 28, 3072, 24, 8, 8192, _LLAMA3, 8192, tied=True),
+    "mistral_7b": Decoder("Mistral", 32, 4096, 32, 8, 14336, 32768, 4096),
+    "qwen3_600m": Decoder("Qwen3", 28, 1024, 16, 8, 3072, _QWEN3, 4096, 128, tied=True),
+    "qwen3_1p7b": Decoder("Qwen3", 28, 2048, 16, 8, 6144, _QWEN3, 4096, 128, tied=True),
+    "qwen3_4b": Decoder("Qwen3", 36, 2560, 32, 8, 9728, _QWEN3, 4096, 128, tied=True),
+    "qwen3_8b": Decoder("Qwen3", 36, 4096, 32, 8, 12288, _QWEN3, 4096, 128),
+    "qwen3_14b": Decoder("Qwen3", 40, 5120, 40, 8, 17408, _QWEN3, 4096, 128),
+    "qwen3_32b": Decoder("Qwen3", 64, 5120, 64, 8, 25600, _QWEN3, 4096, 128),
+}
+"""By the beginning of a recipe's name: a recipe that no name here begins is not built."""
