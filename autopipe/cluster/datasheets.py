@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autopipe.cluster.cluster import Device
 from autopipe.cluster.efficiency import GIB, MATMUL_SHARE, STEADY, STEADY_NEWER
 
 
@@ -342,3 +343,9 @@ DEVICES: dict[str, Datasheet] = {
         steady=STEADY_NEWER,
     ),
 }
+
+
+def peak(device: Device, dtype: str) -> float | None:
+    """Operations a second in a dtype by the datasheet of the device's kind; None: it has none."""
+    sheet = DEVICES.get(device.kind)
+    return sheet.flops.get(dtype) if sheet is not None else None

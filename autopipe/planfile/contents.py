@@ -38,6 +38,7 @@ from autopipe.planfile.parts import (
     Sharding,
     StagePlan,
 )
+from autopipe.planfile.work import Work
 from autopipe.util import codec
 
 FORMAT = 3
@@ -63,8 +64,9 @@ class Plan:
     `collectives` are those of what is in no block. `products` are the dtypes that the model itself
     multiplies matrices in, as keys of a device's `flops`; "fp32" where it says nothing. `loss_over`
     is one of `LOSS_OVER`. `loss` is whether there is a loss function beside the model (null: nobody
-    has said). `made` has a few digits of each part as the planner has left it, by which `edited`
-    finds what was changed since.
+    has said). `work` is what a step computes; null if that is not known, or no matrix product.
+    `made` has a few digits of each part as the planner has left it, by which `edited` finds what
+    was changed since.
     """
 
     format: int
@@ -91,6 +93,7 @@ class Plan:
     products: tuple[str, ...] = ("fp32",)
     loss_over: str = ROWS
     loss: bool | None = None
+    work: Work | None = None
     made: dict[str, str] = field(default_factory=dict)
 
     @property

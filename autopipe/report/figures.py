@@ -20,7 +20,7 @@ from autopipe.util.numbers import Amount, percent, ranges
 
 PARTS: Mapping[str, Callable[[Memory], int]] = {
     "peak": lambda memory: memory.peak,
-    "weights": lambda memory: memory.parameters + memory.buffers,
+    "weights": lambda memory: memory.parameters + memory.copies + memory.buffers,
     "grads": lambda memory: memory.gradients,
     "optimizer": lambda memory: memory.optimizer,
     "activations": lambda memory: memory.activations,

@@ -178,7 +178,7 @@ def with_memory(plan: Plan, held: StageBytes, optimizer_factor: float) -> Plan:
     stages, rehearsal = held.cut.stages, held.rehearsal
     windows = [boundary.window for boundary in plan.boundaries]
     compute = programs.compute(plan)
-    peaks = step_programs.footprints(
+    moments = step_programs.fullest_moments(
         step_programs.step_programs(
             compute, stages, rehearsal.boundaries, windows, programs.sends_ahead(plan)
         ),
@@ -187,15 +187,16 @@ def with_memory(plan: Plan, held: StageBytes, optimizer_factor: float) -> Plan:
     )
     placed = holders(compute)
     written = []
-    for stage, peak, entry in zip(stages, peaks, plan.stages, strict=True):
+    for stage, (peak, at), entry in zip(stages, moments, plan.stages, strict=True):
         on_rank = [s for s in stages if placed[s.index] == placed[stage.index]]
         earlier = {name for s in on_rank if s.index < stage.index for name in s.states}
         own = [name for name in stage.states if name not in earlier]
-        whole = rehearsal.low[stage.index]
+        copies = rehearsal.low[stage.index]
         if stage is max(on_rank, key=lambda s: held.gathered[s.index]):  # one runs at a time
-            whole += held.gathered[stage.index]
-        memory = _memory(held.cut.graph, own, peak, whole, plan, optimizer_factor)
-        written.append(replace(entry, predicted=replace(entry.predicted, memory=memory)))
+            copies += held.gathered[stage.index]
+        memory = _memory(held.cut.graph, own, peak, copies, plan, optimizer_factor)
+        predicted = replace(entry.predicted, memory=memory, fullest=str(at or ""))
+        written.append(replace(entry, predicted=predicted))
     return replace(plan, stages=tuple(written))
 
 
@@ -203,7 +204,7 @@ def _memory(
     graph: Graph,
     names: Collection[str],
     peak: Counter[str],
-    whole: int,
+    copies: int,
     plan: Plan,
     optimizer_factor: float,
 ) -> Memory:
@@ -212,7 +213,7 @@ def _memory(
     Args:
         names: its states, but for those that an earlier stage of its rank has.
         peak: bytes of activations and transfers at the fullest moment.
-        whole: bytes of parameters beside its own: copies, and what ZeRO-3 gathers.
+        copies: bytes of parameters beside its own: copies, and what ZeRO-3 gathers.
     """
     dp, zero = plan.mesh.dp, plan.zero
     states = {name: graph.states[name] for name in names}
@@ -224,12 +225,13 @@ def _memory(
     held = shards if zero == 3 else sizes
     updated = shards if zero else sizes
     return Memory(
-        parameters=sum(held[name] for name in parameters) + whole,
+        parameters=sum(held[name] for name in parameters),
         gradients=sum(held[name] for name in trained),
         optimizer=round(sum(updated[name] for name in trained) * optimizer_factor),
         buffers=sum(size for name, size in sizes.items() if name not in parameters),
         activations=peak["activations"],
         transfers=peak["transfers"],
+        copies=copies,
         passing=_passing([sizes[name] for name in trained], peak, plan),
     )
 
