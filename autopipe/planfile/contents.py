@@ -214,6 +214,19 @@ def check(plan: Plan) -> None:
             refuse(f"boundaries[{index}].depth", "at least 0", str(boundary.depth))
     _check_stages(plan, refuse)
     _check_transfers(plan, refuse)
+    _check_work(plan, refuse)
+
+
+def _check_work(plan: Plan, refuse: Refuse) -> None:
+    """Each pipeline rank has a peak, and nothing is below zero."""
+    work, pp = plan.work, plan.mesh.pp
+    if work is None:
+        return
+    if len(work.peaks) != pp or min(work.peaks) <= 0:
+        refuse("work.peaks", f"{pp} rates above 0, one for each rank of mesh.pp", str(work.peaks))
+    for name in ("flops", "tokens"):
+        if getattr(work, name) < 0:
+            refuse(f"work.{name}", "at least 0", str(getattr(work, name)))
 
 
 def _check_stages(plan: Plan, refuse: Refuse) -> None:

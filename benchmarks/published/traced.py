@@ -28,7 +28,7 @@ import torch
 import autopipe
 from autopipe.cluster.cluster import Cluster, Group
 from autopipe.errors import AutopipeError
-from autopipe.report.facts import fullest
+from autopipe.report.fullest import fullest
 from autopipe.schedules.registry import SCHEDULES
 from benchmarks.published.__main__ import summaries, table
 from benchmarks.published.machine import cluster_of

@@ -25,7 +25,7 @@ from autopipe.planners.driver.tp_degrees import Degree
 from autopipe.planners.model.eager_depths import choose, pipeline
 from autopipe.planners.model.memory import excess
 from autopipe.planners.model.range_tables import gathered_bytes
-from autopipe.schedules.instructions import holders
+from autopipe.schedules.instructions import Instruction, Kind, holders
 from autopipe.stages import step_programs
 from autopipe.stages.block_owners import owners
 from autopipe.stages.dry_run import Known, Rehearsal, fake_state
@@ -194,7 +194,10 @@ def with_memory(plan: Plan, held: StageBytes, optimizer_factor: float) -> Plan:
         copies = rehearsal.low[stage.index]
         if stage is max(on_rank, key=lambda s: held.gathered[s.index]):  # one runs at a time
             copies += held.gathered[stage.index]
-        memory = _memory(held.cut.graph, own, peak, copies, plan, optimizer_factor)
+        passing, summing = _passing(held.cut.graph, own, peak, plan)
+        if summing:
+            at = Instruction(Kind.REDUCE, stage.index)
+        memory = _memory(held.cut.graph, own, peak, copies, passing, plan, optimizer_factor)
         predicted = replace(entry.predicted, memory=memory, fullest=str(at or ""))
         written.append(replace(entry, predicted=predicted))
     return replace(plan, stages=tuple(written))
@@ -205,6 +208,7 @@ def _memory(
     names: Collection[str],
     peak: Counter[str],
     copies: int,
+    passing: int,
     plan: Plan,
     optimizer_factor: float,
 ) -> Memory:
@@ -214,6 +218,7 @@ def _memory(
         names: its states, but for those that an earlier stage of its rank has.
         peak: bytes of activations and transfers at the fullest moment.
         copies: bytes of parameters beside its own: copies, and what ZeRO-3 gathers.
+        passing: bytes of `Memory.passing`.
     """
     dp, zero = plan.mesh.dp, plan.zero
     states = {name: graph.states[name] for name in names}
@@ -232,7 +237,7 @@ def _memory(
         activations=peak["activations"],
         transfers=peak["transfers"],
         copies=copies,
-        passing=_passing([sizes[name] for name in trained], peak, plan),
+        passing=passing,
     )
 
 
@@ -242,17 +247,21 @@ def _shard(shape: Sequence[Dim], size: int, ranks: int) -> int:
     return -(-rows // ranks) * size // rows if rows else 0
 
 
-def _passing(gradients: Sequence[int], peak: Counter[str], plan: Plan) -> int:
-    """Bytes of `Memory.passing`.
+def _passing(
+    graph: Graph, names: Collection[str], peak: Counter[str], plan: Plan
+) -> tuple[int, bool]:
+    """Bytes of `Memory.passing`, and whether they are those of the sum over ranks.
 
     From the second micro-batch on, each gradient is made beside the sum that it is added to. A
     bucket is filled at the end, when the last backward has let go of what is at the peak.
     """
+    states = (graph.states[name] for name in names)
+    gradients = [bytes_at(state.held, 1) for state in states if state.trainable]
     if plan.fully_sharded:
-        return 0  # what is gathered is counted with the gradients that it makes
+        return 0, False  # what is gathered is counted with the gradients that it makes
     added = max(gradients, default=0) if plan.batch.micro_batches > 1 else 0
     bucket = min(BUCKET_BYTES, sum(gradients)) if plan.mesh.dp > 1 else 0
-    return max(added, bucket - peak.total())
+    return max(added, bucket - peak.total()), bucket - peak.total() > added
 
 
 def with_eager_depths(
