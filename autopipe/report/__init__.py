@@ -5,6 +5,6 @@ terminal, pictures, pages and files, and plain numbers for programs.
 Never found here: torch, decisions.
 
 Other rooms use: `explain.explain`, `page.page`, `figures.compare`, `draw_svg.svg`,
-`as_json.of_plan`, `.of_timeline`, `facts.idle`, `schedule_page.of_schedule`, `.from_file`,
-`.describe`, `paper.width`, `tracks.Track`, `.bubbles`, `perfetto.save`, `.about`.
+`as_json.of_plan`, `.of_timeline`, `facts.idle`, `spending.speed`, `schedule_page.of_schedule`,
+`.from_file`, `.describe`, `paper.width`, `tracks.Track`, `.bubbles`, `perfetto.save`, `.about`.
 """

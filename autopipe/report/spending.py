@@ -83,7 +83,8 @@ def picture(plan: Plan, columns: int) -> Iterator[str]:
 def speed(plan: Plan) -> str:
     """`8,661 tokens/s/GPU; MFU 37.5 % of 989 TFLOP/s (bf16); 32.1 GPU hours a billion tokens`."""
     step, devices = plan.prediction.step_seconds, len(plan.mesh.places)
-    one = "process" if any(d.kind == "cpu" for d in plan.cluster.devices) else "GPU"
+    shared = any(device.kind == "cpu" for device in plan.cluster.devices)
+    one = "process" if shared else "GPU"
     tokens, reached, work = tokens_per_second(plan), mfu(plan), plan.work
     parts = []
     if tokens is not None:
@@ -96,7 +97,6 @@ def speed(plan: Plan) -> str:
         parts.append(
             f"{own}/{one}, an MFU of {100 * reached:.1f} % ({work.dtype} {source}: {peak})"
         )
-    if tokens is not None:
-        hours = numbers.rate(1e9 / tokens / 3600)
-        parts.append(f"{hours} {one} hours a billion tokens")
+    if tokens is not None and not shared:
+        parts.append(f"{numbers.rate(1e9 / tokens / 3600)} GPU hours a billion tokens")
     return "; ".join(parts)

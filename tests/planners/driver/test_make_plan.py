@@ -379,7 +379,7 @@ def test_zero_3_deals_out_everything_and_gathers_what_runs() -> None:
 
 
 def test_the_instruction_at_which_a_device_is_fullest() -> None:
-    """Of one row less is kept than the bucket takes that gradients are summed in; of 8 rows more."""
+    """Of one row less is kept than the bucket takes of summed gradients, of 8 rows more."""
     shape: dict[str, Any] = {"pp": 1, "dp": 2, "micro_batches": 1}
     few, many = (planned(batch_size=rows, **shape).stages[0].predicted for rows in (2, 16))
     assert (few.fullest, many.fullest) == ("0REDUCE", "0F0")
