@@ -1,9 +1,8 @@
 """Say where a plan's step goes, as sentences and as bars from the devices' peak down to waiting.
 
-matmuls at peak     ████████████████                                        1.42 s   38 %
-matmuls below peak                  ██████████████                          1.31 s   35 %
-other ops                                         ███████                   688 ms   18 %
-unequal stages                                           ███████████        ...
+matmuls at peak     ████████████████                       1.42 s   37.6 %
+matmuls below peak                  ██████████████         1.31 s   34.7 %
+other ops                                         ███████  690 ms   18.3 %
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ WORDS = {
     "other_ops": "other ops",
     "launches": "launches of ops",
     "recompute": "recomputation",
-    "exchange": "tensor-parallel sums",
+    "exchange": "tp collectives",
     "gathering": "ZeRO-3 gathering",
     "filling": "warm-up, cool-down",
     "imbalance": "unequal stages",
