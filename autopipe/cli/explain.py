@@ -27,10 +27,11 @@ def explain(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Show a plan on a screen: what was decided, one step, and why it is this one.
+    """Show a plan on a screen: what was decided, where a step goes, and why it is this one.
 
-    --json gives `plan`, the file's own content, and `figures`: degrees, seconds and bubble of the
-    step, and of each stage its seconds, its bubble and its bytes by part.
+    --json gives `plan`, the file's own content, and `figures`: degrees, MFU and rates, the step's
+    seconds by what they go to, the fullest device, and of each stage its seconds, its bubble and
+    its bytes by part.
     """
     from autopipe.planfile.contents import Plan
     from autopipe.report import as_json, page, paper

@@ -110,7 +110,7 @@ def plan(
     with watch("started"), phase("starting"):
         from autopipe.frontend import model_file
         from autopipe.planners.driver.make_plan import plan as make_plan
-        from autopipe.report import as_json, facts
+        from autopipe.report import as_json, facts, spending
         from autopipe.util import numbers
 
         file = model_file.load(model)
@@ -150,6 +150,8 @@ def plan(
         f"{made.schedule}; predicted step {numbers.seconds(made.prediction.step_seconds)}, "
         f"{numbers.count(made.batch.rows, 'row')}"
     )
+    if spending.speed(made):
+        say(f"speed: {spending.speed(made)}")
     if facts.idle(made) is not None:
         say(f"idle: {facts.idle(made)}\nwhy: {made.planner.binding}")
     say(f"time: {watch}")

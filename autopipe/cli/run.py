@@ -137,7 +137,7 @@ def report(
         quiet: print no table and no optional messages.
     """
     from autopipe.report import paper
-    from autopipe.report.compare import compare
+    from autopipe.report.figures import compare
     from autopipe.runtime.train import figure
 
     if not measured.stages:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopipe.cluster.efficiency import GIB, MATMUL_SHARE, STEADY, STEADY_NEWER
+from autopipe.cluster.cluster import Device
+from autopipe.cluster.efficiency import GIB, MATMUL_SHARE, STEADY, STEADY_NEWER, usable
 
 
 @dataclass(frozen=True)
@@ -342,3 +343,18 @@ DEVICES: dict[str, Datasheet] = {
         steady=STEADY_NEWER,
     ),
 }
+
+
+def peak(device: Device, dtype: str) -> float | None:
+    """Operations a second in a dtype by the datasheet of the device's kind; None: it has none."""
+    sheet = DEVICES.get(device.kind)
+    return sheet.flops.get(dtype) if sheet is not None else None
+
+
+def margin(device: Device) -> int | None:
+    """Bytes that are kept from tensors (`efficiency.usable`): CUDA's context, fragments, what ops
+    hold while they run. None: the device's memory is not that of its datasheet."""
+    sheet = DEVICES.get(device.kind)
+    if sheet is None or usable(sheet.memory) != device.memory:
+        return None
+    return round(sheet.memory) - device.memory

@@ -49,6 +49,9 @@ class NodeCost:
         dims: (m, k, n) of its matmul; empty if it is no matmul.
         kernel: the key of its measured rate in `Device.kernels`; empty if it has none.
         gradients: bytes that backward accumulates into the gradients of parameters.
+        model_flops: operations of a matrix product, a convolution or an attention, forward and
+            backward together, those that backward does a second time aside: what MFU counts
+            (Chowdhery et al., PaLM, 2022, appendix B). 0 for every other op.
     """
 
     forward_flops: Dim
@@ -60,6 +63,7 @@ class NodeCost:
     dims: tuple[Dim, ...] = ()
     kernel: str = ""
     gradients: Dim = sympy.Integer(0)
+    model_flops: Dim = sympy.Integer(0)
 
 
 Specs = Sequence[TensorSpec]
@@ -265,8 +269,12 @@ def _cost(graph: Graph, node: Node, carrying: frozenset[Ref | State]) -> NodeCos
     if node.op == "aten.embedding.default":
         read = made[0].bytes  # only the rows that are looked up
     wanted = [spec for v, spec in zip(values, operands, strict=True) if v in carrying]
+    # A product of complex numbers is four of real ones.
+    ahead = flops * (4 if dtype.is_complex else 1) if formula else nothing
     if not any(Ref(node.name, n) in carrying for n in range(len(node.outputs))):
-        return NodeCost(flops, read + written, nothing, nothing, (1, 0), dtype, dims, kernel)
+        return NodeCost(
+            flops, read + written, nothing, nothing, (1, 0), dtype, dims, kernel, model_flops=ahead
+        )
     gradients = sum((spec.bytes for spec in wanted), nothing)
     matrices = min(2, sum(len(spec.shape) > 1 for spec in wanted)) if formula else 1
     if node.op.startswith("aten.scaled_dot_product"):
@@ -279,7 +287,16 @@ def _cost(graph: Graph, node: Node, carrying: frozenset[Ref | State]) -> NodeCos
     added = sum((graph.states[state.name].held.bytes for state in trained), nothing)
     launches = 1, len(wanted)
     return NodeCost(
-        flops, read + written, back_flops, moved_back, launches, dtype, dims, kernel, added
+        flops,
+        read + written,
+        back_flops,
+        moved_back,
+        launches,
+        dtype,
+        dims,
+        kernel,
+        added,
+        ahead * (1 + matrices),
     )
 
 

@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import sympy
@@ -101,6 +101,57 @@ def seconds(
         AutopipeError: the device has no rate for a dtype of the model's matrix products, or has a
             measured rate for an unknown op.
     """
+    timed = _timed(formulas, rows, device, dtypes)
+    return (
+        timed.forward + timed.starts[0],
+        timed.backward + timed.adding + timed.starts[1],
+    )
+
+
+def parts(
+    formulas: Sequence[NodeCost],
+    rows: int,
+    device: Device,
+    dtypes: Sequence[torch.dtype] | None = None,
+) -> NDArray[np.float64]:
+    """The seconds of every node, forward and backward together, by what they go to.
+
+    Returns shape (3, nodes): multiplying matrices; other ops, and gradients that are accumulated;
+    the host's launches. The sum over the first dim is that of `seconds`.
+    """
+    timed = _timed(formulas, rows, device, dtypes)
+    multiplies = np.array([cost.model_flops != 0 for cost in formulas], bool)
+    working = timed.forward + timed.backward
+    return np.stack(
+        [
+            np.where(multiplies, working, 0.0),
+            np.where(multiplies, 0.0, working) + timed.adding,
+            timed.starts[0] + timed.starts[1],
+        ]
+    )
+
+
+def model_flops(formulas: Sequence[NodeCost], rows: int) -> NDArray[np.float64]:
+    """The operations of every node that MFU counts, forward and backward, for so many rows."""
+    return _evaluate([cost.model_flops for cost in formulas], rows)
+
+
+class _Timed(NamedTuple):
+    """Seconds of every node: computing or moving, accumulating gradients, launches both ways."""
+
+    forward: NDArray[np.float64]
+    backward: NDArray[np.float64]
+    adding: NDArray[np.float64]
+    starts: tuple[NDArray[np.float64], NDArray[np.float64]]
+
+
+def _timed(
+    formulas: Sequence[NodeCost],
+    rows: int,
+    device: Device,
+    dtypes: Sequence[torch.dtype] | None,
+) -> _Timed:
+    """As `seconds`, in parts."""
     _check_kernels(device.kind, tuple(device.kernels))
     forward_flops, forward_bytes, backward_flops, backward_bytes, added = (
         _evaluate([getattr(cost, name) for cost in formulas], rows)
@@ -118,10 +169,12 @@ def seconds(
     forward_starts, forward_rates, backward_starts, backward_rates = _paces(
         formulas, device, rates, rates * shares
     )
-    forward = np.maximum(forward_flops / forward_rates, forward_bytes / device.bandwidth)
-    backward = np.maximum(backward_flops / backward_rates, backward_bytes / device.bandwidth)
-    backward += ADDING * added / device.bandwidth
-    return forward + forward_starts, backward + backward_starts
+    return _Timed(
+        np.maximum(forward_flops / forward_rates, forward_bytes / device.bandwidth),
+        np.maximum(backward_flops / backward_rates, backward_bytes / device.bandwidth),
+        ADDING * added / device.bandwidth,
+        (forward_starts, backward_starts),
+    )
 
 
 ADDING = 3

@@ -38,6 +38,7 @@ from autopipe.planfile.parts import (
     Sharding,
     StagePlan,
 )
+from autopipe.planfile.work import Work
 from autopipe.util import codec
 
 FORMAT = 3
@@ -64,8 +65,9 @@ class Plan:
     multiplies matrices in, as keys of a device's `flops`; "fp32" where it says nothing. `compiled`:
     stages run through torch.compile, and keep for backward what `joint.run_again` says. `loss_over`
     is one of `LOSS_OVER`. `loss` is whether there is a loss function beside the model (null: nobody
-    has said). `made` has a few digits of each part as the planner has left it, by which `edited`
-    finds what was changed since.
+    has said). `work` is what a step computes; null if that is not known, or no matrix product.
+    `made` has a few digits of each part as the planner has left it, by which `edited` finds what
+    was changed since.
     """
 
     format: int
@@ -93,6 +95,7 @@ class Plan:
     compiled: bool = False
     loss_over: str = ROWS
     loss: bool | None = None
+    work: Work | None = None
     made: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -214,6 +217,19 @@ def check(plan: Plan) -> None:
             refuse(f"boundaries[{index}].depth", "at least 0", str(boundary.depth))
     _check_stages(plan, refuse)
     _check_transfers(plan, refuse)
+    _check_work(plan, refuse)
+
+
+def _check_work(plan: Plan, refuse: Refuse) -> None:
+    """Each pipeline rank has a peak, and nothing is below zero."""
+    work, pp = plan.work, plan.mesh.pp
+    if work is None:
+        return
+    if len(work.peaks) != pp or min(work.peaks) <= 0:
+        refuse("work.peaks", f"{pp} rates above 0, one for each rank of mesh.pp", str(work.peaks))
+    for name in ("flops", "tokens"):
+        if getattr(work, name) < 0:
+            refuse(f"work.{name}", "at least 0", str(getattr(work, name)))
 
 
 def _check_stages(plan: Plan, refuse: Refuse) -> None:

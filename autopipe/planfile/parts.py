@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from autopipe.planfile.work import Spent
 from autopipe.util.numbers import VISIBLE, percent
 
 BUCKET_BYTES = 25 * 2**20
@@ -162,11 +163,12 @@ class Memory:
     """Bytes of one stage, by what they are for, at the fullest moment of the device it is on.
 
     A device that holds several stages has the sum of theirs; what two of them share counts with the
-    first. `parameters` are with copies in low precision and, under ZeRO-3, what is gathered.
-    `activations` are those saved from forward to backward for all micro-batches in flight,
-    received tensors included; `transfers` are the buffers of receives posted ahead and of sends
-    under way. `passing` is what a backward makes beside all that: a gradient on its way into its
-    sum, a bucket that is summed over ranks. A run that measures itself does not see it.
+    first. `parameters` are those that the optimizer changes; `copies` are those in 16 bits beside
+    them and, under ZeRO-3, what is gathered whole. `activations` are those saved from forward to
+    backward for all micro-batches in flight, received tensors included; `transfers` are the buffers
+    of receives posted ahead and of sends under way. `passing` is what a backward makes beside all
+    that: a gradient on its way into its sum, a bucket that is summed over ranks. A run that
+    measures itself does not see it.
     """
 
     parameters: int
@@ -176,6 +178,7 @@ class Memory:
     activations: int
     transfers: int
     passing: int = 0
+    copies: int = 0
 
     @property
     def peak(self) -> int:
@@ -188,12 +191,16 @@ class StagePrediction:
     """Seconds of one micro-batch, and the stage's bytes when its device is fullest.
 
     Under ZeRO-3 a forward gathers the stage's parameters, and a backward does and scatters their
-    gradients: the seconds are with that.
+    gradients: the seconds are with that. `spent` says what they go to; null where nobody has.
+    `fullest` is the instruction of the device's program at which its bytes are these, `0B3`;
+    empty where nobody has said.
     """
 
     forward_seconds: float
     backward_seconds: float
     memory: Memory
+    spent: Spent | None = None
+    fullest: str = ""
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,11 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from autopipe.cluster import datasheets
 from autopipe.planfile import predict, programs
 from autopipe.planfile.contents import Plan
+from autopipe.planfile.waterfall import mfu, tokens_per_second, waterfall
+from autopipe.report import fullest
 from autopipe.schedules.instructions import holders
 from autopipe.schedules.registry import flying
 from autopipe.schedules.simulate import COMPUTE, Timeline
@@ -33,8 +36,19 @@ def of_plan(plan: Plan) -> Figures:
     schedule, precision, zero
     step_seconds, bubble     predicted; the share for which the mean rank does not compute
     bound_seconds            no plan takes less, by the planner's estimate
+    tokens                   of the whole batch; 0 where rows are no sequences
+    rows_per_second, tokens_per_second, hours_per_billion_tokens, flops_per_second
+                             of one device, and hours of one; null where that is not known
+    mfu                      the share of the devices' peak, `peak_dtype` and `peak_measured` say
+                             which; null where it is not known
+    seconds                  of the step by what they go to (`planfile.waterfall`); they add up to
+                             step_seconds
+    fullest                  the device that has least room: its rank, stages, bytes by part,
+                             margin_bytes (kept from tensors; null: not known), and `at`, the
+                             instruction (null: not known)
     stages                   of each: rank (along pp), forward_seconds and backward_seconds of a
-                             micro-batch, bubble of its rank, peak_bytes, bytes by part
+                             micro-batch, spent (both by what they go to; null: not known), bubble
+                             of its rank, peak_bytes, bytes by part
     """
     mesh, rows = plan.mesh, plan.batch.rows
     bubbles = predict.timeline(plan).bubbles
@@ -46,6 +60,7 @@ def of_plan(plan: Plan) -> Figures:
                 "rank": rank,
                 "forward_seconds": found.forward_seconds,
                 "backward_seconds": found.backward_seconds,
+                "spent": None if found.spent is None else asdict(found.spent),
                 "bubble": bubbles[rank],
                 "peak_bytes": found.memory.peak,
                 "bytes": asdict(found.memory),
@@ -66,7 +81,38 @@ def of_plan(plan: Plan) -> Figures:
         "step_seconds": plan.prediction.step_seconds,
         "bubble": plan.prediction.bubble,
         "bound_seconds": plan.planner.bound_seconds,
+        **_speed(plan),
+        "seconds": waterfall(plan),
+        "fullest": _fullest(plan),
         "stages": stages,
+    }
+
+
+def _speed(plan: Plan) -> Figures:
+    step, devices, work = plan.prediction.step_seconds, len(plan.mesh.places), plan.work
+    tokens = tokens_per_second(plan)
+    return {
+        "tokens": work.tokens if work is not None else 0,
+        "rows_per_second": plan.batch.rows / step / devices if step else None,
+        "tokens_per_second": tokens,
+        "hours_per_billion_tokens": 1e9 / tokens / 3600 if tokens else None,
+        "flops_per_second": work.flops / step / devices if work is not None and step else None,
+        "mfu": mfu(plan),
+        "peak_dtype": work.dtype if work is not None else None,
+        "peak_measured": work.measured if work is not None else None,
+    }
+
+
+def _fullest(plan: Plan) -> Figures:
+    found = fullest.fullest(plan)
+    memories = [asdict(plan.stages[stage].predicted.memory) for stage in found.stages]
+    return {
+        "rank": found.rank,
+        "stages": list(found.stages),
+        "at": plan.stages[found.stages[0]].predicted.fullest or None,
+        "peak_bytes": found.held,
+        "bytes": {part: sum(memory[part] for memory in memories) for part in memories[0]},
+        "margin_bytes": datasheets.margin(found.device),
     }
 
 

@@ -1,6 +1,7 @@
 """Explain a plan as text for a terminal: one screen, with more behind options.
 
-    what was decided       the split, the schedule, the predicted step, memory beside its limit
+    what was decided       the split, the schedule, the predicted step and MFU, memory by part
+    where a step goes      a bar for each part, from the devices' peak down to waiting
     the stages             a table, and what its columns are
     one step               drawn to scale, with its legend
     why                    what binds, and the next best two
@@ -10,14 +11,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
 
 from autopipe.planfile.contents import Plan
-from autopipe.planfile.parts import StagePlan, Transfer
-from autopipe.report import facts, paper, schedule_page
+from autopipe.planfile.parts import Transfer
+from autopipe.report import facts, paper, schedule_page, spending
 from autopipe.report.figures import figures, legend, margins
 from autopipe.report.megatron_terms import describe
-from autopipe.util.numbers import count
+from autopipe.util.numbers import count, ranges
 
 NEAREST = 2
 """The number of other meshes for which the screen has room."""
@@ -34,6 +38,7 @@ def explain(
     """
     parts = [
         paper.terms(facts.decided(plan), columns),
+        "\n".join(spending.picture(plan, columns)),
         "\n".join(_figures(plan, columns, stages)),
         "\n".join(_step(plan, columns)),
         *(["\n".join(_held(plan, columns))] if stages else []),
@@ -47,10 +52,10 @@ def _figures(plan: Plan, columns: int, all_of_them: bool) -> Iterator[str]:
     found = figures(plan, all_of_them=all_of_them)
     table, whole = found.table, all_of_them or paper.fits(found.table, columns)
     yield paper.table(table if whole else table.columns(range(found.parts)), columns)
-    if found.hidden:
-        stages = count(found.hidden, "stage is", "stages are")
-        yield paper.paragraph(f"{stages} left out; --stages shows them", columns)
-    yield paper.terms(legend(plan, found.unit, parts=whole).items(), columns)
+    words = legend(plan, found.unit, parts=whole)
+    if found.folded:
+        words["a-b"] = "least and most of stages that differ; --stages shows each"
+    yield paper.legend(words, columns)
     room = margins(plan)
     if room is not None and all_of_them:
         yield paper.paragraph(room, columns)
@@ -70,15 +75,28 @@ def _step(plan: Plan, columns: int) -> Iterator[str]:
 
 def _held(plan: Plan, columns: int) -> Iterator[str]:
     """Of each stage the nodes and parameters, and what it sends on."""
-    for index, stage in enumerate(plan.stages):
-        yield from _stage(index, stage, columns)
+    for _, run in groupby(range(len(plan.stages)), key=lambda index: _look(plan, index)):
+        yield from _stages([*run], plan, columns)
     for line in describe(plan):
         yield paper.paragraph(line, columns, "    ")
 
 
-def _stage(index: int, stage: StagePlan, columns: int) -> Iterator[str]:
-    parameters = count(len(stage.parameters), "parameter tensor")
-    yield f"stage {index}: {count(stage.nodes, 'node')}, {parameters}"
+def _look(plan: Plan, index: int) -> Hashable:
+    """Everything of a stage that is shown of it, the numbers in names aside."""
+    stage = plan.stages[index]
+    sends = [replace(sent, name="", peer=sent.peer - index) for sent in stage.sends]
+    names = re.sub(r"\d+", "", " ".join((stage.first, stage.last, *stage.recompute)))
+    return stage.nodes, len(stage.parameters), tuple(sends), names
+
+
+def _stages(run: Sequence[int], plan: Plan, columns: int) -> Iterator[str]:
+    """Stages that look the same: the first of them, for all."""
+    stage = plan.stages[run[0]]
+    holds = f"{count(stage.nodes, 'node')}, {count(len(stage.parameters), 'parameter tensor')}"
+    if len(run) == 1:
+        yield f"stage {run[0]}: {holds}"
+    else:
+        yield paper.paragraph(f"stages {ranges(run)}: {holds} each; stage {run[0]}:", columns)
     yield from _lines(f"from {stage.first}", columns)
     yield from _lines(f"to   {stage.last}", columns)
     for transfer in stage.sends:

@@ -9,14 +9,13 @@ alternatives   other plans, and what keeps them from being this one
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 
-from autopipe.planfile import predict, programs
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import Alternative, data_parallel
 from autopipe.planfile.traffic import traffic
-from autopipe.schedules.instructions import holders
+from autopipe.report import fullest
+from autopipe.report.spending import speed
 from autopipe.util import numbers
 from autopipe.util.numbers import count, percent, ranges
 
@@ -30,7 +29,9 @@ def decided(plan: Plan) -> list[tuple[str, str]]:
         stages += f" on {count(mesh.pp, 'rank')}"
     replicas = " on each replica" if mesh.dp > 1 else ""
     step = prediction.step_seconds
-    pace = f", {_rate(batch.rows / step)} rows a second" if step else ""
+    pace = f", {numbers.rate(batch.rows / step)} rows/s" if step else ""
+    tokens = f" ({plan.work.tokens:,} tokens)" if plan.work is not None and plan.work.tokens else ""
+    reached = speed(plan)
     pairs = [
         (
             "split",
@@ -39,7 +40,7 @@ def decided(plan: Plan) -> list[tuple[str, str]]:
         ),
         (
             "schedule",
-            f"{plan.schedule}; a step's {count(batch.rows, 'row')} go through in "
+            f"{plan.schedule}; a step's {count(batch.rows, 'row')}{tokens} go through in "
             f"{count(batch.micro_batches, 'micro-batch', 'micro-batches')}{replicas}, of b = "
             f"{count(rows, 'row')} each",
         ),
@@ -48,14 +49,12 @@ def decided(plan: Plan) -> list[tuple[str, str]]:
             f"{numbers.seconds(step)} a step{pace}; a device waits "
             f"{percent(prediction.bubble)} of it (the bubble)",
         ),
-        ("memory", _room(plan)),
+        *([("speed", reached)] if reached else []),
+        ("memory", fullest.room(plan)),
+        ("holding", fullest.holding(plan)),
     ]
     left = idle(plan)
     return [*pairs, *([("idle", left)] if left else []), *_asked(plan)]
-
-
-def _rate(rows: float) -> str:
-    return f"{rows:,.0f}" if rows >= 999.5 else f"{rows:.3g}"
 
 
 def _machines(plan: Plan) -> str:
@@ -75,8 +74,7 @@ def _asked(plan: Plan) -> Iterator[tuple[str, str]]:
     elif plan.precision != "fp32":
         yield (
             "precision",
-            f"{plan.precision}: parameters, activations and what is sent; master weights, sums of "
-            "gradients and optimizer state in fp32",
+            f"{plan.precision}, with master weights, sums of gradients and optimizer state in fp32",
         )
     if plan.products != ("fp32",) and plan.precision == "fp32":
         own = " and ".join(plan.products)
@@ -122,59 +120,6 @@ def idle(plan: Plan) -> str | None:
         words.append(f"{where}: device{'' if which.isdigit() else 's'} {which}")
     listed = "; ".join(words[:3]) + (f"; and {len(words) - 3} more" if len(words) > 3 else "")
     return f"{there - len(plan.mesh.places):,} of {there:,} devices have no work ({listed})"
-
-
-# --- memory
-
-
-@dataclass(frozen=True)
-class Fullest:
-    """The device with the largest share of its memory used.
-
-    Attributes:
-        rank: the pipeline rank on the device.
-        stages: indices of the stages that it holds.
-        held: its predicted peak in bytes.
-        room: bytes that tensors may fill; None if there are several limits.
-        kind: the kind of device, such as `A100-40GB`.
-    """
-
-    rank: int
-    stages: tuple[int, ...]
-    held: int
-    room: int | None
-    kind: str
-
-
-def fullest(plan: Plan) -> Fullest:
-    """The fullest device among the first replica's first tensor-parallel ranks."""
-    placed, limits = holders(programs.compute(plan)), plan.planner.limits
-    numbered = predict.devices(plan)
-    found = []
-    for rank in range(plan.mesh.pp):
-        device = plan.cluster.device_at(numbered[plan.mesh.rank(rank, 0)])[2]
-        stages = tuple(stage for stage, holder in enumerate(placed) if holder == rank)
-        held = sum(plan.stages[stage].predicted.memory.peak for stage in stages)
-        room = min(device.memory, *limits) if len(limits) == 1 else device.memory
-        known = None if len(limits) > 1 else room
-        found.append((held / room, Fullest(rank, stages, held, known, device.kind)))
-    return max(found, key=lambda each: each[0])[1]
-
-
-def _room(plan: Plan) -> str:
-    """`105.2 MiB of the 1.0 GiB that tensors may fill, on the fullest device (stage 0)`."""
-    found = fullest(plan)
-    kinds = {device.kind for device in plan.cluster.devices}
-    whose = f"stage{'s' if len(found.stages) > 1 else ''} {ranges(found.stages)}"
-    kind = f", {found.kind}" if len(kinds) > 1 else ""
-    where = f"the fullest device ({whose}{kind})"
-    if found.room is None:
-        asked = ", ".join(numbers.memory(limit) for limit in plan.planner.limits)
-        return f"{numbers.memory(found.held)} on {where}; limits that were asked for: {asked}"
-    may = "were asked for as its limit" if plan.planner.limits else "tensors may fill"
-    return (
-        f"{numbers.memory(found.held)} of the {numbers.memory(found.room)} that {may}, on {where}"
-    )
 
 
 # --- what goes over the farthest links

@@ -1,4 +1,4 @@
-"""Make a table of each stage's seconds and bytes, as texts.
+"""Make a table of each stage's seconds and bytes, as texts; and one of them as measured, too.
 
 stage  forward  backward  bubble   peak  weights ...       equal stages that follow each other
 0      24.1 ms   48.2 ms    12 %  105.2     20.1           share a row
@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
 
 from autopipe.planfile import predict, programs
 from autopipe.planfile.contents import Plan
-from autopipe.planfile.parts import Memory
+from autopipe.planfile.parts import Memory, StagePrediction
+from autopipe.report import paper
 from autopipe.report.paper import Table
 from autopipe.schedules.instructions import holders
 from autopipe.util import numbers
@@ -20,7 +23,7 @@ from autopipe.util.numbers import Amount, percent, ranges
 
 PARTS: Mapping[str, Callable[[Memory], int]] = {
     "peak": lambda memory: memory.peak,
-    "weights": lambda memory: memory.parameters + memory.buffers,
+    "weights": lambda memory: memory.parameters + memory.copies + memory.buffers,
     "grads": lambda memory: memory.gradients,
     "optimizer": lambda memory: memory.optimizer,
     "activations": lambda memory: memory.activations,
@@ -28,7 +31,7 @@ PARTS: Mapping[str, Callable[[Memory], int]] = {
 }
 """What the bytes of a device are for; the first is the sum of the others."""
 
-MOST_ROWS = 8
+MOST_ROWS = 6
 """Rows of a table that fits a screen; of more stages those are shown that matter."""
 
 
@@ -39,65 +42,81 @@ class Figures:
     Attributes:
         parts: the first column of those that make up the peak, which stands before it.
         unit: of bytes, `MiB`.
-        hidden: how many stages the table leaves out.
+        folded: how many stages share a row that are not equal.
     """
 
     table: Table
     parts: int
     unit: str
-    hidden: int
+    folded: int
 
 
 def figures(plan: Plan, *, all_of_them: bool = False) -> Figures:
     """Make the table of each stage's seconds and bytes.
 
+    Equal stages that follow each other share a row.
+
     Args:
         all_of_them: not only those that a screen has room for: the first, the slowest, the one
-            that holds most, the last.
+            that holds most, the last. Those between them share a row that says from what to what
+            their figures go.
     """
     amount = Amount(max(stage.predicted.memory.peak for stage in plan.stages))
     ranks = holders(programs.compute(plan))
     bubbles = predict.timeline(plan).bubbles
-    kinds = _kinds(plan, ranks)
-    cells = []
-    for stage, rank, kind in zip(plan.stages, ranks, kinds, strict=True):
-        cells.append(
-            (
-                *([kind] if any(kinds) else []),
-                numbers.seconds(stage.predicted.forward_seconds),
-                numbers.seconds(stage.predicted.backward_seconds),
-                percent(bubbles[rank]),
-                *(amount(part(stage.predicted.memory)) for part in PARTS.values()),
-            )
+    kinds, alone = _kinds(plan, ranks), len(plan.stages) == plan.mesh.pp
+    formats: list[Callable[[Any], str]] = [
+        numbers.seconds,
+        numbers.seconds,
+        percent,
+        *(amount for _ in PARTS),
+    ]
+    found = [
+        (
+            stage.predicted.forward_seconds,
+            stage.predicted.backward_seconds,
+            bubbles[rank],
+            *(part(stage.predicted.memory) for part in PARTS.values()),
         )
-    runs: list[list[int]] = []
-    for index, row in enumerate(cells):
-        if runs and cells[runs[-1][-1]] == row:
-            runs[-1].append(index)
-        else:
-            runs.append([index])
-    shown = range(len(runs)) if all_of_them else _chosen(plan, runs)
-    alone = len(plan.stages) == plan.mesh.pp
+        for stage, rank in zip(plan.stages, ranks, strict=True)
+    ]
+    texts = [
+        (kind, *(shown(each) for shown, each in zip(formats, row, strict=True)))
+        for kind, row in zip(kinds, found, strict=True)
+    ]
+    runs = [[*run] for _, run in groupby(range(len(texts)), key=texts.__getitem__)]
+
+    def row(stages: Sequence[int]) -> tuple[str, ...]:
+        own = [] if alone else [ranges(sorted({ranks[stage] for stage in stages}))]
+        kind = [" / ".join(dict.fromkeys(kinds[stage] for stage in stages))] if any(kinds) else []
+        columns = zip(formats, zip(*(found[stage] for stage in stages), strict=True), strict=True)
+        return (ranges(stages), *own, *kind, *(_span(shown, each) for shown, each in columns))
+
+    rows, folded, before = [], 0, -1
+    for index in range(len(runs)) if all_of_them else _chosen(plan, runs):
+        between = [stage for run in runs[before + 1 : index] for stage in run]
+        if between:
+            rows.append(row(between))
+            folded += len(between)
+        rows.append(row(runs[index]))
+        before = index
     names = ("stage", *([] if alone else ["rank"]), *(["device"] if any(kinds) else []))
-    rows, before = [], -1
-    for index in shown:
-        if index > before + 1:
-            rows.append(_left_out(runs[before + 1 : index], len(names) - 1 + 3 + len(PARTS)))
-        run, before = runs[index], index
-        own = [] if alone else [ranges(sorted({ranks[stage] for stage in run}))]
-        rows.append((ranges(run), *own, *cells[run[0]]))
     table = Table(
         (*names, "forward", "backward", "bubble", *PARTS),
         tuple(rows),
         splits=len(names) + 4,
         left=("rank", "device"),
     )
-    hidden = sum(len(run) for run in runs) - sum(len(runs[index]) for index in shown)
-    return Figures(table, len(names) + 4, amount.unit, hidden)
+    return Figures(table, len(names) + 4, amount.unit, folded)
 
 
-def _left_out(runs: Sequence[Sequence[int]], others: int) -> tuple[str, ...]:
-    return (f"{runs[0][0]}-{runs[-1][-1]}", *("..." for _ in range(others)))
+def _span(shown: Callable[[Any], str], values: Sequence[float]) -> str:
+    """`24.5 ms`, or from the least to the most: `24.5-25.1 ms`."""
+    least, most = shown(min(values)), shown(max(values))
+    number, _, unit = least.partition(" ")
+    if least == most:
+        return most
+    return f"{number if unit and most.endswith(unit) else least}-{most}"
 
 
 def _chosen(plan: Plan, runs: Sequence[Sequence[int]]) -> Sequence[int]:
@@ -109,8 +128,7 @@ def _chosen(plan: Plan, runs: Sequence[Sequence[int]]) -> Sequence[int]:
     pace = [found.forward_seconds + found.backward_seconds for found in predicted]
     slowest = max(range(len(pace)), key=pace.__getitem__)
     stage = max(range(len(pace)), key=lambda index: predicted[index].memory.peak)
-    last = len(runs) - 1
-    return sorted({0, 1, of[slowest], of[stage], last - 1, last})
+    return sorted({0, of[slowest], of[stage], len(runs) - 1})
 
 
 def _kinds(plan: Plan, ranks: Sequence[int]) -> list[str]:
@@ -130,19 +148,16 @@ def legend(plan: Plan, unit: str, *, parts: bool = True) -> dict[str, str]:
     """The meanings of the columns of `figures`; `parts`: also of those that make up the peak."""
     peak = "a device's fullest moment"
     if parts:
-        peak += (
-            ": the sum of weights, their gradients (grads), the optimizer's state, activations "
-            "kept from forward to backward, and transfers (buffers of what is on its way)"
-        )
+        peak += ", the sum of the columns after it"
     else:
         peak += "; --stages shows what it is made up of"
     words = {
         "forward, backward": "of one micro-batch",
-        "bubble": "the share of a step in which the device does not compute",
+        "bubble": "share of a step in which the device does not compute",
         f"peak, in {unit}": peak,
     }
     if len(plan.stages) > plan.mesh.pp:
-        words["rank"] = "a device; what its stages hold is to be added up"
+        words["rank"] = "a device; it holds the sum of its stages' bytes"
     return words
 
 
@@ -154,3 +169,50 @@ def margins(plan: Plan) -> str | None:
     listed = ", ".join(f"{numbers.memory(room)} of {kind}" for kind, room in rooms.items())
     margin = "the rest is a margin for CUDA's context and what the allocator loses"
     return f"tensors may fill {listed}; {margin}"
+
+
+def compare(
+    planned: Sequence[StagePrediction],
+    measured: Sequence[StagePrediction],
+    planned_step: float,
+    measured_step: float,
+    bubbles: Sequence[float] = (),
+    columns: int = paper.WIDTH,
+) -> str:
+    """A table of the stages, then the step, as lines of at most `columns` columns.
+
+    Args:
+        planned_step, measured_step: seconds.
+        bubbles: for each stage, the measured share of the step in which its device is idle.
+    """
+    amount = numbers.Amount(max(stage.memory.peak for stage in (*planned, *measured)))
+    parts = [PARTS[name] for name in ("peak", "activations", "transfers")]
+    rows = []
+    for index, (before, after) in enumerate(zip(planned, measured, strict=True)):
+        rows.append(
+            (
+                str(index),
+                _both(before.forward_seconds, after.forward_seconds),
+                _both(before.backward_seconds, after.backward_seconds),
+                *(f"{amount(p(before.memory))} / {amount(p(after.memory))}" for p in parts),
+                *(numbers.percent(bubble) for bubble in bubbles[index : index + 1]),
+            )
+        )
+    names = ("stage", "forward", "backward", "peak", "activations", "transfers")
+    table = paper.Table((*names, *(["bubble"] if bubbles else [])), tuple(rows), splits=3)
+    meanings = {
+        "forward, backward": "seconds of one micro-batch",
+        f"peak ({amount.unit})": "bytes at the device's fullest moment, of which activations and "
+        "transfers are parts",
+    }
+    if bubbles:
+        meanings["bubble"] = "share of a step in which the device did not compute, as measured"
+    step = f"a step, before the optimizer's: {_both(planned_step, measured_step)}"
+    return (
+        f"planned / measured\n\n{paper.table(table, columns)}\n{paper.legend(meanings, columns)}\n"
+        f"{step}\n"
+    )
+
+
+def _both(planned: float, measured: float) -> str:
+    return f"{numbers.seconds(planned)} / {numbers.seconds(measured)}"

@@ -20,7 +20,9 @@ from autopipe.report.draw_svg import key, marks, svg
 from autopipe.report.figures import figures, legend, margins
 from autopipe.report.megatron_terms import describe
 from autopipe.report.paper import Table
+from autopipe.report.spending import TITLE, bars
 from autopipe.schedules.simulate import COMPUTE, Timeline
+from autopipe.util import numbers
 from autopipe.util.numbers import count
 
 MOST_BOXES = 4000
@@ -40,6 +42,7 @@ def page(plan: Plan, title: str) -> str:
         (
             f"<header><h1>{name}</h1></header>\n<main>",
             _section("What was decided", _terms(facts.decided(plan))),
+            _section("Where a step goes", _spent(plan)),
             _section("One step", *_step(plan)),
             _section("The stages", *_figures(plan)),
             _section("Why this plan", *_why(plan)),
@@ -89,6 +92,17 @@ def _table(found: Table, caption: str) -> str:
         f"<table>\n<caption>{escape(caption)}</caption>\n<thead><tr>{head}</tr></thead>\n"
         f"<tbody>\n{rows}\n</tbody>\n</table></div>"
     )
+
+
+def _spent(plan: Plan) -> str:
+    """The parts of a step from the devices' peak down to waiting."""
+    found = bars(plan)
+    step = sum(bar.seconds for bar in found) or 1.0
+    rows = [
+        (bar.name, numbers.seconds(bar.seconds), numbers.percent(bar.seconds / step))
+        for bar in found
+    ]
+    return _table(Table(("part", "seconds", "share"), tuple(rows)), TITLE[:1].upper() + TITLE[1:])
 
 
 def _step(plan: Plan) -> Iterator[str]:

@@ -214,14 +214,18 @@ class Drawn:
 
 
 def step(plan: Plan, columns: int) -> Drawn | None:
-    """The step that a plan predicts, on a page of so many columns; None: some stage takes no time.
+    """The step that a plan predicts, on a page of so many columns.
+
+    None: some stage takes no time, or there is no pipeline.
 
     Of as many micro-batches as fit, so that one sees warm-up, steady state and cool-down. Where
     those would be too few, labels are cut, and of a long pipeline the first and the last ranks are
     rows of letters.
     """
     predicted = [stage.predicted for stage in plan.stages]
-    if not all(min(s.forward_seconds, s.backward_seconds) > 0 for s in predicted):
+    if len(plan.stages) == 1 or not all(
+        min(s.forward_seconds, s.backward_seconds) > 0 for s in predicted
+    ):
         return None
     total, pp = plan.batch.micro_batches, plan.mesh.pp
     rows = plan.batch.rows // total
@@ -242,7 +246,7 @@ def step(plan: Plan, columns: int) -> Drawn | None:
         if picture_of is not None:
             return Drawn(shown, picture_of, picture.legend(timeline(shown)))
     found = timeline(most)
-    ranks = range(pp) if pp <= MOST_RANKS else (0, 1, 2, pp - 3, pp - 2, pp - 1)
+    ranks = range(pp) if pp <= MOST_RANKS else (0, 1, pp - 2, pp - 1)
     meanings = picture.legend(found)
     letters = {word: text for word, text in meanings.items() if len(word) == 1}
     each = numbers.seconds(found.seconds / columns)

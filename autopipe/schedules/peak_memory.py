@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from autopipe.schedules.instructions import Flow, Instruction, Kind, Program
 
@@ -44,11 +45,23 @@ Held = Counter[tuple[int, str]]
 """Bytes by stage and what they are for, "activations" or "transfers"."""
 
 
+class Moment(NamedTuple):
+    """When a rank holds most, and what; `at` is None where its program holds nothing."""
+
+    at: Instruction | None
+    held: Held
+
+
 def footprint(program: Program, sizes: Mapping[int, Sizes]) -> Held:
     """What a rank holds at its program's fullest moment, all its stages together."""
+    return fullest_moment(program, sizes).held
+
+
+def fullest_moment(program: Program, sizes: Mapping[int, Sizes]) -> Moment:
+    """The first instruction at which a rank holds most, all its stages together."""
     walks = {stage: _Walk(stage, of, program) for stage, of in sizes.items()}
     held: Held = Counter()
-    peak: Held = Counter()
+    peak = Moment(None, Counter())
     now = most = 0
     for instruction in program:
         if instruction.stage not in walks:
@@ -58,7 +71,7 @@ def footprint(program: Program, sizes: Mapping[int, Sizes]) -> Held:
             held[instruction.stage, kind] += size
             now += size
         if now > most:
-            most, peak = now, held.copy()
+            most, peak = now, Moment(instruction, held.copy())
         for kind, size in ends.items():
             held[instruction.stage, kind] -= size
             now -= size

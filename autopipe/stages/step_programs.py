@@ -12,8 +12,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from autopipe.ir.graph import Ref
 from autopipe.ir.partition import Stage
 from autopipe.schedules import deadlock
-from autopipe.schedules.instructions import Flow, Programs, holders
-from autopipe.schedules.peak_memory import Sizes, footprint
+from autopipe.schedules.instructions import Flow, Instruction, Programs, holders
+from autopipe.schedules.peak_memory import Sizes, fullest_moment
 from autopipe.schedules.transfers import SENDS_UNDER_WAY, Edge, insert
 from autopipe.stages.dry_run import CrossingTensor, Rehearsal
 
@@ -65,16 +65,28 @@ def sizes(rehearsal: Rehearsal, stage: Stage) -> Sizes:
     return Sizes(rehearsal.saved[i], arriving, leaving, stash, fresh, rehearsal.recomputed[i])
 
 
+StageMoment = tuple[Counter[str], Instruction | None]
+"""Bytes of a stage's "activations" and "transfers", and the instruction at which its rank has so
+many."""
+
+
 def footprints(
     programs: Programs, stages: Sequence[Stage], rehearsal: Rehearsal
 ) -> tuple[Counter[str], ...]:
     """For each stage, bytes of "activations" and "transfers" at the peak of its rank."""
-    found: list[Counter[str]] = [Counter() for _ in stages]
+    return tuple(held for held, _ in fullest_moments(programs, stages, rehearsal))
+
+
+def fullest_moments(
+    programs: Programs, stages: Sequence[Stage], rehearsal: Rehearsal
+) -> tuple[StageMoment, ...]:
+    """For each stage, what it holds at the peak of its rank, and when that is."""
+    found: dict[int, StageMoment] = {}
+    placed = holders(programs)
     for rank, program in enumerate(programs):
-        own = [
-            stage for stage, holder in zip(stages, holders(programs), strict=True) if holder == rank
-        ]
-        held = footprint(program, {stage.index: sizes(rehearsal, stage) for stage in own})
+        own = [stage for stage, holder in zip(stages, placed, strict=True) if holder == rank]
+        at, held = fullest_moment(program, {stage.index: sizes(rehearsal, stage) for stage in own})
+        found |= {stage.index: (Counter(), at) for stage in own}
         for (stage, kind), size in held.items():
-            found[stage][kind] += size
-    return tuple(found)
+            found[stage][0][kind] += size
+    return tuple(found[stage.index] for stage in stages)

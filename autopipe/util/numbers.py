@@ -26,23 +26,26 @@ class Amount:
         return f"{self(size)} {unit}"
 
     def adding_up(self, sizes: Sequence[float]) -> list[str]:
-        """The parts of a sum as numbers without units; the printed parts add up to the printed sum.
-
-        Each part is rounded down; the missing last digits go to the parts with the largest
-        remainders.
-        """
-        digits = 1 if self.size > 1 else 0
-        steps = [10**digits * size / self.size for size in sizes]
-        found = [math.floor(step) for step in steps]
-        left = round(10**digits * float(self(sum(sizes)))) - sum(found)
-        most_lost = sorted(range(len(steps)), key=lambda n: found[n] - steps[n])
-        for number in most_lost[:left]:
-            found[number] += 1
-        return [f"{step / 10**digits:.{digits}f}" for step in found]
+        """The parts of a sum as numbers without units, which add up to the printed sum."""
+        return adding_up([size / self.size for size in sizes], 1 if self.size > 1 else 0)
 
     def ceiling(self, size: int) -> str:
         """As `of`, but rounded up, so that the printed number of bytes is enough."""
         return self.of(math.ceil(10 * size / self.size) * self.size / 10)
+
+
+def adding_up(parts: Sequence[float], digits: int) -> list[str]:
+    """Format the parts of a sum with so many digits: the printed parts add up to the printed sum.
+
+    Each part is rounded down; the missing last digits go to the parts with the largest remainders.
+    """
+    steps = [10**digits * part for part in parts]
+    found = [math.floor(step) for step in steps]
+    left = round(sum(steps)) - sum(found)
+    most_lost = sorted(range(len(steps)), key=lambda n: found[n] - steps[n])
+    for number in most_lost[:left]:
+        found[number] += 1
+    return [f"{step / 10**digits:.{digits}f}" for step in found]
 
 
 def memory(size: float) -> str:
@@ -64,6 +67,17 @@ def seconds(time: float) -> str:
             figure = time / size
             return f"{figure:,.0f} {unit}" if figure >= 999.5 else f"{figure:.3g} {unit}"
     return f"{time / 1e-6:.3g} us"
+
+
+def rate(number: float) -> str:
+    """Format what there is of something in a second or so: `8,661`, `32.1`, `0.504`."""
+    return f"{number:,.0f}" if number >= 999.5 else f"{number:.3g}"
+
+
+def flops(number: float) -> str:
+    """Format operations a second: `989 TFLOP/s`, `55.1 GFLOP/s`."""
+    unit, size = ("TFLOP/s", 1e12) if number >= 0.9995e12 else ("GFLOP/s", 1e9)
+    return f"{rate(number / size)} {unit}"
 
 
 VISIBLE = 5e-4

@@ -20,7 +20,7 @@ import torch
 import autopipe
 from autopipe.cluster.cluster import Cluster, Group
 from autopipe.planfile.contents import Plan
-from autopipe.report.facts import fullest
+from autopipe.report.fullest import fullest
 from autopipe.schedules.instructions import format_programs
 from autopipe.schedules.registry import SCHEDULES
 from benchmarks.published.cluster import cluster_of

@@ -27,7 +27,7 @@ from autopipe.planners.driver.tp_degrees import Degree
 from autopipe.planners.model.eager_depths import choose, pipeline
 from autopipe.planners.model.memory import excess
 from autopipe.planners.model.range_tables import gathered_bytes
-from autopipe.schedules.instructions import holders
+from autopipe.schedules.instructions import Instruction, Kind, holders
 from autopipe.stages import step_programs
 from autopipe.stages.block_owners import owners
 from autopipe.stages.dry_run import Known, Rehearsal, fake_state
@@ -179,7 +179,7 @@ def with_memory(plan: Plan, held: StageBytes, optimizer_factor: float) -> Plan:
     stages, rehearsal = held.cut.stages, held.rehearsal
     windows = [boundary.window for boundary in plan.boundaries]
     compute = programs.compute(plan)
-    peaks = step_programs.footprints(
+    moments = step_programs.fullest_moments(
         step_programs.step_programs(
             compute, stages, rehearsal.boundaries, windows, programs.sends_ahead(plan)
         ),
@@ -188,15 +188,19 @@ def with_memory(plan: Plan, held: StageBytes, optimizer_factor: float) -> Plan:
     )
     placed = holders(compute)
     written = []
-    for stage, peak, entry in zip(stages, peaks, plan.stages, strict=True):
+    for stage, (peak, at), entry in zip(stages, moments, plan.stages, strict=True):
         on_rank = [s for s in stages if placed[s.index] == placed[stage.index]]
         earlier = {name for s in on_rank if s.index < stage.index for name in s.states}
         own = [name for name in stage.states if name not in earlier]
-        whole = rehearsal.low[stage.index]
+        copies = rehearsal.low[stage.index]
         if stage is max(on_rank, key=lambda s: held.gathered[s.index]):  # one runs at a time
-            whole += held.gathered[stage.index]
-        memory = _memory(held.cut.graph, own, peak, whole, plan, optimizer_factor)
-        written.append(replace(entry, predicted=replace(entry.predicted, memory=memory)))
+            copies += held.gathered[stage.index]
+        passing, summing = _passing(held.cut.graph, own, peak, plan)
+        if summing:
+            at = Instruction(Kind.REDUCE, stage.index)
+        memory = _memory(held.cut.graph, own, peak, copies, passing, plan, optimizer_factor)
+        predicted = replace(entry.predicted, memory=memory, fullest=str(at or ""))
+        written.append(replace(entry, predicted=predicted))
     return replace(plan, stages=tuple(written))
 
 
@@ -204,7 +208,8 @@ def _memory(
     graph: Graph,
     names: Collection[str],
     peak: Counter[str],
-    whole: int,
+    copies: int,
+    passing: int,
     plan: Plan,
     optimizer_factor: float,
 ) -> Memory:
@@ -213,7 +218,8 @@ def _memory(
     Args:
         names: its states, but for those that an earlier stage of its rank has.
         peak: bytes of activations and transfers at the fullest moment.
-        whole: bytes of parameters beside its own: copies, and what ZeRO-3 gathers.
+        copies: bytes of parameters beside its own: copies, and what ZeRO-3 gathers.
+        passing: bytes of `Memory.passing`.
     """
     dp, zero = plan.mesh.dp, plan.zero
     states = {name: graph.states[name] for name in names}
@@ -225,13 +231,14 @@ def _memory(
     held = shards if zero == 3 else sizes
     updated = shards if zero else sizes
     return Memory(
-        parameters=sum(held[name] for name in parameters) + whole,
+        parameters=sum(held[name] for name in parameters),
         gradients=sum(held[name] for name in trained),
         optimizer=round(sum(updated[name] for name in trained) * optimizer_factor),
         buffers=sum(size for name, size in sizes.items() if name not in parameters),
         activations=peak["activations"],
         transfers=peak["transfers"],
-        passing=_passing([sizes[name] for name in trained], peak, plan),
+        copies=copies,
+        passing=passing,
     )
 
 
@@ -241,17 +248,21 @@ def _shard(shape: Sequence[Dim], size: int, ranks: int) -> int:
     return -(-rows // ranks) * size // rows if rows else 0
 
 
-def _passing(gradients: Sequence[int], peak: Counter[str], plan: Plan) -> int:
-    """Bytes of `Memory.passing`.
+def _passing(
+    graph: Graph, names: Collection[str], peak: Counter[str], plan: Plan
+) -> tuple[int, bool]:
+    """Bytes of `Memory.passing`, and whether they are those of the sum over ranks.
 
     From the second micro-batch on, each gradient is made beside the sum that it is added to. A
     bucket is filled at the end, when the last backward has let go of what is at the peak.
     """
+    states = (graph.states[name] for name in names)
+    gradients = [bytes_at(state.held, 1) for state in states if state.trainable]
     if plan.fully_sharded:
-        return 0  # what is gathered is counted with the gradients that it makes
+        return 0, False  # what is gathered is counted with the gradients that it makes
     added = max(gradients, default=0) if plan.batch.micro_batches > 1 else 0
     bucket = min(BUCKET_BYTES, sum(gradients)) if plan.mesh.dp > 1 else 0
-    return max(added, bucket - peak.total())
+    return max(added, bucket - peak.total()), bucket - peak.total() > added
 
 
 def with_eager_depths(

@@ -136,6 +136,16 @@ class Costing:
         )
         return Profiled(problem, tuple(block.path for block in self._may), equal)
 
+    def parts(self, rows: int, kind: int) -> NDArray[np.float64]:
+        """What the units' seconds of a micro-batch go to on a kind of device: shape (3, units).
+
+        The rows are those of `op_seconds.parts`; what ranks exchange is not among them.
+        """
+        starts = np.array(self.units.starts)
+        formulas, dtypes = self._formulas(self._short)
+        found = op_seconds.parts(formulas, rows, self.kinds[kind].device, dtypes)
+        return np.asarray(np.add.reduceat(found[:, self._short.like], starts, axis=1))
+
     @cached_property
     def _short(self) -> Short:
         return next(shortened(self.flow, self.blocks))
@@ -191,12 +201,17 @@ class Costing:
             largest=_largest(flow, units),
         )
 
+    def _formulas(self, short: Short) -> tuple[Sequence[op_costs.NodeCost], list[torch.dtype]]:
+        """The costs of a short graph's nodes, and what each computes in."""
+        formulas = op_costs.costs(short.graph)
+        dtypes = computed_in(short.graph, formulas, self.precision)
+        if self.compiled:
+            formulas = fused(short.graph, formulas, self._segments(short))
+        return formulas, dtypes
+
     def _profile(self, short: Short, rows: int) -> Profile:
         starts, graph = np.array(self.units.starts), short.graph
-        formulas = op_costs.costs(graph)
-        dtypes = _dtypes(graph, formulas, self.precision)
-        if self.compiled:
-            formulas = fused(graph, formulas, self._segments(short))
+        formulas, dtypes = self._formulas(short)
         exchanges: list[NDArray[np.float64]] = []
         times = []
         for device, link in self.kinds:
@@ -224,14 +239,14 @@ class Costing:
 def whole_seconds(graph: Graph, device: Device, precision: str, rows: int = 1) -> float:
     """Seconds in which a device computes forward and backward of so many rows, node after node."""
     formulas = op_costs.costs(graph)
-    both = op_seconds.seconds(formulas, rows, device, _dtypes(graph, formulas, precision))
+    both = op_seconds.seconds(formulas, rows, device, computed_in(graph, formulas, precision))
     return float(sum(way.sum() for way in both))
 
 
 def need(graph: Graph, precision: str) -> Need:
     """The figures of a device that the graph's seconds follow from."""
     formulas = op_costs.costs(graph)
-    pairs = zip(formulas, _dtypes(graph, formulas, precision), strict=True)
+    pairs = zip(formulas, computed_in(graph, formulas, precision), strict=True)
     dtypes = {op_seconds.rate_name(dtype) for formula, dtype in pairs if formula.dims}
     kernels = {formula.kernel for formula in formulas}
     return Need(tuple(sorted(dtypes)), tuple(sorted(kernels & {*KERNELS})))
@@ -245,7 +260,7 @@ def products(graph: Graph) -> tuple[str, ...]:
     return tuple(sorted(found)) or ("fp32",)
 
 
-def _dtypes(
+def computed_in(
     graph: Graph, formulas: Sequence[op_costs.NodeCost], precision: str
 ) -> list[torch.dtype]:
     """What each node computes in: under autocast some in another dtype than the graph says.

@@ -38,6 +38,7 @@ from autopipe.planners.driver.plan_memory import (
     with_memory,
 )
 from autopipe.planners.driver.profile import products
+from autopipe.planners.driver.work import with_work
 from autopipe.planners.model.devices import Machine
 from autopipe.planners.model.problem import EAGER, Constraints, Decision
 from autopipe.planners.search.best import Answer
@@ -69,7 +70,7 @@ def write_plan(candidate: Candidate, answer: Answer) -> Plan:
     factor = job.optimizer_factor
     if plan.schedule == EAGER and constraints.depth is None:
         plan = with_eager_depths(plan, held, limits, factor, constraints.window)
-    plan = with_memory(plan, held, factor)
+    plan = with_work(with_memory(plan, held, factor), candidate, answer)
     check_fits(plan, limits)
     return with_prediction(plan)
 

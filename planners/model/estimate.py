@@ -45,7 +45,8 @@ class StageEstimate:
     """One stage, units `first` to `last` inclusive: seconds of a micro-batch, bytes of a device.
 
     `period` are the seconds that each further micro-batch takes: all of them, or, where transfers
-    are hidden, those of computing or of the wire.
+    are hidden, those of computing or of the wire. `spent` are those of a micro-batch by what they
+    are for, transfers among them. `kind` is the number of its devices' kind.
     """
 
     first: int
@@ -56,6 +57,13 @@ class StageEstimate:
     period: float
     in_flight: int
     memory: Memory
+    spent: Mapping[str, float]
+    kind: int
+
+
+COMPUTING, AGAIN = "computing", "running blocks again"
+EXCHANGES, GATHERING = "tensor-parallel exchanges", "gathering parameters"
+"""What a stage's seconds are for, in the words of `Estimate.spent`."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +139,7 @@ def estimate(problem: Problem, decision: Decision) -> Estimate:
     worst = max(range(config.pp), key=lambda rank: beyond[rank])
     spent: dict[str, float] = defaultdict(float)
     for stage in stages:
-        for cause, amount in stage.spent.items():
+        for cause, amount in stage.estimate.spent.items():
             spent[cause] += amount * config.micro_batches / config.pp
     spent["reducing gradients"] = float(seconds.exposed.max())
     spent["the bubble"] = max(0.0, float(step) - math.fsum(spent.values()))
@@ -168,7 +176,6 @@ def settle(
 class _ScoredStage(NamedTuple):
     estimate: StageEstimate
     seconds: StageSeconds
-    spent: Mapping[str, float]
 
 
 def _stage(
@@ -207,15 +214,16 @@ def _stage(
         period=float(seconds.period),
         in_flight=place.in_flight,
         memory=Memory(*(int(part) for part in parts)),
+        spent={
+            COMPUTING: forward + backward - exchange,
+            AGAIN: extra,
+            EXCHANGES: exchange,
+            GATHERING: 3 * gathering,
+            "transfers": transfers,
+        },
+        kind=kind,
     )
-    spent = {
-        "computing": forward + backward - exchange,
-        "running blocks again": extra,
-        "tensor-parallel exchanges": exchange,
-        "gathering parameters": 3 * gathering,
-        "transfers": transfers,
-    }
-    return _ScoredStage(found, seconds, spent)
+    return _ScoredStage(found, seconds)
 
 
 def _checked_profile(problem: Problem, decision: Decision) -> Profile:

@@ -125,6 +125,7 @@ def _parts(held: Memory, flying: str) -> dict[str, int]:
         "activations": f"activations of {flying} in flight",
         "transfers": "transfers",
         "passing": passing,
+        "copies": learned,
     }
     found: Counter[str] = Counter()
     for field in fields(Memory):

@@ -71,14 +71,14 @@ def _memory(
     kept = optimizer.state if optimizer is not None else {}
     # Under ZeRO-3 a copy is a micro-batch's, and among the activations.
     copied = [n for n in names if specs[n].master is not None and not rank.held.sharded]
-    copies = sum(copy_bytes(specs[n]) for n in copied)
     return Memory(
-        parameters=_bytes(states[n] for n in names if specs[n].kind == "parameter") + copies,
+        parameters=_bytes(states[n] for n in names if specs[n].kind == "parameter"),
         gradients=_bytes(states[n] for n in trained),
         optimizer=sum(_state_bytes(kept[shards[n]]) for n in trained if shards[n] in kept),
         buffers=_bytes(states[n] for n in names if specs[n].kind != "parameter"),
         activations=activations,
         transfers=transfers,
+        copies=sum(copy_bytes(specs[n]) for n in copied),
     )
 
 

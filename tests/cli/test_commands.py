@@ -55,7 +55,7 @@ def test_plan_needs_no_argument_but_the_model(
     environ = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "CUDA_VISIBLE_DEVICES": ""}
     said = python("plan", "net.py", folder=tmp_path / "work", environ=environ)
     assert (said.code, said.out) == (0, "plan.json\n")
-    cluster, traced, rates, decided, *idle, took = said.err.splitlines()
+    cluster, traced, rates, decided, speed, *idle, took = said.err.splitlines()
     assert cluster == "cluster: local:2, this machine"
     assert rates.startswith("rates of this machine: measured before, read from ")
     assert traced.startswith("traced: 6 nodes, 0.0 M parameters")
@@ -64,6 +64,7 @@ def test_plan_needs_no_argument_but_the_model(
         r"predicted step [\d.]+ (us|ms), 16 rows",
         decided,
     )
+    assert re.match(r"speed: [\d.,]+ rows/s/process; .* an MFU of [\d.]+ % \(fp32 measured", speed)
     phases = ("started", "traced", "costs", "search", "rehearsed", "written")
     assert re.fullmatch(f"time: {', '.join(rf'{name} [0-9.]+ s' for name in phases)}", took)
     made = Plan.load(tmp_path / "work" / "plan.json")

@@ -120,6 +120,24 @@ def test_attention(causal, share):
     found = the(trace_model(model, model.inputs).graph, ATTENTION)
     assert found.forward_flops == share * 4 * BATCH * 2 * (2 * 6 * 6 * 8)
     assert found.backward_flops == share * 4 * BATCH * 5 * (2 * 6 * 6 * 8)
+    # MFU counts four matmuls of backward: the scores are there from the forward.
+    assert found.model_flops == share * 4 * BATCH * 6 * (2 * 6 * 6 * 8)
+
+
+def test_mfu_counts_what_a_matmul_does_once_each_way_and_no_other_op():
+    fixed = torch.ones(8, 6)
+
+    def through(x, w):
+        return F.gelu(F.linear(F.linear(x, fixed), w))
+
+    graph = trace_model(model := One(through, [(5, 8)], (6,)), model.inputs).graph
+    whole, forwards = (
+        [getattr(cost, name) for cost in costs(graph) if cost.dims]
+        for name in ("model_flops", "forward_flops")
+    )
+    # Of a weight that is not trained backward has the input's gradient alone.
+    assert whole == [2 * forwards[0], 3 * forwards[1]]
+    assert the(graph, "gelu").model_flops == 0 < the(graph, "gelu").forward_flops
 
 
 def test_attention_is_what_torch_counts_of_its_matmuls():

@@ -1,7 +1,7 @@
 """Planned beside measured, as a run prints it in the end."""
 
 from autopipe.planfile.parts import Memory, StagePrediction
-from autopipe.report.compare import compare
+from autopipe.report.figures import compare
 
 PLANNED = StagePrediction(0.012, 0.0251, Memory(2**20, 2**20, 2**21, 0, 3 * 2**20, 2**19))
 MEASURED = StagePrediction(0.0113, 0.03, Memory(2**20, 2**20, 2**21, 0, 3 * 2**20, 2**18))

@@ -1,5 +1,6 @@
 """What a person is shown of a plan in a terminal: whole screens, as they are printed."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -13,19 +14,29 @@ from tests.support.plans import chain, example_plan
 SCREEN = """\
 split      2 pipeline stages (pp) x 1 replica (dp) x 1 tensor part (tp), on all 2 devices of
            2xA100-80GB
-schedule   1f1b; a step's 8 rows go through in 4 micro-batches, of b = 2 rows each
-predicted  15.5 ms a step, 516 rows a second; a device waits 20 % of it (the bubble)
+schedule   1f1b; a step's 8 rows (96 tokens) go through in 4 micro-batches, of b = 2 rows each
+predicted  15 ms a step, 532 rows/s; a device waits 20 % of it (the bubble)
+speed      3,190 tokens/s/GPU; 51.8 TFLOP/s/GPU, an MFU of 16.6 % (bf16 datasheet: 312 TFLOP/s);
+           87.1 GPU hours a billion tokens
 memory     18.5 KiB of the 66.5 GiB that tensors may fill, on the fullest device (stage 0)
+holding    at B0 of stage 0, in KiB: 4.0 parameters, 4.0 gradients, 8.0 optimizer state, 2.0
+           activations (2 micro-batches in flight), 0.5 transfers; besides, 12.6 GiB of margin
 recompute  1 block run a second time in backward
+
+where a step goes, on the mean device (the optimizer's own is not counted):
+matmuls at peak     ██████████                                                       2.5 ms   16.6 %
+matmuls below peak            ██████████                                             2.3 ms   15.3 %
+other ops                               ██████████                                   2.4 ms   16.0 %
+launches of ops                                   █████                              1.2 ms    8.0 %
+recomputation                                          ██████████████                3.6 ms   23.9 %
+warm-up, cool-down                                                   █████████████     3 ms   19.9 %
+all else                                                                         █  47.2 us    0.3 %
 
 stage  forward  backward  bubble  peak  weights  grads  optimizer  activations  transfers
 ─────  ───────  ────────  ──────  ────  ───────  ─────  ─────────  ───────────  ─────────
 0-1       1 ms      2 ms    20 %  18.5      4.0    4.0        8.0          2.0        0.5
-forward, backward  of one micro-batch
-bubble             the share of a step in which the device does not compute
-peak, in KiB       a device's fullest moment: the sum of weights, their gradients (grads), the
-                   optimizer's state, activations kept from forward to backward, and transfers
-                   (buffers of what is on its way)
+forward, backward: of one micro-batch; bubble: share of a step in which the device does not compute;
+peak, in KiB: a device's fullest moment, the sum of the columns after it
 
 one step of a pipeline, to scale:
 rank 0: F0 F1       B0--- F2 B1--- F3 B2---    B3---
@@ -46,13 +57,30 @@ def test_a_plan() -> None:
 NARROW = """\
 split      2 pipeline stages (pp) x 1 replica (dp) x 1
            tensor part (tp), on all 2 devices of 2xA100-80GB
-schedule   1f1b; a step's 8 rows go through in 4
+schedule   1f1b; a step's 8 rows (96 tokens) go through in 4
            micro-batches, of b = 2 rows each
-predicted  15.5 ms a step, 516 rows a second; a device waits
-           20 % of it (the bubble)
+predicted  15 ms a step, 532 rows/s; a device waits 20 % of
+           it (the bubble)
+speed      3,190 tokens/s/GPU; 51.8 TFLOP/s/GPU, an MFU of
+           16.6 % (bf16 datasheet: 312 TFLOP/s); 87.1 GPU
+           hours a billion tokens
 memory     18.5 KiB of the 66.5 GiB that tensors may fill,
            on the fullest device (stage 0)
+holding    at B0 of stage 0, in KiB: 4.0 parameters, 4.0
+           gradients, 8.0 optimizer state, 2.0 activations
+           (2 micro-batches in flight), 0.5 transfers;
+           besides, 12.6 GiB of margin
 recompute  1 block run a second time in backward
+
+where a step goes, on the mean device (the optimizer's own
+is not counted):
+matmuls at peak     ████                     2.5 ms   16.6 %
+matmuls below peak      ███                  2.3 ms   15.3 %
+other ops                  ████              2.4 ms   16.0 %
+launches of ops                █             1.2 ms    8.0 %
+recomputation                   ██████       3.6 ms   23.9 %
+warm-up, cool-down                    ████     3 ms   19.9 %
+all else                                 █  47.2 us    0.3 %
 
 stage  forward  backward  bubble  peak
 ─────  ───────  ────────  ──────  ────
@@ -61,14 +89,9 @@ stage  forward  backward  bubble  peak
 stage  weights  grads  optimizer  activations  transfers
 ─────  ───────  ─────  ─────────  ───────────  ─────────
 0-1        4.0    4.0        8.0          2.0        0.5
-forward, backward  of one micro-batch
-bubble             the share of a step in which the device
-                   does not compute
-peak, in KiB       a device's fullest moment: the sum of
-                   weights, their gradients (grads), the
-                   optimizer's state, activations kept from
-                   forward to backward, and transfers
-                   (buffers of what is on its way)
+forward, backward: of one micro-batch; bubble: share of a
+step in which the device does not compute; peak, in KiB: a
+device's fullest moment, the sum of the columns after it
 tensors may fill 66.5 GiB of A100-80GB; the rest is a margin
 for CUDA's context and what the allocator loses
 
@@ -96,7 +119,7 @@ next best  pp=1 dp=2 tp=1, 1 micro-batch, 1f1b (data
            12 % slower, by its bound
 planner dynamic: by its own, rougher estimate this plan
 takes 15.5 ms a step and none less than 15 ms, a gap of 3.3
-%; the longest path through its programs says 15.5 ms
+%; the longest path through its programs says 15 ms
 """
 
 
@@ -109,25 +132,27 @@ DEEP = """\
 split      31 pipeline stages (pp) x 1 replica (dp) x 1 tensor part (tp), on all 31 devices of
            31xA100-80GB
 schedule   1f1b; a step's 64 rows go through in 64 micro-batches, of b = 1 row each
-predicted  282 ms a step, 227 rows a second; a device waits 32 % of it (the bubble)
+predicted  282 ms a step, 227 rows/s; a device waits 32 % of it (the bubble)
+speed      7.32 rows/s/GPU
 memory     70.0 GiB of the 66.5 GiB that tensors may fill, on the fullest device (stage 0)
+holding    in GiB: 20.0 parameters, 20.0 gradients, 10.0 optimizer state, 19.0 activations (31
+           micro-batches in flight), 1.0 transfers; besides, 12.6 GiB of margin
 recompute  1 block run a second time in backward
+
+where a step goes, on the mean device (the optimizer's own is not counted):
+computing           ███████████████████████████████████████████                      192 ms   68.1 %
+warm-up, cool-down                                             ████████████████████   90 ms   31.9 %
 
 stage  forward  backward  bubble  peak  weights  grads  optimizer  activations  transfers
 ─────  ───────  ────────  ──────  ────  ───────  ─────  ─────────  ───────────  ─────────
 0-30      1 ms      2 ms    32 %  70.0     20.0   20.0       10.0         19.0        1.0
-forward, backward  of one micro-batch
-bubble             the share of a step in which the device does not compute
-peak, in GiB       a device's fullest moment: the sum of weights, their gradients (grads), the
-                   optimizer's state, activations kept from forward to backward, and transfers
-                   (buffers of what is on its way)
+forward, backward: of one micro-batch; bubble: share of a step in which the device does not compute;
+peak, in GiB: a device's fullest moment, the sum of the columns after it
 
 one step of a pipeline, to scale:
 rank 0:  FFFFFFFFFF                   BBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBB
 rank 1:  FFFFFFFFFF                   BBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBB
-rank 2:  FFFFFFFFFF                  BBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBB
   ...
-rank 28:          F BBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBB
 rank 29:          FBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBB
 rank 30:          FBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBBB
 F forward; B backward; a letter: what takes most of about 2.82 ms; blank: nothing to do (the bubble)
@@ -178,14 +203,33 @@ def test_nothing_is_wider_than_the_page_or_cut(plan: Plan, columns: int) -> None
 
 
 def test_of_many_unlike_stages_those_that_matter_are_shown() -> None:
-    """The first two, the slowest, the fullest and the last two: here the last is the slowest."""
+    """The first, the slowest, the fullest and the last, here the last of all; those between share a
+    row that goes from their least to their most."""
     plan = chain(31, 64, lambda stage: 1e-3 + 1e-5 * stage)
     _, _, below = explain(plan).partition("\nstage  ")
-    rows = [line.split()[0] for line in below.splitlines()[2:8]]
-    assert rows == ["0", "1", "2-28", "29", "30", "27"]
-    assert "\n27 stages are left out; --stages shows them\n" in explain(plan)
+    rows = [line.split()[0] for line in below.splitlines()[2:5]]
+    assert rows == ["0", "1-29", "30"]
+    assert "\n1-29   1.01-1.29 ms  2.02-2.58 ms  30-45 %  70.0 " in explain(plan)
+    assert "a-b: least and most of stages that differ; --stages shows each" in (
+        explain(plan).replace("\n", " ")
+    )
     every = explain(plan, stages=True)
     assert all(f"\n{stage:<5}  " in every for stage in range(31))
+
+
+def test_stages_that_look_the_same_are_told_once() -> None:
+    """Of the chain the last sends nothing; their names differ in numbers alone."""
+    plan = chain(8, 8)
+    named = tuple(
+        replace(stage, first=f"blocks.{n}/add/0", recompute=(f"blocks.{n}",))
+        for n, stage in enumerate(plan.stages)
+    )
+    told = explain(replace(plan, stages=named), stages=True)
+    assert re.findall(r"^stages? [0-9-]+:.*$", told, flags=re.M) == [
+        "stages 0-6: 9 nodes, 2 parameter tensors each; stage 0:",
+        "stage 7: 9 nodes, 2 parameter tensors",
+    ]
+    assert told.count("recomputed in backward: blocks.") == 2
 
 
 def test_where_there_is_no_other_mesh_nothing_is_said_of_any() -> None:

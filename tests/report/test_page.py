@@ -9,6 +9,8 @@ from autopipe.planfile.parts import Memory
 from autopipe.report.page import MOST_BOXES, page
 from tests.support.plans import chain, example_plan
 
+TERMS = ("split", "schedule", "predicted", "speed", "memory", "holding", "recompute")
+
 
 class Outline(HTMLParser):
     """The tags that are open, and what stands in headings, captions, cells and summaries."""
@@ -41,7 +43,10 @@ def test_what_is_on_it_in_its_order() -> None:
     assert Outline(page(example_plan(), "plan.json")).found == [
         "h1 plan.json",
         "h2 What was decided",
-        *(f"dt {term}" for term in ("split", "schedule", "predicted", "memory", "recompute")),
+        *(f"dt {term}" for term in TERMS),
+        "h2 Where a step goes",
+        "caption Where a step goes, on the mean device (the optimizer's own is not counted)",
+        *(f"th {name}" for name in ("part", "seconds", "share")),
         "h2 One step",
         "h2 The stages",
         "caption Time: one micro-batch on each stage",
@@ -79,7 +84,7 @@ def test_it_fits_a_phone_a_dark_room_and_paper() -> None:
     assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in text
     assert text.count("@media screen and (prefers-color-scheme: dark)") == 2, "page and picture"
     assert "@media print" in text
-    assert text.count('class="scrolls') == 4, "three tables and the picture scroll by themselves"
+    assert text.count('class="scrolls') == 5, "four tables and the picture scroll by themselves"
 
 
 def test_of_many_micro_batches_the_first_are_drawn() -> None:
@@ -99,5 +104,5 @@ def test_every_stage_has_a_row_unless_it_equals_its_neighbour() -> None:
         for index, stage in enumerate(plan.stages)
     )
     unlike = page(replace(plan, stages=stages), "plan.json")
-    assert unlike.count("<tr>") == 1 + 31 + 1 + 31 + 3
+    assert unlike.count("<tr>") == (1 + 31) + (1 + 31) + 3 + (1 + 2)  # the last: parts of a step
     assert '<td class="word">0-30</td>' in page(plan, "plan.json")

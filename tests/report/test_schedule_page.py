@@ -184,7 +184,7 @@ def test_as_many_micro_batches_as_fit_are_drawn() -> None:
 
 def test_a_step_is_never_wider_than_the_page() -> None:
     unlike = chain(2, 4, lambda stage: 1e-6 if stage else 1e-2)
-    for plan in (unlike, *(chain(pp, m) for pp, m in ((1, 64), (4, 4), (8, 64), (31, 64)))):
+    for plan in (unlike, *(chain(pp, m) for pp, m in ((2, 64), (4, 4), (8, 64), (31, 64)))):
         for columns in (60, 80, 100):
             lines = drawn(plan, columns).picture.splitlines()
             assert max(map(len, lines)) <= columns and len(lines) <= 8
@@ -194,7 +194,7 @@ def test_of_a_long_pipeline_the_first_and_the_last_ranks_are_drawn() -> None:
     """12 micro-batches that all ranks compute for 3 ms: (12 + 11) * 3 = 69 ms, 0.75 a letter."""
     found = drawn(chain(12, 12))
     assert [line[:8] for line in found.picture.splitlines()] == [
-        *("rank 0: ", "rank 1: ", "rank 2: ", "  ...", "rank 9: ", "rank 10:", "rank 11:"),
+        *("rank 0: ", "rank 1: ", "  ...", "rank 10:", "rank 11:"),
     ]
     assert found.legend == {
         "F": "forward",

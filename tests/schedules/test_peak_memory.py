@@ -114,6 +114,7 @@ def test_a_split_backward_lets_go_in_two_halves():
     )
     first = program("0POST_B0<1 0F0 0SEND_F0>1 0WAIT_B0<1 0I0 0FREE_F0>1 0W0")
     assert footprint(first, split) == {"activations": 105, "transfers": 20}
+    assert str(walked.fullest_moment(first, {0: split}).at) == "0I0"
     # Of two micro-batches whose W comes late, the stash of one lies below the other's peak.
     two = program("0F0 0I0 0F1 0I1 0W0 0W1")
     alone = Sizes(kept=100, arriving={}, leaving={}, stash=35, fresh=5)
@@ -129,6 +130,7 @@ def test_two_stages_on_one_rank_are_full_together():
     """Stage 0 keeps 100, stage 3 keeps 60; when stage 3 runs, stage 0 holds two micro-batches."""
     (rank,) = parse_programs("rank 0: 0F0 0F1 3F0 3B0 0B0 3F1 3B1 0B1")
     one, other = (Sizes(kept=size, arriving={}, leaving={}) for size in (100, 60))
+    assert str(walked.fullest_moment(rank, {0: one, 3: other}).at) == "3F0"
     assert +walked.footprint(rank, {0: one, 3: other}) == {
         (0, "activations"): 200,
         (3, "activations"): 60,

@@ -11,7 +11,7 @@ MAY_IMPORT = {
     "cluster": "util",
     "schedules": "",
     "planfile": "util cluster schedules",
-    "report": "util schedules planfile",
+    "report": "util cluster schedules planfile",
     "ir": "util cluster",
     "frontend": "util planfile ir",
     "tracing": "util planfile ir frontend",

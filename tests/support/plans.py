@@ -28,6 +28,7 @@ from autopipe.planfile.parts import (
     StagePrediction,
     Transfer,
 )
+from autopipe.planfile.work import Spent, Work
 
 
 def example_plan() -> Plan:
@@ -48,6 +49,8 @@ def example_plan() -> Plan:
             activations=2048,
             transfers=512,
         ),
+        spent=Spent(1.2e-3, 0.6e-3, 0.3e-3, recompute=0.9e-3),
+        fullest="0B0",
     )
     places = tuple(
         Place(rank=rank, pp=rank, dp=0, tp=0, node=0, local=rank, device="A100-80GB")
@@ -73,6 +76,7 @@ def example_plan() -> Plan:
         optimizer="adamw",
         schedule="1f1b",
         programs=(),
+        work=Work(1.56e12, (312e12, 312e12), "bf16", measured=False, tokens=96),
         boundaries=(Boundary(window=2, depth=0),),
         blocks=(BlockClass("block", ("block.0", "block.1"), (Sharding("up.weight", "S(0)"),)),),
         stages=(
@@ -99,7 +103,7 @@ def example_plan() -> Plan:
                 predicted=predicted,
             ),
         ),
-        prediction=Prediction(step_seconds=0.0155, bubble=0.2),
+        prediction=Prediction(step_seconds=0.015047246545454546, bubble=0.20251190383898204),
         planner=PlannerNote(
             name="dynamic",
             step_seconds=0.0155,
@@ -149,6 +153,7 @@ def chain(
     (sent,) = plan.stages[0].sends
     return replace(
         plan,
+        work=None,
         cluster=replace(
             plan.cluster,
             name=f"{pp}xA100-80GB",
@@ -169,3 +174,12 @@ def chain(
             for stage in range(stages)
         ),
     )
+
+
+def on(cluster: str | Cluster, places: list[tuple[int, int]]) -> Plan:
+    """The example's stages at these (node, local) of a cluster."""
+    plan = example_plan()
+    found = spec.parse(cluster) if isinstance(cluster, str) else cluster
+    assert isinstance(found, Cluster)
+    own = tuple(Place(rank, rank, 0, 0, *at, "A100-80GB") for rank, at in enumerate(places))
+    return replace(plan, cluster=found, mesh=replace(plan.mesh, places=own))

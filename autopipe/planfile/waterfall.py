@@ -1,0 +1,128 @@
+"""Where a plan's step goes: from computing at the devices' peak down to waiting.
+
+    computing    matmuls at peak, below it, other ops, launches, recompute, exchange, gathering
+    waiting      filling, imbalance, transfers, sums
+
+The parts are those of the mean device, and add up to the predicted step. A device counts by its
+peak rate, so that the first part is MFU, whatever the devices:
+
+    MFU = flops of the model / (step * peak of all devices) = matmuls at peak / step
+
+What a device computes for is what its stages' seconds were summed from (`planfile.work.Spent`).
+What it waits for is told by walking the programs again with less to wait for; each part is what the
+step would lose:
+
+    even      all stages alike, transfers and sums take no time      filling   = even - computing
+    free      stages as they are, transfers and sums take no time    imbalance = free - even
+    unsummed  with transfers                                         transfers = unsummed - free
+    step      with sums of gradients                                 sums      = step - unsummed
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import fields, replace
+from itertools import accumulate, pairwise
+
+from autopipe.planfile import predict, programs
+from autopipe.planfile.contents import Plan
+from autopipe.planfile.parts import StagePrediction
+from autopipe.planfile.work import Spent
+from autopipe.schedules.instructions import holders
+from autopipe.schedules.simulate import Costs, free, simulate
+
+COMPUTED = (
+    "matmuls_at_peak",
+    "matmuls_below_peak",
+    "other_ops",
+    "launches",
+    "recompute",
+    "exchange",
+    "gathering",
+)
+"""What a device computes for; `computing` stands for all of it where a plan does not say."""
+
+WAITED = ("filling", "imbalance", "transfers", "sums")
+"""What it does not compute for."""
+
+
+def mfu(plan: Plan) -> float | None:
+    """The share of the devices' peak that the model's own operations take in the predicted step."""
+    step, work = plan.prediction.step_seconds, plan.work
+    return work.flops / (step * work.peak) if work is not None and step else None
+
+
+def tokens_per_second(plan: Plan) -> float | None:
+    """Of one device; None where rows are no sequences."""
+    step, work = plan.prediction.step_seconds, plan.work
+    if work is None or not work.tokens or not step:
+        return None
+    return work.tokens / step / len(plan.mesh.places)
+
+
+def waterfall(plan: Plan) -> dict[str, float]:
+    """Seconds of the predicted step by what they go to, in order; their sum is the step.
+
+    The names are those of `COMPUTED`, or `computing` alone, and those of `WAITED`.
+
+    Raises:
+        ScheduleError: the plan's programs cannot run to their end.
+    """
+    computed = _computed(plan)
+    ends = accumulate([math.fsum(computed.values()), *_ends(plan)], max)  # rounding aside
+    return computed | {name: b - a for name, (a, b) in zip(WAITED, pairwise(ends), strict=True)}
+
+
+def _shares(plan: Plan) -> list[float]:
+    """Of each stage the share that its rank has in the mean device."""
+    ranks = holders(programs.compute(plan))
+    peaks = plan.work.peaks if plan.work is not None else (1.0,) * plan.mesh.pp
+    return [peaks[rank] / sum(peaks) for rank in ranks]
+
+
+def _computed(plan: Plan) -> dict[str, float]:
+    """What the mean device computes for in a step."""
+    micro_batches, stages = plan.batch.micro_batches, [stage.predicted for stage in plan.stages]
+    shares = _shares(plan)
+
+    def mean(seconds: Iterable[float]) -> float:
+        return micro_batches * math.fsum(s * n for s, n in zip(shares, seconds, strict=True))
+
+    known = [stage.spent for stage in stages if stage.spent is not None]
+    both = [stage.forward_seconds + stage.backward_seconds for stage in stages]
+    if plan.work is None or not all(map(_told, stages)):
+        return {"computing": mean(both)}
+    parts = {part.name: mean(getattr(own, part.name) for own in known) for part in fields(Spent)}
+    matmuls = parts.pop("matmuls")
+    # A rate that was measured is no bound: some convolution may be faster.
+    at_peak = min(plan.work.flops / plan.work.peak, matmuls)
+    return {"matmuls_at_peak": at_peak, "matmuls_below_peak": matmuls - at_peak} | parts
+
+
+def _told(stage: StagePrediction) -> bool:
+    """Whether it is known what a stage's seconds go to: they may have been changed by hand."""
+    seconds = stage.forward_seconds + stage.backward_seconds
+    return stage.spent is not None and math.isclose(stage.spent.seconds, seconds, rel_tol=1e-6)
+
+
+def _ends(plan: Plan) -> tuple[float, float, float, float]:
+    """The seconds of the step: even, free, unsummed and as it is."""
+    costs, shares, step = predict.costs(plan), _shares(plan), programs.step(plan)
+    stages, each = len(shares), len(shares) // plan.mesh.pp
+    forward, backward = (
+        [math.fsum(s * n for s, n in zip(shares, seconds, strict=True)) / each] * stages
+        for seconds in (costs.forward, costs.backward)
+    )
+    none = [0.0] * stages
+    walks = (
+        Costs.of(forward, backward),
+        replace(costs, reduce=none, links=free),
+        replace(costs, reduce=none),
+        costs,
+    )
+    even, unhindered, unsummed, whole = (simulate(step, cost).seconds for cost in walks)
+    # Less to wait for may, by another order on a wire, take longer.
+    unsummed = min(unsummed, whole)
+    unhindered = min(unhindered, unsummed)
+    return min(even, unhindered), unhindered, unsummed, whole

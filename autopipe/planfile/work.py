@@ -1,0 +1,58 @@
+"""What a plan's step computes, and what its stages' seconds go to: parts of a plan.
+
+    Work     operations of a step, and of its devices a second: MFU
+    Spent    a stage's seconds of a micro-batch, by what they go to
+
+`planfile.waterfall` puts them together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step computes, from which MFU follows (Chowdhery et al., PaLM, 2022, appendix B).
+
+    `flops` are operations of the matrix products, convolutions and attentions of the model as
+    traced, forward and backward of the whole batch. What recomputation, attention's backward and
+    tensor-parallel ranks do again is not among them; a causal attention counts half. `peaks` are
+    the operations a second that the devices of each pipeline rank have together, in the `dtype` in
+    which the model computes most: those of their datasheets, or, where `measured`, those that large
+    matmuls reached. `tokens` are those of the whole batch; 0 where its rows are no sequences.
+    """
+
+    flops: float
+    peaks: tuple[float, ...]
+    dtype: str
+    measured: bool
+    tokens: int = 0
+
+    @property
+    def peak(self) -> float:
+        """Of all devices together."""
+        return sum(self.peaks)
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What a stage's seconds of one micro-batch go to, forward and backward together.
+
+    `matmuls` are matrix products, convolutions and attention; `other_ops` all other ops and
+    gradients that are added to their sums; `launches` what the host needs to start ops;
+    `recompute` blocks that run a second time; `exchange` the collectives of tensor parallelism;
+    `gathering` what ZeRO-3 gathers and scatters.
+    """
+
+    matmuls: float
+    other_ops: float
+    launches: float
+    recompute: float = 0.0
+    exchange: float = 0.0
+    gathering: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """All of them."""
+        return float(sum(vars(self).values()))

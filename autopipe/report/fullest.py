@@ -1,0 +1,112 @@
+"""Say what the fullest device of a plan holds, of how much, and at which instruction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopipe.cluster import datasheets
+from autopipe.cluster.cluster import Device
+from autopipe.planfile import predict, programs
+from autopipe.planfile.contents import Plan
+from autopipe.schedules.instructions import Kind, holders, parse
+from autopipe.schedules.phrases import short
+from autopipe.schedules.registry import flying as in_flight
+from autopipe.schedules.simulate import COMPUTE
+from autopipe.util import numbers
+from autopipe.util.numbers import Amount, count, ranges
+
+
+@dataclass(frozen=True)
+class Fullest:
+    """The device with the largest share of its memory used.
+
+    Attributes:
+        rank: the pipeline rank on the device.
+        stages: indices of the stages that it holds.
+        held: its predicted peak in bytes.
+        room: bytes that tensors may fill; None if there are several limits.
+        device: what it is.
+    """
+
+    rank: int
+    stages: tuple[int, ...]
+    held: int
+    room: int | None
+    device: Device
+
+
+def fullest(plan: Plan) -> Fullest:
+    """The fullest device among the first replica's first tensor-parallel ranks."""
+    placed, limits = holders(programs.compute(plan)), plan.planner.limits
+    numbered = predict.devices(plan)
+    found = []
+    for rank in range(plan.mesh.pp):
+        device = plan.cluster.device_at(numbered[plan.mesh.rank(rank, 0)])[2]
+        stages = tuple(stage for stage, holder in enumerate(placed) if holder == rank)
+        held = sum(plan.stages[stage].predicted.memory.peak for stage in stages)
+        room = min(device.memory, *limits) if len(limits) == 1 else device.memory
+        known = None if len(limits) > 1 else room
+        found.append((held / room, Fullest(rank, stages, held, known, device)))
+    return max(found, key=lambda each: each[0])[1]
+
+
+def room(plan: Plan) -> str:
+    """`105.2 MiB of the 1.0 GiB that tensors may fill, on the fullest device (stage 0)`."""
+    found = fullest(plan)
+    kinds = {device.kind for device in plan.cluster.devices}
+    whose = f"stage{'s' if len(found.stages) > 1 else ''} {ranges(found.stages)}"
+    kind = f", {found.device.kind}" if len(kinds) > 1 else ""
+    where = f"the fullest device ({whose}{kind})"
+    if found.room is None:
+        asked = ", ".join(numbers.memory(limit) for limit in plan.planner.limits)
+        return f"{numbers.memory(found.held)} on {where}; limits that were asked for: {asked}"
+    may = "were asked for as its limit" if plan.planner.limits else "tensors may fill"
+    return (
+        f"{numbers.memory(found.held)} of the {numbers.memory(found.room)} that {may}, on {where}"
+    )
+
+
+def parts(plan: Plan) -> dict[str, int]:
+    """Bytes of the fullest device at its fullest moment, by what they are; parts of 0 left out."""
+    stages = [plan.stages[stage].predicted.memory for stage in fullest(plan).stages]
+    low = plan.precision.removesuffix("-autocast")
+    words = {
+        "parameters": "fp32 master weights" if low == plan.precision != "fp32" else "parameters",
+        "copies": "gathered parameters" if plan.fully_sharded else f"{low} weights",
+        "gradients": "gradients",
+        "optimizer": "optimizer state",
+        "buffers": "buffers",
+        "activations": "activations",
+        "transfers": "transfers",
+        "passing": "gradients on their way",
+    }
+    sums = {words[name]: sum(getattr(each, name) for each in stages) for name in words}
+    return {name: size for name, size in sums.items() if size}
+
+
+def moment(plan: Plan) -> str | None:
+    """The instruction at which the fullest device is that, `B3 of stage 0`; None: nobody said."""
+    said = plan.stages[fullest(plan).stages[0]].predicted.fullest
+    if not said:
+        return None
+    instruction = parse(said)
+    if instruction.kind in COMPUTE:
+        return f"{instruction.kind.value}{instruction.microbatch} of stage {instruction.stage}"
+    words = short(instruction)
+    return words if instruction.kind is Kind.REDUCE else f"{words}, stage {instruction.stage}"
+
+
+def holding(plan: Plan) -> str:
+    """`at B3 of stage 0, in GiB: 12.3 gradients, 28.2 activations (4 micro-batches in flight)`."""
+    found, at = fullest(plan), moment(plan)
+    amount, program = Amount(found.held), programs.compute(plan)[found.rank]
+    flying = sum(in_flight(program, stage) for stage in found.stages)
+    each = ", in all its stages" if len(found.stages) > 1 else ""
+    listed, own = [], parts(plan)
+    for name, size in zip(own, amount.adding_up(list(own.values())), strict=True):
+        if size != amount(0):
+            of = f" ({count(flying, 'micro-batch', 'micro-batches')} in flight{each})"
+            listed.append(f"{size} {name}{of if name == 'activations' else ''}")
+    text = f"{f'at {at}, ' if at else ''}in {amount.unit}: {', '.join(listed)}"
+    kept = None if plan.planner.limits else datasheets.margin(found.device)
+    return text if kept is None else f"{text}; besides, {numbers.memory(kept)} of margin"
