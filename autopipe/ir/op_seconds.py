@@ -19,6 +19,8 @@ tensors are read and one is written.
 That holds from the second micro-batch on. The first one writes its gradients to memory that is in
 no cache; the same cost is used for it.
 
+The passes of elementwise kernels within an op that multiplies come on top, at the bandwidth.
+
 Measured ops (`Device.kernels`) use their own start-up seconds instead of launches, and their own
 rate instead of a matmul's.
 """
@@ -120,6 +122,11 @@ def seconds(
     )
     forward = np.maximum(forward_flops / forward_rates, forward_bytes / device.bandwidth)
     backward = np.maximum(backward_flops / backward_rates, backward_bytes / device.bandwidth)
+    passes = (_evaluate([cost.passes[way] for cost in formulas], rows) for way in (0, 1))
+    forward, backward = (
+        seconds + moved / device.bandwidth
+        for seconds, moved in zip((forward, backward), passes, strict=True)
+    )
     backward += ADDING * added / device.bandwidth
     return forward + forward_starts, backward + backward_starts
 

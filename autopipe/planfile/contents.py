@@ -63,8 +63,9 @@ class Plan:
     `collectives` are those of what is in no block. `products` are the dtypes that the model itself
     multiplies matrices in, as keys of a device's `flops`; "fp32" where it says nothing. `loss_over`
     is one of `LOSS_OVER`. `loss` is whether there is a loss function beside the model (null: nobody
-    has said). `made` has a few digits of each part as the planner has left it, by which `edited`
-    finds what was changed since.
+    has said). `loss_parts` are the parts of the vocabulary that its loss is computed from; 0: all
+    at once, as the model does. `made` has a few digits of each part as the planner has left it, by
+    which `edited` finds what was changed since.
     """
 
     format: int
@@ -91,6 +92,7 @@ class Plan:
     products: tuple[str, ...] = ("fp32",)
     loss_over: str = ROWS
     loss: bool | None = None
+    loss_parts: int = 0
     made: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -149,7 +151,9 @@ def _marks(plan: Plan) -> dict[str, str]:
         f"{name}.{of}": data[name][of] for name in ("batch", "prediction") for of in data[name]
     }
     whole = ("inputs", "cluster", "mesh", "precision", "optimizer", "loss", "schedule", "programs")
-    parts |= {name: data[name] for name in (*whole, "blocks", "states", "collectives")}
+    parts |= {
+        name: data[name] for name in (*whole, "loss_parts", "blocks", "states", "collectives")
+    }
     for name in ("boundaries", "stages"):
         for of in data[name][0] if data[name] else ():
             parts[f"{name}[].{of}"] = [entry[of] for entry in data[name]]
@@ -196,6 +200,8 @@ def check(plan: Plan) -> None:
     _check_devices(plan, refuse)
     if plan.loss_over not in LOSS_OVER:
         refuse("loss_over", f"one of {', '.join(LOSS_OVER)}", plan.loss_over)
+    if plan.loss_parts < 0:
+        refuse("loss_parts", "at least 0", str(plan.loss_parts))
     if plan.batch.micro_batches < 1:
         refuse("batch.micro_batches", "at least 1", str(plan.batch.micro_batches))
     if plan.batch.rows < 1 or plan.batch.rows % (mesh.dp * plan.batch.micro_batches):

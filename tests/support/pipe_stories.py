@@ -51,11 +51,11 @@ def memory_in_sixteen_bits() -> None:
     measured_as_planned("gpt", 4, "zb-h1", "bf16")
 
 
-def measured_as_planned(name: str, m: int, schedule: str, precision: str) -> None:
+def measured_as_planned(name: str, m: int, schedule: str, precision: str, **more: Any) -> None:
     """Parameters, gradients, AdamW's two moments, activations and transfers of each stage: to the
     byte, but for AdamW's counters."""
     chunks = 2 if schedule == "interleaved" else None
-    plan = planned(name, 2, 1, m, schedule, chunks=chunks, precision=precision)
+    plan = planned(name, 2, 1, m, schedule, chunks=chunks, precision=precision, **more)
     pipe = piped(name, plan)
     pipe.meter = Meter()
     optimizer = torch.optim.AdamW(pipe.parameters())
