@@ -96,6 +96,12 @@ def plan(
         str | None,
         typer.Option(help="rows; or micro-batch: the mean of each micro-batch's own loss."),
     ] = None,
+    loss_parts: Annotated[
+        str | None,
+        typer.Option(
+            help="Parts of the vocabulary that the loss is computed from: auto, off, or so many."
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Decide how to split a model; what is not constrained is the planner's choice.
@@ -137,6 +143,7 @@ def plan(
         planner=planner,
         sequence_parallel=sequence,
         loss_over=loss_over or file.loss_over,
+        loss_parts=loss_parts,
         source=relative(model, output.resolve().parent),
         say=say,
         watch=watch,

@@ -12,7 +12,7 @@ Seconds on a device follow from them in `ir.op_seconds`.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -52,6 +52,7 @@ class NodeCost:
         model_flops: operations of a matrix product, a convolution or an attention, forward and
             backward together, those that backward does a second time aside: what MFU counts
             (Chowdhery et al., PaLM, 2022, appendix B). 0 for every other op.
+        passes: (forward, backward) bytes that elementwise kernels within the op move besides.
     """
 
     forward_flops: Dim
@@ -64,6 +65,7 @@ class NodeCost:
     kernel: str = ""
     gradients: Dim = sympy.Integer(0)
     model_flops: Dim = sympy.Integer(0)
+    passes: tuple[Dim, Dim] = (sympy.Integer(0), sympy.Integer(0))
 
 
 Specs = Sequence[TensorSpec]
@@ -159,6 +161,17 @@ def _einsum(node: Node, operands: Specs, made: TensorSpec) -> Dim:
     return 2 * sympy.prod(sizes.values())
 
 
+FORWARD_PASSES, BACKWARD_PASSES = 7, 9
+"""How often a logit in fp32 is read or written by `sharding.vocabulary_loss`: a log-sum-exp is the
+maximum, a difference, exp and a sum; the gradient a difference, exp, a product and a cast."""
+
+
+@rule("vocabulary_loss")
+def _vocabulary_loss(node: Node, operands: Specs, made: TensorSpec) -> Dim:
+    """The logits of x [..., h] and w [v, h], from which the loss is made."""
+    return 2 * _elements(operands[0]) * operands[1].shape[0]
+
+
 def _dims(op: str, operands: Specs, made: TensorSpec) -> tuple[Dim, ...]:
     """(m, k, n) of the matmul that an op is; batches of them aside."""
     shapes = [spec.shape for spec in operands]
@@ -166,6 +179,9 @@ def _dims(op: str, operands: Specs, made: TensorSpec) -> tuple[Dim, ...]:
         case "linear" | "columns":
             k = shapes[0][-1]
             return _elements(operands[0]) / k, k, made.shape[-1]
+        case "vocabulary_loss":
+            k = shapes[0][-1]
+            return _elements(operands[0]) / k, k, shapes[1][0]
         case "mm" | "bmm" | "matmul" if len(shapes[0]) > 1 and len(shapes[1]) > 1:
             return shapes[0][-2], shapes[0][-1], shapes[1][-1]
         case "_grouped_mm" if len(shapes[1]) == 3:
@@ -192,6 +208,7 @@ LIKE = {
     **dict.fromkeys(
         ("columns", "addmm", "mm", "bmm", "matmul", "baddbmm", "_grouped_mm"), "linear"
     ),
+    "vocabulary_loss": "linear",
     **dict.fromkeys(("group_norm", "instance_norm", "rms_norm"), "layer_norm"),
     **dict.fromkeys(("_softmax", "_safe_softmax"), "softmax"),
     **dict.fromkeys(("log", "sin", "cos", "erf"), "exp"),
@@ -253,6 +270,27 @@ def gradient_values(graph: Graph) -> frozenset[Ref | State]:
 
 
 def _cost(graph: Graph, node: Node, carrying: frozenset[Ref | State]) -> NodeCost:
+    found = _whole_cost(graph, node, carrying)
+    return _in_parts(found, graph, node) if node.short == "vocabulary_loss" else found
+
+
+def _in_parts(cost: NodeCost, graph: Graph, node: Node) -> NodeCost:
+    """The cost of a loss whose logits are made in parts, and in backward once more."""
+    given, (rows, inner, columns) = arguments(node), cost.dims
+    width = min(int(columns), given["width"])
+    parts, again = -(-int(columns) // width), min(cost.launches[1], 1)
+    logits = 4 * rows * columns
+    return replace(
+        cost,
+        dtype=graph.spec(given["weight"]).dtype,
+        backward_flops=cost.backward_flops + again * cost.forward_flops,
+        dims=(rows, inner, width),
+        launches=(FORWARD_PASSES * parts, again * BACKWARD_PASSES * parts),
+        passes=(FORWARD_PASSES * logits, again * BACKWARD_PASSES * logits),
+    )
+
+
+def _whole_cost(graph: Graph, node: Node, carrying: frozenset[Ref | State]) -> NodeCost:
     made = [spec for spec in node.outputs if spec is not None]
     dtype = made[0].dtype if made else torch.float32
     nothing = sympy.Integer(0)

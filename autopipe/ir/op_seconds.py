@@ -19,6 +19,8 @@ tensors are read and one is written.
 That holds from the second micro-batch on. The first one writes its gradients to memory that is in
 no cache; the same cost is used for it.
 
+The passes of elementwise kernels within an op that multiplies come on top, at the bandwidth.
+
 Measured ops (`Device.kernels`) use their own start-up seconds instead of launches, and their own
 rate instead of a matmul's.
 """
@@ -169,9 +171,15 @@ def _timed(
     forward_starts, forward_rates, backward_starts, backward_rates = _paces(
         formulas, device, rates, rates * shares
     )
+    forward_passes, backward_passes = (
+        _evaluate([cost.passes[way] for cost in formulas], rows) / device.bandwidth
+        for way in (0, 1)
+    )
+    forward = np.maximum(forward_flops / forward_rates, forward_bytes / device.bandwidth)
+    backward = np.maximum(backward_flops / backward_rates, backward_bytes / device.bandwidth)
     return _Timed(
-        np.maximum(forward_flops / forward_rates, forward_bytes / device.bandwidth),
-        np.maximum(backward_flops / backward_rates, backward_bytes / device.bandwidth),
+        forward + forward_passes,
+        backward + backward_passes,
         ADDING * added / device.bandwidth,
         (forward_starts, backward_starts),
     )

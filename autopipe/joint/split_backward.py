@@ -37,6 +37,7 @@ from autopipe.joint.joint_graph import (
     written,
 )
 from autopipe.joint.run_again import chosen, most_alive, run_again
+from autopipe.sharding.vocabulary_loss import BACKWARD
 from autopipe.stages.lower import Lowered
 from autopipe.stages.op_tape import MADE
 
@@ -262,7 +263,7 @@ def _halves(graph: JointGraph) -> tuple[list[fx.Node], list[fx.Node]]:
     """The backward's calls that the arguments' gradients need, and the other useful calls."""
     wanted = [node for node in graph.of_arguments if node is not None]
     first = _leading_to(wanted, graph.backward)
-    calls = _halving_convolutions(graph.backward, first)
+    calls = _halving(graph.backward, first)
     first = _leading_to(wanted, calls)
     second = _leading_to(graph.of_parameters.values(), calls) - first
     # Of what the first half makes in one call, the second takes its part and not the whole.
@@ -301,8 +302,12 @@ def _leading_to(wanted: Iterable[fx.Node], calls: Sequence[fx.Node]) -> set[fx.N
     return found
 
 
-def _halving_convolutions(calls: Sequence[fx.Node], first: Collection[fx.Node]) -> list[fx.Node]:
-    """The calls, those for convolutions in the first half made two: input, and weight and bias.
+_OF_BOTH = torch.ops.aten.convolution_backward.default, BACKWARD
+"""Ops of the gradients of input, weight and bias; the last argument says which are wanted."""
+
+
+def _halving(calls: Sequence[fx.Node], first: Collection[fx.Node]) -> list[fx.Node]:
+    """The calls, those of `_OF_BOTH` in the first half made two: input, and weight and bias.
 
     Their weight's gradient costs as much as their input's. A norm's comes along with its input's:
     a second call would read the activations again, and hold them until then, for two vectors.
@@ -310,7 +315,7 @@ def _halving_convolutions(calls: Sequence[fx.Node], first: Collection[fx.Node]) 
     made: list[fx.Node] = []
     for node in calls:
         made.append(node)
-        if node not in first or node.target is not torch.ops.aten.convolution_backward.default:
+        if node not in first or node.target not in _OF_BOTH:
             continue
         mask: Any = node.args[-1]
         if mask[0] and any(mask[1:]):

@@ -65,9 +65,10 @@ class Plan:
     multiplies matrices in, as keys of a device's `flops`; "fp32" where it says nothing. `compiled`:
     stages run through torch.compile, and keep for backward what `joint.run_again` says. `loss_over`
     is one of `LOSS_OVER`. `loss` is whether there is a loss function beside the model (null: nobody
-    has said). `work` is what a step computes; null if that is not known, or no matrix product.
-    `made` has a few digits of each part as the planner has left it, by which `edited` finds what
-    was changed since.
+    has said). `loss_parts` are the parts of the vocabulary that its loss is computed from; 0: all
+    at once, as the model does. `work` is what a step computes; null if that is not known, or no
+    matrix product. `made` has a few digits of each part as the planner has left it, by which
+    `edited` finds what was changed since.
     """
 
     format: int
@@ -96,6 +97,7 @@ class Plan:
     loss_over: str = ROWS
     loss: bool | None = None
     work: Work | None = None
+    loss_parts: int = 0
     made: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -154,7 +156,7 @@ def _marks(plan: Plan) -> dict[str, str]:
         f"{name}.{of}": data[name][of] for name in ("batch", "prediction") for of in data[name]
     }
     whole = ["inputs", "cluster", "mesh", "precision", "compiled", "optimizer", "loss", "schedule"]
-    whole += ["programs", "blocks", "states", "collectives"]
+    whole += ["programs", "loss_parts", "blocks", "states", "collectives"]
     parts |= {name: data[name] for name in whole}
     for name in ("boundaries", "stages"):
         for of in data[name][0] if data[name] else ():
@@ -202,6 +204,8 @@ def check(plan: Plan) -> None:
     _check_devices(plan, refuse)
     if plan.loss_over not in LOSS_OVER:
         refuse("loss_over", f"one of {', '.join(LOSS_OVER)}", plan.loss_over)
+    if plan.loss_parts < 0:
+        refuse("loss_parts", "at least 0", str(plan.loss_parts))
     if plan.batch.micro_batches < 1:
         refuse("batch.micro_batches", "at least 1", str(plan.batch.micro_batches))
     if plan.batch.rows < 1 or plan.batch.rows % (mesh.dp * plan.batch.micro_batches):

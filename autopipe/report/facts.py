@@ -85,6 +85,9 @@ def _asked(plan: Plan) -> Iterator[tuple[str, str]]:
     again = {block for stage in plan.stages for block in stage.recompute}
     if again:
         yield "recompute", f"{count(len(again), 'block')} run a second time in backward"
+    if plan.loss_parts:
+        parts = count(plan.loss_parts, "part")
+        yield "loss", f"from {parts} of the vocabulary; logits are made again in backward, not kept"
     if any(boundary.depth for boundary in plan.boundaries):
         windows = _each([boundary.window for boundary in plan.boundaries])
         depths = _each([boundary.depth for boundary in plan.boundaries])

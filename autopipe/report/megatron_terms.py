@@ -40,7 +40,7 @@ def word(sharding: Sharding) -> str | None:
         return "vocabulary"
     elif op == "embedding" and made.sharded:
         return "hidden" if inputs[0].sharded else "sequence"
-    elif op == "cross_entropy_loss" and inputs[0].sharded:
+    elif op == "cross_entropy_loss" and any(lies.sharded for lies in inputs):
         return "vocabulary"
     elif op in _TOKENWISE and made.sharded and made.dim == 1:
         return "sequence"

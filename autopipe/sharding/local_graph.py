@@ -54,6 +54,7 @@ from autopipe.sharding.column_linear import COLUMNS, fuse
 from autopipe.sharding.functionalize import out_of_place
 from autopipe.sharding.local_ops import LOCAL, Rewriting
 from autopipe.sharding.op import Model, Op
+from autopipe.sharding.vocabulary_loss import LOSS
 
 
 @once
@@ -114,6 +115,8 @@ def sent_by(node: Node, carrying: Collection[Ref | State]) -> tuple[Move | None,
     """
     if node.op == COLUMNS:
         return None, ALL_REDUCE
+    if node.op == LOSS:
+        return (ALL_REDUCE if node.args[-1] else None), None
     if node.op != CONVERT:
         return None, None
     _, _, source, target, _ = node.args
@@ -126,6 +129,10 @@ def whole_bytes(graph: Graph, node: Node, ranks: int) -> Dim:
     if node.op == COLUMNS:
         (x,) = values_in(node.args[0])
         return graph.spec(x).bytes
+    if node.op == LOSS:  # of each row a maximum, a sum and the target's logit
+        each = node.outputs[1]
+        assert each is not None
+        return 3 * each.bytes
     made, target = node.outputs[0], node.args[3]
     assert made is not None and isinstance(target, Placement)
     return made.bytes * (ranks if target.sharded else 1)

@@ -245,3 +245,13 @@ def _cross_entropy(rewriting: Rewriting) -> Node:
         many = before("many", "sum.default", count, shape=(), dtype=ids)
         total_loss = before("mean", "div.Tensor", total_loss, many, shape=())
     return replace(node, op="aten.to.dtype", args=(total_loss, made.dtype), kwargs={})
+
+
+@_rewrite("vocabulary_loss")
+def _vocabulary_loss(rewriting: Rewriting) -> Node:
+    """The op with the columns of this rank's words."""
+    w = rewriting.op["weight"]
+    if not rewriting.inputs[w].sharded:
+        return rewriting.node
+    begin, _ = part(rewriting.op.shape(w)[0], rewriting.ranks, rewriting.rank)
+    return rewriting.with_arguments(begin=begin, axis=TENSOR_PARALLEL)

@@ -175,3 +175,13 @@ def cross_entropy(op: Op) -> Iterator[Strategy]:
         for placement in op.shards(x):
             if placement.dim == 1 and placement.segments == 1:
                 yield Strategy({x: placement, target: I}, I)
+
+
+@rule("vocabulary_loss")
+def vocabulary_loss(op: Op) -> Iterator[Strategy]:
+    """Shards of the words, whose columns the op itself puts together."""
+    x, w, bias, target = (op[name] for name in ("x", "weight", "bias", "target"))
+    for placement in op.shards(w):
+        if placement.dim == 0 and placement.segments == 1:
+            own = {w: placement} if bias is None else {w: placement, bias: placement}
+            yield Strategy({x: op.free(x), target: I} | own, I)

@@ -29,6 +29,7 @@ from autopipe.planfile.placements import Sharding
 from autopipe.schedules.instructions import Programs, splits
 from autopipe.sharding.local_graph import blocks_of, shard_graph, shardable
 from autopipe.sharding.plan_io import read_back
+from autopipe.sharding.vocabulary_loss import in_parts
 from autopipe.stages.precision import PRECISIONS
 from autopipe.tracing.trace import Trace
 
@@ -213,6 +214,7 @@ def dealt_out(
     traced: Trace, plan: Plan, tp: int, sharding: Sharding | None = None
 ) -> tuple[Trace, tuple[Block, ...]]:
     """The graph that tensor-parallel coordinate `tp` runs, and its blocks."""
+    traced = replace(traced, graph=in_parts(traced.graph, plan.loss_parts))
     blocks = find_blocks(traced.graph)
     if plan.mesh.tp == 1:
         return traced, blocks

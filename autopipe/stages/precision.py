@@ -50,7 +50,7 @@ PRECISIONS = ("fp32", *KEPT, *AUTOCAST)
 """All that can be asked for."""
 
 LOWERED = frozenset(
-    "linear columns matmul mm bmm addmm baddbmm addbmm conv1d conv2d conv3d "
+    "linear columns vocabulary_loss matmul mm bmm addmm baddbmm addbmm conv1d conv2d conv3d "
     "conv_transpose1d conv_transpose2d conv_transpose3d".split()
 )
 """Under autocast, ops that get a parameter's low-precision copy, on every kind of device.

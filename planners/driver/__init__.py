@@ -14,6 +14,7 @@ Other rooms use: `make_plan.plan`, `formulas.cost_formulas`, `formula_sheet.shee
     profile        a graph -> the planner's Problem
     saved_tensors  bytes saved for backward, observed
     candidate      one tensor-parallel degree: its Problem, its search
+    loss_parts     the loss whole, or from parts of its vocabulary
     choose         the best plan over all degrees
     refine         exact bytes and longest paths correct the estimate
     write_plan     an Answer -> a Plan

@@ -53,6 +53,20 @@ def check_words(*, precision: str | None, planner: str, loss_over: str, zero: in
         refuse_unknown("ZeRO stage", zero, ZERO)
 
 
+def loss_parts_of(asked: int | str | None) -> int | None:
+    """The parts of the loss that were asked for, 0 for none; None: the planner chooses.
+
+    Raises:
+        AutopipeError: it is neither a number of parts nor one of the words.
+    """
+    if asked is None or asked == "auto":
+        return None
+    text = "0" if asked == "off" else str(asked)
+    if not text.isdecimal():
+        raise AutopipeError(f"loss_parts is {asked!r}", hint="auto, off, or a number of parts")
+    return int(text)
+
+
 def usual_precision(cluster: Cluster | LocalSpec, model: nn.Module, say: Say) -> str:
     """The precision where nobody asks for one: bf16 for an fp32 model on GPUs that have it."""
     dtypes = {parameter.dtype for parameter in model.parameters()}

@@ -3,7 +3,8 @@
 PlanRequest     the arguments, checked
 Traced          traced_model    the model's graph, its dataflow and its repeated modules
 Job             measured        the devices, with the rates that the model needs
-Plan            best_plan       cost, search, write, refine (`planners.driver.choose`)
+Plan            best_loss       the loss whole, or in parts (`planners.driver.loss_parts`)
+                best_plan       cost, search, write, refine (`planners.driver.choose`)
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from autopipe.ir.dataflow import Dataflow, analyse
 from autopipe.planfile.contents import ROWS, Plan, signed
 from autopipe.planfile.parts import InputSpec
 from autopipe.planners.driver import arguments
-from autopipe.planners.driver.choose import best_of_engines
+from autopipe.planners.driver.loss_parts import best_loss
 from autopipe.planners.driver.profile import need
 from autopipe.planners.driver.request import Job, PlanRequest, Traced
 from autopipe.planners.driver.tp_degrees import check_heads
@@ -70,6 +71,7 @@ def plan(
     planner: str = "dynamic",
     sequence_parallel: bool = True,
     loss_over: str = ROWS,
+    loss_parts: int | str | None = None,
     source: str | None = None,
     say: Say | None = None,
     watch: Stopwatch | None = None,
@@ -111,6 +113,9 @@ def plan(
             they hold less, and take less time in norms and sums.
         loss_over: "rows": the loss must be one of the whole batch, however it is cut into
             micro-batches; "micro-batch": the mean of each micro-batch's own, whatever that is.
+        loss_parts: so many parts of the vocabulary that the loss is computed from, without all of
+            its logits at once; "off" leaves the loss as it is. None or "auto": in parts where that
+            is faster, as it saves memory and costs products (`planners.driver.loss_parts`).
         source: where the model comes from, for the plan to remember.
         say: gets one line about each fact worth telling.
         watch: gets the seconds that tracing, costing, searching and dry runs take.
@@ -126,6 +131,7 @@ def plan(
     schedule, programs = arguments.schedule_of(schedule)
     if programs:
         pp, micro_batches = arguments.as_written(programs, pp, micro_batches)
+    parts = arguments.loss_parts_of(loss_parts)
     asked = arguments.cluster_meant(cluster, (pp, dp, tp), say)
     limits = arguments.limits_of(memory, asked)
     constraints = Constraints(
@@ -147,12 +153,13 @@ def plan(
         planner=planner,
         sequence_parallel=sequence_parallel,
         loss_over=loss_over,
+        loss_parts=parts,
         source=source,
     )
     traced = traced_model(request, skeleton, say, watch)
     devices = arguments.measured(asked, need(traced.graph, request.precision), say)
     factor = optimizer_factor(optimizer_named(optimizer))
-    found = best_of_engines(Job(request, traced, devices, factor), watch)
+    found = best_loss(Job(request, traced, devices, factor), watch, say)
     check_runs(found)
     return signed(found)
 
@@ -193,7 +200,8 @@ def traced_model(request: PlanRequest, skeleton: nn.Module, say: Say, watch: Sto
     for name, module in skeleton.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             say(f"{name}: its gradients are sparse in one process, and dense in a plan")
-    found = Traced(trace, flow, blocks, rows, least, _recompute(request, flow, blocks, say))
+    recompute = _recompute(request, flow, blocks, say)
+    found = Traced(trace, flow, blocks, rows, least, recompute, trace.graph)
     say(f"traced: {found}")
     return found
 

@@ -33,6 +33,7 @@ class PlanRequest:
         batch_size: rows of the whole batch; None: those of the example.
         constraints: what the search must keep to, limits of memory and a written schedule included.
         compiled: whether stages run compiled; None: the planner chooses.
+        loss_parts: 0 for the loss as it is; None: the planner's choice.
         model, inputs, loss, optimizer, precision, recompute, planner, sequence_parallel, loss_over,
             source: as `plan` has them.
     """
@@ -50,6 +51,7 @@ class PlanRequest:
     planner: str
     sequence_parallel: bool
     loss_over: str
+    loss_parts: int | None
     source: str | None
 
 
@@ -63,6 +65,8 @@ class Traced:
         rows: of the whole batch.
         least: the fewest rows of a micro-batch for which the graph is right.
         recompute: paths of the blocks to recompute in backward; None: the planner chooses.
+        fingerprinted: the graph by which a run knows the model: before its loss was put in parts.
+        loss_parts: so many; 0: the loss is as the model has it.
     """
 
     trace: Trace = field(repr=False)
@@ -71,6 +75,8 @@ class Traced:
     rows: int
     least: Least
     recompute: Collection[str] | None
+    fingerprinted: Graph = field(repr=False)
+    loss_parts: int = 0
 
     @property
     def graph(self) -> Graph:

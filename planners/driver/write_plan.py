@@ -106,8 +106,8 @@ def _without_bytes(candidate: Candidate, answer: Answer, held: StageBytes) -> Pl
         format=FORMAT,
         versions=versions(request.model),
         source=request.source,
-        fingerprint=fingerprint.fingerprint(whole),
-        trail=fingerprint.trail(whole),
+        fingerprint=fingerprint.fingerprint(job.traced.fingerprinted),
+        trail=fingerprint.trail(job.traced.fingerprinted),
         inputs=degree.trace.inputs,
         reads=degree.trace.reads,
         cluster=job.cluster,
@@ -128,6 +128,7 @@ def _without_bytes(candidate: Candidate, answer: Answer, held: StageBytes) -> Pl
         products=products(whole),
         loss=request.loss is not None,
         loss_over=request.loss_over,
+        loss_parts=job.traced.loss_parts,
     )
 
 

@@ -113,13 +113,14 @@ PLANS: dict[str, Callable[[], Case]] = {
     "zb-v, in place": lambda: case("resnet", 2, "zb-v"),
     "zb-h1, opaque": lambda: case("lstm", 2, "zb-h1"),
     "bf16": lambda: case("dropout", 2, precision="bf16-autocast"),
+    "a loss in parts": lambda: case("gpt2", 2, "zb-h1", loss_parts=3),
     "zb-h1, recompute, bf16": lambda: case(
         "dropout", 2, "zb-h1", precision="bf16-autocast", recompute=("all",)
     ),
 }
 
 
-ALWAYS = ("eager-1f1b", "skip connections", "zb-h1, recompute, bf16")
+ALWAYS = ("eager-1f1b", "skip connections", "a loss in parts", "zb-h1, recompute, bf16")
 """The others run in the long run."""
 
 

@@ -17,6 +17,7 @@ from autopipe.ir import op_costs
 from autopipe.ir.graph import BATCH, Ref, State, at_batch
 from autopipe.ir.op_costs import LIKE, RULES, costs, gradient_values, rule
 from autopipe.ir.op_seconds import seconds
+from autopipe.sharding.vocabulary_loss import in_parts
 from tests.support.inprocess import traced
 from tests.support.staged import trace_model
 from tests.support.zoo import ZOO
@@ -323,3 +324,24 @@ def test_any_op_may_have_a_pace_of_its_own() -> None:
     pace = Kernel(Pace(0.0, 5e8), Pace(0.0, 5e8))
     device = replace(DEVICE, kernels={"cumsum": pace, "attention with dropout": pace})
     assert seconds([product(torch.float32, ())], 1, device)[0].shape == (1,)
+
+
+def test_a_loss_in_parts_makes_its_logits_once_more_in_backward():
+    """x [b, 7, 4] by [9, 4] in bf16, in parts of 5 and 4 words: 7 passes over them, then 9."""
+
+    def run(x, w):
+        target = torch.zeros_like(x[..., 0]).long()
+        return F.cross_entropy((x @ w.T).flatten(0, 1), target.flatten())
+
+    model = One(run, [(9, 4)], (7, 4))
+    graph = in_parts(trace_model(model, model.inputs, kept=torch.bfloat16).graph, 2)
+    found, product = the(graph, "vocabulary_loss"), BATCH * 7 * 2 * 4 * 9
+    assert (found.forward_flops, found.backward_flops) == (product, 3 * product)
+    assert (found.dtype, found.dims) == (torch.bfloat16, (7 * BATCH, 4, 5))
+    assert found.launches == (2 * 7, 2 * 9)
+    logits = BATCH * 7 * 9 * 4
+    assert found.passes == (7 * logits, 9 * logits)
+    device = Device("made up", 1, {"bf16": 1e12}, 1e9, 0.0, "made up for tests")
+    both = seconds([found], 3, device), seconds([replace(found, passes=(0, 0))], 3, device)
+    more = [float((with_them - without)[0]) for with_them, without in zip(*both, strict=True)]
+    assert more == pytest.approx([float(moved.subs(BATCH, 3)) / 1e9 for moved in found.passes])

@@ -15,6 +15,7 @@ from autopipe.ir.torch_private import storage_key
 from autopipe.joint.joint_graph import CannotSplit, Layout
 from autopipe.joint.split_backward import HALVES, Wanted, split
 from autopipe.runtime.step.engine import AutogradEngine, JointEngine
+from autopipe.sharding.vocabulary_loss import BACKWARD, vocabulary_loss
 from autopipe.stages.lower import Lowered, lower
 from autopipe.stages.precision import arithmetic, computing
 from autopipe.stages.recompute import within
@@ -139,6 +140,26 @@ def test_a_convolution_has_its_weights_gradient_in_the_second_half():
         for half in (joint.backward_input, joint.backward_weight)
     ]
     assert masks == [[[True, False, False]], [[False, True, True]]]
+
+
+def test_a_loss_in_parts_has_its_weights_gradient_in_the_second_half():
+    """Each half makes the logits again: neither keeps them for the other."""
+
+    def run(m, x):
+        target = torch.zeros(3, dtype=torch.int64)
+        how = -100, 1, torch.float32, 2, 0, ""
+        return vocabulary_loss(x, m.linear.weight, m.linear.bias, target, *how)[0]
+
+    x = torch.ones(3, 4, requires_grad=True)
+    joint = split(Lowered(None, Stage(run), 3), [Layout.of(x)], [Layout.of(torch.ones(()))])
+    wanted = [
+        [node.args[-1] for node in half.graph.find_nodes(op="call_function", target=BACKWARD)]
+        for half in (joint.backward_input, joint.backward_weight)
+    ]
+    assert wanted == [[[True, False, False]], [[False, True, True]]]
+    assert joint.parameters == ("linear.weight", "linear.bias")
+    assert joint.kept == 3 * 8 + 3 * FLOAT, "targets and log-sum-exps"
+    assert joint.fresh == 0
 
 
 def test_a_first_stages_convolution_stays_in_one_piece():

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from autopipe.planfile.placements import I, P, Placement, R, S
 from autopipe.sharding.op import Op, Strategy
 from autopipe.sharding.strategies import RULES
+from autopipe.sharding.vocabulary_loss import vocabulary_loss
 from autopipe.util import self_checks
 from tests.support.dealing import Findings, check
 from tests.support.long import sampled
@@ -88,6 +89,17 @@ def told_apart(x: Tensor, **how: object) -> Tensor:
     """Classes of [b, 4, 12]; of three kinds of labels, one does not count."""
     labels = (x[:, :, 0, 0] > 0).long() * 2
     return F.cross_entropy(x[:, :, 0].reshape(-1, 12), labels.reshape(-1), **how)
+
+
+def told_in_parts(x: Tensor, w: Tensor, *bias: Tensor, **how: int) -> Tensor:
+    """The same of products with w, in parts of 5 words."""
+    labels = (x[:, :, 0, 0] > 0).long() * 9
+    asked = {"ignored": -100, "reduction": 1, **how}
+    made = vocabulary_loss(
+        x[:, :, 0], w, *(bias or [None]), labels, *asked.values(), torch.float64, 5, 0, ""
+    )
+    found: Tensor = made[0]
+    return found
 
 
 # x is [b, 4, 8, 12]. Beside an op are some of the ways it must be able to go.
@@ -182,6 +194,14 @@ OPS: dict[str, tuple[str, Callable[..., Tensor], tuple[tuple[int, ...], ...], se
     "summed": ("cross_entropy_loss", lambda x: told_apart(x, reduction="sum"), (), {"SII"}),
     "smoothed": ("cross_entropy_loss", lambda x: told_apart(x, label_smoothing=0.1), (), set()),
     "each": ("cross_entropy_loss", lambda x: told_apart(x, reduction="none"), (), set()),
+    "in parts": ("vocabulary_loss", told_in_parts, ((12, 12), (12,)), {"RSSII"}),
+    "in parts, unevenly": ("vocabulary_loss", told_in_parts, ((67, 12),), {"RSII"}),
+    "in parts, ignored": (
+        "vocabulary_loss",
+        lambda x, w: told_in_parts(x, w, ignored=9, reduction=2),
+        ((12, 12),),
+        {"RSII"},
+    ),
     "a number less": ("sub", lambda x: 1 - x.exp() - 1, (), {"SS"}),
     "times alpha": ("add", lambda x, w: torch.add(x, w, alpha=3), ((12,),), {"PPP", "SSS", "SRS"}),
     "divided": ("div", lambda x, w: x / (w + 9), ((8, 1),), {"PRP", "SSS", "SRS"}),

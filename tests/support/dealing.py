@@ -42,7 +42,7 @@ from autopipe.sharding.collectives import own_part, together
 from autopipe.sharding.fused_segments import demands
 from autopipe.sharding.local_graph import shard_graph
 from autopipe.sharding.op import Model, Op, Strategy
-from autopipe.sharding.strategies import strategies
+from autopipe.sharding.strategies import RULES, strategies
 from tests.support.simulated import Meeting, everywhere
 
 ROWS = 3
@@ -102,7 +102,8 @@ def _alone(graph: Graph, ranks: int) -> Iterable[tuple[Graph, dict[Value, dict[P
         seed(Input(path))
     for node in graph.nodes:
         tensors = [v for v in dict.fromkeys(node.values()) if model.is_tensor(v)]
-        if node.op.startswith("aten.") and node.op != READ_OP and tensors:
+        known = node.op.startswith("aten.") or node.short in RULES
+        if known and node.op != READ_OP and tensors:
             shards = {}
             for value in tensors:
                 dims = range(len(graph.spec(value).shape))
@@ -196,6 +197,8 @@ def _inputs(op: Op) -> dict[str, Tensor]:
             x = torch.randint(*_range(op, value), shape, generator=generator)
             if op.name == "cross_entropy_loss":
                 x.view(-1)[1] = op["ignore_index"]
+            if op.name == "vocabulary_loss":
+                x.view(-1)[1] = op["ignored"]
             if op.name == "embedding" and op["padding_idx"] >= 0:
                 x.view(-1)[1] = op["padding_idx"]
             x = x.to(spec.dtype)
@@ -209,7 +212,7 @@ def _range(op: Op, value: Value) -> tuple[int, int]:
     def below(of: Any, dim: int) -> tuple[int, int]:
         return 0, shape_at(op.model.graph.spec(of), ROWS)[dim]
 
-    if op.name == "embedding":
+    if op.name in ("embedding", "vocabulary_loss"):
         return below(op["weight"], 0)
     if op.name == "cross_entropy_loss":
         return below(op["self"], 1)
@@ -234,7 +237,7 @@ class _Run:
         self.above = {
             ref: _random(self.generator, self.made[ref])
             for ref in self.refs
-            if ref in self.model.carrying
+            if ref in self.model.carrying and self.made[ref].requires_grad
         }
         self.gradients = self._back(self.made, leaves, self.above)
 

@@ -66,11 +66,11 @@ def memory_of_compiled_stages() -> None:
     prepare.Compiler = own  # type: ignore[misc]
 
 
-def measured_as_planned(name: str, m: int, schedule: str, precision: str, **how: bool) -> None:
+def measured_as_planned(name: str, m: int, schedule: str, precision: str, **more: Any) -> None:
     """Parameters, gradients, AdamW's two moments, activations and transfers of each stage: to the
     byte, but for AdamW's counters."""
     chunks = 2 if schedule == "interleaved" else None
-    plan = planned(name, 2, 1, m, schedule, chunks=chunks, precision=precision, **how)
+    plan = planned(name, 2, 1, m, schedule, chunks=chunks, precision=precision, **more)
     pipe = piped(name, plan)
     pipe.meter = Meter()
     optimizer = torch.optim.AdamW(pipe.parameters())

@@ -1,6 +1,6 @@
 """Training steps in real processes are those of one process.
 
-What happens in processes is told in `pipe_stories`, `step_stories` and `tp_stories`.
+What happens in processes is told in `pipe_stories`, `step_stories`, `tp_stories`, `loss_stories`.
 """
 
 from collections.abc import Callable

@@ -1,0 +1,157 @@
+"""Find the losses of large products: each a cross-entropy of logits that nothing else reads.
+
+    x [.., h] --linear--> logits [.., v] --float, view, slice--> [rows, v] --cross_entropy--> loss
+              product                    between                              loss
+
+Between product and loss rows are moved as wholes and numbers made wider, so that the loss can be
+computed from x, without the logits (`sharding.vocabulary_loss`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from autopipe.ir.dataflow import Dataflow, analyse
+from autopipe.ir.graph import (
+    Graph,
+    Node,
+    Ref,
+    TensorSpec,
+    Value,
+    arguments,
+    bytes_at,
+    once,
+    values_in,
+)
+
+MEAN, SUM = 1, 2
+"""The reductions of torch's `cross_entropy_loss` to one number."""
+
+OF_ROWS = frozenset("view _unsafe_view reshape flatten contiguous clone slice".split())
+"""Ops that can move or leave out rows of logits, and would do so with the rows of x."""
+
+_LOSSES = frozenset("cross_entropy_loss nll_loss nll_loss_nd".split())
+_CASTS = frozenset("to _to_copy".split())
+_TURNS = frozenset("transpose permute".split())
+_TRANSPOSES = _TURNS | {"t", "numpy_T"}
+
+
+@dataclass(frozen=True)
+class Head:
+    """A loss, the product that makes its logits, and the nodes between them, in order.
+
+    Attributes:
+        x, weight, bias: what the product multiplies and adds: [..., h], [v, h], [v] or None.
+        turned: the node that transposes the weight, if there is one.
+    """
+
+    loss: Node
+    between: tuple[Node, ...]
+    product: Node
+    x: Value
+    weight: Value
+    bias: Value | None
+    turned: Node | None
+
+    def logits_bytes(self, rows: int) -> int:
+        """Bytes of the logits in fp32 of a micro-batch of `rows` rows."""
+        logits = self.product.outputs[0]
+        assert logits is not None
+        return bytes_at(TensorSpec(logits.shape, torch.float32), rows)
+
+
+@once
+def heads(graph: Graph) -> tuple[Head, ...]:
+    """The losses of products, in order."""
+    flow = analyse(graph)
+    found = (_head(flow, node) for node in graph.nodes if node.short in _LOSSES)
+    return tuple(head for head in found if head is not None)
+
+
+def _head(flow: Dataflow, loss: Node) -> Head | None:
+    """What makes the logits of a loss; None: no product does, or something else reads them."""
+    graph, given, between = flow.graph, arguments(loss), list[Node]()
+    if given["weight"] is not None or given["reduction"] not in (MEAN, SUM):
+        return None
+    if given.get("label_smoothing"):
+        return None
+    if graph.spec(given["target"]).dtype.is_floating_point:
+        return None  # probabilities of all words
+    node = _only(flow, given["self"])
+    if node is not None and _turns(graph, node):
+        between, node = [node], _only(flow, node.args[0])
+    elif len(graph.spec(given["self"]).shape) != 2:
+        return None
+    while node is not None and _keeps_columns(graph, node):
+        between.insert(0, node)
+        node = _only(flow, node.args[0])
+    logs = any(part.short == "log_softmax" for part in between)  # a second one changes nothing
+    if loss.short != "cross_entropy_loss" and not logs:
+        return None
+    if node is None or any(part.autocast or part.grad != loss.grad for part in (node, loss)):
+        return None
+    turned, operands = None, list(values_in(node.args))
+    if node.short in ("matmul", "mm") and len(operands) == 2:
+        turned = _transposing(flow, operands[1])
+        operands[1:] = turned.values() if turned is not None else ()
+    elif node.short != "linear":
+        return None
+    if len(operands) < 2 or operands[0] == operands[1] or len(graph.spec(operands[0]).shape) < 2:
+        return None
+    x, weight, *bias = operands
+    return Head(loss, tuple(between), node, x, weight, bias[0] if bias else None, turned)
+
+
+def _only(flow: Dataflow, value: object) -> Node | None:
+    """The node that makes a value, if one node reads it and none writes it."""
+    if not isinstance(value, Ref) or len(flow.users[value]) > 1:
+        return None
+    return None if flow.root[value] in flow.writers else flow.graph.nodes[flow.position(value)]
+
+
+def _turns(graph: Graph, node: Node) -> bool:
+    """Whether a node makes [b, v, s] of [b, s, v], the order in which `cross_entropy` takes it."""
+    if node.short not in _TURNS:
+        return False
+    made, was = node.outputs[0], graph.spec(node.values()[0]).shape
+    dims = _order(node, len(was))
+    return made is not None and len(was) == 3 and dims == [0, 2, 1]
+
+
+def _order(node: Node, rank: int) -> list[int]:
+    """Which dim of its operand each dim of a transposed tensor is."""
+    given, order = arguments(node), list(range(rank))
+    if node.short == "permute":
+        return [dim % rank for dim in given["dims"]]
+    if node.short == "transpose":
+        a, b = given["dim0"] % rank, given["dim1"] % rank
+        order[a], order[b] = order[b], order[a]
+        return order
+    return order[::-1]
+
+
+def _keeps_columns(graph: Graph, node: Node) -> bool:
+    """Whether a node casts logits to no less, or moves whole rows of them."""
+    made, values = node.outputs[0], node.values()
+    if made is None or len(values) != 1:
+        return False
+    was = graph.spec(values[0])
+    if node.short in _CASTS:
+        return made.dtype.is_floating_point and made.dtype.itemsize >= was.dtype.itemsize
+    last = len(was.shape) - 1
+    if node.short == "log_softmax":
+        return bool(arguments(node)["dim"] % (last + 1) == last)
+    if node.short == "slice" and arguments(node)["dim"] % (last + 1) == last:
+        return False
+    return node.short in OF_ROWS and made.shape[-1:] == was.shape[-1:]
+
+
+def _transposing(flow: Dataflow, value: Value) -> Node | None:
+    """The node that makes a matrix by transposing another, if nothing else reads it."""
+    node = _only(flow, value)
+    if node is None or node.short not in _TRANSPOSES:
+        return None
+    rank = len(flow.graph.spec(node.values()[0]).shape)
+    return node if rank == 2 and _order(node, rank) == [1, 0] else None

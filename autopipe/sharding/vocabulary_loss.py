@@ -1,0 +1,286 @@
+"""The cross-entropy of a large vocabulary, computed from a part of its columns at a time.
+
+    x [rows, h] --linear--> logits [rows, v] --float--> fp32 --cross_entropy--> loss      as traced
+    x [rows, h], w [v, h], target [rows] --vocabulary_loss--> loss                  after `in_parts`
+
+The logits of 8192 tokens and 128,256 words are 4 GiB in fp32, and autograd keeps as many for
+backward. Here no more than `width` columns of them exist at once. With lse = log(sum(exp(logits))),
+
+    forward    lse = logaddexp(lse, logsumexp(x w_k')) for each part k of the columns
+               loss = mean(lse - logits[target])
+    backward   d_k = (exp(x w_k' - lse) - onehot) / count         the part is computed once more
+               dx += d_k w_k,   dw_k = d_k' x
+
+Kept are x, the target and lse. Liger-Kernel (Hsu et al., 2024, arXiv:2410.10989) makes dx and dw in
+forward, from parts of the rows. In a pipeline that would hold a dw for each micro-batch in flight,
+and leave zero-bubble schedules no weight gradient to put off. So backward computes the logits
+again, a third more products, as Cut Cross-Entropy does (Wijmans et al., 2024, arXiv:2411.09009).
+Columns are cut and not rows: each dw_k is then one product, and only dx, which is smaller, is a sum
+over parts, in fp32.
+
+Under tensor parallelism a rank has some columns. Log-sum-exps of ranks are put together as those of
+parts are, by a maximum and a sum for each row (Megatron-LM, arXiv:1909.08053, section 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+
+from autopipe.ir import check
+from autopipe.ir.graph import Graph, Node, Ref, TensorSpec, arguments
+from autopipe.ir.logits import MEAN, OF_ROWS, Head, heads
+from autopipe.sharding.collectives import axis_of
+
+LOSS = "autopipe.vocabulary_loss.default"
+"""The name of the op in a graph."""
+
+WIDTH = 8192
+"""Columns of a part where nobody says how many parts: enough for an efficient product."""
+
+
+# The op
+
+
+@torch.library.custom_op("autopipe::vocabulary_loss", mutates_args=())
+def vocabulary_loss(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    ignored: int,
+    reduction: int,
+    dtype: torch.dtype,
+    width: int,
+    begin: int,
+    axis: str,
+) -> tuple[Tensor, Tensor]:
+    """The cross-entropy of x [..., h] @ weight' [h, v] + bias [v] with the words `target` [...].
+
+    Args:
+        ignored: the word that does not count.
+        reduction: `MEAN` over the words that count, or `SUM`.
+        dtype: that of the loss; all is computed in fp32, of an x of fp64 in fp64.
+        width: columns of a part.
+        begin: the number of the first word whose column is in `weight`.
+        axis: over whose ranks the columns are dealt out; empty: all are here.
+
+    Returns:
+        The loss, a scalar, and the log-sum-exp of each row, for backward.
+    """
+    rows, words = _rows(x, weight), target.reshape(-1)
+    wide = _wide(weight.dtype)
+    total = torch.full((rows.shape[0],), -torch.inf, dtype=wide, device=x.device)
+    truth = torch.zeros_like(total)
+    for first, logits in _parts(rows, weight, bias, width):
+        column, here = _own(words, begin + first, logits.shape[1])
+        truth += logits.gather(1, column).squeeze(1).masked_fill_(~here, 0.0)
+        total = torch.logaddexp(total, logits.logsumexp(1))
+    if axis:
+        total, truth = _over_ranks(total, truth, axis)
+    counting = words != ignored
+    loss = (total - truth).masked_fill(~counting, 0.0).sum()
+    return (loss / counting.sum() if reduction == MEAN else loss).to(dtype), total
+
+
+@vocabulary_loss.register_fake
+def _(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    ignored: int,
+    reduction: int,
+    dtype: torch.dtype,
+    width: int,
+    begin: int,
+    axis: str,
+) -> tuple[Tensor, Tensor]:
+    rows = x.new_empty((target.numel(),), dtype=_wide(weight.dtype))
+    return x.new_empty((), dtype=dtype), rows
+
+
+@torch.library.custom_op("autopipe::vocabulary_loss_backward", mutates_args=())
+def vocabulary_loss_backward(
+    gradient: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    total: Tensor,
+    ignored: int,
+    reduction: int,
+    width: int,
+    begin: int,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x, weight and bias; a tensor of no elements for those not `wanted`.
+
+    With shards of the columns that of x is a part of the sum over the ranks.
+    """
+    rows, words = _rows(x, weight), target.reshape(-1)
+    counting = words != ignored
+    scale = gradient.to(total.dtype)
+    each = counting * (scale / counting.sum() if reduction == MEAN else scale)
+    of_x, of_weight, of_bias = _gradients(x, weight, wanted)
+    sums = torch.zeros_like(rows, dtype=total.dtype) if wanted[0] else None
+    for first, part in _parts(rows, weight, bias, width):
+        column, here = _own(words, begin + first, part.shape[1])
+        part.sub_(total[:, None]).exp_()
+        part.scatter_add_(1, column, -here.to(part.dtype)[:, None]).mul_(each[:, None])
+        if wanted[2]:
+            of_bias[first : first + part.shape[1]] = part.sum(0)
+        low = part.to(weight.dtype)
+        if sums is not None:
+            sums += low @ weight[first : first + part.shape[1]]
+        if wanted[1]:
+            torch.mm(low.t(), rows, out=of_weight[first : first + part.shape[1]])
+    if sums is not None:
+        of_x.copy_(sums.view(x.shape))
+    return of_x, of_weight, of_bias
+
+
+BACKWARD = torch.ops.autopipe.vocabulary_loss_backward.default
+"""The op of the gradients; its last argument says which."""
+
+
+@vocabulary_loss_backward.register_fake
+def _(
+    gradient: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    total: Tensor,
+    ignored: int,
+    reduction: int,
+    width: int,
+    begin: int,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _gradients(x, weight, wanted)
+
+
+def _gradients(x: Tensor, weight: Tensor, wanted: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for the gradients of x, weight and bias."""
+    shapes = [tuple(x.shape), tuple(weight.shape), (weight.shape[0],)]
+    dtypes = [x.dtype, weight.dtype, weight.dtype]
+    of_x, of_weight, of_bias = (
+        x.new_empty(shape if asked else (0,), dtype=dtype)
+        for shape, dtype, asked in zip(shapes, dtypes, wanted, strict=True)
+    )
+    return of_x, of_weight, of_bias
+
+
+def _rows(x: Tensor, weight: Tensor) -> Tensor:
+    """x [rows, h], in the dtype of the weight: under autocast that is a low copy."""
+    return x.reshape(-1, x.shape[-1]).to(weight.dtype)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _parts(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, width: int
+) -> Iterator[tuple[int, Tensor]]:
+    """Where each part of the columns begins, and its logits [rows, width], in fp32 or fp64."""
+    for first in range(0, weight.shape[0], width):
+        here = slice(first, first + width)
+        own = None if bias is None else bias[here]
+        yield first, torch.nn.functional.linear(rows, weight[here], own).to(_wide(weight.dtype))
+
+
+def _own(words: Tensor, begin: int, width: int) -> tuple[Tensor, Tensor]:
+    """The column [rows, 1] of each row's word in a part, and whether it is in it [rows]."""
+    column = words - begin
+    here = (column >= 0) & (column < width)
+    return column.masked_fill(~here, 0)[:, None], here
+
+
+def _over_ranks(total: Tensor, truth: Tensor, axis: str) -> tuple[Tensor, Tensor]:
+    """Log-sum-exps and logits of the targets of all columns, from those of each rank's."""
+    most = axis_of(axis).all_reduce(total.clone(), "max")
+    powers, found = axis_of(axis).all_reduce(torch.stack([(total - most).exp(), truth]), "sum")
+    return most + powers.log(), found
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, bias, target, ctx.ignored, ctx.reduction, _, ctx.width, ctx.begin, _ = inputs
+    ctx.dtype = x.dtype
+    ctx.mark_non_differentiable(output[1])
+    low = x if x.dtype == weight.dtype else x.to(weight.dtype)
+    ctx.save_for_backward(low, weight, bias, target, output[1])
+
+
+def _back(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Any, ...]:
+    wanted = list(ctx.needs_input_grad[:3])
+    how = ctx.ignored, ctx.reduction, ctx.width, ctx.begin, wanted
+    of_x, *others = vocabulary_loss_backward(gradient, *ctx.saved_tensors, *how)
+    of_x = of_x if of_x.dtype == ctx.dtype else of_x.to(ctx.dtype)
+    found = zip((of_x, *others), wanted, strict=True)
+    return *(tensor if asked else None for tensor, asked in found), *(None,) * 7
+
+
+vocabulary_loss.register_autograd(_back, setup_context=_remember)
+
+
+# The pass
+
+
+def usual_parts(graph: Graph) -> int:
+    """Parts of at most `WIDTH` columns of the largest vocabulary; 0: no loss is of a product."""
+    return max((-(-_vocabulary(graph, head) // WIDTH) for head in heads(graph)), default=0)
+
+
+def in_parts(graph: Graph, parts: int) -> Graph:
+    """The graph whose cross-entropies of a product (`ir.logits`) are of parts of its columns.
+
+    Nodes keep their names; product and casts are gone. Logits that something else reads stay.
+
+    Args:
+        parts: how many; 0 leaves the graph as it is.
+    """
+    found: dict[str, list[Node]] = {}
+    for head in heads(graph) if parts else ():
+        found |= _rewritten(graph, head, parts)
+    nodes = tuple(made for node in graph.nodes for made in found.get(node.name, [node]))
+    return check.after("vocabulary_loss", replace(graph, nodes=nodes)) if found else graph
+
+
+def _rewritten(graph: Graph, head: Head, parts: int) -> dict[str, list[Node]]:
+    """By its name, what comes in the place of each node of a head."""
+    found: dict[str, list[Node]] = {head.product.name: []}
+    if head.turned is not None:
+        found[head.turned.name] = []
+    x, spec = head.x, graph.spec(head.x)
+    for node in head.between:
+        found[node.name] = []
+        made = node.outputs[0]
+        if node.short not in OF_ROWS or made is None:
+            continue
+        spec = TensorSpec((*made.shape[:-1], spec.shape[-1]), spec.dtype)
+        row = replace(node, args=(x, *node.args[1:]), outputs=(spec,))
+        if node.short not in ("slice", "contiguous", "clone"):
+            row = replace(row, op="aten.reshape.default", args=(x, spec.shape), kwargs={})
+        found[node.name], x = [row], Ref(node.name)
+    loss, made = arguments(head.loss), head.loss.outputs[0]
+    assert made is not None
+    width = -(-_vocabulary(graph, head) // parts)
+    how = loss["ignore_index"], loss["reduction"], made.dtype, width, 0, ""
+    count = sympy.prod(graph.spec(loss["target"]).shape)
+    each = TensorSpec((count,), _wide(graph.spec(head.weight).dtype))
+    args = (x, head.weight, head.bias, loss["target"], *how)
+    found[head.loss.name] = [
+        replace(head.loss, op=LOSS, args=args, kwargs={}, outputs=(made, each), packed=True)
+    ]
+    return found
+
+
+def _vocabulary(graph: Graph, head: Head) -> int:
+    return int(graph.spec(head.weight).shape[0])

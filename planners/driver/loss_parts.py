@@ -1,0 +1,97 @@
+"""Whether a model's loss is computed whole or from parts of its vocabulary: the planner's choice.
+
+    whole      logits of all words, in fp32, kept for backward     as the model has it
+    in parts   no logits kept, a third more of their products      `sharding.vocabulary_loss`
+
+Parts save memory and cost seconds. So both are planned where the logits are large and memory
+matters, and the plan of the shorter step is taken; elsewhere the loss stays as it is.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+
+from autopipe.errors import AutopipeError, InfeasibleError
+from autopipe.ir.blocks import find_blocks
+from autopipe.ir.dataflow import analyse
+from autopipe.ir.logits import heads
+from autopipe.planfile.contents import Plan
+from autopipe.planners.driver.choose import best_of_engines, best_plan
+from autopipe.planners.driver.request import Job, Traced
+from autopipe.sharding.vocabulary_loss import in_parts, usual_parts
+from autopipe.util.numbers import seconds
+from autopipe.util.progress import Say
+from autopipe.util.stopwatch import Stopwatch
+
+LARGE = 2**26
+"""Bytes in fp32 of the smallest micro-batch's logits, from which on they may be too many."""
+
+
+def best_loss(job: Job, watch: Stopwatch, say: Say) -> Plan:
+    """The best plan, with the loss in as many parts as were asked for, or whole or in parts.
+
+    Raises:
+        InfeasibleError: no plan fits.
+        AutopipeError: parts were asked for, and the loss has none.
+    """
+    asked = job.request.loss_parts
+    if asked is not None:
+        return best_of_engines(replace(job, traced=with_parts(job.traced, asked)), watch)
+    if not _large(job.traced):
+        return best_of_engines(job, watch)
+    parts = usual_parts(job.traced.graph)
+    in_them = replace(job, traced=with_parts(job.traced, parts))
+    try:
+        whole = best_of_engines(job, watch)
+    except InfeasibleError as refusal:
+        with suppress(InfeasibleError):
+            found = best_of_engines(in_them, watch)
+            say(f"loss: in {parts} parts of the vocabulary; nothing fits with it whole")
+            return found
+        raise refusal
+    if not _memory_matters(whole):
+        return whole
+    with suppress(InfeasibleError):
+        found = best_plan(in_them.on_engine(compiled=whole.compiled), watch)
+        steps = found.prediction.step_seconds, whole.prediction.step_seconds
+        if steps[0] < steps[1]:
+            step, other = map(seconds, steps)
+            say(f"loss: in {parts} parts of the vocabulary: a step of {step}; {other} whole")
+            return found
+    return whole
+
+
+def with_parts(traced: Traced, parts: int) -> Traced:
+    """The model with its loss in so many parts; 0: as it is.
+
+    Raises:
+        AutopipeError: its loss is no cross-entropy of a product, or something else reads the
+            logits.
+    """
+    if not parts:
+        return traced
+    if not heads(traced.graph):
+        raise AutopipeError(
+            f"loss_parts={parts} was asked for, and the model computes no cross-entropy of a "
+            "product whose logits nothing else reads",
+            hint="leave loss_parts out; or give F.cross_entropy what a linear layer has made, "
+            "without weights of classes or label smoothing",
+        )
+    graph = in_parts(traced.graph, parts)
+    trace, flow, blocks = replace(traced.trace, graph=graph), analyse(graph), find_blocks(graph)
+    return replace(traced, trace=trace, flow=flow, blocks=blocks, loss_parts=parts)
+
+
+def _large(traced: Traced) -> bool:
+    """Whether the logits of the smallest micro-batch are."""
+    every = (head.logits_bytes(traced.least.rows) for head in heads(traced.graph))
+    return max(every, default=0) >= LARGE
+
+
+def _memory_matters(plan: Plan) -> bool:
+    """Whether the plan recomputes or shards, or another mesh does not fit."""
+    note = plan.planner
+    others = [other for other in (note.next_best, *note.others) if other is not None]
+    misfits = any(other.slower is None for other in others)
+    return misfits or plan.zero > 0 or any(stage.recompute for stage in plan.stages)

@@ -1,0 +1,133 @@
+"""The loss whole or in parts: asked for, or chosen where logits are large and memory matters."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import autopipe
+from autopipe import AutopipeError, InfeasibleError, Plan
+from autopipe.planners.driver import loss_parts
+from autopipe.planners.driver.request import Job
+from autopipe.report import facts
+from tests.support.inprocess import machine
+from tests.support.zoo import ZOO
+
+MIB = 2**20
+WORDS, LENGTH = 50_000, 512
+
+
+class Words(nn.Module):
+    """Few weights and large logits: 98 MiB in fp32 of each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(WORDS, 8), nn.Linear(8, WORDS, bias=False)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(self.embedding(tokens))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def inputs(rows: int) -> dict[str, Tensor]:
+    tokens = torch.zeros(rows, LENGTH, dtype=torch.long)
+    return {"tokens": tokens, "labels": tokens}
+
+
+def planned(**options: Any) -> Plan:
+    return autopipe.plan(Words, inputs, batch_size=4, **{"cluster": machine(1), **options})
+
+
+def test_a_loss_stays_whole_where_memory_does_not_matter() -> None:
+    assert planned().loss_parts == 0
+
+
+def test_a_loss_in_parts_where_nothing_fits_otherwise() -> None:
+    """50,000 words are seven parts of 8192; the plan says so, and holds no logits."""
+    said: list[str] = []
+    plan = planned(memory="90MiB", say=said.append)
+    assert plan.loss_parts == 7
+    assert "loss: in 7 parts of the vocabulary; nothing fits with it whole" in said
+    assert dict(facts.decided(plan))["loss"].startswith("from 7 parts of the vocabulary")
+    assert plan.stages[0].predicted.memory.activations < MIB
+    with pytest.raises(InfeasibleError):
+        planned(memory="90MiB", loss_parts="off")
+    with pytest.raises(InfeasibleError):
+        planned(memory="8MiB")
+
+
+@pytest.mark.parametrize(("asked", "parts"), [("3", 3), (3, 3), ("off", 0), (0, 0), ("auto", 0)])
+def test_so_many_parts_as_asked_for(asked: int | str, parts: int) -> None:
+    """The plan is of the same model: its fingerprint is that of the graph as traced."""
+    plan = planned(loss_parts=asked)
+    assert plan.loss_parts == parts
+    assert plan.fingerprint == planned(loss_parts="off").fingerprint
+    whole = 4 * LENGTH * WORDS
+    held = plan.stages[0].predicted.memory.activations
+    assert (held > whole) == (parts == 0)
+
+
+def test_what_is_no_number_of_parts_and_a_loss_without_logits_are_refused() -> None:
+    with pytest.raises(AutopipeError, match="loss_parts is 'many'"):
+        planned(loss_parts="many")
+    with pytest.raises(AutopipeError, match="no cross-entropy of a product"):
+        case = ZOO["unet"]
+        autopipe.plan(case.model, case.inputs, loss=case.loss, cluster=machine(1), loss_parts=2)
+
+
+@cache
+def job() -> tuple[Job, Plan]:
+    """What the driver is given to choose for, and a plan of it."""
+    found: list[Job] = []
+
+    def note(job: Job, watch: Any) -> Plan:
+        found.append(job)
+        return best(job, watch)
+
+    best = loss_parts.best_plan
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loss_parts, "best_plan", note)
+        plan = planned()
+    return found[0], plan
+
+
+def taking(plan: Plan, seconds: float) -> Plan:
+    return replace(plan, prediction=replace(plan.prediction, step_seconds=seconds))
+
+
+def recomputing(plan: Plan) -> Plan:
+    return replace(plan, stages=(replace(plan.stages[0], recompute=("a block",)),))
+
+
+@pytest.mark.parametrize(
+    ("change", "seconds", "parts"),
+    [
+        (recomputing, {0: 2.0, 7: 1.9}, 7),
+        (recomputing, {0: 2.0, 7: 2.0}, 0),
+        (recomputing, {0: 2.0}, 0),
+        (lambda plan: plan, {0: 2.0, 7: 1.9}, 0),
+    ],
+    ids=["faster in parts", "as fast whole", "parts fit nowhere", "memory does not matter"],
+)
+def test_the_faster_one_is_taken_where_memory_matters(
+    change: Callable[[Plan], Plan],
+    seconds: dict[int, float],
+    parts: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked, plan = job()
+
+    def best(job: Job, watch: Any) -> Plan:
+        own = job.traced.loss_parts
+        if own not in seconds:
+            raise InfeasibleError("nothing fits")
+        return replace(taking(change(plan), seconds[own]), loss_parts=own)
+
+    monkeypatch.setattr(loss_parts, "best_plan", best)
+    found = loss_parts.best_loss(asked, None, lambda line: None)  # type: ignore[arg-type]
+    assert found.loss_parts == parts
