@@ -8,14 +8,14 @@ The estimate that chose the plan adds up parts; these are the bytes that its run
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import fx, nn
 
 from autopipe.errors import InfeasibleError
-from autopipe.ir.graph import Dim, Graph, State, bytes_at
+from autopipe.ir.graph import Dim, Graph, State, StateSpec, bytes_at
 from autopipe.ir.partition import Stage
 from autopipe.ir.torch_private import fake_mode
 from autopipe.planfile import programs
@@ -24,10 +24,10 @@ from autopipe.planfile.parts import BUCKET_BYTES, Boundary, Memory
 from autopipe.planners.driver.tp_degrees import Degree
 from autopipe.planners.model.eager_depths import choose, pipeline
 from autopipe.planners.model.memory import excess
-from autopipe.planners.model.range_tables import gathered_bytes
+from autopipe.planners.model.range_tables import block_bytes, gathered_bytes
 from autopipe.schedules.instructions import holders
 from autopipe.stages import step_programs
-from autopipe.stages.block_owners import owners
+from autopipe.stages.block_owners import gathered_in, owners
 from autopipe.stages.dry_run import Known, Rehearsal, fake_state
 from autopipe.stages.dry_run_repeats import rehearse_deep
 from autopipe.stages.lower import lower
@@ -45,7 +45,7 @@ class CutModel:
         rows: of a micro-batch.
         recompute: paths of the blocks to recompute in backward.
         split_backward: whether backwards run in halves, for inputs and for weights.
-        fully_sharded: whether parameters and gradients are sharded too: ZeRO-3 with replicas.
+        shards: over how many replicas parameters and gradients are sharded, as by ZeRO-3; 1: not.
     """
 
     degree: Degree
@@ -54,7 +54,7 @@ class CutModel:
     recompute: tuple[str, ...]
     precision: str
     split_backward: bool
-    fully_sharded: bool
+    shards: int
 
     @property
     def graph(self) -> Graph:
@@ -103,7 +103,7 @@ def dry_run(cut: CutModel, *, repeats_equal: bool, known: Known) -> StageBytes:
         even=repeats_equal,
         known=known,
     )
-    if cut.fully_sharded:
+    if cut.shards > 1:
         return _sharded(cut, rehearsal)
     return StageBytes(cut, rehearsal, (0,) * len(cut.stages))
 
@@ -111,8 +111,9 @@ def dry_run(cut: CutModel, *, repeats_equal: bool, known: Known) -> StageBytes:
 def _sharded(cut: CutModel, rehearsal: Rehearsal) -> StageBytes:
     """The dry run under ZeRO-3, from one without.
 
-    Parameters come and go, and so do their copies in low precision: what a step has one of, each
-    micro-batch in flight has then, but for what recomputed blocks keep for themselves.
+    Parameters come and go, and so do their copies in low precision, unless these are what is
+    gathered: what a step has one of, each micro-batch in flight has then, but for what recomputed
+    blocks keep for themselves.
     """
     graph, flow, blocks = cut.graph, cut.degree.flow, cut.degree.blocks
     saved, gathered = list(rehearsal.saved), []
@@ -135,26 +136,50 @@ def _sharded(cut: CutModel, rehearsal: Rehearsal) -> StageBytes:
                 recompute=within(stage, blocks, cut.recompute),
                 precision=cut.precision,
             )
-        for name in lowered.low:
+        units = _units(graph, stage, lowered.module)
+        cast = {name for unit in units.values() if unit.low for name in unit.masters}
+        for name in {*lowered.low} - cast:
             own = [p for p in flow.users[State(name)] if p in stage.nodes]
             if not recomputed.issuperset(own):
                 saved[stage.index] += copy_bytes(graph.states[name])
-        gathered.append(_gathered(graph, stage, lowered.module))
+        root = units.pop(None, _Unit({}))
+        largest = max((block_bytes(*unit.bytes) for unit in units.values()), default=0)
+        gathered.append(int(gathered_bytes(*root.bytes, largest, cut.shards)))
     low = (0,) * len(cut.stages)
     return StageBytes(cut, replace(rehearsal, saved=tuple(saved), low=low), tuple(gathered))
 
 
-def _gathered(graph: Graph, stage: Stage, module: fx.GraphModule) -> int:
-    """Bytes that ZeRO-3 holds whole in a stage's backward: `runtime.parameters.zero3` says why.
+@dataclass(frozen=True)
+class _Unit:
+    """The parameters that ZeRO-3 gathers in one go: a block's, or the root's."""
 
-    R are the parameters in no block, U those of the largest block (`gathered_bytes`).
-    """
+    states: Mapping[str, StateSpec]
+
+    @property
+    def low(self) -> bool:
+        """Whether what is gathered of masters are copies in 16 bits."""
+        return gathered_in(self.states.values()) is not None
+
+    @property
+    def masters(self) -> list[str]:
+        return [name for name, state in self.states.items() if state.master is not None]
+
+    @property
+    def bytes(self) -> tuple[int, int]:
+        """As they are gathered, and of their gradients as they are summed."""
+        held = [bytes_at(state.held, 1) for state in self.states.values()]
+        read = [bytes_at(state.spec, 1) for state in self.states.values()]
+        summed = [size for size, s in zip(held, self.states.values(), strict=True) if s.trainable]
+        return sum(read if self.low else held), sum(summed)
+
+
+def _units(graph: Graph, stage: Stage, module: fx.GraphModule) -> dict[str | None, _Unit]:
+    """By the path of the block, what ZeRO-3 gathers of a stage; None: the root's."""
     parameters = [name for name in stage.states if graph.states[name].kind == "parameter"]
-    together: Counter[str | None] = Counter()
+    together: dict[str | None, dict[str, StateSpec]] = defaultdict(dict)
     for name, block in owners(_tree(stage.states), module, parameters).items():
-        together[block] += bytes_at(graph.states[name].held, 1)
-    outside = together.pop(None, 0)
-    return gathered_bytes(outside, max(together.values(), default=0))
+        together[block][name] = graph.states[name]
+    return {block: _Unit(states) for block, states in together.items()}
 
 
 def _tree(names: Iterable[str]) -> nn.Module:

@@ -87,7 +87,7 @@ def cut_model(candidate: Candidate, decision: Decision) -> CutModel:
         recompute=tuple(path for number, path in enumerate(paths) if number in numbers),
         precision=candidate.job.request.precision,
         split_backward=splits(programs) if programs else named(frame.schedule).splits,
-        fully_sharded=frame.fully_sharded,
+        shards=frame.dp if frame.fully_sharded else 1,
     )
 
 

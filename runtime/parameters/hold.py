@@ -136,7 +136,9 @@ def _shard_stages(
         whole = {name: states[name] for name in stage.states}
         module = _lowered(part, stage, whole).module
         group = replicas[part.place.pp, part.place.tp]
-        sharded[stage.index] = shard_stage(module, whole, group, offload=offload)
+        sharded[stage.index] = shard_stage(
+            module, whole, group, specs=part.split.graph.states, offload=offload
+        )
         states.update(sharded[stage.index].parameters)
     return sharded
 

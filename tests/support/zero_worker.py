@@ -28,6 +28,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from autopipe import ModelError, PlanError
 from autopipe.errors import LaunchError
+from autopipe.ir.graph import StateSpec, TensorSpec
+from autopipe.ir.torch_private import TorchDispatchMode
 from autopipe.runtime.launch.world import start, world_from
 from autopipe.runtime.parameters import gradient_sum
 from autopipe.runtime.parameters.gradient_sum import (
@@ -37,7 +39,7 @@ from autopipe.runtime.parameters.gradient_sum import (
     all_reduce,
     total_norm,
 )
-from autopipe.runtime.parameters.zero1 import OptimizerShards
+from autopipe.runtime.parameters.zero1 import OptimizerShards, own_rows
 from autopipe.runtime.parameters.zero3 import FullyShardedSum, shard_stage
 from autopipe.runtime.step.engine import AutogradEngine
 from autopipe.stages.recompute import Recomputed
@@ -590,6 +592,53 @@ def three_steps_of_a_sharded_stage() -> None:
                 for name, parameter in named.items():
                     close(sharded.whole(name), parameter, name, 1e-5)
                 assert memory == {n: shard.data_ptr() for n, shard in sums.shards().items()}
+
+
+class _Sent(TorchDispatchMode):
+    """The collectives that are begun within, with the dtypes of what they send."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: set[tuple[str, torch.dtype]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kind = next((k for k in ("allgather", "reduce_scatter") if k in func.name()), None)
+        if kind is not None:
+            self.seen.add((kind, args[1].dtype))
+        return func(*args, **(kwargs or {}))
+
+
+@story("fully_sharded", 2, 3)
+def masters_are_gathered_in_sixteen_bits() -> None:
+    """Gradients of each micro-batch in bf16, summed in fp32."""
+    rank, world, low = dist.get_rank(), dist.get_world_size(), torch.bfloat16
+    stage, reference, specs = Stage(), Stage().to(low), dict[str, StateSpec]()
+    for name, parameter in stage.named_parameters():
+        master = torch.float32 if parameter.requires_grad else None
+        parameter.data = parameter.data.to(master or low)
+        read = TensorSpec(tuple(parameter.shape), low)
+        specs[name] = StateSpec(read, "parameter", parameter.requires_grad, master=master)
+    sharded = shard_stage(graphs(stage), states(stage), data_parallel(), specs=specs)
+    sums = FullyShardedSum({0: sharded}, {})
+    rows = torch.randn(2 * world, 2, 5, generator=torch.Generator().manual_seed(0)).to(low)
+    expected: dict[str, Tensor] = {}
+    for x in rows:
+        made = reference(x)[0]
+        made.backward(2 * made.detach())
+        for name, parameter in reference.named_parameters():
+            if parameter.grad is not None:
+                expected[name] = expected.get(name, torch.zeros(())) + parameter.grad.float()
+                parameter.grad = None
+    with _Sent() as sent:
+        engine = AutogradEngine(sharded.bind(graphs(stage)))
+        in_flight(engine, rows.chunk(world)[rank], 1.0)
+    sums.finish()
+    assert sent.seen == {("allgather", low), ("reduce_scatter", torch.float32)}, sent.seen
+    for name, gradient in expected.items():
+        found = sums.shards()[name].grad
+        assert found is not None and found.dtype == sums.shards()[name].dtype == torch.float32
+        first, last = own_rows(len(gradient), world, rank)
+        close(found, gradient[first:last], name)
 
 
 @story("fully_sharded", 2, 3)
