@@ -85,7 +85,7 @@ def traffic(plan: Plan) -> Traffic | None:
         whole += size * mesh.tp
         for tp in range(mesh.tp):
             over = len({where[mesh.rank(pp, dp, tp)] for dp in range(mesh.dp)})
-            rounds = 2.0
+            rounds = 1 + (plan.gathered_share if plan.zero else 1.0)
             if plan.fully_sharded:  # gathered twice and scattered once, in every micro-batch
                 rounds = (1 + 2 * plan.gathered_share) * plan.batch.micro_batches
             sums += int(rounds * (over - 1) * size)

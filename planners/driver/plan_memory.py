@@ -9,25 +9,24 @@ The estimate that chose the plan adds up parts; these are the bytes that its run
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from torch import fx, nn
-
 from autopipe.errors import InfeasibleError
-from autopipe.ir.graph import Dim, Graph, State, StateSpec, bytes_at
+from autopipe.ir.graph import Dim, Graph, State, bytes_at
 from autopipe.ir.partition import Stage
 from autopipe.ir.torch_private import fake_mode
 from autopipe.planfile import programs
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import BUCKET_BYTES, Boundary, Memory
+from autopipe.planners.driver.gathered import Unit, units_of
 from autopipe.planners.driver.tp_degrees import Degree
 from autopipe.planners.model.eager_depths import choose, pipeline
 from autopipe.planners.model.memory import excess
 from autopipe.planners.model.range_tables import block_bytes, gathered_bytes
 from autopipe.schedules.instructions import holders
+from autopipe.sharding.local_graph import replicated
 from autopipe.stages import step_programs
-from autopipe.stages.block_owners import gathered_in, owners
 from autopipe.stages.dry_run import Known, Rehearsal, fake_state
 from autopipe.stages.dry_run_repeats import rehearse_deep
 from autopipe.stages.lower import lower
@@ -136,62 +135,17 @@ def _sharded(cut: CutModel, rehearsal: Rehearsal) -> StageBytes:
                 recompute=within(stage, blocks, cut.recompute),
                 precision=cut.precision,
             )
-        units = _units(graph, stage, lowered.module)
+        units = units_of(graph, stage, lowered.module)
         cast = {name for unit in units.values() if unit.low for name in unit.masters}
         for name in {*lowered.low} - cast:
             own = [p for p in flow.users[State(name)] if p in stage.nodes]
             if not recomputed.issuperset(own):
                 saved[stage.index] += copy_bytes(graph.states[name])
-        root = units.pop(None, _Unit({}))
+        root = units.pop(None, Unit({}))
         largest = max((block_bytes(*unit.bytes) for unit in units.values()), default=0)
         gathered.append(int(gathered_bytes(*root.bytes, largest, cut.shards)))
     low = (0,) * len(cut.stages)
     return StageBytes(cut, replace(rehearsal, saved=tuple(saved), low=low), tuple(gathered))
-
-
-@dataclass(frozen=True)
-class _Unit:
-    """The parameters that ZeRO-3 gathers in one go: a block's, or the root's."""
-
-    states: Mapping[str, StateSpec]
-
-    @property
-    def low(self) -> bool:
-        """Whether what is gathered of masters are copies in 16 bits."""
-        return gathered_in(self.states.values()) is not None
-
-    @property
-    def masters(self) -> list[str]:
-        return [name for name, state in self.states.items() if state.master is not None]
-
-    @property
-    def bytes(self) -> tuple[int, int]:
-        """As they are gathered, and of their gradients as they are summed."""
-        held = [bytes_at(state.held, 1) for state in self.states.values()]
-        read = [bytes_at(state.spec, 1) for state in self.states.values()]
-        summed = [size for size, s in zip(held, self.states.values(), strict=True) if s.trainable]
-        return sum(read if self.low else held), sum(summed)
-
-
-def _units(graph: Graph, stage: Stage, module: fx.GraphModule) -> dict[str | None, _Unit]:
-    """By the path of the block, what ZeRO-3 gathers of a stage; None: the root's."""
-    parameters = [name for name in stage.states if graph.states[name].kind == "parameter"]
-    together: dict[str | None, dict[str, StateSpec]] = defaultdict(dict)
-    for name, block in owners(_tree(stage.states), module, parameters).items():
-        together[block][name] = graph.states[name]
-    return {block: _Unit(states) for block, states in together.items()}
-
-
-def _tree(names: Iterable[str]) -> nn.Module:
-    """Modules at the paths of the model that have these states."""
-    root = nn.Module()
-    for name in names:
-        place = root
-        for part in name.split(".")[:-1]:
-            if not hasattr(place, part):
-                place.add_module(part, nn.Module())
-            place = place.get_submodule(part)
-    return root
 
 
 def with_memory(plan: Plan, held: StageBytes, optimizer_factor: float) -> Plan:
@@ -211,11 +165,12 @@ def with_memory(plan: Plan, held: StageBytes, optimizer_factor: float) -> Plan:
         rehearsal,
     )
     placed = holders(compute)
+    over = _sharing(held.cut, placed, plan)
     written = []
     for stage, peak, entry in zip(stages, peaks, plan.stages, strict=True):
         on_rank = [s for s in stages if placed[s.index] == placed[stage.index]]
         earlier = {name for s in on_rank if s.index < stage.index for name in s.states}
-        own = [name for name in stage.states if name not in earlier]
+        own = {name: over[name] for name in stage.states if name not in earlier}
         whole = rehearsal.low[stage.index]
         if stage is max(on_rank, key=lambda s: held.gathered[s.index]):  # one runs at a time
             whole += held.gathered[stage.index]
@@ -224,9 +179,26 @@ def with_memory(plan: Plan, held: StageBytes, optimizer_factor: float) -> Plan:
     return replace(plan, stages=tuple(written))
 
 
+def _sharing(cut: CutModel, placed: Sequence[int], plan: Plan) -> dict[str, int]:
+    """Of each state the number of ranks that shards of it are dealt out to.
+
+    ZeRO-3 shards each stage over its replicas, ZeRO-1 over all ranks that a gradient is summed
+    over: those of tied stages too, and tensor-parallel ones that each have a part of the sum.
+    """
+    ranks: dict[str, set[int]] = defaultdict(set)
+    for stage in cut.stages:
+        for name in stage.states:
+            ranks[name].add(placed[stage.index] if plan.zero == 1 else 0)
+    parted = replicated(cut.degree.sharding) if cut.degree.sharding is not None else ()
+    return {
+        name: plan.mesh.dp * len(own) * (plan.mesh.tp if name in parted else 1)
+        for name, own in ranks.items()
+    }
+
+
 def _memory(
     graph: Graph,
-    names: Collection[str],
+    over: Mapping[str, int],
     peak: Counter[str],
     whole: int,
     plan: Plan,
@@ -235,21 +207,23 @@ def _memory(
     """What a stage holds.
 
     Args:
-        names: its states, but for those that an earlier stage of its rank has.
+        over: how many ranks have shards of each of its states, but for those that an earlier stage
+            of its rank has.
         peak: bytes of activations and transfers at the fullest moment.
         whole: bytes of parameters beside its own: copies, and what ZeRO-3 gathers.
     """
-    dp, zero = plan.mesh.dp, plan.zero
-    states = {name: graph.states[name] for name in names}
+    zero = plan.zero
+    states = {name: graph.states[name] for name in over}
     sizes = {name: bytes_at(state.held, 1) for name, state in states.items()}
     # Rows are sharded; the first rank has the most.
-    shards = {name: _shard(state.spec.shape, sizes[name], dp) for name, state in states.items()}
+    shards = {n: _shard(state.spec.shape, sizes[n], over[n]) for n, state in states.items()}
     parameters = [name for name, state in states.items() if state.kind == "parameter"]
     trained = [name for name, state in states.items() if state.trainable]
     held = shards if zero == 3 else sizes
     updated = shards if zero else sizes
+    dealt = {name for name, state in states.items() if state.master is not None}
     return Memory(
-        parameters=sum(held[name] for name in parameters) + whole,
+        parameters=sum((updated if n in dealt else held)[n] for n in parameters) + whole,
         gradients=sum(held[name] for name in trained),
         optimizer=round(sum(updated[name] for name in trained) * optimizer_factor),
         buffers=sum(size for name, size in sizes.items() if name not in parameters),

@@ -27,8 +27,8 @@ and S bytes sent; R' and S' are those of them whose gradient goes the other way.
 
 D are the bytes that recomputed blocks do not save, d the bytes of the largest block, held once
 while it is recomputed (`planners.model.recompute_sets`). ZeRO-1 divides the optimizer state by dp,
-ZeRO-3 the parameters and gradients too, and has what it gathers (`range_tables.gathered_bytes`) in
-the place of L.
+and masters, 2 L of W, which are a part of it; ZeRO-3 parameters and gradients too, and has what it
+gathers (`range_tables.gathered_bytes`) in the place of L.
 
 **Bound.** A stage holds at least a sum over its units,
 
@@ -92,7 +92,7 @@ def estimate(
     root = ranges.root - ranges.root_copies
     gathered = gathered_bytes(root, ranges.root, ranges.block, dp)
     return (
-        share + gathered if fully else whole + ranges.copies,
+        share + gathered if fully else ranges.read - (-2 * ranges.copies // (dp if zero else 1)),
         share if fully else whole,
         np.rint(problem.optimizer_factor * (share if zero else whole)).astype(np.int64),
         ranges.constants,
@@ -150,7 +150,8 @@ def _states(problem: Problem, dp: int, zero: int) -> NDArray[np.float64]:
     for states, times in (
         (problem.parameters, held),
         (problem.constants, 1.0),
-        (problem.copies, 0.0 if fully else 1.0),
+        # Beside the masters, which are in `held`, or in their place, and shards of them.
+        (problem.copies, 0.0 if fully else 2 / (dp if zero else 1) - 1),
     ):
         for state in states:
             sizes[state.units[0] + 1] += times * state.bytes

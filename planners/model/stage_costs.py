@@ -70,10 +70,12 @@ def reduce_seconds(ranges: Tables, problem: Problem, config: Config, group: Devi
         return np.zeros_like(ranges.earlier)
     copying = problem.machine.copying
     summed = partial(gradient_sum, zero=config.zero, copying=copying)
-    return _linear(summed, ranges.trainable, group.levels, problem.machine.streams)
+    # Under ZeRO-1 gradients are scattered, and what is read of the parameters is gathered.
+    moved = (ranges.trainable + ranges.read) / 2 if config.zero else ranges.trainable
+    return _linear(summed, moved, group.levels, problem.machine.streams)
 
 
-def _linear(exchange: _Exchange, sizes: int | Bytes, levels: Levels, streams: int) -> Times:
+def _linear(exchange: _Exchange, sizes: int | Bytes | Times, levels: Levels, streams: int) -> Times:
     """An exchange of many sizes: its seconds are linear in them."""
     least = exchange(0.0, levels, streams)
     each = (exchange(2.0**30, levels, streams) - least) / 2.0**30

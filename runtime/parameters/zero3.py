@@ -291,6 +291,9 @@ class FullyShardedSum:
     def gather(self) -> None:
         """Nothing: every forward and backward gathers what it uses."""
 
+    def master(self, name: str) -> None:
+        """None: the stage's DTensors are what is updated."""
+
     def owned_gradients(self) -> dict[str, Tensor]:
         """Those of the shards; of tied copies, the first one's."""
         return {

@@ -39,7 +39,7 @@ from autopipe.runtime.parameters.gradient_sum import (
     all_reduce,
     total_norm,
 )
-from autopipe.runtime.parameters.zero1 import OptimizerShards, own_rows
+from autopipe.runtime.parameters.zero1 import OptimizerShards, deal, own_rows
 from autopipe.runtime.parameters.zero3 import FullyShardedSum, shard_stage
 from autopipe.runtime.step.engine import AutogradEngine
 from autopipe.stages.recompute import Recomputed
@@ -435,6 +435,45 @@ def a_parameter_of_another_layout() -> None:
     sums.gather()
     close(p["conv"], weight - 2 * weight, "conv")
     assert p["conv"].is_contiguous(memory_format=torch.channels_last)
+
+
+@story("zero", 2, 3)
+def masters_are_dealt_out() -> None:
+    """Forward reads bf16, whole; gradients are added and summed in fp32; each rank updates its rows
+    of the fp32 masters. Odd rows, a scalar, channels last, a weight that is used twice."""
+    rank, world, low = dist.get_rank(), dist.get_world_size(), torch.bfloat16
+    drawn = torch.Generator().manual_seed(0)
+    whole = {
+        "odd": torch.randn(5, 3, generator=drawn),
+        "scalar": torch.tensor(0.7),
+        "conv": torch.randn(4, 3, 2, 2, generator=drawn).to(memory_format=torch.channels_last),
+    }
+    groups = everywhere({name: nn.Parameter(tensor) for name, tensor in whole.items()})
+    dealt = {n: deal(nn.Parameter(t.clone()), groups[n], low) for n, t in whole.items()}
+    p, rows = ({name: pair[k] for name, pair in dealt.items()} for k in (0, 1))
+    sums = OptimizerShards(p, groups, {0: list(p)}, rows)
+    assert all(q.dtype == low and s.dtype == torch.float32 for q, s in dealt.values())
+    optimizer = torch.optim.SGD(list(sums.shards().values()), lr=0.5)
+    added = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
+    for k, x in enumerate(torch.randn(2 * world, generator=drawn).to(low)):
+        made = {n: q.detach().clone().requires_grad_() for n, q in p.items()}
+        sum((q * q * x).sum() for q in made.values()).backward()
+        for name, q in made.items():
+            assert q.grad is not None
+            added[name] += q.grad.float()
+        if k // 2 == rank:
+            sums.arm(0)
+            views = {name: q.view_as(q) for name, q in p.items()}  # as `precision.arithmetic`
+            sum((q * q * x).sum() for q in views.values()).backward()
+    sums.finish()
+    optimizer.step()
+    sums.gather()
+    for name, gradient in added.items():
+        master = sums.master(name)
+        assert master is not None and master.dtype == torch.float32
+        close(master, whole[name] - 0.5 * gradient, name)
+        assert torch.equal(p[name], master.to(low)) and p[name].stride() == master.stride()
+    assert sum(s.nbytes for s in sums.shards().values()) < sum(t.nbytes for t in whole.values())
 
 
 @story("zero", 2)

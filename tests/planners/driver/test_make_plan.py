@@ -358,6 +358,17 @@ def test_zero_1_deals_out_optimizer_state() -> None:
         assert parts(dealt, name) == parts(usual, name)
 
 
+def test_zero_1_deals_out_masters() -> None:
+    """All have what forward reads, in 16 bits, and each its rows of the masters."""
+    shape: dict[str, Any] = {"cluster": machine(4), "pp": 2, "dp": 2, "planner": "uniform"}
+    usual, dealt = (planned(**shape, zero=zero, precision="bf16") for zero in (0, 1))
+    # Of 6 bytes, a master and its copy, 2 + 2 are left; of 8, AdamW's moments, 4.
+    assert parts(dealt, "parameters") == [size * 4 // 6 for size in parts(usual, "parameters")]
+    assert parts(dealt, "optimizer") == [size // 2 for size in parts(usual, "optimizer")]
+    for name in ("gradients", "buffers", "activations", "transfers"):
+        assert parts(dealt, name) == parts(usual, name)
+
+
 def test_zero_3_deals_out_everything_and_gathers_what_runs() -> None:
     """2 R + 7 U: the largest block, and what is in none."""
     usual, dealt = (planned(pp=1, dp=2, micro_batches=2, zero=zero) for zero in (0, 3))
