@@ -71,7 +71,8 @@ def all_gather(size: float, levels: Levels, streams: int = 1) -> float:
 def gradient_sum(size: float, levels: Levels, streams: int, zero: int, copying: float) -> float:
     """Seconds in which `size` bytes of gradients are summed, under ZeRO 0 or 1.
 
-    Under ZeRO-1 it is a reduce-scatter, and an all-gather when the next step begins.
+    Under ZeRO-1 it is a reduce-scatter, and an all-gather when the next step begins; `size` is the
+    mean of what the two move.
 
     Beside the wire, gradients move in a rank's own memory: into a bucket, a read and a write
     (`parameters.gradient_sum`), or into a table that was zeros before, and parameters out of one

@@ -116,6 +116,15 @@ class Plan:
         """Whether parameters are dealt out too: ZeRO-3 with replicas to deal them out to."""
         return self.zero == 3 and self.mesh.dp > 1
 
+    @property
+    def gathered_share(self) -> float:
+        """Bytes of parameters that ZeRO gathers, for each byte of their gradients.
+
+        With fp32 masters it is half: 16 bits are gathered. (What a model keeps in fp32 beside them
+        is not counted apart.)
+        """
+        return 0.5 if self.precision in ("bf16", "fp16") else 1.0
+
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON: beside `path`, then renamed. The same plan is the same bytes."""
         codec.save(self, Path(path))

@@ -121,11 +121,12 @@ class _Wires:
     def reduce(self, pp: int, size: int) -> float:
         """Seconds in which a stage's gradients are summed (`cluster.collective_time`).
 
-        Under ZeRO-1 it is its two halves, of which the second begins the next step. Under ZeRO-3
-        every backward has summed what it made.
+        Under ZeRO-1 it is its two halves, of which the second begins the next step, and may be of
+        fewer bits. Under ZeRO-3 every backward has summed what it made.
         """
         mesh = self.plan.mesh
         if mesh.dp == 1 or self.plan.fully_sharded:
             return 0.0
-        levels = self.topology.levels(self._replicas(pp))
-        return gradient_sum(size, levels, mesh.tp, self.plan.zero, self.plan.cluster.copying)
+        levels, zero = self.topology.levels(self._replicas(pp)), self.plan.zero
+        moved = size * (1 + self.plan.gathered_share) / 2 if zero else size
+        return gradient_sum(moved, levels, mesh.tp, zero, self.plan.cluster.copying)

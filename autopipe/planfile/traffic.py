@@ -85,8 +85,10 @@ def traffic(plan: Plan) -> Traffic | None:
         whole += size * mesh.tp
         for tp in range(mesh.tp):
             over = len({where[mesh.rank(pp, dp, tp)] for dp in range(mesh.dp)})
-            rounds = 3 * plan.batch.micro_batches if plan.fully_sharded else 2
-            sums += rounds * (over - 1) * size
+            rounds = 1 + (plan.gathered_share if plan.zero else 1.0)
+            if plan.fully_sharded:  # gathered twice and scattered once, in every micro-batch
+                rounds = (1 + 2 * plan.gathered_share) * plan.batch.micro_batches
+            sums += int(rounds * (over - 1) * size)
     return Traffic(
         "sites" if sites else "nodes",
         places,

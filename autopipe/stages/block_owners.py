@@ -15,6 +15,7 @@ from typing import cast
 import torch
 from torch import fx, nn
 
+from autopipe.ir.graph import StateSpec
 from autopipe.ir.torch_private import argument_aliases
 from autopipe.stages.recompute import Recomputed
 
@@ -80,6 +81,16 @@ def owners(root: nn.Module, module: fx.GraphModule, names: Iterable[str]) -> dic
         innermost = max((b for b in blocks if name.startswith(f"{b}.")), key=len, default=None)
         owner[name] = innermost if reading.get(name) == {innermost} else None
     return owner
+
+
+def gathered_in(states: Iterable[StateSpec]) -> torch.dtype | None:
+    """The one dtype in which the parameters of a block, or of the root, are gathered.
+
+    It is that of their copies in 16 bits, if all of them are read in it. None: each is gathered in
+    the dtype in which it is held, as beside the fp32 weights of a batch norm.
+    """
+    read = {state.spec.dtype for state in states if state.kind == "parameter"}
+    return read.pop() if len(read) == 1 else None
 
 
 def _written_across(module: fx.GraphModule) -> set[str]:

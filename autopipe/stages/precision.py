@@ -105,7 +105,14 @@ def arithmetic(
     dtype, kind = copy_dtype(precision), torch.device(device).type
     if dtype is None:
         return Arithmetic(None, kind)
-    return Arithmetic(dtype, kind, precision in AUTOCAST, {id(p): p.to(dtype) for p in parameters})
+    copies = {id(parameter): _copy(parameter, dtype) for parameter in parameters}
+    return Arithmetic(dtype, kind, precision in AUTOCAST, copies)
+
+
+def _copy(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """Of one that is of this dtype, as where its master is dealt out, a view: the gradients of all
+    its uses are added in 16 bits, as those of a copy, before they come to the parameter."""
+    return parameter.view_as(parameter) if parameter.dtype == dtype else parameter.to(dtype)
 
 
 def copy_dtype(precision: str) -> torch.dtype | None:

@@ -8,11 +8,9 @@ The estimate that chose the plan adds up parts; these are the bytes that its run
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-
-from torch import fx, nn
 
 from autopipe.errors import InfeasibleError
 from autopipe.ir.graph import Dim, Graph, State, bytes_at
@@ -23,13 +21,14 @@ from autopipe.joint.split_backward import Wanted
 from autopipe.planfile import programs
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import BUCKET_BYTES, Boundary, Memory
+from autopipe.planners.driver.gathered import Unit, units_of
 from autopipe.planners.driver.tp_degrees import Degree
 from autopipe.planners.model.eager_depths import choose, pipeline
 from autopipe.planners.model.memory import excess
-from autopipe.planners.model.range_tables import gathered_bytes
+from autopipe.planners.model.range_tables import block_bytes, gathered_bytes
 from autopipe.schedules.instructions import Instruction, Kind, holders
+from autopipe.sharding.local_graph import replicated
 from autopipe.stages import step_programs
-from autopipe.stages.block_owners import owners
 from autopipe.stages.dry_run import Known, Rehearsal, fake_state
 from autopipe.stages.lower import lower
 from autopipe.stages.precision import copy_bytes
@@ -46,7 +45,7 @@ class CutModel:
         rows: of a micro-batch.
         recompute: paths of the blocks to recompute in backward.
         wanted: how backwards run that autograd does not; None: autograd runs them.
-        fully_sharded: whether parameters and gradients are sharded too: ZeRO-3 with replicas.
+        shards: over how many replicas parameters and gradients are sharded, as by ZeRO-3; 1: not.
     """
 
     degree: Degree
@@ -55,7 +54,7 @@ class CutModel:
     recompute: tuple[str, ...]
     precision: str
     wanted: Wanted | None
-    fully_sharded: bool
+    shards: int
 
     @property
     def graph(self) -> Graph:
@@ -104,7 +103,7 @@ def dry_run(cut: CutModel, *, repeats_equal: bool, known: Known) -> StageBytes:
         even=repeats_equal,
         known=known,
     )
-    if cut.fully_sharded:
+    if cut.shards > 1:
         return _sharded(cut, rehearsal)
     return StageBytes(cut, rehearsal, (0,) * len(cut.stages))
 
@@ -112,8 +111,9 @@ def dry_run(cut: CutModel, *, repeats_equal: bool, known: Known) -> StageBytes:
 def _sharded(cut: CutModel, rehearsal: Rehearsal) -> StageBytes:
     """The dry run under ZeRO-3, from one without.
 
-    Parameters come and go, and so do their copies in low precision: what a step has one of, each
-    micro-batch in flight has then, but for what recomputed blocks keep for themselves.
+    Parameters come and go, and so do their copies in low precision, unless these are what is
+    gathered: what a step has one of, each micro-batch in flight has then, but for what recomputed
+    blocks keep for themselves.
     """
     graph, flow, blocks = cut.graph, cut.degree.flow, cut.degree.blocks
     saved, gathered = list(rehearsal.saved), []
@@ -136,38 +136,17 @@ def _sharded(cut: CutModel, rehearsal: Rehearsal) -> StageBytes:
                 recompute=within(stage, blocks, cut.recompute),
                 precision=cut.precision,
             )
-        for name in lowered.low:
+        units = units_of(graph, stage, lowered.module)
+        cast = {name for unit in units.values() if unit.low for name in unit.masters}
+        for name in {*lowered.low} - cast:
             own = [p for p in flow.users[State(name)] if p in stage.nodes]
             if not recomputed.issuperset(own):
                 saved[stage.index] += copy_bytes(graph.states[name])
-        gathered.append(_gathered(graph, stage, lowered.module))
+        root = units.pop(None, Unit({}))
+        largest = max((block_bytes(*unit.bytes) for unit in units.values()), default=0)
+        gathered.append(int(gathered_bytes(*root.bytes, largest, cut.shards)))
     low = (0,) * len(cut.stages)
     return StageBytes(cut, replace(rehearsal, saved=tuple(saved), low=low), tuple(gathered))
-
-
-def _gathered(graph: Graph, stage: Stage, module: fx.GraphModule) -> int:
-    """Bytes that ZeRO-3 holds whole in a stage's backward: `runtime.parameters.zero3` says why.
-
-    R are the parameters in no block, U those of the largest block (`gathered_bytes`).
-    """
-    parameters = [name for name in stage.states if graph.states[name].kind == "parameter"]
-    together: Counter[str | None] = Counter()
-    for name, block in owners(_tree(stage.states), module, parameters).items():
-        together[block] += bytes_at(graph.states[name].held, 1)
-    outside = together.pop(None, 0)
-    return gathered_bytes(outside, max(together.values(), default=0))
-
-
-def _tree(names: Iterable[str]) -> nn.Module:
-    """Modules at the paths of the model that have these states."""
-    root = nn.Module()
-    for name in names:
-        place = root
-        for part in name.split(".")[:-1]:
-            if not hasattr(place, part):
-                place.add_module(part, nn.Module())
-            place = place.get_submodule(part)
-    return root
 
 
 def with_memory(plan: Plan, held: StageBytes, optimizer_factor: float) -> Plan:
@@ -187,11 +166,12 @@ def with_memory(plan: Plan, held: StageBytes, optimizer_factor: float) -> Plan:
         rehearsal,
     )
     placed = holders(compute)
+    over = _sharing(held.cut, placed, plan)
     written = []
     for stage, (peak, at), entry in zip(stages, moments, plan.stages, strict=True):
         on_rank = [s for s in stages if placed[s.index] == placed[stage.index]]
         earlier = {name for s in on_rank if s.index < stage.index for name in s.states}
-        own = [name for name in stage.states if name not in earlier]
+        own = {name: over[name] for name in stage.states if name not in earlier}
         copies = rehearsal.low[stage.index]
         if stage is max(on_rank, key=lambda s: held.gathered[s.index]):  # one runs at a time
             copies += held.gathered[stage.index]
@@ -204,9 +184,26 @@ def with_memory(plan: Plan, held: StageBytes, optimizer_factor: float) -> Plan:
     return replace(plan, stages=tuple(written))
 
 
+def _sharing(cut: CutModel, placed: Sequence[int], plan: Plan) -> dict[str, int]:
+    """Of each state the number of ranks that shards of it are dealt out to.
+
+    ZeRO-3 shards each stage over its replicas, ZeRO-1 over all ranks that a gradient is summed
+    over: those of tied stages too, and tensor-parallel ones that each have a part of the sum.
+    """
+    ranks: dict[str, set[int]] = defaultdict(set)
+    for stage in cut.stages:
+        for name in stage.states:
+            ranks[name].add(placed[stage.index] if plan.zero == 1 else 0)
+    parted = replicated(cut.degree.sharding) if cut.degree.sharding is not None else ()
+    return {
+        name: plan.mesh.dp * len(own) * (plan.mesh.tp if name in parted else 1)
+        for name, own in ranks.items()
+    }
+
+
 def _memory(
     graph: Graph,
-    names: Collection[str],
+    over: Mapping[str, int],
     peak: Counter[str],
     copies: int,
     passing: int,
@@ -216,22 +213,24 @@ def _memory(
     """What a stage holds.
 
     Args:
-        names: its states, but for those that an earlier stage of its rank has.
+        over: how many ranks have shards of each of its states, but for those that an earlier stage
+            of its rank has.
         peak: bytes of activations and transfers at the fullest moment.
         copies: bytes of parameters beside its own: copies, and what ZeRO-3 gathers.
         passing: bytes of `Memory.passing`.
     """
-    dp, zero = plan.mesh.dp, plan.zero
-    states = {name: graph.states[name] for name in names}
+    zero = plan.zero
+    states = {name: graph.states[name] for name in over}
     sizes = {name: bytes_at(state.held, 1) for name, state in states.items()}
     # Rows are sharded; the first rank has the most.
-    shards = {name: _shard(state.spec.shape, sizes[name], dp) for name, state in states.items()}
+    shards = {n: _shard(state.spec.shape, sizes[n], over[n]) for n, state in states.items()}
     parameters = [name for name, state in states.items() if state.kind == "parameter"]
     trained = [name for name, state in states.items() if state.trainable]
     held = shards if zero == 3 else sizes
     updated = shards if zero else sizes
+    dealt = {name for name, state in states.items() if state.master is not None}
     return Memory(
-        parameters=sum(held[name] for name in parameters),
+        parameters=sum((updated if n in dealt else held)[n] for n in parameters),
         gradients=sum(held[name] for name in trained),
         optimizer=round(sum(updated[name] for name in trained) * optimizer_factor),
         buffers=sum(size for name, size in sizes.items() if name not in parameters),

@@ -117,13 +117,13 @@ class Costing:
             try:
                 inside = self._segments(short) if self.compiled else None
                 saving = Saving(flow, short, self.precision, check, inside)
-                kept, made_in, copies = saving.at(units, self.rows, again)
+                kept, made_in, lowered = saving.at(units, self.rows, again)
                 break
             except Uneven:
                 pass
         equal = short is self._short
         timed = self.timed if equal else self._timed_by(short)
-        parameters, constants = _states(flow.graph, flow, units, copies)
+        parameters, constants, _ = _states(flow.graph, flow, units, lowered)
         crossings = _crossings(flow, units, made_in)
         problem = replace(
             timed,
@@ -176,7 +176,7 @@ class Costing:
     def _timed_by(self, short: Short) -> Problem:
         """The problem by the seconds of a short graph."""
         flow, units, may = self.flow, self.units, self._may
-        parameters, constants = _states(flow.graph, flow, units, ())
+        parameters, constants, copies = _states(flow.graph, flow, units, ())
         return Problem(
             units=len(units.starts),
             blocks=tuple(_block_units(units, self.blocks)),
@@ -198,6 +198,7 @@ class Costing:
             ),
             zeros=self.zeros,
             tp=self.tp,
+            copies=copies,
             largest=_largest(flow, units),
         )
 
@@ -299,19 +300,24 @@ def _block_units(units: Units, blocks: Sequence[Block]) -> list[tuple[int, int]]
 
 
 def _states(
-    graph: Graph, flow: Dataflow, units: Units, copies: Collection[str]
-) -> tuple[tuple[Shared, ...], tuple[Shared, ...]]:
-    """Trainable parameters, and all else that is held: copies in low precision are among it."""
-    trainable: Counter[tuple[int, ...]] = Counter()
-    other: Counter[tuple[int, ...]] = Counter()
+    graph: Graph, flow: Dataflow, units: Units, lowered: Collection[str]
+) -> tuple[tuple[Shared, ...], ...]:
+    """Trainable parameters, all else that is held, and the copies of masters.
+
+    Args:
+        lowered: the parameters of which a step has copies; those that autocast casts are held.
+    """
+    trainable, other, copies = (Counter[tuple[int, ...]]() for _ in range(3))
     for name, state in graph.states.items():
         used = tuple(sorted({units.of(position) for position in flow.users[State(name)]}))
         (trainable if state.trainable else other)[used] += bytes_at(state.held, 1)
-        if name in copies:
+        if state.master is not None:
+            copies[used] += copy_bytes(state)
+        elif name in lowered:
             other[used] += copy_bytes(state)
-    return (
-        tuple(Shared(size, used) for used, size in trainable.items()),
-        tuple(Shared(size, used) for used, size in other.items()),
+    return tuple(
+        tuple(Shared(size, used) for used, size in sizes.items())
+        for sizes in (trainable, other, copies)
     )
 
 

@@ -90,7 +90,7 @@ def cut_model(candidate: Candidate, decision: Decision) -> CutModel:
         recompute=tuple(path for number, path in enumerate(paths) if number in numbers),
         precision=candidate.job.request.precision,
         wanted=wanted(halves, compiled=candidate.compiled),
-        fully_sharded=frame.fully_sharded,
+        shards=frame.dp if frame.fully_sharded else 1,
     )
 
 

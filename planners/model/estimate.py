@@ -201,7 +201,8 @@ def _stage(
         held = int(sets.largest[compositions(problem).number[first, last]])
     parts = memory.estimate(ranges, problem, config, place.in_flight, dropped, held)
     seconds = stage_seconds(problem, config, place, ranges, extra)
-    gathering = float(gather_seconds(ranges.trainable, problem, config, place.group))
+    gathering = float(gather_seconds(ranges.read, problem, config, place.group))
+    scattering = float(gather_seconds(ranges.trainable, problem, config, place.group))
     transfers = float(transfer_seconds(ranges, problem, config, place.before))
     forward, backward = float(ranges.forward[kind]), float(ranges.backward[kind])
     exchange = float(ranges.exchange[kind]) if ranges.exchange else 0.0
@@ -209,7 +210,7 @@ def _stage(
         first=first,
         last=last - 1,
         forward_seconds=forward + gathering,
-        backward_seconds=backward + 2 * gathering + extra,
+        backward_seconds=backward + gathering + scattering + extra,
         transfer_seconds=transfers,
         period=float(seconds.period),
         in_flight=place.in_flight,
@@ -218,7 +219,7 @@ def _stage(
             COMPUTING: forward + backward - exchange,
             AGAIN: extra,
             EXCHANGES: exchange,
-            GATHERING: 3 * gathering,
+            GATHERING: 2 * gathering + scattering,
             "transfers": transfers,
         },
         kind=kind,

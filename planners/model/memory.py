@@ -16,7 +16,7 @@ compared with a device's limit by `excess`.
 range `Tables` has W trainable and C constant bytes, A bytes saved for backward, R bytes received
 and S bytes sent; R' and S' are those of them whose gradient goes the other way.
 
-    W                          parameters
+    W + L                      parameters, and copies in 16 bits of those that are masters
     W                          gradients
     optimizer_factor * W       optimizer state
     C                          buffers and frozen parameters
@@ -27,7 +27,8 @@ and S bytes sent; R' and S' are those of them whose gradient goes the other way.
 
 D are the bytes that recomputed blocks do not save, d the bytes of the largest block, held once
 while it is recomputed (`planners.model.recompute_sets`). ZeRO-1 divides the optimizer state by dp,
-ZeRO-3 the parameters and gradients too, and adds what it gathers (`range_tables.gathered_bytes`).
+and masters, 2 L of W, which are a part of it; ZeRO-3 parameters and gradients too, and has what it
+gathers (`range_tables.gathered_bytes`) in the place of L.
 
 **Bound.** A stage holds at least a sum over its units,
 
@@ -48,7 +49,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopipe.planners.model.problem import Config, Problem, splits
-from autopipe.planners.model.range_tables import Bytes, Tables, Times
+from autopipe.planners.model.range_tables import Bytes, Tables, Times, gathered_bytes
 
 ROUNDED = 16
 """Bytes that a stage's estimate may lie below its bound, whose parts are not rounded."""
@@ -88,8 +89,10 @@ def estimate(
     leaving = min(2, micro_batches)
     whole, share = ranges.trainable, -(-ranges.trainable // dp)
     fully = config.fully_sharded
+    root = ranges.root - ranges.root_copies
+    gathered = gathered_bytes(root, ranges.root, ranges.block, dp)
     return (
-        share + ranges.gathered if fully else whole,
+        share + gathered if fully else ranges.read - (-2 * ranges.copies // (dp if zero else 1)),
         share if fully else whole,
         np.rint(problem.optimizer_factor * (share if zero else whole)).astype(np.int64),
         ranges.constants,
@@ -141,10 +144,15 @@ def bound(problem: Problem, config: Config) -> Bound:
 def _states(problem: Problem, dp: int, zero: int) -> NDArray[np.float64]:
     """Bytes of the states that units before each unit are the first to use, as a rank holds them:
     shape (units + 1,)."""
-    factor = problem.optimizer_factor
-    held = (2 + factor) / dp if zero == 3 else 2 + factor / (dp if zero else 1)
+    factor, fully = problem.optimizer_factor, zero == 3 and dp > 1
+    held = (2 + factor) / dp if fully else 2 + factor / (dp if zero else 1)
     sizes = np.zeros(problem.units + 1)
-    for states, times in ((problem.parameters, held), (problem.constants, 1.0)):
+    for states, times in (
+        (problem.parameters, held),
+        (problem.constants, 1.0),
+        # Beside the masters, which are in `held`, or in their place, and shards of them.
+        (problem.copies, 0.0 if fully else 2 / (dp if zero else 1) - 1),
+    ):
         for state in states:
             sizes[state.units[0] + 1] += times * state.bytes
     return np.cumsum(sizes)

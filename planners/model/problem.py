@@ -138,6 +138,8 @@ class Problem:
             its first and its last unit may hold something else besides.
         zeros: the ZeRO stages to choose from, ascending.
         tp: the tensor-parallel degree that the profiles are for.
+        copies: what forward reads of those `parameters` that are fp32 masters, in 16 bits: half as
+            large. Under ZeRO-3 they are there only while they are gathered.
         largest: of each unit the bytes of the largest gradient that it makes, beside the sum that
             it is added to; empty where that is not counted.
         beyond: by schedule, bytes that a plan's programs were seen to hold beyond the estimate.
@@ -156,6 +158,7 @@ class Problem:
     recomputable: tuple[tuple[int, int], ...] = ()
     zeros: tuple[int, ...] = (0,)
     tp: int = 1
+    copies: tuple[Shared, ...] = ()
     largest: tuple[int, ...] = ()
     beyond: Mapping[str, int] = field(default_factory=dict)
 

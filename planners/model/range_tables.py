@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -26,18 +25,17 @@ class Tables:
 
     `tables` gives all ranges, shape (units + 1, units + 1), where entry [i, j] is of the range
     [i, j) and zero unless i < j. `at` selects some of them, in any shape: one range gives arrays of
-    shape (). Seconds (float64) and bytes (int64) are of one micro-batch, but for `trainable`,
-    `constants`, `gathered` and `largest`, which a stage has once; `forward`,
-    `backward` and `exchange` have an array for each kind of device; without tensor parallelism
-    `exchange` has none.
+    shape (). Seconds (float64) and bytes (int64) are of one micro-batch, but for `trainable` to
+    `largest`, which a stage has once; `forward`, `backward` and `exchange` have an array for each
+    kind of device; without tensor parallelism `exchange` has none.
 
     `earlier` are backward seconds of all units before the range, each on the kind of device that
     takes least.
 
-    `gathered` are bytes of parameters that ZeRO-3 makes whole while a backward runs
-    (`gathered_bytes`): of the largest block that the range has any unit of, and of what is
-    trainable in the range and in no block. `largest` are bytes of the largest gradient that one of
-    the range's units makes.
+    `copies` are what is read of masters. `root` are bytes of what is trainable in the range and in
+    no block, `root_copies` those of its copies; `block` are what ZeRO-3 holds for the largest block
+    that the range has any unit of (`block_bytes`). `largest` are bytes of the largest gradient that
+    one of the range's units makes.
     """
 
     forward: tuple[Times, ...]
@@ -46,7 +44,10 @@ class Tables:
     exchange: tuple[Times, ...]
     trainable: Bytes
     constants: Bytes
-    gathered: Bytes
+    copies: Bytes
+    root: Bytes
+    root_copies: Bytes
+    block: Bytes
     largest: Bytes
     saved: Bytes
     received: Bytes
@@ -65,6 +66,11 @@ class Tables:
 
         return Tables(*(select(getattr(self, field.name)) for field in fields(self)))  # type: ignore[arg-type]
 
+    @property
+    def read(self) -> Bytes:
+        """Bytes of the trainable parameters as forward reads them: a copy is half of a master."""
+        return self.trainable - self.copies
+
 
 def tables(problem: Problem, profile: Profile) -> Tables:
     """All ranges of the problem's units under one profile; the last few are remembered."""
@@ -80,6 +86,7 @@ def _tables(problem: Problem, rows: int) -> Tables:
         units,
         problem.parameters,
         problem.constants,
+        problem.copies,
         problem.blocks,
         problem.largest or (0,) * units,
     )
@@ -90,8 +97,11 @@ def _tables(problem: Problem, rows: int) -> Tables:
         exchange=tuple(map(_prefix, profile.exchange)),
         trainable=held[0],
         constants=held[1],
-        gathered=held[2],
-        largest=held[3],
+        copies=held[2],
+        root=held[3],
+        root_copies=held[4],
+        block=held[5],
+        largest=held[6],
         saved=_fill(units, _saved(units, profile.saved)),
         received=_fill(units, _received(units, crossings)),
         received_gradient=_fill(units, _received(units, returning)),
@@ -116,16 +126,28 @@ def _of_states(
     units: int,
     parameters: tuple[Shared, ...],
     constants: tuple[Shared, ...],
+    copies: tuple[Shared, ...],
     blocks: tuple[tuple[int, int], ...],
     largest: tuple[int, ...],
-) -> tuple[Bytes, Bytes, Bytes, Bytes]:
-    """What no profile changes: trainable, constant and gathered bytes, and the largest gradient."""
-    return (
-        _fill(units, _held(units, parameters)),
-        _fill(units, _held(units, constants)),
-        _gathered(units, parameters, blocks),
-        _largest(largest),
-    )
+) -> tuple[Bytes, ...]:
+    """What no profile changes: the fields from `trainable` to `largest`."""
+    block = np.zeros((units + 1, units + 1), dtype=np.int64)
+    root, root_copies = parameters, copies
+    for first, stop in blocks:
+        size, root = _taken(root, first, stop)
+        low, root_copies = _taken(root_copies, first, stop)
+        having = block[:stop, first + 1 :]  # the ranges [i, j) with i < stop and j > first
+        np.maximum(having, block_bytes(size - low, size), out=having)
+    held = (parameters, constants, copies, root, root_copies)
+    sums = [_fill(units, _held(units, items)) for items in held]
+    return (*sums, np.triu(block, 1), _largest(largest))
+
+
+def _taken(items: tuple[Shared, ...], first: int, stop: int) -> tuple[int, tuple[Shared, ...]]:
+    """Bytes of the items that only the units [first, stop) use, and the other items."""
+    own = {item for item in items if first <= item.units[0] and item.units[-1] < stop}
+    rest = tuple(item for item in items if item not in own)
+    return sum(item.bytes for item in items if item in own), rest
 
 
 def _prefix(seconds: Seconds) -> Times:
@@ -163,31 +185,28 @@ def _held(units: int, items: tuple[Shared, ...]) -> Iterable[_Rectangle]:
             yield item.bytes, before + 1, member, member + 1, units
 
 
-def _gathered(
-    units: int, parameters: tuple[Shared, ...], blocks: tuple[tuple[int, int], ...]
-) -> Bytes:
-    largest = np.zeros((units + 1, units + 1), dtype=np.int64)
-    outside = parameters
-    for first, stop in blocks:
-        own = {p for p in outside if first <= p.units[0] and p.units[-1] < stop}
-        size = sum(parameter.bytes for parameter in outside if parameter in own)
-        outside = tuple(parameter for parameter in outside if parameter not in own)
-        having = largest[:stop, first + 1 :]  # the ranges [i, j) with i < stop and j > first
-        np.maximum(having, size, out=having)
-    return gathered_bytes(_fill(units, _held(units, outside)), np.triu(largest, 1))
+def block_bytes(gathered: int, summed: int) -> int:
+    """Bytes that ZeRO-3 holds for a block while its backward runs (`runtime.parameters.zero3`).
+
+    Args:
+        gathered: U, bytes of its parameters as they are gathered.
+        summed: V, bytes of their gradients as they are summed.
+    """
+    return 4 * gathered + 3 * summed
 
 
-Size = TypeVar("Size", int, Bytes)
-
-
-def gathered_bytes(outside: Size, block: Size) -> Size:
+def gathered_bytes(root: ArrayLike, root_summed: ArrayLike, block: ArrayLike, ranks: int) -> Bytes:
     """Bytes that ZeRO-3 holds whole while a backward runs, as `runtime.parameters.zero3` has it.
 
     Args:
-        outside: R, bytes of the stage's trainable parameters that are in no block.
-        block: U, bytes of those of its largest block.
+        root: R, bytes of the stage's parameters that are in no block, as they are gathered.
+        root_summed: S, bytes of their gradients as they are summed.
+        block: the `block_bytes` of the largest block.
+        ranks: n, over which they are sharded.
     """
-    return 2 * outside + 7 * block
+    root, summed = np.asarray(root), np.asarray(root_summed)
+    end = root + 2 * summed + -(-summed // ranks)
+    return np.asarray(np.maximum(2 * root + block, end))
 
 
 def dropped(units: int, items: Iterable[Saved]) -> Bytes:

@@ -22,8 +22,8 @@ the backwards hide some that the stages before it have still to run when it has 
 
     exposed_s = max(0, reduce_s - sum of B over the units before i)        reduce_s where B is split
 
-ZeRO-3 has no such sum: its F and B gather and scatter, which takes 3 / 2 of it in every
-micro-batch.
+ZeRO-3 has no such sum: in every micro-batch its F gathers parameters, and its B does and scatters
+gradients. Of fp32 masters it gathers copies in 16 bits, which takes half as long.
 
 Under `eager-1f1b` windows are taken to hide the links: a further micro-batch takes only
 
@@ -50,18 +50,18 @@ _Exchange = Callable[[float, Levels, int], float]
 
 
 def gather_seconds(
-    trainable: int | Bytes, problem: Problem, config: Config, group: DeviceGroup
+    size: int | Bytes, problem: Problem, config: Config, group: DeviceGroup
 ) -> Times:
-    """Seconds of making ZeRO-3's parameters whole once; scattering their gradients takes as long.
+    """Seconds of making ZeRO-3's parameters whole once; scattering gradients takes as long.
 
     A forward gathers, and a backward gathers and scatters.
 
     Args:
-        trainable: bytes of the parameters.
+        size: bytes of the parameters as they are read, or of the gradients.
     """
     if not config.fully_sharded:
-        return np.zeros(np.shape(trainable))
-    return _linear(all_gather, trainable, group.levels, problem.machine.streams)
+        return np.zeros(np.shape(size))
+    return _linear(all_gather, size, group.levels, problem.machine.streams)
 
 
 def reduce_seconds(ranges: Tables, problem: Problem, config: Config, group: DeviceGroup) -> Times:
@@ -70,10 +70,12 @@ def reduce_seconds(ranges: Tables, problem: Problem, config: Config, group: Devi
         return np.zeros_like(ranges.earlier)
     copying = problem.machine.copying
     summed = partial(gradient_sum, zero=config.zero, copying=copying)
-    return _linear(summed, ranges.trainable, group.levels, problem.machine.streams)
+    # Under ZeRO-1 gradients are scattered, and what is read of the parameters is gathered.
+    moved = (ranges.trainable + ranges.read) / 2 if config.zero else ranges.trainable
+    return _linear(summed, moved, group.levels, problem.machine.streams)
 
 
-def _linear(exchange: _Exchange, sizes: int | Bytes, levels: Levels, streams: int) -> Times:
+def _linear(exchange: _Exchange, sizes: int | Bytes | Times, levels: Levels, streams: int) -> Times:
     """An exchange of many sizes: its seconds are linear in them."""
     least = exchange(0.0, levels, streams)
     each = (exchange(2.0**30, levels, streams) - least) / 2.0**30
@@ -179,8 +181,10 @@ def stage_seconds(
 ) -> StageSeconds:
     """The seconds of a stage, with those that blocks take a second time."""
     kind = place.group.kind
-    gathering = gather_seconds(ranges.trainable, problem, config, place.group)
-    computing = ranges.forward[kind] + ranges.backward[kind] + recompute + 3 * gathering
+    gathering = gather_seconds(ranges.read, problem, config, place.group)
+    scattering = gather_seconds(ranges.trainable, problem, config, place.group)
+    computing = ranges.forward[kind] + ranges.backward[kind] + recompute
+    computing += 2 * gathering + scattering
     whole = computing + transfer_seconds(ranges, problem, config, place.before)
     reduce = reduce_seconds(ranges, problem, config, place.group)
     if config.schedule != EAGER or place.before is None:

@@ -39,9 +39,11 @@ def bound(problem: Problem, config: Config, weights: Weights = weights) -> float
     """
     whole = _whole_seconds(problem, config.microbatch_rows(problem.batch))
     if config.fully_sharded and problem.machine.alike:
-        size = sum(parameter.bytes for parameter in problem.parameters)
+        summed = sum(parameter.bytes for parameter in problem.parameters)
+        read = summed - sum(copy.bytes for copy in problem.copies)
         group = problem.machine.groups(config.dp)[0]
-        whole += 3 * float(gather_seconds(size, problem, config, group))
+        seconds = (float(gather_seconds(n, problem, config, group)) for n in (read, read, summed))
+        whole += sum(seconds)
     of_sum, of_largest = weights(problem, config)
     stages = stages_of(problem, config)
     return whole * (of_sum + of_largest / stages)

@@ -71,13 +71,13 @@ def export(
 
     Args:
         kept: what this rank has of it.
-        whole: makes a tensor whole, by its first name, together with all ranks of the same stages.
+        whole: makes a tensor whole, by its first name, together with all ranks that have it.
         world: all ranks of the run; None: this one is alone.
 
     Raises:
         AutopipeError: a dtype is none of the format's, or the file cannot be written.
     """
-    mine = place.rank, place.pp, tuple(kept)
+    mine = place.rank, tuple(kept)
     found: list[Any] = [mine]
     if world is not None:
         found = [None] * dist.get_world_size(world)
@@ -88,8 +88,8 @@ def export(
         with atomic_file.writing(path) as file:
             file.write(_header(order))
             for tensor in order:
-                rank, pp = holders[tensor.names[0]]
-                data = whole(tensor.names[0]) if tensor.names[0] in own and pp == place.pp else None
+                rank = holders[tensor.names[0]]
+                data = whole(tensor.names[0]) if tensor.names[0] in own else None
                 if rank != 0:
                     data = torch.empty(tensor.shape, dtype=tensor.dtype)
                     _receive(data, rank, world)
@@ -99,28 +99,27 @@ def export(
                     file.write(raw.data)
         return
     for tensor in order:
-        rank, pp = holders[tensor.names[0]]
-        if pp != place.pp or tensor.names[0] not in own:
-            continue  # what forward does not use is with one rank alone
-        data = whole(tensor.names[0])
-        if rank == place.rank:
+        if tensor.names[0] not in own:
+            continue
+        data = whole(tensor.names[0])  # of a tied one, rows may be with other stages' ranks
+        if holders[tensor.names[0]] == place.rank:
             _send(data.detach().cpu().contiguous(), world)
 
 
 def _order(
-    found: Sequence[tuple[int, int, tuple[FileTensor, ...]]],
-) -> tuple[list[FileTensor], dict[str, Any]]:
-    """All tensors as the file has them, and of each the rank that gives it, with its stage."""
+    found: Sequence[tuple[int, tuple[FileTensor, ...]]],
+) -> tuple[list[FileTensor], dict[str, int]]:
+    """All tensors as the file has them, and of each the rank that gives it."""
     tensors: dict[str, FileTensor] = {}
-    holders: dict[str, tuple[int, int]] = {}
-    for rank, pp, kept in sorted(found, key=lambda one: one[0]):
+    holders: dict[str, int] = {}
+    for rank, kept in sorted(found, key=lambda one: one[0]):
         for tensor in kept:
             if tensor.dtype not in DTYPES:
                 raise AutopipeError(
                     f"{tensor.names[0]!r} is {tensor.dtype}, which a safetensors file cannot hold"
                 )
             tensors.setdefault(tensor.names[0], tensor)
-            holders.setdefault(tensor.names[0], (rank, pp))
+            holders.setdefault(tensor.names[0], rank)
     return sorted(tensors.values(), key=lambda tensor: -tensor.dtype.itemsize), holders
 
 

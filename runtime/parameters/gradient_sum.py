@@ -55,6 +55,12 @@ class Gradients(Protocol):
         Every rank calls it at the same place: before each step and each evaluation.
         """
 
+    def master(self, name: str) -> Tensor | None:
+        """A parameter as the optimizer updates it, whole, where forward reads another tensor.
+
+        Every rank that shares it calls this, in one order of names.
+        """
+
     def owned_gradients(self) -> dict[str, Tensor]:
         """Gradients by name, or parts of them: all ranks' together are the model's, each once."""
 
@@ -183,6 +189,9 @@ class GradientSum:
     def gather(self) -> None:
         """Nothing: every rank updates all of its parameters, alike."""
 
+    def master(self, name: str) -> None:
+        """None: what the optimizer updates is the parameter itself."""
+
     def owned_gradients(self) -> dict[str, Tensor]:
         """The gradients of what stands here only, or here on the first of its group."""
         return {
@@ -240,7 +249,7 @@ class GradientSum:
             present = found.tolist()
             used = [name for name, is_used in zip(names, present, strict=True) if is_used]
             queue = _BucketQueue([], [])
-            for members in buckets(used[::-1], self._parameters):
+            for members in buckets(used[::-1], self._parameters, summed_in):
                 learnt.at |= {name: (queue, len(queue.buckets)) for name in members}
                 queue.buckets.append(Bucket(group, tuple(self._parameters[n] for n in members)))
                 queue.missing.append(self._used & set(members))
@@ -273,19 +282,32 @@ def by_group(
     return found
 
 
-def buckets(names: Iterable[str], parameters: Mapping[str, nn.Parameter]) -> Iterator[list[str]]:
+def summed_in(parameter: nn.Parameter) -> torch.dtype:
+    """The dtype in which backward adds up the gradients of a parameter."""
+    return parameter.grad_dtype or parameter.dtype
+
+
+def buckets(
+    names: Iterable[str],
+    parameters: Mapping[str, nn.Parameter],
+    sent_in: Callable[[nn.Parameter], torch.dtype],
+) -> Iterator[list[str]]:
     """The names, in their order, in buckets of one dtype and at most `BUCKET_BYTES`.
 
     A parameter larger than that has one for itself.
+
+    Args:
+        sent_in: the dtype of what is sent of a parameter.
     """
     filling: dict[torch.dtype, tuple[list[str], int]] = {}
     for name in names:
-        parameter = parameters[name]
-        members, size = filling.get(parameter.dtype, ([], 0))
-        if members and size + parameter.nbytes > BUCKET_BYTES:
+        dtype = sent_in(parameters[name])
+        more = parameters[name].numel() * dtype.itemsize
+        members, size = filling.get(dtype, ([], 0))
+        if members and size + more > BUCKET_BYTES:
             yield members
             members, size = [], 0
-        filling[parameter.dtype] = [*members, name], size + parameter.nbytes
+        filling[dtype] = [*members, name], size + more
     for members, _ in filling.values():
         yield members
 

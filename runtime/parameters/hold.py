@@ -5,8 +5,9 @@
     1     whole                 own rows of the sum   of own rows       OptimizerShards
     3     own rows              own rows of the sum   of own rows       FullyShardedSum
 
-A parameter is shared by the ranks of a stage in all data-parallel coordinates, and by stages that
-are tied to each other.
+fp32 masters of 16-bit parameters are optimizer state under ZeRO-1; under ZeRO-3 they are what is
+sharded. A parameter is shared by the ranks of a stage in all data-parallel coordinates, and by
+stages that are tied to each other.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from torch import Tensor, nn
 
 from autopipe.errors import PlanError
 from autopipe.ir import partition
+from autopipe.ir.graph import Graph
 from autopipe.ir.partition import Stage
 from autopipe.runtime.parameters.gradient_sum import Gradients, GradientSum
 from autopipe.runtime.parameters.part import RankPart
-from autopipe.runtime.parameters.zero1 import OptimizerShards
+from autopipe.runtime.parameters.zero1 import OptimizerShards, deal
 from autopipe.stages.bind import Split
 from autopipe.stages.lower import Lowered, lower
 
@@ -37,7 +39,7 @@ class HeldParameters:
 
     Attributes:
         states: its parameters, buffers and constants by name, on its device; under ZeRO-3 the
-            parameters are DTensors.
+            parameters are DTensors, under ZeRO-1 those with masters are of 16 bits.
         gradients: sums the gradients over the ranks that share a parameter.
         sharded: under ZeRO-3, its stages by their index; empty otherwise.
     """
@@ -61,7 +63,7 @@ def hold(
 
     Args:
         states: this rank's own, by name. Under ZeRO-3 each parameter is replaced here, stage by
-            stage, so that the memory of whole ones goes at once.
+            stage, and under ZeRO-1 each master, so that the memory of whole ones goes at once.
         backend: of the groups.
         partial: names of those whose gradient on each tensor-parallel rank is a part of a sum.
         offload: under ZeRO-3, keep shards in the host's memory.
@@ -89,16 +91,13 @@ def hold(
 
 def _hold_whole(
     part: RankPart,
-    states: Mapping[str, Tensor],
+    states: MutableMapping[str, Tensor],
     backend: str,
     owners: Mapping[str, tuple[int, ...]],
     partial: Collection[str],
 ) -> HeldParameters:
     """Parameters whole on every rank: ZeRO 0 and 1."""
     mesh = part.plan.mesh
-    # In the order of the graph, which is the same on every rank.
-    names = part.split.graph.states
-    parameters = {n: p for n in names if isinstance(p := states.get(n), nn.Parameter)}
     # Each tensor-parallel coordinate by itself, but for gradients that are partial over them.
     members = [
         (
@@ -114,9 +113,28 @@ def _hold_whole(
         for own_tp in range(mesh.tp)
     ]
     groups = _open(members, part.place.rank, backend)
+    dealt = part.plan.zero == 1 and mesh.dp > 1
+    masters = _deal(part.split.graph, states, groups) if dealt else {}
+    # In the order of the graph, which is the same on every rank.
+    names = part.split.graph.states
+    parameters = {n: p for n in names if isinstance(p := states.get(n), nn.Parameter)}
     stages = {stage.index: [n for n in stage.states if n in parameters] for stage in part.stages}
-    kind = OptimizerShards if part.plan.zero and mesh.dp > 1 else GradientSum
-    return HeldParameters(states, kind(parameters, groups, stages), {})
+    if dealt:
+        return HeldParameters(states, OptimizerShards(parameters, groups, stages, masters), {})
+    return HeldParameters(states, GradientSum(parameters, groups, stages), {})
+
+
+def _deal(
+    graph: Graph, states: MutableMapping[str, Tensor], groups: Mapping[str, dist.ProcessGroup]
+) -> dict[str, nn.Parameter]:
+    """ZeRO-1: this rank's rows of the masters; `states` has what forward reads from then on."""
+    masters = {}
+    for name, state in graph.states.items():
+        if state.master is not None and name in states and name in groups:
+            whole = states[name]
+            assert isinstance(whole, nn.Parameter)
+            states[name], masters[name] = deal(whole, groups[name], state.spec.dtype)
+    return masters
 
 
 def _shard_stages(
@@ -136,7 +154,9 @@ def _shard_stages(
         whole = {name: states[name] for name in stage.states}
         module = _lowered(part, stage, whole).module
         group = replicas[part.place.pp, part.place.tp]
-        sharded[stage.index] = shard_stage(module, whole, group, offload=offload)
+        sharded[stage.index] = shard_stage(
+            module, whole, group, specs=part.split.graph.states, offload=offload
+        )
         states.update(sharded[stage.index].parameters)
     return sharded
 

@@ -3,13 +3,13 @@
     rank 0   states of its stages, and what forward does not use   --+
     rank 1   states of its stages                                  --+-->  the model's state dict
 
-A tied tensor has all its names. A tensor of which each tensor-parallel rank has a part is put
-together first, by all ranks of the stage.
+A tied tensor has all its names. A tensor of which each tensor-parallel rank has a part, or each
+replica rows of its fp32 master, is put together first, by all ranks that have it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,9 @@ from autopipe.planfile.placements import I, Sharding
 from autopipe.runtime.parameters.export import FileTensor, export
 from autopipe.sharding import collectives
 
+Master = Callable[[str], Tensor | None]
+"""Makes the master of a parameter whole, as `gradient_sum.Gradients.master`."""
+
 
 @dataclass(frozen=True)
 class ModelStates:
@@ -30,7 +33,8 @@ class ModelStates:
 
     Attributes:
         specs: all that the model owns, by name, whole.
-        states: this rank's, as its stages use them; under ZeRO-3 `hold` puts DTensors in them.
+        states: this rank's, as its stages use them; under ZeRO-3 `hold` puts DTensors in them,
+            under ZeRO-1 parameters of 16 bits in the place of their masters.
         unused: those that forward does not use, on the rank that keeps them.
         sharding: how they lie over tensor-parallel ranks.
     """
@@ -40,7 +44,7 @@ class ModelStates:
     unused: Mapping[str, Tensor]
     sharding: Sharding
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self, master: Master) -> dict[str, Tensor]:
         """Parameters and persistent buffers, detached, each under all of its names.
 
         Every rank calls it. Under ZeRO-3 the parameters are DTensors, of which each rank has rows.
@@ -48,11 +52,13 @@ class ModelStates:
         return {
             key: tensor
             for name, names in self._saved().items()
-            for tensor in [self._whole(name)]
+            for tensor in [self._whole(name, master)]
             for key in names
         }
 
-    def save(self, path: Path, place: Place, world: dist.ProcessGroup | None) -> None:
+    def save(
+        self, path: Path, place: Place, world: dist.ProcessGroup | None, master: Master
+    ) -> None:
         """Write the model to a safetensors file; every rank calls it, rank 0 writes.
 
         Raises:
@@ -61,19 +67,21 @@ class ModelStates:
         kept = []
         for name, names in self._saved().items():
             shape = tuple(shape_at(self.specs[name].spec, 1))
-            kept.append(FileTensor(names, shape, self._own(name).dtype))
+            dtype = self.specs[name].master or self._own(name).dtype
+            kept.append(FileTensor(names, shape, dtype))
 
         def whole(name: str) -> Tensor:
-            tensor = self._whole(name)
+            tensor = self._whole(name, master)
             return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
         export(path, kept, whole, place, world)
 
     def _saved(self) -> dict[str, tuple[str, ...]]:
-        """All names of each tensor that a state dict has of this rank."""
+        """All names of each tensor that a state dict has of this rank, in the model's order."""
         found = {}
-        for name in (*self.states, *self.unused):
-            state = self.specs[name]
+        for name, state in self.specs.items():
+            if name not in self.states and name not in self.unused:
+                continue
             if state.kind == "parameter" or (state.kind == "buffer" and state.persistent):
                 found[name] = (name, *state.aliases)
         return found
@@ -82,9 +90,10 @@ class ModelStates:
         """What this rank has of a tensor."""
         return (self.unused if name in self.unused else self.states)[name].detach()
 
-    def _whole(self, name: str) -> Tensor:
-        """A tensor, put together where each tensor-parallel rank has a part of it."""
-        tensor, lies = self._own(name), self.sharding.states.get(name, I)
+    def _whole(self, name: str, master: Master) -> Tensor:
+        """A tensor, put together where each replica or tensor-parallel rank has a part of it."""
+        found, lies = master(name), self.sharding.states.get(name, I)
+        tensor = self._own(name) if found is None else found
         if not lies.sharded:
             return tensor
         if isinstance(tensor, DTensor):  # rows of a part

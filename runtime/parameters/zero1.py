@@ -6,6 +6,15 @@ rows only.
     optimizer     own rows += ...            the user's own, on `shards()`
     next step     parameter, whole           all-gather, bucket by bucket
 
+Where a parameter is the fp32 master of a 16-bit one, each rank has its own rows of the master, and
+all of what forward reads (`deal`). Gradients are added and summed in fp32, and 16 bits are
+gathered, as Megatron-LM's distributed optimizer does:
+
+    backward      gradient fp32, whole       of a leaf of 16 bits: `Tensor.grad_dtype`
+    STEP          gradient fp32 of own rows  reduce-scatter
+    optimizer     master fp32, own rows += ...
+    next step     parameter bf16, whole      all-gather of the rows, cast
+
 The rows of a parameter (its first dim) are sharded as torch's `Shard(0)` does it: ceil(rows/n)
 to each rank until there are none left, so the last ranks may have fewer or nothing. A shard is a
 view of the parameter's own memory with all its dims: `p.ndim >= 2`, by which many training scripts
@@ -14,17 +23,18 @@ choose what decays, says of a shard what it says of the parameter.
 Bytes of a rank, with P those of its shared trainable parameters, G of their gradients, O optimizer
 bytes per byte of parameter, n ranks in the group, b = max(25 MB, the largest parameter):
 
-    parameters    P                     always
+    parameters    P                     always; with masters, P/n + L, where L is of 16 bits
     gradients     G                     in backward
                   G + G/n + b           at most, while the buckets are summed
                   G/n                   from STEP to the next step
     optimizer     O P/n
     gathering     2 b (1 + 1/n)         at the start of a step, before anything else is held; gloo
                                         holds b more for each of the two
+    on the link   G scattered, and P, or L, gathered, once a step
 
 P/n stands for sum(ceil(rows/n) * bytes of a row), what the first rank has. From "ZeRO: Memory
 Optimizations Toward Training Trillion Parameter Models" (Rajbhandari et al., 2020,
-arXiv:1910.02054).
+arXiv:1910.02054), section 5.1; masters are part of what it calls optimizer state.
 """
 
 from __future__ import annotations
@@ -36,7 +46,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopipe.runtime.parameters.gradient_sum import Bucket, GradientSum, buckets, by_group
+from autopipe.runtime.parameters.gradient_sum import (
+    Bucket,
+    GradientSum,
+    buckets,
+    by_group,
+    summed_in,
+)
 from autopipe.sharding.torch_names import all_gather_single, reduce_scatter_single
 
 
@@ -50,11 +66,29 @@ def own_rows(rows: int, ranks: int, rank: int) -> tuple[int, int]:
     return min(rank * each, rows), min((rank + 1) * each, rows)
 
 
+def deal(
+    master: nn.Parameter, group: dist.ProcessGroup, read: torch.dtype
+) -> tuple[nn.Parameter, nn.Parameter]:
+    """What a rank has instead of a whole master: what forward reads, whole, and its own rows.
+
+    Args:
+        master: the whole; its memory is free once nobody else holds it.
+        group: the ranks that it is dealt out to.
+        read: the dtype that forward reads; the gradients stay in the master's.
+    """
+    leaf = nn.Parameter(master.detach().to(read))
+    leaf.grad_dtype = master.dtype
+    whole = _in_rows(master)
+    first, last = own_rows(whole.shape[0], dist.get_world_size(group), dist.get_rank(group))
+    return leaf, nn.Parameter(whole[first:last].clone())
+
+
 class OptimizerShards:
     """A rank's parameters, whole, and the shards of them that its optimizer updates.
 
     Args:
         parameters, groups, stages: as of `GradientSum`.
+        masters: this rank's rows of the masters of those parameters that `deal` has made.
 
     Attributes:
         rows: the rows [first, last) that are this rank's, of each parameter that is sharded.
@@ -65,9 +99,11 @@ class OptimizerShards:
         parameters: Mapping[str, nn.Parameter],
         groups: Mapping[str, dist.ProcessGroup],
         stages: Mapping[int, Iterable[str]],
+        masters: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
         self.rows: dict[str, tuple[int, int]] = {}
         self._parameters = parameters
+        self._masters = masters or {}
         self._shards = dict(parameters)
         self._groups = groups
         self._of: dict[nn.Parameter, nn.Parameter] = {}
@@ -78,11 +114,14 @@ class OptimizerShards:
             whole = _in_rows(parameter)
             place = dist.get_world_size(group), dist.get_rank(group)
             first, last = self.rows[name] = own_rows(whole.shape[0], *place)
-            self._shards[name] = self._of[parameter] = nn.Parameter(whole[first:last])
+            rows = self._masters.get(name)
+            shard = nn.Parameter(whole[first:last]) if rows is None else rows
+            self._shards[name] = self._of[parameter] = shard
         self._sum = GradientSum(parameters, groups, stages, self._scatter)
 
     def shards(self) -> Mapping[str, nn.Parameter]:
-        """By name: a view of this rank's rows, or a parameter of this rank alone, whole."""
+        """By name: a view of this rank's rows, its rows of a master, or a parameter of this rank
+        alone, whole."""
         return self._shards
 
     def arm(self, stage: int) -> None:
@@ -110,16 +149,27 @@ class OptimizerShards:
         """
         ends: deque[Callable[[], None]] = deque()
         for group, names in by_group(self.rows, self._groups).items():
-            for members in buckets(names, self._parameters):
+            for members in buckets(names, self._parameters, lambda parameter: parameter.dtype):
                 parameters = tuple(self._parameters[name] for name in members)
-                ends.append(self._gather(Bucket(group, parameters)))
+                ends.append(self._gather(Bucket(group, parameters), parameters))
                 if len(ends) > 1:
                     ends.popleft()()
         while ends:
             ends.popleft()()
 
-    def _gather(self, bucket: Bucket) -> Callable[[], None]:
-        table, columns = _table(bucket)
+    @torch.no_grad()
+    def master(self, name: str) -> Tensor | None:
+        """All of a master; every rank that has rows of it calls this. None: there is none."""
+        if name not in self._masters:
+            return None
+        parameter, rows = self._parameters[name], self._masters[name]
+        whole = torch.empty_like(parameter, dtype=rows.dtype, requires_grad=False)
+        self._gather(Bucket(self._groups[name], (parameter,)), [whole])()
+        return whole
+
+    def _gather(self, bucket: Bucket, into: Sequence[Tensor]) -> Callable[[], None]:
+        """Begin to gather the shards of a bucket; what it returns fills `into`, whole tensors."""
+        table, columns = _table(bucket, into[0].dtype)
         own = table.new_zeros(table.shape[1])
         for parameter, piece in zip(
             bucket.parameters, torch.split(own, _widths(bucket)), strict=True
@@ -131,21 +181,21 @@ class OptimizerShards:
 
         def fetch() -> None:
             work.wait()
-            for parameter, column in zip(bucket.parameters, columns, strict=True):
-                if parameter.is_contiguous():
-                    flat = parameter.detach().view(-1)
+            for whole, column in zip(into, columns, strict=True):
+                if whole.is_contiguous():
+                    flat = whole.detach().view(-1)
                 else:
-                    flat = parameter.new_empty(parameter.numel())
+                    flat = whole.new_empty(whole.numel())
                 for mine, theirs in same_elements(flat, column):
                     mine.copy_(theirs)
-                if not parameter.is_contiguous():
-                    parameter.copy_(flat.view(parameter.shape))
+                if not whole.is_contiguous():
+                    whole.copy_(flat.view(whole.shape))
 
         return fetch
 
     def _scatter(self, bucket: Bucket) -> Callable[[], None]:
         """Begin to sum a bucket, to each rank its rows; the whole gradients are let go."""
-        table, columns = _table(bucket)
+        table, columns = _table(bucket, summed_in(bucket.parameters[0]))
         for parameter, column in zip(bucket.parameters, columns, strict=True):
             if parameter.grad is not None:
                 for mine, theirs in same_elements(parameter.grad.reshape(-1), column):
@@ -178,10 +228,11 @@ def _widths(bucket: Bucket) -> list[int]:
     return [own_rows(shape[0], ranks, 0)[1] * shape[1:].numel() for shape in shapes]
 
 
-def _table(bucket: Bucket) -> tuple[Tensor, Sequence[Tensor]]:
+def _table(bucket: Bucket, dtype: torch.dtype) -> tuple[Tensor, Sequence[Tensor]]:
     """Zeros, a row for each rank of the group, and the columns of each parameter in it."""
     widths = _widths(bucket)
-    table = bucket.parameters[0].new_zeros(dist.get_world_size(bucket.group), sum(widths))
+    shape = dist.get_world_size(bucket.group), sum(widths)
+    table = bucket.parameters[0].new_zeros(shape, dtype=dtype)
     return table, torch.split(table, widths, dim=1)
 
 

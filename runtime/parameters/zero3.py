@@ -18,9 +18,19 @@ byte of trainable parameter, n ranks, U the largest block, R the root's group:
     gradients     G/n               from the first backward to the next step
     optimizer     O P/n
     in forward    R + 3 U           a block, and the buffers that its gathering goes through
-    in backward   2 R + 7 U         also its gradients, what is fetched ahead, and the buffers of
-                                    the reduce-scatter (measured with gloo, torch 2.13: 2 R + 6.5 U)
+    in backward   2 R + 4 U + 3 V   also its gradients, what is fetched ahead, and the buffers of
+                                    the reduce-scatter
+    at its end    R + 2 S + S/n     the root's gradients, which are scattered last
     on the link   2 P gathered and G reduce-scattered, per micro-batch
+
+V and S are the bytes of U's and R's gradients as they are summed. (Measured with gloo, torch 2.13,
+blocks alone: 2 U + 2 V + V/n, and up to 6.5 U in fp32; the end to the byte. gloo has a copy of what
+it scatters.)
+
+Where the parameters P are fp32 masters of 16-bit ones, shards are cast before they are gathered: U,
+R and what is gathered on the link are half as large, and no rank ever has a whole master. Gradients
+are made in 16 bits, and cast before they are scattered: their sums, over ranks and over
+micro-batches, are of the master's dtype.
 
 Under CPU offload the P/n, G/n and O P/n are the host's.
 
@@ -41,10 +51,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 
 from autopipe.errors import ModelError, PlanError
+from autopipe.ir.graph import StateSpec
 from autopipe.runtime.parameters.gradient_sum import GradientSum
 from autopipe.stages import block_owners as units
 from autopipe.stages.recompute import Recomputed
@@ -165,6 +182,7 @@ def shard_stage(
     states: Mapping[str, Tensor],
     group: dist.ProcessGroup,
     *,
+    specs: Mapping[str, StateSpec] | None = None,
     offload: bool = False,
 ) -> ShardedStage:
     """Shard a stage's parameters over `group`; every rank of it calls this.
@@ -175,6 +193,7 @@ def shard_stage(
         module: the stage, lowered for training; its blocks say what is gathered together.
         states: its parameters, buffers and constants, by the model's names.
         group: the data-parallel ranks of the stage, in the order of their coordinates.
+        specs: what the stage's nodes read of them, if some are fp32 masters of 16-bit parameters.
         offload: keep shards, their gradients and the optimizer's state in the host's memory.
 
     Raises:
@@ -207,6 +226,7 @@ def shard_stage(
             place,
             mesh=mesh,
             reshard_after_forward=True,
+            mp_policy=_precision([specs[name] for name in own] if specs else ()),
             offload_policy=policy,
             ignored_params=others,
         )
@@ -271,6 +291,9 @@ class FullyShardedSum:
     def gather(self) -> None:
         """Nothing: every forward and backward gathers what it uses."""
 
+    def master(self, name: str) -> None:
+        """None: the stage's DTensors are what is updated."""
+
     def owned_gradients(self) -> dict[str, Tensor]:
         """Those of the shards; of tied copies, the first one's."""
         return {
@@ -295,6 +318,15 @@ def _install(root: nn.Module, name: str, tensor: Tensor) -> None:
         module.register_parameter(leaf, tensor)
     else:
         module.register_buffer(leaf, tensor)
+
+
+def _precision(states: Iterable[StateSpec]) -> MixedPrecisionPolicy:
+    """Gather masters in 16 bits if those are read; sum gradients in the dtype of the masters."""
+    masters = {state.master for state in states if state.master is not None}
+    low = units.gathered_in(states)
+    if not masters or low is None:
+        return MixedPrecisionPolicy(cast_forward_inputs=False)
+    return MixedPrecisionPolicy(low, masters.pop(), cast_forward_inputs=False)
 
 
 def _inner_first(paths: Iterable[str | None]) -> list[str]:

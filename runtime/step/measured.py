@@ -69,16 +69,20 @@ def _memory(
     shards = dict(rank.held.gradients.shards())
     trained = [n for n in names if n in shards and shards[n].grad is not None]
     kept = optimizer.state if optimizer is not None else {}
-    # Under ZeRO-3 a copy is a micro-batch's, and among the activations.
-    copied = [n for n in names if specs[n].master is not None and not rank.held.sharded]
+    # Under ZeRO-1 a state is what forward reads, and the master a shard. Under ZeRO-3 what is read
+    # is there while it is gathered.
+    held = shards if rank.held.sharded else states
+    masters = [n for n in names if specs[n].master is not None and not rank.held.sharded]
+    dealt = {n for n in masters if states[n].dtype != specs[n].master}
+    parameters = [n for n in names if specs[n].kind == "parameter"]
     return Memory(
-        parameters=_bytes(states[n] for n in names if specs[n].kind == "parameter"),
-        gradients=_bytes(states[n] for n in trained),
+        parameters=_bytes(shards[n] if n in dealt else held[n] for n in parameters),
+        gradients=sum(held[n].numel() * specs[n].held.dtype.itemsize for n in trained),
         optimizer=sum(_state_bytes(kept[shards[n]]) for n in trained if shards[n] in kept),
         buffers=_bytes(states[n] for n in names if specs[n].kind != "parameter"),
         activations=activations,
         transfers=transfers,
-        copies=sum(copy_bytes(specs[n]) for n in copied),
+        copies=sum(copy_bytes(specs[n]) for n in masters),
     )
 
 

@@ -140,10 +140,11 @@ class Pipe:
 
         A tied tensor has all its names; what forward does not use is with rank 0. Every rank calls
         it: what is sharded over tensor-parallel ranks, or under ZeRO-1, is gathered first. Under
-        ZeRO-3 the rest are DTensors, of which each rank has its part.
+        ZeRO-3 the rest are DTensors, of which each rank has its part. Of parameters that forward
+        reads in 16 bits it has the fp32 masters.
         """
         self._gradients.gather()
-        return self._own.state_dict()
+        return self._own.state_dict(self._gradients.master)
 
     def save(self, path: str | Path) -> None:
         """Write the whole model, by its own names, as a safetensors file; every rank calls it.
@@ -157,7 +158,7 @@ class Pipe:
         path = Path(path)
         atomic_file.check_model(path)
         self._gradients.gather()
-        self._own.save(path, self.place, self._world)
+        self._own.save(path, self.place, self._world, self._gradients.master)
 
     def step(self, batch: Any, *, sharded: bool = False) -> Tensor:
         """Run forward and backward of all micro-batches; returns the mean loss, on every rank.

@@ -171,6 +171,10 @@ def test_under_zero_1_the_ring_has_two_halves_and_under_zero_3_there_is_none() -
     assert predict.costs(plan).reduce == [pytest.approx(20.0 + copies(2))]
     assert predict.costs(one).reduce == [pytest.approx(20.0 + copies(6))]
     assert predict.costs(three).reduce == [0.0]
+    # With fp32 masters the second half has 16 bits.
+    assert predict.costs(replace(one, precision="bf16")).reduce == [
+        pytest.approx((20.0 + copies(6)) * 3 / 4)
+    ]
 
 
 def test_what_runs_ahead_is_chosen_from() -> None:

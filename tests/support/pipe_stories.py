@@ -66,11 +66,21 @@ def memory_of_compiled_stages() -> None:
     prepare.Compiler = own  # type: ignore[misc]
 
 
-def measured_as_planned(name: str, m: int, schedule: str, precision: str, **more: Any) -> None:
+@story(4)
+def memory_of_masters_that_are_dealt_out() -> None:
+    """ZeRO-1 in 16 bits: each replica has half of the masters and of their moments; a tied weight
+    is dealt out to the replicas of both its stages."""
+    for name in sampled(("gpt", "gpt2"), of=2):
+        measured_as_planned(name, 2, "1f1b", "bf16", dp=2, zero=1)
+
+
+def measured_as_planned(
+    name: str, m: int, schedule: str, precision: str, dp: int = 1, **more: Any
+) -> None:
     """Parameters, gradients, AdamW's two moments, activations and transfers of each stage: to the
     byte, but for AdamW's counters."""
     chunks = 2 if schedule == "interleaved" else None
-    plan = planned(name, 2, 1, m, schedule, chunks=chunks, precision=precision, **more)
+    plan = planned(name, 2, dp, m, schedule, chunks=chunks, precision=precision, **more)
     pipe = piped(name, plan)
     pipe.meter = Meter()
     optimizer = torch.optim.AdamW(pipe.parameters())

@@ -174,7 +174,7 @@ def _blocks(random: Random, units: int) -> tuple[tuple[int, int], ...]:
 
 def rich_problem(seed: int) -> Problem:
     """A random problem on up to three kinds of devices, nodes and sites, whose blocks may run again
-    and whose states may be dealt out."""
+    and whose states may be dealt out; in half of them some parameters are masters."""
     plain = random_problem(seed)
     random = Random(f"rich {seed}")
     devices = plain.machine.devices
@@ -231,6 +231,7 @@ def rich_problem(seed: int) -> Problem:
         profiles=tuple(map(of, plain.profiles)),
         recomputable=recomputable,
         zeros=random.choice(((0,), (0, 1), (0, 1, 3))),
+        copies=tuple(Shared(p.bytes // 2, p.units) for p in plain.parameters[: seed // 2 % 2 * 3]),
         largest=tuple(random.choices((0, 1, 2, 3), k=plain.units)),
     )
 

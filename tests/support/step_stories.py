@@ -231,6 +231,28 @@ def sixteen_bits_with_masters() -> None:
 
 
 @story(4)
+def dealing_out_masters_changes_no_bit() -> None:
+    """Whole, or of each replica its rows: the same losses, and the same fp32 masters in the state
+    dict; also of a tied weight with rows on both its stages, and beside batch norms."""
+    cases = (("gpt", "1f1b"), ("gpt2", "1f1b"), ("gpt", "zb-h1"), ("resnet", "1f1b"))
+    for name, schedule in sampled(cases, of=3):
+        found = []
+        for zero in (0, 1):
+            how: dict[str, Any] = {"zero": zero, "precision": "bf16", "planner": "uniform"}
+            pipe = piped(name, planned(name, 2, 2, 2, schedule, **how))
+            optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+            losses = []
+            for number in range(2):
+                losses.append(pipe.step(drawn(name, pipe.plan.batch.rows, number)))
+                optimizer.step()
+            found.append((losses, pipe.state_dict()))
+        (whole, weights), (losses, dealt) = found
+        assert losses == whole and dealt.keys() == weights.keys(), f"{name}, {schedule}"
+        for key, tensor in dealt.items():
+            assert tensor.dtype == weights[key].dtype and torch.equal(tensor, weights[key]), key
+
+
+@story(4)
 def an_overflow_is_passed_over() -> None:
     """fp16: no rank has a gradient after it, so that optimizers do nothing; the scale is halved,
     and training goes on beside a process in fp32."""

@@ -28,6 +28,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from autopipe import ModelError, PlanError
 from autopipe.errors import LaunchError
+from autopipe.ir.graph import StateSpec, TensorSpec
+from autopipe.ir.torch_private import TorchDispatchMode
 from autopipe.runtime.launch.world import start, world_from
 from autopipe.runtime.parameters import gradient_sum
 from autopipe.runtime.parameters.gradient_sum import (
@@ -37,7 +39,7 @@ from autopipe.runtime.parameters.gradient_sum import (
     all_reduce,
     total_norm,
 )
-from autopipe.runtime.parameters.zero1 import OptimizerShards
+from autopipe.runtime.parameters.zero1 import OptimizerShards, deal, own_rows
 from autopipe.runtime.parameters.zero3 import FullyShardedSum, shard_stage
 from autopipe.runtime.step.engine import AutogradEngine
 from autopipe.stages.recompute import Recomputed
@@ -435,6 +437,45 @@ def a_parameter_of_another_layout() -> None:
     assert p["conv"].is_contiguous(memory_format=torch.channels_last)
 
 
+@story("zero", 2, 3)
+def masters_are_dealt_out() -> None:
+    """Forward reads bf16, whole; gradients are added and summed in fp32; each rank updates its rows
+    of the fp32 masters. Odd rows, a scalar, channels last, a weight that is used twice."""
+    rank, world, low = dist.get_rank(), dist.get_world_size(), torch.bfloat16
+    drawn = torch.Generator().manual_seed(0)
+    whole = {
+        "odd": torch.randn(5, 3, generator=drawn),
+        "scalar": torch.tensor(0.7),
+        "conv": torch.randn(4, 3, 2, 2, generator=drawn).to(memory_format=torch.channels_last),
+    }
+    groups = everywhere({name: nn.Parameter(tensor) for name, tensor in whole.items()})
+    dealt = {n: deal(nn.Parameter(t.clone()), groups[n], low) for n, t in whole.items()}
+    p, rows = ({name: pair[k] for name, pair in dealt.items()} for k in (0, 1))
+    sums = OptimizerShards(p, groups, {0: list(p)}, rows)
+    assert all(q.dtype == low and s.dtype == torch.float32 for q, s in dealt.values())
+    optimizer = torch.optim.SGD(list(sums.shards().values()), lr=0.5)
+    added = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
+    for k, x in enumerate(torch.randn(2 * world, generator=drawn).to(low)):
+        made = {n: q.detach().clone().requires_grad_() for n, q in p.items()}
+        sum((q * q * x).sum() for q in made.values()).backward()
+        for name, q in made.items():
+            assert q.grad is not None
+            added[name] += q.grad.float()
+        if k // 2 == rank:
+            sums.arm(0)
+            views = {name: q.view_as(q) for name, q in p.items()}  # as `precision.arithmetic`
+            sum((q * q * x).sum() for q in views.values()).backward()
+    sums.finish()
+    optimizer.step()
+    sums.gather()
+    for name, gradient in added.items():
+        master = sums.master(name)
+        assert master is not None and master.dtype == torch.float32
+        close(master, whole[name] - 0.5 * gradient, name)
+        assert torch.equal(p[name], master.to(low)) and p[name].stride() == master.stride()
+    assert sum(s.nbytes for s in sums.shards().values()) < sum(t.nbytes for t in whole.values())
+
+
 @story("zero", 2)
 def an_update_that_leaves_no_trace() -> None:
     """By `.data`, which no version counts, and between two evaluations."""
@@ -590,6 +631,53 @@ def three_steps_of_a_sharded_stage() -> None:
                 for name, parameter in named.items():
                     close(sharded.whole(name), parameter, name, 1e-5)
                 assert memory == {n: shard.data_ptr() for n, shard in sums.shards().items()}
+
+
+class _Sent(TorchDispatchMode):
+    """The collectives that are begun within, with the dtypes of what they send."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: set[tuple[str, torch.dtype]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kind = next((k for k in ("allgather", "reduce_scatter") if k in func.name()), None)
+        if kind is not None:
+            self.seen.add((kind, args[1].dtype))
+        return func(*args, **(kwargs or {}))
+
+
+@story("fully_sharded", 2, 3)
+def masters_are_gathered_in_sixteen_bits() -> None:
+    """Gradients of each micro-batch in bf16, summed in fp32."""
+    rank, world, low = dist.get_rank(), dist.get_world_size(), torch.bfloat16
+    stage, reference, specs = Stage(), Stage().to(low), dict[str, StateSpec]()
+    for name, parameter in stage.named_parameters():
+        master = torch.float32 if parameter.requires_grad else None
+        parameter.data = parameter.data.to(master or low)
+        read = TensorSpec(tuple(parameter.shape), low)
+        specs[name] = StateSpec(read, "parameter", parameter.requires_grad, master=master)
+    sharded = shard_stage(graphs(stage), states(stage), data_parallel(), specs=specs)
+    sums = FullyShardedSum({0: sharded}, {})
+    rows = torch.randn(2 * world, 2, 5, generator=torch.Generator().manual_seed(0)).to(low)
+    expected: dict[str, Tensor] = {}
+    for x in rows:
+        made = reference(x)[0]
+        made.backward(2 * made.detach())
+        for name, parameter in reference.named_parameters():
+            if parameter.grad is not None:
+                expected[name] = expected.get(name, torch.zeros(())) + parameter.grad.float()
+                parameter.grad = None
+    with _Sent() as sent:
+        engine = AutogradEngine(sharded.bind(graphs(stage)))
+        in_flight(engine, rows.chunk(world)[rank], 1.0)
+    sums.finish()
+    assert sent.seen == {("allgather", low), ("reduce_scatter", torch.float32)}, sent.seen
+    for name, gradient in expected.items():
+        found = sums.shards()[name].grad
+        assert found is not None and found.dtype == sums.shards()[name].dtype == torch.float32
+        first, last = own_rows(len(gradient), world, rank)
+        close(found, gradient[first:last], name)
 
 
 @story("fully_sharded", 2, 3)

@@ -41,11 +41,11 @@ def traced_once() -> Iterator[None]:
     """The zoo's GPT is the same graph whatever is asked of a plan; other models are traced."""
     graphs: dict[str, Trace] = {}
 
-    def find(model: Source, example: Any, specs: Any, loss: Loss | None, **_: Any) -> Trace:
+    def find(model: Source, example: Any, specs: Any, loss: Loss | None, **how: Any) -> Trace:
         if (model, loss) != (CASE.model, CASE.loss):
-            return trace_source(model, example, specs, loss)
-        if (asked := str(specs)) not in graphs:
-            graphs[asked] = trace_source(model, example, specs, loss)
+            return trace_source(model, example, specs, loss, **how)
+        if (asked := f"{specs} {how.get('kept')}") not in graphs:
+            graphs[asked] = trace_source(model, example, specs, loss, **how)
         return graphs[asked]
 
     with pytest.MonkeyPatch.context() as patch, findings_remembered():
@@ -358,6 +358,17 @@ def test_zero_1_deals_out_optimizer_state() -> None:
         assert parts(dealt, name) == parts(usual, name)
 
 
+def test_zero_1_deals_out_masters() -> None:
+    """All have what forward reads, in 16 bits, and each its rows of the masters."""
+    shape: dict[str, Any] = {"cluster": machine(4), "pp": 2, "dp": 2, "planner": "uniform"}
+    usual, dealt = (planned(**shape, zero=zero, precision="bf16") for zero in (0, 1))
+    # Of 6 bytes, a master and its copy, 2 + 2 are left; of 8, AdamW's moments, 4.
+    assert parts(dealt, "parameters") == [size * 4 // 6 for size in parts(usual, "parameters")]
+    assert parts(dealt, "optimizer") == [size // 2 for size in parts(usual, "optimizer")]
+    for name in ("gradients", "buffers", "activations", "transfers"):
+        assert parts(dealt, name) == parts(usual, name)
+
+
 def test_zero_3_deals_out_everything_and_gathers_what_runs() -> None:
     """2 R + 7 U: the largest block, and what is in none."""
     usual, dealt = (planned(pp=1, dp=2, micro_batches=2, zero=zero) for zero in (0, 3))
@@ -387,6 +398,25 @@ def test_the_instruction_at_which_a_device_is_fullest() -> None:
     assert many.memory.passing == 0
     (first, last) = planned(pp=2, micro_batches=4, schedule="1f1b").stages
     assert (first.predicted.fullest, last.predicted.fullest) == ("0F1", "1B1")
+
+
+def test_zero_3_gathers_masters_in_sixteen_bits() -> None:
+    """2 R + 4 U + 3 V, of which R and U are half as large as the sums S and V, or R + 2 S + S/2."""
+    usual, dealt = (
+        planned(pp=1, dp=2, micro_batches=2, zero=zero, precision="bf16") for zero in (0, 3)
+    )
+    sizes = {n: p.numel() * 4 for n, p in CASE.model().named_parameters()}
+    blocks = [sum(sizes[n] for n in sizes if n.startswith(f"blocks.{k}.")) for k in range(4)]
+    whole, root, block = sum(sizes.values()), sum(sizes.values()) - sum(blocks), max(blocks)
+    assert parts(usual, "parameters") == [whole] and parts(usual, "copies") == [whole // 2]
+    gathered = max(root + 2 * block + 3 * block, root // 2 + 2 * root + root // 2)
+    assert parts(dealt, "parameters") == [whole // 2] and parts(dealt, "copies") == [gathered]
+    assert parts(dealt, "activations") == parts(usual, "activations")
+    (before,), (after,) = usual.stages, dealt.stages
+    more = after.predicted.forward_seconds - before.predicted.forward_seconds
+    assert more == pytest.approx(whole / 2 / 2 / 1e9 + 1e-4)
+    more = after.predicted.backward_seconds - before.predicted.backward_seconds
+    assert more == pytest.approx(whole / 2 / 2 / 1e9 + whole / 2 / 1e9 + 2e-4)
 
 
 def test_without_replicas_zero_3_holds_what_zero_0_does() -> None:

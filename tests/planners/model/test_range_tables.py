@@ -21,8 +21,14 @@ def block_of(problem: Problem, item: Shared) -> Range | None:
     return next(inside, None)
 
 
-def own(problem: Problem, block: Range) -> int:
-    return sum(item.bytes for item in problem.parameters if block_of(problem, item) == block)
+def own(problem: Problem, items: tuple[Shared, ...], block: Range | None) -> tuple[Shared, ...]:
+    return tuple(item for item in items if block_of(problem, item) == block)
+
+
+def gathered(problem: Problem, block: Range) -> int:
+    """7 times a block's bytes, or 5.5 times of what is a master: what is gathered is half of it."""
+    masters = sum(item.bytes for item in own(problem, problem.parameters, block))
+    return 7 * masters - 4 * sum(item.bytes for item in own(problem, problem.copies, block))
 
 
 def meets(block: Range, i: int, j: int) -> bool:
@@ -55,9 +61,12 @@ def brute_force(problem: Problem, profile: Profile, i: int, j: int) -> tuple[flo
         *(sum(kind[i:j]) for kind in profile.exchange),
         held(problem.parameters),
         held(problem.constants),
-        2 * held(tuple(item for item in problem.parameters if block_of(problem, item) is None))
-        + 7
-        * max((own(problem, block) for block in problem.blocks if meets(block, i, j)), default=0),
+        held(problem.copies),
+        held(own(problem, problem.parameters, None)),
+        held(own(problem, problem.copies, None)),
+        max(
+            (gathered(problem, block) for block in problem.blocks if meets(block, i, j)), default=0
+        ),
         max(problem.largest[i:j], default=0),
         saved(profile.saved, i, j),
         sum(c.bytes for c in profile.crossings if received(c)),
@@ -142,8 +151,8 @@ def test_what_zero_3_gathers_by_hand() -> None:
         blocks            |-------| |--|
         parameters   10   |- 20 -|  4    5      and 100 of units 2 and 3, so of no block
 
-    All of it: 2 * (10 + 5 + 100) + 7 * 20. Unit 3 alone: 2 * 100 + 7 * 4. Unit 1 has a part of a
-    block, which stands for all of it: 7 * 20.
+    In no block are 10 + 5 + 100. A block takes 7 times its bytes, unit 1 as much as all of its
+    block; of masters (4 and 100) half as much is gathered: 5.5 * 4.
     """
     problem = replace(
         random_problem(7),
@@ -154,10 +163,18 @@ def test_what_zero_3_gathers_by_hand() -> None:
             for size, units in ((10, (0,)), (20, (1, 2)), (4, (3,)), (5, (4,)), (100, (2, 3)))
         ),
         constants=(),
+        copies=(Shared(2, (3,)), Shared(50, (2, 3))),
     )
     profile = Profile(1, ((1.0,) * 5,), ((1.0,) * 5,), (), ())
-    gathered = tables(replace(problem, profiles=(profile,)), profile).gathered
-    assert gathered[0, 5] == 2 * (10 + 5 + 100) + 7 * 20
-    assert gathered[3, 4] == 2 * 100 + 7 * 4
-    assert gathered[1, 2] == 7 * 20
-    assert (gathered[0, 1], gathered[4, 5], gathered[2, 2]) == (2 * 10, 2 * 5, 0)
+    found = tables(replace(problem, profiles=(profile,)), profile)
+    for (first, stop), root, copies, block in (
+        ((0, 5), 10 + 5 + 100, 50, 7 * 20),
+        ((3, 4), 100, 50, 4 * 2 + 3 * 4),
+        ((1, 2), 0, 0, 7 * 20),
+        ((0, 1), 10, 0, 0),
+        ((4, 5), 5, 0, 0),
+        ((2, 2), 0, 0, 0),
+    ):
+        own = found.at(first, stop)
+        assert (own.root, own.root_copies, own.block) == (root, copies, block)
+    assert found.read[0, 5] == 10 + 20 + 4 + 5 + 100 - 52

@@ -18,6 +18,7 @@ from autopipe.planners.model.problem import (
     Problem,
     Profile,
     Saved,
+    Shared,
 )
 from autopipe.planners.model.range_tables import Bytes, Tables, tables
 from autopipe.planners.model.recompute_sets import compositions
@@ -85,6 +86,27 @@ def test_zero_1_deals_out_optimizer_state() -> None:
         for zero in (0, 1)
     )
     assert dealt == replace(usual, optimizer=2 * 38)
+
+
+def test_zero_1_deals_out_masters() -> None:
+    """Units 1 and 2 are masters: a quarter of their 150 bytes, and 75 of what forward reads."""
+    copies = tuple(Shared(p.bytes // 2, p.units) for p in PROBLEM.parameters)
+    problem = replace(PROBLEM, copies=copies)
+    usual, dealt = (
+        Memory(
+            *map(int, memory.estimate(ranges(problem), problem, FOUR_REPLICAS._replace(zero=z), 1))
+        )
+        for z in (0, 1)
+    )
+    assert usual.parameters == 150 + 75
+    assert dealt == replace(usual, parameters=38 + 75, optimizer=2 * 38)
+    group = given(problem, FOUR_REPLICAS, 1).group
+    sums = [
+        float(reduce_seconds(ranges(p), p, FOUR_REPLICAS._replace(zero=1), group))
+        for p in (PROBLEM, problem)
+    ]
+    # Of 3 / 4 of the bytes on a ring of 4 a second half as many come back.
+    assert sums[0] - sums[1] == pytest.approx(3 / 4 * 75 / 4)
 
 
 def test_zero_3_deals_out_everything_and_gathers_what_runs() -> None:

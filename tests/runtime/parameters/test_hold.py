@@ -84,7 +84,7 @@ def hold(monkeypatch: pytest.MonkeyPatch) -> Hold:
             return tuple(ranks)
 
         def shard_stage(
-            module: fx.GraphModule, states: dict[str, Tensor], group: Group, *, offload: bool
+            module: fx.GraphModule, states: dict[str, Tensor], group: Group, **options: Any
         ) -> Any:
             index = next(s.index for s in own if {*s.states} == {*states})
             found.sharded[index] = group
