@@ -9,7 +9,8 @@
 * `TorchDispatchMode` and an op's `_schema`, to see every op a model runs and what it writes;
 * a tensor's `_version`, which counts writes to it;
 * `tree_map` (torch.utils._pytree), to cast the tensors in whatever a model takes and gives;
-* a module's `_parameters`, `_buffers` and `_modules`, for two modules that hold the same ones.
+* a module's `_parameters`, `_buffers` and `_modules`, for two modules that hold the same ones;
+* the hooks on gradients of a module and of a parameter, to see that there are any.
 
 Two functions of torch that constructors call cannot work on fake tensors: see `constructing`.
 """
@@ -53,12 +54,14 @@ __all__ = [
     "is_control_flow",
     "is_fake",
     "lists_as_one_read",
+    "module_backward_hooks",
     "outside_fake_mode",
     "quiet",
     "share_members",
     "skeleton",
     "sparse_argument",
     "storage_key",
+    "tensor_hooks",
     "tree_map",
     "version",
     "views",
@@ -246,6 +249,17 @@ def fake_parameter(mode: FakeTensorMode, parameter: nn.Parameter) -> nn.Paramete
     fake = nn.Parameter(like, parameter.requires_grad)
     fake.__dict__.update(parameter.__dict__)
     return fake
+
+
+def module_backward_hooks(module: nn.Module) -> list[Callable[..., object]]:
+    """The hooks on the gradients that go through a module."""
+    return [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
+
+
+def tensor_hooks(tensor: torch.Tensor) -> list[Callable[..., object]]:
+    """The hooks on the gradient of a tensor, also those called once it is summed."""
+    after = getattr(tensor, "_post_accumulate_grad_hooks", None)
+    return [*(tensor._backward_hooks or {}).values(), *(after or {}).values()]
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -8,7 +8,8 @@ values that Python reads are recorded in a first run and replayed (`tracing.valu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.errors import AutopipeError, CaptureError, ModelError
+from autopipe.frontend import assigned_buffers, run_again, unsaid
 from autopipe.frontend import batch as batches
 from autopipe.frontend.loss import Loss, SumCount, outputs_to_loss
 from autopipe.frontend.quiet import libraries_hushed
@@ -26,6 +28,7 @@ from autopipe.ir.torch_private import quiet
 from autopipe.planfile.parts import InputSpec, Read
 from autopipe.tracing import refusals
 from autopipe.tracing.low_precision import cast, parameters_in
+from autopipe.tracing.module_makes import INTERNAL, frozen
 from autopipe.tracing.stubs import standing_in
 from autopipe.tracing.user_checkpoints import marking
 from autopipe.tracing.value_guards import NeedsNumbers, ReadsParameter, record, replay
@@ -38,9 +41,13 @@ class Program(nn.Module):
     Args:
         outputs: whether forward also returns the tensors of the model's outputs, after the loss.
         kept: the 16-bit dtype in which the model computes; None: as its parameters are.
+        eager: whether it runs as plain torch does, and buffers that are assigned stay so.
 
     Attributes:
         paths: the paths of these tensors; set by the first run.
+        assigned: the buffers that the model assigns anew; each run adds those that it finds.
+        unsteady: the plain attributes because of which a second run is another one, if it is.
+        twins: modules whose parameters stand for the model's own where the loss reads them.
     """
 
     def __init__(
@@ -52,11 +59,16 @@ class Program(nn.Module):
         *,
         outputs: bool = False,
         kept: torch.dtype | None = None,
+        eager: bool = False,
     ) -> None:
         super().__init__()
+        self._eager = eager
         self.model = model
         self.kept = kept
         self.paths: tuple[str, ...] = ()
+        self.assigned: frozenset[str] = frozenset()
+        self.unsteady: tuple[str, ...] = ()
+        self.twins: tuple[nn.Module, ...] = ()
         self._with_outputs = outputs
         self._batch = batch
         self.loss = loss
@@ -69,7 +81,7 @@ class Program(nn.Module):
         args, kwargs = batches.bind(self.model, batch, self.loss)
         if self.kept is not None:
             args, kwargs = cast((args, kwargs), torch.float32, self.kept)
-        with without_cache(self.model):
+        with without_cache(self.model), self._buffers_written():
             outputs = self.model(*args, **kwargs)
         if self.kept is not None and self.loss is not None:
             outputs = cast(outputs, self.kept, torch.float32)
@@ -81,6 +93,15 @@ class Program(nn.Module):
             self.paths = tuple(given)
             found += tuple(given.values())
         return found if len(found) > 1 else loss
+
+    @contextmanager
+    def _buffers_written(self) -> Iterator[None]:
+        if self._eager:
+            yield
+            return
+        with assigned_buffers.written(self.model, self.assigned) as more:
+            yield
+        self.assigned |= more
 
     def refusal(self, error: Exception) -> CaptureError:
         """The `CaptureError` or `ModelError` for an error that a run of the model raised."""
@@ -125,8 +146,8 @@ def capture(
     with eager_branches(), libraries_hushed(heard=False):
 
         def export() -> torch.export.ExportedProgram:
-            standing = standing_in(program.model, alike)
-            with torch.random.fork_rng(devices=[]), replay(reads), marking(), standing:
+            standing, first = standing_in(program.model, alike), restoring(program.model)
+            with first, torch.random.fork_rng(devices=[]), replay(reads), marking(), standing:
                 return torch.export.export(
                     program,
                     tuple(tensors),
@@ -134,8 +155,10 @@ def capture(
                     dynamic_shapes=(dims,) if symbolic else None,
                 )
 
+        known = program.assigned
         try:
-            return export()
+            found = export()
+            return found if program.assigned == known else export()
         except ModelError:
             raise
         except Exception as error:  # export raises whatever the model's own code raises
@@ -204,13 +227,36 @@ def _record(
     def alone() -> None:
         program(*[tensor.clone() for tensor in tensors])
 
-    def run() -> None:
-        with within:
-            alone()
+    draws = run_again.Draws()
+
+    def watched(within: AbstractContextManager[object]) -> tuple[Read, ...]:
+        """The reads of a run that does nothing that no graph can say."""
+
+        def run() -> None:
+            with within, unsaid.refused(), draws:
+                alone()
+
+        found = record(run, alone, numbers=numbers)
+        run_again.check_draws(draws, lambda: record(alone, alone, numbers=True))
+        return found
+
+    def steadily(within: AbstractContextManager[object]) -> tuple[Read, ...]:
+        """The reads; the program learns what makes a second run another one."""
+        with restoring(program.model) as changed:
+            found = watched(within)
+            names = changed()
+        if names:
+            with restoring(program.model):
+                first, second = (
+                    run_again.calls_of(lambda: record(alone, alone, numbers=numbers))
+                    for _ in range(2)
+                )
+            program.unsteady = names if first != second else ()
+        return found
 
     try:
-        with _restoring(program.model), quiet():
-            return record(run, alone, numbers=numbers)
+        with quiet(), run_again.restored():
+            return steadily(within)
     except ReadsParameter as found:
         if real is None:
             raise CaptureError(
@@ -226,14 +272,16 @@ def _record(
         if real is None:
             raise program.refusal(error) from error
     fake, program.model = program.model, real()
+    program.twins += (program.model,)
     try:
-        with _restoring(program.model), parameters_in(program.model, program.kept):
+        with parameters_in(program.model, program.kept):
             if program.model.training != program.training:
                 program.model.train(program.training)
             try:
-                return record(alone, alone, numbers=numbers)
+                return steadily(nullcontext())
             except NeedsNumbers:
-                return record(alone, alone, numbers=True)
+                numbers = True
+                return steadily(nullcontext())
     except AutopipeError:
         raise
     except Exception as error:  # whatever the model's own code raises
@@ -243,15 +291,56 @@ def _record(
 
 
 @contextmanager
-def _restoring(model: nn.Module) -> Iterator[None]:
-    """Restore a model's buffers and training flags at the end of the block."""
+def restoring(model: nn.Module) -> Iterator[Callable[[], tuple[str, ...]]]:
+    """Restore a model's buffers and plain attributes at the end of the block.
+
+    What a model keeps from one call to the next is then as before its first.
+
+    Yields:
+        a function that gives the names of the plain attributes that have changed by now.
+    """
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    training = {module: module.training for module in model.modules()}
+    plain = {module: _plain_attributes(module) for module in model.modules()}
+
+    def changed() -> tuple[str, ...]:
+        paths = {module: path for path, module in model.named_modules()}
+        return tuple(
+            f"{paths[module]}.{name}".strip(".")
+            for module, known in plain.items()
+            for name, value in vars(module).items()
+            if name not in INTERNAL and _differs(value, known.get(name))
+        )
+
     try:
-        yield
+        yield changed
     finally:
+        for module, known in plain.items():
+            for name in vars(module).keys() - known.keys() - INTERNAL:
+                delattr(module, name)
+            for name, (value, inside) in known.items():
+                vars(module)[name] = value
+                if isinstance(value, list):
+                    value[:] = inside
+                elif isinstance(value, dict | set):
+                    value.clear()
+                    value.update(inside)
         with torch.no_grad():
             for name, buffer in model.named_buffers():
-                buffer.copy_(buffers[name])
-        for module, flag in training.items():
-            module.training = flag
+                if name in buffers:
+                    buffer.copy_(buffers[name])
+
+
+def _differs(value: Any, known: tuple[Any, Any] | None) -> bool:
+    """Whether an attribute is another one than `_plain_attributes` has noted."""
+    if known is None or value is not known[0]:
+        return known is None or frozen(value, deep=False) != frozen(known[0], deep=False)
+    return known[1] is not None and len(value) != len(known[1])
+
+
+def _plain_attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
+    """A module's own attributes, each with a copy if it is a list, a dict or a set."""
+    return {
+        name: (value, copy(value) if isinstance(value, list | dict | set) else None)
+        for name, value in vars(module).items()
+        if name not in INTERNAL or name == "training"
+    }

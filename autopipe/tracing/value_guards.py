@@ -233,7 +233,7 @@ def record(
     """
     taint = _Taint()
     recording = _Recording(taint, numbers)
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), refusing_custom_functions(_refuse):
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), refusing_custom_functions(_refuse):
         try:
             with lists_as_one_read(), taint, recording:
                 run()

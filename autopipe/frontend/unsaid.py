@@ -1,0 +1,163 @@
+"""What a model does that no graph can say; each is refused with the user's line.
+
+a hook on a gradient                  a graph has no backward of its own
+a parameter frozen or freed           which are trained is decided before the first forward
+a parameter's gradient read           it holds what earlier micro-batches left
+random numbers seeded by the model    every random op of a graph has a stream of its own
+hooks on what autograd saves          they may change it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+
+from autopipe.errors import CaptureError
+from autopipe.frontend import user_lines
+from autopipe.ir.torch_patches import seeing_saved_tensors_hooks
+from autopipe.ir.torch_private import TorchDispatchMode, module_backward_hooks, tensor_hooks
+
+AS_AN_OP = (
+    "make what it does an op of the forward: a torch.autograd.Function that gives its input and "
+    "whose backward changes the gradient"
+)
+"""The smallest edit in the place of a hook."""
+
+
+def check_hooks(model: nn.Module) -> None:
+    """Refuse hooks on gradients that stand on a model's modules and parameters.
+
+    Raises:
+        CaptureError: names the module or the parameter, and the line of the hook.
+    """
+    for path, module in model.named_modules():
+        for hook in module_backward_hooks(module):
+            raise CaptureError(
+                f"{_at(hook)}{path or 'the model'} has a backward hook, which may change gradients "
+                "and is in no graph",
+                hint=AS_AN_OP,
+            )
+    for name, parameter in model.named_parameters():
+        for hook in filter(_is_users, tensor_hooks(parameter)):
+            raise CaptureError(
+                f"{_at(hook)}the parameter {name!r} has a hook on its gradient, which ranks that "
+                "hold a part of it, or sum it, cannot call as one process does",
+                hint="change the gradient in the optimizer, or let forward read a changed "
+                "parameter: op(self.weight)",
+            )
+
+
+def _is_users(hook: Any) -> bool:
+    """Whether a hook is none of those that a run of this model sets itself, to sum gradients."""
+    return not str(getattr(hook, "__module__", "")).startswith("autopipe.")
+
+
+def _at(function: Any) -> str:
+    place = user_lines.begins(function)
+    return f"{place}: " if place else ""
+
+
+@contextmanager
+def refused() -> Iterator[None]:
+    """Refuse what the model does within; it runs once in here.
+
+    Raises:
+        CaptureError: names the user's line.
+    """
+    with seeing_saved_tensors_hooks(_saving, lambda hooks: None), _Seeds(), _Calls():
+        yield
+
+
+def _saving(hooks: saved_tensors_hooks) -> None:
+    """Refuse hooks that are the user's own; torch's only keep tensors elsewhere, or recompute."""
+    if isinstance(hooks, save_on_cpu) or type(hooks).__module__ == "torch.utils.checkpoint":
+        return
+    raise CaptureError(
+        f"{user_lines.here()}: hooks on saved tensors are in no graph, and may change what "
+        "backward computes with",
+        hint="leave them out: autopipe chooses what is kept and what is recomputed",
+    )
+
+
+class _Calls(TorchFunctionMode):
+    """Refuses the calls on tensors that a graph cannot say."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        refuse = _REFUSALS.get(func)
+        if refuse is not None:
+            refuse(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _post_hook(tensor: Tensor, hook: Any) -> None:
+    raise CaptureError(
+        f"{user_lines.here()}: a hook on a gradient is set while the model runs; no graph has it",
+        hint=AS_AN_OP,
+    )
+
+
+def _tensor_hook(tensor: Tensor, hook: Any) -> None:
+    if isinstance(tensor, nn.Parameter):
+        raise CaptureError(
+            f"{user_lines.here()}: forward sets a hook on a parameter, one more in every "
+            "micro-batch",
+            hint="change the gradient in the optimizer, or let forward read a changed parameter: "
+            "op(self.weight)",
+        )
+    _post_hook(tensor, hook)
+
+
+def _freeze(tensor: Tensor, requires_grad: bool = True) -> None:
+    if isinstance(tensor, nn.Parameter) and tensor.requires_grad != requires_grad:
+        raise CaptureError(
+            f"{user_lines.here()}: forward sets requires_grad={requires_grad} on a parameter of "
+            f"shape {tuple(tensor.shape)}; which parameters are trained is decided when the model "
+            "is planned",
+            hint="set it where the model is built; self.weight.detach() keeps a gradient out of "
+            "one use",
+        )
+
+
+def _gradient(tensor: Tensor) -> None:
+    if isinstance(tensor, nn.Parameter):
+        raise CaptureError(
+            f"{user_lines.here()}: forward reads the gradient of a parameter, which the "
+            "micro-batches before this one have left",
+            hint="read gradients in the optimizer",
+        )
+
+
+_REFUSALS: dict[Any, Callable[..., None]] = {
+    Tensor.register_hook: _tensor_hook,
+    Tensor.register_post_accumulate_grad_hook: _post_hook,
+    Tensor.requires_grad_: _freeze,
+    Tensor.requires_grad.__set__: _freeze,  # type: ignore[attr-defined]
+    Tensor.grad.__get__: _gradient,  # type: ignore[union-attr]
+}
+
+
+class _Seeds(TorchDispatchMode):
+    """Refuses random ops whose numbers the model itself has seeded."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._seed = torch.initial_seed()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            own = kwargs.get("generator") is not None
+            if own or torch.initial_seed() != self._seed:
+                which = "from a generator of its own" if own else "after a seed that it sets itself"
+                raise CaptureError(
+                    f"{user_lines.here()}: the model draws random numbers {which}; in a plan every "
+                    "random op draws anew from a seed of run, step and micro-batch",
+                    hint="draw fixed numbers once, in __init__, and keep them with register_buffer",
+                )
+        return func(*args, **kwargs)
