@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import copy
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import sympy
@@ -28,7 +27,7 @@ from autopipe.ir.torch_private import quiet
 from autopipe.planfile.parts import InputSpec, Read
 from autopipe.tracing import refusals
 from autopipe.tracing.low_precision import cast, parameters_in
-from autopipe.tracing.module_makes import INTERNAL, frozen
+from autopipe.tracing.module_makes import restoring
 from autopipe.tracing.stubs import standing_in
 from autopipe.tracing.user_checkpoints import marking
 from autopipe.tracing.value_guards import NeedsNumbers, ReadsParameter, record, replay
@@ -217,6 +216,47 @@ def _dynamic(spec: InputSpec, tensor: Tensor) -> dict[int, Any]:
     return found
 
 
+@dataclass
+class _Look:
+    """Runs of a program on real inputs, whose reads are recorded.
+
+    `numbers` is as for `value_guards.record`.
+    """
+
+    program: Program
+    tensors: Sequence[Tensor]
+    numbers: bool
+
+    def run(self) -> None:
+        self.program(*[tensor.clone() for tensor in self.tensors])
+
+    def reads(self, within: AbstractContextManager[object]) -> tuple[Read, ...]:
+        """The reads of a run; the program learns what makes a second run another one."""
+        with restoring(self.program.model) as changed:
+            found = self._watched(within)
+            names = changed()
+        if names:
+            with restoring(self.program.model):
+                first, second = (run_again.calls_of(self._again) for _ in range(2))
+            self.program.unsteady = names if first != second else ()
+        return found
+
+    def _watched(self, within: AbstractContextManager[object]) -> tuple[Read, ...]:
+        """The reads of a run that does nothing that no graph can say."""
+        draws = run_again.Draws()
+
+        def run() -> None:
+            with within, unsaid.refused(), draws:
+                self.run()
+
+        found = record(run, self.run, numbers=self.numbers)
+        run_again.check_draws(draws, self._again)
+        return found
+
+    def _again(self) -> None:
+        record(self.run, self.run, numbers=self.numbers)
+
+
 def _record(
     program: Program,
     tensors: Sequence[Tensor],
@@ -224,39 +264,10 @@ def _record(
     real: Callable[[], nn.Module] | None,
     numbers: bool,
 ) -> tuple[Read, ...]:
-    def alone() -> None:
-        program(*[tensor.clone() for tensor in tensors])
-
-    draws = run_again.Draws()
-
-    def watched(within: AbstractContextManager[object]) -> tuple[Read, ...]:
-        """The reads of a run that does nothing that no graph can say."""
-
-        def run() -> None:
-            with within, unsaid.refused(), draws:
-                alone()
-
-        found = record(run, alone, numbers=numbers)
-        run_again.check_draws(draws, lambda: record(alone, alone, numbers=True))
-        return found
-
-    def steadily(within: AbstractContextManager[object]) -> tuple[Read, ...]:
-        """The reads; the program learns what makes a second run another one."""
-        with restoring(program.model) as changed:
-            found = watched(within)
-            names = changed()
-        if names:
-            with restoring(program.model):
-                first, second = (
-                    run_again.calls_of(lambda: record(alone, alone, numbers=numbers))
-                    for _ in range(2)
-                )
-            program.unsteady = names if first != second else ()
-        return found
-
+    look = _Look(program, tensors, numbers)
     try:
         with quiet(), run_again.restored():
-            return steadily(within)
+            return look.reads(within)
     except ReadsParameter as found:
         if real is None:
             raise CaptureError(
@@ -278,69 +289,12 @@ def _record(
             if program.model.training != program.training:
                 program.model.train(program.training)
             try:
-                return steadily(nullcontext())
+                return look.reads(nullcontext())
             except NeedsNumbers:
-                numbers = True
-                return steadily(nullcontext())
+                return _Look(program, tensors, True).reads(nullcontext())
     except AutopipeError:
         raise
     except Exception as error:  # whatever the model's own code raises
         raise program.refusal(error) from error
     finally:
         program.model = fake
-
-
-@contextmanager
-def restoring(model: nn.Module) -> Iterator[Callable[[], tuple[str, ...]]]:
-    """Restore a model's buffers and plain attributes at the end of the block.
-
-    What a model keeps from one call to the next is then as before its first.
-
-    Yields:
-        a function that gives the names of the plain attributes that have changed by now.
-    """
-    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    plain = {module: _plain_attributes(module) for module in model.modules()}
-
-    def changed() -> tuple[str, ...]:
-        paths = {module: path for path, module in model.named_modules()}
-        return tuple(
-            f"{paths[module]}.{name}".strip(".")
-            for module, known in plain.items()
-            for name, value in vars(module).items()
-            if name not in INTERNAL and _differs(value, known.get(name))
-        )
-
-    try:
-        yield changed
-    finally:
-        for module, known in plain.items():
-            for name in vars(module).keys() - known.keys() - INTERNAL:
-                delattr(module, name)
-            for name, (value, inside) in known.items():
-                vars(module)[name] = value
-                if isinstance(value, list):
-                    value[:] = inside
-                elif isinstance(value, dict | set):
-                    value.clear()
-                    value.update(inside)
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                if name in buffers:
-                    buffer.copy_(buffers[name])
-
-
-def _differs(value: Any, known: tuple[Any, Any] | None) -> bool:
-    """Whether an attribute is another one than `_plain_attributes` has noted."""
-    if known is None or value is not known[0]:
-        return known is None or frozen(value, deep=False) != frozen(known[0], deep=False)
-    return known[1] is not None and len(value) != len(known[1])
-
-
-def _plain_attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """A module's own attributes, each with a copy if it is a list, a dict or a set."""
-    return {
-        name: (value, copy(value) if isinstance(value, list | dict | set) else None)
-        for name, value in vars(module).items()
-        if name not in INTERNAL or name == "training"
-    }

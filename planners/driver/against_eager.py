@@ -34,8 +34,9 @@ from autopipe.planfile.parts import InputSpec
 from autopipe.planners.driver.request import PlanRequest
 from autopipe.stages.lower import lower
 from autopipe.stages.precision import KEPT
-from autopipe.tracing.export import Program, restoring
+from autopipe.tracing.export import Program
 from autopipe.tracing.low_precision import parameters_in
+from autopipe.tracing.module_makes import restoring
 from autopipe.tracing.source import parameter_bytes
 from autopipe.tracing.trace import Trace
 from autopipe.util.progress import Say
