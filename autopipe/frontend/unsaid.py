@@ -9,8 +9,10 @@ hooks on what autograd saves          they may change it
 
 from __future__ import annotations
 
+import keyword
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,8 +22,17 @@ from torch.overrides import TorchFunctionMode
 
 from autopipe.errors import CaptureError
 from autopipe.frontend import user_lines
+from autopipe.ir.graph import tensors_in
 from autopipe.ir.torch_patches import seeing_saved_tensors_hooks
-from autopipe.ir.torch_private import TorchDispatchMode, module_backward_hooks, tensor_hooks
+from autopipe.ir.torch_private import (
+    TorchDispatchMode,
+    is_control_flow,
+    is_transformed,
+    module_backward_hooks,
+    tensor_hooks,
+)
+
+_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 AS_AN_OP = (
     "make what it does an op of the forward: a torch.autograd.Function that gives its input and "
@@ -30,18 +41,36 @@ AS_AN_OP = (
 """The smallest edit in the place of a hook."""
 
 
-def check_hooks(model: nn.Module) -> None:
-    """Refuse hooks on gradients that stand on a model's modules and parameters.
+def check_model(model: nn.Module) -> None:
+    """Refuse what a model is made of, before it runs: hooks on gradients, scripted modules.
 
     Raises:
-        CaptureError: names the module or the parameter, and the line of the hook.
+        CaptureError: names the module or the parameter, and the line of a hook.
     """
     for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"{path or 'the model'} is scripted or traced by torch.jit, which keeps its "
+                "parameters to itself",
+                hint="use the module that it was made from",
+            )
+        if isinstance(module, _NORMS) and module.momentum is None and module.track_running_stats:
+            raise CaptureError(
+                f"{path or 'the model'} is a {type(module).__name__} with momentum=None: Python "
+                "reads how many batches it has seen, another number in every micro-batch",
+                hint="give it a momentum, such as 0.1",
+            )
         for hook in module_backward_hooks(module):
             raise CaptureError(
                 f"{_at(hook)}{path or 'the model'} has a backward hook, which may change gradients "
                 "and is in no graph",
                 hint=AS_AN_OP,
+            )
+    for name, _ in chain(model.named_parameters(), model.named_buffers()):
+        for part in filter(keyword.iskeyword, name.split(".")):
+            raise CaptureError(
+                f"{name!r} has Python's word {part!r} in its name, and stages are Python code",
+                hint=f"call it {part}_",
             )
     for name, parameter in model.named_parameters():
         for hook in filter(_is_users, tensor_hooks(parameter)):
@@ -89,7 +118,13 @@ class _Calls(TorchFunctionMode):
     """Refuses the calls on tensors that a graph cannot say."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        refuse = _REFUSALS.get(func)
+        if any(map(is_transformed, tensors_in(args))):
+            raise CaptureError(
+                f"{user_lines.here()}: runs under a transform of torch.func (vmap, grad, jvp), "
+                "which torch.export cannot capture with the model's own parameters",
+                hint="write the batched computation out: torch.einsum, matmul, broadcasting",
+            )
+        refuse = _control_flow if is_control_flow(func) else _REFUSALS.get(func)
         if refuse is not None:
             refuse(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -133,9 +168,28 @@ def _gradient(tensor: Tensor) -> None:
         )
 
 
+def _control_flow(*args: Any, **kwargs: Any) -> None:
+    raise CaptureError(
+        f"{user_lines.here()}: control flow inside the graph (torch.cond and its like) cannot be "
+        "split into stages",
+        hint="compute both sides and choose by torch.where",
+    )
+
+
+def _inner_gradient(*args: Any, **kwargs: Any) -> None:
+    raise CaptureError(
+        f"{user_lines.here()}: forward takes a gradient of its own, which is in no graph",
+        hint="write the derivative out as ops of the forward, or put it into a "
+        "torch.autograd.Function",
+    )
+
+
 _REFUSALS: dict[Any, Callable[..., None]] = {
     Tensor.register_hook: _tensor_hook,
     Tensor.register_post_accumulate_grad_hook: _post_hook,
+    Tensor.backward: _inner_gradient,
+    torch.autograd.grad: _inner_gradient,
+    torch.autograd.backward: _inner_gradient,
     Tensor.requires_grad_: _freeze,
     Tensor.requires_grad.__set__: _freeze,  # type: ignore[attr-defined]
     Tensor.grad.__get__: _gradient,  # type: ignore[union-attr]

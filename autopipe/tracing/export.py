@@ -93,6 +93,11 @@ class Program(nn.Module):
             found += tuple(given.values())
         return found if len(found) > 1 else loss
 
+    @property
+    def parts(self) -> tuple[nn.Module, ...]:
+        """The model, and the loss if it is a module."""
+        return (self.model, self.loss) if isinstance(self.loss, nn.Module) else (self.model,)
+
     @contextmanager
     def _buffers_written(self) -> Iterator[None]:
         if self._eager:
@@ -145,7 +150,7 @@ def capture(
     with eager_branches(), libraries_hushed(heard=False):
 
         def export() -> torch.export.ExportedProgram:
-            standing, first = standing_in(program.model, alike), restoring(program.model)
+            standing, first = standing_in(program.model, alike), restoring(*program.parts)
             with first, torch.random.fork_rng(devices=[]), replay(reads), marking(), standing:
                 return torch.export.export(
                     program,
@@ -232,11 +237,11 @@ class _Look:
 
     def reads(self, within: AbstractContextManager[object]) -> tuple[Read, ...]:
         """The reads of a run; the program learns what makes a second run another one."""
-        with restoring(self.program.model) as changed:
+        with restoring(*self.program.parts) as changed:
             found = self._watched(within)
             names = changed()
         if names:
-            with restoring(self.program.model):
+            with restoring(*self.program.parts):
                 first, second = (run_again.calls_of(self._again) for _ in range(2))
             self.program.unsteady = names if first != second else ()
         return found

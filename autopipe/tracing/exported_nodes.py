@@ -9,6 +9,7 @@ from itertools import chain
 
 import torch
 from torch import Tensor, fx, nn
+from torch.export.graph_signature import InputKind, InputSpec
 
 from autopipe.errors import CaptureError
 from autopipe.frontend import user_lines
@@ -71,15 +72,36 @@ def names_by_storage(models: Sequence[nn.Module]) -> dict[int, tuple[str, str]]:
     return found
 
 
+def kind_of(spec: InputSpec) -> str:
+    """What an input of an exported program is to the model; what a loss module owns is a constant.
+
+    Raises:
+        CaptureError: it is a parameter of the loss.
+    """
+    target = str(spec.target)
+    own = target.startswith("model.")
+    if spec.kind is InputKind.PARAMETER and not own:
+        raise CaptureError(
+            f"the loss has a parameter, {target.removeprefix('loss.')!r}, which is none of the "
+            "model's, so no optimizer is given it",
+            hint="make it a parameter of the model, and let forward return it or the loss read it",
+        )
+    if spec.kind is InputKind.PARAMETER:
+        return "parameter"
+    return "buffer" if spec.kind is InputKind.BUFFER and own else "constant"
+
+
 def constant_of(
     exported: torch.export.ExportedProgram, target: str, placeholder: fx.Node
 ) -> Tensor:
-    """The tensor behind a placeholder that is neither a parameter nor a buffer.
+    """The tensor behind a placeholder that is neither a parameter nor a buffer of the model.
 
     Raises:
         CaptureError: it has no values, or eager would give it a gradient.
     """
-    value = exported.constants[target]
+    value = (
+        exported.state_dict[target] if target in exported.state_dict else exported.constants[target]
+    )
     places = [user_lines.of_trace(user.stack_trace) for user in placeholder.users]
     at = f"{places[0]}: " if places and places[0] else ""
     if not isinstance(value, Tensor) or is_fake(value):

@@ -51,6 +51,7 @@ from autopipe.tracing.exported_nodes import (
     check_writes,
     constant_of,
     is_whole_slice,
+    kind_of,
     live_nodes,
     names_by_identity,
     names_by_storage,
@@ -67,7 +68,6 @@ _DROPPED = (
     "aten.sym_constrain_range",
     "aten._functional_assert",
 )
-_KINDS = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer"}
 _ALIASES = ("aten.alias.default",)
 
 
@@ -136,7 +136,7 @@ class _Converter:
                 continue
             assert spec.target is not None
             name = spec.target.removeprefix("model.")
-            kind = _KINDS.get(spec.kind, "constant")
+            kind = kind_of(spec)
             if kind == "constant":
                 constant = constant_of(self.exported, spec.target, placeholder)
                 kind, name = self.lent.get(storage_key(constant)) or (

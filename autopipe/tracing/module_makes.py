@@ -170,19 +170,22 @@ def plain_values(spaces: list[Mapping[str, Any]]) -> Hashable:
 
 
 @contextmanager
-def restoring(model: nn.Module) -> Iterator[Callable[[], tuple[str, ...]]]:
-    """Restore a model's buffers and plain attributes at the end of the block.
+def restoring(*models: nn.Module) -> Iterator[Callable[[], tuple[str, ...]]]:
+    """Restore the buffers and plain attributes of models at the end of the block.
 
     What a model keeps from one call to the next is then as before its first.
 
     Yields:
         a function that gives the names of the plain attributes that have changed by now.
     """
-    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    plain = {module: _plain_attributes(module) for module in model.modules()}
+    buffers = [
+        (model, {name: buffer.detach().clone() for name, buffer in model.named_buffers()})
+        for model in models
+    ]
+    plain = {module: _plain_attributes(module) for model in models for module in model.modules()}
 
     def changed() -> tuple[str, ...]:
-        paths = {module: path for path, module in model.named_modules()}
+        paths = {module: path for model in models for path, module in model.named_modules()}
         return tuple(
             f"{paths[module]}.{name}".strip(".")
             for module, known in plain.items()
@@ -204,9 +207,10 @@ def restoring(model: nn.Module) -> Iterator[Callable[[], tuple[str, ...]]]:
                     value.clear()
                     value.update(inside)
         with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                if name in buffers:
-                    buffer.copy_(buffers[name])
+            for model, known_buffers in buffers:
+                for name, buffer in model.named_buffers():
+                    if name in known_buffers:
+                        buffer.copy_(known_buffers[name])
 
 
 def _differs(value: Any, known: tuple[Any, Any] | None) -> bool:

@@ -85,7 +85,7 @@ def trace(
         model.train(training)
     if training:
         for module in (model, *([] if own is None else [own])):
-            unsaid.check_hooks(module)
+            unsaid.check_model(module)
     program = Program(model, batch, loss, specs, outputs=outputs, kept=kept)
     program.twins = () if own is None else (own,)
     program.training = training

@@ -98,11 +98,14 @@ def check(request: PlanRequest, skeleton: nn.Module, traced: Trace, example: Any
         if model is None:
             return
         until.enter_context(_as_it_was(model))
+        if isinstance(request.loss, nn.Module):
+            until.enter_context(restoring(request.loss))
         until.enter_context(parameters_in(model, kept))
         if any(is_random(node) for node in graph.nodes):
             until.enter_context(_SameNumbers())
         program = Program(model, batches[0], request.loss, traced.inputs, kept=kept, eager=True)
-        before = {name: buffer.clone() for name, buffer in buffers_of(model).items()}
+        known = {**graph.constants, **buffers_of(model)}
+        before = {name: tensor.clone() for name, tensor in known.items()}
         try:
             eager = _outcome(program, model, batches, traced.inputs, lambda: buffers_of(model))
         except Exception as error:  # whatever the model's own code raises
@@ -196,7 +199,7 @@ def _of_graph(
     """What the graph makes of the same weights, lowered as one stage."""
     graph = traced.graph
     own = {name: tensor.clone() for name, tensor in before.items()}
-    named = {**graph.constants, **own, **dict(model.named_parameters())}
+    named = {**own, **dict(model.named_parameters())}
     (stage,) = partition(analyse(graph), [])
     states = {name: named[name] for name in stage.states}
     blocks = find_blocks(graph)

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from autopipe.errors import CaptureError
-from tests.support.odd_models import Net, built, inputs, square, unlike
-from tests.support.staged import trace_model
+from autopipe.stages.lower import lower
+from tests.support.odd_models import ROWS, Net, built, inputs, square, unlike
+from tests.support.staged import split, trace_model
 
 # What works.
 
@@ -145,6 +146,65 @@ def test_a_random_number_that_changes_nothing_is_no_obstacle():
     assert before != random.getstate(), "eager has drawn"
 
 
+def test_a_loss_that_is_a_module_brings_its_buffers():
+    """Bug: they were taken for buffers of the model: "Sequential has no attribute `loss`"."""
+
+    class Weighted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("weights", torch.tensor([1.0, 2.0, 3.0, 4.0]))
+
+        def forward(self, outputs, batch):
+            return (self.weights * (outputs - batch["y"]) ** 2).mean()
+
+    assert unlike(built(Net), Weighted()) == []
+
+
+def test_a_loss_keeps_what_requires_a_gradient():
+    """Bug: the first look ran without gradients, where nothing requires one: "gives an int"."""
+
+    def loss(outputs, batch):
+        return sum(t.square().mean() for t in (outputs, batch["y"]) if t.requires_grad)
+
+    assert unlike(built(Net), loss) == []
+
+
+class NormedWeight(Net):
+    def begin(self):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            self.middle = nn.utils.weight_norm(self.middle)
+
+
+def test_old_weight_norm_keeps_a_result_between_calls():
+    """Bug: a module that was built could not be copied, for `weight` is no leaf of the graph."""
+    model = built(NormedWeight)
+    trace = trace_model(model, inputs, square)
+    own = built(NormedWeight)  # it cannot be copied
+    named = {**trace.graph.constants, **dict(own.named_parameters())}
+    stage, batch = split(trace, [])[0], inputs(ROWS)
+    states = {name: named[name] for name in stage.states}
+    module = lower(trace.graph, stage, [], states, [], ROWS, last=True).module
+    module(batch["x"], batch["y"])[0].backward()
+    square(model(batch["x"]), batch).backward()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(own.get_parameter(name).grad, parameter.grad), name
+
+
+class ChangesTheBatch(Net):
+    def forward(self, x):
+        x.mul_(2)
+        return super().forward(x)
+
+
+def test_a_batch_that_the_model_changes_in_place_is_changed_for_the_loss_too():
+    def loss(outputs, batch):
+        batch["y"].mul_(2)
+        return square(outputs, batch) + outputs.mean() * batch["x"].mean()
+
+    assert unlike(built(ChangesTheBatch), loss) == []
+
+
 # What is refused, each with the line marked `# here`.
 
 
@@ -253,6 +313,30 @@ REFUSED = {
 }
 
 
+class InnerGradient(Net):
+    def inside(self, hidden):
+        made = self.middle(hidden)
+        (slope,) = torch.autograd.grad(made.square().sum(), hidden, create_graph=True)  # here
+        return made + slope
+
+
+class Mapped(Net):
+    def inside(self, hidden):
+        return torch.vmap(lambda row: self.middle.weight @ row)(hidden)  # here
+
+
+class Branches(Net):
+    def inside(self, hidden):
+        return torch.cond(hidden.sum() > 0, torch.sin, torch.cos, (hidden,))  # here
+
+
+REFUSED |= {
+    InnerGradient: "forward takes a gradient of its own, which is in no graph",
+    Mapped: "runs under a transform of torch.func (vmap, grad, jvp)",
+    Branches: "control flow inside the graph (torch.cond and its like)",
+}
+
+
 @pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
 def test_what_no_graph_can_say_is_refused_with_its_line(kind):
     """Bugs: each of these was dropped; gradients were wrong up to 32 times, without a word."""
@@ -263,6 +347,54 @@ def test_what_no_graph_can_say_is_refused_with_its_line(kind):
         trace_model(model, inputs, square)
     assert str(error.value).startswith(f"{__file__}:{line}: {REFUSED[kind]}")
     assert "\nhint: " in str(error.value), "and the smallest edit"
+
+
+class Keyword(Net):
+    def begin(self):
+        self.register_parameter("lambda", nn.Parameter(torch.ones(8)))
+
+
+class Jitted(Net):
+    def begin(self):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.middle = torch.jit.script(self.middle)
+
+
+class Cumulative(Net):
+    def begin(self):
+        self.middle = nn.BatchNorm1d(8, momentum=None)
+
+
+MADE_OF = {
+    Keyword: "'lambda' has Python's word 'lambda' in its name, and stages are Python code\n"
+    "hint: call it lambda_",
+    Jitted: "middle is scripted or traced by torch.jit, which keeps its parameters to itself\n"
+    "hint: use the module that it was made from",
+    Cumulative: "middle is a BatchNorm1d with momentum=None: Python reads how many batches it has "
+    "seen, another number in every micro-batch\nhint: give it a momentum, such as 0.1",
+}
+
+
+@pytest.mark.parametrize("kind", MADE_OF, ids=lambda kind: kind.__name__)
+def test_what_a_model_is_made_of_is_refused_by_name(kind):
+    """Bugs: a SyntaxError of code nobody wrote, a SpecViolationError, a stop in micro-batch 1."""
+    with pytest.raises(CaptureError) as error:
+        trace_model(built(kind), inputs, square)
+    assert str(error.value) == MADE_OF[kind]
+
+
+def test_a_loss_with_a_parameter_is_refused():
+    class Learnt(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(4))
+
+        def forward(self, outputs, batch):
+            return (self.scale * (outputs - batch["y"]) ** 2).mean()
+
+    with pytest.raises(CaptureError, match="the loss has a parameter, 'scale', which is none of"):
+        trace_model(built(Net), inputs, Learnt())
 
 
 class Clamped(Net):
