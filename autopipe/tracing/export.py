@@ -65,7 +65,7 @@ class Program(nn.Module):
         self.model = model
         self.kept = kept
         self.paths: tuple[str, ...] = ()
-        self.assigned: frozenset[str] = frozenset()
+        self.assigned: set[str] = set()  # changed in place: export undoes what a run assigns
         self.unsteady: tuple[str, ...] = ()
         self.twins: tuple[nn.Module, ...] = ()
         self._with_outputs = outputs
@@ -159,7 +159,7 @@ def capture(
                     dynamic_shapes=(dims,) if symbolic else None,
                 )
 
-        known = program.assigned
+        known = set(program.assigned)
         try:
             found = export()
             return found if program.assigned == known else export()

@@ -112,6 +112,15 @@ def test_a_buffer_that_is_assigned_keeps_its_value_from_one_micro_batch_to_the_n
     assert unlike(built(kind), cuts=["relu/1"]) == []
 
 
+def test_a_rank_finds_the_assigned_buffers_as_the_plan_did():
+    """A rank replays the reads of the plan, and does not run the model before it exports it."""
+    first, second = (
+        trace_model(built(OfAPart), inputs, square, reads=reads) for reads in (None, ())
+    )
+    assert str(first.graph) == str(second.graph)
+    assert "copy_" in str(first.graph)
+
+
 class Cached(Net):
     def begin(self):
         self.cache = None
@@ -167,6 +176,21 @@ def test_a_loss_keeps_what_requires_a_gradient():
         return sum(t.square().mean() for t in (outputs, batch["y"]) if t.requires_grad)
 
     assert unlike(built(Net), loss) == []
+
+
+def test_a_table_that_transformers_keeps_by_its_size_is_made_anew_in_a_trace():
+    """Bug: DETR and Mask2Former were refused, "unhashable type: non-nested SymInt"."""
+    from transformers.pytorch_utils import compile_compatible_method_lru_cache
+
+    class Sized(Net):
+        @compile_compatible_method_lru_cache(maxsize=4)
+        def table(self, rows):
+            return torch.ones(rows, 8)
+
+        def inside(self, hidden):
+            return self.middle(hidden) + self.table(hidden.shape[0])
+
+    assert unlike(built(Sized)) == []
 
 
 class NormedWeight(Net):
