@@ -4,8 +4,9 @@
     micro-batch 1    loss, buffers                     what is kept from one call to the next lost
 
 Both have the same weights and run on the CPU, the graph as the module that a single stage runs.
-They call the same kernels, so most results are equal bit by bit. A model whose two runs would take
-more than a second (`MOST_FLOPS`), or whose weights take much memory (`MOST_BYTES`), is not run.
+They call the same kernels, so most results are equal bit by bit. A model whose runs would take more
+than a second (`MOST_FLOPS`), or whose weights take much memory (`MOST_BYTES`), is not run; it is
+refused if a second call of it was seen to make other calls of torch (`Trace.unsteady`).
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ ROWS = 2
 MOST_FLOPS = 1e10
 """Operations of the graph's forward on these rows; all runs together are about eight of it."""
 
-MOST_BYTES = 2**28
+MOST_BYTES = 2**27
 """Bytes of the model's parameters."""
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
@@ -59,7 +60,7 @@ FLOOR = 1e-3
 
 @dataclass
 class Outcome:
-    """What a run has left behind; `losses` by micro-batch, the rest by name."""
+    """What a run has left behind: `losses` by micro-batch, (loss,) or (sum, count); buffers too."""
 
     losses: list[Tensor] = field(default_factory=list)
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
@@ -77,46 +78,53 @@ def check(request: PlanRequest, skeleton: nn.Module, traced: Trace, example: Any
     Raises:
         CaptureError: they differ; names what, by how much, and the user's line where it begins.
     """
-    graph = traced.graph
-    flops = sum(float(at_batch(cost.forward_flops, ROWS)) for cost in costs(graph))
-    if flops > MOST_FLOPS or parameter_bytes(skeleton) > MOST_BYTES:
-        if traced.unsteady:
-            raise CaptureError(
-                f"the model keeps {', '.join(traced.unsteady)} from one call to the next, and then "
-                "computes something else; its graph is that of a first call",
-                hint="keep it in a buffer, register_buffer, and write that in place",
-            )
-        return
-    kept = KEPT.get(request.precision)
-    batches = _two(request, example, traced.inputs)
     with ExitStack() as until:
         until.enter_context(torch.random.fork_rng(devices=[]))
         until.enter_context(_one_thread())
         until.enter_context(eager_branches())
         until.enter_context(libraries_hushed(heard=False))
-        model = _with_weights(request)
-        if model is None:
-            return
+        model = _with_weights(request, skeleton, traced.graph)
+        both = model and _both(request, traced, model, _two(request, example, traced.inputs), say)
+    if both:
+        tolerance = TOLERANCE.get(KEPT.get(request.precision, torch.float32), 1e-4)
+        _compare(traced, *both, tolerance)
+    elif traced.unsteady:
+        raise CaptureError(
+            f"the model keeps {', '.join(traced.unsteady)} from one call to the next, and then "
+            "computes something else; its graph is that of a first call",
+            hint="keep it in a buffer, register_buffer, and write that in place",
+        )
+
+
+def _both(
+    request: PlanRequest, traced: Trace, model: nn.Module, batches: Sequence[Any], say: Say
+) -> tuple[Outcome, Outcome] | None:
+    """What the model makes of two micro-batches, and what its graph does; None: it is not told."""
+    kept = KEPT.get(request.precision)
+    with ExitStack() as until:
         until.enter_context(_as_it_was(model))
         if isinstance(request.loss, nn.Module):
             until.enter_context(restoring(request.loss))
         until.enter_context(parameters_in(model, kept))
-        if any(is_random(node) for node in graph.nodes):
+        if any(is_random(node) for node in traced.graph.nodes):
             until.enter_context(_SameNumbers())
         program = Program(model, batches[0], request.loss, traced.inputs, kept=kept, eager=True)
-        known = {**graph.constants, **buffers_of(model)}
+        known = {**traced.graph.constants, **buffers_of(model)}
         before = {name: tensor.clone() for name, tensor in known.items()}
         try:
             eager = _outcome(program, model, batches, traced.inputs, lambda: buffers_of(model))
         except Exception as error:  # whatever the model's own code raises
             say(f"the graph is not compared with the model, which raises {type(error).__name__}")
-            return
+            return None
         try:
-            found = _of_graph(traced, model, before, batches)
-        except AutopipeError as error:
+            return eager, _of_graph(traced, model, before, batches)
+        except AutopipeError as error:  # a read that is another one in the second micro-batch
             say(f"the graph is not compared with the model: {str(error).splitlines()[0]}")
-            return
-    _compare(traced, eager, found, TOLERANCE.get(kept or torch.float32, 1e-4))
+            return None
+        except RuntimeError as error:
+            raise CaptureError(
+                f"the graph of the model fails where the model does not: {error}"
+            ) from error
 
 
 def _two(request: PlanRequest, example: Any, specs: Sequence[InputSpec]) -> list[Any]:
@@ -127,8 +135,11 @@ def _two(request: PlanRequest, example: Any, specs: Sequence[InputSpec]) -> list
     return [batch.two_rows(example, specs), batch.rebuild(more, second)]
 
 
-def _with_weights(request: PlanRequest) -> nn.Module | None:
-    """The model on the CPU; None if it has no values, or is elsewhere."""
+def _with_weights(request: PlanRequest, skeleton: nn.Module, graph: Graph) -> nn.Module | None:
+    """The model on the CPU; None if it is too large, has no values, or is elsewhere."""
+    flops = sum(float(at_batch(cost.forward_flops, ROWS)) for cost in costs(graph))
+    if flops > MOST_FLOPS or parameter_bytes(skeleton) > MOST_BYTES:
+        return None
     source = request.model
     if not isinstance(source, nn.Module):
         torch.manual_seed(0)
@@ -184,8 +195,11 @@ def _outcome(
         leaves = batch.flatten(rows)
         wanted = [leaves[spec.path] for spec in specs if spec.dtype != "python"]
         results = run(*(leaf.clone() for leaf in wanted if isinstance(leaf, Tensor)))
-        loss = results[0] if isinstance(results, tuple) else results
-        found.losses.append(loss.detach())
+        results = results if isinstance(results, tuple) else (results,)
+        loss = results[0]
+        found.losses.append(
+            torch.stack([part.detach().double().reshape(()) for part in results[:2]])
+        )
         if number == 0 and loss.requires_grad:
             gradients = torch.autograd.grad(loss, [*trained.values()], allow_unused=True)
             found.gradients = dict(zip(trained, gradients, strict=True))
@@ -221,8 +235,8 @@ def _compare(traced: Trace, eager: Outcome, found: Outcome, tolerance: float) ->
     )
     if first > tolerance:
         raise _refusal(
-            f"its loss is {float(eager.losses[0]):.6g}, and {float(found.losses[0]):.6g} by its "
-            "graph",
+            f"its loss is {float(eager.losses[0][0]):.6g}, and "
+            f"{float(found.losses[0][0]):.6g} by its graph",
             "it differs from one call to the next, or reads what is not in its batch",
         )
     unequal = [n for n, g in eager.gradients.items() if _off(found.gradients[n], g) > tolerance]
@@ -250,8 +264,8 @@ def _compare(traced: Trace, eager: Outcome, found: Outcome, tolerance: float) ->
                 )
     if second > tolerance:
         raise _refusal(
-            f"its loss in a second micro-batch is {float(eager.losses[1]):.6g}, and "
-            f"{float(found.losses[1]):.6g} by its graph, which is that of a first call"
+            f"its loss in a second micro-batch is {float(eager.losses[1][0]):.6g}, and "
+            f"{float(found.losses[1][0]):.6g} by its graph, which is that of a first call"
             + (f"; it keeps {kept}" if kept else ""),
             "keep it in a buffer, register_buffer, and write that in place",
         )
