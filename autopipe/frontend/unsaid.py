@@ -94,12 +94,12 @@ def _at(function: Any) -> str:
 
 @contextmanager
 def refused() -> Iterator[None]:
-    """Refuse what the model does within; it runs once in here.
+    """Refuse what the model does within; it runs on real inputs in here.
 
     Raises:
         CaptureError: names the user's line.
     """
-    with seeing_saved_tensors_hooks(_saving, lambda hooks: None), _Seeds(), _Calls():
+    with seeing_saved_tensors_hooks(_saving, lambda hooks: None), _Seeds():
         yield
 
 
@@ -114,8 +114,11 @@ def _saving(hooks: saved_tensors_hooks) -> None:
     )
 
 
-class _Calls(TorchFunctionMode):
-    """Refuses the calls on tensors that a graph cannot say."""
+class RefusedCalls(TorchFunctionMode):
+    """Refuses the calls on tensors that a graph cannot say, in a trace as well.
+
+    A rank traces a model whose file may have changed since it was planned.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(map(is_transformed, tensors_in(args))):

@@ -78,6 +78,10 @@ class Program(nn.Module):
         leaves = {**self._fixed, **dict(zip(self._paths, tensors, strict=True))}
         batch = batches.rebuild(self._batch, leaves)
         args, kwargs = batches.bind(self.model, batch, self.loss)
+        with nullcontext() if self._eager else unsaid.RefusedCalls():
+            return self._results(batch, args, kwargs)
+
+    def _results(self, batch: Any, args: Any, kwargs: Any) -> Any:
         if self.kept is not None:
             args, kwargs = cast((args, kwargs), torch.float32, self.kept)
         with without_cache(self.model), self._buffers_written():

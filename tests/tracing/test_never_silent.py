@@ -371,6 +371,10 @@ def test_what_no_graph_can_say_is_refused_with_its_line(kind):
         trace_model(model, inputs, square)
     assert str(error.value).startswith(f"{__file__}:{line}: {REFUSED[kind]}")
     assert "\nhint: " in str(error.value), "and the smallest edit"
+    if kind in (TensorHook, InnerGradient, ReadsGradient, HookEachTime):
+        with pytest.raises(CaptureError) as again:  # a rank replays; its file may have changed
+            trace_model(built(kind), inputs, square, reads=())
+        assert str(again.value) == str(error.value)
 
 
 class Keyword(Net):
