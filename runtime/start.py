@@ -172,7 +172,8 @@ def trace_planned(model: Source, inputs: Any, loss: Loss | None, plan: Plan) -> 
     else:
         example = batches.two_rows(example, plan.inputs)
     kept = KEPT.get(plan.precision)
-    traced = trace(skeleton, example, plan.inputs, loss, reads=plan.reads, kept=kept)
+    own = model if isinstance(model, nn.Module) else None
+    traced = trace(skeleton, example, plan.inputs, loss, reads=plan.reads, kept=kept, own=own)
     return TracedModel(skeleton, traced, unused_states(traced.graph, skeleton))
 
 

@@ -89,7 +89,8 @@ def stages(model: Source, plan: Plan, loss: Loss | None) -> dict[str, str]:
     """
     skeleton = bare(model)
     example = batch.from_specs(plan.inputs, 2)
-    traced = trace(skeleton, example, plan.inputs, loss, reads=plan.reads)
+    own = model if isinstance(model, nn.Module) else None
+    traced = trace(skeleton, example, plan.inputs, loss, reads=plan.reads, own=own)
     found = {}
     for part in range(plan.mesh.tp):
         with collectives.bind(collectives.TENSOR_PARALLEL, Planned(plan.mesh.tp, part)):

@@ -26,8 +26,9 @@ class Least:
 
     def refusal(self, rows: int) -> ModelError:
         """The error for micro-batches of `rows` rows, fewer than the limit."""
+        at = f"{self.place}: " if self.place else ""
         return ModelError(
-            f"{self.place}: batch norm trains on more than one value of each channel, and a "
+            f"{at}batch norm trains on more than one value of each channel, and a "
             f"micro-batch of {rows} row{'s' if rows > 1 else ''} has one",
             hint=f"micro-batches of at least {self.rows} rows: fewer of them, or a larger batch",
         )

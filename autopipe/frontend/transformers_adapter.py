@@ -26,6 +26,9 @@ SETTINGS = {"TRANSFORMERS_VERBOSITY": "error", "TRANSFORMERS_NO_ADVISORY_WARNING
 CHECKPOINT_HINT = 'gradient_checkpointing_enable({"use_reentrant": False})'
 """The call by which its models checkpoint in the mode that can be traced."""
 
+_CACHES = "transformers.pytorch_utils"
+"""The module that caches results by their arguments, unless a trace runs."""
+
 _ASKED_WHILE_TRACING = (
     "is_tracing",
     "is_torchdynamo_exporting",
@@ -67,7 +70,8 @@ def eager_branches() -> Iterator[None]:
 
     Under a trace it builds whole masks where eager passes `is_causal=True`: the same values, but
     another program (9 % more bytes saved for backward on llama, no flash kernel). Its
-    mixture-of-experts code is left alone: it would pick a kernel with no fake version.
+    mixture-of-experts code is left alone: it would pick a kernel with no fake version. So is the
+    cache of tables by their sizes (DETR): a size under a trace is no key.
     """
     with ExitStack() as until:
         for name, module in list(sys.modules.items()):
@@ -79,8 +83,12 @@ def eager_branches() -> Iterator[None]:
                 asked = getattr(module, "__dict__", {}).get(flag)
                 if callable(asked):
                     until.callback(setattr, module, flag, asked)
-                    setattr(module, flag, _no)
+                    setattr(module, flag, _yes if name == _CACHES else _no)
         yield
+
+
+def _yes(*args: object, **kwargs: object) -> bool:
+    return True
 
 
 def _no(*args: object, **kwargs: object) -> bool:

@@ -1,12 +1,10 @@
 """Compute each node's operations and bytes moved, as formulas in rows and tokens.
 
-The table of rules gives the operations of the forward; backward follows from it:
+The rules give the operations of forward; backward, and seconds (`ir.op_seconds`), follow:
 
     forward    flops                        reads its tensors, writes its results
     backward   flops, once for each matrix  reads the results' gradients and its tensors,
                that needs a gradient        writes the gradients
-
-Seconds on a device follow from them in `ir.op_seconds`.
 """
 
 from __future__ import annotations
@@ -49,9 +47,8 @@ class NodeCost:
         dims: (m, k, n) of its matmul; empty if it is no matmul.
         kernel: the key of its measured rate in `Device.kernels`; empty if it has none.
         gradients: bytes that backward accumulates into the gradients of parameters.
-        model_flops: operations of a matrix product, a convolution or an attention, forward and
-            backward together, those that backward does a second time aside: what MFU counts
-            (Chowdhery et al., PaLM, 2022, appendix B). 0 for every other op.
+        model_flops: operations that MFU counts (Chowdhery et al., PaLM, 2022, appendix B): of
+            products, convolutions and attention, forward and backward, each once; else 0.
         passes: (forward, backward) bytes that elementwise kernels within the op move besides.
     """
 
@@ -205,9 +202,7 @@ LIKE = {
     **dict.fromkeys(("conv1d", "conv3d", "convolution"), "conv2d"),
     **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), "conv2d"),
     **dict.fromkeys(("gru", "rnn_tanh", "rnn_relu"), "lstm"),
-    **dict.fromkeys(
-        ("columns", "addmm", "mm", "bmm", "matmul", "baddbmm", "_grouped_mm"), "linear"
-    ),
+    **dict.fromkeys("columns addmm mm bmm matmul baddbmm _grouped_mm".split(), "linear"),
     "vocabulary_loss": "linear",
     **dict.fromkeys(("group_norm", "instance_norm", "rms_norm"), "layer_norm"),
     **dict.fromkeys(("_softmax", "_safe_softmax"), "softmax"),

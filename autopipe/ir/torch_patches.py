@@ -1,6 +1,6 @@
 """Patches of torch's public classes: context managers that restore the class afterwards.
 
-    refusing_custom_functions    autograd.Function.apply       its backward would be lost
+    replacing_custom_functions   autograd.Function.apply       its backward would be lost
     seeing_saved_tensors_hooks   saved_tensors_hooks           where a checkpoint begins and ends
     watching_attributes          nn.Module's attribute access  what a module's code reads
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,17 +36,16 @@ def patched(owner: Any, name: str, replacement: object) -> Iterator[None]:
 
 
 @contextmanager
-def refusing_custom_functions(refuse: Callable[[type], None]) -> Iterator[None]:
-    """Within, `refuse` is called with each autograd.Function before it is applied.
+def replacing_custom_functions(replacement: Callable[..., Any]) -> Iterator[None]:
+    """Within, `replacement(class, apply, args, kwargs)` is called where a Function is applied.
 
     torch.export inlines the forward of a custom Function and loses its backward; no hook of torch
-    tells that one is applied. `refuse` raises, or lets the function go on.
+    tells that one is applied. `apply(*args, **kwargs)` is what would have been called.
     """
     apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 
     def asked(cls: type, *args: Any, **kwargs: Any) -> Any:
-        refuse(cls)
-        return apply(cls, *args, **kwargs)
+        return replacement(cls, partial(apply, cls), args, kwargs)
 
     with patched(torch.autograd.Function, "apply", classmethod(asked)):
         yield

@@ -9,7 +9,9 @@
 * `TorchDispatchMode` and an op's `_schema`, to see every op a model runs and what it writes;
 * a tensor's `_version`, which counts writes to it;
 * `tree_map` (torch.utils._pytree), to cast the tensors in whatever a model takes and gives;
-* a module's `_parameters`, `_buffers` and `_modules`, for two modules that hold the same ones.
+* a module's `_parameters`, `_buffers` and `_modules`, for two modules that hold the same ones;
+* whether a tensor belongs to a transform of `torch.func`, which no public function tells;
+* the hooks on gradients of a module and of a parameter, to see that there are any.
 
 Two functions of torch that constructors call cannot work on fake tensors: see `constructing`.
 """
@@ -52,13 +54,16 @@ __all__ = [
     "formal_arguments",
     "is_control_flow",
     "is_fake",
+    "is_transformed",
     "lists_as_one_read",
+    "module_backward_hooks",
     "outside_fake_mode",
     "quiet",
     "share_members",
     "skeleton",
     "sparse_argument",
     "storage_key",
+    "tensor_hooks",
     "tree_map",
     "version",
     "views",
@@ -75,6 +80,11 @@ def fake_mode() -> FakeTensorMode:
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether a tensor is fake: it has no values."""
     return isinstance(tensor, FakeTensor)
+
+
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one of a transform of torch.func: it stands for a batch or a dual."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def outside_fake_mode() -> AbstractContextManager[object]:
@@ -186,7 +196,8 @@ def skeleton(model: nn.Module) -> nn.Module:
     """A deep copy whose parameters are fake: real buffers and Python state, no weights.
 
     Tied parameters stay tied. The copy costs the bytes of the buffers only; one on the meta device,
-    which has no values to copy, is fake too.
+    which has no values to copy, is fake too. What cannot be copied: a result that a module keeps
+    between calls, as `nn.utils.weight_norm` does, is fake; a scripted function is shared.
     """
     mode = fake_mode()
     memo: dict[int, object] = {}
@@ -196,6 +207,12 @@ def skeleton(model: nn.Module) -> nn.Module:
     for buffer in model.buffers():
         if buffer.is_meta and not is_fake(buffer):
             memo[id(buffer)] = fake_like(mode, buffer).to("cpu")
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, torch.Tensor) and not value.is_leaf:
+                memo[id(value)] = fake_like(mode, value.detach())
+            elif isinstance(value, torch.jit.ScriptFunction):
+                memo[id(value)] = value
     return copy.deepcopy(model, memo)
 
 
@@ -246,6 +263,17 @@ def fake_parameter(mode: FakeTensorMode, parameter: nn.Parameter) -> nn.Paramete
     fake = nn.Parameter(like, parameter.requires_grad)
     fake.__dict__.update(parameter.__dict__)
     return fake
+
+
+def module_backward_hooks(module: nn.Module) -> list[Callable[..., object]]:
+    """The hooks on the gradients that go through a module."""
+    return [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
+
+
+def tensor_hooks(tensor: torch.Tensor) -> list[Callable[..., object]]:
+    """The hooks on the gradient of a tensor, also those called once it is summed."""
+    after = getattr(tensor, "_post_accumulate_grad_hooks", None)
+    return [*(tensor._backward_hooks or {}).values(), *(after or {}).values()]
 
 
 def storage_key(tensor: torch.Tensor) -> int:

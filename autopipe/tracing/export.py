@@ -8,8 +8,8 @@ values that Python reads are recorded in a first run and replayed (`tracing.valu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import fields, is_dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import sympy
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.errors import AutopipeError, CaptureError, ModelError
+from autopipe.frontend import assigned_buffers, run_again, unsaid
 from autopipe.frontend import batch as batches
 from autopipe.frontend.loss import Loss, SumCount, outputs_to_loss
 from autopipe.frontend.quiet import libraries_hushed
@@ -26,6 +27,7 @@ from autopipe.ir.torch_private import quiet
 from autopipe.planfile.parts import InputSpec, Read
 from autopipe.tracing import refusals
 from autopipe.tracing.low_precision import cast, parameters_in
+from autopipe.tracing.module_makes import restoring
 from autopipe.tracing.stubs import standing_in
 from autopipe.tracing.user_checkpoints import marking
 from autopipe.tracing.value_guards import NeedsNumbers, ReadsParameter, record, replay
@@ -38,9 +40,13 @@ class Program(nn.Module):
     Args:
         outputs: whether forward also returns the tensors of the model's outputs, after the loss.
         kept: the 16-bit dtype in which the model computes; None: as its parameters are.
+        eager: whether it runs as plain torch does, and buffers that are assigned stay so.
 
     Attributes:
         paths: the paths of these tensors; set by the first run.
+        assigned: the buffers that the model assigns anew; each run adds those that it finds.
+        unsteady: the plain attributes because of which a second run is another one, if it is.
+        twins: modules whose parameters stand for the model's own where the loss reads them.
     """
 
     def __init__(
@@ -52,11 +58,16 @@ class Program(nn.Module):
         *,
         outputs: bool = False,
         kept: torch.dtype | None = None,
+        eager: bool = False,
     ) -> None:
         super().__init__()
+        self._eager = eager
         self.model = model
         self.kept = kept
         self.paths: tuple[str, ...] = ()
+        self.assigned: set[str] = set()  # changed in place: export undoes what a run assigns
+        self.unsteady: tuple[str, ...] = ()
+        self.twins: tuple[nn.Module, ...] = ()
         self._with_outputs = outputs
         self._batch = batch
         self.loss = loss
@@ -67,9 +78,13 @@ class Program(nn.Module):
         leaves = {**self._fixed, **dict(zip(self._paths, tensors, strict=True))}
         batch = batches.rebuild(self._batch, leaves)
         args, kwargs = batches.bind(self.model, batch, self.loss)
+        with nullcontext() if self._eager else unsaid.RefusedCalls():
+            return self._results(batch, args, kwargs)
+
+    def _results(self, batch: Any, args: Any, kwargs: Any) -> Any:
         if self.kept is not None:
             args, kwargs = cast((args, kwargs), torch.float32, self.kept)
-        with without_cache(self.model):
+        with without_cache(self.model), self._buffers_written():
             outputs = self.model(*args, **kwargs)
         if self.kept is not None and self.loss is not None:
             outputs = cast(outputs, self.kept, torch.float32)
@@ -81,6 +96,20 @@ class Program(nn.Module):
             self.paths = tuple(given)
             found += tuple(given.values())
         return found if len(found) > 1 else loss
+
+    @property
+    def parts(self) -> tuple[nn.Module, ...]:
+        """The model, and the loss if it is a module."""
+        return (self.model, self.loss) if isinstance(self.loss, nn.Module) else (self.model,)
+
+    @contextmanager
+    def _buffers_written(self) -> Iterator[None]:
+        if self._eager:
+            yield
+            return
+        with assigned_buffers.written(self.model, self.assigned) as more:
+            yield
+        self.assigned |= more
 
     def refusal(self, error: Exception) -> CaptureError:
         """The `CaptureError` or `ModelError` for an error that a run of the model raised."""
@@ -125,8 +154,8 @@ def capture(
     with eager_branches(), libraries_hushed(heard=False):
 
         def export() -> torch.export.ExportedProgram:
-            standing = standing_in(program.model, alike)
-            with torch.random.fork_rng(devices=[]), replay(reads), marking(), standing:
+            standing, first = standing_in(program.model, alike), restoring(*program.parts)
+            with first, torch.random.fork_rng(devices=[]), replay(reads), marking(), standing:
                 return torch.export.export(
                     program,
                     tuple(tensors),
@@ -134,8 +163,10 @@ def capture(
                     dynamic_shapes=(dims,) if symbolic else None,
                 )
 
+        known = set(program.assigned)
         try:
-            return export()
+            found = export()
+            return found if program.assigned == known else export()
         except ModelError:
             raise
         except Exception as error:  # export raises whatever the model's own code raises
@@ -194,6 +225,47 @@ def _dynamic(spec: InputSpec, tensor: Tensor) -> dict[int, Any]:
     return found
 
 
+@dataclass
+class _Look:
+    """Runs of a program on real inputs, whose reads are recorded.
+
+    `numbers` is as for `value_guards.record`.
+    """
+
+    program: Program
+    tensors: Sequence[Tensor]
+    numbers: bool
+
+    def run(self) -> None:
+        self.program(*[tensor.clone() for tensor in self.tensors])
+
+    def reads(self, within: AbstractContextManager[object]) -> tuple[Read, ...]:
+        """The reads of a run; the program learns what makes a second run another one."""
+        with restoring(*self.program.parts) as changed:
+            found = self._watched(within)
+            names = changed()
+        if names:
+            with restoring(*self.program.parts):
+                first, second = (run_again.calls_of(self._again) for _ in range(2))
+            self.program.unsteady = names if first != second else ()
+        return found
+
+    def _watched(self, within: AbstractContextManager[object]) -> tuple[Read, ...]:
+        """The reads of a run that does nothing that no graph can say."""
+        draws = run_again.Draws()
+
+        def run() -> None:
+            with within, unsaid.refused(), draws:
+                self.run()
+
+        found = record(run, self.run, numbers=self.numbers)
+        run_again.check_draws(draws, self._again)
+        return found
+
+    def _again(self) -> None:
+        record(self.run, self.run, numbers=self.numbers)
+
+
 def _record(
     program: Program,
     tensors: Sequence[Tensor],
@@ -201,16 +273,10 @@ def _record(
     real: Callable[[], nn.Module] | None,
     numbers: bool,
 ) -> tuple[Read, ...]:
-    def alone() -> None:
-        program(*[tensor.clone() for tensor in tensors])
-
-    def run() -> None:
-        with within:
-            alone()
-
+    look = _Look(program, tensors, numbers)
     try:
-        with _restoring(program.model), quiet():
-            return record(run, alone, numbers=numbers)
+        with quiet(), run_again.restored():
+            return look.reads(within)
     except ReadsParameter as found:
         if real is None:
             raise CaptureError(
@@ -226,32 +292,18 @@ def _record(
         if real is None:
             raise program.refusal(error) from error
     fake, program.model = program.model, real()
+    program.twins += (program.model,)
     try:
-        with _restoring(program.model), parameters_in(program.model, program.kept):
+        with parameters_in(program.model, program.kept):
             if program.model.training != program.training:
                 program.model.train(program.training)
             try:
-                return record(alone, alone, numbers=numbers)
+                return look.reads(nullcontext())
             except NeedsNumbers:
-                return record(alone, alone, numbers=True)
+                return _Look(program, tensors, True).reads(nullcontext())
     except AutopipeError:
         raise
     except Exception as error:  # whatever the model's own code raises
         raise program.refusal(error) from error
     finally:
         program.model = fake
-
-
-@contextmanager
-def _restoring(model: nn.Module) -> Iterator[None]:
-    """Restore a model's buffers and training flags at the end of the block."""
-    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    training = {module: module.training for module in model.modules()}
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                buffer.copy_(buffers[name])
-        for module, flag in training.items():
-            module.training = flag

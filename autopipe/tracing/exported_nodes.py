@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from itertools import chain
 
-from torch import fx, nn
+import torch
+from torch import Tensor, fx, nn
+from torch.export.graph_signature import InputKind, InputSpec
 
+from autopipe.errors import CaptureError
+from autopipe.frontend import user_lines
 from autopipe.ir.blocks import Visit
-from autopipe.ir.graph import (
-    READ_OP,
-    Arg,
-    Node,
-    Ref,
-    resolve,
-    values_in,
-)
-from autopipe.ir.torch_private import writes
+from autopipe.ir.dataflow import analyse
+from autopipe.ir.graph import READ_OP, Arg, Graph, Node, Ref, State, resolve, values_in
+from autopipe.ir.torch_private import is_fake, storage_key, writes, written_arguments
 
 LOSS_SCOPE = "loss()"
 """The scope of what the loss function computes; no module can be called that."""
@@ -60,6 +59,120 @@ def names_by_identity(model: nn.Module) -> dict[str, tuple[str, ...]]:
     for name, tensor in chain(parameters, model.named_buffers(remove_duplicate=False)):
         names.setdefault(id(tensor), []).append(name)
     return {name: tuple(group) for group in names.values() for name in group}
+
+
+def names_by_storage(models: Sequence[nn.Module]) -> dict[int, tuple[str, str]]:
+    """Kind and name of the parameters and buffers of some models, by the key of their storage."""
+    found: dict[int, tuple[str, str]] = {}
+    for model in models:
+        for name, parameter in model.named_parameters():
+            found.setdefault(storage_key(parameter), ("parameter", name))
+        for name, buffer in model.named_buffers():
+            found.setdefault(storage_key(buffer), ("buffer", name))
+    return found
+
+
+def kind_of(spec: InputSpec) -> str:
+    """What an input of an exported program is to the model; what a loss module owns is a constant.
+
+    Raises:
+        CaptureError: it is a parameter of the loss.
+    """
+    target = str(spec.target)
+    own = target.startswith("model.")
+    if spec.kind is InputKind.PARAMETER and not own:
+        raise CaptureError(
+            f"the loss has a parameter, {target.removeprefix('loss.')!r}, which is none of the "
+            "model's, so no optimizer is given it",
+            hint="make it a parameter of the model, and let forward return it or the loss read it",
+        )
+    if spec.kind is InputKind.PARAMETER:
+        return "parameter"
+    return "buffer" if spec.kind is InputKind.BUFFER and own else "constant"
+
+
+def constant_of(
+    exported: torch.export.ExportedProgram, target: str, placeholder: fx.Node
+) -> Tensor:
+    """The tensor behind a placeholder that is neither a parameter nor a buffer of the model.
+
+    Raises:
+        CaptureError: it has no values, or eager would give it a gradient.
+    """
+    value = (
+        exported.state_dict[target] if target in exported.state_dict else exported.constants[target]
+    )
+    places = [user_lines.of_trace(user.stack_trace) for user in placeholder.users]
+    at = f"{places[0]}: " if places and places[0] else ""
+    if not isinstance(value, Tensor) or is_fake(value):
+        raise CaptureError(
+            f"{at}the model keeps {target.removeprefix('model.')} from one call to the next "
+            "outside its buffers",
+            hint="register it with register_buffer",
+        )
+    if value.requires_grad:
+        raise CaptureError(
+            f"{at}a tensor of shape {tuple(value.shape)} that requires a gradient comes in here "
+            "from outside of the model, where no optimizer trains it",
+            hint="make it an nn.Parameter of the model, or read it by .detach()",
+        )
+    return value
+
+
+def check_writes(graph: Graph) -> None:
+    """Refuse writes in place into parameters that are trained.
+
+    Raises:
+        CaptureError: names the parameter and the user's line.
+    """
+    for node in graph.nodes:
+        for written in written_arguments(resolve(node.op), node.args, node.kwargs):
+            if isinstance(written, State) and graph.states[written.name].trainable:
+                raise CaptureError(
+                    f"{node.place}: forward writes the parameter {written.name!r}, which the "
+                    "optimizer trains, in place",
+                    hint="change it in the optimizer's step, or compute with a changed copy: "
+                    "self.weight.clamp(...)",
+                )
+
+
+def with_copies_beside(graph: Graph, assigned: Collection[str]) -> Graph:
+    """The graph with each copy of an assigned buffer beside what it is copied from or for.
+
+    The trace has them where the call of the buffer's module begins and ends; a buffer of the whole
+    model would allow no cut between the two. A copy does not move into a module's call from outside
+    of it, nor past another use of the buffer.
+    """
+    flow, nodes = analyse(graph), list(graph.nodes)
+    buffers = {State(name) for name in assigned}
+    for node in [n for n in graph.nodes if n.op in _COPIES and n.args[0] in buffers]:
+        old = nodes.index(node)
+        others = [p for p, n in enumerate(nodes) if n is not node and node.args[0] in n.values()]
+        if node.op == _WRITTEN:
+            source = node.args[1]
+            made = {v for v in flow.root if flow.root[v] == flow.root.get(source)}  # type: ignore[call-overload]
+            after = [p for p, n in enumerate(nodes[:old]) if made & {Ref(n.name), *n.values()}]
+            new = max([p for p in [*after, *others] if p < old], default=-1) + 1
+            while new < old and _one_call(nodes[new - 1], nodes[new], node):
+                new += 1
+        else:
+            readers = [p for p, n in enumerate(nodes) if Ref(node.name) in n.values()]
+            new = min([p for p in [*readers, *others] if p > old], default=old + 1) - 1
+            while new > old and _one_call(nodes[new], nodes[new + 1], node):
+                new -= 1
+        nodes.insert(new, nodes.pop(old))
+    return replace(graph, nodes=tuple(nodes))
+
+
+_WRITTEN = "aten.copy_.default"
+_COPIES = ("aten.clone.default", _WRITTEN)
+
+
+def _one_call(node: Node, following: Node, copy: Node) -> bool:
+    """Whether two nodes ran in one call of a module that `copy` is not in."""
+    depth = len(copy.scopes)
+    call = node.scopes[: depth + 1]
+    return len(call) > depth and following.scopes[: depth + 1] == call
 
 
 def live_nodes(nodes: Sequence[Node], outputs: tuple[Arg, ...]) -> tuple[Node, ...]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,14 +44,19 @@ from autopipe.ir.graph import (
     Value,
     short_name,
 )
-from autopipe.ir.torch_private import expression, is_control_flow, is_fake, sparse_argument
+from autopipe.ir.torch_private import expression, is_control_flow, sparse_argument, storage_key
 from autopipe.planfile.node_names import NodeName
 from autopipe.planfile.parts import InputSpec
 from autopipe.tracing.exported_nodes import (
+    check_writes,
+    constant_of,
     is_whole_slice,
+    kind_of,
     live_nodes,
     names_by_identity,
+    names_by_storage,
     scopes_of,
+    with_copies_beside,
 )
 from autopipe.tracing.refusals import depends_on_values
 from autopipe.tracing.stubs import BEGIN, END, STAND_IN, Span, Unlike
@@ -76,17 +81,27 @@ class _Region:
 
 
 def convert(
-    exported: torch.export.ExportedProgram, model: nn.Module, specs: Sequence[InputSpec]
+    exported: torch.export.ExportedProgram,
+    model: nn.Module,
+    specs: Sequence[InputSpec],
+    twins: Sequence[nn.Module] = (),
+    assigned: Collection[str] = (),
 ) -> Graph:
     """The graph of an exported program (`export.capture`) of a model with fake parameters.
 
     Args:
         specs: the description of the batch that it was exported with.
+        twins: modules with weights whose parameters stand for those of `model`, by name: what the
+            user's loss gets hold of is the model itself, not its copy with fake parameters.
+        assigned: the buffers that modules assign (`frontend.assigned_buffers`).
 
     Raises:
         CaptureError: the program has what no graph can; the sentence names the user's line.
     """
-    return check.after("from_export", _Converter(exported, model, specs).convert())
+    converter = _Converter(exported, model, specs, names_by_storage(twins))
+    graph = check.after("from_export", converter.convert())
+    check_writes(graph)
+    return check.after("assigned buffers", with_copies_beside(graph, assigned))
 
 
 @dataclass
@@ -94,6 +109,7 @@ class _Converter:
     exported: torch.export.ExportedProgram
     model: nn.Module
     specs: Sequence[InputSpec]
+    lent: Mapping[int, tuple[str, str]]
     nodes: list[Node] = field(default_factory=list)
     ordinals: Counter[tuple[str, str]] = field(default_factory=Counter)
     symbols: dict[sympy.Symbol, sympy.Symbol] = field(default_factory=dict)
@@ -120,13 +136,15 @@ class _Converter:
                 continue
             assert spec.target is not None
             name = spec.target.removeprefix("model.")
-            kind = {
-                InputKind.PARAMETER: "parameter",
-                InputKind.BUFFER: "buffer",
-            }.get(spec.kind, "constant")
+            kind = kind_of(spec)
             if kind == "constant":
-                name = self._name_constant(name)
-                constants[name] = self._constant(spec.target)
+                constant = constant_of(self.exported, spec.target, placeholder)
+                kind, name = self.lent.get(storage_key(constant)) or (
+                    "constant",
+                    self._name_constant(name),
+                )
+                if kind == "constant":
+                    constants[name] = constant
             name, *others = aliases.get(name, (name,))
             tensor = placeholder.meta["val"]
             trainable = kind == "parameter" and self.model.get_parameter(name).requires_grad
@@ -327,13 +345,3 @@ class _Converter:
             return name
         self.ordinals[home, found] += 1
         return f"{home}{found}{self.ordinals[home, found] - 1}"
-
-    def _constant(self, target: str) -> Tensor:
-        value = self.exported.constants[target]
-        if not isinstance(value, Tensor) or is_fake(value):
-            raise CaptureError(
-                f"the model keeps {target.removeprefix('model.')} from one call to the next "
-                "outside its buffers",
-                hint="register it with register_buffer",
-            )
-        return value

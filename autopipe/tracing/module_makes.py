@@ -1,13 +1,16 @@
 """What modules are made of, as values that are equal only where nobody can tell them apart.
 
-Of sibling modules with equal makes `tracing.same_modules` compares the calls.
+Of sibling modules with equal makes `tracing.same_modules` compares the calls. `restoring` puts back
+what a module is made of after a run.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import copy
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
@@ -164,3 +167,63 @@ def plain_values(spaces: list[Mapping[str, Any]]) -> Hashable:
             elif isinstance(value, list | dict | set):
                 found.append((name, len(value)))
     return tuple(found)
+
+
+@contextmanager
+def restoring(*models: nn.Module) -> Iterator[Callable[[], tuple[str, ...]]]:
+    """Restore the buffers and plain attributes of models at the end of the block.
+
+    What a model keeps from one call to the next is then as before its first.
+
+    Yields:
+        a function that gives the names of the plain attributes that have changed by now.
+    """
+    buffers = [
+        (model, {name: buffer.detach().clone() for name, buffer in model.named_buffers()})
+        for model in models
+    ]
+    plain = {module: _plain_attributes(module) for model in models for module in model.modules()}
+
+    def changed() -> tuple[str, ...]:
+        paths = {module: path for model in models for path, module in model.named_modules()}
+        return tuple(
+            f"{paths[module]}.{name}".strip(".")
+            for module, known in plain.items()
+            for name, value in vars(module).items()
+            if name not in INTERNAL and _differs(value, known.get(name))
+        )
+
+    try:
+        yield changed
+    finally:
+        for module, known in plain.items():
+            for name in vars(module).keys() - known.keys() - INTERNAL:
+                delattr(module, name)
+            for name, (value, inside) in known.items():
+                vars(module)[name] = value
+                if isinstance(value, list):
+                    value[:] = inside
+                elif isinstance(value, dict | set):
+                    value.clear()
+                    value.update(inside)
+        with torch.no_grad():
+            for model, known_buffers in buffers:
+                for name, buffer in model.named_buffers():
+                    if name in known_buffers:
+                        buffer.copy_(known_buffers[name])
+
+
+def _differs(value: Any, known: tuple[Any, Any] | None) -> bool:
+    """Whether an attribute is another one than `_plain_attributes` has noted."""
+    if known is None or value is not known[0]:
+        return known is None or frozen(value, deep=False) != frozen(known[0], deep=False)
+    return known[1] is not None and len(value) != len(known[1])
+
+
+def _plain_attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
+    """A module's own attributes, each with a copy if it is a list, a dict or a set."""
+    return {
+        name: (value, copy(value) if isinstance(value, list | dict | set) else None)
+        for name, value in vars(module).items()
+        if name not in INTERNAL or name == "training"
+    }

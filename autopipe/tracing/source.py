@@ -91,6 +91,7 @@ def trace_source(
         real=real,
         outputs=outputs,
         kept=kept,
+        own=model if isinstance(model, nn.Module) else None,
         say=say,
     )
 

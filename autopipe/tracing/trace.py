@@ -15,6 +15,7 @@ from torch import nn
 
 from autopipe.errors import AutopipeError, ModelError
 from autopipe.frontend import batch as batches
+from autopipe.frontend import unsaid
 from autopipe.frontend.loss import Loss
 from autopipe.ir.graph import Graph
 from autopipe.planfile.parts import InputSpec, Read
@@ -32,12 +33,14 @@ class Trace:
     """A graph, the description of the batch it was traced on, and the reads it depends on.
 
     `outputs` are the paths of the model's own outputs, if the graph returns them after the loss.
+    `unsteady` are the plain attributes because of which a second call makes other calls of torch.
     """
 
     graph: Graph
     inputs: tuple[InputSpec, ...]
     reads: tuple[Read, ...]
     outputs: tuple[str, ...] = ()
+    unsteady: tuple[str, ...] = ()
 
 
 def trace(
@@ -52,6 +55,7 @@ def trace(
     symbolic: bool = True,
     outputs: bool = False,
     kept: torch.dtype | None = None,
+    own: nn.Module | None = None,
     say: Say | None = None,
 ) -> Trace:
     """Trace a model with fake parameters (`torch_private.skeleton`, `construct.build_fake`).
@@ -67,6 +71,8 @@ def trace(
             a symbol as well (`tracing.symbolic_sequence`).
         outputs: whether the graph also returns the model's own outputs.
         kept: the 16-bit dtype in which the model computes (`low_precision`); None: as it is built.
+        own: the user's module that `model` is a copy of, if it was given as one: the loss may hold
+            it, and read its parameters.
         say: receives one line of progress text at a time.
 
     Raises:
@@ -77,7 +83,11 @@ def trace(
     batches.bind(model, batch, loss)
     if model.training != training:  # a model in training keeps what parts of it are set to
         model.train(training)
+    if training:
+        for module in (model, *([] if own is None else [own])):
+            unsaid.check_model(module)
     program = Program(model, batch, loss, specs, outputs=outputs, kept=kept)
+    program.twins = () if own is None else (own,)
     program.training = training
     tracing = _Tracing(program, leaves, tuple(specs), symbolic, say or (lambda line: None))
     with parameters_in(model, kept):
@@ -147,8 +157,9 @@ class _Tracing:
         exported = capture(
             self.program, self.leaves, self.specs, reads=reads, alike=alike, symbolic=self.symbolic
         )
-        graph = convert(exported, self.program.model, self.specs)
+        program = self.program
+        graph = convert(exported, program.model, self.specs, program.twins, program.assigned)
         if self.program.kept is not None:
             check_operands(graph, self.program.kept)
             graph = with_masters(graph, self.program.kept)
-        return Trace(graph, self.specs, tuple(reads), self.program.paths)
+        return Trace(graph, self.specs, tuple(reads), program.paths, program.unsteady)

@@ -28,9 +28,8 @@ from torch.overrides import TorchFunctionMode
 
 from autopipe.errors import AutopipeError, CaptureError, ModelError
 from autopipe.frontend import user_lines
-from autopipe.frontend.transformers_adapter import CHECKPOINT_HINT
+from autopipe.frontend.custom_functions import as_ops
 from autopipe.ir.graph import tensors_in
-from autopipe.ir.torch_patches import refusing_custom_functions
 from autopipe.ir.torch_private import (
     DataDependentOutputException,
     TorchDispatchMode,
@@ -228,12 +227,11 @@ def record(
     Raises:
         NeedsNumbers: the model fails on placeholders for numbers; pass `numbers=True`.
         ReadsParameter: a read depends on a parameter, and the parameters are fake.
-        CaptureError: the model uses a custom autograd.Function, whose backward a traced graph
-            would lose.
+        CaptureError: a custom autograd.Function cannot be one op (`frontend.custom_functions`).
     """
     taint = _Taint()
     recording = _Recording(taint, numbers)
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), refusing_custom_functions(_refuse):
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), as_ops():
         try:
             with lists_as_one_read(), taint, recording:
                 run()
@@ -257,10 +255,10 @@ def replay(reads: Sequence[Read]) -> Iterator[None]:
     """Answer reads from the record, and trace an `autopipe::read` op for each.
 
     Raises:
-        CaptureError: the run's reads differ from the record, or it uses a custom autograd.Function.
+        CaptureError: the run's reads differ from the record; or as `record`.
     """
     replaying = _Replaying(reads)
-    with refusing_custom_functions(_refuse), lists_as_one_read(), replaying:
+    with as_ops(), lists_as_one_read(), replaying:
         yield
     replaying.check_all_read()
 
@@ -302,22 +300,3 @@ class _Replaying(TorchFunctionMode):
                 "reads were recorded, and does not while it is traced",
                 hint="the model reads other tensors each time it runs (state kept between calls?)",
             )
-
-
-def _refuse(cls: type) -> None:
-    """Refuse a custom autograd.Function, whose backward a trace would lose."""
-    if cls.__module__.startswith("torch._"):  # how torch runs ops of torch.library
-        return
-    if cls.__module__ == "torch.utils.checkpoint":
-        raise CaptureError(
-            f"{user_lines.here()}: "
-            "torch.utils.checkpoint is called in its reentrant mode, whose "
-            "backward cannot be traced; the other one becomes recomputed blocks of the plan",
-            hint="checkpoint(..., use_reentrant=False); of a model of transformers "
-            f"{CHECKPOINT_HINT}",
-        )
-    raise CaptureError(
-        f"{user_lines.here()}: the model calls {cls.__module__}.{cls.__qualname__}, a custom "
-        "autograd.Function; torch.export traces its forward and loses its backward",
-        hint="register it as an op with torch.library.custom_op and register_autograd",
-    )

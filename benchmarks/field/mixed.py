@@ -26,8 +26,8 @@ from autopipe.ir.blocks import find_blocks
 from autopipe.ir.cut_points import find_units
 from autopipe.ir.dataflow import analyse
 from autopipe.planfile.contents import ZERO
+from autopipe.planners.costs.profile import Costing
 from autopipe.planners.driver.arguments import WINDOW
-from autopipe.planners.driver.profile import Costing
 from autopipe.planners.model.devices import machine_of
 from autopipe.planners.model.estimate import estimate
 from autopipe.planners.model.problem import Constraints, Decision

@@ -18,10 +18,11 @@ from autopipe.cluster.cluster import Device
 from autopipe.cluster.tp_groups import GroupKind, slowest_kind, tp_groups
 from autopipe.ir.cut_points import find_units
 from autopipe.planfile.contents import ZERO
+from autopipe.planners.costs.precision_of import whole_seconds
+from autopipe.planners.costs.profile import Costing, Profiled, Sending
+from autopipe.planners.costs.tp_degrees import Degree, as_first, as_one_rank, sending_seconds
 from autopipe.planners.driver import arguments
-from autopipe.planners.driver.profile import Costing, Profiled, Sending, whole_seconds
 from autopipe.planners.driver.request import Job
-from autopipe.planners.driver.tp_degrees import Degree, as_first, as_one_rank, sending_seconds
 from autopipe.planners.model.devices import machine_of
 from autopipe.planners.model.estimate import Mesh
 from autopipe.planners.model.places import chunks_of

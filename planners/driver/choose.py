@@ -27,10 +27,10 @@ from autopipe.errors import AutopipeError, InfeasibleError
 from autopipe.ir.opaque_ops import OPAQUE
 from autopipe.joint.joint_graph import CannotSplit
 from autopipe.planfile.contents import Plan
+from autopipe.planners.costs.tp_degrees import degrees
 from autopipe.planners.driver.candidate import Candidate, candidate_at
 from autopipe.planners.driver.refine import fastest_by_path, plan_that_fits, recomputing_less
 from autopipe.planners.driver.request import Job
-from autopipe.planners.driver.tp_degrees import degrees
 from autopipe.planners.model.problem import Config
 from autopipe.planners.search.best import (
     Answer,

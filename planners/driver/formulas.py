@@ -34,16 +34,16 @@ from autopipe.ir.blocks import Block, find_blocks
 from autopipe.ir.dataflow import analyse
 from autopipe.ir.graph import BATCH, SEQUENCE, Dim, Graph, State
 from autopipe.ir.repeats import Short, Storage, Uneven, shortened
-from autopipe.planners.driver import arguments
-from autopipe.planners.driver.profile import need
-from autopipe.planners.driver.saved_tensors import observe_saved
-from autopipe.planners.driver.tp_degrees import (
+from autopipe.planners.costs.precision_of import need
+from autopipe.planners.costs.saved_tensors import observe_saved
+from autopipe.planners.costs.tp_degrees import (
     as_first,
     as_one_rank,
     check_heads,
     degrees,
     exchanges,
 )
+from autopipe.planners.driver import arguments
 from autopipe.sharding.local_graph import shard_graph, shardable
 from autopipe.stages.precision import KEPT, PRECISIONS
 from autopipe.tracing.source import Source

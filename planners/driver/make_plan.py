@@ -25,11 +25,11 @@ from autopipe.ir.blocks import Block, find_blocks
 from autopipe.ir.dataflow import Dataflow, analyse
 from autopipe.planfile.contents import ROWS, Plan, signed
 from autopipe.planfile.parts import InputSpec
-from autopipe.planners.driver import arguments
+from autopipe.planners.costs.precision_of import need
+from autopipe.planners.costs.tp_degrees import check_heads
+from autopipe.planners.driver import against_eager, arguments
 from autopipe.planners.driver.loss_parts import best_loss
-from autopipe.planners.driver.profile import need
 from autopipe.planners.driver.request import Job, PlanRequest, Traced
-from autopipe.planners.driver.tp_degrees import check_heads
 from autopipe.planners.model.problem import Constraints
 from autopipe.stages.bind import check_runs
 from autopipe.stages.precision import KEPT
@@ -193,6 +193,7 @@ def traced_model(request: PlanRequest, skeleton: nn.Module, say: Say, watch: Sto
             say(f"{place}: a number is read here that nothing depends on; a run does not read it")
         if constraints.tp is not None:
             check_heads(trace.graph, constraints.tp)
+        against_eager.check(request, skeleton, trace, example, say)
         if min(rows, (constraints.dp or 2) * (constraints.micro_batches or 2)) > 1:
             _check_loss(request, trace, example, specs, say)
         flow, blocks = analyse(trace.graph), find_blocks(trace.graph)

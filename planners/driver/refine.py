@@ -20,9 +20,9 @@ from itertools import islice
 from autopipe.errors import InfeasibleError
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import Alternative
+from autopipe.planners.costs.plan_memory import Overflow
+from autopipe.planners.costs.tp_degrees import as_first
 from autopipe.planners.driver.candidate import Candidate
-from autopipe.planners.driver.plan_memory import Overflow
-from autopipe.planners.driver.tp_degrees import as_first
 from autopipe.planners.driver.write_plan import write_plan
 from autopipe.planners.model.estimate import Mesh, Scored, estimate
 from autopipe.planners.search import reasons

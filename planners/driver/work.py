@@ -14,8 +14,8 @@ from autopipe.planfile import predict
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import InputSpec
 from autopipe.planfile.work import Spent, Work
+from autopipe.planners.costs.precision_of import computed_in
 from autopipe.planners.driver.candidate import Candidate
-from autopipe.planners.driver.profile import computed_in
 from autopipe.planners.model.estimate import AGAIN, EXCHANGES, GATHERING
 from autopipe.planners.search.best import Answer
 

@@ -27,9 +27,7 @@ from autopipe.planfile.parts import (
     data_parallel,
 )
 from autopipe.planfile.predict import with_prediction
-from autopipe.planners.driver.arguments import WINDOW
-from autopipe.planners.driver.candidate import Candidate
-from autopipe.planners.driver.plan_memory import (
+from autopipe.planners.costs.plan_memory import (
     CutModel,
     StageBytes,
     check_fits,
@@ -37,7 +35,9 @@ from autopipe.planners.driver.plan_memory import (
     with_eager_depths,
     with_memory,
 )
-from autopipe.planners.driver.profile import products
+from autopipe.planners.costs.precision_of import products
+from autopipe.planners.driver.arguments import WINDOW
+from autopipe.planners.driver.candidate import Candidate
 from autopipe.planners.driver.work import with_work
 from autopipe.planners.model.devices import Machine
 from autopipe.planners.model.problem import EAGER, Constraints, Decision

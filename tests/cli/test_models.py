@@ -30,7 +30,7 @@ FORWARD = LINE["        y = self.up(x)"]
 SQUARE = """
 class Square(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx, x, net):
         return x * x
 
     @staticmethod
@@ -133,10 +133,11 @@ class Square(torch.autograd.Function):
             id="a size that depends on values",
         ),
         pytest.param(
-            changed(UP, UP.replace("self.up(x)", "Square.apply(self.up(x))")) + SQUARE,
-            f"{{path}}:{FORWARD}: the model calls autopipe_model_net.Square, a custom "
-            "autograd.Function; torch.export traces its forward and loses its backward\n\n"
-            "hint: register it as an op with torch.library.custom_op and register_autograd",
+            changed(UP, UP.replace("self.up(x)", "Square.apply(self.up(x), self)")) + SQUARE,
+            f"{{path}}:{FORWARD}: autopipe_model_net.Square, a custom autograd.Function, is given "
+            "a Net; in a graph it takes tensors, numbers and texts, and gives new tensors\n\n"
+            "hint: change its forward so, or register it as an op with torch.library.custom_op "
+            "and register_autograd",
             id="autograd.Function",
         ),
         pytest.param(

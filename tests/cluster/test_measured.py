@@ -6,7 +6,7 @@ import pytest
 
 from autopipe.cluster.measured import EVERYTHING, KERNELS, Found, Need, Record, checked, figures
 from autopipe.errors import AutopipeError
-from autopipe.planners.driver.profile import need
+from autopipe.planners.costs.precision_of import need
 from tests.support.inprocess import measured, traced
 
 

@@ -10,8 +10,8 @@ from autopipe.ir.cut_points import find_units
 from autopipe.ir.dataflow import analyse
 from autopipe.ir.repeats import Run, Short, Storage, Uneven, shorten, storage_along
 from autopipe.ir.stage_classes import KEPT
-from autopipe.planners.driver import profile
-from autopipe.planners.driver.profile import Costing
+from autopipe.planners.costs import profile
+from autopipe.planners.costs.profile import Costing
 from autopipe.planners.model.devices import machine_of
 from autopipe.planners.model.problem import Constraints
 from tests.support.inprocess import machine

@@ -29,8 +29,10 @@ MAY_IMPORT = {
     "runtime.probe": "util cluster sharding",
     "runtime": "util schedules planfile report ir frontend tracing sharding stages "
     "runtime.launch runtime.comm runtime.parameters runtime.step",
+    "planners.costs": "util cluster schedules planfile ir tracing sharding stages joint "
+    "planners.model",
     "planners.driver": "util cluster schedules planfile report ir frontend tracing sharding stages "
-    "joint planners.model planners.search runtime.probe",
+    "joint planners.model planners.search planners.costs runtime.probe",
     "cli": "util schedules planfile report frontend tracing emit runtime.launch runtime.probe "
     "runtime planners.driver",
 }

@@ -17,8 +17,8 @@ from autopipe.ir.dataflow import Dataflow
 from autopipe.ir.graph import Graph
 from autopipe.ir.repeats import Short
 from autopipe.joint.dry_run_repeats import rehearse_deep
-from autopipe.planners.driver import plan_memory, saved_tensors
-from autopipe.planners.driver.saved_tensors import Seen, observe_saved
+from autopipe.planners.costs import plan_memory, saved_tensors
+from autopipe.planners.costs.saved_tensors import Seen, observe_saved
 from autopipe.stages.dry_run import Known, Rehearsal
 
 _LEARNT: dict[int, tuple[Graph, Known]] = {}  # the graph is kept, so that its id stays its own

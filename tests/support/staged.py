@@ -33,6 +33,7 @@ def trace_model(model, inputs, loss=None, *, rows=(2, 3), **options):
     batch = inputs(rows[0])
     specs = batches.describe(batch, inputs(rows[1]), *rows)
     options.setdefault("real", lambda: model)
+    options.setdefault("own", model)
     return trace(torch_private.skeleton(model), batch, specs, loss, **options)
 
 

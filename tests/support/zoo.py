@@ -7,6 +7,7 @@
     resnet                        in-place arithmetic, batch norm; the batch is a tuple
     frozen                        parameters and activations without a gradient
     dict, dataclass               outputs that are no tensor
+    odd                           custom autograd Functions, buffers that are assigned
     mask                          booleans and integers across every cut
     keywords                      a forward without positional arguments
     counted                       a (sum, count) loss over rows of unequal length
@@ -232,6 +233,7 @@ ZOO: dict[str, Case] = {
     "dict": Case(models.DictOutput, vectors, lambda out, batch: entropy(out["logits"], batch)),
     "dataclass": Case(models.DataclassOutput, vectors, entropy_and_norm),
     "mask": Case(models.Masked, sentences, entropy),
+    "odd": Case(models.Odd, vectors, entropy),
     "keywords": Case(models.Keywords, vectors),
     "counted": Case(lambda: models.GPT(0.0), padded, entropy_and_count),
 }

@@ -10,13 +10,11 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopipe.errors import CaptureError, ModelError
-from autopipe.frontend import batch
 from autopipe.ir import torch_private
 from autopipe.ir.graph import READ_OP
 from autopipe.planfile.parts import Read
 from autopipe.tracing.trace import trace
 from autopipe.tracing.value_guards import check
-from tests.support.autograd_functions import Double
 from tests.support.staged import lowered, one_micro_batch, trace_model
 
 
@@ -215,26 +213,6 @@ def test_every_kind_is_checked_as_it_was_read():
 
 def test_a_value_that_is_no_number_equals_itself():
     check(torch.tensor(float("nan")), Read("item", float("nan"), "x.py:1"))
-
-
-def test_a_custom_autograd_function_is_refused_by_name():
-    """torch.export would trace its forward and differentiate that: 2, where the model says 7."""
-    before = torch.autograd.Function.__dict__.get("apply")
-    with pytest.raises(CaptureError) as error:
-        traced(lambda m, x, h: Double.apply(h) is not None)
-    said = "the model calls tests.support.autograd_functions.Double, a custom autograd.Function"
-    assert said in str(error.value)
-    assert str(error.value).startswith(f"{__file__}:")
-    assert torch.autograd.Function.__dict__.get("apply") is before
-    assert Double.apply(torch.ones(1)).item() == 2
-
-
-def test_a_custom_function_is_refused_with_a_record_too():
-    """A rank replays; a model file that changed since the plan must not slip through."""
-    specs = batch.describe(ones(2), ones(3), 2, 3)
-    model = torch_private.skeleton(Reader(lambda m, x, h: Double.apply(h) is not None))
-    with pytest.raises(CaptureError, match="custom autograd.Function"):
-        trace(model, ones(2), specs, reads=())
 
 
 def test_a_check_is_an_op_that_a_trace_of_fake_tensors_keeps():

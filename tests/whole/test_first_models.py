@@ -208,6 +208,46 @@ class Rows(nn.Module):
 """
         + VECTORS.replace("DTYPE", "torch.float32")
     ),
+    "odd": Story(
+        """\
+import torch
+from torch import nn
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, by):
+        ctx.by = by
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -ctx.by * gradient, None
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.middle = nn.Linear(16, 16)
+        self.down = nn.Linear(16, 4)
+        self.register_buffer("mean", torch.zeros(16))
+
+    def forward(self, x):
+        hidden = self.up(x).relu()
+        self.mean = 0.9 * self.mean + 0.1 * hidden.detach().mean(0)
+        hidden = Reversed.apply(hidden - self.mean, 0.5)
+        return self.down(self.middle(hidden).relu())
+
+NET = []
+
+def model():
+    NET[:] = [Net()]
+    return NET[0]
+
+def loss(outputs, batch):
+    return ((outputs - batch["target"]) ** 2).mean() + 0.1 * NET[0].down.weight.norm()
+"""
+        + VECTORS.replace("DTYPE", "torch.float32").partition("def loss")[0]
+    ),
     "a package beside the file": Story(
         """\
 from dataclasses import dataclass
@@ -329,7 +369,7 @@ def one_process(source: str) -> tuple[list[float], list[dict[str, torch.Tensor]]
 
 
 @pytest.mark.parametrize(
-    "name", chosen(STORIES, now=("bf16", "default dtype", "transformers' ViT"))
+    "name", chosen(STORIES, now=("bf16", "default dtype", "transformers' ViT", "odd"))
 )
 def test_from_the_model_file_to_trained_steps(name: str, autopipe: Shell) -> None:
     story, folder = STORIES[name], autopipe.folder

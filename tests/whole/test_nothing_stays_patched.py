@@ -63,7 +63,7 @@ def _as_before() -> Iterator[None]:
 
 class Custom(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
         return x * 2
 
     @staticmethod
@@ -77,7 +77,7 @@ class Refused(nn.Module):
         self.layer = nn.Linear(3, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Custom.apply(self.layer(x)).mean()  # type: ignore[no-untyped-call, no-any-return]
+        return Custom.apply(self.layer(x), self.layer).mean()  # type: ignore[no-untyped-call, no-any-return]
 
 
 def planned() -> autopipe.Plan:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import autopipe
+from autopipe.planners.costs.profile import Costing, Profiled
 from autopipe.planners.driver.candidate import Candidate
-from autopipe.planners.driver.profile import Costing, Profiled
 from autopipe.planners.search.best import Answer
 from autopipe.planners.search.descent import TOLERANCE
 from tests.support.inprocess import machine

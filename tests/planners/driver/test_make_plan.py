@@ -19,11 +19,11 @@ from autopipe.frontend.loss import Loss
 from autopipe.planfile import programs
 from autopipe.planfile.parts import Boundary, Prediction
 from autopipe.planfile.predict import with_prediction
+from autopipe.planners.costs.profile import Costing, Profiled
 from autopipe.planners.driver import arguments as asked
 from autopipe.planners.driver import refine
 from autopipe.planners.driver.arguments import WINDOW
 from autopipe.planners.driver.candidate import Candidate
-from autopipe.planners.driver.profile import Costing, Profiled
 from autopipe.planners.search.best import Answer
 from autopipe.schedules.instructions import holders
 from autopipe.schedules.registry import make

@@ -4,7 +4,7 @@
             --profiled--> Problem with bytes
 
 Seconds follow from formulas (`ir.op_costs`). Bytes saved for backward are observed in runs without
-memory (`planners.driver.saved_tensors`). Of equal repeated blocks only a few are run and costed
+memory (`planners.costs.saved_tensors`). Of equal repeated blocks only a few are run and costed
 (`ir.repeats`).
 """
 
@@ -21,8 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from autopipe.cluster.cluster import Device, Link
-from autopipe.cluster.measured import KERNELS, Need
+from autopipe.cluster.cluster import Link
 from autopipe.cluster.tp_groups import GroupKind
 from autopipe.ir import op_costs, op_seconds
 from autopipe.ir.blocks import Block
@@ -30,8 +29,9 @@ from autopipe.ir.cut_points import Units
 from autopipe.ir.dataflow import Dataflow, obstacle
 from autopipe.ir.graph import Graph, Ref, State, TensorSpec, bytes_at
 from autopipe.ir.repeats import Short, Uneven, shortened
-from autopipe.planners.driver.fused_costs import fused
-from autopipe.planners.driver.saved_tensors import Made, Saving
+from autopipe.planners.costs.fused_costs import fused
+from autopipe.planners.costs.precision_of import computed_in
+from autopipe.planners.costs.saved_tensors import Made, Saving
 from autopipe.planners.model.devices import Machine
 from autopipe.planners.model.problem import (
     Constraints,
@@ -41,7 +41,7 @@ from autopipe.planners.model.problem import (
     Seconds,
     Shared,
 )
-from autopipe.stages.precision import AUTOCAST, COMPUTED_LOW, copy_bytes
+from autopipe.stages.precision import copy_bytes
 
 Sending = Callable[[Graph, int, Link], Sequence[tuple[float, float]]]
 """From a graph, the rows of a micro-batch and a link to each node's seconds of communication,
@@ -235,46 +235,6 @@ class Costing:
                 _by_unit(exchange.sum(axis=0)[short.like], starts) for exchange in exchanges
             ),
         )
-
-
-def whole_seconds(graph: Graph, device: Device, precision: str, rows: int = 1) -> float:
-    """Seconds in which a device computes forward and backward of so many rows, node after node."""
-    formulas = op_costs.costs(graph)
-    both = op_seconds.seconds(formulas, rows, device, computed_in(graph, formulas, precision))
-    return float(sum(way.sum() for way in both))
-
-
-def need(graph: Graph, precision: str) -> Need:
-    """The figures of a device that the graph's seconds follow from."""
-    formulas = op_costs.costs(graph)
-    pairs = zip(formulas, computed_in(graph, formulas, precision), strict=True)
-    dtypes = {op_seconds.rate_name(dtype) for formula, dtype in pairs if formula.dims}
-    kernels = {formula.kernel for formula in formulas}
-    return Need(tuple(sorted(dtypes)), tuple(sorted(kernels & {*KERNELS})))
-
-
-def products(graph: Graph) -> tuple[str, ...]:
-    """What the model itself multiplies matrices in, as a plan has it."""
-    found = {
-        op_seconds.rate_name(formula.dtype) for formula in op_costs.costs(graph) if formula.dims
-    }
-    return tuple(sorted(found)) or ("fp32",)
-
-
-def computed_in(
-    graph: Graph, formulas: Sequence[op_costs.NodeCost], precision: str
-) -> list[torch.dtype]:
-    """What each node computes in: under autocast some in another dtype than the graph says.
-
-    torch leaves those of fp64 as they are.
-    """
-    low = AUTOCAST.get(precision)
-    return [
-        formula.dtype
-        if low is None or node.short not in COMPUTED_LOW or formula.dtype == torch.float64
-        else low
-        for node, formula in zip(graph.nodes, formulas, strict=True)
-    ]
 
 
 def _by_unit(seconds: NDArray[np.float64], starts: NDArray[np.int64]) -> Seconds:

@@ -16,7 +16,7 @@ from autopipe.ir.cut_points import find_units
 from autopipe.ir.dataflow import analyse
 from autopipe.ir.graph import bytes_at
 from autopipe.ir.partition import partition
-from autopipe.planners.driver.profile import Costing
+from autopipe.planners.costs.profile import Costing
 from autopipe.planners.model.devices import machine_of
 from autopipe.planners.model.problem import Constraints
 from autopipe.planners.model.range_tables import tables

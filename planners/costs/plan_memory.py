@@ -9,7 +9,7 @@ The estimate that chose the plan adds up parts; these are the bytes that its run
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopipe.errors import InfeasibleError
@@ -21,8 +21,8 @@ from autopipe.joint.split_backward import Wanted
 from autopipe.planfile import programs
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import BUCKET_BYTES, Boundary, Memory
-from autopipe.planners.driver.gathered import Unit, units_of
-from autopipe.planners.driver.tp_degrees import Degree
+from autopipe.planners.costs.gathered import Unit, units_of
+from autopipe.planners.costs.tp_degrees import Degree
 from autopipe.planners.model.eager_depths import choose, pipeline
 from autopipe.planners.model.memory import excess
 from autopipe.planners.model.range_tables import block_bytes, gathered_bytes
@@ -248,7 +248,7 @@ def _shard(shape: Sequence[Dim], size: int, ranks: int) -> int:
 
 
 def _passing(
-    graph: Graph, names: Collection[str], peak: Counter[str], plan: Plan
+    graph: Graph, names: Iterable[str], peak: Counter[str], plan: Plan
 ) -> tuple[int, bool]:
     """Bytes of `Memory.passing`, and whether they are those of the sum over ranks.
 

@@ -8,7 +8,7 @@ from autopipe.cluster.tp_groups import slowest_kind, tp_groups
 from autopipe.errors import InfeasibleError
 from autopipe.ir.blocks import find_blocks
 from autopipe.ir.dataflow import analyse
-from autopipe.planners.driver.tp_degrees import Degree, as_one_rank, degrees, sending_seconds
+from autopipe.planners.costs.tp_degrees import Degree, as_one_rank, degrees, sending_seconds
 from tests.support.inprocess import machine
 from tests.support.staged import traced
 

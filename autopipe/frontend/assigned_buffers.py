@@ -1,0 +1,92 @@
+"""Let a buffer that a module assigns anew be one that it writes, for a graph can say only that.
+
+    eager                                       the graph
+                                                own, self.ema = self.ema, self.ema.clone()
+    self.ema = 0.9 * self.ema + 0.1 * mean      self.ema = 0.9 * self.ema + 0.1 * mean
+                                                own.copy_(self.ema)
+
+The first and the last line of the graph stand where the call of the module that owns the buffer
+begins and ends. The copy at the beginning is what autograd saves: the buffer itself changes later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopipe.errors import CaptureError
+from autopipe.frontend.user_lines import begins
+
+
+def buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    """Every buffer under every name."""
+    return dict(model.named_buffers(remove_duplicate=False))
+
+
+@contextmanager
+def written(model: nn.Module, names: Collection[str]) -> Iterator[set[str]]:
+    """Within, the buffers `names` are written by the modules that assign them.
+
+    Yields:
+        a set, which at the end has the names of the other buffers that were assigned. Each buffer
+        is then the tensor that it was before.
+
+    Raises:
+        CaptureError: a buffer gets another shape or dtype, or is assigned outside of the call of
+            its own module.
+    """
+    before, found = buffers_of(model), set[str]()
+    try:
+        with ExitStack() as until:
+            for name in names:
+                path, _, leaf = name.rpartition(".")
+                module = model.get_submodule(path)
+                call = _Around(module, leaf, name)
+                until.callback(module.register_forward_pre_hook(call.begin).remove)
+                until.callback(module.register_forward_hook(call.end).remove)
+            yield found
+        after = buffers_of(model)
+        found |= {name for name, buffer in before.items() if after.get(name) is not buffer}
+        if outside := found & set(names):
+            name = min(outside)
+            owner = model.get_submodule(name.rpartition(".")[0])
+            raise CaptureError(
+                f"{begins(type(owner).forward)}: the buffer {name!r} is assigned, and not in the "
+                "forward of its own module",
+                hint="write it in place, buffer.copy_(value), or assign it in its own module",
+            )
+    finally:
+        for name in before.keys() & found:
+            path, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(path), leaf, before[name])
+
+
+class _Around:
+    """The hooks around the calls of a module that assigns its buffer `leaf`."""
+
+    def __init__(self, module: nn.Module, leaf: str, name: str) -> None:
+        self._leaf = leaf
+        self._name = name
+        self._own: list[Tensor] = []
+
+    def begin(self, module: nn.Module, args: Any) -> None:
+        own = getattr(module, self._leaf)
+        self._own.append(own)
+        setattr(module, self._leaf, own.clone())
+
+    def end(self, module: nn.Module, args: Any, output: Any) -> None:
+        own, new = self._own.pop(), getattr(module, self._leaf)
+        if (new.shape, new.dtype) != (own.shape, own.dtype):
+            raise CaptureError(
+                f"{begins(type(module).forward)}: the buffer {self._name!r} is assigned a tensor "
+                f"{new.dtype} of shape {tuple(new.shape)}, and was {own.dtype} of shape "
+                f"{tuple(own.shape)}",
+                hint="keep its shape and dtype, and write what changes in place",
+            )
+        with torch.no_grad():
+            own.copy_(new)
+        setattr(module, self._leaf, own)

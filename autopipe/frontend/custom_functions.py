@@ -1,0 +1,129 @@
+"""Make a user's `torch.autograd.Function` one op of the graph, whose own backward runs.
+
+    Reverse.apply(x, 0.5)     traced as     autopipe::function([x], "model.Reverse(_, 0.5)")
+
+torch.export would inline its forward and lose its backward. The op calls `apply` itself, wherever
+it runs: in a trace, in a dry run without memory, on a rank. Each process knows the class behind the
+text from its own trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopipe.errors import CaptureError
+from autopipe.frontend import user_lines
+from autopipe.frontend.transformers_adapter import CHECKPOINT_HINT
+from autopipe.ir.torch_patches import replacing_custom_functions
+from autopipe.ir.torch_private import storage_key, version
+
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)
+
+
+@dataclass
+class _Applied:
+    """A Function with its arguments but for the tensors; `single`: it gives a tensor, no tuple."""
+
+    kind: type
+    apply: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    single: bool = True
+
+
+class _Given:
+    """Stands for a tensor among the arguments."""
+
+    def __repr__(self) -> str:
+        return "_"
+
+
+_PLACE = _Given()
+_known: dict[str, _Applied] = {}
+
+_library = torch.library.Library("autopipe", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("function(Tensor[] tensors, str call) -> Tensor[]")  # type: ignore[no-untyped-call]
+
+
+def _run(tensors: Sequence[Tensor], call: str) -> list[Tensor]:
+    """Apply the Function; no result is in the memory of an argument, as the op's schema says."""
+    applied, given = _known[call], iter(tensors)
+    before = [version(tensor) for tensor in tensors]
+    made = applied.apply(*(next(given) if a is _PLACE else a for a in applied.arguments))
+    applied.single = isinstance(made, Tensor)
+    results = [made] if isinstance(made, Tensor) else list(made)
+    if not all(isinstance(result, Tensor) for result in results):
+        raise _refusal(applied.kind, "gives something that is no tensor")
+    if before != [version(tensor) for tensor in tensors]:
+        raise _refusal(applied.kind, "writes its input in place")
+    theirs = {storage_key(tensor) for tensor in tensors}
+    return [r.clone() if storage_key(r) in theirs else r for r in results]
+
+
+_library.impl("function", _run, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def as_ops() -> Iterator[None]:
+    """Within, a custom Function that is applied is an op of a trace.
+
+    Raises:
+        CaptureError: a Function cannot be one op; names its class and the user's line.
+    """
+    seen: dict[str, type] = {}
+
+    def applied(kind: type, apply: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+        if kind.__module__.startswith("torch._"):  # how torch runs ops of torch.library
+            return apply(*args, **kwargs)
+        _check(kind, args, kwargs)
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        arguments = tuple(_PLACE if isinstance(arg, Tensor) else arg for arg in args)
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        call = f"{name}({', '.join(map(repr, arguments))})"
+        if seen.setdefault(call, kind) is not kind:
+            raise _refusal(kind, "is one of two of that name")
+        _known[call] = _Applied(kind, apply, arguments)
+        made = torch.ops.autopipe.function.default(tensors, call)
+        return made[0] if _known[call].single else tuple(made)
+
+    with replacing_custom_functions(applied):
+        yield
+
+
+def _check(kind: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    if kind.__module__ == "torch.utils.checkpoint":
+        raise CaptureError(
+            f"{user_lines.here()}: "
+            "torch.utils.checkpoint is called in its reentrant mode, whose "
+            "backward cannot be traced; the other one becomes recomputed blocks of the plan",
+            hint="checkpoint(..., use_reentrant=False); of a model of transformers "
+            f"{CHECKPOINT_HINT}",
+        )
+    if kind.__module__.startswith("torch."):
+        raise _refusal(kind, "is torch's own, and not for one process alone")
+    for arg in (*args, *kwargs.values()):
+        if not isinstance(arg, Tensor) and not _is_plain(arg):
+            raise _refusal(kind, f"is given a {type(arg).__name__}")
+    if kwargs:
+        raise _refusal(kind, "is given arguments by name")
+
+
+def _is_plain(arg: Any) -> bool:
+    """Whether an argument is the same for every micro-batch, and has no tensor inside."""
+    if isinstance(arg, tuple | list):
+        return all(map(_is_plain, arg))
+    return isinstance(arg, _PLAIN)
+
+
+def _refusal(kind: type, what: str) -> CaptureError:
+    return CaptureError(
+        f"{user_lines.here()}: {kind.__module__}.{kind.__qualname__}, a custom autograd.Function, "
+        f"{what}; in a graph it takes tensors, numbers and texts, and gives new tensors",
+        hint="change its forward so, or register it as an op with torch.library.custom_op and "
+        "register_autograd",
+    )

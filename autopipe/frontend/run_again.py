@@ -1,0 +1,146 @@
+"""Run a model again, to see whether it then makes other calls of torch.
+
+    random.random() < 0.5         after other seeds of Python's and numpy's generators
+    self.count += 1               after its own first call
+
+A trace has what one run computes, for good: numbers from outside torch are constants in it, and so
+is what the model keeps in plain attributes. Some models draw a number that changes nothing
+(`if draw < self.layerdrop` where that is 0), or keep what they only look at (`self.last = hidden`):
+these make the same calls again.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.overrides import TorchFunctionMode
+
+from autopipe.errors import CaptureError
+from autopipe.frontend import user_lines
+from autopipe.ir.graph import tensors_in
+from autopipe.ir.torch_private import is_fake
+
+RUNS = 8
+"""Runs with other seeds."""
+
+SMALL = 4096
+"""Elements of a tensor up to which its values count as part of a call."""
+
+
+def calls_of(run: Callable[[], object]) -> tuple[Hashable, ...]:
+    """The calls of torch that a run makes, with the numbers and small tensors that go into them."""
+    with _Noted() as noted:
+        run()
+    return tuple(noted.calls)
+
+
+def check_draws(draws: Draws, run: Callable[[], object]) -> None:
+    """Refuse a model in which `draws` were seen, if what it computes depends on them.
+
+    Args:
+        run: runs the model once more.
+
+    Raises:
+        CaptureError: names the line that draws; with numpy, the next one that calls torch.
+    """
+    if not draws.place:
+        return
+    logs = set()
+    with restored():
+        for seed in range(RUNS):
+            _seed(seed)
+            logs.add(calls_of(run))
+        place = _line_of_python(run) or draws.place
+    if len(logs) > 1:
+        raise CaptureError(
+            f"{place}: the model computes with random numbers that are not torch's "
+            "(Python's random or numpy.random); they would be constants of its graph",
+            hint="draw with torch, and use the number in torch: "
+            "torch.where(torch.rand(()) < 0.5, self.layer(x), x)",
+        )
+
+
+def _line_of_python(run: Callable[[], object]) -> str:
+    """The user's line at which Python's generator is drawn from; empty if it is not."""
+    places: list[str] = []
+
+    def seen(frame: Any, event: str, called: Any) -> None:
+        if event == "c_call" and isinstance(getattr(called, "__self__", None), random.Random):
+            places.append(user_lines.here())
+
+    before = sys.getprofile()
+    sys.setprofile(seen)
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+    return places[0] if places else ""
+
+
+class Draws(TorchFunctionMode):
+    """Finds the first call of torch before which a number was drawn; `place` is its line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = ""
+        self._before = _states()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.place and _states() != self._before:
+            self.place = user_lines.here()
+        return func(*args, **(kwargs or {}))
+
+
+class _Noted(TorchFunctionMode):
+    """Notes calls with the numbers and the small tensors that go into them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Hashable] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = [a for a in (*args, *(kwargs or {}).values()) if isinstance(a, int | float | str)]
+        values = [
+            str(tensor.shape)
+            if is_fake(tensor) or tensor.numel() > SMALL
+            else repr(tensor.detach().tolist())
+            for tensor in tensors_in((args, kwargs or {}))
+        ]
+        self.calls.append((str(func), repr(plain), *values))
+        return func(*args, **(kwargs or {}))
+
+
+def _numpy() -> Any:
+    """numpy.random, if anything has imported it."""
+    return sys.modules.get("numpy.random")
+
+
+def _states() -> Hashable:
+    numpy = _numpy()
+    if numpy is None:
+        return random.getstate(), None
+    _, keys, position, *_ = numpy.get_state()
+    return random.getstate(), (keys.tobytes(), position)
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    if _numpy() is not None:
+        _numpy().seed(seed)
+
+
+@contextmanager
+def restored() -> Iterator[None]:
+    """Within, both generators may be drawn from; afterwards they are as before."""
+    before, numpy = random.getstate(), _numpy()
+    arrays = numpy.get_state() if numpy is not None else None
+    try:
+        yield
+    finally:
+        random.setstate(before)
+        if arrays is not None:
+            numpy.set_state(arrays)

@@ -1,0 +1,220 @@
+"""What a model does that no graph can say; each is refused with the user's line.
+
+a hook on a gradient                  a graph has no backward of its own
+a parameter frozen or freed           which are trained is decided before the first forward
+a parameter's gradient read           it holds what earlier micro-batches left
+random numbers seeded by the model    every random op of a graph has a stream of its own
+hooks on what autograd saves          they may change it
+"""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+
+from autopipe.errors import CaptureError
+from autopipe.frontend import user_lines
+from autopipe.ir.graph import tensors_in
+from autopipe.ir.torch_patches import seeing_saved_tensors_hooks
+from autopipe.ir.torch_private import (
+    TorchDispatchMode,
+    is_control_flow,
+    is_transformed,
+    module_backward_hooks,
+    tensor_hooks,
+)
+
+_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
+
+AS_AN_OP = (
+    "make what it does an op of the forward: a torch.autograd.Function that gives its input and "
+    "whose backward changes the gradient"
+)
+"""The smallest edit in the place of a hook."""
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse what a model is made of, before it runs: hooks on gradients, scripted modules.
+
+    Raises:
+        CaptureError: names the module or the parameter, and the line of a hook.
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"{path or 'the model'} is scripted or traced by torch.jit, which keeps its "
+                "parameters to itself",
+                hint="use the module that it was made from",
+            )
+        if isinstance(module, _NORMS) and module.momentum is None and module.track_running_stats:
+            raise CaptureError(
+                f"{path or 'the model'} is a {type(module).__name__} with momentum=None: Python "
+                "reads how many batches it has seen, another number in every micro-batch",
+                hint="give it a momentum, such as 0.1",
+            )
+        for hook in module_backward_hooks(module):
+            raise CaptureError(
+                f"{_at(hook)}{path or 'the model'} has a backward hook, which may change gradients "
+                "and is in no graph",
+                hint=AS_AN_OP,
+            )
+    for name, _ in chain(model.named_parameters(), model.named_buffers()):
+        for part in filter(keyword.iskeyword, name.split(".")):
+            raise CaptureError(
+                f"{name!r} has Python's word {part!r} in its name, and stages are Python code",
+                hint=f"call it {part}_",
+            )
+    for name, parameter in model.named_parameters():
+        for hook in filter(_is_users, tensor_hooks(parameter)):
+            raise CaptureError(
+                f"{_at(hook)}the parameter {name!r} has a hook on its gradient, which ranks that "
+                "hold a part of it, or sum it, cannot call as one process does",
+                hint="change the gradient in the optimizer, or let forward read a changed "
+                "parameter: op(self.weight)",
+            )
+
+
+def _is_users(hook: Any) -> bool:
+    """Whether a hook is none of those that a run of this model sets itself, to sum gradients."""
+    return not str(getattr(hook, "__module__", "")).startswith("autopipe.")
+
+
+def _at(function: Any) -> str:
+    place = user_lines.begins(function)
+    return f"{place}: " if place else ""
+
+
+@contextmanager
+def refused() -> Iterator[None]:
+    """Refuse what the model does within; it runs on real inputs in here.
+
+    Raises:
+        CaptureError: names the user's line.
+    """
+    with seeing_saved_tensors_hooks(_saving, lambda hooks: None), _Seeds():
+        yield
+
+
+def _saving(hooks: saved_tensors_hooks) -> None:
+    """Refuse hooks that are the user's own; torch's only keep tensors elsewhere, or recompute."""
+    if isinstance(hooks, save_on_cpu) or type(hooks).__module__ == "torch.utils.checkpoint":
+        return
+    raise CaptureError(
+        f"{user_lines.here()}: hooks on saved tensors are in no graph, and may change what "
+        "backward computes with",
+        hint="leave them out: autopipe chooses what is kept and what is recomputed",
+    )
+
+
+class RefusedCalls(TorchFunctionMode):
+    """Refuses the calls on tensors that a graph cannot say, in a trace as well.
+
+    A rank traces a model whose file may have changed since it was planned.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(is_transformed, tensors_in(args))):
+            raise CaptureError(
+                f"{user_lines.here()}: runs under a transform of torch.func (vmap, grad, jvp), "
+                "which torch.export cannot capture with the model's own parameters",
+                hint="write the batched computation out: torch.einsum, matmul, broadcasting",
+            )
+        refuse = _control_flow if is_control_flow(func) else _REFUSALS.get(func)
+        if refuse is not None:
+            refuse(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _post_hook(tensor: Tensor, hook: Any) -> None:
+    raise CaptureError(
+        f"{user_lines.here()}: a hook on a gradient is set while the model runs; no graph has it",
+        hint=AS_AN_OP,
+    )
+
+
+def _tensor_hook(tensor: Tensor, hook: Any) -> None:
+    if isinstance(tensor, nn.Parameter):
+        raise CaptureError(
+            f"{user_lines.here()}: forward sets a hook on a parameter, one more in every "
+            "micro-batch",
+            hint="change the gradient in the optimizer, or let forward read a changed parameter: "
+            "op(self.weight)",
+        )
+    _post_hook(tensor, hook)
+
+
+def _freeze(tensor: Tensor, requires_grad: bool = True) -> None:
+    if isinstance(tensor, nn.Parameter) and tensor.requires_grad != requires_grad:
+        raise CaptureError(
+            f"{user_lines.here()}: forward sets requires_grad={requires_grad} on a parameter of "
+            f"shape {tuple(tensor.shape)}; which parameters are trained is decided when the model "
+            "is planned",
+            hint="set it where the model is built; self.weight.detach() keeps a gradient out of "
+            "one use",
+        )
+
+
+def _gradient(tensor: Tensor) -> None:
+    if isinstance(tensor, nn.Parameter):
+        raise CaptureError(
+            f"{user_lines.here()}: forward reads the gradient of a parameter, which the "
+            "micro-batches before this one have left",
+            hint="read gradients in the optimizer",
+        )
+
+
+def _control_flow(*args: Any, **kwargs: Any) -> None:
+    raise CaptureError(
+        f"{user_lines.here()}: control flow inside the graph (torch.cond and its like) cannot be "
+        "split into stages",
+        hint="compute both sides and choose by torch.where",
+    )
+
+
+def _inner_gradient(*args: Any, **kwargs: Any) -> None:
+    raise CaptureError(
+        f"{user_lines.here()}: forward takes a gradient of its own, which is in no graph",
+        hint="write the derivative out as ops of the forward, or put it into a "
+        "torch.autograd.Function",
+    )
+
+
+_REFUSALS: dict[Any, Callable[..., None]] = {
+    Tensor.register_hook: _tensor_hook,
+    Tensor.register_post_accumulate_grad_hook: _post_hook,
+    Tensor.backward: _inner_gradient,
+    torch.autograd.grad: _inner_gradient,
+    torch.autograd.backward: _inner_gradient,
+    Tensor.requires_grad_: _freeze,
+    Tensor.requires_grad.__set__: _freeze,  # type: ignore[attr-defined]
+    Tensor.grad.__get__: _gradient,  # type: ignore[union-attr]
+}
+
+
+class _Seeds(TorchDispatchMode):
+    """Refuses random ops whose numbers the model itself has seeded."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._seed = torch.initial_seed()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            own = kwargs.get("generator") is not None
+            if own or torch.initial_seed() != self._seed:
+                which = "from a generator of its own" if own else "after a seed that it sets itself"
+                raise CaptureError(
+                    f"{user_lines.here()}: the model draws random numbers {which}; in a plan every "
+                    "random op draws anew from a seed of run, step and micro-batch",
+                    hint="draw fixed numbers once, in __init__, and keep them with register_buffer",
+                )
+        return func(*args, **kwargs)

@@ -1,0 +1,17 @@
+"""A graph on devices  ->  seconds and bytes: the planner's `Problem`, and a plan's exact bytes.
+
+In: a traced model, the machine, a tensor-parallel degree; later the stages of a plan.
+Out: `planners.model.problem.Problem`; for stages that are cut, the bytes that their run will hold.
+Tensors here have no memory. Never found here: searches, a user's words.
+
+Other rooms use: `profile.Costing`, `.need`, `tp_degrees.as_one_rank`, `plan_memory.dry_run`,
+`.with_memory`, `.check_fits`, `saved_tensors.observe_saved`.
+
+    tp_degrees     the model as one tensor-parallel rank runs it
+    profile        a graph -> the planner's Problem
+    precision_of   what nodes compute in, and the rates that this asks for
+    fused_costs    formulas of ops that a compiler fuses
+    saved_tensors  bytes saved for backward, observed
+    gathered       what ZeRO-3 gathers in one go
+    plan_memory    exact bytes of a Plan
+"""

@@ -1,0 +1,53 @@
+"""What a graph's nodes compute in, and what follows from that of a device's figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from autopipe.cluster.cluster import Device
+from autopipe.cluster.measured import KERNELS, Need
+from autopipe.ir import op_costs, op_seconds
+from autopipe.ir.graph import Graph
+from autopipe.stages.precision import AUTOCAST, COMPUTED_LOW
+
+
+def whole_seconds(graph: Graph, device: Device, precision: str, rows: int = 1) -> float:
+    """Seconds in which a device computes forward and backward of so many rows, node after node."""
+    formulas = op_costs.costs(graph)
+    both = op_seconds.seconds(formulas, rows, device, computed_in(graph, formulas, precision))
+    return float(sum(way.sum() for way in both))
+
+
+def need(graph: Graph, precision: str) -> Need:
+    """The figures of a device that the graph's seconds follow from."""
+    formulas = op_costs.costs(graph)
+    pairs = zip(formulas, computed_in(graph, formulas, precision), strict=True)
+    dtypes = {op_seconds.rate_name(dtype) for formula, dtype in pairs if formula.dims}
+    kernels = {formula.kernel for formula in formulas}
+    return Need(tuple(sorted(dtypes)), tuple(sorted(kernels & {*KERNELS})))
+
+
+def products(graph: Graph) -> tuple[str, ...]:
+    """What the model itself multiplies matrices in, as a plan has it."""
+    found = {
+        op_seconds.rate_name(formula.dtype) for formula in op_costs.costs(graph) if formula.dims
+    }
+    return tuple(sorted(found)) or ("fp32",)
+
+
+def computed_in(
+    graph: Graph, formulas: Sequence[op_costs.NodeCost], precision: str
+) -> list[torch.dtype]:
+    """What each node computes in: under autocast some in another dtype than the graph says.
+
+    torch leaves those of fp64 as they are.
+    """
+    low = AUTOCAST.get(precision)
+    return [
+        formula.dtype
+        if low is None or node.short not in COMPUTED_LOW or formula.dtype == torch.float64
+        else low
+        for node, formula in zip(graph.nodes, formulas, strict=True)
+    ]

@@ -1,0 +1,305 @@
+"""Run the first rows through the model and through its graph, and refuse a graph that differs.
+
+    micro-batch 0    loss, each gradient, buffers      a branch, a hook, a custom backward lost
+    micro-batch 1    loss, buffers                     what is kept from one call to the next lost
+
+Both have the same weights and run on the CPU, the graph as the module that a single stage runs.
+They call the same kernels, so most results are equal bit by bit. A model whose runs would take more
+than a second (`MOST_FLOPS`), or whose weights take much memory (`MOST_BYTES`), is not run; it is
+refused if a second call of it was seen to make other calls of torch (`Trace.unsteady`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopipe.errors import AutopipeError, CaptureError
+from autopipe.frontend import batch
+from autopipe.frontend.assigned_buffers import buffers_of
+from autopipe.frontend.quiet import libraries_hushed
+from autopipe.frontend.transformers_adapter import eager_branches
+from autopipe.ir.blocks import find_blocks
+from autopipe.ir.dataflow import analyse, is_random
+from autopipe.ir.graph import Graph, State, at_batch
+from autopipe.ir.op_costs import costs
+from autopipe.ir.partition import partition
+from autopipe.ir.torch_private import TorchDispatchMode, is_fake
+from autopipe.planfile.parts import InputSpec
+from autopipe.planners.driver.request import PlanRequest
+from autopipe.stages.lower import lower
+from autopipe.stages.precision import KEPT
+from autopipe.tracing.export import Program
+from autopipe.tracing.low_precision import parameters_in
+from autopipe.tracing.module_makes import restoring
+from autopipe.tracing.source import parameter_bytes
+from autopipe.tracing.trace import Trace
+from autopipe.util.progress import Say
+
+ROWS = 2
+"""Of a micro-batch; the trace was made with as many."""
+
+MOST_FLOPS = 1e10
+"""Operations of the graph's forward on these rows; all runs together are about eight of it."""
+
+MOST_BYTES = 2**27
+"""Bytes of the model's parameters."""
+
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
+"""How far a result may be off, as a share of its largest entry: sums in another order."""
+
+FLOOR = 1e-3
+"""A gradient is compared with its own largest entry, or with this share of the largest of all."""
+
+
+@dataclass
+class Outcome:
+    """What a run has left behind: `losses` by micro-batch, (loss,) or (sum, count); buffers too."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    buffers: list[dict[str, Tensor]] = field(default_factory=list)
+
+
+def check(request: PlanRequest, skeleton: nn.Module, traced: Trace, example: Any, say: Say) -> None:
+    """Compare a model with its graph.
+
+    Args:
+        skeleton: the model with fake parameters.
+        example: a batch that begins with the rows of the trace.
+        say: receives the reason if the two could not be compared.
+
+    Raises:
+        CaptureError: they differ; names what, by how much, and the user's line where it begins.
+    """
+    with ExitStack() as until:
+        until.enter_context(torch.random.fork_rng(devices=[]))
+        until.enter_context(_one_thread())
+        until.enter_context(eager_branches())
+        until.enter_context(libraries_hushed(heard=False))
+        model = _with_weights(request, skeleton, traced.graph)
+        both = model and _both(request, traced, model, _two(request, example, traced.inputs), say)
+    if both:
+        tolerance = TOLERANCE.get(KEPT.get(request.precision, torch.float32), 1e-4)
+        _compare(traced, *both, tolerance)
+    elif traced.unsteady:
+        raise CaptureError(
+            f"the model keeps {', '.join(traced.unsteady)} from one call to the next, and then "
+            "computes something else; its graph is that of a first call",
+            hint="keep it in a buffer, register_buffer, and write that in place",
+        )
+
+
+def _both(
+    request: PlanRequest, traced: Trace, model: nn.Module, batches: Sequence[Any], say: Say
+) -> tuple[Outcome, Outcome] | None:
+    """What the model makes of two micro-batches, and what its graph does; None: it is not told."""
+    kept = KEPT.get(request.precision)
+    with ExitStack() as until:
+        until.enter_context(_as_it_was(model))
+        if isinstance(request.loss, nn.Module):
+            until.enter_context(restoring(request.loss))
+        until.enter_context(parameters_in(model, kept))
+        if any(is_random(node) for node in traced.graph.nodes):
+            until.enter_context(_SameNumbers())
+        program = Program(model, batches[0], request.loss, traced.inputs, kept=kept, eager=True)
+        known = {**traced.graph.constants, **buffers_of(model)}
+        before = {name: tensor.clone() for name, tensor in known.items()}
+        try:
+            eager = _outcome(program, model, batches, traced.inputs, lambda: buffers_of(model))
+        except Exception as error:  # whatever the model's own code raises
+            say(f"the graph is not compared with the model, which raises {type(error).__name__}")
+            return None
+        try:
+            return eager, _of_graph(traced, model, before, batches)
+        except AutopipeError as error:  # a read that is another one in the second micro-batch
+            say(f"the graph is not compared with the model: {str(error).splitlines()[0]}")
+            return None
+        except RuntimeError as error:
+            raise CaptureError(
+                f"the graph of the model fails where the model does not: {error}"
+            ) from error
+
+
+def _two(request: PlanRequest, example: Any, specs: Sequence[InputSpec]) -> list[Any]:
+    """Two micro-batches: the one that was traced, and other rows if there are any."""
+    more = request.inputs(2 * ROWS) if callable(request.inputs) else example
+    rows = batch.flatten(batch.some_rows(more, specs, 2 * ROWS))
+    second = batch.slice_rows(specs, rows, ROWS, 2 * ROWS)
+    return [batch.two_rows(example, specs), batch.rebuild(more, second)]
+
+
+def _with_weights(request: PlanRequest, skeleton: nn.Module, graph: Graph) -> nn.Module | None:
+    """The model on the CPU; None if it is too large, has no values, or is elsewhere."""
+    flops = sum(float(at_batch(cost.forward_flops, ROWS)) for cost in costs(graph))
+    if flops > MOST_FLOPS or parameter_bytes(skeleton) > MOST_BYTES:
+        return None
+    source = request.model
+    if not isinstance(source, nn.Module):
+        torch.manual_seed(0)
+        source = source()
+    tensors = [*source.parameters(), *source.buffers()]
+    return None if any(is_fake(t) or t.device.type != "cpu" for t in tensors) else source
+
+
+@contextmanager
+def _as_it_was(model: nn.Module) -> Iterator[None]:
+    """Within, the model is in training and may change its state; it is restored at the end."""
+    buffers = buffers_of(model)
+    with restoring(model):
+        model.train()
+        try:
+            yield
+        finally:
+            for name, buffer in buffers.items():  # also under a name that was assigned
+                path, _, leaf = name.rpartition(".")
+                setattr(model.get_submodule(path), leaf, buffer)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Within, kernels take one core: sums keep their order, and busy cores are not waited for."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class _SameNumbers(TorchDispatchMode):
+    """Makes each random op draw from one seed: dead ones of the model are not in its graph."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            torch.default_generator.manual_seed(0)
+        return func(*args, **(kwargs or {}))
+
+
+def _outcome(
+    run: Any, model: nn.Module, batches: Sequence[Any], specs: Sequence[InputSpec], buffers: Any
+) -> Outcome:
+    """Run both micro-batches; `run` takes the tensors of one, `buffers` gives those of now."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    found = Outcome()
+    for number, rows in enumerate(batches):
+        leaves = batch.flatten(rows)
+        wanted = [leaves[spec.path] for spec in specs if spec.dtype != "python"]
+        results = run(*(leaf.clone() for leaf in wanted if isinstance(leaf, Tensor)))
+        results = results if isinstance(results, tuple) else (results,)
+        loss = results[0]
+        found.losses.append(
+            torch.stack([part.detach().double().reshape(()) for part in results[:2]])
+        )
+        if number == 0 and loss.requires_grad:
+            gradients = torch.autograd.grad(loss, [*trained.values()], allow_unused=True)
+            found.gradients = dict(zip(trained, gradients, strict=True))
+        found.buffers.append({name: buffer.clone() for name, buffer in buffers().items()})
+    return found
+
+
+def _of_graph(
+    traced: Trace, model: nn.Module, before: Mapping[str, Tensor], batches: Sequence[Any]
+) -> Outcome:
+    """What the graph makes of the same weights, lowered as one stage."""
+    graph = traced.graph
+    own = {name: tensor.clone() for name, tensor in before.items()}
+    named = {**own, **dict(model.named_parameters())}
+    (stage,) = partition(analyse(graph), [])
+    states = {name: named[name] for name in stage.states}
+    blocks = find_blocks(graph)
+    module = lower(graph, stage, blocks, states, traced.reads, ROWS, last=True).module
+    taken = [spec for spec in traced.inputs if spec.path in stage.inputs]
+    taken.sort(key=lambda spec: stage.inputs.index(spec.path))
+    return _outcome(module, model, batches, taken, lambda: own)
+
+
+def _compare(traced: Trace, eager: Outcome, found: Outcome, tolerance: float) -> None:
+    """Refuse the first difference: of the first micro-batch, then of the second.
+
+    Raises:
+        CaptureError: as `check`.
+    """
+    graph = traced.graph
+    first, second = (
+        _off(other, loss) for loss, other in zip(eager.losses, found.losses, strict=True)
+    )
+    if first > tolerance:
+        raise _refusal(
+            f"its loss is {float(eager.losses[0][0]):.6g}, and "
+            f"{float(found.losses[0][0]):.6g} by its graph",
+            "it differs from one call to the next, or reads what is not in its batch",
+        )
+    unequal = [n for n, g in eager.gradients.items() if _off(found.gradients[n], g) > tolerance]
+    floor = (
+        FLOOR * max((_largest(g) for g in eager.gradients.values()), default=0.0) if unequal else 0
+    )
+    off = {name: _off(found.gradients[name], eager.gradients[name], floor) for name in unequal}
+    wrong = {name: share for name, share in off.items() if share > tolerance}
+    if wrong:
+        last, place = _last_reader(graph, wrong)
+        share = f"{wrong[last]:.2g} of" if math.isfinite(wrong[last]) else "all of"
+        raise _refusal(
+            f"{len(wrong)} of its {len(eager.gradients)} gradients are other ones by its graph; "
+            f"behind {last!r} ({place or 'which no node reads'}), off by {share} its largest "
+            "entry, they agree",
+            "what follows there changes a gradient and not the result",
+        )
+    kept = ", ".join(traced.unsteady)
+    for number, (buffers, others) in enumerate(zip(eager.buffers, found.buffers, strict=True)):
+        for name, buffer in buffers.items():
+            if name in others and _off(others[name], buffer) > tolerance:
+                raise _refusal(
+                    f"its buffer {name!r} is another one by its graph after micro-batch {number}",
+                    "write buffers in place, in the forward of their own module",
+                )
+    if second > tolerance:
+        raise _refusal(
+            f"its loss in a second micro-batch is {float(eager.losses[1][0]):.6g}, and "
+            f"{float(found.losses[1][0]):.6g} by its graph, which is that of a first call"
+            + (f"; it keeps {kept}" if kept else ""),
+            "keep it in a buffer, register_buffer, and write that in place",
+        )
+
+
+def _largest(gradient: Tensor | None) -> float:
+    return float(gradient.abs().max()) if gradient is not None and gradient.numel() else 0.0
+
+
+def _refusal(what: str, hint: str) -> CaptureError:
+    return CaptureError(f"the model is not what its graph computes: {what}", hint=hint)
+
+
+def _off(found: Tensor | None, expected: Tensor | None, floor: float = 0.0) -> float:
+    """The largest difference of two tensors as a share of the largest entry of the second."""
+    if found is None or expected is None:
+        other = expected if found is None else found
+        return math.inf if other is not None and bool(other.any()) else 0.0
+    if found.shape != expected.shape:
+        return math.inf
+    if torch.equal(found, expected) or not expected.numel():
+        return 0.0
+    found, expected = found.detach().double(), expected.detach().double()
+    if not bool(expected.isfinite().all()):
+        return 0.0  # the model's own numbers are no measure
+    scale = max(float(expected.abs().max()), floor)
+    return float((found - expected).abs().max()) / scale if scale else math.inf
+
+
+def _last_reader(graph: Graph, names: Iterable[str]) -> tuple[str, str]:
+    """Of some parameters the one that is read last in forward, and the user's line there."""
+    wanted = {State(name): name for name in names}
+    for node in reversed(graph.nodes):
+        for value in node.values():
+            if value in wanted:
+                return wanted[value], node.place
+    return next(iter(wanted.values())), ""

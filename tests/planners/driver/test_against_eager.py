@@ -1,0 +1,175 @@
+"""Planning runs a few rows through the model and its graph: what no rule foresaw differs here."""
+
+import pytest
+import torch
+from torch import nn
+
+import autopipe
+from autopipe.errors import CaptureError
+from autopipe.planners.driver import against_eager
+from tests.support.inprocess import machine
+from tests.support.odd_models import Net, built, inputs, square
+
+CALLS = []
+
+
+def planned(model, loss=square, said=None, **options):
+    say = (said if said is not None else []).append
+    return autopipe.plan(
+        model, inputs, loss=loss, cluster=machine(2), batch_size=8, say=say, **options
+    )
+
+
+def refusal(model, loss=square, **options):
+    with pytest.raises(CaptureError) as error:
+        planned(model, loss, **options)
+    return str(error.value)
+
+
+class Counter(Net):
+    def begin(self):
+        self.count = 0
+
+    def inside(self, hidden):
+        self.count += 1
+        return self.middle(hidden) * self.count
+
+
+class Previous(Net):
+    def begin(self):
+        self.mean = torch.zeros(8)
+
+    def inside(self, hidden):
+        hidden = self.middle(hidden) + self.mean
+        self.mean = hidden.detach().mean(0)
+        return hidden
+
+
+class First(Net):
+    def begin(self):
+        self.cache = None
+
+    def inside(self, hidden):
+        if self.cache is None:
+            self.cache = hidden.detach().mean(0)
+        return self.middle(hidden) + self.cache
+
+
+KEPT = {Counter: "count", Previous: "mean", First: "cache"}
+
+
+@pytest.mark.parametrize("kind", KEPT, ids=lambda kind: kind.__name__)
+def test_what_is_kept_in_an_attribute_is_refused_by_its_name(kind):
+    """The graph is that of a first call; from the second micro-batch on it would be another one."""
+    said = refusal(built(kind))
+    assert "its loss in a second micro-batch is " in said
+    assert (
+        f"which is that of a first call; it keeps {KEPT[kind]}\nhint: keep it in a buffer" in said
+    )
+
+
+@pytest.mark.parametrize("kind", KEPT, ids=lambda kind: kind.__name__)
+def test_so_it_is_where_the_model_is_too_large_to_be_run(kind, monkeypatch):
+    monkeypatch.setattr(against_eager, "MOST_BYTES", 0)
+    assert f"the model keeps {KEPT[kind]} from one call to the next" in refusal(built(kind))
+
+
+class Noted(Net):
+    def inside(self, hidden):
+        self.last = self.middle(hidden)
+        self.seen = [*getattr(self, "seen", []), float(hidden.shape[1])]
+        return self.last
+
+
+def test_what_is_kept_and_not_read_is_no_obstacle(monkeypatch):
+    planned(built(Noted))
+    monkeypatch.setattr(against_eager, "MOST_BYTES", 0)
+    planned(built(Noted))
+
+
+def test_a_loss_that_counts_its_calls_is_refused():
+    def loss(outputs, batch):
+        CALLS.append(None)
+        return square(outputs, batch) * len(CALLS)
+
+    assert "the model is not what its graph computes: its loss is " in refusal(built(Net), loss)
+
+
+def test_a_gradient_that_only_eager_has_is_refused_at_the_parameter_before_it(monkeypatch):
+    """As if a trace had lost a hook once more: the check needs to know nothing of hooks."""
+    from autopipe.frontend import unsaid
+
+    class Reversed(Net):
+        def inside(self, hidden):
+            hidden = self.middle(hidden)
+            if hidden.requires_grad:
+                hidden.register_hook(lambda gradient: -gradient)
+            return hidden
+
+    monkeypatch.setattr(unsaid, "_REFUSALS", {})
+    said = refusal(built(Reversed))
+    assert "4 of its 6 gradients are other ones by its graph; behind 'middle.weight' (" in said
+    assert "odd_models.py:" in said and "off by 2 of its largest entry, they agree" in said
+
+
+class Dropping(Net):
+    """Draws a number that no result needs, before dropout: the graph has no node for it."""
+
+    def inside(self, hidden):
+        torch.rand(3)
+        return nn.functional.dropout(self.middle(hidden), 0.5, self.training)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-autocast"])
+def test_dropout_and_any_precision_agree(precision):
+    said = []
+    planned(built(Dropping), said=said, precision=precision)
+    assert not [line for line in said if "not compared" in line]
+
+
+def test_the_users_module_is_left_as_it_was():
+    class Kept(Net):
+        def begin(self):
+            self.register_buffer("average", torch.zeros(8))
+            self.calls = []
+
+        def inside(self, hidden):
+            self.calls.append(1)
+            self.average = self.average + 1
+            return nn.functional.dropout(self.middle(hidden)) + self.average
+
+    model = built(Kept)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    average, threads, state = model.average, torch.get_num_threads(), torch.get_rng_state()
+    planned(model)
+    assert model.average is average and model.calls == [] and model.training
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.get_num_threads() == threads and torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_model_that_plain_torch_cannot_run_on_these_rows_is_planned_with_a_line():
+    class Fails(Net):
+        def inside(self, hidden):
+            if type(hidden) is torch.Tensor and not torch.compiler.is_compiling() and CALLS:
+                raise ArithmeticError
+            return self.middle(hidden)
+
+    CALLS.clear()
+    model, said = built(Fails), []
+    original = against_eager._with_weights
+
+    def late(*args):
+        CALLS.append(None)
+        return original(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(against_eager, "_with_weights", late)
+        planned(model, said=said)
+    assert "the graph is not compared with the model, which raises ArithmeticError" in said
+
+
+def test_a_large_model_is_not_run(monkeypatch):
+    monkeypatch.setattr(against_eager, "_both", None)
+    monkeypatch.setattr(against_eager, "MOST_FLOPS", 0)
+    planned(built(Net))

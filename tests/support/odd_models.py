@@ -1,0 +1,69 @@
+"""Small models that do odd things, and what eager and their graphs make of three micro-batches."""
+
+import copy
+
+import torch
+from torch import nn
+
+from tests.support.staged import Step, differences, staged_step, trace_model
+
+ROWS, MICRO_BATCHES = 2, 3
+
+
+class Net(nn.Module):
+    """Three layers; a test's own code stands in the middle."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(6, 8)
+        self.middle = nn.Linear(8, 8)
+        self.down = nn.Linear(8, 4)
+        self.begin()
+
+    def begin(self):
+        pass
+
+    def forward(self, x):
+        return self.down(self.inside(self.up(x).relu()).relu())
+
+    def inside(self, hidden):
+        return self.middle(hidden)
+
+
+def inputs(rows):
+    """The first rows do not depend on how many follow."""
+    drawn = torch.randn(64, 10, generator=torch.Generator().manual_seed(0))[:rows]
+    return {"x": drawn[:, :6].clone(), "y": drawn[:, 6:].clone()}
+
+
+def square(outputs, batch):
+    return ((outputs - batch["y"]) ** 2).mean()
+
+
+def built(kind):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return kind().train()
+
+
+def eager(model, loss=square):
+    """Loss, gradients and buffers that plain torch makes of the micro-batches."""
+    batch, losses = inputs(ROWS * MICRO_BATCHES), []
+    for k in range(MICRO_BATCHES):
+        rows = {key: t[k * ROWS : (k + 1) * ROWS].clone() for key, t in batch.items()}
+        losses.append(loss(model(rows["x"]), rows))
+        (losses[-1] / MICRO_BATCHES).backward()
+    return Step.of(losses, model)
+
+
+def unlike(model, loss=square, cuts=()):
+    """Names of what a model's graph computes otherwise than the model, to rounding.
+
+    The loss may hold `model` itself, as it does where a user builds the model in a script.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        trace = trace_model(model, inputs, loss)
+        own = copy.deepcopy(model)  # before eager has changed its buffers
+        found = staged_step(own, trace, inputs(ROWS * MICRO_BATCHES), cuts, MICRO_BATCHES)
+        return differences(found, eager(model, loss), tolerance=1e-5)
