@@ -7,8 +7,8 @@
     eager      a kernel each           everything else: FSDP, DeepSpeed and DDP without compile
 
 Profiles are chosen from what the row itself says, never from how far off its prediction is.
-`engine` is the kind of pointwise kernels that the planner is to count with. It has `eager` alone,
-so all rows are predicted with that; a row's line says which engine it should have had.
+A row of fused kernels, by hand or by a compiler, is planned with compiled stages, others with eager
+ones. ZeRO-3 is not compiled: such a row's line says so.
 """
 
 from __future__ import annotations
@@ -27,19 +27,16 @@ class Software:
 
     Args:
         name: of the profile.
-        engine: what its pointwise ops run as: `fused`, or `eager` (a kernel for each op).
+        fused: whether neighbouring pointwise ops are one kernel, or each its own.
     """
 
     name: str
-    engine: str
+    fused: bool
 
 
-MEGATRON = Software("megatron", "fused")
-COMPILED = Software("compiled", "fused")
-EAGER = Software("eager", "eager")
-
-ENGINES = ("eager",)
-"""Those that `autopipe.plan` can predict with."""
+MEGATRON = Software("megatron", fused=True)
+COMPILED = Software("compiled", fused=True)
+EAGER = Software("eager", fused=False)
 
 _FIELDS = ("software", "framework", "extra", "notes", "attention", "opt_shard")
 """Columns in which tables record it."""

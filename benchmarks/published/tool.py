@@ -26,7 +26,6 @@ from autopipe.schedules.registry import SCHEDULES
 from benchmarks.published.cluster import cluster_of
 from benchmarks.published.module import Transformer
 from benchmarks.published.rows import Run, Unsupported
-from benchmarks.published.software import ENGINES
 from benchmarks.published.zero_bubble import zb_2p
 
 Asked = Mapping[str, Any]
@@ -108,6 +107,7 @@ def own_layout(run: Run) -> Outcome:
             **_schedule(run, Path(folder)),
             zero=min(run.sharding, 1) if run.sharding < 3 else 3,
             recompute=_recompute(run),
+            compile=_compiled(run),
             sequence_parallel=run.sequence_parallel,
         )
     return outcome(plan, cluster)
@@ -125,8 +125,8 @@ def free_choice(run: Run) -> Outcome:
 
 def unsaid(run: Run) -> list[str]:
     """What of the run cannot be said to the tool, and what is said instead."""
-    cluster, engine = _cluster(run), run.software.engine
-    found = [] if engine in ENGINES else [f"engine {engine} as {ENGINES[0]}"]
+    cluster = _cluster(run)
+    found = ["fused ops as eager ones"] if run.software.fused and not _compiled(run) else []
     if run.recompute in ("attention", "elementwise"):
         found.append(f"recompute {run.recompute} as none")
     if run.sharding == 2:
@@ -153,6 +153,10 @@ def _asked(run: Run, cluster: Cluster) -> Asked:
         "batch_size": run.micro_batch * run.micro_batches * run.dp,
         "precision": _precision(run, cluster),
     }
+
+
+def _compiled(run: Run) -> bool:
+    return run.software.fused and run.sharding < 3
 
 
 def _precision(run: Run, cluster: Cluster) -> str:

@@ -38,7 +38,7 @@ def test_each_fact_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_checked_plan_says_where_stages_stand() -> None:
     plan, loss = planned("gpt", 2, 1, 4, "zb-v"), ZOO["gpt"].loss
-    checked = start.check_plan(plan, loss, None, compiled=False)
+    checked = start.check_plan(plan, loss, None)
     assert checked.placed == (0, 1, 1, 0)
     assert checked.compute == programs.compute(plan)
     assert checked.sharding.ranks == 1 and checked.emitted is None

@@ -89,9 +89,9 @@ def job() -> tuple[Job, Plan]:
         found.append(job)
         return best(job, watch)
 
-    best = loss_parts.best_plan
+    best = loss_parts.best_of_engines
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loss_parts, "best_plan", note)
+        patch.setattr(loss_parts, "best_of_engines", note)
         plan = planned()
     return found[0], plan
 
@@ -129,5 +129,6 @@ def test_the_faster_one_is_taken_where_memory_matters(
         return replace(taking(change(plan), seconds[own]), loss_parts=own)
 
     monkeypatch.setattr(loss_parts, "best_plan", best)
+    monkeypatch.setattr(loss_parts, "best_of_engines", best)
     found = loss_parts.best_loss(asked, None, lambda line: None)  # type: ignore[arg-type]
     assert found.loss_parts == parts

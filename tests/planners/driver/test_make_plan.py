@@ -362,10 +362,9 @@ def test_zero_1_deals_out_masters() -> None:
     """All have what forward reads, in 16 bits, and each its rows of the masters."""
     shape: dict[str, Any] = {"cluster": machine(4), "pp": 2, "dp": 2, "planner": "uniform"}
     usual, dealt = (planned(**shape, zero=zero, precision="bf16") for zero in (0, 1))
-    # Of 6 bytes, a master and its copy, 2 + 2 are left; of 8, AdamW's moments, 4.
-    assert parts(dealt, "parameters") == [size * 4 // 6 for size in parts(usual, "parameters")]
-    assert parts(dealt, "optimizer") == [size // 2 for size in parts(usual, "optimizer")]
-    for name in ("gradients", "buffers", "activations", "transfers"):
+    for name in ("parameters", "optimizer"):
+        assert parts(dealt, name) == [size // 2 for size in parts(usual, name)]
+    for name in ("copies", "gradients", "buffers", "activations", "transfers"):
         assert parts(dealt, name) == parts(usual, name)
 
 

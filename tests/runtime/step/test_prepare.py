@@ -29,7 +29,7 @@ from tests.support.pipes import ZOO, planned
 CPU = torch.device("cpu")
 
 
-def rank_of(plan: Plan, name: str, number: int, *, compiled: bool = False) -> tuple[Rank, Split]:
+def rank_of(plan: Plan, name: str, number: int) -> tuple[Rank, Split]:
     """Rank `number` of a plan without replicas."""
     split, compute = split_as_planned(traced(name)[0], plan), programs.compute(plan)
     model, placed = ZOO[name].model(), holders(compute)
@@ -39,11 +39,11 @@ def rank_of(plan: Plan, name: str, number: int, *, compiled: bool = False) -> tu
     transport = local_network(placed)[number]
     part = RankPart(plan, plan.mesh.places[number], split, placed, CPU)
     held = HeldParameters(states, GradientSum({}, {}, {}), {})
-    return Rank(part, compute, transport, held, compiled), split
+    return Rank(part, compute, transport, held), split
 
 
-def training(plan: Plan, name: str = "gpt", number: int = 1, **options: bool) -> Executor:
-    rank, _ = rank_of(plan, name, number, **options)
+def training(plan: Plan, name: str = "gpt", number: int = 1) -> Executor:
+    rank, _ = rank_of(plan, name, number)
     return prepare.training(rank, 2)
 
 
@@ -122,12 +122,22 @@ def test_blocks_run_again_in_training_alone() -> None:
 
 
 def test_compiled_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: list[fx.GraphModule] = []
-    monkeypatch.setattr(prepare, "compile_stage", compiled.append)
-    training(planned("gpt", 2, 1, 2))
-    assert compiled == []
-    executor = training(planned("gpt", 2, 1, 2), compiled=True)
-    assert [run.engine.module for run in executor.stages.values()] == compiled  # type: ignore[attr-defined]
+    """Forward and backward as graphs, each through the compiler; in evaluation the module."""
+    graphs: list[fx.GraphModule] = []
+    modules: list[fx.GraphModule] = []
+
+    def compiler() -> Callable[[fx.GraphModule], fx.GraphModule]:
+        return lambda graph: graphs.append(graph) or graph  # type: ignore[func-returns-value]
+
+    monkeypatch.setattr(prepare, "Compiler", compiler)
+    monkeypatch.setattr(prepare, "compile_stage", modules.append)
+    plan = planned("gpt", 2, 1, 2)
+    training(plan)
+    assert graphs == modules == []
+    (run,) = training(replace(plan, compiled=True)).stages.values()
+    assert isinstance(run.engine, JointEngine) and len(graphs) == 2 and modules == []
+    (run,) = evaluation(replace(plan, compiled=True)).stages.values()
+    assert [run.engine.module] == modules  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("make", [training, evaluation])
