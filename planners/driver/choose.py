@@ -89,9 +89,16 @@ def best_of_engines(job: Job, watch: Stopwatch) -> Plan:
 
     Raises:
         InfeasibleError: no plan fits; of the refusals the one with the least shortfall.
+        AutopipeError: compiled stages are asked for, and the model has an op that cannot be.
     """
     if job.request.compiled is not None:
-        return best_plan(job, watch)
+        try:
+            return best_plan(job, watch)
+        except CannotSplit as error:
+            raise AutopipeError(
+                f"compiled stages were asked for, and this model has none: {error}",
+                hint="leave out --compile",
+            ) from error
     if not _may_compile(job):
         return best_plan(job.on_engine(compiled=False), watch)
     found: Plan | InfeasibleError
