@@ -80,15 +80,9 @@ def _asked(plan: Plan) -> Iterator[tuple[str, str]]:
         own = " and ".join(plan.products)
         yield "precision", f"{own}, the model's own, in which its tensors are counted and sent"
     if plan.compiled:
-        yield (
-            "compiled",
-            "memory-bound ops are fused; what forward need not keep runs again in them",
-        )
+        yield "compiled", "memory-bound ops are fused, and run again rather than be kept"
     if plan.zero and plan.mesh.dp > 1:
-        dealt = {
-            1: "optimizer state, with masters, is",
-            3: "parameters, gradients and optimizer state are",
-        }
+        dealt = {1: "optimizer state is", 3: "parameters, gradients and optimizer state are"}
         yield "zero", f"{plan.zero}: {dealt[plan.zero]} dealt out over the replicas"
     again = {block for stage in plan.stages for block in stage.recompute}
     if again:

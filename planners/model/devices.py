@@ -24,6 +24,7 @@ from typing import Any
 
 from autopipe.cluster.cluster import Cluster
 from autopipe.cluster.collective_time import Level, Levels, Topology, slowest
+from autopipe.cluster.datasheets import DEVICES
 from autopipe.cluster.tp_groups import GroupKind, TpGroup, distinct, nominal
 
 
@@ -54,6 +55,9 @@ class Machine:
         copying: bytes a second at which the slowest moves its own memory (`Cluster.copying`).
         means: of each device the numbers of the cluster's devices in its tensor-parallel group.
         spare: the number of the cluster's devices that are in no tensor-parallel group.
+        overlaps: whether ZeRO-3 gathers and scatters while devices compute. FSDP2 does on GPUs, in
+            streams of their own, a block ahead (Zhao et al., VLDB 2023, section 3.3); over gloo
+            it waits.
     """
 
     kinds: tuple[int, ...]
@@ -63,6 +67,7 @@ class Machine:
     copying: float = math.inf
     means: tuple[tuple[int, ...], ...] = ()
     spare: int = 0
+    overlaps: bool = False
 
     @property
     def devices(self) -> int:
@@ -143,4 +148,5 @@ def machine_of(
         cluster.copying,
         means,
         len(memory) - sum(map(len, means)),
+        all(device.kind in DEVICES for device in cluster.devices),
     ), tuple(kinds)

@@ -32,7 +32,7 @@ from autopipe.planners.model.recompute_sets import blocks_of, compositions, figu
 from autopipe.planners.model.stage_costs import (
     StageSeconds,
     costs,
-    gather_seconds,
+    gathering,
     sets_of,
     stage_seconds,
     transfer_seconds,
@@ -201,16 +201,15 @@ def _stage(
         held = int(sets.largest[compositions(problem).number[first, last]])
     parts = memory.estimate(ranges, problem, config, place.in_flight, dropped, held)
     seconds = stage_seconds(problem, config, place, ranges, extra)
-    gathering = float(gather_seconds(ranges.read, problem, config, place.group))
-    scattering = float(gather_seconds(ranges.trainable, problem, config, place.group))
+    waits = [float(wait) for wait in gathering(problem, config, place, ranges, extra)]
     transfers = float(transfer_seconds(ranges, problem, config, place.before))
     forward, backward = float(ranges.forward[kind]), float(ranges.backward[kind])
     exchange = float(ranges.exchange[kind]) if ranges.exchange else 0.0
     found = StageEstimate(
         first=first,
         last=last - 1,
-        forward_seconds=forward + gathering,
-        backward_seconds=backward + gathering + scattering + extra,
+        forward_seconds=forward + waits[0],
+        backward_seconds=backward + waits[1] + extra,
         transfer_seconds=transfers,
         period=float(seconds.period),
         in_flight=place.in_flight,
@@ -219,7 +218,7 @@ def _stage(
             COMPUTING: forward + backward - exchange,
             AGAIN: extra,
             EXCHANGES: exchange,
-            GATHERING: 2 * gathering + scattering,
+            GATHERING: sum(waits),
             "transfers": transfers,
         },
         kind=kind,

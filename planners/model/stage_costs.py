@@ -176,15 +176,40 @@ def sets_of(problem: Problem, config: Config, place: StagePlace) -> RecomputeSet
     return recompute_sets(problem, rows, place.group.kind, not splits(problem, config.schedule))
 
 
+class Gathering(NamedTuple):
+    """Seconds of a micro-batch in which a stage waits for ZeRO-3, in forward and in backward."""
+
+    forward: Times
+    backward: Times
+
+
+def gathering(
+    problem: Problem, config: Config, place: StagePlace, ranges: Tables, recompute: float | Times
+) -> Gathering:
+    """What ZeRO-3 adds: a gather in forward; in backward another one, and gradients are scattered.
+
+    Args:
+        recompute: seconds that blocks take a second time.
+    """
+    kind, group = place.group.kind, place.group
+    gathers = gather_seconds(ranges.read, problem, config, group)
+    scatters = gather_seconds(ranges.trainable, problem, config, group)
+    if not problem.machine.overlaps:
+        return Gathering(gathers, gathers + scatters)
+    backward = ranges.backward[kind] + recompute
+    return Gathering(
+        np.maximum(0.0, gathers - ranges.forward[kind]),
+        np.maximum(0.0, gathers + scatters - backward),
+    )
+
+
 def stage_seconds(
     problem: Problem, config: Config, place: StagePlace, ranges: Tables, recompute: float | Times
 ) -> StageSeconds:
     """The seconds of a stage, with those that blocks take a second time."""
     kind = place.group.kind
-    gathering = gather_seconds(ranges.read, problem, config, place.group)
-    scattering = gather_seconds(ranges.trainable, problem, config, place.group)
     computing = ranges.forward[kind] + ranges.backward[kind] + recompute
-    computing += 2 * gathering + scattering
+    computing += sum(gathering(problem, config, place, ranges, recompute))
     whole = computing + transfer_seconds(ranges, problem, config, place.before)
     reduce = reduce_seconds(ranges, problem, config, place.group)
     if config.schedule != EAGER or place.before is None:

@@ -43,7 +43,8 @@ def bound(problem: Problem, config: Config, weights: Weights = weights) -> float
         read = summed - sum(copy.bytes for copy in problem.copies)
         group = problem.machine.groups(config.dp)[0]
         seconds = (float(gather_seconds(n, problem, config, group)) for n in (read, read, summed))
-        whole += sum(seconds)
+        gathering = sum(seconds)
+        whole = max(whole, gathering) if problem.machine.overlaps else whole + gathering
     of_sum, of_largest = weights(problem, config)
     stages = stages_of(problem, config)
     return whole * (of_sum + of_largest / stages)

@@ -136,7 +136,7 @@ def test_files_run_as_the_plan_does(plan: str, tmp_path: Path) -> None:
 
 
 def test_files_of_a_plan_with_master_weights(tmp_path: Path) -> None:
-    """The graph has parameters of 16 bits, as when it was planned: it was "made for another model"."""
+    """The graph has parameters of 16 bits, as when it was planned; it was refused as another."""
     made = case("gpt", 2, precision="bf16").emit(tmp_path / "out")
     assert "low(" in (made / "stage_0.py").read_text()
 

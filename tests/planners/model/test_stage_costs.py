@@ -27,6 +27,7 @@ from autopipe.planners.model.stage_costs import (
     StageCosts,
     costs,
     gather_seconds,
+    gathering,
     largest_block,
     reduce_seconds,
     sets_of,
@@ -173,6 +174,19 @@ def test_zero_3_gathers_in_every_micro_batch_and_has_nothing_left_to_sum() -> No
     assert reduce_seconds(ranges(), PROBLEM, config, place.group) == 0
     assert stage_seconds(PROBLEM, config, place, ranges(), 0.0)[0] == 20.5 + 3 * once
     assert gather_seconds(ranges().trainable, PROBLEM, FOUR_REPLICAS, place.group) == 0
+
+
+def test_on_gpus_zero_3_gathers_while_devices_compute() -> None:
+    """What is left is waited for: of forward and of backward each its own."""
+    config = FOUR_REPLICAS._replace(zero=3)
+    gpus = replace(PROBLEM, machine=replace(PROBLEM.machine, overlaps=True))
+    place, unit = given(gpus, config, 1), ranges()
+    once = 3 / 4 * 150 / 4 + 3 * 0.25
+    forward, backward = (float(table[0]) for table in (unit.forward, unit.backward))
+    waiting = gathering(gpus, config, place, unit, 0.0)
+    assert waiting == (max(0, once - forward), max(0, 2 * once - backward))
+    assert gathering(gpus, config, place, unit, 2 * once) == (waiting.forward, 0)
+    assert gathering(PROBLEM, config, place, unit, 0.0) == (once, 2 * once)
 
 
 def test_what_all_devices_of_a_stage_send_takes_turns_on_a_shared_link() -> None:
