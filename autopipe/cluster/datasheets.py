@@ -7,6 +7,7 @@ high, for matrices half of which is zero. `autopipe probe` measures instead of r
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from autopipe.cluster.cluster import Device
@@ -343,6 +344,11 @@ DEVICES: dict[str, Datasheet] = {
         steady=STEADY_NEWER,
     ),
 }
+
+
+def are_gpus(devices: Iterable[Device]) -> bool:
+    """Whether all devices are GPUs of the datasheets."""
+    return all(device.kind in DEVICES for device in devices)
 
 
 def peak(device: Device, dtype: str) -> float | None:

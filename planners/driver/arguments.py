@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.cluster.cluster import Cluster
-from autopipe.cluster.datasheets import DEVICES
+from autopipe.cluster.datasheets import are_gpus
 from autopipe.cluster.measured import Need
 from autopipe.cluster.spec import LocalSpec, parse
 from autopipe.errors import AutopipeError, ModelError
@@ -72,7 +72,8 @@ def usual_precision(cluster: Cluster | LocalSpec, model: nn.Module, say: Say) ->
     dtypes = {parameter.dtype for parameter in model.parameters()}
     if isinstance(cluster, LocalSpec) or dtypes != {torch.float32}:
         return "fp32"
-    if not all(device.kind in DEVICES and "bf16" in device.flops for device in cluster.devices):
+    have = all("bf16" in device.flops for device in cluster.devices)
+    if not have or not are_gpus(cluster.devices):
         return "fp32"
     say("precision: bf16 with fp32 master weights; --precision asks for another")
     return "bf16"

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from autopipe.cluster.datasheets import DEVICES
+from autopipe.cluster.datasheets import are_gpus
 from autopipe.errors import AutopipeError, InfeasibleError
 from autopipe.ir.opaque_ops import OPAQUE
 from autopipe.joint.joint_graph import CannotSplit
@@ -122,9 +122,8 @@ def best_of_engines(job: Job, watch: Stopwatch) -> Plan:
 
 def _may_compile(job: Job) -> bool:
     """Whether all devices are GPUs, and all of the model can be compiled."""
-    gpus = all(device.kind in DEVICES for device in job.cluster.devices)
     opaque = any(node.op in OPAQUE for node in job.traced.graph.nodes)
-    return gpus and not opaque and job.constraints.zero != 3
+    return are_gpus(job.cluster.devices) and not opaque and job.constraints.zero != 3
 
 
 def _sharded(job: Job, found: Plan | InfeasibleError, watch: Stopwatch) -> Plan | None:

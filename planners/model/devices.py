@@ -24,7 +24,7 @@ from typing import Any
 
 from autopipe.cluster.cluster import Cluster
 from autopipe.cluster.collective_time import Level, Levels, Topology, slowest
-from autopipe.cluster.datasheets import DEVICES
+from autopipe.cluster.datasheets import are_gpus
 from autopipe.cluster.tp_groups import GroupKind, TpGroup, distinct, nominal
 
 
@@ -148,5 +148,5 @@ def machine_of(
         cluster.copying,
         means,
         len(memory) - sum(map(len, means)),
-        all(device.kind in DEVICES for device in cluster.devices),
+        are_gpus(cluster.devices),
     ), tuple(kinds)
