@@ -124,9 +124,10 @@ def main() -> None:
         process.start()
     while any(process.is_alive() for process in ranks):
         connection.wait([process.sentinel for process in ranks if process.is_alive()])
-        for rank, process in enumerate(ranks):
-            if process.exitcode:
-                sys.exit(f"process {rank} of {len(ranks)} ended with code {process.exitcode}")
+        ended = [(process.exitcode, rank) for rank, process in enumerate(ranks) if process.exitcode]
+        if ended:  # a killed one (below 0) first: its peers only missed it
+            code, rank = min(ended)
+            sys.exit(f"process {rank} of {len(ranks)} ended with code {code}")
 
 
 def _rank(rank: int, request: Request) -> None:
