@@ -27,6 +27,9 @@ from autopipe.util.stopwatch import Stopwatch
 LARGE = 2**26
 """Bytes in fp32 of the smallest micro-batch's logits, from which on they may be too many."""
 
+SHARE = 1 / 64
+"""Of a device's memory that they must take besides: for less it is not worth planning twice."""
+
 
 def best_loss(job: Job, watch: Stopwatch, say: Say) -> Plan:
     """The best plan, with the loss in as many parts as were asked for, or whole or in parts.
@@ -38,7 +41,7 @@ def best_loss(job: Job, watch: Stopwatch, say: Say) -> Plan:
     asked = job.request.loss_parts
     if asked is not None:
         return best_of_engines(replace(job, traced=with_parts(job.traced, asked)), watch)
-    if not _large(job.traced):
+    if not _large(job):
         return best_of_engines(job, watch)
     parts = usual_parts(job.traced.graph)
     in_them = replace(job, traced=with_parts(job.traced, parts))
@@ -83,10 +86,12 @@ def with_parts(traced: Traced, parts: int) -> Traced:
     return replace(traced, trace=trace, flow=flow, blocks=blocks, loss_parts=parts)
 
 
-def _large(traced: Traced) -> bool:
+def _large(job: Job) -> bool:
     """Whether the logits of the smallest micro-batch are."""
+    traced, limits = job.traced, job.constraints.memory or ()
+    room = min([*limits, *(device.memory for device in job.cluster.row)])
     every = (head.logits_bytes(traced.least.rows) for head in heads(traced.graph))
-    return max(every, default=0) >= LARGE
+    return max(every, default=0) >= max(LARGE, SHARE * room)
 
 
 def _memory_matters(plan: Plan) -> bool:
