@@ -38,8 +38,8 @@ CHEAP = frozenset(
 """Ops of aten, beside those that torch tags as pointwise, whose time is that of moving memory."""
 
 
-def chosen(graph: JointGraph, needed: Iterable[fx.Node]) -> frozenset[fx.Node]:
-    """The calls of forward that are to run again in backward.
+def chosen(graph: JointGraph, needed: Iterable[fx.Node]) -> list[fx.Node]:
+    """The calls of forward that are to run again in backward, in their order.
 
     Args:
         needed: the values of forward that backward reads.
@@ -58,26 +58,25 @@ def chosen(graph: JointGraph, needed: Iterable[fx.Node]) -> frozenset[fx.Node]:
         keeps, repeats = cut.solve()
         kept |= storages(keeps)
         again |= repeats
-    return frozenset(again)
+    return [node for node in graph.forward if node in again]
 
 
 def run_again(
-    calls: Sequence[fx.Node], outputs: Iterable[fx.Node | None], again: Collection[fx.Node]
+    calls: Sequence[fx.Node], outputs: Iterable[fx.Node | None], again: Sequence[fx.Node]
 ) -> list[fx.Node]:
     """Calls of a backward, with copies of calls of `again` before the first one that reads them.
 
     Args:
         outputs: what the backward returns; these are no copies.
+        again: in the order of forward.
     """
-    position = _positions(again)
-    fixed = {node for node in outputs if node is not None}
+    fixed = frozenset(outputs)
+    position = {node: number for number, node in enumerate(again) if node not in fixed}
     copies: dict[fx.Node, fx.Node] = {}
     renamed: dict[int, int] = {}
     made: list[fx.Node] = []
     for call in calls:
-        for node in sorted(
-            _leading_to(call, position.keys() - fixed, copies), key=position.__getitem__
-        ):
+        for node in sorted(_leading_to(call, position, copies), key=position.__getitem__):
             with node.graph.inserting_before(call):
                 twin = node.graph.node_copy(node, lambda read: copies.get(read, read))
             twin.meta |= {MADE: node.meta[MADE].again(renamed), SEGMENT: call.meta[SEGMENT]}
@@ -89,12 +88,6 @@ def run_again(
                 call.replace_input_with(read, copies[read])
         made.append(call)
     return made
-
-
-def _positions(nodes: Collection[fx.Node]) -> dict[fx.Node, int]:
-    """Of each of some nodes of one graph its number in the order of that graph."""
-    graphs = {node.graph for node in nodes}
-    return {n: number for graph in graphs for number, n in enumerate(graph.nodes) if n in nodes}
 
 
 def _leading_to(
@@ -117,22 +110,21 @@ def most_alive(calls: Sequence[fx.Node], besides: Collection[int] = ()) -> int:
     Args:
         besides: storages that are counted elsewhere.
     """
+    born: dict[int, int] = {}
     last: dict[int, int] = {}
     sizes: dict[int, int] = {}
     for number, call in enumerate(calls):
         if AGAIN in call.meta:
             made = {s: n for s, n in call.meta[MADE].storages.items() if s not in besides}
             sizes |= made
+            for storage in made:
+                born.setdefault(storage, number)
             last |= dict.fromkeys(made, number)
         last |= {s: number for s in storages(call.all_input_nodes) if s in sizes}
     change = np.zeros(len(calls) + 1, dtype=np.int64)
-    born: set[int] = set()
-    for number, call in enumerate(calls):
-        for storage in storages([call]) & sizes.keys():
-            if storage not in born and AGAIN in call.meta:
-                born.add(storage)
-                change[number] += sizes[storage]
-                change[last[storage] + 1] -= sizes[storage]
+    for storage, size in sizes.items():
+        change[born[storage]] += size
+        change[last[storage] + 1] -= size
     return int(change.cumsum().max(initial=0))
 
 

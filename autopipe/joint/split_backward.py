@@ -10,10 +10,12 @@ A linear layer y = x w' + b and what becomes of it:
       dw = mm(dy.t(), x)      weight                            backward_weight([x, dy])
       db = sum(dy, 0)         weight                              return mm(dy.t(), x), sum(dy, 0)
 
-*Input* is what the arguments' gradients need, *weight* the rest. Nothing is computed twice; forward
-saves what either half reads, and what only the first one reads goes with it. A stage whose
-arguments need no gradient, as the first of a pipeline, does all of its backward in the second half
-and nothing in the first; one without parameters the other way round.
+*Input* is what the arguments' gradients need, *weight* the rest. Forward saves what either half
+reads, and what only the first one reads goes with it. Nothing is computed twice, unless the least
+bytes are wanted (`joint.run_again`). A backward that is wanted in one piece is all in the first.
+
+A stage whose arguments need no gradient, as the first of a pipeline, does all of its backward in
+the second half and nothing in the first; one without parameters the other way round.
 """
 
 from __future__ import annotations

@@ -91,12 +91,15 @@ def _layouts(
         for boundary in (boundaries[ref] for ref in stage.outgoing)
     ]
     if last:
-        loss = graph.outputs[0]
-        assert isinstance(loss, Ref), "a loss is made by a node"
-        spec = graph.spec(loss)
-        seeds += [Layout.dense(shape_at(spec, rows), spec.dtype, place)]
-        seeds += [None] * (len(graph.outputs) - 1)
+        seeds += seeds_of_loss(graph, place)
     return tuple(arguments), tuple(seeds)
+
+
+def seeds_of_loss(graph: Graph, place: torch.device | str = "cpu") -> list[Layout | None]:
+    """Of each of a graph's results the layout of its gradient: the loss has one, and is first."""
+    loss = graph.outputs[0]
+    assert isinstance(loss, Ref), "a loss is made by a node"
+    return [Layout.dense((), graph.spec(loss).dtype, place), *[None] * (len(graph.outputs) - 1)]
 
 
 def rehearse_joint(

@@ -97,9 +97,7 @@ def _(
     ignored: int,
     reduction: int,
     dtype: torch.dtype,
-    width: int,
-    begin: int,
-    axis: str,
+    *others: Any,
 ) -> tuple[Tensor, Tensor]:
     rows = x.new_empty((target.numel(),), dtype=_wide(weight.dtype))
     return x.new_empty((), dtype=dtype), rows
@@ -150,20 +148,8 @@ BACKWARD = torch.ops.autopipe.vocabulary_loss_backward.default
 
 
 @vocabulary_loss_backward.register_fake
-def _(
-    gradient: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    total: Tensor,
-    ignored: int,
-    reduction: int,
-    width: int,
-    begin: int,
-    wanted: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _gradients(x, weight, wanted)
+def _(gradient: Tensor, x: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _gradients(x, weight, others[-1])
 
 
 def _gradients(x: Tensor, weight: Tensor, wanted: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.errors import AutopipeError, CaptureError, ModelError
-from autopipe.frontend import assigned_buffers, run_again, unsaid
+from autopipe.frontend import assigned_buffers, second_run, unsaid
 from autopipe.frontend import batch as batches
 from autopipe.frontend.loss import Loss, SumCount, outputs_to_loss
 from autopipe.frontend.quiet import libraries_hushed
@@ -246,20 +246,20 @@ class _Look:
             names = changed()
         if names:
             with restoring(*self.program.parts):
-                first, second = (run_again.calls_of(self._again) for _ in range(2))
+                first, second = (second_run.calls_of(self._again) for _ in range(2))
             self.program.unsteady = names if first != second else ()
         return found
 
     def _watched(self, within: AbstractContextManager[object]) -> tuple[Read, ...]:
         """The reads of a run that does nothing that no graph can say."""
-        draws = run_again.Draws()
+        draws = second_run.Draws()
 
         def run() -> None:
             with within, unsaid.refused(), draws:
                 self.run()
 
         found = record(run, self.run, numbers=self.numbers)
-        run_again.check_draws(draws, self._again)
+        second_run.check_draws(draws, self._again)
         return found
 
     def _again(self) -> None:
@@ -275,7 +275,7 @@ def _record(
 ) -> tuple[Read, ...]:
     look = _Look(program, tensors, numbers)
     try:
-        with quiet(), run_again.restored():
+        with quiet(), second_run.restored():
             return look.reads(within)
     except ReadsParameter as found:
         if real is None:

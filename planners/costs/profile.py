@@ -48,6 +48,10 @@ Sending = Callable[[Graph, int, Link], Sequence[tuple[float, float]]]
 forward and backward."""
 
 
+Formulas = tuple[Sequence[op_costs.NodeCost], Sequence[torch.dtype]]
+"""The costs of a graph's nodes, and what each computes in."""
+
+
 class Profiled(NamedTuple):
     """A problem with its bytes, and what it leaves out.
 
@@ -177,13 +181,14 @@ class Costing:
         """The problem by the seconds of a short graph."""
         flow, units, may = self.flow, self.units, self._may
         parameters, constants, copies = _states(flow.graph, flow, units, ())
+        costs = self._formulas(short)
         return Problem(
             units=len(units.starts),
             blocks=tuple(_block_units(units, self.blocks)),
             parameters=parameters,
             constants=constants,
             optimizer_factor=self.optimizer_factor,
-            profiles=tuple(self._profile(short, size) for size in self.rows),
+            profiles=tuple(self._profile(short, costs, size) for size in self.rows),
             batch=self.batch,
             machine=self.machine,
             window=self.window,
@@ -202,7 +207,7 @@ class Costing:
             largest=_largest(flow, units),
         )
 
-    def _formulas(self, short: Short) -> tuple[Sequence[op_costs.NodeCost], list[torch.dtype]]:
+    def _formulas(self, short: Short) -> Formulas:
         """The costs of a short graph's nodes, and what each computes in."""
         formulas = op_costs.costs(short.graph)
         dtypes = computed_in(short.graph, formulas, self.precision)
@@ -210,9 +215,9 @@ class Costing:
             formulas = fused(short.graph, formulas, self._segments(short))
         return formulas, dtypes
 
-    def _profile(self, short: Short, rows: int) -> Profile:
+    def _profile(self, short: Short, costs: Formulas, rows: int) -> Profile:
         starts, graph = np.array(self.units.starts), short.graph
-        formulas, dtypes = self._formulas(short)
+        formulas, dtypes = costs
         exchanges: list[NDArray[np.float64]] = []
         times = []
         for device, link in self.kinds:

@@ -1,9 +1,10 @@
-"""Which bytes autograd saves for backward, observed by running a graph on tensors without memory.
+"""Which bytes a graph saves for backward, observed by running it on tensors without memory.
 
     graph, rows --observe_saved--> Seen: each saved storage, its bytes, the node that makes it and
                                    the nodes that save it
 
-Of equal repeated blocks only a few are run (`ir.repeats`).
+Autograd saves them, or, where stages are compiled, the graphs of `joint.split_backward`. Of equal
+repeated blocks only a few are run (`ir.repeats`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from autopipe.ir.repeats import Short, Storage, Uneven
 from autopipe.ir.torch_private import fake_mode, storage_key
 from autopipe.joint.joint_graph import Layout, differentiate, storages
 from autopipe.joint.split_backward import kept
+from autopipe.joint.split_backward_layouts import seeds_of_loss
 from autopipe.planners.model.problem import Saved
 from autopipe.stages.dry_run import fake_state
 from autopipe.stages.lower import Lowered, lower
@@ -184,12 +186,12 @@ def observe_saved(
         owned = {storage_key(tensor) for tensor in (*states.values(), *inputs, *copies)}
         name = f"counting what is kept of {rows} rows"
         with phase(name, of=len(lowered.module.graph.nodes)) as done:
-            watch = _Watch(flow, lowered.module, owned, done)
+            watch = _Watch(flow, lowered.module, owned, done, segments)
             if segments is None:
                 with observing(watch.pack), computing(how):
                     watch.run(*inputs)
             else:
-                watch.kept = _kept_by_graphs(graph, lowered, inputs, precision, watch, segments)
+                watch.kept = _kept_by_graphs(graph, lowered, inputs, precision, watch)
     at = short.kept
     if not short.uniform({at[position]: look for position, look in watch.looks.items()}):
         raise Uneven
@@ -213,15 +215,10 @@ def _kept_by_graphs(
     inputs: Sequence[Tensor],
     precision: str,
     watch: _Watch,
-    segments: Sequence[str | None],
 ) -> dict[int, _Storage]:
     """What the joint graph of a whole model keeps, each with the nodes that read it."""
-    loss = graph.outputs[0]
-    assert isinstance(loss, Ref), "a loss is made by a node"
-    spec = graph.spec(loss)
-    seeds = [Layout.dense((), spec.dtype), *[None] * (len(graph.outputs) - 1)]
-    watch.segments = segments
-    joint = differentiate(lowered, [Layout.of(x) for x in inputs], seeds, precision, watch.run)
+    layouts = [Layout.of(x) for x in inputs]
+    joint = differentiate(lowered, layouts, seeds_of_loss(graph), precision, watch.run)
     found: dict[int, _Storage] = {}
     readers: dict[int, list[int]] = defaultdict(list)
     for node in joint.forward:
@@ -254,7 +251,14 @@ class _TensorLook(NamedTuple):
 class _Watch(fx.Interpreter):
     """Interprets a lowered graph and notes which nodes make and which save each storage."""
 
-    def __init__(self, flow: Dataflow, module: fx.GraphModule, owned: set[int], done: Done) -> None:
+    def __init__(
+        self,
+        flow: Dataflow,
+        module: fx.GraphModule,
+        owned: set[int],
+        done: Done,
+        segments: Sequence[str | None] | None,
+    ) -> None:
         super().__init__(module, garbage_collect_values=False)  # storages keep their addresses
         self.kept: dict[int, _Storage] = {}
         self.looks: dict[int, tuple[_TensorLook | None, ...]] = {}
@@ -265,16 +269,16 @@ class _Watch(fx.Interpreter):
         self._alive: list[Tensor] = []  # a storage that is gone would lend its key to another
         self._position = 0
         self._done = done
-        self.segments: Sequence[str | None] | None = None
+        self._segments = segments
 
     def run_node(self, n: fx.Node) -> Any:
         name = n.meta.get(NODE_NAME)
         if name is not None:
             self._position = self._index[name]
         with ExitStack() as stack:
-            if self.segments is not None:
+            if self._segments is not None:
                 stack.enter_context(marking(POSITION, self._position))
-                stack.enter_context(marking(SEGMENT, self.segments[self._position]))
+                stack.enter_context(marking(SEGMENT, self._segments[self._position]))
             result = super().run_node(n)
         self._done()
         made = result if isinstance(result, list | tuple) else [result]

@@ -136,11 +136,13 @@ def _sharded(job: Job, found: Plan | InfeasibleError, watch: Stopwatch) -> Plan 
     if constraints.zero is not None or constraints.tp not in (None, 1) or constraints.dp == 1:
         return None
     alone = job.on_engine(compiled=False, constraints=replace(constraints, tp=1, zero=3))
-    if isinstance(found, Plan):
-        _, least = candidate_at(alone, 1, watch).least_step()
-        if least >= found.prediction.step_seconds:
-            return None
-    return best_plan(alone, watch)
+    candidate = candidate_at(alone, 1, watch)
+    if isinstance(found, Plan) and candidate.least_step()[1] >= found.prediction.step_seconds:
+        return None
+    answers = searched({1: candidate})
+    if not answers.answers:
+        raise answers.refusals[1]
+    return _written(answers)
 
 
 def best_plan(job: Job, watch: Stopwatch) -> Plan:
@@ -149,7 +151,15 @@ def best_plan(job: Job, watch: Stopwatch) -> Plan:
     Raises:
         InfeasibleError: no plan fits; of the refusals the one with the least shortfall.
     """
-    found = _first_that_answer(job, watch)
+    return _written(_first_that_answer(job, watch))
+
+
+def _written(found: Searched) -> Plan:
+    """The plan of the fastest answer whose exact bytes fit.
+
+    Raises:
+        InfeasibleError: there is none.
+    """
     while True:
         answer, candidate = found.best_answer(), found.candidates[found.best]
         try:

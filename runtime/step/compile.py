@@ -26,7 +26,6 @@ from autopipe.runtime.step.engine import accumulate
 from autopipe.stages.node_calls import python_only, take
 from autopipe.stages.op_tape import SEGMENT
 from autopipe.stages.precision import low
-from autopipe.stages.recompute import Recomputed
 
 Island = Callable[..., tuple[Tensor, ...]]
 
@@ -39,29 +38,48 @@ def compile_stage(module: fx.GraphModule, backend: str = "inductor") -> None:
     Args:
         backend: as `torch.compile` takes it.
     """
-    known = _Islands(backend)
+    compiler = Compiler(backend)
     for child in list(module.modules()):
-        graph_module = child.block if isinstance(child, Recomputed) else child
-        if isinstance(graph_module, fx.GraphModule):
-            graph_module.graph = _with_islands(graph_module, known)
+        if isinstance(child, fx.GraphModule):
+            child.graph = _with_islands(child, compiler)
 
 
 class Compiler:
-    """Compiles the graphs of one stage; equal islands of all of them are one.
+    """Compiles the graphs of one stage; equal islands of all of them are compiled once.
 
     Args:
         backend: as `torch.compile` takes it.
     """
 
     def __init__(self, backend: str = "inductor") -> None:
-        self._known = _Islands(backend)
+        self._backend = backend
+        self._known: dict[object, Island] = {}
 
     def __call__(self, module: fx.GraphModule) -> fx.GraphModule:
         """The graph with its islands compiled, when they first run."""
-        return fx.GraphModule(module, _with_islands(module, self._known))
+        return fx.GraphModule(module, _with_islands(module, self))
+
+    def island(self, key: object, body: fx.Graph) -> Island:
+        """The compiled function of an island."""
+        if key not in self._known:
+            self._known[key] = self._compiled(body)
+        return self._known[key]
+
+    def _compiled(self, body: fx.Graph) -> Island:
+        run: Any = torch.compile(
+            fx.GraphModule(nn.Module(), body), dynamic=False, backend=self._backend
+        )
+
+        def island(*arguments: Tensor) -> tuple[Tensor, ...]:
+            results: tuple[Tensor, ...] = run(*arguments)
+            return results
+
+        # What the stage's code calls it.
+        island.__name__ = island.__qualname__ = f"island_{len(self._known)}"
+        return island
 
 
-def _with_islands(module: fx.GraphModule, known: _Islands) -> fx.Graph:
+def _with_islands(module: fx.GraphModule, compiler: Compiler) -> fx.Graph:
     """A module's graph with each island as one call."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
@@ -73,7 +91,7 @@ def _with_islands(module: fx.GraphModule, known: _Islands) -> fx.Graph:
     given_away: list[fx.Node] = []
 
     def end() -> None:
-        _call(module, graph, island, env, known)
+        _call(module, graph, island, env, compiler)
         for node in given_away:
             copy(node)
         island.clear()
@@ -113,7 +131,7 @@ def _call(
     graph: fx.Graph,
     island: Sequence[fx.Node],
     env: dict[fx.Node, fx.Node],
-    known: _Islands,
+    compiler: Compiler,
 ) -> None:
     """Add the call of an island to `graph`, and what it makes to `env`."""
     inside = set(island)
@@ -131,7 +149,7 @@ def _call(
     body.output(tuple(renamed[node] for node in made))
     states = tuple(_state(module, node) for node in given)
     key = body.python_code("self").src, states
-    function = known.of(key, body)
+    function = compiler.island(key, body)
     call = graph.call_function(function, tuple(env[node] for node in given))
     for number, node in enumerate(made):
         env[node] = graph.call_function(take, (call, number))
@@ -146,30 +164,3 @@ def _state(module: fx.GraphModule, node: fx.Node) -> object:
     *path, name = str(node.target).split(".")
     tensor: Tensor = getattr(module.get_submodule(".".join(path)), name)
     return tuple(tensor.shape), tensor.dtype
-
-
-class _Islands:
-    """The islands of a stage, each compiled once however many blocks have it."""
-
-    def __init__(self, backend: str) -> None:
-        self._backend = backend
-        self._known: dict[object, Island] = {}
-
-    def of(self, key: object, body: fx.Graph) -> Island:
-        """The compiled function of an island."""
-        if key not in self._known:
-            self._known[key] = self._compiled(body)
-        return self._known[key]
-
-    def _compiled(self, body: fx.Graph) -> Island:
-        run: Any = torch.compile(
-            fx.GraphModule(nn.Module(), body), dynamic=False, backend=self._backend
-        )
-
-        def island(*arguments: Tensor) -> tuple[Tensor, ...]:
-            results: tuple[Tensor, ...] = run(*arguments)
-            return results
-
-        # What the stage's code calls it.
-        island.__name__ = island.__qualname__ = f"island_{len(self._known)}"
-        return island

@@ -6,7 +6,7 @@
 
 The autograd engine does both halves at once in `backward_input`, as `torch.autograd.backward` must.
 Between forward and backward it holds the *edges* of the outputs, not the outputs: their memory goes
-as soon as they are sent. The joint engine runs the graphs of `split_backward`: two halves.
+as soon as they are sent. The joint engine runs the graphs of `split_backward`: two halves, or one.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class _Flight:
 
 
 class JointEngine:
-    """Runs the three graphs of a stage's joint graph.
+    """Runs the graphs that a stage's joint graph was divided into.
 
     Parameters take their gradients through autograd's own accumulation, one by one as they are
     made, so that hooks on them fire as in a backward.
