@@ -15,41 +15,35 @@ Two sibling modules are alike if all of this holds; any doubt makes a module lik
 The code of both is the same, for their classes are; it has seen the same values, so it has taken
 the same branches. Sizes are those of the example. A formula of sizes is the same for both, since
 all that goes into it is: the code, the shapes of arguments and parameters, attributes.
+
+For the same reason a long row of siblings need not all run. After two that were alike, another one
+that finds what they found (arguments, globals, the attributes that they read) returns tensors that
+look like theirs; so a deep model is looked at in the time of a short one. Siblings 1, 2, 4, 8 ...
+and the last one run all the same. If one of them does otherwise than it should by what it finds,
+as a layer that asks an iterator, then no sibling is told by another, and the model runs again.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from autopipe.ir.torch_patches import watching_attributes
-from autopipe.ir.torch_private import storage_key, version
+from autopipe.tracing.module_calls import ModuleCall
 from autopipe.tracing.module_makes import (
-    FIXED,
     INTERNAL,
-    VALUES,
     alike_siblings,
-    attributes_of,
     candidates_of,
-    distinct_tensors,
-    frozen,
-    look_of,
-    modes,
-    namespaces_of,
-    plain_values,
 )
 from autopipe.util import shortcuts
-
-
-class Doubt(Exception):
-    """Something that cannot be compared; the module is like no other."""
 
 
 class Likeness:
@@ -58,11 +52,13 @@ class Likeness:
     Attributes:
         alike: from the path of a module to that of the first of its siblings that it is like.
         candidates: the modules that may be, by path, each with what it is made of.
+        misled: whether a sibling was told by another, and should not have been: `alike` is void.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, foretell: bool = True) -> None:
         self.alike: dict[str, str] = {}
-        self.running: _Call | None = None
+        self.misled = False
+        self.running: ModuleCall | None = None
         self.candidates = candidates_of(model) if shortcuts.on("same modules") else {}
         self._owners = {
             id(inner): path
@@ -71,6 +67,8 @@ class Likeness:
             if inner is not module
         }
         self._calls: dict[str, list[Hashable]] = defaultdict(list)
+        self._foretell = foretell
+        self._foretold = 0
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -80,12 +78,18 @@ class Likeness:
             return
         with ExitStack() as until:
             until.callback(register_module_forward_pre_hook(self._called).remove)
-            for path, (module, _) in self.candidates.items():
-                begin, end = self._begin(path, module), self._end(path)
-                before = module.register_forward_pre_hook(begin, with_kwargs=True)
-                after = module.register_forward_hook(end, with_kwargs=True)
-                until.callback(before.remove)
-                until.callback(after.remove)
+            for siblings in self._siblings():
+                kinds: list[ModuleCall] = []
+                for number, path in enumerate(siblings):
+                    module, _ = self.candidates[path]
+                    sure = number & (number - 1) == 0 or number == len(siblings) - 1
+                    module.forward = self._forward(module, kinds, sure)
+                    until.callback(delattr, module, "forward")
+                    begin, end = self._begin(path, module), self._end(path, kinds)
+                    before = module.register_forward_pre_hook(begin, with_kwargs=True)
+                    after = module.register_forward_hook(end, with_kwargs=True)
+                    until.callback(before.remove)
+                    until.callback(after.remove)
             until.enter_context(self._watching_attributes())
             until.enter_context(_Log(self))
             yield
@@ -103,18 +107,57 @@ class Likeness:
                 self.running.doubt()
                 self._calls[path].append(object())
                 return
-            self.running = _Call(module, (args, kwargs))
+            self.running = ModuleCall(module, (args, kwargs))
 
         return begin
 
-    def _end(self, path: str) -> Callable[..., None]:
+    def _siblings(self) -> list[list[str]]:
+        """The paths of the candidates, those of one parent and one make together, in order."""
+        found: dict[Hashable, list[str]] = defaultdict(list)
+        for path, (_, make) in self.candidates.items():
+            found[path.rpartition(".")[0], make].append(path)
+        return list(found.values())
+
+    def _end(self, path: str, kinds: list[ModuleCall]) -> Callable[..., None]:
         def end(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             call = self.running
-            if call is not None and call.module is module:
-                self.running = None
-                self._calls[path].append(call.finish(output))
+            if call is None or call.module is not module:
+                return
+            self.running = None
+            done = call.finish(output)
+            self._calls[path].append(done)
+            known = next((kind for kind in kinds if kind.done == done), None)
+            if known is not None:
+                known.proved = True
+            elif call.tree is not None:
+                kinds.append(call)
+            if self._foretell and call.likely and known not in call.likely:
+                self._foretell = False
+                self.misled = self._foretold > 0
 
         return end
+
+    def _forward(
+        self, module: nn.Module, kinds: list[ModuleCall], sure: bool
+    ) -> Callable[..., Any]:
+        """The forward of a module: it runs if it is `sure` to, or no sibling tells what it does."""
+        own = module.forward
+
+        @functools.wraps(own)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            call, self.running = self.running, None  # what is asked here is not the module's doing
+            if self._foretell and call is not None and call.module is module:
+                call.likely = [kind for kind in kinds if call.goes_as(kind)]
+                likely = call.likely[0] if len(call.likely) == 1 and not sure else None
+                made = likely.results_like() if likely is not None and likely.proved else None
+                if likely is not None and made is not None:
+                    self._foretold += 1
+                    self.running = call
+                    return call.as_if(likely, made)
+            self.running = call
+            return own(*args, **kwargs)
+
+        return forward
 
     def _called(self, module: nn.Module, args: Any) -> None:
         """A module runs; one inside a candidate must do so inside the candidate's call."""
@@ -150,122 +193,6 @@ class Likeness:
 
         with watching_attributes(reading, changing, removing):
             yield
-
-
-class _Call:
-    """One call of a candidate: what it has seen and done so far, in terms that two can share."""
-
-    def __init__(self, module: nn.Module, args: Any) -> None:
-        self.module = module
-        self._log: list[Hashable] = []
-        self._doubtful = False
-        self._held: list[Tensor] = []  # a tensor that is gone would lend its id to another
-        self._labels: dict[int, Hashable] = {}
-        self._paths = {id(inner): path for path, inner in module.named_modules()}
-        self._spaces = namespaces_of(module)
-        own: list[tuple[str, Tensor]] = [*module.named_parameters(), *module.named_buffers()]
-        for name, tensor in own:
-            self._hold(tensor, ("own", name))
-        mine = {storage_key(tensor) for _, tensor in own}
-        self._log.append(self._attempt(lambda: self._arguments(args, mine)))
-        self._outside = mine | {storage_key(tensor) for tensor in self._held}
-        self._versions = [version(tensor) for tensor in self._held]
-        self._known = len(self._held)
-        self._before = self._attempt(self._surroundings)
-        self._log.append(self._attempt(lambda: plain_values(self._spaces)))
-
-    def doubt(self) -> None:
-        """What happened now cannot be compared."""
-        self._doubtful = True
-
-    def _attempt(self, make: Callable[[], Hashable]) -> Hashable:
-        try:
-            return make()
-        except Doubt:
-            self._doubtful = True
-            return None
-
-    def _hold(self, tensor: Tensor, label: Hashable) -> None:
-        if id(tensor) not in self._labels:
-            self._labels[id(tensor)] = label
-            self._held.append(tensor)
-
-    def _arguments(self, args: Any, mine: set[int]) -> Hashable:
-        storages: dict[int, int] = {}
-        for number, tensor in enumerate(distinct_tensors(args)):
-            key = storage_key(tensor)
-            if key in mine:
-                raise Doubt
-            place = storages.setdefault(key, number)
-            self._hold(tensor, ("argument", number, place, look_of(tensor)))
-        return self._told(args)
-
-    def _surroundings(self) -> Hashable:
-        """The attributes of all modules inside, and the globals of their code."""
-        attributes = [
-            (path, attributes_of(vars(inner))) for path, inner in self.module.named_modules()
-        ]
-        return (tuple(attributes), plain_values(self._spaces))
-
-    def reads(
-        self, module: nn.Module, own: dict[str, Any], name: str, asking: Mapping[str, Any]
-    ) -> None:
-        """Note that code reads an attribute of some module."""
-        whose = self._paths.get(id(module), id(module))
-        if name == "__dict__":
-            if not str(asking.get("__name__")).startswith("torch.nn.modules."):
-                self._log.append(self._attempt(lambda: (whose, attributes_of(own))))
-        elif name in own:
-            self._log.append(self._attempt(lambda: (whose, name, frozen(own[name]))))
-
-    def calls(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Note the call of a torch function."""
-        if self._doubtful:
-            return
-
-        def entry() -> Hashable:
-            told = self._told((args, kwargs))
-            for tensor in distinct_tensors(result):
-                self._hold(tensor, (len(self._held), look_of(tensor)))
-            return function, told, self._told(result), modes()
-
-        self._log.append(self._attempt(entry))
-
-    def _told(self, value: Any) -> Hashable:
-        """A value with labels in the place of tensors."""
-        if isinstance(value, Tensor):
-            if id(value) not in self._labels:
-                raise Doubt  # it comes from nowhere: a global, or kept from an earlier call
-            return self._labels[id(value)]
-        if isinstance(value, tuple | list):
-            return type(value), tuple(self._told(item) for item in value)
-        if isinstance(value, dict):
-            return dict, tuple((key, self._told(item)) for key, item in value.items())
-        if isinstance(value, slice):
-            return slice, self._told((value.start, value.stop, value.step))
-        found = frozen(value)
-        if not isinstance(value, (*VALUES, *FIXED, float, complex)):
-            raise Doubt
-        return found
-
-    def finish(self, output: Any) -> Hashable:
-        """All that the call has seen and done; equal to that of another call, or to nothing."""
-        self._log.append(self._attempt(lambda: self._results(output)))
-        changed = any(
-            version(tensor) != before
-            for tensor, before in zip(self._held[: self._known], self._versions, strict=True)
-        )
-        if self._doubtful or changed or self._before != self._attempt(self._surroundings):
-            return object()
-        return tuple(self._log)
-
-    def _results(self, output: Any) -> Hashable:
-        arguments = {id(tensor) for tensor in self._held[: self._known]}
-        made = [tensor for tensor in distinct_tensors(output) if id(tensor) not in arguments]
-        keys = [storage_key(tensor) for tensor in made]
-        if len(set(keys)) < len(keys) or not self._outside.isdisjoint(keys):
-            raise Doubt
-        return self._told(output)
 
 
 class _Log(TorchFunctionMode):

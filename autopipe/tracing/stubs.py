@@ -124,7 +124,7 @@ def _forward(
         made = [t for t in distinct_tensors(output) if not any(t is tensor for tensor in given)]
         _results[number] = [_Look(tuple(t.shape), t.stride(), t.dtype, t.device) for t in made]
         carrying = tuple(tensor.requires_grad for tensor in made)
-        firsts.append(_First(number, told, _parts(output, [*given, *made]), carrying))
+        firsts.append(_First(number, told, parts_of(output, [*given, *made]), carrying))
         end_op(made, number)
         return output
 
@@ -143,7 +143,7 @@ def _forward(
         made = stand_in_op([*given, *trained], first.number)
         if tuple(tensor.requires_grad for tensor in made) != first.carrying:
             raise Unlike(f"a gradient flows through {path} otherwise than through those like it")
-        return _whole(first.output, [*given, *made])
+        return whole_of(first.output, [*given, *made])
 
     return forward
 
@@ -159,7 +159,7 @@ def _told(tree: Any, tensors: Sequence[Tensor]) -> Any:
         )
         for number, tensor in enumerate(tensors)
     )
-    return frozen(_parts(tree, tensors)), looks, modes()
+    return frozen(parts_of(tree, tensors)), looks, modes()
 
 
 def _size(size: Any) -> Any:
@@ -173,27 +173,31 @@ class _Place(NamedTuple):
     number: int
 
 
-def _parts(tree: Any, tensors: Sequence[Tensor]) -> Any:
-    """A tree with places for tensors."""
+def parts_of(tree: Any, tensors: Sequence[Tensor]) -> Any:
+    """A tree of containers with a place where each of the tensors stands.
+
+    Raises:
+        Unlike: something in the tree is no plain value.
+    """
     if isinstance(tree, Tensor):
         return _Place(next(n for n, tensor in enumerate(tensors) if tensor is tree))
     if type(tree) in (tuple, list):
-        return type(tree)(_parts(item, tensors) for item in tree)
+        return type(tree)(parts_of(item, tensors) for item in tree)
     if type(tree) is dict:
-        return {key: _parts(item, tensors) for key, item in tree.items()}
+        return {key: parts_of(item, tensors) for key, item in tree.items()}
     if tree is None or isinstance(tree, bool | int | float | str | torch.dtype | torch.device):
         return tree
     raise Unlike(f"a {type(tree).__name__} goes into a module or comes out of it")
 
 
-def _whole(parts: Any, tensors: Sequence[Tensor]) -> Any:
-    """The inverse of `_parts`: the tree with its tensors."""
+def whole_of(parts: Any, tensors: Sequence[Tensor]) -> Any:
+    """The inverse of `parts_of`: the tree with tensors in its places."""
     if isinstance(parts, _Place):
         return tensors[parts.number]
     if isinstance(parts, tuple | list):
-        return type(parts)(_whole(item, tensors) for item in parts)
+        return type(parts)(whole_of(item, tensors) for item in parts)
     if isinstance(parts, dict):
-        return {key: _whole(item, tensors) for key, item in parts.items()}
+        return {key: whole_of(item, tensors) for key, item in parts.items()}
     return parts
 
 

@@ -6,7 +6,7 @@ model, batch --look--> reads, equal modules --capture--> ExportedProgram --conve
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,21 +110,19 @@ class _Tracing:
 
     def recorded(self, real: Callable[[], nn.Module] | None) -> Trace:
         """The trace, with the reads of a first run."""
-        likeness = Likeness(self.program.model)
         try:
-            reads = self.look(likeness.watching(), real)
+            reads, alike = self.compared(real)
         except NeedsNumbers:
-            likeness = Likeness(self.program.model)
-            reads = self.look(likeness.watching(), real, numbers=True)
-        return self.with_stand_ins(reads, likeness.alike)
+            reads, alike = self.compared(real, numbers=True)
+        return self.with_stand_ins(reads, alike)
 
     def replayed(self, reads: Sequence[Read], real: Callable[[], nn.Module] | None) -> Trace:
         """The trace with an earlier one's reads; without reads, a run finds the equal modules."""
         alike: Mapping[str, str] = {}
-        if not reads and (likeness := Likeness(self.program.model)).candidates:
+        if not reads and Likeness(self.program.model).candidates:
             with suppress(AutopipeError, NeedsNumbers):
-                if not self.look(likeness.watching(), real):
-                    alike = likeness.alike
+                found, equal = self.compared(real)
+                alike = {} if found else equal
         return self.with_stand_ins(reads, alike)
 
     def with_stand_ins(self, reads: Sequence[Read], alike: Mapping[str, str]) -> Trace:
@@ -141,16 +139,18 @@ class _Tracing:
                 self.say(f"trace: repeated modules are traced one by one, not once for all: {why}")
         return self.export(reads, {})
 
-    def look(
-        self,
-        within: AbstractContextManager[object],
-        real: Callable[[], nn.Module] | None,
-        *,
-        numbers: bool = False,
-    ) -> tuple[Read, ...]:
-        """The values that Python reads in one run."""
+    def compared(
+        self, real: Callable[[], nn.Module] | None, *, numbers: bool = False
+    ) -> tuple[tuple[Read, ...], Mapping[str, str]]:
+        """The values that Python reads in a run, and the modules that are alike."""
         program, leaves, specs = self.program, self.leaves, self.specs
-        return look(program, leaves, specs, within=within, real=real, numbers=numbers)
+        for foretell in (True, False):
+            likeness = Likeness(program.model, foretell=foretell)
+            within = likeness.watching()
+            reads = look(program, leaves, specs, within=within, real=real, numbers=numbers)
+            if not likeness.misled:
+                break
+        return reads, likeness.alike
 
     def export(self, reads: Sequence[Read], alike: Mapping[str, str]) -> Trace:
         """The trace with these reads, and with stubs for the modules in `alike`."""

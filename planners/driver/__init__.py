@@ -11,6 +11,7 @@ Other rooms use: `make_plan.plan`, `formulas.cost_formulas`, `formula_sheet.shee
     make_plan      `plan`: its phases in order                            start reading here
     arguments      each argument checked and completed
     against_eager  the graph computes what the model does
+    loss_grouping  the loss is the same however its rows are grouped
     candidate      one tensor-parallel degree: its Problem, its search
     loss_parts     the loss whole, or from parts of its vocabulary
     choose         the best plan over all degrees

@@ -27,14 +27,14 @@ from autopipe.planfile.contents import ROWS, Plan, signed
 from autopipe.planfile.parts import InputSpec
 from autopipe.planners.costs.precision_of import need
 from autopipe.planners.costs.tp_degrees import check_heads
-from autopipe.planners.driver import against_eager, arguments
+from autopipe.planners.driver import against_eager, arguments, loss_grouping
 from autopipe.planners.driver.loss_parts import best_loss
 from autopipe.planners.driver.request import Job, PlanRequest, Traced
 from autopipe.planners.model.problem import Constraints
 from autopipe.stages.bind import check_runs
 from autopipe.stages.precision import KEPT
 from autopipe.stages.recompute import blocks_to_recompute
-from autopipe.tracing import loss_grouping, user_checkpoints
+from autopipe.tracing import user_checkpoints
 from autopipe.tracing.source import Source, bare, keeping_default_dtype, trace_source
 from autopipe.tracing.trace import Trace
 from autopipe.util.gc_pause import resting

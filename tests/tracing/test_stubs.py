@@ -15,7 +15,10 @@ from torch.nn import functional as F
 
 from autopipe.errors import CaptureError
 from autopipe.ir.fingerprint import fingerprint
+from autopipe.ir.torch_private import skeleton
 from autopipe.tracing import trace as tracing
+from autopipe.tracing.module_calls import ModuleCall
+from autopipe.tracing.same_modules import Likeness
 from autopipe.tracing.stubs import STAND_IN, Unlike
 from tests.support.long import chosen
 from tests.support.staged import trace_model
@@ -75,7 +78,7 @@ def test_the_zoo(monkeypatch, name, training):
     assert stood_in == STOOD_IN.get(name, (0, 0))[not training]
 
 
-# Blocks of all kinds. Each class below is a block; the model is four of them in a row.
+# Blocks of all kinds. Each class below is a block; the model is six of them in a row.
 
 
 class Block(nn.Module):
@@ -89,7 +92,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    def __init__(self, kind=Block, count=4):
+    def __init__(self, kind=Block, count=6):
         super().__init__()
         self.embed = nn.Linear(4, 4)
         self.blocks = nn.ModuleList([kind(index) for index in range(count)])
@@ -334,17 +337,17 @@ def mean(outputs, batch):
 
 
 KINDS = {
-    **dict.fromkeys((Block, Undecided, Buffered, CallsANormTwice, HasAnActivationOfItsOwn), 3),
-    HasAnotherActivation: 2,
-    Alternates: 2,  # two of each kind
-    OnlyOneIsFrozen: 2,
+    **dict.fromkeys((Block, Undecided, Buffered, CallsANormTwice, HasAnActivationOfItsOwn), 5),
+    HasAnotherActivation: 4,
+    Alternates: 4,  # three of each kind
+    OnlyOneIsFrozen: 4,
     **dict.fromkeys((AsksForItsIndex, AsksButDoesTheSame, LooksInItsDictionary), 0),
     **dict.fromkeys((CountsGlobally, CountsOnItsClass, CountsInAnObject), 0),
     **dict.fromkeys((RemembersItsResult, KeepsAList, WritesABuffer, WritesItsArgument), 0),
     **dict.fromkeys((ReadsABuffer, HasAConstant, GivesAView, UsesAGlobalTensor), 0),
-    TakesTurns: 2,
+    TakesTurns: 4,
 }
-"""For how many of four blocks a stand-in stands."""
+"""For how many of six blocks a stand-in stands."""
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -447,10 +450,12 @@ class Trees(Stack):
 
 
 MODELS = {
-    Trees: 3,
-    **dict.fromkeys((Frozen, Hooked, UsesAPart), 2),
-    **dict.fromkeys((TiedWeights, Ragged), 1),
-    **dict.fromkeys((Twice, SameBlockAgain, OneBufferForAll, PartlyWithoutGradients), 0),
+    Trees: 5,
+    **dict.fromkeys((Frozen, Hooked, UsesAPart), 4),
+    TiedWeights: 3,
+    Ragged: 1,
+    PartlyWithoutGradients: 2,
+    **dict.fromkeys((Twice, SameBlockAgain, OneBufferForAll), 0),
 }
 
 
@@ -465,7 +470,32 @@ def test_models(monkeypatch, kind):
 def test_at_fixed_rows_and_from_a_record(monkeypatch, options):
     shared, stood_in, whole = traces(monkeypatch, lambda: Stack(Block), inputs, mean, **options)
     assert_same(shared, whole)
-    assert stood_in == 3
+    assert stood_in == 5
+
+
+def test_of_a_long_row_only_some_run_before_the_trace(monkeypatch):
+    told = []
+    as_if = ModuleCall.as_if
+    monkeypatch.setattr(ModuleCall, "as_if", lambda *args: told.append(1) or as_if(*args))
+    shared, stood_in, whole = traces(monkeypatch, lambda: Stack(count=40), inputs, mean)
+    assert_same(shared, whole)
+    assert stood_in == 39
+    run = [0, 1, 2, 4, 8, 16, 32, 39]
+    assert len(told) == 2 * (40 - len(run))
+
+
+def test_a_block_that_errs_voids_what_was_told_of_others():
+    """By the first three the fourth one is told; the fifth one runs, and does otherwise."""
+    turn = iter(["sin"] * 3 + ["cos"] * 3)
+
+    class AsksTheTurn(Block):
+        def forward(self, x):
+            return super().forward(getattr(torch, next(turn))(x))
+
+    likeness = Likeness(model := skeleton(Stack(AsksTheTurn)))
+    with likeness.watching():
+        model(torch.ones(2, 4))
+    assert likeness.misled
 
 
 def test_a_refusal_is_that_of_the_full_trace():

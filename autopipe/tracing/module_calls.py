@@ -1,0 +1,215 @@
+"""One call of a module, watched: what it has seen and done, in terms that two modules can share.
+
+    begins   arguments, globals of the code          told as (path in the module, looks, values)
+    runs     attributes read, torch functions        with labels in the place of tensors
+    ends     results; whether anything changed       `done`, equal to that of an equal call
+
+`same_modules` decides by it which modules are alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopipe.ir.torch_private import is_fake, storage_key, version
+from autopipe.tracing.module_makes import (
+    FIXED,
+    VALUES,
+    attributes_of,
+    distinct_tensors,
+    frozen,
+    look_of,
+    modes,
+    namespaces_of,
+    plain_values,
+)
+from autopipe.tracing.stubs import Unlike, parts_of, whole_of
+
+ABSENT = ("absent",)
+"""In the place of an attribute that is not the module's own."""
+
+
+class Doubt(Exception):
+    """Something that cannot be compared; the module is like no other."""
+
+
+class ModuleCall:
+    """One call of a candidate: what it has seen and done so far, in terms that two can share.
+
+    Attributes:
+        done: when it is over, all that it has seen and done; equal to that of another call, or to
+            nothing.
+        tree: what it returned, with places for arguments and for the tensors it made; None: a later
+            call cannot return the like.
+        proved: whether another call was seen to do the same.
+        likely: the earlier calls of siblings that found what this one found when it began.
+    """
+
+    done: Hashable = None
+    tree: Any = None
+    proved = False
+    likely: Sequence[ModuleCall] = ()
+
+    def __init__(self, module: nn.Module, args: Any) -> None:
+        self.module = module
+        self._log: list[Hashable] = []
+        self._doubtful = False
+        self._held: list[Tensor] = []  # a tensor that is gone would lend its id to another
+        self._labels: dict[int, Hashable] = {}
+        self._paths = {id(inner): path for path, inner in module.named_modules()}
+        self._spaces = namespaces_of(module)
+        own: list[tuple[str, Tensor]] = [*module.named_parameters(), *module.named_buffers()]
+        for name, tensor in own:
+            self._hold(tensor, ("own", name))
+        mine = {storage_key(tensor) for _, tensor in own}
+        self._given = distinct_tensors(args)
+        self._log.append(self._attempt(lambda: self._arguments(args, mine)))
+        self._outside = mine | {storage_key(tensor) for tensor in self._held}
+        self._versions = [version(tensor) for tensor in self._held]
+        self._known = len(self._held)
+        self._before = self._attempt(self._surroundings)
+        self._log.append((self._attempt(lambda: plain_values(self._spaces)), modes()))
+        self._asked: dict[tuple[Hashable, str], Hashable] = {}
+        self._made: list[Tensor] = []
+
+    def doubt(self) -> None:
+        """What happened now cannot be compared."""
+        self._doubtful = True
+
+    def _attempt(self, make: Callable[[], Hashable]) -> Hashable:
+        try:
+            return make()
+        except Doubt:
+            self._doubtful = True
+            return None
+
+    def _hold(self, tensor: Tensor, label: Hashable) -> None:
+        if id(tensor) not in self._labels:
+            self._labels[id(tensor)] = label
+            self._held.append(tensor)
+
+    def _arguments(self, args: Any, mine: set[int]) -> Hashable:
+        storages: dict[int, int] = {}
+        for number, tensor in enumerate(self._given):
+            key = storage_key(tensor)
+            if key in mine:
+                raise Doubt
+            place = storages.setdefault(key, number)
+            self._hold(tensor, ("argument", number, place, look_of(tensor)))
+        return self._told(args)
+
+    def _surroundings(self) -> Hashable:
+        """The attributes of all modules inside, and the globals of their code."""
+        attributes = [
+            (path, attributes_of(vars(inner))) for path, inner in self.module.named_modules()
+        ]
+        return (tuple(attributes), plain_values(self._spaces))
+
+    def reads(
+        self, module: nn.Module, own: dict[str, Any], name: str, asking: Mapping[str, Any]
+    ) -> None:
+        """Note that code reads an attribute of some module."""
+        whose = self._paths.get(id(module), id(module))
+        if name == "__dict__" and str(asking.get("__name__")).startswith("torch.nn.modules."):
+            return
+        value = self._attempt(lambda: _attribute(own, name))
+        self._asked[whose, name] = value
+        if value is not ABSENT:
+            self._log.append((whose, name, value))
+
+    def calls(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Note the call of a torch function."""
+        if self._doubtful:
+            return
+
+        def entry() -> Hashable:
+            told = self._told((args, kwargs))
+            for tensor in distinct_tensors(result):
+                self._hold(tensor, (len(self._held), look_of(tensor)))
+            return function, told, self._told(result), modes()
+
+        self._log.append(self._attempt(entry))
+
+    def _told(self, value: Any) -> Hashable:
+        """A value with labels in the place of tensors."""
+        if isinstance(value, Tensor):
+            if id(value) not in self._labels:
+                raise Doubt  # it comes from nowhere: a global, or kept from an earlier call
+            return self._labels[id(value)]
+        if isinstance(value, tuple | list):
+            return type(value), tuple(self._told(item) for item in value)
+        if isinstance(value, dict):
+            return dict, tuple((key, self._told(item)) for key, item in value.items())
+        if isinstance(value, slice):
+            return slice, self._told((value.start, value.stop, value.step))
+        found = frozen(value)
+        if not isinstance(value, (*VALUES, *FIXED, float, complex)):
+            raise Doubt
+        return found
+
+    def goes_as(self, other: ModuleCall) -> bool:
+        """Whether this call, which has just begun, finds all that another one has found."""
+        if self._doubtful or self._log != other._log[: len(self._log)]:
+            return False
+        inside = {path: vars(module) for path, module in self.module.named_modules()}
+        return all(
+            whose in inside and _attribute(inside[whose], name) == value
+            for (whose, name), value in other._asked.items()
+        )
+
+    def results_like(self) -> list[Tensor] | None:
+        """Other tensors that look like those that this call made; None: no others can."""
+        with torch.enable_grad():
+            made = [_other_like(tensor) for tensor in self._made]
+        alike = map(look_of, made), map(look_of, self._made)
+        return (
+            made if all(is_fake(tensor) for tensor in made) and [*alike[0]] == [*alike[1]] else None
+        )
+
+    def as_if(self, other: ModuleCall, made: Sequence[Tensor]) -> Any:
+        """Take over what another call has done; its results, of which `made` are its own."""
+        self._log = other._log[:-1]
+        for tensor, like in zip(made, other._made, strict=True):
+            self._hold(tensor, other._labels[id(like)])
+        return whole_of(other.tree, [*self._given, *made])
+
+    def finish(self, output: Any) -> Hashable:
+        """All that the call has seen and done; equal to that of another call, or to nothing."""
+        self._log.append(self._attempt(lambda: self._results(output)))
+        changed = any(
+            version(tensor) != before
+            for tensor, before in zip(self._held[: self._known], self._versions, strict=True)
+        )
+        if self._doubtful or changed or self._before != self._attempt(self._surroundings):
+            self.done = object()
+            return self.done
+        with suppress(Unlike):
+            self.tree = parts_of(output, [*self._given, *self._made])
+        self.done = tuple(self._log)
+        return self.done
+
+    def _results(self, output: Any) -> Hashable:
+        arguments = {id(tensor) for tensor in self._held[: self._known]}
+        self._made = [tensor for tensor in distinct_tensors(output) if id(tensor) not in arguments]
+        keys = [storage_key(tensor) for tensor in self._made]
+        if len(set(keys)) < len(keys) or not self._outside.isdisjoint(keys):
+            raise Doubt
+        return self._told(output)
+
+
+def _attribute(own: Mapping[str, Any], name: str) -> Hashable:
+    """An attribute of a module in a form that can be compared."""
+    if name == "__dict__":
+        return attributes_of(own)
+    return frozen(own[name]) if name in own else ABSENT
+
+
+def _other_like(tensor: Tensor) -> Tensor:
+    """Another tensor, of unknown numbers, that is made by an op as this one is."""
+    like = tensor.detach().new_empty_strided(tensor.shape, tensor.stride())
+    return like.requires_grad_().clone() if tensor.requires_grad else like
