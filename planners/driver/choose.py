@@ -18,9 +18,11 @@ Four values pass between them:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from autopipe.cluster.datasheets import are_gpus
 from autopipe.errors import AutopipeError, InfeasibleError
@@ -81,8 +83,20 @@ class Searched:
         """The search of all degrees but one."""
         return searched({other: c for other, c in self.candidates.items() if other != tp})
 
+    def outdone(self, tp: int) -> bool:
+        """Whether no plan of a degree can take less than the best answer."""
+        bound = self.candidates[tp].least_step()[1] if tp in self.candidates else math.inf
+        return tp != self.best and bound >= self.answers[self.best].estimate.step_seconds
 
-def best_of_engines(job: Job, watch: Stopwatch) -> Plan:
+
+class Chosen(NamedTuple):
+    """A plan, and the search that has found it."""
+
+    plan: Plan
+    search: Searched
+
+
+def best_of_engines(job: Job, watch: Stopwatch) -> Chosen:
     """The best plan with compiled stages or without, where the user leaves it open.
 
     Stages are compiled on GPUs. ZeRO-3 cannot be compiled yet: its best plan is beside.
@@ -101,21 +115,21 @@ def best_of_engines(job: Job, watch: Stopwatch) -> Plan:
             ) from error
     if not _may_compile(job):
         return best_plan(job.on_engine(compiled=False), watch)
-    found: Plan | InfeasibleError
+    found: Chosen | InfeasibleError
     try:
         found = best_plan(job.on_engine(compiled=True), watch)
     except CannotSplit:
         return best_plan(job.on_engine(compiled=False), watch)
     except InfeasibleError as error:
         found = error
-    sharded: Plan | InfeasibleError | None
+    sharded: Chosen | InfeasibleError | None
     try:
         sharded = _sharded(job, found, watch)
     except InfeasibleError as error:
         sharded = error
-    plans = [plan for plan in (found, sharded) if isinstance(plan, Plan)]
+    plans = [each for each in (found, sharded) if isinstance(each, Chosen)]
     if plans:
-        return min(plans, key=lambda plan: plan.prediction.step_seconds)
+        return min(plans, key=lambda each: each.plan.prediction.step_seconds)
     refusals = [error for error in (found, sharded) if isinstance(error, InfeasibleError)]
     raise min(refusals, key=lambda error: error.shortfall or float("inf"))
 
@@ -126,7 +140,7 @@ def _may_compile(job: Job) -> bool:
     return are_gpus(job.cluster.devices) and not opaque and job.constraints.zero != 3
 
 
-def _sharded(job: Job, found: Plan | InfeasibleError, watch: Stopwatch) -> Plan | None:
+def _sharded(job: Job, found: Chosen | InfeasibleError, watch: Stopwatch) -> Chosen | None:
     """The best plan under ZeRO-3, unless it cannot be faster than the one found.
 
     Raises:
@@ -137,24 +151,29 @@ def _sharded(job: Job, found: Plan | InfeasibleError, watch: Stopwatch) -> Plan 
         return None
     alone = job.on_engine(compiled=False, constraints=replace(constraints, tp=1, zero=3))
     candidate = candidate_at(alone, 1, watch)
-    if isinstance(found, Plan) and candidate.least_step()[1] >= found.prediction.step_seconds:
-        return None
+    if isinstance(found, Chosen):
+        if candidate.least_step()[1] >= found.plan.prediction.step_seconds:
+            return None
     answers = searched({1: candidate})
     if not answers.answers:
         raise answers.refusals[1]
     return _written(answers)
 
 
-def best_plan(job: Job, watch: Stopwatch) -> Plan:
+def best_plan(job: Job, watch: Stopwatch, slower_than: Searched | None = None) -> Chosen:
     """The best plan of all tensor-parallel degrees; of equal ones the lowest degree's.
+
+    Args:
+        slower_than: the search of a model that takes less time at every degree, if it may need more
+            memory: a degree that is outdone there is so here.
 
     Raises:
         InfeasibleError: no plan fits; of the refusals the one with the least shortfall.
     """
-    return _written(_first_that_answer(job, watch))
+    return _written(_first_that_answer(job, watch, slower_than))
 
 
-def _written(found: Searched) -> Plan:
+def _written(found: Searched) -> Chosen:
     """The plan of the fastest answer whose exact bytes fit.
 
     Raises:
@@ -170,10 +189,10 @@ def _written(found: Searched) -> Plan:
             found = found.without(candidate.tp)
             if not found.answers:
                 raise
-    return fastest_by_path(plan, answer, found.candidates)
+    return Chosen(fastest_by_path(plan, answer, found.candidates), found)
 
 
-def _first_that_answer(job: Job, watch: Stopwatch) -> Searched:
+def _first_that_answer(job: Job, watch: Stopwatch, slower_than: Searched | None) -> Searched:
     """The search of the preferred degrees; of the others too where nothing fits at those.
 
     Raises:
@@ -182,7 +201,8 @@ def _first_that_answer(job: Job, watch: Stopwatch) -> Searched:
     candidates: dict[int, Candidate] = {}
     refusals: Refusals = {}
     for some in degrees(job.cluster, job.constraints.tp, job.traced.graph):
-        costed, errors = _costed(job, some, watch)
+        left = [tp for tp in some if slower_than is None or not slower_than.outdone(tp)]
+        costed, errors = _costed(job, left, watch)
         candidates |= costed
         found = searched(candidates)
         refusals |= errors | found.refusals

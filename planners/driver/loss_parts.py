@@ -40,23 +40,23 @@ def best_loss(job: Job, watch: Stopwatch, say: Say) -> Plan:
     """
     asked = job.request.loss_parts
     if asked is not None:
-        return best_of_engines(replace(job, traced=with_parts(job.traced, asked)), watch)
+        return best_of_engines(replace(job, traced=with_parts(job.traced, asked)), watch).plan
     if not _large(job):
-        return best_of_engines(job, watch)
+        return best_of_engines(job, watch).plan
     parts = usual_parts(job.traced.graph)
     in_them = replace(job, traced=with_parts(job.traced, parts))
     try:
-        whole = best_of_engines(job, watch)
+        whole, search = best_of_engines(job, watch)
     except InfeasibleError as refusal:
         with suppress(InfeasibleError):
-            found = best_of_engines(in_them, watch)
+            found = best_of_engines(in_them, watch).plan
             say(f"loss: in {parts} parts of the vocabulary; nothing fits with it whole")
             return found
         raise refusal
     if not _memory_matters(whole):
         return whole
     with suppress(InfeasibleError):
-        found = best_plan(in_them.on_engine(compiled=whole.compiled), watch)
+        found = best_plan(in_them.on_engine(compiled=whole.compiled), watch, search).plan
         steps = found.prediction.step_seconds, whole.prediction.step_seconds
         if steps[0] < steps[1]:
             step, other = map(seconds, steps)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import autopipe
 from autopipe import AutopipeError, InfeasibleError, Plan
 from autopipe.planners.driver import loss_parts
+from autopipe.planners.driver.choose import Chosen, Searched
 from autopipe.planners.driver.request import Job
 from autopipe.report import facts
 from tests.support.inprocess import machine
@@ -85,7 +86,7 @@ def job() -> tuple[Job, Plan]:
     """What the driver is given to choose for, and a plan of it."""
     found: list[Job] = []
 
-    def note(job: Job, watch: Any) -> Plan:
+    def note(job: Job, watch: Any) -> Chosen:
         found.append(job)
         return best(job, watch)
 
@@ -122,11 +123,12 @@ def test_the_faster_one_is_taken_where_memory_matters(
 ) -> None:
     asked, plan = job()
 
-    def best(job: Job, watch: Any) -> Plan:
+    def best(job: Job, watch: Any, slower_than: Searched | None = None) -> Chosen:
         own = job.traced.loss_parts
         if own not in seconds:
             raise InfeasibleError("nothing fits")
-        return replace(taking(change(plan), seconds[own]), loss_parts=own)
+        found = replace(taking(change(plan), seconds[own]), loss_parts=own)
+        return Chosen(found, slower_than or Searched({}, {}, {}))
 
     monkeypatch.setattr(loss_parts, "best_plan", best)
     monkeypatch.setattr(loss_parts, "best_of_engines", best)
