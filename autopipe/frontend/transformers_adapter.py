@@ -2,6 +2,7 @@
 
 without_cache     a block in which models fill no cache of keys and values
 eager_branches    a block in which models take under a trace the branches of eager
+narrowed          a model with smaller widths
 initialiser       how one module of a model is initialised alone
 LOGGER, SETTINGS  what makes the library quiet
 CHECKPOINT_HINT   how its models turn on checkpoints that can be traced
@@ -9,6 +10,7 @@ CHECKPOINT_HINT   how its models turn on checkpoints that can be traced
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -108,3 +110,60 @@ def initialiser(model: nn.Module, path: str) -> Callable[[], object] | None:
         return lambda: [shared(model.get_submodule(each)) for each in paths]
     own: object = getattr(model.get_submodule(path), "reset_parameters", None)
     return own if callable(own) else None
+
+
+WIDTHS = frozenset(
+    "hidden_size intermediate_size head_dim d_model d_ff d_kv n_embd n_inner ffn_dim hidden_dim "
+    "dim encoder_ffn_dim decoder_ffn_dim ffn_hidden_size embedding_size word_embed_proj_dim "
+    "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size q_lora_rank "
+    "kv_lora_rank qk_rope_head_dim qk_nope_head_dim qk_head_dim v_head_dim rotary_dim".split()
+)
+"""Entries of a configuration that grow with a model's width."""
+
+
+def narrowed(factory: Callable[[], nn.Module], divisor: int) -> nn.Module:
+    """Build a model whose configurations have every one of `WIDTHS` divided by `divisor`.
+
+    The numbers of layers, heads, experts and words stay. A model that is not of transformers is
+    built as it is; the caller's own configuration objects are as they were afterwards.
+
+    Raises:
+        ValueError: a width does not divide.
+    """
+    library = sys.modules.get("transformers.modeling_utils")
+    if divisor == 1 or library is None:
+        return factory()
+    whole: dict[int, tuple[Any, dict[str, Any]]] = {}
+    init = library.PreTrainedModel.__init__
+
+    def build(model: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        _narrow(config, divisor, whole)  # in place: the class goes on with the same object
+        init(model, config, *args, **kwargs)
+
+    library.PreTrainedModel.__init__ = build
+    try:
+        model = factory()
+        copies = {key: copy.deepcopy(config) for key, (config, _) in whole.items()}
+    finally:
+        library.PreTrainedModel.__init__ = init
+        for config, entries in whole.values():
+            vars(config).update(entries)
+    for module in model.modules():
+        if id(config := vars(module).get("config")) in copies:
+            module.config = copies[id(config)]
+    return model
+
+
+def _narrow(config: Any, divisor: int, whole: dict[int, tuple[Any, dict[str, Any]]]) -> None:
+    """Divide the widths of a configuration and of those inside it; each once."""
+    if id(config) in whole:
+        return
+    before = {k: v for k, v in vars(config).items() if k in WIDTHS and type(v) is int}
+    for name, width in before.items():
+        if width % divisor:
+            raise ValueError(f"{name} is {width}, which {divisor} does not divide")
+    whole[id(config)] = config, before
+    vars(config).update({name: width // divisor for name, width in before.items()})
+    for inner in vars(config).values():
+        if type(inner).__name__.endswith("Config") and hasattr(inner, "__dict__"):
+            _narrow(inner, divisor, whole)

@@ -246,7 +246,7 @@ def _compare(traced: Trace, eager: Outcome, found: Outcome, tolerance: float) ->
     off = {name: _off(found.gradients[name], eager.gradients[name], floor) for name in unequal}
     wrong = {name: share for name, share in off.items() if share > tolerance}
     if wrong:
-        last, place = _last_reader(graph, wrong)
+        last, place = last_reader(graph, wrong)
         share = f"{wrong[last]:.2g} of" if math.isfinite(wrong[last]) else "all of"
         raise _refusal(
             f"{len(wrong)} of its {len(eager.gradients)} gradients are other ones by its graph; "
@@ -295,7 +295,7 @@ def _off(found: Tensor | None, expected: Tensor | None, floor: float = 0.0) -> f
     return float((found - expected).abs().max()) / scale if scale else math.inf
 
 
-def _last_reader(graph: Graph, names: Iterable[str]) -> tuple[str, str]:
+def last_reader(graph: Graph, names: Iterable[str]) -> tuple[str, str]:
     """Of some parameters the one that is read last in forward, and the user's line there."""
     wanted = {State(name): name for name in names}
     for node in reversed(graph.nodes):

@@ -33,8 +33,10 @@ MAY_IMPORT = {
     "planners.model",
     "planners.driver": "util cluster schedules planfile report ir frontend tracing sharding stages "
     "joint planners.model planners.search planners.costs runtime.probe",
+    "checking": "util cluster schedules planfile ir frontend tracing sharding stages planners.driver "
+    "runtime.launch runtime.parameters runtime.step runtime",
     "cli": "util schedules planfile report frontend tracing emit runtime.launch runtime.probe "
-    "runtime planners.driver",
+    "runtime planners.driver checking",
 }
 """For each room the rooms that its files may import; all of them may import autopipe.errors."""
 

@@ -1,0 +1,22 @@
+"""A model file, or a plan with its model file  ->  a `Verdict`: does the split train as the model?
+
+In: what `autopipe check` is given. Out: two optimizer steps of the split model in real processes on
+this machine's CPU beside the user's own module in one, tensor by tensor; the first node that
+differs. Never found here: a way to plan or to run a model (`planners.driver`, `runtime`), which
+are what is checked; how a verdict is printed (`cli`).
+
+Other rooms use: `check.check_model`, `check.check_plan`, `verdict`, `split.run_rank`.
+
+    subject      what is checked, as a folder that all processes read
+    fit          how much smaller a model and a mesh have to be for this machine
+    shrink       a model file whose model is smaller: fewer layers, narrower, shorter rows
+    small_plan   a plan for few processes of this machine: the same cuts, or the same constraints
+    split        one rank's two steps, written down
+    layout       the part of a whole tensor that a rank holds, and back
+    random_ops   plain PyTorch draws the random numbers that the plan's nodes draw
+    unsplit      the user's module, loss and optimizer in one process: the same two steps
+    compare      both, tensor by tensor                                      -> rows
+    first_node   rows -> the node of the graph where the difference begins
+    verdict      rows, reductions, the first node: as a value, and as data
+    check        all of them in order                                        start reading here
+"""

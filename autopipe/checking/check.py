@@ -1,0 +1,251 @@
+"""`check_plan` and `check_model`: two steps of a split model beside the unsplit one.
+
+a plan, or a model file and words
+    fewer_ranks, smaller_models    what fits on this machine           (`fit`, `shrink`)
+    same_cuts, planned             its plan                            (`small_plan`)
+    spawn                          a process for each rank             (`split`)
+    compared                       beside plain PyTorch here           (`unsplit`, `compare`)
+    first_node                     where a difference begins           -> Verdict
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopipe.checking import split, subject
+from autopipe.checking.compare import ROUNDING, Row, compared, orders_kept
+from autopipe.checking.first_node import first_node
+from autopipe.checking.fit import Degrees, fewer_ranks, smaller_models
+from autopipe.checking.random_ops import Unmatched, random_nodes
+from autopipe.checking.shrink import shrunk, tokens
+from autopipe.checking.small_plan import planned, same_cuts, words_of
+from autopipe.checking.subject import Smaller, Subject
+from autopipe.checking.unsplit import Unsplit, one_thread
+from autopipe.checking.verdict import Verdict
+from autopipe.errors import ModelError
+from autopipe.frontend import batch as batches
+from autopipe.frontend import model_file
+from autopipe.frontend.model_file import ModelFile
+from autopipe.frontend.quiet import libraries_hushed
+from autopipe.frontend.transformers_adapter import eager_branches
+from autopipe.planfile.contents import Plan
+from autopipe.runtime.launch.spawn import spawn
+from autopipe.runtime.start import trace_planned
+from autopipe.tracing.source import bare, keeping_default_dtype
+from autopipe.tracing.trace import Trace
+from autopipe.util.progress import Say, phase
+
+Spawn = Callable[[int, Sequence[str]], int]
+"""Runs `autopipe` with these arguments in so many processes; the first code that is not 0."""
+
+
+@dataclass(frozen=True)
+class Sized:
+    """A model file as it is checked, with its plan.
+
+    Attributes:
+        file: made smaller.
+        wanted: the degrees before they were reduced.
+        degrees: those of `plan`.
+    """
+
+    file: ModelFile
+    smaller: Smaller
+    plan: Plan
+    wanted: Degrees
+    degrees: Degrees
+
+    @property
+    def reduced(self) -> tuple[str, ...]:
+        """What was made smaller, one phrase each."""
+        found = self.degrees.told(self.wanted)
+        if self.smaller.layers:
+            found.append(f"at most {self.smaller.layers} of each row of equal layers")
+        if self.smaller.length:
+            found.append(f"rows of {self.smaller.length} tokens")
+        if self.smaller.width > 1:
+            found.append(f"widths divided by {self.smaller.width}")
+        return tuple(found)
+
+
+def check_plan(plan: Plan, source: str, say: Say, start: Spawn = spawn) -> Verdict:
+    """Check a plan with its model file.
+
+    Args:
+        source: the model file, as `model_file.load` takes it.
+        say: gets a line of talk at a time.
+        start: starts the ranks.
+
+    Raises:
+        AutopipeError: the model file or the plan is none that can be checked; says why.
+    """
+    file, wanted = model_file.load(source), Degrees.of(plan)
+
+    def made(smaller: Smaller, few: Degrees) -> Plan:
+        same = smaller == Smaller() and (few.pp, few.tp) == (wanted.pp, wanted.tp)
+        if same:
+            return same_cuts(plan, few)
+        return planned(shrunk(file, smaller), few, words_of(plan), say)
+
+    few = fewer_ranks(wanted, written=bool(plan.programs))
+    return _check(source, file, wanted, few, made, say, start)
+
+
+def check_model(
+    source: str, degrees: Degrees, words: dict[str, Any], say: Say, start: Spawn = spawn
+) -> Verdict:
+    """Plan a model file for this machine under `words`, and check the plan.
+
+    Args:
+        degrees: the mesh and the batch.
+        words: other arguments of `make_plan.plan`.
+        source, say, start: as `check_plan` has them.
+
+    Raises:
+        AutopipeError: as `check_plan`, or as `make_plan.plan`.
+    """
+    file = model_file.load(source)
+    words = {"loss_over": file.loss_over, **words}
+
+    def made(smaller: Smaller, few: Degrees) -> Plan:
+        return planned(shrunk(file, smaller), few, words, say)
+
+    return _check(source, file, degrees, fewer_ranks(degrees), made, say, start)
+
+
+def _check(
+    source: str,
+    file: ModelFile,
+    wanted: Degrees,
+    few: Degrees,
+    made: Callable[[Smaller, Degrees], Plan],
+    say: Say,
+    start: Spawn,
+) -> Verdict:
+    """Find what fits, plan that, and compare; without dropout where that cannot be compared."""
+    source = str(Path(source).resolve()) if Path(source).is_file() else source
+    with keeping_default_dtype():
+        sized = _sized(file, wanted, few, made, say)
+        notes = _notes(sized.plan)
+        try:
+            return _compare(source, sized, notes, say, start)
+        except Unmatched:
+            calm = replace(sized.smaller, calm=True)
+            say("dropout is off: its random numbers are none that one process could draw too")
+        notes = (*notes, "dropout is off: one process cannot draw the numbers that ranks draw")
+        quiet = replace(
+            sized, smaller=calm, file=shrunk(file, calm), plan=made(calm, sized.degrees)
+        )
+        try:
+            return _compare(source, quiet, notes, say, start)
+        except Unmatched:
+            raise ModelError(
+                "the model draws random numbers, other than dropout's, that cannot be drawn again "
+                "in one process: its split cannot be compared with it",
+                hint="check it with these random numbers switched off in model()",
+            ) from None
+
+
+def _sized(
+    file: ModelFile,
+    wanted: Degrees,
+    few: Degrees,
+    made: Callable[[Smaller, Degrees], Plan],
+    say: Say,
+) -> Sized:
+    """The model and its plan, as small as they have to be, and no smaller.
+
+    Raises:
+        AutopipeError: nothing fits; or what fits cannot be planned.
+    """
+
+    def build(smaller: Smaller) -> nn.Module:
+        return bare(shrunk(file, smaller).model)
+
+    error: ModelError | None = None
+    length = tokens(batches.flatten(file.inputs(2)))
+    for smaller, degrees in smaller_models(build, few, length):
+        try:
+            plan = made(smaller, degrees)
+        except ModelError as refused:
+            if smaller == Smaller():
+                raise
+            say(f"a smaller model cannot be planned: {refused.message}")
+            error = error or refused
+            continue
+        found = Sized(shrunk(file, smaller), smaller, plan, wanted, degrees)
+        if found.reduced:
+            say(f"reduced: {', '.join(found.reduced)}")
+        return found
+    raise ModelError(
+        "the model does not fit into a check on this machine, and made smaller it cannot be planned"
+        + (f": {error.message}" if error is not None else ""),
+        hint="check a smaller configuration of it: a model() with fewer layers and less width",
+    )
+
+
+def _compare(source: str, sized: Sized, notes: tuple[str, ...], say: Say, start: Spawn) -> Verdict:
+    """Run both sides, and compare them.
+
+    Raises:
+        Unmatched: the model draws random numbers that cannot be compared.
+    """
+    plan, file = sized.plan, sized.file
+    found = Verdict(plan, sized.reduced, notes)
+    ranks = len(plan.mesh.places)
+    traced = cache(partial(_traced, file, plan))
+    with TemporaryDirectory(prefix="autopipe-check-") as name:
+        folder = Path(name)
+        subject.write(folder, Subject(source, sized.smaller), plan, file)
+        drawn = subject.read(folder)[2]
+        say(f"two steps of {ranks} ranks, and of the unsplit model")
+        with phase(f"running {ranks} ranks"):
+            code = start(ranks, ["check", str(folder)])
+        if code:
+            return replace(found, failure=f"the split model does not run (exit code {code})")
+        with phase("running the unsplit model"), one_thread(), _as_planned():
+            unsplit = Unsplit(file, plan, lambda: _names(plan, traced()))
+            rows = compared(unsplit, plan, drawn, split.read(folder, ranks))
+        found = replace(found, rows=tuple(rows))
+        return found if found.right else replace(found, first=_first(rows, sized, traced, drawn[0]))
+
+
+def _first(rows: Sequence[Row], sized: Sized, traced: Callable[[], Trace], batch: Any) -> Any:
+    with phase("looking for the first differing node"), one_thread(), _as_planned():
+        return first_node(rows, traced(), sized.plan, sized.file, batch)
+
+
+def _traced(file: ModelFile, plan: Plan) -> Trace:
+    return trace_planned(file.model, None, file.loss, plan).trace
+
+
+def _names(plan: Plan, traced: Trace) -> list[str] | None:
+    """The model's random nodes; None: under tensor parallelism a rank may draw for its part."""
+    return random_nodes(traced.graph) if plan.mesh.tp == 1 else None
+
+
+@contextmanager
+def _as_planned() -> Iterator[None]:
+    """Within, models take the branches that they were traced with, and libraries are quiet."""
+    with eager_branches(), libraries_hushed(heard=False), torch.random.fork_rng(devices=[]):
+        yield
+
+
+def _notes(plan: Plan) -> tuple[str, ...]:
+    """How near the two have to be, and why."""
+    if orders_kept(plan):
+        return ("every bit of gradients has to be equal: the plan changes the order of no sum",)
+    rounding = ROUNDING.get(plan.precision, ROUNDING["fp32"])
+    return (
+        f"gradients have to be equal to {rounding:g} of their largest entry: the plan changes the "
+        f"order of sums in {plan.precision}",
+    )

@@ -1,0 +1,199 @@
+"""Two steps of both sides, tensor by tensor: a row for each kind of tensor in each step.
+
+    step  what        tensors  equal  furthest off    of            allowed
+    1     loss              1      1             0    ...           0, or 1e-05
+
+A tensor is off by its largest difference, as a share of the largest entry of the unsplit one; a
+gradient's share is of at least `FLOOR` of the largest entry of all gradients, since some are zero
+but for rounding (the bias of an attention's keys).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopipe.checking.layout import RankLayout
+from autopipe.checking.split import CLIP, RankStep
+from autopipe.checking.unsplit import Unsplit, WholeStep
+from autopipe.planfile.contents import Plan
+from autopipe.planfile.parts import Place
+
+ROUNDING = {"fp32": 1e-5, "bf16": 4e-2, "fp16": 5e-3, "bf16-autocast": 4e-2, "fp16-autocast": 5e-3}
+"""By precision, how far a sum may be off whose order has changed: some units of the last place."""
+
+FLOOR = 1e-3
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind of tensor in one step.
+
+    Attributes:
+        what: "loss", "gradients", "clipped norm", "buffers" or "parameters".
+        tensors: how many were compared; a tensor on several ranks counts with each.
+        equal: how many of them are equal bit by bit.
+        off: the largest difference, as a share; infinite where a tensor is on one side only.
+        furthest: the name of the tensor that is off by that.
+        allowed: the largest share that is no difference.
+        wrong: the names of the tensors that are off by more.
+    """
+
+    step: int
+    what: str
+    tensors: int
+    equal: int
+    off: float
+    furthest: str
+    allowed: float
+    wrong: tuple[str, ...]
+
+
+def orders_kept(plan: Plan) -> bool:
+    """Whether the plan changes the order of no sum of floats, so that every bit must be equal.
+
+    Tensor parallelism, compilers, a loss in parts, three replicas, and gradients that come
+    together from several stages do.
+    """
+    readers: dict[str, int] = {}
+    for stage in plan.stages:
+        for name in (*stage.parameters, *(t.name for t in stage.receives if t.gradient)):
+            readers[name] = readers.get(name, 0) + 1
+    apart = all(count == 1 for count in readers.values())
+    one = plan.mesh.tp == 1 and plan.mesh.dp <= 2 and not plan.compiled and not plan.loss_parts
+    return one and apart and plan.precision not in ("bf16-autocast", "fp16-autocast")
+
+
+def compared(
+    unsplit: Unsplit, plan: Plan, batches: Sequence[Any], ranks: Sequence[Sequence[RankStep]]
+) -> list[Row]:
+    """Run the unsplit model's steps beside what the ranks have found.
+
+    Args:
+        ranks: by rank, then by step.
+
+    Raises:
+        Unmatched: as `Unsplit.step`.
+    """
+    layout, rows = RankLayout.of(plan), list[Row]()
+    for number, batch in enumerate(batches):
+        found = {place: ranks[place.rank][number] for place in plan.mesh.places}
+        one = _Step(layout, number + 1, found)
+        first = next(iter(found.values()))
+        expected = unsplit.step(batch, first.scale)
+        rows += one.before(expected)
+        norm = first.norm if first.norm is not None else torch.tensor(0.0)
+        most = CLIP * float(norm)
+        gradients = {
+            name: one.whole(name, like, "gradients") for name, like in expected.gradients.items()
+        }
+        unsplit.update(gradients, torch.clamp(most / (norm + 1e-6), max=1.0))
+        rows.append(one.parameters(unsplit.model))
+        with torch.no_grad():
+            for name, parameter in unsplit.model.named_parameters():
+                parameter.copy_(one.whole(name, parameter, "parameters"))
+    return rows
+
+
+class _Step:
+    """One step: what each rank has found, to be compared."""
+
+    def __init__(self, layout: RankLayout, number: int, found: Mapping[Place, RankStep]) -> None:
+        self.layout, self.number, self.found = layout, number, found
+        self.rounding = ROUNDING.get(layout.plan.precision, 1e-5)
+        self.exact = orders_kept(layout.plan)
+
+    def before(self, expected: WholeStep) -> list[Row]:
+        """Rows of all that there is before the optimizer's step."""
+        largest = max((_largest(g) for g in expected.gradients.values()), default=0.0)
+        losses, gradients, buffers, norms = [], [], [], []
+        for place, found in self.found.items():
+            losses.append(("loss", found.loss.to(expected.loss.dtype), expected.loss))
+            norms.append(("norm", found.norm, expected.norm))
+            for name in found.parameters:
+                whole = expected.gradients.get(name)
+                mine = None if whole is None else self.layout.trained(name, whole, place)
+                gradients.append((name, found.gradients.get(name), mine))
+            own = expected.buffers[place.dp]
+            for name, buffer in found.buffers.items():
+                if name in own:
+                    buffers.append((name, buffer, self.layout.shard(name, own[name], place)))
+        gradients += [(n, None, g) for n, g in expected.gradients.items() if self._nowhere(n)]
+        off = 0.0 if self.exact else self.rounding
+        # A mean of micro-batches is rounded in the dtype of the loss, before and after replicas.
+        mean = 4 * torch.finfo(expected.loss.dtype).eps
+        return [
+            self._row("loss", losses, max(mean, off)),
+            self._row("gradients", gradients, off, FLOOR * largest),
+            self._row("clipped norm", norms, self.rounding),  # a sum of other sums
+            self._row("buffers", buffers, off),
+        ]
+
+    def parameters(self, model: nn.Module) -> Row:
+        """The row of what the optimizers have left, all steps by the same gradients."""
+        pairs = []
+        for place, found in self.found.items():
+            for name, tensor in found.parameters.items():
+                if name:
+                    whole = model.get_parameter(name).detach().to(tensor.dtype)
+                    pairs.append((name, tensor, self.layout.trained(name, whole, place)))
+        return self._row("parameters", pairs, 1e-6)
+
+    def whole(self, name: str, like: Tensor, of: str) -> Tensor:
+        """A gradient or parameter whole, from all ranks' parts."""
+        parts = [
+            (place, getattr(found, of)[name])
+            for place, found in self.found.items()
+            if name in getattr(found, of)
+        ]
+        return self.layout.whole(name, like, parts)
+
+    def _nowhere(self, name: str) -> bool:
+        return not any(name in found.parameters for found in self.found.values())
+
+    def _row(
+        self,
+        what: str,
+        pairs: Sequence[tuple[str, Tensor | None, Tensor | None]],
+        allowed: float,
+        floor: float = 0.0,
+    ) -> Row:
+        shares = [(off(mine, whole, floor), name) for name, mine, whole in pairs]
+        furthest = max(shares, key=lambda share: share[0], default=(0.0, ""))
+        wrong = dict.fromkeys(name for share, name in shares if share > allowed)
+        equal = sum(share == 0.0 for share, _ in shares)
+        name = furthest[1] if furthest[0] > 0 else ""
+        return Row(self.number, what, len(pairs), equal, furthest[0], name, allowed, tuple(wrong))
+
+
+def off(found: Tensor | None, expected: Tensor | None, floor: float = 0.0) -> float:
+    """The largest difference, as a share of the largest entry of the expected tensor.
+
+    0.0 means equal bits, or no number on both sides; infinite: one is not there, or of another
+    shape, or no number where the other one is.
+    """
+    if found is None or expected is None:
+        return 0.0 if found is expected else math.inf
+    if found.shape != expected.shape:
+        return math.inf
+    if torch.equal(found, expected) or not expected.numel():
+        return 0.0
+    found, expected = found.detach().double(), expected.detach().double()
+    alike = (found == expected) | (found.isnan() & expected.isnan())
+    if bool(alike.all()):
+        return 0.0
+    far = torch.where(alike, 0.0, (found - expected).abs())
+    if not bool(far.isfinite().all()):
+        return math.inf
+    known = expected[expected.isfinite()]
+    scale = max(float(known.abs().max()) if known.numel() else 0.0, floor)
+    return float(far.max()) / scale if scale else math.inf
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0

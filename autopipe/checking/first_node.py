@@ -1,0 +1,194 @@
+"""Name the node of the graph where a difference begins.
+
+    a loss          forward, in order: the first module whose result no node of its call gives
+    a buffer        the node that writes it
+    a gradient      backward, in order: of the parameters that differ the one read last in forward;
+    a parameter     what comes behind it agrees
+
+The graph runs whole, in this process, node by node. A loss that differs although the graph computes
+what the model does was changed by the split: then it is the first node of the second stage.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from autopipe.checking.compare import Row, off
+from autopipe.checking.random_ops import Drawing, random_nodes
+from autopipe.checking.subject import SEED
+from autopipe.checking.unsplit import built
+from autopipe.checking.verdict import FirstNode
+from autopipe.frontend import batch as batches
+from autopipe.frontend.assigned_buffers import buffers_of
+from autopipe.frontend.model_file import ModelFile
+from autopipe.ir.blocks import find_blocks
+from autopipe.ir.dataflow import analyse
+from autopipe.ir.graph import Graph, Node, State, tensors_in
+from autopipe.ir.partition import partition
+from autopipe.planfile.contents import Plan
+from autopipe.planners.driver.against_eager import last_reader
+from autopipe.stages.lower import lower
+from autopipe.stages.node_calls import NODE_NAME
+from autopipe.stages.precision import KEPT
+from autopipe.stages.rng import stream
+from autopipe.tracing.export import Program
+from autopipe.tracing.low_precision import parameters_in
+from autopipe.tracing.trace import Trace
+
+CLOSE = 1e-5
+"""Results of one module that are as near are the same."""
+
+
+def first_node(
+    rows: Sequence[Row], traced: Trace, plan: Plan, file: ModelFile, batch: Any
+) -> FirstNode | None:
+    """The node where the first difference begins; None: nothing differs.
+
+    Args:
+        traced: the model as ranks trace it.
+        batch: of the first step.
+    """
+    row = next((row for row in rows if row.wrong), None)
+    if row is None:
+        return None
+    graph = traced.graph
+    same_step = {r.what: r for r in rows if r.step == row.step}
+    gradients = same_step["gradients"].wrong if "gradients" in same_step else ()
+    if row.what == "loss":
+        node, why = _in_forward(traced, plan, file, batch)
+    elif row.what == "buffers":
+        node = _reader(graph, row.wrong[0])
+        why = f"the buffer {row.wrong[0]!r} differs after it"
+    else:
+        names = row.wrong if row.what != "clipped norm" else gradients or row.wrong
+        name = last_reader(graph, names)[0]
+        node = _last(graph, name)
+        why = f"of its backward the gradient of {name!r} is the first that differs"
+        if row.what == "parameters":
+            why = (
+                f"its parameter {name!r} differs after the optimizer's step, its gradient does not"
+            )
+        elif row.what == "clipped norm":
+            why = "gradients agree, and their norm over all ranks does not"
+    return FirstNode(node.name, node.place, _stage(graph, plan, node), why)
+
+
+def _reader(graph: Graph, state: str) -> Node:
+    wanted = State(state)
+    found = (node for node in graph.nodes if wanted in node.values())
+    return next(found, graph.nodes[0])
+
+
+def _last(graph: Graph, state: str) -> Node:
+    wanted = State(state)
+    found = (node for node in reversed(graph.nodes) if wanted in node.values())
+    return next(found, graph.nodes[-1])
+
+
+def _stage(graph: Graph, plan: Plan, node: Node) -> int:
+    """The stage that a node stands in, by the names of the stages' last nodes."""
+    here = graph.index[node.name]
+    ends = [graph.index.get(stage.last, len(graph.nodes)) for stage in plan.stages]
+    return next((number for number, end in enumerate(ends) if here <= end), len(ends) - 1)
+
+
+def _in_forward(traced: Trace, plan: Plan, file: ModelFile, batch: Any) -> tuple[Node, str]:
+    """The first node of the first module whose result its nodes do not give."""
+    graph = traced.graph
+    rows = plan.batch.microbatch_rows(plan.mesh.dp)
+    part = batches.slice_rows(plan.inputs, batches.flatten(batch), 0, rows)
+    names = random_nodes(graph)
+    results, made = (
+        _eager(plan, file, part, batch, names),
+        _by_nodes(traced, plan, file, part, rows),
+    )
+    calls: dict[str, list[Node]] = defaultdict(list)
+    for node in graph.nodes:
+        for scope in node.scopes:
+            calls[scope].append(node)
+    for path, tensors in results:
+        nodes = calls.get(path, [])
+        values = [value for node in nodes for value in made.get(node.name, ())]
+        for tensor in tensors:
+            if nodes and all(off(value, tensor) > CLOSE for value in values):
+                own = [node for node in nodes if node.scopes[-1] == path] or nodes
+                kind = path or "the model"
+                return own[0], f"the first module whose result is another one is {kind!r}"
+    second = plan.stages[min(1, len(plan.stages) - 1)]
+    at = graph.index.get(second.first, len(graph.nodes) - 1)
+    return graph.nodes[at], "the whole graph computes what the model does, its stages do not"
+
+
+def _eager(
+    plan: Plan, file: ModelFile, part: Mapping[str, Any], batch: Any, names: list[str] | None
+) -> list[tuple[str, list[Tensor]]]:
+    """The results of each call of a module, by its path, in the order in which they end."""
+    model, kept = built(file), KEPT.get(plan.precision)
+    found: list[tuple[str, list[Tensor]]] = []
+    counts: dict[str, int] = defaultdict(int)
+
+    def note(path: str) -> Any:
+        def ended(module: nn.Module, args: Any, output: Any) -> None:
+            number = counts[path]
+            counts[path] += 1
+            scope = f"{path}@{number}" if number else path
+            tensors = [tensor.detach().clone() for tensor in tensors_in(output)]
+            found.append((scope, tensors))
+
+        return ended
+
+    with ExitStack() as until, torch.no_grad():
+        for path, module in model.named_modules():
+            if path:
+                until.callback(module.register_forward_hook(note(path)).remove)
+        until.enter_context(parameters_in(model, kept))
+        until.enter_context(torch.random.fork_rng(devices=[]))
+        if names:
+            until.enter_context(Drawing(names, (SEED, 0, 0)))
+        program = Program(model, batch, file.loss, plan.inputs, kept=kept, eager=True)
+        program(*(part[spec.path].clone() for spec in plan.inputs if spec.dtype != "python"))
+    return found
+
+
+def _by_nodes(
+    traced: Trace, plan: Plan, file: ModelFile, part: Mapping[str, Any], rows: int
+) -> dict[str, list[Tensor]]:
+    """What each node of the whole graph makes, by its name."""
+    graph, model = traced.graph, built(file)
+    with parameters_in(model, KEPT.get(plan.precision)):
+        named = {**graph.constants, **buffers_of(model), **dict(model.named_parameters())}
+        (stage,) = partition(analyse(graph), [])
+        states = {name: named[name] for name in stage.states}
+        blocks = find_blocks(graph)
+        lowered = lower(graph, stage, blocks, states, traced.reads, rows, last=True)
+        found: dict[str, list[Tensor]] = {}
+        with stream(SEED, 0, 0), torch.no_grad():
+            _Recorder(lowered.module, found).run(*(part[path].clone() for path in stage.inputs))
+    return found
+
+
+class _Recorder(fx.Interpreter):
+    """Runs a lowered stage and keeps what each node of the graph makes."""
+
+    def __init__(self, module: fx.GraphModule, found: dict[str, list[Tensor]]) -> None:
+        super().__init__(module)
+        self._found = found
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        name = n.meta.get(NODE_NAME)
+        if name is not None:
+            self._found[name] = [tensor.detach().clone() for tensor in tensors_in(result)]
+        return result
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        inner = self.fetch_attr(target)
+        if isinstance(inner, fx.GraphModule):
+            return _Recorder(inner, self._found).run(*args, **kwargs)
+        return super().call_module(target, args, kwargs)

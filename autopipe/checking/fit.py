@@ -1,0 +1,180 @@
+"""How much smaller a mesh and a model have to be, so that a check ends soon on this machine.
+
+    the mesh     dp to 2, then the larger of pp and tp halved, down to 2 each: at most MOST_RANKS
+    a step       two micro-batches for each pipeline rank, two rows each
+    the model    fewer equal layers, shorter rows, narrower widths: only as far as it does not fit
+
+What makes the split what it is stays: a degree that is more than one is two at least, ZeRO has
+replicas, interleaved stages stay several on a rank, each stage has a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from autopipe.checking.subject import Smaller
+from autopipe.cluster.spec import parse
+from autopipe.errors import AutopipeError
+from autopipe.planfile.contents import Plan
+from autopipe.tracing.source import parameter_bytes
+from autopipe.util import numbers
+
+MOST_RANKS = 8
+"""Processes of a check."""
+
+MOST_BYTES = 320 * 2**20
+"""Of parameters: with gradients, optimizer state, copies and both sides about twelve times that."""
+
+MOST_FLOPS = 1e11
+"""Operations of one step; all steps of both sides are four of it, a few seconds of a core."""
+
+SHORT = 64
+"""Tokens of a row that does not fit."""
+
+NARROWEST = 64
+"""What widths are divided by at most."""
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """The mesh of a check, its micro-batches, and the rows of each."""
+
+    pp: int
+    dp: int
+    tp: int
+    chunks: int
+    micro_batches: int
+    rows: int
+
+    @property
+    def ranks(self) -> int:
+        """Processes."""
+        return self.pp * self.dp * self.tp
+
+    @property
+    def batch(self) -> int:
+        """Rows of a step."""
+        return self.dp * self.micro_batches * self.rows
+
+    @classmethod
+    def of(cls, plan: Plan) -> Degrees:
+        """Those of a plan."""
+        mesh, m = plan.mesh, plan.batch.micro_batches
+        chunks = len(plan.stages) // mesh.pp
+        return cls(mesh.pp, mesh.dp, mesh.tp, chunks, m, plan.batch.microbatch_rows(mesh.dp))
+
+    def told(self, other: Degrees) -> list[str]:
+        """What is less here than in `other`, as `dp 256 -> 2`."""
+        words = {"micro_batches": "micro-batches", "rows": "rows of a micro-batch"}
+        return [
+            f"{words.get(name, name)} {before} -> {getattr(self, name)}"
+            for name, before in vars(other).items()
+            if getattr(self, name) != before
+        ]
+
+
+def fewer_ranks(wanted: Degrees, *, written: bool = False) -> Degrees:
+    """The degrees reduced to `MOST_RANKS` processes and few micro-batches.
+
+    Args:
+        written: the schedule is written out for these pipeline ranks and micro-batches.
+
+    Raises:
+        AutopipeError: it cannot be, as the schedule is written out.
+    """
+    found = replace(wanted, dp=min(wanted.dp, 2))
+    while found.ranks > MOST_RANKS and max(found.pp, found.tp) > 2:
+        if written:
+            raise AutopipeError(
+                f"the plan's own schedule is for pp={found.pp}, with dp={found.dp} and "
+                f"tp={found.tp} {found.ranks} processes, and a check starts {MOST_RANKS} at most",
+                hint="check a plan with fewer tensor-parallel ranks or replicas",
+            )
+        name = "pp" if found.pp >= found.tp else "tp"
+        found = replace(found, **{name: max(2, getattr(found, name) // 2)})
+    if not written:
+        found = replace(found, micro_batches=min(found.micro_batches, 2 * found.pp))
+    return found
+
+
+def smaller_models(
+    model: Callable[[Smaller], nn.Module], wanted: Degrees, tokens: int
+) -> Iterator[tuple[Smaller, Degrees]]:
+    """Ways to make a model fit, those that change least first.
+
+    Args:
+        model: builds it made smaller, without memory; ValueError: it cannot be made so.
+        tokens: of a row.
+
+    Yields:
+        what to change, and the degrees with it.
+
+    Raises:
+        AutopipeError: nothing makes it fit.
+    """
+    least = Smaller(layers=max(2, wanted.pp * wanted.chunks))
+    few = replace(wanted, rows=min(wanted.rows, 2))
+    short = SHORT if tokens > SHORT else 0
+    ways = [(Smaller(), wanted), (Smaller(), few), (least, few)]
+    ways += [(replace(least, length=short), few)] if short else []
+    divisor = 2
+    while divisor <= NARROWEST:
+        ways.append((replace(least, width=divisor, length=short), few))
+        divisor *= 2
+    fewest = None
+    for way, degrees in ways:
+        try:
+            size = parameter_bytes(model(way))
+        except ValueError:  # a width that does not divide
+            break
+        fewest = size if fewest is None else min(fewest, size)
+        flops = 6 * size / 4 * degrees.batch * (min(tokens, way.length) if way.length else tokens)
+        last = way.width == 1 and way.layers and (way.length or not short)
+        if size <= MOST_BYTES and (flops <= MOST_FLOPS or last):
+            yield way, degrees
+    if fewest is not None and fewest > MOST_BYTES:
+        raise AutopipeError(
+            f"the model does not fit into a check: with {least.layers} of each row of equal layers "
+            f"its parameters take {numbers.memory(fewest)}, and a check on this machine holds "
+            f"{numbers.memory(MOST_BYTES)} of them",
+            hint="check a smaller configuration of it: a model() with fewer layers and less width",
+        )
+
+
+def usual_degrees(
+    asked: dict[str, int], cluster: str | None, rows: int | None, words: dict[str, Any]
+) -> Degrees:
+    """The degrees for a model file without a plan; where nobody asks for one a pipeline of two.
+
+    Args:
+        asked: of pp, tp, dp and micro_batches those that were asked for.
+        cluster: "local:N", whose processes a pipeline takes that nobody has given a degree.
+        rows: of the batch; None: two for each micro-batch.
+        words: other constraints; a pipeline of several stages on a rank says so here.
+
+    Raises:
+        AutopipeError: the cluster has another number of processes, or rows do not divide.
+    """
+    pp, tp, dp = (asked.get(name, 1) for name in ("pp", "tp", "dp"))
+    processes = None if cluster is None else parse(cluster).num_devices
+    if not {"pp", "tp", "dp"} & asked.keys():
+        pp = processes or 2
+    elif processes is not None and "pp" not in asked and processes % (tp * dp) == 0:
+        pp = processes // (tp * dp)
+    if processes not in (None, pp * tp * dp):
+        raise AutopipeError(
+            f"pp={pp} dp={dp} tp={tp} are {pp * tp * dp} processes, and {cluster} has {processes}",
+            hint="leave --cluster out",
+        )
+    chunks = {"interleaved": words.get("chunks") or 2, "zb-v": 2}.get(words.get("schedule", ""), 1)
+    m = asked.get("micro_batches", 2 * pp)
+    if rows is not None and rows % (dp * m) and "micro_batches" in asked:
+        raise AutopipeError(
+            f"a batch of {rows} rows does not divide into dp={dp} x micro_batches={m} equal parts"
+        )
+    each = 2 if rows is None else max(1, rows // (dp * m))
+    return Degrees(pp, dp, tp, chunks, m, each)

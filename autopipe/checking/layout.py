@@ -1,0 +1,78 @@
+"""Which entries of a whole tensor a rank holds, by the plan alone, and whole tensors from parts.
+
+    tp      its shard of a sharded parameter
+    ZeRO    its rows of that: among replicas, under ZeRO-1 also among the stages that are tied
+
+Parts are found by the positions of their entries, so that a whole tensor is put together by the
+same rule that takes it apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autopipe.planfile import programs
+from autopipe.planfile.contents import Plan
+from autopipe.planfile.parts import Place
+from autopipe.planfile.placements import I, Sharding
+from autopipe.runtime.parameters.zero1 import own_rows
+from autopipe.schedules.instructions import holders
+from autopipe.sharding.collectives import own_part
+from autopipe.sharding.plan_io import read_back
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """How tensors lie over the ranks of a plan.
+
+    Attributes:
+        sharding: over tensor-parallel ranks.
+        placed: the pipeline rank of each stage.
+    """
+
+    plan: Plan
+    sharding: Sharding
+    placed: tuple[int, ...]
+
+    @classmethod
+    def of(cls, plan: Plan) -> RankLayout:
+        """The layout of a plan.
+
+        Raises:
+            ScheduleError, PlanError: the plan has no programs.
+        """
+        return cls(plan, read_back(plan), holders(programs.compute(plan)))
+
+    def shard(self, name: str, whole: Tensor, place: Place) -> Tensor:
+        """What a tensor-parallel rank has of a parameter or buffer."""
+        lies = self.sharding.states.get(name, I)
+        return own_part(whole, lies, self.plan.mesh.tp, place.tp) if lies.sharded else whole
+
+    def trained(self, name: str, whole: Tensor, place: Place) -> Tensor:
+        """What a rank's optimizer has of a parameter, or of its gradient."""
+        part, mesh = self.shard(name, whole, place), self.plan.mesh
+        if self.plan.zero == 0 or mesh.dp == 1 or not part.ndim:
+            return part
+        sharing = [place.pp]
+        if self.plan.zero == 1:
+            having = zip(self.plan.stages, self.placed, strict=True)
+            sharing = sorted({rank for stage, rank in having if name in stage.parameters})
+        position = sharing.index(place.pp) * mesh.dp + place.dp
+        return part[slice(*own_rows(len(part), len(sharing) * mesh.dp, position))]
+
+    def whole(self, name: str, like: Tensor, parts: Iterable[tuple[Place, Tensor]]) -> Tensor:
+        """A parameter or gradient as large as `like`, from the parts that ranks' optimizers have.
+
+        Entries that no rank has are those of `like`; of those that several have, one's.
+        """
+        positions = torch.arange(like.numel()).view(like.shape)
+        found = like.detach().clone().contiguous()
+        for place, part in parts:
+            at = self.trained(name, positions, place)
+            if at.shape == part.shape:
+                found.view(-1)[at.reshape(-1)] = part.reshape(-1).to(found.dtype)
+        return found

@@ -1,0 +1,142 @@
+"""A model file whose model is smaller, and does the same things.
+
+    layers   h.0 h.1 h.2 ... h.31  ->  h.0 h.1       equal neighbours in a ModuleList or Sequential
+    width    hidden_size 4096      ->  256           every width of a configuration of transformers,
+                                                     divided by one number; heads and words stay
+    length   tokens [b, 2048]      ->  [b, 64]       every dim of a batch that is as long
+    calm     dropout 0.1           ->  0.0
+
+Layers are taken out of a model that was built without memory. What is left gets the values that its
+modules give themselves, or small random ones: what is checked does not depend on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopipe.checking.subject import SEED, Smaller
+from autopipe.frontend import batch as batches
+from autopipe.frontend.construct import Factory, build_fake
+from autopipe.frontend.model_file import ModelFile
+from autopipe.frontend.transformers_adapter import initialiser, narrowed
+from autopipe.ir.torch_private import is_fake
+from autopipe.util.seeding import seed as derive_seed
+
+
+def shrunk(file: ModelFile, smaller: Smaller) -> ModelFile:
+    """The model file with a smaller model, and batches that fit it; all else is as it was."""
+    if smaller == Smaller():
+        return file
+    return replace(
+        file,
+        model=lambda: _model(file.model, smaller),
+        inputs=lambda rows: shorter(file.inputs(rows), smaller.length),
+    )
+
+
+def _model(factory: Factory, smaller: Smaller) -> nn.Module:
+    def narrow() -> nn.Module:
+        return narrowed(factory, smaller.width)
+
+    model = _cut(narrow, smaller.layers) if smaller.layers else narrow()
+    if smaller.calm:
+        _without_dropout(model)
+    return model
+
+
+def _cut(factory: Factory, layers: int) -> nn.Module:
+    """The model with at most `layers` of each row of equal layers."""
+    model = build_fake(factory)
+    for module in [*model.modules()]:
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            for position in reversed(surplus(module, layers)):
+                del module[position]
+    _fill(model)
+    return model
+
+
+def surplus(container: nn.ModuleList | nn.Sequential, layers: int) -> list[int]:
+    """Positions of the members to leave out, so that each row of equal ones has `layers` at most.
+
+    Members without parameters stay: an activation between two layers is not repeated structure.
+    """
+    found, position = list[int](), 0
+    for look, group in groupby(container, key=_look):
+        members = len([*group])
+        if look != ():
+            found += range(position + layers, position + members)
+        position += members
+    return found
+
+
+def _look(module: nn.Module) -> Hashable:
+    """What two layers have in common that are repeated: class, parameters' names and shapes."""
+    parameters = tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
+    return (type(module), parameters) if parameters else ()
+
+
+def _fill(model: nn.Module) -> None:
+    """Give values to parameters without memory: the modules' own, or small random numbers."""
+    made: dict[int, nn.Parameter] = {}
+    for path, module in model.named_modules():
+        fakes = {n: p for n, p in module.named_parameters(recurse=False) if is_fake(p)}
+        if not fakes:
+            continue
+        for name, fake in fakes.items():
+            if id(fake) not in made:
+                made[id(fake)] = _random(fake, f"{path}.{name}")
+            setattr(module, name, made[id(fake)])
+        reset = initialiser(model, path)
+        if reset is not None:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(derive_seed(SEED, path))
+                reset()
+
+
+def _random(fake: nn.Parameter, name: str) -> nn.Parameter:
+    """Around 0 for a matrix, around 1 for a vector, which may be the scale of a norm."""
+    generator = torch.Generator().manual_seed(derive_seed(SEED, name))
+    values = 0.02 * torch.randn(fake.shape, generator=generator) + float(fake.ndim < 2)
+    return nn.Parameter(values.to(fake.dtype), fake.requires_grad)
+
+
+def shorter(batch: Any, length: int) -> Any:
+    """A batch whose rows have at most `length` tokens; 0, or no tokens: as it is."""
+    leaves = batches.flatten(batch)
+    before = tokens(leaves)
+    if not 0 < length < before:
+        return batch
+
+    def cut(leaf: batches.Leaf) -> batches.Leaf:
+        if isinstance(leaf, Tensor):
+            for dim in range(1, leaf.ndim):
+                if leaf.shape[dim] == before:
+                    leaf = leaf.narrow(dim, 0, length)
+            return leaf.clone()
+        return leaf
+
+    return batches.rebuild(batch, {path: cut(leaf) for path, leaf in leaves.items()})
+
+
+def tokens(leaves: dict[str, batches.Leaf]) -> int:
+    """Tokens of a row: the second dim of whole numbers [rows, length]; 1: there are none."""
+    found = (
+        leaf.shape[1]
+        for leaf in leaves.values()
+        if isinstance(leaf, Tensor) and leaf.ndim >= 2 and leaf.dtype in (torch.int64, torch.int32)
+    )
+    return next(found, 1)
+
+
+def _without_dropout(model: nn.Module) -> None:
+    """Set every share of dropout to 0: attributes that are called so, and those of nn.Dropout."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, float) and (name == "p" or "drop" in name):
+                setattr(module, name, 0.0)

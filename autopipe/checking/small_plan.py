@@ -1,0 +1,97 @@
+"""A plan for few processes of this machine: the plan itself on fewer replicas, or a like one.
+
+same_cuts   the plan's stages, placements, schedule, precision        fewer replicas, fewer
+            and ZeRO stage, to the letter                             micro-batches
+planned     another plan, of a smaller model or a smaller mesh,       under the words that the
+                                                                      plan stands for
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from autopipe.checking.fit import Degrees
+from autopipe.cluster.cluster import Cluster, Device, Group, Link, NodeGroup
+from autopipe.frontend.model_file import ModelFile
+from autopipe.planfile.contents import Plan, signed
+from autopipe.planfile.parts import Batch, Mesh, Place
+from autopipe.planners.driver import make_plan
+from autopipe.util.progress import Say
+
+RATES = {"fp32": 1e10, "fp64": 5e9, "bf16": 2e10, "fp16": 2e10}
+
+
+def this_machine(processes: int) -> Cluster:
+    """So many processes here, with room for anything and rates that are nobody's.
+
+    Whether a split is right does not depend on how fast it is, so nothing is measured for it.
+    """
+    cpu = Device("cpu", 2**40, RATES, 1e10, 1e-6, "made up: a check is not about speed")
+    link = Link(1e-4, 1e9)
+    return Cluster(f"local:{processes}", (NodeGroup(1, (Group(processes, cpu),)),), link, link)
+
+
+def same_cuts(plan: Plan, degrees: Degrees) -> Plan:
+    """The plan with fewer replicas, micro-batches and rows, its ranks on this machine's CPU.
+
+    Raises:
+        PlanError, ScheduleError: when it is run, if its schedule is none for so few micro-batches.
+    """
+    mesh = Mesh(degrees.pp, degrees.dp, degrees.tp, ())
+    places = [
+        Place(rank := mesh.rank(pp, dp, tp), pp, dp, tp, 0, rank, "cpu")
+        for pp in range(mesh.pp)
+        for dp in range(mesh.dp)
+        for tp in range(mesh.tp)
+    ]
+    return signed(
+        replace(
+            plan,
+            cluster=this_machine(len(places)),
+            mesh=replace(mesh, places=tuple(places)),
+            batch=Batch(degrees.batch, degrees.micro_batches),
+            work=None,
+        )
+    )
+
+
+def words_of(plan: Plan) -> dict[str, Any]:
+    """The constraints that another plan has to keep to, so that it splits as this one does."""
+    words: dict[str, Any] = {
+        "precision": plan.precision,
+        "compile": plan.compiled,
+        "zero": plan.zero,
+        "recompute": "all" if any(stage.recompute for stage in plan.stages) else "none",
+        "loss_over": plan.loss_over,
+        "loss_parts": plan.loss_parts or "off",
+    }
+    if plan.mesh.pp > 1:
+        words |= {"schedule": plan.schedule, "window": plan.boundaries[0].window}
+        if plan.schedule == "interleaved":
+            words["chunks"] = len(plan.stages) // plan.mesh.pp
+        if plan.schedule == "eager-1f1b":
+            words["depth"] = plan.boundaries[0].depth
+    return words
+
+
+def planned(file: ModelFile, degrees: Degrees, words: dict[str, Any], say: Say) -> Plan:
+    """Plan `file` for `degrees` on this machine; all else as `words` say.
+
+    Raises:
+        AutopipeError: as `make_plan.plan`.
+    """
+    return make_plan.plan(
+        file.model,
+        file.inputs,
+        loss=file.loss,
+        optimizer=file.optimizer or "adamw",
+        cluster=this_machine(degrees.ranks),
+        batch_size=degrees.batch,
+        pp=degrees.pp,
+        dp=degrees.dp,
+        tp=degrees.tp,
+        micro_batches=degrees.micro_batches,
+        say=say,
+        **words,
+    )

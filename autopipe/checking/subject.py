@@ -1,0 +1,74 @@
+"""What is checked, as a folder: the plan, the model file, how it is shrunk, and two batches.
+
+FOLDER/plan.json      the plan that ranks run
+FOLDER/subject.json   `Subject`
+FOLDER/batches.pt     a batch for each step; drawn once, as `inputs` need not be seeded
+FOLDER/rank0.pt ...   what each rank has found (`checking.split`)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autopipe.frontend.model_file import ModelFile
+from autopipe.planfile.contents import Plan
+from autopipe.util import codec
+from autopipe.util.seeding import seed as derive_seed
+
+STEPS = 2
+"""The second one begins with what the first one's optimizer has left."""
+
+SEED = 0
+"""Of the weights and of all random numbers of a check."""
+
+
+@dataclass(frozen=True)
+class Smaller:
+    """How a model is made smaller than its model file says.
+
+    Attributes:
+        layers: members kept of each row of equal layers; 0: all.
+        width: what the widths of a configuration of transformers are divided by.
+        length: tokens kept of each row; 0: all.
+        calm: dropout is off.
+    """
+
+    layers: int = 0
+    width: int = 1
+    length: int = 0
+    calm: bool = False
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The model file of a check, and how its model is made smaller."""
+
+    source: str
+    smaller: Smaller
+
+
+def write(folder: Path, subject: Subject, plan: Plan, file: ModelFile) -> None:
+    """Write all that ranks read.
+
+    Args:
+        file: the model file, made smaller.
+    """
+    codec.save(subject, folder / "subject.json")
+    plan.save(folder / "plan.json")
+    batches = []
+    for step in range(STEPS):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive_seed(SEED, "inputs", step))
+            batches.append(file.inputs(plan.batch.rows))
+    torch.save(batches, folder / "batches.pt")
+
+
+def read(folder: Path) -> tuple[Subject, Plan, list[Any]]:
+    """The subject, the plan and a batch for each step."""
+    subject = codec.load(Subject, folder / "subject.json", root="subject")
+    batches = torch.load(folder / "batches.pt", weights_only=False)
+    return subject, Plan.load(folder / "plan.json"), batches

@@ -1,0 +1,208 @@
+"""The reference: the user's module, loss and optimizer in one process, as plain PyTorch runs them.
+
+    for each replica, each micro-batch in turn:   loss(model(rows)).backward(share)
+    gradients                                     added over micro-batches, then over replicas
+    the optimizer                                 one step by the gradients that the split has found
+
+Nothing of tracing, of graphs or of the runtime computes here: parameters of 16 bits are cast copies
+of the model's own, autocast is torch's. The optimizer takes the split's gradients once they have
+been compared. Where they are equal bit by bit that changes nothing; elsewhere it keeps rounding out
+of the comparison of parameters, as Adam makes a whole step of a gradient that is nothing but
+rounding, and lets the second step begin where the split's begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopipe.checking.random_ops import Drawing, Unmatched
+from autopipe.checking.subject import SEED
+from autopipe.frontend import batch as batches
+from autopipe.frontend.assigned_buffers import buffers_of
+from autopipe.frontend.construct import on_cpu
+from autopipe.frontend.model_file import ModelFile
+from autopipe.planfile.contents import Plan
+from autopipe.stages.precision import AUTOCAST, KEPT
+from autopipe.tracing.export import Program
+from autopipe.tracing.low_precision import parameters_in
+
+
+@dataclass
+class WholeStep:
+    """What a step of the unsplit model gives: the loss, each gradient, each replica's buffers."""
+
+    loss: Tensor
+    gradients: dict[str, Tensor]
+    norm: Tensor
+    buffers: list[dict[str, Tensor]] = field(default_factory=list)
+
+
+def built(file: ModelFile) -> nn.Module:
+    """The model with the weights that the ranks of a run give it, in training."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        model = file.model()
+        if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+            torch.manual_seed(SEED)
+            with on_cpu():
+                model = file.model()
+    return model.train()
+
+
+class Unsplit:
+    """The unsplit model over the steps of a check.
+
+    Args:
+        names: gives the random nodes of the model's graph, in its order; asked for if the model
+            draws random numbers.
+
+    Attributes:
+        model: with the parameters of now.
+    """
+
+    def __init__(
+        self, file: ModelFile, plan: Plan, names: Callable[[], Sequence[str] | None]
+    ) -> None:
+        self.model = built(file)
+        self._file = file
+        self._plan = plan
+        self._ask = names
+        self._names: Sequence[str] | None = None
+        self._buffers = [_copied(self.model) for _ in range(plan.mesh.dp)]
+        self._steps = 0
+        trained = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
+        self._optimizer = file.make_optimizer(
+            trained or [*self.model.named_parameters()], plan.optimizer
+        )
+
+    def step(self, batch: Any, scale: float) -> WholeStep:
+        """Forward and backward of a whole batch; parameters stay as they are.
+
+        Args:
+            scale: of the losses in backward, as the split had it; gradients are without it.
+
+        Raises:
+            Unmatched: the model's random ops are not one for each random node of its graph.
+        """
+        plan, kept = self._plan, KEPT.get(self._plan.precision)
+        dp, count = plan.mesh.dp, plan.batch.micro_batches
+        rows = plan.batch.microbatch_rows(dp)
+        total: dict[str, Tensor] = {}
+        results: list[tuple[Tensor, ...]] = []
+        with parameters_in(self.model, kept):
+            program = Program(
+                self.model, batch, self._file.loss, plan.inputs, kept=kept, eager=True
+            )
+            leaves = batches.flatten(batch)
+            for replica in range(dp):
+                _put(self.model, self._buffers[replica])
+                own: dict[str, Tensor] = {}
+                for k in range(replica * count, (replica + 1) * count):
+                    part = batches.slice_rows(plan.inputs, leaves, k * rows, (k + 1) * rows)
+                    results.append(self._micro_batch(program, part, k, scale))
+                    _add(own, self._taken(kept))
+                self._buffers[replica] = _copied(self.model)
+                _add(total, own)
+        return self._ended(total, results, scale)
+
+    def update(self, gradients: Mapping[str, Tensor], factor: Tensor | float) -> None:
+        """Step with these gradients times `factor`; those that are not there are None."""
+        for name, parameter in self.model.named_parameters():
+            gradient = gradients.get(name)
+            parameter.grad = None if gradient is None else gradient.clone().mul_(factor)
+        self._optimizer.step()
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+    def _micro_batch(
+        self, program: Program, part: Mapping[str, Any], k: int, scale: float
+    ) -> tuple[Tensor, ...]:
+        """Forward and backward of micro-batch `k` of all replicas'; its loss, or sum and count."""
+        plan = self._plan
+        tensors = [part[spec.path].clone() for spec in plan.inputs if spec.dtype != "python"]
+        before = _copied(self.model)
+        try:
+            found = self._forward(program, tensors, k)
+        except Unmatched:
+            if self._names is not None:
+                raise
+            self._names = self._ask()
+            if self._names is None:
+                raise
+            _put(self.model, before)
+            found = self._forward(program, tensors, k)
+        results = found if isinstance(found, tuple) else (found,)
+        loss = results[0]
+        parts = plan.batch.micro_batches * plan.mesh.dp
+        seed = 1.0 / (plan.batch.rows if len(results) > 1 else parts)
+        if loss.requires_grad:
+            loss.backward(torch.full_like(loss, seed * scale))
+        return tuple(result.detach() for result in results)
+
+    def _forward(self, program: Program, tensors: Sequence[Tensor], k: int) -> Any:
+        dtype = AUTOCAST.get(self._plan.precision)
+        cast = torch.autocast("cpu", dtype=dtype) if dtype is not None else nullcontext()
+        with ExitStack() as until:
+            until.enter_context(torch.random.fork_rng(devices=[]))
+            until.enter_context(cast)
+            drawing = until.enter_context(Drawing(self._names, (SEED, self._steps, k)))
+            found = program(*tensors)
+        if self._names is not None and drawing.drawn < len(self._names):
+            raise Unmatched
+        return found
+
+    def _taken(self, kept: torch.dtype | None) -> dict[str, Tensor]:
+        """The gradients of the micro-batch that has just ended, of masters in their dtype."""
+        found = {}
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None:
+                gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+                found[name] = gradient.float() if kept is not None else gradient
+                parameter.grad = None
+        return found
+
+    def _ended(
+        self, total: dict[str, Tensor], results: Sequence[tuple[Tensor, ...]], scale: float
+    ) -> WholeStep:
+        self._steps += 1
+        counted = len(results[0]) > 1
+        sums = torch.stack([result[0].double() for result in results]).sum()
+        counts = sum(float(result[1]) for result in results) if counted else float(len(results))
+        factor = (self._plan.batch.rows / counts if counts else 0.0) if counted else 1.0
+        for gradient in total.values():
+            gradient.mul_(factor / scale)
+        norm = nn.utils.get_total_norm([*total.values()])
+        return WholeStep((sums / counts).to(results[0][0].dtype), total, norm, self._buffers)
+
+
+def _add(total: dict[str, Tensor], more: Mapping[str, Tensor]) -> None:
+    for name, tensor in more.items():
+        total[name] = total[name] + tensor if name in total else tensor
+
+
+def _copied(model: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.detach().clone() for name, buffer in buffers_of(model).items()}
+
+
+def _put(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    """Give a model's buffers these values, also those that it assigns anew."""
+    for name, value in buffers.items():
+        path, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(path), leaf, value.clone())
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Within, kernels take one core, as in each rank: sums keep their order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

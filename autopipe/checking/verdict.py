@@ -1,0 +1,109 @@
+"""What a check has found, as a value and as data."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from autopipe.checking.compare import Row
+from autopipe.planfile.contents import Plan
+
+
+@dataclass(frozen=True)
+class FirstNode:
+    """Where a difference begins.
+
+    Attributes:
+        name: of the node in the model's graph.
+        place: the user's line, if it is known.
+        stage: that has it.
+        why: what was seen there.
+    """
+
+    name: str
+    place: str
+    stage: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of a check.
+
+    Attributes:
+        plan: that was run.
+        reduced: what was made smaller for this machine, one phrase each.
+        notes: what else there is to know about the comparison, one sentence each.
+        rows: of the comparison; none if the split model did not run.
+        failure: why there is none.
+        first: the first differing node, if anything differs and it was found.
+    """
+
+    plan: Plan
+    reduced: tuple[str, ...]
+    notes: tuple[str, ...]
+    rows: tuple[Row, ...] = ()
+    failure: str = ""
+    first: FirstNode | None = None
+
+    @property
+    def right(self) -> bool:
+        """Whether the split model trains as the unsplit one."""
+        return not self.failure and not any(row.wrong for row in self.rows)
+
+    @property
+    def sentence(self) -> str:
+        """The verdict in words."""
+        if self.failure:
+            return f"differs: {self.failure}"
+        if self.right:
+            equal, of = sum(row.equal for row in self.rows), sum(row.tensors for row in self.rows)
+            rest = "" if equal == of else f", the other {of - equal:,} to rounding"
+            return f"the same: {equal:,} of {of:,} tensors are equal bit by bit{rest}"
+        row = next(row for row in self.rows if row.wrong)
+        where = f"differs: in step {row.step}, {len(row.wrong)} of {row.what}"
+        where += f", {row.furthest!r} by {share(row.off)} of its largest entry"
+        if self.first is not None:
+            place = f" ({self.first.place})" if self.first.place else ""
+            where += (
+                f"\nfirst differing node: {self.first.name}{place}, stage {self.first.stage}: "
+                f"{self.first.why}"
+            )
+        return where
+
+    def as_data(self) -> dict[str, Any]:
+        """For `--json`: `same`, the plan's degrees, what was reduced, and a row for each kind."""
+        mesh, first = self.plan.mesh, self.first
+        return {
+            "same": self.right,
+            "verdict": self.sentence,
+            "plan": {
+                **{"pp": mesh.pp, "dp": mesh.dp, "tp": mesh.tp},
+                "micro_batches": self.plan.batch.micro_batches,
+                "rows": self.plan.batch.rows,
+                "schedule": self.plan.schedule,
+                "precision": self.plan.precision,
+                "zero": self.plan.zero,
+                "compiled": self.plan.compiled,
+            },
+            "reduced": list(self.reduced),
+            "notes": list(self.notes),
+            "rows": [
+                {
+                    **{"step": row.step, "what": row.what, "tensors": row.tensors},
+                    **{"equal": row.equal, "furthest": row.furthest, "allowed": row.allowed},
+                    "off": row.off if math.isfinite(row.off) else None,
+                    "wrong": list(row.wrong),
+                }
+                for row in self.rows
+            ],
+            "first": None if first is None else dict(vars(first)),
+        }
+
+
+def share(off: float) -> str:
+    """A share of a tensor's largest entry: `0`, `3.2e-07`, `all`."""
+    if not math.isfinite(off):
+        return "all"
+    return "0" if off == 0 else f"{off:.2g}"

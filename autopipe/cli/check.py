@@ -1,0 +1,183 @@
+"""The command `autopipe check`: a plan or a model file -> whether its split trains as the model."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from autopipe.cli import console
+from autopipe.cli.commands import Json, command
+from autopipe.cli.console import say
+from autopipe.cli.paths import found, say_edits
+from autopipe.errors import AutopipeError
+from autopipe.util.gc_pause import loading
+
+if TYPE_CHECKING:
+    from autopipe.checking.verdict import Verdict
+
+
+@command("autopipe check model.py --pp 2")
+def check(
+    what: Annotated[
+        str, typer.Argument(help="a plan file, or model.py, or package.module:factory")
+    ],
+    pp: Annotated[int | None, typer.Option(min=1, help="Pipeline stages; 2.")] = None,
+    tp: Annotated[int | None, typer.Option(min=1, help="Tensor-parallel degree; 1.")] = None,
+    dp: Annotated[int | None, typer.Option(min=1, help="Data-parallel replicas; 1.")] = None,
+    micro_batches: Annotated[
+        int | None, typer.Option(min=1, help="Equal parts of a replica's rows in a step.")
+    ] = None,
+    schedule: Annotated[str | None, typer.Option(help="As `plan` has it.")] = None,
+    chunks: Annotated[int | None, typer.Option(min=2, help="As `plan` has it.")] = None,
+    precision: Annotated[str | None, typer.Option(help="As `plan` has it.")] = None,
+    compile: Annotated[
+        bool | None, typer.Option("--compile/--no-compile", help="As `plan` has it.")
+    ] = None,
+    zero: Annotated[int | None, typer.Option(help="As `plan` has it.")] = None,
+    recompute: Annotated[list[str] | None, typer.Option(help="As `plan` has it.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Rows of the whole batch.")] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="Plan for this cluster, and check that plan.")
+    ] = None,
+    loss_parts: Annotated[str | None, typer.Option(help="As `plan` has it.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="The model file of a plan, if it has moved.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Train two steps of the split model on this CPU, and compare them with the unsplit one.
+
+    Loss, every gradient, the clipped norm, buffers and parameters, of every rank, beside plain
+    PyTorch in one process, which runs the model file's own module, loss and optimizer. A model or a
+    mesh that is too large is made smaller, and what was is said. Ends with code 1 if they differ,
+    and names the first differing node.
+    """
+    if Path(what).is_dir():
+        _as_rank(Path(what))
+        return
+    degrees = {"pp": pp, "tp": tp, "dp": dp, "micro_batches": micro_batches}
+    words = {
+        "schedule": schedule,
+        "chunks": chunks,
+        "precision": precision,
+        "compile": compile,
+        "zero": zero,
+        "recompute": recompute,
+        "loss_parts": loss_parts,
+    }
+    asked = {name: value for name, value in words.items() if value is not None}
+    sizes = {name: value for name, value in degrees.items() if value is not None}
+    if what.endswith(".json"):
+        verdict = _of_plan(what, model, [*sizes, *asked, *(["cluster"] if cluster else [])])
+    else:
+        verdict = _of_model(what, cluster, batch, sizes, asked)
+    if json:
+        console.show(verdict.as_data())
+    else:
+        _print(verdict)
+    if not verdict.right:
+        raise typer.Exit(1)
+
+
+def _as_rank(folder: Path) -> None:
+    """Be a rank of the check that is described in `folder`."""
+    from autopipe.runtime.launch import voice
+    from autopipe.runtime.launch import world as launch
+
+    world = launch.world_from(os.environ)
+    if world is None or not (folder / "subject.json").is_file():
+        raise AutopipeError(
+            f"{folder} is a folder", hint="autopipe check plan.json, or autopipe check model.py"
+        )
+    with voice.one_voice(world, debug=console.debug()):
+        with loading():
+            from autopipe.checking.split import run_rank
+        run_rank(folder)
+
+
+def _of_plan(path: str, model: str | None, asked: list[str]) -> Verdict:
+    from autopipe.planfile.contents import Plan
+
+    if asked:
+        words = ", ".join(f"--{name.replace('_', '-')}" for name in asked)
+        raise AutopipeError(
+            f"{path} is a plan, which says itself how it splits, and {words} was asked for",
+            hint=f"autopipe check {path}; or plan again with {words}",
+        )
+    loaded = Plan.load(path)
+    say_edits(loaded)
+    source = model or found(loaded, Path(path), "check")
+    with loading():
+        from autopipe.checking.check import check_plan
+
+    return check_plan(loaded, source, say)
+
+
+def _of_model(
+    source: str,
+    cluster: str | None,
+    batch: int | None,
+    sizes: dict[str, int],
+    words: dict[str, Any],
+) -> Verdict:
+    with loading():
+        from autopipe.checking.check import check_model, check_plan
+        from autopipe.checking.fit import usual_degrees
+        from autopipe.frontend import model_file
+        from autopipe.planners.driver.make_plan import plan as make_plan
+
+    file = model_file.load(source)
+    rows = batch or file.batch_size
+    if cluster is None or cluster.startswith("local:"):
+        return check_model(source, usual_degrees(sizes, cluster, rows, words), words, say)
+    more: dict[str, Any] = {**sizes, **words}
+    made = make_plan(
+        file.model,
+        file.inputs,
+        loss=file.loss,
+        optimizer=file.optimizer or "adamw",
+        cluster=cluster,
+        batch_size=rows,
+        loss_over=file.loss_over,
+        say=say,
+        **more,
+    )
+    return check_plan(made, source, say)
+
+
+def _print(verdict: Verdict) -> None:
+    """The table, what was reduced, and the verdict."""
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+
+    from autopipe.checking.verdict import share
+
+    mesh, batch = verdict.plan.mesh, verdict.plan.batch
+    out = Console(highlight=False)
+    zero = f", ZeRO-{verdict.plan.zero}" if verdict.plan.zero else ""
+    compiled = ", compiled" if verdict.plan.compiled else ""
+    out.print(
+        f"pp={mesh.pp} dp={mesh.dp} tp={mesh.tp}, {batch.micro_batches} micro-batches, "
+        f"{verdict.plan.schedule}, {verdict.plan.precision}{zero}{compiled}; {batch.rows} rows"
+    )
+    for line in verdict.reduced:
+        out.print(f"reduced: {line}")
+    for line in verdict.notes:
+        out.print(line)
+    if verdict.rows:
+        table = Table(box=SIMPLE, pad_edge=False)
+        for name in ("step", "what", "tensors", "equal", "off", "allowed", "furthest off"):
+            plain = name in ("what", "furthest off")
+            table.add_column(name, justify="left" if plain else "right")
+        for row in verdict.rows:
+            off = share(row.off) if math.isfinite(row.off) else "all"
+            cells = [row.step, row.what, row.tensors, row.equal, off, share(row.allowed)]
+            style = "bold red" if row.wrong else None
+            table.add_row(*map(str, cells), row.furthest, style=style)
+        out.print(table)
+    print(verdict.sentence)
