@@ -19,14 +19,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import nn
 
 from autopipe.checking import split, subject
 from autopipe.checking.compare import ROUNDING, Row, compared, orders_kept
 from autopipe.checking.first_node import first_node
 from autopipe.checking.fit import Degrees, fewer_ranks, smaller_models
 from autopipe.checking.random_ops import Unmatched, random_nodes
-from autopipe.checking.shrink import shrunk, tokens
+from autopipe.checking.shrink import shrunk, skeleton, tokens
 from autopipe.checking.small_plan import planned, same_cuts, words_of
 from autopipe.checking.subject import Smaller, Subject
 from autopipe.checking.unsplit import Unsplit, one_thread
@@ -40,7 +39,7 @@ from autopipe.frontend.transformers_adapter import eager_branches
 from autopipe.planfile.contents import Plan
 from autopipe.runtime.launch.spawn import spawn
 from autopipe.runtime.start import trace_planned
-from autopipe.tracing.source import bare, keeping_default_dtype
+from autopipe.tracing.source import keeping_default_dtype
 from autopipe.tracing.trace import Trace
 from autopipe.util.progress import Say, phase
 
@@ -167,13 +166,9 @@ def _sized(
     Raises:
         AutopipeError: nothing fits; or what fits cannot be planned.
     """
-
-    def build(smaller: Smaller) -> nn.Module:
-        return bare(shrunk(file, smaller).model)
-
     error: ModelError | None = None
     length = tokens(batches.flatten(file.inputs(2)))
-    for smaller, degrees in smaller_models(build, few, length):
+    for smaller, degrees in smaller_models(partial(skeleton, file), few, length):
         try:
             plan = made(smaller, degrees)
         except ModelError as refused:

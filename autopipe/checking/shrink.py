@@ -40,25 +40,39 @@ def shrunk(file: ModelFile, smaller: Smaller) -> ModelFile:
     )
 
 
+def skeleton(file: ModelFile, smaller: Smaller) -> nn.Module:
+    """The smaller model without memory, to see how large it is.
+
+    Raises:
+        ValueError: a width does not divide.
+    """
+    model = build_fake(lambda: narrowed(file.model, smaller.width))
+    if smaller.layers:
+        _cut(model, smaller.layers)
+    return model
+
+
 def _model(factory: Factory, smaller: Smaller) -> nn.Module:
     def narrow() -> nn.Module:
         return narrowed(factory, smaller.width)
 
-    model = _cut(narrow, smaller.layers) if smaller.layers else narrow()
+    if smaller.layers:
+        model = build_fake(narrow)
+        _cut(model, smaller.layers)
+        _fill(model)
+    else:
+        model = narrow()
     if smaller.calm:
         _without_dropout(model)
     return model
 
 
-def _cut(factory: Factory, layers: int) -> nn.Module:
-    """The model with at most `layers` of each row of equal layers."""
-    model = build_fake(factory)
+def _cut(model: nn.Module, layers: int) -> None:
+    """Leave at most `layers` of each row of equal layers in the model."""
     for module in [*model.modules()]:
         if isinstance(module, nn.ModuleList | nn.Sequential):
             for position in reversed(surplus(module, layers)):
                 del module[position]
-    _fill(model)
-    return model
 
 
 def surplus(container: nn.ModuleList | nn.Sequential, layers: int) -> list[int]:

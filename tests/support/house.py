@@ -33,8 +33,8 @@ MAY_IMPORT = {
     "planners.model",
     "planners.driver": "util cluster schedules planfile report ir frontend tracing sharding stages "
     "joint planners.model planners.search planners.costs runtime.probe",
-    "checking": "util cluster schedules planfile ir frontend tracing sharding stages planners.driver "
-    "runtime.launch runtime.parameters runtime.step runtime",
+    "checking": "util cluster schedules planfile ir frontend tracing sharding stages "
+    "planners.driver runtime.launch runtime.parameters runtime.step runtime",
     "cli": "util schedules planfile report frontend tracing emit runtime.launch runtime.probe "
     "runtime planners.driver checking",
 }
