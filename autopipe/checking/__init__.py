@@ -1,11 +1,12 @@
-"""A model file, or a plan with its model file  ->  a `Verdict`: does the split train as the model?
+"""A model file, or a plan and its model file  ->  a `Comparison`: does the split train alike?
 
 In: what `autopipe check` is given. Out: two optimizer steps of the split model in real processes on
 this machine's CPU beside the user's own module in one, tensor by tensor; the first node that
 differs. Never found here: a way to plan or to run a model (`planners.driver`, `runtime`), which
-are what is checked; how a verdict is printed (`cli`).
+are what is checked; how a comparison is printed (`cli`).
 
-Other rooms use: `check.check_model`, `check.check_plan`, `verdict`, `split.run_rank`.
+Other rooms use: `check.check_model`, `check.check_plan`, `comparison`,
+`fit.usual_degrees`, `split.run_rank`.
 
     subject      what is checked, as a folder that all processes read
     fit          how much smaller a model and a mesh have to be for this machine
@@ -17,6 +18,6 @@ Other rooms use: `check.check_model`, `check.check_plan`, `verdict`, `split.run_
     unsplit      the user's module, loss and optimizer in one process: the same two steps
     compare      both, tensor by tensor                                      -> rows
     first_node   rows -> the node of the graph where the difference begins
-    verdict      rows, reductions, the first node: as a value, and as data
+    comparison   rows, reductions, the first node: as a value, and as data
     check        all of them in order                                        start reading here
 """

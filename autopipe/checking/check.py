@@ -5,7 +5,7 @@ a plan, or a model file and words
     same_cuts, planned             its plan                            (`small_plan`)
     spawn                          a process for each rank             (`split`)
     compared                       beside plain PyTorch here           (`unsplit`, `compare`)
-    first_node                     where a difference begins           -> Verdict
+    first_node                     where a difference begins           -> Comparison
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import torch
 
 from autopipe.checking import split, subject
 from autopipe.checking.compare import ROUNDING, Row, compared, orders_kept
+from autopipe.checking.comparison import Comparison
 from autopipe.checking.first_node import first_node
 from autopipe.checking.fit import Degrees, fewer_ranks, smaller_models
-from autopipe.checking.random_ops import Unmatched, random_nodes
+from autopipe.checking.random_ops import Unmatched, Unrepeatable, random_nodes, repeatable
 from autopipe.checking.shrink import shrunk, skeleton, tokens
 from autopipe.checking.small_plan import planned, same_cuts, words_of
 from autopipe.checking.subject import Smaller, Subject
 from autopipe.checking.unsplit import Unsplit, one_thread
-from autopipe.checking.verdict import Verdict
 from autopipe.errors import ModelError
 from autopipe.frontend import batch as batches
 from autopipe.frontend import model_file
@@ -76,12 +76,15 @@ class Sized:
         return tuple(found)
 
 
-def check_plan(plan: Plan, source: str, say: Say, start: Spawn = spawn) -> Verdict:
+def check_plan(
+    plan: Plan, source: str, say: Say, precision: str | None = None, start: Spawn = spawn
+) -> Comparison:
     """Check a plan with its model file.
 
     Args:
         source: the model file, as `model_file.load` takes it.
         say: gets a line of talk at a time.
+        precision: to check it in; None: its own.
         start: starts the ranks.
 
     Raises:
@@ -91,9 +94,10 @@ def check_plan(plan: Plan, source: str, say: Say, start: Spawn = spawn) -> Verdi
 
     def made(smaller: Smaller, few: Degrees) -> Plan:
         same = smaller == Smaller() and (few.pp, few.tp) == (wanted.pp, wanted.tp)
-        if same:
+        if same and precision in (None, plan.precision):
             return same_cuts(plan, few)
-        return planned(shrunk(file, smaller), few, words_of(plan), say)
+        words = words_of(plan) | ({"precision": precision} if precision else {})
+        return planned(shrunk(file, smaller), few, words, say)
 
     few = fewer_ranks(wanted, written=bool(plan.programs))
     return _check(source, file, wanted, few, made, say, start)
@@ -101,7 +105,7 @@ def check_plan(plan: Plan, source: str, say: Say, start: Spawn = spawn) -> Verdi
 
 def check_model(
     source: str, degrees: Degrees, words: dict[str, Any], say: Say, start: Spawn = spawn
-) -> Verdict:
+) -> Comparison:
     """Plan a model file for this machine under `words`, and check the plan.
 
     Args:
@@ -129,7 +133,7 @@ def _check(
     made: Callable[[Smaller, Degrees], Plan],
     say: Say,
     start: Spawn,
-) -> Verdict:
+) -> Comparison:
     """Find what fits, plan that, and compare; without dropout where that cannot be compared."""
     source = str(Path(source).resolve()) if Path(source).is_file() else source
     with keeping_default_dtype():
@@ -137,7 +141,7 @@ def _check(
         notes = _notes(sized.plan)
         try:
             return _compare(source, sized, notes, say, start)
-        except Unmatched:
+        except Unrepeatable:
             calm = replace(sized.smaller, calm=True)
             say("dropout is off: its random numbers are none that one process could draw too")
         notes = (*notes, "dropout is off: one process cannot draw the numbers that ranks draw")
@@ -146,7 +150,7 @@ def _check(
         )
         try:
             return _compare(source, quiet, notes, say, start)
-        except Unmatched:
+        except Unrepeatable:
             raise ModelError(
                 "the model draws random numbers, other than dropout's, that cannot be drawn again "
                 "in one process: its split cannot be compared with it",
@@ -188,30 +192,46 @@ def _sized(
     )
 
 
-def _compare(source: str, sized: Sized, notes: tuple[str, ...], say: Say, start: Spawn) -> Verdict:
+def _compare(
+    source: str, sized: Sized, notes: tuple[str, ...], say: Say, start: Spawn
+) -> Comparison:
     """Run both sides, and compare them.
 
     Raises:
-        Unmatched: the model draws random numbers that cannot be compared.
+        Unrepeatable: the model draws random numbers that cannot be compared.
     """
     plan, file = sized.plan, sized.file
-    found = Verdict(plan, sized.reduced, notes)
+    found = Comparison(plan, sized.reduced, notes)
     ranks = len(plan.mesh.places)
     traced = cache(partial(_traced, file, plan))
     with TemporaryDirectory(prefix="autopipe-check-") as name:
         folder = Path(name)
         subject.write(folder, Subject(source, sized.smaller), plan, file)
         drawn = subject.read(folder)[2]
+        names = partial(_names, traced)
+        try:
+            _check_draws(file, plan, drawn[0], names)
+        except Unmatched:
+            return replace(found, failure=_UNMATCHED)
         say(f"two steps of {ranks} ranks, and of the unsplit model")
         with phase(f"running {ranks} ranks"):
             code = start(ranks, ["check", str(folder)])
         if code:
             return replace(found, failure=f"the split model does not run (exit code {code})")
         with phase("running the unsplit model"), one_thread(), _as_planned():
-            unsplit = Unsplit(file, plan, lambda: _names(plan, traced()))
-            rows = compared(unsplit, plan, drawn, split.read(folder, ranks))
+            unsplit = Unsplit(file, plan, names)
+            try:
+                rows = compared(unsplit, plan, drawn, split.read(folder, ranks))
+            except Unmatched:
+                return replace(found, failure=_UNMATCHED)
         found = replace(found, rows=tuple(rows))
         return found if found.right else replace(found, first=_first(rows, sized, traced, drawn[0]))
+
+
+_UNMATCHED = (
+    "the model does not draw random numbers once for each random node of its graph: one of them is "
+    "lost, or its numbers are used by nobody"
+)
 
 
 def _first(rows: Sequence[Row], sized: Sized, traced: Callable[[], Trace], batch: Any) -> Any:
@@ -223,9 +243,31 @@ def _traced(file: ModelFile, plan: Plan) -> Trace:
     return trace_planned(file.model, None, file.loss, plan).trace
 
 
-def _names(plan: Plan, traced: Trace) -> list[str] | None:
-    """The model's random nodes; None: under tensor parallelism a rank may draw for its part."""
-    return random_nodes(traced.graph) if plan.mesh.tp == 1 else None
+def _names(traced: Callable[[], Trace]) -> list[str]:
+    """The model's random nodes.
+
+    Raises:
+        Unrepeatable: one of them draws more than once.
+    """
+    graph = traced().graph
+    if not repeatable(graph):
+        raise Unrepeatable
+    return random_nodes(graph)
+
+
+def _check_draws(file: ModelFile, plan: Plan, batch: Any, names: Callable[[], list[str]]) -> None:
+    """Look, before ranks are started, whether one process can draw what they draw.
+
+    Raises:
+        Unrepeatable: tensor-parallel ranks may draw for their parts.
+        Unmatched: as `Unsplit.step`.
+    """
+    if plan.mesh.tp > 1:
+        with phase("looking for random numbers"), one_thread(), _as_planned():
+            unsplit = Unsplit(file, plan, names)
+            unsplit.step(batch, 1.0)
+        if unsplit.draws:
+            raise Unrepeatable
 
 
 @contextmanager

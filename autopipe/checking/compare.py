@@ -81,7 +81,7 @@ def compared(
         ranks: by rank, then by step.
 
     Raises:
-        Unmatched: as `Unsplit.step`.
+        Unmatched, Unrepeatable: as `Unsplit.step`.
     """
     layout, rows = RankLayout.of(plan), list[Row]()
     for number, batch in enumerate(batches):

@@ -1,6 +1,7 @@
 """Name the node of the graph where a difference begins.
 
-    a loss          forward, in order: the first module whose result no node of its call gives
+    a loss          forward, in order: the first node that gives what plain PyTorch never has, up to
+                    the end of the first module whose result no node of its call gives
     a buffer        the node that writes it
     a gradient      backward, in order: of the parameters that differ the one read last in forward;
     a parameter     what comes behind it agrees
@@ -18,12 +19,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
 
 from autopipe.checking.compare import Row, off
+from autopipe.checking.comparison import FirstNode
 from autopipe.checking.random_ops import Drawing, random_nodes
 from autopipe.checking.subject import SEED
 from autopipe.checking.unsplit import built
-from autopipe.checking.verdict import FirstNode
 from autopipe.frontend import batch as batches
 from autopipe.frontend.assigned_buffers import buffers_of
 from autopipe.frontend.model_file import ModelFile
@@ -67,7 +69,8 @@ def first_node(
         why = f"the buffer {row.wrong[0]!r} differs after it"
     else:
         names = row.wrong if row.what != "clipped norm" else gradients or row.wrong
-        name = last_reader(graph, names)[0]
+        once = [name for name in names if _readers(graph, name) == 1]
+        name = last_reader(graph, once or names)[0]  # of a tied one any use may be the wrong one
         node = _last(graph, name)
         why = f"of its backward the gradient of {name!r} is the first that differs"
         if row.what == "parameters":
@@ -85,6 +88,11 @@ def _reader(graph: Graph, state: str) -> Node:
     return next(found, graph.nodes[0])
 
 
+def _readers(graph: Graph, state: str) -> int:
+    wanted = State(state)
+    return sum(wanted in node.values() for node in graph.nodes)
+
+
 def _last(graph: Graph, state: str) -> Node:
     wanted = State(state)
     found = (node for node in reversed(graph.nodes) if wanted in node.values())
@@ -99,60 +107,90 @@ def _stage(graph: Graph, plan: Plan, node: Node) -> int:
 
 
 def _in_forward(traced: Trace, plan: Plan, file: ModelFile, batch: Any) -> tuple[Node, str]:
-    """The first node of the first module whose result its nodes do not give."""
+    """The first node that gives what plain PyTorch never has, in the first module that differs."""
     graph = traced.graph
     rows = plan.batch.microbatch_rows(plan.mesh.dp)
     part = batches.slice_rows(plan.inputs, batches.flatten(batch), 0, rows)
-    names = random_nodes(graph)
-    results, made = (
-        _eager(plan, file, part, batch, names),
-        _by_nodes(traced, plan, file, part, rows),
-    )
-    calls: dict[str, list[Node]] = defaultdict(list)
-    for node in graph.nodes:
+    eager = _eager(plan, file, part, batch, random_nodes(graph))
+    made = _by_nodes(traced, plan, file, part, rows)
+    calls: dict[str, list[int]] = defaultdict(list)
+    for position, node in enumerate(graph.nodes):
         for scope in node.scopes:
-            calls[scope].append(node)
-    for path, tensors in results:
-        nodes = calls.get(path, [])
-        values = [value for node in nodes for value in made.get(node.name, ())]
-        for tensor in tensors:
-            if nodes and all(off(value, tensor) > CLOSE for value in values):
-                own = [node for node in nodes if node.scopes[-1] == path] or nodes
-                kind = path or "the model"
-                return own[0], f"the first module whose result is another one is {kind!r}"
+            calls[scope].append(position)
+    agreed = -1
+    for path, tensors in eager.modules:
+        inside = calls.get(path, [])
+        values = [
+            value for position in inside for value in made.get(graph.nodes[position].name, ())
+        ]
+        if inside and any(all(off(v, t) > CLOSE for v in values) for t in tensors):
+            between = graph.nodes[agreed + 1 : inside[-1] + 1]
+            other = [node for node in between if eager.lacks(made.get(node.name, ()))]
+            if other:
+                why = f"its result is another one; {path!r} is the first module that differs"
+                return other[0], why
+            return graph.nodes[inside[-1]], f"what follows it in {path!r} is lost"
+        agreed = max([agreed, *inside])
     second = plan.stages[min(1, len(plan.stages) - 1)]
     at = graph.index.get(second.first, len(graph.nodes) - 1)
-    return graph.nodes[at], "the whole graph computes what the model does, its stages do not"
+    return graph.nodes[at], "the whole graph computes what the model does, the ranks' parts do not"
+
+
+class _Eager(TorchFunctionMode):
+    """What a forward of plain PyTorch gives.
+
+    Attributes:
+        modules: the results of each call of a module, by its path, in the order they end in.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.modules: list[tuple[str, list[Tensor]]] = []
+        self._made: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
+        self._counts: dict[str, int] = defaultdict(int)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tensors_in(result):
+            self._made[tuple(tensor.shape)].append(tensor.detach().clone())
+        return result
+
+    def watch(self, path: str, module: nn.Module) -> Any:
+        """Note the results of a module's calls; gives the hook."""
+
+        def ended(module: nn.Module, args: Any, output: Any) -> None:
+            number = self._counts[path]
+            self._counts[path] += 1
+            scope = f"{path}@{number}" if number else path
+            self.modules.append((scope, [t.detach().clone() for t in tensors_in(output)]))
+
+        return module.register_forward_hook(ended)
+
+    def lacks(self, values: Sequence[Tensor]) -> bool:
+        """Whether one of these tensors of floats is like none that was made."""
+        return any(
+            all(off(value, made) > CLOSE for made in self._made.get(tuple(value.shape), ()))
+            for value in values
+            if value.is_floating_point()
+        )
 
 
 def _eager(
-    plan: Plan, file: ModelFile, part: Mapping[str, Any], batch: Any, names: list[str] | None
-) -> list[tuple[str, list[Tensor]]]:
-    """The results of each call of a module, by its path, in the order in which they end."""
-    model, kept = built(file), KEPT.get(plan.precision)
-    found: list[tuple[str, list[Tensor]]] = []
-    counts: dict[str, int] = defaultdict(int)
-
-    def note(path: str) -> Any:
-        def ended(module: nn.Module, args: Any, output: Any) -> None:
-            number = counts[path]
-            counts[path] += 1
-            scope = f"{path}@{number}" if number else path
-            tensors = [tensor.detach().clone() for tensor in tensors_in(output)]
-            found.append((scope, tensors))
-
-        return ended
-
+    plan: Plan, file: ModelFile, part: Mapping[str, Any], batch: Any, names: list[str]
+) -> _Eager:
+    """The first micro-batch's forward by the model itself."""
+    model, kept, found = built(file), KEPT.get(plan.precision), _Eager()
     with ExitStack() as until, torch.no_grad():
         for path, module in model.named_modules():
             if path:
-                until.callback(module.register_forward_hook(note(path)).remove)
+                until.callback(found.watch(path, module).remove)
         until.enter_context(parameters_in(model, kept))
         until.enter_context(torch.random.fork_rng(devices=[]))
         if names:
             until.enter_context(Drawing(names, (SEED, 0, 0)))
         program = Program(model, batch, file.loss, plan.inputs, kept=kept, eager=True)
-        program(*(part[spec.path].clone() for spec in plan.inputs if spec.dtype != "python"))
+        with found:
+            program(*(part[spec.path].clone() for spec in plan.inputs if spec.dtype != "python"))
     return found
 
 

@@ -24,17 +24,30 @@ class Unmatched(Exception):
     """A module's random ops are not one for each random node of its graph."""
 
 
-def random_nodes(graph: Graph) -> list[str] | None:
-    """The random nodes of a graph, in its order; None: some run again in backward (checkpoints)."""
+class Unrepeatable(Exception):
+    """One process cannot draw the numbers that the ranks of a plan draw."""
+
+
+RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+"""Ops that draw once for each of their layers."""
+
+
+def random_nodes(graph: Graph) -> list[str]:
+    """The random nodes of a graph, in its order."""
+    return [node.name for node in graph.nodes if is_random(node)]
+
+
+def repeatable(graph: Graph) -> bool:
+    """Whether each random node draws once, in forward alone: none is recurrent or checkpointed."""
     found = [node for node in graph.nodes if is_random(node)]
-    return None if any(node.again for node in found) else [node.name for node in found]
+    return not any(node.again or node.short in RECURRENT for node in found)
 
 
 class Drawing(TorchDispatchMode):
     """Within, the random ops of one micro-batch's forward draw as the nodes `names` do.
 
     Args:
-        names: None where they are not known: any random op raises.
+        names: None where they are not known yet: any random op raises.
 
     Raises:
         Unmatched: there are more random ops than names.

@@ -62,7 +62,7 @@ def words_of(plan: Plan) -> dict[str, Any]:
         "precision": plan.precision,
         "compile": plan.compiled,
         "zero": plan.zero,
-        "recompute": "all" if any(stage.recompute for stage in plan.stages) else "none",
+        "recompute": _recomputed(plan) or "none",
         "loss_over": plan.loss_over,
         "loss_parts": plan.loss_parts or "off",
     }
@@ -73,6 +73,12 @@ def words_of(plan: Plan) -> dict[str, Any]:
         if plan.schedule == "eager-1f1b":
             words["depth"] = plan.boundaries[0].depth
     return words
+
+
+def _recomputed(plan: Plan) -> list[str]:
+    """The classes of the blocks that run again in backward: by their first members, which stay."""
+    again = {path for stage in plan.stages for path in stage.recompute}
+    return [kind.name for kind in plan.blocks if again & set(kind.members)]
 
 
 def planned(file: ModelFile, degrees: Degrees, words: dict[str, Any], say: Say) -> Plan:

@@ -66,9 +66,7 @@ class Unsplit:
         model: with the parameters of now.
     """
 
-    def __init__(
-        self, file: ModelFile, plan: Plan, names: Callable[[], Sequence[str] | None]
-    ) -> None:
+    def __init__(self, file: ModelFile, plan: Plan, names: Callable[[], Sequence[str]]) -> None:
         self.model = built(file)
         self._file = file
         self._plan = plan
@@ -81,6 +79,11 @@ class Unsplit:
             trained or [*self.model.named_parameters()], plan.optimizer
         )
 
+    @property
+    def draws(self) -> bool:
+        """Whether the steps so far have drawn random numbers."""
+        return bool(self._names)
+
     def step(self, batch: Any, scale: float) -> WholeStep:
         """Forward and backward of a whole batch; parameters stay as they are.
 
@@ -89,6 +92,7 @@ class Unsplit:
 
         Raises:
             Unmatched: the model's random ops are not one for each random node of its graph.
+            Unrepeatable: as `names`.
         """
         plan, kept = self._plan, KEPT.get(self._plan.precision)
         dp, count = plan.mesh.dp, plan.batch.micro_batches
@@ -133,8 +137,6 @@ class Unsplit:
             if self._names is not None:
                 raise
             self._names = self._ask()
-            if self._names is None:
-                raise
             _put(self.model, before)
             found = self._forward(program, tensors, k)
         results = found if isinstance(found, tuple) else (found,)

@@ -17,7 +17,7 @@ from autopipe.errors import AutopipeError
 from autopipe.util.gc_pause import loading
 
 if TYPE_CHECKING:
-    from autopipe.checking.verdict import Verdict
+    from autopipe.checking.comparison import Comparison
 
 
 @command("autopipe check model.py --pp 2")
@@ -33,7 +33,12 @@ def check(
     ] = None,
     schedule: Annotated[str | None, typer.Option(help="As `plan` has it.")] = None,
     chunks: Annotated[int | None, typer.Option(min=2, help="As `plan` has it.")] = None,
-    precision: Annotated[str | None, typer.Option(help="As `plan` has it.")] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            help="As `plan` has it; of a plan, another than its own: fp32 is the closest."
+        ),
+    ] = None,
     compile: Annotated[
         bool | None, typer.Option("--compile/--no-compile", help="As `plan` has it.")
     ] = None,
@@ -72,14 +77,15 @@ def check(
     asked = {name: value for name, value in words.items() if value is not None}
     sizes = {name: value for name, value in degrees.items() if value is not None}
     if what.endswith(".json"):
-        verdict = _of_plan(what, model, [*sizes, *asked, *(["cluster"] if cluster else [])])
+        more: dict[str, Any] = {**sizes, **asked, **({"cluster": cluster} if cluster else {})}
+        result = _of_plan(what, model, more.pop("precision", None), list(more))
     else:
-        verdict = _of_model(what, cluster, batch, sizes, asked)
+        result = _of_model(what, cluster, batch, sizes, asked)
     if json:
-        console.show(verdict.as_data())
+        console.show(result.as_data())
     else:
-        _print(verdict)
-    if not verdict.right:
+        _print(result)
+    if not result.right:
         raise typer.Exit(1)
 
 
@@ -99,7 +105,7 @@ def _as_rank(folder: Path) -> None:
         run_rank(folder)
 
 
-def _of_plan(path: str, model: str | None, asked: list[str]) -> Verdict:
+def _of_plan(path: str, model: str | None, precision: str | None, asked: list[str]) -> Comparison:
     from autopipe.planfile.contents import Plan
 
     if asked:
@@ -114,7 +120,7 @@ def _of_plan(path: str, model: str | None, asked: list[str]) -> Verdict:
     with loading():
         from autopipe.checking.check import check_plan
 
-    return check_plan(loaded, source, say)
+    return check_plan(loaded, source, say, precision)
 
 
 def _of_model(
@@ -123,7 +129,7 @@ def _of_model(
     batch: int | None,
     sizes: dict[str, int],
     words: dict[str, Any],
-) -> Verdict:
+) -> Comparison:
     with loading():
         from autopipe.checking.check import check_model, check_plan
         from autopipe.checking.fit import usual_degrees
@@ -149,35 +155,35 @@ def _of_model(
     return check_plan(made, source, say)
 
 
-def _print(verdict: Verdict) -> None:
-    """The table, what was reduced, and the verdict."""
+def _print(result: Comparison) -> None:
+    """The table, what was reduced, and the sentence."""
     from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table
 
-    from autopipe.checking.verdict import share
+    from autopipe.checking.comparison import share
 
-    mesh, batch = verdict.plan.mesh, verdict.plan.batch
+    mesh, batch = result.plan.mesh, result.plan.batch
     out = Console(highlight=False)
-    zero = f", ZeRO-{verdict.plan.zero}" if verdict.plan.zero else ""
-    compiled = ", compiled" if verdict.plan.compiled else ""
+    zero = f", ZeRO-{result.plan.zero}" if result.plan.zero else ""
+    compiled = ", compiled" if result.plan.compiled else ""
     out.print(
         f"pp={mesh.pp} dp={mesh.dp} tp={mesh.tp}, {batch.micro_batches} micro-batches, "
-        f"{verdict.plan.schedule}, {verdict.plan.precision}{zero}{compiled}; {batch.rows} rows"
+        f"{result.plan.schedule}, {result.plan.precision}{zero}{compiled}; {batch.rows} rows"
     )
-    for line in verdict.reduced:
+    for line in result.reduced:
         out.print(f"reduced: {line}")
-    for line in verdict.notes:
+    for line in result.notes:
         out.print(line)
-    if verdict.rows:
+    if result.rows:
         table = Table(box=SIMPLE, pad_edge=False)
         for name in ("step", "what", "tensors", "equal", "off", "allowed", "furthest off"):
             plain = name in ("what", "furthest off")
             table.add_column(name, justify="left" if plain else "right")
-        for row in verdict.rows:
+        for row in result.rows:
             off = share(row.off) if math.isfinite(row.off) else "all"
             cells = [row.step, row.what, row.tensors, row.equal, off, share(row.allowed)]
             style = "bold red" if row.wrong else None
             table.add_row(*map(str, cells), row.furthest, style=style)
         out.print(table)
-    print(verdict.sentence)
+    print(result.sentence)

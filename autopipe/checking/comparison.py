@@ -28,7 +28,7 @@ class FirstNode:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Comparison:
     """The result of a check.
 
     Attributes:
@@ -54,7 +54,7 @@ class Verdict:
 
     @property
     def sentence(self) -> str:
-        """The verdict in words."""
+        """What was found, in words."""
         if self.failure:
             return f"differs: {self.failure}"
         if self.right:
@@ -62,8 +62,9 @@ class Verdict:
             rest = "" if equal == of else f", the other {of - equal:,} to rounding"
             return f"the same: {equal:,} of {of:,} tensors are equal bit by bit{rest}"
         row = next(row for row in self.rows if row.wrong)
-        where = f"differs: in step {row.step}, {len(row.wrong)} of {row.what}"
-        where += f", {row.furthest!r} by {share(row.off)} of its largest entry"
+        more = f", and {len(row.wrong) - 1:,} more" if len(row.wrong) > 1 else ""
+        where = f"differs: {row.what} of step {row.step}"
+        where += f", {row.furthest!r} by {share(row.off)} of its largest entry{more}"
         if self.first is not None:
             place = f" ({self.first.place})" if self.first.place else ""
             where += (
@@ -77,7 +78,7 @@ class Verdict:
         mesh, first = self.plan.mesh, self.first
         return {
             "same": self.right,
-            "verdict": self.sentence,
+            "sentence": self.sentence,
             "plan": {
                 **{"pp": mesh.pp, "dp": mesh.dp, "tp": mesh.tp},
                 "micro_batches": self.plan.batch.micro_batches,

@@ -1,0 +1,85 @@
+"""How small a check makes a mesh, a step and a model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from autopipe import AutopipeError
+from autopipe.checking.fit import Degrees, fewer_ranks, smaller_models, usual_degrees
+from autopipe.checking.subject import Smaller
+
+
+def degrees(pp: int, dp: int, tp: int, micro_batches: int = 4, rows: int = 2) -> Degrees:
+    return Degrees(pp, dp, tp, 1, micro_batches, rows)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [
+        (degrees(2, 1, 1), degrees(2, 1, 1)),
+        (degrees(2, 256, 1), degrees(2, 2, 1)),
+        (degrees(8, 16, 8), degrees(2, 2, 2)),
+        (degrees(16, 1, 1, 64), degrees(8, 1, 1, 16)),
+        (degrees(1, 1, 8), degrees(1, 1, 8, 2)),
+        (degrees(4, 2, 2), degrees(2, 2, 2)),
+    ],
+)
+def test_a_mesh_keeps_what_it_is(wanted: Degrees, found: Degrees) -> None:
+    """At most eight processes; what was more than one is two at least."""
+    assert fewer_ranks(wanted) == found
+
+
+def test_a_written_schedule_stays() -> None:
+    assert fewer_ranks(degrees(4, 8, 1, 16), written=True) == degrees(4, 2, 1, 16)
+    with pytest.raises(AutopipeError, match="own schedule is for pp=16"):
+        fewer_ranks(degrees(16, 1, 1), written=True)
+
+
+def test_what_is_less_is_told() -> None:
+    assert degrees(2, 2, 1).told(degrees(2, 256, 1, 32)) == [
+        "dp 256 -> 2",
+        "micro-batches 32 -> 4",
+    ]
+
+
+def sized(whole: int) -> list[tuple[Smaller, Degrees]]:
+    """The ways for a model of `whole` bytes, whose layers and widths are all there is of it."""
+
+    def model(smaller: Smaller) -> nn.Module:
+        entries = whole // 4 // (16 if smaller.layers else 1) // smaller.width**2
+        with torch.device("meta"):
+            return nn.Linear(entries, 1, bias=False)
+
+    return list(smaller_models(model, degrees(2, 1, 1), tokens=1))
+
+
+def test_what_fits_is_left_alone() -> None:
+    assert sized(2**20)[0] == (Smaller(), degrees(2, 1, 1))
+
+
+def test_layers_go_first_and_then_width() -> None:
+    assert sized(2**31)[0][0] == Smaller(layers=2)
+    assert sized(2**34)[0][0] == Smaller(layers=2, width=2)
+
+
+def test_what_cannot_be_made_to_fit_is_refused() -> None:
+    def model(smaller: Smaller) -> nn.Module:
+        if smaller.width > 1:
+            raise ValueError
+        with torch.device("meta"):
+            return nn.Linear(2**30, 1)
+
+    with pytest.raises(AutopipeError, match=r"parameters take 4\.0 GiB") as refused:
+        list(smaller_models(model, degrees(2, 1, 1), tokens=1))
+    assert "fewer layers" in str(refused.value.hint)
+
+
+def test_without_a_plan_it_is_a_pipeline_of_two() -> None:
+    assert usual_degrees({}, None, None, {}) == degrees(2, 1, 1)
+    assert usual_degrees({}, None, 32, {}) == degrees(2, 1, 1, 4, 8)
+    assert usual_degrees({"dp": 2}, None, None, {}) == degrees(1, 2, 1, 2)
+    assert usual_degrees({"tp": 2}, "local:4", None, {}) == degrees(2, 1, 2)
+    with pytest.raises(AutopipeError, match="are 2 processes, and local:4 has 4"):
+        usual_degrees({"pp": 2}, "local:4", None, {})
