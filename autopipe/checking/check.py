@@ -21,14 +21,14 @@ from typing import Any
 import torch
 
 from autopipe.checking import split, subject
-from autopipe.checking.compare import ROUNDING, Row, compared, orders_kept
+from autopipe.checking.compare import ROUNDING, TensorRow, compared, orders_kept
 from autopipe.checking.comparison import Comparison
 from autopipe.checking.first_node import first_node
 from autopipe.checking.fit import Degrees, fewer_ranks, smaller_models
 from autopipe.checking.random_ops import Unmatched, Unrepeatable, random_nodes, repeatable
 from autopipe.checking.shrink import shrunk, skeleton, tokens
 from autopipe.checking.small_plan import planned, same_cuts, words_of
-from autopipe.checking.subject import Smaller, Subject
+from autopipe.checking.subject import CheckJob, Smaller
 from autopipe.checking.unsplit import Unsplit, one_thread
 from autopipe.errors import ModelError
 from autopipe.frontend import batch as batches
@@ -77,7 +77,7 @@ class Sized:
 
 
 def check_plan(
-    plan: Plan, source: str, say: Say, precision: str | None = None, start: Spawn = spawn
+    plan: Plan, source: str, say: Say, precision: str | None = None, start: Spawn | None = None
 ) -> Comparison:
     """Check a plan with its model file.
 
@@ -85,7 +85,7 @@ def check_plan(
         source: the model file, as `model_file.load` takes it.
         say: gets a line of talk at a time.
         precision: to check it in; None: its own.
-        start: starts the ranks.
+        start: starts the ranks; None: `spawn`.
 
     Raises:
         AutopipeError: the model file or the plan is none that can be checked; says why.
@@ -104,7 +104,7 @@ def check_plan(
 
 
 def check_model(
-    source: str, degrees: Degrees, words: dict[str, Any], say: Say, start: Spawn = spawn
+    source: str, degrees: Degrees, words: dict[str, Any], say: Say, start: Spawn | None = None
 ) -> Comparison:
     """Plan a model file for this machine under `words`, and check the plan.
 
@@ -132,7 +132,7 @@ def _check(
     few: Degrees,
     made: Callable[[Smaller, Degrees], Plan],
     say: Say,
-    start: Spawn,
+    start: Spawn | None,
 ) -> Comparison:
     """Find what fits, plan that, and compare; without dropout where that cannot be compared."""
     source = str(Path(source).resolve()) if Path(source).is_file() else source
@@ -193,7 +193,7 @@ def _sized(
 
 
 def _compare(
-    source: str, sized: Sized, notes: tuple[str, ...], say: Say, start: Spawn
+    source: str, sized: Sized, notes: tuple[str, ...], say: Say, start: Spawn | None
 ) -> Comparison:
     """Run both sides, and compare them.
 
@@ -206,7 +206,7 @@ def _compare(
     traced = cache(partial(_traced, file, plan))
     with TemporaryDirectory(prefix="autopipe-check-") as name:
         folder = Path(name)
-        subject.write(folder, Subject(source, sized.smaller), plan, file)
+        subject.write(folder, CheckJob(source, sized.smaller), plan, file)
         drawn = subject.read(folder)[2]
         names = partial(_names, traced)
         try:
@@ -215,7 +215,7 @@ def _compare(
             return replace(found, failure=_UNMATCHED)
         say(f"two steps of {ranks} ranks, and of the unsplit model")
         with phase(f"running {ranks} ranks"):
-            code = start(ranks, ["check", str(folder)])
+            code = (start or spawn)(ranks, ["check", str(folder)])
         if code:
             return replace(found, failure=f"the split model does not run (exit code {code})")
         with phase("running the unsplit model"), one_thread(), _as_planned():
@@ -234,7 +234,7 @@ _UNMATCHED = (
 )
 
 
-def _first(rows: Sequence[Row], sized: Sized, traced: Callable[[], Trace], batch: Any) -> Any:
+def _first(rows: Sequence[TensorRow], sized: Sized, traced: Callable[[], Trace], batch: Any) -> Any:
     with phase("looking for the first differing node"), one_thread(), _as_planned():
         return first_node(rows, traced(), sized.plan, sized.file, batch)
 

@@ -34,7 +34,7 @@ SQUARES = 1e-4
 
 
 @dataclass(frozen=True)
-class Row:
+class TensorRow:
     """One kind of tensor in one step.
 
     Attributes:
@@ -74,7 +74,7 @@ def orders_kept(plan: Plan) -> bool:
 
 def compared(
     unsplit: Unsplit, plan: Plan, batches: Sequence[Any], ranks: Sequence[Sequence[RankStep]]
-) -> list[Row]:
+) -> list[TensorRow]:
     """Run the unsplit model's steps beside what the ranks have found.
 
     Args:
@@ -83,10 +83,10 @@ def compared(
     Raises:
         Unmatched, Unrepeatable: as `Unsplit.step`.
     """
-    layout, rows = RankLayout.of(plan), list[Row]()
+    layout, rows = RankLayout.of(plan), list[TensorRow]()
     for number, batch in enumerate(batches):
         found = {place: ranks[place.rank][number] for place in plan.mesh.places}
-        one = _Step(layout, number + 1, found)
+        one = _OneStep(layout, number + 1, found)
         first = next(iter(found.values()))
         expected = unsplit.step(batch, first.scale)
         rows += one.before(expected)
@@ -103,7 +103,7 @@ def compared(
     return rows
 
 
-class _Step:
+class _OneStep:
     """One step: what each rank has found, to be compared."""
 
     def __init__(self, layout: RankLayout, number: int, found: Mapping[Place, RankStep]) -> None:
@@ -111,7 +111,7 @@ class _Step:
         self.rounding = ROUNDING.get(layout.plan.precision, 1e-5)
         self.exact = orders_kept(layout.plan)
 
-    def before(self, expected: WholeStep) -> list[Row]:
+    def before(self, expected: WholeStep) -> list[TensorRow]:
         """Rows of all that there is before the optimizer's step."""
         largest = max((_largest(g) for g in expected.gradients.values()), default=0.0)
         losses, gradients, buffers, norms = [], [], [], []
@@ -137,7 +137,7 @@ class _Step:
             self._row("buffers", buffers, off),
         ]
 
-    def parameters(self, model: nn.Module) -> Row:
+    def parameters(self, model: nn.Module) -> TensorRow:
         """The row of what the optimizers have left, all steps by the same gradients."""
         pairs = []
         for place, found in self.found.items():
@@ -165,13 +165,15 @@ class _Step:
         pairs: Sequence[tuple[str, Tensor | None, Tensor | None]],
         allowed: float,
         floor: float = 0.0,
-    ) -> Row:
+    ) -> TensorRow:
         shares = [(off(mine, whole, floor), name) for name, mine, whole in pairs]
         furthest = max(shares, key=lambda share: share[0], default=(0.0, ""))
         wrong = dict.fromkeys(name for share, name in shares if share > allowed)
         equal = sum(share == 0.0 for share, _ in shares)
         name = furthest[1] if furthest[0] > 0 else ""
-        return Row(self.number, what, len(pairs), equal, furthest[0], name, allowed, tuple(wrong))
+        return TensorRow(
+            self.number, what, len(pairs), equal, furthest[0], name, allowed, tuple(wrong)
+        )
 
 
 def off(found: Tensor | None, expected: Tensor | None, floor: float = 0.0) -> float:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from autopipe.checking.compare import Row
+from autopipe.checking.compare import TensorRow
 from autopipe.planfile.contents import Plan
 
 
@@ -43,7 +43,7 @@ class Comparison:
     plan: Plan
     reduced: tuple[str, ...]
     notes: tuple[str, ...]
-    rows: tuple[Row, ...] = ()
+    rows: tuple[TensorRow, ...] = ()
     failure: str = ""
     first: FirstNode | None = None
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
-from autopipe.checking.compare import Row, off
+from autopipe.checking.compare import TensorRow, off
 from autopipe.checking.comparison import FirstNode
 from autopipe.checking.random_ops import Drawing, random_nodes
 from autopipe.checking.subject import SEED
@@ -48,7 +48,7 @@ CLOSE = 1e-5
 
 
 def first_node(
-    rows: Sequence[Row], traced: Trace, plan: Plan, file: ModelFile, batch: Any
+    rows: Sequence[TensorRow], traced: Trace, plan: Plan, file: ModelFile, batch: Any
 ) -> FirstNode | None:
     """The node where the first difference begins; None: nothing differs.
 

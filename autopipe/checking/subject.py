@@ -1,7 +1,7 @@
 """What is checked, as a folder: the plan, the model file, how it is shrunk, and two batches.
 
 FOLDER/plan.json      the plan that ranks run
-FOLDER/subject.json   `Subject`
+FOLDER/subject.json   `CheckJob`
 FOLDER/batches.pt     a batch for each step; drawn once, as `inputs` need not be seeded
 FOLDER/rank0.pt ...   what each rank has found (`checking.split`)
 """
@@ -44,14 +44,14 @@ class Smaller:
 
 
 @dataclass(frozen=True)
-class Subject:
+class CheckJob:
     """The model file of a check, and how its model is made smaller."""
 
     source: str
     smaller: Smaller
 
 
-def write(folder: Path, subject: Subject, plan: Plan, file: ModelFile) -> None:
+def write(folder: Path, subject: CheckJob, plan: Plan, file: ModelFile) -> None:
     """Write all that ranks read.
 
     Args:
@@ -67,8 +67,8 @@ def write(folder: Path, subject: Subject, plan: Plan, file: ModelFile) -> None:
     torch.save(batches, folder / "batches.pt")
 
 
-def read(folder: Path) -> tuple[Subject, Plan, list[Any]]:
+def read(folder: Path) -> tuple[CheckJob, Plan, list[Any]]:
     """The subject, the plan and a batch for each step."""
-    subject = codec.load(Subject, folder / "subject.json", root="subject")
+    subject = codec.load(CheckJob, folder / "subject.json", root="subject")
     batches = torch.load(folder / "batches.pt", weights_only=False)
     return subject, Plan.load(folder / "plan.json"), batches

@@ -9,9 +9,9 @@ import typer
 
 from autopipe.cli.commands import command
 from autopipe.cli.console import say
-from autopipe.cli.contract import CONTRACT, template
 from autopipe.cli.paths import check_folder
 from autopipe.errors import AutopipeError
+from autopipe.frontend.contract import CONTRACT, template
 from autopipe.util import atomic_file
 
 

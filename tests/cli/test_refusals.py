@@ -277,7 +277,7 @@ def test_what_is_missing_and_what_is_too_much(arguments: str, error: str, autopi
     assert autopipe(*arguments.split()).error == error
 
 
-COMMANDS = "the commands are init, trace, costs, plan, explain, simulate, run, emit, probe"
+COMMANDS = "the commands are init, trace, costs, plan, explain, simulate, check, run, emit, probe"
 
 
 @pytest.mark.parametrize(

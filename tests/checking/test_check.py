@@ -1,0 +1,99 @@
+"""`autopipe check` as one types it: what it prints, its exit codes, and what it makes smaller."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autopipe.checking import check
+from autopipe.planfile.contents import Plan
+from tests.support import warm
+from tests.support.shell import Shell
+
+
+@pytest.fixture
+def autopipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Shell:
+    """In its folder `net.py`; ranks are forks, which are there sooner."""
+
+    def start(ranks: int, argv: Sequence[str]) -> int:
+        return warm.spawn(ranks, ["-m", "autopipe", *argv], tmp_path)
+
+    monkeypatch.setattr(check, "spawn", start)
+    return Shell(tmp_path, monkeypatch, capsys)
+
+
+def test_a_model_and_its_plan_are_the_same(autopipe: Shell) -> None:
+    """Two ranks, every gradient equal in every bit; as JSON and in words."""
+    said = autopipe("check", "net.py", "--json")
+    assert said.code == 0, said.err
+    found: dict[str, Any] = json.loads(said.out)
+    assert found["same"]
+    assert found["plan"]["pp"] == 2
+    assert found["reduced"] == []
+    assert [(row["step"], row["what"]) for row in found["rows"]] == [
+        (step, what)
+        for step in (1, 2)
+        for what in ("loss", "gradients", "clipped norm", "buffers", "parameters")
+    ]
+    gradients = [row for row in found["rows"] if row["what"] == "gradients"]
+    assert [(row["tensors"], row["equal"], row["allowed"]) for row in gradients] == [(4, 4, 0)] * 2
+
+
+def test_a_plan_is_run_as_it_is_on_fewer_replicas(autopipe: Shell) -> None:
+    """For 8 ranks as 2 x 4, with ZeRO-1: the cuts stay, two replicas are enough."""
+    autopipe.plan(
+        8, "--pp", "2", "--dp", "4", "--zero", "1", "--batch", "32", "--micro-batches", "2"
+    )
+    said = autopipe("check", "plan.json")
+    assert said.code == 0, said.err
+    words = " ".join(said.out.split())
+    assert "pp=2 dp=2 tp=1" in words
+    assert "ZeRO-1" in words
+    assert "reduced: dp 4 -> 2" in words
+    assert "the same: " in words
+    assert Plan.load(autopipe.folder / "plan.json").mesh.dp == 4
+
+
+@pytest.mark.parametrize(
+    ("argv", "error"),
+    [
+        (
+            ("plan.json", "--pp", "2"),
+            "plan.json is a plan, which says itself how it splits, and --pp was asked for\n\n"
+            "hint: autopipe check plan.json; or plan again with --pp",
+        ),
+        (("none.py",), "there is no model file 'none.py'\n\nhint: autopipe plan model.py"),
+        (
+            (".",),
+            ". is a folder\n\nhint: autopipe check plan.json, or autopipe check model.py",
+        ),
+        (
+            ("net.py", "--pp", "2", "--cluster", "local:3"),
+            "pp=2 dp=1 tp=1 are 2 processes, and local:3 has 3\n\nhint: leave --cluster out",
+        ),
+    ],
+)
+def test_what_cannot_be_checked(autopipe: Shell, argv: tuple[str, ...], error: str) -> None:
+    assert autopipe("check", *argv).error == error
+
+
+def test_ranks_that_do_not_run_are_a_difference(
+    autopipe: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "spawn", lambda ranks, argv: 3)
+    said = autopipe("check", "net.py")
+    assert said.code == 1
+    assert said.out.splitlines()[-1] == "differs: the split model does not run (exit code 3)"
+
+
+def test_it_leaves_nothing_behind(autopipe: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "spawn", lambda ranks, argv: 3)
+    before = autopipe.files()
+    autopipe("check", "net.py")
+    assert autopipe.files() == before
