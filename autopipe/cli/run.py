@@ -18,6 +18,7 @@ from autopipe.util.gc_pause import loading
 
 if TYPE_CHECKING:  # it imports torch, which most commands have no use for
     from autopipe.planfile.contents import Plan
+    from autopipe.runtime.launch.pods import Pod
     from autopipe.runtime.train import Measured
 
 
@@ -54,18 +55,24 @@ def run(
         bool, typer.Option("--keep-going", help="Go on even if the loss is nan or infinite.")
     ] = False,
 ) -> None:
-    """Train as planned: under torchrun, under srun, or with --local N processes started here."""
+    """Train as planned: under torchrun, under srun, or with --local N processes started here.
+
+    In a pod of Kubeflow's (PET_NNODES and so on) it starts the pod's own processes.
+    """
     from autopipe.planfile.contents import Plan
-    from autopipe.runtime.launch import voice
+    from autopipe.runtime.launch import pods, voice
     from autopipe.runtime.launch import world as launch
 
-    world = launch.world_from(os.environ)
+    pod = None if local is not None else pods.pod_from(os.environ)
+    world = None if pod is not None else launch.world_from(os.environ)
     with voice.one_voice(world, debug=console.debug()):
         loaded = Plan.load(plan)
         check_folder(trace)
         if save is not None:
             atomic_file.check_model(save)
         source = model or found(loaded, plan, "run")
+        if pod is not None:
+            raise typer.Exit(_start_pod(pod, loaded))
         if local is not None:
             launch.check_world(launch.World(0, local, 0, local, 0, "", 0), len(loaded.mesh.places))
         elif world is not None or len(loaded.mesh.places) > 1:
@@ -88,6 +95,15 @@ def run(
             quiet=console.quiet(),
             keep_going=keep_going,
         )
+
+
+def _start_pod(pod: Pod, plan: Plan) -> int:
+    """Start the ranks of a pod; the code that they end with."""
+    from autopipe.runtime.launch import address, pods, spawn
+
+    environs = pods.environments(pod, plan.mesh.processes_per_node)
+    address.resolve(pod.master_addr, pods.PATIENCE, tell)
+    return spawn.spawn(len(environs), sys.argv[1:], environs=environs)
 
 
 def _train(

@@ -11,6 +11,7 @@ Seconds and bytes are the only units. `planfile.contents` puts them together.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -76,6 +77,12 @@ class Mesh:
     dp: int
     tp: int
     places: tuple[Place, ...]
+
+    @property
+    def processes_per_node(self) -> tuple[int, ...]:
+        """Ranks on each node that has any, in the order of nodes: the order of launchers."""
+        counts = Counter(place.node for place in self.places)
+        return tuple(counts[node] for node in sorted(counts))
 
     def rank(self, pp: int, dp: int, tp: int = 0) -> int:
         """The rank at a coordinate."""

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -36,8 +36,13 @@ def spawn(
     processes: int,
     argv: Sequence[str],
     command: Sequence[str] = (sys.executable, "-m", "autopipe"),
+    environs: Sequence[Mapping[str, str]] | None = None,
 ) -> int:
     """Run `command` with `argv` in so many processes on this machine: what `--local N` does.
+
+    Args:
+        environs: torchrun's variables for each of them, where there are ranks on other machines
+            too; by themselves otherwise.
 
     They find torchrun's variables in their environment and write to the same stdout and stderr.
     All of them end when one fails, on Ctrl-C or on SIGTERM: none outlives this function.
@@ -62,7 +67,7 @@ def spawn(
     with _signals(signal.SIGINT, signal.SIGTERM) as received:
         children: list[subprocess.Popen[bytes]] = []
         try:
-            for environ in _environments(processes):
+            for environ in _environments(processes, environs):
                 full = [*guard, *command, *argv]
                 children.append(subprocess.Popen(full, env=environ, start_new_session=True))
             while not received:
@@ -99,14 +104,22 @@ def free_port() -> int:
                 return int(server.getsockname()[1])
 
 
-def _environments(processes: int) -> Iterator[dict[str, str]]:
-    port = free_port()
+def _environments(
+    processes: int, variables: Sequence[Mapping[str, str]] | None = None
+) -> Iterator[dict[str, str]]:
+    """The whole environment of each process; `variables` are torchrun's."""
     # An agent of torchrun's that started the parent knows nothing of these processes.
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
-    for rank in range(processes):
-        yield {
-            "OMP_NUM_THREADS": str(max(1, cores() // processes)),
-            **inherited,
+    threads = {"OMP_NUM_THREADS": str(max(1, cores() // processes))}
+    for own in variables or _alone(processes):
+        yield {**threads, **inherited, **own}
+
+
+def _alone(processes: int) -> list[dict[str, str]]:
+    """Torchrun's variables of so many processes that are all there are."""
+    port = free_port()
+    return [
+        {
             "RANK": str(rank),
             "WORLD_SIZE": str(processes),
             "LOCAL_RANK": str(rank),
@@ -115,6 +128,8 @@ def _environments(processes: int) -> Iterator[dict[str, str]]:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
+        for rank in range(processes)
+    ]
 
 
 _GUARD = """

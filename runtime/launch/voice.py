@@ -1,6 +1,7 @@
 """Chooses the one rank that prints an error which several ranks have raised.
 
-    before there is a watchdog      rank 0; another rank, if rank 0 has found nothing wrong
+    before there is a watchdog      rank 0; another rank, if rank 0 has found nothing wrong;
+                                    the first of a node that cannot find rank 0's
     under a watchdog                the rank that its verdict names
 
 The others end without a word, with the same code.
@@ -16,8 +17,9 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from autopipe.errors import AutopipeError
+from autopipe.errors import AutopipeError, LaunchError
 from autopipe.runtime.launch import watchdog
+from autopipe.runtime.launch.address import resolve
 from autopipe.runtime.launch.world import World
 
 TURN = 5.0
@@ -68,6 +70,8 @@ def _speaks(error: Exception, world: World) -> bool:
 
     if world.rank == 0 or distributed.is_initialized():
         return True
+    if not _knows(world.master_addr):
+        return world.local_rank == 0
     # Most mistakes of this early hour are found by every rank. Rank 0 tells them: it does not wait
     # for the others then.
     time.sleep(TURN)
@@ -75,6 +79,15 @@ def _speaks(error: Exception, world: World) -> bool:
     while not (listens := _listens(world)) and time.monotonic() < deadline:
         time.sleep(0.5)
     return listens
+
+
+def _knows(host: str) -> bool:
+    """Whether this host can tell the address of another one."""
+    try:
+        resolve(host)
+    except LaunchError:
+        return False
+    return True
 
 
 def _listens(world: World) -> bool:

@@ -2,6 +2,7 @@
 
     torchrun         RANK, WORLD_SIZE, ...      --+
     autopipe --local the same, set by `spawn`   --+-->  World  --start-->  process group, watchdog
+    a pod            the same, by `launch.pods` --+
     srun             SLURM_PROCID, ...          --+
 
 This module imports torch only inside `start`: the parent that `--local N` leaves waiting for its
@@ -21,6 +22,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from autopipe.errors import LaunchError
+from autopipe.runtime.launch.address import resolve, towards
 from autopipe.runtime.launch.spawn import cores
 from autopipe.runtime.launch.spawn import spawn as spawn
 from autopipe.runtime.launch.watchdog import LOCAL, Store, Watchdog, watch
@@ -136,7 +138,7 @@ def first_address(nodelist: str) -> str:
     """
     name = _scontrol("show", "hostnames", nodelist).split()[0]
     try:
-        _resolve(name)
+        resolve(name)
     except LaunchError:
         found = re.search(r"\bNodeAddr=(\S+)", _scontrol("show", "node", name))
         return found[1] if found else name
@@ -182,11 +184,14 @@ def start(world: World, timeout: float = TIMEOUT, *, rank: int | None = None) ->
     come in within `timeout` seconds. The processes of a node share out its cores and its GPUs.
 
     Raises:
-        LaunchError: gloo would announce an address that the other nodes cannot reach.
+        LaunchError: rank 0's host has no address, or gloo would announce one of this host that the
+            other nodes cannot reach.
     """
     import torch
     import torch.distributed as dist
 
+    if world.local_size < world.size:
+        resolve(world.master_addr)  # torch would look for it until the timeout
     device = interface(world, os.environ)
     torch.set_num_threads(max(1, cores() // world.local_size))
     if torch.cuda.is_available():
@@ -196,7 +201,7 @@ def start(world: World, timeout: float = TIMEOUT, *, rank: int | None = None) ->
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     planned = world if rank is None else replace(world, rank=rank)
     with _gloo_over(device), _group_ended():
-        store = dist.TCPStore(  # type: ignore[attr-defined]  # public all the same
+        tcp = dist.TCPStore(  # type: ignore[attr-defined]  # public all the same
             world.master_addr,
             world.master_port,
             world.size,
@@ -204,6 +209,10 @@ def start(world: World, timeout: float = TIMEOUT, *, rank: int | None = None) ->
             timeout=limit,
             multi_tenant=not agent,
         )
+        # torchrun's store outlives the workers that it starts again: it still has the addresses of
+        # those that are gone.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"attempt {attempt}", tcp)  # type: ignore[attr-defined]
         with _watch(planned, store) as watchdog:
             dist.init_process_group(
                 "gloo", store=store, rank=planned.rank, world_size=world.size, timeout=limit
@@ -252,28 +261,27 @@ def _watch(world: World, store: Store) -> Watchdog:
     )
 
 
-def _resolve(name: str) -> str:
-    try:
-        return str(socket.getaddrinfo(name, None)[0][4][0])
-    except OSError as error:
-        raise LaunchError(f"the host name {name!r} has no address: {error}") from error
-
-
 def interface(
-    world: World, environ: Mapping[str, str], resolve: Callable[[str], str] = _resolve
+    world: World,
+    environ: Mapping[str, str],
+    resolve: Callable[[str], str] = resolve,
+    towards: Callable[[str], str | None] = towards,
 ) -> str | None:
     """The network interface that gloo has to be told of; None where it finds one by itself.
 
     gloo announces the address that the host's own name resolves to. Debian maps that name to
-    127.0.1.1, which no other host can reach: the run would hang before its first step.
+    127.0.1.1, which no other host can reach: the run would hang before its first step. Then it is
+    the interface from which this host talks to rank 0's.
 
     Args:
         world: who this process is.
         environ: usually `os.environ`; a GLOO_SOCKET_IFNAME in it is left alone.
         resolve: from a host name to its address.
+        towards: from an address to this host's interface towards it.
 
     Raises:
-        LaunchError: there are several hosts, and gloo would announce a loopback address.
+        LaunchError: a name has no address; or there are several hosts, gloo would announce a
+            loopback address, and no interface leads to rank 0.
     """
     if "GLOO_SOCKET_IFNAME" in environ:
         return None
@@ -282,6 +290,9 @@ def interface(
     own, master = resolve(socket.gethostname()), resolve(world.master_addr)
     # Nodes that all are this host (a simulated cluster) reach each other by loopback too.
     if ipaddress.ip_address(own).is_loopback and not ipaddress.ip_address(master).is_loopback:
+        found = towards(master)
+        if found is not None:
+            return found
         raise LaunchError(
             f"rank {world.rank}: this host's own name resolves to {own}, which the other nodes "
             f"cannot reach (rank 0 is at {world.master_addr}, {master})",

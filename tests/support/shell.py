@@ -84,7 +84,7 @@ class Said:
         return self.err[self.err.index("error: ") + len("error: ") :].rstrip("\n")
 
 
-LAUNCHED = re.compile(r"RANK|WORLD_SIZE|LOCAL_|GROUP_|MASTER_|SLURM_|TORCHELASTIC_|OMP_")
+LAUNCHED = re.compile(r"RANK|WORLD_SIZE|LOCAL_|GROUP_|MASTER_|PET_|SLURM_|TORCHELASTIC_|OMP_")
 
 
 class Shell:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from autopipe import ModelError
+from autopipe.errors import LaunchError
 from autopipe.runtime.launch import voice, watchdog
 from autopipe.runtime.launch.watchdog import Verdict
 from autopipe.runtime.launch.world import World
@@ -195,3 +196,10 @@ def test_what_nobody_foresaw_on_one_rank(planned: Path) -> None:
     assert (said.code, said.out) == (1, "")
     (error,) = re.findall(r"^error: .*", said.err, re.MULTILINE)
     assert re.fullmatch(r"error: rank 1 .*failed .*step 0: ZeroDivisionError: no rate", error)
+
+
+def test_a_node_that_cannot_find_rank_0(verdict: list[Verdict | None]) -> None:
+    """Nobody else can say so: one of its ranks does, at once."""
+    error = LaunchError("the host name 'gone.invalid' has no address")
+    ranks = [World(rank, 4, local, 2, 1, "gone.invalid", 1) for local, rank in enumerate((2, 3))]
+    assert [told(rank, error) for rank in ranks] == [None, 2]

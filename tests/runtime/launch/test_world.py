@@ -182,8 +182,9 @@ def test_a_host_that_would_announce_its_loopback() -> None:
     """Debian's /etc/hosts has the host's own name at 127.0.1.1."""
     world = World(2, 4, 0, 2, 1, "node0", 0)
     debian = {socket.gethostname(): "127.0.1.1", "node0": "10.0.0.1"}
+    assert interface(world, {}, debian.__getitem__, {"10.0.0.1": "eth1"}.get) == "eth1"
     with pytest.raises(LaunchError) as error:
-        interface(world, {}, debian.__getitem__)
+        interface(world, {}, debian.__getitem__, lambda address: None)
     assert "resolves to 127.0.1.1, which the other nodes cannot reach" in error.value.message
     assert "(rank 0 is at node0, 10.0.0.1)" in error.value.message
     assert interface(world, {"GLOO_SOCKET_IFNAME": "eth0"}, debian.__getitem__) is None

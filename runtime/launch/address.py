@@ -1,0 +1,90 @@
+"""Names of hosts -> addresses, and the network interface of this host towards one of them.
+
+A name that has no address is an error: nothing here falls back to this host itself, which would
+leave every node waiting in a world of its own.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from autopipe.errors import LaunchError
+
+PAUSE = 1.0
+"""Seconds between two tries to resolve a name."""
+
+
+def resolve(
+    name: str,
+    patience: float = 0.0,
+    say: Callable[[str], None] = lambda line: None,
+    look_up: Callable[[str], str] | None = None,
+) -> str:
+    """The address of a host name.
+
+    Args:
+        name: a host name, or an address.
+        patience: seconds for which to try again; a cluster's names may come after its pods.
+        say: is told that it waits, once.
+        look_up: asks the system once, and raises OSError where it knows no such name.
+
+    Raises:
+        LaunchError: it has no address, after `patience`.
+    """
+    deadline = time.monotonic() + patience
+    told = False
+    while True:
+        try:
+            return (look_up or _look_up)(name)
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                after = f" after {patience:g} s" if patience else ""
+                raise LaunchError(
+                    f"the host name {name!r} has no address{after}: {error}",
+                    hint="give the first node by a name or an address that every node can resolve",
+                ) from error
+            if not told:
+                say(f"waiting up to {patience:g} s for the host name {name!r} to have an address")
+                told = True
+            time.sleep(PAUSE)
+
+
+def _look_up(name: str) -> str:
+    try:
+        return str(socket.getaddrinfo(name, None)[0][4][0])
+    except UnicodeError as error:  # an empty or overlong label
+        raise OSError(str(error)) from error
+
+
+def towards(address: str) -> str | None:
+    """The network interface from which this host talks to `address`; None where it is not found.
+
+    A datagram socket that is connected has chosen its own address, and has sent nothing.
+    """
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))
+        own = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            if _address_of(probe, name) == own:
+                return name
+    return None
+
+
+_SIOCGIFADDR = 0x8915
+"""Linux's request for the IPv4 address of an interface (netdevice(7))."""
+
+
+def _address_of(probe: socket.socket, interface: str) -> str | None:
+    """The IPv4 address of an interface of this host, if it has one."""
+    try:
+        import fcntl
+
+        request = struct.pack("256s", interface.encode()[:15])
+        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+    except (ImportError, OSError):  # not on Linux; an interface without an address
+        return None
+    return socket.inet_ntoa(answer[20:24])
