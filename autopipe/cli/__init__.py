@@ -7,7 +7,9 @@ an error that the user can fix, 1 for any other. Commands pass files to each oth
     autopipe plan model.py -o plan.json     ->  autopipe explain plan.json
                                             ->  autopipe simulate plan.json --svg step.svg
                                             ->  autopipe run plan.json --local 4
+                                            ->  autopipe export plan.json --to slurm
                                             ->  autopipe emit plan.json -o FOLDER
+                                            ->  autopipe diff plan.json other.json
 
 One file for each command. `--help` imports them all, so slow imports, torch above all, stand inside
 the commands' functions.

@@ -41,7 +41,9 @@ _MEANT = {
     **dict.fromkeys(("show", "view", "print", "why"), "explain"),
     **dict.fromkeys(("new", "create", "template"), "init"),
     **dict.fromkeys(("draw", "schedule", "timeline"), "simulate"),
-    **dict.fromkeys(("export", "write", "codegen"), "emit"),
+    **dict.fromkeys(("write", "codegen"), "emit"),
+    **dict.fromkeys(("submit", "sbatch", "script", "manifest"), "export"),
+    **dict.fromkeys(("compare", "difference"), "diff"),
     **dict.fromkeys(("measure", "benchmark", "bench"), "probe"),
     **dict.fromkeys(("graph", "capture"), "trace"),
 }

@@ -27,7 +27,9 @@ from autopipe.cli import explain as explain  # isort: skip
 from autopipe.cli import simulate as simulate  # isort: skip
 from autopipe.cli import check as check  # isort: skip
 from autopipe.cli import run as run  # isort: skip
+from autopipe.cli import export as export  # isort: skip
 from autopipe.cli import emit as emit  # isort: skip
+from autopipe.cli import diff as diff  # isort: skip
 from autopipe.cli import probe as probe  # isort: skip
 
 

@@ -92,9 +92,8 @@ def environments(pod: Pod, counts: Sequence[int]) -> list[dict[str, str]]:
         LaunchError: the job has other nodes, or another number of ranks in this one.
     """
     if pod.nodes != len(counts):
-        raise LaunchError(
-            f"the plan is for {len(counts)} node{'s' * (len(counts) > 1)}, but PET_NNODES is {pod.nodes}"
-        )
+        asked = f"{len(counts)} node{'s' * (len(counts) > 1)}"
+        raise LaunchError(f"the plan is for {asked}, but PET_NNODES is {pod.nodes}")
     mine = counts[pod.node]
     if pod.processes not in (None, mine):
         raise LaunchError(

@@ -12,6 +12,8 @@ MAY_IMPORT = {
     "schedules": "",
     "planfile": "util cluster schedules",
     "report": "util cluster schedules planfile",
+    "export": "util cluster planfile",
+    "interop": "util schedules planfile report",
     "ir": "util cluster",
     "frontend": "util planfile ir",
     "tracing": "util planfile ir frontend",
@@ -35,13 +37,14 @@ MAY_IMPORT = {
     "joint planners.model planners.search planners.costs runtime.probe",
     "checking": "util cluster schedules planfile ir frontend tracing sharding stages "
     "planners.driver runtime.launch runtime.parameters runtime.step runtime",
-    "cli": "util schedules planfile report frontend tracing emit runtime.launch runtime.probe "
-    "runtime planners.driver checking",
+    "cli": "util schedules planfile report export interop frontend tracing emit runtime.launch "
+    "runtime.probe runtime planners.driver checking",
 }
 """For each room the rooms that its files may import; all of them may import autopipe.errors."""
 
 NO_TORCH = {
     *("util", "cluster", "schedules", "planfile", "report"),
+    *("export", "interop"),
     *("planners.model", "planners.search"),
 }
 """A plan is searched for, read, drawn and proved without torch."""

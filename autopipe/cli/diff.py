@@ -1,0 +1,84 @@
+"""The command `autopipe diff`: two plan files -> what they train, and how they differ."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from autopipe.cli import console
+from autopipe.cli.commands import Json, PlanArgument, command
+from autopipe.cli.paths import say_edits
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from autopipe.interop.compare import Difference, Entry
+
+
+@command("autopipe diff plan.json other.json")
+def diff(
+    plan: PlanArgument,
+    other: Annotated[Path, typer.Argument(help="the plan file to compare it with")],
+    json: Json = False,
+) -> None:
+    """Say whether two plans train the same thing, and what differs in how.
+
+    Ends as `diff` does: with 0 for equal plans, 1 for plans that differ, 2 for trouble. --json
+    gives `same_training`, and of `what` and `how` the entries that differ, with both values.
+    """
+    from autopipe.interop.compare import compare
+    from autopipe.planfile.contents import Plan
+    from autopipe.report import paper
+
+    first, second = Plan.load(plan), Plan.load(other)
+    for loaded in (first, second):
+        say_edits(loaded)
+    found = compare(first, second)
+    if json:
+        console.show({"same_training": found.same_training, **_data(found)})
+    else:
+        columns = paper.width()
+        for line in _lines(found, plan, other, columns):
+            print(line)
+    if not found.none:
+        raise typer.Exit(1)
+
+
+def _data(found: Difference) -> dict[str, list[dict[str, object]]]:
+    return {
+        part: [
+            {key: value for key, value in asdict(entry).items() if key != "shown"}
+            for entry in entries
+        ]
+        for part, entries in (("what", found.what), ("how", found.how))
+    }
+
+
+def _lines(found: Difference, first: Path, second: Path, columns: int) -> Iterator[str]:
+    if found.none:
+        yield f"{first} and {second} are the same plan"
+        return
+    if found.same_training:
+        yield "They train the same thing; gradients may differ by the order of sums."
+    else:
+        yield "They train different things:"
+        yield from _table(found.what, columns)
+    if found.how:
+        yield ""
+        yield f"How, in {first} and in {second}:"
+        yield from _table(found.how, columns)
+
+
+def _table(entries: tuple[Entry, ...], columns: int) -> Iterator[str]:
+    width = max(len(entry.name) for entry in entries)
+    room = max(12, (columns - width - 6) // 2)
+    for entry in entries:
+        one, other = (_short(text, room) for text in entry.shown)
+        yield f"  {entry.name:<{width}}  {one:<{room}}  {other}".rstrip()
+
+
+def _short(text: str, room: int) -> str:
+    return text if len(text) <= room else f"{text[: room - 3]}..."

@@ -1,0 +1,150 @@
+"""The command `autopipe export`: a plan file -> a script, a manifest, another runtime's words."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from autopipe.cli.commands import PlanArgument, app, command
+from autopipe.cli.console import say, tell
+from autopipe.cli.paths import check_folder, say_edits
+from autopipe.errors import AutopipeError
+
+
+@command("autopipe export plan.json --to slurm -o train.sbatch")
+def export(
+    plan: PlanArgument,
+    to: Annotated[str, typer.Option("--to", help="torchrun, slurm, kubeflow, megatron, ...")],
+    run: Annotated[
+        list[str] | None,
+        typer.Argument(help="options of `autopipe run` for each rank, behind --"),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="The file to write; else stdout.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="The job's name.")] = None,
+    checkpoints: Annotated[
+        str | None, typer.Option(help="Folder of checkpoints: save before the end, and resume.")
+    ] = None,
+    save_every: Annotated[
+        int | None, typer.Option(min=1, help="Steps from one checkpoint to the next.")
+    ] = None,
+    keep: Annotated[int | None, typer.Option(min=1, help="Checkpoints to keep.")] = None,
+    time: Annotated[
+        str | None, typer.Option(help="The time limit: minutes, HH:MM:SS or D-HH:MM:SS.")
+    ] = None,
+    image: Annotated[str | None, typer.Option(help="The container image.")] = None,
+    interface: Annotated[
+        str | None, typer.Option(help="The network interface towards the other nodes.")
+    ] = None,
+    hosts: Annotated[
+        str | None, typer.Option(help="Of each node its host name, with commas between.")
+    ] = None,
+    port: Annotated[int | None, typer.Option(min=1, help="Where rank 0 listens.")] = None,
+    restarts: Annotated[
+        int | None, typer.Option(min=0, help="Times to start ranks again after a failure; 3.")
+    ] = None,
+    venv: Annotated[str | None, typer.Option(help="A Python environment to activate.")] = None,
+    style: Annotated[
+        str | None, typer.Option(help="Slurm: a task a rank (srun), or torchrun on each node.")
+    ] = None,
+    array: Annotated[
+        str | None, typer.Option(help="Slurm: a run for each of these numbers, its seed: 0-9%2.")
+    ] = None,
+    partition: Annotated[str | None, typer.Option(help="Slurm's.")] = None,
+    account: Annotated[str | None, typer.Option(help="Slurm's.")] = None,
+    qos: Annotated[str | None, typer.Option(help="Slurm's.")] = None,
+    constraint: Annotated[str | None, typer.Option(help="Slurm's.")] = None,
+    cpus: Annotated[
+        int | None, typer.Option(min=1, help="Of a task of Slurm's, or of a container.")
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Of a node, or of its container: 64Gi.")
+    ] = None,
+    namespace: Annotated[str | None, typer.Option(help="Kubernetes'.")] = None,
+    claim: Annotated[
+        str | None, typer.Option(help="Kubernetes: a volume that all pods mount at --folder.")
+    ] = None,
+    folder: Annotated[
+        str | None, typer.Option(help="In containers, where the plan is; /workspace.")
+    ] = None,
+) -> None:
+    """Write what starts a plan elsewhere, or what another runtime calls it.
+
+    torchrun, slurm, kubeflow, pytorchjob and jobset start `autopipe run`; megatron, torchtitan,
+    deepspeed, transformers, accelerate, pipelining and flagscale get the plan in their own words,
+    and what they have no words for is listed.
+    """
+    said = {name: value for name, value in locals().items() if name not in _OWN}
+    from autopipe.export.targets import LAUNCHERS
+    from autopipe.interop.targets import RUNTIMES
+    from autopipe.planfile.contents import Plan
+
+    known = [*LAUNCHERS, *RUNTIMES]
+    if to not in known:
+        raise AutopipeError(
+            f"--to: expected one of {', '.join(known)}, found {to!r}",
+            hint=f"autopipe export {plan} --to torchrun",
+        )
+    check_folder(output)
+    loaded = Plan.load(plan)
+    say_edits(loaded)
+    if to in LAUNCHERS:
+        text, program = _launched(loaded, to, plan, said, run or []), LAUNCHERS[to].program
+    else:
+        given = [option for option, value in {**said, "run": run}.items() if value]
+        if given:
+            raise AutopipeError(f"{_dashed(given[0])} is of launching, and {to} launches itself")
+        exported = RUNTIMES[to](loaded)
+        text, program = exported.text, False
+        for line in exported.unsaid:
+            tell(f"{to} cannot say: {line}")
+    if output is None:
+        print(text, end="")
+        return
+    _write(text, output, program)
+    say(f"{output}: for {to}")
+
+
+_OWN = ("plan", "to", "run", "output")
+
+
+def _launched(plan: Any, to: str, path: Path, said: dict[str, Any], run: list[str]) -> str:
+    """The text for a launcher."""
+    from autopipe.export import targets
+    from autopipe.export.words import Words, seconds_of
+
+    _check_run(path, run)
+    words: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
+    if "time" in words:
+        words["time_limit"] = seconds_of(words.pop("time"))
+    if "hosts" in words:
+        words["hosts"] = tuple(words["hosts"].split(","))
+    return targets.export(plan, to, str(path), Words(**words, run=tuple(run)))
+
+
+def _check_run(path: Path, run: list[str]) -> None:
+    """Refuse options that `autopipe run` would refuse on the nodes.
+
+    Raises:
+        AutopipeError: two ways of starting; or the parser's own error.
+    """
+    if "--local" in run or any(word.startswith("--local=") for word in run):
+        raise AutopipeError("--local starts processes itself, and here the launcher does")
+    parser: Any = typer.main.get_command(app)
+    parser.commands["run"].make_context("run", [str(path), *run])
+
+
+def _dashed(name: str) -> str:
+    return "what stands behind --" if name == "run" else f"--{name.replace('_', '-')}"
+
+
+def _write(text: str, path: Path, program: bool) -> None:
+    from autopipe.util import atomic_file
+
+    atomic_file.write(text, path)
+    if program:
+        os.chmod(path, path.stat().st_mode | 0o111)

@@ -1,0 +1,137 @@
+"""A plan and its words as a launcher needs them: nodes, processes on each, what each one runs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from autopipe.cluster.cluster import Cluster, NodeGroup
+from autopipe.errors import AutopipeError
+from autopipe.export.words import Words, check_text
+from autopipe.planfile.contents import Plan
+from autopipe.util.numbers import count, seconds
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is started where.
+
+    Attributes:
+        plan: the decisions.
+        path: of the plan's file, as the nodes find it.
+        words: the user's.
+        processes: on each node, in the plan's order.
+        devices: that each of these nodes has; whole nodes are asked for.
+    """
+
+    plan: Plan
+    path: str
+    words: Words
+    processes: tuple[int, ...]
+    devices: tuple[int, ...]
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that have a rank."""
+        return len(self.processes)
+
+    @property
+    def gpu(self) -> bool:
+        """Whether its devices are GPUs."""
+        return any(place.device != "cpu" for place in self.plan.mesh.places)
+
+    @property
+    def sites(self) -> int:
+        """Places, far apart, at which its nodes stand."""
+        return len({node.site for node in self.node_groups})
+
+    @property
+    def node_groups(self) -> list[NodeGroup]:
+        """Of each node, what the cluster says of it."""
+        return _node_groups(self.plan)
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """What each rank runs, without the interpreter: `autopipe run plan.json ...`."""
+        words = self.words
+        found = ["autopipe", "run", self.path]
+        if words.checkpoints is not None:
+            found += ["--checkpoints", words.checkpoints, "--resume"]
+        if words.save_every:
+            found += ["--save-every", str(words.save_every)]
+        if words.keep:
+            found += ["--keep", str(words.keep)]
+        return (*found, *words.run)
+
+    @property
+    def title(self) -> str:
+        """What it is, for the first line of a script: numbers of the plan alone."""
+        mesh, step = self.plan.mesh, self.plan.prediction.step_seconds
+        spread = (
+            count(self.processes[0], "process", "processes")
+            if self.equal
+            else " + ".join(map(str, self.processes)) + " processes"
+        )
+        return (
+            f"pp={mesh.pp} dp={mesh.dp} tp={mesh.tp}, {count(self.nodes, 'node')} of {spread}, "
+            f"planned at {seconds(step)} a step"
+        )
+
+    @property
+    def equal(self) -> bool:
+        """Whether every node has as many processes and devices as the others."""
+        return len({*self.processes}) == 1 and len({*self.devices}) == 1
+
+    @property
+    def notice(self) -> int:
+        """Seconds before a limit at which to ask for the last checkpoint: a minute, as Slurm may
+        come late, another to write it, and two steps."""
+        return 120 + math.ceil(2 * self.plan.prediction.step_seconds)
+
+
+def job_of(plan: Plan, path: str, words: Words) -> Job:
+    """Put a job together.
+
+    Raises:
+        AutopipeError: the path cannot stand in a script.
+    """
+    check_text("the plan's path", path)
+    if path.startswith("-"):
+        path = f"./{path}"  # no option
+    used = sorted({place.node for place in plan.mesh.places})
+    sizes = plan.cluster.devices_per_node
+    return Job(plan, path, words, plan.mesh.processes_per_node, tuple(sizes[node] for node in used))
+
+
+def check_alike(job: Job, target: str) -> None:
+    """Refuse nodes that differ: who hands out nodes of a pool cannot bind ranks to one of them.
+
+    Raises:
+        AutopipeError: says which nodes differ in what.
+    """
+    hint = "--to torchrun: a script that is started on each node with its number"
+    if not job.equal:
+        raise AutopipeError(
+            f"{target} hands out equal nodes, and this plan has {list(job.processes)} processes on "
+            f"nodes of {list(job.devices)} devices",
+            hint=hint,
+        )
+    if job.sites > 1:
+        raise AutopipeError(
+            f"{target} hands out the nodes of one site, and this plan's stand at {job.sites}",
+            hint=hint,
+        )
+    kinds = [tuple(group.device.kind for group in node.groups) for node in job.node_groups]
+    if len({*kinds}) > 1:
+        first, other = kinds[0], next(kind for kind in kinds if kind != kinds[0])
+        raise AutopipeError(
+            f"{target} hands out nodes in any order, and this plan binds ranks to nodes of "
+            f"{'+'.join(first)} and of {'+'.join(other)}",
+            hint=hint,
+        )
+
+
+def _node_groups(plan: Plan) -> list[NodeGroup]:
+    cluster: Cluster = plan.cluster
+    every = [node for node in cluster.nodes for _ in range(node.count)]
+    return [every[node] for node in sorted({place.node for place in plan.mesh.places})]

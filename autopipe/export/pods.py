@@ -1,0 +1,130 @@
+"""The container of a node, as Kubeflow's manifests and JobSet's have it, and texts of YAML."""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+from typing import Any
+
+import yaml
+
+from autopipe.errors import AutopipeError
+from autopipe.export.job import Job
+from autopipe.export.links import settings
+from autopipe.util.version import VERSION
+
+Manifest = dict[str, Any]
+
+PORT = 29500
+"""Where rank 0 listens: what Kubeflow's trainer takes."""
+
+GRACE = 120
+"""Seconds that a pod has for its last checkpoint between being asked to end and being killed."""
+
+FOLDER = "/workspace"
+"""Where a container has the plan and the model file, unless told otherwise."""
+
+
+def command(job: Job) -> list[str]:
+    """What a container runs: `autopipe run`, which starts the ranks of its pod.
+
+    Kubernetes replaces $(NAME) in a command; $$ is a $.
+    """
+    folder = PurePosixPath(job.words.folder or FOLDER)
+    found = list(job.command)
+    found[2] = str(folder / job.path)
+    if job.words.checkpoints is not None:
+        at = found.index("--checkpoints") + 1
+        found[at] = str(folder / job.words.checkpoints)
+    return ["python", "-m", *(word.replace("$", "$$") for word in found)]
+
+
+def image(job: Job) -> str:
+    """The container image.
+
+    Raises:
+        AutopipeError: none was named.
+    """
+    if job.words.image is None:
+        raise AutopipeError(
+            "a pod needs an image, and none was named",
+            hint="--image registry/name:tag, with autopipe, the plan and the model file in it",
+        )
+    return job.words.image
+
+
+def environment(job: Job) -> list[Manifest]:
+    """Variables of a container."""
+    return [{"name": name, "value": value} for name, value in settings(job).items()]
+
+
+def resources(job: Job) -> Manifest:
+    """What a node's container asks for; empty where nothing was said."""
+    words = job.words
+    asked = {"cpu": str(words.cpus) if words.cpus else None, "memory": words.memory}
+    limits: Manifest = {name: value for name, value in asked.items() if value is not None}
+    if job.gpu:
+        limits["nvidia.com/gpu"] = job.devices[0]
+    return {"requests": limits, "limits": limits} if limits else {}
+
+
+def volumes(job: Job) -> list[Manifest]:
+    """Of a pod: shared memory, of which a container has 64 MiB by itself, and the claim."""
+    found: list[Manifest] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
+    if job.words.claim is not None:
+        claim = {"claimName": job.words.claim}
+        found.append({"name": "folder", "persistentVolumeClaim": claim})
+    return found
+
+
+def mounts(job: Job) -> list[Manifest]:
+    """Where a container finds the pod's volumes.
+
+    Raises:
+        AutopipeError: checkpoints are asked for, and no volume outlives the pod.
+    """
+    words = job.words
+    if words.checkpoints is not None and words.claim is None:
+        raise AutopipeError(
+            "checkpoints in a pod are lost with it",
+            hint="--claim NAME, a volume claim that all pods can write (ReadWriteMany)",
+        )
+    found: list[Manifest] = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
+    if words.claim is not None:
+        found.append({"name": "folder", "mountPath": words.folder or FOLDER})
+    return found
+
+
+def container(job: Job, name: str, more: list[Manifest] | None = None) -> Manifest:
+    """A whole container that starts the ranks of its node.
+
+    Args:
+        more: variables beside those of the links.
+    """
+    found: Manifest = {
+        "name": name,
+        "image": image(job),
+        "command": command(job),
+        "env": [*(more or []), *environment(job)],
+        "resources": resources(job),
+        "volumeMounts": mounts(job),
+    }
+    return {key: value for key, value in found.items() if value}
+
+
+def metadata(job: Job) -> Manifest:
+    """Name and namespace."""
+    found = {"name": job.words.name}
+    return found if job.words.namespace is None else {**found, "namespace": job.words.namespace}
+
+
+def text(job: Job, target: str, manifest: Manifest) -> str:
+    """A manifest as YAML, under a line that says what it is."""
+    head = f"# {job.title}\n# Written by autopipe {VERSION} for {target}: kubectl apply -f THIS\n"
+    return head + yaml.dump(manifest, Dumper=_Plain, sort_keys=False, width=100)
+
+
+class _Plain(yaml.SafeDumper):
+    """Without anchors, which people do not read."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True

@@ -1,0 +1,160 @@
+"""What a user says about a job beside its plan, each word checked: scripts and manifests hold them.
+
+A word is of letters that mean nothing to a shell, to sbatch or to YAML; a path may have any letter
+but those that end a line, and is quoted.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from autopipe.errors import AutopipeError
+
+
+@dataclass(frozen=True)
+class Words:
+    """A job as its user wants it; None, 0 and empty where nothing was said.
+
+    Attributes:
+        name: of the job; a label of DNS, which every target takes.
+        run: further options of `autopipe run`.
+        checkpoints: the folder for checkpoints; the job saves before it ends, and resumes.
+        save_every, keep: steps from one checkpoint to the next; how many are kept.
+        time_limit: seconds.
+        image: a container's.
+        interface: the network interface towards the other nodes.
+        hosts: of each node in the plan's order, its name or address.
+        port: where rank 0 listens; 0: the target's own choice.
+        restarts: how often ranks are started again after a failure.
+        style: what Slurm starts: a task a rank (`srun`), or torchrun on each node (`torchrun`).
+        venv: a Python environment to activate on each node.
+        array: Slurm's, `0-3` or `0-9%2`: a run each, with that seed and its own checkpoints.
+        partition, account, qos, constraint: Slurm's.
+        cpus, memory: of a task of Slurm's, or of a node's container.
+        namespace, claim: of Kubernetes; a claim for a volume that all nodes mount at `folder`.
+        folder: where the plan is in a container.
+    """
+
+    name: str = "autopipe"
+    run: tuple[str, ...] = ()
+    checkpoints: str | None = None
+    save_every: int = 0
+    keep: int = 0
+    time_limit: int = 0
+    image: str | None = None
+    interface: str | None = None
+    hosts: tuple[str, ...] = ()
+    port: int = 0
+    restarts: int = 3
+    style: str | None = None
+    venv: str | None = None
+    array: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    cpus: int = 0
+    memory: str | None = None
+    namespace: str | None = None
+    claim: str | None = None
+    folder: str | None = None
+
+
+STYLES = ("srun", "torchrun")
+
+_LABEL = (r"[a-z]([-a-z0-9]*[a-z0-9])?", 40, "small letters, digits and -, a letter first")
+_PLAIN = (r"[A-Za-z0-9_][A-Za-z0-9_.,-]*", 64, "letters, digits, _ . , and -")
+_HOST = (r"[A-Za-z0-9_]([A-Za-z0-9_.:-]*[A-Za-z0-9_])?", 253, "a host name or an address")
+
+_FORMS: dict[str, tuple[str, int, str]] = {
+    "name": _LABEL,
+    "namespace": _LABEL,
+    "claim": _LABEL,
+    "image": (r"[A-Za-z0-9/][A-Za-z0-9._/:@#+-]*", 255, "an image, as registry/name:tag"),
+    "interface": (r"[A-Za-z0-9][A-Za-z0-9_.-]*", 15, "an interface's name, as eth0"),
+    "partition": _PLAIN,
+    "account": _PLAIN,
+    "qos": _PLAIN,
+    "constraint": (r"[A-Za-z0-9_][A-Za-z0-9_.,&|*-]*", 64, "Slurm's features, as a100&nvlink"),
+    "array": (r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*(%\d{1,6})?", 64, "numbers, as 0-9%2"),
+    "memory": (r"\d{1,6}(Mi|Gi)", 8, "a number and Mi or Gi, as 64Gi"),
+    "style": ("|".join(STYLES), 8, " or ".join(STYLES)),
+}
+"""Of each word its letters (RFC 1035 for what becomes a name of DNS), the longest, and the same in
+words."""
+
+_LEAST = {"save_every": 0, "keep": 0, "time_limit": 0, "port": 0, "restarts": 0, "cpus": 0}
+_MOST = {"port": 65535, "restarts": 1000, "cpus": 4096, "time_limit": 365 * 86400}
+
+
+def option(name: str) -> str:
+    """A word as it is asked for on the command line."""
+    return {"time_limit": "--time"}.get(name, f"--{name.replace('_', '-')}")
+
+
+def check(words: Words) -> None:
+    """Refuse what no script or manifest may hold.
+
+    Raises:
+        AutopipeError: the word, what may stand there, what was found.
+    """
+    for name, (form, longest, letters) in _FORMS.items():
+        found = getattr(words, name)
+        if found is not None and not (len(found) <= longest and re.fullmatch(form, found, re.A)):
+            raise _refused(name, f"{letters}, at most {longest}", found)
+    for host in words.hosts:
+        if not (len(host) <= _HOST[1] and re.fullmatch(_HOST[0], host, re.A)):
+            raise _refused("hosts", _HOST[2], host)
+    for name, least in _LEAST.items():
+        found, most = getattr(words, name), _MOST.get(name, 10**9)
+        if not least <= found <= most:
+            raise _refused(name, f"{least} to {most}", found)
+    for name in ("checkpoints", "venv", "folder"):
+        if getattr(words, name) is not None:
+            check_text(option(name), getattr(words, name))
+    for word in words.run:
+        check_text("an option of `autopipe run`", word)
+    if words.checkpoints is None and (words.save_every or words.keep):
+        raise AutopipeError(
+            "--save-every and --keep are of checkpoints, and no folder was named for them",
+            hint="--checkpoints FOLDER",
+        )
+
+
+def check_text(what: str, text: str) -> None:
+    """Refuse a text that would end a line or that a file system does not take.
+
+    Raises:
+        AutopipeError: names `what` it is of.
+    """
+    if not text or len(text) > 4096 or not text.isprintable():
+        raise AutopipeError(
+            f"{what}: expected text of one line that can be printed, found {text[:60]!r}"
+        )
+
+
+def _refused(name: str, expected: str, found: object) -> AutopipeError:
+    return AutopipeError(f"{option(name)}: expected {expected}; found {str(found)[:60]!r}")
+
+
+def seconds_of(text: str) -> int:
+    """A time limit as Slurm takes it: minutes, MM:SS, HH:MM:SS or D-HH:MM:SS, in seconds.
+
+    Raises:
+        AutopipeError: another form.
+    """
+    form = re.fullmatch(r"(?:(\d{1,3})-)?(\d{1,5})(?::(\d{1,2}))?(?::(\d{1,2}))?", text, re.A)
+    if form is None:
+        raise AutopipeError(
+            f"--time: expected minutes, HH:MM:SS or D-HH:MM:SS, found {text[:60]!r}"
+        )
+    days, first, second, third = (int(part or 0) for part in form.groups())
+    if form[1] is not None or form[4] is not None:  # days or seconds were said: hours first
+        parts = (first, second, third)
+    else:
+        parts = (0, first, second)  # minutes first
+    found = ((days * 24 + parts[0]) * 60 + parts[1]) * 60 + parts[2]
+    if found == 0:
+        raise AutopipeError(f"--time: expected more than 0 seconds, found {text!r}")
+    return found

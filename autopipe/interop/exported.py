@@ -1,0 +1,36 @@
+"""What is written for another runtime, and the block in it that says what it leaves out."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+
+from autopipe.util.version import VERSION
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A plan in another runtime's words.
+
+    Attributes:
+        text: of the file.
+        unsaid: a sentence for each thing that the runtime has no words for.
+    """
+
+    text: str
+    unsaid: tuple[str, ...]
+
+
+def head(target: str, unsaid: tuple[str, ...], *use: str) -> str:
+    """The first lines of a file, as comments: what wrote it, how to use it, what is missing."""
+    lines = [f"Written by autopipe {VERSION} for {target}."]
+    lines += use
+    lines.append("cannot express:" if unsaid else "cannot express: nothing of this plan is lost")
+    for sentence in unsaid:
+        lines += textwrap.wrap(printable(sentence), 96, initial_indent="- ", subsequent_indent="  ")
+    return "".join(f"# {line}\n" for line in lines)
+
+
+def printable(text: str) -> str:
+    """On one line, whatever a plan's names hold: a comment ends where a line does."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)

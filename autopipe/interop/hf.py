@@ -1,0 +1,137 @@
+"""A plan for Hugging Face: transformers' DistributedConfig, accelerate's configuration file.
+
+(transformers 5.23, distributed/configuration_utils.py and tensor_parallel.py; accelerate 1.15,
+parallelism_config.py and commands/config/config_args.py.)
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+from autopipe.interop.exported import Exported, head, printable
+from autopipe.interop.layers import Layers, layers_of
+from autopipe.interop.unsaid import NONE, Vocabulary, recomputes_all, unsaid
+from autopipe.planfile.contents import Plan
+from autopipe.planfile.node_names import NodeName
+from autopipe.report.megatron_terms import word
+from autopipe.util import json_text
+from autopipe.util.version import VERSION
+
+STYLES = {"column": "colwise", "row": "rowwise"}
+"""transformers' names for how a linear layer's weight is dealt out."""
+
+TRANSFORMERS = Vocabulary(
+    "transformers",
+    schedules=frozenset(),
+    zero=frozenset({0, 3}),
+    recompute=NONE,
+    tensors=True,
+    own_model=True,
+)
+
+ACCELERATE = Vocabulary(
+    "accelerate",
+    pipeline=False,
+    zero=frozenset({0, 3}),
+    own_model=True,
+)
+
+
+def distributed_config(plan: Plan) -> Exported:
+    """What `DistributedConfig.from_dict` reads; other keys it passes over."""
+    mesh, layers = plan.mesh, layers_of(plan)
+    missing = [*unsaid(plan, TRANSFORMERS, layers)]
+    data: dict[str, Any] = {
+        "tp_size": mesh.tp,
+        "pp_size": mesh.pp,
+        "fsdp_size": mesh.dp if plan.fully_sharded else 1,
+        "dp_replicate_size": 1 if plan.fully_sharded else mesh.dp,
+    }
+    if plan.precision == "bf16" and mesh.dp > 1:
+        data["fsdp_mixed_precision"] = True
+    if mesh.tp > 1:
+        data["tp_plan"], others = tensor_plan(plan)
+        if others:
+            missing.append(
+                f"tensors of {printable(', '.join(others))}: it deals out linear layers by columns "
+                "and rows"
+            )
+    missing.append(f"micro-batches of {plan.batch.microbatch_rows(mesh.dp)} rows: the trainer's")
+    written = f"autopipe {VERSION}, for transformers 5.23"
+    data["autopipe"] = {"written_by": written, "cannot_express": missing}
+    return Exported(json_text.layout(data), tuple(missing))
+
+
+def tensor_plan(plan: Plan) -> tuple[dict[str, str], list[str]]:
+    """A style for each linear layer of a block class, `blocks.*.mlp.up`; and what has no style."""
+    found: dict[str, str] = {}
+    others: dict[str, None] = {}
+    for block in plan.blocks:
+        path = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", block.name)
+        for sharding in block.states:
+            node, style = NodeName.of(sharding.name), word(sharding)
+            if node is None or style is None or style == "sequence":
+                continue
+            name = f"{path}.{node.module}" if node.module else path
+            if style in STYLES and node.op == "linear":
+                found[name] = STYLES[style]
+            else:
+                others[name] = None
+    return found, [*others]
+
+
+def accelerate_config(plan: Plan) -> Exported:
+    """What `accelerate launch --config_file` reads."""
+    mesh, layers = plan.mesh, layers_of(plan)
+    missing = unsaid(plan, ACCELERATE, layers)
+    # It shards over replicas wherever there is tensor parallelism.
+    sharded = mesh.dp > 1 and (plan.zero == 3 or mesh.tp > 1)
+    if sharded and plan.zero != 3:
+        missing += (f"ZeRO-{plan.zero} beside tensor parallelism: it shards parameters too",)
+    nodes = len(mesh.processes_per_node)
+    data: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": _distributed_type(plan, sharded),
+        "mixed_precision": plan.precision if plan.precision in ("bf16", "fp16") else "no",
+        "num_machines": nodes,
+        "num_processes": len(mesh.places),
+        "machine_rank": 0,
+        "main_training_function": "main",
+        "rdzv_backend": "static",
+        "use_cpu": all(place.device == "cpu" for place in mesh.places),
+    }
+    if mesh.tp > 1 or sharded:
+        data["parallelism_config"] = {
+            "parallelism_config_dp_replicate_size": 1,
+            "parallelism_config_dp_shard_size": mesh.dp if sharded else 1,
+            "parallelism_config_tp_size": mesh.tp,
+        }
+    if sharded:
+        data["fsdp_config"] = _fsdp(plan, layers)
+    use = (
+        f"Accelerator(gradient_accumulation_steps={plan.batch.micro_batches}), batches of "
+        f"{plan.batch.microbatch_rows(mesh.dp)} rows on each replica.",
+    )
+    text = head("accelerate 1.15", missing, *use) + yaml.safe_dump(data, sort_keys=False)
+    return Exported(text, missing)
+
+
+def _distributed_type(plan: Plan, sharded: bool) -> str:
+    if sharded:
+        return "FSDP"
+    if len(plan.mesh.places) == 1:
+        return "NO"
+    return "MULTI_CPU" if all(place.device == "cpu" for place in plan.mesh.places) else "MULTI_GPU"
+
+
+def _fsdp(plan: Plan, layers: Layers) -> dict[str, Any]:
+    return {
+        "fsdp_version": 2,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_reshard_after_forward": True,
+        "fsdp_activation_checkpointing": recomputes_all(plan, layers),
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+    }

@@ -1,0 +1,83 @@
+"""A plan as arguments of Megatron-LM, in a bash array.
+
+    --pipeline-model-parallel-layout 'Et*4|t*3|t*5L'     E embedding, t a layer, L loss, | a stage
+
+Stages stand in the model's order, which is Megatron's own for virtual stages too: rank 0's first
+chunk, rank 1's, ..., rank 0's second. Ranks are counted alike: tensor parallel innermost, then
+data, then pipeline. (Megatron-LM core_r0.16, megatron/training/arguments.py and
+core/transformer/pipeline_parallel_layer_layout.py.)
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+
+from autopipe.interop.exported import Exported, head
+from autopipe.interop.layers import Layers, layers_of
+from autopipe.interop.unsaid import Vocabulary, recomputes_all, unsaid
+from autopipe.planfile.contents import Plan
+from autopipe.planfile.placements import parse
+
+WORDS = Vocabulary(
+    "Megatron-LM",
+    uneven=True,
+    tied=True,
+    schedules=frozenset({"1f1b", "interleaved"}),
+    zero=frozenset({0, 1, 3}),
+)
+
+
+def arguments(plan: Plan) -> Exported:
+    """The arguments that say how a plan splits; those of the model and its data are the user's."""
+    layers = layers_of(plan)
+    missing = unsaid(plan, WORDS, layers)
+    lines = "".join(f"    {shlex.join(words)}\n" for words in _arguments(plan, layers))
+    use = 'In bash: source THIS, then pretrain_gpt.py "${PARALLEL[@]}" and the model\'s arguments.'
+    top = head("Megatron-LM core 0.16", missing, use)
+    return Exported(f"{top}# shellcheck disable=SC2034,SC2148\nPARALLEL=(\n{lines})\n", missing)
+
+
+def _arguments(plan: Plan, layers: Layers) -> Iterator[tuple[str, ...]]:
+    mesh, batch = plan.mesh, plan.batch
+    yield "--tensor-model-parallel-size", str(mesh.tp)
+    yield "--pipeline-model-parallel-size", str(mesh.pp)
+    if layers.total:
+        yield "--num-layers", str(layers.total)
+    if mesh.pp > 1 and layers.total:
+        yield "--pipeline-model-parallel-layout", layout(layers)
+    if sequence_parallel(plan):
+        yield ("--sequence-parallel",)
+    yield "--micro-batch-size", str(batch.microbatch_rows(mesh.dp))
+    yield "--global-batch-size", str(batch.rows)
+    if plan.precision in ("bf16", "fp16"):
+        yield (f"--{plan.precision}",)
+    if plan.zero == 1 and mesh.dp > 1:
+        yield ("--use-distributed-optimizer",)
+    if plan.fully_sharded:
+        yield ("--use-megatron-fsdp",)
+        yield "--data-parallel-sharding-strategy", "optim_grads_params"
+    if recomputes_all(plan, layers):
+        yield "--recompute-granularity", "full"
+        yield "--recompute-method", "uniform"
+        yield "--recompute-num-layers", "1"
+
+
+def layout(layers: Layers) -> str:
+    """Megatron's text for which stage has which layers: `Et*3|t*4|t*3L`."""
+    stages = ["t" if n == 1 else f"t*{n}" if n else "" for n in layers.counts]
+    stages[0], stages[-1] = f"E{stages[0]}", f"{stages[-1]}L"
+    return "|".join(stages)
+
+
+def sequence_parallel(plan: Plan) -> bool:
+    """Whether what lies between layers is dealt out by its tokens, dim 1."""
+    if plan.mesh.tp == 1:
+        return False
+    made = [state for block in plan.blocks for state in block.states if "/" in state.name]
+    return any(
+        name in state.name
+        for state in made
+        if (lies := parse(state.state)).sharded and lies.dim == 1
+        for name in ("layer_norm", "rms_norm", "/add/")
+    )

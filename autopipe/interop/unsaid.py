@@ -1,0 +1,148 @@
+"""What a plan decides and another runtime has no words for: the difference, computed.
+
+A runtime is a `Vocabulary`; each entry of a plan that it does not cover is a sentence with the
+plan's own figures.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autopipe.interop.exported import printable
+from autopipe.interop.layers import Layers
+from autopipe.planfile.contents import Plan
+from autopipe.util.numbers import count
+
+NONE, ALL, BLOCKS = "none", "all", "blocks"
+"""Which blocks a runtime can recompute: no, all, or those that are named."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What a runtime can be told.
+
+    Attributes:
+        name: of the runtime.
+        pipeline: how many stages there are.
+        uneven: stages of unlike numbers of layers.
+        modules: which modules a stage has, by name.
+        inside: cuts within a layer.
+        tied: a weight that several stages have.
+        schedules: by the names they have here; None: any that can be written down.
+        zero: the ZeRO stages.
+        recompute: `NONE`, `ALL` or `BLOCKS`.
+        tensors: which tensors are dealt out over tensor-parallel ranks.
+        devices: that pipeline ranks have devices of unlike kinds.
+        own_model: it runs the user's own model, not a model of its own that is alike.
+    """
+
+    name: str
+    pipeline: bool = True
+    uneven: bool = False
+    modules: bool = False
+    inside: bool = False
+    tied: bool = False
+    schedules: frozenset[str] | None = frozenset()
+    zero: frozenset[int] = frozenset({0})
+    recompute: str = ALL
+    tensors: bool = False
+    devices: bool = False
+    own_model: bool = False
+
+
+def unsaid(plan: Plan, words: Vocabulary, layers: Layers) -> tuple[str, ...]:
+    """A sentence for each decision of `plan` that `words` has nothing for."""
+    return tuple(map(printable, _sentences(plan, words, layers)))
+
+
+def _sentences(plan: Plan, words: Vocabulary, layers: Layers) -> Iterator[str]:
+    mesh, name = plan.mesh, words.name
+    if not words.own_model:
+        yield (
+            f"the model: this says how it is split; {name} brings the code of a model that has "
+            "the same layers"
+        )
+    if mesh.pp > 1:
+        yield from _pipeline(plan, words, layers)
+    if plan.zero not in words.zero and mesh.dp > 1:
+        yield f"ZeRO-{plan.zero} over {mesh.dp} replicas; it has {_listed(words.zero)}"
+    yield from _recomputed(plan, words, layers)
+    if plan.loss_parts:
+        yield f"a loss in {plan.loss_parts} parts of the vocabulary, whose logits are never whole"
+    if mesh.tp > 1 and not words.tensors:
+        yield (
+            f"which tensors lie over the {mesh.tp} tensor-parallel ranks: its own rules say so, "
+            "not the plan"
+        )
+    kinds = [*dict.fromkeys(kind for rank in kinds_of_ranks(plan) for kind in rank)]
+    if len(kinds) > 1 and not words.devices:
+        yield f"devices of unlike kinds ({', '.join(kinds)}), to which ranks are bound"
+    if plan.loss_over != "rows":
+        yield "a loss that is a mean over each micro-batch by itself"
+
+
+def _pipeline(plan: Plan, words: Vocabulary, layers: Layers) -> Iterator[str]:
+    """What it cannot say of the stages and of their order."""
+    pp = plan.mesh.pp
+    if not words.pipeline:
+        yield f"pipeline parallelism: {count(len(plan.stages), 'stage')} on {pp} ranks"
+        return
+    if not words.modules:
+        if not layers.total:
+            yield "the cuts: this model has no repeated blocks, and it cuts between layers"
+        elif not layers.even and not words.uneven:
+            yield f"stages of {list(layers.counts)} layers: it gives each as many"
+    for layer in () if words.inside else layers.cut:
+        parts = [i for i, stage in enumerate(plan.stages) if _has(stage.parameters, layer)]
+        owner = next(i for i, own in enumerate(layers.stages) if layer in own)
+        yield (
+            f"a cut inside layer {layer}, between stages {' and '.join(map(str, parts))}: "
+            f"the whole layer goes to stage {owner}"
+        )
+    held = Counter(name for stage in plan.stages for name in {*stage.parameters})
+    several = [name for name, stages in held.items() if stages > 1]
+    if several and not words.tied:
+        yield f"weights that several stages have and that stay equal: {', '.join(several)}"
+    if words.schedules is not None and plan.schedule not in words.schedules:
+        yield f"the schedule {plan.schedule}; it has {_listed(words.schedules)}"
+    depths = [boundary.depth for boundary in plan.boundaries]
+    if any(depths) and words.schedules is not None:
+        yield f"depths of {depths}, micro-batches in flight beyond 1f1b's at each boundary"
+
+
+def _has(parameters: tuple[str, ...], layer: str) -> bool:
+    return any(name.startswith(f"{layer}.") for name in parameters)
+
+
+def _recomputed(plan: Plan, words: Vocabulary, layers: Layers) -> Iterator[str]:
+    """What it cannot say of blocks that run again in backward."""
+    again = {block for stage in plan.stages for block in stage.recompute}
+    if not again or words.recompute == BLOCKS:
+        return
+    every = recomputes_all(plan, layers)
+    if words.recompute == NONE or not every:
+        most = "" if words.recompute == NONE else ": it is all layers or none, and here it is none"
+        of = f"{len(again)} of {layers.total} layers" if layers.total else f"{len(again)} blocks"
+        yield f"recomputation of {of}{most}"
+
+
+def recomputes_all(plan: Plan, layers: Layers) -> bool:
+    """Whether every layer of a plan runs again in backward."""
+    again = {block for stage in plan.stages for block in stage.recompute}
+    return bool(again) and again >= {layer for own in layers.stages for layer in own}
+
+
+def kinds_of_ranks(plan: Plan) -> list[list[str]]:
+    """Of each rank of a pipeline the kinds of its devices, over replicas and tensor parts."""
+    row, sizes = plan.cluster.row, plan.cluster.devices_per_node
+    found: list[dict[str, None]] = [{} for _ in range(plan.mesh.pp)]
+    for place in plan.mesh.places:
+        found[place.pp][row[sum(sizes[: place.node]) + place.local].kind] = None
+    return [[*kinds] for kinds in found]
+
+
+def _listed(found: frozenset[str] | frozenset[int]) -> str:
+    every = sorted(f"ZeRO-{each}" if isinstance(each, int) else each for each in found)
+    return ", ".join(every) if every else "none of that kind"
