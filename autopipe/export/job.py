@@ -13,7 +13,7 @@ from autopipe.util.numbers import count, seconds
 
 
 @dataclass(frozen=True)
-class Job:
+class Launch:
     """What is started where.
 
     Attributes:
@@ -89,7 +89,7 @@ class Job:
         return 120 + math.ceil(2 * self.plan.prediction.step_seconds)
 
 
-def job_of(plan: Plan, path: str, words: Words) -> Job:
+def job_of(plan: Plan, path: str, words: Words) -> Launch:
     """Put a job together.
 
     Raises:
@@ -100,10 +100,12 @@ def job_of(plan: Plan, path: str, words: Words) -> Job:
         path = f"./{path}"  # no option
     used = sorted({place.node for place in plan.mesh.places})
     sizes = plan.cluster.devices_per_node
-    return Job(plan, path, words, plan.mesh.processes_per_node, tuple(sizes[node] for node in used))
+    return Launch(
+        plan, path, words, plan.mesh.processes_per_node, tuple(sizes[node] for node in used)
+    )
 
 
-def check_alike(job: Job, target: str) -> None:
+def check_alike(job: Launch, target: str) -> None:
     """Refuse nodes that differ: who hands out nodes of a pool cannot bind ranks to one of them.
 
     Raises:

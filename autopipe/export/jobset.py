@@ -7,13 +7,13 @@ again when one fails.)
 from __future__ import annotations
 
 from autopipe.export import pods
-from autopipe.export.job import Job, check_alike
+from autopipe.export.job import Launch, check_alike
 from autopipe.export.pods import Manifest
 
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 
-def job_set(job: Job) -> str:
+def job_set(job: Launch) -> str:
     """The manifest.
 
     Raises:
@@ -49,7 +49,7 @@ def job_set(job: Job) -> str:
     return pods.text(job, "JobSet 0.8 and later", manifest)
 
 
-def _told(job: Job) -> list[Manifest]:
+def _told(job: Launch) -> list[Manifest]:
     """What Kubeflow would tell a pod, and `autopipe run` reads."""
     name = job.words.name
     index = {"fieldRef": {"fieldPath": _INDEX}}

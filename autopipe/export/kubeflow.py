@@ -8,11 +8,11 @@ kubeflow.org/v1: PyTorchJob, v1.9.)
 from __future__ import annotations
 
 from autopipe.export import pods
-from autopipe.export.job import Job, check_alike
+from autopipe.export.job import Launch, check_alike
 from autopipe.export.pods import Manifest
 
 
-def train_job(job: Job) -> str:
+def train_job(job: Launch) -> str:
     """A TrainJob for the runtime torch-distributed, which says PET_* itself.
 
     Raises:
@@ -54,7 +54,7 @@ def train_job(job: Job) -> str:
     return pods.text(job, "Kubeflow's trainer 2.2 and later", manifest)
 
 
-def pytorch_job(job: Job) -> str:
+def pytorch_job(job: Launch) -> str:
     """A PyTorchJob: one pod is the master, the others are workers.
 
     Raises:

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import math
 
-from autopipe.export.job import Job
+from autopipe.export.job import Launch
 
 STREAMS = 4
 """Threads, and sockets of each, that NCCL sends over to another site: one TCP stream seldom fills a
 line of many milliseconds."""
 
 
-def settings(job: Job) -> dict[str, str]:
+def settings(job: Launch) -> dict[str, str]:
     """Variables for the ranks of a job."""
     found: dict[str, str] = {}
     if job.gpu:
@@ -38,7 +38,7 @@ def settings(job: Job) -> dict[str, str]:
     return found
 
 
-def advice(job: Job) -> list[str]:
+def advice(job: Launch) -> list[str]:
     """Lines for whoever may set up the nodes; empty where there is nothing to set up."""
     across = job.plan.cluster.across
     if job.sites < 2 or across is None:

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from autopipe.errors import AutopipeError
-from autopipe.export.job import Job
+from autopipe.export.job import Launch
 from autopipe.export.links import settings
 from autopipe.util.version import VERSION
 
@@ -24,7 +24,7 @@ FOLDER = "/workspace"
 """Where a container has the plan and the model file, unless told otherwise."""
 
 
-def command(job: Job) -> list[str]:
+def command(job: Launch) -> list[str]:
     """What a container runs: `autopipe run`, which starts the ranks of its pod.
 
     Kubernetes replaces $(NAME) in a command; $$ is a $.
@@ -38,7 +38,7 @@ def command(job: Job) -> list[str]:
     return ["python", "-m", *(word.replace("$", "$$") for word in found)]
 
 
-def image(job: Job) -> str:
+def image(job: Launch) -> str:
     """The container image.
 
     Raises:
@@ -52,12 +52,12 @@ def image(job: Job) -> str:
     return job.words.image
 
 
-def environment(job: Job) -> list[Manifest]:
+def environment(job: Launch) -> list[Manifest]:
     """Variables of a container."""
     return [{"name": name, "value": value} for name, value in settings(job).items()]
 
 
-def resources(job: Job) -> Manifest:
+def resources(job: Launch) -> Manifest:
     """What a node's container asks for; empty where nothing was said."""
     words = job.words
     asked = {"cpu": str(words.cpus) if words.cpus else None, "memory": words.memory}
@@ -67,7 +67,7 @@ def resources(job: Job) -> Manifest:
     return {"requests": limits, "limits": limits} if limits else {}
 
 
-def volumes(job: Job) -> list[Manifest]:
+def volumes(job: Launch) -> list[Manifest]:
     """Of a pod: shared memory, of which a container has 64 MiB by itself, and the claim."""
     found: list[Manifest] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
     if job.words.claim is not None:
@@ -76,7 +76,7 @@ def volumes(job: Job) -> list[Manifest]:
     return found
 
 
-def mounts(job: Job) -> list[Manifest]:
+def mounts(job: Launch) -> list[Manifest]:
     """Where a container finds the pod's volumes.
 
     Raises:
@@ -94,7 +94,7 @@ def mounts(job: Job) -> list[Manifest]:
     return found
 
 
-def container(job: Job, name: str, more: list[Manifest] | None = None) -> Manifest:
+def container(job: Launch, name: str, more: list[Manifest] | None = None) -> Manifest:
     """A whole container that starts the ranks of its node.
 
     Args:
@@ -111,13 +111,13 @@ def container(job: Job, name: str, more: list[Manifest] | None = None) -> Manife
     return {key: value for key, value in found.items() if value}
 
 
-def metadata(job: Job) -> Manifest:
+def metadata(job: Launch) -> Manifest:
     """Name and namespace."""
     found = {"name": job.words.name}
     return found if job.words.namespace is None else {**found, "namespace": job.words.namespace}
 
 
-def text(job: Job, target: str, manifest: Manifest) -> str:
+def text(job: Launch, target: str, manifest: Manifest) -> str:
     """A manifest as YAML, under a line that says what it is."""
     head = f"# {job.title}\n# Written by autopipe {VERSION} for {target}: kubectl apply -f THIS\n"
     return head + yaml.dump(manifest, Dumper=_Plain, sort_keys=False, width=100)

@@ -10,13 +10,13 @@ from __future__ import annotations
 import shlex
 
 from autopipe.errors import AutopipeError
-from autopipe.export.job import Job, check_alike
+from autopipe.export.job import Launch, check_alike
 from autopipe.export.links import settings
 from autopipe.export.template import shell
 from autopipe.util.version import VERSION
 
 
-def script(job: Job) -> str:
+def script(job: Launch) -> str:
     """The script.
 
     Raises:
@@ -46,7 +46,7 @@ def script(job: Job) -> str:
     )
 
 
-def _asked(job: Job, tasks: int) -> dict[str, object]:
+def _asked(job: Launch, tasks: int) -> dict[str, object]:
     """The options of sbatch, in its own names; None: one without a value."""
     words = job.words
     saves = words.checkpoints is not None
@@ -76,7 +76,7 @@ def _asked(job: Job, tasks: int) -> dict[str, object]:
     return {name: value for name, value in asked.items() if value is not None} | flags
 
 
-def _srun(job: Job, tasks: int) -> list[str]:
+def _srun(job: Launch, tasks: int) -> list[str]:
     """Options of srun; it takes the cpus of a task from nobody but itself."""
     words = job.words
     found = [f"--nodes={job.nodes}", f"--ntasks-per-node={tasks}", "--kill-on-bad-exit=1"]
@@ -88,7 +88,7 @@ def _srun(job: Job, tasks: int) -> list[str]:
     return found
 
 
-def _command(job: Job) -> tuple[str, ...]:
+def _command(job: Launch) -> tuple[str, ...]:
     """Without what differs from task to task of an array."""
     words, command = job.words, job.command
     if words.array is None:
@@ -101,7 +101,7 @@ def _command(job: Job) -> tuple[str, ...]:
     return (*command[:at], *command[at + 2 :])
 
 
-def _each(job: Job) -> str:
+def _each(job: Launch) -> str:
     """What differs from task to task of an array, in the shell's own words."""
     if job.words.array is None:
         return ""

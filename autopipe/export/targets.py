@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 from autopipe.errors import AutopipeError
 from autopipe.export import words as letters
-from autopipe.export.job import Job, job_of
+from autopipe.export.job import Launch, job_of
 from autopipe.export.jobset import job_set
 from autopipe.export.kubeflow import pytorch_job, train_job
 from autopipe.export.slurm import script as slurm_script
@@ -26,7 +26,7 @@ class Launcher:
         program: whether the text is a program, rather than a manifest.
     """
 
-    write: Callable[[Job], str]
+    write: Callable[[Launch], str]
     takes: frozenset[str]
     program: bool = False
 

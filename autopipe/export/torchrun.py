@@ -7,7 +7,7 @@ ranks to places would run elsewhere than planned.
 from __future__ import annotations
 
 from autopipe.errors import AutopipeError
-from autopipe.export.job import Job
+from autopipe.export.job import Launch
 from autopipe.export.links import advice, settings
 from autopipe.export.template import shell
 from autopipe.util.version import VERSION
@@ -16,7 +16,7 @@ PORT = 29500
 """torchrun's own default for where rank 0 listens."""
 
 
-def script(job: Job) -> str:
+def script(job: Launch) -> str:
     """The script, for all nodes.
 
     Raises:

@@ -44,13 +44,16 @@ def distributed_config(plan: Plan) -> Exported:
     """What `DistributedConfig.from_dict` reads; other keys it passes over."""
     mesh, layers = plan.mesh, layers_of(plan)
     missing = [*unsaid(plan, TRANSFORMERS, layers)]
+    replicas = mesh.dp if mesh.pp == 1 else 1
+    if replicas < mesh.dp:
+        missing.append(f"{mesh.dp} replicas of a pipeline: it has replicas or stages, not both")
     data: dict[str, Any] = {
         "tp_size": mesh.tp,
         "pp_size": mesh.pp,
-        "fsdp_size": mesh.dp if plan.fully_sharded else 1,
-        "dp_replicate_size": 1 if plan.fully_sharded else mesh.dp,
+        "fsdp_size": replicas if plan.fully_sharded else 1,
+        "dp_replicate_size": 1 if plan.fully_sharded else replicas,
     }
-    if plan.precision == "bf16" and mesh.dp > 1:
+    if plan.precision == "bf16" and replicas > 1:
         data["fsdp_mixed_precision"] = True
     if mesh.tp > 1:
         data["tp_plan"], others = tensor_plan(plan)

@@ -225,6 +225,28 @@ def save_plans(folder: Path) -> Path:
     return folder
 
 
+def save_nodes(folder: Path, nodes: int, processes: int, **constraints: int) -> Path:
+    """`net.py` with three batches, and plan.json for so many processes on each of so many nodes."""
+    from dataclasses import replace
+
+    import autopipe
+    from autopipe.cluster.cluster import Group, NodeGroup
+    from autopipe.frontend import model_file
+
+    (folder / "net.py").write_text(NET + BATCHES)
+    path = sys.path.copy()
+    file = model_file.load(str(folder / "net.py"))
+    sys.path[:] = path
+    here = machine(nodes * processes)
+    group = Group(processes, here.nodes[0].groups[0].device)
+    cluster = replace(here, nodes=(NodeGroup(nodes, (group,)),))
+    autopipe.plan(
+        file.model, file.inputs, loss=file.loss, cluster=cluster, batch_size=8, micro_batches=2,
+        source="net.py", **constraints,
+    ).save(folder / "plan.json")  # fmt: skip
+    return folder
+
+
 BATCHES = """
 
 def batches(batch_size):

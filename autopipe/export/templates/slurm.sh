@@ -43,12 +43,15 @@ export MASTER_PORT=$((10000 + 16 * SLURM_JOB_ID % 20000))
 {% elif port %}
 export MASTER_PORT={{ port }}
 {% endif %}
+# For what ranks start; they share out the cores themselves.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 {% for name, value in settings.items() %}
-export {{ name }}={{ value | q }}
+export {{ name }}="{{ value }}"
 {% endfor %}
 
 {% if style == "srun" %}
 # What each task runs: one rank, by the number that Slurm gives it.
+# shellcheck disable=SC2329 # each task's own shell calls it
 task() {
 {% if saves %}
     trap '' USR1 # until the rank listens for it
@@ -57,6 +60,7 @@ task() {
 }
 {% else %}
 # What each task runs: torchrun for the ranks of its node, by the number that Slurm gives the node.
+# shellcheck disable=SC2329 # each task's own shell calls it
 task() {
 {% if saves %}
     trap '' USR1 # the ranks save; torchrun would die of it

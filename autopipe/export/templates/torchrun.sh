@@ -28,7 +28,6 @@ fail() {
 # shellcheck source=/dev/null
 source {{ (venv ~ "/bin/activate") | q }}
 {% endif %}
-command -v torchrun > /dev/null || fail 'there is no torchrun on PATH: activate the environment first'
 {% if nodes > 1 %}
 
 # The plan binds ranks to nodes, so each node says which one it is.
@@ -48,9 +47,12 @@ MASTER_ADDR={{ hosts[0] | q }}
 getent ahosts "$MASTER_ADDR" > /dev/null ||
     fail "node 0 is $MASTER_ADDR, a name that has no address on $(hostname)"
 {% endif %}
+command -v torchrun > /dev/null || fail 'there is no torchrun on PATH: activate the environment first'
 
+# For what ranks start; they share out the cores themselves.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 {% for name, value in settings.items() %}
-export {{ name }}={{ value | q }}
+export {{ name }}="{{ value }}"
 {% endfor %}
 {% if saves %}
 # USR1 is for the ranks, which save; torchrun would die of it.

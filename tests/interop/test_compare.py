@@ -1,0 +1,84 @@
+"""`autopipe diff`: what two plans train, how they differ, and its exit codes."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autopipe.interop.compare import compare
+from autopipe.planfile.contents import Plan
+from tests.support.plans import chain
+from tests.support.shell import Shell
+
+PLAN = chain(2, 4)
+
+
+def names(first: Plan, second: Plan) -> tuple[list[str], list[str]]:
+    found = compare(first, second)
+    return [entry.name for entry in found.what], [entry.name for entry in found.how]
+
+
+def test_a_plan_and_itself() -> None:
+    found = compare(PLAN, chain(2, 4))
+    assert found.none and found.same_training
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"fingerprint": "other"}, "model"),
+        ({"precision": "bf16"}, "precision"),
+        ({"optimizer": "sgd"}, "optimizer"),
+        ({"loss": True}, "loss"),
+        ({"batch": replace(PLAN.batch, rows=8)}, "batch"),
+    ],
+)
+def test_another_training(change: dict[str, object], what: str) -> None:
+    assert names(PLAN, replace(PLAN, **change))[0] == [what]  # type: ignore[arg-type]
+
+
+def test_the_same_training_in_another_way() -> None:
+    what, how = names(PLAN, chain(4, 4, schedule="gpipe"))
+    assert what == []
+    assert {"pp", "schedule", "stages begin at", "cluster"} <= {*how}
+
+
+def test_micro_batches_are_a_way_unless_the_loss_is_of_each() -> None:
+    fewer = replace(PLAN, batch=replace(PLAN.batch, micro_batches=2))
+    assert names(PLAN, fewer) == ([], ["micro-batches"])
+    own = [replace(plan, loss_over="micro-batch") for plan in (PLAN, fewer)]
+    assert names(*own) == (["micro-batches of a step"], ["micro-batches"])
+
+
+@pytest.fixture
+def autopipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Shell:
+    return Shell(tmp_path, monkeypatch, capsys)
+
+
+def test_it_ends_as_diff_does(autopipe: Shell) -> None:
+    PLAN.save("a.json")
+    replace(PLAN, schedule="gpipe").save("b.json")
+    replace(PLAN, fingerprint="other").save("c.json")
+    same = autopipe("diff", "a.json", "a.json")
+    assert (same.code, same.out) == (0, "a.json and a.json are the same plan\n")
+    way = autopipe("diff", "a.json", "b.json")
+    assert way.code == 1
+    assert way.out.startswith("They train the same thing; ")
+    assert "\nHow, in a.json and in b.json:\n  schedule  1f1b" in way.out
+    other = autopipe("diff", "a.json", "c.json")
+    assert other.code == 1 and other.out.startswith("They train different things:\n  model ")
+    assert autopipe("diff", "a.json", "none.json").error.startswith("none.json: no such file")
+
+
+def test_as_data(autopipe: Shell) -> None:
+    PLAN.save("a.json")
+    replace(PLAN, schedule="gpipe").save("b.json")
+    found = json.loads(autopipe("diff", "a.json", "b.json", "--json").out)
+    assert found == {
+        "same_training": True,
+        "what": [],
+        "how": [{"name": "schedule", "first": "1f1b", "second": "gpipe"}],
+    }
