@@ -19,9 +19,9 @@ Other rooms use: nothing. `autopipe/__main__.py` calls `entry.main`; an emitted 
 names in `__all__`.
 """
 
-from autopipe.cli.console import quiet, say, tell
 from autopipe.cli.entry import main, program
-from autopipe.cli.paths import check_folder
 from autopipe.cli.run import report
+from autopipe.terminal.console import quiet, say, tell
+from autopipe.terminal.paths import check_folder
 
 __all__ = ["check_folder", "main", "program", "quiet", "report", "say", "tell"]

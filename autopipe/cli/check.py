@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopipe.cli import console
-from autopipe.cli.commands import Json, command
-from autopipe.cli.console import say
-from autopipe.cli.paths import found, say_edits
 from autopipe.errors import AutopipeError
+from autopipe.terminal import console
+from autopipe.terminal.commands import Json, command
+from autopipe.terminal.console import say
+from autopipe.terminal.paths import found, say_edits
 from autopipe.util.gc_pause import loading
 
 if TYPE_CHECKING:

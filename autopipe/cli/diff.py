@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopipe.cli import console
-from autopipe.cli.commands import Json, PlanArgument, command
-from autopipe.cli.paths import say_edits
+from autopipe.terminal import console
+from autopipe.terminal.commands import Json, PlanArgument, command
+from autopipe.terminal.paths import say_edits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

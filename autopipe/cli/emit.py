@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from autopipe.cli.commands import PlanArgument, command
-from autopipe.cli.console import say
-from autopipe.cli.paths import found, relative
+from autopipe.terminal.commands import PlanArgument, command
+from autopipe.terminal.console import say
+from autopipe.terminal.paths import found, relative
 from autopipe.util.gc_pause import loading
 
 

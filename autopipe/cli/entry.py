@@ -14,10 +14,10 @@ from typing import Annotated
 
 import typer
 
-from autopipe.cli import console, usage
-from autopipe.cli.commands import EXAMPLES, FUNCTIONS, app, with_talk
-from autopipe.cli.console import tell
 from autopipe.errors import AutopipeError
+from autopipe.terminal import console, usage
+from autopipe.terminal.commands import EXAMPLES, FUNCTIONS, app, with_talk
+from autopipe.terminal.console import tell
 
 # The commands, in the order of use, which is that of `--help`.
 from autopipe.cli import init as init  # isort: skip

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from autopipe.cli import console
-from autopipe.cli.commands import Json, PlanArgument, command
-from autopipe.cli.console import say
-from autopipe.cli.paths import check_folder, say_edits
+from autopipe.terminal import console
+from autopipe.terminal.commands import Json, PlanArgument, command
+from autopipe.terminal.console import say
+from autopipe.terminal.paths import check_folder, say_edits
 
 
 @command("autopipe explain plan.json")

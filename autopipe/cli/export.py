@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from autopipe.cli.commands import PlanArgument, app, command
-from autopipe.cli.console import say, tell
-from autopipe.cli.paths import check_folder, say_edits
 from autopipe.errors import AutopipeError
+from autopipe.terminal.commands import PlanArgument, app, command
+from autopipe.terminal.console import say, tell
+from autopipe.terminal.paths import check_folder, say_edits
 
 
 @command("autopipe export plan.json --to slurm -o train.sbatch")

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from autopipe.cli.commands import command
-from autopipe.cli.console import say
-from autopipe.cli.paths import check_folder
 from autopipe.errors import AutopipeError
 from autopipe.frontend.contract import CONTRACT, template
+from autopipe.terminal.commands import command
+from autopipe.terminal.console import say
+from autopipe.terminal.paths import check_folder
 from autopipe.util import atomic_file
 
 

@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from autopipe.cli import console
-from autopipe.cli.commands import Json, ModelArgument, command
-from autopipe.cli.console import say
+from autopipe.terminal import console
+from autopipe.terminal.commands import Json, ModelArgument, command
+from autopipe.terminal.console import say
 from autopipe.util.gc_pause import loading
 
 

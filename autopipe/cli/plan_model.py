@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
-from autopipe.cli import console
-from autopipe.cli.commands import Json, ModelArgument, command
-from autopipe.cli.console import say
-from autopipe.cli.paths import check_folder, relative
 from autopipe.frontend.contract import CONTRACT
+from autopipe.terminal import console
+from autopipe.terminal.commands import Json, ModelArgument, command
+from autopipe.terminal.console import say
+from autopipe.terminal.paths import check_folder, relative
 from autopipe.util.gc_pause import until_exit
 from autopipe.util.progress import phase
 from autopipe.util.stopwatch import Stopwatch

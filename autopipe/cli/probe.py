@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from autopipe.cli.commands import Json, command
-from autopipe.cli.console import say
+from autopipe.terminal.commands import Json, command
+from autopipe.terminal.console import say
 
 
 @command("autopipe probe -o machine.json")

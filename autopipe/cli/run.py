@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopipe.cli import console
-from autopipe.cli.commands import PlanArgument, command
-from autopipe.cli.console import say, tell
-from autopipe.cli.paths import check_folder, found, say_edits
+from autopipe.terminal import console
+from autopipe.terminal.commands import PlanArgument, command
+from autopipe.terminal.console import say, tell
+from autopipe.terminal.paths import check_folder, found, say_edits
 from autopipe.util import atomic_file
 from autopipe.util.gc_pause import loading
 
@@ -126,6 +126,7 @@ def _train(
         from autopipe.runtime.train import train
 
     file = model_file.load(source)
+    made = made | {"weights": made["weights"] or file.weights}
     pipe = parallelize(file.model, plan, loss=file.loss, say=say, **made)
     if pipe.place.rank == 0:
         for line in file.since_planning(plan):

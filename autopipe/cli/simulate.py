@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from autopipe.cli import console
-from autopipe.cli.commands import Json, command
-from autopipe.cli.paths import check_folder, say_edits
 from autopipe.errors import AutopipeError
+from autopipe.terminal import console
+from autopipe.terminal.commands import Json, command
+from autopipe.terminal.paths import check_folder, say_edits
 
 
 @command("autopipe simulate 1f1b --ranks 4 --micro-batches 8")

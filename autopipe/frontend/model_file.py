@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from autopipe.errors import AutopipeError, ModelError
-from autopipe.frontend import user_lines
+from autopipe.frontend import hf_folder, user_lines
 from autopipe.frontend.optimizer import optimizer_named
 from autopipe.planfile.contents import LOSS_OVER, ROWS, Plan
 from autopipe.util.seeding import seed as derive_seed
@@ -40,7 +40,8 @@ class ModelFile:
     """The functions of a model file; an error in one of them names the user's line.
 
     `called` is False if `batches` is a list or a DataLoader, not a function; `length` is its number
-    of batches, if known. `by_name` is the optimizer if it takes names with parameters.
+    of batches, if known. `by_name` is the optimizer if it takes names with parameters. `weights` is
+    the folder to start from, if the source is one that holds them.
     """
 
     source: str
@@ -55,6 +56,7 @@ class ModelFile:
     called: bool = True
     length: int | None = None
     by_name: Callable[[Iterable[Named]], torch.optim.Optimizer] | None = None
+    weights: Path | None = None
 
     @property
     def sharded(self) -> bool:
@@ -128,14 +130,13 @@ class ModelFile:
 def load(source: str) -> ModelFile:
     """Read `model.py`, or `package.module:factory` where the module holds the other functions.
 
+    Args:
+        source: one of these; or `hf:FOLDER` (`frontend.hf_folder`).
+
     Raises:
         ModelError: there is no such file, it fails when it is run, or it lacks a function.
     """
-    if source.startswith("hf:") or source.endswith(".onnx"):
-        raise ModelError(f"{source}: this version reads model files only", hint="see `model()`")
-    name, colon, factory = source.partition(":")
-    module = _by_name(name) if colon else _by_path(Path(source))
-    factory = factory or "model"
+    module, factory = _module(source)
     for required, does in ((factory, "builds the model"), ("inputs", "gives an example batch")):
         if not callable(getattr(module, required, None)):
             arguments = "batch_size" if required == "inputs" else ""
@@ -173,7 +174,18 @@ def load(source: str) -> ModelFile:
         called,
         length,
         optimizer if named else None,
+        getattr(module, "weights", None) if source.startswith(hf_folder.SCHEME) else None,
     )
+
+
+def _module(source: str) -> tuple[Any, str]:
+    """What holds a source's functions, and the name of the one that builds the model."""
+    if source.startswith(hf_folder.SCHEME):
+        return hf_folder.as_module(source), "model"
+    if source.endswith(".onnx"):
+        raise ModelError(f"{source}: this version reads no ONNX files", hint="see `model()`")
+    name, colon, factory = source.partition(":")
+    return _by_name(name) if colon else _by_path(Path(source)), factory or "model"
 
 
 CUSTOM = "custom"

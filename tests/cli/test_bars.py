@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from autopipe.cli import bars, console
+from autopipe.terminal import bars, console
 from autopipe.util.progress import phase
 
 
@@ -79,7 +79,7 @@ def test_a_bar_on_a_terminal() -> None:
     pty = pytest.importorskip("pty")
     code = (
         "import time\n"
-        "from autopipe.cli import bars, console\n"
+        "from autopipe.terminal import bars, console\n"
         "from autopipe.util.progress import phase\n"
         "bars.SOON_SECONDS = 0.1\n"
         "with bars.showing(), phase('measuring', of=12) as done:\n"

@@ -249,7 +249,7 @@ def test_what_the_parser_refuses(arguments: str, sentence: str, autopipe: Shell)
     [
         (
             "plan",
-            "MODEL is missing: model.py, or package.module:factory\n\n"
+            "MODEL is missing: model.py, package.module:factory, or hf:FOLDER\n\n"
             "hint: autopipe plan model.py --cluster 2x8xA100-80GB",
         ),
         (
@@ -277,7 +277,10 @@ def test_what_is_missing_and_what_is_too_much(arguments: str, error: str, autopi
     assert autopipe(*arguments.split()).error == error
 
 
-COMMANDS = "the commands are init, trace, costs, plan, explain, simulate, check, run, emit, probe"
+COMMANDS = (
+    "the commands are init, trace, costs, plan, explain, simulate, check, run, export, emit, diff, "
+    "probe"
+)
 
 
 @pytest.mark.parametrize(

@@ -231,10 +231,9 @@ def test_no_python() -> None:
         model_file.load("net.txt")
 
 
-@pytest.mark.parametrize("source", ["hf:gpt2", "net.onnx"])
-def test_sources_of_later_versions(source: str) -> None:
-    with pytest.raises(ModelError, match=f"{source}: this version reads model files only"):
-        model_file.load(source)
+def test_a_source_of_a_later_version() -> None:
+    with pytest.raises(ModelError, match="net.onnx: this version reads no ONNX files"):
+        model_file.load("net.onnx")
 
 
 def test_a_syntax_error() -> None:

@@ -37,8 +37,9 @@ MAY_IMPORT = {
     "joint planners.model planners.search planners.costs runtime.probe",
     "checking": "util cluster schedules planfile ir frontend tracing sharding stages "
     "planners.driver runtime.launch runtime.parameters runtime.step runtime",
-    "cli": "util schedules planfile report export interop frontend tracing emit runtime.launch "
-    "runtime.probe runtime planners.driver checking",
+    "terminal": "util planfile frontend runtime.launch",
+    "cli": "terminal util schedules planfile report export interop frontend tracing emit checking "
+    "runtime.launch runtime.probe runtime planners.driver",
 }
 """For each room the rooms that its files may import; all of them may import autopipe.errors."""
 

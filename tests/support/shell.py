@@ -21,9 +21,9 @@ from typing import IO, Any
 import pytest
 
 from autopipe import cli
-from autopipe.cli import bars
 from autopipe.runtime.launch import voice
 from autopipe.runtime.launch.spawn import free_port as free_port
+from autopipe.terminal import bars
 from autopipe.util import codec
 from tests.support import warm
 from tests.support.inprocess import machine

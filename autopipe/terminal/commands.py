@@ -14,13 +14,15 @@ from typing import Annotated, Any, TypeVar
 import typer
 from typer.core import TyperGroup
 
-from autopipe.cli import bars, console
 from autopipe.errors import AutopipeError
 from autopipe.frontend.quiet import command_hushed
+from autopipe.terminal import bars, console
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
-ModelArgument = Annotated[str, typer.Argument(help="model.py, or package.module:factory")]
+ModelArgument = Annotated[
+    str, typer.Argument(help="model.py, package.module:factory, or hf:FOLDER")
+]
 PlanArgument = Annotated[Path, typer.Argument(help="a plan file, as `autopipe plan` writes it")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout instead of text.")]
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from autopipe.cli.console import say
+from autopipe.terminal.console import say
 from autopipe.util.progress import Done, shown
 
 if TYPE_CHECKING:

@@ -6,12 +6,16 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autopipe.cli.console import tell
 from autopipe.errors import ModelError, PlanError
+from autopipe.terminal.console import tell
 from autopipe.util import atomic_file
 
 if TYPE_CHECKING:
     from autopipe.planfile.contents import Plan
+
+
+FOLDERS = "hf:"
+"""Begins the name of a folder of transformers' (`frontend.hf_folder`)."""
 
 
 def check_folder(file: Path | None) -> None:
@@ -26,6 +30,9 @@ def check_folder(file: Path | None) -> None:
 
 def relative(source: str, folder: Path) -> str:
     """A model file's path relative to the plan's folder, as the plan stores it."""
+    if source.startswith(FOLDERS):
+        path, mark, query = source.removeprefix(FOLDERS).partition("?")
+        return FOLDERS + os.path.relpath(Path(path).expanduser().resolve(), folder) + mark + query
     if ":" in source and not Path(source).exists():
         return source
     return os.path.relpath(Path(source).resolve(), folder)
@@ -38,6 +45,8 @@ def found(plan: Plan, path: Path, command: str) -> str:
             f"plan.source: {path} does not say where its model is",
             hint=f"autopipe {command} {path} --model FILE",
         )
+    if plan.source.startswith(FOLDERS):
+        return f"{FOLDERS}{path.resolve().parent / plan.source.removeprefix(FOLDERS)}"
     if ":" in plan.source:
         return plan.source
     source = path.resolve().parent / plan.source

@@ -1,0 +1,162 @@
+"""Read `hf:FOLDER`, a folder of transformers' with `config.json`, as a model file.
+
+config.json --AutoConfig--> configuration --architectures[0]--> model(), without its weights
+                                          --what it is for----> inputs(batch_size)
+*.safetensors beside it ------------------------------------> weights, where `run` starts from
+
+    ...ForCausalLM, ...LMHeadModel, ...ForMaskedLM       tokens, which are the labels too
+    ...ForConditionalGeneration with words alone         tokens, and labels
+    ...ForSequenceClassification                         tokens, and a class a row
+    ...ForImageClassification                            an image, and a class a row
+
+`hf:FOLDER?length=4096` says how many tokens a row has. No code of the folder's own is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import parse_qs
+
+import torch
+from torch import Tensor, nn
+
+from autopipe.errors import ModelError
+
+SCHEME = "hf:"
+
+LENGTH = 1024
+"""Tokens of a row where nobody says, or as many as the model has places for."""
+
+IMAGE = 224
+"""Pixels of a side of an image where the configuration does not say."""
+
+Batch = dict[str, Tensor]
+
+
+def as_module(source: str) -> SimpleNamespace:
+    """The functions that a model file would define, and the folder of the weights, or None.
+
+    Args:
+        source: `hf:FOLDER` or `hf:FOLDER?length=TOKENS`.
+
+    Raises:
+        ModelError: transformers is not there; there is no such folder, or it holds no configuration
+            that transformers can read; nothing is known of what the model takes.
+    """
+    folder, length = _parsed(source)
+    transformers, config = _configuration(folder)
+    name = next(iter(getattr(config, "architectures", None) or ()), None)
+    built = getattr(transformers, str(name), None)
+    if name is None or built is None:
+        raise ModelError(
+            f"{folder / 'config.json'}: architectures is {name!r}, expected a class of "
+            f"transformers {transformers.__version__}",
+            hint="write a model file whose model() builds it",
+        )
+    inputs = _inputs(name, config, length)
+    if inputs is None:
+        raise ModelError(
+            f"{source}: what a {name} takes is not known here",
+            hint="write a model file: model() builds it from its config, inputs(batch_size) gives "
+            "a batch",
+        )
+
+    def model() -> nn.Module:
+        made: nn.Module = built(config)
+        return made
+
+    whole = any(folder.glob("*.safetensors"))
+    return SimpleNamespace(model=model, inputs=inputs, weights=folder if whole else None)
+
+
+def _parsed(source: str) -> tuple[Path, int | None]:
+    path, _, query = source.removeprefix(SCHEME).partition("?")
+    known = parse_qs(query, keep_blank_values=True)
+    length = known.pop("length", [""])[-1]
+    if known or (query and not (length.isdigit() and int(length) > 1)):
+        raise ModelError(
+            f"{source}: {query!r} says nothing about a row", hint=f"{SCHEME}{path}?length=2048"
+        )
+    folder = Path(path).expanduser()
+    if not (folder / "config.json").is_file():
+        raise ModelError(
+            f"{source}: there is no {folder / 'config.json'}",
+            hint="name a folder on this machine; `hf download NAME --local-dir FOLDER` makes one",
+        )
+    return folder, int(length) if length else None
+
+
+def _configuration(folder: Path) -> tuple[Any, Any]:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ModelError(
+            f"hf:{folder} is read by transformers, which is not installed",
+            hint="pip install transformers",
+        ) from error
+    try:
+        config = transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # the library raises of every kind for what stands in the file
+        reason = str(error).strip().partition("\n")[0]
+        raise ModelError(
+            f"{folder / 'config.json'}: transformers {transformers.__version__} cannot read it: "
+            f"{reason}",
+            hint="a model with code of its own needs a model file that imports it",
+        ) from error
+    return transformers, config
+
+
+def _inputs(name: str, config: Any, length: int | None) -> Callable[[int], Batch] | None:
+    """The function that makes a batch for a class of models; None: unknown."""
+    images, words = name.endswith("ForImageClassification"), hasattr(config, "vocab_size")
+    if images:
+        return lambda rows: _images(config, rows) | _classes(config, rows)
+    if not words:
+        return None
+    tokens = _length(config) if length is None else length
+    if name.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM")):
+        return lambda rows: _same(_words(config, rows, tokens), "input_ids", "labels")
+    if name.endswith("ForConditionalGeneration") and getattr(config, "is_encoder_decoder", False):
+        return lambda rows: {
+            "input_ids": _words(config, rows, tokens),
+            "labels": _words(config, rows, tokens),
+        }
+    if name.endswith("ForSequenceClassification"):
+        # Each row ends in a word that is no padding: the models look for the last one.
+        return lambda rows: {"input_ids": _words(config, rows, tokens)} | _classes(config, rows)
+    return None
+
+
+def _length(config: Any) -> int:
+    most = [
+        value
+        for key in ("max_position_embeddings", "n_positions")
+        if isinstance(value := getattr(config, key, None), int) and value > 0
+    ]
+    return min([LENGTH, *most])
+
+
+def _words(config: Any, rows: int, tokens: int) -> Tensor:
+    """Random words, of shape (rows, tokens); word 0 and the padding are left out."""
+    padding = getattr(config, "pad_token_id", None)
+    least = padding + 1 if isinstance(padding, int) and padding < 16 else 1
+    return torch.randint(least, config.vocab_size, (rows, tokens))
+
+
+def _same(tensor: Tensor, *names: str) -> Batch:
+    return dict.fromkeys(names, tensor)
+
+
+def _images(config: Any, rows: int) -> Batch:
+    size = getattr(config, "image_size", None) or IMAGE
+    sides = tuple(size) if isinstance(size, list | tuple) else (size, size)
+    return {"pixel_values": torch.randn(rows, getattr(config, "num_channels", 3), *sides)}
+
+
+def _classes(config: Any, rows: int) -> Batch:
+    return {"labels": torch.randint(0, config.num_labels, (rows,))}

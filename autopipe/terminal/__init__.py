@@ -1,0 +1,14 @@
+"""What all commands share: an option, a sentence, a bar  ->  what a user reads in a terminal.
+
+In: typer's options, lines of talk, progress, file names as they were typed. Out: text on stdout and
+stderr; usage errors as sentences.
+Never found here: what a command does (`cli`), how a plan is shown (`report`).
+
+Other rooms use: all files; `cli` alone.
+
+    commands   makes a function a command: errors, exit codes, the options that all have
+    console    what is said, and whether: --quiet, --debug
+    bars       progress
+    paths      the files that are read, the folders that are written to
+    usage      typer's usage errors, as sentences with a hint
+"""

@@ -1,0 +1,121 @@
+"""A folder of transformers' is a model file: its class, batches of what it takes, its weights."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from autopipe.errors import ModelError
+from autopipe.frontend import model_file
+from autopipe.frontend.model_file import ModelFile
+from autopipe.planfile.contents import Plan
+from autopipe.terminal import paths
+from tests.support.shell import Shell
+
+TEXT = {"vocab_size": 61, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+PICTURE = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 32}
+
+FAMILIES = {
+    "LlamaForCausalLM": ("llama", TEXT | {"intermediate_size": 16, "max_position_embeddings": 32}),
+    "GPT2LMHeadModel": ("gpt2", {"vocab_size": 61, "n_embd": 8, "n_layer": 2, "n_head": 2}),
+    "BertForMaskedLM": ("bert", TEXT | {"intermediate_size": 16}),
+    "BertForSequenceClassification": ("bert", TEXT | {"intermediate_size": 16}),
+    "LlamaForSequenceClassification": (
+        "llama",
+        TEXT | {"intermediate_size": 16, "pad_token_id": 0},
+    ),
+    "T5ForConditionalGeneration": (
+        "t5",
+        {"vocab_size": 61, "d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+        | {"decoder_start_token_id": 0},
+    ),
+    "ViTForImageClassification": ("vit", PICTURE | {"intermediate_size": 16, "patch_size": 16}),
+}
+"""By the class that a folder names: the type of its configuration, and entries of it."""
+
+
+def folder(path: Path, name: str = "LlamaForCausalLM", **more: object) -> Path:
+    kind, entries = FAMILIES[name]
+    path.mkdir(exist_ok=True)
+    config = {"model_type": kind, "architectures": [name], **entries, **more}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_a_folder_holds_takes_the_batches_made_for_it(tmp_path: Path, name: str) -> None:
+    file = model_file.load(f"hf:{folder(tmp_path, name)}?length=16")
+    model = file.model()
+    assert type(model).__name__ == name
+    for rows in (2, 3):
+        batch = file.inputs(rows)
+        loss = model(**batch).loss
+        assert {len(tensor) for tensor in batch.values()} == {rows}
+        assert loss.ndim == 0 and loss.isfinite() and loss.requires_grad
+
+
+def test_rows_have_the_length_that_is_asked_for_or_all_places_of_a_small_model(
+    tmp_path: Path,
+) -> None:
+    assert words(model_file.load(f"hf:{folder(tmp_path)}")) == 32
+    assert words(model_file.load(f"hf:{tmp_path}?length=8")) == 8
+
+
+def words(file: ModelFile) -> int:
+    return int(file.inputs(2)["input_ids"].shape[1])
+
+
+def test_it_is_planned_and_trained_from_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All words are as likely as each other to the weights of the folder: a loss of log(61)."""
+    shell = Shell(tmp_path, monkeypatch, capsys)
+    shell.plan(1)  # the figures of this machine, for the plan below
+    where = folder(tmp_path / "llama")
+    config = transformers.AutoConfig.from_pretrained(where)
+    own = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        own.lm_head.weight.fill_(1.0)
+    own.save_pretrained(where)
+    said = shell("plan", "hf:llama?length=8", "--cluster", "cluster.json", "--batch", "2")
+    assert said.code == 0, said.err
+    assert Plan.load("plan.json").source == "hf:llama?length=8"
+    said = shell("run", "plan.json", "--steps", "1")
+    assert said.code == 0, said.err
+    assert f"loss {math.log(61):.3f}" in said.out
+
+
+def test_a_plan_finds_its_folder_from_anywhere(tmp_path: Path) -> None:
+    plans = tmp_path / "plans"
+    assert paths.relative(f"hf:{tmp_path}/llama?length=8", plans) == "hf:../llama?length=8"
+
+
+@pytest.mark.parametrize(
+    ("made", "source", "error", "hint"),
+    [
+        ({}, "hf:nowhere", "there is no nowhere/config.json", "hf download NAME"),
+        ({}, "hf:llama?size=3", "'size=3' says nothing about a row", "length=2048"),
+        ({}, "hf:llama?length=none", "'length=none' says nothing about a row", "length=2048"),
+        ({"architectures": []}, "hf:llama", "architectures is None", "model()"),
+        ({"architectures": ["Nobody"]}, "hf:llama", "architectures is 'Nobody'", "model()"),
+        ({"architectures": ["LlamaModel"]}, "hf:llama", "what a LlamaModel takes", "inputs("),
+        ({"model_type": "nobody"}, "hf:llama", "cannot read it", "code of its own"),
+    ],
+)
+def test_refusals(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    made: dict[str, object],
+    source: str,
+    error: str,
+    hint: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder(tmp_path / "llama", **made)
+    with pytest.raises(ModelError) as refused:
+        model_file.load(source)
+    assert error in refused.value.message
+    assert hint in (refused.value.hint or "")
