@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         ScheduleError,
     )
     from autopipe.frontend.loss import SumCount
+    from autopipe.onnx_files.module import from_onnx
     from autopipe.planfile.contents import Plan
     from autopipe.planners.driver.formulas import Formulas, cost_formulas
     from autopipe.planners.driver.make_plan import plan
@@ -40,6 +41,7 @@ else:
         "ScheduleError": "autopipe.errors",
         "SumCount": "autopipe.frontend.loss",
         "cost_formulas": "autopipe.planners.driver.formulas",
+        "from_onnx": "autopipe.onnx_files.module",
         "plan": "autopipe.planners.driver.make_plan",
         "parallelize": "autopipe.runtime.parallelize",
     }
@@ -73,6 +75,7 @@ __all__ = [
     "ScheduleError",
     "SumCount",
     "cost_formulas",
+    "from_onnx",
     "parallelize",
     "plan",
 ]

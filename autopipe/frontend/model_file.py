@@ -31,6 +31,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from autopipe.errors import AutopipeError, ModelError
 from autopipe.frontend import hf_folder, user_lines
 from autopipe.frontend.optimizer import optimizer_named
+from autopipe.onnx_files import source as onnx_source
 from autopipe.planfile.contents import LOSS_OVER, ROWS, Plan
 from autopipe.util.seeding import seed as derive_seed
 
@@ -131,7 +132,7 @@ def load(source: str) -> ModelFile:
     """Read `model.py`, or `package.module:factory` where the module holds the other functions.
 
     Args:
-        source: one of these; or `hf:FOLDER` (`frontend.hf_folder`).
+        source: one of these; or `hf:FOLDER` (`hf_folder`), or a `.onnx` file (`onnx_files`).
 
     Raises:
         ModelError: there is no such file, it fails when it is run, or it lacks a function.
@@ -183,7 +184,7 @@ def _module(source: str) -> tuple[Any, str]:
     if source.startswith(hf_folder.SCHEME):
         return hf_folder.as_module(source), "model"
     if source.endswith(".onnx"):
-        raise ModelError(f"{source}: this version reads no ONNX files", hint="see `model()`")
+        return onnx_source.as_module(source), "model"
     name, colon, factory = source.partition(":")
     return _by_name(name) if colon else _by_path(Path(source)), factory or "model"
 

@@ -231,11 +231,6 @@ def test_no_python() -> None:
         model_file.load("net.txt")
 
 
-def test_a_source_of_a_later_version() -> None:
-    with pytest.raises(ModelError, match="net.onnx: this version reads no ONNX files"):
-        model_file.load("net.onnx")
-
-
 def test_a_syntax_error() -> None:
     error = refused("import torch\ndef model(:\n")
     assert error.message == f"{Path('net.py').resolve()}:2: invalid syntax"

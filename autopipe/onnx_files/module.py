@@ -1,0 +1,258 @@
+"""An ONNX file as a module of torch: its nodes, run one after another.
+
+    initializers of floats that a node multiplies or adds      parameters, by their own names
+    running means and variances, constants of floats           buffers
+    small constants of integers                                sizes (`onnx_files.values`)
+    other constants of integers                                buffers
+
+A name as `layers.0.mlp.weight` makes submodules, as in the model that the file was exported from.
+"""
+
+from __future__ import annotations
+
+import inspect
+import keyword
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from autopipe.errors import ModelError
+from autopipe.onnx_files.elementwise import DTYPES
+from autopipe.onnx_files.ops import function_of
+from autopipe.onnx_files.values import MOST_SIZES, Function, NodeOf, Sizes, Value, as_tensor
+
+if TYPE_CHECKING:
+    import onnx
+
+OWN = ("", "ai.onnx")
+"""The names of ONNX's own domain."""
+
+RUNNING = {"BatchNormalization": (3, 4)}
+"""By the op, which of its inputs are figures that no gradient changes."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A node that is run: its function on these values, which makes those."""
+
+    node: NodeOf
+    function: Function
+    reads: tuple[str, ...]
+    makes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class FileInput:
+    """An input of a file: its name in Python, its dtype, its dims; text is a dim that may vary."""
+
+    name: str
+    dtype: torch.dtype
+    dims: tuple[int | str, ...]
+
+
+class OnnxModule(nn.Module):
+    """The computation of a file; forward takes its inputs, by place or by name.
+
+    Attributes:
+        entries: the file's inputs, in order.
+        results: the names of its outputs; forward gives one tensor, or a dict of them by name.
+    """
+
+    entries: tuple[FileInput, ...]
+    results: tuple[str, ...]
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        model = _read(path)
+        graph = model.graph
+        version = max((o.version for o in model.opset_import if o.domain in OWN), default=1)
+        self._file = path.name
+        self._known: dict[str, Sizes] = {}
+        self._paths: dict[str, str] = {}
+        held = {tensor.name for tensor in graph.initializer}
+        inputs = [value for value in graph.input if value.name not in held]
+        self.entries = tuple(_entry(value, self._file) for value in inputs)
+        self._names = tuple(value.name for value in inputs)
+        self.results = tuple(value.name for value in graph.output)
+        trained = _trained(graph)
+        for tensor in graph.initializer:
+            self._keep(tensor.name, _array(tensor, path), trained=tensor.name in trained)
+        self._steps = tuple(self._step(node, version, path) for node in graph.node)
+        self._steps = tuple(step for step in self._steps if step.node.op != "Constant")
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(self.forward).bind(*args, **kwargs).arguments
+        values: dict[str, Value] = {"": None, **self._known}
+        values |= dict(zip(self._names, (given[entry.name] for entry in self.entries), strict=True))
+        values |= {name: self._state(path) for name, path in self._paths.items()}
+        for step in self._steps:
+            found = step.function(step.node, [values[name] for name in step.reads])
+            made = found if isinstance(found, tuple) else (found,)
+            values.update(zip(step.makes, made, strict=False))
+        results = [as_tensor(values[name]) for name in self.results]
+        return results[0] if len(results) == 1 else dict(zip(self.results, results, strict=True))
+
+    def _state(self, path: str) -> Tensor:
+        home, _, name = path.rpartition(".")
+        tensor: Tensor = getattr(self.get_submodule(home), name)
+        return tensor
+
+    def _step(self, node: onnx.NodeProto, version: int, path: Path) -> Step:
+        from onnx import helper, numpy_helper
+
+        def plain(attribute: onnx.AttributeProto) -> Any:
+            value = helper.get_attribute_value(attribute)
+            if isinstance(value, bytes):
+                return value.decode()
+            return numpy_helper.to_array(value) if hasattr(value, "data_type") else value
+
+        called = f" {node.name!r}" if node.name else ""
+        told = NodeOf(
+            op=node.op_type,
+            where=f"{self._file}: the node{called} ({node.op_type})",
+            attributes={attribute.name: plain(attribute) for attribute in node.attribute},
+            outputs=sum(bool(name) for name in node.output),
+            version=version,
+        )
+        if node.domain not in OWN:
+            raise told.refuse(f"ops of the domain {node.domain!r} are not read")
+        reads, makes = tuple(node.input), tuple(node.output)
+        if node.op_type == "Constant":
+            self._keep(makes[0], _constant(told), trained=False)
+            return Step(told, lambda node, inputs: (), reads, makes)
+        return Step(told, function_of(told), reads, makes)
+
+    def _keep(self, name: str, array: np.ndarray[Any, Any], *, trained: bool) -> None:
+        """Hold a constant of the file: as sizes, as a parameter or as a buffer."""
+        if array.dtype == np.int64 and array.ndim < 2 and array.size <= MOST_SIZES:
+            self._known[name] = array
+            return
+        home: nn.Module = self
+        *parents, last = _python_names(name)
+        for part in parents:
+            if part not in dict(home.named_children()):
+                home.add_module(part, nn.Module())
+            home = home.get_submodule(part)
+        while hasattr(home, last):  # of two names that Python cannot tell apart
+            last += "_"
+        tensor = torch.from_numpy(np.array(array))
+        if trained:
+            home.register_parameter(last, nn.Parameter(tensor))
+        else:
+            home.register_buffer(last, tensor)
+        self._paths[name] = ".".join((*parents, last))
+
+
+def from_onnx(path: str | Path) -> nn.Module:
+    """The model of an ONNX file, with its weights, as a module that can be planned and trained.
+
+    Its forward has the file's inputs as its arguments. Gradients go through all of it: dropout is
+    as in evaluation, and batch norm keeps its running figures, as files are exported.
+
+    Args:
+        path: the file; large weights may lie in files beside it.
+
+    Returns:
+        a module in fp32, or in whatever the file's initializers are.
+
+    Raises:
+        ModelError: onnx is not installed, this is no ONNX file, or an op of it is not read.
+    """
+    path = Path(path)
+    model = _read(path)
+    held = {tensor.name for tensor in model.graph.initializer}
+    names = [_entry(value, path.name).name for value in model.graph.input if value.name not in held]
+
+    def forward(self: OnnxModule, *args: Any, **kwargs: Any) -> Any:
+        return OnnxModule.forward(self, *args, **kwargs)
+
+    takes = [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        for name in ("self", *names)
+    ]
+    forward.__signature__ = inspect.Signature(takes)  # type: ignore[attr-defined]
+    own = type("OnnxModule", (OnnxModule,), {"forward": forward, "__module__": __name__})
+    made: nn.Module = own(path)
+    return made
+
+
+def _read(path: Path) -> onnx.ModelProto:
+    try:
+        import onnx
+        from onnx import inliner
+    except ImportError as error:
+        raise ModelError(
+            f"{path} is read by onnx, which is not installed", hint="pip install onnx"
+        ) from error
+    if not path.is_file():
+        raise ModelError(f"there is no ONNX file {str(path)!r}")
+    try:
+        model = onnx.load(str(path))
+        onnx.checker.check_model(str(path))
+    except Exception as error:  # protobuf and the checker raise of every kind
+        reason = str(error).strip().partition("\n")[0]
+        raise ModelError(f"{path} is no ONNX file that can be read: {reason}") from error
+    return inliner.inline_local_functions(model)
+
+
+def _array(tensor: onnx.TensorProto, path: Path) -> np.ndarray[Any, Any]:
+    from onnx import numpy_helper
+
+    if tensor.data_type not in DTYPES:
+        raise ModelError(
+            f"{path.name}: {tensor.name!r} has the data type {tensor.data_type}, not read"
+        )
+    return numpy_helper.to_array(tensor, base_dir=str(path.parent))
+
+
+def _constant(node: NodeOf) -> np.ndarray[Any, Any]:
+    for name, value in node.attributes.items():
+        if name in ("value", "value_int", "value_float", "value_ints", "value_floats"):
+            kind = np.float32 if "float" in name else None
+            return np.asarray(value, dtype=kind)
+    raise node.refuse("a constant of text, or one of few entries, is not read")
+
+
+def _trained(graph: onnx.GraphProto) -> frozenset[str]:
+    """The initializers that training changes: floats, but running figures and single numbers."""
+    fixed = {
+        node.input[place]
+        for node in graph.node
+        for place in RUNNING.get(node.op_type, ())
+        if place < len(node.input)
+    }
+    floating = {number for number, dtype in DTYPES.items() if dtype.is_floating_point}
+    return frozenset(
+        tensor.name
+        for tensor in graph.initializer
+        if tensor.data_type in floating and tensor.name not in fixed and len(tensor.dims)
+    )
+
+
+def _entry(value: onnx.ValueInfoProto, file: str) -> FileInput:
+    """An input of the file.
+
+    Raises:
+        ModelError: it is no tensor, or of a dtype that is not read.
+    """
+    tensor = value.type.tensor_type
+    if not value.type.HasField("tensor_type") or tensor.elem_type not in DTYPES:
+        raise ModelError(f"{file}: the input {value.name!r} is no tensor of a dtype that is read")
+    dims = tuple(
+        dim.dim_value if dim.HasField("dim_value") else dim.dim_param or f"{value.name}_{n}"
+        for n, dim in enumerate(tensor.shape.dim)
+    )
+    return FileInput("_".join(_python_names(value.name)), DTYPES[tensor.elem_type], dims)
+
+
+def _python_names(name: str) -> Sequence[str]:
+    """The parts of a name between its dots, each as Python may have it."""
+    found = [re.sub(r"\W", "_", part) for part in name.split(".") if part] or ["value"]
+    taken = dir(nn.Module())
+    return [f"{part}_" if keyword.iskeyword(part) or part in taken else part for part in found]

@@ -1,0 +1,315 @@
+"""Ops that compute with sizes, or move entries (onnx.ai/onnx/operators)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from autopipe.onnx_files.values import (
+    Function,
+    NodeOf,
+    Value,
+    as_tensor,
+    axes_of,
+    ints,
+    is_sizes,
+    sizes,
+)
+
+_FAR = 2**31
+"""From here on the end of a slice means the end of the dim."""
+
+
+def _is(size: Any, number: int) -> bool:
+    """Whether a size is a number that is known, and this one; a symbol is asked nothing."""
+    return isinstance(size, int | np.integer) and size == number
+
+
+def _shape(node: NodeOf, inputs: Sequence[Value]) -> Value:
+    x = as_tensor(inputs[0])
+    return sizes(list(x.shape)[node.get("start", 0) : node.get("end", x.ndim)])
+
+
+def _size(node: NodeOf, inputs: Sequence[Value]) -> Value:
+    return np.array(as_tensor(inputs[0]).numel(), dtype=object)
+
+
+def _identity(node: NodeOf, inputs: Sequence[Value]) -> Value:
+    return inputs[0]
+
+
+def _reshape(node: NodeOf, inputs: Sequence[Value]) -> Value:
+    shape = ints(node, inputs[1])
+    if is_sizes(inputs[0]):
+        return np.reshape(inputs[0], [int(size) for size in shape])  # type: ignore[arg-type]
+    x = as_tensor(inputs[0])
+    if not node.get("allowzero", 0):  # a 0 keeps the dim
+        shape = [x.shape[n] if _is(size, 0) else size for n, size in enumerate(shape)]
+    return x.reshape(shape)
+
+
+def _flatten(node: NodeOf, inputs: Sequence[Value]) -> Value:
+    x, axis = as_tensor(inputs[0]), node.get("axis", 1)
+    axis = axis % x.ndim if axis < 0 else axis
+    if axis == 0:
+        return x.reshape(1, -1)
+    return x.flatten(axis).flatten(0, axis - 1) if axis < x.ndim else x.flatten()[:, None]
+
+
+def _transpose(node: NodeOf, inputs: Sequence[Value]) -> Value:
+    x = as_tensor(inputs[0])
+    return x.permute(node.get("perm") or tuple(reversed(range(x.ndim))))
+
+
+def _squeeze(node: NodeOf, inputs: Sequence[Value]) -> Value:
+    axes = axes_of(node, inputs, 1)
+    if is_sizes(inputs[0]):
+        return np.squeeze(inputs[0], tuple(axes) or None)  # type: ignore[arg-type]
+    x = as_tensor(inputs[0])
+    return x.squeeze(tuple(axes)) if axes else x.squeeze()
+
+
+def _unsqueeze(node: NodeOf, inputs: Sequence[Value]) -> Value:
+    axes = axes_of(node, inputs, 1)
+    if is_sizes(inputs[0]):
+        return np.expand_dims(inputs[0], tuple(axes))  # type: ignore[arg-type]
+    x = as_tensor(inputs[0])
+    for axis in sorted(axis % (x.ndim + len(axes)) for axis in axes):
+        x = x.unsqueeze(axis)
+    return x
+
+
+def _concat(node: NodeOf, inputs: Sequence[Value]) -> Value:
+    if all(is_sizes(value) for value in inputs):
+        return np.concatenate([np.asarray(value, dtype=object) for value in inputs])
+    return torch.cat([as_tensor(value) for value in inputs], dim=node.get("axis"))
+
+
+def _split(node: NodeOf, inputs: Sequence[Value]) -> tuple[Tensor, ...]:
+    x, axis = as_tensor(inputs[0]), node.get("axis", 0)
+    if lengths := axes_of(node, inputs, 1, "split"):
+        return torch.split(x, lengths, axis)
+    return torch.split(x, -(-x.shape[axis] // node.get("num_outputs", node.outputs)), axis)
+
+
+def _slice(node: NodeOf, inputs: Sequence[Value]) -> Value:
+    if node.version < 10:
+        starts, ends, axes, steps = node.get("starts"), node.get("ends"), node.get("axes"), None
+    else:
+        told = [None if value is None else ints(node, value) for value in inputs[1:]]
+        starts, ends, axes, steps = (*told, None, None)[:4]
+    axes = list(range(len(starts))) if axes is None else axes
+    steps = [1] * len(starts) if steps is None else steps
+    x: Any = inputs[0]
+    for axis, start, end, step in zip(axes, starts, ends, steps, strict=True):
+        stop = None if type(end) is int and abs(end) >= _FAR else end
+        if step < 0 and not is_sizes(x):
+            x = _backwards(node, as_tensor(x), axis, start, end, step)
+        else:
+            x = x[(slice(None),) * (axis % x.ndim) + (slice(start, stop, step),)]
+    return x  # type: ignore[no-any-return]
+
+
+def _backwards(node: NodeOf, x: Tensor, axis: int, start: int, end: int, step: int) -> Tensor:
+    if start != -1 or end > -_FAR or step != -1:
+        raise node.refuse("a slice backwards is read of a whole dim, one by one, only")
+    return x.flip(axis)
+
+
+def _gather(node: NodeOf, inputs: Sequence[Value]) -> Value:
+    axis = node.get("axis", 0)
+    if is_sizes(inputs[0]):
+        return np.asarray(np.take(inputs[0], np.asarray(inputs[1], dtype=int), axis), dtype=object)  # type: ignore[arg-type]
+    x, given = as_tensor(inputs[0]), inputs[1]
+    axis %= x.ndim
+    if isinstance(given, np.ndarray) and given.ndim == 0:
+        return x.select(axis, int(given))
+    index = as_tensor(given)
+    if is_sizes(given):  # numbers may count from the end; tokens do not
+        index = torch.where(index < 0, index + x.shape[axis], index)
+    if axis == 0 and x.ndim == 2 and not is_sizes(given):
+        return F.embedding(index, x)
+    return x.index_select(axis, index.reshape(-1)).reshape(
+        *x.shape[:axis], *index.shape, *x.shape[axis + 1 :]
+    )
+
+
+def _gather_elements(node: NodeOf, inputs: Sequence[Value]) -> Value:
+    return torch.gather(as_tensor(inputs[0]), node.get("axis", 0), as_tensor(inputs[1]))
+
+
+def _gather_nd(node: NodeOf, inputs: Sequence[Value]) -> Value:
+    x, index = as_tensor(inputs[0]), as_tensor(inputs[1])
+    if node.get("batch_dims", 0):
+        raise node.refuse("batch_dims are not read")
+    return x[tuple(index.unbind(-1))]
+
+
+def _scatter_nd(node: NodeOf, inputs: Sequence[Value]) -> Value:
+    x, index, updates = map(as_tensor, inputs)
+    if node.get("reduction", "none") not in ("none", "add"):
+        raise node.refuse(f"reduction={node.get('reduction')!r} is not read")
+    return x.index_put(tuple(index.unbind(-1)), updates, node.get("reduction") == "add")
+
+
+def _scatter_elements(node: NodeOf, inputs: Sequence[Value]) -> Value:
+    x, index, updates = map(as_tensor, inputs)
+    how, axis = node.get("reduction", "none"), node.get("axis", 0)
+    if how not in ("none", "add"):
+        raise node.refuse(f"reduction={how!r} is not read")
+    return x.scatter_add(axis, index, updates) if how == "add" else x.scatter(axis, index, updates)
+
+
+def _expand(node: NodeOf, inputs: Sequence[Value]) -> Value:
+    x, shape = as_tensor(inputs[0]), ints(node, inputs[1])
+    whole = [1] * (x.ndim - len(shape)) + shape
+    own = [1] * (len(whole) - x.ndim) + list(x.shape)
+    # A size of 1 stays as it is: ONNX expands to the larger of the two.
+    wanted = [a if _is(b, 1) else b for a, b in zip(own, whole, strict=True)]
+    return x.expand(wanted)
+
+
+def _tile(node: NodeOf, inputs: Sequence[Value]) -> Value:
+    return as_tensor(inputs[0]).repeat(ints(node, inputs[1]))
+
+
+def _range(node: NodeOf, inputs: Sequence[Value]) -> Value:
+    if not all(is_sizes(value) for value in inputs):
+        first, last, step = (as_tensor(value) for value in inputs)
+        return torch.arange(first.item(), last.item(), step.item(), dtype=first.dtype)
+    first, last, step = (ints(node, value)[0] for value in inputs)
+    return torch.arange(first, last, step)
+
+
+def _full(node: NodeOf, inputs: Sequence[Value]) -> Value:
+    given = node.get("value")
+    value = 0.0 if given is None else given.item()
+    dtype = torch.float32 if given is None else torch.from_numpy(np.array(given)).dtype
+    shape = ints(node, inputs[0])
+    if dtype == torch.int64 and len(shape) == 1 and type(shape[0]) is int:
+        return sizes([value] * shape[0])
+    return torch.full(shape, value, dtype=dtype)
+
+
+def _pad(node: NodeOf, inputs: Sequence[Value]) -> Value:
+    x, mode = as_tensor(inputs[0]), node.get("mode", "constant")
+    pads = node.get("pads") if node.version < 11 else ints(node, inputs[1])
+    axes = axes_of(node, inputs, 3) or list(range(x.ndim))
+    by_axis = {axis % x.ndim: (pads[n], pads[n + len(axes)]) for n, axis in enumerate(axes)}
+    order = [side for axis in reversed(range(x.ndim)) for side in by_axis.get(axis, (0, 0))]
+    while len(order) > 2 and order[-2:] == [0, 0]:
+        order = order[:-2]
+    fill = inputs[2] if len(inputs) > 2 else None
+    names = {"constant": "constant", "reflect": "reflect", "edge": "replicate"}
+    if mode not in names:
+        raise node.refuse(f"mode={mode!r} is not read")
+    value = node.get("value", 0.0) if fill is None else as_tensor(fill).reshape(-1)[0].item()
+    return F.pad(x, order, names[mode], value if mode == "constant" else None)
+
+
+def _trilu(node: NodeOf, inputs: Sequence[Value]) -> Value:
+    x = as_tensor(inputs[0])
+    diagonal = ints(node, inputs[1])[0] if len(inputs) > 1 and inputs[1] is not None else 0
+    return torch.triu(x, diagonal) if node.get("upper", 1) else torch.tril(x, diagonal)
+
+
+def _cumulated(node: NodeOf, inputs: Sequence[Value]) -> Value:
+    if node.get("exclusive", 0) or node.get("reverse", 0):
+        raise node.refuse("exclusive and reverse are not read")
+    return torch.cumsum(as_tensor(inputs[0]), int(ints(node, inputs[1])[0]))
+
+
+def _largest(node: NodeOf, inputs: Sequence[Value]) -> Value:
+    x = as_tensor(inputs[0])
+    found = x.argmax if node.op == "ArgMax" else x.argmin
+    return found(node.get("axis", 0), bool(node.get("keepdims", 1)))
+
+
+def _top(node: NodeOf, inputs: Sequence[Value]) -> tuple[Tensor, ...]:
+    count = int(ints(node, inputs[1])[0])
+    return tuple(
+        torch.topk(
+            as_tensor(inputs[0]),
+            count,
+            node.get("axis", -1),
+            bool(node.get("largest", 1)),
+            bool(node.get("sorted", 1)),
+        )
+    )
+
+
+def _pixels(node: NodeOf, inputs: Sequence[Value]) -> Value:
+    x, block = as_tensor(inputs[0]), node.get("blocksize")
+    if node.op == "SpaceToDepth":
+        return _blocks(x, block)
+    if node.get("mode", "DCR") == "CRD":
+        return F.pixel_shuffle(x, block)
+    rows, channels, height, width = x.shape
+    made = x.reshape(rows, block, block, channels // block**2, height, width)
+    return made.permute(0, 3, 4, 1, 5, 2).flatten(4, 5).flatten(2, 3)
+
+
+def _blocks(x: Tensor, block: int) -> Tensor:
+    """Depth of space: the entries of a block of pixels become channels."""
+    rows, channels, height, width = x.shape
+    made = x.reshape(rows, channels, height // block, block, width // block, block)
+    return made.permute(0, 3, 5, 1, 2, 4).flatten(1, 3)
+
+
+def _resize(node: NodeOf, inputs: Sequence[Value]) -> Value:
+    x, mode = as_tensor(inputs[0]), node.get("mode", "nearest")
+    how = node.get("coordinate_transformation_mode", "half_pixel")
+    nearest = mode == "nearest" and how == "asymmetric" and node.get("nearest_mode") == "floor"
+    linear = mode == "linear" and how in ("half_pixel", "pytorch_half_pixel", "align_corners")
+    if not (nearest or linear) or x.ndim != 4 or len(inputs) < 3:
+        raise node.refuse(f"mode={mode!r} with {how!r} is not read")
+    kind: dict[str, Any] = (
+        {"mode": "nearest"}
+        if nearest
+        else {
+            "mode": "bilinear",
+            "align_corners": how == "align_corners",
+        }
+    )
+    if len(inputs) > 3 and inputs[3] is not None:
+        return F.interpolate(x, size=ints(node, inputs[3])[2:], **kind)
+    scales = as_tensor(inputs[2]).tolist()
+    return F.interpolate(x, scale_factor=tuple(scales[2:]), **kind)
+
+
+SHAPES: dict[str, Function] = {
+    "Shape": _shape,
+    "Size": _size,
+    "Identity": _identity,
+    "Reshape": _reshape,
+    "Flatten": _flatten,
+    "Transpose": _transpose,
+    "Squeeze": _squeeze,
+    "Unsqueeze": _unsqueeze,
+    "Concat": _concat,
+    "Split": _split,
+    "Slice": _slice,
+    "Gather": _gather,
+    "GatherElements": _gather_elements,
+    "GatherND": _gather_nd,
+    "ScatterND": _scatter_nd,
+    "ScatterElements": _scatter_elements,
+    "Expand": _expand,
+    "Tile": _tile,
+    "Range": _range,
+    "ConstantOfShape": _full,
+    "Pad": _pad,
+    "Trilu": _trilu,
+    "CumSum": _cumulated,
+    "ArgMax": _largest,
+    "ArgMin": _largest,
+    "TopK": _top,
+    "DepthToSpace": _pixels,
+    "SpaceToDepth": _pixels,
+    "Resize": _resize,
+}

@@ -1,0 +1,195 @@
+"""Models read from ONNX files: outputs and gradients are those of their torch originals.
+
+Torch's exporter writes some weights transposed, under names of its own: the parameters of a file
+are paired with the original's by their numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper, save
+from torch import Tensor, nn
+
+import autopipe as package
+from autopipe.checking import check
+from autopipe.errors import ModelError
+from autopipe.frontend import batch as batches
+from autopipe.onnx_files.source import as_module
+from tests.support import warm
+from tests.support.long import chosen
+from tests.support.shell import Shell
+from tests.support.zoo import ZOO
+
+EXPORTED = "gpt unet lstm resnet frozen dict mask odd keywords counted".split()
+"""Of the zoo, what torch exports to ONNX with a number of rows that varies."""
+
+
+def exported(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], path: Path) -> None:
+    rows = torch.export.Dim("rows")
+
+    def dims(value: object) -> Any:
+        return {0: rows} if isinstance(value, Tensor) else None
+
+    shapes: Any = {key: dims(value) for key, value in kwargs.items()} or tuple(map(dims, args))
+    logging.disable(logging.WARNING)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(
+            model, tuple(args), path, kwargs=kwargs, dynamic_shapes=shapes, verbose=False
+        )
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("name", chosen(EXPORTED, now=("frozen",)))
+def test_the_zoo(tmp_path: Path, name: str) -> None:
+    case = ZOO[name]
+    own, batch = case.model().eval(), case.inputs(3)
+    args, kwargs = batches.bind(own, batch, case.loss)
+    exported(own, args, kwargs, tmp_path / "net.onnx")
+    read = package.from_onnx(tmp_path / "net.onnx")
+    given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    theirs = _tensors(own(*args, **kwargs))
+    ours = _tensors(read(*given))
+    for mine, other in zip(ours, theirs, strict=False):
+        assert torch.allclose(mine, other, rtol=1e-5, atol=1e-6)
+    sum(x.square().mean() for x in ours[: len(theirs)] if x.requires_grad).backward()  # type: ignore[union-attr]
+    sum(x.square().mean() for x in theirs if x.requires_grad).backward()  # type: ignore[union-attr]
+    mine = {_print_of(p.detach()): p for p in read.parameters()}
+    compared = 0
+    for parameter in filter(lambda p: p.grad is not None, own.parameters()):
+        for turned in (parameter, parameter.t() if parameter.ndim == 2 else parameter):
+            if (found := mine.get(_print_of(turned.detach()))) is not None:
+                grad = parameter.grad if turned is parameter else parameter.grad.t()  # type: ignore[union-attr]
+                assert found.grad is not None and grad is not None
+                assert torch.allclose(found.grad, grad, rtol=1e-4, atol=1e-6)
+                compared += 1
+                break
+    trained = [p for p in own.parameters() if p.grad is not None]
+    # What the exporter folds into other weights (batch norm into a convolution) is none of ours.
+    assert compared >= len(trained) / 2
+
+
+def _tensors(outputs: Any) -> list[Tensor]:
+    values = outputs.values() if isinstance(outputs, dict) else [outputs]
+    return [x for x in values if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+def _print_of(tensor: Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), *tensor.reshape(-1)[:64].tolist()
+
+
+def by_hand(path: Path) -> dict[str, np.ndarray[Any, Any]]:
+    """x + relu(x W) W' with W twice, after a reshape whose sizes the graph computes itself."""
+    rng = np.random.default_rng(0)
+    weights = {
+        "block.weight": rng.normal(size=(6, 6)).astype(np.float32),
+        "block.bias": rng.normal(size=6).astype(np.float32),
+    }
+    constants = {"zero": np.array([0]), "six": np.array([-1, 6]), "one": np.array([1])}
+    nodes = [
+        helper.make_node("Shape", ["x"], ["shape"]),
+        helper.make_node("Slice", ["shape", "zero", "one"], ["rows"]),
+        helper.make_node("Concat", ["rows", "six"], ["apart"], axis=0),
+        helper.make_node("Reshape", ["x", "apart"], ["parts"]),  # (rows, 2, 6)
+        helper.make_node("MatMul", ["parts", "block.weight"], ["up"]),
+        helper.make_node("Relu", ["up"], ["active"]),
+        helper.make_node("MatMul", ["active", "block.weight"], ["down"]),
+        helper.make_node("Add", ["down", "block.bias"], ["moved"]),
+        helper.make_node("Add", ["parts", "moved"], ["skipped"]),
+        helper.make_node("Reshape", ["skipped", "shape"], ["y"]),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "by hand",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["rows", 12])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["rows", 12])],
+        [numpy_helper.from_array(a, n) for n, a in (weights | constants).items()],
+    )
+    save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)]), path)
+    return weights
+
+
+def test_a_file_by_hand(tmp_path: Path) -> None:
+    weights = by_hand(tmp_path / "net.onnx")
+    read = package.from_onnx(tmp_path / "net.onnx")
+    assert sorted(name for name, _ in read.named_parameters()) == sorted(weights)
+    w, b = (
+        torch.tensor(weights[f"block.{name}"], requires_grad=True) for name in ("weight", "bias")
+    )
+    for rows in (1, 5):
+        x = torch.randn(rows, 12)
+        parts = x.view(rows, 2, 6)
+        own = (parts + ((parts @ w).relu() @ w + b)).view(rows, 12)
+        assert torch.equal(read(x), own)
+        assert torch.equal(read(x=x), own)
+    own.square().sum().backward()
+    read(x).square().sum().backward()
+    grads = {name: parameter.grad for name, parameter in read.named_parameters()}
+    assert torch.equal(grads["block.weight"], w.grad)  # type: ignore[arg-type]
+    assert torch.equal(grads["block.bias"], b.grad)  # type: ignore[arg-type]
+
+
+def test_a_file_is_planned_split_and_checked_as_any_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two steps on two stages beside the unsplit module, every gradient equal bit by bit."""
+
+    def start(ranks: int, argv: Sequence[str]) -> int:
+        return warm.spawn(ranks, ["-m", "autopipe", *argv], tmp_path)
+
+    monkeypatch.setattr(check, "spawn", start)
+    shell = Shell(tmp_path, monkeypatch, capsys)
+    by_hand(tmp_path / "net.onnx")
+    said = shell("check", "net.onnx", "--json")
+    assert said.code == 0, said.err
+    found = json.loads(said.out)
+    assert found["same"] and found["plan"]["pp"] == 2
+    assert all(row["wrong"] == [] for row in found["rows"])
+
+
+def one_node(path: Path, op: str, domain: str = "", dims: Sequence[Any] = ("rows", 4)) -> Path:
+    graph = helper.make_graph(
+        [helper.make_node(op, ["x"], ["y"], name="last", domain=domain)],
+        "one",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, dims)],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, dims)],
+    )
+    sets = [helper.make_opsetid("", 20), *([helper.make_opsetid(domain, 1)] if domain else [])]
+    save(helper.make_model(graph, opset_imports=sets), path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("op", "domain", "dims", "error"),
+    [
+        ("Det", "", ("rows", 4), r"net.onnx: the node 'last' \(Det\): this op is not read"),
+        (
+            "FastGelu",
+            "com.microsoft",
+            ("rows", 4),
+            r"ops of the domain 'com.microsoft' are not read",
+        ),
+        ("Relu", "", (3, 4), r"the input 'x' is of 3 rows, and a step has others"),
+    ],
+)
+def test_refusals(tmp_path: Path, op: str, domain: str, dims: Sequence[Any], error: str) -> None:
+    with pytest.raises(ModelError, match=error) as refused:
+        as_module(str(one_node(tmp_path / "net.onnx", op, domain, dims)))
+    assert domain or refused.value.hint
+
+
+def test_what_is_no_onnx_file(tmp_path: Path) -> None:
+    (tmp_path / "net.onnx").write_text("hello")
+    with pytest.raises(ModelError, match="net.onnx is no ONNX file that can be read"):
+        as_module(str(tmp_path / "net.onnx"))
+    with pytest.raises(ModelError, match="there is no ONNX file"):
+        as_module(str(tmp_path / "other.onnx"))
