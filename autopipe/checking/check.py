@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from autopipe.checking import split, subject
-from autopipe.checking.compare import ROUNDING, TensorRow, compared, orders_kept
+from autopipe.checking.compare import TensorRow, compared, orders_kept, rounding
 from autopipe.checking.comparison import Comparison
 from autopipe.checking.first_node import first_node
 from autopipe.checking.fit import Degrees, fewer_ranks, smaller_models
@@ -281,8 +281,7 @@ def _notes(plan: Plan) -> tuple[str, ...]:
     """How near the two have to be, and why."""
     if orders_kept(plan):
         return ("every bit of gradients has to be equal: the plan changes the order of no sum",)
-    rounding = ROUNDING.get(plan.precision, ROUNDING["fp32"])
     return (
-        f"gradients have to be equal to {rounding:g} of their largest entry: the plan changes the "
-        f"order of sums in {plan.precision}",
+        f"gradients have to be equal to {rounding(plan):g} of their largest entry: the plan "
+        f"changes the order of sums in {plan.precision}",
     )

@@ -23,9 +23,13 @@ from autopipe.checking.split import CLIP, RankStep
 from autopipe.checking.unsplit import Unsplit, WholeStep
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import Place
+from autopipe.stages.precision import copy_dtype
 
-ROUNDING = {"fp32": 1e-5, "bf16": 4e-2, "fp16": 5e-3, "bf16-autocast": 4e-2, "fp16-autocast": 5e-3}
-"""By precision, how far a sum may be off whose order has changed: some units of the last place."""
+ROUNDING = {torch.bfloat16: 4e-2, torch.float16: 5e-3}
+"""By the dtype that a model computes in, how far a sum may be off whose order has changed: some
+units of the last place. Other dtypes: `FP32`."""
+
+FP32 = 1e-5
 
 FLOOR = 1e-3
 
@@ -103,13 +107,22 @@ def compared(
     return rows
 
 
+def rounding(plan: Plan) -> float:
+    """How far a sum may be off whose order a plan has changed, as a share of the largest entry."""
+    dtype = copy_dtype(plan.precision)
+    own = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+    low = [d for d, name in own.items() if d == dtype or name in plan.products]
+    return max((ROUNDING[d] for d in low), default=FP32)
+
+
 class _OneStep:
     """One step: what each rank has found, to be compared."""
 
     def __init__(self, layout: RankLayout, number: int, found: Mapping[Place, RankStep]) -> None:
         self.layout, self.number, self.found = layout, number, found
-        self.rounding = ROUNDING.get(layout.plan.precision, 1e-5)
+        self.rounding = rounding(layout.plan)
         self.exact = orders_kept(layout.plan)
+        self.unit = 0.0  # of the last place, in the narrowest dtype of what was compared
 
     def before(self, expected: WholeStep) -> list[TensorRow]:
         """Rows of all that there is before the optimizer's step."""
@@ -130,10 +143,13 @@ class _OneStep:
         off = 0.0 if self.exact else self.rounding
         # A mean of micro-batches is rounded in the dtype of the loss, before and after replicas.
         mean = 4 * torch.finfo(expected.loss.dtype).eps
+        tensors = (expected.loss, *expected.gradients.values())
+        self.unit = max(torch.finfo(tensor.dtype).eps for tensor in tensors)
+        norm = max(SQUARES, self.rounding, self.unit)
         return [
             self._row("loss", losses, max(mean, off)),
             self._row("gradients", gradients, off, FLOOR * largest),
-            self._row("clipped norm", norms, max(SQUARES, self.rounding)),
+            self._row("clipped norm", norms, norm),
             self._row("buffers", buffers, off),
         ]
 
@@ -145,7 +161,7 @@ class _OneStep:
                 if name:
                     whole = model.get_parameter(name).detach().to(tensor.dtype)
                     pairs.append((name, tensor, self.layout.trained(name, whole, place)))
-        return self._row("parameters", pairs, 1e-6)
+        return self._row("parameters", pairs, max(1e-6, self.unit))
 
     def whole(self, name: str, like: Tensor, of: str) -> Tensor:
         """A gradient or parameter whole, from all ranks' parts."""

@@ -18,7 +18,7 @@ from torch import nn
 
 from autopipe.checking.subject import Smaller
 from autopipe.cluster.spec import parse
-from autopipe.errors import AutopipeError
+from autopipe.errors import AutopipeError, ModelError
 from autopipe.planfile.contents import Plan
 from autopipe.tracing.source import parameter_bytes
 from autopipe.util import numbers
@@ -107,13 +107,14 @@ def smaller_models(
     """Ways to make a model fit, those that change least first.
 
     Args:
-        model: builds it made smaller, without memory; ValueError: it cannot be made so.
+        model: builds it made smaller, without memory; ModelError: it cannot be made so.
         tokens: of a row.
 
     Yields:
         what to change, and the degrees with it.
 
     Raises:
+        ModelError: it cannot be built.
         AutopipeError: nothing makes it fit.
     """
     least = Smaller(layers=max(2, wanted.pp * wanted.chunks))
@@ -125,12 +126,16 @@ def smaller_models(
     while divisor <= NARROWEST:
         ways.append((replace(least, width=divisor, length=short), few))
         divisor *= 2
-    fewest = None
+    fewest, sizes = None, dict[tuple[int, int], int]()
     for way, degrees in ways:
+        key = way.layers, way.width
         try:
-            size = parameter_bytes(model(way))
-        except ValueError:  # a width that does not divide
-            break
+            size = sizes[key] if key in sizes else parameter_bytes(model(way))
+        except ModelError:
+            if way.width == 1:
+                raise
+            break  # a width that does not divide
+        sizes[key] = size
         fewest = size if fewest is None else min(fewest, size)
         flops = 6 * size / 4 * degrees.batch * (min(tokens, way.length) if way.length else tokens)
         last = way.width == 1 and way.layers and (way.length or not short)

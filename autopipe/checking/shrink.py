@@ -44,7 +44,7 @@ def skeleton(file: ModelFile, smaller: Smaller) -> nn.Module:
     """The smaller model without memory, to see how large it is.
 
     Raises:
-        ValueError: a width does not divide.
+        ModelError: it cannot be built, or a width does not divide.
     """
     model = build_fake(lambda: narrowed(file.model, smaller.width))
     if smaller.layers:

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from autopipe.errors import ModelError
+
 if TYPE_CHECKING:  # the command line asks for SETTINGS before torch is loaded
     from torch import nn
 
@@ -128,12 +130,12 @@ def narrowed(factory: Callable[[], nn.Module], divisor: int) -> nn.Module:
     built as it is; the caller's own configuration objects are as they were afterwards.
 
     Raises:
-        ValueError: a width does not divide.
+        ModelError: a width does not divide.
     """
     library = sys.modules.get("transformers.modeling_utils")
     if divisor == 1 or library is None:
         return factory()
-    whole: dict[int, tuple[Any, dict[str, Any]]] = {}
+    whole: dict[int, tuple[Any, dict[str, int]]] = {}
     init = library.PreTrainedModel.__init__
 
     def build(model: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -148,22 +150,30 @@ def narrowed(factory: Callable[[], nn.Module], divisor: int) -> nn.Module:
         library.PreTrainedModel.__init__ = init
         for config, entries in whole.values():
             vars(config).update(entries)
+            vars(config).pop(_NARROWED, None)
     for module in model.modules():
-        if id(config := vars(module).get("config")) in copies:
-            module.config = copies[id(config)]
+        config = vars(module).get("config")
+        if id(config) in copies:
+            module.config = config = copies[id(config)]
+        getattr(config, "__dict__", {}).pop(_NARROWED, None)
     return model
 
 
-def _narrow(config: Any, divisor: int, whole: dict[int, tuple[Any, dict[str, Any]]]) -> None:
+_NARROWED = "autopipe_narrowed"
+"""Marks a configuration whose widths have been divided: a model may go on with copies of it."""
+
+
+def _narrow(config: Any, divisor: int, whole: dict[int, tuple[Any, dict[str, int]]]) -> None:
     """Divide the widths of a configuration and of those inside it; each once."""
-    if id(config) in whole:
+    if _NARROWED in vars(config):
         return
     before = {k: v for k, v in vars(config).items() if k in WIDTHS and type(v) is int}
     for name, width in before.items():
         if width % divisor:
-            raise ValueError(f"{name} is {width}, which {divisor} does not divide")
+            raise ModelError(f"{name} is {width}, which {divisor} does not divide")
     whole[id(config)] = config, before
     vars(config).update({name: width // divisor for name, width in before.items()})
-    for inner in vars(config).values():
+    vars(config)[_NARROWED] = True
+    for inner in [*vars(config).values()]:
         if type(inner).__name__.endswith("Config") and hasattr(inner, "__dict__"):
             _narrow(inner, divisor, whole)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from autopipe import AutopipeError
+from autopipe import AutopipeError, ModelError
 from autopipe.checking.fit import Degrees, fewer_ranks, smaller_models, usual_degrees
 from autopipe.checking.subject import Smaller
 
@@ -67,7 +67,7 @@ def test_layers_go_first_and_then_width() -> None:
 def test_what_cannot_be_made_to_fit_is_refused() -> None:
     def model(smaller: Smaller) -> nn.Module:
         if smaller.width > 1:
-            raise ValueError
+            raise ModelError("no width")
         with torch.device("meta"):
             return nn.Linear(2**30, 1)
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from autopipe import ModelError
 from autopipe.checking.shrink import shorter, shrunk, skeleton, surplus
 from autopipe.checking.subject import Smaller
 from autopipe.frontend.model_file import ModelFile
@@ -67,7 +68,7 @@ def test_it_is_the_same_model_each_time() -> None:
 
 
 def test_a_width_that_does_not_divide_is_told() -> None:
-    with pytest.raises(ValueError, match="hidden_size is 64, which 3 does not divide"):
+    with pytest.raises(ModelError, match="hidden_size is 64, which 3 does not divide"):
         narrowed(llama, 3)
     assert CONFIG.hidden_size == 64
 
