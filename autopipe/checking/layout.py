@@ -1,7 +1,8 @@
 """Which entries of a whole tensor a rank holds, by the plan alone, and whole tensors from parts.
 
     tp      its shard of a sharded parameter
-    ZeRO    its rows of that: among replicas, under ZeRO-1 also among the stages that are tied
+    ZeRO    its rows of that: among replicas, under ZeRO-1 also among the stages that are tied and
+            among tensor-parallel ranks that each have a part of the gradient
 
 Parts are found by the positions of their entries, so that a whole tensor is put together by the
 same rule that takes it apart.
@@ -22,6 +23,7 @@ from autopipe.planfile.placements import I, Sharding
 from autopipe.runtime.parameters.zero1 import own_rows
 from autopipe.schedules.instructions import holders
 from autopipe.sharding.collectives import own_part
+from autopipe.sharding.local_graph import replicated
 from autopipe.sharding.plan_io import read_back
 
 
@@ -32,11 +34,13 @@ class RankLayout:
     Attributes:
         sharding: over tensor-parallel ranks.
         placed: the pipeline rank of each stage.
+        partial: parameters whose gradients tensor-parallel ranks have parts of, and share out.
     """
 
     plan: Plan
     sharding: Sharding
     placed: tuple[int, ...]
+    partial: frozenset[str]
 
     @classmethod
     def of(cls, plan: Plan) -> RankLayout:
@@ -45,7 +49,8 @@ class RankLayout:
         Raises:
             ScheduleError, PlanError: the plan has no programs.
         """
-        return cls(plan, read_back(plan), holders(programs.compute(plan)))
+        sharding = read_back(plan)
+        return cls(plan, sharding, holders(programs.compute(plan)), replicated(sharding))
 
     def shard(self, name: str, whole: Tensor, place: Place) -> Tensor:
         """What a tensor-parallel rank has of a parameter or buffer."""
@@ -61,8 +66,10 @@ class RankLayout:
         if self.plan.zero == 1:
             having = zip(self.plan.stages, self.placed, strict=True)
             sharing = sorted({rank for stage, rank in having if name in stage.parameters})
-        position = sharing.index(place.pp) * mesh.dp + place.dp
-        return part[slice(*own_rows(len(part), len(sharing) * mesh.dp, position))]
+        ranks, position = len(sharing) * mesh.dp, sharing.index(place.pp) * mesh.dp + place.dp
+        if name in self.partial:
+            ranks, position = ranks * mesh.tp, position * mesh.tp + place.tp
+        return part[slice(*own_rows(len(part), ranks, position))]
 
     def whole(self, name: str, like: Tensor, parts: Iterable[tuple[Place, Tensor]]) -> Tensor:
         """A parameter or gradient as large as `like`, from the parts that ranks' optimizers have.

@@ -115,6 +115,13 @@ class Unsplit:
                 _add(total, own)
         return self._ended(total, results, scale)
 
+    @torch.no_grad()
+    def follow(self, other: Unsplit) -> None:
+        """Take the parameters and buffers of another one, of the same model."""
+        for mine, theirs in zip(self.model.parameters(), other.model.parameters(), strict=True):
+            mine.copy_(theirs)
+        self._buffers = [dict(buffers) for buffers in other._buffers]
+
     def update(self, gradients: Mapping[str, Tensor], factor: Tensor | float) -> None:
         """Step with these gradients times `factor`; those that are not there are None."""
         for name, parameter in self.model.named_parameters():
@@ -179,6 +186,8 @@ class Unsplit:
         factor = (self._plan.batch.rows / counts if counts else 0.0) if counted else 1.0
         for gradient in total.values():
             gradient.mul_(factor / scale)
+        if scale != 1.0 and not all(bool(g.isfinite().all()) for g in total.values()):
+            total = {}  # fp16 has overflowed: a step that is passed over
         norm = nn.utils.get_total_norm([*total.values()])
         return WholeStep((sums / counts).to(results[0][0].dtype), total, norm, self._buffers)
 
