@@ -72,7 +72,7 @@ class Unsplit:
         self._plan = plan
         self._ask = names
         self._names: Sequence[str] | None = None
-        self._buffers = [_copied(self.model) for _ in range(plan.mesh.dp)]
+        self._of_replicas = [_copied(self.model) for _ in range(plan.mesh.dp)]
         self._steps = 0
         trained = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
         self._optimizer = file.make_optimizer(
@@ -105,13 +105,13 @@ class Unsplit:
             )
             leaves = batches.flatten(batch)
             for replica in range(dp):
-                _put(self.model, self._buffers[replica])
+                _put(self.model, self._of_replicas[replica])
                 own: dict[str, Tensor] = {}
                 for k in range(replica * count, (replica + 1) * count):
                     part = batches.slice_rows(plan.inputs, leaves, k * rows, (k + 1) * rows)
                     results.append(self._micro_batch(program, part, k, scale))
                     _add(own, self._taken(kept))
-                self._buffers[replica] = _copied(self.model)
+                self._of_replicas[replica] = _copied(self.model)
                 _add(total, own)
         return self._ended(total, results, scale)
 
@@ -120,7 +120,7 @@ class Unsplit:
         """Take the parameters and buffers of another one, of the same model."""
         for mine, theirs in zip(self.model.parameters(), other.model.parameters(), strict=True):
             mine.copy_(theirs)
-        self._buffers = [dict(buffers) for buffers in other._buffers]
+        self._of_replicas = [dict(buffers) for buffers in other._of_replicas]
 
     def update(self, gradients: Mapping[str, Tensor], factor: Tensor | float) -> None:
         """Step with these gradients times `factor`; those that are not there are None."""
@@ -189,7 +189,7 @@ class Unsplit:
         if scale != 1.0 and not all(bool(g.isfinite().all()) for g in total.values()):
             total = {}  # fp16 has overflowed: a step that is passed over
         norm = nn.utils.get_total_norm([*total.values()])
-        return WholeStep((sums / counts).to(results[0][0].dtype), total, norm, self._buffers)
+        return WholeStep((sums / counts).to(results[0][0].dtype), total, norm, self._of_replicas)
 
 
 def _add(total: dict[str, Tensor], more: Mapping[str, Tensor]) -> None:
