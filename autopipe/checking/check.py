@@ -10,6 +10,7 @@ a plan, or a model file and words
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -42,6 +43,11 @@ from autopipe.runtime.start import trace_planned
 from autopipe.tracing.source import keeping_default_dtype
 from autopipe.tracing.trace import Trace
 from autopipe.util.progress import Say, phase
+
+INTERRUPTED = 128 + signal.SIGINT
+
+MISTAKE = 2
+"""The exit code of a rank that has refused what it was given, and said why."""
 
 Spawn = Callable[[int, Sequence[str]], int]
 """Runs `autopipe` with these arguments in so many processes; the first code that is not 0."""
@@ -216,8 +222,11 @@ def _compare(
         say(f"two steps of {ranks} ranks, and of the unsplit model")
         with phase(f"running {ranks} ranks"):
             code = (start or spawn)(ranks, ["check", str(folder)])
+        if code == INTERRUPTED:
+            raise KeyboardInterrupt
         if code:
-            return replace(found, failure=f"the split model does not run (exit code {code})")
+            what = f"the split model does not run (exit code {code})"
+            return replace(found, failure=what, refused=code == MISTAKE)
         with phase("running the unsplit model"), one_thread(), _as_planned():
             unsplit, wide = Unsplit(file, plan, names), None
             if plan.precision != "fp32" and not orders_kept(plan):

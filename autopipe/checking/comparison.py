@@ -37,6 +37,7 @@ class Comparison:
         notes: what else there is to know about the comparison, one sentence each.
         rows: of the comparison; none if the split model did not run.
         failure: why there is none.
+        refused: the ranks have refused the plan or the model, as a user's mistake.
         first: the first differing node, if anything differs and it was found.
     """
 
@@ -45,6 +46,7 @@ class Comparison:
     notes: tuple[str, ...]
     rows: tuple[TensorRow, ...] = ()
     failure: str = ""
+    refused: bool = False
     first: FirstNode | None = None
 
     @property

@@ -86,7 +86,7 @@ def check(
     else:
         _print(result)
     if not result.right:
-        raise typer.Exit(1)
+        raise typer.Exit(2 if result.refused else 1)
 
 
 def _as_rank(folder: Path) -> None:
