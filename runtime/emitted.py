@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.ir.torch_private import share_members
-from autopipe.stages.node_calls import check_read, under_autocast
+from autopipe.stages.node_calls import check_read, draw_under_autocast, under_autocast
 from autopipe.stages.precision import low
 from autopipe.stages.recompute import Recomputed
 from autopipe.stages.rng import draw
@@ -26,6 +26,7 @@ __all__ = [
     "check_read",
     "detach",
     "draw",
+    "draw_under_autocast",
     "low",
     "parameter",
     "under_autocast",

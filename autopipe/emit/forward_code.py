@@ -53,6 +53,7 @@ WORDS = {
     rng.draw: "draw",
     node_calls.check_read: "check_read",
     node_calls.under_autocast: "under_autocast",
+    node_calls.draw_under_autocast: "draw_under_autocast",
     low: "low",
     torch.ops.aten.detach.default: "detach",
 }

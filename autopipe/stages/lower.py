@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeGuard
 
 import sympy
@@ -45,7 +46,13 @@ from autopipe.ir.partition import Stage
 from autopipe.planfile.parts import Read
 from autopipe.planfile.placements import Placement
 from autopipe.stages.block_owners import next_call
-from autopipe.stages.node_calls import NODE_NAME, check_read, take, under_autocast
+from autopipe.stages.node_calls import (
+    NODE_NAME,
+    check_read,
+    draw_under_autocast,
+    take,
+    under_autocast,
+)
 from autopipe.stages.precision import AUTOCAST, LOWERED, low
 from autopipe.stages.recompute import Recomputed, refuse, within
 from autopipe.stages.rng import draw
@@ -312,15 +319,27 @@ class _Emitter:
             read = self.reads[args[1]]
             return into.call_function(check_read, (args[0], read.kind, read.value, read.place))
         op = resolve(node.op)
-        if is_random(node):
-            op, args = draw, (op, node.stream or node.name, *args)
-        if self.reads is None and node.op in OPAQUE:
-            op, args = run_opaque, (op, *args)
-        if node.autocast is not None:
-            auto: Autocast = node.autocast
-            args = (auto.device_type, auto.dtype, auto.enabled, op, *args)
-            op = under_autocast
-        return into.call_function(op, args, kwargs)
+        auto: Autocast | None = node.autocast
+        around = () if auto is None else (auto.device_type, auto.dtype, auto.enabled)
+        call: Any
+        if self.reads is None and node.op in OPAQUE:  # on fake tensors, which draw nothing
+            call = opaque_under_autocast if around else run_opaque
+        elif is_random(node):
+            call = draw_under_autocast if around else draw
+            args = (node.stream or node.name, *args)
+        elif around:
+            call = under_autocast
+        else:
+            return into.call_function(op, args, kwargs)
+        return into.call_function(call, (*around, op, *args), kwargs)
+
+
+def opaque_under_autocast(
+    device_type: str, dtype: torch.dtype | None, enabled: bool, op: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """As `opaque_ops.run`, under the autocast that the model had around the op."""
+    run = partial(run_opaque, op)
+    return under_autocast(device_type, dtype, enabled, run, *args, **kwargs)
 
 
 def _identifier(text: str) -> str:

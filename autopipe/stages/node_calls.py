@@ -5,6 +5,7 @@ Emitted files call them too, by `runtime.emitted`.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,13 +33,26 @@ def check_read(tensor: Tensor, kind: str, value: Any, place: str) -> None:
     check(tensor, Read(kind, value, place))
 
 
-python_only = frozenset({draw, check_read})
-"""Functions in a stage's code that seed generators or read values: no compiler may look inside."""
-
-
 def under_autocast(
     device_type: str, dtype: torch.dtype | None, enabled: bool, op: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """An op under the autocast that the model itself had around it."""
     with torch.autocast(device_type, dtype=dtype, enabled=enabled):
         return op(*args, **kwargs)
+
+
+def draw_under_autocast(
+    device_type: str,
+    dtype: torch.dtype | None,
+    enabled: bool,
+    op: Any,
+    node: str,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """A random op under the autocast that the model had around it (`stages.rng.draw`)."""
+    return under_autocast(device_type, dtype, enabled, partial(draw, op, node), *args, **kwargs)
+
+
+python_only = frozenset({draw, draw_under_autocast, check_read})
+"""Functions in a stage's code that seed generators or read values: no compiler may look inside."""

@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
-from autopipe.stages.node_calls import check_read, take, under_autocast
+from autopipe.stages.node_calls import check_read, draw_under_autocast, take, under_autocast
 from autopipe.stages.precision import low
 from autopipe.stages.recompute import Recomputed
 from autopipe.stages.rng import draw
@@ -37,7 +37,9 @@ def graph_of(module: nn.Module) -> fx.GraphModule:
 
 
 def _trace(module: nn.Module) -> fx.Graph:
-    tracer = _Tracer(autowrap_functions=(check_read, under_autocast, draw, low))
+    tracer = _Tracer(
+        autowrap_functions=(check_read, under_autocast, draw_under_autocast, draw, low)
+    )
     with _Making(tracer):
         graph = tracer.trace(module)
     for node in graph.find_nodes(op="call_function", target=operator.getitem):

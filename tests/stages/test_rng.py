@@ -2,12 +2,15 @@
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
+from autopipe.stages.lower import lower
 from autopipe.stages.op_tape import Tape
 from autopipe.stages.rng import DRAWN, draw, stream
 from autopipe.util.seeding import seed
 from tests.support.inprocess import traced
-from tests.support.staged import differences, staged_step
+from tests.support.staged import differences, split, staged_step, trace_model
 from tests.support.zoo import ZOO
 
 
@@ -48,6 +51,44 @@ def test_an_error_inside_leaves_generator_and_stream_alone():
     expected = torch.rand(2)
     torch.manual_seed(0)
     assert torch.equal(draw(torch.rand, "a", 2), expected)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.LSTM(4, 4, 2, batch_first=True, dropout=0.5)
+
+    def forward(self, x):
+        return self.layer(x[:, None])[0][:, 0]
+
+
+class UnderAutocast(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.dropout(self.layer(x), 0.5).float()
+
+
+@pytest.mark.parametrize("kind", [Recurrent, UnderAutocast])
+def test_random_ops_in_unusual_places(kind):
+    """Inside the model's own autocast, and inside an op that only its kernel knows."""
+    model = nn.Sequential(nn.Linear(4, 4), kind(), nn.Linear(4, 4))
+    batch = {"input": torch.randn(4, 4)}
+    trace = trace_model(
+        model, lambda rows: {"input": torch.randn(rows, 4)}, lambda out, batch: out.square().mean()
+    )
+    (stage,) = split(trace, [])
+    states = {name: dict(model.named_parameters())[name] for name in stage.states}
+    lower(trace.graph, stage, (), states, None, 2, last=True)  # as it is planned
+    steps = [
+        staged_step(model, trace, batch, cuts, 2, seeded=True, step=step)
+        for cuts, step in (([], 0), (["2/linear/0"], 0), ([], 1))
+    ]
+    assert steps[0].losses == steps[1].losses != steps[2].losses
+    assert not differences(steps[0], steps[1])
 
 
 def test_a_trace_marks_the_calls_that_a_random_op_becomes():
