@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from autopipe.errors import (
         AutopipeError,
         CaptureError,
+        CheckpointError,
         InfeasibleError,
         LaunchError,
         ModelError,
@@ -31,6 +32,7 @@ else:
     _HOMES = {
         "AutopipeError": "autopipe.errors",
         "CaptureError": "autopipe.errors",
+        "CheckpointError": "autopipe.errors",
         "Formulas": "autopipe.planners.driver.formulas",
         "InfeasibleError": "autopipe.errors",
         "LaunchError": "autopipe.errors",
@@ -65,6 +67,7 @@ else:
 __all__ = [
     "AutopipeError",
     "CaptureError",
+    "CheckpointError",
     "Formulas",
     "InfeasibleError",
     "LaunchError",

@@ -7,6 +7,8 @@
     +-- InfeasibleError              no plan fits what was asked
     +-- ScheduleError                a program that cannot run: a deadlock, a missing transfer
     +-- LaunchError                  the processes are not the ones the plan was made for
+    +-- CheckpointError              a checkpoint that cannot be written, or not be used
+        +-- DamagedError             what is on the disk is not what was written
 
 Each message states what was asked, what was found and where; `hint` states what to try next. The
 command line prints both and exits with code 2: the user can fix these errors, they are no bugs.
@@ -62,3 +64,11 @@ class ScheduleError(AutopipeError):
 
 class LaunchError(AutopipeError):
     """The running processes do not match the ranks and devices of the plan."""
+
+
+class CheckpointError(AutopipeError):
+    """A checkpoint cannot be written, or is not one of this model and optimizer."""
+
+
+class DamagedError(CheckpointError):
+    """What is on the disk is not what was written: cut short, changed, or a part is missing."""

@@ -10,7 +10,9 @@ alike, or each as large as the whole, are a mistake that no later step would sho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -20,7 +22,9 @@ from torch import Tensor
 from autopipe.errors import ModelError
 from autopipe.frontend import batch as batches
 from autopipe.frontend.model_file import ModelFile
+from autopipe.runtime.checkpoint.plain import like, plain
 from autopipe.runtime.step.pipe import Pipe
+from autopipe.util.progress import phase
 from autopipe.util.seeding import seed as derive_seed
 
 ENDED = -1
@@ -54,6 +58,9 @@ class Feed:
             )
         plan, place = pipe.plan, pipe.place
         self.given = self.left_out = 0
+        self._epoch_at = self._drawn = 0
+        self._resumed: Mapping[str, Any] | None = None
+        self._iterable: Any = None
         self._pipe, self._file, self._seed = pipe, file, seed
         self._epochs = epochs or 1
         self._say = say if place.rank == 0 else lambda line: None
@@ -70,17 +77,60 @@ class Feed:
 
     def __iter__(self) -> Iterator[Any]:
         place, dp = self._pipe.place, self._pipe.plan.mesh.dp
-        for epoch in range(self._epochs):
+        for epoch in range(self._epoch_at, self._epochs):
+            self._epoch_at = epoch
             if epoch:  # a DataLoader that shuffles draws from it: the same on every rank
                 torch.manual_seed(derive_seed(self._seed, "epoch", epoch))
-            before = self.given
-            stream = self._file.stream(self._rows, place.dp, dp, self._seed)
+            self._iterable = self._file.iterable(self._rows, place.dp, dp)
+            before = self.given - self._drawn  # of this epoch, in a run that this one goes on from
+            stream = self._passed_over()
             yield from self._epoch(stream)
+            self._epoch_at, self._drawn = epoch + 1, 0
             if epoch and self.given == before:
                 raise ModelError(
                     f"{self._asking()} gave batches once only: epoch {epoch + 1} has none",
                     hint="return a list, a DataLoader or a new generator from each call",
                 )
+
+    def position(self) -> dict[str, Any]:
+        """Where the run stands in its batches, and the random states there, as JSON data.
+
+        A `batches` that has a state_dict() is asked for it.
+        """
+        state = {
+            "epoch": self._epoch_at,
+            "drawn": self._drawn,
+            "given": self.given,
+            "left_out": self.left_out,
+            "random": plain([*_random_states()], "random"),
+        }
+        if hasattr(self._iterable, "load_state_dict"):
+            state["batches"] = plain(self._iterable.state_dict(), "batches.state_dict()")
+        return state
+
+    def go_to(self, position: Mapping[str, Any]) -> None:
+        """Go on from where an earlier run stood; called before the first batch."""
+        self._epoch_at, self._drawn = position["epoch"], position["drawn"]
+        self.given, self.left_out = position["given"], position["left_out"]
+        self._resumed = position
+
+    def _passed_over(self) -> Iterator[Any]:
+        """The batches of an epoch from where the run stands in it."""
+        place, dp, resumed = self._pipe.place, self._pipe.plan.mesh.dp, self._resumed
+        stateful = hasattr(self._iterable, "load_state_dict") and resumed is not None
+        if stateful and resumed is not None and "batches" in resumed:
+            self._iterable.load_state_dict(like(self._iterable.state_dict(), resumed["batches"]))
+            skip = 0
+        else:
+            skip = self._drawn
+        stream = self._file.stream(self._rows, place.dp, dp, self._seed, self._iterable)
+        with phase("passing over batches", of=skip) as done:
+            for _ in islice(stream, skip):
+                done()
+        if resumed is not None:
+            _set_random_states(resumed["random"])
+        self._resumed = None
+        return stream
 
     def dry(self, steps: int | None) -> None:
         """Say so if batches have ended before so many steps were made."""
@@ -97,6 +147,7 @@ class Feed:
     def _epoch(self, stream: Iterator[Any]) -> Iterator[Any]:
         while True:
             batch = next(stream, _END)
+            self._drawn += batch is not _END
             rows = self._rows_of(batch)
             found = self._all([rows])[:, 0].tolist() if self._apart else [rows]
             if ENDED in found:
@@ -184,6 +235,17 @@ class Feed:
         dp = self._pipe.plan.mesh.dp
         asked = self._file.asking(self._rows, shard, dp)
         return asked if short else f"{self._file.source}: {asked}"
+
+
+def _random_states() -> tuple[Any, Tensor]:
+    """Of Python's generator and of torch's: a `batches` may draw from either."""
+    return random.getstate(), torch.get_rng_state()
+
+
+def _set_random_states(data: Any) -> None:
+    python, pytorch = like(_random_states(), data)
+    random.setstate(python)
+    torch.set_rng_state(pytorch)
 
 
 def _varied(leaf: batches.Leaf) -> bool:

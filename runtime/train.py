@@ -26,6 +26,7 @@ from autopipe.frontend.model_file import ModelFile
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import StagePrediction
 from autopipe.runtime.feed import Feed
+from autopipe.runtime.keeping import Keeper, Keeping
 from autopipe.runtime.record import Recorder, write
 from autopipe.runtime.step.memory_meter import Meter
 from autopipe.runtime.step.pipe import Pipe
@@ -40,12 +41,14 @@ WARM_UP = 2
 @dataclass(frozen=True)
 class Measured:
     """What a run has measured: each stage's worst rank, the median step, and on rank 0 of a traced
-    run the share of a step that each stage's rank did not compute."""
+    run the share of a step that each stage's rank did not compute. `stopped`: a signal has ended it
+    early."""
 
     stages: tuple[StagePrediction, ...]
     step_seconds: float
     losses: tuple[float, ...]
     bubbles: tuple[float, ...] = ()
+    stopped: bool = False
 
 
 def train(
@@ -60,6 +63,7 @@ def train(
     log_every: int | None = None,
     quiet: bool = False,
     keep_going: bool = False,
+    saving: Keeping | None = None,
 ) -> Measured:
     """Train for `steps` steps, or as long as the batches last.
 
@@ -72,9 +76,13 @@ def train(
         log_every: steps from one line of progress to the next.
         quiet: no progress.
         keep_going: even if the loss is no finite number.
+        saving: what to keep of the run, and whether to go on from it; `steps` and `epochs` count
+            from the run's beginning.
 
     Raises:
         ModelError: the loss of a step is no finite number: no rank has made its update.
+        CheckpointError: there is no whole checkpoint to go on from, or the last one could not be
+            written.
     """
     plan, talks = pipe.plan, pipe.place.rank == 0
     random.seed(seed)
@@ -87,10 +95,13 @@ def train(
     pipe.record = recorder.record if recorder is not None else None
     feed = Feed(pipe, file, seed, epochs, say)
     readings = _Readings(pipe)
+    keeper = Keeper(pipe, optimizer, scheduler, feed, saving, say)
+    first = pipe.steps if saving is not None else 0
+    left = None if steps is None else max(0, steps - first)
     most = min((n for n in (steps, feed.of) if n is not None), default=None)
     with progress_shown(most, talks and not quiet, say, log_every) as show:
-        for step, batch in enumerate(islice(feed, steps)):
-            pipe.meter = Meter() if step < WARM_UP else None
+        for step, batch in enumerate(islice(feed, left), start=first):
+            pipe.meter = Meter() if step - first < WARM_UP else None
             if recorder is not None:
                 recorder.begin(step + 1)
             began = perf_counter()
@@ -102,19 +113,23 @@ def train(
                     raise gone
                 if talks:
                     say(gone.message)
+            keeper.before_update()
             optimizer.step()
             if scheduler is not None:
                 scheduler.step()
             elapsed = perf_counter() - began
-            readings.add(step, seconds, optimizer)
+            readings.add(step - first, seconds, optimizer)
             show(step, readings.losses[-1], throughput(batch, plan, file.sharded, elapsed))
-    if talks:
+            if keeper.after_step():
+                break
+    keeper.close()
+    if talks and keeper.stopped is None:
         feed.dry(steps)
     bubbles: tuple[float, ...] = ()
     if recorder is not None and trace is not None:
         world = dist.group.WORLD if len(plan.mesh.places) > 1 else None
         bubbles = write(trace, recorder, plan, trace.stem, pipe.place.rank, world)
-    return readings.measured(bubbles)
+    return replace(readings.measured(bubbles), stopped=keeper.stopped is not None)
 
 
 @dataclass

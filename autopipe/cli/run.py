@@ -13,6 +13,7 @@ from autopipe.terminal import console
 from autopipe.terminal.commands import PlanArgument, command
 from autopipe.terminal.console import say, tell
 from autopipe.terminal.paths import check_folder, found, say_edits
+from autopipe.errors import AutopipeError
 from autopipe.util import atomic_file
 from autopipe.util.gc_pause import loading
 
@@ -37,6 +38,16 @@ def run(
     save: Annotated[
         Path | None, typer.Option(help="Save the whole model at the end, as FILE.safetensors.")
     ] = None,
+    checkpoints: Annotated[
+        Path | None, typer.Option(help="A folder for checkpoints; one at the end, and on SIGTERM.")
+    ] = None,
+    save_every: Annotated[
+        int | None, typer.Option(min=1, help="Steps from one checkpoint to the next.")
+    ] = None,
+    keep: Annotated[int, typer.Option(min=1, help="How many checkpoints stay.")] = 3,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")
+    ] = False,
     seed: Annotated[
         int, typer.Option(help="Seed of the weights, the dropout and the batches.")
     ] = 0,
@@ -60,7 +71,7 @@ def run(
     In a pod of Kubeflow's (PET_NNODES and so on) it starts the pod's own processes.
     """
     from autopipe.planfile.contents import Plan
-    from autopipe.runtime.launch import pods, voice
+    from autopipe.runtime.launch import asked, pods, voice
     from autopipe.runtime.launch import world as launch
 
     pod = None if local is not None else pods.pod_from(os.environ)
@@ -70,6 +81,7 @@ def run(
         check_folder(trace)
         if save is not None:
             atomic_file.check_model(save)
+        kept = _kept(checkpoints, save_every, keep, resume)
         source = model or found(loaded, plan, "run")
         if pod is not None:
             raise typer.Exit(_start_pod(pod, loaded))
@@ -79,7 +91,10 @@ def run(
             alone = launch.World(0, 1, 0, 1, 0, "", 0)
             launch.check_world(world or alone, len(loaded.mesh.places))
         if local is not None and local > 1 and world is None:
-            raise typer.Exit(launch.spawn(local, sys.argv[1:]))
+            forwarded = asked.SIGNALS if kept is not None else ()
+            raise typer.Exit(launch.spawn(local, sys.argv[1:], forwarded=forwarded))
+        if kept is not None:
+            asked.listen()
         if world is None or world.rank == 0:
             say_edits(loaded)
         _train(
@@ -94,6 +109,7 @@ def run(
             log_every=log_every,
             quiet=console.quiet(),
             keep_going=keep_going,
+            kept=kept,
         )
 
 
@@ -106,6 +122,26 @@ def _start_pod(pod: Pod, plan: Plan) -> int:
     return spawn.spawn(len(environs), sys.argv[1:], environs=environs)
 
 
+def _kept(folder: Path | None, every: int | None, keep: int, resume: bool) -> dict[str, Any] | None:
+    """The options about checkpoints, as `keeping.Keeping` takes them; None: there are to be none.
+
+    Raises:
+        AutopipeError: one of the others is given without a folder, or the folder is a file.
+    """
+    if folder is None:
+        given = {"--save-every": every is not None, "--resume": resume}
+        for option in [name for name, is_given in given.items() if is_given]:
+            raise AutopipeError(
+                f"{option} is about checkpoints, and there is no folder for them",
+                hint=f"--checkpoints FOLDER {option}",
+            )
+        return None
+    if folder.exists() and not folder.is_dir():
+        raise AutopipeError(f"--checkpoints {folder}: expected a folder, found a file")
+    check_folder(folder)
+    return {"folder": folder, "every": every, "keep": keep, "resume": resume}
+
+
 def _train(
     plan: Plan,
     source: str,
@@ -114,14 +150,17 @@ def _train(
     seed: int,
     trace: Path | None,
     save: Path | None,
+    *,
+    kept: dict[str, Any] | None,
     **how: Any,
 ) -> None:
-    """Train; `made` are options of `parallelize`, `how` those of `train`.
+    """Train; `made` are options of `parallelize`, `kept` of `Keeping`, `how` those of `train`.
 
     Under `--quiet` training tells of what went another way than asked for, and of nothing else.
     """
     with loading():
         from autopipe.frontend import model_file
+        from autopipe.runtime.keeping import Keeping
         from autopipe.runtime.parallelize import parallelize
         from autopipe.runtime.train import train
 
@@ -131,7 +170,10 @@ def _train(
     if pipe.place.rank == 0:
         for line in file.since_planning(plan):
             tell(line)
-    measured = train(pipe, file, steps, seed, tell, trace, **how)
+    saving = Keeping(**kept) if kept is not None else None
+    measured = train(pipe, file, steps, seed, tell, trace, saving=saving, **how)
+    if measured.stopped:
+        return
     if save is not None and measured.losses:
         pipe.save(save)
     if pipe.place.rank == 0:

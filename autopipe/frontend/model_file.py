@@ -105,21 +105,40 @@ class ModelFile:
         part = "" if shard is None else f", shard={shard}, num_shards={num_shards}"
         return f"batches({batch_size}{part})"
 
-    def stream(self, batch_size: int, shard: int, num_shards: int, seed: int) -> Iterator[Any]:
+    def iterable(self, batch_size: int, shard: int, num_shards: int) -> Iterable[Any] | None:
+        """What the file's `batches` gives for an epoch; None: it has none."""
+        if self.batches is None:
+            return None
+        part = {"shard": shard, "num_shards": num_shards} if self.sharded else {}
+        with _told(f"{self.source}: batches"):
+            return self.batches(batch_size, **part)
+
+    def stream(
+        self,
+        batch_size: int,
+        shard: int,
+        num_shards: int,
+        seed: int,
+        iterable: Iterable[Any] | None = None,
+    ) -> Iterator[Any]:
         """The batches of a run, or of one epoch of it.
 
         If `sharded`, each replica gets its own rows; otherwise every rank gets whole batches.
+
+        Args:
+            iterable: what `iterable` has given; None: it is asked for.
         """
-        if self.batches is None:
+        if iterable is None:
+            iterable = self.iterable(batch_size, shard, num_shards)
+        if iterable is None:
             for step in range(sys.maxsize):
                 with torch.random.fork_rng(devices=[]):
                     torch.manual_seed(derive_seed(seed, "inputs", step))
                     batch = self.inputs(batch_size)
                 yield batch
             return
-        part = {"shard": shard, "num_shards": num_shards} if self.sharded else {}
         with _told(f"{self.source}: batches"):
-            given = iter(self.batches(batch_size, **part))
+            given = iter(iterable)
         while True:
             with _told(f"{self.source}: batches"):
                 batch = next(given, _END)

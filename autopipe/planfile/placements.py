@@ -131,6 +131,16 @@ def part(size: int, ranks: int, rank: int) -> tuple[int, int]:
     return begin, min(most, size - begin)
 
 
+def pieces_of(size: int, placement: Placement, ranks: int, rank: int) -> list[tuple[int, int]]:
+    """The starts and lengths of a rank's parts of a dim of `size` elements."""
+    found, at = [], 0
+    for length in lengths(size, placement.segments):
+        begin, own = part(length, ranks, rank)
+        found.append((at + begin, own))
+        at += length
+    return found
+
+
 def local_size(
     size: int | sympy.Expr, segments: Segments, ranks: int, rank: int
 ) -> int | sympy.Expr:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from autopipe.planfile.placements import Placement, lengths, parse, part
+from autopipe.planfile.placements import Placement, parse, part, pieces_of
 
 TENSOR_PARALLEL = "tp"
 """The name of the tensor-parallel axis."""
@@ -140,7 +140,7 @@ def _(x: Tensor, axis: str, source: str, target: str, size: int) -> Tensor:
         shape[before.dim] = size
     if after.sharded:
         whole = shape[after.dim]
-        shape[after.dim] = sum(n for _, n in _pieces(whole, after, ranks.size, ranks.rank))
+        shape[after.dim] = sum(n for _, n in pieces_of(whole, after, ranks.size, ranks.rank))
     return x.new_empty(shape)
 
 
@@ -183,19 +183,9 @@ def whole(x: Tensor, axis: str, placement: Placement) -> Tensor:
     return _gathered(x, axis_of(axis), placement, size)
 
 
-def _pieces(size: int, placement: Placement, ranks: int, rank: int) -> list[tuple[int, int]]:
-    """The starts and lengths of a rank's parts of a dim of `size` elements."""
-    found, at = [], 0
-    for length in lengths(size, placement.segments):
-        begin, own = part(length, ranks, rank)
-        found.append((at + begin, own))
-        at += length
-    return found
-
-
 def _shape(x: Tensor, placement: Placement, ranks: int, rank: int) -> list[int]:
     shape = list(x.shape)
-    pieces = _pieces(shape[placement.dim], placement, ranks, rank)
+    pieces = pieces_of(shape[placement.dim], placement, ranks, rank)
     shape[placement.dim] = sum(length for _, length in pieces)
     return shape
 
@@ -209,7 +199,7 @@ def own_part(x: Tensor, placement: Placement, ranks: int, rank: int) -> Tensor:
         split = torch.unflatten(x, dim, (segments, -1))
         own = split.narrow(dim + 1, *part(split.shape[dim + 1], ranks, rank))
         return own.flatten(dim, dim + 1)
-    pieces = _pieces(x.shape[dim], placement, ranks, rank)
+    pieces = pieces_of(x.shape[dim], placement, ranks, rank)
     return torch.cat([x.narrow(dim, *piece) for piece in pieces], dim)
 
 
@@ -222,7 +212,7 @@ def together(parts: Sequence[Tensor], placement: Placement, size: int) -> Tensor
         split = [torch.unflatten(x, dim, (segments, -1)) for x in parts]
         return torch.cat(split, dim + 1).flatten(dim, dim + 1)
     pieces = [
-        torch.split(x, [n for _, n in _pieces(size, placement, ranks, rank)], dim)
+        torch.split(x, [n for _, n in pieces_of(size, placement, ranks, rank)], dim)
         for rank, x in enumerate(parts)
     ]
     return torch.cat([piece for segment in zip(*pieces, strict=True) for piece in segment], dim)
@@ -240,7 +230,7 @@ def _shapes_of_all(x: Tensor, ranks: Axis, placement: Placement, size: int) -> l
     shapes = []
     for rank in range(ranks.size):
         shape = list(x.shape)
-        shape[placement.dim] = sum(n for _, n in _pieces(size, placement, ranks.size, rank))
+        shape[placement.dim] = sum(n for _, n in pieces_of(size, placement, ranks.size, rank))
         shapes.append(shape)
     return shapes
 
@@ -254,7 +244,7 @@ def _padded(x: Tensor, ranks: Axis, placement: Placement, size: int) -> Tensor:
     shape[placement.dim] = size
     whole = x.new_zeros(shape)
     at = 0
-    for begin, length in _pieces(size, placement, ranks.size, ranks.rank):
+    for begin, length in pieces_of(size, placement, ranks.size, ranks.rank):
         own = x.narrow(placement.dim, at, length)
         whole.narrow(placement.dim, begin, length).copy_(own)
         at += length

@@ -37,6 +37,8 @@ def spawn(
     argv: Sequence[str],
     command: Sequence[str] = (sys.executable, "-m", "autopipe"),
     environs: Sequence[Mapping[str, str]] | None = None,
+    *,
+    forwarded: Sequence[signal.Signals] = (),
 ) -> int:
     """Run `command` with `argv` in so many processes on this machine: what `--local N` does.
 
@@ -51,6 +53,9 @@ def spawn(
     with what that one has started in turn (data loaders). A parent that is itself killed cannot do
     so; on Linux the kernel then does. Call it from the main thread, where signals arrive.
 
+    Args:
+        forwarded: signals that do not end this function: each process gets them, and ends itself.
+
     Returns:
         0, or the code of the first process that failed; 128 + n if signal n killed it, or stopped
         this function.
@@ -64,13 +69,17 @@ def spawn(
     guard = [sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid())]
     if sys.platform != "linux":
         guard = []
-    with _signals(signal.SIGINT, signal.SIGTERM) as received:
+    with _signals(signal.SIGINT, signal.SIGTERM, *forwarded) as received:
         children: list[subprocess.Popen[bytes]] = []
         try:
             for environ in _environments(processes, environs):
                 full = [*guard, *command, *argv]
                 children.append(subprocess.Popen(full, env=environ, start_new_session=True))
-            while not received:
+            while not (ending := [number for number in received if number not in forwarded]):
+                for number in [*received]:
+                    received.remove(number)
+                    for child in children:
+                        child.send_signal(number)
                 codes = [child.poll() for child in children]
                 failed = [
                     (code == -signal.SIGTERM, code, rank) for rank, code in enumerate(codes) if code
@@ -87,7 +96,7 @@ def spawn(
                 if None not in codes:
                     return 0
                 time.sleep(0.05)
-            return 128 + received[0]
+            return 128 + ending[0]
         finally:
             _end(children)
 

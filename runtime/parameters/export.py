@@ -86,7 +86,7 @@ def export(
     own = {tensor.names[0] for tensor in kept}
     if place.rank == 0:
         with atomic_file.writing(path) as file:
-            file.write(_header(order))
+            file.write(header(order))
             for tensor in order:
                 rank = holders[tensor.names[0]]
                 data = whole(tensor.names[0]) if tensor.names[0] in own else None
@@ -123,7 +123,8 @@ def _order(
     return sorted(tensors.values(), key=lambda tensor: -tensor.dtype.itemsize), holders
 
 
-def _header(order: Sequence[FileTensor]) -> bytes:
+def header(order: Sequence[FileTensor]) -> bytes:
+    """The bytes that a file of these tensors, in this order, begins with."""
     entries: dict[str, Mapping[str, Any]] = {"__metadata__": {"format": "pt"}}
     at = 0
     for tensor in order:

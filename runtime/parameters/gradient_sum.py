@@ -40,6 +40,10 @@ class Gradients(Protocol):
     """What a step asks of the way a rank holds its parameters: `GradientSum` whole on every rank,
     `zero1.OptimizerShards` (ZeRO-1) and `zero3.FullyShardedSum` (ZeRO-3) in shards."""
 
+    @property
+    def rows(self) -> Mapping[str, tuple[int, int]]:
+        """The rows [first, last) that are this rank's, of each parameter that is sharded."""
+
     def shards(self) -> Mapping[str, nn.Parameter]:
         """What this rank's optimizer updates, under the model's own names."""
 
@@ -133,6 +137,7 @@ class GradientSum:
         stages: Mapping[int, Iterable[str]],
         reduce: Reduction = all_reduce,
     ) -> None:
+        self.rows: Mapping[str, tuple[int, int]] = {}
         self._parameters = dict(parameters)
         self._groups = groups
         self._reduce = reduce

@@ -27,6 +27,11 @@ Master = Callable[[str], Tensor | None]
 """Makes the master of a parameter whole, as `gradient_sum.Gradients.master`."""
 
 
+def in_state_dict(state: StateSpec) -> bool:
+    """Whether the model's state dict has it."""
+    return state.kind == "parameter" or (state.kind == "buffer" and state.persistent)
+
+
 @dataclass(frozen=True)
 class ModelStates:
     """What a rank has of the model's parameters and buffers.
@@ -82,7 +87,7 @@ class ModelStates:
         for name, state in self.specs.items():
             if name not in self.states and name not in self.unused:
                 continue
-            if state.kind == "parameter" or (state.kind == "buffer" and state.persistent):
+            if in_state_dict(state):
                 found[name] = (name, *state.aliases)
         return found
 

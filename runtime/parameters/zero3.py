@@ -63,6 +63,7 @@ from torch.distributed.tensor import DTensor
 from autopipe.errors import ModelError, PlanError
 from autopipe.ir.graph import StateSpec
 from autopipe.runtime.parameters.gradient_sum import GradientSum
+from autopipe.runtime.parameters.zero1 import own_rows
 from autopipe.stages import block_owners as units
 from autopipe.stages.recompute import Recomputed
 
@@ -252,6 +253,7 @@ class FullyShardedSum:
     def __init__(
         self, stages: Mapping[int, ShardedStage], tied: Mapping[str, dist.ProcessGroup]
     ) -> None:
+        self.rows: dict[str, tuple[int, int]] = {}
         self._whole: dict[str, nn.Parameter] = {}
         self._shards: dict[str, nn.Parameter] = {}
         self._tied = tied
@@ -264,10 +266,11 @@ class FullyShardedSum:
                         hint="plan with zero=1, or a schedule with one stage a rank",
                     )
                 self._whole[name] = parameter
-                rows = cast(DTensor, parameter.detach()).to_local()
-                self._shards[name] = nn.Parameter(rows, parameter.requires_grad)
-        copies = {name: self._shards[name] for name in self._shards if name in tied}
-        self._sum = GradientSum(copies, tied, {})
+                whole = cast(DTensor, parameter.detach())
+                ranks = whole.device_mesh
+                self.rows[name] = own_rows(len(whole), ranks.size(), ranks.get_local_rank())
+                self._shards[name] = nn.Parameter(whole.to_local(), parameter.requires_grad)
+        self._sum = GradientSum({n: s for n, s in self._shards.items() if n in tied}, tied, {})
 
     def shards(self) -> Mapping[str, nn.Parameter]:
         """By name, this rank's rows: the very memory of the DTensors, without their dispatch."""

@@ -9,7 +9,6 @@ pipe.clip_grad_norm_(1.0); optimizer.step()
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, Literal, overload
 
 import torch
@@ -28,6 +27,7 @@ from autopipe.runtime.parameters.loss_scale import LossScale
 from autopipe.runtime.parameters.model_states import ModelStates
 from autopipe.runtime.step import measured, prepare
 from autopipe.runtime.step.executor import Executor, Record
+from autopipe.runtime.step.kept import Kept
 from autopipe.runtime.step.memory_meter import Meter
 from autopipe.runtime.step.microbatches import Microbatches, divide
 from autopipe.runtime.step.outputs import gathered, mean_loss
@@ -36,10 +36,9 @@ from autopipe.runtime.step.same_batch import check_same
 from autopipe.runtime.step.stage import StepInput
 from autopipe.stages.bind import Split
 from autopipe.stages.precision import copy_dtype
-from autopipe.util import atomic_file
 
 
-class Pipe:
+class Pipe(Kept):
     """One rank's part of a planned model; made by `autopipe.parallelize`.
 
     Args:
@@ -55,6 +54,7 @@ class Pipe:
         meter: counts the bytes of the steps that come, if there is one.
         record: as an `Executor` has it.
         loss_scale: under fp16.
+        steps: how many were made, in this run and in those that it goes on from.
     """
 
     def __init__(
@@ -79,18 +79,12 @@ class Pipe:
         self._world = world
         self._trace_evaluation = evaluation
         self._evaluations: dict[bool, Split] = {}
-        self._seed = seed
+        self.seed = seed
         self._watchdog = watchdog
-        self._steps = 0
+        self.steps = 0
+        self._compared = False
         self._ready: dict[tuple[int, int, int], Executor] = {}
         self._last: Executor | None = None
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """What this rank's optimizer updates, under the model's own names.
-
-        Whole parameters, or under ZeRO this rank's shards of them.
-        """
-        yield from self._gradients.shards().items()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This rank's parameters, for an optimizer.
@@ -135,31 +129,6 @@ class Pipe:
             f"{count:,} parameters here)"
         )
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """This rank's parameters and persistent buffers; all ranks' together are the model's.
-
-        A tied tensor has all its names; what forward does not use is with rank 0. Every rank calls
-        it: what is sharded over tensor-parallel ranks, or under ZeRO-1, is gathered first. Under
-        ZeRO-3 the rest are DTensors, of which each rank has its part. Of parameters that forward
-        reads in 16 bits it has the fp32 masters.
-        """
-        self._gradients.gather()
-        return self._own.state_dict(self._gradients.master)
-
-    def save(self, path: str | Path) -> None:
-        """Write the whole model, by its own names, as a safetensors file; every rank calls it.
-
-        `model.load_state_dict(safetensors.torch.load_file(path))` takes it. Rank 0 writes; no rank
-        holds more than one tensor beside its own. The file is there whole or not at all.
-
-        Raises:
-            AutopipeError: it cannot be written.
-        """
-        path = Path(path)
-        atomic_file.check_model(path)
-        self._gradients.gather()
-        self._own.save(path, self.place, self._world, self._gradients.master)
-
     def step(self, batch: Any, *, sharded: bool = False) -> Tensor:
         """Run forward and backward of all micro-batches; returns the mean loss, on every rank.
 
@@ -180,14 +149,15 @@ class Pipe:
                 ranks were given different ones; no rank has sent anything then. Contents are
                 compared in the first step, numbers of rows in every one.
         """
-        with self._watchdog.at(self._steps):
+        with self._watchdog.at(self.steps):
             loss = self._step(batch, sharded)
-        self._steps += 1
+        self.steps += 1
         return loss
 
     def _step(self, batch: Any, sharded: bool) -> Tensor:
         leaves = batches.flatten(batch)
-        self._check_same(leaves, sharded, contents=self._steps == 0)
+        self._check_same(leaves, sharded, contents=not self._compared)
+        self._compared = True
         wanted = self.plan.batch.micro_batches
         parts = divide(self.plan, self.place, leaves, wanted, sharded=sharded)
         total_rows = parts.rows * parts.count * self.plan.mesh.dp
@@ -233,7 +203,7 @@ class Pipe:
         Raises:
             ModelError: as `step`.
         """
-        with self._watchdog.at(self._steps - 1):  # the last one still
+        with self._watchdog.at(self.steps - 1):  # the last one still
             return self._evaluate(batch, sharded, outputs)
 
     def _evaluate(self, batch: Any, sharded: bool, outputs: bool) -> Tensor | tuple[Tensor, Any]:
@@ -311,7 +281,7 @@ class Pipe:
         device = self._rank.part.device
         executor.meter = self.meter
         executor.record = self.record
-        stream = (self._seed, self._steps, self.place.dp * parts.count)
+        stream = (self.seed, self.steps, self.place.dp * parts.count)
         step = StepInput(lambda stage, k: parts.inputs(stage, k, device), seed, stream)
         results = executor.run(step)
         self._watchdog.between()

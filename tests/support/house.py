@@ -27,11 +27,12 @@ MAY_IMPORT = {
     "runtime.launch": "schedules",
     "runtime.comm": "schedules planfile sharding runtime.launch",
     "runtime.parameters": "util planfile ir frontend tracing sharding stages",
+    "runtime.checkpoint": "util planfile ir runtime.parameters",
     "runtime.step": "util schedules planfile ir frontend sharding stages joint "
-    "runtime.launch runtime.comm runtime.parameters",
+    "runtime.launch runtime.comm runtime.parameters runtime.checkpoint",
     "runtime.probe": "util cluster sharding",
     "runtime": "util schedules planfile report ir frontend tracing sharding stages "
-    "runtime.launch runtime.comm runtime.parameters runtime.step",
+    "runtime.launch runtime.comm runtime.parameters runtime.checkpoint runtime.step",
     "planners.costs": "util cluster schedules planfile ir tracing sharding stages joint "
     "planners.model",
     "planners.driver": "util cluster schedules planfile report ir frontend tracing sharding stages "
@@ -40,7 +41,7 @@ MAY_IMPORT = {
     "planners.driver runtime.launch runtime.parameters runtime.step runtime",
     "terminal": "util planfile frontend runtime.launch",
     "cli": "terminal util schedules planfile report export interop frontend tracing emit checking "
-    "runtime.launch runtime.probe runtime planners.driver",
+    "runtime.launch runtime.probe runtime.checkpoint runtime planners.driver",
 }
 """For each room the rooms that its files may import; all of them may import autopipe.errors."""
 

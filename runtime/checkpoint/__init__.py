@@ -1,0 +1,10 @@
+"""A rank's tensors and its run's state  ->  a folder on disk  ->  the same, under any other plan.
+
+In: what a rank holds of the model and of the optimizer, and how that lies in the whole tensors.
+Out: `step-00000020/`, with a file of tensors and a manifest from each rank, and what is read back.
+
+Never found here: gradients, activations, how a step runs; pickle, or anything else that executes.
+
+Other rooms use: `layout.own_tensors`, `checkpoints.Checkpoints`, `content.Content`, `folder.found`,
+`stored.Stored`, `convert`, `compare`.
+"""

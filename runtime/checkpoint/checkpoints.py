@@ -1,0 +1,248 @@
+"""A run's checkpoints: written beside its steps, loaded from the newest one that is whole.
+
+    step 20 ends      begin        a thread writes this rank's file ...
+    step 21           forward, backward                ... from the tensors themselves
+                      settle       the optimizer is about to change them: wait
+                      optimizer.step
+                      agree        all ranks have written: rank 0 renames; or one has not: removed
+
+Between two steps of the optimizer nothing changes what is written, so nothing is copied, but for
+buffers and for what lies on a GPU. `agree` is one small sum over ranks a step.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from autopipe.errors import AutopipeError, CheckpointError, DamagedError
+from autopipe.planfile.contents import Plan
+from autopipe.planfile.parts import Place
+from autopipe.runtime.checkpoint import folder as folders
+from autopipe.runtime.checkpoint.content import Content, rank_file, restore, values
+from autopipe.runtime.checkpoint.recover import candidates, recover
+from autopipe.runtime.checkpoint.stored import Stored
+from autopipe.runtime.checkpoint.write import RankFile, write
+
+Made = TypeVar("Made")
+
+_DAMAGE = (DamagedError, OSError)
+
+KEEP = 3
+"""How many checkpoints stay, unless asked otherwise."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checkpoint that was loaded: how many steps it is of, and the run's values in it."""
+
+    folder: Path
+    step: int
+    values: Mapping[str, Any]
+
+
+@dataclass
+class _Writing:
+    """A checkpoint on its way to the disk."""
+
+    step: int
+    partial: Path
+    thread: Thread | None = None
+    error: str | None = None
+
+
+class Checkpoints:
+    """The checkpoints of one run, in one folder; every rank has one, and calls it alike.
+
+    Args:
+        folder: of all of them; made if it is not there.
+        world: all ranks of the run; None: this one is alone.
+        keep: how many of them stay.
+        say: takes a line of talk, on rank 0.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        plan: Plan,
+        place: Place,
+        world: dist.ProcessGroup | None,
+        *,
+        keep: int = KEEP,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        self._folder = folder
+        self._plan, self._place, self._world = plan, place, world
+        self._keep = keep
+        self._say = say if say is not None and place.rank == 0 else lambda line: None
+        self._run: str = self._from_first(lambda: secrets.token_hex(4))
+        self._writing: _Writing | None = None
+        self._failed: str | None = None
+
+    def load(self, content: Content) -> Loaded | None:
+        """Load the newest checkpoint that is whole, or the one that the folder is.
+
+        One that is damaged is passed over, and the line says so.
+
+        Returns:
+            None: the folder has none.
+
+        Raises:
+            CheckpointError: it is of another model or optimizer, or none of them is whole.
+        """
+        paths = self._from_first(self._offered)
+        told = []
+        for number, path in enumerate(paths):
+            stored, error = None, None
+            try:
+                stored = Stored.open(path)
+                restore(content, stored)
+            except (AutopipeError, OSError) as raised:
+                error = raised
+            mine = None if error is None else (isinstance(error, _DAMAGE), _told(error))
+            wrong = sorted(one for one in self._everyone(mine) if one is not None)
+            if not wrong:
+                assert stored is not None
+                return Loaded(path, stored.step, values(stored, self._place.dp, self._plan.mesh.dp))
+            damaged, sentence = wrong[0]  # what is no damage comes first: False < True
+            if not damaged:
+                raise CheckpointError(sentence)
+            told.append(sentence)
+            rest = paths[number + 1 :]
+            instead = f"{rest[0].name} is used instead" if rest else "there is no earlier one"
+            self._say(f"{sentence}; {instead}")
+        if told:
+            raise CheckpointError(
+                f"{self._folder}: none of {len(told)} checkpoints is whole; the newest: {told[0]}",
+                hint="to begin anew, give another folder",
+            )
+        return None
+
+    def begin(self, content: Content, step: int, run_values: Mapping[str, Any]) -> None:
+        """Begin to write a checkpoint; the one before has been agreed on.
+
+        Raises:
+            CheckpointError: a state cannot be kept.
+        """
+        assert self._writing is None
+        ranks = len(self._plan.mesh.places)
+        made = rank_file(content, step, self._place.rank, ranks, run_values)
+        partial = self._folder / folders.partial_name(step, self._run)
+        writing = self._writing = _Writing(step, partial)
+        # A daemon: a run that ends by an error does not wait for a checkpoint.
+        writing.thread = Thread(target=self._write, args=(writing, made), daemon=True)
+        writing.thread.start()
+
+    def settle(self) -> None:
+        """Return when this rank has written: from here on its tensors may change."""
+        if self._writing is not None and self._writing.thread is not None:
+            self._writing.thread.join()
+
+    def agree(self, asked: bool = False) -> bool:
+        """Let all ranks know of each other; every rank calls it, after `settle`, once a step.
+
+        A checkpoint that all of them have written becomes one here. One that could not be written
+        is removed, a line says so, and the run goes on.
+
+        Args:
+            asked: whether this rank was asked to save.
+
+        Returns:
+            Whether any rank was.
+        """
+        writing, self._writing = self._writing, None
+        failed = writing is not None and writing.error is not None
+        any_asked, any_failed = self._any(asked, failed)
+        if writing is None:
+            return any_asked
+        if any_failed:
+            errors = enumerate(self._everyone(writing.error))
+            self._failed = next(f"rank {rank}: {error}" for rank, error in errors if error)
+        else:
+            self._failed = self._from_first(lambda: self._commit(writing.partial))
+        if self._failed is not None:
+            self._failed = f"the checkpoint of step {writing.step} was not written: {self._failed}"
+            if self._place.rank == 0:
+                folders.remove(writing.partial)
+                newest = folders.found(self._folder)
+                has = f"{newest[0][1].name} is" if newest else "there is none so far that is"
+                self._say(f"{self._failed}; {has} the newest")
+        return any_asked
+
+    def close(self) -> None:
+        """Wait for the checkpoint that is being written; every rank calls it.
+
+        Raises:
+            CheckpointError: the last one could not be written.
+        """
+        self.settle()
+        if self._writing is not None:
+            self.agree()
+        if self._failed is not None:
+            raise CheckpointError(self._failed, hint="is there room, and may you write there?")
+
+    def _write(self, writing: _Writing, made: RankFile) -> None:
+        """This rank's part of a checkpoint, in a thread of its own."""
+        try:
+            writing.partial.mkdir(parents=True, exist_ok=True)
+            if self._place.rank == 0:
+                self._plan.save(writing.partial / folders.PLAN)
+            write(writing.partial, made)
+        except (AutopipeError, OSError) as error:
+            writing.error = _told(error)
+
+    def _commit(self, partial: Path) -> str | None:
+        """What is wrong with a checkpoint that all ranks have written; rank 0 calls it."""
+        try:
+            Stored.open(partial)  # on disks of their own, nodes do not see each other's files
+            folders.commit(partial, self._keep)
+        except (AutopipeError, OSError) as error:
+            return _told(error)
+        return None
+
+    def _offered(self) -> list[Path]:
+        """What there is to load, the best first, after an earlier run's remains are put right."""
+        if not folders.is_one(self._folder):
+            recover(self._folder, self._keep)
+        return candidates(self._folder)
+
+    def _from_first(self, make: Callable[[], Made]) -> Made:
+        """What rank 0 makes, on every rank."""
+        if self._world is None:
+            return make()
+        made: list[Any] = [make() if self._place.rank == 0 else None]
+        dist.broadcast_object_list(made, group=self._world)
+        found: Made = made[0]
+        return found
+
+    def _everyone(self, mine: Made) -> list[Made]:
+        """What each rank gives, on every rank."""
+        if self._world is None:
+            return [mine]
+        found: list[Any] = [None] * len(self._plan.mesh.places)
+        dist.all_gather_object(found, mine, group=self._world)
+        return found
+
+    def _any(self, *mine: bool) -> tuple[bool, ...]:
+        """Of each word, whether it is true on any rank."""
+        if self._world is None:
+            return mine
+        found = torch.tensor(mine, dtype=torch.uint8)
+        found = found.cuda() if "nccl" in dist.get_backend(self._world) else found
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._world)
+        return tuple(map(bool, found.tolist()))
+
+
+def _told(error: Exception) -> str:
+    """An error as the first part of a sentence."""
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror}"
+    return getattr(error, "message", str(error))

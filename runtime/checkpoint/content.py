@@ -1,0 +1,118 @@
+"""What a checkpoint has of a rank: tensors, optimizer, schedule, and values of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from autopipe.errors import CheckpointError
+from autopipe.runtime.checkpoint import optimizer as optimizer_state
+from autopipe.runtime.checkpoint.layout import OwnTensor
+from autopipe.runtime.checkpoint.plain import like, plain
+from autopipe.runtime.checkpoint.stored import Stored
+from autopipe.runtime.checkpoint.write import RankFile, Written
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a rank saves, and what it loads into.
+
+    Attributes:
+        own: its tensors of the model.
+        names: those of all that the model's state dict has, on whichever rank.
+        named: what its optimizer changes, by name.
+        optimizer, scheduler: None: neither saved nor loaded.
+    """
+
+    own: Mapping[str, OwnTensor]
+    names: Collection[str]
+    named: Mapping[str, nn.Parameter]
+    optimizer: Optimizer | None = None
+    scheduler: LRScheduler | None = None
+
+
+def rank_file(
+    content: Content, step: int, rank: int, ranks: int, values: Mapping[str, Any]
+) -> RankFile:
+    """What a rank writes; tensors that the next step's forward changes, and a GPU's, are copied.
+
+    The others are read where they lie, until the optimizer changes them.
+
+    Args:
+        values: of the run, as JSON data.
+
+    Raises:
+        CheckpointError: a state cannot be kept; the sentence names it.
+    """
+    tensors = [
+        Written(own.name, "", own.kind, own.tensor, own.shape, own.pieces, own.aliases)
+        for own in content.own.values()
+        if own.writes and own.pieces
+    ]
+    training: dict[str, Any] = {"values": dict(values)}
+    if content.optimizer is not None:
+        found = content.optimizer, content.named, content.own
+        tensors += [w for w in optimizer_state.tensors(*found) if w.state]
+        training["optimizer"] = optimizer_state.values(*found)
+    if content.scheduler is not None:
+        state = content.scheduler.state_dict()
+        training["scheduler"] = plain(state, type(content.scheduler).__name__)
+    return RankFile(step, rank, ranks, tuple(map(_still, tensors)), training)
+
+
+def restore(content: Content, stored: Stored) -> None:
+    """Load a checkpoint into what a rank holds.
+
+    Raises:
+        DamagedError: it is not what was written.
+        CheckpointError: it is of another model, optimizer or schedule.
+    """
+    there = {name for name, state in stored.chunks if not state}
+    if strangers := sorted(there - set(content.names)):
+        raise CheckpointError(
+            f"{stored.folder} is of another model: it has {strangers[0]!r}, which this one has not"
+        )
+    for own in content.own.values():
+        stored.fill(own)
+    if content.optimizer is not None:
+        content.optimizer.state.clear()
+        optimizer_state.restore(content.optimizer, content.named, content.own, stored)
+    if content.scheduler is not None:
+        _restore_scheduler(content.scheduler, content.optimizer, stored)
+
+
+def values(stored: Stored, shard: int, shards: int) -> Mapping[str, Any]:
+    """The values that a rank with this shard of the batches has saved; rank 0's if none had."""
+    every: list[Mapping[str, Any]] = [one.training["values"] for one in stored.manifests]
+    return next((found for found in every if found["shard"] == [shard, shards]), every[0])
+
+
+def _restore_scheduler(scheduler: LRScheduler, optimizer: Optimizer | None, stored: Stored) -> None:
+    """From a rank whose optimizer had as many groups: a schedule has a rate for each of them."""
+    groups = len(scheduler.optimizer.param_groups if optimizer is None else optimizer.param_groups)
+    for one in stored.manifests:
+        data = one.training.get("scheduler")
+        had = one.training.get("optimizer")
+        if data is not None and (had is None or len(had["groups"]) == groups):
+            scheduler.load_state_dict(like(scheduler.state_dict(), data))
+            return
+    raise CheckpointError(
+        f"{stored.folder} has no state of a schedule for {groups} groups of parameters",
+        hint="resume with the model file that the run was started with",
+    )
+
+
+def _still(written: Written) -> Written:
+    """A tensor that does not change before the next step of the optimizer."""
+    if written.kind != "buffer" and written.tensor.device.type == "cpu":
+        return written
+    return Written(**{**vars(written), "tensor": _copied(written.tensor)})
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.cpu() if tensor.device.type != "cpu" else tensor.clone()

@@ -1,0 +1,178 @@
+"""Which parts of the model's tensors a rank holds, and which of them it writes.
+
+    whole tensor      rows 0 1 2 3 4 5 6 7                    its name and shape: the model's
+    tensor parallel   S(0, 2), rank 1 of 2: 2 3 | 6 7         own tensor of 4 rows, in two pieces
+    ZeRO              rows [2, 4) of these: 6 7               own tensor of 2 rows, in one piece
+
+All follows from the plan: no rank asks another one. Several ranks may hold the same pieces, the
+replicas under ZeRO 0 for example; these deal the tensors out among themselves, largest first, so
+that each tensor is written once and each rank writes about equally much.
+
+A tensor without dims is treated as one of a single row everywhere here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from torch import Tensor
+
+from autopipe.ir.graph import shape_at
+from autopipe.planfile.placements import I, Placement, R, pieces_of
+from autopipe.runtime.parameters.hold import HeldParameters
+from autopipe.runtime.parameters.model_states import ModelStates, in_state_dict
+from autopipe.runtime.parameters.part import RankPart
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a whole tensor: where it begins there, where in the own tensor, and its shape."""
+
+    whole: Shape
+    own: Shape
+    shape: Shape
+
+
+@dataclass(frozen=True)
+class OwnTensor:
+    """A tensor as a rank holds it.
+
+    Attributes:
+        name: the graph's.
+        aliases: the other names of a tied parameter.
+        kind: "parameter" or "buffer".
+        tensor: what the rank holds, on its device; changed in place by a load.
+        shape: of the whole tensor.
+        pieces: where the rank's elements lie in it; none if it holds no elements.
+        writes: whether this rank is the one that writes them.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    kind: str
+    tensor: Tensor
+    shape: Shape
+    pieces: tuple[Piece, ...]
+    writes: bool
+
+
+def dealt(shape: Shape, placement: Placement, ranks: int, rank: int) -> tuple[Piece, ...]:
+    """The pieces that a tensor-parallel rank has of a tensor.
+
+    >>> [piece.whole for piece in dealt((8,), Placement("S", 0, 2), 2, 1)]
+    [(2,), (6,)]
+    """
+    whole = Piece((0,) * len(shape), (0,) * len(shape), shape)
+    if not placement.sharded:
+        return _filled([whole])
+    dim, at, found = placement.dim, 0, []
+    for begin, length in pieces_of(shape[dim], placement, ranks, rank):
+        found.append(
+            Piece(
+                _with(whole.whole, dim, begin),
+                _with(whole.own, dim, at),
+                _with(shape, dim, length),
+            )
+        )
+        at += length
+    return _filled(found)
+
+
+def rows_of(found: Iterable[Piece], first: int, last: int) -> tuple[Piece, ...]:
+    """What the rows [first, last) of an own tensor have of its pieces.
+
+    >>> [piece.whole for piece in rows_of(dealt((8,), Placement("S", 0, 2), 2, 1), 2, 4)]
+    [(6,)]
+    """
+    cut = []
+    for piece in found:
+        begin = max(piece.own[0], first)
+        end = min(piece.own[0] + piece.shape[0], last)
+        cut.append(
+            Piece(
+                _with(piece.whole, 0, piece.whole[0] + begin - piece.own[0]),
+                _with(piece.own, 0, begin - first),
+                _with(piece.shape, 0, max(0, end - begin)),
+            )
+        )
+    return _filled(cut)
+
+
+def own_tensors(part: RankPart, own: ModelStates, held: HeldParameters) -> dict[str, OwnTensor]:
+    """What this rank holds of the model's state dict, by name, as its optimizer changes it.
+
+    Of a parameter with an fp32 master that is the master. Constants and buffers that no state dict
+    has are left out: the model makes them.
+    """
+    shards, rows, mesh = held.gradients.shards(), held.gradients.rows, part.plan.mesh
+    found: dict[str, OwnTensor] = {}
+    holders: dict[str, tuple[int, ...]] = {}
+    for name, spec in own.specs.items():
+        alone = name in own.unused
+        if name not in own.states and not alone:
+            continue
+        if not in_state_dict(spec):
+            continue
+        lies = own.sharding.states.get(name, I)
+        shape = shape_at(spec.spec, 1) or (1,)
+        cut = dealt(shape, lies, mesh.tp, part.place.tp)
+        if name in rows:
+            cut = rows_of(cut, *rows[name])
+        tensor = own.unused[name] if alone else shards.get(name, own.states[name])
+        data = tensor.detach().view(1) if tensor.ndim == 0 else tensor.detach()
+        holders[name] = (0,) if alone else _holders(part, name, lies, in_rows=name in rows)
+        whole = shape_at(spec.spec, 1)
+        found[name] = OwnTensor(name, spec.aliases, spec.kind, data, whole, cut, writes=False)
+    writers = _writers(holders, found)
+    return {
+        name: OwnTensor(**{**vars(own), "writes": writers[name] == part.place.rank})
+        for name, own in found.items()
+    }
+
+
+def _holders(part: RankPart, name: str, lies: Placement, *, in_rows: bool) -> tuple[int, ...]:
+    """The ranks that hold the very elements that this one does, ascending."""
+    mesh, here = part.plan.mesh, part.place
+    stages = (stage for stage in part.split.stages if name in stage.states)
+    pps: Sequence[int] = sorted({part.placed[stage.index] for stage in stages})
+    dps: Sequence[int] = range(mesh.dp)
+    tps: Sequence[int] = (here.tp,) if lies.sharded else range(mesh.tp)
+    if in_rows:
+        dps = (here.dp,)
+        if not part.plan.fully_sharded:  # ZeRO-1 deals rows out over stages that are tied, too
+            pps = (here.pp,)
+            tps = (here.tp,) if lies == R else tps
+    return tuple(mesh.rank(pp, dp, tp) for pp in pps for dp in dps for tp in tps)
+
+
+def _writers(
+    holders: Mapping[str, tuple[int, ...]], own: Mapping[str, OwnTensor]
+) -> dict[str, int]:
+    """The rank that writes each tensor: parameters dealt out, buffers by their first holder."""
+    writers = {name: ranks[0] for name, ranks in holders.items()}
+    given: dict[tuple[int, ...], list[int]] = {}
+    for name in sorted(holders, key=lambda name: -prod(own[name].shape)):  # stable: names' order
+        ranks = holders[name]
+        if own[name].kind == "parameter":
+            bytes_of = given.setdefault(ranks, [0] * len(ranks))
+            least = bytes_of.index(min(bytes_of))
+            bytes_of[least] += prod(own[name].shape)
+            writers[name] = ranks[least]
+    return writers
+
+
+def leads(pieces: Iterable[Piece]) -> bool:
+    """Whether the first element of the whole tensor is in these pieces."""
+    return any(not any(piece.whole) for piece in pieces)
+
+
+def _filled(found: Iterable[Piece]) -> tuple[Piece, ...]:
+    return tuple(piece for piece in found if prod(piece.shape))
+
+
+def _with(shape: Shape, dim: int, length: int) -> Shape:
+    return (*shape[:dim], length, *shape[dim + 1 :])

@@ -1,0 +1,184 @@
+"""The manifest of a rank: what lies where in its file of tensors, and the state of its run.
+
+    rank-3.json            {"sum": "8c1f02aa", "chunks": {...}, "training": {...}}
+    rank-3.safetensors     header, then the chunks, one after the other
+
+A chunk is a tensor as the rank holds it: the model's own name, the pieces that its elements are of
+the whole tensor, and a checksum for every few rows, so that who reads a few rows reads no others.
+The checksums are zlib's CRC-32; `sum` is that of the two other entries, as `text` writes them.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from autopipe.errors import DamagedError, PlanError
+from autopipe.runtime.checkpoint.layout import Piece, Shape
+from autopipe.runtime.parameters.export import DTYPES
+from autopipe.util import codec, dtypes
+
+FORMAT = 1
+"""The version of the format; raised when a field changes its meaning."""
+
+MOST = 1 << 28
+"""Bytes of a manifest: a larger one is none."""
+
+NAMES = {dtypes.name_of(dtype): dtype for dtype in DTYPES}
+"""The dtypes that a chunk may have, by their names in a manifest."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A tensor in a rank's file.
+
+    Attributes:
+        name: the parameter or buffer, by the model's own name.
+        state: of an optimizer's state for it, the key there; "" for the tensor itself.
+        kind: "parameter", "buffer" or, of a state, "like" the parameter or one "number".
+        dtype: torch's name of it, without `torch.`.
+        shape: of the whole tensor.
+        own: of what is in the file.
+        pieces: where its elements lie in the whole tensor.
+        offset: of its first byte, after the header.
+        rows: how many of its rows each checksum is of; the last one may be of fewer.
+        sums: the checksums.
+        aliases: the other names of a tied parameter.
+    """
+
+    name: str
+    state: str
+    kind: str
+    dtype: str
+    shape: Shape
+    own: Shape
+    pieces: tuple[Piece, ...]
+    offset: int
+    rows: int
+    sums: tuple[int, ...]
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """Its name in the file: `wte.weight`, `wte.weight/exp_avg`."""
+        return f"{self.name}/{self.state}" if self.state else self.name
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one of its rows."""
+        return prod(self.own[1:]) * NAMES[self.dtype].itemsize
+
+    @property
+    def bytes(self) -> int:
+        """Of all its rows."""
+        return self.own[0] * self.row_bytes
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """What a rank's file has.
+
+    Attributes:
+        format: of the manifest.
+        step: how many steps the run has made.
+        rank, ranks: whose file it is, and of how many.
+        header: bytes before the first chunk.
+        header_sum: their checksum.
+        bytes: of the whole file.
+    """
+
+    format: int
+    step: int
+    rank: int
+    ranks: int
+    header: int
+    header_sum: int
+    bytes: int
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a rank has written; `training` is its run's state, as JSON data."""
+
+    chunks: Chunks
+    training: Mapping[str, Any]
+
+
+def text(manifest: Manifest) -> str:
+    """The manifest's file.
+
+    Raises:
+        TypeError: `training` is no JSON data.
+    """
+    body = {
+        "chunks": codec.to_json(manifest.chunks, "chunks"),
+        "training": dict(manifest.training),
+    }
+    return json.dumps({"sum": _sum(body), **body}) + "\n"
+
+
+def read(data: bytes, place: str) -> Manifest:
+    """The manifest in a file's bytes, checked; `place` names the file in errors.
+
+    Raises:
+        DamagedError: they are not what `text` wrote, or contradict themselves.
+    """
+    try:
+        body = json.loads(data)
+        found = body.pop("sum")
+        if found != _sum(body):
+            raise DamagedError(f"{place} was changed after it was written: its checksum is another")
+        chunks = codec.from_json(Chunks, body["chunks"], "chunks")
+        training = body["training"]
+        if not isinstance(training, dict):
+            raise DamagedError(f"{place}: training: expected an object")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedError(f"{place} is no manifest of a checkpoint, or not a whole one") from error
+    except PlanError as error:
+        raise DamagedError(f"{place}: {error.message}") from error
+    if chunks.format != FORMAT:
+        raise DamagedError(
+            f"{place}: this autopipe reads checkpoints of format {FORMAT}, it is {chunks.format}"
+        )
+    if chunks.ranks < 1 or not 0 <= chunks.header <= chunks.bytes:
+        raise DamagedError(
+            f"{place}: a header of {chunks.header} bytes in a file of {chunks.bytes}, "
+            f"of {chunks.ranks} ranks"
+        )
+    for chunk in chunks.chunks:
+        if wrong := _wrong(chunk, chunks):
+            raise DamagedError(f"{place}: {chunk.key!r}: {wrong}")
+    return Manifest(chunks, training)
+
+
+def _sum(body: Mapping[str, Any]) -> str:
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return f"{zlib.crc32(canonical.encode()):08x}"
+
+
+def _wrong(chunk: Chunk, among: Chunks) -> str | None:
+    """What of a chunk cannot be, if anything: nothing is read, or made room for, before this."""
+    if chunk.dtype not in NAMES:
+        return f"no dtype is called {chunk.dtype!r}"
+    if not chunk.own or min(chunk.own) < 0 or min(chunk.shape, default=0) < 0:
+        return f"no tensor has the shape {list(chunk.shape)}, or of it {list(chunk.own)}"
+    if chunk.rows < 1 or len(chunk.sums) != -(-chunk.own[0] // chunk.rows):
+        return f"{len(chunk.sums)} checksums, each of {chunk.rows} of {chunk.own[0]} rows"
+    if chunk.offset < 0 or among.header + chunk.offset + chunk.bytes > among.bytes:
+        return f"its bytes would end after the file's {among.bytes}"
+    whole = chunk.shape or (1,)
+    for piece in chunk.pieces:
+        if not len(piece.whole) == len(piece.own) == len(piece.shape) == len(whole):
+            return "a piece has other dims than its tensor"
+        for begins, of in ((piece.whole, whole), (piece.own, chunk.own)):
+            ends = [b + length for b, length in zip(begins, piece.shape, strict=True)]
+            if min(begins) < 0 or min(piece.shape) < 0:
+                return "a piece begins before its tensor"
+            if len(of) != len(ends) or any(e > size for e, size in zip(ends, of, strict=True)):
+                return "a piece ends after its tensor"
+    return None

@@ -1,0 +1,175 @@
+"""An optimizer's state by the names of the parameters, and back into one of any other plan.
+
+    state[p]["exp_avg"]    of the parameter's own shape    lies as the parameter does: its pieces
+    state[p]["step"]       a tensor without dims           a number, the same on every rank
+    param_groups           lr, betas, ...                  JSON data, by the names in each group
+
+A shard's state is sharded as the shard is. So what one plan has written, another one reads as it
+reads the parameter. A state of another shape (the rows' and columns' means of Adafactor) could not
+be cut otherwise, and is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from autopipe.errors import CheckpointError
+from autopipe.runtime.checkpoint.layout import OwnTensor, leads
+from autopipe.runtime.checkpoint.manifest import NAMES
+from autopipe.runtime.checkpoint.plain import like, plain
+from autopipe.runtime.checkpoint.stored import Stored
+from autopipe.runtime.checkpoint.write import Written
+
+LIKE, NUMBER = "like", "number"
+"""The kinds of a state: of the parameter's shape, or one number."""
+
+_COUNTERS = ("step", "mu_product", "eta", "mu")
+"""States that torch's optimizers have without dims, where a parameter has none either."""
+
+Named = Mapping[str, nn.Parameter]
+
+
+def tensors(optimizer: Optimizer, named: Named, own: Mapping[str, OwnTensor]) -> list[Written]:
+    """What this rank writes of an optimizer's state.
+
+    Raises:
+        CheckpointError: a state can be cut no other way than it is.
+    """
+    return [
+        written
+        for name, parameter in named.items()
+        if name in own
+        for key, state in optimizer.state.get(parameter, {}).items()
+        if isinstance(state, Tensor)
+        if (written := _written(optimizer, key, state, parameter, own[name])) is not None
+    ]
+
+
+def values(optimizer: Optimizer, named: Named, own: Mapping[str, OwnTensor]) -> dict[str, Any]:
+    """What an optimizer has beside tensors: its groups, and states that are no tensors."""
+    names = {id(parameter): name for name, parameter in named.items()}
+    kind = type(optimizer).__name__
+    groups = [
+        {
+            "names": [names[id(p)] for p in group["params"] if id(p) in names],
+            "options": {
+                key: plain(value, f"{kind}.param_groups[{number}].{key}")
+                for key, value in group.items()
+                if key not in ("params", "param_names")
+            },
+        }
+        for number, group in enumerate(optimizer.param_groups)
+    ]
+    others = {
+        name: found
+        for name, parameter in named.items()
+        if name in own and own[name].writes and leads(own[name].pieces)
+        if (found := _no_tensors(optimizer.state.get(parameter, {}), f"{kind}.state[{name!r}]"))
+    }
+    return {"kind": kind, "groups": groups, "states": others}
+
+
+def restore(
+    optimizer: Optimizer, named: Named, own: Mapping[str, OwnTensor], stored: Stored
+) -> None:
+    """Give an optimizer the state that the parameters of this rank have in a checkpoint.
+
+    Raises:
+        DamagedError, CheckpointError: as `Stored.fill`; or the checkpoint is of another optimizer.
+    """
+    saved = [one.training["optimizer"] for one in stored.manifests if one.training.get("optimizer")]
+    if not saved:
+        raise CheckpointError(f"{stored.folder} has no state of an optimizer")
+    kind = type(optimizer).__name__
+    if saved[0]["kind"] != kind:
+        raise CheckpointError(
+            f"{stored.folder} has the state of {saved[0]['kind']}, and the optimizer is {kind}",
+            hint="resume with the same optimizer; weights alone can be taken by --weights",
+        )
+    others = {name: states for one in saved for name, states in one["states"].items()}
+    _groups(optimizer, named, [group for one in saved for group in one["groups"]], saved)
+    for group in optimizer.param_groups:
+        counted_there = bool(group.get("capturable") or group.get("fused"))
+        for name, parameter in _of(group["params"], named):
+            if name not in own:
+                continue
+            state: dict[str, Any] = dict(others.get(name, {}))
+            for key in stored.states.get(name, ()):
+                first = stored.chunks[name, key][0][1]
+                if first.kind == NUMBER:
+                    found = stored.number(name, key)
+                    state[key] = found.to(parameter.device) if counted_there else found
+                else:
+                    dtype = NAMES[first.dtype]
+                    made = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+                    flat = made.view(1) if made.ndim == 0 else made
+                    stored.fill(own[name], key, flat)
+                    state[key] = made
+            if state:
+                optimizer.state[parameter] = state
+
+
+def _written(
+    optimizer: Optimizer, key: str, state: Tensor, parameter: nn.Parameter, own: OwnTensor
+) -> Written | None:
+    """A state as this rank writes it; None: another rank does, or it has no elements."""
+    is_number = state.ndim == 0 and (parameter.ndim > 0 or key in _COUNTERS)
+    if is_number:
+        if not (own.writes and leads(own.pieces)):
+            return None
+        return Written(own.name, key, NUMBER, state.reshape(1), (), ())
+    if state.shape != parameter.shape:
+        raise CheckpointError(
+            f"{type(optimizer).__name__} keeps {key!r} of the shape {list(state.shape)} for "
+            f"{own.name!r}, which is {list(parameter.shape)} here: no other plan could cut it",
+            hint="a checkpoint takes states of the parameter's own shape, and single numbers",
+        )
+    if not own.writes:
+        return None
+    data = state.reshape(1) if state.ndim == 0 else state
+    return Written(own.name, key, LIKE, data, own.shape, own.pieces)
+
+
+def _no_tensors(state: Mapping[str, Any], path: str) -> dict[str, Any]:
+    return {
+        key: plain(value, f"{path}[{key!r}]")
+        for key, value in state.items()
+        if not isinstance(value, Tensor)
+    }
+
+
+def _of(parameters: Sequence[nn.Parameter], named: Named) -> Iterator[tuple[str, nn.Parameter]]:
+    names = {id(parameter): name for name, parameter in named.items()}
+    for parameter in parameters:
+        if id(parameter) in names:
+            yield names[id(parameter)], parameter
+
+
+def _groups(
+    optimizer: Optimizer,
+    named: Named,
+    saved: Sequence[Mapping[str, Any]],
+    ranks: Sequence[Mapping[str, Any]],
+) -> None:
+    """Give each group the options that its parameters had; an empty one those of its place."""
+    options = {name: group["options"] for group in saved for name in group["names"]}
+    here = len(optimizer.param_groups)
+    alike = next((one["groups"] for one in ranks if len(one["groups"]) == here), None)
+    for number, group in enumerate(optimizer.param_groups):
+        names = [name for name, _ in _of(group["params"], named)]
+        known = [options[name] for name in names if name in options]
+        for other in known[1:]:
+            if other != known[0]:
+                raise CheckpointError(
+                    f"the optimizer has {names[0]!r} and others in one group, and in the "
+                    "checkpoint they had different options",
+                    hint="group the parameters as the run that was saved did",
+                )
+        chosen = known[0] if known else alike[number]["options"] if alike else {}
+        for key, value in chosen.items():
+            group[key] = like(group.get(key), value)

@@ -1,0 +1,118 @@
+"""When a training run saves, and where it goes on: the loop asks before and after each update.
+
+    every N steps, when a signal asks for it, and at the end     save
+    --resume                                                     the newest checkpoint that is whole
+
+A checkpoint of the loop has the position in the batches and the random states beside all that the
+pipe, the optimizer and the schedule have: the losses that follow are those of a run that was never
+stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from autopipe.runtime.checkpoint.checkpoints import KEEP
+from autopipe.runtime.feed import Feed
+from autopipe.runtime.launch import asked
+from autopipe.runtime.step.pipe import Pipe
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """What a run was asked to keep.
+
+    Attributes:
+        folder: of the checkpoints.
+        every: steps from one to the next; None: at the end and when a signal asks for it.
+        keep: how many of them stay.
+        resume: go on from the newest one, if there is one.
+    """
+
+    folder: Path
+    every: int | None = None
+    keep: int = KEEP
+    resume: bool = False
+
+
+class Keeper:
+    """Saves a run, every rank alike; without `saving` it does nothing.
+
+    Attributes:
+        stopped: the signal by which some rank was asked to stop, and after how many steps.
+    """
+
+    def __init__(
+        self,
+        pipe: Pipe,
+        optimizer: torch.optim.Optimizer,
+        scheduler: LRScheduler | None,
+        feed: Feed,
+        saving: Keeping | None,
+        say: Callable[[str], None],
+    ) -> None:
+        self.stopped: str | None = None
+        self._pipe, self._feed, self._saving = pipe, feed, saving
+        self._optimizer, self._scheduler = optimizer, scheduler
+        self._say = say if pipe.place.rank == 0 else lambda line: None
+        self._saved = 0
+        if saving is not None:
+            self._checkpoints = pipe.checkpoints(saving.folder, saving.keep, say)
+            self._saved = self._resume() if saving.resume else 0
+
+    def before_update(self) -> None:
+        """The optimizer is about to change what may be on its way to the disk."""
+        if self._saving is not None:
+            self._checkpoints.settle()
+
+    def after_step(self) -> bool:
+        """A step has ended; returns whether the run is to stop here."""
+        if self._saving is None:
+            return False
+        found = self._checkpoints.agree(asked.by() is not None)
+        if found:
+            self.stopped = asked.by() or "another rank's signal"
+        if self._saving.every is not None and self._pipe.steps % self._saving.every == 0:
+            self._begin()
+        return found
+
+    def close(self) -> None:
+        """The run ends here: save what has not been saved.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if self._saving is None:
+            return
+        if self._saved != self._pipe.steps:
+            self._checkpoints.settle()
+            self._checkpoints.agree()
+            self._begin()
+        self._checkpoints.close()
+        if self.stopped is not None:
+            self._say(
+                f"{self.stopped}: saved and stopped after step {self._pipe.steps}; "
+                "the same command with --resume goes on"
+            )
+
+    def _begin(self) -> None:
+        content = self._pipe.content(self._optimizer, self._scheduler)
+        values: dict[str, Any] = {**self._pipe.values(), "position": self._feed.position()}
+        self._checkpoints.begin(content, self._pipe.steps, values)
+        self._saved = self._pipe.steps
+
+    def _resume(self) -> int:
+        """Load the newest checkpoint, if there is one; returns how many steps it is of."""
+        loaded = self._checkpoints.load(self._pipe.content(self._optimizer, self._scheduler))
+        if loaded is None:
+            return 0
+        self._pipe.resume(loaded)
+        self._feed.go_to(loaded.values["position"])
+        self._say(f"goes on from {loaded.folder}, after step {loaded.step}")
+        return loaded.step

@@ -1,0 +1,133 @@
+"""What of a pipe outlives its process: the model as a state dict or a file, and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autopipe.errors import CheckpointError
+from autopipe.planfile.contents import Plan
+from autopipe.planfile.parts import Place
+from autopipe.runtime.checkpoint.checkpoints import KEEP, Checkpoints, Loaded
+from autopipe.runtime.checkpoint.content import Content
+from autopipe.runtime.checkpoint.layout import own_tensors
+from autopipe.runtime.parameters.gradient_sum import Gradients
+from autopipe.runtime.parameters.loss_scale import LossScale
+from autopipe.runtime.parameters.model_states import ModelStates, in_state_dict
+from autopipe.runtime.step.prepare import Rank
+from autopipe.util import atomic_file
+from autopipe.util.progress import Say
+
+
+class Kept:
+    """The half of a `Pipe` that is kept on a disk, or given away."""
+
+    plan: Plan
+    place: Place
+    steps: int
+    seed: int
+    loss_scale: LossScale | None
+    _rank: Rank
+    _own: ModelStates
+    _gradients: Gradients
+    _world: dist.ProcessGroup | None
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """What this rank's optimizer updates, under the model's own names.
+
+        Whole parameters, or under ZeRO this rank's shards of them.
+        """
+        yield from self._gradients.shards().items()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """This rank's parameters and persistent buffers; all ranks' together are the model's.
+
+        A tied tensor has all its names; what forward does not use is with rank 0. Every rank calls
+        it: what is sharded over tensor-parallel ranks, or under ZeRO-1, is gathered first. Under
+        ZeRO-3 the rest are DTensors, of which each rank has its part. Of parameters that forward
+        reads in 16 bits it has the fp32 masters.
+        """
+        self._gradients.gather()
+        return self._own.state_dict(self._gradients.master)
+
+    def save(
+        self,
+        path: str | Path,
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+    ) -> None:
+        """Write the whole model as FILE.safetensors, or a checkpoint into a folder.
+
+        Every rank calls it. `model.load_state_dict(safetensors.torch.load_file(path))` takes the
+        file, which rank 0 writes; no rank holds more than one tensor beside its own. A checkpoint,
+        `path/step-00000020`, also has the state of `optimizer` and `scheduler` and can be loaded
+        under any other plan; each rank writes its own part. Either is there whole or not at all.
+
+        Raises:
+            AutopipeError: it cannot be written.
+        """
+        path = Path(path)
+        if path.is_dir() or not path.suffix:
+            saving = self.checkpoints(path)
+            saving.begin(self.content(optimizer, scheduler), self.steps, self.values())
+            saving.close()
+            return
+        atomic_file.check_model(path)
+        self._gradients.gather()
+        self._own.save(path, self.place, self._world, self._gradients.master)
+
+    def load(
+        self,
+        path: str | Path,
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+    ) -> int:
+        """Go on from a checkpoint, made under this plan or any other; every rank calls it.
+
+        Args:
+            path: what was given to `save`, of which the newest whole checkpoint is taken, or one
+                of the folders in it.
+            optimizer, scheduler: made as those that were saved; their state is loaded in place.
+
+        Returns:
+            How many steps the checkpoint is of.
+
+        Raises:
+            CheckpointError: there is none, none is whole, or it is of another model or optimizer.
+        """
+        loaded = self.checkpoints(Path(path)).load(self.content(optimizer, scheduler))
+        if loaded is None:
+            raise CheckpointError(f"{path} has no checkpoint", hint="pipe.save(folder) makes one")
+        self.resume(loaded)
+        return self.steps
+
+    def checkpoints(self, folder: Path, keep: int = KEEP, say: Say | None = None) -> Checkpoints:
+        """The checkpoints of a run in a folder; every rank calls it."""
+        return Checkpoints(folder, self.plan, self.place, self._world, keep=keep, say=say)
+
+    def content(
+        self,
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+    ) -> Content:
+        """What this rank saves, and loads into."""
+        own = own_tensors(self._rank.part, self._own, self._rank.held)
+        names = {name for name, state in self._own.specs.items() if in_state_dict(state)}
+        return Content(own, names, dict(self.named_parameters()), optimizer, scheduler)
+
+    def values(self) -> dict[str, Any]:
+        """What of this pipe is no tensor, and a checkpoint has."""
+        scale = self.loss_scale.state_dict() if self.loss_scale is not None else None
+        shard = [self.place.dp, self.plan.mesh.dp]
+        return {"seed": self.seed, "loss_scale": scale, "shard": shard}
+
+    def resume(self, loaded: Loaded) -> None:
+        """Take over steps, seed and loss scale of a checkpoint whose tensors were loaded."""
+        self.steps, self.seed = loaded.step, int(loaded.values["seed"])
+        if self.loss_scale is not None and loaded.values["loss_scale"] is not None:
+            self.loss_scale.load_state_dict(loaded.values["loss_scale"])
