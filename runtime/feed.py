@@ -22,7 +22,7 @@ from torch import Tensor
 from autopipe.errors import ModelError
 from autopipe.frontend import batch as batches
 from autopipe.frontend.model_file import ModelFile
-from autopipe.runtime.checkpoint.plain import like, plain
+from autopipe.runtime.checkpoint.plain import fence, like, plain
 from autopipe.runtime.step.pipe import Pipe
 from autopipe.util.progress import phase
 from autopipe.util.seeding import seed as derive_seed
@@ -60,6 +60,7 @@ class Feed:
         self.given = self.left_out = 0
         self._epoch_at = self._drawn = 0
         self._resumed: Mapping[str, Any] | None = None
+        self._random = _random_states()
         self._iterable: Any = None
         self._pipe, self._file, self._seed = pipe, file, seed
         self._epochs = epochs or 1
@@ -110,8 +111,10 @@ class Feed:
 
     def go_to(self, position: Mapping[str, Any]) -> None:
         """Go on from where an earlier run stood; called before the first batch."""
-        self._epoch_at, self._drawn = position["epoch"], position["drawn"]
-        self.given, self.left_out = position["given"], position["left_out"]
+        with fence("the position in the batches"):
+            self._epoch_at, self._drawn = int(position["epoch"]), int(position["drawn"])
+            self.given, self.left_out = int(position["given"]), int(position["left_out"])
+            self._random = like(_random_states(), position["random"])
         self._resumed = position
 
     def _passed_over(self) -> Iterator[Any]:
@@ -128,7 +131,7 @@ class Feed:
             for _ in islice(stream, skip):
                 done()
         if resumed is not None:
-            _set_random_states(resumed["random"])
+            _set_random_states(self._random)
         self._resumed = None
         return stream
 
@@ -242,10 +245,10 @@ def _random_states() -> tuple[Any, Tensor]:
     return random.getstate(), torch.get_rng_state()
 
 
-def _set_random_states(data: Any) -> None:
-    python, pytorch = like(_random_states(), data)
-    random.setstate(python)
-    torch.set_rng_state(pytorch)
+def _set_random_states(states: tuple[Any, Tensor]) -> None:
+    with fence("the random state"):
+        random.setstate(states[0])
+        torch.set_rng_state(states[1])
 
 
 def _varied(leaf: batches.Leaf) -> bool:

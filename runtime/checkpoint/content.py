@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from autopipe.errors import CheckpointError
 from autopipe.runtime.checkpoint import optimizer as optimizer_state
 from autopipe.runtime.checkpoint.layout import OwnTensor
-from autopipe.runtime.checkpoint.plain import like, plain
+from autopipe.runtime.checkpoint.plain import fence, like, plain
 from autopipe.runtime.checkpoint.stored import Stored
 from autopipe.runtime.checkpoint.write import RankFile, Written
 
@@ -81,15 +81,18 @@ def restore(content: Content, stored: Stored) -> None:
         stored.fill(own)
     if content.optimizer is not None:
         content.optimizer.state.clear()
-        optimizer_state.restore(content.optimizer, content.named, content.own, stored)
+        with fence(f"{stored.folder}: the optimizer's state"):
+            optimizer_state.restore(content.optimizer, content.named, content.own, stored)
     if content.scheduler is not None:
-        _restore_scheduler(content.scheduler, content.optimizer, stored)
+        with fence(f"{stored.folder}: the schedule's state"):
+            _restore_scheduler(content.scheduler, content.optimizer, stored)
 
 
 def values(stored: Stored, shard: int, shards: int) -> Mapping[str, Any]:
     """The values that a rank with this shard of the batches has saved; rank 0's if none had."""
-    every: list[Mapping[str, Any]] = [one.training["values"] for one in stored.manifests]
-    return next((found for found in every if found["shard"] == [shard, shards]), every[0])
+    with fence(f"{stored.folder}: the state of the run"):
+        every: list[Mapping[str, Any]] = [one.training["values"] for one in stored.manifests]
+        return next((found for found in every if found["shard"] == [shard, shards]), every[0])
 
 
 def _restore_scheduler(scheduler: LRScheduler, optimizer: Optimizer | None, stored: Stored) -> None:

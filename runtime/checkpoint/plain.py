@@ -10,13 +10,14 @@ keys that are no strings stand in pairs, `{"pairs": [[3, 1], ...]}`; a small ten
 from __future__ import annotations
 
 from base64 import b64decode, b64encode
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autopipe.errors import CheckpointError
+from autopipe.errors import CheckpointError, DamagedError
 from autopipe.runtime.checkpoint.manifest import NAMES
 from autopipe.runtime.parameters.export import DTYPES
 from autopipe.util.dtypes import name_of
@@ -50,6 +51,19 @@ def plain(value: Any, path: str) -> Any:
         hint="numbers, words, lists and mappings of them are kept; what is made anew at every "
         "start can be left out of state_dict()",
     )
+
+
+@contextmanager
+def fence(what: str) -> Iterator[None]:
+    """Within the block states from a checkpoint are used, which may be of any form.
+
+    Raises:
+        DamagedError: the block could make nothing of them.
+    """
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise DamagedError(f"{what} is none that this version has written: {error!r}") from error
 
 
 def like(present: Any, data: Any) -> Any:

@@ -16,6 +16,7 @@ from autopipe.planfile.parts import Place
 from autopipe.runtime.checkpoint.checkpoints import KEEP, Checkpoints, Loaded
 from autopipe.runtime.checkpoint.content import Content
 from autopipe.runtime.checkpoint.layout import own_tensors
+from autopipe.runtime.checkpoint.plain import fence
 from autopipe.runtime.parameters.gradient_sum import Gradients
 from autopipe.runtime.parameters.loss_scale import LossScale
 from autopipe.runtime.parameters.model_states import ModelStates, in_state_dict
@@ -128,6 +129,7 @@ class Kept:
 
     def resume(self, loaded: Loaded) -> None:
         """Take over steps, seed and loss scale of a checkpoint whose tensors were loaded."""
-        self.steps, self.seed = loaded.step, int(loaded.values["seed"])
-        if self.loss_scale is not None and loaded.values["loss_scale"] is not None:
-            self.loss_scale.load_state_dict(loaded.values["loss_scale"])
+        with fence(f"{loaded.folder}: the state of the run"):
+            self.steps, self.seed = loaded.step, int(loaded.values["seed"])
+            if self.loss_scale is not None and loaded.values["loss_scale"] is not None:
+                self.loss_scale.load_state_dict(loaded.values["loss_scale"])

@@ -1,0 +1,291 @@
+"""What is damaged is found, and the last good checkpoint is used; nothing in one is trusted."""
+
+import json
+import os
+import random
+import resource
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from autopipe import CheckpointError, Pipe
+from autopipe.runtime.checkpoint.checkpoints import Checkpoints, Loaded
+from tests.support.long import sampled
+from tests.support.pipes import drawn, piped, planned
+
+MODEL = "linear"
+
+
+class Run:
+    """A run of one process, of three steps with a checkpoint after each."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.said: list[str] = []
+        self.pipe = piped(MODEL, planned(MODEL, 1, 1, 2))
+        self.optimizer = torch.optim.AdamW(self.pipe.parameters(), lr=0.1)
+        self.states: dict[int, list[Tensor]] = {}
+
+    def checkpoints(self, keep: int = 3) -> Checkpoints:
+        return self.pipe.checkpoints(self.folder, keep, self.said.append)
+
+    def save(self, saving: Checkpoints) -> None:
+        saving.begin(self.pipe.content(self.optimizer), self.pipe.steps, self.pipe.values())
+        saving.settle()
+        saving.agree()
+
+    def train(self, steps: int = 3) -> None:
+        saving = self.checkpoints()
+        for number in range(steps):
+            self.pipe.step(drawn(MODEL, 4, number))
+            self.optimizer.step()
+            self.states[self.pipe.steps] = self.state()
+            self.save(saving)
+
+    def state(self) -> list[Tensor]:
+        """Copies of the parameters and of the optimizer's state."""
+        tensors: list[Tensor] = []
+        for parameter in self.pipe.parameters():
+            tensors += [parameter.detach().clone()]
+            tensors += [value.clone() for value in self.optimizer.state[parameter].values()]
+        return tensors
+
+    def load(self) -> Loaded | None:
+        """Into parameters that are zeros, and an optimizer without state."""
+        self.said.clear()
+        self.optimizer = torch.optim.AdamW(self.pipe.parameters(), lr=0.1)
+        with torch.no_grad():
+            for parameter in self.pipe.parameters():
+                parameter.zero_()
+        return self.checkpoints().load(self.pipe.content(self.optimizer))
+
+    def is_at(self, step: int) -> bool:
+        """Whether parameters and optimizer are what they were after `step`, bit by bit."""
+        return all(map(torch.equal, self.state(), self.states[step]))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    made = Run(tmp_path / "checkpoints")
+    made.train()
+    return made
+
+
+TENSORS, MANIFEST = "rank-0.safetensors", "rank-0.json"
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0x10
+    path.write_bytes(data)
+
+
+def cut(path: Path, length: int) -> None:
+    path.write_bytes(path.read_bytes()[:length])
+
+
+def replaced_by_a_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a bit of a tensor": (lambda newest: flip(newest / TENSORS, -7), "has another checksum"),
+    "a bit of a manifest": (lambda newest: flip(newest / MANIFEST, 300), f"{MANIFEST}"),
+    "tensors cut short": (lambda newest: cut(newest / TENSORS, 400), "has 400 bytes, expected"),
+    "a manifest cut short": (lambda newest: cut(newest / MANIFEST, 300), "is no manifest of a"),
+    "an empty manifest": (lambda newest: cut(newest / MANIFEST, 0), "is no manifest of a"),
+    "no tensors": (lambda newest: (newest / TENSORS).unlink(), "No such file or directory"),
+    "a pipe, which never ends": (lambda newest: replaced_by_a_pipe(newest / TENSORS), "is no file"),
+    "a manifest of 100000 brackets": (
+        lambda newest: (newest / MANIFEST).write_text("[" * 100_000),
+        "is no manifest of a checkpoint",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_checkpoint_is_passed_over(kind: str, run: Run) -> None:
+    damage, words = DAMAGE[kind]
+    damage(run.folder / "step-00000003")
+    loaded = run.load()
+    assert loaded is not None and loaded.step == 2
+    assert run.is_at(2)
+    (said,) = run.said
+    assert words in said and said.endswith("; step-00000002 is used instead")
+
+
+@pytest.mark.parametrize("seed", sampled(range(400), of=10))
+def test_any_byte_of_any_file(seed: int, run: Run) -> None:
+    """Whatever byte is another one: what is loaded is what was saved, then or the step before."""
+    drawn_by = random.Random(seed)
+    path = drawn_by.choice([run.folder / "step-00000003" / name for name in (TENSORS, MANIFEST)])
+    flip(path, drawn_by.randrange(path.stat().st_size))
+    loaded = run.load()
+    assert loaded is not None and loaded.step in (2, 3)
+    assert run.is_at(loaded.step)
+
+
+def test_no_good_one_is_left(run: Run) -> None:
+    """Nothing begins anew by itself: the error names the newest one's damage."""
+    for step in (1, 2, 3):
+        cut(run.folder / f"step-0000000{step}" / TENSORS, 100)
+    with pytest.raises(CheckpointError) as refused:
+        run.load()
+    assert "none of 3 checkpoints is whole; the newest: " in refused.value.message
+    assert f"step-00000003/{TENSORS} has 100 bytes" in refused.value.message
+
+
+def test_a_folder_without_checkpoints(tmp_path: Path) -> None:
+    assert Run(tmp_path / "none").load() is None
+
+
+# What a run that was killed has left behind
+
+
+def left_behind(run: Run) -> Path:
+    """The newest checkpoint as it was a moment before it was renamed."""
+    partial = run.folder / "step-00000003.0123abcd.partial"
+    return (run.folder / "step-00000003").rename(partial)
+
+
+def test_all_ranks_had_written_when_the_run_was_killed(run: Run) -> None:
+    left_behind(run)
+    loaded = run.load()
+    assert loaded is not None and loaded.step == 3
+    assert run.is_at(3)
+
+
+@pytest.mark.parametrize("missing", [TENSORS, MANIFEST])
+def test_some_rank_had_not_written(missing: str, run: Run) -> None:
+    partial = left_behind(run)
+    (partial / missing).unlink()
+    loaded = run.load()
+    assert loaded is not None and loaded.step == 2
+    assert not partial.exists()
+
+
+def test_old_ones_go(run: Run) -> None:
+    saving = run.checkpoints(keep=2)
+    run.pipe.steps = 4
+    run.save(saving)
+    assert sorted(path.name for path in run.folder.iterdir()) == ["step-00000003", "step-00000004"]
+
+
+def test_a_step_that_comes_by_again(run: Run) -> None:
+    """A damaged one was passed over, and the run has come to its step again."""
+    cut(run.folder / "step-00000003" / TENSORS, 100)
+    saving = run.checkpoints()
+    run.save(saving)
+    assert run.load() is not None and run.is_at(3)
+
+
+# The disk
+
+
+@pytest.fixture
+def full_disk() -> Iterator[None]:
+    """No file may have more than 600 bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (600, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.usefixtures("full_disk")
+def test_a_full_disk(tmp_path: Path) -> None:
+    run = Run(tmp_path / "checkpoints")
+    saving = run.checkpoints()
+    run.save(saving)
+    (said,) = run.said
+    assert said.startswith("the checkpoint of step 0 was not written: rank 0: ")
+    assert said.endswith("File too large; there is none so far that is the newest")
+    assert list(run.folder.iterdir()) == []
+    with pytest.raises(CheckpointError, match="File too large"):
+        saving.close()
+
+
+# Manifests that are made to harm; their checksums are right
+
+
+def hostile(**changes: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda body: body["chunks"]["chunks"][0].update(changes)
+
+
+def many_ranks(body: dict[str, Any]) -> None:
+    body["chunks"]["ranks"] = 10**18
+
+
+HOSTILE: dict[str, Callable[[dict[str, Any]], None]] = {
+    "reads before the file": hostile(offset=-(10**6)),
+    "reads after the file": hostile(offset=10**15),
+    "memory without end": hostile(own=[10**12], rows=10**12, sums=[0]),
+    "no rows a block": hostile(rows=0),
+    "negative shapes": hostile(own=[-5, 3]),
+    "no dims": hostile(own=[]),
+    "a dtype that is code": hostile(dtype="__import__('os').system('true')"),
+    "a number for a name": hostile(name=7),
+    "pieces outside": hostile(pieces=[{"whole": [0, 0], "own": [90, 0], "shape": [5, 5]}]),
+    "pieces of other dims": hostile(pieces=[{"whole": [0], "own": [0], "shape": [5]}]),
+    "pieces that grow": hostile(pieces=[{"whole": [0, 0], "own": [0, 0], "shape": [5, 10**15]}]),
+    "more ranks than atoms": many_ranks,
+    "no training": lambda body: body.pop("training"),
+    "training of another kind": lambda body: body.update(training=[1, 2]),
+    "another format": lambda body: body["chunks"].update(format=99),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_manifest(kind: str, run: Run) -> None:
+    path = run.folder / "step-00000003" / MANIFEST
+    body = json.loads(path.read_text())
+    HOSTILE[kind](body)
+    body.pop("sum")
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    path.write_text(json.dumps({"sum": f"{zlib.crc32(canonical.encode()):08x}", **body}))
+    loaded = run.load()
+    assert loaded is not None and loaded.step == 2
+    assert run.is_at(2)
+
+
+@pytest.mark.parametrize("of", ["values", "optimizer"])
+@pytest.mark.parametrize("value", [None, 7, [], {}, {"groups": 3}, {"seed": "x", "shard": 1}])
+def test_a_hostile_state(of: str, value: Any, run: Run) -> None:
+    path = run.folder / "step-00000003" / MANIFEST
+    body = json.loads(path.read_text())
+    body["training"][of] = value
+    body.pop("sum")
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    path.write_text(json.dumps({"sum": f"{zlib.crc32(canonical.encode()):08x}", **body}))
+    with pytest.raises(CheckpointError):
+        run.pipe.load(run.folder / "step-00000003", run.optimizer)
+
+
+def test_a_name_that_leads_elsewhere(run: Run, tmp_path: Path) -> None:
+    """Nothing outside of the folder is removed: a link is no checkpoint."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "precious").touch()
+    for name in ("step-00000000", "step-00000005", "step-00000001.0123abcd.partial"):
+        (run.folder / name).symlink_to(elsewhere)
+    run.load()
+    run.pipe.steps = 4
+    run.save(run.checkpoints(keep=1))
+    assert (elsewhere / "precious").exists()
+
+
+def test_another_model(run: Run) -> None:
+    other: Pipe = piped("gpt", planned("gpt", 1, 1, 2))
+    with pytest.raises(CheckpointError, match="is of another model: it has 'bias'"):
+        other.load(run.folder)
+
+
+def test_another_optimizer(run: Run) -> None:
+    other = torch.optim.SGD(run.pipe.parameters(), lr=0.1)
+    with pytest.raises(CheckpointError, match="has the state of AdamW, and the optimizer is SGD"):
+        run.pipe.load(run.folder, other)
