@@ -23,6 +23,7 @@ from datetime import timedelta
 
 from autopipe.errors import LaunchError
 from autopipe.runtime.launch.address import resolve, towards
+from autopipe.runtime.launch.attempt import of_this_attempt
 from autopipe.runtime.launch.spawn import cores
 from autopipe.runtime.launch.spawn import spawn as spawn
 from autopipe.runtime.launch.watchdog import LOCAL, Store, Watchdog, watch
@@ -211,8 +212,7 @@ def start(world: World, timeout: float = TIMEOUT, *, rank: int | None = None) ->
         )
         # torchrun's store outlives the workers that it starts again: it still has the addresses of
         # those that are gone.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(f"attempt {attempt}", tcp)  # type: ignore[attr-defined]
+        store = tcp if not agent else of_this_attempt(tcp, planned.rank, world.size, timeout)
         with _watch(planned, store) as watchdog:
             dist.init_process_group(
                 "gloo", store=store, rank=planned.rank, world_size=world.size, timeout=limit

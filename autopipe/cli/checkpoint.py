@@ -1,0 +1,153 @@
+"""The command `autopipe checkpoint`: what one has, whether two are the same, and exports."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from autopipe.cli import console
+from autopipe.cli.commands import Json, command
+from autopipe.cli.console import say
+from autopipe.errors import AutopipeError, CheckpointError
+from autopipe.util import atomic_file, numbers
+from autopipe.util.gc_pause import loading
+
+if TYPE_CHECKING:  # it imports torch, which `--help` has no use for
+    from autopipe.runtime.checkpoint.stored import Stored
+
+SHOWN = 20
+"""How many differences are told of two checkpoints that have more."""
+
+
+class Action(enum.StrEnum):
+    """What to do."""
+
+    info = "info"
+    verify = "verify"
+    convert = "convert"
+
+
+@command("autopipe checkpoint info checkpoints")
+def checkpoint(
+    action: Annotated[Action, typer.Argument(help="info, verify or convert")],
+    folder: Annotated[Path, typer.Argument(help="a checkpoint, or a folder of them: its newest")],
+    other: Annotated[
+        Path | None, typer.Argument(help="verify: the one that it is to be the same as")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="convert: FILE.safetensors, or a folder.")
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="convert: the folder of transformers that the model came from."),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="convert: of the weights; as they are. bfloat16, ...")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Look at checkpoints, compare two, or write one's model for others to load.
+
+    info      its step, plan and sizes
+    verify    every checksum of one; or whether two, of whatever plans, are the same to the bit
+    convert   the model as one safetensors file, or with --config as a folder for transformers
+    """
+    with loading():
+        from autopipe.runtime.checkpoint import convert
+        from autopipe.runtime.checkpoint.manifest import NAMES
+
+    stored = _newest(folder)
+    if action is Action.info:
+        _info(stored, json)
+    elif action is Action.verify:
+        _verify(stored, other)
+    else:
+        if output is None:
+            raise AutopipeError(
+                "convert: there is no name for what is to be written",
+                hint="-o model.safetensors; or -o folder --config FOLDER, for transformers",
+            )
+        if dtype is not None and dtype not in NAMES:
+            raise AutopipeError(
+                f"--dtype {dtype}: there is no such dtype", hint=f"one of {', '.join(NAMES)}"
+            )
+        wanted = NAMES[dtype] if dtype is not None else None
+        if output.suffix == ".safetensors":
+            atomic_file.check_model(output)
+            convert.to_file(stored, output, wanted)
+        elif config is None:
+            raise AutopipeError(
+                f"convert: {output} is a folder, and transformers needs a config.json in it",
+                hint=f"--config FOLDER that the model came from; or -o {output}.safetensors",
+            )
+        else:
+            convert.to_folder(stored, output, config, wanted)
+        print(output)
+
+
+def _newest(folder: Path) -> Stored:
+    """The checkpoint at a path, or the newest one in it."""
+    from autopipe.runtime.checkpoint.recover import candidates
+    from autopipe.runtime.checkpoint.stored import Stored
+
+    found = candidates(folder)
+    if not found:
+        raise CheckpointError(
+            f"{folder} has no checkpoint" if folder.is_dir() else f"there is no folder {folder}",
+            hint="a checkpoint is a folder step-NNNNNNNN, as --checkpoints writes it",
+        )
+    return Stored.open(found[0])
+
+
+def _info(stored: Stored, json: bool) -> None:
+    facts = _facts(stored)
+    if json:
+        console.show(facts)
+        return
+    for name, value in facts.items():
+        shown = numbers.memory(value) if name.endswith("bytes") else f"{value}"
+        print(f"{name.replace('_', ' '):16} {shown}")
+
+
+def _facts(stored: Stored) -> dict[str, Any]:
+    from autopipe.planfile.contents import Plan
+    from autopipe.runtime.checkpoint.folder import PLAN
+    from autopipe.runtime.checkpoint.whole import tensors
+
+    plan = Plan.load(stored.folder / PLAN)
+    every = tensors(stored)
+    model = [tensor for tensor in every if not tensor.state]
+    optimizer = stored.manifests[0].training.get("optimizer")
+    mesh = plan.mesh
+    return {
+        "folder": str(stored.folder),
+        "step": stored.step,
+        "plan": f"tp {mesh.tp} x pp {mesh.pp} x dp {mesh.dp}, ZeRO-{plan.zero}, {plan.schedule}",
+        "precision": plan.precision,
+        "ranks": len(stored.manifests),
+        "tensors": len(model),
+        "model_bytes": sum(tensor.bytes for tensor in model),
+        "optimizer": optimizer["kind"] if optimizer else None,
+        "optimizer_bytes": sum(tensor.bytes for tensor in every if tensor.state),
+    }
+
+
+def _verify(stored: Stored, other: Path | None) -> None:
+    from autopipe.runtime.checkpoint.compare import differences
+
+    if other is None:
+        stored.check()
+        print(f"{stored.folder}: whole, every checksum is right")
+        return
+    second = _newest(other)
+    found = list(differences(stored, second))
+    for line in found[:SHOWN]:
+        print(line)
+    if len(found) > SHOWN:
+        say(f"and {len(found) - SHOWN} more")
+    if found:
+        raise typer.Exit(1)
+    print(f"{stored.folder} and {second.folder} are the same to the bit")

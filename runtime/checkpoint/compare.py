@@ -1,0 +1,50 @@
+"""Whether two checkpoints, of whatever plans, are the same to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from autopipe.runtime.checkpoint.stored import Stored
+from autopipe.runtime.checkpoint.whole import WholeTensor, tensors, windows
+from autopipe.util.progress import phase
+
+
+def differences(one: Stored, other: Stored) -> Iterator[str]:
+    """A sentence for each tensor, of model or optimizer, that the two have not alike."""
+    ours, theirs = ({tensor.key: tensor for tensor in tensors(each)} for each in (one, other))
+    if one.step != other.step:
+        yield f"the step is {one.step} and {other.step}"
+    with phase("comparing", of=len(ours | theirs)) as done:
+        for key in {**ours, **theirs}:
+            found = _difference(one, ours.get(key), other, theirs.get(key))
+            if found is not None:
+                yield f"{key}: {found}"
+            done()
+
+
+def _difference(
+    one: Stored, mine: WholeTensor | None, other: Stored, theirs: WholeTensor | None
+) -> str | None:
+    if mine is None or theirs is None:
+        return f"only in {(one if theirs is None else other).folder}"
+    if (mine.dtype, mine.shape) != (theirs.dtype, theirs.shape):
+        return (
+            f"{mine.dtype} {list(mine.shape)} in the first, {theirs.dtype} {list(theirs.shape)} "
+            "in the second"
+        )
+    differing, first, begins = 0, None, 0
+    for a, b in zip(windows(one, mine), windows(other, theirs), strict=True):
+        unlike = (_bits(a) != _bits(b)).view(a.numel(), -1).any(1).nonzero().flatten()
+        if len(unlike) and first is None:
+            first = begins + int(unlike[0])
+        differing += len(unlike)
+        begins += a.numel()
+    return None if first is None else f"{differing} of {begins} elements, the first is {first}"
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """What is no number equals itself so, and -0 is not 0."""
+    return tensor.reshape(-1).view(torch.uint8)

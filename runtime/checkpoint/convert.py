@@ -1,0 +1,140 @@
+"""A checkpoint's model  ->  one safetensors file, or a folder that transformers loads.
+
+    model.safetensors                          all tensors, a tied one under each of its names
+    folder/model-00001-of-00003.safetensors    no file larger than 5 GB, with an index of them,
+           config.json, tokenizer.json, ...    copied from the folder that the model came from
+
+Rows are read and written some at a time: no tensor is ever whole in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from autopipe.errors import CheckpointError
+from autopipe.runtime.checkpoint.stored import Stored
+from autopipe.runtime.checkpoint.whole import WholeTensor, tensors, windows
+from autopipe.runtime.parameters.export import FileTensor, header
+from autopipe.util import atomic_file
+from autopipe.util.progress import Done, phase
+
+MOST = 5 * 10**9
+"""Bytes of a file in a folder, as transformers writes them."""
+
+_COPIED = ("*.json", "*.txt", "*.model", "*.jinja")
+"""What stands beside the weights of a folder of transformers."""
+
+INDEX = "model.safetensors.index.json"
+
+
+def to_file(stored: Stored, path: Path, dtype: torch.dtype | None = None) -> None:
+    """Write the model as one safetensors file, each tensor under all of its names.
+
+    Args:
+        dtype: of the floating-point tensors; None: as they are.
+
+    Raises:
+        AutopipeError: the checkpoint is damaged, or the file cannot be written.
+    """
+    model = _model(stored)
+    with phase("converting", of=len(model)) as done, atomic_file.writing(path) as file:
+        _write(file, stored, model, dtype, done)
+
+
+def to_folder(
+    stored: Stored,
+    folder: Path,
+    config: Path,
+    dtype: torch.dtype | None = None,
+    most: int = MOST,
+) -> list[Path]:
+    """Write the model as a folder that `transformers.AutoModel.from_pretrained` loads.
+
+    Args:
+        config: the folder that the model came from, with its config.json.
+        most: bytes of tensors in a file, if a tensor is not larger by itself.
+
+    Returns:
+        The files of tensors.
+
+    Raises:
+        AutopipeError: the checkpoint is damaged, there is no config.json, or a file cannot be
+            written.
+    """
+    if not (config / "config.json").is_file():
+        raise CheckpointError(
+            f"{config} has no config.json, from which transformers learns what the model is",
+            hint="--config is the folder that the model came from",
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = _parts(_model(stored), dtype, most)
+    paths, weights = [], dict[str, str]()
+    with phase("converting", of=sum(map(len, parts))) as done:
+        for number, part in enumerate(parts, start=1):
+            name = f"model-{number:05}-of-{len(parts):05}.safetensors"
+            path = folder / (name if len(parts) > 1 else "model.safetensors")
+            with atomic_file.writing(path) as file:
+                _write(file, stored, part, dtype, done)
+            paths.append(path)
+            weights |= {n: path.name for tensor in part for n in (tensor.name, *tensor.aliases)}
+    if len(parts) > 1:
+        total = sum(_bytes(tensor, dtype) for part in parts for tensor in part)
+        index = {"metadata": {"total_size": total}, "weight_map": weights}
+        atomic_file.write(json.dumps(index, indent=2), folder / INDEX)
+    for pattern in _COPIED:
+        for path in config.glob(pattern):
+            if path.name != INDEX and path.resolve() != (folder / path.name).resolve():
+                shutil.copyfile(path, folder / path.name)
+    return paths
+
+
+def _model(stored: Stored) -> list[WholeTensor]:
+    """The tensors of the model, wide dtypes first, so that all are aligned in a file."""
+    found = [tensor for tensor in tensors(stored) if not tensor.state]
+    return sorted(found, key=lambda tensor: -tensor.dtype.itemsize)
+
+
+def _parts(
+    model: Sequence[WholeTensor], dtype: torch.dtype | None, most: int
+) -> list[list[WholeTensor]]:
+    parts: list[list[WholeTensor]] = [[]]
+    filled = 0
+    for tensor in model:
+        size = _bytes(tensor, dtype) * (1 + len(tensor.aliases))
+        if parts[-1] and filled + size > most:
+            parts.append([])
+            filled = 0
+        parts[-1].append(tensor)
+        filled += size
+    return parts
+
+
+def _bytes(tensor: WholeTensor, dtype: torch.dtype | None) -> int:
+    return tensor.bytes // tensor.dtype.itemsize * _dtype(tensor, dtype).itemsize
+
+
+def _dtype(tensor: WholeTensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
+
+
+def _write(
+    file: BinaryIO,
+    stored: Stored,
+    model: Sequence[WholeTensor],
+    dtype: torch.dtype | None,
+    done: Done,
+) -> None:
+    order = sorted(model, key=lambda tensor: -_dtype(tensor, dtype).itemsize)
+    file.write(header([FileTensor((t.name, *t.aliases), t.shape, _dtype(t, dtype)) for t in order]))
+    for tensor in order:
+        for _ in (tensor.name, *tensor.aliases):
+            for rows in windows(stored, tensor):
+                data = rows.to(_dtype(tensor, dtype)).reshape(-1).view(torch.uint8)
+                file.write(data.numpy().data)
+        done()

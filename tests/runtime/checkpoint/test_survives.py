@@ -1,0 +1,108 @@
+"""A run that is killed, or asked to stop, and goes on: its losses are those of an undisturbed one.
+
+`killed_net` kills a rank of itself at a moment that it is told, also while a checkpoint is being
+written: there is one after every step.
+"""
+
+import random
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+import autopipe
+from autopipe.frontend import model_file
+from tests.support import killed_net
+from tests.support.inprocess import machine
+from tests.support.long import sampled
+from tests.support.shell import TORCHRUN, Said, end, ranks, start
+
+STEPS = 16
+RUN = (
+    *("-m", "autopipe", "run", "plan.json", "--steps", str(STEPS), "--epochs", "3"),
+    *("--log-every", "1", "--checkpoints", "kept", "--save-every", "1", "--resume"),
+)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model file and a plan for two stages."""
+    folder = tmp_path_factory.mktemp("home")
+    shutil.copy(killed_net.__file__, folder / "net.py")
+    path = sys.path.copy()
+    file = model_file.load(str(folder / "net.py"))
+    sys.path[:] = path
+    autopipe.plan(
+        file.model, file.inputs, loss=file.loss, optimizer=file.optimizer or "adamw",
+        cluster=machine(2), batch_size=8, pp=2, dp=1, micro_batches=2, source="net.py",
+    ).save(folder / "plan.json")  # fmt: skip
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(home: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    shutil.copytree(home, folder, dirs_exist_ok=True)
+    found = losses(ranks(2, *RUN, folder=folder))
+    assert list(found) == list(range(1, STEPS + 1))
+    return found
+
+
+@pytest.fixture
+def folder(home: Path, tmp_path: Path) -> Path:
+    shutil.copytree(home, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def losses(said: Said) -> dict[int, str]:
+    """The loss of each step, as it was said."""
+    found = re.findall(rf"^step (\d+)/{STEPS}  loss (\S+)", said.err, flags=re.MULTILINE)
+    return {int(step): loss for step, loss in found}
+
+
+@pytest.mark.parametrize("seed", sampled(range(50), of=25))
+def test_killed_at_a_random_moment(
+    seed: int, folder: Path, undisturbed: dict[int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moment = random.Random(seed)
+    monkeypatch.setenv(
+        "KILL", f"{moment.randrange(2)} {moment.randrange(1, STEPS)} {moment.random() / 20:.3f}"
+    )
+    killed = ranks(2, *RUN, folder=folder)
+    monkeypatch.delenv("KILL")
+    again = ranks(2, *RUN, folder=folder)
+    assert again.code == 0, again.err
+    before, after = losses(killed), losses(again)
+    assert {**before, **after} == undisturbed
+    for said in (before, after):
+        assert all(undisturbed[step] == loss for step, loss in said.items())
+    # The checkpoint of the last step, and perhaps of the one before, was not yet on the disk.
+    assert len(before) - 2 <= min(after, default=STEPS + 1) - 1 <= len(before) + 1
+    assert [path for path in (folder / "kept").iterdir() if path.suffix == ".partial"] == []
+
+
+def test_a_signal_to_one_rank_stops_all(
+    folder: Path, undisturbed: dict[int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASK", "1 5 0")
+    asked = ranks(2, *RUN, folder=folder)
+    monkeypatch.delenv("ASK")
+    assert asked.code == 0, asked.err
+    assert asked.err.splitlines()[-1] == (
+        "another rank's signal: saved and stopped after step 5; "
+        "the same command with --resume goes on"
+    )
+    again = ranks(2, *RUN, folder=folder)
+    assert losses(asked) | losses(again) == undisturbed
+    assert min(losses(again)) == 6
+
+
+def test_torchrun_restarts(folder: Path, undisturbed: dict[int, str]) -> None:
+    """Its workers of the second attempt are given the store of the first one."""
+    command = (*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", *RUN)
+    said = end(start(*command, folder=folder, environ={"KILL": "1 5 0.01", "OMP_NUM_THREADS": "1"}))
+    assert said.code == 0, said.err
+    assert "error: rank 1 (stage 1) died" in said.err
+    assert losses(said) == undisturbed
