@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from signal import Signals
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,14 +14,15 @@ import typer
 from autopipe.terminal import console
 from autopipe.terminal.commands import PlanArgument, command
 from autopipe.terminal.console import say, tell
-from autopipe.terminal.paths import check_folder, found, say_edits
+from autopipe.terminal.paths import check_folder, found, relative, say_edits
 from autopipe.errors import AutopipeError
-from autopipe.util import atomic_file
+from autopipe.util import atomic_file, codec
 from autopipe.util.gc_pause import loading
 
 if TYPE_CHECKING:  # it imports torch, which most commands have no use for
     from autopipe.planfile.contents import Plan
     from autopipe.runtime.launch.pods import Pod
+    from autopipe.runtime.launch.world import World
     from autopipe.runtime.train import Measured
 
 
@@ -47,6 +50,9 @@ def run(
     keep: Annotated[int, typer.Option(min=1, help="How many checkpoints stay.")] = 3,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")
+    ] = False,
+    replan: Annotated[
+        bool, typer.Option("--replan", help="Make a new plan where there are other devices.")
     ] = False,
     seed: Annotated[
         int, typer.Option(help="Seed of the weights, the dropout and the batches.")
@@ -81,10 +87,12 @@ def run(
         check_folder(trace)
         if save is not None:
             atomic_file.check_model(save)
-        kept = _kept(checkpoints, save_every, keep, resume)
+        kept = _kept(checkpoints, save_every, keep, resume=resume, replan=replan)
         source = model or found(loaded, plan, "run")
         if pod is not None:
-            raise typer.Exit(_start_pod(pod, loaded))
+            raise typer.Exit(_start_pod(pod, loaded, asked.SIGNALS if kept is not None else ()))
+        if replan and checkpoints is not None:
+            loaded = _planned_anew(loaded, source, world, local, checkpoints)
         if local is not None:
             launch.check_world(launch.World(0, local, 0, local, 0, "", 0), len(loaded.mesh.places))
         elif world is not None or len(loaded.mesh.places) > 1:
@@ -113,23 +121,25 @@ def run(
         )
 
 
-def _start_pod(pod: Pod, plan: Plan) -> int:
+def _start_pod(pod: Pod, plan: Plan, forwarded: Sequence[Signals]) -> int:
     """Start the ranks of a pod; the code that they end with."""
     from autopipe.runtime.launch import address, pods, spawn
 
     environs = pods.environments(pod, plan.mesh.processes_per_node)
     address.resolve(pod.master_addr, pods.PATIENCE, tell)
-    return spawn.spawn(len(environs), sys.argv[1:], environs=environs)
+    return spawn.spawn(len(environs), sys.argv[1:], environs=environs, forwarded=forwarded)
 
 
-def _kept(folder: Path | None, every: int | None, keep: int, resume: bool) -> dict[str, Any] | None:
+def _kept(
+    folder: Path | None, every: int | None, keep: int, *, resume: bool, replan: bool
+) -> dict[str, Any] | None:
     """The options about checkpoints, as `keeping.Keeping` takes them; None: there are to be none.
 
     Raises:
         AutopipeError: one of the others is given without a folder, or the folder is a file.
     """
     if folder is None:
-        given = {"--save-every": every is not None, "--resume": resume}
+        given = {"--save-every": every is not None, "--resume": resume, "--replan": replan}
         for option in [name for name, is_given in given.items() if is_given]:
             raise AutopipeError(
                 f"{option} is about checkpoints, and there is no folder for them",
@@ -140,6 +150,38 @@ def _kept(folder: Path | None, every: int | None, keep: int, resume: bool) -> di
         raise AutopipeError(f"--checkpoints {folder}: expected a folder, found a file")
     check_folder(folder)
     return {"folder": folder, "every": every, "keep": keep, "resume": resume}
+
+
+def _planned_anew(
+    plan: Plan, source: str, world: World | None, local: int | None, folder: Path
+) -> Plan:
+    """The plan, or where other devices are there than it is for, one for those.
+
+    The first process makes it and leaves it in `folder`, where the others wait for it.
+    """
+    size = world.size if world is not None else local or 1
+    per_node = world.local_size if world is not None else size
+    if size == len(plan.mesh.places) or size % per_node:
+        return plan
+    from autopipe.planfile.contents import Plan
+    from autopipe.runtime.launch.world import TIMEOUT
+
+    nodes = [per_node] * (size // per_node)
+    folder.mkdir(exist_ok=True)
+    path = folder / f"plan-{len(nodes)}x{per_node}-{codec.digest(plan)}.json"
+    if not path.exists() and (world is None or world.rank == 0):
+        from autopipe.frontend import model_file
+        from autopipe.planners.driver.replan import replan
+
+        made = replan(plan, model_file.load(source), nodes, relative(source, folder.resolve()), say)
+        made.save(path)
+        mesh = made.mesh
+        say(
+            f"{path}: planned anew for {size} devices in the place of {len(plan.mesh.places)}: "
+            f"tp {mesh.tp} x pp {mesh.pp} x dp {mesh.dp}"
+        )
+    atomic_file.wait_for(path, TIMEOUT)
+    return Plan.load(path)
 
 
 def _train(

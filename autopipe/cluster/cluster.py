@@ -14,7 +14,9 @@ figures they come from. Links are given for a pair of devices, in one direction.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 from autopipe.errors import AutopipeError
 
@@ -208,6 +210,32 @@ class Cluster:
             f"{_number(self.num_devices, 'device')}\n{kinds}\n"
             + "\n".join(f"  {line}" for line in links)
         )
+
+
+def left_of(cluster: Cluster, nodes: Sequence[int]) -> Cluster:
+    """The cluster when so many nodes, with so many devices each, are left of it.
+
+    Each is taken for the first of the cluster's nodes that has as many devices and is not taken
+    yet; where there is none, for its first devices, or for more of its last one.
+    """
+    row = [node for node in cluster.nodes for _ in range(node.count)]
+    found = []
+    for count in nodes:
+        like = next((node for node in row if node.num_devices >= count), row[0] if row else None)
+        if like in row:
+            row.remove(like)
+        node = like or cluster.nodes[-1]
+        devices = [group.device for group in node.groups for _ in range(group.count)]
+        devices += devices[-1:] * (count - len(devices))
+        groups = tuple(Group(len([*same]), device) for device, same in groupby(devices[:count]))
+        found.append(NodeGroup(1, groups, node.site, node.within))
+    kinds = " + ".join(dict.fromkeys(device.kind for node in found for device in _of(node)))
+    name = f"{sum(nodes)} x {kinds}, left of {cluster.name}"
+    return replace(cluster, name=name, nodes=tuple(found))
+
+
+def _of(node: NodeGroup) -> list[Device]:
+    return [group.device for group in node.groups]
 
 
 def check(cluster: Cluster, path: str = "cluster") -> None:

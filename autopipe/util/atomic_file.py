@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,6 +45,22 @@ def writing(path: Path) -> Iterator[BinaryIO]:
         ) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def wait_for(path: Path, seconds: float) -> None:
+    """Return when a file is there that another process writes.
+
+    Raises:
+        AutopipeError: it has not come in time.
+    """
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise AutopipeError(
+                f"{path} has not come within {seconds:g} s, which another process was to write",
+                hint="is its folder one that all nodes share?",
+            )
+        time.sleep(0.1)
 
 
 def check_folder(path: Path) -> None:

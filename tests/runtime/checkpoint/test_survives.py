@@ -106,3 +106,13 @@ def test_torchrun_restarts(folder: Path, undisturbed: dict[int, str]) -> None:
     assert said.code == 0, said.err
     assert "error: rank 1 (stage 1) died" in said.err
     assert losses(said) == undisturbed
+
+
+def test_on_fewer_devices(folder: Path) -> None:
+    """Two stages are saved; one process is left, which makes itself a plan and goes on."""
+    assert ranks(2, *RUN, "--steps", "4", folder=folder).code == 0
+    said = ranks(1, *RUN, "--replan", folder=folder)
+    assert said.code == 0, said.err
+    assert "planned anew for 1 devices in the place of 2: tp 1 x pp 1 x dp 1" in said.err
+    assert "goes on from kept/step-00000004, after step 4" in said.err
+    assert list(losses(said)) == list(range(5, STEPS + 1))

@@ -1,0 +1,45 @@
+"""A plan made again, for the devices that are left of those it was made for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from autopipe.cluster.cluster import left_of
+from autopipe.frontend.model_file import CUSTOM, ModelFile
+from autopipe.planfile.contents import Plan
+from autopipe.planners.driver.make_plan import plan
+from autopipe.util.progress import Say
+
+
+def replan(old: Plan, file: ModelFile, nodes: Sequence[int], source: str, say: Say) -> Plan:
+    """The best plan of the same step on fewer devices, or more: rows and precision stay.
+
+    Rates are those in the old plan: nothing is measured, and every process finds the same.
+
+    Args:
+        nodes: how many devices each node has now.
+        source: where the model comes from, for the plan to remember.
+
+    Raises:
+        InfeasibleError: no plan fits them, all of them used.
+    """
+    again = partial(
+        plan,
+        file.model,
+        file.inputs,
+        loss=file.loss,
+        optimizer=file.optimizer or (old.optimizer if old.optimizer != CUSTOM else "adamw"),
+        cluster=left_of(old.cluster, nodes),
+        batch_size=old.batch.rows,
+        precision=old.precision,
+        compile=old.compiled,
+        loss_over=old.loss_over,
+        source=source,
+        say=say,
+    )
+    found = again()
+    if len(found.mesh.places) == sum(nodes):
+        return found
+    # Every process that was started is a rank; a pipeline asks for nothing to divide by them.
+    return again(pp=sum(nodes), dp=1, tp=1)

@@ -1,0 +1,164 @@
+"""`autopipe checkpoint`: what it shows, what it finds unlike, and what others load of it."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import autopipe
+from autopipe.frontend import model_file
+from tests.support.inprocess import machine
+from tests.support.shell import Shell, ranks
+
+MODEL = """
+import torch
+from transformers import AutoModelForCausalLM
+
+
+def model():
+    return AutoModelForCausalLM.from_pretrained("start", attn_implementation="eager")
+
+
+def inputs(batch_size):
+    tokens = torch.randint(90, (batch_size, 8))
+    return {"input_ids": tokens, "labels": tokens}
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`kept/`: a GPT-2 of transformers, with a tied head, trained by two stages for three steps."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    folder = tmp_path_factory.mktemp("home")
+    config = GPT2Config(
+        vocab_size=90, n_positions=16, n_embd=32, n_layer=2, n_head=2,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    GPT2LMHeadModel(config).save_pretrained(folder / "start")
+    (folder / "gpt2.py").write_text(MODEL)
+    path = sys.path.copy()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        file = model_file.load("gpt2.py")
+        sys.path[:] = path
+        autopipe.plan(
+            file.model, file.inputs, cluster=machine(2), batch_size=4, pp=2, micro_batches=2,
+            schedule="1f1b", source="gpt2.py",
+        ).save("plan.json")  # fmt: skip
+    said = ranks(
+        2, "-m", "autopipe", "run", "plan.json", "--steps", "3", "--checkpoints", "kept",
+        "--save-every", "2", "--save", "trained.safetensors", "--quiet", folder=folder,
+    )  # fmt: skip
+    assert said.code == 0, said.err
+    return folder
+
+
+@pytest.fixture
+def shell(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Shell:
+    shutil.copytree(home, tmp_path, dirs_exist_ok=True)
+    return Shell(tmp_path, monkeypatch, capsys)
+
+
+def test_info(shell: Shell) -> None:
+    """Of the newest one; bytes are of fp32 weights and Adam's two moments of each."""
+    facts = json.loads(shell("checkpoint", "info", "kept", "--json").out)
+    parameters = 90 * 32 + 16 * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 2 * 32
+    assert facts == {
+        "folder": "kept/step-00000003",
+        "step": 3,
+        "plan": "tp 1 x pp 2 x dp 1, ZeRO-0, 1f1b",
+        "precision": "fp32",
+        "ranks": 2,
+        "tensors": 28,
+        "model_bytes": 4 * parameters,
+        "optimizer": "AdamW",
+        "optimizer_bytes": 2 * 4 * parameters + 4 * 28,
+    }
+    assert "optimizer        AdamW\n" in shell("checkpoint", "info", "kept").out
+
+
+def test_one_that_is_whole_and_one_that_is_not(shell: Shell) -> None:
+    said = shell("checkpoint", "verify", "kept")
+    assert said.out == "kept/step-00000003: whole, every checksum is right\n"
+    path = shell.folder / "kept/step-00000003/rank-1.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    said = shell("checkpoint", "verify", "kept")
+    assert "rank-1.safetensors was changed after it was written" in said.error
+
+
+def test_two_that_are_alike_and_two_that_are_not(shell: Shell) -> None:
+    said = shell("checkpoint", "verify", "kept/step-00000003", "kept/step-00000003")
+    assert said.code == 0 and said.out.endswith("are the same to the bit\n")
+    said = shell("checkpoint", "verify", "kept/step-00000002", "kept/step-00000003")
+    assert said.code == 1
+    first, second, *_ = said.out.splitlines()
+    assert first == "the step is 2 and 3"
+    assert second == "transformer.wte.weight: 2880 of 2880 elements, the first is 0"
+
+
+def test_one_file(shell: Shell) -> None:
+    """The very tensors that --save has written; the tied one under both of its names."""
+    assert shell("checkpoint", "convert", "kept", "-o", "m.safetensors").out == "m.safetensors\n"
+    found, expected = load_file("m.safetensors"), load_file("trained.safetensors")
+    assert found.keys() == expected.keys() >= {"lm_head.weight", "transformer.wte.weight"}
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_another_dtype(shell: Shell) -> None:
+    shell("checkpoint", "convert", "kept", "-o", "m.safetensors", "--dtype", "bfloat16")
+    found, expected = load_file("m.safetensors"), load_file("trained.safetensors")
+    assert all(torch.equal(found[name], expected[name].bfloat16()) for name in found)
+
+
+def test_a_folder_that_transformers_loads(shell: Shell) -> None:
+    """The logits are those of the trained model, in a process that knows no autopipe model."""
+    from transformers import AutoModelForCausalLM
+
+    said = shell("checkpoint", "convert", "kept", "-o", "out", "--config", "start")
+    assert said.out == "out\n"
+    exported = AutoModelForCausalLM.from_pretrained("out", attn_implementation="eager").eval()
+    trained = AutoModelForCausalLM.from_pretrained("start", attn_implementation="eager").eval()
+    tokens = torch.arange(8)[None]
+    assert not torch.equal(exported(tokens).logits, trained(tokens).logits)
+    trained.load_state_dict(load_file("trained.safetensors"))
+    assert torch.equal(exported(tokens).logits, trained(tokens).logits)
+
+
+def test_many_files(shell: Shell) -> None:
+    """As transformers shards what is larger than 5 GB."""
+    from transformers import AutoModelForCausalLM
+
+    from autopipe.runtime.checkpoint import convert
+    from autopipe.runtime.checkpoint.stored import Stored
+
+    stored = Stored.open(shell.folder / "kept/step-00000003")
+    paths = convert.to_folder(stored, Path("out"), Path("start"), most=40_000)
+    assert len(paths) > 2 and sum(len(load_file(path)) for path in paths) == 29
+    exported = AutoModelForCausalLM.from_pretrained("out").state_dict()
+    for name, tensor in load_file("trained.safetensors").items():
+        assert torch.equal(exported[name], tensor)
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (("info", "nowhere"), "there is no folder nowhere\nhint: a checkpoint is a folder step-NN"),
+        (("info", "start"), "start has no checkpoint\n"),
+        (("convert", "kept"), "convert: there is no name for what is to be written"),
+        (("convert", "kept", "-o", "out"), "convert: out is a folder, and transformers needs a"),
+        (("convert", "kept", "-o", "out", "--config", "kept"), "kept has no config.json"),
+        (("convert", "kept", "-o", "m.safetensors", "--dtype", "x"), "--dtype x: there is no such"),
+    ],
+)
+def test_what_cannot_be_done(words: tuple[str, ...], error: str, shell: Shell) -> None:
+    assert error in shell("checkpoint", *words).error.replace("\n\n", "\n")
