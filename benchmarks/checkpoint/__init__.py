@@ -1,0 +1,1 @@
+"""Memory and seconds of checkpoints: see README.md."""
