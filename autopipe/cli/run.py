@@ -148,7 +148,6 @@ def _kept(
         return None
     if folder.exists() and not folder.is_dir():
         raise AutopipeError(f"--checkpoints {folder}: expected a folder, found a file")
-    check_folder(folder)
     return {"folder": folder, "every": every, "keep": keep, "resume": resume}
 
 
@@ -167,7 +166,7 @@ def _planned_anew(
     from autopipe.runtime.launch.world import TIMEOUT
 
     nodes = [per_node] * (size // per_node)
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"plan-{len(nodes)}x{per_node}-{codec.digest(plan)}.json"
     if not path.exists() and (world is None or world.rank == 0):
         from autopipe.frontend import model_file
