@@ -146,8 +146,16 @@ def _kept(
                 hint=f"--checkpoints FOLDER {option}",
             )
         return None
+    from autopipe.runtime.checkpoint.folder import found as checkpoints_in
+
     if folder.exists() and not folder.is_dir():
         raise AutopipeError(f"--checkpoints {folder}: expected a folder, found a file")
+    there = checkpoints_in(folder)
+    if there and not resume:
+        raise AutopipeError(
+            f"--checkpoints {folder} has {there[0][1].name} of an earlier run",
+            hint="--resume goes on from it; to begin anew, give another folder",
+        )
     return {"folder": folder, "every": every, "keep": keep, "resume": resume}
 
 
@@ -215,9 +223,11 @@ def _train(
     measured = train(pipe, file, steps, seed, tell, trace, saving=saving, **how)
     if measured.stopped:
         return
-    if save is not None and measured.losses:
+    if not measured.losses and pipe.steps and pipe.place.rank == 0:
+        say(f"all {pipe.steps} steps were made already")
+    if save is not None and pipe.steps:
         pipe.save(save)
-    if pipe.place.rank == 0:
+    if pipe.place.rank == 0 and (measured.losses or not pipe.steps):
         report(plan, measured, source, trace, save, quiet=how["quiet"])
 
 

@@ -89,7 +89,7 @@ class Checkpoints:
     def load(self, content: Content) -> Loaded | None:
         """Load the newest checkpoint that is whole, or the one that the folder is.
 
-        One that is damaged is passed over, and the line says so.
+        One that is damaged is passed over, and the line says so; it is kept under another name.
 
         Returns:
             None: the folder has none.
@@ -110,6 +110,9 @@ class Checkpoints:
             wrong = sorted(one for one in self._everyone(mine) if one is not None)
             if not wrong:
                 assert stored is not None
+                if self._place.rank == 0:
+                    for damaged_one in paths[:number]:
+                        folders.set_aside(damaged_one)
                 return Loaded(path, stored.step, values(stored, self._place.dp, self._plan.mesh.dp))
             damaged, sentence = wrong[0]  # what is no damage comes first: False < True
             if not damaged:
@@ -166,7 +169,7 @@ class Checkpoints:
             errors = enumerate(self._everyone(writing.error))
             self._failed = next(f"rank {rank}: {error}" for rank, error in errors if error)
         else:
-            self._failed = self._from_first(lambda: self._commit(writing.partial))
+            self._failed = self._from_first(lambda: self._commit(writing))
         if self._failed is not None:
             self._failed = f"the checkpoint of step {writing.step} was not written: {self._failed}"
             if self._place.rank == 0:
@@ -198,11 +201,14 @@ class Checkpoints:
         except (AutopipeError, OSError) as error:
             writing.error = _told(error)
 
-    def _commit(self, partial: Path) -> str | None:
+    def _commit(self, writing: _Writing) -> str | None:
         """What is wrong with a checkpoint that all ranks have written; rank 0 calls it."""
+        newest = folders.found(self._folder)
+        if newest and newest[0][0] > writing.step:
+            return f"{newest[0][1]} is of a later step, so of another run: take another folder"
         try:
-            Stored.open(partial)  # on disks of their own, nodes do not see each other's files
-            folders.commit(partial, self._keep)
+            Stored.open(writing.partial)  # nodes with disks of their own lack each other's files
+            folders.commit(writing.partial, self._keep)
         except (AutopipeError, OSError) as error:
             return _told(error)
         return None

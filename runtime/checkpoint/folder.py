@@ -3,6 +3,7 @@
     step-00000010/                  whole: all ranks' files, on the disk
     step-00000020/                  whole, the newest
     step-00000030.4be1c9a2.partial/ being written, or left behind by a run that was killed
+    step-00000040.damaged/          was passed over
 
 A partial folder is renamed when the manifests of all ranks are in it: that is the one moment at
 which a checkpoint begins to be one. What a killed run has left behind is renamed by the next run if
@@ -74,6 +75,16 @@ def commit(partial: Path, keep: int) -> Path:
     return whole
 
 
+def set_aside(checkpoint: Path) -> Path:
+    """Give a damaged checkpoint a name that is none: `step-00000030.damaged`."""
+    aside = checkpoint.with_name(f"{checkpoint.name}.damaged")
+    with suppress(OSError):
+        if aside.exists():
+            remove(aside)
+        os.rename(checkpoint, aside)
+    return aside
+
+
 def rotate(folder: Path, keep: int) -> None:
     """Let go of all but the newest checkpoints."""
     for _, path in found(folder)[keep:]:
@@ -108,7 +119,7 @@ def remove(checkpoint: Path) -> None:
     Its name goes first: the rest may take a while.
     """
     going = checkpoint
-    if checkpoint.suffix != ".partial":
+    if not checkpoint.suffix:
         going = checkpoint.with_name(
             partial_name(int(checkpoint.name.removeprefix("step-")), "0" * 8)
         )

@@ -118,6 +118,9 @@ def test_a_damaged_checkpoint_is_passed_over(kind: str, run: Run) -> None:
     assert run.is_at(2)
     (said,) = run.said
     assert words in said and said.endswith("; step-00000002 is used instead")
+    assert sorted(path.name for path in run.folder.iterdir()) == [
+        "step-00000001", "step-00000002", "step-00000003.damaged",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", sampled(range(400), of=10))
@@ -178,11 +181,22 @@ def test_old_ones_go(run: Run) -> None:
 
 
 def test_a_step_that_comes_by_again(run: Run) -> None:
-    """A damaged one was passed over, and the run has come to its step again."""
     cut(run.folder / "step-00000003" / TENSORS, 100)
     saving = run.checkpoints()
     run.save(saving)
     assert run.load() is not None and run.is_at(3)
+
+
+def test_a_folder_of_another_run(run: Run) -> None:
+    """A run that begins anew would have its own checkpoints removed as the oldest ones."""
+    run.pipe.steps = 1
+    saving = run.checkpoints()
+    run.said.clear()
+    run.save(saving)
+    (said,) = run.said
+    assert "step-00000003 is of a later step, so of another run: take another folder" in said
+    with pytest.raises(CheckpointError, match="is of a later step"):
+        saving.close()
 
 
 # The disk
