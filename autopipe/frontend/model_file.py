@@ -105,8 +105,9 @@ class ModelFile:
         part = "" if shard is None else f", shard={shard}, num_shards={num_shards}"
         return f"batches({batch_size}{part})"
 
-    def iterable(self, batch_size: int, shard: int, num_shards: int) -> Iterable[Any] | None:
-        """What the file's `batches` gives for an epoch; None: it has none."""
+    def iterable(self, batch_size: int, shard: int, num_shards: int) -> Any:
+        """What the file's `batches` gives for an epoch, which should be an iterable; None: it has
+        no `batches`."""
         if self.batches is None:
             return None
         part = {"shard": shard, "num_shards": num_shards} if self.sharded else {}
@@ -119,7 +120,7 @@ class ModelFile:
         shard: int,
         num_shards: int,
         seed: int,
-        iterable: Iterable[Any] | None = None,
+        iterable: Any = None,
     ) -> Iterator[Any]:
         """The batches of a run, or of one epoch of it.
 
@@ -128,9 +129,7 @@ class ModelFile:
         Args:
             iterable: what `iterable` has given; None: it is asked for.
         """
-        if iterable is None:
-            iterable = self.iterable(batch_size, shard, num_shards)
-        if iterable is None:
+        if self.batches is None:
             for step in range(sys.maxsize):
                 with torch.random.fork_rng(devices=[]):
                     torch.manual_seed(derive_seed(seed, "inputs", step))
@@ -138,7 +137,8 @@ class ModelFile:
                 yield batch
             return
         with _told(f"{self.source}: batches"):
-            given = iter(iterable)
+            asked = self.iterable(batch_size, shard, num_shards) if iterable is None else iterable
+            given = iter(asked)
         while True:
             with _told(f"{self.source}: batches"):
                 batch = next(given, _END)

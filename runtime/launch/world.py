@@ -84,8 +84,10 @@ def world_from(
         nodes = _value(environ, "SLURM_STEP_NODELIST")
         address = environ.get("MASTER_ADDR") or (nodelist or first_address)(nodes)
         # Below 32768, where Linux begins to hand out ports by itself, and different for the steps
-        # of a job and for jobs that share a node.
-        own = 10000 + (16 * job + int(step)) % 20000
+        # of a job, for jobs that share a node, and for the starts of a job that is requeued: the
+        # last one's port may still be taken.
+        again = int(environ.get("SLURM_RESTART_COUNT") or 0)
+        own = 10000 + (16 * job + int(step) + 4099 * again) % 20000
         port = _number(environ, "MASTER_PORT") if "MASTER_PORT" in environ else own
         return World(rank, size, local_rank, local_size, node, address, port)
     return None

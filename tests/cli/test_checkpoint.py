@@ -162,3 +162,22 @@ def test_many_files(shell: Shell) -> None:
 )
 def test_what_cannot_be_done(words: tuple[str, ...], error: str, shell: Shell) -> None:
     assert error in shell("checkpoint", *words).error.replace("\n\n", "\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (
+            ("--resume",),
+            "--resume is about checkpoints, and there is no folder for",
+        ),
+        (("--save-every", "3"), "--save-every is about checkpoints"),
+        (
+            ("--checkpoints", "kept"),
+            "kept has step-00000003 of an earlier run\nhint: --resume",
+        ),
+        (("--checkpoints", "gpt2.py"), "--checkpoints gpt2.py: expected a folder, found a file"),
+    ],
+)
+def test_runs_that_are_refused(words: tuple[str, ...], error: str, shell: Shell) -> None:
+    assert error in shell("run", "plan.json", *words).error.replace("\n\n", "\n")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from autopipe.cluster import datasheets
-from autopipe.cluster.cluster import Cluster, Device, Group, Link, NodeGroup, check
+from autopipe.cluster.cluster import Cluster, Device, Group, Link, NodeGroup, check, left_of
 from autopipe.cluster.spec import parse
 from autopipe.errors import AutopipeError, PlanError
 from autopipe.util import codec
@@ -130,3 +130,23 @@ def test_impossible_clusters(cluster: Cluster, sentence: str) -> None:
     with pytest.raises(AutopipeError) as caught:
         check(cluster, "plan.cluster")
     assert caught.value.message == sentence
+
+
+# --- what is left of one
+
+
+@pytest.mark.parametrize(
+    ("nodes", "row"),
+    [
+        ([2, 2, 3], "SL SL LLL"),
+        ([2, 2], "SL SL"),
+        ([3], "LLL"),
+        ([1, 3], "S LLL"),
+        ([4], "SLLL"),  # a node grew: more of its last device
+    ],
+)
+def test_what_is_left(nodes: list[int], row: str) -> None:
+    found = left_of(MIXED, nodes)
+    check(found)
+    names = iter("S" if device is SMALL else "L" for device in found.row)
+    assert " ".join("".join(next(names) for _ in range(n)) for n in found.devices_per_node) == row

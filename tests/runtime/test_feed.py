@@ -3,6 +3,8 @@
 Ranks of one replica are alike; what two replicas tell each other is in the runs of two processes.
 """
 
+import json
+import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 import torch
 
 import autopipe
-from autopipe import ModelError, Pipe, Plan
+from autopipe import CheckpointError, ModelError, Pipe, Plan
 from autopipe.frontend import model_file
 from autopipe.frontend.model_file import ModelFile
 from autopipe.runtime.feed import Feed
@@ -263,3 +265,76 @@ def test_shards_that_end_apart_or_have_other_rows(planned: Path) -> None:
         "sharded.py: batches(8, shard=1, num_shards=2) ended after 2 batches, and other shards "
         "have more: they are left out",
     ]
+
+
+# --- where a run stands, for one that goes on from it
+
+
+def taken(pipe: Pipe, file: ModelFile, count: int, feed: Feed | None = None) -> tuple[Feed, Any]:
+    """So many batches of a feed, and its position after them, as it comes back from JSON."""
+    feed = feed or Feed(pipe, file, 0, 2, lambda line: None)
+    batches = iter(feed)
+    for _ in range(count):
+        next(batches)
+    return feed, json.loads(json.dumps(feed.position()))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    "body",
+    [
+        "def batches(size):\n    for _ in range(3): yield inputs(size)\n",
+        "batches = [inputs(rows) for rows in (4, 3, 4, 4)]\n",
+        "class Rows(torch.utils.data.Dataset):\n"
+        "    def __len__(self): return 12\n"
+        "    def __getitem__(self, n): return {'x': torch.full((8,), n), 'target': torch.rand(4)}\n"
+        "batches = torch.utils.data.DataLoader(Rows(), batch_size=4, shuffle=True)\n",
+    ],
+    ids=["random", "one left out", "shuffled"],
+)
+def test_the_batches_after_a_position(body: str, count: int, load: Load) -> None:
+    """In this epoch and in the next one they are those of a run that was never stopped."""
+    pipe, file = load(body)
+    torch.manual_seed(0)
+    expected = [batch["target"] for batch in Feed(pipe, file, 0, 2, lambda line: None)]
+    torch.manual_seed(0)
+    _, position = taken(pipe, file, count)
+    torch.manual_seed(0)
+    random.seed(7)
+    again = Feed(pipe, file, 0, 2, lambda line: None)
+    again.go_to(position)
+    found = [batch["target"] for batch in again]
+    assert len(found) == len(expected) - count
+    assert all(map(torch.equal, found, expected[count:]))
+
+
+STATEFUL = """
+class Counting:
+    at = asked = 0
+    def __iter__(self):
+        for self.at in range(self.at, 6):
+            Counting.asked += 1
+            yield {"x": torch.zeros(4, 8), "target": torch.full((4, 4), float(self.at))}
+        self.at = 0
+    def state_dict(self): return {"at": self.at + 1}
+    def load_state_dict(self, state): self.at = state["at"]
+
+
+def batches(size): return Counting()
+"""
+
+
+def test_batches_that_know_where_they_are(load: Load) -> None:
+    """They are asked, and what lies before is not drawn again."""
+    pipe, file = load(STATEFUL)
+    _, position = taken(pipe, file, 4)
+    again = Feed(pipe, file, 0, 1, lambda line: None)
+    again.go_to(position)
+    assert [float(batch["target"][0, 0]) for batch in again] == [4.0, 5.0]
+
+
+@pytest.mark.parametrize("position", [{}, None, {"epoch": "x", "drawn": 0}, {"epoch": 0}])
+def test_a_position_that_is_none(position: Any, load: Load) -> None:
+    pipe, file = load("")
+    with pytest.raises(CheckpointError, match="the position in the batches is none that this"):
+        Feed(pipe, file, 0, None, lambda line: None).go_to(position)

@@ -38,7 +38,7 @@ export MASTER_ADDR
 export MASTER_PORT={{ port }}
 {% else %}
 # Of this job's own, below those that Linux hands out by itself.
-export MASTER_PORT=$((10000 + 16 * SLURM_JOB_ID % 20000))
+export MASTER_PORT=$((10000 + (16 * SLURM_JOB_ID + 4099 * ${SLURM_RESTART_COUNT:-0}) % 20000))
 {% endif %}
 {% elif port %}
 export MASTER_PORT={{ port }}

@@ -70,6 +70,12 @@ def test_the_port_stays_below_those_that_linux_hands_out() -> None:
         assert world is not None and 10000 <= world.master_port < 30000
 
 
+def test_a_job_that_is_requeued_listens_elsewhere() -> None:
+    """Its first start may not have let go of the port yet."""
+    starts = [world_from({**SRUN, "SLURM_RESTART_COUNT": n}, first) for n in ("0", "1", "2")]
+    assert len({world.master_port for world in starts if world is not None}) == 3
+
+
 def test_the_user_may_say_where_rank_0_listens() -> None:
     world = world_from({**SRUN, "MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "4000"}, never)
     assert world is not None

@@ -1,0 +1,126 @@
+"""States as JSON data: every schedule and optimizer of torch comes back as it was."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler as schedules
+
+from autopipe import CheckpointError
+from autopipe.runtime.checkpoint.plain import like, plain
+from tests.support.pipes import drawn, piped, planned
+
+MODEL = "linear"
+
+
+def through_json(present: Any, state: Any) -> Any:
+    return like(present, json.loads(json.dumps(plain(state, "state"))))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        (1, [2.5, (True, None)], "word"),
+        {3: 1, "a": {(1, 2): "pair"}},
+        {"tensor": 5, "pairs": 6},
+        {"lr": float("inf")},
+        [],
+    ],
+    ids=str,
+)
+def test_a_value_comes_back(value: Any) -> None:
+    assert through_json(value, value) == value
+
+
+def test_a_tensor_comes_back() -> None:
+    states = [torch.get_rng_state(), torch.tensor(0.1), torch.arange(6).view(2, 3).bfloat16()]
+    for found, expected in zip(through_json(states, states), states, strict=True):
+        assert found.dtype == expected.dtype and torch.equal(found, expected)
+
+
+def test_what_has_no_words_is_refused() -> None:
+    with pytest.raises(CheckpointError) as refused:
+        plain({"a": [1, object()]}, "schedule")
+    assert refused.value.message == "schedule.a[1] is a object, which a checkpoint cannot hold"
+
+
+Make = Callable[[torch.optim.Optimizer], schedules.LRScheduler]
+SCHEDULES: dict[str, Make] = {
+    "steps": lambda o: schedules.MultiStepLR(o, [2, 3, 5], 0.5),
+    "one cycle": lambda o: schedules.OneCycleLR(o, 0.1, total_steps=9),
+    "cosine, restarted": lambda o: schedules.CosineAnnealingWarmRestarts(o, 3),
+    "warm-up, then cosine": lambda o: schedules.SequentialLR(
+        o, [schedules.LinearLR(o, 0.1, total_iters=3), schedules.CosineAnnealingLR(o, 5)], [3]
+    ),
+    "a function": lambda o: schedules.LambdaLR(o, lambda step: 0.9**step),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_goes_on(name: str) -> None:
+    """The rates of four steps, a new schedule from the state after them, and four more."""
+
+    def made() -> tuple[torch.optim.Optimizer, schedules.LRScheduler]:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1, momentum=0.9)
+        return optimizer, SCHEDULES[name](optimizer)
+
+    def rates(optimizer: torch.optim.Optimizer, schedule: schedules.LRScheduler) -> list[float]:
+        found = []
+        for _ in range(4):
+            optimizer.step()
+            schedule.step()
+            found.append(optimizer.param_groups[0]["lr"])
+        return found
+
+    optimizer, schedule = made()
+    rates(optimizer, schedule)
+    state, options = schedule.state_dict(), optimizer.param_groups[0].copy()
+    again, other = made()
+    other.load_state_dict(through_json(other.state_dict(), state))
+    group = again.param_groups[0]
+    group.update(
+        {key: through_json(group[key], options[key]) for key in options if key != "params"}
+    )
+    assert rates(again, other) == rates(optimizer, schedule)
+
+
+OPTIMIZERS = {
+    name: kind
+    for name, kind in vars(torch.optim).items()
+    if isinstance(kind, type)
+    and issubclass(kind, torch.optim.Optimizer)
+    and name not in ("Optimizer", "LBFGS", "SparseAdam", "Muon")
+}
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "Adafactor"])
+def test_an_optimizer_goes_on(name: str, tmp_path: Any) -> None:
+    """Two steps, then one with the optimizer itself and one with another that was loaded."""
+    pipe = piped(MODEL, planned(MODEL, 1, 1, 2))
+    parameters = list(pipe.parameters())
+    first, second = (OPTIMIZERS[name](parameters, lr=0.1) for _ in range(2))  # type: ignore[call-arg]
+    for number in range(2):
+        pipe.step(drawn(MODEL, 4, number))
+        first.step()
+    pipe.save(tmp_path / "kept", first)
+
+    def third(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        pipe.step(drawn(MODEL, 4, 2))
+        optimizer.step()
+        return [parameter.detach().clone() for parameter in parameters]
+
+    expected = third(first)
+    pipe.load(tmp_path / "kept", second)
+    assert all(map(torch.equal, third(second), expected))
+
+
+def test_a_state_that_no_other_plan_could_cut(tmp_path: Any) -> None:
+    pipe = piped(MODEL, planned(MODEL, 1, 1, 2))
+    optimizer = torch.optim.Adafactor(pipe.parameters())
+    pipe.step(drawn(MODEL, 4, 0))
+    optimizer.step()
+    with pytest.raises(CheckpointError, match="Adafactor keeps 'row_var' of the shape "):
+        pipe.save(tmp_path / "kept", optimizer)
