@@ -29,9 +29,14 @@ def inputs(batch_size):
 """
 
 
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.long)])
+def stages(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`kept/`: a GPT-2 of transformers, with a tied head, trained by two stages for three steps."""
+def home(stages: int, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`kept/`: a GPT-2 of transformers, with a tied head, trained in stages for three steps."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     folder = tmp_path_factory.mktemp("home")
@@ -48,11 +53,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         file = model_file.load("gpt2.py")
         sys.path[:] = path
         autopipe.plan(
-            file.model, file.inputs, cluster=machine(2), batch_size=4, pp=2, micro_batches=2,
-            schedule="1f1b", source="gpt2.py",
+            file.model, file.inputs, cluster=machine(stages), batch_size=4, pp=stages,
+            micro_batches=2, schedule="1f1b", source="gpt2.py",
         ).save("plan.json")  # fmt: skip
     said = ranks(
-        2, "-m", "autopipe", "run", "plan.json", "--steps", "3", "--checkpoints", "kept",
+        stages, "-m", "autopipe", "run", "plan.json", "--steps", "3", "--checkpoints", "kept",
         "--save-every", "2", "--save", "trained.safetensors", "--quiet", folder=folder,
     )  # fmt: skip
     assert said.code == 0, said.err
@@ -67,16 +72,16 @@ def shell(
     return Shell(tmp_path, monkeypatch, capsys)
 
 
-def test_info(shell: Shell) -> None:
+def test_info(stages: int, shell: Shell) -> None:
     """Of the newest one; bytes are of fp32 weights and Adam's two moments of each."""
     facts = json.loads(shell("checkpoint", "info", "kept", "--json").out)
     parameters = 90 * 32 + 16 * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 2 * 32
     assert facts == {
         "folder": "kept/step-00000003",
         "step": 3,
-        "plan": "tp 1 x pp 2 x dp 1, ZeRO-0, 1f1b",
+        "plan": f"tp 1 x pp {stages} x dp 1, ZeRO-0, 1f1b",
         "precision": "fp32",
-        "ranks": 2,
+        "ranks": stages,
         "tensors": 28,
         "model_bytes": 4 * parameters,
         "optimizer": "AdamW",
@@ -88,12 +93,12 @@ def test_info(shell: Shell) -> None:
 def test_one_that_is_whole_and_one_that_is_not(shell: Shell) -> None:
     said = shell("checkpoint", "verify", "kept")
     assert said.out == "kept/step-00000003: whole, every checksum is right\n"
-    path = shell.folder / "kept/step-00000003/rank-1.safetensors"
+    path = shell.folder / "kept/step-00000003/rank-0.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
     said = shell("checkpoint", "verify", "kept")
-    assert "rank-1.safetensors was changed after it was written" in said.error
+    assert "rank-0.safetensors was changed after it was written" in said.error
 
 
 def test_two_that_are_alike_and_two_that_are_not(shell: Shell) -> None:

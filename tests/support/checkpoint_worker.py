@@ -29,7 +29,7 @@ from tests.support.pipes import drawn, once, piped, planned
 MODEL = "gpt"
 ROWS = 8
 
-PLANS: dict[str, dict[str, Any]] = {
+EVERY: dict[str, dict[str, Any]] = {
     "one": {"pp": 1, "dp": 1, "micro_batches": 4},
     "pp4": {"pp": 4, "dp": 1, "micro_batches": 4},
     "tp2 x pp2": {"pp": 2, "dp": 1, "tp": 2, "micro_batches": 4},
@@ -40,11 +40,9 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-def sources(target: str) -> list[str]:
-    """The plans whose checkpoints are loaded under `target`: all of them, or a sample."""
-    names = list(PLANS)
-    at = names.index(target)
-    return names if LONG else [target, names[at - 1], names[at - 3]]
+SAMPLE = ("one", "tp2 x pp2", "pp2 x dp2, zero 1", "pp2 x dp2, zero 3")
+
+PLANS = {name: EVERY[name] for name in (EVERY if LONG else SAMPLE)}
 
 
 def made(name: str, precision: str) -> Pipe:
@@ -87,7 +85,7 @@ def loaded(pipe: Pipe, source: Path, folder: Path) -> float:
 def reloaded(folder: Path, pipes: dict[str, Pipe]) -> dict[str, float]:
     found = {}
     for target, pipe in pipes.items():
-        for source in sources(target):
+        for source in PLANS:
             name = f"{source} under {target}"
             found[name] = loaded(pipe, folder / source, folder / name)
     return found
