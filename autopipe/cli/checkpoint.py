@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopipe.cli import console
-from autopipe.cli.commands import Json, command
-from autopipe.cli.console import say
 from autopipe.errors import AutopipeError, CheckpointError
+from autopipe.terminal import console
+from autopipe.terminal.commands import Json, command
+from autopipe.terminal.console import say
 from autopipe.util import atomic_file, numbers
 from autopipe.util.gc_pause import loading
 

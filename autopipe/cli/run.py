@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from autopipe.errors import AutopipeError
 from autopipe.terminal import console
 from autopipe.terminal.commands import PlanArgument, command
 from autopipe.terminal.console import say, tell
 from autopipe.terminal.paths import check_folder, found, relative, say_edits
-from autopipe.errors import AutopipeError
 from autopipe.util import atomic_file, codec
 from autopipe.util.gc_pause import loading
 
