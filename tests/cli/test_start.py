@@ -107,16 +107,18 @@ def test_plan_is_the_function(before: str) -> None:
 # --- help, versions
 
 
+COMMANDS = "init trace costs plan explain simulate check run export emit diff probe".split()
+
+
 def test_help_is_a_table_in_the_order_of_use(autopipe: Shell) -> None:
     out = autopipe("--help").out
     table = out[out.index("Commands, in the order of use:\n") :].splitlines()[1:]
-    commands = "init trace costs plan explain simulate run emit probe".split()
-    assert [line.split()[0] for line in table[::2]] == commands
-    assert [line.split()[:3] for line in table[1::2]] == [["$", "autopipe", c] for c in commands]
+    assert [line.split()[0] for line in table[::2]] == COMMANDS
+    assert [line.split()[:3] for line in table[1::2]] == [["$", "autopipe", c] for c in COMMANDS]
     assert max(map(len, table)) <= 100
 
 
-@pytest.mark.parametrize("command", "init trace costs plan explain simulate run emit probe".split())
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_option_says_what_it_is(command: str, autopipe: Shell) -> None:
     out = autopipe(command, "--help").out
     options = out[out.index("Options:\n") :].split("\n\n")[0].splitlines()[1:]

@@ -72,7 +72,11 @@ class Slurm:
         return found
 
     def soon(self, job: str) -> None:
-        """Let a job that was put back into the queue begin at once: Slurm waits two minutes."""
+        """Let a job that was put back into the queue begin soon: Slurm waits two minutes.
+
+        Not in the same second, in which the credentials of its first run are revoked.
+        """
+        time.sleep(3)
         self.run("scontrol", "update", f"jobid={job}", "starttime=now")
 
     def kill(self, node: str) -> None:
