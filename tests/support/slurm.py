@@ -13,6 +13,7 @@ parents.
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -78,6 +79,17 @@ class Slurm:
         """
         time.sleep(3)
         self.run("scontrol", "update", f"jobid={job}", "starttime=now")
+
+    def finish(self, job: str, seconds: float = 400) -> dict[str, str]:
+        """Wait for the end of a job, however often it is put back into the queue."""
+        deadline = time.monotonic() + seconds
+        while (found := self.until(job, "PENDING", "COMPLETED", seconds=seconds))[
+            "JobState"
+        ] == "PENDING":
+            assert time.monotonic() < deadline, found
+            self.soon(job)
+            self.until(job, "RUNNING", "COMPLETED")
+        return found
 
     def kill(self, node: str) -> None:
         """Kill a node's daemon, as a host dies."""
@@ -163,6 +175,8 @@ def _ports(count: int) -> list[int]:
 
 
 def _conf(folder: Path, timeout: int) -> str:
+    """Its configuration; the first job's number differs, as ports are made of it and another
+    cluster may be on this host."""
     host, (controller, *ports) = socket.gethostname().split(".")[0], _ports(1 + NODES)
     nodes = "\n".join(
         f"NodeName=node{number} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={CPUS} "
@@ -171,6 +185,7 @@ def _conf(folder: Path, timeout: int) -> str:
     )
     return f"""\
 ClusterName=test
+FirstJobId={random.randrange(1, 60_000)}
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={controller}
 SlurmUser=root

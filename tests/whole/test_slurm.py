@@ -1,6 +1,7 @@
 """Exported for Slurm and submitted to a real one: four nodes, their daemons on this host.
 
-A job that is to save and resume has 600 steps of a tenth of a second.
+A job that is to save and resume has steps of a quarter of a second, and more of them than its limit
+leaves time for.
 """
 
 from __future__ import annotations
@@ -105,20 +106,21 @@ def checkpoints() -> bool:
 
 saved = pytest.mark.skipif(not checkpoints(), reason="autopipe run keeps no checkpoints yet")
 
-STEPS = 600
+STEPS = 500
 
 SLOW = f"""
 
 def batches(batch_size):
     import time
     for _ in range({STEPS}):
-        time.sleep(0.1)
+        time.sleep(0.25)
         yield inputs(batch_size)
 """
 
 KEEPS = Words(
-    checkpoints="kept", save_every=50, keep=2, time_limit=180, run=("--steps", f"{STEPS}")
+    checkpoints="kept", save_every=50, keep=2, time_limit=240, run=("--steps", f"{STEPS}")
 )
+"""Slurm's USR1 comes 121 s before the end, or up to a minute earlier: 60 to 120 s after the start."""
 
 
 def slow(folder: Path, style: str) -> Path:
@@ -136,17 +138,14 @@ def steps(folder: Path, job: str) -> list[int]:
 @saved
 @pytest.mark.parametrize("style", ["srun", "torchrun"])
 def test_it_saves_before_the_limit_and_goes_on(style: str, cluster: Slurm, tmp_path: Path) -> None:
-    """Of three minutes Slurm's USR1 comes two before the end, or a little earlier."""
     folder = slow(tmp_path, style)
     job = cluster.submit("train.sbatch", folder)
     cluster.until(job, "RUNNING")
     cluster.until(job, "PENDING", seconds=200)
     assert [*folder.glob("kept/*")], said(folder, job)
-    cluster.soon(job)
-    found = cluster.until(job, "COMPLETED", seconds=240)
-    assert found["Restarts"] == "1"
+    assert int(cluster.finish(job)["Restarts"]) >= 1
     told = steps(folder, job)
-    assert told == sorted(told) and told[-1] == STEPS, told
+    assert told == sorted(told) and told[-1] == STEPS, told  # it never began again
 
 
 @saved
@@ -154,15 +153,15 @@ def test_it_goes_on_after_the_death_of_a_node(cluster: Slurm, tmp_path: Path) ->
     folder = slow(tmp_path, "srun")
     job = cluster.submit("train.sbatch", folder)
     nodes = cluster.until(job, "RUNNING")["NodeList"]
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 100
     while not [*folder.glob("kept/*")]:
         assert time.monotonic() < deadline, said(folder, job)
         time.sleep(0.5)
     last = cluster.run("scontrol", "show", "hostnames", nodes).split()[-1]
     cluster.kill(last)
     cluster.until(job, "PENDING", seconds=120)
-    cluster.soon(job)
-    found = cluster.until(job, "COMPLETED", seconds=240)
-    assert found["Restarts"] == "1" and last not in found["NodeList"]
+    found = cluster.finish(job)
+    there = cluster.run("scontrol", "show", "hostnames", found["NodeList"]).split()
+    assert int(found["Restarts"]) >= 1 and last not in there
     told = steps(folder, job)
     assert told[-1] == STEPS and told.count(1) <= 1, told  # it never began again
