@@ -120,7 +120,7 @@ def batches(batch_size):
 KEEPS = Words(
     checkpoints="kept", save_every=50, keep=2, time_limit=240, run=("--steps", f"{STEPS}")
 )
-"""Slurm's USR1 comes 121 s before the end, or up to a minute earlier: 60 to 120 s after the start."""
+"""Slurm sends USR1 121 s before the end, or up to a minute earlier: 60 to 120 s after the start."""
 
 
 def slow(folder: Path, style: str) -> Path:
