@@ -108,13 +108,17 @@ saved = pytest.mark.skipif(not checkpoints(), reason="autopipe run keeps no chec
 
 STEPS = 500
 
-SLOW = f"""
+SLOW = """
 
 def batches(batch_size):
-    import time
-    for _ in range({STEPS}):
-        time.sleep(0.25)
+    while True:
         yield inputs(batch_size)
+
+def scheduler(optimizer):
+    import time
+    # Not in `batches`: a run that resumes goes through those that it has had.
+    slowly = lambda step: time.sleep(0.25) or 1.0
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, slowly)
 """
 
 KEEPS = Words(
