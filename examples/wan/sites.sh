@@ -11,7 +11,7 @@ set -euo pipefail
 }
 hosts=$1
 shift
-autopipe plan model.py --cluster "${CLUSTER:-4x1x2xA100-80GB@30ms,1Gbit/s}" --pp 4
+autopipe plan model.py --cluster "${CLUSTER:-4x1x2xA100-80GB@30ms,1Gbit/s}" --pp "${STAGES:-8}"
 autopipe explain plan.json
 autopipe export plan.json --to torchrun --hosts "$hosts" -o train.sh \
     --checkpoints kept --save-every 1000 "$@" -- --steps "${STEPS:-100000}"
