@@ -184,10 +184,10 @@ def micro_batch(cut: Cut, batch: Batch, k: int) -> Any:
 
 
 def ready(
-    cut: Cut, programs: Programs, *, metered: bool = False
+    cut: Cut, programs: Programs, *, metered: bool = False, model: nn.Module | None = None
 ) -> tuple[list[Executor], list[dict[str, Tensor]]]:
-    """The ranks of the zoo's model, ready to run, and what each one owns."""
-    model = ZOO[cut.name].model()
+    """The ranks of the zoo's model, or of another one, ready to run, and what each one owns."""
+    model = ZOO[cut.name].model() if model is None else model
     made, owned = [], []
     ranks = holders(programs)
     split = splits(programs)

@@ -1,0 +1,167 @@
+"""Batches for any model of transformers, made from the names that its forward takes.
+
+`offered` gives several kinds of batch, to be tried in turn: which entries a model needs is known to
+its own code alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from benchmarks.zoo.subject import MOST_ROWS, Batch, integers, noise
+
+LENGTH = 24
+"""Tokens of a row."""
+
+
+def offered(model: nn.Module, config: PreTrainedConfig, task: str) -> Iterator[Batch]:
+    """Batches of `MOST_ROWS` rows that a model may take, the likeliest first."""
+    names = set(inspect.signature(model.forward).parameters)
+    sizes = Sizes(config)
+    main = str(getattr(model, "main_input_name", "input_ids"))
+    makers = _makers(sizes, task)
+    text = {"input_ids", "labels", *(["attention_mask"] if task != "causal" else [])}
+    wishes: list[set[str]] = []
+    if task in ("causal", "masked", "sequence-to-sequence", "classification"):
+        wishes += [text, {main, "labels"}]
+    elif task == "image-text":
+        yield from _with_images(model, config, sizes, names)
+        wishes += [text, {"input_ids", "labels", "pixel_values"}, {"input_ids", "pixel_values"}]
+    else:
+        wishes += [{main, "labels"}, {main}]
+    for more in (
+        {"decoder_input_ids"},
+        {"input_ids"},
+        {"input_ids", "attention_mask"},
+        {"pixel_values"},
+        {"bbox"},
+        {"attention_mask"},
+        {"input_ids", "bbox", "pixel_values"},
+    ):
+        wishes += [{main, "labels"} | more, {main} | more]
+    tried: list[set[str]] = []
+    for wish in wishes:
+        wanted = (wish & names if "kwargs" not in names else wish) & makers.keys()
+        if wanted and wanted not in tried:
+            tried.append(wanted)
+            yield {name: makers[name]() for name in sorted(wanted)}
+
+
+class Sizes:
+    """What a configuration, or one inside it, says of the sizes of inputs."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self.config = config
+
+    def find(self, *names: str, default: int = 0) -> int:
+        """The first number under one of these names, of the whole or of a part."""
+        pending: list[Any] = [self.config]
+        while pending:
+            config = pending.pop(0)
+            for name in names:
+                value = getattr(config, name, None)
+                value = value[0] if isinstance(value, list | tuple) and value else value
+                if isinstance(value, int) and not isinstance(value, bool) and value:
+                    return value
+            pending += [v for v in vars(config).values() if isinstance(v, PreTrainedConfig)]
+        return default
+
+    @property
+    def words(self) -> int:
+        """Below the tokens that mean something: rules of `shrink` put those at the end."""
+        return min(self.find("vocab_size", default=100), 100)
+
+    @property
+    def image(self) -> tuple[int, int, int]:
+        """Channels, height and width."""
+        channels = self.find("num_channels", "in_channels", "in_chans", default=3)
+        side = self.find("image_size", "img_size", "input_size", "crop_size", default=64)
+        return channels, side, side
+
+
+def _makers(sizes: Sizes, task: str) -> dict[str, Callable[[], Any]]:
+    """What makes each entry."""
+    words = partial(integers, below=sizes.words)
+    image = sizes.image
+    frames = sizes.find("num_frames", "frames_per_clip", default=4)
+    return {
+        "input_ids": partial(words, LENGTH, seed=1),
+        "decoder_input_ids": partial(words, 8, seed=2),
+        "attention_mask": lambda: torch.ones(MOST_ROWS, LENGTH, dtype=torch.long),
+        "pixel_values": partial(noise, *((frames, *image) if task == "video" else image)),
+        "pixel_values_videos": partial(noise, frames, *image),
+        "bbox": lambda: torch.arange(4).repeat(MOST_ROWS, LENGTH, 1),
+        "input_features": partial(noise, *_features(sizes)),
+        "input_values": partial(noise, *_waves(sizes)),
+        "labels": partial(_labels, sizes, task),
+    }
+
+
+def _features(sizes: Sizes) -> tuple[int, ...]:
+    bins = sizes.find(
+        *("num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim"),
+        *("input_dim", "mel_bins"),
+        default=80,
+    )
+    positions = sizes.find("max_source_positions")
+    if sizes.config.model_type == "whisper":
+        return bins, 2 * positions
+    return 64, bins
+
+
+def _waves(sizes: Sizes) -> tuple[int, ...]:
+    if sizes.config.model_type == "audio-spectrogram-transformer":
+        return sizes.find("max_length", default=64), sizes.find("num_mel_bins", default=128)
+    return (4000,)
+
+
+def _labels(sizes: Sizes, task: str) -> Any:
+    words = partial(integers, below=sizes.words)
+    if task in ("causal", "masked", "image-text"):
+        return words(LENGTH, seed=1)
+    if task == "sequence-to-sequence":
+        return words(LENGTH - 7, seed=3)
+    if task in ("speech-text", "image-to-text"):
+        return words(8, seed=3)
+    if task == "ctc":
+        return words(4, seed=3)
+    if task == "segmentation":
+        return integers(*sizes.image[1:], low=0, below=2, seed=3)
+    return integers(low=0, below=2, seed=3)
+
+
+def _with_images(
+    model: nn.Module, config: PreTrainedConfig, sizes: Sizes, names: set[str]
+) -> Iterator[Batch]:
+    """Text that begins with as many image tokens as the model makes of a picture."""
+    token = getattr(config, "image_token_id", getattr(config, "image_token_index", None))
+    find = getattr(model, "get_image_features", None)
+    if token is None or find is None or "pixel_values" not in names:
+        return
+    pictures = noise(*sizes.image)
+    try:
+        with torch.no_grad():
+            found = find(pixel_values=pictures[:1])
+    except Exception:
+        return  # it wants more than pictures: it is tried with text alone
+    found = getattr(found, "pooler_output", found)
+    tensor = found[0] if isinstance(found, list | tuple) else found
+    if not isinstance(tensor, Tensor):
+        return
+    count = tensor.numel() // tensor.shape[-1]
+    text = integers(LENGTH, below=sizes.words, seed=1)
+    head = torch.full((MOST_ROWS, count), token)
+    labels = torch.cat([torch.full_like(head, -100), text], 1)
+    yield {
+        "input_ids": torch.cat([head, text], 1),
+        "attention_mask": torch.ones_like(labels),
+        "pixel_values": pictures,
+        "labels": labels,
+    }

@@ -1,0 +1,92 @@
+"""timm and torchvision: one architecture of each file of timm, the small ones of torchvision."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.zoo.subject import Model, Subject, entropy, integers, noise, seeded
+
+SMALL = ("nano", "pico", "femto", "atto", "tiny", "xs", "_s", "small", "18", "b0", "0")
+"""Parts of the names of small variants, the first of a file to be taken."""
+
+LARGE = ("_h_", "_l_", "huge", "large", "152", "101", "wide", "x4", "x8", "x16", "x32", "64x4d")
+CLASSES = 10
+
+
+def subjects() -> Iterator[Subject]:
+    """Those of the libraries that are installed."""
+    if find_spec("torchvision") is not None:
+        if find_spec("timm") is not None:
+            yield from _of_timm()
+        yield from _of_torchvision()
+
+
+def _of_timm() -> Iterator[Subject]:
+    import timm
+
+    files: dict[str, list[str]] = defaultdict(list)
+    for name in timm.list_models():
+        files[timm.models.model_entrypoint(name).__module__.rpartition(".")[2]].append(name)
+    for file, names in sorted(files.items()):
+        small = min(names, key=lambda name: (not any(w in name for w in SMALL), len(name), name))
+        yield Subject(f"timm/{file}.{small}/image", partial(_timm, small))
+
+
+def _timm(name: str) -> Model:
+    import timm
+
+    side = 64
+    make: Any = partial(timm.create_model, name, num_classes=CLASSES)
+    try:
+        make(img_size=side)
+        make = partial(make, img_size=side)
+    except Exception:
+        config = make().default_cfg
+        side = config.get("input_size", (3, 224, 224))[1]
+        side = side if config.get("fixed_input_size") else min(side, 96)
+    return _classifier(seeded(make), side)
+
+
+def _of_torchvision() -> Iterator[Subject]:
+    from torchvision import models
+
+    for name in models.list_models(module=models):
+        if not any(word in name for word in LARGE) or name == "vit_b_16":
+            yield Subject(f"torchvision/{name}/image", partial(_torchvision, name))
+
+
+def _torchvision(name: str) -> Model:
+    from torchvision import models
+
+    extra = {"init_weights": False} if name in ("inception_v3", "googlenet") else {}
+    side = 224 if "vit" in name else 299 if "inception" in name else 96
+    make = partial(models.get_model, name, weights=None, num_classes=CLASSES, **extra)
+    return _classifier(seeded(make), side)
+
+
+def _classifier(build: Any, side: int) -> Model:
+    """A model of pictures [b, 3, side, side] and labels [b]."""
+    model: nn.Module = build()
+    own = next(iter(model.forward.__code__.co_varnames[1:2]), "x")
+    pictures, labels = noise(3, side, side), integers(low=0, below=CLASSES, seed=3)
+
+    def inputs(rows: int) -> dict[str, Any]:
+        return {own: pictures[:rows].clone(), "labels": labels[:rows].clone()}
+
+    found = Model(build, inputs, first_entropy)
+    found.eager(model, inputs(2)).backward()
+    return found
+
+
+def first_entropy(outputs: Any, batch: Any) -> Any:
+    """Cross-entropy of the logits, of several outputs of the first."""
+    while not isinstance(outputs, torch.Tensor):
+        outputs = outputs[0]
+    return entropy(outputs.flatten(1) if outputs.dim() == 2 else outputs, batch)

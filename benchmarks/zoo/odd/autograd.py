@@ -1,0 +1,259 @@
+"""Models that have a say in their own gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from benchmarks.zoo.odd.common import Net, odd
+
+
+class Halved(torch.autograd.Function):
+    """The same forward, half the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """x itself."""
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        """Half of it."""
+        return gradient * 0.5
+
+
+class Swish(torch.autograd.Function):
+    """Saves its input, as memory-saving activations do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, beta: float) -> Tensor:
+        """x * sigmoid(beta x)"""
+        ctx.save_for_backward(x)
+        ctx.beta = beta
+        return x * torch.sigmoid(beta * x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        """By hand."""
+        (x,) = ctx.saved_tensors
+        s = torch.sigmoid(ctx.beta * x)
+        return gradient * (s + ctx.beta * x * s * (1 - s)), None
+
+
+class TwoOutputs(torch.autograd.Function):
+    """Two outputs, one of which has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Largest entries and where they are."""
+        values, places = x.max(-1, keepdim=True)
+        ctx.save_for_backward(places)
+        ctx.mark_non_differentiable(places)
+        ctx.width = x.shape[-1]
+        return values, places
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> Tensor:
+        """To where they were."""
+        (places,) = ctx.saved_tensors
+        zeros = gradient.new_zeros(*gradient.shape[:-1], ctx.width)
+        return zeros.scatter(-1, places, gradient)
+
+
+class NewStyle(torch.autograd.Function):
+    """With `setup_context`."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        """The sine."""
+        return x.sin()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Keeps the input."""
+        ctx.save_for_backward(inputs[0])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        """Clipped cosine."""
+        (x,) = ctx.saved_tensors
+        return gradient * x.cos().clamp(-0.5, 0.5)
+
+
+@odd()
+class CustomFunction(Net):
+    """Its own autograd.Function."""
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        return Halved.apply(hidden)
+
+
+@odd()
+class CustomActivation(Net):
+    """A function that saves its input and takes a number."""
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        return Swish.apply(Swish.apply(hidden, 1.0), 1.5)
+
+
+@odd()
+class CustomTwoOutputs(Net):
+    """A function with two outputs."""
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        values, places = TwoOutputs.apply(hidden)
+        return hidden + values + places.float() * 0.01
+
+
+@odd()
+class CustomNewStyle(Net):
+    """A function with setup_context."""
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        return NewStyle.apply(hidden)
+
+
+@odd()
+class StraightThrough(Net):
+    """Rounds, with the gradient of not rounding."""
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        return hidden + (hidden.round() - hidden).detach()
+
+
+@odd()
+class Detached(Net):
+    """A branch whose gradient is cut."""
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        return hidden * torch.sigmoid(self.first(hidden).detach())
+
+
+@odd()
+class UnderNoGrad(Net):
+    """A part that runs under no_grad."""
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = hidden.norm(dim=-1, keepdim=True)
+        return hidden / (1 + scale)
+
+
+@odd()
+class FrozenMiddle(Net):
+    """A frozen layer between trained ones."""
+
+    def begin(self) -> None:
+        self.first.requires_grad_(False)
+
+
+@odd()
+class FrozenBegin(Net):
+    """All of the beginning is frozen: no gradient goes to the first stage."""
+
+    def begin(self) -> None:
+        self.up.requires_grad_(False)
+        self.first.requires_grad_(False)
+
+
+@odd()
+class Reentrant(Net):
+    """Checkpoints in the old mode."""
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        return checkpoint(lambda h: self.first(h).relu(), hidden, use_reentrant=True)
+
+
+@odd()
+class NonReentrant(Net):
+    """Checkpoints in the new mode."""
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        return checkpoint(lambda h: self.first(h).relu(), hidden, use_reentrant=False)
+
+
+@odd()
+class CheckpointSequential(Net):
+    """Checkpoints parts of a list."""
+
+    def begin(self) -> None:
+        self.list = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(4)))
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        return checkpoint_sequential(self.list, 2, hidden, use_reentrant=False)
+
+
+@odd()
+class BackwardHook(Net):
+    """A hook on a module's gradients that only looks."""
+
+    def begin(self) -> None:
+        self.norms: list[int] = []
+        self.first.register_full_backward_hook(lambda *_: self.norms.append(1))
+
+
+@odd()
+class HookThatScales(Net):
+    """A hook on a module's gradients that halves them."""
+
+    def begin(self) -> None:
+        self.first.register_full_backward_hook(lambda module, inner, outer: (inner[0] * 0.5,))
+
+
+@odd()
+class TensorHook(Net):
+    """A hook on an activation's gradient."""
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: gradient * 0.5)
+        return hidden * 1.5
+
+
+@odd()
+class ParameterHook(Net):
+    """A hook on a parameter's gradient."""
+
+    def begin(self) -> None:
+        self.first.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+
+
+@odd()
+class ForwardHooks(Net):
+    """Hooks before and after a module's forward that change what goes through."""
+
+    def begin(self) -> None:
+        self.first.register_forward_pre_hook(lambda module, args: (args[0] * 1.1,))
+        self.second.register_forward_hook(lambda module, args, output: output + 0.1)
+
+
+@odd()
+class GradientPenalty(Net):
+    """Takes a gradient inside forward, as physics-informed and energy models do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            energy = super().forward(x).sum()
+            (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        return force
+
+
+@odd()
+class FunctionalGradient(Net):
+    """The same by torch.func.grad."""
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        return hidden + torch.func.grad(lambda h: h.tanh().sum())(hidden)
+
+
+@odd()
+class Jacobian(Net):
+    """A Jacobian-vector product in forward mode."""
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        value, tangent = torch.func.jvp(torch.sin, (hidden,), (torch.ones_like(hidden),))
+        return value + tangent

@@ -1,0 +1,234 @@
+"""Models whose Python reads values, or whose shapes depend on them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.zoo.odd.common import Net, odd, sequences
+
+
+@odd()
+class Branch(Net):
+    """A branch on a sum that always goes one way."""
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        if hidden.sum() > -1e9:
+            return hidden * 2
+        return hidden
+
+
+@odd()
+class FiniteCheck(Net):
+    """Clamps where something is infinite, as DETR does."""
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        if not torch.isfinite(hidden).all():
+            hidden = hidden.clamp(-1e4, 1e4)
+        return hidden
+
+
+@odd()
+class Assertion(Net):
+    """Asserts about values."""
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        assert not hidden.isnan().any()
+        return hidden
+
+
+@odd()
+class LoopUntil(Net):
+    """A loop as long as a number from a buffer says."""
+
+    def begin(self) -> None:
+        self.register_buffer("times", torch.tensor(3))
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        for _ in range(int(self.times)):
+            hidden = self.first(hidden).tanh()
+        return hidden
+
+
+@odd()
+class Condition(Net):
+    """torch.cond."""
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        return torch.cond(hidden.sum() > 0, lambda h: h.sin(), lambda h: h.cos(), (hidden,))
+
+
+@odd()
+class Vmapped(Net):
+    """torch.vmap over the rows."""
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        return torch.vmap(lambda row: self.first.weight @ row + row.norm())(hidden)
+
+
+@odd()
+class Ensemble(Net):
+    """Models stacked by torch.func and run by vmap."""
+
+    def begin(self) -> None:
+        self.weights = nn.Parameter(torch.randn(3, 16, 16) * 0.2)
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        found = torch.vmap(lambda w, h: (h @ w).tanh(), in_dims=(0, None))(self.weights, hidden)
+        return found.mean(0)
+
+
+class Experts(Net):
+    """Four experts and a router."""
+
+    def begin(self) -> None:
+        self.router = nn.Linear(16, 4)
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+
+@odd()
+class ExpertsByMask(Experts):
+    """A mixture that selects rows by a mask and adds them with index_add."""
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        weights, chosen = self.router(hidden).softmax(-1).topk(2)
+        found = torch.zeros_like(hidden)
+        for number, expert in enumerate(self.experts):
+            rows, place = torch.where(chosen == number)
+            found.index_add_(0, rows, expert(hidden[rows]) * weights[rows, place, None])
+        return found
+
+
+@odd()
+class ExpertsIfAny(Experts):
+    """A mixture that skips experts nobody has chosen."""
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        weights = self.router(hidden).softmax(-1)
+        chosen = weights.argmax(-1)
+        found = torch.zeros_like(hidden)
+        for number, expert in enumerate(self.experts):
+            mask = chosen == number
+            if mask.any():
+                found[mask] = expert(hidden[mask]) * weights[mask, number, None]
+        return found
+
+
+@odd()
+class ExpertsDense(Experts):
+    """A mixture that computes all and weighs."""
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        weights = self.router(hidden).softmax(-1)
+        every = torch.stack([expert(hidden) for expert in self.experts], -1)
+        return (every * weights[..., None, :]).sum(-1)
+
+
+@odd(sequences)
+class ExpertsSorted(Experts):
+    """A mixture that sorts words by expert and splits by counts, as grouped matmuls want it."""
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        flat = hidden.flatten(0, -2)
+        weights, chosen = self.router(flat).softmax(-1).max(-1)
+        order = chosen.argsort(stable=True)
+        counts = torch.bincount(chosen, minlength=4).tolist()
+        parts = [e(p) for e, p in zip(self.experts, flat[order].split(counts), strict=True)]
+        found = torch.empty_like(flat).index_copy(0, order, torch.cat(parts))
+        return (found * weights[:, None]).view_as(hidden)
+
+
+@odd(sequences)
+class ExpertsWithCapacity(Experts):
+    """A mixture with a capacity, by one-hot products, as switch does; computes in another dtype."""
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        flat = hidden.flatten(0, -2)
+        weights = self.router.to(torch.float64)(flat.double()).softmax(-1).float()
+        chosen = nn.functional.one_hot(weights.argmax(-1), 4)
+        place = (chosen.cumsum(0) - 1) * chosen
+        kept = (place < 4) & (chosen > 0)
+        found = sum(
+            e(flat) * (kept[:, k] * weights[:, k])[:, None] for k, e in enumerate(self.experts)
+        )
+        return found.view_as(hidden)
+
+
+@odd()
+class Selected(Net):
+    """Rows that a mask selects, all of them in truth."""
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        return hidden[hidden[:, 0] > -1e9]
+
+
+@odd()
+class ByRows(Net):
+    """Another way for one row than for more."""
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        return hidden.squeeze() if hidden.shape[0] == 1 else hidden * 0.5
+
+
+@odd(sequences)
+class ReadsLengths(Net):
+    """Reads the longest row from a mask and cuts there."""
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        mask = torch.ones(hidden.shape[:2], dtype=torch.long)
+        longest = int(mask.sum(1).max())
+        return hidden[:, :longest]
+
+
+@odd()
+class Autocast(Net):
+    """A part in bf16."""
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            found = self.first(hidden)
+        return found.float()
+
+
+@odd()
+class Doubles(Net):
+    """A part in fp64."""
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        return (hidden.double() @ self.first.weight.double()).to(hidden.dtype)
+
+
+@odd()
+class Cumulative(Net):
+    """A scan over the columns, in place."""
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        found = torch.zeros_like(hidden)
+        state = hidden[:, 0]
+        for k in range(hidden.shape[1]):
+            state = 0.9 * state + hidden[:, k]
+            found[:, k] = state
+        return found
+
+
+@odd()
+class FixedPoint(Net):
+    """Iterates at most ten times, until it changes little."""
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        state = torch.zeros_like(hidden)
+        for _ in range(10):
+            new = torch.tanh(0.1 * self.first(state) + hidden)
+            if (new - state).abs().max() < 1e-12:
+                break
+            state = new
+        return state
+
+
+@odd()
+class SortedRows(Net):
+    """Sorts, gathers, scatters."""
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        values, order = hidden.sort(-1)
+        return torch.zeros_like(hidden).scatter_add(-1, order, values * 0.5) + hidden

@@ -1,0 +1,237 @@
+"""Unusual ops and the shapes they make: views, in-place writes, transforms, skips."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.zoo.odd.common import (
+    CLASSES,
+    LENGTH,
+    WIDTH,
+    Net,
+    odd,
+    pictures,
+    sequences,
+)
+
+
+@odd()
+class InPlace(Net):
+    """Adds, multiplies and writes columns in place."""
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        hidden = hidden * 1.0
+        hidden += 1
+        hidden[:, 0] = 0.5
+        hidden.mul_(2).clamp_(-3, 3)
+        return hidden
+
+
+@odd()
+class WritesThroughViews(Net):
+    """Writes a view of a tensor that is read later."""
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        found = torch.zeros(hidden.shape[0], 2, 16)
+        left, right = found.unbind(1)
+        left.copy_(hidden)
+        right.add_(hidden.sin())
+        return found.sum(1)
+
+
+@odd()
+class SkipsEverywhere(Net):
+    """Every layer gets the outputs of all before it."""
+
+    def begin(self) -> None:
+        self.many = nn.ModuleList(nn.Linear(16 * (k + 1), 16) for k in range(5))
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        found = [hidden]
+        for layer in self.many:
+            found.append(layer(torch.cat(found, -1)).tanh())
+        return found[-1]
+
+
+@odd()
+class Fourier(Net):
+    """A transform there and back."""
+
+    def begin(self) -> None:
+        self.filter = nn.Parameter(torch.randn(9))
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        return torch.fft.irfft(torch.fft.rfft(hidden) * self.filter, n=16)
+
+
+@odd()
+class LinearAlgebra(Net):
+    """Solves, inverts, takes a determinant."""
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        square = hidden.unflatten(-1, (4, 4)) + 4 * torch.eye(4)
+        found = torch.linalg.solve(square, square.transpose(-1, -2))
+        return found.flatten(-2) + torch.logdet(square @ square.mT)[:, None]
+
+
+@odd(sequences)
+class Einsums(Net):
+    """Attention by einsum, with a relative bias."""
+
+    def begin(self) -> None:
+        self.bias = nn.Parameter(torch.zeros(4, 2 * LENGTH - 1))
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        heads = hidden.unflatten(-1, (4, 4))
+        at = torch.arange(hidden.shape[1])
+        bias = self.bias[:, at[:, None] - at + LENGTH - 1]
+        weights = (torch.einsum("bqhd,bkhd->bhqk", heads, heads) + bias).softmax(-1)
+        return torch.einsum("bhqk,bkhd->bqhd", weights, heads).flatten(-2)
+
+
+@odd(sequences)
+class Rotary(Net):
+    """Rotary positions from a buffer that is not saved."""
+
+    def begin(self) -> None:
+        self.register_buffer("speed", 10.0 ** -torch.arange(0, 8), persistent=False)
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        angles = torch.arange(hidden.shape[1])[:, None] * self.speed
+        one, two = hidden.chunk(2, -1)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat([one * cos - two * sin, one * sin + two * cos], -1)
+
+
+@odd(sequences)
+class StateSpace(Net):
+    """A linear recurrence as a cumulative product and sum."""
+
+    def begin(self) -> None:
+        self.decay = nn.Parameter(torch.zeros(16))
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        log = F.logsigmoid(self.decay) * torch.arange(hidden.shape[1])[:, None]
+        return (hidden * (-log).exp()).cumsum(1) * log.exp()
+
+
+@odd(sequences)
+class OverTime(Net):
+    """Convolutions over time, causal by padding."""
+
+    def begin(self) -> None:
+        self.conv = nn.Conv1d(16, 16, 3, groups=4)
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        return self.conv(F.pad(hidden.mT, (2, 0))).mT.contiguous()
+
+
+@odd(sequences)
+class Windows(Net):
+    """Windows by unfold and back by fold."""
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        return hidden.unfold(1, 2, 2).flip(-1).permute(0, 1, 3, 2).reshape(hidden.shape)
+
+
+@odd(pictures)
+class Unet(nn.Module):
+    """Skips across, bilinear upsampling."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, 2, padding=1)
+        self.c, self.d = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(16, CLASSES, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, CLASSES]"""
+        one = self.a(x).relu()
+        two = self.c(self.b(one).relu()).relu()
+        up = F.interpolate(two, scale_factor=2, mode="bilinear")
+        return self.d(torch.cat([one, up], 1)).mean((2, 3))
+
+
+@odd(pictures)
+class Warped(nn.Module):
+    """A spatial transformer: a grid from an affine map."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.where = nn.Sequential(nn.Flatten(), nn.Linear(768, 6))
+        self.conv = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, CLASSES, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, CLASSES]"""
+        theta = self.where(x).view(-1, 2, 3) * 0.1 + torch.eye(2, 3)
+        grid = F.affine_grid(theta, list(x.shape), align_corners=False)
+        return self.conv(F.grid_sample(x, grid, align_corners=False)).mean((2, 3))
+
+
+@odd(pictures)
+class ChannelsLast(nn.Module):
+    """Convolutions in channels-last memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+        self.b, self.norm = nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)
+        self.out = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, CLASSES]"""
+        x = x.contiguous(memory_format=torch.channels_last)
+        return self.out(self.norm(self.b(self.a(x).relu_())).mean((2, 3)))
+
+
+@odd(pictures)
+class Shuffled(nn.Module):
+    """Channel shuffle, squeeze and excitation, adaptive pools."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Conv2d(3, 8, 1)
+        self.b = nn.Conv2d(8, 8, 3, groups=4, padding=1)
+        self.gate = nn.Sequential(nn.Linear(8, 2), nn.ReLU(), nn.Linear(2, 8), nn.Sigmoid())
+        self.out = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, CLASSES]"""
+        hidden = F.channel_shuffle(self.a(x), 2)
+        hidden = self.b(hidden) * self.gate(hidden.mean((2, 3)))[..., None, None]
+        return self.out(F.adaptive_max_pool2d(hidden, 1).flatten(1))
+
+
+@odd(pictures)
+class Volume(nn.Module):
+    """Three dims of space."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv3d(1, 4, 3, padding=1), nn.Conv3d(4, CLASSES, (3, 4, 4), (1, 4, 4))
+        self.norm = nn.BatchNorm3d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, CLASSES]"""
+        return self.b(self.norm(self.a(x[:, None])).relu()).mean((2, 3, 4))
+
+
+@odd(pictures)
+class Mixer(nn.Module):
+    """Patches, mixed over space and over channels in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(3, WIDTH, 4, 4)
+        self.space = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.across = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.out = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, CLASSES]"""
+        hidden = self.patch(x).flatten(2).transpose(1, 2)
+        for space, across in zip(self.space, self.across, strict=True):
+            hidden = hidden + space(hidden.transpose(1, 2)).transpose(1, 2)
+            hidden = hidden + F.gelu(across(hidden))
+        return self.out(hidden.mean(1))

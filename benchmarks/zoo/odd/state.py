@@ -1,0 +1,171 @@
+"""Models that keep something from one call to the next, or change what they were given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.zoo.odd.common import WIDTH, Net, odd, square, vectors
+
+
+@odd()
+class Counter(Net):
+    """Counts its calls in a buffer that is written in place, and divides by the count."""
+
+    def begin(self) -> None:
+        self.register_buffer("calls", torch.zeros(()))
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        self.calls += 1
+        return hidden / self.calls.clone()
+
+
+@odd()
+class RunningMean(Net):
+    """A buffer that is assigned, not written."""
+
+    def begin(self) -> None:
+        self.register_buffer("mean", torch.zeros(16))
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * hidden.detach().mean(0)
+        return hidden - self.mean
+
+
+@odd()
+class FirstCallCache(Net):
+    """Fills an attribute at its first call."""
+
+    def begin(self) -> None:
+        self.cache: Tensor | None = None
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        if self.cache is None:
+            self.cache = torch.linspace(0, 1, 16)
+        return hidden + self.cache
+
+
+@odd()
+class CacheByLength(Net):
+    """Keeps tables in a dict by size, as rotary positions do."""
+
+    def begin(self) -> None:
+        self.tables: dict[int, Tensor] = {}
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        size = hidden.shape[-1]
+        if size not in self.tables:
+            self.tables[size] = torch.arange(size).float().cos()
+        return hidden * self.tables[size]
+
+
+@odd()
+class LazyBuffer(Net):
+    """Registers a buffer in its first forward."""
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        if not hasattr(self, "table"):
+            self.register_buffer("table", torch.ones(16) * 0.5, persistent=False)
+        return hidden * self.table
+
+
+@odd()
+class KeepsOutputs(Net):
+    """Keeps its last hidden values in an attribute, for whoever looks."""
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        self.last = hidden
+        return hidden * 2
+
+
+@odd()
+class AppendsToList(Net):
+    """Appends to a list that nobody empties."""
+
+    def begin(self) -> None:
+        self.seen: list[float] = []
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        self.seen.append(hidden.detach().mean().item())
+        return hidden
+
+
+@odd()
+class PythonCounter(Net):
+    """Counts its calls in Python, and nothing depends on the count."""
+
+    def begin(self) -> None:
+        self.step = 0
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        self.step += 1
+        return hidden
+
+
+@odd()
+class ChangesItsBatch(Net):
+    """Scales its input in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(0.5)
+        return super().forward(x)
+
+
+def changing(outputs: Any, batch: Any) -> Tensor:
+    """Changes the labels in place."""
+    batch["y"].add_(1)
+    return square(outputs, batch)
+
+
+@odd(vectors, changing)
+class LossChangesItsBatch(Net):
+    """Its loss does that to the labels."""
+
+
+class WeightedLoss(nn.Module):
+    """A loss with a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weights", torch.arange(1.0, WIDTH + 1))
+
+    def forward(self, outputs: Tensor, batch: Any) -> Tensor:
+        """Weighted mean square."""
+        return (self.weights * (outputs - batch["y"]) ** 2).mean()
+
+
+@odd(vectors, WeightedLoss())
+class LossWithBuffer(Net):
+    """Its loss is a module with a buffer."""
+
+
+@odd()
+class Codebook(Net):
+    """Moves a codebook towards what it saw, as VQ-VAE does, and passes gradients straight on."""
+
+    def begin(self) -> None:
+        self.register_buffer("codes", torch.randn(4, 16))
+        self.register_buffer("sizes", torch.ones(4))
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        nearest = torch.cdist(hidden, self.codes).argmin(-1)
+        chosen = nn.functional.one_hot(nearest, 4).float()
+        with torch.no_grad():
+            self.sizes.mul_(0.9).add_(0.1 * chosen.sum(0))
+            self.codes.lerp_(chosen.T @ hidden / self.sizes[:, None], 0.1)
+        return hidden + (self.codes[nearest] - hidden).detach()
+
+
+@odd()
+class Momentum(Net):
+    """A copy of a layer that follows it, as BYOL's teacher does."""
+
+    def begin(self) -> None:
+        self.teacher = nn.Linear(16, 16).requires_grad_(False)
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = self.teacher(hidden)
+        return hidden + (self.first(hidden) - target)
