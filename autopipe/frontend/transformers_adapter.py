@@ -33,6 +33,9 @@ CHECKPOINT_HINT = 'gradient_checkpointing_enable({"use_reentrant": False})'
 _CACHES = "transformers.pytorch_utils"
 """The module that caches results by their arguments, unless a trace runs."""
 
+_LOSSES, _CTC = "transformers.loss.loss_utils", "ForCTC"
+"""The module that has a table of losses by kinds of models, and the key of one."""
+
 _ASKED_WHILE_TRACING = (
     "is_tracing",
     "is_torchdynamo_exporting",
@@ -75,9 +78,16 @@ def eager_branches() -> Iterator[None]:
     Under a trace it builds whole masks where eager passes `is_causal=True`: the same values, but
     another program (9 % more bytes saved for backward on llama, no flash kernel). Its
     mixture-of-experts code is left alone: it would pick a kernel with no fake version. So is the
-    cache of tables by their sizes (DETR): a size under a trace is no key.
+    cache of tables by their sizes (DETR): a size under a trace is no key. Its CTC loss selects
+    labels by a mask; `ctc_loss.of_labels` computes the same of labels in their rows.
     """
     with ExitStack() as until:
+        losses = getattr(sys.modules.get(_LOSSES), "LOSS_MAPPING", {})
+        if _CTC in losses:
+            from autopipe.frontend import ctc_loss  # torch is loaded where the library is
+
+            until.callback(losses.__setitem__, _CTC, losses[_CTC])
+            losses[_CTC] = ctc_loss.of_labels
         for name, module in list(sys.modules.items()):
             if not name.startswith("transformers"):
                 continue

@@ -21,7 +21,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from autopipe.errors import CaptureError
-from autopipe.frontend import user_lines
+from autopipe.frontend import ctc_loss, user_lines
 from autopipe.ir.graph import tensors_in
 from autopipe.ir.torch_patches import seeing_saved_tensors_hooks
 from autopipe.ir.torch_private import (
@@ -31,8 +31,6 @@ from autopipe.ir.torch_private import (
     module_backward_hooks,
     tensor_hooks,
 )
-
-_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 AS_AN_OP = (
     "make what it does an op of the forward: a torch.autograd.Function that gives its input and "
@@ -54,10 +52,10 @@ def check_model(model: nn.Module) -> None:
                 "parameters to itself",
                 hint="use the module that it was made from",
             )
-        if isinstance(module, _NORMS) and module.momentum is None and module.track_running_stats:
+        if isinstance(module, nn.SyncBatchNorm) and module.momentum is None:
             raise CaptureError(
-                f"{path or 'the model'} is a {type(module).__name__} with momentum=None: Python "
-                "reads how many batches it has seen, another number in every micro-batch",
+                f"{path or 'the model'} is a SyncBatchNorm with momentum=None: Python reads how "
+                "many batches it has seen, another number in every micro-batch",
                 hint="give it a momentum, such as 0.1",
             )
         for hook in module_backward_hooks(module):
@@ -127,6 +125,8 @@ class RefusedCalls(TorchFunctionMode):
                 "which torch.export cannot capture with the model's own parameters",
                 hint="write the batched computation out: torch.einsum, matmul, broadcasting",
             )
+        if func is ctc_loss.PLAIN and ctc_loss.can(*args):
+            return ctc_loss.ctc_loss(*args, **(kwargs or {}))
         refuse = _control_flow if is_control_flow(func) else _REFUSALS.get(func)
         if refuse is not None:
             refuse(*args, **(kwargs or {}))

@@ -259,7 +259,7 @@ def gradient_values(graph: Graph) -> frozenset[Ref | State]:
                 carrying |= {
                     Ref(node.name, number)
                     for number, spec in enumerate(node.outputs)
-                    if spec is not None and spec.dtype.is_floating_point
+                    if spec is not None and (spec.dtype.is_floating_point or spec.dtype.is_complex)
                 }
     return frozenset(carrying)
 

@@ -3,6 +3,8 @@
     replacing_custom_functions   autograd.Function.apply       its backward would be lost
     seeing_saved_tensors_hooks   saved_tensors_hooks           where a checkpoint begins and ends
     watching_attributes          nn.Module's attribute access  what a module's code reads
+    leaving_modules_alone        nn.Module.to                  where it changes nothing
+    averaging_by_tensors         forward of batch norms        with momentum=None
 
 Patches that touch private names stand in `ir.torch_private`; those of transformers in
 `frontend.transformers_adapter`. Each docstring gives the reason why a patch is needed.
@@ -16,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 
@@ -95,4 +97,59 @@ def watching_attributes(
             ("__delattr__", removing),
         ):
             until.enter_context(patched(nn.Module, name, function))
+        yield
+
+
+@contextmanager
+def leaving_modules_alone() -> Iterator[None]:
+    """Within, `module.to(dtype)` does nothing where all of the module is of that dtype already.
+
+    Models call it in forward (switch, nllb: the router in fp32). It sets each parameter's data
+    and reads its gradient even then, and no trace can have either.
+    """
+    to = nn.Module.to
+
+    def asked(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        (wanted,) = args if len(args) == 1 and not kwargs else (kwargs.get("dtype"),)
+        tensors = [*self.parameters(), *self.buffers()]
+        floats = {t.dtype for t in tensors if t.is_floating_point()}
+        if isinstance(wanted, torch.dtype) and len(args) + len(kwargs) == 1 and floats <= {wanted}:
+            return self
+        return to(self, *args, **kwargs)
+
+    with patched(nn.Module, "to", asked):
+        yield
+
+
+@contextmanager
+def averaging_by_tensors() -> Iterator[None]:
+    """Within, batch norms with momentum=None average their statistics without Python's numbers.
+
+    After n batches they are the mean over all n. torch's own code reads n, another number in every
+    micro-batch, where here it stays a tensor:
+
+        running = running (1 - 1/n) + batch 1/n
+    """
+
+    def averaged(norm: nn.BatchNorm1d, forward: Callable[..., Any], x: Tensor) -> Any:
+        mean, variance, count = norm.running_mean, norm.running_var, norm.num_batches_tracked
+        if norm.momentum is not None or not norm.training:
+            return forward(norm, x)
+        if mean is None or variance is None or count is None:
+            return forward(norm, x)
+        own = torch.zeros_like(mean), torch.zeros_like(variance)
+        found = nn.functional.batch_norm(x, *own, norm.weight, norm.bias, True, 1.0, norm.eps)
+        with torch.no_grad():
+            count.add_(1)
+            share = 1 / count.to(mean.dtype)
+            for statistic, new in zip((mean, variance), own, strict=True):
+                statistic.copy_(statistic * (1 - share) + new * share)
+        return found
+
+    def asked(forward: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, input: averaged(self, forward, input)
+
+    with ExitStack() as until:
+        for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
+            until.enter_context(patched(kind, "forward", asked(kind.forward)))
         yield

@@ -23,6 +23,7 @@ from autopipe.frontend.loss import Loss, SumCount, outputs_to_loss
 from autopipe.frontend.quiet import libraries_hushed
 from autopipe.frontend.transformers_adapter import eager_branches, without_cache
 from autopipe.ir.graph import SEQUENCE
+from autopipe.ir.torch_patches import averaging_by_tensors, leaving_modules_alone
 from autopipe.ir.torch_private import quiet
 from autopipe.planfile.parts import InputSpec, Read
 from autopipe.tracing import refusals
@@ -78,7 +79,9 @@ class Program(nn.Module):
         leaves = {**self._fixed, **dict(zip(self._paths, tensors, strict=True))}
         batch = batches.rebuild(self._batch, leaves)
         args, kwargs = batches.bind(self.model, batch, self.loss)
-        with nullcontext() if self._eager else unsaid.RefusedCalls():
+        if self._eager:
+            return self._results(batch, args, kwargs)
+        with leaving_modules_alone(), averaging_by_tensors(), unsaid.RefusedCalls():
             return self._results(batch, args, kwargs)
 
     def _results(self, batch: Any, args: Any, kwargs: Any) -> Any:

@@ -183,6 +183,7 @@ def restoring(*models: nn.Module) -> Iterator[Callable[[], tuple[str, ...]]]:
         for model in models
     ]
     plain = {module: _plain_attributes(module) for model in models for module in model.modules()}
+    names = {module: set(module._buffers) for module in plain}
 
     def changed() -> tuple[str, ...]:
         paths = {module: path for model in models for path, module in model.named_modules()}
@@ -206,6 +207,9 @@ def restoring(*models: nn.Module) -> Iterator[Callable[[], tuple[str, ...]]]:
                 elif isinstance(value, dict | set):
                     value.clear()
                     value.update(inside)
+        for module, before in names.items():  # a first call may have registered some
+            for name in module._buffers.keys() - before:
+                delattr(module, name)
         with torch.no_grad():
             for model, known_buffers in buffers:
                 for name, buffer in model.named_buffers():
