@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--to", type=Path, help="the file of rows; what stands in it is not tried again")
     add("--only", default="", help="parts of names, with commas between")
     add("--jobs", type=int, default=2, help="models at a time")
-    add("--limit", type=float, default=120.0, help="seconds for one model")
+    add("--limit", type=float, default=60.0, help="seconds of a core for one model")
     add("--ways", default=",".join(WAYS), help="how to split")
     add("--list", action="store_true", help="print the names alone")
     chosen = parser.parse_args(argv)

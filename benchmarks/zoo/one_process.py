@@ -90,7 +90,7 @@ def dealt_out(plan: Plan, trace: Trace, model: nn.Module, batch: Any) -> Result:
         for k in range(count):
             of_it = batches.slice_rows(trace.inputs, leaves, k * rows, (k + 1) * rows)
             with stream(0, 0, k):
-                loss = module(*(of_it[path] for path in stage.inputs))[0]
+                loss = module(*(of_it[path].clone() for path in stage.inputs))[0]
                 loss.backward(torch.full_like(loss, 1 / count))
             losses.append(loss.detach())
         return losses, own
@@ -117,7 +117,7 @@ def _whole_gradients(
         lies = sharding.states.get(name)
         if lies is None:
             close = torch.allclose(gradients[0], gradients[1], rtol=1e-5, atol=1e-6)
-            assert close, f"{name} is replicated, and its gradients differ"
+            assert close, f"{name} is replicated, and its gradients differ, {gradients}"
             found[name] = gradients[0]
         elif lies.sharded:
             found[name] = together(gradients, lies, whole[name].shape[lies.dim])

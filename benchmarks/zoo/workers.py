@@ -9,6 +9,7 @@ import logging
 import multiprocessing
 import os
 import resource
+import signal
 import sys
 import time
 import warnings
@@ -23,6 +24,9 @@ from benchmarks.zoo.subject import Subject
 
 MEMORY = 12 * 2**30
 """Bytes of addresses of one process: a model that is not tiny ends with an error of its own."""
+
+WAITING = 5
+"""So much longer a model may take where other programs have the cores."""
 
 Rows = list[dict[str, Any]]
 
@@ -43,7 +47,8 @@ def tried(
     """The rows of each model as it is done.
 
     Args:
-        limit: seconds for one model; what it has not said by then is "timeout".
+        limit: seconds of a core for one model, and `WAITING` times as many on the clock; what it
+            has not said by then is "timeout".
     """
     fork = multiprocessing.get_context("fork")
     pending = list(reversed(subjects))
@@ -52,16 +57,19 @@ def tried(
         while pending and len(running) < jobs:
             subject = pending.pop()
             ours, theirs = fork.Pipe(duplex=False)
-            process = fork.Process(target=_try, args=(subject, ways, theirs))
+            process = fork.Process(target=_try, args=(subject, ways, limit, theirs))
             process.start()
             theirs.close()
-            running[ours] = Running(subject, process, time.monotonic() + limit)
+            running[ours] = Running(subject, process, time.monotonic() + WAITING * limit)
         for connection in wait(list(running), timeout=0.5):
             assert isinstance(connection, Connection)
             try:
                 running[connection].rows.append(connection.recv())
             except EOFError:
-                yield _done(running.pop(connection), ways, "crashed")
+                one = running.pop(connection)
+                one.process.join()
+                late = one.process.exitcode in (-signal.SIGXCPU, -signal.SIGKILL)
+                yield _done(one, ways, "timeout" if late else "crashed")
         for connection, one in list(running.items()):
             if time.monotonic() > one.ended:
                 one.process.kill()
@@ -80,9 +88,10 @@ def _done(one: Running, ways: tuple[str, ...], otherwise: str) -> Rows:
     return one.rows
 
 
-def _try(subject: Subject, ways: tuple[str, ...], to: Connection) -> None:
+def _try(subject: Subject, ways: tuple[str, ...], limit: float, to: Connection) -> None:
     """The whole of a process: rows go to the connection, what libraries print goes nowhere."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_CPU, (round(limit), round(limit)))
     with open(os.devnull, "w") as nowhere:
         sys.stdout = nowhere
         sys.stderr = nowhere

@@ -251,7 +251,8 @@ def step(
 
     def inputs_of(stage: Stage, k: int) -> list[Tensor]:
         rows = batches.slice_rows(cut.specs, leaves, k * cut.rows, (k + 1) * cut.rows)
-        return [rows[path] for path in stage.inputs]  # type: ignore[misc]
+        # A rank's own rows, as in a process of its own: the model may write them.
+        return [rows[path].clone() for path in stage.inputs]  # type: ignore[misc]
 
     def run_one(executor: Executor) -> list[tuple[Tensor, ...]]:
         transport = next(iter(executor.stages.values())).transport

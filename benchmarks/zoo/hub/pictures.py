@@ -16,7 +16,13 @@ from benchmarks.zoo.subject import Model, Subject, entropy, integers, noise, see
 SMALL = ("nano", "pico", "femto", "atto", "tiny", "xs", "_s", "small", "18", "b0", "0")
 """Parts of the names of small variants, the first of a file to be taken."""
 
-LARGE = ("_h_", "_l_", "huge", "large", "152", "101", "wide", "x4", "x8", "x16", "x32", "64x4d")
+LARGE = (
+    *("_h_", "_l_", "huge", "large", "wide", "x4", "x8", "x16", "x32", "64x4d", "_base", "_m"),
+    *("152", "101", "161", "169", "201", "vgg13", "vgg16", "vgg19", "b_32", "_8gf", "16gf", "32gf"),
+    *("_b2", "_b3", "_b4", "_b5", "_b6", "_b7", "128gf", "_l"),
+)
+"""Parts of the names of torchvision's larger variants, which are left out."""
+
 CLASSES = 10
 
 
@@ -66,7 +72,7 @@ def _torchvision(name: str) -> Model:
     from torchvision import models
 
     extra = {"init_weights": False} if name in ("inception_v3", "googlenet") else {}
-    side = 224 if "vit" in name else 299 if "inception" in name else 96
+    side = 224 if "vit" in name else 299 if "inception" in name else 64
     make = partial(models.get_model, name, weights=None, num_classes=CLASSES, **extra)
     return _classifier(seeded(make), side)
 

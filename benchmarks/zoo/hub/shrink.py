@@ -230,7 +230,12 @@ def _settle(config: PreTrainedConfig, layers: int) -> None:
                 setattr(config, name, ([*dict.fromkeys(value)] + value)[:layers])
         elif isinstance(value, float) and DROPPED.search(name):
             setattr(config, name, 0.0)
-    wanted = {"apply_spec_augment": False, "mask_time_prob": 0.0, "layerdrop": 0.0}
+    wanted = {
+        "use_cache": False,
+        "apply_spec_augment": False,
+        "mask_time_prob": 0.0,
+        "layerdrop": 0.0,
+    }
     for name, value in wanted.items():
         if hasattr(config, name):
             setattr(config, name, value)

@@ -140,11 +140,11 @@ class ExpertsSorted(Experts):
 
 @odd(sequences)
 class ExpertsWithCapacity(Experts):
-    """A mixture with a capacity, by one-hot products, as switch does; computes in another dtype."""
+    """A mixture with a capacity, by one-hot products, whose router is put to a dtype, as switch."""
 
     def inside(self, hidden: Tensor) -> Tensor:
         flat = hidden.flatten(0, -2)
-        weights = self.router.to(torch.float64)(flat.double()).softmax(-1).float()
+        weights = self.router.to(flat.dtype)(flat).softmax(-1)
         chosen = nn.functional.one_hot(weights.argmax(-1), 4)
         place = (chosen.cumsum(0) - 1) * chosen
         kept = (place < 4) & (chosen > 0)

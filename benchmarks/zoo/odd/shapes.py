@@ -35,7 +35,7 @@ class WritesThroughViews(Net):
 
     def inside(self, hidden: Tensor) -> Tensor:
         found = torch.zeros(hidden.shape[0], 2, 16)
-        left, right = found.unbind(1)
+        left, right = found[:, 0], found[:, 1]
         left.copy_(hidden)
         right.add_(hidden.sin())
         return found.sum(1)
