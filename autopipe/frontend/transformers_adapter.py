@@ -79,15 +79,15 @@ def eager_branches() -> Iterator[None]:
     another program (9 % more bytes saved for backward on llama, no flash kernel). Its
     mixture-of-experts code is left alone: it would pick a kernel with no fake version. So is the
     cache of tables by their sizes (DETR): a size under a trace is no key. Its CTC loss selects
-    labels by a mask; `ctc_loss.of_labels` computes the same of labels in their rows.
+    labels by a mask; `opaque_ops.of_labels` computes the same of labels in their rows.
     """
     with ExitStack() as until:
         losses = getattr(sys.modules.get(_LOSSES), "LOSS_MAPPING", {})
         if _CTC in losses:
-            from autopipe.frontend import ctc_loss  # torch is loaded where the library is
+            from autopipe.ir import opaque_ops  # torch is loaded where the library is
 
             until.callback(losses.__setitem__, _CTC, losses[_CTC])
-            losses[_CTC] = ctc_loss.of_labels
+            losses[_CTC] = opaque_ops.of_labels
         for name, module in list(sys.modules.items()):
             if not name.startswith("transformers"):
                 continue

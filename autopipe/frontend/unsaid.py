@@ -21,7 +21,8 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from autopipe.errors import CaptureError
-from autopipe.frontend import ctc_loss, user_lines
+from autopipe.frontend import user_lines
+from autopipe.ir import opaque_ops
 from autopipe.ir.graph import tensors_in
 from autopipe.ir.torch_patches import seeing_saved_tensors_hooks
 from autopipe.ir.torch_private import (
@@ -125,8 +126,8 @@ class RefusedCalls(TorchFunctionMode):
                 "which torch.export cannot capture with the model's own parameters",
                 hint="write the batched computation out: torch.einsum, matmul, broadcasting",
             )
-        if func is ctc_loss.PLAIN and ctc_loss.can(*args):
-            return ctc_loss.ctc_loss(*args, **(kwargs or {}))
+        if func is opaque_ops.PLAIN and opaque_ops.can(*args):
+            return opaque_ops.ctc_loss(*args, **(kwargs or {}))
         refuse = _control_flow if is_control_flow(func) else _REFUSALS.get(func)
         if refuse is not None:
             refuse(*args, **(kwargs or {}))

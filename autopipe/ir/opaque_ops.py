@@ -1,8 +1,14 @@
-"""Measure what opaque ops save for backward: ops whose real kernel saves more than the fake one.
+"""Ops whose fake kernel does not know what the real one keeps: the CPU's LSTM, and CTC.
 
 The CPU's LSTM (oneDNN) keeps a workspace whose size only the kernel knows; under fake tensors it is
 empty, and a stage with an LSTM would be predicted at a tenth of its bytes. Such an op is run once
 for real, on zeros of the same shapes, and the bytes that this run saves are used.
+
+CTC, the loss of speech models, keeps a table [b, T, 2 L + 1], L the longest target of the batch:
+nobody can trace that. `ctc_loss` makes it as wide as targets are padded, 2 U + 1; its values are
+the same:
+
+    F.ctc_loss(log_probs [T, b, C], targets [b, U], lengths [b], target_lengths [b])
 """
 
 from __future__ import annotations
@@ -14,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from autopipe.ir.graph import tensors_in
 from autopipe.ir.torch_private import outside_fake_mode, storage_key
@@ -88,3 +95,126 @@ def _zeros(described: Any) -> Any:
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
+
+
+PLAIN = F.ctc_loss
+"""torch's own function, whose calls become `ctc_loss` in a trace."""
+
+
+@torch.library.custom_op("autopipe::ctc", mutates_args=())
+def ctc(
+    log_probs: Tensor,
+    targets: Tensor,
+    lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int,
+    zero_infinity: bool,
+) -> tuple[Tensor, Tensor]:
+    """The loss of each row [b], and the table [b, T, 2 U + 1] that backward reads."""
+    losses, table = torch.ops.aten._ctc_loss.Tensor(
+        log_probs, targets, lengths, target_lengths, blank, zero_infinity
+    )
+    return losses, F.pad(table, (0, 2 * targets.shape[1] + 1 - table.shape[2]))
+
+
+@ctc.register_fake
+def _ctc_fake(log_probs: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    steps, rows, _ = log_probs.shape
+    width = 2 * targets.shape[1] + 1
+    return log_probs.new_empty(rows), log_probs.new_empty(rows, steps, width)
+
+
+@torch.library.custom_op("autopipe::ctc_backward", mutates_args=())
+def ctc_backward(
+    gradient: Tensor,
+    log_probs: Tensor,
+    targets: Tensor,
+    lengths: Tensor,
+    target_lengths: Tensor,
+    losses: Tensor,
+    table: Tensor,
+    blank: int,
+    zero_infinity: bool,
+) -> Tensor:
+    """The gradient of `log_probs`."""
+    longest = 2 * int(target_lengths.max()) + 1
+    of_it = (log_probs, targets, lengths, target_lengths, losses, table[..., :longest].contiguous())
+    found: Tensor = torch.ops.aten._ctc_loss_backward.Tensor(gradient, *of_it, blank, zero_infinity)
+    return found
+
+
+@ctc_backward.register_fake
+def _ctc_backward_fake(gradient: Tensor, log_probs: Tensor, *rest: Any) -> Tensor:
+    return torch.empty_like(log_probs)
+
+
+def _ctc_keep(ctx: Any, inputs: Any, output: Any) -> None:
+    log_probs, targets, lengths, target_lengths, ctx.blank, ctx.zero_infinity = inputs
+    ctx.save_for_backward(log_probs, targets, lengths, target_lengths, *output)
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _ctc_gradient(ctx: Any, gradient: Tensor | None, _: Any) -> Any:
+    if gradient is None:
+        return (None,) * 6
+    found = ctc_backward(gradient, *ctx.saved_tensors, ctx.blank, ctx.zero_infinity)
+    return found, None, None, None, None, None
+
+
+ctc.register_autograd(_ctc_gradient, setup_context=_ctc_keep)
+
+
+def ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
+    """What F.ctc_loss computes of targets [b, U]; its arguments."""
+    losses: Tensor = ctc(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)[0]
+    if zero_infinity:
+        losses = torch.where(losses == torch.inf, torch.zeros_like(losses), losses)
+    if reduction == "mean":
+        lengths: Tensor = target_lengths.clamp_min(1)
+        return (losses / lengths).mean()
+    return losses.sum() if reduction == "sum" else losses
+
+
+def can(log_probs: Any, targets: Any, lengths: Any, target_lengths: Any, *rest: Any) -> bool:
+    """Whether a call of F.ctc_loss is one that `ctc_loss` computes: a batch, all tensors."""
+    tensors = (log_probs, targets, lengths, target_lengths)
+    if not all(isinstance(given, Tensor) for given in tensors):
+        return False
+    return bool(log_probs.dim() == 3 and targets.dim() == 2)
+
+
+def of_labels(
+    logits: Tensor,
+    labels: Tensor,
+    logit_lengths: Tensor,
+    blank_token_id: int,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+    ignore_index: int = -100,
+    **kwargs: Any,
+) -> Tensor:
+    """transformers' `ForCTCLoss` with the labels that count moved to the front of each row.
+
+    It selects them by a mask, so how many there are depends on values.
+    """
+    counts = (labels != ignore_index) & (labels != blank_token_id)
+    order = (~counts).long().argsort(dim=1, stable=True)
+    log_probs = F.log_softmax(logits, dim=-1, dtype=torch.float32).transpose(0, 1)
+    return ctc_loss(
+        log_probs,
+        labels.gather(1, order).clamp_min(0),
+        logit_lengths,
+        counts.sum(-1),
+        blank_token_id,
+        reduction,
+        zero_infinity,
+    )

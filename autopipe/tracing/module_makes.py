@@ -183,7 +183,7 @@ def restoring(*models: nn.Module) -> Iterator[Callable[[], tuple[str, ...]]]:
         for model in models
     ]
     plain = {module: _plain_attributes(module) for model in models for module in model.modules()}
-    names = {module: set(module._buffers) for module in plain}
+    names = {module: {n for n, _ in module.named_buffers(recurse=False)} for module in plain}
 
     def changed() -> tuple[str, ...]:
         paths = {module: path for model in models for path, module in model.named_modules()}
@@ -208,7 +208,7 @@ def restoring(*models: nn.Module) -> Iterator[Callable[[], tuple[str, ...]]]:
                     value.clear()
                     value.update(inside)
         for module, before in names.items():  # a first call may have registered some
-            for name in module._buffers.keys() - before:
+            for name in [n for n, _ in module.named_buffers(recurse=False) if n not in before]:
                 delattr(module, name)
         with torch.no_grad():
             for model, known_buffers in buffers:

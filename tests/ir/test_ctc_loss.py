@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.loss.loss_ctc import ForCTCLoss
 
-from autopipe.frontend import ctc_loss
+from autopipe.ir import opaque_ops
 from tests.support.odd_models import Net, built, unlike
 
 STEPS, ROWS, KINDS, LONGEST = 12, 3, 5, 4
@@ -41,7 +41,7 @@ def test_it_is_torchs_to_the_bit(reduction):
             x.log_softmax(-1), *rest, blank=0, reduction=reduction, zero_infinity=True
         )
 
-    for mine, theirs in both(with_(ctc_loss.ctc_loss), with_(F.ctc_loss), logits):
+    for mine, theirs in both(with_(opaque_ops.ctc_loss), with_(F.ctc_loss), logits):
         assert torch.equal(mine, theirs)
 
 
@@ -54,7 +54,7 @@ def test_labels_that_do_not_count_may_stand_anywhere():
     def with_(function):
         return lambda x: function(x, labels, lengths, blank_token_id=0)
 
-    for mine, theirs in both(with_(ctc_loss.of_labels), with_(ForCTCLoss), logits):
+    for mine, theirs in both(with_(opaque_ops.of_labels), with_(ForCTCLoss), logits):
         assert torch.equal(mine, theirs)
 
 
