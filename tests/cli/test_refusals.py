@@ -278,8 +278,8 @@ def test_what_is_missing_and_what_is_too_much(arguments: str, error: str, autopi
 
 
 COMMANDS = (
-    "the commands are init, trace, costs, plan, explain, simulate, check, run, export, emit, diff, "
-    "probe"
+    "the commands are init, trace, costs, plan, explain, simulate, check, run, export, checkpoint, "
+    "emit, diff, probe"
 )
 
 
