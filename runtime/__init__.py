@@ -7,6 +7,6 @@ and the loop over steps.
 
 Never found here: search, or a decision that the plan does not contain.
 
-Other rooms use: `parallelize.parallelize`, `train.train`, `train.figure`; written files use
-`emitted`.
+Other rooms use: `parallelize.parallelize`, `train.train`, `train.figure`,
+`onnx_stages.write_stages`; written files use `emitted`.
 """

@@ -11,7 +11,7 @@ import typer
 from autopipe.errors import AutopipeError
 from autopipe.terminal.commands import PlanArgument, app, command
 from autopipe.terminal.console import say, tell
-from autopipe.terminal.paths import check_folder, say_edits
+from autopipe.terminal.paths import check_folder, found, say_edits
 
 
 @command("autopipe export plan.json --to slurm -o train.sbatch")
@@ -71,19 +71,28 @@ def export(
     folder: Annotated[
         str | None, typer.Option(help="In containers, where the plan is; /workspace.")
     ] = None,
+    rows: Annotated[
+        int | None, typer.Option(min=1, help="onnx: rows of every input; a micro-batch's.")
+    ] = None,
+    weights: Annotated[
+        Path | None, typer.Option(help="onnx: a checkpoint to read; else the model's own.")
+    ] = None,
 ) -> None:
     """Write what starts a plan elsewhere, or what another runtime calls it.
 
     torchrun, slurm, kubeflow, pytorchjob and jobset start `autopipe run`; megatron, torchtitan,
     deepspeed, transformers, accelerate, pipelining and flagscale get the plan in their own words,
-    and what they have no words for is listed.
+    and what they have no words for is listed. onnx writes a folder: each stage as a model for
+    onnxruntime, in evaluation, and chain.json with the names that pass between them.
     """
+    if to == ONNX:
+        return _stages(plan, output, rows, weights)
     said = {name: value for name, value in locals().items() if name not in _OWN}
     from autopipe.export.targets import LAUNCHERS
     from autopipe.interop.targets import RUNTIMES
     from autopipe.planfile.contents import Plan
 
-    known = [*LAUNCHERS, *RUNTIMES]
+    known = [*LAUNCHERS, *RUNTIMES, ONNX]
     if to not in known:
         raise AutopipeError(
             f"--to: expected one of {', '.join(known)}, found {to!r}",
@@ -109,7 +118,27 @@ def export(
     say(f"{output}: for {to}")
 
 
+ONNX = "onnx"
+"""The one target that is made of the model, and not of the plan alone."""
+
 _OWN = ("plan", "to", "run", "output")
+
+
+def _stages(path: Path, folder: Path | None, rows: int | None, weights: Path | None) -> None:
+    from autopipe.planfile.contents import Plan
+
+    if folder is None:
+        raise AutopipeError("onnx is a folder of files", hint=f"--to {ONNX} -o FOLDER")
+    check_folder(folder)
+    plan = Plan.load(path)
+    source = found(plan, path, "export")
+    from autopipe.frontend import model_file
+    from autopipe.runtime.onnx_stages import write_stages
+
+    batch = plan.batch
+    usual = batch.rows // plan.mesh.dp // batch.micro_batches
+    write_stages(model_file.load(source), plan, folder, rows=rows or usual, weights=weights)
+    say(f"{folder}: {len(plan.stages)} stages and chain.json, for onnxruntime")
 
 
 def _launched(plan: Any, to: str, path: Path, said: dict[str, Any], run: list[str]) -> str:

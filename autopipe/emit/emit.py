@@ -10,10 +10,6 @@ The folder is written under a temporary name and renamed, so it is whole or abse
 
 from __future__ import annotations
 
-import os
-import secrets
-import shutil
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -79,7 +75,9 @@ def emit(
         **stages(model, plan, loss),
         "train.py": train_text(plan),
     }
-    _write(contents, folder)
+    with atomic_file.folder(folder) as beside:
+        for name, text in contents.items():
+            atomic_file.write(text, beside / name)
 
 
 def stages(model: Source, plan: Plan, loss: Loss | None) -> dict[str, str]:
@@ -248,27 +246,3 @@ def main(
 if __name__ == "__main__":
     cli.program(main)
 '''
-
-
-def _write(contents: Mapping[str, str], folder: Path) -> None:
-    """Write all files or none: into a temporary folder, which is then renamed."""
-    folder = folder.resolve()
-    beside = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
-    old = beside.with_suffix(".old")
-    try:
-        beside.mkdir()
-        for name, text in contents.items():
-            atomic_file.write(text, beside / name)
-        if folder.exists():
-            os.replace(folder, old)
-        os.replace(beside, folder)
-    except OSError as error:
-        if old.exists() and not folder.exists():
-            os.replace(old, folder)
-        raise PlanError(
-            f"{folder} cannot be written: {error.strerror}",
-            hint="is the folder above it there, and are you allowed to write in it?",
-        ) from error
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)

@@ -1,9 +1,10 @@
-"""Write a file under a temporary name and rename it, so that it is whole or absent."""
+"""Write a file or a folder under a temporary name and rename it, so that it is whole or absent."""
 
 from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,6 +46,35 @@ def writing(path: Path) -> Iterator[BinaryIO]:
         ) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def folder(path: Path) -> Iterator[Path]:
+    """A temporary folder that takes the place of `path` if the block ends without an error.
+
+    Raises:
+        AutopipeError: it cannot be written; no temporary folder is left, and an earlier folder at
+            `path` is unchanged.
+    """
+    path = path.resolve()
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    old = beside.with_suffix(".old")
+    try:
+        beside.mkdir()
+        yield beside
+        if path.exists():
+            os.replace(path, old)
+        os.replace(beside, path)
+    except OSError as error:
+        if old.exists() and not path.exists():
+            os.replace(old, path)
+        raise AutopipeError(
+            f"{path} cannot be written: {error.strerror}",
+            hint="is the folder above it there, and are you allowed to write in it?",
+        ) from error
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def wait_for(path: Path, seconds: float) -> None:

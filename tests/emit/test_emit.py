@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autopipe
-from autopipe import Plan, PlanError, ScheduleError
+from autopipe import AutopipeError, Plan, PlanError, ScheduleError
 from autopipe.emit.emit import emit, stages
 from autopipe.planfile import programs
 from autopipe.runtime.comm.threads import local_network
@@ -426,7 +426,7 @@ def test_a_folder_that_cannot_be_written_is_as_it_was(
         replace_(source, target)
 
     monkeypatch.setattr(os, "replace", replace)
-    with pytest.raises(PlanError, match="cannot be written: No space left on device"):
+    with pytest.raises(AutopipeError, match="cannot be written: No space left on device"):
         made.emit(folder, force=True)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

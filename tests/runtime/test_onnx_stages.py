@@ -1,0 +1,83 @@
+"""Stages as ONNX files: run in a chain by onnxruntime they give what the model gives."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from numpy.typing import NDArray
+
+import autopipe as package
+from autopipe.errors import AutopipeError
+from autopipe.frontend import batch as batches
+from autopipe.frontend.model_file import ModelFile
+from autopipe.planfile.contents import Plan
+from autopipe.runtime.onnx_stages import write_stages
+from tests.support.inprocess import machine
+from tests.support.long import chosen
+from tests.support.zoo import ZOO
+
+
+def planned(name: str, **constraints: Any) -> tuple[ModelFile, Plan]:
+    case = ZOO[name]
+    plan = package.plan(
+        case.model, case.inputs, loss=case.loss, cluster=machine(2), batch_size=8, **constraints
+    )
+    file = ModelFile(name, case.model, case.inputs, case.loss, None, None, None, None)
+    return file, plan
+
+
+def chained(folder: Path, inputs: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """All stages, one after another, each with its inputs by name."""
+    known = dict(inputs)
+    for stage in json.loads((folder / "chain.json").read_text())["stages"]:
+        session = onnxruntime.InferenceSession(folder / stage["file"])
+        known |= zip(
+            stage["gives"],
+            session.run(stage["gives"], {name: known[name] for name in stage["takes"]}),
+            strict=True,
+        )
+    return known
+
+
+@pytest.mark.parametrize("degrees", [{"pp": 2}, {"tp": 2}], ids=str)
+@pytest.mark.parametrize("name", chosen(["frozen", "unet", "gpt", "llama", "t5"], now=["frozen"]))
+def test_a_chain_gives_what_the_model_gives(
+    tmp_path: Path, name: str, degrees: dict[str, int]
+) -> None:
+    file, plan = planned(name, micro_batches=1, **degrees)
+    write_stages(file, plan, tmp_path / "out", rows=3)
+    batch = file.inputs(3)
+    model = file.model().eval()
+    args, kwargs = batches.bind(model, batch, file.loss)
+    own = batches.flatten(model(*args, **kwargs))
+    leaves = {path: leaf.numpy() for path, leaf in batches.flatten(batch).items()}
+    made = chained(tmp_path / "out", leaves)
+    compared = [path for path in own if path in made]
+    assert compared
+    for path in compared:
+        assert np.allclose(made[path], own[path].detach().numpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_folder_that_is_there_is_left_alone(tmp_path: Path) -> None:
+    file, plan = planned("frozen", pp=2)
+    with pytest.raises(AutopipeError, match="is there already"):
+        write_stages(file, plan, tmp_path, rows=2)
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_are_the_files(tmp_path: Path) -> None:
+    """Without `weights` the model is built as it builds itself, by the seed."""
+    file, plan = planned("frozen", pp=2)
+    torch.manual_seed(9)
+    write_stages(file, plan, tmp_path / "a", rows=2)
+    write_stages(file, plan, tmp_path / "b", rows=2)
+    names = [path.name for path in sorted((tmp_path / "a").iterdir())]
+    assert names[0] == "chain.json" and len(names) >= 3
+    for name in names:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
