@@ -111,7 +111,9 @@ def onnx_stage(
     for part in module.modules():
         if isinstance(part, fx.GraphModule):
             _without_reads(part)
-    gives = [str(ref) for ref in stage.outgoing] + (list(found.outputs) if last else [])
+    gives = [str(ref) for ref in stage.outgoing]
+    if last:  # an input and an output may both be called 0
+        gives += [f"output.{path}" if path in graph.inputs else path for path in found.outputs]
     made = next(iter(module.graph.find_nodes(op="output")))
     (results,) = made.args
     losses = len(results) - len(gives) if last else 0
