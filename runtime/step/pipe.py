@@ -151,13 +151,13 @@ class Pipe(Kept):
         """
         with self._watchdog.at(self.steps):
             loss = self._step(batch, sharded)
+        self._compared = True
         self.steps += 1
         return loss
 
     def _step(self, batch: Any, sharded: bool) -> Tensor:
         leaves = batches.flatten(batch)
         self._check_same(leaves, sharded, contents=not self._compared)
-        self._compared = True
         wanted = self.plan.batch.micro_batches
         parts = divide(self.plan, self.place, leaves, wanted, sharded=sharded)
         total_rows = parts.rows * parts.count * self.plan.mesh.dp

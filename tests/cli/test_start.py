@@ -107,7 +107,9 @@ def test_plan_is_the_function(before: str) -> None:
 # --- help, versions
 
 
-COMMANDS = "init trace costs plan explain simulate check run export emit diff probe".split()
+COMMANDS = (
+    "init trace costs plan explain simulate check run export checkpoint emit diff probe".split()
+)
 
 
 def test_help_is_a_table_in_the_order_of_use(autopipe: Shell) -> None:

@@ -194,7 +194,7 @@ def test_ctrl_c_leaves_no_process_and_no_record(tmp_path: Path) -> None:
     environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
     child = subprocess.Popen(
         [sys.executable, "-c", program], env=environ, stdout=subprocess.PIPE, text=True,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL, preexec_fn=_hears_ctrl_c,
     )  # fmt: skip
     assert child.stdout is not None
     with child:
@@ -206,6 +206,11 @@ def test_ctrl_c_leaves_no_process_and_no_record(tmp_path: Path) -> None:
     while _processes(str(tmp_path)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert _processes(str(tmp_path)) == [] and [*tmp_path.iterdir()] == []
+
+
+def _hears_ctrl_c() -> None:
+    """Jobs in the background of a shell, as tests may be, start processes that ignore SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _processes(word: str) -> list[str]:
