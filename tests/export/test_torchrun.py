@@ -87,6 +87,7 @@ def test_a_folder_without_the_plan(folder: Path, tmp_path: Path) -> None:
     assert end(node(tmp_path, "0")).error == "there is no plan plan.json in this folder"
 
 
+@pytest.mark.long
 def test_two_nodes_train(folder: Path) -> None:
     """Each says which it is; rank 0 is on node 0, and each rank has a log."""
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

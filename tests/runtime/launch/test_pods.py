@@ -93,6 +93,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_plans(tmp_path_factory.mktemp("pods"))
 
 
+@pytest.mark.long
 def test_a_pod_trains_by_itself_or_by_torchrun(planned: Path) -> None:
     """`autopipe run` starts the ranks of its pod; torchrun reads the same variables."""
     run, found = ("-m", "autopipe", "run", "pp2.json", "--steps", "2"), []
