@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from autopipe.errors import LaunchError
+from autopipe.runtime.launch.logs import UNBUFFERED, Logs
 
 
 def cores() -> int:
@@ -39,6 +40,7 @@ def spawn(
     environs: Sequence[Mapping[str, str]] | None = None,
     *,
     forwarded: Sequence[signal.Signals] = (),
+    log_dir: Path | None = None,
 ) -> int:
     """Run `command` with `argv` in so many processes on this machine: what `--local N` does.
 
@@ -55,13 +57,14 @@ def spawn(
 
     Args:
         forwarded: signals that do not end this function: each process gets them, and ends itself.
+        log_dir: a folder for what each rank prints, on stdout and stderr, beside the terminal.
 
     Returns:
         0, or the code of the first process that failed; 128 + n if signal n killed it, or stopped
         this function.
 
     Raises:
-        LaunchError: fewer than one process is asked for.
+        LaunchError: fewer than one process is asked for, or the logs cannot be written.
     """
     if processes < 1:
         raise LaunchError(f"expected at least 1 local process, found {processes}")
@@ -69,12 +72,13 @@ def spawn(
     guard = [sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid())]
     if sys.platform != "linux":
         guard = []
+    logs = Logs(log_dir) if log_dir is not None else None
     with _signals(signal.SIGINT, signal.SIGTERM, *forwarded) as received:
         children: list[subprocess.Popen[bytes]] = []
         try:
             for environ in _environments(processes, environs):
                 full = [*guard, *command, *argv]
-                children.append(subprocess.Popen(full, env=environ, start_new_session=True))
+                children.append(_start(full, environ, logs))
             while not (ending := [number for number in received if number not in forwarded]):
                 for number in [*received]:
                     received.remove(number)
@@ -99,6 +103,20 @@ def spawn(
             return 128 + ending[0]
         finally:
             _end(children)
+            if logs is not None:
+                logs.close()
+
+
+def _start(
+    command: Sequence[str], environ: Mapping[str, str], logs: Logs | None
+) -> subprocess.Popen[bytes]:
+    """A process in a session of its own; `logs` get what it prints."""
+    pipe = subprocess.PIPE if logs is not None else None
+    full = {**environ, **UNBUFFERED} if logs is not None else environ
+    child = subprocess.Popen(command, env=full, start_new_session=True, stdout=pipe, stderr=pipe)
+    if logs is not None:
+        logs.follow(environ["RANK"], child)
+    return child
 
 
 def free_port() -> int:
