@@ -5,34 +5,28 @@ from __future__ import annotations
 import math
 import random
 import statistics
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
-from torch import Tensor
 
 from autopipe.errors import ModelError
-from autopipe.frontend import batch as batches
 from autopipe.frontend.model_file import ModelFile
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import StagePrediction
+from autopipe.runtime.destinations import NOWHERE, Destinations
 from autopipe.runtime.feed import Feed
 from autopipe.runtime.keeping import Keeper, Keeping
+from autopipe.runtime.metrics import Metrics, of_step, over_ranks, rows_of
+from autopipe.runtime.progress import figure, progress_shown
 from autopipe.runtime.record import Recorder, write
+from autopipe.runtime.sinks import opened
 from autopipe.runtime.step.memory_meter import Meter
 from autopipe.runtime.step.pipe import Pipe
-
-LINES = 10
-"""How many lines of progress a run prints where there is no terminal to draw a bar on."""
 
 WARM_UP = 2
 """Steps that allocate what later ones use again: their bytes are counted, their seconds are not."""
@@ -64,6 +58,7 @@ def train(
     quiet: bool = False,
     keep_going: bool = False,
     saving: Keeping | None = None,
+    metrics: Destinations = NOWHERE,
 ) -> Measured:
     """Train for `steps` steps, or as long as the batches last.
 
@@ -78,6 +73,7 @@ def train(
         keep_going: even if the loss is no finite number.
         saving: what to keep of the run, and whether to go on from it; `steps` and `epochs` count
             from the run's beginning.
+        metrics: where those of every step go, or of every `log_every`th; rank 0 writes them.
 
     Raises:
         ModelError: the loss of a step is no finite number: no rank has made its update.
@@ -99,7 +95,10 @@ def train(
     first = pipe.steps if saving is not None else 0
     left = None if steps is None else max(0, steps - first)
     most = min((n for n in (steps, feed.of) if n is not None), default=None)
-    with progress_shown(most, talks and not quiet, say, log_every) as show:
+    with (
+        progress_shown(most, talks and not quiet, say, log_every) as show,
+        opened(metrics if talks else NOWHERE, plan, first, say) as log,
+    ):
         for step, batch in enumerate(islice(feed, left), start=first):
             pipe.meter = Meter() if step - first < WARM_UP else None
             if recorder is not None:
@@ -115,11 +114,15 @@ def train(
                     say(gone.message)
             keeper.before_update()
             optimizer.step()
-            if scheduler is not None:
-                scheduler.step()
             elapsed = perf_counter() - began
             readings.add(step - first, seconds, optimizer)
-            show(step, readings.losses[-1], throughput(batch, plan, file.sharded, elapsed))
+            rows = rows_of(batch, plan, sharded=file.sharded)
+            told = of_step(plan, step + 1, readings.losses[-1], elapsed, rows)
+            show(told)
+            if metrics and (step + 1) % (log_every or 1) == 0:
+                log(readings.whole(told, optimizer))
+            if scheduler is not None:
+                scheduler.step()
             if keeper.after_step():
                 break
     keeper.close()
@@ -134,23 +137,45 @@ def train(
 
 @dataclass
 class _Readings:
-    """What this rank has measured so far: bytes in the first steps, seconds in those after them."""
+    """What this rank has measured so far: bytes in the first steps, seconds in those after them.
+
+    `last` and `latest` are the last step's seconds and what its stages took.
+    """
 
     pipe: Pipe
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     compute: list[dict[int, StagePrediction]] = field(default_factory=list)
     memory: dict[int, StagePrediction] | None = None
+    latest: dict[int, StagePrediction] = field(default_factory=dict)
     last: float = 0.0
 
     def add(self, step: int, seconds: float, optimizer: torch.optim.Optimizer) -> None:
         """Take down the step that has just ended; its gradients were there after `seconds`."""
         self.last = seconds
         if step < WARM_UP:
-            self.memory = self.pipe.measured(optimizer)
+            self.latest = self.memory = self.pipe.measured(optimizer)
         else:
+            self.latest = self.pipe.measured()
             self.seconds.append(seconds)
-            self.compute.append(self.pipe.measured())
+            self.compute.append(self.latest)
+
+    def whole(self, told: Metrics, optimizer: torch.optim.Optimizer) -> Metrics:
+        """The last step's metrics with what ranks and optimizer know; every rank calls it."""
+        pipe = self.pipe
+        both = [stage.forward_seconds + stage.backward_seconds for stage in self.latest.values()]
+        computed = pipe.plan.batch.micro_batches * math.fsum(both)
+        held = sum(stage.memory.peak for stage in (self.memory or {}).values())
+        world = dist.group.WORLD if len(pipe.plan.mesh.places) > 1 else None
+        bubble, peak = over_ranks(1 - computed / self.last, held, world)
+        rate = optimizer.param_groups[0].get("lr")
+        return replace(
+            told,
+            bubble=bubble if pipe.place.device == "cpu" else None,
+            peak_bytes=peak,
+            learning_rate=None if rate is None else float(rate),
+            loss_scale=None if pipe.loss_scale is None else pipe.loss_scale.scale,
+        )
 
     def measured(self, bubbles: tuple[float, ...]) -> Measured:
         """The medians, with those of the other ranks; every rank calls it."""
@@ -181,18 +206,6 @@ def _gone(losses: Sequence[float]) -> ModelError | None:
     )
 
 
-def figure(loss: float) -> str:
-    """A loss with four significant digits at least, and three decimals.
-
-    >>> figure(5.7768), figure(0.25), figure(0.0123456), figure(1.5e-7), figure(1234.5678)
-    ('5.777', '0.2500', '0.01235', '1.500e-07', '1234.568')
-    """
-    if not math.isfinite(loss) or 0 < abs(loss) < 1e-5:
-        return f"{loss:.3e}"
-    digits = 3 - math.floor(math.log10(abs(loss))) if loss else 3
-    return f"{loss:.{max(3, digits)}f}"
-
-
 def _by_stage(own: dict[int, StagePrediction], plan: Plan) -> tuple[StagePrediction, ...]:
     """Every rank's measurement, put together: of a stage's replicas the median and the fullest."""
     found: list[dict[int, StagePrediction]] = [own]
@@ -210,72 +223,3 @@ def _by_stage(own: dict[int, StagePrediction], plan: Plan) -> tuple[StagePredict
             )
         )
     return tuple(stages)
-
-
-def throughput(batch: Any, plan: Plan, sharded: bool, seconds: float) -> str:
-    """Tokens a second where there is a tensor of whole numbers [rows, length]; rows otherwise."""
-    leaves = batches.flatten(batch)
-    parts = plan.mesh.dp if sharded else 1
-    tensors = [leaf for leaf in leaves.values() if isinstance(leaf, Tensor)]
-    tokens = next((t for t in tensors if t.ndim == 2 and t.dtype == torch.int64), None)
-    if tokens is not None:
-        return f"{tokens.numel() * parts / seconds:,.0f} tokens/s"
-    return f"{batches.rows_of(plan.inputs, leaves) * parts / seconds:,.1f} rows/s"
-
-
-Show = Callable[[int, float, str], None]
-
-
-@contextmanager
-def progress_shown(
-    steps: int | None, talks: bool, say: Callable[[str], None], log_every: int | None = None
-) -> Iterator[Show]:
-    """A bar on a terminal; elsewhere, or if asked for, a line now and then."""
-    of = f"/{steps}" if steps else ""
-    ended: list[float] = []
-
-    def words(step: int, loss: float, rate: str) -> str:
-        ended.append(perf_counter())
-        told = f"loss {figure(loss)}  {rate}"
-        if steps and step:  # the first one takes longer than any other
-            left = (ended[-1] - ended[0]) / step * (steps - step - 1)
-            told += f"  {_clock(left)} left" if left >= 1 else ""
-        return told
-
-    if not talks:
-        yield lambda step, loss, rate: None
-    elif sys.stderr.isatty():
-        columns = [
-            TextColumn("step {task.completed}" + of),
-            BarColumn(),
-            TextColumn("{task.description}"),
-        ]
-        with Progress(*columns, console=Console(stderr=True)) as bar:
-            task = bar.add_task("", total=steps)
-
-            def draw(step: int, loss: float, rate: str) -> None:
-                told = words(step, loss, rate)
-                if log_every and (step + 1) % log_every == 0:
-                    bar.console.print(f"step {step + 1}{of}  {told}", highlight=False)
-                bar.update(task, completed=step + 1, description=told)
-
-            yield draw
-    else:
-        every = log_every or max(1, (steps or 100) // LINES)
-        offset = 1 if log_every else 0
-
-        def tell(step: int, loss: float, rate: str) -> None:
-            told = words(step, loss, rate)
-            if (step + offset) % every == 0 or step + 1 == steps:
-                say(f"step {step + 1}{of}  {told}")
-
-        yield tell
-
-
-def _clock(seconds: float) -> str:
-    """`40 s`, `12:05` minutes or `3:12:05` hours."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours}:{minutes:02}:{rest:02}"
-    return f"{minutes}:{rest:02}" if minutes else f"{rest} s"

@@ -21,6 +21,7 @@ from autopipe.util.gc_pause import loading
 
 if TYPE_CHECKING:  # it imports torch, which most commands have no use for
     from autopipe.planfile.contents import Plan
+    from autopipe.runtime.destinations import Destinations
     from autopipe.runtime.launch.pods import Pod
     from autopipe.runtime.launch.world import World
     from autopipe.runtime.train import Measured
@@ -71,6 +72,18 @@ def run(
     keep_going: Annotated[
         bool, typer.Option("--keep-going", help="Go on even if the loss is nan or infinite.")
     ] = False,
+    metrics: Annotated[
+        Path | None, typer.Option(help="Write each step's figures, as lines of JSON.")
+    ] = None,
+    tensorboard: Annotated[
+        Path | None, typer.Option(help="Write them for TensorBoard, into this folder.")
+    ] = None,
+    wandb: Annotated[
+        str | None, typer.Option(help="Log them to W&B, in this project; keys are W&B's own.")
+    ] = None,
+    log_dir: Annotated[
+        Path | None, typer.Option(help="A folder for what each process started here prints.")
+    ] = None,
 ) -> None:
     """Train as planned: under torchrun, under srun, or with --local N processes started here.
 
@@ -88,9 +101,12 @@ def run(
         if save is not None:
             atomic_file.check_model(save)
         kept = _kept(checkpoints, save_every, keep, resume=resume, replan=replan)
+        to = _destinations(metrics, tensorboard, wandb, world, resume=resume)
+        _check_logs(log_dir, started_here=local is not None or pod is not None)
         source = model or found(loaded, plan, "run")
         if pod is not None:
-            raise typer.Exit(_start_pod(pod, loaded, asked.SIGNALS if kept is not None else ()))
+            signals = asked.SIGNALS if kept is not None else ()
+            raise typer.Exit(_start_pod(pod, loaded, signals, log_dir))
         if replan and checkpoints is not None:
             loaded = _planned_anew(loaded, source, world, local, checkpoints)
         if local is not None:
@@ -98,9 +114,9 @@ def run(
         elif world is not None or len(loaded.mesh.places) > 1:
             alone = launch.World(0, 1, 0, 1, 0, "", 0)
             launch.check_world(world or alone, len(loaded.mesh.places))
-        if local is not None and local > 1 and world is None:
-            forwarded = asked.SIGNALS if kept is not None else ()
-            raise typer.Exit(launch.spawn(local, sys.argv[1:], forwarded=forwarded))
+        if local is not None and (local > 1 or log_dir is not None) and world is None:
+            signals = asked.SIGNALS if kept is not None else ()
+            raise typer.Exit(launch.spawn(local, sys.argv[1:], forwarded=signals, log_dir=log_dir))
         if kept is not None:
             asked.listen()
         if world is None or world.rank == 0:
@@ -118,16 +134,44 @@ def run(
             quiet=console.quiet(),
             keep_going=keep_going,
             kept=kept,
+            metrics=to,
         )
 
 
-def _start_pod(pod: Pod, plan: Plan, forwarded: Sequence[Signals]) -> int:
+def _destinations(
+    file: Path | None,
+    tensorboard: Path | None,
+    wandb: str | None,
+    world: World | None,
+    *,
+    resume: bool,
+) -> Destinations:
+    """Where metrics go, which the one rank that writes them has checked."""
+    from autopipe.runtime import destinations
+
+    to = destinations.Destinations(file, tensorboard, wandb)
+    if world is None or world.rank == 0:
+        destinations.check(to, resume=resume)
+    return to
+
+
+def _check_logs(folder: Path | None, *, started_here: bool) -> None:
+    if folder is not None and not started_here:
+        raise AutopipeError(
+            f"--log-dir {folder} is for processes that are started here, as by --local N",
+            hint="torchrun --log-dir FOLDER --tee 3; srun --output FOLDER/%t.log",
+        )
+
+
+def _start_pod(pod: Pod, plan: Plan, forwarded: Sequence[Signals], log_dir: Path | None) -> int:
     """Start the ranks of a pod; the code that they end with."""
     from autopipe.runtime.launch import address, pods, spawn
 
     environs = pods.environments(pod, plan.mesh.processes_per_node)
     address.resolve(pod.master_addr, pods.PATIENCE, tell)
-    return spawn.spawn(len(environs), sys.argv[1:], environs=environs, forwarded=forwarded)
+    return spawn.spawn(
+        len(environs), sys.argv[1:], environs=environs, forwarded=forwarded, log_dir=log_dir
+    )
 
 
 def _kept(
@@ -248,7 +292,7 @@ def report(
     """
     from autopipe.report import paper
     from autopipe.report.figures import compare
-    from autopipe.runtime.train import figure
+    from autopipe.runtime.progress import figure
 
     if not measured.stages:
         tell(f"{source}: batches({plan.batch.rows}) gave no batch, so there was no step")

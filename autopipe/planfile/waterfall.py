@@ -50,7 +50,7 @@ WAITED = ("filling", "imbalance", "transfers", "sums")
 def mfu(plan: Plan) -> float | None:
     """The share of the devices' peak that the model's own operations take in the predicted step."""
     step, work = plan.prediction.step_seconds, plan.work
-    return work.flops / (step * work.peak) if work is not None and step else None
+    return work.mfu(step) if work is not None and step else None
 
 
 def tokens_per_second(plan: Plan) -> float | None:

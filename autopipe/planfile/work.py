@@ -34,6 +34,10 @@ class Work:
         """Of all devices together."""
         return sum(self.peaks)
 
+    def mfu(self, seconds: float) -> float:
+        """The share of the peak that the model's own operations take in a step of so long."""
+        return self.flops / (seconds * self.peak)
+
 
 @dataclass(frozen=True)
 class Spent:

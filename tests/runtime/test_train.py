@@ -1,12 +1,9 @@
 """The loop of `autopipe run`, in one process: how long it goes on, what it says and measures."""
 
 import json
-import os
-import pty
 import re
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +16,8 @@ from autopipe import Pipe
 from autopipe.frontend import model_file
 from autopipe.frontend.model_file import ModelFile
 from autopipe.planfile.parts import StagePrediction
-from autopipe.runtime.train import (
-    LINES,
-    Measured,
-    progress_shown,
-    throughput,
-    train,
-)
+from autopipe.runtime.destinations import Destinations
+from autopipe.runtime.train import Measured, train
 from tests.support.inprocess import machine
 
 MODEL = """\
@@ -268,6 +260,34 @@ def test_a_trace_of_the_last_steps(load: Load, tmp_path: Path) -> None:
     assert run(pipe, file, 2)[0].bubbles == ()
 
 
+def test_metrics_of_every_second_step(load: Load, tmp_path: Path) -> None:
+    """Rates are those of the update itself: 0.1, 0.05, 0.025, 0.0125."""
+    pipe, file = load(
+        "def optimizer(parameters): return torch.optim.SGD(parameters, lr=0.1)\n"
+        "def scheduler(optimizer): return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)\n"
+    )
+    to = Destinations(file=tmp_path / "m.jsonl")
+    measured = train(pipe, file, 4, 0, lambda line: None, log_every=2, metrics=to)
+    second, fourth = map(json.loads, (tmp_path / "m.jsonl").read_text().splitlines())
+    assert (second["step"], fourth["step"]) == (2, 4)
+    assert (second["loss"], fourth["loss"]) == (measured.losses[1], measured.losses[3])
+    assert (second["learning_rate"], fourth["learning_rate"]) == (0.05, 0.0125)
+    (stage,) = measured.stages
+    for line in (second, fourth):
+        assert line["peak_bytes"] == stage.memory.peak
+        assert 0 < line["bubble"] < 1
+        assert line["rows_per_second"] == pytest.approx(8 / line["seconds"])
+        assert "tokens_per_second" not in line and "loss_scale" not in line
+
+
+def test_the_loss_scale_is_among_the_metrics_of_fp16(load: Load, tmp_path: Path) -> None:
+    pipe, file = load("", precision="fp16")
+    path = tmp_path / "m.jsonl"
+    train(pipe, file, 1, 0, lambda line: None, metrics=Destinations(file=path))
+    assert pipe.loss_scale is not None
+    assert json.loads(path.read_text())["loss_scale"] == pipe.loss_scale.scale
+
+
 # --- what it says
 
 
@@ -276,89 +296,9 @@ def test_a_line_now_and_then_without_a_terminal(load: Load) -> None:
     _, said = run(pipe, file, 3)
     assert len(said) == 3
     for step, line in enumerate(said, start=1):
-        assert re.fullmatch(rf"step {step}/3  loss \d\.\d{{3,}}  [\d,]+\.\d rows/s", line), line
-
-
-@pytest.mark.parametrize(
-    ("steps", "lines"),
-    [
-        (1, ["1/1"]),
-        (25, ["1/25", "3/25", "5/25", "7/25", "9/25", "11/25", "13/25", "15/25", "17/25", "19/25",
-              "21/25", "23/25", "25/25"]),
-        (1000, ["1/1000", "101/1000", "201/1000", "301/1000", "401/1000", "501/1000", "601/1000",
-                "701/1000", "801/1000", "901/1000", "1000/1000"]),
-    ],
-)  # fmt: skip
-def test_which_steps_have_a_line(steps: int, lines: list[str]) -> None:
-    said: list[str] = []
-    with progress_shown(steps, True, said.append) as show:
-        for step in range(steps):
-            show(step, 0.5, "7 rows/s")
-    assert [line.split()[1] for line in said] == lines
-    assert len(lines) <= 1.5 * LINES
-
-
-def test_every_tenth_step_where_the_end_is_not_known() -> None:
-    said: list[str] = []
-    with progress_shown(None, True, said.append) as show:
-        for step in range(25):
-            show(step, 0.5, "7 rows/s")
-    assert said == [f"step {step}  loss 0.5000  7 rows/s" for step in (1, 11, 21)]
-
-
-def test_only_rank_0_talks() -> None:
-    said: list[str] = []
-    with progress_shown(3, False, said.append) as show:
-        show(0, 0.5, "7 rows/s")
-    assert said == []
-
-
-@pytest.mark.parametrize(("steps", "of"), [(3, "3/3"), (None, "3")])
-def test_one_line_on_a_terminal(
-    steps: int | None, of: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "100")
-    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
-        monkeypatch.delenv(name, raising=False)
-    master, slave = pty.openpty()
-    said: list[str] = []
-    with os.fdopen(slave, "w") as stream, monkeypatch.context() as patch:
-        patch.setattr(sys, "stderr", stream)
-        with progress_shown(steps, True, said.append) as show:
-            for step in range(3):
-                show(step, 0.25, "1,234 tokens/s")
-    drawn = b""
-    with suppress(OSError):  # the other end is closed: all has been read
-        while part := os.read(master, 4096):
-            drawn += part
-    os.close(master)
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", drawn.decode())
-    *_, last = [line for line in re.split(r"[\r\n]+", text) if line.strip()]
-    assert re.fullmatch(rf"step {of} ━.* loss 0\.2500  1,234 tokens/s\s*", last)
-    assert text.count("\n") == 1  # the one that ends it
-    assert said == []
-
-
-@pytest.mark.parametrize(
-    ("batch", "sharded", "rate"),
-    [
-        ({"ids": torch.zeros(8, 128, dtype=torch.int64)}, False, "2,048 tokens/s"),
-        ({"ids": torch.zeros(8, 128, dtype=torch.int64)}, True, "8,192 tokens/s"),
-        ({"scale": torch.zeros(()), "image": torch.zeros(8, 3, 5)}, False, "16.0 rows/s"),
-        ((torch.zeros(8, 3), torch.zeros(8, dtype=torch.int64)), True, "64.0 rows/s"),
-    ],
-)
-def test_rate(batch: Any, sharded: bool, rate: str) -> None:
-    """Of a step of half a second at dp = 4; a scalar in front of the batch once had no rows."""
-    from dataclasses import replace
-
-    from autopipe.frontend.batch import describe
-    from tests.support.plans import example_plan
-
-    plan = example_plan()
-    plan = replace(plan, mesh=replace(plan.mesh, dp=4), inputs=tuple(describe(batch, None, 8, 0)))
-    assert throughput(batch, plan, sharded, 0.5) == rate
+        assert re.fullmatch(
+            rf"step {step}/3  loss \d\.\d{{3,}}  [\d,]+\.\d rows/s  MFU [\d.]+ %", line
+        ), line
 
 
 def test_the_default_optimizer_is_adamw(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:

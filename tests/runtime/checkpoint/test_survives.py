@@ -4,6 +4,7 @@
 written: there is one after every step.
 """
 
+import json
 import random
 import re
 import shutil
@@ -14,6 +15,7 @@ import pytest
 
 import autopipe
 from autopipe.frontend import model_file
+from autopipe.runtime.progress import figure
 from tests.support import killed_net
 from tests.support.inprocess import machine
 from tests.support.shell import TORCHRUN, Said, end, ranks, start
@@ -22,6 +24,7 @@ STEPS = 16
 RUN = (
     *("-m", "autopipe", "run", "plan.json", "--steps", str(STEPS), "--epochs", "3"),
     *("--log-every", "1", "--checkpoints", "kept", "--save-every", "1", "--resume"),
+    *("--metrics", "metrics.jsonl"),
 )
 
 
@@ -59,6 +62,11 @@ def losses(said: Said) -> dict[int, str]:
     """The loss of each step, as it was said."""
     found = re.findall(rf"^step (\d+)/{STEPS}  loss (\S+)", said.err, flags=re.MULTILINE)
     return {int(step): loss for step, loss in found}
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    """The lines of the file that one rank has written."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.long
@@ -115,3 +123,6 @@ def test_torchrun_restarts(folder: Path, undisturbed: dict[int, str]) -> None:
     assert said.code == 0, said.err
     assert "error: rank 1 (stage 1) died" in said.err
     assert losses(said) == undisturbed
+    assert {line["step"]: figure(line["loss"]) for line in metrics(folder)} == undisturbed
+    assert [line["step"] for line in metrics(folder)] == [*range(1, STEPS + 1)]
+    assert all(0 < line["bubble"] < 1 < line["peak_bytes"] for line in metrics(folder))

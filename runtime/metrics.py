@@ -1,0 +1,82 @@
+"""What is told of one training step: on the terminal, in a file, to TensorBoard, to W&B.
+
+pipe, batch, seconds   --of_step-->      Metrics without what ranks have to ask each other for
+this rank's figures    --over_ranks-->   the mean rank's bubble, the fullest rank's bytes
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopipe.frontend import batch as batches
+from autopipe.planfile.contents import Plan
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """One step of all ranks together; None where something is not known.
+
+    Attributes:
+        step: its number; the first one is 1.
+        loss: the mean over the batch.
+        seconds: of the step with its update, without the wait for its batch.
+        rows_per_second, tokens_per_second: of all devices; tokens are those that the plan counts.
+        mfu: the plan's model FLOPs, for the rows of this step, over what all devices could do at
+            their peak in these seconds.
+        bubble: the share of the step, before its update, for which the mean rank did not compute.
+            None on GPUs, where the host's times are those of queueing.
+        peak_bytes: of the fullest rank when it is fullest, as counted in the run's first steps.
+        learning_rate: of the update; where parameters have several, the first of rank 0's.
+        loss_scale: under fp16, after the step: half of the one before if gradients overflowed.
+    """
+
+    step: int
+    loss: float
+    seconds: float
+    rows_per_second: float
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    bubble: float | None = None
+    peak_bytes: int | None = None
+    learning_rate: float | None = None
+    loss_scale: float | None = None
+
+    def known(self) -> dict[str, int | float]:
+        """The figures by name, without those that are not known or no finite numbers."""
+        return {name: n for name, n in vars(self).items() if n is not None and math.isfinite(n)}
+
+
+def rows_of(batch: Any, plan: Plan, *, sharded: bool) -> int:
+    """The rows of a step's whole batch; `sharded`: `batch` is one replica's part of it."""
+    rows = batches.rows_of(plan.inputs, batches.flatten(batch))
+    return rows * plan.mesh.dp if sharded else rows
+
+
+def of_step(plan: Plan, step: int, loss: float, seconds: float, rows: int) -> Metrics:
+    """What follows from the plan and from a step's seconds and rows."""
+    work, share = plan.work, rows / plan.batch.rows
+    if work is None:
+        return Metrics(step, loss, seconds, rows / seconds)
+    tokens = work.tokens * share / seconds if work.tokens else None
+    mfu = share * work.mfu(seconds)
+    return Metrics(step, loss, seconds, rows / seconds, tokens, mfu)
+
+
+def over_ranks(bubble: float, peak: int, world: dist.ProcessGroup | None) -> tuple[float, int]:
+    """The mean of the ranks' bubbles and the most of their bytes; every rank calls it.
+
+    Args:
+        world: of gloo, all ranks of the run; None for a rank that is alone.
+    """
+    if world is None:
+        return bubble, peak
+    own = torch.tensor([bubble, peak], dtype=torch.float64)  # exact for bytes below 2^53
+    found = [torch.empty_like(own) for _ in range(dist.get_world_size(world))]
+    dist.all_gather(found, own, group=world)
+    shares, sizes = torch.stack(found).unbind(1)
+    return float(shares.mean()), int(sizes.max())
