@@ -39,17 +39,19 @@ def shell(
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
     for name, value in {"BASE": "base", "TEXT": "text.txt", "LENGTH": "16", "ROWS": "4"}.items():
         monkeypatch.setenv(name, value)
-    codec.save(machine(2), tmp_path / "cluster.json")
     return Shell(tmp_path, monkeypatch, capsys)
 
 
-def trained(shell: Shell, source: str, *how: str) -> None:
-    """Three steps of two ranks: checkpoints in `kept`, and the model in whole.safetensors."""
+def trained(shell: Shell, source: str, *how: str, processes: int = 2) -> None:
+    """Three steps: checkpoints in `kept`, and the model in whole.safetensors."""
+    codec.save(machine(processes), shell.folder / "cluster.json")
     said = shell("plan", source, "--cluster", "cluster.json", "--batch", "4", *how)
     assert said.code == 0, said.err
-    run = ("-m", "autopipe", "run", "plan.json", "--steps", "3", "--save", "whole.safetensors")
-    kept = ("--checkpoints", "kept", "--save-every", "2")
-    said = ranks(2, *run, *kept, folder=shell.folder)
+    assert len(Plan.load("plan.json").mesh.places) == processes
+    run = ("run", "plan.json", "--steps", "3", "--save", "whole.safetensors")
+    run += ("--checkpoints", "kept", "--save-every", "2")
+    alone = processes == 1
+    said = shell(*run) if alone else ranks(2, "-m", "autopipe", *run, folder=shell.folder)
     assert said.code == 0, said.err
 
 
@@ -68,10 +70,11 @@ def logits(model: nn.Module | str) -> Tensor:
     return found
 
 
-def test_lora_in_two_stages_is_merged_into_a_folder(
-    shell: Shell, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_lora_is_merged_into_a_folder(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch, stages: int
 ) -> None:
-    trained(shell, "lora.py", "--pp", "2", "--micro-batches", "2", "--schedule", "1f1b")
+    trained(shell, "lora.py", "--pp", str(stages), "--micro-batches", "2", processes=stages)
     said = shell("checkpoint", "convert", "kept", "-o", "trained.safetensors")
     assert said.code == 0, said.err
     example(monkeypatch, "merge")["main"]("trained.safetensors", "merged")
@@ -136,7 +139,6 @@ print((trained(words).logits - merged(words).logits).abs().max().item())
 def test_other_plans_and_a_process_of_its_own(shell: Shell, how: tuple[str, ...]) -> None:
     """As README.md has it: merge.py and the loading are programs that know nothing of autopipe."""
     trained(shell, "lora.py", *how)
-    assert len(Plan.load("plan.json").mesh.places) == 2
     said = shell("checkpoint", "convert", "kept", "-o", "trained.safetensors")
     assert said.code == 0, said.err
     for argv in (("merge.py", "trained.safetensors", "merged"), ("-c", COMPARE)):
