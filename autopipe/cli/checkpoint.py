@@ -30,6 +30,14 @@ class Action(enum.StrEnum):
     convert = "convert"
 
 
+_TAKES = {
+    Action.info: {"json"},
+    Action.verify: {"other"},
+    Action.convert: {"output", "config", "dtype"},
+}
+"""What each action has a use for, beside a folder."""
+
+
 @command("autopipe checkpoint info checkpoints")
 def checkpoint(
     action: Annotated[Action, typer.Argument(help="info, verify or convert")],
@@ -51,10 +59,15 @@ def checkpoint(
 ) -> None:
     """Look at checkpoints, compare two, or write one's model for others to load.
 
-    info      its step, plan and sizes
-    verify    every checksum of one; or whether two, of whatever plans, are the same to the bit
-    convert   the model as one safetensors file, or with --config as a folder for transformers
+    \b
+    info     its step, plan and sizes
+    verify   every checksum of one; or whether two, of whatever plans, are
+             the same to the bit
+    convert  the model as one safetensors file, or with --config as a folder
+             for transformers
     """
+    words = {"other": other, "output": output, "config": config, "dtype": dtype, "json": json}
+    _check_words(action, {name for name, value in words.items() if value})
     with loading():
         from autopipe.runtime.checkpoint import convert
         from autopipe.runtime.checkpoint.manifest import NAMES
@@ -76,6 +89,11 @@ def checkpoint(
             )
         wanted = NAMES[dtype] if dtype is not None else None
         if output.suffix == ".safetensors":
+            if config is not None:
+                raise AutopipeError(
+                    f"convert: {output} is one file, and --config is of a folder",
+                    hint=f"-o FOLDER --config {config}",
+                )
             atomic_file.check_model(output)
             convert.to_file(stored, output, wanted)
         elif config is None:
@@ -88,6 +106,15 @@ def checkpoint(
         print(output)
 
 
+def _check_words(action: Action, given: set[str]) -> None:
+    for name in sorted(given - _TAKES[action]):
+        of = next(other for other, taken in _TAKES.items() if name in taken)
+        what = "a second checkpoint" if name == "other" else f"--{name}"
+        raise AutopipeError(
+            f"{action} has no use for {what}", hint=f"autopipe checkpoint {of} takes it"
+        )
+
+
 def _newest(folder: Path) -> Stored:
     """The checkpoint at a path, or the newest one in it."""
     from autopipe.runtime.checkpoint.recover import candidates
@@ -95,8 +122,9 @@ def _newest(folder: Path) -> Stored:
 
     found = candidates(folder)
     if not found:
+        missing = f"{folder} is a file" if folder.is_file() else f"there is no folder {folder}"
         raise CheckpointError(
-            f"{folder} has no checkpoint" if folder.is_dir() else f"there is no folder {folder}",
+            f"{folder} has no checkpoint" if folder.is_dir() else missing,
             hint="a checkpoint is a folder step-NNNNNNNN, as --checkpoints writes it",
         )
     return Stored.open(found[0])

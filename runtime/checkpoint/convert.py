@@ -72,7 +72,13 @@ def to_folder(
             f"{config} has no config.json, from which transformers learns what the model is",
             hint="--config is the folder that the model came from",
         )
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} is to be a folder, and cannot be made: {error.strerror}",
+            hint="another name behind -o",
+        ) from error
     parts = _parts(_model(stored), dtype, most)
     paths, weights = [], dict[str, str]()
     with phase("converting", of=sum(map(len, parts))) as done:

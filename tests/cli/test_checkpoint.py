@@ -163,6 +163,27 @@ def test_many_files(shell: Shell) -> None:
         (("convert", "kept", "-o", "out"), "convert: out is a folder, and transformers needs a"),
         (("convert", "kept", "-o", "out", "--config", "kept"), "kept has no config.json"),
         (("convert", "kept", "-o", "m.safetensors", "--dtype", "x"), "--dtype x: there is no such"),
+        (
+            ("convert", "kept", "-o", "m.safetensors", "--config", "start"),
+            "convert: m.safetensors is one file, and --config is of a folder\nhint: -o FOLDER",
+        ),
+        (
+            ("convert", "kept", "-o", "gpt2.py", "--config", "start"),
+            "gpt2.py is to be a folder, and cannot be made: File exists",
+        ),
+        (("info", "plan.json"), "plan.json is a file\nhint: a checkpoint is a folder step-NN"),
+        (
+            ("info", "kept", "kept"),
+            "info has no use for a second checkpoint\nhint: autopipe checkpoint verify takes it",
+        ),
+        (
+            ("info", "kept", "-o", "x"),
+            "info has no use for --output\nhint: autopipe checkpoint con",
+        ),
+        (
+            ("verify", "kept", "--json"),
+            "verify has no use for --json\nhint: autopipe checkpoint in",
+        ),
     ],
 )
 def test_what_cannot_be_done(words: tuple[str, ...], error: str, shell: Shell) -> None:
