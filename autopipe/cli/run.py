@@ -272,7 +272,8 @@ def _train(
     if save is not None and pipe.steps:
         pipe.save(save)
     if pipe.place.rank == 0 and (measured.losses or not pipe.steps):
-        report(plan, measured, source, trace, save, quiet=how["quiet"])
+        folder = kept["folder"] if kept is not None else None
+        report(plan, measured, source, trace, save, folder, quiet=how["quiet"])
 
 
 def report(
@@ -281,6 +282,7 @@ def report(
     source: str,
     trace: Path | None = None,
     save: Path | None = None,
+    checkpoints: Path | None = None,
     *,
     quiet: bool = False,
 ) -> None:
@@ -288,6 +290,7 @@ def report(
 
     Args:
         save: the path to which the model was saved.
+        checkpoints: the folder in which the last step is kept.
         quiet: print no table and no optional messages.
     """
     from autopipe.report import paper
@@ -311,6 +314,8 @@ def report(
         say(f"{trace}: open it at https://ui.perfetto.dev")
     if save is not None and measured.losses:
         say(f"{save}: the trained model, as safetensors")
+    elif checkpoints is not None:
+        say(f"{checkpoints}: the checkpoints; `autopipe checkpoint convert` writes the model")
     elif not quiet:
         say("the trained weights are not kept; --save FILE.safetensors does that")
     print(f"loss {figure(measured.losses[0])} -> {figure(measured.losses[-1])}", flush=True)

@@ -65,6 +65,16 @@ def test_one_process_runs_by_itself(autopipe: Shell) -> None:
     assert losses(autopipe("run", "plan.json", "--steps", "3", "--seed", "1")) != losses(said)
 
 
+def test_what_is_left_of_a_run_is_said(autopipe: Shell) -> None:
+    autopipe.plan(1, "--batch", "4")
+    said = autopipe("run", "plan.json", "--steps", "1")
+    assert said.err.endswith("are not kept; --save FILE.safetensors does that\n")
+    said = autopipe("run", "plan.json", "--steps", "1", "--checkpoints", "kept")
+    assert said.err.endswith(
+        "kept: the checkpoints; `autopipe checkpoint convert` writes the model\n"
+    )
+
+
 def test_a_model_that_has_moved(autopipe: Shell) -> None:
     autopipe.plan(1, "--batch", "4")
     Path("net.py").rename("moved.py")
