@@ -164,7 +164,7 @@ def _check_run(path: Path, run: list[str]) -> None:
     if "--local" in run or any(word.startswith("--local=") for word in run):
         raise AutopipeError("--local starts processes itself, and here the launcher does")
     parser: Any = typer.main.get_command(app)
-    parser.commands["run"].make_context("run", [str(path), *run])
+    parser.commands["run"].make_context("autopipe run", [str(path), *run])
 
 
 def _dashed(name: str) -> str:

@@ -2,6 +2,7 @@
 
 --pp 0           --pp: expected a whole number of at least 1, found '0'
 --frob           there is no option '--frob'
+foo              ACTION: 'foo' is not one of 'info', 'verify', 'convert'
 (no argument)    MODEL is missing: model.py, or package.module:factory
 """
 
@@ -37,14 +38,16 @@ def sentence(
         example: a line that is right.
     """
     context = getattr(error, "ctx", None)
-    every = f"`{name} --help` lists all options"
+    every = f"`{getattr(context, 'command_path', name)} --help` lists all options"
     parameter = getattr(error, "param", None)
     option = getattr(error, "option_name", None)
-    if parameter is not None and parameter.param_type_name == "argument":
+    if parameter is not None and type(error).__name__ == "MissingParameter":
         asked = f": {parameter.help}" if getattr(parameter, "help", None) else ""
-        return AutopipeError(f"{parameter.name.upper()} is missing{asked}", hint=example)
+        return AutopipeError(f"{_shown(parameter)} is missing{asked}", hint=example)
+    if parameter is not None and parameter.param_type_name == "argument":
+        return AutopipeError(f"{_shown(parameter)}: {_plain(error.message)}", hint=example)
     if parameter is not None:
-        named = max(parameter.opts, key=len)
+        named = _shown(parameter)
         found = _given(parameter.opts, argv)
         expected = _expected(function, parameter.name)
         if found is None or expected is None:
@@ -62,8 +65,16 @@ def sentence(
     return AutopipeError(what, hint=f"{example}; {every}")
 
 
+def _shown(parameter: Any) -> str:
+    """`PLAN`, or `--to`."""
+    if parameter.param_type_name == "argument":
+        return str(parameter.name).upper()
+    return str(max(parameter.opts, key=len))
+
+
 def _plain(message: str) -> str:
     """In the middle of a sentence: `Got unexpected extra argument (x)` without its capital."""
+    message = message.removeprefix("Value error, ")
     return (message[:1].lower() + message[1:]).rstrip(".")
 
 

@@ -64,7 +64,10 @@ def test_what_a_runtime_cannot_say_is_told(target: str, autopipe: Shell) -> None
         (["--to", "mars"], "--to: expected one of torchrun, slurm, kubeflow, "),
         (["--to", "slurm", "--", "--local", "2"], "--local starts processes itself"),
         (["--to", "slurm", "--", "--steps", "0"], "--steps: "),
-        (["--to", "slurm", "--", "--frob"], "there is no option '--frob'"),
+        (
+            ["--to", "slurm", "--", "--frob"],
+            "there is no option '--frob'\n\nhint: `autopipe run --help` lists all options",
+        ),
         (["--to", "slurm", "--name", "a b"], "--name: expected small letters, digits and -"),
         (["--to", "kubeflow"], "a pod needs an image, and none was named"),
         (["--to", "megatron", "--image", "x"], "--image is of launching, and megatron launches"),

@@ -267,6 +267,16 @@ def test_what_the_parser_refuses(arguments: str, sentence: str, autopipe: Shell)
             "there is no option '--frob'\n\nhint: `autopipe --help` lists all options",
         ),
         (
+            "export plan.json",
+            "--to is missing: torchrun, slurm, kubeflow, megatron, ...\n\n"
+            "hint: autopipe export plan.json --to slurm -o train.sbatch",
+        ),
+        (
+            "checkpoint look kept",
+            "ACTION: 'look' is not one of 'info', 'verify', 'convert'\n\n"
+            "hint: autopipe checkpoint info checkpoints",
+        ),
+        (
             "explain plan.json more",
             "one argument too many: more\n\n"
             "hint: autopipe explain plan.json; `autopipe explain --help` lists all options",
