@@ -96,9 +96,10 @@ def _as_rank(folder: Path) -> None:
 
     world = launch.world_from(os.environ)
     if world is None or not (folder / "subject.json").is_file():
-        raise AutopipeError(
-            f"{folder} is a folder", hint="autopipe check plan.json, or autopipe check model.py"
-        )
+        from autopipe.frontend import hf_folder
+
+        ways = "autopipe check plan.json, or autopipe check model.py"
+        raise AutopipeError(f"{folder} is a folder", hint=hf_folder.meant(folder) or ways)
     with voice.one_voice(world, debug=console.debug()):
         with loading():
             from autopipe.checking.split import run_rank

@@ -72,6 +72,15 @@ def as_module(source: str) -> SimpleNamespace:
     return SimpleNamespace(model=model, inputs=inputs, weights=folder if whole else None)
 
 
+def meant(path: Path) -> str | None:
+    """What to name instead of a folder of transformers' that was named as a path."""
+    return f"{SCHEME}{path} names a folder of transformers'" if _has_config(path) else None
+
+
+def _has_config(folder: Path) -> bool:
+    return (folder / "config.json").is_file()
+
+
 def _parsed(source: str) -> tuple[Path, int | None]:
     path, _, query = source.removeprefix(SCHEME).partition("?")
     known = parse_qs(query, keep_blank_values=True)
@@ -81,7 +90,7 @@ def _parsed(source: str) -> tuple[Path, int | None]:
             f"{source}: {query!r} says nothing about a row", hint=f"{SCHEME}{path}?length=2048"
         )
     folder = Path(path).expanduser()
-    if not (folder / "config.json").is_file():
+    if not _has_config(folder):
         raise ModelError(
             f"{source}: there is no {folder / 'config.json'}",
             hint="name a folder on this machine; `hf download NAME --local-dir FOLDER` makes one",

@@ -291,7 +291,8 @@ def _told(what: str) -> Iterator[None]:
 
 def _by_path(path: Path) -> ModuleType:
     if not path.is_file():
-        raise ModelError(f"there is no model file {str(path)!r}", hint="autopipe plan model.py")
+        hint = hf_folder.meant(path) or "autopipe plan model.py"
+        raise ModelError(f"there is no model file {str(path)!r}", hint=hint)
     spec = importlib.util.spec_from_file_location(f"autopipe_model_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ModelError(f"{path} is no Python file")

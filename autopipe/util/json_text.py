@@ -59,7 +59,7 @@ def _broken(text: str, path: Path, error: json.JSONDecodeError) -> PlanError:
     # A whole file is one object, so one that does not end in a brace has lost its end.
     if body.startswith("{") and (not body.endswith("}") or error.pos >= len(text.rstrip())):
         return PlanError(f"{place}: the file ends in the middle", hint="was it copied whole?")
-    return PlanError(f"{place}: this is no JSON: {error.msg}")
+    return PlanError(f"{place}: this is no JSON: {error.msg}", hint="is it another file?")
 
 
 def show(value: object) -> str:

@@ -88,6 +88,17 @@ def test_it_is_planned_and_trained_from_its_weights(
     assert f"loss {math.log(61):.3f}" in said.out
 
 
+def test_a_folder_without_the_scheme(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shell = Shell(tmp_path, monkeypatch, capsys)
+    folder(tmp_path / "llama")
+    for command in ("plan", "check"):
+        assert shell(command, "llama").error.endswith(
+            "hint: hf:llama names a folder of transformers'"
+        )
+
+
 def test_a_plan_finds_its_folder_from_anywhere(tmp_path: Path) -> None:
     plans = tmp_path / "plans"
     assert paths.relative(f"hf:{tmp_path}/llama?length=8", plans) == "hf:../llama?length=8"
