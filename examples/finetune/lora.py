@@ -96,6 +96,8 @@ def tokens() -> Tensor:
 
 
 def model() -> nn.Module:
+    if not (BASE / "config.json").is_file():  # else transformers asks its hub for the name
+        raise FileNotFoundError(f"BASE={BASE} is no folder with a config.json")
     # In fp32 whatever the folder has: --precision bf16 computes in bf16 and keeps fp32 masters.
     read = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32)
     return with_lora(read) if LORA_RANK else read

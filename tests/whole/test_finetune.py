@@ -97,6 +97,11 @@ def test_what_is_drawn_is_the_same_for_any_number_of_replicas(
     assert whole.shape == (4, 16) and torch.equal(whole, torch.cat(parts))
 
 
+def test_a_folder_that_is_not_there(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BASE", "gone")
+    assert "BASE=gone is no folder with a config.json" in shell("plan", "lora.py").error
+
+
 def test_a_tokenizer_of_the_folder_is_used(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
