@@ -11,7 +11,7 @@ import typer
 from autopipe.errors import AutopipeError, CheckpointError
 from autopipe.terminal import console
 from autopipe.terminal.commands import Json, command
-from autopipe.terminal.console import say
+from autopipe.terminal.console import say, tell
 from autopipe.util import atomic_file, numbers
 from autopipe.util.gc_pause import loading
 
@@ -102,7 +102,15 @@ def checkpoint(
                 hint=f"--config FOLDER that the model came from; or -o {output}.safetensors",
             )
         else:
+            unknown = convert.strangers(stored, config)
             convert.to_folder(stored, output, config, wanted)
+            if unknown:
+                tell(
+                    f"warning: {config}'s weights have no {unknown[0]!r}, nor "
+                    f"{len(unknown) - 1} more of the names in {output}: transformers leaves out "
+                    "what its class has not, and initialises what it misses; LoRA is to be merged "
+                    "first, from -o FILE.safetensors"
+                )
         print(output)
 
 

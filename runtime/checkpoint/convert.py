@@ -12,10 +12,12 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from autopipe.errors import CheckpointError
 from autopipe.runtime.checkpoint.stored import Stored
@@ -98,6 +100,32 @@ def to_folder(
             if path.name != INDEX and path.resolve() != (folder / path.name).resolve():
                 shutil.copyfile(path, folder / path.name)
     return paths
+
+
+def strangers(stored: Stored, config: Path) -> list[str]:
+    """The model's tensors that the weights in `config` do not name; none if it has no weights.
+
+    transformers leaves such tensors out, and initialises what it misses. A first part of a name may
+    be missing in one of both: files of a model without its head lack it.
+    """
+    known: set[str] = set()
+    for path in config.glob("*.safetensors"):
+        # A clone without Git LFS has pointers in the place of weights: nothing is known then.
+        with suppress(SafetensorError), safe_open(str(path), framework="pt") as file:
+            known |= {*file.keys()}
+    inner = {_inner(name) for name in known}
+    return [
+        tensor.name
+        for tensor in (_model(stored) if known else ())
+        if not any(
+            name in known or name in inner or _inner(name) in known
+            for name in (tensor.name, *tensor.aliases)
+        )
+    ]
+
+
+def _inner(name: str) -> str:
+    return name.partition(".")[2]
 
 
 def _model(stored: Stored) -> list[WholeTensor]:

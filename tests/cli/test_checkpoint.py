@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import autopipe
 from autopipe.frontend import model_file
@@ -137,6 +137,25 @@ def test_a_folder_that_transformers_loads(shell: Shell) -> None:
     assert not torch.equal(exported(tokens).logits, trained(tokens).logits)
     trained.load_state_dict(load_file("trained.safetensors"))
     assert torch.equal(exported(tokens).logits, trained(tokens).logits)
+
+
+@pytest.mark.parametrize(("rename", "warned"), [("", False), ("transformer.", False), ("x.", True)])
+def test_names_that_the_folder_has_not(rename: str, warned: bool, shell: Shell) -> None:
+    """On the hub GPT-2's names do not begin with `transformer.`, and transformers knows that."""
+    weights = load_file("start/model.safetensors")
+    if rename == "transformer.":
+        weights = {name.removeprefix(rename): tensor for name, tensor in weights.items()}
+    elif rename:
+        weights = {name.replace(".attn.", ".attn.x."): t for name, t in weights.items()}
+    save_file(weights, "start/model.safetensors")
+    said = shell("checkpoint", "convert", "kept", "-o", "out", "--config", "start")
+    assert said.code == 0 and said.out == "out\n"
+    expected = (
+        "warning: start's weights have no 'transformer.h.0.attn.c_attn.weight', nor 7 more of"
+    )
+    assert (expected in said.err) == warned and ("warning" in said.err) == warned
+    (shell.folder / "start/model.safetensors").write_text("version https://git-lfs.github.com/spec")
+    assert shell("checkpoint", "convert", "kept", "-o", "out", "--config", "start").code == 0
 
 
 def test_many_files(shell: Shell) -> None:
