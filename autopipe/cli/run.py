@@ -16,7 +16,7 @@ from autopipe.terminal import console
 from autopipe.terminal.commands import PlanArgument, command
 from autopipe.terminal.console import say, tell
 from autopipe.terminal.paths import check_folder, found, relative, say_edits
-from autopipe.util import atomic_file, codec
+from autopipe.util import atomic_file, codec, numbers
 from autopipe.util.gc_pause import loading
 
 if TYPE_CHECKING:  # it imports torch, which most commands have no use for
@@ -228,8 +228,8 @@ def _planned_anew(
         made.save(path)
         mesh = made.mesh
         say(
-            f"{path}: planned anew for {size} devices in the place of {len(plan.mesh.places)}: "
-            f"tp {mesh.tp} x pp {mesh.pp} x dp {mesh.dp}"
+            f"{path}: planned anew for {numbers.count(size, 'device')} in the place of "
+            f"{len(plan.mesh.places)}: tp {mesh.tp} x pp {mesh.pp} x dp {mesh.dp}"
         )
     atomic_file.wait_for(path, TIMEOUT)
     return Plan.load(path)

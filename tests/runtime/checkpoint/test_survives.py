@@ -111,7 +111,7 @@ def test_a_signal_to_one_rank_stops_all(
     shutil.copytree(folder / "stopped", folder / "kept")
     one = ranks(1, *RUN, "--replan", folder=folder)
     assert one.code == 0, one.err
-    assert "planned anew for 1 devices in the place of 2: tp 1 x pp 1 x dp 1" in one.err
+    assert "planned anew for 1 device in the place of 2: tp 1 x pp 1 x dp 1" in one.err
     assert "goes on from kept/step-00000005, after step 5" in one.err
     assert list(losses(one)) == list(range(6, STEPS + 1))
 
