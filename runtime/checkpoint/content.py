@@ -75,7 +75,8 @@ def restore(content: Content, stored: Stored) -> None:
     there = {name for name, state in stored.chunks if not state}
     if strangers := sorted(there - set(content.names)):
         raise CheckpointError(
-            f"{stored.folder} is of another model: it has {strangers[0]!r}, which this one has not"
+            f"{stored.folder} is of another model: it has {strangers[0]!r}, which this one has not",
+            hint="give this run a folder of its own",
         )
     for own in content.own.values():
         stored.fill(own)
