@@ -1,4 +1,4 @@
-"""All that autopipe knows of the library transformers; neither it nor torch is imported here.
+"""All that autopipe knows of the library transformers, which is not loaded unless a model has.
 
 without_cache     a block in which models fill no cache of keys and values
 eager_branches    a block in which models take under a trace the branches of eager
@@ -11,6 +11,7 @@ CHECKPOINT_HINT   how its models turn on checkpoints that can be traced
 from __future__ import annotations
 
 import copy
+import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -142,8 +143,11 @@ def narrowed(factory: Callable[[], nn.Module], divisor: int) -> nn.Module:
     Raises:
         ModelError: a width does not divide.
     """
-    library = sys.modules.get("transformers.modeling_utils")
-    if divisor == 1 or library is None:
+    if divisor == 1:
+        return factory()
+    try:  # `factory` may be the first to ask for it
+        library = importlib.import_module("transformers.modeling_utils")
+    except ImportError:
         return factory()
     whole: dict[int, tuple[Any, dict[str, int]]] = {}
     init = library.PreTrainedModel.__init__

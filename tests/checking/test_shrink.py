@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -33,6 +36,23 @@ def file(model: object) -> ModelFile:
 
 def llama() -> nn.Module:
     return LlamaForCausalLM(CONFIG)
+
+
+def test_a_model_that_is_the_first_to_import_its_library() -> None:
+    """In a rank nobody has built it before."""
+    program = """
+from autopipe.frontend.transformers_adapter import narrowed
+
+def model():
+    from transformers import LlamaConfig, LlamaForCausalLM
+    sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=1)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, **heads, **sizes))
+
+print(narrowed(model, 4).config.hidden_size)
+"""
+    made = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert made.stdout.split()[-1:] == ["16"], made.stdout + made.stderr
 
 
 @pytest.mark.parametrize(
