@@ -8,7 +8,7 @@ Tried(subject)      built, planned, traced once as a rank does
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -271,8 +271,7 @@ def compared(
     bitwise = all(torch.equal(a, b) for a, b in pairs)
     if any(_off(a, b, 0.0) > close for a, b in pairs):
         differing.append("loss")
-    sizes = (float(g.abs().max()) for g in expected.gradients.values() if g.numel())
-    largest = max(sizes, default=0.0)
+    largest = _largest(expected.gradients.values())
     for name, other in expected.gradients.items():
         gradient = found.gradients.get(name)
         if gradient is None:
@@ -288,13 +287,23 @@ def compared(
         for name, gradient in found.gradients.items()
         if name not in expected.gradients and bool(gradient.any())
     ]
+    largest = _largest(expected.buffers.values())
     for name, buffer in found.buffers.items():
         other = expected.buffers.get(name)
         if other is not None and not torch.equal(buffer, other):
             bitwise = False
-            if _off(buffer, other, 0.0) > close:
+            if _off(buffer, other, ROUNDING / CLOSE * largest) > close:
                 differing.append(f"buffer {name}")
     return worst, bitwise, differing
+
+
+def _largest(tensors: Iterable[Tensor]) -> float:
+    """The largest entry of all floating-point tensors: others are held to a share of it.
+
+    Some gradients, and some running means, are zero but for rounding.
+    """
+    floats = (x for x in tensors if x.numel() and (x.is_floating_point() or x.is_complex()))
+    return max((float(x.detach().abs().max().nan_to_num(0, 0, 0)) for x in floats), default=0.0)
 
 
 def _off(found: Tensor, expected: Tensor, floor: float) -> float:
