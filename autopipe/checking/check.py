@@ -30,7 +30,7 @@ from autopipe.checking.random_ops import Unmatched, Unrepeatable, random_nodes, 
 from autopipe.checking.shrink import shrunk, skeleton, tokens
 from autopipe.checking.small_plan import planned, same_cuts, words_of
 from autopipe.checking.subject import CheckJob, Smaller
-from autopipe.checking.unsplit import Unsplit, one_thread
+from autopipe.checking.unsplit import Unsplit
 from autopipe.errors import ModelError
 from autopipe.frontend import batch as batches
 from autopipe.frontend import model_file
@@ -38,6 +38,7 @@ from autopipe.frontend.model_file import ModelFile
 from autopipe.frontend.quiet import libraries_hushed
 from autopipe.frontend.transformers_adapter import eager_branches
 from autopipe.planfile.contents import Plan
+from autopipe.planners.driver.against_eager import one_thread
 from autopipe.runtime.launch.spawn import spawn
 from autopipe.runtime.start import trace_planned
 from autopipe.tracing.source import keeping_default_dtype

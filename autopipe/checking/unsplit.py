@@ -13,8 +13,8 @@ rounding, and lets the second step begin where the split's begins.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from autopipe.checking.random_ops import Drawing, Unmatched
 from autopipe.checking.subject import SEED
 from autopipe.frontend import batch as batches
-from autopipe.frontend.assigned_buffers import buffers_of
+from autopipe.frontend.assigned_buffers import buffers_of, put
 from autopipe.frontend.construct import on_cpu
 from autopipe.frontend.model_file import ModelFile
 from autopipe.planfile.contents import Plan
@@ -72,7 +72,7 @@ class Unsplit:
         self._plan = plan
         self._ask = names
         self._names: Sequence[str] | None = None
-        self._of_replicas = [_copied(self.model) for _ in range(plan.mesh.dp)]
+        self._of_replicas = [_cloned(buffers_of(self.model)) for _ in range(plan.mesh.dp)]
         self._steps = 0
         trained = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
         self._optimizer = file.make_optimizer(
@@ -105,13 +105,13 @@ class Unsplit:
             )
             leaves = batches.flatten(batch)
             for replica in range(dp):
-                _put(self.model, self._of_replicas[replica])
+                put(self.model, _cloned(self._of_replicas[replica]))
                 own: dict[str, Tensor] = {}
                 for k in range(replica * count, (replica + 1) * count):
                     part = batches.slice_rows(plan.inputs, leaves, k * rows, (k + 1) * rows)
                     results.append(self._micro_batch(program, part, k, scale))
                     _add(own, self._taken(kept))
-                self._of_replicas[replica] = _copied(self.model)
+                self._of_replicas[replica] = _cloned(buffers_of(self.model))
                 _add(total, own)
         return self._ended(total, results, scale)
 
@@ -137,14 +137,14 @@ class Unsplit:
         """Forward and backward of micro-batch `k` of all replicas'; its loss, or sum and count."""
         plan = self._plan
         tensors = [part[spec.path].clone() for spec in plan.inputs if spec.dtype != "python"]
-        before = _copied(self.model)
+        before = _cloned(buffers_of(self.model))
         try:
             found = self._forward(program, tensors, k)
         except Unmatched:
             if self._names is not None:
                 raise
             self._names = self._ask()
-            _put(self.model, before)
+            put(self.model, _cloned(before))
             found = self._forward(program, tensors, k)
         results = found if isinstance(found, tuple) else (found,)
         loss = results[0]
@@ -197,23 +197,5 @@ def _add(total: dict[str, Tensor], more: Mapping[str, Tensor]) -> None:
         total[name] = total[name] + tensor if name in total else tensor
 
 
-def _copied(model: nn.Module) -> dict[str, Tensor]:
-    return {name: buffer.detach().clone() for name, buffer in buffers_of(model).items()}
-
-
-def _put(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
-    """Give a model's buffers these values, also those that it assigns anew."""
-    for name, value in buffers.items():
-        path, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(path), leaf, value.clone())
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Within, kernels take one core, as in each rank: sums keep their order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def _cloned(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: buffer.detach().clone() for name, buffer in buffers.items()}

@@ -11,7 +11,7 @@ begins and ends. The copy at the beginning is what autograd saves: the buffer it
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -25,6 +25,13 @@ from autopipe.frontend.user_lines import begins
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:
     """Every buffer under every name."""
     return dict(model.named_buffers(remove_duplicate=False))
+
+
+def put(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    """Let these tensors be a model's buffers, also those that it has assigned anew."""
+    for name, buffer in buffers.items():
+        path, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(path), leaf, buffer)
 
 
 @contextmanager
@@ -60,9 +67,7 @@ def written(model: nn.Module, names: Collection[str]) -> Iterator[set[str]]:
                 hint="write it in place, buffer.copy_(value), or assign it in its own module",
             )
     finally:
-        for name in before.keys() & found:
-            path, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(path), leaf, before[name])
+        put(model, {name: before[name] for name in before.keys() & found})
 
 
 class _Around:

@@ -129,7 +129,7 @@ def _inputs(name: str, config: Any, length: int | None) -> Callable[[int], Batch
         return None
     tokens = _length(config) if length is None else length
     if name.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM")):
-        return lambda rows: _same(_words(config, rows, tokens), "input_ids", "labels")
+        return lambda rows: dict.fromkeys(("input_ids", "labels"), _words(config, rows, tokens))
     if name.endswith("ForConditionalGeneration") and getattr(config, "is_encoder_decoder", False):
         return lambda rows: {
             "input_ids": _words(config, rows, tokens),
@@ -155,10 +155,6 @@ def _words(config: Any, rows: int, tokens: int) -> Tensor:
     padding = getattr(config, "pad_token_id", None)
     least = padding + 1 if isinstance(padding, int) and padding < 16 else 1
     return torch.randint(least, config.vocab_size, (rows, tokens))
-
-
-def _same(tensor: Tensor, *names: str) -> Batch:
-    return dict.fromkeys(names, tensor)
 
 
 def _images(config: Any, rows: int) -> Batch:

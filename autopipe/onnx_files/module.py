@@ -62,24 +62,27 @@ class OnnxModule(nn.Module):
     Attributes:
         entries: the file's inputs, in order.
         results: the names of its outputs; forward gives one tensor, or a dict of them by name.
+        dims: of its one output; None: there are several, or the file does not say.
     """
 
     entries: tuple[FileInput, ...]
     results: tuple[str, ...]
+    dims: int | None
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, model: onnx.ModelProto, path: Path) -> None:
         super().__init__()
-        model = _read(path)
         graph = model.graph
         version = max((o.version for o in model.opset_import if o.domain in OWN), default=1)
         self._file = path.name
         self._known: dict[str, Sizes] = {}
         self._paths: dict[str, str] = {}
-        held = {tensor.name for tensor in graph.initializer}
-        inputs = [value for value in graph.input if value.name not in held]
+        inputs = _inputs(graph)
         self.entries = tuple(_entry(value, self._file) for value in inputs)
         self._names = tuple(value.name for value in inputs)
         self.results = tuple(value.name for value in graph.output)
+        known = [value.type.tensor_type for value in graph.output]
+        said = len(known) == 1 and known[0].HasField("shape")
+        self.dims = len(known[0].shape.dim) if said else None
         trained = _trained(graph)
         for tensor in graph.initializer:
             self._keep(tensor.name, _array(tensor, path), trained=tensor.name in trained)
@@ -166,8 +169,7 @@ def from_onnx(path: str | Path) -> nn.Module:
     """
     path = Path(path)
     model = _read(path)
-    held = {tensor.name for tensor in model.graph.initializer}
-    names = [_entry(value, path.name).name for value in model.graph.input if value.name not in held]
+    names = [_entry(value, path.name).name for value in _inputs(model.graph)]
 
     def forward(self: OnnxModule, *args: Any, **kwargs: Any) -> Any:
         return OnnxModule.forward(self, *args, **kwargs)
@@ -178,7 +180,7 @@ def from_onnx(path: str | Path) -> nn.Module:
     ]
     forward.__signature__ = inspect.Signature(takes)  # type: ignore[attr-defined]
     own = type("OnnxModule", (OnnxModule,), {"forward": forward, "__module__": __name__})
-    made: nn.Module = own(path)
+    made: nn.Module = own(model, path)
     return made
 
 
@@ -199,6 +201,12 @@ def _read(path: Path) -> onnx.ModelProto:
         reason = str(error).strip().partition("\n")[0]
         raise ModelError(f"{path} is no ONNX file that can be read: {reason}") from error
     return inliner.inline_local_functions(model)
+
+
+def _inputs(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
+    """What a run is given; old files list their initializers among the inputs."""
+    held = {tensor.name for tensor in graph.initializer}
+    return [value for value in graph.input if value.name not in held]
 
 
 def _array(tensor: onnx.TensorProto, path: Path) -> np.ndarray[Any, Any]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from autopipe.errors import AutopipeError, CaptureError
 from autopipe.frontend import batch
-from autopipe.frontend.assigned_buffers import buffers_of
+from autopipe.frontend.assigned_buffers import buffers_of, put
 from autopipe.frontend.quiet import libraries_hushed
 from autopipe.frontend.transformers_adapter import eager_branches
 from autopipe.ir.blocks import find_blocks
@@ -80,7 +80,7 @@ def check(request: PlanRequest, skeleton: nn.Module, traced: Trace, example: Any
     """
     with ExitStack() as until:
         until.enter_context(torch.random.fork_rng(devices=[]))
-        until.enter_context(_one_thread())
+        until.enter_context(one_thread())
         until.enter_context(eager_branches())
         until.enter_context(libraries_hushed(heard=False))
         model = _with_weights(request, skeleton, traced.graph)
@@ -157,13 +157,11 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
         try:
             yield
         finally:
-            for name, buffer in buffers.items():  # also under a name that was assigned
-                path, _, leaf = name.rpartition(".")
-                setattr(model.get_submodule(path), leaf, buffer)
+            put(model, buffers)
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """Within, kernels take one core: sums keep their order, and busy cores are not waited for."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)

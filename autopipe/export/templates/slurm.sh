@@ -6,18 +6,7 @@
 {% for name, value in asked.items() %}
 #SBATCH --{{ name }}{{ "=" ~ value if value is not none else "" }}
 {% endfor %}
-set -euo pipefail
-
-fail() {
-    printf 'error: %s\n' "$1" >&2
-    exit 2
-}
-
-[[ -f {{ path | q }} ]] || fail {{ ("there is no plan " ~ path ~ " in this folder") | q }}
-{% if venv %}
-# shellcheck source=/dev/null
-source {{ (venv ~ "/bin/activate") | q }}
-{% endif %}
+{% include "begin.sh" %}
 logs=logs/$SLURM_JOB_NAME-$SLURM_JOB_ID
 mkdir -p -- "$logs"
 

@@ -16,18 +16,7 @@
 {% for line in advice %}
 # {{ line }}
 {% endfor %}
-set -euo pipefail
-
-fail() {
-    printf 'error: %s\n' "$1" >&2
-    exit 2
-}
-
-[[ -f {{ path | q }} ]] || fail {{ ("there is no plan " ~ path ~ " in this folder") | q }}
-{% if venv %}
-# shellcheck source=/dev/null
-source {{ (venv ~ "/bin/activate") | q }}
-{% endif %}
+{% include "begin.sh" %}
 {% if nodes > 1 %}
 
 # The plan binds ranks to nodes, so each node says which one it is.
