@@ -58,7 +58,7 @@ from autopipe.stages.bind import (
     split_for_evaluation,
     unused_states,
 )
-from autopipe.stages.precision import KEPT
+from autopipe.stages.precision import kept
 from autopipe.tracing.source import Source, bare, trace_source
 from autopipe.tracing.trace import Trace, trace
 from autopipe.util import allocator
@@ -171,9 +171,9 @@ def trace_planned(model: Source, inputs: Any, loss: Loss | None, plan: Plan) -> 
         example = batches.from_specs(plan.inputs, 2)
     else:
         example = batches.two_rows(example, plan.inputs)
-    kept = KEPT.get(plan.precision)
+    how = kept(plan.precision, plan.optimizer_dtype, plan.grad_dtype)
     own = model if isinstance(model, nn.Module) else None
-    traced = trace(skeleton, example, plan.inputs, loss, reads=plan.reads, kept=kept, own=own)
+    traced = trace(skeleton, example, plan.inputs, loss, reads=plan.reads, kept=how, own=own)
     return TracedModel(skeleton, traced, unused_states(traced.graph, skeleton))
 
 
@@ -259,7 +259,7 @@ def split_to_evaluate(
         loss,
         training=False,
         outputs=outputs,
-        kept=KEPT.get(plan.precision),
+        kept=kept(plan.precision, plan.optimizer_dtype, plan.grad_dtype),
     )
     local, blocks = dealt_out(found, plan, part.place.tp, sharding)
     return split_for_evaluation(local, part.split, blocks)

@@ -103,7 +103,8 @@ def check_plan(
         same = smaller == Smaller() and (few.pp, few.tp) == (wanted.pp, wanted.tp)
         if same and precision in (None, plan.precision):
             return same_cuts(plan, few)
-        words = words_of(plan) | ({"precision": precision} if precision else {})
+        other = dict.fromkeys(("grad_dtype", "optimizer_dtype")) | {"precision": precision}
+        words = words_of(plan) | ({} if precision in (None, plan.precision) else other)
         return planned(shrunk(file, smaller), few, words, say)
 
     few = fewer_ranks(wanted, written=bool(plan.programs))
@@ -231,7 +232,7 @@ def _compare(
         with phase("running the unsplit model"), one_thread(), _as_planned():
             unsplit, wide = Unsplit(file, plan, names), None
             if plan.precision != "fp32" and not orders_kept(plan):
-                wide = Unsplit(file, replace(plan, precision="fp32"), names)
+                wide = Unsplit(file, _in_fp32(plan), names)
             try:
                 rows = compared(unsplit, plan, drawn, split.read(folder, ranks), wide)
             except Unmatched:
@@ -287,6 +288,10 @@ def _as_planned() -> Iterator[None]:
     """Within, models take the branches that they were traced with, and libraries are quiet."""
     with eager_branches(), libraries_hushed(heard=False), torch.random.fork_rng(devices=[]):
         yield
+
+
+def _in_fp32(plan: Plan) -> Plan:
+    return replace(plan, precision="fp32", grad_dtype="fp32", optimizer_dtype="fp32")
 
 
 def _notes(plan: Plan) -> tuple[str, ...]:

@@ -60,6 +60,8 @@ def words_of(plan: Plan) -> dict[str, Any]:
     """The constraints that another plan has to keep to, so that it splits as this one does."""
     words: dict[str, Any] = {
         "precision": plan.precision,
+        "grad_dtype": plan.grad_dtype,
+        "optimizer_dtype": plan.optimizer_dtype,
         "compile": plan.compiled,
         "zero": plan.zero,
         "recompute": _recomputed(plan) or "none",

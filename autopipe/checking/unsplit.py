@@ -28,9 +28,9 @@ from autopipe.frontend.assigned_buffers import buffers_of, put
 from autopipe.frontend.construct import on_cpu
 from autopipe.frontend.model_file import ModelFile
 from autopipe.planfile.contents import Plan
-from autopipe.stages.precision import AUTOCAST, KEPT
+from autopipe.stages.precision import AUTOCAST, kept
 from autopipe.tracing.export import Program
-from autopipe.tracing.low_precision import parameters_in
+from autopipe.tracing.low_precision import MASTER, lower, parameters_in
 
 
 @dataclass
@@ -70,6 +70,9 @@ class Unsplit:
         self.model = built(file)
         self._file = file
         self._plan = plan
+        self._kept = kept(plan.precision, plan.optimizer_dtype, plan.grad_dtype)
+        if self._kept is not None and self._kept.optimizer == self._kept.dtype:
+            lower(self.model, self._kept.dtype)
         self._ask = names
         self._names: Sequence[str] | None = None
         self._of_replicas = [_cloned(buffers_of(self.model)) for _ in range(plan.mesh.dp)]
@@ -94,15 +97,13 @@ class Unsplit:
             Unmatched: the model's random ops are not one for each random node of its graph.
             Unrepeatable: as `names`.
         """
-        plan, kept = self._plan, KEPT.get(self._plan.precision)
+        plan, low = self._plan, self._kept.dtype if self._kept is not None else None
         dp, count = plan.mesh.dp, plan.batch.micro_batches
         rows = plan.batch.microbatch_rows(dp)
         total: dict[str, Tensor] = {}
         results: list[tuple[Tensor, ...]] = []
-        with parameters_in(self.model, kept):
-            program = Program(
-                self.model, batch, self._file.loss, plan.inputs, kept=kept, eager=True
-            )
+        with parameters_in(self.model, low):
+            program = Program(self.model, batch, self._file.loss, plan.inputs, kept=low, eager=True)
             leaves = batches.flatten(batch)
             for replica in range(dp):
                 put(self.model, _cloned(self._of_replicas[replica]))
@@ -110,7 +111,7 @@ class Unsplit:
                 for k in range(replica * count, (replica + 1) * count):
                     part = batches.slice_rows(plan.inputs, leaves, k * rows, (k + 1) * rows)
                     results.append(self._micro_batch(program, part, k, scale))
-                    _add(own, self._taken(kept))
+                    _add(own, self._taken())
                 self._of_replicas[replica] = _cloned(buffers_of(self.model))
                 _add(total, own)
         return self._ended(total, results, scale)
@@ -166,13 +167,17 @@ class Unsplit:
             raise Unmatched
         return found
 
-    def _taken(self, kept: torch.dtype | None) -> dict[str, Tensor]:
-        """The gradients of the micro-batch that has just ended, of masters in their dtype."""
-        found = {}
+    def _taken(self) -> dict[str, Tensor]:
+        """The gradients of the micro-batch that has just ended, in the dtype of their sums."""
+        found, kept = {}, self._kept
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None:
                 gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
-                found[name] = gradient.float() if kept is not None else gradient
+                found[name] = (
+                    gradient.to(kept.gradients)
+                    if kept is not None and gradient.dtype == kept.dtype
+                    else gradient
+                )
                 parameter.grad = None
         return found
 
@@ -184,6 +189,8 @@ class Unsplit:
         sums = torch.stack([result[0].double() for result in results]).sum()
         counts = sum(float(result[1]) for result in results) if counted else float(len(results))
         factor = (self._plan.batch.rows / counts if counts else 0.0) if counted else 1.0
+        if self._kept is not None and self._kept.optimizer == MASTER:
+            total = {name: gradient.float() for name, gradient in total.items()}
         for gradient in total.values():
             gradient.mul_(factor / scale)
         if scale != 1.0 and not all(bool(g.isfinite().all()) for g in total.values()):

@@ -55,6 +55,14 @@ def plan(
             "Default: bf16 on GPUs that have it."
         ),
     ] = None,
+    grad_dtype: Annotated[
+        str | None,
+        typer.Option(help="What bf16 or fp16 sums gradients in: fp32, the default, or itself."),
+    ] = None,
+    optimizer_dtype: Annotated[
+        str | None,
+        typer.Option(help="fp32 master weights, the default; or bf16, fp16: without them."),
+    ] = None,
     compile: Annotated[
         bool | None,
         typer.Option(
@@ -136,6 +144,8 @@ def plan(
         window=window,
         depth=depth,
         precision=precision,
+        grad_dtype=grad_dtype,
+        optimizer_dtype=optimizer_dtype,
         compile=compile,
         zero=zero,
         recompute=recompute,
@@ -162,9 +172,8 @@ def plan(
     if facts.idle(made) is not None:
         say(f"idle: {facts.idle(made)}\nwhy: {made.planner.binding}")
     say(f"time: {watch}")
+    took = {"file": str(output), "took": dict(watch.seconds)}
     if json:
-        console.show(
-            {"file": str(output), "took": dict(watch.seconds), "figures": as_json.of_plan(made)}
-        )
+        console.show(took | {"figures": as_json.of_plan(made)})
     else:
         print(output)

@@ -29,7 +29,7 @@ from autopipe.sharding.collectives import Planned
 from autopipe.stages.bind import Split, check_loss, check_runs, split_as_planned
 from autopipe.stages.dry_run import fake_state, rehearse
 from autopipe.stages.lower import lower
-from autopipe.stages.precision import KEPT
+from autopipe.stages.precision import kept
 from autopipe.stages.recompute import within
 from autopipe.tracing.source import Source, bare
 from autopipe.tracing.trace import trace
@@ -89,8 +89,8 @@ def stages(model: Source, plan: Plan, loss: Loss | None) -> dict[str, str]:
     skeleton = bare(model)
     example = batch.from_specs(plan.inputs, 2)
     own = model if isinstance(model, nn.Module) else None
-    kept = KEPT.get(plan.precision)
-    traced = trace(skeleton, example, plan.inputs, loss, reads=plan.reads, kept=kept, own=own)
+    how = kept(plan.precision, plan.optimizer_dtype, plan.grad_dtype)
+    traced = trace(skeleton, example, plan.inputs, loss, reads=plan.reads, kept=how, own=own)
     found = {}
     for part in range(plan.mesh.tp):
         with collectives.bind(collectives.TENSOR_PARALLEL, Planned(plan.mesh.tp, part)):

@@ -77,7 +77,7 @@ def _what(plan: Plan) -> Iterator[_Said]:
     yield "model", plan.fingerprint, f"{plan.fingerprint[:12]} ({plan.source})"
     yield "inputs", inputs, ", ".join(inputs)
     yield "batch", plan.batch.rows, numbers.count(plan.batch.rows, "row")
-    yield from _texts(plan, "precision", "optimizer")
+    yield from _texts(plan, "precision", "grad_dtype", "optimizer_dtype", "optimizer")
     yield "products", plan.products, ", ".join(plan.products)
     yield "loss over", plan.loss_over, plan.loss_over
     loss = {None: "not said", True: "a function of its own", False: "the model's output"}

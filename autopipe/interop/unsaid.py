@@ -69,6 +69,10 @@ def _sentences(plan: Plan, words: Vocabulary, layers: Layers) -> Iterator[str]:
     if plan.zero not in words.zero and mesh.dp > 1:
         yield f"ZeRO-{plan.zero} over {mesh.dp} replicas; it has {_listed(words.zero)}"
     yield from _recomputed(plan, words, layers)
+    if plan.grad_dtype != "fp32":
+        yield f"sums of gradients in {plan.grad_dtype}"
+    if plan.optimizer_dtype != "fp32":
+        yield f"an optimizer of parameters in {plan.optimizer_dtype}, without fp32 master weights"
     if plan.loss_parts:
         yield f"a loss in {plan.loss_parts} parts of the vocabulary, whose logits are never whole"
     if mesh.tp > 1 and not words.tensors:

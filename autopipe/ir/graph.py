@@ -156,11 +156,17 @@ class StateSpec:
     aliases: tuple[str, ...] = ()
     persistent: bool = True
     master: torch.dtype | None = None
+    gradient: torch.dtype | None = None
 
     @property
     def held(self) -> TensorSpec:
-        """Shape and dtype of the tensor that a rank holds; also those of its gradient."""
+        """Shape and dtype of the tensor that a rank holds."""
         return TensorSpec(self.spec.shape, self.master or self.spec.dtype)
+
+    @property
+    def summed(self) -> TensorSpec:
+        """Shape and dtype of the sum of its gradients: that of `gradient`, else as it is held."""
+        return TensorSpec(self.spec.shape, self.gradient or self.held.dtype)
 
     def __str__(self) -> str:
         master = f", of {dtypes.name_of(self.master)}" if self.master is not None else ""
@@ -239,7 +245,6 @@ _T = TypeVar("_T")
 
 def once(find: Callable[[Graph], _T]) -> Callable[[Graph], _T]:
     """Cache a function of a graph: it runs once per graph; callers must not change its result."""
-
     name = f"{find.__module__}.{find.__qualname__}"
 
     @wraps(find)
@@ -279,14 +284,11 @@ def values_in(arg: Arg) -> Iterator[Value]:
 
 
 def _collect(arg: Arg, found: list[Value]) -> None:
-    if isinstance(arg, _VALUES):
+    if isinstance(arg, (Ref, Input, State)):
         found.append(arg)
     elif isinstance(arg, tuple):
         for item in arg:
             _collect(item, found)
-
-
-_VALUES = (Ref, Input, State)
 
 
 def tensors_in(tree: object) -> Iterator[torch.Tensor]:

@@ -317,7 +317,7 @@ def _whole_cost(graph: Graph, node: Node, carrying: frozenset[Ref | State]) -> N
         back_flops = flops * matrices
     moved_back = written + read + gradients
     trained = {v for v in values if isinstance(v, State) and v in carrying}
-    added = sum((graph.states[state.name].held.bytes for state in trained), nothing)
+    added = sum((graph.states[state.name].summed.bytes for state in trained), nothing)
     launches = 1, len(wanted)
     return NodeCost(
         flops,

@@ -66,7 +66,9 @@ class Plan:
     stages run through torch.compile, and keep for backward what `joint.run_again` says. `loss_over`
     is one of `LOSS_OVER`. `loss` is whether there is a loss function beside the model (null: nobody
     has said). `loss_parts` are the parts of the vocabulary that its loss is computed from; 0: all
-    at once, as the model does. `work` is what a step computes; null if that is not known, or no
+    at once, as the model does. Under the precisions bf16 and fp16, `grad_dtype` is what gradients
+    are summed in, and `optimizer_dtype` what the optimizer changes: fp32 master weights, or
+    parameters of 16 bits. `work` is what a step computes; null if that is not known, or no
     matrix product. `made` has a few digits of each part as the planner has left it, by which
     `edited` finds what was changed since.
     """
@@ -98,13 +100,16 @@ class Plan:
     loss: bool | None = None
     work: Work | None = None
     loss_parts: int = 0
+    grad_dtype: str = "fp32"
+    optimizer_dtype: str = "fp32"
     made: dict[str, str] = field(default_factory=dict)
 
     @property
     def edited(self) -> tuple[str, ...]:
         """Paths of the parts that were changed by hand: what is predicted is not of this plan."""
         now = _marks(self) if self.made else {}
-        return tuple(path for path, mark in now.items() if self.made.get(path) != mark)
+        # A part that this version's planner marks and an older one's did not is left alone.
+        return tuple(path for path, mark in now.items() if self.made.get(path, mark) != mark)
 
     @property
     def zero(self) -> int:
@@ -120,10 +125,23 @@ class Plan:
     def gathered_share(self) -> float:
         """Bytes of parameters that ZeRO gathers, for each byte of their gradients.
 
-        With fp32 masters it is half: 16 bits are gathered. (What a model keeps in fp32 beside them
-        is not counted apart.)
+        With fp32 masters it is half: 16 bits are gathered. Gradients in 16 bits are as large, but
+        for ZeRO-3's, which are in fp32 when they have been scattered. (What a model keeps in fp32
+        beside masters is not counted apart.)
         """
-        return 0.5 if self.precision in ("bf16", "fp16") else 1.0
+        wide = self.grad_dtype == "fp32" or self.fully_sharded
+        return 0.5 if self.masters and wide else 1.0
+
+    @property
+    def scattered_share(self) -> float:
+        """Bytes of gradients that ranks send in their sum, for each byte of a gradient's."""
+        low = self.masters and self.grad_dtype != "fp32"
+        return 0.5 if low and self.fully_sharded else 1.0
+
+    @property
+    def masters(self) -> bool:
+        """Whether parameters of 16 bits have fp32 master weights."""
+        return self.precision in ("bf16", "fp16") and self.optimizer_dtype == "fp32"
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON: beside `path`, then renamed. The same plan is the same bytes."""
@@ -165,7 +183,8 @@ def _marks(plan: Plan) -> dict[str, str]:
         f"{name}.{of}": data[name][of] for name in ("batch", "prediction") for of in data[name]
     }
     whole = ["inputs", "cluster", "mesh", "precision", "compiled", "optimizer", "loss", "schedule"]
-    whole += ["programs", "loss_parts", "blocks", "states", "collectives"]
+    whole += ["programs", "loss_parts", "blocks", "states", "collectives", "grad_dtype"]
+    whole += ["optimizer_dtype"]
     parts |= {name: data[name] for name in whole}
     for name in ("boundaries", "stages"):
         for of in data[name][0] if data[name] else ():

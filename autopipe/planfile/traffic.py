@@ -87,7 +87,8 @@ def traffic(plan: Plan) -> Traffic | None:
             over = len({where[mesh.rank(pp, dp, tp)] for dp in range(mesh.dp)})
             rounds = 1 + (plan.gathered_share if plan.zero else 1.0)
             if plan.fully_sharded:  # gathered twice and scattered once, in every micro-batch
-                rounds = (1 + 2 * plan.gathered_share) * plan.batch.micro_batches
+                rounds = plan.scattered_share + 2 * plan.gathered_share
+                rounds *= plan.batch.micro_batches
             sums += int(rounds * (over - 1) * size)
     return Traffic(
         "sites" if sites else "nodes",

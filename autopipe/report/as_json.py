@@ -33,7 +33,7 @@ def of_plan(plan: Plan) -> Figures:
     devices, devices_idle    of the cluster: those with a rank, and the others
     rows, micro_batches      of the whole batch; on each replica
     micro_batch_rows         b
-    schedule, precision, zero
+    schedule, precision, grad_dtype, optimizer_dtype, zero
     step_seconds, bubble     predicted; the share for which the mean rank does not compute
     bound_seconds            no plan takes less, by the planner's estimate
     tokens                   of the whole batch; 0 where rows are no sequences
@@ -77,6 +77,8 @@ def of_plan(plan: Plan) -> Figures:
         "micro_batch_rows": plan.batch.microbatch_rows(mesh.dp),
         "schedule": plan.schedule,
         "precision": plan.precision,
+        "grad_dtype": plan.grad_dtype,
+        "optimizer_dtype": plan.optimizer_dtype,
         "zero": plan.zero,
         "step_seconds": plan.prediction.step_seconds,
         "bubble": plan.prediction.bubble,

@@ -66,16 +66,22 @@ def _machines(plan: Plan) -> str:
     return f"{which} devices of {plan.cluster.name}"
 
 
+def _beside(plan: Plan) -> str:
+    """What is of another dtype than parameters of 16 bits, and what is not."""
+    if not plan.masters:
+        return "without fp32 master weights"
+    if plan.grad_dtype == "fp32":
+        return "with master weights, sums of gradients and optimizer state in fp32"
+    return "sums of gradients too, with master weights and optimizer state in fp32"
+
+
 def _asked(plan: Plan) -> Iterator[tuple[str, str]]:
     """What is not as usual."""
     if plan.precision.endswith("-autocast"):
         kept = ", fp32 in all that is kept" if plan.products == ("fp32",) else ""
         yield "precision", f"{plan.precision.removesuffix('-autocast')} in matrix products{kept}"
     elif plan.precision != "fp32":
-        yield (
-            "precision",
-            f"{plan.precision}, with master weights, sums of gradients and optimizer state in fp32",
-        )
+        yield "precision", f"{plan.precision}, {_beside(plan)}"
     if plan.products != ("fp32",) and plan.precision == "fp32":
         own = " and ".join(plan.products)
         yield "precision", f"{own}, the model's own, in which its tensors are counted and sent"

@@ -71,7 +71,7 @@ def parts(plan: Plan) -> dict[str, int]:
     stages = [plan.stages[stage].predicted.memory for stage in fullest(plan).stages]
     low = plan.precision.removesuffix("-autocast")
     words = {
-        "parameters": "fp32 master weights" if low == plan.precision != "fp32" else "parameters",
+        "parameters": "fp32 master weights" if plan.masters else "parameters",
         "copies": "gathered parameters" if plan.fully_sharded else f"{low} weights",
         "gradients": "gradients",
         "optimizer": "optimizer state",

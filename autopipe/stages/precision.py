@@ -7,7 +7,8 @@
                        activation fp32 --- cast where it is used -> bf16 -+   norms, losses: fp32
 
 In both, what the optimizer changes, its state and the sums of gradients stay in fp32 (Micikevicius
-et al., ICLR 2018).
+et al., ICLR 2018), but where less is asked for: `grad_dtype` sums gradients in 16 bits, which are
+cast for the optimizer; `optimizer_dtype` lets it change the parameters of 16 bits themselves.
 
 `bf16` is what Megatron-LM's `--bf16` and FSDP2's mixed precision do: the model is traced with
 parameters of 16 bits (`tracing.low_precision`), so activations, what is saved for backward and what
@@ -36,6 +37,7 @@ from torch import Tensor
 from autopipe.errors import AutopipeError
 from autopipe.ir.graph import StateSpec, bytes_at
 from autopipe.ir.torch_private import TorchDispatchMode
+from autopipe.tracing.low_precision import MASTER, SixteenBits
 
 KEPT: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """The precisions in which parameters, activations and products are all of one 16-bit dtype."""
@@ -48,6 +50,21 @@ AUTOCAST: Mapping[str, torch.dtype] = {
 
 PRECISIONS = ("fp32", *KEPT, *AUTOCAST)
 """All that can be asked for."""
+
+
+def kept(precision: str, optimizer: str = "fp32", gradients: str = "fp32") -> SixteenBits | None:
+    """How a model is traced in a precision; None: as it is built.
+
+    Args:
+        optimizer, gradients: as `Plan.optimizer_dtype` and `Plan.grad_dtype`.
+    """
+    if precision not in KEPT:
+        return None
+    wide = {"fp32": MASTER}
+    return SixteenBits(
+        KEPT[precision], *({**KEPT, **wide}[word] for word in (optimizer, gradients))
+    )
+
 
 LOWERED = frozenset(
     "linear columns vocabulary_loss matmul mm bmm addmm baddbmm addbmm conv1d conv2d conv3d "

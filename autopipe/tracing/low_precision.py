@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,22 @@ _Tree = TypeVar("_Tree")
 MASTER = torch.float32
 """The dtype of master weights."""
 
+
+class SixteenBits(NamedTuple):
+    """The dtypes in which a model is trained whose parameters and activations are of 16 bits.
+
+    Args:
+        dtype: of parameters, activations and products of matrices.
+        optimizer: of what the optimizer changes, and so of its state: `MASTER` where parameters
+            have fp32 master weights; `dtype` where they have none.
+        gradients: in which gradients are summed over micro-batches and replicas.
+    """
+
+    dtype: torch.dtype
+    optimizer: torch.dtype = MASTER
+    gradients: torch.dtype = MASTER
+
+
 WIDE = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
@@ -44,24 +60,33 @@ def parameters_in(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]
 
     Tied ones stay tied.
     """
+    wide = lower(model, dtype) if dtype is not None else []
+    try:
+        yield
+    finally:
+        for module, name, parameter in wide:
+            setattr(module, name, parameter)
+
+
+def lower(model: nn.Module, dtype: torch.dtype) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """Put parameters of `dtype` in the place of a model's fp32 ones.
+
+    Returns what was there: module, name in it, parameter.
+    """
     made: dict[int, nn.Parameter] = {}
     wide = [
         (module, name, parameter)
         for module in model.modules()
         if not isinstance(module, WIDE)
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
-        if dtype is not None and parameter.dtype == MASTER
+        if parameter.dtype == MASTER
     ]
     for module, name, parameter in wide:
         if id(parameter) not in made:
             low = parameter.detach().to(dtype)
             made[id(parameter)] = nn.Parameter(low, parameter.requires_grad)
         setattr(module, name, made[id(parameter)])
-    try:
-        yield
-    finally:
-        for module, name, parameter in wide:
-            setattr(module, name, parameter)
+    return wide
 
 
 def cast(tree: _Tree, old: torch.dtype, new: torch.dtype) -> _Tree:
@@ -97,14 +122,17 @@ def check_operands(graph: Graph, dtype: torch.dtype) -> None:
             )
 
 
-def with_masters(graph: Graph, dtype: torch.dtype) -> Graph:
-    """The graph whose trainable parameters of `dtype` are copies of fp32 master weights.
+def with_masters(graph: Graph, kept: SixteenBits) -> Graph:
+    """The graph whose trainable parameters of 16 bits are copies of fp32 master weights.
 
     Frozen ones have none: nothing is added to them.
     """
+    if kept.optimizer == kept.dtype:
+        return graph
+    summed = None if kept.gradients == MASTER else kept.gradients
     states = {
-        name: replace(state, master=MASTER)
-        if state.trainable and state.spec.dtype == dtype
+        name: replace(state, master=MASTER, gradient=summed)
+        if state.trainable and state.spec.dtype == kept.dtype
         else state
         for name, state in graph.states.items()
     }

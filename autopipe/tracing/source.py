@@ -23,6 +23,7 @@ from autopipe.frontend.loss import Loss
 from autopipe.frontend.quiet import libraries_hushed
 from autopipe.ir import torch_private
 from autopipe.planfile.parts import InputSpec
+from autopipe.tracing.low_precision import SixteenBits
 from autopipe.tracing.trace import Trace, trace
 from autopipe.util import numbers
 from autopipe.util.progress import Say
@@ -60,7 +61,7 @@ def trace_source(
     training: bool = True,
     skeleton: nn.Module | None = None,
     outputs: bool = False,
-    kept: torch.dtype | None = None,
+    kept: SixteenBits | None = None,
     say: Say | None = None,
 ) -> Trace:
     """Trace a model; allocate its weights only if Python reads a value that depends on one.

@@ -17,7 +17,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from autopipe.errors import CaptureError
@@ -25,6 +24,7 @@ from autopipe.frontend import batch as batches
 from autopipe.frontend.loss import Loss
 from autopipe.ir.graph import SEQUENCE
 from autopipe.planfile.parts import InputSpec
+from autopipe.tracing.low_precision import SixteenBits
 from autopipe.tracing.source import Source, trace_source
 from autopipe.tracing.trace import Trace
 
@@ -76,7 +76,7 @@ def trace_lengths(
     example: Any,
     specs: Sequence[InputSpec],
     loss: Loss | None,
-    kept: torch.dtype | None = None,
+    kept: SixteenBits | None = None,
 ) -> Lengths:
     """Trace a model with symbolic rows, and with a symbolic sequence if it has one.
 

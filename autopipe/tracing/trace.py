@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from autopipe.errors import AutopipeError, ModelError
@@ -21,7 +20,7 @@ from autopipe.ir.graph import Graph
 from autopipe.planfile.parts import InputSpec, Read
 from autopipe.tracing.export import Program, capture, look
 from autopipe.tracing.from_export import convert
-from autopipe.tracing.low_precision import check_operands, parameters_in, with_masters
+from autopipe.tracing.low_precision import SixteenBits, check_operands, parameters_in, with_masters
 from autopipe.tracing.same_modules import Likeness
 from autopipe.tracing.stubs import Unlike
 from autopipe.tracing.value_guards import NeedsNumbers
@@ -54,7 +53,7 @@ def trace(
     real: Callable[[], nn.Module] | None = None,
     symbolic: bool = True,
     outputs: bool = False,
-    kept: torch.dtype | None = None,
+    kept: SixteenBits | None = None,
     own: nn.Module | None = None,
     say: Say | None = None,
 ) -> Trace:
@@ -70,7 +69,7 @@ def trace(
         symbolic: False fixes the rows to the example's. Otherwise a dim that is `s` in the specs is
             a symbol as well (`tracing.symbolic_sequence`).
         outputs: whether the graph also returns the model's own outputs.
-        kept: the 16-bit dtype in which the model computes (`low_precision`); None: as it is built.
+        kept: how the model is trained in 16 bits (`low_precision`); None: as it is built.
         own: the user's module that `model` is a copy of, if it was given as one: the loss may hold
             it, and read its parameters.
         say: receives one line of progress text at a time.
@@ -86,11 +85,12 @@ def trace(
     if training:
         for module in (model, *([] if own is None else [own])):
             unsaid.check_model(module)
-    program = Program(model, batch, loss, specs, outputs=outputs, kept=kept)
+    low = kept.dtype if kept is not None else None
+    program = Program(model, batch, loss, specs, outputs=outputs, kept=low)
     program.twins = () if own is None else (own,)
     program.training = training
-    tracing = _Tracing(program, leaves, tuple(specs), symbolic, say or (lambda line: None))
-    with parameters_in(model, kept):
+    tracing = _Tracing(program, leaves, tuple(specs), symbolic, kept, say or (lambda line: None))
+    with parameters_in(model, low):
         return tracing.recorded(real) if reads is None else tracing.replayed(reads, real)
 
 
@@ -106,6 +106,7 @@ class _Tracing:
     leaves: Mapping[str, Any]
     specs: tuple[InputSpec, ...]
     symbolic: bool
+    kept: SixteenBits | None
     say: Say
 
     def recorded(self, real: Callable[[], nn.Module] | None) -> Trace:
@@ -159,7 +160,7 @@ class _Tracing:
         )
         program = self.program
         graph = convert(exported, program.model, self.specs, program.twins, program.assigned)
-        if self.program.kept is not None:
-            check_operands(graph, self.program.kept)
-            graph = with_masters(graph, self.program.kept)
+        if self.kept is not None:
+            check_operands(graph, self.kept.dtype)
+            graph = with_masters(graph, self.kept)
         return Trace(graph, self.specs, tuple(reads), program.paths, program.unsteady)

@@ -34,8 +34,8 @@ class Unit:
         """As they are gathered, and of their gradients as they are summed."""
         held = [bytes_at(state.held, 1) for state in self.states.values()]
         read = [bytes_at(state.spec, 1) for state in self.states.values()]
-        summed = [size for size, s in zip(held, self.states.values(), strict=True) if s.trainable]
-        return sum(read if self.low else held), sum(summed)
+        summed = sum(bytes_at(s.summed, 1) for s in self.states.values() if s.trainable)
+        return sum(read if self.low else held), summed
 
 
 def units_of(graph: Graph, stage: Stage, module: fx.GraphModule) -> dict[str | None, Unit]:

@@ -175,9 +175,9 @@ def with_memory(plan: Plan, held: StageBytes, optimizer_factor: float) -> Plan:
         copies = rehearsal.low[stage.index]
         if stage is max(on_rank, key=lambda s: held.gathered[s.index]):  # one runs at a time
             copies += held.gathered[stage.index]
-        passing, summing = _passing(held.cut.graph, own, peak, plan)
-        if summing:
-            at = Instruction(Kind.REDUCE, stage.index)
+        passing, doing = _passing(held.cut.graph, own, peak, plan)
+        if doing is not None:
+            at = Instruction(doing, stage.index)
         memory = _memory(held.cut.graph, own, peak, copies, passing, plan, optimizer_factor)
         predicted = replace(entry.predicted, memory=memory, fullest=str(at or ""))
         written.append(replace(entry, predicted=predicted))
@@ -231,7 +231,9 @@ def _memory(
     dealt = {name for name, state in states.items() if state.master is not None}
     return Memory(
         parameters=sum((updated if n in dealt else held)[n] for n in parameters),
-        gradients=sum(held[name] for name in trained),
+        gradients=sum(
+            held[name] if zero == 3 else bytes_at(states[name].summed, 1) for name in trained
+        ),
         optimizer=round(sum(updated[name] for name in trained) * optimizer_factor),
         buffers=sum(size for name, size in sizes.items() if name not in parameters),
         activations=peak["activations"],
@@ -249,19 +251,28 @@ def _shard(shape: Sequence[Dim], size: int, ranks: int) -> int:
 
 def _passing(
     graph: Graph, names: Iterable[str], peak: Counter[str], plan: Plan
-) -> tuple[int, bool]:
-    """Bytes of `Memory.passing`, and whether they are those of the sum over ranks.
+) -> tuple[int, Kind | None]:
+    """Bytes of `Memory.passing`, and what is done then; None: a backward.
 
     From the second micro-batch on, each gradient is made beside the sum that it is added to. A
-    bucket is filled at the end, when the last backward has let go of what is at the peak.
+    bucket is filled at the end, when the last backward has let go of what is at the peak; so are
+    gradients in 16 bits cast for the optimizer.
     """
-    states = (graph.states[name] for name in names)
-    gradients = [bytes_at(state.held, 1) for state in states if state.trainable]
+    trained = [state for name in names if (state := graph.states[name]).trainable]
+    gradients = [bytes_at(state.summed, 1) for state in trained]
     if plan.fully_sharded:
-        return 0, False  # what is gathered is counted with the gradients that it makes
+        return 0, None  # what is gathered is counted with the gradients that it makes
     added = max(gradients, default=0) if plan.batch.micro_batches > 1 else 0
     bucket = min(BUCKET_BYTES, sum(gradients)) if plan.mesh.dp > 1 else 0
-    return max(added, bucket - peak.total()), bucket - peak.total() > added
+    dealt = plan.zero == 1 and plan.mesh.dp > 1
+    wide = 0 if dealt else sum(bytes_at(state.held, 1) for state in trained) - sum(gradients)
+    free = peak.total()
+    return max(
+        (added, None),
+        (bucket - free, Kind.REDUCE),
+        (wide - free, Kind.STEP),
+        key=lambda one: one[0],
+    )
 
 
 def with_eager_depths(

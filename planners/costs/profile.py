@@ -205,6 +205,7 @@ class Costing:
             tp=self.tp,
             copies=copies,
             largest=_largest(flow, units),
+            low_gradients=any(state.gradient for state in flow.graph.states.values()),
         )
 
     def _formulas(self, short: Short) -> Formulas:
@@ -291,7 +292,7 @@ def _largest(flow: Dataflow, units: Units) -> tuple[int, ...]:
     largest = [0] * len(units.starts)
     for name, state in flow.graph.states.items():
         for unit in {units.of(position) for position in flow.users[State(name)] if state.trainable}:
-            largest[unit] = max(largest[unit], bytes_at(state.held, 1))
+            largest[unit] = max(largest[unit], bytes_at(state.summed, 1))
     return tuple(largest)
 
 

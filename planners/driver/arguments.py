@@ -29,7 +29,7 @@ from autopipe.report import schedule_page
 from autopipe.runtime.probe.probe import local_cluster, local_processes
 from autopipe.schedules.instructions import Programs
 from autopipe.schedules.registry import SCHEDULES
-from autopipe.stages.precision import PRECISIONS
+from autopipe.stages.precision import KEPT, PRECISIONS
 from autopipe.util.progress import Say
 
 ROWS_PER_DEVICE = 8
@@ -77,6 +77,31 @@ def usual_precision(cluster: Cluster | LocalSpec, model: nn.Module, say: Say) ->
         return "fp32"
     say("precision: bf16 with fp32 master weights; --precision asks for another")
     return "bf16"
+
+
+def dtypes_of(precision: str, gradients: str | None, optimizer: str | None) -> dict[str, str]:
+    """The three words of a precision: itself, `grad_dtype` and `optimizer_dtype`.
+
+    Raises:
+        AutopipeError: a dtype is asked for that does not go with the precision or with the other.
+    """
+    known = ("fp32", precision) if precision in KEPT else ("fp32",)
+    for name, asked in (("grad_dtype", gradients), ("optimizer_dtype", optimizer)):
+        if asked is not None and asked not in known:
+            raise AutopipeError(
+                f"{name}={asked} was asked for under the precision {precision}, which has "
+                f"{' or '.join(known)}",
+                hint=f"16 bits go with the precision of that name, {' or '.join(KEPT)}",
+            )
+    optimizer = optimizer or "fp32"
+    gradients = gradients or optimizer
+    if optimizer != "fp32" and gradients == "fp32":
+        raise AutopipeError(
+            f"optimizer_dtype={optimizer} and grad_dtype=fp32 were asked for: an optimizer takes "
+            "gradients in the dtype of what it changes",
+            hint=f"grad_dtype={optimizer}, or optimizer_dtype=fp32 for master weights",
+        )
+    return {"precision": precision, "grad_dtype": gradients, "optimizer_dtype": optimizer}
 
 
 def refuse_unknown(what: str, asked: str | int, known: Iterable[str | int]) -> None:

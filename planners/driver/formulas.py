@@ -45,7 +45,7 @@ from autopipe.planners.costs.tp_degrees import (
 )
 from autopipe.planners.driver import arguments
 from autopipe.sharding.local_graph import shard_graph, shardable
-from autopipe.stages.precision import KEPT, PRECISIONS
+from autopipe.stages.precision import PRECISIONS, kept
 from autopipe.tracing.source import Source
 from autopipe.tracing.symbolic_sequence import Lengths, trace_lengths
 from autopipe.util.gc_pause import resting
@@ -174,7 +174,7 @@ def cost_formulas(
     example, specs = arguments.example_of(inputs)
     with phase("tracing"):
         two = batch.two_rows(example, specs)
-        traced = trace_lengths(model, two, specs, loss, KEPT.get(precision))
+        traced = trace_lengths(model, two, specs, loss, kept(precision))
     graph, blocks = traced.trace.graph, find_blocks(traced.trace.graph)
     if tp > 1:
         check_heads(graph, tp)

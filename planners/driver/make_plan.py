@@ -32,7 +32,7 @@ from autopipe.planners.driver.loss_parts import best_loss
 from autopipe.planners.driver.request import Job, PlanRequest, Traced
 from autopipe.planners.model.problem import Constraints
 from autopipe.stages.bind import check_runs
-from autopipe.stages.precision import KEPT
+from autopipe.stages.precision import kept
 from autopipe.stages.recompute import blocks_to_recompute
 from autopipe.tracing import user_checkpoints
 from autopipe.tracing.source import Source, bare, keeping_default_dtype, trace_source
@@ -54,6 +54,8 @@ def plan(
     loss: Loss | None = None,
     optimizer: str | MakeOptimizer = "adamw",
     precision: str | None = None,
+    grad_dtype: str | None = None,
+    optimizer_dtype: str | None = None,
     compile: bool | None = None,
     cluster: str | Path | Cluster | None = None,
     batch_size: int | None = None,
@@ -91,6 +93,10 @@ def plan(
             master weights, gradients and optimizer state; "bf16-autocast" or "fp16-autocast": only
             the matrix products that torch.autocast chooses. None: bf16 on GPUs that all have it,
             for a model whose parameters are of fp32; else "fp32".
+        grad_dtype: in which "bf16" or "fp16" sums gradients over micro-batches and replicas: "fp32"
+            or its own; the optimizer gets them in fp32. None: as `optimizer_dtype`.
+        optimizer_dtype: "fp32", the default: parameters have master weights; or the precision's
+            own: the optimizer changes parameters of 16 bits, and its state is of 16 bits too.
         compile: whether stages run through torch.compile: memory-bound ops are fused, and forward
             keeps only what products of matrices and attention need. None: on GPUs, unless ZeRO-3
             without it is faster, or the model has an op that cannot be compiled.
@@ -144,7 +150,11 @@ def plan(
         inputs=inputs,
         loss=loss,
         optimizer=optimizer,
-        precision=precision or arguments.usual_precision(asked, skeleton, say),
+        **arguments.dtypes_of(
+            precision or arguments.usual_precision(asked, skeleton, say),
+            grad_dtype,
+            optimizer_dtype,
+        ),
         compiled=compile,
         cluster=asked,
         batch_size=batch_size,
@@ -186,7 +196,7 @@ def traced_model(request: PlanRequest, skeleton: nn.Module, say: Say, watch: Sto
             specs,
             request.loss,
             skeleton=skeleton,
-            kept=KEPT.get(request.precision),
+            kept=kept(request.precision, request.optimizer_dtype, request.grad_dtype),
             say=say,
         )
         for place in dict.fromkeys(read.place for read in trace.reads if not read.checked):

@@ -33,6 +33,8 @@ def replan(old: Plan, file: ModelFile, nodes: Sequence[int], source: str, say: S
         cluster=left_of(old.cluster, nodes),
         batch_size=old.batch.rows,
         precision=old.precision,
+        grad_dtype=old.grad_dtype,
+        optimizer_dtype=old.optimizer_dtype,
         compile=old.compiled,
         loss_over=old.loss_over,
         source=source,

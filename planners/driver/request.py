@@ -34,8 +34,8 @@ class PlanRequest:
         constraints: what the search must keep to, limits of memory and a written schedule included.
         compiled: whether stages run compiled; None: the planner chooses.
         loss_parts: 0 for the loss as it is; None: the planner's choice.
-        model, inputs, loss, optimizer, precision, recompute, planner, sequence_parallel, loss_over,
-            source: as `plan` has them.
+        model, inputs, loss, optimizer, precision, grad_dtype, optimizer_dtype, recompute, planner,
+            sequence_parallel, loss_over, source: as `plan` has them.
     """
 
     model: Source = field(repr=False)
@@ -43,6 +43,8 @@ class PlanRequest:
     loss: Loss | None
     optimizer: str | MakeOptimizer
     precision: str
+    grad_dtype: str
+    optimizer_dtype: str
     compiled: bool | None
     cluster: Cluster | LocalSpec
     batch_size: int | None

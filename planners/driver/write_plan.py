@@ -114,6 +114,8 @@ def _without_bytes(candidate: Candidate, answer: Answer, held: StageBytes) -> Pl
         mesh=_mesh(job.cluster, candidate.costing.machine, decision, degree.tp),
         batch=Batch(job.traced.rows, frame.micro_batches),
         precision=request.precision,
+        grad_dtype=request.grad_dtype,
+        optimizer_dtype=request.optimizer_dtype,
         compiled=candidate.compiled,
         optimizer=request.optimizer if isinstance(request.optimizer, str) else "custom",
         schedule=frame.schedule,

@@ -17,7 +17,7 @@ range `Tables` has W trainable and C constant bytes, A bytes saved for backward,
 and S bytes sent; R' and S' are those of them whose gradient goes the other way.
 
     W + L                      parameters, and copies in 16 bits of those that are masters
-    W                          gradients
+    G                          gradients: W, or W - L where those of masters are of 16 bits
     optimizer_factor * W       optimizer state
     C                          buffers and frozen parameters
     n * (A - D + R) + d        activations: what is received is kept until its backward
@@ -90,10 +90,10 @@ def estimate(
     whole, share = ranges.trainable, -(-ranges.trainable // dp)
     fully = config.fully_sharded
     root = ranges.root - ranges.root_copies
-    gathered = gathered_bytes(root, ranges.root, ranges.block, dp)
+    gathered = gathered_bytes(root, ranges.root_summed, ranges.block, dp)
     return (
         share + gathered if fully else ranges.read - (-2 * ranges.copies // (dp if zero else 1)),
-        share if fully else whole,
+        share if fully else ranges.summed,
         np.rint(problem.optimizer_factor * (share if zero else whole)).astype(np.int64),
         ranges.constants,
         np.asarray(in_flight) * (ranges.saved - dropped + ranges.received) + held,
@@ -151,7 +151,7 @@ def _states(problem: Problem, dp: int, zero: int) -> NDArray[np.float64]:
         (problem.parameters, held),
         (problem.constants, 1.0),
         # Beside the masters, which are in `held`, or in their place, and shards of them.
-        (problem.copies, 0.0 if fully else 2 / (dp if zero else 1) - 1),
+        (problem.copies, 0.0 if fully else 2 / (dp if zero else 1) - 1 - problem.low_gradients),
     ):
         for state in states:
             sizes[state.units[0] + 1] += times * state.bytes

@@ -142,6 +142,7 @@ class Problem:
             large. Under ZeRO-3 they are there only while they are gathered.
         largest: of each unit the bytes of the largest gradient that it makes, beside the sum that
             it is added to; empty where that is not counted.
+        low_gradients: gradients of masters are summed in 16 bits, as wide as `copies`.
         beyond: by schedule, bytes that a plan's programs were seen to hold beyond the estimate.
     """
 
@@ -160,6 +161,7 @@ class Problem:
     tp: int = 1
     copies: tuple[Shared, ...] = ()
     largest: tuple[int, ...] = ()
+    low_gradients: bool = False
     beyond: Mapping[str, int] = field(default_factory=dict)
 
     def profile(self, rows: int) -> Profile:

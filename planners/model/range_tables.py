@@ -32,10 +32,11 @@ class Tables:
     `earlier` are backward seconds of all units before the range, each on the kind of device that
     takes least.
 
-    `copies` are what is read of masters. `root` are bytes of what is trainable in the range and in
-    no block, `root_copies` those of its copies; `block` are what ZeRO-3 holds for the largest block
-    that the range has any unit of (`block_bytes`). `largest` are bytes of the largest gradient that
-    one of the range's units makes.
+    `copies` are what is read of masters; `summed` are bytes of gradients. `root` are bytes of what
+    is trainable in the range and in no block, `root_copies` and `root_summed` those of its copies
+    and gradients; `block` are what ZeRO-3 holds for the largest block that the range has any unit
+    of (`block_bytes`). `largest` are bytes of the largest gradient that one of the range's units
+    makes.
     """
 
     forward: tuple[Times, ...]
@@ -45,8 +46,10 @@ class Tables:
     trainable: Bytes
     constants: Bytes
     copies: Bytes
+    summed: Bytes
     root: Bytes
     root_copies: Bytes
+    root_summed: Bytes
     block: Bytes
     largest: Bytes
     saved: Bytes
@@ -89,6 +92,11 @@ def _tables(problem: Problem, rows: int) -> Tables:
         problem.copies,
         problem.blocks,
         problem.largest or (0,) * units,
+        problem.low_gradients,
+    )
+    summed, root_summed = (
+        whole - low if problem.low_gradients else whole
+        for whole, low in ((held[0], held[2]), (held[3], held[4]))
     )
     return Tables(
         forward=tuple(map(_prefix, profile.forward)),
@@ -98,8 +106,10 @@ def _tables(problem: Problem, rows: int) -> Tables:
         trainable=held[0],
         constants=held[1],
         copies=held[2],
+        summed=summed,
         root=held[3],
         root_copies=held[4],
+        root_summed=root_summed,
         block=held[5],
         largest=held[6],
         saved=_fill(units, _saved(units, profile.saved)),
@@ -129,15 +139,16 @@ def _of_states(
     copies: tuple[Shared, ...],
     blocks: tuple[tuple[int, int], ...],
     largest: tuple[int, ...],
+    low_gradients: bool,
 ) -> tuple[Bytes, ...]:
-    """What no profile changes: the fields from `trainable` to `largest`."""
+    """What no profile changes: trainable, constants, copies, root, root_copies, block, largest."""
     block = np.zeros((units + 1, units + 1), dtype=np.int64)
     root, root_copies = parameters, copies
     for first, stop in blocks:
         size, root = _taken(root, first, stop)
         low, root_copies = _taken(root_copies, first, stop)
         having = block[:stop, first + 1 :]  # the ranges [i, j) with i < stop and j > first
-        np.maximum(having, block_bytes(size - low, size), out=having)
+        np.maximum(having, block_bytes(size - low, size - low * low_gradients), out=having)
     held = (parameters, constants, copies, root, root_copies)
     sums = [_fill(units, _held(units, items)) for items in held]
     return (*sums, np.triu(block, 1), _largest(largest))

@@ -71,7 +71,7 @@ def reduce_seconds(ranges: Tables, problem: Problem, config: Config, group: Devi
     copying = problem.machine.copying
     summed = partial(gradient_sum, zero=config.zero, copying=copying)
     # Under ZeRO-1 gradients are scattered, and what is read of the parameters is gathered.
-    moved = (ranges.trainable + ranges.read) / 2 if config.zero else ranges.trainable
+    moved = (ranges.summed + ranges.read) / 2 if config.zero else ranges.summed
     return _linear(summed, moved, group.levels, problem.machine.streams)
 
 
@@ -193,7 +193,7 @@ def gathering(
     """
     kind, group = place.group.kind, place.group
     gathers = gather_seconds(ranges.read, problem, config, group)
-    scatters = gather_seconds(ranges.trainable, problem, config, group)
+    scatters = gather_seconds(ranges.summed, problem, config, group)
     if not problem.machine.overlaps:
         return Gathering(gathers, gathers + scatters)
     backward = ranges.backward[kind] + recompute

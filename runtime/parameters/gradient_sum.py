@@ -97,7 +97,9 @@ def all_reduce(bucket: Bucket) -> Callable[[], object]:
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    if parameter.grad is None:
+        return torch.zeros_like(parameter, dtype=summed_in(parameter))
+    return parameter.grad
 
 
 @dataclass
@@ -128,6 +130,8 @@ class GradientSum:
         groups: the process group of each name whose parameter stands on other ranks too.
         stages: the names that each stage of this rank uses.
         reduce: how a bucket is summed, and where the sums go.
+        low: of parameters whose gradients are summed in 16 bits that dtype; the optimizer gets
+            them in the parameter's own.
     """
 
     def __init__(
@@ -136,11 +140,13 @@ class GradientSum:
         groups: Mapping[str, dist.ProcessGroup],
         stages: Mapping[int, Iterable[str]],
         reduce: Reduction = all_reduce,
+        low: Mapping[str, torch.dtype] | None = None,
     ) -> None:
         self.rows: Mapping[str, tuple[int, int]] = {}
         self._parameters = dict(parameters)
         self._groups = groups
         self._reduce = reduce
+        self._low = {parameters[name]: dtype for name, dtype in (low or {}).items()}
         self._shared = [n for n, p in parameters.items() if p.requires_grad and n in groups]
         self._stages = {stage: set(self._shared) & set(names) for stage, names in stages.items()}
         self._to_come = self._holders()
@@ -190,9 +196,16 @@ class GradientSum:
             if name in self._used:
                 queue.missing[number].add(name)
         self._to_come = self._holders()
+        for parameter in self._low:  # one by one: what is cast is let go
+            gradient, parameter.grad = parameter.grad, None
+            parameter.grad_dtype = parameter.dtype
+            parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
 
     def gather(self) -> None:
-        """Nothing: every rank updates all of its parameters, alike."""
+        """Let backward sum in 16 bits where that is asked for; parameters are whole everywhere."""
+        for parameter, dtype in self._low.items():
+            if parameter.grad is None:
+                parameter.grad_dtype = dtype
 
     def master(self, name: str) -> None:
         """None: what the optimizer updates is the parameter itself."""

@@ -121,7 +121,9 @@ def _hold_whole(
     stages = {stage.index: [n for n in stage.states if n in parameters] for stage in part.stages}
     if dealt:
         return HeldParameters(states, OptimizerShards(parameters, groups, stages, masters), {})
-    return HeldParameters(states, GradientSum(parameters, groups, stages), {})
+    specs = part.split.graph.states
+    low = {n: dtype for n in parameters if (dtype := specs[n].gradient) is not None}
+    return HeldParameters(states, GradientSum(parameters, groups, stages, low=low), {})
 
 
 def _deal(
@@ -133,7 +135,9 @@ def _deal(
         if state.master is not None and name in states and name in groups:
             whole = states[name]
             assert isinstance(whole, nn.Parameter)
-            states[name], masters[name] = deal(whole, groups[name], state.spec.dtype)
+            states[name], masters[name] = deal(
+                whole, groups[name], state.spec.dtype, state.summed.dtype
+            )
     return masters
 
 

@@ -7,8 +7,8 @@ rows only.
     next step     parameter, whole           all-gather, bucket by bucket
 
 Where a parameter is the fp32 master of a 16-bit one, each rank has its own rows of the master, and
-all of what forward reads (`deal`). Gradients are added and summed in fp32, and 16 bits are
-gathered, as Megatron-LM's distributed optimizer does:
+all of what forward reads (`deal`). Gradients are added and summed in fp32, or in 16 bits where that
+is asked for, and 16 bits are gathered, as Megatron-LM's distributed optimizer does:
 
     backward      gradient fp32, whole       of a leaf of 16 bits: `Tensor.grad_dtype`
     STEP          gradient fp32 of own rows  reduce-scatter
@@ -67,17 +67,18 @@ def own_rows(rows: int, ranks: int, rank: int) -> tuple[int, int]:
 
 
 def deal(
-    master: nn.Parameter, group: dist.ProcessGroup, read: torch.dtype
+    master: nn.Parameter, group: dist.ProcessGroup, read: torch.dtype, summed: torch.dtype
 ) -> tuple[nn.Parameter, nn.Parameter]:
     """What a rank has instead of a whole master: what forward reads, whole, and its own rows.
 
     Args:
         master: the whole; its memory is free once nobody else holds it.
         group: the ranks that it is dealt out to.
-        read: the dtype that forward reads; the gradients stay in the master's.
+        read: the dtype that forward reads.
+        summed: the dtype of gradients, until the optimizer gets them in the master's.
     """
     leaf = nn.Parameter(master.detach().to(read))
-    leaf.grad_dtype = master.dtype
+    leaf.grad_dtype = summed
     whole = _in_rows(master)
     first, last = own_rows(whole.shape[0], dist.get_world_size(group), dist.get_rank(group))
     return leaf, nn.Parameter(whole[first:last].clone())
@@ -211,7 +212,7 @@ class OptimizerShards:
                 bucket.parameters, torch.split(own, _widths(bucket)), strict=True
             ):
                 shard = self._of[parameter]
-                shard.grad = piece[: shard.numel()].view(shard.shape)
+                shard.grad = piece[: shard.numel()].view(shard.shape).to(shard.dtype)
 
         return place
 

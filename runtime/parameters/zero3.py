@@ -324,12 +324,12 @@ def _install(root: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def _precision(states: Iterable[StateSpec]) -> MixedPrecisionPolicy:
-    """Gather masters in 16 bits if those are read; sum gradients in the dtype of the masters."""
-    masters = {state.master for state in states if state.master is not None}
+    """Gather masters in 16 bits if those are read; sum gradients as the masters say."""
+    summed = {state.summed.dtype for state in states if state.master is not None}
     low = units.gathered_in(states)
-    if not masters or low is None:
+    if not summed or low is None:
         return MixedPrecisionPolicy(cast_forward_inputs=False)
-    return MixedPrecisionPolicy(low, masters.pop(), cast_forward_inputs=False)
+    return MixedPrecisionPolicy(low, summed.pop(), cast_forward_inputs=False)
 
 
 def _inner_first(paths: Iterable[str | None]) -> list[str]:

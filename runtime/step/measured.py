@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from autopipe.ir.graph import TensorSpec
 from autopipe.ir.partition import Stage
 from autopipe.planfile.parts import Memory, StagePrediction
 from autopipe.runtime.step.executor import Executor
@@ -75,9 +76,13 @@ def _memory(
     masters = [n for n in names if specs[n].master is not None and not rank.held.sharded]
     dealt = {n for n in masters if states[n].dtype != specs[n].master}
     parameters = [n for n in names if specs[n].kind == "parameter"]
+
+    def summed(name: str) -> TensorSpec:
+        return specs[name].held if rank.held.sharded else specs[name].summed
+
     return Memory(
         parameters=_bytes(shards[n] if n in dealt else held[n] for n in parameters),
-        gradients=sum(held[n].numel() * specs[n].held.dtype.itemsize for n in trained),
+        gradients=sum(held[n].numel() * summed(n).dtype.itemsize for n in trained),
         optimizer=sum(_state_bytes(kept[shards[n]]) for n in trained if shards[n] in kept),
         buffers=_bytes(states[n] for n in names if specs[n].kind != "parameter"),
         activations=activations,

@@ -162,9 +162,9 @@ class Pipe(Kept):
         parts = divide(self.plan, self.place, leaves, wanted, sharded=sharded)
         total_rows = parts.rows * parts.count * self.plan.mesh.dp
         executor = self._last = self._executor(self._split, parts)
-        self._gradients.gather()
         for parameter in (*self.parameters(), *self._trainable()):
             parameter.grad = None
+        self._gradients.gather()
         counted = len(self._split.graph.outputs) == 2
         # A mean is seeded with its share of the batch. A sum is seeded with one over a count that
         # every rank knows before the step, the rows, and set right by the true count after it.

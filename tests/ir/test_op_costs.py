@@ -18,6 +18,7 @@ from autopipe.ir.graph import BATCH, Ref, State, at_batch
 from autopipe.ir.op_costs import LIKE, RULES, costs, gradient_values, rule
 from autopipe.ir.op_seconds import seconds
 from autopipe.sharding.vocabulary_loss import in_parts
+from autopipe.tracing.low_precision import SixteenBits
 from tests.support.inprocess import traced
 from tests.support.staged import trace_model
 from tests.support.zoo import ZOO
@@ -334,7 +335,7 @@ def test_a_loss_in_parts_makes_its_logits_once_more_in_backward():
         return F.cross_entropy((x @ w.T).flatten(0, 1), target.flatten())
 
     model = One(run, [(9, 4)], (7, 4))
-    graph = in_parts(trace_model(model, model.inputs, kept=torch.bfloat16).graph, 2)
+    graph = in_parts(trace_model(model, model.inputs, kept=SixteenBits(torch.bfloat16)).graph, 2)
     found, product = the(graph, "vocabulary_loss"), BATCH * 7 * 2 * 4 * 9
     assert (found.forward_flops, found.backward_flops) == (product, 3 * product)
     assert (found.dtype, found.dims) == (torch.bfloat16, (7 * BATCH, 4, 5))

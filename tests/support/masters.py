@@ -52,11 +52,13 @@ def step(
     dtype: torch.dtype,
     batches: Iterable[Batch],
     scale: float = 1.0,
+    summed: torch.dtype = torch.float32,
 ) -> Step:
     """One step of the model, whose parameters are the masters; nothing of it is changed.
 
     Args:
         scale: of the losses in backward.
+        summed: the dtype in which gradients are added, before they are cast to fp32.
     """
     parts = [*batches]
     low = copy.deepcopy(model).to(dtype)
@@ -67,7 +69,7 @@ def step(
         loss.backward(torch.full_like(loss, scale / len(parts)))
         for name, parameter in low.named_parameters():
             if parameter.grad is not None:
-                wide = parameter.grad.float() / scale
-                made.gradients[name] = made.gradients.get(name, 0) + wide
+                made.gradients[name] = made.gradients.get(name, 0) + parameter.grad.to(summed)
                 parameter.grad = None
+    made.gradients = {name: sum_.float() / scale for name, sum_ in made.gradients.items()}
     return made

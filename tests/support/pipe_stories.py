@@ -71,7 +71,9 @@ def memory_of_masters_that_are_dealt_out() -> None:
     """ZeRO-1 in 16 bits: each replica has half of the masters and of their moments; a tied weight
     is dealt out to the replicas of both its stages."""
     for name in sampled(("gpt", "gpt2"), of=2):
-        measured_as_planned(name, 2, "1f1b", "bf16", dp=2, zero=1)
+        summed = "bf16" if name == "gpt2" else "fp32"
+        measured_as_planned(name, 2, "1f1b", "bf16", dp=2, zero=1, grad_dtype=summed)
+    measured_as_planned("gpt", 2, "1f1b", "bf16", dp=2, zero=1, optimizer_dtype="bf16")
 
 
 def measured_as_planned(

@@ -442,14 +442,14 @@ def masters_are_dealt_out() -> None:
     """Forward reads bf16, whole; gradients are added and summed in fp32; each rank updates its rows
     of the fp32 masters. Odd rows, a scalar, channels last, a weight that is used twice."""
     rank, world, low = dist.get_rank(), dist.get_world_size(), torch.bfloat16
-    drawn = torch.Generator().manual_seed(0)
+    drawn, wide = torch.Generator().manual_seed(0), torch.float32
     whole = {
         "odd": torch.randn(5, 3, generator=drawn),
         "scalar": torch.tensor(0.7),
         "conv": torch.randn(4, 3, 2, 2, generator=drawn).to(memory_format=torch.channels_last),
     }
     groups = everywhere({name: nn.Parameter(tensor) for name, tensor in whole.items()})
-    dealt = {n: deal(nn.Parameter(t.clone()), groups[n], low) for n, t in whole.items()}
+    dealt = {n: deal(nn.Parameter(t.clone()), groups[n], low, wide) for n, t in whole.items()}
     p, rows = ({name: pair[k] for name, pair in dealt.items()} for k in (0, 1))
     sums = OptimizerShards(p, groups, {0: list(p)}, rows)
     assert all(q.dtype == low and s.dtype == torch.float32 for q, s in dealt.values())

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from autopipe.errors import CaptureError
 from autopipe.ir import torch_private
-from autopipe.tracing.low_precision import parameters_in
+from autopipe.tracing.low_precision import SixteenBits, parameters_in
 from tests.support.staged import trace_model
 
 BF16 = torch.bfloat16
@@ -58,7 +58,7 @@ def test_running_statistics_and_what_goes_with_them_stay_in_fp32():
 
 def test_the_graph_of_a_model_in_16_bits():
     """Products are of 16 bits; a loss function sees fp32; what trains has a master weight."""
-    graph = trace_model(Tied(), inputs, loss, kept=BF16).graph
+    graph = trace_model(Tied(), inputs, loss, kept=SixteenBits(BF16)).graph
     products = [node for node in graph.nodes if node.short == "linear"]
     assert {spec.dtype for node in products for spec in node.outputs} == {BF16}
     assert graph.spec(graph.outputs[0]).dtype == torch.float32
@@ -86,7 +86,7 @@ def test_a_read_that_depends_on_weights_is_of_those_of_16_bits():
             return (x * self.weight).mean() if self.weight.max() > 1 else (x + self.weight).mean()
 
     wide = trace_model(Branch(), lambda rows: {"x": torch.randn(rows, 4)})
-    low = trace_model(Branch(), lambda rows: {"x": torch.randn(rows, 4)}, kept=BF16)
+    low = trace_model(Branch(), lambda rows: {"x": torch.randn(rows, 4)}, kept=SixteenBits(BF16))
     assert [read.value for read in wide.reads] == [True]
     assert [read.value for read in low.reads] == [False]
 
@@ -101,7 +101,9 @@ def test_in_the_models_own_autocast_region_torch_casts():
             with torch.autocast("cpu", BF16):
                 return self.up(x.float()).mean()
 
-    graph = trace_model(Region(), lambda rows: {"x": torch.randn(rows, 4)}, kept=BF16).graph
+    graph = trace_model(
+        Region(), lambda rows: {"x": torch.randn(rows, 4)}, kept=SixteenBits(BF16)
+    ).graph
     (product,) = (node for node in graph.nodes if node.short == "linear")
     assert graph.spec(product.values()[0]).dtype == torch.float32
 
@@ -116,7 +118,7 @@ def test_a_model_that_mixes_dtypes_by_itself_is_refused_with_its_line():
             return self.up(x.float()).mean()
 
     with pytest.raises(CaptureError) as error:
-        trace_model(Mixed(), lambda rows: {"x": torch.randn(rows, 4)}, kept=BF16)
+        trace_model(Mixed(), lambda rows: {"x": torch.randn(rows, 4)}, kept=SixteenBits(BF16))
     said = str(error.value)
     assert said.startswith(f"{__file__}:") and ": linear gets float32 and bfloat16" in said
     assert "the precision bf16-autocast" in said

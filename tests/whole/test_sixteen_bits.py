@@ -18,7 +18,7 @@ from tests.support.zoo import ZOO, Case, noise
 MICRO_BATCHES = 2
 
 
-def piped(case: Case, model: nn.Module, precision: str) -> Pipe:
+def piped(case: Case, model: nn.Module, precision: str, **words: str) -> Pipe:
     """The model in one process, in micro-batches of two rows."""
     rows = 2 * MICRO_BATCHES
     plan = autopipe.plan(
@@ -29,6 +29,7 @@ def piped(case: Case, model: nn.Module, precision: str) -> Pipe:
         batch_size=rows,
         micro_batches=MICRO_BATCHES,
         precision=precision,
+        **words,
     )
     return autopipe.parallelize(model, plan, loss=case.loss)
 
@@ -55,6 +56,37 @@ def test_gradients_are_those_of_plain_torch(name: str, precision: str, dtype: to
         assert (parameter.grad is None) == (key not in expected.gradients), key
         if parameter.grad is not None:
             assert torch.equal(parameter.grad, expected.gradients[key]), key
+
+
+def test_gradients_summed_in_16_bits_are_those_of_plain_torch() -> None:
+    """In each of two steps; what the optimizer gets is in fp32 again, as the masters are."""
+    case, dtype = ZOO["gpt"], torch.bfloat16
+    pipe, batch = piped(case, case.model(), "bf16", grad_dtype="bf16"), case.inputs(4)
+    expected = masters.step(case, case.model(), dtype, parts(batch), summed=dtype)
+    for _ in range(2):
+        pipe.step(batch)
+        for key, parameter in pipe.named_parameters():
+            assert parameter.grad is not None and parameter.grad.dtype == torch.float32, key
+            assert torch.equal(parameter.grad, expected.gradients[key]), key
+
+
+def test_an_optimizer_of_16_bits_changes_parameters_of_16_bits() -> None:
+    """No master weights: parameters, gradients and moments are those of `model.bfloat16()`."""
+    case, dtype = ZOO["gpt"], torch.bfloat16
+    pipe, batch = piped(case, case.model(), "bf16", optimizer_dtype="bf16"), case.inputs(4)
+    plain = case.model().to(dtype)
+    optimizers = [torch.optim.AdamW(of.parameters()) for of in (pipe, plain)]
+    for _ in range(2):
+        pipe.step(batch)
+        expected = masters.step(case, plain, dtype, parts(batch), summed=dtype)
+        for name, parameter in plain.named_parameters():
+            parameter.grad = expected.gradients[name].to(dtype)
+        for optimizer in optimizers:
+            optimizer.step()
+    own = dict(plain.named_parameters())
+    for name, parameter in pipe.named_parameters():
+        assert parameter.dtype == dtype and torch.equal(parameter, own[name]), name
+        assert optimizers[0].state[parameter]["exp_avg"].dtype == dtype
 
 
 def test_training_follows_fp32() -> None:

@@ -20,7 +20,7 @@ from autopipe.ir.repeats import shorten
 from autopipe.planners.costs.saved_tensors import observe_saved
 from autopipe.planners.costs.tp_degrees import as_first, as_one_rank, exchanges
 from autopipe.planners.driver.formulas import Amounts, Formulas, cost_formulas
-from autopipe.stages.precision import KEPT
+from autopipe.stages.precision import kept
 from tests.support.models import LENGTH, VOCABULARY, WIDTH
 from tests.support.staged import traced_at
 from tests.support.zoo import ZOO
@@ -101,7 +101,7 @@ def seen(graph: Graph, rows: int, precision: str, tp: int) -> dict[str, float]:
 )
 def test_at_every_size_they_are_what_a_model_of_that_size_costs(name: str, precision: str) -> None:
     """Of a length and rows that no formula was made from, seen on the whole graph."""
-    graph = traced_at(name, 7, kept=KEPT.get(precision)).graph
+    graph = traced_at(name, 7, kept=kept(precision)).graph
     expected = seen(graph, 5, precision, tp=1)
     found = formulas(name, precision=precision).at(5, 7)
     assert {n: float(size) for n, size in found.items()} == expected
@@ -113,7 +113,7 @@ def test_at_every_size_they_are_what_a_model_of_that_size_costs(name: str, preci
 )
 def test_of_one_rank_of_two(name: str, precision: str) -> None:
     found = formulas(name, tp=2, cluster=CLUSTER, precision=precision)
-    traced = traced_at(name, LENGTH, kept=KEPT.get(precision))
+    traced = traced_at(name, LENGTH, kept=kept(precision))
     flow, blocks = analyse(traced.graph), find_blocks(traced.graph)
     cluster = parse(CLUSTER)
     kind = slowest_kind(tp_groups(cluster, 2))

@@ -368,6 +368,56 @@ def test_zero_1_deals_out_masters() -> None:
         assert parts(dealt, name) == parts(usual, name)
 
 
+def test_gradients_of_16_bits_are_half_as_large() -> None:
+    """They are cast when activations are gone, which here were less; a sum sends half."""
+    shape: dict[str, Any] = {"pp": 1, "micro_batches": 1, "precision": "bf16"}
+    wide, low = (planned(**shape, dp=2, zero=0, grad_dtype=dtype) for dtype in ("fp32", "bf16"))
+    assert (wide.grad_dtype, low.grad_dtype) == ("fp32", "bf16")
+    assert parts(low, "gradients") == [size // 2 for size in parts(wide, "gradients")]
+    for name in ("parameters", "optimizer", "copies", "activations"):
+        assert parts(low, name) == parts(wide, name)
+    few = planned(**shape, grad_dtype="bf16", cluster=machine(1), dp=1, batch_size=1).stages[0]
+    assert few.predicted.fullest == "0STEP"
+    memory = few.predicted.memory
+    assert memory.passing + memory.activations == memory.gradients
+    sent = sum(p.numel() for p in CASE.model().parameters()) * 2  # half of 2 (n - 1) / n of it
+    steps = [plan.prediction.step_seconds for plan in (wide, low)]
+    assert steps[0] - steps[1] > 0.9 * sent / 1e9
+
+
+def test_an_optimizer_of_16_bits_has_no_masters() -> None:
+    usual, low = (
+        planned(pp=2, micro_batches=2, precision="bf16", optimizer_dtype=dtype)
+        for dtype in ("fp32", "bf16")
+    )
+    assert (low.optimizer_dtype, low.grad_dtype, low.masters) == ("bf16", "bf16", False)
+    for name in ("parameters", "gradients", "optimizer"):
+        assert parts(low, name) == [size // 2 for size in parts(usual, name)]
+    assert parts(low, "copies") == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (
+            {"precision": "bf16", "grad_dtype": "fp16"},
+            "grad_dtype=fp16 was asked for under the precision bf16, which has fp32 or bf16",
+        ),
+        (
+            {"precision": "bf16-autocast", "optimizer_dtype": "bf16"},
+            "optimizer_dtype=bf16 was asked for under the precision bf16-autocast, which has fp32",
+        ),
+        (
+            {"precision": "bf16", "optimizer_dtype": "bf16", "grad_dtype": "fp32"},
+            "optimizer_dtype=bf16 and grad_dtype=fp32 were asked for: an optimizer takes gradients",
+        ),
+    ],
+)
+def test_dtypes_that_do_not_go_together(words: dict[str, str], sentence: str) -> None:
+    with pytest.raises(AutopipeError, match=re.escape(sentence)):
+        planned(**words)
+
+
 def test_zero_3_deals_out_everything_and_gathers_what_runs() -> None:
     """2 R + 7 U: the largest block, and what is in none."""
     usual, dealt = (planned(pp=1, dp=2, micro_batches=2, zero=zero) for zero in (0, 3))

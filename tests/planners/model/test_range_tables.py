@@ -26,9 +26,13 @@ def own(problem: Problem, items: tuple[Shared, ...], block: Range | None) -> tup
 
 
 def gathered(problem: Problem, block: Range) -> int:
-    """7 times a block's bytes, or 5.5 times of what is a master: what is gathered is half of it."""
-    masters = sum(item.bytes for item in own(problem, problem.parameters, block))
-    return 7 * masters - 4 * sum(item.bytes for item in own(problem, problem.copies, block))
+    """4 times a block's bytes as they are gathered, which are half of a master's, and 3 times those
+    of gradients."""
+    masters, copies = (
+        sum(item.bytes for item in own(problem, items, block))
+        for items in (problem.parameters, problem.copies)
+    )
+    return 4 * (masters - copies) + 3 * (masters - copies * problem.low_gradients)
 
 
 def meets(block: Range, i: int, j: int) -> bool:
@@ -54,6 +58,10 @@ def brute_force(problem: Problem, profile: Profile, i: int, j: int) -> tuple[flo
     def sent(crossing: Crossing) -> bool:
         return crossing.producer in stage and any(unit >= j for unit in crossing.consumers)
 
+    def summed(parameters: tuple[Shared, ...], copies: tuple[Shared, ...]) -> int:
+        return held(parameters) - held(copies) * problem.low_gradients
+
+    outside = own(problem, problem.parameters, None), own(problem, problem.copies, None)
     return (
         *(sum(kind[i:j]) for kind in profile.forward),
         *(sum(kind[i:j]) for kind in profile.backward),
@@ -62,8 +70,10 @@ def brute_force(problem: Problem, profile: Profile, i: int, j: int) -> tuple[flo
         held(problem.parameters),
         held(problem.constants),
         held(problem.copies),
-        held(own(problem, problem.parameters, None)),
-        held(own(problem, problem.copies, None)),
+        summed(problem.parameters, problem.copies),
+        held(outside[0]),
+        held(outside[1]),
+        summed(*outside),
         max(
             (gathered(problem, block) for block in problem.blocks if meets(block, i, j)), default=0
         ),
