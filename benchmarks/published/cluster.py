@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
 
 from autopipe.cluster import datasheets, efficiency, spec
-from autopipe.cluster.cluster import Cluster, Link
+from autopipe.cluster.cluster import Cluster, Device, Group, Kernel, Link, Pace
+from autopipe.ir.op_costs import ATTENTIONS
 from benchmarks.published.rows import Unsupported
 
 NVLINK = 25e9
 """Bytes a second of one link in one direction, of NVLink 2 to 4;
 https://en.wikipedia.org/wiki/NVLink."""
+
+
+FLASH1 = 0.40, 0.30
+"""Shares of a device's peak that FlashAttention 1 reaches, forward and backward: the middles of 30
+to 50 % and of 25 to 35 % (Dao, FlashAttention-2, 2023, arXiv:2307.08691, section 1)."""
 
 
 def kind_of(gpu: str, memory_gb: float | None) -> str:
@@ -65,3 +72,26 @@ def cluster_of(
         whole = float(rate[1] or 1) * float(rate[2]) * 1e9 / 8 * efficiency.LINK_SHARE
         outside = Link(outside.latency, whole if "per gpu" in between.lower() else whole / per_node)
     return dataclasses.replace(found, within=inside, between=outside)
+
+
+def devices_changed(cluster: Cluster, change: Callable[[Device], Device]) -> Cluster:
+    """The cluster with other devices in the place of its own."""
+
+    def group(found: Group) -> Group:
+        return dataclasses.replace(found, device=change(found.device))
+
+    nodes = tuple(
+        dataclasses.replace(node, groups=tuple(map(group, node.groups))) for node in cluster.nodes
+    )
+    return dataclasses.replace(cluster, nodes=nodes)
+
+
+def with_flash1(device: Device) -> Device:
+    """The device with attention as fast as FlashAttention 1's."""
+    peak, held = datasheets.DEVICES[device.kind].flops["bf16"], device.flops
+    # A kernel's pace is that of fp32, which 16 bits multiply by as much as a matmul's.
+    paces = (
+        Pace(2 * device.launch, share * peak * held["fp32"] / held["bf16"]) for share in FLASH1
+    )
+    kernel = Kernel(*paces)
+    return dataclasses.replace(device, kernels=dict.fromkeys(ATTENTIONS, kernel))

@@ -19,7 +19,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from benchmarks.published.software import Row, Software, software_of
+from benchmarks.published.software import Row, Software, low_gradients, software_of
 
 
 class Unsupported(Exception):
@@ -102,6 +102,7 @@ class Run:
         dropout: there is dropout in the layers and in attention.
         sharding: the ZeRO stage, 0 to 3.
         half: its 16 bits are fp16, not bf16.
+        low_gradients: gradients are summed in 16 bits (`software.low_gradients`).
         pure: weights are kept in 16 bits only, the optimizer's state too.
         gpu, memory_gb: the device as the row names it.
         within, between: the links as the row names them.
@@ -132,6 +133,7 @@ class Run:
     dropout: bool
     sharding: int
     half: bool
+    low_gradients: bool
     pure: bool
     gpu: str
     memory_gb: float | None
@@ -191,6 +193,7 @@ def read(row: Row) -> Run:
         dropout=not model.llama and not fsdp,
         sharding=_sharding(shard),
         half=precision.startswith("fp16"),
+        low_gradients=low_gradients(row),
         pure="pure" in extra or fsdp and precision == "bf16" and "fsdp2" not in shard,
         gpu=row.get("gpu") or "",
         memory_gb=_number(row, "gpu_mem_gb"),

@@ -4,7 +4,8 @@
     megatron   fused by hand           Megatron, Transformer Engine, NeMo, a fused or RMS kernel,
                                        a distributed optimizer; several tp or pp ranks and no FSDP
     compiled   fused by torch.compile  compile, inductor
-    eager      a kernel each           everything else: FSDP, DeepSpeed and DDP without compile
+    eager      a kernel each           FSDP, DeepSpeed and DDP without compile; a row whose column
+                                       of kernels has no other than attention's
 
 Profiles are chosen from what the row itself says, never from how far off its prediction is.
 A row of fused kernels, by hand or by a compiler, is planned with compiled stages, others with eager
@@ -44,6 +45,8 @@ _FIELDS = ("software", "framework", "extra", "notes", "attention", "opt_shard")
 _COMPILED = r"compil|inductor"
 _FUSED = r"megatron|\bte\b|transformer.?engine|nemo|(?<!un)fused|rms kernel|distributed optimizer"
 _UNFUSED = r"fsdp|ddp\b|hugging"
+_ATTENTION_ALONE = r"torch|flash_attention\S*"
+"""A column `attention` that names packages of kernels, and of no norm: `X + RMS kernel` does."""
 
 
 def software_of(row: Row) -> Software:
@@ -53,5 +56,22 @@ def software_of(row: Row) -> Software:
         return COMPILED
     if re.search(_FUSED, said):
         return MEGATRON
+    if re.fullmatch(_ATTENTION_ALONE, (row.get("attention") or "").strip().lower()):
+        return EAGER
     ranks = any((row.get(name) or "1").strip() not in ("1", "") for name in ("tp", "pp"))
     return MEGATRON if ranks and not re.search(_UNFUSED, said) else EAGER
+
+
+def low_gradients(row: Row) -> bool:
+    """Whether gradients are summed in the 16 bits that a row trains in.
+
+    Megatron-LM sums those of fp16 so, and turns on sums in fp32 for bf16 alone (`arguments.py`,
+    accumulate_allreduce_grads_in_fp32). DeepSpeed's ZeRO sums in the model's own dtype
+    (`grad_accum_dtype`, https://www.deepspeed.ai/docs/config-json/#data-type-options) unless its
+    BF16_Optimizer is used. FSDP reduces in fp32.
+    """
+    precision, shard = ((row.get(name) or "").lower() for name in ("precision", "opt_shard"))
+    if "fp32 grad" in precision or "bf16_optimizer" in shard or "fsdp" in shard:
+        return False
+    deepspeed = re.search(r"zero[ -]?[123]", shard) and "distributed" not in shard
+    return precision.startswith("fp16") or bool(deepspeed)

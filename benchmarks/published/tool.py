@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 import autopipe
-from autopipe.cluster.cluster import Cluster, Group
+from autopipe.cluster.cluster import Cluster, Device
 from autopipe.planfile.contents import Plan
 from autopipe.report.fullest import fullest
 from autopipe.schedules.instructions import format_programs
 from autopipe.schedules.registry import SCHEDULES
-from benchmarks.published.cluster import cluster_of
+from benchmarks.published.cluster import cluster_of, devices_changed, with_flash1
 from benchmarks.published.module import Transformer
 from benchmarks.published.rows import Run, Unsupported
 from benchmarks.published.zero_bubble import zb_2p
@@ -131,8 +131,6 @@ def unsaid(run: Run) -> list[str]:
         found.append(f"recompute {run.recompute} as none")
     if run.sharding == 2:
         found.append("ZeRO-2 as ZeRO-1")
-    if run.attention == "flash1":
-        found.append("FlashAttention 1 as torch's")
     if run.half and _precision(run, cluster) == "bf16":
         found.append("fp16 as bf16")
     if run.schedule == "zb-2p":
@@ -141,7 +139,8 @@ def unsaid(run: Run) -> list[str]:
 
 
 def _cluster(run: Run) -> Cluster:
-    return cluster_of(run.gpu, run.memory_gb, run.devices, run.per_node, run.within, run.between)
+    found = cluster_of(run.gpu, run.memory_gb, run.devices, run.per_node, run.within, run.between)
+    return devices_changed(found, with_flash1) if run.attention == "flash1" else found
 
 
 def _asked(run: Run, cluster: Cluster) -> Asked:
@@ -152,6 +151,7 @@ def _asked(run: Run, cluster: Cluster) -> Asked:
         "cluster": cluster,
         "batch_size": run.micro_batch * run.micro_batches * run.dp,
         "precision": _precision(run, cluster),
+        "grad_dtype": _precision(run, cluster) if run.low_gradients and not run.pure else None,
     }
 
 
@@ -192,15 +192,10 @@ def _recompute(run: Run) -> str | list[str]:
 def roomy(cluster: Cluster) -> Cluster:
     """The cluster, its devices with memory without end."""
 
-    def larger(group: Group) -> Group:
-        return dataclasses.replace(
-            group, device=dataclasses.replace(group.device, memory=ROOM * group.device.memory)
-        )
+    def larger(device: Device) -> Device:
+        return dataclasses.replace(device, memory=ROOM * device.memory)
 
-    nodes = tuple(
-        dataclasses.replace(node, groups=tuple(map(larger, node.groups))) for node in cluster.nodes
-    )
-    return dataclasses.replace(cluster, nodes=nodes)
+    return devices_changed(cluster, larger)
 
 
 def _batch(run: Run, rows: int) -> dict[str, torch.Tensor]:
