@@ -32,6 +32,7 @@ class Metrics:
             None on GPUs, where the host's times are those of queueing.
         peak_bytes: of the fullest rank when it is fullest, as counted in the run's first steps.
         learning_rate: of the update; where parameters have several, the first of rank 0's.
+        grad_norm: of all gradients together, before they were clipped; where they are clipped.
         loss_scale: under fp16, after the step: half of the one before if gradients overflowed.
     """
 
@@ -44,6 +45,7 @@ class Metrics:
     bubble: float | None = None
     peak_bytes: int | None = None
     learning_rate: float | None = None
+    grad_norm: float | None = None
     loss_scale: float | None = None
 
     def known(self) -> dict[str, int | float]:

@@ -87,6 +87,7 @@ def train(
     named = list(pipe.named_parameters()) or [("", next(pipe.parameters()))]
     optimizer = file.make_optimizer(named, plan.optimizer)
     scheduler = file.scheduler(optimizer) if file.scheduler is not None else None
+    limit = file.max_grad_norm
     recorder = Recorder() if trace is not None else None
     pipe.record = recorder.record if recorder is not None else None
     feed = Feed(pipe, file, seed, epochs, say)
@@ -112,12 +113,14 @@ def train(
                     raise gone
                 if talks:
                     say(gone.message)
+            norm = None if limit is None else float(pipe.clip_grad_norm_(limit))
             keeper.before_update()
             optimizer.step()
             elapsed = perf_counter() - began
             readings.add(step - first, seconds, optimizer)
             rows = rows_of(batch, plan, sharded=file.sharded)
             told = of_step(plan, step + 1, readings.losses[-1], elapsed, rows)
+            told = replace(told, grad_norm=norm)
             show(told)
             if metrics and (step + 1) % (log_every or 1) == 0:
                 log(readings.whole(told, optimizer))

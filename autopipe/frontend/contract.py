@@ -12,6 +12,7 @@ batches = DataLoader(...)                       or so: whole batches; each repli
 optimizer(parameters) -> Optimizer              default: AdamW; or (named_parameters)
 scheduler(optimizer) -> LRScheduler             default: the learning rate stays
 batch_size = 32                                 default: 8 a device
+max_grad_norm = 1.0                             default: gradients are not clipped
 loss_over = "micro-batch"                       default: "rows", a loss of the whole batch
 
 b in what is printed are the rows of one micro-batch: a step's batch goes to dp replicas, and on

@@ -8,6 +8,7 @@ batches = DataLoader(...)                          or a list: whole batches
 optimizer(parameters) -> Optimizer                 AdamW; optimizer(named_parameters): with names
 scheduler(optimizer) -> LRScheduler                the learning rate stays; else stepped every step
 batch_size = 32                                    8 a device
+max_grad_norm = 1.0                                gradients are not clipped
 loss_over = "micro-batch"                          "rows": whatever the micro-batches are
 """
 
@@ -30,7 +31,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from autopipe.errors import AutopipeError, ModelError
 from autopipe.frontend import hf_folder, user_lines
-from autopipe.frontend.optimizer import optimizer_named
+from autopipe.frontend.optimizer import CUSTOM, Named, optimizer_named, takes_names, without_names
 from autopipe.onnx_files import source as onnx_source
 from autopipe.planfile.contents import LOSS_OVER, ROWS, Plan
 from autopipe.util.seeding import seed as derive_seed
@@ -42,7 +43,8 @@ class ModelFile:
 
     `called` is False if `batches` is a list or a DataLoader, not a function; `length` is its number
     of batches, if known. `by_name` is the optimizer if it takes names with parameters. `weights` is
-    the folder to start from, if the source is one that holds them.
+    the folder to start from, if the source is one that holds them. `max_grad_norm` is what the norm
+    of all gradients together is clipped to.
     """
 
     source: str
@@ -58,6 +60,7 @@ class ModelFile:
     length: int | None = None
     by_name: Callable[[Iterable[Named]], torch.optim.Optimizer] | None = None
     weights: Path | None = None
+    max_grad_norm: float | None = None
 
     @property
     def sharded(self) -> bool:
@@ -180,14 +183,14 @@ def load(source: str) -> ModelFile:
     if not called:
         batches, length = _listed(batches, source)
     optimizer = function("optimizer", "torch.optim.Optimizer")
-    named = _takes_names(getattr(module, "optimizer", None))
+    named = takes_names(getattr(module, "optimizer", None))
     return ModelFile(
         source,
         function(factory, "nn.Module"),
         function("inputs"),
         getattr(module, "loss", None),
         batches,
-        _without_names(optimizer) if named else optimizer,
+        without_names(optimizer) if named else optimizer,
         function("scheduler", "torch.optim.lr_scheduler.LRScheduler"),
         size,
         over,
@@ -195,7 +198,15 @@ def load(source: str) -> ModelFile:
         length,
         optimizer if named else None,
         getattr(module, "weights", None) if source.startswith(hf_folder.SCHEME) else None,
+        _max_grad_norm(module, source),
     )
+
+
+def _max_grad_norm(module: Any, source: str) -> float | None:
+    found = getattr(module, "max_grad_norm", None)
+    if found is None or (isinstance(found, int | float) and found > 0):
+        return found
+    raise ModelError(f"{source}: max_grad_norm is {found!r}, expected a number above 0")
 
 
 def _module(source: str) -> tuple[Any, str]:
@@ -206,12 +217,6 @@ def _module(source: str) -> tuple[Any, str]:
         return onnx_source.as_module(source), "model"
     name, colon, factory = source.partition(":")
     return _by_name(name) if colon else _by_path(Path(source)), factory or "model"
-
-
-CUSTOM = "custom"
-"""The name that a plan records for an optimizer given as a function."""
-
-Named = tuple[str, nn.Parameter]
 
 
 def _listed(given: Any, source: str) -> tuple[Callable[..., Iterable[Any]], int | None]:
@@ -235,19 +240,6 @@ def _listed(given: Any, source: str) -> tuple[Callable[..., Iterable[Any]], int 
     with suppress(TypeError):  # a DataLoader over a stream has a length, and cannot say it
         length = len(given) if isinstance(given, Sized) else None
     return (lambda batch_size: given), length
-
-
-def _takes_names(optimizer: Any) -> bool:
-    """Whether the optimizer function takes parameters with their names."""
-    parameters = inspect.signature(optimizer).parameters if callable(optimizer) else {}
-    return next(iter(parameters), None) == "named_parameters"
-
-
-def _without_names(
-    optimizer: Callable[[Iterable[Named]], torch.optim.Optimizer],
-) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
-    """The optimizer as a function of unnamed parameters, used to measure its bytes of state."""
-    return lambda parameters: optimizer((f"{n}.weight", p) for n, p in enumerate(parameters))
 
 
 _END = object()

@@ -1,8 +1,10 @@
-"""Make an optimizer from a name in torch.optim, and measure the bytes of its state."""
+"""Make an optimizer from a name or a user's function, and measure the bytes of its state."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +12,11 @@ from torch import Tensor, nn
 from autopipe.errors import AutopipeError
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+Named = tuple[str, nn.Parameter]
+
+CUSTOM = "custom"
+"""The name that a plan records for an optimizer given as a function."""
 
 
 def optimizer_named(optimizer: str | MakeOptimizer) -> MakeOptimizer:
@@ -47,3 +54,14 @@ def optimizer_factor(make: MakeOptimizer) -> float:
         if isinstance(tensor, Tensor) and tensor.numel() > 1
     )
     return held / (parameter.numel() * parameter.element_size())
+
+
+def takes_names(optimizer: Any) -> bool:
+    """Whether a user's optimizer function takes parameters with their names."""
+    parameters = inspect.signature(optimizer).parameters if callable(optimizer) else {}
+    return next(iter(parameters), None) == "named_parameters"
+
+
+def without_names(optimizer: Callable[[Iterable[Named]], torch.optim.Optimizer]) -> MakeOptimizer:
+    """The optimizer as a function of unnamed parameters, used to measure its bytes of state."""
+    return lambda parameters: optimizer((f"{n}.weight", p) for n, p in enumerate(parameters))

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from autopipe.cluster.cluster import left_of
-from autopipe.frontend.model_file import CUSTOM, ModelFile
+from autopipe.frontend.model_file import ModelFile
+from autopipe.frontend.optimizer import CUSTOM
 from autopipe.planfile.contents import Plan
 from autopipe.planners.driver.make_plan import plan
 from autopipe.util.progress import Say

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import autopipe
-from autopipe import Pipe
+from autopipe import ModelError, Pipe
 from autopipe.frontend import model_file
 from autopipe.frontend.model_file import ModelFile
 from autopipe.planfile.parts import StagePrediction
@@ -88,6 +88,34 @@ def test_the_losses_are_those_of_a_plain_loop(load: Load) -> None:
         expected.backward()
         optimizer.step()
     assert len(measured.losses) == 4
+
+
+def test_gradients_are_clipped_as_the_file_says(load: Load, tmp_path: Path) -> None:
+    """By the norm of all of them together, as in a plain loop; the norm is among the metrics."""
+    pipe, file = load(
+        "max_grad_norm = 0.01\n"
+        "def optimizer(parameters): return torch.optim.SGD(parameters, lr=10.0)\n"
+    )
+    told = tmp_path / "metrics.jsonl"
+    measured = train(pipe, file, 3, 0, print, metrics=Destinations(file=told))
+    torch.manual_seed(0)
+    plain = file.model()
+    assert file.optimizer is not None and file.loss is not None
+    optimizer = file.optimizer(plain.parameters())
+    lines = map(json.loads, told.read_text().splitlines())
+    for batch, loss, line in zip(file.stream(8, 0, 1, 0), measured.losses, lines, strict=False):
+        expected = file.loss(plain(batch["input"]), batch)
+        assert loss == pytest.approx(expected.item(), rel=1e-6)
+        optimizer.zero_grad()
+        expected.backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+        assert line["grad_norm"] == pytest.approx(float(norm), rel=1e-5) and norm > 0.01
+        optimizer.step()
+
+
+def test_a_norm_that_is_none(load: Load) -> None:
+    with pytest.raises(ModelError, match="max_grad_norm is 0, expected a number above 0"):
+        load("max_grad_norm = 0\n")
 
 
 def test_a_scheduler_is_stepped_with_the_optimizer(load: Load) -> None:
