@@ -73,5 +73,5 @@ def low_gradients(row: Row) -> bool:
     precision, shard = ((row.get(name) or "").lower() for name in ("precision", "opt_shard"))
     if "fp32 grad" in precision or "bf16_optimizer" in shard or "fsdp" in shard:
         return False
-    deepspeed = re.search(r"zero[ -]?[123]", shard) and "distributed" not in shard
+    deepspeed = re.match(r"zero[ -]?[123]", shard)
     return precision.startswith("fp16") or bool(deepspeed)

@@ -30,6 +30,10 @@ CHUNKS = (FEWEST_CHUNKS, 4, 8)
 """Stages on each rank that are looked at under the schedule interleaved. With v of them the bubble
 is 1/v of 1F1B's, and micro-batches cross v times as often (Narayanan et al., SC 2021, 2.2.2)."""
 
+MOST_CHUNKS = 12
+"""Up to so many are looked at where they leave each stage equally many blocks, or would if the
+embedding and the head were one block each."""
+
 DEPTHS = (1, 2, 4, 8, 16)
 """Micro-batches in flight besides, at each boundary, that are looked at for eager-1f1b."""
 
@@ -98,7 +102,13 @@ def _variants(problem: Problem, pp: int, dp: int, m: int) -> Iterator[Config]:
 def _chunks(problem: Problem, name: str, pp: int) -> Iterator[int]:
     """The numbers of stages on each rank to look at; each stage needs a unit."""
     seen: set[int] = set()
-    for chunks in CHUNKS:
+    blocks = len(problem.blocks)
+    even = (
+        chunks
+        for chunks in range(FEWEST_CHUNKS, MOST_CHUNKS + 1)
+        if blocks and any(layers % (pp * chunks) == 0 for layers in (blocks, blocks + 2))
+    )
+    for chunks in sorted({*CHUNKS, *even}):
         found = chunks_of(problem.constraints, name, chunks)
         # A schedule with a number of its own, or that was asked for, has it whatever we say.
         if pp * found <= problem.units and found not in seen:

@@ -82,6 +82,17 @@ def test_stages_on_each_rank() -> None:
     assert (found("zb-v", 16), found("1f1b", 16)) == ([2], [1])
 
 
+@pytest.mark.parametrize(
+    ("blocks", "chunks"), [(24, [2, 3, 4, 6, 8, 12]), (22, [2, 3, 4, 6, 8, 11, 12])]
+)
+def test_as_many_stages_on_each_rank_as_share_blocks_evenly(blocks: int, chunks: list[int]) -> None:
+    """24 = 2 x 3 x 4 = ...; 22 with an embedding and a head in the place of two are 24."""
+    asked = Constraints(pp=2, schedule="interleaved")
+    problem = line((1.0,) * (blocks + 2), devices=2, constraints=asked)
+    problem = replace(problem, blocks=tuple((unit, unit + 1) for unit in range(1, blocks + 1)))
+    assert sorted({config.chunks for config in configs(problem)}) == chunks
+
+
 def test_schedules_of_a_pipeline() -> None:
     """1f1b first, which wins ties. With backward in halves there is no ZeRO-3."""
     problem = replace(asking(FOUR, schedule=None, pp=2, dp=2), zeros=(0, 3))
