@@ -11,6 +11,7 @@ from torch import nn
 import autopipe
 from autopipe.util import shortcuts
 from tests.support.inprocess import machine
+from tests.support.long import chosen
 from tests.support.zoo import ZOO
 
 LAYERS = 8
@@ -65,7 +66,7 @@ def test_every_shortcut_has_its_worker() -> None:
     assert set(WORKERS) == set(shortcuts.NAMES)
 
 
-@pytest.mark.parametrize("name", WORKERS)
+@pytest.mark.parametrize("name", chosen(WORKERS, now=("repeated costs",)))
 def test_a_shortcut_is_taken_unless_it_is_off(name: str) -> None:
     plan, calls = planned()
     other, without = planned(name)

@@ -10,7 +10,7 @@ import autopipe
 from autopipe import Pipe, Plan
 from tests.support import masters
 from tests.support.inprocess import machine
-from tests.support.long import chosen
+from tests.support.long import LONG, chosen
 from tests.support.models import WIDTH
 from tests.support.pipes import rows_of
 from tests.support.zoo import ZOO, Case, noise
@@ -90,18 +90,18 @@ def test_an_optimizer_of_16_bits_changes_parameters_of_16_bits() -> None:
 
 
 def test_training_follows_fp32() -> None:
-    """The losses of a hundred steps, each within two percent."""
+    """The losses of 200 steps, by default 25, each within two percent."""
     case, found = ZOO["gpt"], dict[str, list[float]]()
     batch = case.inputs(2 * MICRO_BATCHES)
     for precision in ("fp32", "bf16"):
         pipe = piped(case, case.model(), precision)
-        optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=3e-3)
         found[precision] = []
-        for _ in range(100):
+        for _ in range(200 if LONG else 25):
             found[precision].append(float(pipe.step(batch)))
             optimizer.step()
     wide, low = (torch.tensor(losses) for losses in found.values())
-    assert low[-1] < 0.1 * low[0]
+    assert low[-1] < (0.1 if LONG else 0.5) * low[0]
     # Near zero two percent of the loss are nothing: of what has been learnt, then.
     assert ((low - wide).abs() <= 0.02 * wide.clamp_min(0.02 * wide[0])).all()
 
