@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from autopipe.planfile.parts import Read
+from autopipe.stages.op_tape import ASKED, marking
 from autopipe.stages.rng import draw
 from autopipe.tracing.value_guards import check
 
@@ -52,6 +53,12 @@ def draw_under_autocast(
 ) -> Any:
     """A random op under the autocast that the model had around it (`stages.rng.draw`)."""
     return under_autocast(device_type, dtype, enabled, partial(draw, op, node), *args, **kwargs)
+
+
+def repeated(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """An op that backward is to run a second time (`joint.run_again`)."""
+    with marking(ASKED, True):
+        return op(*args, **kwargs)
 
 
 python_only = frozenset({draw, draw_under_autocast, check_read})

@@ -173,7 +173,10 @@ def costs(
 def sets_of(problem: Problem, config: Config, place: StagePlace) -> RecomputeSets:
     """The sets of blocks that may be recomputed in a place."""
     rows = config.microbatch_rows(problem.batch)
-    return recompute_sets(problem, rows, place.group.kind, not splits(problem, config.schedule))
+    free = not splits(problem, config.schedule)
+    # ZeRO-3 gathers module by module, which graphs that run ops again no longer have.
+    by_op = free and not config.fully_sharded
+    return recompute_sets(problem, rows, place.group.kind, free, by_op)
 
 
 class Gathering(NamedTuple):

@@ -207,7 +207,7 @@ def ready(
                 cut.trace.reads,
                 cut.rows,
                 last=last,
-                recompute=within(stage, cut.blocks, cut.recompute),
+                recompute=within(cut.graph, stage, cut.blocks, cut.recompute),
                 precision=how,
             )
             low += [own[name] for name in lowered.low]
