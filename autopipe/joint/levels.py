@@ -31,7 +31,7 @@ CLOSE = 1e-6
 
 
 @dataclass(frozen=True)
-class Level:
+class OpLevel:
     """A way for a block to keep less.
 
     Attributes:
@@ -52,7 +52,7 @@ def levels(
     seconds: Mapping[int, float],
     *,
     least: bool,
-) -> dict[str, tuple[Level, ...]]:
+) -> dict[str, tuple[OpLevel, ...]]:
     """Of each block by its path the levels, from that at which nothing priced runs again.
 
     Args:
@@ -72,7 +72,7 @@ def levels(
     }
 
 
-def hull(network: Network, seconds: Mapping[int, float]) -> tuple[Level, ...]:
+def hull(network: Network, seconds: Mapping[int, float]) -> tuple[OpLevel, ...]:
     """The levels of one block, the one that keeps most first.
 
     Args:
@@ -80,12 +80,12 @@ def hull(network: Network, seconds: Mapping[int, float]) -> tuple[Level, ...]:
     """
     own = {group: seconds[group] for group in network.groups}
 
-    def at(price: float | None) -> Level:
+    def at(price: float | None) -> OpLevel:
         prices = {} if price is None else {g: price * s for g, s in own.items()}
         cut = network.least(prices)
-        return Level(cut.paid, sum(own[g] for g in cut.paid), cut.bytes)
+        return OpLevel(cut.paid, sum(own[g] for g in cut.paid), cut.bytes)
 
-    def between(slow: Level, fast: Level) -> list[Level]:
+    def between(slow: OpLevel, fast: OpLevel) -> list[OpLevel]:
         """The levels that keep more than `slow` and take longer than `fast`."""
         bytes, time = fast.kept - slow.kept, slow.seconds - fast.seconds
         if bytes <= 0 or time <= 0:
@@ -98,12 +98,9 @@ def hull(network: Network, seconds: Mapping[int, float]) -> tuple[Level, ...]:
         return [*between(found, fast), found, *between(slow, found)]
 
     most, least = at(None), at(0.0)
-    every = [most, *between(least, most), least]
-    return tuple(
-        level
-        for place, level in enumerate(every)
-        if not any(
-            other.kept <= level.kept and other.seconds <= level.seconds
-            for other in (*every[:place], *(o for o in every[place + 1 :] if o != level))
-        )
-    )
+    found = [most]
+    # The least cut at no price may take longer than another one that keeps as little.
+    for level in sorted((*between(least, most), least), key=lambda level: level.seconds):
+        if level.kept < found[-1].kept:
+            found.append(level)
+    return tuple(found)

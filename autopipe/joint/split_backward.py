@@ -33,15 +33,17 @@ from autopipe.joint.joint_graph import (
     CannotSplit,
     JointGraph,
     Layout,
+    bytes_of,
     differentiate,
     is_of_state,
+    one_of_each,
     storages,
     written,
 )
 from autopipe.joint.run_again import chosen, most_alive, run_again
 from autopipe.sharding.vocabulary_loss import BACKWARD
 from autopipe.stages.lower import Lowered
-from autopipe.stages.op_tape import ASKED, MADE
+from autopipe.stages.op_tape import ASKED
 
 
 @dataclass(frozen=True)
@@ -210,11 +212,11 @@ class _Division:
     @property
     def held(self) -> Held:
         """The bytes of the counted tensors."""
-        fresh = _bytes(self.stash[n] for n in self.counted_stash)
-        kept = _bytes(self.saved[n] for n in self.counted)
+        fresh = bytes_of(self.stash[n] for n in self.counted_stash)
+        kept = bytes_of(self.saved[n] for n in self.counted)
         handed_on = storages(self.stash)
         again = max(most_alive(self.first, handed_on), most_alive(self.second, handed_on))
-        stash = _bytes(self.saved[n] for n in self.counted_weight) + fresh
+        stash = bytes_of(self.saved[n] for n in self.counted_weight) + fresh
         return Held(kept, stash, fresh, again)
 
 
@@ -246,9 +248,9 @@ def _divide(graph: JointGraph, wanted: Wanted) -> _Division:
         tuple(n for n, node in enumerate(saved) if node in for_input),
         tuple(to_weight),
         stash,
-        tuple(_one_of_each(saved, owned)),
-        tuple(to_weight[n] for n in _one_of_each(saved_for_weight, owned)),
-        tuple(_one_of_each(stash, others)),
+        tuple(one_of_each(saved, owned)),
+        tuple(to_weight[n] for n in one_of_each(saved_for_weight, owned)),
+        tuple(one_of_each(stash, others)),
     )
 
 
@@ -343,16 +345,3 @@ def _halving(calls: Sequence[fx.Node], first: Collection[fx.Node]) -> list[fx.No
                     part.replace_input_with(node, other)
             made.append(other)
     return made
-
-
-def _one_of_each(nodes: Sequence[fx.Node], besides: Collection[int]) -> list[int]:
-    """Positions of the first node in each storage that is not among `besides`."""
-    first: dict[int, int] = {}
-    for position, node in enumerate(nodes):
-        for storage in storages([node]).difference(besides):
-            first.setdefault(storage, position)
-    return sorted(first.values())
-
-
-def _bytes(nodes: Iterable[fx.Node]) -> int:
-    return sum(sum(node.meta[MADE].storages.values()) for node in nodes)

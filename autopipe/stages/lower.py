@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeGuard
 
 import sympy
@@ -50,6 +49,7 @@ from autopipe.stages.node_calls import (
     NODE_NAME,
     check_read,
     draw_under_autocast,
+    opaque_under_autocast,
     repeated,
     take,
     under_autocast,
@@ -339,16 +339,9 @@ class _Emitter:
         elif around:
             given = (under_autocast, *around, *given)
         if node.name in self.again:
-            given = (repeated, *given)
+            call = given[0] if given[0] is op else given[0].__name__
+            given = (repeated, call, *given[1:])
         return into.call_function(given[0], given[1:], kwargs)
-
-
-def opaque_under_autocast(
-    device_type: str, dtype: torch.dtype | None, enabled: bool, op: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """As `opaque_ops.run`, under the autocast that the model had around the op."""
-    run = partial(run_opaque, op)
-    return under_autocast(device_type, dtype, enabled, run, *args, **kwargs)
 
 
 def _identifier(text: str) -> str:

@@ -19,8 +19,8 @@ from autopipe.ir.blocks import Block
 from autopipe.ir.dataflow import Dataflow, obstacle
 from autopipe.ir.graph import READ_OP
 from autopipe.ir.repeats import Short
-from autopipe.joint import levels as joint_levels
-from autopipe.planners.model.problem import Level
+from autopipe.joint.levels import OpLevel
+from autopipe.planners.model.problem import BlockLevel
 
 Times = NDArray[np.float64]
 
@@ -54,14 +54,14 @@ class BlockLevels:
         """Of each level the positions of the nodes that run again."""
         return tuple(tuple(self.first + n for n in own.offsets) for own in self.found)
 
-    def at(self, rows: int, forward: Sequence[Times]) -> tuple[Level, ...]:
+    def at(self, rows: int, forward: Sequence[Times]) -> tuple[BlockLevel, ...]:
         """What the levels save and cost.
 
         Args:
             forward: of each kind of device the forward seconds of the short graph's nodes.
         """
         return tuple(
-            Level(
+            BlockLevel(
                 own.dropped * rows // self.fewest,
                 tuple(
                     float(kind[[self.standing + n for n in own.offsets]].sum()) for kind in forward
@@ -93,7 +93,7 @@ def may_run_again(
 def levels_of(
     short: Short,
     segments: Sequence[str | None],
-    seen: Mapping[str, tuple[joint_levels.Level, ...]],
+    seen: Mapping[str, tuple[OpLevel, ...]],
     fewest: int,
     blocks: Sequence[Block],
 ) -> list[BlockLevels]:
@@ -117,7 +117,7 @@ def levels_of(
     return found
 
 
-def _most(levels: Sequence[joint_levels.Level]) -> list[joint_levels.Level]:
+def _most(levels: Sequence[OpLevel]) -> list[OpLevel]:
     """The first level and at most `MOST` others, of which the last."""
     left = [*levels]
     while len(left) > MOST + 1:
@@ -127,9 +127,7 @@ def _most(levels: Sequence[joint_levels.Level]) -> list[joint_levels.Level]:
     return left
 
 
-def _loss(
-    before: joint_levels.Level, level: joint_levels.Level, after: joint_levels.Level
-) -> float:
+def _loss(before: OpLevel, level: OpLevel, after: OpLevel) -> float:
     """Bytes times seconds between a level and the mixtures of its neighbours, twice."""
     across = after.seconds - before.seconds, after.kept - before.kept
     to = level.seconds - before.seconds, level.kept - before.kept

@@ -68,9 +68,8 @@ class Profiled(NamedTuple):
     repeats_equal: bool
 
 
-class _Timed(NamedTuple):
-    """A problem of seconds alone; of each number of rows and kind of device the forward seconds of
-    the short graph's nodes."""
+class _Timing(NamedTuple):
+    """A problem of seconds alone; by rows and kind of device the short graph's forward seconds."""
 
     problem: Problem
     forward: dict[int, list[NDArray[np.float64]]]
@@ -132,7 +131,9 @@ class Costing:
             try:
                 inside, equal = self._segments(short), short is self._short
                 timed, forward = self._timed if equal else self._timed_by(short)
-                may = self._seconds_again(short, forward[self.rows[0]][0])
+                may: dict[int, float] = {}
+                if self.zeros != (3,):  # whose stages have no joint graphs
+                    may = may_run_again(flow, short, self._numbers, forward[self.rows[0]][0])
                 saving = Saving(flow, short, self.precision, check, inside, self.compiled, may)
                 kept = saving.at(units, self.rows, again)
                 break
@@ -173,7 +174,7 @@ class Costing:
         return next(shortened(self.flow, self.blocks))
 
     @cached_property
-    def _timed(self) -> _Timed:
+    def _timed(self) -> _Timing:
         return self._timed_by(self._short)
 
     @cached_property
@@ -185,12 +186,6 @@ class Costing:
             for block in self.blocks
             if block.path in asked or obstacle(self.flow, range(block.first, block.stop)) is None
         ]
-
-    def _seconds_again(self, short: Short, seconds: NDArray[np.float64]) -> dict[int, float]:
-        """Of a short graph's nodes that may run again, their seconds; none under ZeRO-3, whose
-        stages run without joint graphs."""
-        sharded = self.zeros == (3,)
-        return {} if sharded else may_run_again(self.flow, short, self._numbers, seconds)
 
     def _segments(self, short: Short) -> list[str | None]:
         """Of each node of a short graph the path of the block that it is in."""
@@ -205,7 +200,7 @@ class Costing:
             numbers[block.first : block.stop] = [number] * (block.stop - block.first)
         return numbers
 
-    def _timed_by(self, short: Short) -> _Timed:
+    def _timed_by(self, short: Short) -> _Timing:
         """The problem by the seconds of a short graph."""
         flow, units, may = self.flow, self.units, self._may
         parameters, constants, copies = _states(flow.graph, flow, units, ())
@@ -236,7 +231,7 @@ class Costing:
             largest=_largest(flow, units),
             low_gradients=any(state.gradient for state in flow.graph.states.values()),
         )
-        return _Timed(problem, {profile.rows: forward for profile, forward in made})
+        return _Timing(problem, {profile.rows: forward for profile, forward in made})
 
     def _formulas(self, short: Short) -> Formulas:
         """The costs of a short graph's nodes, and what each computes in."""

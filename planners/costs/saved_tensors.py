@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,19 +31,16 @@ from autopipe.ir.partition import partition
 from autopipe.ir.repeats import Short, Storage, Uneven
 from autopipe.ir.torch_private import fake_mode, storage_key
 from autopipe.joint.joint_graph import CannotSplit, JointGraph, Layout, differentiate, storages
-from autopipe.joint.levels import Level, levels
+from autopipe.joint.levels import OpLevel, levels
 from autopipe.joint.split_backward import kept, needed
 from autopipe.joint.split_backward_layouts import seeds_of_loss
+from autopipe.planners.costs.watched_run import POSITION, KeptStorage, Watch
 from autopipe.planners.model.problem import Saved
 from autopipe.stages.dry_run import fake_state
 from autopipe.stages.lower import Lowered, lower
-from autopipe.stages.node_calls import NODE_NAME
-from autopipe.stages.op_tape import MADE, SEGMENT, marking
+from autopipe.stages.op_tape import MADE
 from autopipe.stages.precision import arithmetic, computing, wide_statistics
-from autopipe.util.progress import Done, phase
-
-POSITION = "autopipe_position"
-"""The key in a tape's node's meta of the position of the graph's node that it was recorded for."""
+from autopipe.util.progress import phase
 
 Made = Mapping[Ref, torch.dtype]
 """What the graph's values are made in; in mixed precision that is not what the model says."""
@@ -64,10 +61,10 @@ class Seen:
     bytes: tuple[int, ...]
     made_in: Mapping[int, tuple[torch.dtype | None, ...]]
     copies: tuple[str, ...]
-    levels: Mapping[str, tuple[Level, ...]]
+    levels: Mapping[str, tuple[OpLevel, ...]]
 
 
-class Kept(NamedTuple):
+class KeptBytes(NamedTuple):
     """What a graph keeps, at each number of rows.
 
     Attributes:
@@ -80,7 +77,7 @@ class Kept(NamedTuple):
     saved: dict[int, tuple[Saved, ...]]
     made_in: Made
     low: frozenset[str]
-    levels: Mapping[str, tuple[Level, ...]]
+    levels: Mapping[str, tuple[OpLevel, ...]]
 
 
 @dataclass(frozen=True)
@@ -104,7 +101,7 @@ class Saving:
     compiled: bool
     seconds: Mapping[int, float]
 
-    def at(self, units: Units, rows: Sequence[int], again: NDArray[np.int64]) -> Kept:
+    def at(self, units: Units, rows: Sequence[int], again: NDArray[np.int64]) -> KeptBytes:
         """What is kept at each number of rows.
 
         Bytes are a straight line in the rows for nearly every model, except that the smallest
@@ -135,7 +132,7 @@ class Saving:
             if dtype is not None
         }
         low = set(first.copies)
-        return Kept(
+        return KeptBytes(
             sizes,
             made_in,
             frozenset(n for n, known in self.short.states.items() if known in low),
@@ -215,7 +212,7 @@ def observe_saved(
     graph = short.graph
     flow = analyse(graph)
     (whole,) = partition(flow, ())
-    found: Mapping[str, tuple[Level, ...]] = {}
+    found: Mapping[str, tuple[OpLevel, ...]] = {}
     with fake_mode(), wide_statistics(node.op for node in graph.nodes):
         states = {name: fake_state(graph, name) for name in whole.states}
         inputs = [
@@ -229,7 +226,7 @@ def observe_saved(
         name = f"counting what is kept of {rows} rows"
         with phase(name, of=len(lowered.module.graph.nodes)) as done:
             inside = segments or [None] * len(graph.nodes)
-            watching = partial(_Watch, flow, lowered.module, owned, segments=inside)
+            watching = partial(Watch, flow, lowered.module, owned, segments=inside)
             watch = watching(done=done)
             joint = partial(_joint, graph, lowered, inputs, precision)
             if compiled:
@@ -261,7 +258,7 @@ def observe_saved(
 
 
 def _joint(
-    graph: Graph, lowered: Lowered, inputs: Sequence[Tensor], precision: str, watch: _Watch
+    graph: Graph, lowered: Lowered, inputs: Sequence[Tensor], precision: str, watch: Watch
 ) -> JointGraph:
     """The joint graph of a whole model, its nodes marked by position and block."""
     layouts = [Layout.of(x) for x in inputs]
@@ -270,7 +267,7 @@ def _joint(
 
 def _levels(
     joint: JointGraph, seconds: Mapping[int, float], *, least: bool
-) -> dict[str, tuple[Level, ...]]:
+) -> dict[str, tuple[OpLevel, ...]]:
     def group(call: fx.Node) -> int | None:
         position: int = call.meta[POSITION]
         return position if position in seconds else None
@@ -278,95 +275,14 @@ def _levels(
     return levels(joint, needed(joint), group, seconds, least=least) if seconds else {}
 
 
-def _kept_by_graphs(joint: JointGraph) -> dict[int, _Storage]:
+def _kept_by_graphs(joint: JointGraph) -> dict[int, KeptStorage]:
     """What the joint graph of a whole model keeps, each with the nodes that read it."""
-    found: dict[int, _Storage] = {}
+    found: dict[int, KeptStorage] = {}
     readers: dict[int, list[int]] = defaultdict(list)
     for node in joint.forward:
         for storage in storages(node.all_input_nodes):
             readers[storage].append(node.meta[POSITION])
     for node in kept(joint):
         for storage, size in node.meta[MADE].storages.items():
-            found[storage] = _Storage(size, node.meta[POSITION], readers[storage])
+            found[storage] = KeptStorage(size, node.meta[POSITION], readers[storage])
     return found
-
-
-@dataclass
-class _Storage:
-    """A storage that autograd saves: the node that makes it, and the nodes that save it."""
-
-    bytes: int
-    made: int
-    savers: list[int]
-
-
-class _TensorLook(NamedTuple):
-    """A tensor's metadata; `carries`: whether it requires a gradient."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    carries: bool
-
-
-class _Watch(fx.Interpreter):
-    """Interprets a lowered graph and notes which nodes make and which save each storage."""
-
-    def __init__(
-        self,
-        flow: Dataflow,
-        module: fx.GraphModule,
-        owned: set[int],
-        segments: Sequence[str | None],
-        done: Done,
-    ) -> None:
-        super().__init__(module, garbage_collect_values=False)  # storages keep their addresses
-        self.kept: dict[int, _Storage] = {}
-        self.looks: dict[int, tuple[_TensorLook | None, ...]] = {}
-        self._index = flow.graph.index
-        self._owned = owned
-        self._made: dict[int, int] = {}
-        self._writing = {p for positions in flow.writers.values() for p in positions}
-        self._alive: list[Tensor] = []  # a storage that is gone would lend its key to another
-        self._position = 0
-        self._done = done
-        self._segments = segments
-
-    def run_node(self, n: fx.Node) -> Any:
-        name = n.meta.get(NODE_NAME)
-        if name is not None:
-            self._position = self._index[name]
-        with ExitStack() as stack:
-            stack.enter_context(marking(POSITION, self._position))
-            stack.enter_context(marking(SEGMENT, self._segments[self._position]))
-            result = super().run_node(n)
-        self._done()
-        made = result if isinstance(result, list | tuple) else [result]
-        if name is not None:
-            self.looks[self._position] = tuple(map(_look, made))
-        for tensor in made:
-            if isinstance(tensor, Tensor):
-                key = storage_key(tensor)
-                # A stage writes a copy of what it has received: that copy is made by the write.
-                if key not in self._made or self._position in self._writing:
-                    self._made[key] = self._position
-                    if key in self.kept:
-                        self.kept[key].made = self._position
-        return result
-
-    def pack(self, tensor: Tensor) -> Tensor:
-        key = storage_key(tensor)
-        if key in self._owned:
-            return tensor
-        self._alive.append(tensor)
-        if key not in self.kept:
-            made = self._made.get(key, self._position)
-            self.kept[key] = _Storage(tensor.untyped_storage().nbytes(), made, [])
-        self.kept[key].savers.append(self._position)
-        return tensor
-
-
-def _look(made: Any) -> _TensorLook | None:
-    if not isinstance(made, Tensor):
-        return None
-    return _TensorLook(tuple(made.shape), made.stride(), made.dtype, made.requires_grad)

@@ -11,7 +11,7 @@ Everything a stage pays is a sum over its range of what is here: seconds per uni
 range pays for once however many of its units use them (`Shared`), storages kept from forward to
 backward (`Saved`), and tensors that cross a cut (`Crossing`). A block may be recomputed in
 backward: then it takes its forward's seconds once more, and keeps none of what only itself would
-keep. Or some of its ops are: that is a `Level`, of a block that a stage has whole.
+keep. Or some of its ops are: that is a `BlockLevel`, of a block that a stage has whole.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Crossing:
 Seconds = tuple[float, ...]
 
 
-class Level(NamedTuple):
+class BlockLevel(NamedTuple):
     """A block's way to keep less of a micro-batch, of which some ops run again in backward.
 
     Args:
@@ -99,7 +99,7 @@ class Profile:
     crossings: tuple[Crossing, ...]
     recompute: tuple[tuple[Seconds, ...], ...] = ()
     exchange: tuple[Seconds, ...] = ()
-    levels: tuple[tuple[Level, ...], ...] = ()
+    levels: tuple[tuple[BlockLevel, ...], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ part of the first and of the last: its *composition*. Of each composition all se
 other one beats in both seconds and bytes (Pareto), one class after the other; a range looks up the
 first that saves enough. For L blocks of one class that run again whole or not there are L + 1 such
 sets. With more levels there are many: of more than `MOST_MIXES` ways to deal levels out to L equal
-blocks those are taken in which two levels stand that are neighbours on the lower convex hull of
-(c, d). Each of these is the cheapest for what it saves, so that what is found costs less than one
-block's step between two levels more than it must.
+blocks (`planners.model.level_mixes`) those are taken in which two levels stand that are neighbours
+on the lower convex hull of (d, c). Each of these is the cheapest for what it saves, so that what is
+found costs less than one block's step between two levels more than it must.
 
 In place of the largest block of the set the largest of the range is taken: so it is the same
 block whatever the set, and of equal blocks that is no difference.
@@ -25,24 +25,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
-from itertools import product
-from math import comb
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from autopipe.planners.model.level_mixes import (
+    NOTHING,
+    EqualParts,
+    Numbers,
+    Option,
+    Sets,
+    with_parts,
+)
 from autopipe.planners.model.problem import WHOLE, Again, Problem, Saved
 from autopipe.planners.model.range_tables import Bytes, Times, dropped
-
-Numbers = NDArray[np.int64]
-
-MOST_SETS = 4096
-"""Sets of a composition that are kept. Where blocks are so different that there are more, some in
-between are left out: what is then found costs a little more than it must."""
-
-MOST_MIXES = 256
-"""Ways to deal levels out to equal blocks that are all looked at."""
 
 
 class BlockPart(NamedTuple):
@@ -133,12 +130,12 @@ def recompute_sets(
     counts: list[tuple[int, ...]] = []
 
     @cache
-    def sets(groups: tuple[_EqualParts, ...]) -> _Sets:
+    def sets(groups: tuple[EqualParts, ...]) -> Sets:
         """Of a range those of all its blocks but the last are those of a shorter range."""
-        return _with(sets(groups[:-1]), groups[-1]) if groups else _NONE
+        return with_parts(sets(groups[:-1]), groups[-1]) if groups else NOTHING
 
     @cache
-    def options(part: BlockPart) -> tuple[_Option, ...]:
+    def options(part: BlockPart) -> tuple[Option, ...]:
         """What each of a part's levels saves and costs; one that must not be saves nothing."""
         block = made.firsts[part.kind]
         always = fixed is not None and block in fixed
@@ -146,11 +143,11 @@ def recompute_sets(
         for level in part_levels(problem, part):
             size, seconds = figures(problem, rows, kind, block, part[1:], level)
             may = always if fixed is not None else free and (by_op or level == WHOLE)
-            found.append(_Option(size if may else 0, seconds, always and level == WHOLE))
+            found.append(Option(size if may else 0, seconds, always and level == WHOLE))
         return tuple(found)
 
     for parts in made.parts:
-        found = sets(tuple(_EqualParts(count, options(part)) for part, count in parts.items()))
+        found = sets(tuple(EqualParts(count, options(part)) for part, count in parts.items()))
         saved.append(found.saved)
         spent.append(found.spent)
         counts += map(tuple, found.counts.tolist())
@@ -304,104 +301,3 @@ def _classes(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
             firsts.append(block)
         kinds.append(known[alike])
     return tuple(kinds), tuple(firsts)
-
-
-class _Option(NamedTuple):
-    """A level of a part: what it saves and costs, and whether all such parts are to be at it."""
-
-    size: int
-    seconds: float
-    always: bool
-
-
-class _EqualParts(NamedTuple):
-    """Equal parts: how many there are, and the levels that each may be at."""
-
-    parts: int
-    options: tuple[_Option, ...]
-
-
-class _Sets(NamedTuple):
-    """All sets that no other beats: their bytes and seconds, ascending, and counts by level."""
-
-    saved: Bytes
-    spent: Times
-    counts: Numbers
-
-
-_NONE = _Sets(np.zeros(1, np.int64), np.zeros(1), np.zeros((1, 0), np.int64))
-
-
-def _with(sets: _Sets, group: _EqualParts) -> _Sets:
-    """The sets of one more group's parts besides."""
-    mixes = _mixes(group)
-    size = np.array([option.size for option in group.options], np.int64)
-    seconds = np.array([option.seconds for option in group.options])
-    saved = (sets.saved[:, None] + mixes @ size).ravel()
-    spent = (sets.spent[:, None] + mixes @ seconds).ravel()
-    order = np.lexsort((-saved, spent))
-    best = np.maximum.accumulate(saved[order])
-    first = np.concatenate(([True], best[1:] > best[:-1]))
-    kept = order[first]
-    if len(kept) > MOST_SETS:
-        kept = kept[np.unique(np.linspace(0, len(kept) - 1, MOST_SETS).astype(np.int64))]
-    before, own = np.divmod(kept, len(mixes))
-    counts = np.concatenate((sets.counts[before], mixes[own]), axis=1)
-    return _Sets(saved[kept], spent[kept], counts)
-
-
-def _mixes(group: _EqualParts) -> Numbers:
-    """Ways to deal levels out to equal parts: of each way how many are at each level."""
-    count, options = group
-    always = [number for number, option in enumerate(options) if option.always]
-    if always:
-        return np.array([[count * (number in always) for number in range(len(options))]], np.int64)
-    useful = [number for number, option in enumerate(options) if option.size > 0]
-    if comb(count + len(useful), count) <= MOST_MIXES:
-        dealt = _all_mixes(count, len(useful))
-    else:
-        useful = _hull([options[number] for number in useful], useful)
-        dealt = _neighbours(count, len(useful))
-    found = np.zeros((len(dealt), len(options)), np.int64)
-    found[:, useful] = dealt
-    return found
-
-
-@cache
-def _all_mixes(count: int, levels: int) -> Numbers:
-    """Every way to deal so many levels out, or none, to equal parts."""
-    found = [mix for mix in product(range(count + 1), repeat=levels) if sum(mix) <= count]
-    return np.array(found, np.int64).reshape(len(found), levels)
-
-
-@cache
-def _neighbours(count: int, levels: int) -> Numbers:
-    """Those ways in which levels stand that are neighbours, or one and none."""
-    found = [(0,) * levels]
-    for level in range(levels):
-        for number in range(1, count + 1):
-            mix = [0] * levels
-            mix[level] = number
-            if level:
-                mix[level - 1] = count - number
-            found.append(tuple(mix))
-    return np.array(found, np.int64).reshape(len(found), levels)
-
-
-def _hull(options: Sequence[_Option], numbers: Sequence[int]) -> list[int]:
-    """The numbers of the options on the lower convex hull of seconds over bytes, from (0, 0) on."""
-    found: list[tuple[int, float, int]] = [(0, 0.0, -1)]
-    for (size, seconds, _), number in sorted(zip(options, numbers, strict=True)):
-        while len(found) > 1 and _above(found[-2], found[-1], (size, seconds)):
-            found.pop()
-        if size > found[-1][0]:
-            found.append((size, seconds, number))
-    return [number for _, _, number in found[1:]]
-
-
-def _above(
-    before: tuple[int, float, int], point: tuple[int, float, int], after: tuple[int, float]
-) -> bool:
-    """Whether a point lies on or above the line between its neighbours."""
-    rise = (point[1] - before[1]) * (after[0] - before[0])
-    return rise >= (after[1] - before[1]) * (point[0] - before[0])

@@ -41,10 +41,11 @@ import numpy as np
 from autopipe.cluster.collective_time import Level, Levels, all_gather, gradient_sum
 from autopipe.planners.model import memory
 from autopipe.planners.model.devices import DeviceGroup
+from autopipe.planners.model.level_mixes import Numbers
 from autopipe.planners.model.places import StagePlace
 from autopipe.planners.model.problem import EAGER, Config, Problem, splits
 from autopipe.planners.model.range_tables import Bytes, Tables, Times
-from autopipe.planners.model.recompute_sets import Numbers, RecomputeSets, recompute_sets
+from autopipe.planners.model.recompute_sets import RecomputeSets, recompute_sets
 
 _Exchange = Callable[[float, Levels, int], float]
 

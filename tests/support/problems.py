@@ -9,9 +9,9 @@ from autopipe.cluster.cluster import Link
 from autopipe.cluster.collective_time import Topology
 from autopipe.planners.model.devices import Machine
 from autopipe.planners.model.problem import (
+    BlockLevel,
     Constraints,
     Crossing,
-    Level,
     Problem,
     Profile,
     Saved,
@@ -230,7 +230,7 @@ def rich_problem(seed: int) -> Problem:
             profile,
             levels=tuple(
                 tuple(
-                    Level(
+                    BlockLevel(
                         int(bytes * sum(saved.bytes for saved in own if saved.block == block)),
                         tuple(
                             seconds * sum(profile.forward[0][first:last]) * (1 + 0.5 * kind)

@@ -10,7 +10,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from autopipe.planners.model.problem import WHOLE, Again, Constraints, Level, Problem, Saved
+from autopipe.planners.model.problem import WHOLE, Again, BlockLevel, Constraints, Problem, Saved
 from autopipe.planners.model.recompute_sets import blocks_of, compositions, figures, recompute_sets
 from tests.support.problems import line, rich_problem
 
@@ -154,7 +154,7 @@ def test_the_sets_are_those_that_brute_force_leaves(seed: int) -> None:
             assert sets.seconds[own].tolist() == pytest.approx([cost for _, cost in expected])
 
 
-def with_levels(count: int, levels: Sequence[Level]) -> Problem:
+def with_levels(count: int, levels: Sequence[BlockLevel]) -> Problem:
     """So many equal blocks of 10 bytes and 6 seconds each, with these levels between."""
     blocks = tuple((unit, unit + 1) for unit in range(count))
     problem = with_blocks(blocks, (10,) * count, (6.0,) * count)
@@ -168,7 +168,7 @@ def test_levels_of_equal_blocks_are_mixed() -> None:
     bytes    4   7   8  11  14  17  20
     seconds  1   3   2   4   6   9  12       7 of one block take longer than 8 of two
     """
-    problem = with_levels(2, [Level(4, (1.0,)), Level(7, (3.0,))])
+    problem = with_levels(2, [BlockLevel(4, (1.0,)), BlockLevel(7, (3.0,))])
     assert found(problem, 0, 2) == [(0, 0), (4, 1), (8, 2), (11, 4), (14, 6), (17, 9), (20, 12)]
     sets = recompute_sets(problem, 1, 0, True)
     start = sets.starts[compositions(problem).number[0, 2]]
@@ -177,7 +177,7 @@ def test_levels_of_equal_blocks_are_mixed() -> None:
 
 
 def test_without_joint_graphs_a_block_runs_again_whole_or_not() -> None:
-    sets = recompute_sets(with_levels(1, [Level(4, (1.0,))]), 1, 0, True, by_op=False)
+    sets = recompute_sets(with_levels(1, [BlockLevel(4, (1.0,))]), 1, 0, True, by_op=False)
     assert sets.bytes.tolist() == [0, 0, 10], "of the empty range, and of the block"
 
 
@@ -189,12 +189,12 @@ def test_of_many_mixtures_those_that_are_left_cost_less_than_a_step_too_much(
     next more than the cheapest of all. And each of them is the cheapest for what it saves."""
     random = Random(seed)
     levels = sorted(
-        (Level(random.randint(1, 99), (random.uniform(0, 9),)) for _ in range(3)),
+        (BlockLevel(random.randint(1, 99), (random.uniform(0, 9),)) for _ in range(3)),
         key=lambda level: level.seconds,
     )
     problem = with_levels(5, levels)
     exact = found(problem, 0, 5)
-    monkeypatch.setattr("autopipe.planners.model.recompute_sets.MOST_MIXES", 0)
+    monkeypatch.setattr("autopipe.planners.model.level_mixes.MOST_MIXES", 0)
     near = found(with_levels(5, levels), 0, 5)
     for size, cost in near:
         assert [c for s, c in exact if s == size] == [pytest.approx(cost)]
@@ -207,7 +207,7 @@ def test_of_many_mixtures_those_that_are_left_cost_less_than_a_step_too_much(
 def test_many_unlike_blocks_are_still_few_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 12 blocks there are 4096 sets; with room for 50, some in between are left out, the empty
     one and the whole one are not."""
-    monkeypatch.setattr("autopipe.planners.model.recompute_sets.MOST_SETS", 50)
+    monkeypatch.setattr("autopipe.planners.model.level_mixes.MOST_SETS", 50)
     random = Random(0)
     blocks = tuple((unit, unit + 1) for unit in range(12))
     keeps = tuple(2**n + random.randint(0, 1) for n in range(12))
