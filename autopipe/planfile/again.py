@@ -22,7 +22,7 @@ class Repeated(NamedTuple):
     """Blocks of which the same runs again.
 
     Attributes:
-        ops: names of nodes, from the block's path on; none at all: the blocks run again whole.
+        ops: names of nodes, without the block's path; none at all: the blocks run again whole.
     """
 
     blocks: tuple[str, ...]
@@ -40,7 +40,7 @@ def repeated(plan: Plan, stages: Iterable[StagePlan]) -> list[Repeated]:
     ops: dict[str, list[str]] = {}
     for name in (name for stage in stages for name in stage.ops_again):
         path = _block(name, paths)
-        ops.setdefault(path, []).append(name.removeprefix(path).removeprefix("."))
+        ops.setdefault(path, []).append(name.replace(f"{path}.", "").removeprefix(path))
     alike: dict[tuple[str, ...], list[str]] = {}
     for path in dict.fromkeys(path for stage in stages for path in stage.blocks_again):
         alike.setdefault((), []).append(path)
@@ -73,7 +73,7 @@ def _is_product(name: str) -> bool:
 
 
 def _op(name: str) -> str:
-    return name.split("/")[-2]
+    return name.split("/")[1]
 
 
 def _word(name: str) -> str:
