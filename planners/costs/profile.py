@@ -29,7 +29,7 @@ from autopipe.ir.cut_points import Units
 from autopipe.ir.dataflow import Dataflow, obstacle
 from autopipe.ir.graph import Graph, Ref, State, TensorSpec, bytes_at
 from autopipe.ir.repeats import Short, Uneven, shortened
-from autopipe.planners.costs.block_levels import levels_of, may_run_again
+from autopipe.planners.costs.block_levels import Times, levels_of, may_run_again
 from autopipe.planners.costs.fused_costs import fused
 from autopipe.planners.costs.precision_of import computed_in
 from autopipe.planners.costs.saved_tensors import Made, Saving
@@ -72,7 +72,7 @@ class _Timing(NamedTuple):
     """A problem of seconds alone; by rows and kind of device the short graph's forward seconds."""
 
     problem: Problem
-    forward: dict[int, list[NDArray[np.float64]]]
+    forward: dict[int, list[Times]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,9 +241,7 @@ class Costing:
             formulas = fused(short.graph, formulas, self._segments(short))
         return formulas, dtypes
 
-    def _profile(
-        self, short: Short, costs: Formulas, rows: int
-    ) -> tuple[Profile, list[NDArray[np.float64]]]:
+    def _profile(self, short: Short, costs: Formulas, rows: int) -> tuple[Profile, list[Times]]:
         """A profile without bytes, and by kind the forward seconds of the short graph's nodes."""
         starts, graph = np.array(self.units.starts), short.graph
         formulas, dtypes = costs
