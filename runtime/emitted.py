@@ -14,7 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.ir.torch_private import share_members
-from autopipe.stages.node_calls import check_read, draw_under_autocast, under_autocast
+from autopipe.stages.node_calls import (
+    check_read,
+    draw_under_autocast,
+    repeated,
+    under_autocast,
+)
 from autopipe.stages.precision import low
 from autopipe.stages.recompute import Recomputed
 from autopipe.stages.rng import draw
@@ -29,6 +34,7 @@ __all__ = [
     "draw_under_autocast",
     "low",
     "parameter",
+    "repeated",
     "under_autocast",
 ]
 

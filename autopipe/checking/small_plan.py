@@ -79,7 +79,7 @@ def words_of(plan: Plan) -> dict[str, Any]:
 
 def _recomputed(plan: Plan) -> list[str]:
     """The classes of the blocks that run again in backward: by their first members, which stay."""
-    again = {path for stage in plan.stages for path in stage.recompute}
+    again = {path for stage in plan.stages for path in stage.blocks_again}
     return [kind.name for kind in plan.blocks if again & set(kind.members)]
 
 

@@ -120,7 +120,7 @@ def _of_part(split: Split, plan: Plan, skeleton: nn.Module) -> dict[int, str]:
                 plan.reads,
                 rows,
                 last=stage.index == len(split.stages) - 1,
-                recompute=within(stage, blocks, recompute),
+                recompute=within(graph, stage, blocks, recompute),
                 precision=plan.precision,
             )
         around = Surroundings(

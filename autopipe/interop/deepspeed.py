@@ -29,7 +29,7 @@ def config(plan: Plan) -> Exported:
     """The configuration; stages of a pipeline are code with DeepSpeed (PipelineModule)."""
     mesh, batch, layers = plan.mesh, plan.batch, layers_of(plan)
     missing = [*unsaid(plan, WORDS, layers)]
-    again = sorted({block for stage in plan.stages for block in stage.recompute})
+    again = sorted({block for stage in plan.stages for block in stage.blocks_again})
     if again:
         missing.append(
             f"recomputation of {len(again)} blocks: the model's code calls "

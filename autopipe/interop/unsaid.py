@@ -121,8 +121,11 @@ def _has(parameters: tuple[str, ...], layer: str) -> bool:
 
 
 def _recomputed(plan: Plan, words: Vocabulary, layers: Layers) -> Iterator[str]:
-    """What it cannot say of blocks that run again in backward."""
-    again = {block for stage in plan.stages for block in stage.recompute}
+    """What it cannot say of what runs again in backward."""
+    ops = {name for stage in plan.stages for name in stage.ops_again}
+    if ops:
+        yield f"recomputation of {count(len(ops), 'single op')}, in blocks that keep the rest"
+    again = {block for stage in plan.stages for block in stage.blocks_again}
     if not again or words.recompute == BLOCKS:
         return
     every = recomputes_all(plan, layers)
@@ -134,7 +137,7 @@ def _recomputed(plan: Plan, words: Vocabulary, layers: Layers) -> Iterator[str]:
 
 def recomputes_all(plan: Plan, layers: Layers) -> bool:
     """Whether every layer of a plan runs again in backward."""
-    again = {block for stage in plan.stages for block in stage.recompute}
+    again = {block for stage in plan.stages for block in stage.blocks_again}
     return bool(again) and again >= {layer for own in layers.stages for layer in own}
 
 

@@ -38,7 +38,7 @@ def kind_of(
     Names do not count.
 
     Args:
-        recompute: paths of the blocks that are recomputed in backward.
+        recompute: paths of the blocks that are recomputed in backward, and names of nodes.
         last: whether the stage returns the graph's results.
     """
     places: dict[Value, Hashable] = {}
@@ -70,7 +70,8 @@ def kind_of(
         home = block.prefix if block else ""
         inside = block and (numbers.setdefault(block.path, len(numbers)), block.path in recompute)
         kwargs = tuple((key, told(arg)) for key, arg in sorted(node.kwargs.items()))
-        around = node.outputs, node.packed, node.grad, node.autocast, inside
+        again = node.name in recompute
+        around = node.outputs, node.packed, node.grad, node.autocast, inside, again
         made.append((node.op, told(node.args), kwargs, around))
         for number in range(len(node.outputs)):
             places[Ref(node.name, number)] = (len(made) - 1, number)
@@ -99,6 +100,14 @@ class Forms:
     def alone(self, block: Block) -> int | None:
         """A block's number, wherever its inputs come from; None: equal to no other."""
         return self._number(None, block)
+
+    def repeated(self, block: Block, again: Collection[str]) -> Hashable:
+        """What of a block runs again: all of it, or its nodes of these offsets."""
+        if not again:
+            return ()
+        nodes = self._flow.graph.nodes[block.first : block.stop]
+        offsets = tuple(offset for offset, node in enumerate(nodes) if node.name in again)
+        return block.path in again, offsets
 
     def _number(self, before: Block | None, block: Block) -> int | None:
         if (before, block) not in self._known:
@@ -133,12 +142,13 @@ def alike(
     """Find the rows of equal groups among consecutive blocks.
 
     Args:
-        again: paths of recomputed blocks; a recomputed block never equals one that is not.
+        again: paths of recomputed blocks, and names of recomputed nodes; blocks that do not run
+            again alike are not equal.
         from_first: whether a row may begin with a block whose inputs come from elsewhere, as the
             first layer's come from the embedding.
     """
     found: list[Row] = []
-    marks = [(forms.following(block), block.path in again) for block in blocks]
+    marks = [(forms.following(block), forms.repeated(block, again)) for block in blocks]
     start = 0
     while start < len(blocks):
         row = _row_at(start, forms, blocks, marks, from_first)
@@ -147,8 +157,8 @@ def alike(
     return found
 
 
-Mark = tuple[int | None, bool]
-"""A block's number (`Forms`), and whether it is recomputed."""
+Mark = tuple[int | None, Hashable]
+"""A block's number (`Forms`), and what of it is recomputed."""
 
 
 def _row_at(

@@ -5,6 +5,6 @@ Out: the joint graph of forward and backward; the graphs that an engine runs wit
 saved tensors are chosen here; and exact bytes, of deep stages from shallow ones.
 Never found here: processes, searches.
 
-Other rooms use: `split_backward.Joint`, `split_backward_layouts.joint_for`,
+Other rooms use: `split_backward.Joint`, `split_backward_layouts.joint_for`, `levels.levels`,
 `dry_run_repeats.rehearse_deep`.
 """

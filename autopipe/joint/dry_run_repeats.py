@@ -189,7 +189,8 @@ class _DeepRehearsing:
                 for one, other in zip(stages, self.stages, strict=True)
             ):
                 raise Uneven
-        again = self.recompute.intersection(block.path for block in blocks)
+        there = {block.path for block in blocks}.union(flow.graph.index)
+        again = self.recompute & there
         given = (flow.graph, stages, blocks)
         found = rehearse(
             *given, self.rows, recompute=again, precision=self.precision, known=self.known

@@ -12,7 +12,7 @@ part of the backward. Random ops still draw from the streams of `stages.rng`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -300,6 +300,20 @@ def is_of_state(graph: JointGraph, node: fx.Node) -> bool:
 def storages(nodes: Iterable[fx.Node]) -> set[int]:
     """The storages that the values of these nodes lie in."""
     return {storage for node in nodes for storage in node.meta[MADE].storages}
+
+
+def one_of_each(nodes: Sequence[fx.Node], besides: Collection[int]) -> list[int]:
+    """Positions of the first node in each storage that is not among `besides`."""
+    first: dict[int, int] = {}
+    for position, node in enumerate(nodes):
+        for storage in storages([node]).difference(besides):
+            first.setdefault(storage, position)
+    return sorted(first.values())
+
+
+def bytes_of(nodes: Iterable[fx.Node]) -> int:
+    """Bytes of the storages of these nodes, each counted with every node."""
+    return sum(sum(node.meta[MADE].storages.values()) for node in nodes)
 
 
 def written(call: fx.Node) -> set[int]:

@@ -33,15 +33,17 @@ from autopipe.joint.joint_graph import (
     CannotSplit,
     JointGraph,
     Layout,
+    bytes_of,
     differentiate,
     is_of_state,
+    one_of_each,
     storages,
     written,
 )
 from autopipe.joint.run_again import chosen, most_alive, run_again
 from autopipe.sharding.vocabulary_loss import BACKWARD
 from autopipe.stages.lower import Lowered
-from autopipe.stages.op_tape import MADE
+from autopipe.stages.op_tape import ASKED
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ class Wanted:
     Attributes:
         halves: in two halves, for inputs and for weights; else in one piece.
         least: forward keeps as little as it can without running products again (`run_again`); else
-            all that autograd keeps.
+            all that autograd keeps. What a plan asks for runs again either way.
     """
 
     halves: bool = True
@@ -123,14 +125,15 @@ HALVES = Wanted()
 """What zero-bubble schedules want, and autograd keeps."""
 
 
-def wanted(halves: bool, *, compiled: bool) -> Wanted | None:
+def wanted(halves: bool, *, compiled: bool, by_op: bool) -> Wanted | None:
     """How backwards run under a schedule; None: as autograd runs them, in one piece.
 
     Args:
         halves: whether the schedule has them in two halves.
         compiled: whether stages are compiled: then the least bytes are kept.
+        by_op: whether single ops run again in them.
     """
-    return Wanted(halves, least=compiled) if halves or compiled else None
+    return Wanted(halves, least=compiled) if halves or compiled or by_op else None
 
 
 def split(
@@ -209,11 +212,11 @@ class _Division:
     @property
     def held(self) -> Held:
         """The bytes of the counted tensors."""
-        fresh = _bytes(self.stash[n] for n in self.counted_stash)
-        kept = _bytes(self.saved[n] for n in self.counted)
+        fresh = bytes_of(self.stash[n] for n in self.counted_stash)
+        kept = bytes_of(self.saved[n] for n in self.counted)
         handed_on = storages(self.stash)
         again = max(most_alive(self.first, handed_on), most_alive(self.second, handed_on))
-        stash = _bytes(self.saved[n] for n in self.counted_weight) + fresh
+        stash = bytes_of(self.saved[n] for n in self.counted_weight) + fresh
         return Held(kept, stash, fresh, again)
 
 
@@ -223,11 +226,11 @@ def _divide(graph: JointGraph, wanted: Wanted) -> _Division:
         first, second = _halves(graph)
         made, then = list(graph.of_arguments), weights
     else:
-        made, then = [*graph.of_arguments, *weights], []
-        useful = _leading_to([node for node in made if node is not None], graph.backward)
-        first, second = [call for call in graph.backward if call in useful], []
-    if wanted.least:
-        again = chosen(graph, [*_given(graph, first, made), *_given(graph, second, then)])
+        first, made = _in_one_piece(graph)
+        second, then = [], []
+    if wanted.least or any(ASKED in call.meta for call in graph.forward):
+        needed = [*_given(graph, first, made), *_given(graph, second, then)]
+        again = chosen(graph, needed, least=wanted.least)
         first, second = run_again(first, made, again), run_again(second, then, again)
     for_input, for_weight = _given(graph, first, made), _given(graph, second, then)
     read = {*for_input, *for_weight}
@@ -245,10 +248,22 @@ def _divide(graph: JointGraph, wanted: Wanted) -> _Division:
         tuple(n for n, node in enumerate(saved) if node in for_input),
         tuple(to_weight),
         stash,
-        tuple(_one_of_each(saved, owned)),
-        tuple(to_weight[n] for n in _one_of_each(saved_for_weight, owned)),
-        tuple(_one_of_each(stash, others)),
+        tuple(one_of_each(saved, owned)),
+        tuple(to_weight[n] for n in one_of_each(saved_for_weight, owned)),
+        tuple(one_of_each(stash, others)),
     )
+
+
+def _in_one_piece(graph: JointGraph) -> tuple[list[fx.Node], list[fx.Node | None]]:
+    """The useful calls of a backward in one piece, and what it returns."""
+    made = [*graph.of_arguments, *graph.of_parameters.values()]
+    useful = _leading_to([node for node in made if node is not None], graph.backward)
+    return [call for call in graph.backward if call in useful], made
+
+
+def needed(graph: JointGraph) -> list[fx.Node]:
+    """The values of forward that a backward in one piece reads."""
+    return [*_given(graph, *_in_one_piece(graph))]
 
 
 def _given(
@@ -330,16 +345,3 @@ def _halving(calls: Sequence[fx.Node], first: Collection[fx.Node]) -> list[fx.No
                     part.replace_input_with(node, other)
             made.append(other)
     return made
-
-
-def _one_of_each(nodes: Sequence[fx.Node], besides: Collection[int]) -> list[int]:
-    """Positions of the first node in each storage that is not among `besides`."""
-    first: dict[int, int] = {}
-    for position, node in enumerate(nodes):
-        for storage in storages([node]).difference(besides):
-            first.setdefault(storage, position)
-    return sorted(first.values())
-
-
-def _bytes(nodes: Iterable[fx.Node]) -> int:
-    return sum(sum(node.meta[MADE].storages.values()) for node in nodes)

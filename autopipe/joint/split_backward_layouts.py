@@ -122,7 +122,7 @@ def rehearse_joint(
     saved, again = list(rehearsal.saved), list(rehearsal.recomputed)
     stash, fresh = [0] * len(stages), [0] * len(stages)
     for stage in stages:
-        last, own = stage.index == len(stages) - 1, within(stage, blocks, recompute)
+        last, own = stage.index == len(stages) - 1, within(graph, stage, blocks, recompute)
         kind = kind_of(graph, stage, blocks, own, last=last)
         layouts = _layouts(graph, stage, rehearsal, rows, last, torch.device("cpu"))
         key = wanted, kind, layouts, rows, precision

@@ -215,7 +215,8 @@ class StagePlan:
     """One stage: the nodes from `first` to `last` in the graph's order.
 
     `parameters` are under the model's own names; one that stands in two stages is tied, and its
-    gradients are summed. `recompute` names the blocks whose activations are made again in backward.
+    gradients are summed. `recompute` names the blocks that run a second time in backward, so that
+    what they make is not kept, and of other blocks the nodes that do.
     """
 
     first: str
@@ -227,6 +228,16 @@ class StagePlan:
     recompute: tuple[str, ...]
     zero: int
     predicted: StagePrediction
+
+    @property
+    def blocks_again(self) -> tuple[str, ...]:
+        """The paths of the blocks that run a second time whole."""
+        return tuple(name for name in self.recompute if "/" not in name)
+
+    @property
+    def ops_again(self) -> tuple[str, ...]:
+        """The names of the nodes that run a second time, in blocks that do not."""
+        return tuple(name for name in self.recompute if "/" in name)
 
 
 @dataclass(frozen=True)

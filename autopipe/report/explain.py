@@ -16,6 +16,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
+from autopipe.planfile.again import repeated, words
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import Transfer
 from autopipe.report import facts, paper, schedule_page, spending
@@ -85,7 +86,8 @@ def _look(plan: Plan, index: int) -> Hashable:
     """Everything of a stage that is shown of it, the numbers in names aside."""
     stage = plan.stages[index]
     sends = [replace(sent, name="", peer=sent.peer - index) for sent in stage.sends]
-    names = re.sub(r"\d+", "", " ".join((stage.first, stage.last, *stage.recompute)))
+    again = [str(own) for own in repeated(plan, [stage])]
+    names = re.sub(r"\d+", "", " ".join((stage.first, stage.last, *again)))
     return stage.nodes, len(stage.parameters), tuple(sends), names
 
 
@@ -101,8 +103,9 @@ def _stages(run: Sequence[int], plan: Plan, columns: int) -> Iterator[str]:
     yield from _lines(f"to   {stage.last}", columns)
     for transfer in stage.sends:
         yield from _sent(transfer, columns)
-    if stage.recompute:
-        yield from _lines(f"recomputed in backward: {', '.join(stage.recompute)}", columns)
+    for own in repeated(plan, [stage]):
+        what = f": {words(own.ops)} of" if own.ops else ":"
+        yield from _lines(f"recomputed in backward{what} {', '.join(own.blocks)}", columns)
 
 
 def _lines(text: str, columns: int) -> Iterator[str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
+from autopipe.planfile.again import repeated
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import Alternative, data_parallel
 from autopipe.planfile.traffic import traffic
@@ -90,9 +91,9 @@ def _asked(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.zero and plan.mesh.dp > 1:
         dealt = {1: "optimizer state is", 3: "parameters, gradients and optimizer state are"}
         yield "zero", f"{plan.zero}: {dealt[plan.zero]} dealt out over the replicas"
-    again = {block for stage in plan.stages for block in stage.recompute}
+    again = repeated(plan, plan.stages)
     if again:
-        yield "recompute", f"{count(len(again), 'block')} run a second time in backward"
+        yield "recompute", f"{'; '.join(map(str, again))} run a second time in backward"
     if plan.loss_parts:
         parts = count(plan.loss_parts, "part")
         yield "loss", f"from {parts} of the vocabulary; logits are made again in backward, not kept"

@@ -13,8 +13,9 @@ from dataclasses import replace
 from html import escape
 
 from autopipe.planfile import predict
+from autopipe.planfile.again import repeated, words
 from autopipe.planfile.contents import Plan
-from autopipe.planfile.parts import Batch, StagePlan
+from autopipe.planfile.parts import Batch
 from autopipe.report import colours, facts
 from autopipe.report.draw_svg import key, marks, svg
 from autopipe.report.figures import figures, legend, margins
@@ -169,15 +170,16 @@ def _why(plan: Plan) -> Iterator[str]:
 
 def _held(plan: Plan) -> Iterator[str]:
     """Of each stage the nodes, parameters and transfers, folded."""
-    for index, stage in enumerate(plan.stages):
-        yield from _stage(index, stage)
+    for index in range(len(plan.stages)):
+        yield from _stage(plan, index)
     lines = list(describe(plan))
     if lines:
         told = escape("\n".join(lines))
         yield f"<details><summary>tensor parallel</summary>\n<pre>{told}</pre>\n</details>"
 
 
-def _stage(index: int, stage: StagePlan) -> Iterator[str]:
+def _stage(plan: Plan, index: int) -> Iterator[str]:
+    stage = plan.stages[index]
     parameters = count(len(stage.parameters), "parameter tensor")
     yield f"<details><summary>stage {index}: {count(stage.nodes, 'node')}, {parameters}</summary>"
     pairs = [("from", stage.first), ("to", stage.last)]
@@ -185,8 +187,9 @@ def _stage(index: int, stage: StagePlan) -> Iterator[str]:
         back = ", its gradient comes back" if sent.gradient else ""
         what = f"{sent.dtype}[{', '.join(map(str, sent.shape))}] to stage {sent.peer}{back}"
         pairs.append(("sends", f"{sent.name} {what}"))
-    if stage.recompute:
-        pairs.append(("runs again", ", ".join(stage.recompute)))
+    for own in repeated(plan, [stage]):
+        what = f"{words(own.ops)} of " if own.ops else ""
+        pairs.append(("runs again", what + ", ".join(own.blocks)))
     pairs.append(("parameters", ", ".join(stage.parameters)))
     yield f"{_terms(pairs)}\n</details>"
 

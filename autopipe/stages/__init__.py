@@ -1,6 +1,6 @@
 """A `Graph` and cuts  ->  modules that run, and a dry run's shapes and bytes.
 
-In: a graph, its stages (`ir.partition`), the blocks to recompute, and the rows of a micro-batch.
+In: a graph, its stages (`ir.partition`), what to recompute, and the rows of a micro-batch.
 Out: one `torch.fx` module per stage, and the exact bytes that autograd saves of it, from a dry run
 on fake tensors. Planning dry-runs the modules that ranks run.
 Never found here: processes, searches.

@@ -189,7 +189,7 @@ class _Rehearsing:
         return found, unused
 
     def _kind(self, stage: Stage) -> Hashable:
-        again = within(stage, self.blocks, self.recompute)
+        again = within(self.graph, stage, self.blocks, self.recompute)
         check_recompute(self.graph, stage, self.blocks, again)
         kind = kind_of(self.graph, stage, self.blocks, again, last=self._is_last(stage))
         return kind, self.rows, self.gradients, self.precision
@@ -211,7 +211,7 @@ class _Rehearsing:
     def _run(self, stage: Stage) -> tuple[_Forward, _Live]:
         graph, rows, last = self.graph, self.rows, self._is_last(stage)
         states = {name: fake_state(graph, name) for name in stage.states}
-        again = within(stage, self.blocks, self.recompute)
+        again = within(self.graph, stage, self.blocks, self.recompute)
         lowered = lower(
             graph,
             stage,

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeGuard
 
 import sympy
@@ -50,6 +49,8 @@ from autopipe.stages.node_calls import (
     NODE_NAME,
     check_read,
     draw_under_autocast,
+    opaque_under_autocast,
+    repeated,
     take,
     under_autocast,
 )
@@ -94,8 +95,8 @@ def lower(
         reads: the record that read nodes check against; None for a rehearsal on fake tensors,
             which has no values to check and observes opaque ops.
         last: whether the stage makes the graph's results.
-        recompute: paths of blocks that run again in backward; of a block that the stage has only
-            in part, that part does, unless no parameter is in it.
+        recompute: paths of blocks that run again in backward, and names of nodes that do; of a
+            block that the stage has only in part, that part does, unless no parameter is in it.
         precision: that of the steps to come; the module itself runs in any.
 
     Raises:
@@ -103,7 +104,9 @@ def lower(
     """
     root = nn.Module()
     _install(root, stage, states)
-    emitter = _Emitter(graph, reads, rows, torch.device(device), precision in AUTOCAST)
+    emitter = _Emitter(
+        graph, reads, rows, torch.device(device), precision in AUTOCAST, frozenset(recompute)
+    )
     arguments: list[Value] = [ref for ref, _ in stage.receives]
     arguments += [Input(path) for path in stage.inputs]
     results: list[Arg] = [*stage.outgoing, *(graph.outputs if last else ())]
@@ -182,16 +185,16 @@ def _runs(
 def check_recompute(
     graph: Graph, stage: Stage, blocks: Sequence[Block], recompute: Collection[str]
 ) -> None:
-    """Refuse blocks that are none of the stage's, or would not do the same again.
+    """Refuse blocks and nodes that are none of the stage's, or would not do the same again.
 
     Raises:
-        PlanError: names the block, and what stands in its way.
+        PlanError: names the block or the node, and what stands in its way.
     """
     if not recompute:
         return
-    unknown = sorted(set(recompute) - set(within(stage, blocks, recompute)))
+    unknown = sorted(set(recompute) - set(within(graph, stage, blocks, recompute)))
     if unknown:
-        there = within(stage, blocks, [block.path for block in blocks])
+        there = within(graph, stage, blocks, [block.path for block in blocks])
         raise PlanError(
             f"stage {stage.index}: {unknown[0]!r} is to be recomputed and is no block of the stage",
             hint=f"its blocks are {', '.join(there)}" if there else "it has none",
@@ -202,6 +205,11 @@ def check_recompute(
             reason = obstacle(flow, positions)
             if reason is not None:
                 refuse(stage, block.path, reason)
+    for position in range(stage.first, stage.stop):
+        name = graph.nodes[position].name
+        reason = obstacle(flow, [position]) if name in recompute else None
+        if reason is not None:
+            refuse(stage, name, reason)
 
 
 def _has_home(graph: Graph, block: Block, positions: Sequence[int]) -> bool:
@@ -225,7 +233,7 @@ class _Emitter:
     """Writes nodes into an fx graph for one number of rows and one device.
 
     `low` are the names of the parameters that nodes read as copies; under `autocast` products of
-    matrices do.
+    matrices do. The nodes `again` are marked for joint graphs.
     """
 
     graph: Graph
@@ -233,6 +241,7 @@ class _Emitter:
     rows: int
     device: torch.device
     autocast: bool
+    again: frozenset[str]
     low: dict[str, None] = field(default_factory=dict)
 
     def piece(
@@ -321,25 +330,18 @@ class _Emitter:
         op = resolve(node.op)
         auto: Autocast | None = node.autocast
         around = () if auto is None else (auto.device_type, auto.dtype, auto.enabled)
-        call: Any
+        given: tuple[Any, ...] = (op, *args)
         if self.reads is None and node.op in OPAQUE:  # on fake tensors, which draw nothing
-            call = opaque_under_autocast if around else run_opaque
+            given = (opaque_under_autocast if around else run_opaque, *around, *given)
         elif is_random(node):
-            call = draw_under_autocast if around else draw
-            args = (node.stream or node.name, *args)
+            given = (op, node.stream or node.name, *args)
+            given = (draw_under_autocast if around else draw, *around, *given)
         elif around:
-            call = under_autocast
-        else:
-            return into.call_function(op, args, kwargs)
-        return into.call_function(call, (*around, op, *args), kwargs)
-
-
-def opaque_under_autocast(
-    device_type: str, dtype: torch.dtype | None, enabled: bool, op: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """As `opaque_ops.run`, under the autocast that the model had around the op."""
-    run = partial(run_opaque, op)
-    return under_autocast(device_type, dtype, enabled, run, *args, **kwargs)
+            given = (under_autocast, *around, *given)
+        if node.name in self.again:
+            call = given[0] if given[0] is op else given[0].__name__
+            given = (repeated, call, *given[1:])
+        return into.call_function(given[0], given[1:], kwargs)
 
 
 def _identifier(text: str) -> str:

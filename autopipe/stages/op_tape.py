@@ -36,6 +36,9 @@ SEGMENT = "autopipe_segment"
 AGAIN = "autopipe_again"
 """The key in the meta of a node of backward that repeats what forward has computed."""
 
+ASKED = "autopipe_asked"
+"""The key in the meta of a node of forward that a plan asks backward to repeat."""
+
 _running = threading.local()
 
 

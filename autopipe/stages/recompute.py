@@ -1,5 +1,9 @@
 """Recompute blocks: save only a block's arguments in forward, and run it a second time in backward.
 
+What is recomputed is a collection of names, `recompute`: of blocks, by their paths, which run again
+whole, and of nodes, which run again alone. Nodes are for joint graphs (`joint.run_again`); autograd
+runs blocks again, as it is done here.
+
                    forward                     backward
     kept           its arguments               its arguments
     in between     what it saves, numbered     run again: the same tensors by the same numbers
@@ -25,6 +29,7 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 
 from autopipe.errors import PlanError
 from autopipe.ir.blocks import Block, classes
+from autopipe.ir.graph import Graph
 from autopipe.ir.partition import Stage
 from autopipe.ir.torch_private import share_members, storage_key
 from autopipe.stages import precision, rng
@@ -62,13 +67,17 @@ def blocks_to_recompute(blocks: Sequence[Block], asked: Sequence[str]) -> tuple[
     return tuple(block.path for block in blocks if block.path in chosen)
 
 
-def within(stage: Stage, blocks: Sequence[Block], recompute: Collection[str]) -> tuple[str, ...]:
-    """The blocks of `recompute` that are in the stage, at least in part."""
-    return tuple(
+def within(
+    graph: Graph, stage: Stage, blocks: Sequence[Block], recompute: Collection[str]
+) -> tuple[str, ...]:
+    """The blocks of `recompute` that are in the stage, at least in part, and its nodes."""
+    paths = (
         block.path
         for block in blocks
         if block.path in recompute and block.first < stage.stop and block.stop > stage.first
     )
+    nodes = (graph.nodes[position].name for position in range(stage.first, stage.stop))
+    return (*paths, *(name for name in nodes if name in recompute))
 
 
 def refuse(stage: Stage, path: str, reason: str) -> None:

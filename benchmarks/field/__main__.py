@@ -44,7 +44,7 @@ def said(plan: Plan) -> Row:
         "mesh": f"pp={mesh.pp} dp={mesh.dp} tp={mesh.tp}",
         "schedule": f"{plan.schedule}, {plan.batch.micro_batches} micro-batches",
         "zero": plan.zero,
-        "recomputed": len({block for stage in plan.stages for block in stage.recompute}),
+        "recomputed": len({block for stage in plan.stages for block in stage.blocks_again}),
         "seconds": note.step_seconds,
         "why": note.binding,
         "idle": plan.cluster.num_devices - len(mesh.places),

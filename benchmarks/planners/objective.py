@@ -21,10 +21,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from autopipe.planners.model.level_mixes import Numbers
 from autopipe.planners.model.places import StagePlace, places
 from autopipe.planners.model.problem import Config, Decision, Problem
 from autopipe.planners.model.range_tables import Bytes, Tables, tables
-from autopipe.planners.model.recompute_sets import Numbers, compositions
+from autopipe.planners.model.recompute_sets import compositions
 from autopipe.planners.model.stage_costs import (
     Holding,
     StageCosts,

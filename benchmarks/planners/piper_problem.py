@@ -143,7 +143,7 @@ def _stages(graph: Graph, decision: Decision, tp: int) -> list[Stage]:
             frozenset(names[first:last]),
             decision.config.dp,
             tp,
-            frozenset(blocks[number] for number in numbers),
+            frozenset(blocks[again.block] for again in own),
         )
-        for first, last, numbers in zip(bounds, bounds[1:], decision.recompute, strict=False)
+        for first, last, own in zip(bounds, bounds[1:], decision.recompute, strict=False)
     ]

@@ -66,7 +66,7 @@ def outcome(plan: Plan, cluster: Cluster) -> Outcome:
     full, mesh = fullest(plan), plan.mesh
     kinds = [vars(plan.stages[stage].predicted.memory) for stage in full.stages]
     chunks = len(plan.stages) // mesh.pp
-    again = sum(len(stage.recompute) for stage in plan.stages)
+    again = sum(len(stage.blocks_again) for stage in plan.stages)
     words = [f"tp={mesh.tp} pp={mesh.pp} dp={mesh.dp} m={plan.batch.micro_batches}"]
     if mesh.pp > 1:
         words.append(plan.schedule if not plan.programs else "written")

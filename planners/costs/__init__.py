@@ -12,6 +12,8 @@ Other rooms use: `profile.Costing`, `.need`, `tp_degrees.as_one_rank`, `plan_mem
     precision_of   what nodes compute in, and the rates that this asks for
     fused_costs    formulas of ops that a compiler fuses
     saved_tensors  bytes saved for backward, observed
+    watched_run    the run in which they are
+    block_levels   the levels of blocks: which ops run again, bytes, seconds
     gathered       what ZeRO-3 gathers in one go
     plan_memory    exact bytes of a Plan
 """

@@ -43,7 +43,7 @@ class CutModel:
     Attributes:
         stages: of a tensor-parallel rank's graph.
         rows: of a micro-batch.
-        recompute: paths of the blocks to recompute in backward.
+        recompute: paths of the blocks to recompute in backward, and names of nodes.
         wanted: how backwards run that autograd does not; None: autograd runs them.
         shards: over how many replicas parameters and gradients are sharded, as by ZeRO-3; 1: not.
     """
@@ -133,7 +133,7 @@ def _sharded(cut: CutModel, rehearsal: Rehearsal) -> StageBytes:
                 None,
                 cut.rows,
                 last=stage.index == len(cut.stages) - 1,
-                recompute=within(stage, blocks, cut.recompute),
+                recompute=within(graph, stage, blocks, cut.recompute),
                 precision=cut.precision,
             )
         units = units_of(graph, stage, lowered.module)

@@ -29,6 +29,7 @@ from autopipe.ir.cut_points import Units
 from autopipe.ir.dataflow import Dataflow, obstacle
 from autopipe.ir.graph import Graph, Ref, State, TensorSpec, bytes_at
 from autopipe.ir.repeats import Short, Uneven, shortened
+from autopipe.planners.costs.block_levels import Times, levels_of, may_run_again
 from autopipe.planners.costs.fused_costs import fused
 from autopipe.planners.costs.precision_of import computed_in
 from autopipe.planners.costs.saved_tensors import Made, Saving
@@ -57,12 +58,21 @@ class Profiled(NamedTuple):
 
     Attributes:
         recomputable: the paths of the blocks that can be recomputed, as the problem numbers them.
+        levels: of each of them and each of its levels the positions of the nodes that run again.
         repeats_equal: whether repeated blocks were seen to make tensors that look the same.
     """
 
     problem: Problem
     recomputable: tuple[str, ...]
+    levels: tuple[tuple[tuple[int, ...], ...], ...]
     repeats_equal: bool
+
+
+class _Timing(NamedTuple):
+    """A problem of seconds alone; by rows and kind of device the short graph's forward seconds."""
+
+    problem: Problem
+    forward: dict[int, list[Times]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +116,7 @@ class Costing:
     @cached_property
     def timed(self) -> Problem:
         """The problem as far as seconds go: nothing is kept, nothing crosses."""
-        return self._timed_by(self._short)
+        return self._timed.problem
 
     def profiled(self, *, check: bool = True) -> Profiled:
         """The whole problem.
@@ -119,26 +129,35 @@ class Costing:
         longer = islice(shortened(flow, self.blocks), 1, None)
         for short in chain([self._short], longer):
             try:
-                inside = self._segments(short) if self.compiled else None
-                saving = Saving(flow, short, self.precision, check, inside)
-                kept, made_in, lowered = saving.at(units, self.rows, again)
+                inside, equal = self._segments(short), short is self._short
+                timed, forward = self._timed if equal else self._timed_by(short)
+                may: dict[int, float] = {}
+                if self.zeros != (3,):  # whose stages have no joint graphs
+                    may = may_run_again(flow, short, self._numbers, forward[self.rows[0]][0])
+                saving = Saving(flow, short, self.precision, check, inside, self.compiled, may)
+                kept = saving.at(units, self.rows, again)
                 break
             except Uneven:
                 pass
-        equal = short is self._short
-        timed = self.timed if equal else self._timed_by(short)
-        parameters, constants, _ = _states(flow.graph, flow, units, lowered)
-        crossings = _crossings(flow, units, made_in)
+        parameters, constants, _ = _states(flow.graph, flow, units, kept.low)
+        crossings = _crossings(flow, units, kept.made_in)
+        levels = levels_of(short, inside, kept.levels, self.rows[0], self._may)
         problem = replace(
             timed,
             parameters=parameters,
             constants=constants,
             profiles=tuple(
-                replace(profile, saved=kept[profile.rows], crossings=crossings(profile.rows))
+                replace(
+                    profile,
+                    saved=kept.saved[profile.rows],
+                    crossings=crossings(profile.rows),
+                    levels=tuple(own.at(profile.rows, forward[profile.rows]) for own in levels),
+                )
                 for profile in timed.profiles
             ),
         )
-        return Profiled(problem, tuple(block.path for block in self._may), equal)
+        paths = tuple(block.path for block in self._may)
+        return Profiled(problem, paths, tuple(own.nodes() for own in levels), equal)
 
     def parts(self, rows: int, kind: int) -> NDArray[np.float64]:
         """What the units' seconds of a micro-batch go to on a kind of device: shape (3, units).
@@ -153,6 +172,10 @@ class Costing:
     @cached_property
     def _short(self) -> Short:
         return next(shortened(self.flow, self.blocks))
+
+    @cached_property
+    def _timed(self) -> _Timing:
+        return self._timed_by(self._short)
 
     @cached_property
     def _may(self) -> list[Block]:
@@ -177,18 +200,19 @@ class Costing:
             numbers[block.first : block.stop] = [number] * (block.stop - block.first)
         return numbers
 
-    def _timed_by(self, short: Short) -> Problem:
+    def _timed_by(self, short: Short) -> _Timing:
         """The problem by the seconds of a short graph."""
         flow, units, may = self.flow, self.units, self._may
         parameters, constants, copies = _states(flow.graph, flow, units, ())
         costs = self._formulas(short)
-        return Problem(
+        made = [self._profile(short, costs, size) for size in self.rows]
+        problem = Problem(
             units=len(units.starts),
             blocks=tuple(_block_units(units, self.blocks)),
             parameters=parameters,
             constants=constants,
             optimizer_factor=self.optimizer_factor,
-            profiles=tuple(self._profile(short, costs, size) for size in self.rows),
+            profiles=tuple(profile for profile, _ in made),
             batch=self.batch,
             machine=self.machine,
             window=self.window,
@@ -207,6 +231,7 @@ class Costing:
             largest=_largest(flow, units),
             low_gradients=any(state.gradient for state in flow.graph.states.values()),
         )
+        return _Timing(problem, {profile.rows: forward for profile, forward in made})
 
     def _formulas(self, short: Short) -> Formulas:
         """The costs of a short graph's nodes, and what each computes in."""
@@ -216,18 +241,20 @@ class Costing:
             formulas = fused(short.graph, formulas, self._segments(short))
         return formulas, dtypes
 
-    def _profile(self, short: Short, costs: Formulas, rows: int) -> Profile:
+    def _profile(self, short: Short, costs: Formulas, rows: int) -> tuple[Profile, list[Times]]:
+        """A profile without bytes, and by kind the forward seconds of the short graph's nodes."""
         starts, graph = np.array(self.units.starts), short.graph
         formulas, dtypes = costs
         exchanges: list[NDArray[np.float64]] = []
-        times = []
+        times, alone = [], []
         for device, link in self.kinds:
             seconds = np.stack(op_seconds.seconds(formulas, rows, device, dtypes))
             if self.sending is not None and link is not None:
                 exchanges.append(np.array(self.sending(graph, rows, link)).T)
                 seconds = seconds + exchanges[-1]
+            alone.append(seconds[0])
             times.append(seconds[:, short.like])
-        return Profile(
+        profile = Profile(
             rows,
             tuple(_by_unit(forward, starts) for forward, _ in times),
             tuple(_by_unit(backward, starts) for _, backward in times),
@@ -241,6 +268,7 @@ class Costing:
                 _by_unit(exchange.sum(axis=0)[short.like], starts) for exchange in exchanges
             ),
         )
+        return profile, alone
 
 
 def _by_unit(seconds: NDArray[np.float64], starts: NDArray[np.int64]) -> Seconds:

@@ -4,17 +4,19 @@
                                    the nodes that save it
 
 Autograd saves them, or, where stages are compiled, the graphs of `joint.split_backward`. Of equal
-repeated blocks only a few are run (`ir.repeats`).
+repeated blocks only a few are run (`ir.repeats`). The run with the fewest rows also gives the
+levels of blocks (`joint.levels`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,19 +30,17 @@ from autopipe.ir.opaque_ops import observing
 from autopipe.ir.partition import partition
 from autopipe.ir.repeats import Short, Storage, Uneven
 from autopipe.ir.torch_private import fake_mode, storage_key
-from autopipe.joint.joint_graph import Layout, differentiate, storages
-from autopipe.joint.split_backward import kept
+from autopipe.joint.joint_graph import CannotSplit, JointGraph, Layout, differentiate, storages
+from autopipe.joint.levels import OpLevel, levels
+from autopipe.joint.split_backward import kept, needed
 from autopipe.joint.split_backward_layouts import seeds_of_loss
+from autopipe.planners.costs.watched_run import POSITION, KeptStorage, Watch
 from autopipe.planners.model.problem import Saved
 from autopipe.stages.dry_run import fake_state
 from autopipe.stages.lower import Lowered, lower
-from autopipe.stages.node_calls import NODE_NAME
-from autopipe.stages.op_tape import MADE, SEGMENT, marking
+from autopipe.stages.op_tape import MADE
 from autopipe.stages.precision import arithmetic, computing, wide_statistics
-from autopipe.util.progress import Done, phase
-
-POSITION = "autopipe_position"
-"""The key in a tape's node's meta of the position of the graph's node that it was recorded for."""
+from autopipe.util.progress import phase
 
 Made = Mapping[Ref, torch.dtype]
 """What the graph's values are made in; in mixed precision that is not what the model says."""
@@ -54,12 +54,30 @@ class Seen:
         storages: those that autograd keeps, each with its bytes.
         made_in: what the nodes' results are made in, by the nodes' positions.
         copies: the parameters of which there are copies in low precision.
+        levels: of the short graph's blocks, by their paths; their groups are its positions.
     """
 
     storages: tuple[Storage, ...]
     bytes: tuple[int, ...]
     made_in: Mapping[int, tuple[torch.dtype | None, ...]]
     copies: tuple[str, ...]
+    levels: Mapping[str, tuple[OpLevel, ...]]
+
+
+class KeptBytes(NamedTuple):
+    """What a graph keeps, at each number of rows.
+
+    Attributes:
+        saved: the storages, by the rows.
+        made_in: the dtypes of values.
+        low: the parameters of which there are copies in low precision.
+        levels: as `Seen` has them, at the fewest rows.
+    """
+
+    saved: dict[int, tuple[Saved, ...]]
+    made_in: Made
+    low: frozenset[str]
+    levels: Mapping[str, tuple[OpLevel, ...]]
 
 
 @dataclass(frozen=True)
@@ -68,20 +86,23 @@ class Saving:
 
     Args:
         check: whether to check that bytes are a straight line in the rows.
-        segments: of each node of the short graph its block, where stages run compiled and keep the
-            least (`joint.run_again`); None: they keep what autograd saves.
+        segments: of each node of the short graph its block.
+        compiled: whether stages run compiled and keep the least (`joint.run_again`); else they keep
+            what autograd saves.
+        seconds: of the short graph's nodes that may run again, by position, what it takes with the
+            fewest rows; of those in blocks. Empty: levels are not wanted.
     """
 
     flow: Dataflow
     short: Short
     precision: str
     check: bool
-    segments: Sequence[str | None] | None = None
+    segments: Sequence[str | None]
+    compiled: bool
+    seconds: Mapping[int, float]
 
-    def at(
-        self, units: Units, rows: Sequence[int], again: NDArray[np.int64]
-    ) -> tuple[dict[int, tuple[Saved, ...]], Made, frozenset[str]]:
-        """The saved storages at each number of rows, the dtypes of values, and the low copies.
+    def at(self, units: Units, rows: Sequence[int], again: NDArray[np.int64]) -> KeptBytes:
+        """What is kept at each number of rows.
 
         Bytes are a straight line in the rows for nearly every model, except that the smallest
         number of rows may be off it. Two runs give the line; a third checks it if asked to.
@@ -92,7 +113,7 @@ class Saving:
         Raises:
             Uneven: the short graph does not tell.
         """
-        observe = cache(partial(observe_saved, self.short, self.precision, segments=self.segments))
+        observe = cache(partial(self._observe, rows[0]))
         first, where = observe(rows[0]), cache(partial(self._by_unit, units, again))
         sizes: dict[int, tuple[Saved, ...]] = {}
         lines = _lines(observe, rows, self.check)
@@ -111,10 +132,21 @@ class Saving:
             if dtype is not None
         }
         low = set(first.copies)
-        return (
+        return KeptBytes(
             sizes,
             made_in,
             frozenset(n for n, known in self.short.states.items() if known in low),
+            first.levels,
+        )
+
+    def _observe(self, fewest: int, rows: int) -> Seen:
+        return observe_saved(
+            self.short,
+            self.precision,
+            rows,
+            segments=self.segments,
+            compiled=self.compiled,
+            seconds=self.seconds if rows == fewest else {},
         )
 
     def _by_unit(
@@ -160,12 +192,18 @@ def _lines(
 
 
 def observe_saved(
-    short: Short, precision: str, rows: int, segments: Sequence[str | None] | None = None
+    short: Short,
+    precision: str,
+    rows: int,
+    segments: Sequence[str | None] = (),
+    *,
+    compiled: bool = False,
+    seconds: Mapping[int, float] = MappingProxyType({}),
 ) -> Seen:
     """Run a graph on tensors without memory; note which nodes make and which save each storage.
 
     Args:
-        segments: as `Saving` has it.
+        segments, compiled, seconds: as `Saving` has them; without segments, there are no blocks.
 
     Raises:
         CannotSplit: the graph cannot be differentiated, and compiled stages are asked for.
@@ -174,6 +212,7 @@ def observe_saved(
     graph = short.graph
     flow = analyse(graph)
     (whole,) = partition(flow, ())
+    found: Mapping[str, tuple[OpLevel, ...]] = {}
     with fake_mode(), wide_statistics(node.op for node in graph.nodes):
         states = {name: fake_state(graph, name) for name in whole.states}
         inputs = [
@@ -186,12 +225,20 @@ def observe_saved(
         owned = {storage_key(tensor) for tensor in (*states.values(), *inputs, *copies)}
         name = f"counting what is kept of {rows} rows"
         with phase(name, of=len(lowered.module.graph.nodes)) as done:
-            watch = _Watch(flow, lowered.module, owned, done, segments)
-            if segments is None:
+            inside = segments or [None] * len(graph.nodes)
+            watching = partial(Watch, flow, lowered.module, owned, segments=inside)
+            watch = watching(done=done)
+            joint = partial(_joint, graph, lowered, inputs, precision)
+            if compiled:
+                made = joint(watch)
+                found = _levels(made, seconds, least=True)
+                watch.kept = _kept_by_graphs(made)
+            else:
                 with observing(watch.pack), computing(how):
                     watch.run(*inputs)
-            else:
-                watch.kept = _kept_by_graphs(graph, lowered, inputs, precision, watch)
+                with suppress(CannotSplit):  # then only whole blocks run again
+                    if seconds:
+                        found = _levels(joint(watching(done=lambda: None)), seconds, least=False)
     at = short.kept
     if not short.uniform({at[position]: look for position, look in watch.looks.items()}):
         raise Uneven
@@ -206,107 +253,36 @@ def observe_saved(
             for position, look in watch.looks.items()
         },
         tuple(lowered.low),
+        found,
     )
 
 
-def _kept_by_graphs(
-    graph: Graph,
-    lowered: Lowered,
-    inputs: Sequence[Tensor],
-    precision: str,
-    watch: _Watch,
-) -> dict[int, _Storage]:
-    """What the joint graph of a whole model keeps, each with the nodes that read it."""
+def _joint(
+    graph: Graph, lowered: Lowered, inputs: Sequence[Tensor], precision: str, watch: Watch
+) -> JointGraph:
+    """The joint graph of a whole model, its nodes marked by position and block."""
     layouts = [Layout.of(x) for x in inputs]
-    joint = differentiate(lowered, layouts, seeds_of_loss(graph), precision, watch.run)
-    found: dict[int, _Storage] = {}
+    return differentiate(lowered, layouts, seeds_of_loss(graph), precision, watch.run)
+
+
+def _levels(
+    joint: JointGraph, seconds: Mapping[int, float], *, least: bool
+) -> dict[str, tuple[OpLevel, ...]]:
+    def group(call: fx.Node) -> int | None:
+        position: int = call.meta[POSITION]
+        return position if position in seconds else None
+
+    return levels(joint, needed(joint), group, seconds, least=least) if seconds else {}
+
+
+def _kept_by_graphs(joint: JointGraph) -> dict[int, KeptStorage]:
+    """What the joint graph of a whole model keeps, each with the nodes that read it."""
+    found: dict[int, KeptStorage] = {}
     readers: dict[int, list[int]] = defaultdict(list)
     for node in joint.forward:
         for storage in storages(node.all_input_nodes):
             readers[storage].append(node.meta[POSITION])
     for node in kept(joint):
         for storage, size in node.meta[MADE].storages.items():
-            found[storage] = _Storage(size, node.meta[POSITION], readers[storage])
+            found[storage] = KeptStorage(size, node.meta[POSITION], readers[storage])
     return found
-
-
-@dataclass
-class _Storage:
-    """A storage that autograd saves: the node that makes it, and the nodes that save it."""
-
-    bytes: int
-    made: int
-    savers: list[int]
-
-
-class _TensorLook(NamedTuple):
-    """A tensor's metadata; `carries`: whether it requires a gradient."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    carries: bool
-
-
-class _Watch(fx.Interpreter):
-    """Interprets a lowered graph and notes which nodes make and which save each storage."""
-
-    def __init__(
-        self,
-        flow: Dataflow,
-        module: fx.GraphModule,
-        owned: set[int],
-        done: Done,
-        segments: Sequence[str | None] | None,
-    ) -> None:
-        super().__init__(module, garbage_collect_values=False)  # storages keep their addresses
-        self.kept: dict[int, _Storage] = {}
-        self.looks: dict[int, tuple[_TensorLook | None, ...]] = {}
-        self._index = flow.graph.index
-        self._owned = owned
-        self._made: dict[int, int] = {}
-        self._writing = {p for positions in flow.writers.values() for p in positions}
-        self._alive: list[Tensor] = []  # a storage that is gone would lend its key to another
-        self._position = 0
-        self._done = done
-        self._segments = segments
-
-    def run_node(self, n: fx.Node) -> Any:
-        name = n.meta.get(NODE_NAME)
-        if name is not None:
-            self._position = self._index[name]
-        with ExitStack() as stack:
-            if self._segments is not None:
-                stack.enter_context(marking(POSITION, self._position))
-                stack.enter_context(marking(SEGMENT, self._segments[self._position]))
-            result = super().run_node(n)
-        self._done()
-        made = result if isinstance(result, list | tuple) else [result]
-        if name is not None:
-            self.looks[self._position] = tuple(map(_look, made))
-        for tensor in made:
-            if isinstance(tensor, Tensor):
-                key = storage_key(tensor)
-                # A stage writes a copy of what it has received: that copy is made by the write.
-                if key not in self._made or self._position in self._writing:
-                    self._made[key] = self._position
-                    if key in self.kept:
-                        self.kept[key].made = self._position
-        return result
-
-    def pack(self, tensor: Tensor) -> Tensor:
-        key = storage_key(tensor)
-        if key in self._owned:
-            return tensor
-        self._alive.append(tensor)
-        if key not in self.kept:
-            made = self._made.get(key, self._position)
-            self.kept[key] = _Storage(tensor.untyped_storage().nbytes(), made, [])
-        self.kept[key].savers.append(self._position)
-        return tensor
-
-
-def _look(made: Any) -> _TensorLook | None:
-    if not isinstance(made, Tensor):
-        return None
-    return _TensorLook(tuple(made.shape), made.stride(), made.dtype, made.requires_grad)

@@ -112,8 +112,8 @@ def plan(
         zero: 1 shards optimizer state over replicas, 3 parameters and gradients too; None: as
             much of it as memory asks for.
         recompute: blocks to recompute in backward: "all", "none", a class of them, or paths;
-            None: those that the model itself recomputes (`torch.utils.checkpoint`), or else as few
-            as memory asks for.
+            None: those that the model itself recomputes (`torch.utils.checkpoint`), or else what
+            memory asks for, by block or by op.
         planner: "dynamic", "exhaustive" or "uniform".
         sequence_parallel: with tp, also consider shards of the batch's second dim between layers;
             they hold less, and take less time in norms and sums.

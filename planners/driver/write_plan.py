@@ -5,6 +5,8 @@ Candidate, Answer --cut_model--> CutModel --dry_run--> StageBytes --> Plan --wit
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from autopipe.cluster.cluster import Cluster
 from autopipe.errors import ScheduleError
 from autopipe.ir import fingerprint
@@ -40,7 +42,7 @@ from autopipe.planners.driver.arguments import WINDOW
 from autopipe.planners.driver.candidate import Candidate
 from autopipe.planners.driver.work import with_work
 from autopipe.planners.model.devices import Machine
-from autopipe.planners.model.problem import EAGER, Constraints, Decision
+from autopipe.planners.model.problem import EAGER, WHOLE, Constraints, Decision
 from autopipe.planners.search.best import Answer
 from autopipe.schedules.instructions import format_programs, splits
 from autopipe.schedules.registry import named
@@ -78,8 +80,6 @@ def write_plan(candidate: Candidate, answer: Answer) -> Plan:
 def cut_model(candidate: Candidate, decision: Decision) -> CutModel:
     """The candidate's graph cut as decided."""
     frame, starts = decision.config, candidate.costing.units.starts
-    numbers = {number for blocks in decision.recompute for number in blocks}
-    paths = candidate.counted().recomputable
     batch = Batch(candidate.job.traced.rows, frame.micro_batches)
     programs = candidate.job.constraints.programs
     halves = splits(programs) if programs else named(frame.schedule).splits
@@ -87,11 +87,25 @@ def cut_model(candidate: Candidate, decision: Decision) -> CutModel:
         degree=candidate.degree,
         stages=tuple(partition(candidate.degree.flow, [starts[cut] for cut in decision.cuts])),
         rows=batch.microbatch_rows(frame.dp),
-        recompute=tuple(path for number, path in enumerate(paths) if number in numbers),
+        recompute=tuple(_names_again(candidate, decision)),
         precision=candidate.job.request.precision,
-        wanted=wanted(halves, compiled=candidate.compiled),
+        wanted=wanted(halves, compiled=candidate.compiled, by_op=_by_op(decision)),
         shards=frame.dp if frame.fully_sharded else 1,
     )
+
+
+def _names_again(candidate: Candidate, decision: Decision) -> Iterator[str]:
+    """The blocks that run again whole, and the nodes of the others that do, by name."""
+    counted, nodes = candidate.counted(), candidate.degree.trace.graph.nodes
+    for block, level in sorted({again for blocks in decision.recompute for again in blocks}):
+        if level == WHOLE:
+            yield counted.recomputable[block]
+        else:
+            yield from (nodes[position].name for position in counted.levels[block][level])
+
+
+def _by_op(decision: Decision) -> bool:
+    return any(again.level != WHOLE for blocks in decision.recompute for again in blocks)
 
 
 def _without_bytes(candidate: Candidate, answer: Answer, held: StageBytes) -> Plan:
@@ -200,7 +214,7 @@ def _stage(stage: Stage, held: StageBytes, answer: Answer, zero: int) -> StagePl
         parameters=tuple(n for n in stage.states if graph.states[n].kind == "parameter"),
         receives=tuple(transfer(ref, peer, stage.index) for ref, peer in stage.receives),
         sends=tuple(transfer(ref, peer, peer) for ref, peer in stage.sends),
-        recompute=within(stage, held.cut.degree.blocks, held.cut.recompute),
+        recompute=within(graph, stage, held.cut.degree.blocks, held.cut.recompute),
         zero=zero,
         predicted=StagePrediction(
             predicted.forward_seconds, predicted.backward_seconds, Memory(0, 0, 0, 0, 0, 0)

@@ -9,7 +9,8 @@ Other rooms use: `problem.Problem`, `.Config`, `.Decision`, `estimate.estimate`,
 `eager_depths.choose`.
 
     problem, devices                 what a planner may read                values
-    range_tables, recompute_sets     sums over ranges of units; blocks to recompute
+    range_tables                     sums over ranges of units
+    recompute_sets, level_mixes      what runs again; levels of equal blocks
     places                           what each stage is given
     memory                           bytes of a stage: bound, estimate, does it fit
     stage_costs                      seconds of a stage

@@ -26,7 +26,7 @@ from autopipe.planners.model.places import (
     profile_of,
     stages_of,
 )
-from autopipe.planners.model.problem import Config, Decision, Problem, Profile
+from autopipe.planners.model.problem import Again, Config, Decision, Problem, Profile
 from autopipe.planners.model.range_tables import tables
 from autopipe.planners.model.recompute_sets import blocks_of, compositions, figures
 from autopipe.planners.model.stage_costs import (
@@ -184,16 +184,16 @@ def _stage(
     profile: Profile,
     place: StagePlace,
     bounds: tuple[int, ...],
-    blocks: Sequence[int],
+    blocks: Sequence[Again],
 ) -> _ScoredStage:
-    """One stage [first, last) of which these blocks are recomputed."""
+    """One stage [first, last) of which these blocks run again."""
     first, last = bounds
     ranges = tables(problem, profile).at(first, last)
     kind, dropped, extra = place.group.kind, 0, 0.0
-    for block in blocks:
+    for block, level in blocks:
         start, stop = problem.recomputable[block]
         part = max(first - start, 0), min(last, stop) - start
-        saves, costs = figures(problem, profile.rows, kind, block, part)
+        saves, costs = figures(problem, profile.rows, kind, block, part, level)
         dropped, extra = dropped + saves, extra + costs
     held = 0
     if dropped:

@@ -11,14 +11,14 @@ Everything a stage pays is a sum over its range of what is here: seconds per uni
 range pays for once however many of its units use them (`Shared`), storages kept from forward to
 backward (`Saved`), and tensors that cross a cut (`Crossing`). A block may be recomputed in
 backward: then it takes its forward's seconds once more, and keeps none of what only itself would
-keep.
+keep. Or some of its ops are: that is a `BlockLevel`, of a block that a stage has whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from autopipe.planners.model.devices import Machine
 from autopipe.schedules.instructions import Programs
@@ -66,6 +66,18 @@ class Crossing:
 Seconds = tuple[float, ...]
 
 
+class BlockLevel(NamedTuple):
+    """A block's way to keep less of a micro-batch, of which some ops run again in backward.
+
+    Args:
+        dropped: bytes that it does not keep.
+        seconds: of each kind of device, what running the ops again takes.
+    """
+
+    dropped: int
+    seconds: Seconds
+
+
 @dataclass(frozen=True)
 class Profile:
     """What one micro-batch of `rows` rows costs, by unit.
@@ -76,6 +88,8 @@ class Profile:
             that recomputing takes in each of the block's units.
         exchange: of each kind the seconds of each unit, of `forward` and `backward` together, in
             which tensor-parallel ranks exchange something; none at all if there are none.
+        levels: of each recomputable block its levels between keeping all and running again whole;
+            empty: there are none. Equally many in every profile.
     """
 
     rows: int
@@ -85,6 +99,7 @@ class Profile:
     crossings: tuple[Crossing, ...]
     recompute: tuple[tuple[Seconds, ...], ...] = ()
     exchange: tuple[Seconds, ...] = ()
+    levels: tuple[tuple[BlockLevel, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -211,6 +226,17 @@ class Config(NamedTuple):
         return words
 
 
+WHOLE: Final = -1
+"""The number of the level at which all of a block runs again."""
+
+
+class Again(NamedTuple):
+    """A recomputable block of the problem, by its number, and the level that it runs again at."""
+
+    block: int
+    level: int = WHOLE
+
+
 @dataclass(frozen=True)
 class Decision:
     """A planner's answer: the config, the cuts, what is recomputed, and whose devices are whose.
@@ -220,14 +246,14 @@ class Decision:
     Args:
         cuts: numbers of units, ascending: cuts[s] is the first unit of stage s + 1, so that stage s
             has the units [cuts[s - 1], cuts[s]).
-        recompute: numbers of the problem's recomputable blocks, ascending, of each stage.
+        recompute: of each stage the blocks of which something runs again, ascending.
         groups: of each of the pp ranks the number of its group of `dp` devices
             (`Machine.groups`); empty: they stand in that order.
     """
 
     config: Config
     cuts: tuple[int, ...]
-    recompute: tuple[tuple[int, ...], ...] = ()
+    recompute: tuple[tuple[Again, ...], ...] = ()
     groups: tuple[int, ...] = ()
 
     @property

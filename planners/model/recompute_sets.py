@@ -1,16 +1,20 @@
-"""Which blocks of a stage are recomputed in backward: the cheapest set that makes the stage fit.
+"""What of a stage's blocks runs again in backward: the cheapest set that makes the stage fit.
 
-A block b that is recomputed costs the seconds c_b of its forward, and saves d_b bytes in every
-micro-batch in flight; while it does, its d_b bytes are there once. Of a set R of blocks, n
-micro-batches being in flight,
+A block b at a level l, which some or all of its ops run again at, costs the seconds c_bl of those,
+and saves d_bl bytes in every micro-batch in flight; while they run again, the bytes of one block
+are there once. Of a set R of blocks with their levels, n micro-batches being in flight,
 
-    seconds  + sum of c_b over R           bytes  - n * sum of d_b over R  + max of d_b over R
+    seconds  + sum of c_bl over R          bytes  - n * sum of d_bl over R  + max of d_bl, any b, l
 
 To fit, a set has to save some D a micro-batch: the cheapest is a knapsack. Blocks of a deep model
 are alike, so that a range of units is known by how many blocks of each class it has, and which
 part of the first and of the last: its *composition*. Of each composition all sets are made that no
 other one beats in both seconds and bytes (Pareto), one class after the other; a range looks up the
-first that saves enough. For L blocks of one class there are L + 1 such sets.
+first that saves enough. For L blocks of one class that run again whole or not there are L + 1 such
+sets. With more levels there are many: of more than `MOST_MIXES` ways to deal levels out to L equal
+blocks (`planners.model.level_mixes`) those are taken in which two levels stand that are neighbours
+on the lower convex hull of (d, c). Each of these is the cheapest for what it saves, so that what is
+found costs less than one block's step between two levels more than it must.
 
 In place of the largest block of the set the largest of the range is taken: so it is the same
 block whatever the set, and of equal blocks that is no difference.
@@ -20,20 +24,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autopipe.planners.model.problem import Problem, Saved
+from autopipe.planners.model.level_mixes import (
+    NOTHING,
+    EqualParts,
+    Numbers,
+    Option,
+    Sets,
+    with_parts,
+)
+from autopipe.planners.model.problem import WHOLE, Again, Problem, Saved
 from autopipe.planners.model.range_tables import Bytes, Times, dropped
-
-Numbers = NDArray[np.int64]
-
-MOST_SETS = 4096
-"""Sets of a composition that are kept. Where blocks are so different that there are more, some in
-between are left out: what is then found costs a little more than it must."""
 
 
 class BlockPart(NamedTuple):
@@ -71,7 +77,8 @@ class RecomputeSets:
             end of the last.
         bytes, seconds: what the sets save a micro-batch and what they cost, both ascending within a
             composition; the first saves nothing, unless the user has fixed what is recomputed.
-        counts: of each set, how many blocks of each of its composition's parts.
+        counts: of each set, how many blocks of each of its composition's parts are at each of the
+            part's levels (`part_levels`).
     """
 
     largest: Bytes
@@ -89,19 +96,32 @@ class RecomputeSets:
         short = np.asarray(needed > self.bytes[found])
         if short.any():  # mostly few are: only those are searched for
             kinds, needs = np.asarray(compositions)[short], np.asarray(needed)[short]
-            reach = max(int(self.bytes.max()), int(needs.max())) + 1
-            owner = np.repeat(np.arange(len(self.starts) - 1), np.diff(self.starts))
-            first = np.searchsorted(owner * reach + self.bytes, kinds * reach + needs)
+            keys = kinds * self._reach + np.minimum(needs, self._reach - 1)
+            first = np.searchsorted(self._keys, keys)
             found[short] = np.minimum(first, self.starts[kinds + 1] - 1)
         return found
 
+    @cached_property
+    def _reach(self) -> int:
+        """More than any set saves."""
+        return int(self.bytes.max(initial=0)) + 2
+
+    @cached_property
+    def _keys(self) -> Numbers:
+        """The sets' bytes, ascending over all compositions."""
+        owner = np.repeat(np.arange(len(self.starts) - 1), np.diff(self.starts))
+        return np.asarray(owner * self._reach + self.bytes)
+
 
 @lru_cache(maxsize=128)
-def recompute_sets(problem: Problem, rows: int, kind: int, free: bool) -> RecomputeSets:
+def recompute_sets(
+    problem: Problem, rows: int, kind: int, free: bool, by_op: bool = True
+) -> RecomputeSets:
     """The sets for the profile of so many rows on a kind of device.
 
     Args:
         free: whether blocks may be chosen; if not, none is recomputed but those the user has fixed.
+        by_op: whether blocks may have levels between none and whole.
     """
     made, fixed = compositions(problem), problem.constraints.recompute
     largest, starts = [], [0]
@@ -110,22 +130,28 @@ def recompute_sets(problem: Problem, rows: int, kind: int, free: bool) -> Recomp
     counts: list[tuple[int, ...]] = []
 
     @cache
-    def sets(groups: tuple[_EqualParts, ...]) -> _Sets:
+    def sets(groups: tuple[EqualParts, ...]) -> Sets:
         """Of a range those of all its blocks but the last are those of a shorter range."""
-        return _with(sets(groups[:-1]), groups[-1]) if groups else _NONE
+        return with_parts(sets(groups[:-1]), groups[-1]) if groups else NOTHING
+
+    @cache
+    def options(part: BlockPart) -> tuple[Option, ...]:
+        """What each of a part's levels saves and costs; one that must not be saves nothing."""
+        block = made.firsts[part.kind]
+        always = fixed is not None and block in fixed
+        found = []
+        for level in part_levels(problem, part):
+            size, seconds = figures(problem, rows, kind, block, part[1:], level)
+            may = always if fixed is not None else free and (by_op or level == WHOLE)
+            found.append(Option(size if may else 0, seconds, always and level == WHOLE))
+        return tuple(found)
 
     for parts in made.parts:
-        groups = []
-        for part, count in parts.items():
-            size, seconds = figures(problem, rows, kind, made.firsts[part.kind], part[1:])
-            always = fixed is not None and made.firsts[part.kind] in fixed
-            most = count if always or (free and fixed is None and size > 0) else 0
-            groups.append(_EqualParts(most if always else 0, most, size, seconds))
-        found = sets(tuple(groups))
+        found = sets(tuple(EqualParts(count, options(part)) for part, count in parts.items()))
         saved.append(found.saved)
         spent.append(found.spent)
         counts += map(tuple, found.counts.tolist())
-        largest.append(max((group.size for group in groups if group.most), default=0))
+        largest.append(max((one.size for part in parts for one in options(part)), default=0))
         starts.append(starts[-1] + len(found.saved))
     return RecomputeSets(
         np.array(largest, np.int64),
@@ -136,26 +162,45 @@ def recompute_sets(problem: Problem, rows: int, kind: int, free: bool) -> Recomp
     )
 
 
-def blocks_of(problem: Problem, first: int, last: int, counts: Sequence[int]) -> tuple[int, ...]:
-    """The blocks of a set in the units [first, last): of equal parts the first so many."""
-    made = compositions(problem)
-    left = dict(zip(made.parts[made.number[first, last]], counts, strict=True))
+def part_levels(problem: Problem, part: BlockPart) -> tuple[int, ...]:
+    """The levels that something of a part of a block may run again at, the last of them `WHOLE`."""
+    block = compositions(problem).firsts[part.kind]
+    start, stop = problem.recomputable[block]
+    levels = problem.profiles[0].levels
+    whole = part[1:] == (0, stop - start)
+    return (*range(len(levels[block]) if levels and whole else 0), WHOLE)
+
+
+def blocks_of(problem: Problem, first: int, last: int, counts: Sequence[int]) -> tuple[Again, ...]:
+    """The blocks of a set in the units [first, last): of equal parts those that save most first."""
+    made, columns = compositions(problem), iter(counts)
+    left = {
+        part: [level for level in part_levels(problem, part) for _ in range(next(columns))]
+        for part in made.parts[made.number[first, last]]
+    }
     chosen = []
     for block, (start, stop) in enumerate(problem.recomputable):
         if start < last and stop > first:
             part = BlockPart(made.kinds[block], max(first - start, 0), min(last, stop) - start)
             if left[part]:
-                left[part] -= 1
-                chosen.append(block)
+                chosen.append(Again(block, left[part].pop()))
     return tuple(chosen)
 
 
 @lru_cache(maxsize=4096)
 def figures(
-    problem: Problem, rows: int, kind: int, block: int, part: tuple[int, int]
+    problem: Problem,
+    rows: int,
+    kind: int,
+    block: int,
+    part: tuple[int, int],
+    level: int = WHOLE,
 ) -> tuple[int, float]:
-    """Bytes that a part of a block saves if it is recomputed, and the seconds that takes."""
+    """Bytes that a part of a block saves if it runs again at a level, and seconds that it takes."""
     profile = problem.profile(rows)
+    if level != WHOLE:
+        found = profile.levels[block][level]
+        return found.dropped, found.seconds[kind]
     first, last = part
     seconds = sum(profile.recompute[block][kind][first:last])
     return int(_matrices(problem, rows)[block][first, last]), seconds
@@ -249,45 +294,10 @@ def _classes(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
                 for kind in profile.recompute[block]
                 for seconds in kind
             ),
+            tuple(profile.levels[block] for profile in problem.profiles if profile.levels),
         )
         if alike not in known:
             known[alike] = len(known)
             firsts.append(block)
         kinds.append(known[alike])
     return tuple(kinds), tuple(firsts)
-
-
-class _EqualParts(NamedTuple):
-    """Equal parts: how many are recomputed at least and at most, what each saves and costs."""
-
-    least: int
-    most: int
-    size: int
-    seconds: float
-
-
-class _Sets(NamedTuple):
-    """All sets that no other beats: their bytes and seconds, ascending, and counts by group."""
-
-    saved: Bytes
-    spent: Times
-    counts: Numbers
-
-
-_NONE = _Sets(np.zeros(1, np.int64), np.zeros(1), np.zeros((1, 0), np.int64))
-
-
-def _with(sets: _Sets, group: _EqualParts) -> _Sets:
-    """The sets of one more group's parts besides."""
-    number = np.arange(group.least, group.most + 1)
-    saved = (sets.saved[:, None] + number * group.size).ravel()
-    spent = (sets.spent[:, None] + number * group.seconds).ravel()
-    order = np.lexsort((-saved, spent))
-    best = np.maximum.accumulate(saved[order])
-    first = np.concatenate(([True], best[1:] > best[:-1]))
-    kept = order[first]
-    if len(kept) > MOST_SETS:
-        kept = kept[np.unique(np.linspace(0, len(kept) - 1, MOST_SETS).astype(np.int64))]
-    before, own = np.divmod(kept, len(number))
-    counts = np.concatenate((sets.counts[before], number[own, None]), axis=1)
-    return _Sets(saved[kept], spent[kept], counts)

@@ -41,10 +41,11 @@ import numpy as np
 from autopipe.cluster.collective_time import Level, Levels, all_gather, gradient_sum
 from autopipe.planners.model import memory
 from autopipe.planners.model.devices import DeviceGroup
+from autopipe.planners.model.level_mixes import Numbers
 from autopipe.planners.model.places import StagePlace
 from autopipe.planners.model.problem import EAGER, Config, Problem, splits
 from autopipe.planners.model.range_tables import Bytes, Tables, Times
-from autopipe.planners.model.recompute_sets import Numbers, RecomputeSets, recompute_sets
+from autopipe.planners.model.recompute_sets import RecomputeSets, recompute_sets
 
 _Exchange = Callable[[float, Levels, int], float]
 
@@ -173,7 +174,10 @@ def costs(
 def sets_of(problem: Problem, config: Config, place: StagePlace) -> RecomputeSets:
     """The sets of blocks that may be recomputed in a place."""
     rows = config.microbatch_rows(problem.batch)
-    return recompute_sets(problem, rows, place.group.kind, not splits(problem, config.schedule))
+    free = not splits(problem, config.schedule)
+    # ZeRO-3 gathers module by module, which graphs that run ops again no longer have.
+    by_op = free and not config.fully_sharded
+    return recompute_sets(problem, rows, place.group.kind, free, by_op)
 
 
 class Gathering(NamedTuple):

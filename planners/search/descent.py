@@ -54,7 +54,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from autopipe.planners.model.recompute_sets import Numbers, RecomputeSets
+from autopipe.planners.model.level_mixes import Numbers
+from autopipe.planners.model.recompute_sets import RecomputeSets
 
 Array = NDArray[np.float64]
 """By range: entry [i, j] is of the units [i, j), infinite where a stage may not be that."""

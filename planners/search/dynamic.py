@@ -36,10 +36,11 @@ import numpy as np
 
 from autopipe.planners.model import memory, stage_costs, step_formula
 from autopipe.planners.model.estimate import Mesh, Scored
+from autopipe.planners.model.level_mixes import Numbers
 from autopipe.planners.model.places import StagePlace, in_flights, place_of, placement, profile_of
 from autopipe.planners.model.problem import Config, Decision, Problem
 from autopipe.planners.model.range_tables import Tables, tables
-from autopipe.planners.model.recompute_sets import Numbers, RecomputeSets, blocks_of, compositions
+from autopipe.planners.model.recompute_sets import RecomputeSets, blocks_of, compositions
 from autopipe.planners.search import best as answer
 from autopipe.planners.search.best import Answer, best_answer
 from autopipe.planners.search.descent import Arc, Array, GroupsUsed, Layers, StagePath, best_path

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import chain, combinations, islice
+from itertools import chain, combinations, islice, product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from autopipe.errors import AutopipeError
 from autopipe.planners.model import memory
 from autopipe.planners.model.estimate import Mesh
 from autopipe.planners.model.places import StagePlace, places, profile_of, stages_of
-from autopipe.planners.model.problem import Config, Decision, Problem, splits
+from autopipe.planners.model.problem import WHOLE, Again, Config, Decision, Problem, splits
 from autopipe.planners.model.range_tables import Bytes, Times, tables
 from autopipe.planners.model.recompute_sets import figures
 from autopipe.planners.model.stage_costs import StageSeconds, stage_seconds
@@ -36,7 +36,7 @@ MOST, MOST_SETS = 5_000_000, 1024
 ROWS = 1 << 16
 """Sets of cuts scored at a time."""
 
-Blocks = tuple[int, ...]
+Blocks = tuple[Again, ...]
 
 
 def exhaustive(
@@ -57,7 +57,7 @@ def exhaustive(
         for config in configs(problem)
         if mesh in (None, config[:2])
     )
-    sets = 2 ** len(problem.recomputable)
+    sets = math.prod(1 + len(levels) for levels in _levels(problem, by_op=True))
     if candidates > MOST or sets > MOST_SETS:
         raise AutopipeError(
             f"the planner `exhaustive` would score {candidates:,} candidates, of {sets:,} sets of "
@@ -127,9 +127,13 @@ class _StageRanges:
         ranges, kind = tables(problem, profile), place.group.kind
         fixed = problem.constraints.recompute
         free = fixed is None and not splits(problem, config.schedule)
-        may = fixed if fixed is not None else range(len(problem.recomputable)) if free else ()
-        self._sets = list(_subsets(may)) if free else [tuple(may)]
-        saves = {b: _parts(problem, profile.rows, kind, b) for b in may}
+        if free:
+            levels = _levels(problem, by_op=not config.fully_sharded)
+            self._sets = list(_subsets(levels))
+        else:
+            self._sets = [tuple(map(Again, fixed or ()))]
+        may = {again for blocks in self._sets for again in blocks}
+        saves = {again: _parts(problem, profile.rows, kind, again) for again in may}
         nothing = np.zeros_like(ranges.saved)
         largest = np.max([nothing, *(saved for saved, _ in saves.values())], axis=0)
         best: tuple[Times, Times, Times, Bytes] | None = None
@@ -157,24 +161,40 @@ class _StageRanges:
     def recomputed(self, first: int, last: int) -> Blocks:
         """The blocks that are recomputed in a range."""
         blocks = self._sets[int(self._chosen[first, last])]
-        spans = [(block, self._problem.recomputable[block]) for block in blocks]
-        return tuple(b for b, (start, stop) in spans if start < last and stop > first)
+        spans = [(again, self._problem.recomputable[again.block]) for again in blocks]
+        return tuple(again for again, (start, stop) in spans if start < last and stop > first)
 
 
-def _subsets(blocks: range | Blocks) -> Iterator[Blocks]:
-    """All sets of some of the blocks, small ones first."""
-    return chain.from_iterable(combinations(blocks, size) for size in range(len(blocks) + 1))
+def _levels(problem: Problem, *, by_op: bool) -> list[tuple[int, ...]]:
+    """Of each block the levels that it may run again at."""
+    between = problem.profiles[0].levels or ((),) * len(problem.recomputable)
+    return [(WHOLE, *range(len(own) if by_op else 0)) for own in between]
 
 
-def _parts(problem: Problem, rows: int, kind: int, block: int) -> tuple[Bytes, Times]:
-    """What the part of a block in each range saves, and costs."""
+def _subsets(levels: Sequence[tuple[int, ...]]) -> Iterator[Blocks]:
+    """All sets of some of the blocks, each at one of its levels; small sets first."""
+    blocks = range(len(levels))
+    for some in chain.from_iterable(combinations(blocks, size) for size in range(len(levels) + 1)):
+        for chosen in product(*(levels[block] for block in some)):
+            yield tuple(map(Again, some, chosen))
+
+
+def _parts(problem: Problem, rows: int, kind: int, again: Again) -> tuple[Bytes, Times]:
+    """What the part of a block in each range saves, and costs.
+
+    A block that a range has only in part is at no level but `WHOLE`.
+    """
+    block, level = again
     start, stop = problem.recomputable[block]
     saved = np.zeros((problem.units + 1, problem.units + 1), np.int64)
     spent = np.zeros(saved.shape)
     for first in range(stop):
         for last in range(max(first, start) + 1, problem.units + 1):
             part = max(first - start, 0), min(last, stop) - start
-            saved[first, last], spent[first, last] = figures(problem, rows, kind, block, part)
+            if level == WHOLE or part == (0, stop - start):
+                saved[first, last], spent[first, last] = figures(
+                    problem, rows, kind, block, part, level
+                )
     return saved, spent
 
 

@@ -19,7 +19,7 @@ from autopipe.errors import InfeasibleError
 from autopipe.planfile.contents import ZERO
 from autopipe.planners.model.devices import Machine
 from autopipe.planners.model.estimate import Scored
-from autopipe.planners.model.problem import Decision, Problem
+from autopipe.planners.model.problem import Again, Decision, Problem
 from autopipe.util.numbers import percent
 
 Fastest = Callable[[Problem], Scored | None]
@@ -139,8 +139,8 @@ def _differs(name: str, decision: Decision, problem: Problem) -> bool:
     """Whether a decision is in this respect not as asked for."""
     asked, config = problem.constraints, decision.config
     if name == "recompute":
-        recomputed = {block for blocks in decision.recompute for block in blocks}
-        return recomputed != set(asked.recompute or ())
+        recomputed = {again for blocks in decision.recompute for again in blocks}
+        return recomputed != set(map(Again, asked.recompute or ()))
     if name == "zero":
         return config.zero not in problem.zeros
     return bool(getattr(config, name) != getattr(asked, name))
@@ -181,7 +181,9 @@ def limitless(problem: Problem) -> Problem:
     roomy = replace(problem, machine=replace(machine, memory=(UNLIMITED,) * machine.devices))
     if problem.constraints.recompute is not None:
         return roomy
-    kept = tuple(replace(profile, saved=(), recompute=()) for profile in problem.profiles)
+    kept = tuple(
+        replace(profile, saved=(), recompute=(), levels=()) for profile in problem.profiles
+    )
     return replace(roomy, profiles=kept, recomputable=())
 
 

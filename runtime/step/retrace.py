@@ -1,7 +1,8 @@
 """Traces the module of an emitted stage back into fx graphs, as `lower` makes them.
 
-Only torch.compile and ZeRO-3 need it, which work on a stage's code: the one takes islands out of
-it, the other runs it over shards. All others run the module as it stands.
+Only torch.compile, ZeRO-3 and ops that run again need it, which work on a stage's code: the first
+takes islands out of it, the second runs it over shards, the third wants to know its blocks. All
+others run the module as it stands.
 """
 
 from __future__ import annotations
@@ -13,7 +14,13 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
-from autopipe.stages.node_calls import check_read, draw_under_autocast, take, under_autocast
+from autopipe.stages.node_calls import (
+    check_read,
+    draw_under_autocast,
+    repeated,
+    take,
+    under_autocast,
+)
 from autopipe.stages.precision import low
 from autopipe.stages.recompute import Recomputed
 from autopipe.stages.rng import draw
@@ -38,7 +45,7 @@ def graph_of(module: nn.Module) -> fx.GraphModule:
 
 def _trace(module: nn.Module) -> fx.Graph:
     tracer = _Tracer(
-        autowrap_functions=(check_read, under_autocast, draw_under_autocast, draw, low)
+        autowrap_functions=(check_read, under_autocast, draw_under_autocast, draw, low, repeated)
     )
     with _Making(tracer):
         graph = tracer.trace(module)

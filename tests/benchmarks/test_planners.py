@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from autopipe.planners.model.estimate import estimate
-from autopipe.planners.model.problem import Config, Decision, Problem
+from autopipe.planners.model.problem import Again, Config, Decision, Problem
 from benchmarks.planners import (
     cases,
     common_ground,
@@ -462,7 +462,9 @@ def test_even_stages_hold_galvatrons_bytes(costs: galvatron.Costs, pp: int, zero
     each = galvatron.LAYERS // pp
     for _ in range(5):
         again = [sorted(numbers.sample(range(each), numbers.randint(0, each))) for _ in range(pp)]
-        blocks = tuple(tuple(s * each + layer for layer in own) for s, own in enumerate(again))
+        blocks = tuple(
+            tuple(Again(s * each + layer) for layer in own) for s, own in enumerate(again)
+        )
         plan = common_ground.plan_of(way, [each] * pp, [len(own) for own in again], count)
         expected = galvatron_score.memory(costs, plan, 16)
         found = held(even, Decision(config, tuple(range(1, pp)), blocks))

@@ -358,7 +358,9 @@ def test_mixed_precision_and_recomputation_give_what_autograd_gives(precision, r
     blocks = find_blocks(trace.graph)
     cuts = [f"blocks.{number}.norm1/layer_norm/0" for number in (1, 3)]
     _, middle, _ = stages_between(trace, cuts)
-    again = within(middle, blocks, [block.path for block in blocks]) if recomputed else ()
+    again = (
+        within(trace.graph, middle, blocks, [block.path for block in blocks]) if recomputed else ()
+    )
 
     def stage():
         model = ZOO["dropout"].model()

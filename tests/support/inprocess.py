@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from autopipe.ir.blocks import Block, find_blocks
 from autopipe.ir.dataflow import Dataflow, analyse
 from autopipe.ir.graph import Graph
 from autopipe.ir.partition import Stage, legal_cuts, partition
+from autopipe.joint.split_backward import wanted
 from autopipe.joint.split_backward_layouts import joint_for, rehearse_joint
 from autopipe.planfile.parts import InputSpec
 from autopipe.runtime.comm.threads import LocalTransport, local_network
@@ -94,6 +96,7 @@ class Cut:
     rows: int
     recompute: tuple[str, ...] = ()
     precision: str = "fp32"
+    by_op: bool = False
 
     @property
     def graph(self) -> Graph:
@@ -133,11 +136,13 @@ def cut(
     *,
     split: bool = False,
     recompute: tuple[str, ...] = (),
+    ops: tuple[str, ...] = (),
     precision: str = "fp32",
 ) -> Cut:
     """Cut evenly by the number of legal cuts, or with a seed anywhere that is legal.
 
-    With `split` the stages are rehearsed for schedules that split backwards.
+    With `split` the stages are rehearsed for schedules that split backwards; of all blocks the
+    nodes of `ops`, short names, run again alone.
     """
     found, flow, blocks = traced(name)
     legal = legal_cuts(flow)
@@ -146,10 +151,15 @@ def cut(
         chosen = sorted(random.Random(f"{name} {pp} {seed}").sample(legal, pp - 1))
     stages = partition(flow, chosen)
     graph, again = found.graph, blocks_to_recompute(blocks, recompute)
+    inside = chain.from_iterable(range(block.first, block.stop) for block in blocks)
+    again += tuple(n.name for n in (graph.nodes[p] for p in inside) if n.short in ops)
+    how = wanted(split, compiled=False, by_op=bool(ops))
     rehearsal = rehearse(graph, stages, blocks, rows, recompute=again, precision=precision)
-    if split:
-        rehearsal = rehearse_joint(graph, stages, blocks, rehearsal, rows, again, precision)
-    return Cut(name, found, flow, blocks, stages, rehearsal, rows, again, precision)
+    if how is not None:
+        rehearsal = rehearse_joint(
+            graph, stages, blocks, rehearsal, rows, again, precision, wanted=how
+        )
+    return Cut(name, found, flow, blocks, stages, rehearsal, rows, again, precision, bool(ops))
 
 
 @dataclass(frozen=True)
@@ -190,7 +200,7 @@ def ready(
     model = ZOO[cut.name].model() if model is None else model
     made, owned = [], []
     ranks = holders(programs)
-    split = splits(programs)
+    backwards = wanted(splits(programs), compiled=False, by_op=cut.by_op)
     for rank, transport in enumerate(local_network(ranks)):
         stages = [s for s, holder in zip(cut.stages, ranks, strict=True) if holder == rank]
         own: dict[str, Tensor] = {}
@@ -207,13 +217,20 @@ def ready(
                 cut.trace.reads,
                 cut.rows,
                 last=last,
-                recompute=within(stage, cut.blocks, cut.recompute),
+                recompute=within(cut.graph, stage, cut.blocks, cut.recompute),
                 precision=how,
             )
             low += [own[name] for name in lowered.low]
             joint = None
-            if split:
-                joint = joint_for(cut.graph, lowered, cut.rehearsal, last=last, precision=how)
+            if backwards is not None:
+                joint = joint_for(
+                    cut.graph,
+                    lowered,
+                    cut.rehearsal,
+                    last=last,
+                    precision=how,
+                    wanted=backwards,
+                )
             module = lowered.module
             engine: Engine = AutogradEngine(module) if joint is None else JointEngine(module, joint)
             boundaries, values = cut.rehearsal.boundaries, [own[name] for name in stage.states]

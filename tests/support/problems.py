@@ -8,7 +8,15 @@ from random import Random
 from autopipe.cluster.cluster import Link
 from autopipe.cluster.collective_time import Topology
 from autopipe.planners.model.devices import Machine
-from autopipe.planners.model.problem import Constraints, Crossing, Problem, Profile, Saved, Shared
+from autopipe.planners.model.problem import (
+    BlockLevel,
+    Constraints,
+    Crossing,
+    Problem,
+    Profile,
+    Saved,
+    Shared,
+)
 
 
 def machine(
@@ -174,7 +182,8 @@ def _blocks(random: Random, units: int) -> tuple[tuple[int, int], ...]:
 
 def rich_problem(seed: int) -> Problem:
     """A random problem on up to three kinds of devices, nodes and sites, whose blocks may run again
-    and whose states may be dealt out; in half of them some parameters are masters."""
+    at up to two levels and whole, and whose states may be dealt out; in half of them some
+    parameters are masters."""
     plain = random_problem(seed)
     random = Random(f"rich {seed}")
     devices = plain.machine.devices
@@ -193,6 +202,16 @@ def rich_problem(seed: int) -> Problem:
     alike = random.random() < 0.5
     spread = max(kinds) + 1
 
+    leveled = Random(f"levels {seed}")
+    shares = [
+        [
+            (leveled.uniform(0.1, 0.9), leveled.uniform(0.1, 0.9))
+            for _ in range(leveled.randint(0, 2))
+        ]
+        for _ in range(4)
+    ]
+    """Of each block and level the share of the block's bytes that is saved, and of its seconds."""
+
     def of(profile: Profile) -> Profile:
         numbers = Random(f"saved {seed}")  # the same in every profile
         own = [
@@ -209,6 +228,19 @@ def rich_problem(seed: int) -> Problem:
             ]
         return replace(
             profile,
+            levels=tuple(
+                tuple(
+                    BlockLevel(
+                        int(bytes * sum(saved.bytes for saved in own if saved.block == block)),
+                        tuple(
+                            seconds * sum(profile.forward[0][first:last]) * (1 + 0.5 * kind)
+                            for kind in range(spread)
+                        ),
+                    )
+                    for bytes, seconds in shares[0 if alike else block]
+                )
+                for block, (first, last) in enumerate(recomputable)
+            ),
             forward=tuple(_slower(profile.forward[0], kind) for kind in range(spread)),
             backward=tuple(_slower(profile.backward[0], kind) for kind in range(spread)),
             saved=(*profile.saved, *own),

@@ -16,6 +16,7 @@ from autopipe.planners.model.estimate import estimate, settle
 from autopipe.planners.model.places import placement, places, profile_of
 from autopipe.planners.model.problem import (
     WRITTEN,
+    Again,
     Config,
     Constraints,
     Decision,
@@ -371,7 +372,8 @@ def test_what_runs_again_takes_its_seconds_in_backward_and_lets_its_bytes_go() -
     )
     problem = replace(PROBLEM, profiles=(again,), recomputable=((0, 1), (2, 3)))
     usual, both = (
-        estimate(problem, replace(TWO, recompute=blocks)) for blocks in (((), ()), ((0,), (1,)))
+        estimate(problem, replace(TWO, recompute=blocks))
+        for blocks in (((), ()), ((Again(0),), (Again(1),)))
     )
     assert [stage.backward_seconds for stage in both.stages] == [2 + 0.75, 10 + 2.5]
     activations = [stage.memory.activations for stage in both.stages]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain, combinations
+from itertools import combinations, pairwise, product
 from random import Random
 
 import numpy as np
 import pytest
 
-from autopipe.planners.model.problem import Constraints, Problem, Saved
+from autopipe.planners.model.problem import WHOLE, Again, BlockLevel, Constraints, Problem, Saved
 from autopipe.planners.model.recompute_sets import blocks_of, compositions, figures, recompute_sets
 from tests.support.problems import line, rich_problem
 
@@ -83,13 +84,13 @@ def test_a_set_is_made_of_blocks_again() -> None:
     number = compositions(problem).number[0, 4]
     for row in range(sets.starts[number], sets.starts[number + 1]):
         blocks = blocks_of(problem, 0, 4, sets.counts[row])
-        assert sum((10, 20, 10, 20)[b] for b in blocks) == sets.bytes[row]
+        assert sum((10, 20, 10, 20)[again.block] for again in blocks) == sets.bytes[row]
         assert blocks == tuple(sorted(blocks))
     assert blocks_of(problem, 0, 4, sets.counts[sets.starts[number]]) == ()
     # (10, 1.0) first, (20, 1.5) next: one of the second kind is block 1, of a range from 2 on 3.
     two = compositions(problem).number[2, 4]
     (row,) = (r for r in range(sets.starts[two], sets.starts[two + 1]) if sets.bytes[r] == 20)
-    assert blocks_of(problem, 2, 4, sets.counts[row]) == (3,)
+    assert blocks_of(problem, 2, 4, sets.counts[row]) == (Again(3),)
 
 
 def test_a_part_of_a_block_saves_what_is_kept_in_that_part() -> None:
@@ -120,13 +121,16 @@ def test_where_blocks_may_not_run_again_there_is_the_empty_set() -> None:
 
 
 def by_brute_force(problem: Problem, rows: int, first: int, last: int) -> list[tuple[int, float]]:
-    """All sets of the blocks of a range, less those that another beats in bytes and seconds."""
-    own = [
-        figures(problem, rows, 0, block, (max(first - start, 0), min(last, stop) - start))
-        for block, (start, stop) in enumerate(problem.recomputable)
-        if start < last and stop > first
-    ]
-    sets = chain.from_iterable(combinations(own, size) for size in range(len(own) + 1))
+    """All sets of the blocks of a range, each block not at all or at any of its levels, less those
+    that another beats in bytes and seconds."""
+    own = []
+    for block, (start, stop) in enumerate(problem.recomputable):
+        if start < last and stop > first:
+            part = max(first - start, 0), min(last, stop) - start
+            levels = problem.profile(rows).levels[block] if part == (0, stop - start) else ()
+            whole = figures(problem, rows, 0, block, part)
+            own.append([(0, 0.0), whole, *((saved, seconds[0]) for saved, seconds in levels)])
+    sets = product(*own)
     every = sorted((sum(s for _, s in one), -sum(b for b, _ in one)) for one in sets)
     best: list[tuple[int, float]] = []
     for seconds, lacking in every:
@@ -150,10 +154,60 @@ def test_the_sets_are_those_that_brute_force_leaves(seed: int) -> None:
             assert sets.seconds[own].tolist() == pytest.approx([cost for _, cost in expected])
 
 
+def with_levels(count: int, levels: Sequence[BlockLevel]) -> Problem:
+    """So many equal blocks of 10 bytes and 6 seconds each, with these levels between."""
+    blocks = tuple((unit, unit + 1) for unit in range(count))
+    problem = with_blocks(blocks, (10,) * count, (6.0,) * count)
+    (profile,) = problem.profiles
+    return replace(problem, profiles=(replace(profile, levels=(tuple(levels),) * count),))
+
+
+def test_levels_of_equal_blocks_are_mixed() -> None:
+    """Two blocks of which 4 bytes take a second, 7 take three and all 10 take six.
+
+    bytes    4   7   8  11  14  17  20
+    seconds  1   3   2   4   6   9  12       7 of one block take longer than 8 of two
+    """
+    problem = with_levels(2, [BlockLevel(4, (1.0,)), BlockLevel(7, (3.0,))])
+    assert found(problem, 0, 2) == [(0, 0), (4, 1), (8, 2), (11, 4), (14, 6), (17, 9), (20, 12)]
+    sets = recompute_sets(problem, 1, 0, True)
+    start = sets.starts[compositions(problem).number[0, 2]]
+    named = [blocks_of(problem, 0, 2, sets.counts[start + row]) for row in (1, 3, 5)]
+    assert named == [(Again(0, 0),), (Again(0, 1), Again(1, 0)), (Again(0, WHOLE), Again(1, 1))]
+
+
+def test_without_joint_graphs_a_block_runs_again_whole_or_not() -> None:
+    sets = recompute_sets(with_levels(1, [BlockLevel(4, (1.0,))]), 1, 0, True, by_op=False)
+    assert sets.bytes.tolist() == [0, 0, 10], "of the empty range, and of the block"
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_of_many_mixtures_those_that_are_left_cost_less_than_a_step_too_much(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever has to be saved, the set found costs less than one block's step from a level to the
+    next more than the cheapest of all. And each of them is the cheapest for what it saves."""
+    random = Random(seed)
+    levels = sorted(
+        (BlockLevel(random.randint(1, 99), (random.uniform(0, 9),)) for _ in range(3)),
+        key=lambda level: level.seconds,
+    )
+    problem = with_levels(5, levels)
+    exact = found(problem, 0, 5)
+    monkeypatch.setattr("autopipe.planners.model.level_mixes.MOST_MIXES", 0)
+    near = found(with_levels(5, levels), 0, 5)
+    for size, cost in near:
+        assert [c for s, c in exact if s == size] == [pytest.approx(cost)]
+    steps = [b - a for (_, a), (_, b) in pairwise(near)]
+    for size, cost in exact:
+        enough = next(c for s, c in near if s >= size)
+        assert enough < cost + max(steps) + 1e-9
+
+
 def test_many_unlike_blocks_are_still_few_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 12 blocks there are 4096 sets; with room for 50, some in between are left out, the empty
     one and the whole one are not."""
-    monkeypatch.setattr("autopipe.planners.model.recompute_sets.MOST_SETS", 50)
+    monkeypatch.setattr("autopipe.planners.model.level_mixes.MOST_SETS", 50)
     random = Random(0)
     blocks = tuple((unit, unit + 1) for unit in range(12))
     keeps = tuple(2**n + random.randint(0, 1) for n in range(12))

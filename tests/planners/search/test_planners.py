@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import chain, combinations, product
+from itertools import combinations, pairwise, product
 
 import pytest
 
@@ -17,7 +17,16 @@ from autopipe.cluster.cluster import Link
 from autopipe.errors import AutopipeError, InfeasibleError
 from autopipe.planfile.parts import Alternative
 from autopipe.planners.model.estimate import estimate
-from autopipe.planners.model.problem import Config, Constraints, Decision, Problem, Shared, splits
+from autopipe.planners.model.problem import (
+    WHOLE,
+    Again,
+    Config,
+    Constraints,
+    Decision,
+    Problem,
+    Shared,
+    splits,
+)
 from autopipe.planners.search import best
 from autopipe.planners.search.best import Answer
 from autopipe.planners.search.configs import configs
@@ -170,31 +179,27 @@ def test_the_problems_are_of_all_kinds() -> None:
             assert sum(any(decision.recompute) for decision in decisions) >= share(10, of=10)
 
 
-def subsets(blocks: range) -> list[tuple[int, ...]]:
-    return list(chain.from_iterable(combinations(blocks, n) for n in range(len(blocks) + 1)))
+def all_again(problem: Problem, config: Config, first: int, last: int) -> list[tuple[Again, ...]]:
+    """Every set of blocks of a stage, each at every level that it may have there."""
+    if splits(problem, config.schedule):
+        return [()]  # what has backward in halves cannot run again
+    between = problem.profiles[0].levels or ((),) * len(problem.recomputable)
+    choices: list[list[Again | None]] = []
+    for block, (start, stop) in enumerate(problem.recomputable):
+        if start < last and stop > first:
+            whole = first <= start and stop <= last and not config.fully_sharded
+            levels = [WHOLE, *range(len(between[block]) if whole else 0)]
+            choices.append([None, *(Again(block, level) for level in levels)])
+    return [tuple(filter(None, chosen)) for chosen in product(*choices)]
 
 
 def decisions_of(problem: Problem, config: Config) -> Iterator[Decision]:
-    """Every order of the groups, every set of cuts, every set of blocks of every stage."""
+    """Every order of the groups, every set of cuts, all that may run again in every stage."""
     for order in orders(problem, config):
         for cuts in combinations(range(1, problem.units), config.pp - 1):
             bounds = (0, *cuts, problem.units)
-            own = [
-                [
-                    b
-                    for b, (start, stop) in enumerate(problem.recomputable)
-                    if start < j and stop > i
-                ]
-                for i, j in zip(bounds, bounds[1:], strict=False)
-            ]
-            if splits(problem, config.schedule):
-                own = [[]] * config.pp  # what has backward in halves cannot run again
-            sets = [subsets(range(len(blocks))) for blocks in own]
-            for chosen in product(*sets):
-                again = tuple(
-                    tuple(blocks[n] for n in numbers)
-                    for blocks, numbers in zip(own, chosen, strict=True)
-                )
+            sets = [all_again(problem, config, *pair) for pair in pairwise(bounds)]
+            for again in product(*sets):
                 yield Decision(config, cuts, again, order)
 
 

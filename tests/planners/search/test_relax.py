@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 
-from autopipe.planners.model.problem import Constraints, Problem, Saved
+from autopipe.planners.model.problem import Again, Constraints, Problem, Saved
 from autopipe.planners.search.dynamic import fastest
 from autopipe.planners.search.registry import PLANNERS
 from autopipe.planners.search.relax import UNLIMITED, limitless, would_fit
@@ -56,7 +56,7 @@ def test_recomputation() -> None:
     assert fastest(tight) is None
     assert helps(tight) == ["recomputation in stage 0 (+100 % time)"]
     found = PLANNERS["dynamic"](asking(tight, recompute=None))
-    assert found.estimate.fits and found.decision.recompute == ((0, 1),)
+    assert found.estimate.fits and found.decision.recompute == ((Again(0), Again(1)),)
     assert found.estimate.step_seconds == 32
     assert helps(replace(tight, machine=machine(1, 2639))) == []
 

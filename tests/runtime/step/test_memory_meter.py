@@ -83,6 +83,38 @@ def test_predicted_is_measured_in_low_precision_and_with_blocks_that_run_again(
     held_as_predicted(found, "1f1b", 4)
 
 
+OPS = "layer_norm", "gelu", "scaled_dot_product_attention", "dropout", "mul", "silu"
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "precision"),
+    [
+        ("dropout", ("linear",), "fp32"),
+        ("llama", (), "bf16-autocast"),
+        *(
+            pytest.param(name, more, precision, marks=pytest.mark.long)
+            for name in ("gpt", "dropout", "llama")
+            for more in ((), ("linear",))
+            for precision in ("fp32", "bf16-autocast")
+        ),
+    ],
+)
+def test_predicted_is_measured_with_ops_that_run_again(
+    name: str, more: tuple[str, ...], precision: str
+) -> None:
+    """And gradients are the same, bit by bit, dropout that is drawn a second time included."""
+    usual = cut(name, 2, precision=precision)
+    found = cut(name, 2, ops=(*OPS, *more), precision=precision)
+    assert sum(found.rehearsal.saved) < sum(usual.rehearsal.saved)
+    assert min(found.rehearsal.recomputed) > 0
+    held_as_predicted(found, "1f1b", 4)
+    batch = ZOO[name].inputs(ROWS * 4)
+    expected = run(usual, batch, micro_batches=4).gradients
+    made = run(found, batch, micro_batches=4).gradients
+    assert made.keys() == expected.keys()
+    assert all(torch.equal(made[parameter], expected[parameter]) for parameter in expected)
+
+
 def held_as_predicted(found: Cut, schedule: str, micro_batches: int, **shape: int) -> None:
     batch = ZOO[found.name].inputs(ROWS * micro_batches)
     made = run(found, batch, micro_batches=micro_batches, schedule=schedule, metered=True, **shape)

@@ -1,0 +1,197 @@
+"""What a block keeps for backward at the least cost: a minimum cut of its graph.
+
+    source ──> made by a product ──bytes──> its value ──> norm ──bytes──> its value ──> sink
+                                                                          (if backward reads it)
+
+Of each tensor that backward reads, it or what it is made from is kept, at the least bytes in all
+(Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, state the problem; the cut is
+that of torch.compile's partitioner). What lies behind the cut runs again. Calls may have a price in
+bytes: a further edge from the source, which is cut if any call of its group runs again.
+
+    source ──price──> group of calls ──> each of them
+
+The cut is then the least of bytes kept and prices paid. Of equal cuts the latest one runs least
+again.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, gcd
+from typing import Any, Final
+
+import numpy as np
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+from torch import fx
+
+from autopipe.ir.torch_private import writes
+from autopipe.joint.joint_graph import JointGraph, is_of_state, storages
+from autopipe.stages.op_tape import MADE
+
+FREE: Final = -1
+"""The price of a call that may run again at no cost."""
+
+Price = int | None
+"""`FREE`; the number of the group that a call is priced with; None: it may not run again."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What a block keeps.
+
+    Attributes:
+        keeps: the values to keep, those from outside of the block among them.
+        again: the block's calls that run again.
+        paid: the groups of them.
+        bytes: of what is kept, but for what is kept whatever is chosen.
+    """
+
+    keeps: frozenset[fx.Node]
+    again: frozenset[fx.Node]
+    paid: frozenset[int]
+    bytes: int
+
+
+_Edge = tuple[int, int]
+
+
+class Network:
+    """The network of one block: an edge with a capacity for each tensor that can be kept.
+
+    A view has no bytes of its own: it follows from what it is a view of.
+
+    Args:
+        blocked: storages that are written in place: what they hold is another thing later.
+        kept: storages that are kept whatever is chosen here.
+        calls: the block's, in their order.
+        wanted: the values that backward reads.
+        price: of a call that is no view and writes nothing in place.
+    """
+
+    SOURCE, SINK = 0, 1
+    ENDLESS = 2**30
+    """A capacity that no sum reaches: this edge is never cut."""
+
+    def __init__(
+        self,
+        graph: JointGraph,
+        blocked: Collection[int],
+        kept: Collection[int],
+        calls: Sequence[fx.Node],
+        wanted: Collection[fx.Node],
+        price: Callable[[fx.Node], Price],
+    ) -> None:
+        self._graph = graph
+        self._blocked = blocked
+        self._kept = kept
+        self._calls = frozenset(calls)
+        self._price = price
+        self._numbers: dict[fx.Node | int, int] = {}
+        self._edges: dict[_Edge, int | None] = {}
+        for node in calls:
+            self._add(node)
+            if node in wanted:
+                self._edges[self._end(node), self.SINK] = None
+
+    @property
+    def groups(self) -> frozenset[int]:
+        """The groups of the block's calls that have a price."""
+        return frozenset(key for key in self._numbers if isinstance(key, int))
+
+    def least(self, prices: Mapping[int, float]) -> Cut:
+        """The least cut.
+
+        Args:
+            prices: of each group the bytes that running it again counts for; one that is not among
+                them does not run again.
+        """
+        edges: dict[_Edge, float | None] = {**self._edges}
+        for group in self.groups:
+            edges[self.SOURCE, self._numbers[group]] = prices.get(group)
+        sizes = [size for size in edges.values() if size]
+        exact = all(isinstance(size, int) for size in sizes)
+        finest = ceil(2 * sum(sizes) / self.ENDLESS)
+        unit = max(gcd(*sizes) if exact else 1, finest, 1)  # type: ignore[arg-type]
+        behind = self._behind(
+            {edge: self.ENDLESS if s is None else ceil(s / unit) for edge, s in edges.items()}
+        )
+        again = {n for n, k in self._numbers.items() if k in behind and not isinstance(n, int)}
+        again = {n for n in again if self._runs(n) is not None}
+        ends = {n for n, k in self._numbers.items() if k + 1 in behind and not isinstance(n, int)}
+        crossed = (edge for edge in self._edges if edge[0] not in behind and edge[1] in behind)
+        return Cut(
+            frozenset(ends - again),
+            frozenset(again & self._calls),
+            frozenset(g for g in self.groups if self._numbers[g] in behind),
+            sum(self._edges[edge] or 0 for edge in crossed),
+        )
+
+    def _behind(self, capacities: Mapping[_Edge, int]) -> frozenset[int]:
+        """The numbers that lie behind the latest least cut: those that still reach the sink."""
+        count = 2 + 2 * len(self._numbers)
+        network = csr_array(
+            (
+                np.array([*capacities.values()], dtype=np.int32),
+                tuple(zip(*capacities, strict=True)),
+            ),
+            shape=(count, count),
+        )
+        left = network - maximum_flow(network, self.SOURCE, self.SINK).flow
+        left.eliminate_zeros()
+        order = breadth_first_order(csr_array(left.T), self.SINK, return_predecessors=False)
+        return frozenset(order.tolist())
+
+    def _begin(self, node: fx.Node | int) -> int:
+        return self._numbers.setdefault(node, 2 + 2 * len(self._numbers))
+
+    def _end(self, node: fx.Node) -> int:
+        return self._begin(node) + 1
+
+    def _add(self, node: fx.Node) -> None:
+        runs = self._runs(node)
+        if runs is None:
+            self._given(node)
+            return
+        if runs != FREE:
+            self._edges[self._begin(runs), self._begin(node)] = None
+        own = storages([node]) - storages(maker(node).all_input_nodes)
+        parts = any(user.target is operator.getitem for user in node.users)
+        self._edges[self._begin(node), self._end(node)] = (
+            None if parts or not own else self._bytes(node, own)
+        )
+        for read in node.all_input_nodes:
+            if read not in self._calls:
+                self._given(read)
+            self._edges[self._end(read), self._begin(node)] = None
+
+    def _given(self, node: fx.Node) -> None:
+        """A value that does not run again: it is kept if it is read, but for a state's."""
+        if node in self._graph.arguments or is_of_state(self._graph, node):
+            return
+        self._edges[self.SOURCE, self._begin(node)] = None
+        self._edges[self._begin(node), self._end(node)] = self._bytes(node, storages([node]))
+
+    def _bytes(self, node: fx.Node, counted: Collection[int]) -> int:
+        sizes = node.meta[MADE].storages
+        return sum(sizes[storage] for storage in counted if storage not in self._kept)
+
+    def _runs(self, node: fx.Node) -> Price:
+        """At which price a value of the block is made again; None: it is not."""
+        call = maker(node)
+        op: Any = call.target
+        if node not in self._calls or writes(op):
+            return None
+        made, given = storages([call]), storages(call.all_input_nodes)
+        if not given.isdisjoint(self._blocked) or not made.isdisjoint(self._blocked):
+            return None
+        if getattr(op, "namespace", None) == "aten" and made and made <= given:
+            return FREE  # a view
+        return self._price(call)
+
+
+def maker(node: fx.Node) -> fx.Node:
+    """The call that a value is a result of."""
+    return node.all_input_nodes[0] if node.target is operator.getitem else node

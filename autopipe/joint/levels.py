@@ -1,0 +1,106 @@
+"""The levels of a block: what it keeps for backward and what runs again, from all to least kept.
+
+    kept
+      |  * nothing again
+      |     * attention                    each level keeps the least for its seconds, and
+      |         * attention, up            no mixture of two others keeps less
+      |                     *
+      +--------------------------- seconds in backward
+
+With a price of p bytes a second on what runs again, the least of bytes kept and prices paid is a
+minimum cut (`joint.least_cut`), found exactly. Prices from endless to nothing give all levels on
+the lower convex hull of (seconds, bytes). Between two levels, any price that tells them apart is
+that of the line through them: a third one lies below the line, or there is none (Eisner and
+Severance, JACM 1976). Checkmate (Jain et al., MLSys 2020) solves the problem for a whole model at
+once, in hours; here blocks are alike, and a planner mixes their levels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopipe.joint.joint_graph import JointGraph
+from autopipe.joint.least_cut import FREE, Network, Price
+from autopipe.joint.run_again import is_cheap, networks
+
+CLOSE = 1e-6
+"""Two lines that are this close, as a share of the bytes at stake, are the same."""
+
+
+@dataclass(frozen=True)
+class OpLevel:
+    """A way for a block to keep less.
+
+    Attributes:
+        again: the groups of calls that run again in backward.
+        seconds: that this takes.
+        kept: bytes that forward keeps, but for what it keeps at any level.
+    """
+
+    again: frozenset[int]
+    seconds: float
+    kept: int
+
+
+def levels(
+    graph: JointGraph,
+    needed: Iterable[fx.Node],
+    group: Callable[[fx.Node], int | None],
+    seconds: Mapping[int, float],
+    *,
+    least: bool,
+) -> dict[str, tuple[OpLevel, ...]]:
+    """Of each block by its path the levels, from that at which nothing priced runs again.
+
+    Args:
+        needed: the values of forward that backward reads.
+        group: of a call its group; None: the call may not run again.
+        seconds: of each group.
+        least: whether cheap calls run again at no cost, as in a compiled stage.
+    """
+
+    def price(call: fx.Node) -> Price:
+        return FREE if least and is_cheap(call) else group(call)
+
+    return {
+        segment: hull(network, seconds)
+        for segment, network, _ in networks(graph, needed, price)
+        if segment is not None
+    }
+
+
+def hull(network: Network, seconds: Mapping[int, float]) -> tuple[OpLevel, ...]:
+    """The levels of one block, the one that keeps most first.
+
+    Args:
+        seconds: of each group.
+    """
+    own = {group: seconds[group] for group in network.groups}
+
+    def at(price: float | None) -> OpLevel:
+        prices = {} if price is None else {g: price * s for g, s in own.items()}
+        cut = network.least(prices)
+        return OpLevel(cut.paid, sum(own[g] for g in cut.paid), cut.bytes)
+
+    def between(slow: OpLevel, fast: OpLevel) -> list[OpLevel]:
+        """The levels that keep more than `slow` and take longer than `fast`."""
+        bytes, time = fast.kept - slow.kept, slow.seconds - fast.seconds
+        if bytes <= 0 or time <= 0:
+            return []
+        price = bytes / time
+        found = at(price)
+        below = slow.kept + price * slow.seconds - found.kept - price * found.seconds
+        if below <= CLOSE * bytes:
+            return []
+        return [*between(found, fast), found, *between(slow, found)]
+
+    most, least = at(None), at(0.0)
+    found = [most]
+    # The least cut at no price may take longer than another one that keeps as little.
+    for level in sorted((*between(least, most), least), key=lambda level: level.seconds):
+        if level.kept < found[-1].kept:
+            found.append(level)
+    return tuple(found)

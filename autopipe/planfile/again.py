@@ -1,0 +1,100 @@
+"""What of a plan's blocks runs a second time in backward, in words.
+
+h.0 ... h.7     attn/scaled_dot_product_attention/0, mlp.up/linear/0      attention, up
+h.8             all of it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from autopipe.planfile.contents import Plan
+from autopipe.planfile.parts import StagePlan
+from autopipe.util.numbers import count
+
+ACTIVATIONS = frozenset("gelu silu relu relu2 tanh sigmoid elu leaky_relu hardswish mish".split())
+PRODUCTS = frozenset("linear addmm mm conv1d conv2d conv3d convolution embedding".split())
+"""Ops that are called by the module that they are in."""
+
+
+class Repeated(NamedTuple):
+    """Blocks of which the same runs again.
+
+    Attributes:
+        ops: names of nodes, without the block's path; none at all: the blocks run again whole.
+    """
+
+    blocks: tuple[str, ...]
+    ops: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """attention, q_proj and k_proj of 8 blocks; or, of whole ones, 8 blocks"""
+        number = count(len(self.blocks), "block")
+        return f"{words(self.ops)} of {number}" if self.ops else number
+
+
+def repeated(plan: Plan, stages: Iterable[StagePlan]) -> list[Repeated]:
+    """The blocks of some stages of a plan by what runs again of them, whole ones first."""
+    stages, paths = list(stages), {path for kind in plan.blocks for path in kind.members}
+    ops: dict[str, list[str]] = {}
+    for name in (name for stage in stages for name in stage.ops_again):
+        path = _block(name, paths)
+        ops.setdefault(path, []).append(name.replace(f"{path}.", "").removeprefix(path))
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for path in dict.fromkeys(path for stage in stages for path in stage.blocks_again):
+        alike.setdefault((), []).append(path)
+    for path, own in ops.items():
+        alike.setdefault(tuple(own), []).append(path)
+    return [Repeated(tuple(blocks), own) for own, blocks in alike.items()]
+
+
+def _block(name: str, paths: set[str]) -> str:
+    """The path of the block that a node is in; of a node in none its module's."""
+    module = name.partition("/")[0]
+    path = module
+    while path and path not in paths:
+        path = path.rpartition(".")[0]
+    return path or module
+
+
+def words(ops: Iterable[str]) -> str:
+    """What some ops of a block are: `attention, norms, q_proj and k_proj`.
+
+    A product is called by its module. What is done where tensor-parallel ranks exchange something
+    is called so.
+    """
+    *most, last = dict.fromkeys(_word(name) for name in sorted(ops, key=_is_product))
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def _is_product(name: str) -> bool:
+    return _op(name) in PRODUCTS
+
+
+def _op(name: str) -> str:
+    return name.split("/")[1]
+
+
+def _word(name: str) -> str:
+    module, op = name.partition("/")[0], _op(name)
+    if ">" in name:
+        return "what is exchanged"
+    if op == "scaled_dot_product_attention":
+        return "attention"
+    if "norm" in module.rpartition(".")[2] or "norm" in op:
+        return "norms"
+    if op in ACTIVATIONS:
+        return "activations"
+    if op == "mul":
+        return "gated products"
+    place = _last(module)
+    if op in PRODUCTS and place:
+        return place
+    return f"{place}'s {op}" if place else op
+
+
+def _last(module: str) -> str:
+    """The last name of a module's path, with the one before it where it is a number."""
+    *before, last = module.split(".")
+    return f"{before[-1]}.{last}" if before and last.isdigit() else last

@@ -1,0 +1,134 @@
+"""The levels of a graph's blocks, from those that a short graph of it has shown.
+
+    Seen.levels --levels_of--> BlockLevels: which nodes of a block run again at each level, the
+                               bytes that this saves, and its seconds
+
+Bytes are those of the fewest rows, times the rows: what a block's own ops make has a row for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopipe.ir.blocks import Block
+from autopipe.ir.dataflow import Dataflow, obstacle
+from autopipe.ir.graph import READ_OP
+from autopipe.ir.repeats import Short
+from autopipe.joint.levels import OpLevel
+from autopipe.planners.model.problem import BlockLevel
+
+Times = NDArray[np.float64]
+
+MOST = 5
+"""Levels of a block that a search gets. Where there are more, those are left out beside which the
+others cost the least more."""
+
+
+class _Found(NamedTuple):
+    """A level of a block: offsets of its nodes in the block, bytes dropped at the fewest rows."""
+
+    offsets: tuple[int, ...]
+    dropped: int
+
+
+@dataclass(frozen=True)
+class BlockLevels:
+    """The levels of one block of the whole graph, those left out that keep or repeat all.
+
+    Attributes:
+        first: the position of its first node; `standing` is that of its equal in the short graph.
+        fewest: the rows that bytes are of.
+    """
+
+    first: int
+    standing: int
+    fewest: int
+    found: tuple[_Found, ...]
+
+    def nodes(self) -> tuple[tuple[int, ...], ...]:
+        """Of each level the positions of the nodes that run again."""
+        return tuple(tuple(self.first + n for n in own.offsets) for own in self.found)
+
+    def at(self, rows: int, forward: Sequence[Times]) -> tuple[BlockLevel, ...]:
+        """What the levels save and cost.
+
+        Args:
+            forward: of each kind of device the forward seconds of the short graph's nodes.
+        """
+        return tuple(
+            BlockLevel(
+                own.dropped * rows // self.fewest,
+                tuple(
+                    float(kind[[self.standing + n for n in own.offsets]].sum()) for kind in forward
+                ),
+            )
+            for own in self.found
+        )
+
+
+def may_run_again(
+    flow: Dataflow, short: Short, inside: Sequence[int], seconds: Times
+) -> dict[int, float]:
+    """Of the short graph's nodes that may run again their seconds, by position.
+
+    Args:
+        flow: of the whole graph.
+        inside: of each node of the whole graph the number of the block that it may run again with,
+            or -1.
+        seconds: of the short graph's nodes.
+    """
+    nodes = flow.graph.nodes
+    return {
+        position: float(seconds[position])
+        for position, whole in enumerate(short.kept)
+        if inside[whole] >= 0 and nodes[whole].op != READ_OP and obstacle(flow, [whole]) is None
+    }
+
+
+def levels_of(
+    short: Short,
+    segments: Sequence[str | None],
+    seen: Mapping[str, tuple[OpLevel, ...]],
+    fewest: int,
+    blocks: Sequence[Block],
+) -> list[BlockLevels]:
+    """The levels of some blocks of the whole graph.
+
+    Args:
+        segments: of each node of the short graph its block.
+        seen: by the paths of the short graph's blocks, with its positions as groups.
+        fewest: rows that they were seen at.
+    """
+    found = []
+    for block in blocks:
+        standing = int(short.like[block.first])
+        most, *others = _most(seen.get(segments[standing] or "", ())) or (None,)
+        own = tuple(
+            _Found(tuple(sorted(p - standing for p in level.again)), most.kept - level.kept)
+            for level in others
+            if most is not None
+        )
+        found.append(BlockLevels(block.first, standing, fewest, own))
+    return found
+
+
+def _most(levels: Sequence[OpLevel]) -> list[OpLevel]:
+    """The first level and at most `MOST` others, of which the last."""
+    left = [*levels]
+    while len(left) > MOST + 1:
+        del left[
+            min(range(1, len(left) - 1), key=lambda place: _loss(*left[place - 1 : place + 2]))
+        ]
+    return left
+
+
+def _loss(before: OpLevel, level: OpLevel, after: OpLevel) -> float:
+    """Bytes times seconds between a level and the mixtures of its neighbours, twice."""
+    across = after.seconds - before.seconds, after.kept - before.kept
+    to = level.seconds - before.seconds, level.kept - before.kept
+    return abs(across[0] * to[1] - across[1] * to[0])

@@ -1,0 +1,101 @@
+"""Run a lowered graph, and note which of its nodes make and which save each storage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from autopipe.ir.dataflow import Dataflow
+from autopipe.ir.torch_private import storage_key
+from autopipe.stages.node_calls import NODE_NAME
+from autopipe.stages.op_tape import SEGMENT, marking
+from autopipe.util.progress import Done
+
+POSITION = "autopipe_position"
+"""The key in a tape's node's meta of the position of the graph's node that it was recorded for."""
+
+
+@dataclass
+class KeptStorage:
+    """A storage that autograd saves: the node that makes it, and the nodes that save it."""
+
+    bytes: int
+    made: int
+    savers: list[int]
+
+
+class _TensorLook(NamedTuple):
+    """A tensor's metadata; `carries`: whether it requires a gradient."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    carries: bool
+
+
+class Watch(fx.Interpreter):
+    """Interprets a lowered graph and notes which nodes make and which save each storage."""
+
+    def __init__(
+        self,
+        flow: Dataflow,
+        module: fx.GraphModule,
+        owned: set[int],
+        segments: Sequence[str | None],
+        done: Done,
+    ) -> None:
+        super().__init__(module, garbage_collect_values=False)  # storages keep their addresses
+        self.kept: dict[int, KeptStorage] = {}
+        self.looks: dict[int, tuple[_TensorLook | None, ...]] = {}
+        self._index = flow.graph.index
+        self._owned = owned
+        self._made: dict[int, int] = {}
+        self._writing = {p for positions in flow.writers.values() for p in positions}
+        self._alive: list[Tensor] = []  # a storage that is gone would lend its key to another
+        self._position = 0
+        self._done = done
+        self._segments = segments
+
+    def run_node(self, n: fx.Node) -> Any:
+        name = n.meta.get(NODE_NAME)
+        if name is not None:
+            self._position = self._index[name]
+        with ExitStack() as stack:
+            stack.enter_context(marking(POSITION, self._position))
+            stack.enter_context(marking(SEGMENT, self._segments[self._position]))
+            result = super().run_node(n)
+        self._done()
+        made = result if isinstance(result, list | tuple) else [result]
+        if name is not None:
+            self.looks[self._position] = tuple(map(_look, made))
+        for tensor in made:
+            if isinstance(tensor, Tensor):
+                key = storage_key(tensor)
+                # A stage writes a copy of what it has received: that copy is made by the write.
+                if key not in self._made or self._position in self._writing:
+                    self._made[key] = self._position
+                    if key in self.kept:
+                        self.kept[key].made = self._position
+        return result
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        key = storage_key(tensor)
+        if key in self._owned:
+            return tensor
+        self._alive.append(tensor)
+        if key not in self.kept:
+            made = self._made.get(key, self._position)
+            self.kept[key] = KeptStorage(tensor.untyped_storage().nbytes(), made, [])
+        self.kept[key].savers.append(self._position)
+        return tensor
+
+
+def _look(made: Any) -> _TensorLook | None:
+    if not isinstance(made, Tensor):
+        return None
+    return _TensorLook(tuple(made.shape), made.stride(), made.dtype, made.requires_grad)

@@ -1,0 +1,45 @@
+"""What runs again, in words."""
+
+from dataclasses import replace
+
+import pytest
+
+from autopipe.planfile.again import Repeated, repeated, words
+from autopipe.planfile.parts import BlockClass
+from tests.support.plans import example_plan
+
+PATHS = tuple(f"h.{number}" for number in range(12))
+
+
+@pytest.mark.parametrize(
+    ("ops", "expected"),
+    [
+        (("attn/scaled_dot_product_attention/0",), "attention"),
+        (("attn/matmul/0", "attn/softmax/0"), "attn's matmul and attn's softmax"),
+        (("norm1/layer_norm/0", "norm2/pow/0"), "norms"),
+        (("mlp/silu/0", "mlp/mul/0"), "activations and gated products"),
+        (("q/linear/0", "mlp.0/linear/0"), "q and mlp.0"),
+        (("/add/0", "up/linear/0", "mlp/gelu/0"), "add, activations and up"),
+        (("norm1/layer_norm/0>R", "out/linear/0/[out.weight]>R"), "what is exchanged"),
+    ],
+)
+def test_words(ops: tuple[str, ...], expected: str) -> None:
+    assert words(ops) == expected
+
+
+def test_blocks_are_told_together_by_what_runs_again_of_them() -> None:
+    """h.1 is not h.11; a collective has the block's path in it a second time."""
+    again = ("h.0", *(f"h.{n}.out/linear/0/[h.{n}.out.weight]>R" for n in (1, 11)), "h.2/add/0")
+    plan = example_plan()
+    stages = (replace(plan.stages[0], recompute=again), plan.stages[1])
+    plan = replace(plan, stages=stages, blocks=(BlockClass("h.0", PATHS),))
+    assert repeated(plan, stages[:1]) == [
+        Repeated(("h.0",), ()),
+        Repeated(("h.1", "h.11"), ("out/linear/0/[out.weight]>R",)),
+        Repeated(("h.2",), ("/add/0",)),
+    ]
+    assert [str(own) for own in repeated(plan, stages[:1])] == [
+        "1 block",
+        "what is exchanged of 2 blocks",
+        "add of 1 block",
+    ]
