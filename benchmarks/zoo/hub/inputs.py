@@ -15,10 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from benchmarks.zoo.hub.rules import LENGTH
 from benchmarks.zoo.subject import MOST_ROWS, Batch, integers, noise
-
-LENGTH = 24
-"""Tokens of a row."""
 
 
 def offered(model: nn.Module, config: PreTrainedConfig, task: str) -> Iterator[Batch]:
@@ -66,7 +64,10 @@ class Sizes:
         while pending:
             config = pending.pop(0)
             for name in names:
-                value = getattr(config, name, None)
+                try:
+                    value = getattr(config, name, None)
+                except AttributeError:  # of heterogeneous layers, each of which has its own
+                    continue
                 value = value[0] if isinstance(value, list | tuple) and value else value
                 if isinstance(value, int) and not isinstance(value, bool) and value:
                     return value
