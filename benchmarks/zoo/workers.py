@@ -5,6 +5,7 @@ The processes are forks of this one, which has imported torch and the libraries 
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -20,6 +21,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from benchmarks.zoo import trial
+from benchmarks.zoo.odd import common
 from benchmarks.zoo.subject import Subject
 
 MEMORY = 12 * 2**30
@@ -50,6 +52,8 @@ def tried(
         limit: seconds of a core for one model, and `WAITING` times as many on the clock; what it
             has not said by then is "timeout".
     """
+    if len(subjects) > 1:
+        _warm(ways)
     fork = multiprocessing.get_context("fork")
     pending = list(reversed(subjects))
     running: dict[Connection, Running] = {}
@@ -74,6 +78,14 @@ def tried(
             if time.monotonic() > one.ended:
                 one.process.kill()
                 yield _done(running.pop(connection), ways, "timeout")
+
+
+def _warm(ways: tuple[str, ...]) -> None:
+    """Load what tracing, planning and running import late, so that no fork has to: 1 to 2 s each."""
+    for _ in trial.rows(next(common.subjects()), ways):
+        pass
+    gc.collect()
+    gc.freeze()  # no fork copies the pages of what is there by now, to count references
 
 
 def _done(one: Running, ways: tuple[str, ...], otherwise: str) -> Rows:
