@@ -46,7 +46,7 @@ TASKS = {
 ONLY_NEW = {"classification", "backbone", "audio", "depth", "image-text"}
 """Tasks for which only those families are tried that no task before has tried."""
 
-LONG_ENOUGH = 20.0
+LONG_ENOUGH = 10.0
 """Seconds of a core in which a tiny configuration is found, or is not."""
 
 MOST_PARAMETERS = 40_000_000

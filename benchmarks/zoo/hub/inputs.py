@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
+from inspect import Parameter
 from typing import Any
 
 import torch
@@ -21,7 +22,9 @@ from benchmarks.zoo.subject import MOST_ROWS, Batch, integers, noise
 
 def offered(model: nn.Module, config: PreTrainedConfig, task: str) -> Iterator[Batch]:
     """Batches of `MOST_ROWS` rows that a model may take, the likeliest first."""
-    names = set(inspect.signature(model.forward).parameters)
+    parameters = inspect.signature(model.forward).parameters
+    names = set(parameters)
+    needed = {name for name, parameter in parameters.items() if parameter.default is Parameter.empty}
     sizes = Sizes(config)
     main = str(getattr(model, "main_input_name", "input_ids"))
     makers = _makers(sizes, task)
@@ -46,7 +49,7 @@ def offered(model: nn.Module, config: PreTrainedConfig, task: str) -> Iterator[B
         wishes += [{main, "labels"} | more, {main} | more]
     tried: list[set[str]] = []
     for wish in wishes:
-        wanted = (wish & names if "kwargs" not in names else wish) & makers.keys()
+        wanted = ((wish & names if main in names else wish) | needed) & makers.keys()
         if wanted and wanted not in tried:
             tried.append(wanted)
             yield {name: makers[name]() for name in sorted(wanted)}

@@ -64,6 +64,7 @@ TINY: tuple[Rule, ...] = (
     (r"head_dim|head_size|d_kv|kv_channels|head_width|head_channels", most(16)),
     (r"(attention_heads|num_heads|n_heads?|_heads|head_count)$", most(4)),
     (r"lora_rank|_rank$", most(16)),
+    (r"groups$", narrow),
     (r"(moe|shared|expert).*(intermediate|hidden|size|dim|width)", most(32)),
     (r"intermediate|ffn|d_ff|feed_?forward|inner|mlp_dim|mlp_hidden", most(128)),
     (
@@ -75,7 +76,8 @@ TINY: tuple[Rule, ...] = (
 """Widths to 64, four heads of 16 or less."""
 
 IN_PROPORTION: tuple[Rule, ...] = (
-    (r"heads|kernel|_groups?$|positions$", keep),
+    (r"heads|kernel|positions$", keep),
+    (r"groups$", eighth),
     (
         r"dim|head_size|d_kv|rank$|hidden|d_model|embed|n_embd|width|channels|latent|projection"
         r"|intermediate|ffn|d_ff|feed_?forward|inner|units|features|_size$",
@@ -98,9 +100,17 @@ GIVEN = {
     "first_k_dense_replace": 1,
     "vocab_size": WORDS,
     "max_position_embeddings": 256,
+    "image_token_id": WORDS - 3,
+    "image_token_index": WORDS - 3,
     "default_language": "en_XX",
 }
 """What a field is set to where a family's default is None and its model needs a number."""
+
+BY_HAND: dict[str, dict[str, Any]] = {
+    "dbrx": {"attn_config": {"rope_theta": 10000.0}},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+}
+"""What a family needs of its user, for its own defaults do not run."""
 
 DEPTH = re.compile(
     r"(^|_)(n_layers?|num_layers|num_blocks|depth|layers|hidden_layers|blocks|encoder_blocks"
@@ -152,8 +162,9 @@ def several(name: str, values: Any, depths: dict[int, int], widths: Sequence[Rul
     if re.search(r"depths?$|layers_per|num_layers|n_layers|num_blocks|layer_depths|blocks$", name):
         return kind(min(value, 1) for value in values)
     if re.search(r"hidden_sizes|embed_dims?|neck|widths|channels|dims?$|hidden_size|d_model", name):
-        divisor = max(1, min(values) // 16) if widths is TINY else SHARE
-        return kind(max(8, value // divisor) for value in values)
+        wide = [value for value in values if value > 4]  # others are colours
+        divisor = max(1, min(wide, default=0) // 16) if widths is TINY else SHARE
+        return kind(max(8, value // divisor) if value > 4 else value for value in values)
     if re.search(r"image_size|img_size", name):
         return kind(min(value, 64) for value in values)
     return None

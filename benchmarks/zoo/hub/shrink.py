@@ -33,12 +33,13 @@ def shrunk(kind: type[PreTrainedConfig], causal: bool = False) -> Iterator[PreTr
     """
     whole = kind().to_dict()
     layers = LAYERS * 2 if rules.PATTERN.search(" ".join(map(str, _names(whole)))) else LAYERS
+    by_hand = rules.BY_HAND.get(kind.model_type, {})
     failed: Exception | None = None
     made = 0
     for way in _ways(whole, layers):
         for make in (_by_keywords, _by_fields):
             try:
-                config = make(kind, copy.deepcopy(way))
+                config = make(kind, _merged(way, by_hand))
                 _settle(config, causal)
             except Exception as error:
                 failed = error
@@ -72,6 +73,15 @@ def _ways(whole: Fields, layers: int) -> Iterator[Fields]:
 HEADS = re.compile(r"heads$")
 
 
+def _merged(fields: Fields, more: Fields) -> Fields:
+    """A copy of fields, with more of them."""
+    found = copy.deepcopy(fields)
+    for name, value in more.items():
+        own = found.get(name)
+        found[name] = _merged(own, value) if isinstance(own, dict) else copy.deepcopy(value)
+    return found
+
+
 def _names(fields: Fields) -> Iterator[str]:
     for name, value in fields.items():
         yield name
@@ -89,6 +99,7 @@ def _is_config(name: str, value: Any) -> bool:
 def _smaller(fields: Fields, layers: int, widths: Sequence[rules.Rule]) -> Fields:
     """What of a configuration becomes smaller, and to what."""
     found: Fields = {}
+    layers = max(layers, *(len(value) for name, value in fields.items() if _picks(name, value)), 0)
     depths = {
         value: min(value, layers)
         for name, value in fields.items()
@@ -109,6 +120,8 @@ def _smaller(fields: Fields, layers: int, widths: Sequence[rules.Rule]) -> Field
             new = 0.0 if off else min(value, 0.25) if small else None
         elif type(value) is int:
             new = rules.number(name.lower(), value, layers, widths)
+        elif _picks(name, value):
+            new = _indices(value, max(depths, default=0))
         elif isinstance(value, list | tuple) and value:
             new = rules.several(name.lower(), value, depths, widths)
         if new is not None and new != value and new != {}:
@@ -116,6 +129,17 @@ def _smaller(fields: Fields, layers: int, widths: Sequence[rules.Rule]) -> Field
     if widths is rules.TINY:
         found |= _key_value_heads(fields)
     return found
+
+
+def _picks(name: str, value: Any) -> bool:
+    """Whether a field picks layers whose outputs are used."""
+    return name.endswith("out_indices") and isinstance(value, list | tuple)
+
+
+def _indices(values: Sequence[int], layers: int) -> Sequence[int] | None:
+    """The first layers in place of some; counted from 1 where the last is the number of layers."""
+    first = 1 if values and max(values) == layers else 0
+    return type(values)(range(first, first + len(values))) if layers else None
 
 
 def _key_value_heads(fields: Fields) -> Fields:
@@ -193,6 +217,8 @@ def _settle(config: PreTrainedConfig, causal: bool) -> None:
                 setattr(config, name, (list(dict.fromkeys(value)) * layers)[:layers])
         elif isinstance(value, float) and rules.DROPPED.search(name):
             setattr(config, name, 0.0)
+    for name in ("rope_parameters", "rope_scaling"):
+        _settle_sections(own.get(name), own)
     wanted = {
         "use_cache": False,
         "apply_spec_augment": False,
@@ -213,3 +239,16 @@ def _settle(config: PreTrainedConfig, causal: bool) -> None:
         value = own.get("decoder_start_token_id")
         if value is None or value >= WORDS:
             config.decoder_start_token_id = 1
+
+
+def _settle_sections(rope: Any, fields: Fields) -> None:
+    """Let sections of rotary dims for time, height and width add up to half of a head."""
+    if not isinstance(rope, dict):
+        return
+    heads, hidden = fields.get("num_attention_heads"), fields.get("hidden_size")
+    head = fields.get("head_dim") or (hidden // heads if heads and hidden else 0)
+    sections = rope.get("mrope_section")
+    if head and sections:
+        half = int(head * rope.get("partial_rotary_factor", 1.0)) // 2
+        first, *others = (section * half // sum(sections) for section in sections)
+        rope["mrope_section"] = [half - sum(others), *others]
