@@ -81,7 +81,7 @@ def tried(
 
 
 def _warm(ways: tuple[str, ...]) -> None:
-    """Load what tracing, planning and running import late, so that no fork has to: 1 to 2 s each."""
+    """Load what tracing, planning and running import late, 1 to 2 s, so that no fork has to."""
     for _ in trial.rows(next(common.subjects()), ways):
         pass
     gc.collect()

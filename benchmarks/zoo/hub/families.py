@@ -49,7 +49,7 @@ ONLY_NEW = {"classification", "backbone", "audio", "depth", "image-text"}
 LONG_ENOUGH = 10.0
 """Seconds of a core in which a tiny configuration is found, or is not."""
 
-MOST_PARAMETERS = 40_000_000
+MOST_PARAMETERS = 80_000_000
 """A configuration with more is not tiny."""
 
 

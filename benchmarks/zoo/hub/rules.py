@@ -1,6 +1,6 @@
 """What becomes of a field of a configuration, by its name: rules over numbers, lists and nothing.
 
-    hidden_size 4096 -> 64      num_hidden_layers 32 -> 2      layer_types [..32] -> [..2]
+hidden_size 4096 -> 64      num_hidden_layers 32 -> 2      layer_types [..32] -> [..2]
 """
 
 from __future__ import annotations
@@ -47,10 +47,11 @@ COUNTS: tuple[Rule, ...] = (
     (r"first_k_dense|num_dense|moe_layer_start|dense_replace", most(1)),
     (r"kv_shared_layers", most(2)),
     (
-        r"max_(position|seq|length|source|target|sequence)|n_positions|n_ctx|context_length"
-        r"|position_size|max_2d_position|position_embeddings",
+        r"max_(seq|length|source|target|sequence)|n_positions|n_ctx|context_length"
+        r"|position_size|max_2d_position",
         most(256),
     ),
+    (r"max_position|position_embeddings", lambda value: min(max(value, 2 * LENGTH), 256)),
     (r"(sliding|attention|local)_window(_size)?$|attention_chunk_size|local_attention$", most(16)),
     (r"image_size|img_size|input_size|crop_size", most(64)),
     (r"patch_size", lambda value: 8 if value > 8 else None),
@@ -95,7 +96,9 @@ GIVEN = {
     "num_experts_per_tok": 2,
     "n_group": 1,
     "topk_group": 1,
+    "top_k_experts": 2,
     "n_shared_experts": 1,
+    "sliding_window": 16,
     "moe_intermediate_size": 32,
     "first_k_dense_replace": 1,
     "vocab_size": WORDS,
@@ -106,9 +109,24 @@ GIVEN = {
 }
 """What a field is set to where a family's default is None and its model needs a number."""
 
+FULL = {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+INDEXER = {
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 16,
+    "indexer_compress_ratio": 4,
+}
+
 BY_HAND: dict[str, dict[str, Any]] = {
-    "dbrx": {"attn_config": {"rope_theta": 10000.0}},
+    "beit": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
+    "blip-2": {"qformer_config": {"use_qformer_text_input": True}},
+    "cohere_compass": {"text_config": {"rope_parameters": FULL}},
+    "cohere_compass_text": {"rope_parameters": FULL},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "qwen4_exp_text": INDEXER,
+    "timm_backbone": {"backbone": "resnet18"},
 }
 """What a family needs of its user, for its own defaults do not run."""
 
@@ -162,9 +180,7 @@ def several(name: str, values: Any, depths: dict[int, int], widths: Sequence[Rul
     if re.search(r"depths?$|layers_per|num_layers|n_layers|num_blocks|layer_depths|blocks$", name):
         return kind(min(value, 1) for value in values)
     if re.search(r"hidden_sizes|embed_dims?|neck|widths|channels|dims?$|hidden_size|d_model", name):
-        wide = [value for value in values if value > 4]  # others are colours
-        divisor = max(1, min(wide, default=0) // 16) if widths is TINY else SHARE
-        return kind(max(8, value // divisor) if value > 4 else value for value in values)
+        return kind(max(8, value // SHARE) if value > 8 else value for value in values)
     if re.search(r"image_size|img_size", name):
         return kind(min(value, 64) for value in values)
     return None

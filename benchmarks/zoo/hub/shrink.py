@@ -7,8 +7,11 @@ runs forward and backward is taken (`hub.families`).
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -59,9 +62,7 @@ def _ways(whole: Fields, layers: int) -> Iterator[Fields]:
     yield _smaller(whole, layers, rules.IN_PROPORTION)
     yield _without(given, r"head_dim|head_size|d_kv")
     for heads in (1, 8):
-        yield _edited(
-            _without(given, r"head_dim"), lambda name, value: heads if HEADS.search(name) else value
-        )
+        yield _edited(_without(given, r"head_dim"), partial(_all_heads, heads))
     yield _edited(given, lambda name, value: None if isinstance(value, list | tuple) else value)
     yield _only(given, r"vocab|layers|depth|experts|_id$|model_type|blocks")
     for name in dict.fromkeys(_names(given)):
@@ -70,7 +71,12 @@ def _ways(whole: Fields, layers: int) -> Iterator[Fields]:
     yield {}
 
 
-HEADS = re.compile(r"heads$")
+STAGES = ("depths", "hidden_sizes")
+"""Lists with an entry a stage: a number of layers that is as great counts stages."""
+
+
+def _all_heads(heads: int, name: str, value: Any) -> Any:
+    return heads if name.endswith("heads") else value
 
 
 def _merged(fields: Fields, more: Fields) -> Fields:
@@ -99,12 +105,13 @@ def _is_config(name: str, value: Any) -> bool:
 def _smaller(fields: Fields, layers: int, widths: Sequence[rules.Rule]) -> Fields:
     """What of a configuration becomes smaller, and to what."""
     found: Fields = {}
+    stages = {len(value) for name, value in fields.items() if name in STAGES and value}
     layers = max(layers, *(len(value) for name, value in fields.items() if _picks(name, value)), 0)
     depths = {
         value: min(value, layers)
         for name, value in fields.items()
-        if type(value) is int and value > 1 and rules.DEPTH.search(name)
-        if not rules.NO_DEPTH.search(name)
+        if type(value) is int and value > 1 and value not in stages
+        if rules.DEPTH.search(name) and not rules.NO_DEPTH.search(name)
     }
     for name, value in fields.items():
         if name in rules.LEFT or not isinstance(name, str) or name.startswith("_"):
@@ -120,6 +127,7 @@ def _smaller(fields: Fields, layers: int, widths: Sequence[rules.Rule]) -> Field
             new = 0.0 if off else min(value, 0.25) if small else None
         elif type(value) is int:
             new = rules.number(name.lower(), value, layers, widths)
+            new = None if value in stages and rules.DEPTH.search(name) else new
         elif _picks(name, value):
             new = _indices(value, max(depths, default=0))
         elif isinstance(value, list | tuple) and value:
@@ -218,7 +226,7 @@ def _settle(config: PreTrainedConfig, causal: bool) -> None:
         elif isinstance(value, float) and rules.DROPPED.search(name):
             setattr(config, name, 0.0)
     for name in ("rope_parameters", "rope_scaling"):
-        _settle_sections(own.get(name), own)
+        _settle_sections(own.get(name), config)
     wanted = {
         "use_cache": False,
         "apply_spec_augment": False,
@@ -241,14 +249,20 @@ def _settle(config: PreTrainedConfig, causal: bool) -> None:
             config.decoder_start_token_id = 1
 
 
-def _settle_sections(rope: Any, fields: Fields) -> None:
+def _settle_sections(rope: Any, config: PreTrainedConfig) -> None:
     """Let sections of rotary dims for time, height and width add up to half of a head."""
-    if not isinstance(rope, dict):
-        return
-    heads, hidden = fields.get("num_attention_heads"), fields.get("hidden_size")
-    head = fields.get("head_dim") or (hidden // heads if heads and hidden else 0)
-    sections = rope.get("mrope_section")
-    if head and sections:
+    own = vars(config)
+    heads, hidden = own.get("num_attention_heads"), own.get("hidden_size")
+    head = own.get("head_dim") or (hidden // heads if heads and hidden else 0)
+    if isinstance(rope, dict) and head and ("mrope_section" in rope or _has_sections(config)):
+        sections = rope.get("mrope_section") or (2, 1, 1)
         half = int(head * rope.get("partial_rotary_factor", 1.0)) // 2
         first, *others = (section * half // sum(sections) for section in sections)
         rope["mrope_section"] = [half - sum(others), *others]
+
+
+def _has_sections(config: PreTrainedConfig) -> bool:
+    """Whether a family's model has sections of its own where its configuration says none."""
+    file = Path(inspect.getfile(type(config)))
+    model = file.with_name(file.name.replace("configuration_", "modeling_"))
+    return model != file and model.exists() and '"mrope_section", [' in model.read_text()
