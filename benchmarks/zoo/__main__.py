@@ -2,6 +2,7 @@
 
 python -m benchmarks.zoo --to rows.jsonl                  all; goes on where the file ends
 python -m benchmarks.zoo --to rows.jsonl --only bert,gpt  models with one of these in their names
+python -m benchmarks.zoo --to gloo.jsonl --processes --sample 40
 python -m benchmarks.zoo --list
 python -m benchmarks.zoo.table rows.jsonl
 """
@@ -29,10 +30,12 @@ def main(argv: list[str] | None = None) -> int:
     add("--jobs", type=int, default=2, help="models at a time")
     add("--limit", type=float, default=60.0, help="seconds of a core for one model")
     add("--ways", default=",".join(WAYS), help="how to split")
+    add("--sample", type=int, help="so many of the models alone, at random")
+    add("--processes", action="store_true", help="each rank a process, over gloo")
     add("--list", action="store_true", help="print the names alone")
     chosen = parser.parse_args(argv)
     importable()  # before transformers is
-    from benchmarks.zoo import catalogue, workers
+    from benchmarks.zoo import catalogue, trial, workers
 
     subjects = catalogue.named(chosen.only)
     if chosen.list:
@@ -45,9 +48,12 @@ def main(argv: list[str] | None = None) -> int:
         done = {json.loads(line)["model"] for line in chosen.to.read_text().splitlines()}
     left = [subject for subject in subjects if subject.name not in done]
     random.Random(0).shuffle(left)  # so that a run that is cut short is a fair sample
+    left = left[: chosen.sample]
     begin = time.monotonic()
     with chosen.to.open("a") as file:
         ways = tuple(chosen.ways.split(","))
+        if chosen.processes:
+            ways = tuple(way + trial.PROCESSES for way in ways if way in trial.SPLITS)
         for number, rows in enumerate(workers.tried(left, ways, chosen.jobs, chosen.limit), 1):
             file.write("".join(json.dumps(row) + "\n" for row in rows))
             file.flush()

@@ -8,7 +8,7 @@ Tried(subject)      built, planned, traced once as a rank does
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 from autopipe.errors import AutopipeError
 from autopipe.frontend import batch as batches
 from autopipe.ir.dataflow import is_random
+from autopipe.ir.graph import Graph
 from autopipe.planfile.contents import Plan
 from autopipe.planners.costs.tp_degrees import check_heads
 from autopipe.planners.driver.loss_parts import best_loss
@@ -27,25 +28,21 @@ from autopipe.planners.driver.make_plan import traced_model
 from autopipe.planners.driver.request import Job, PlanRequest, Traced
 from autopipe.planners.model.problem import Constraints
 from autopipe.runtime.start import TracedModel, trace_planned
+from autopipe.sharding.plan_io import read_back
 from autopipe.tracing.source import bare
 from autopipe.util.stopwatch import Stopwatch
 from benchmarks.zoo import theirs
+from benchmarks.zoo.compare import CLOSE, compared, rounded
 from benchmarks.zoo.one_process import Result, dealt_out, in_stages
+from benchmarks.zoo.processes import in_processes
 from benchmarks.zoo.subject import Model, Subject
 from tests.support.inprocess import machine
 
 ROWS, MICRO_BATCHES = 2, 2
 """Rows of a micro-batch, and how many of them."""
 
-CLOSE = 1e-5
-"""How far a sum in another order may be off, as a share of the largest entry."""
-
 CLOSE_IN_16_BITS = 0.02
 """The same for a model that computes in 16 bits somewhere: two roundings of bf16."""
-
-ROUNDING = 4 * torch.finfo(torch.float32).eps
-"""A share of the largest gradient of all below which a difference is that of roundings: gradients
-that are 0 but for roundings, as of a bias before a batch norm, have no digits to compare."""
 
 MEMORY = 2**36
 """Bytes of a device: memory is not what is tried here."""
@@ -59,6 +56,9 @@ LOW = (torch.bfloat16, torch.float16)
 SPLITS = {"pp2": (2, 1), "pp4": (4, 1), "tp2": (1, 2)}
 """What is tried: stages, and tensor-parallel ranks."""
 
+PROCESSES = "-processes"
+"""Ends the name of a way whose ranks are processes."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -69,6 +69,8 @@ class Row:
         cause: the sentence of a refusal; what differs of a wrong one.
         gradient: the worst difference of a gradient, as a share of its largest entry.
         bitwise: whether loss, gradients and buffers are equal in every bit.
+        unexplained: what is not, though no sum of it has another order: of pipelines alone.
+        dealt: of the bytes of parameters, the share that tensor-parallel ranks have a part of.
         reference: what it was held to: "eager", or for random models "graph", the unsplit graph.
         predicted, counted: bytes kept for backward on all ranks, by the plan and by the run.
         seconds: since the row before; the first row has building and tracing.
@@ -80,6 +82,8 @@ class Row:
     cause: str = ""
     gradient: float | None = None
     bitwise: bool | None = None
+    unexplained: str = ""
+    dealt: float | None = None
     reference: str = ""
     predicted: int | None = None
     counted: int | None = None
@@ -217,8 +221,10 @@ class Tried:
 
     _rank: TracedModel | None = None
 
-    def run(self, plan: Plan) -> Result:
-        """A step by the plan, all its ranks in this process."""
+    def run(self, plan: Plan, processes: bool = False) -> Result:
+        """A step by the plan, all its ranks in this process or each in its own."""
+        if processes:
+            return in_processes(plan, self.model, dict(self.model.build().named_parameters()))
         trace = self.as_rank(plan).trace
         run = dealt_out if plan.mesh.tp > 1 else in_stages
         return run(plan, trace, self.model.build(), self.batch)
@@ -232,22 +238,29 @@ class Tried:
 
     def split(self, what: str) -> Row:
         """Plan, run and compare."""
-        plan = self.plan(*SPLITS[what])
-        found = self.run(plan)
+        plan = self.plan(*SPLITS[what.removesuffix(PROCESSES)])
+        processes = what.endswith(PROCESSES)
+        found = self.run(plan, processes)
         name, expected = self.reference
+        if processes:  # they say the mean loss alone
+            mean = torch.stack([loss.float() for loss in expected.losses]).mean()
+            expected = replace(expected, losses=[mean])
         worst, bitwise, differing = compared(found, expected, self.close)
         if differing and worst <= SUMS * self.rounding:
             worst, bitwise, differing = compared(found, expected, SUMS * self.rounding)
+        left = rounded(found, expected) if plan.mesh.tp == 1 and not processes else []
         return Row(
-            self.subject.name,
-            what,
-            "wrong" if differing else "right",
-            ", ".join(differing[:4]),
-            worst,
-            bitwise,
-            name,
-            sum(stage.predicted.memory.activations for stage in plan.stages),
-            found.saved,
+            model=self.subject.name,
+            what=what,
+            outcome="wrong" if differing else "right",
+            cause=", ".join(differing[:4]),
+            gradient=worst,
+            bitwise=bitwise,
+            unexplained=", ".join(left[:4]),
+            dealt=dealt(plan, self.traced.graph) if plan.mesh.tp > 1 else None,
+            reference=name,
+            predicted=sum(stage.predicted.memory.activations for stage in plan.stages),
+            counted=found.saved,
         )
 
     def torch(self) -> Row:
@@ -259,66 +272,16 @@ class Tried:
             return Row(name, "torch", "crashed", said(error))
         worst, bitwise, differing = compared(found, self.eager)
         outcome = "wrong" if differing else "right"
-        return Row(name, "torch", outcome, ", ".join(differing[:4]), worst, bitwise, "eager")
+        cause = ", ".join(differing[:4])
+        return Row(name, "torch", outcome, cause, worst, bitwise, reference="eager")
 
 
-def compared(
-    found: Result, expected: Result, close: float = CLOSE
-) -> tuple[float, bool, list[str]]:
-    """The worst difference of a gradient, whether all is equal in every bit, and what differs."""
-    differing, worst = [], 0.0
-    pairs = list(zip(found.losses, expected.losses, strict=True))
-    bitwise = all(torch.equal(a, b) for a, b in pairs)
-    if any(_off(a, b, 0.0) > close for a, b in pairs):
-        differing.append("loss")
-    largest = _largest(expected.gradients.values())
-    for name, other in expected.gradients.items():
-        gradient = found.gradients.get(name)
-        if gradient is None:
-            off = 0.0 if not bool(other.any()) else float("inf")
-        else:
-            off = _off(gradient, other, ROUNDING / CLOSE * largest)
-            bitwise &= torch.equal(gradient, other)
-        worst = max(worst, off)
-        if off > close:
-            differing.append(name)
-    differing += [
-        name
-        for name, gradient in found.gradients.items()
-        if name not in expected.gradients and bool(gradient.any())
-    ]
-    largest = _largest(expected.buffers.values())
-    for name, buffer in found.buffers.items():
-        other = expected.buffers.get(name)
-        if other is not None and not torch.equal(buffer, other):
-            bitwise = False
-            if _off(buffer, other, ROUNDING / CLOSE * largest) > close:
-                differing.append(f"buffer {name}")
-    return worst, bitwise, differing
-
-
-def _largest(tensors: Iterable[Tensor]) -> float:
-    """The largest entry of all floating-point tensors: others are held to a share of it.
-
-    Some gradients, and some running means, are zero but for rounding.
-    """
-    floats = (x for x in tensors if x.numel() and (x.is_floating_point() or x.is_complex()))
-    return max((float(x.detach().abs().max().nan_to_num(0, 0, 0)) for x in floats), default=0.0)
-
-
-def _off(found: Tensor, expected: Tensor, floor: float) -> float:
-    if found.shape != expected.shape:
-        return float("inf")
-    if torch.equal(found, expected) or not expected.numel():
-        return 0.0
-    a, b = found.detach(), expected.detach()
-    if a.is_complex():
-        a, b = torch.view_as_real(a), torch.view_as_real(b)
-    a, b = a.double(), b.double()
-    if torch.equal(a.isfinite(), b.isfinite()):
-        a, b = a.nan_to_num(0, 0, 0), b.nan_to_num(0, 0, 0)
-    scale = max(float(b.abs().max()), floor)
-    return float((a - b).abs().max()) / scale if scale else float("inf")
+def dealt(plan: Plan, graph: Graph) -> float:
+    """Of the bytes of parameters, the share that tensor-parallel ranks have a part of."""
+    sharding = read_back(plan)
+    sizes = {name: int(state.spec.bytes) for name, state in graph.states.items() if state.trainable}
+    shared = [name for name, lies in sharding.states.items() if lies.sharded and name in sizes]
+    return sum(sizes[name] for name in shared) / max(sum(sizes.values()), 1)
 
 
 def said(error: BaseException) -> str:

@@ -76,7 +76,7 @@ def tried(
                 yield _done(one, ways, "timeout" if late else "crashed")
         for connection, one in list(running.items()):
             if time.monotonic() > one.ended:
-                one.process.kill()
+                os.killpg(one.process.pid, signal.SIGKILL)
                 yield _done(running.pop(connection), ways, "timeout")
 
 
@@ -102,6 +102,7 @@ def _done(one: Running, ways: tuple[str, ...], otherwise: str) -> Rows:
 
 def _try(subject: Subject, ways: tuple[str, ...], limit: float, to: Connection) -> None:
     """The whole of a process: rows go to the connection, what libraries print goes nowhere."""
+    os.setsid()  # what it starts ends with it
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CPU, (round(limit), round(limit)))
     with open(os.devnull, "w") as nowhere:
