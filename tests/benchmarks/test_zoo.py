@@ -25,22 +25,22 @@ PART = (
     "odd/branch/control",  # Python reads a tensor
     "odd/autocast/control",
     "odd/experts-dense/control",
-    "odd/gru-both-ways/layers",
     "odd/old-weight-norm/layers",
     "odd/skips-everywhere/shapes",  # tensors that pass by stages
     "odd/unet/shapes",
     "odd/in-place/shapes",
+    "odd/einsums/shapes",
     "odd/changes-its-batch/state",
-    "odd/codebook/state",  # a buffer that is assigned
+    "odd/running-mean/state",  # a buffer that is assigned
+    "odd/loss-with-buffer/state",
     "transformers/llama/causal",
     "transformers/gpt2/causal",  # q, k and v in one weight, tied words
     "transformers/mixtral/causal",  # experts picked word by word
-    "transformers/mamba/causal",  # a recurrence over the words
     "transformers/falcon/causal",  # one head of keys and values
+    "transformers/bloom/causal",  # a bias by distance, a backward of its own
     "transformers/bert/masked",
     "transformers/t5/sequence-to-sequence",  # a bias by distance, for each head
     "transformers/vit/image",
-    "transformers/wav2vec2/ctc",
 )
 """Cheap ones, each of which is made of something that the others are not."""
 
