@@ -32,7 +32,7 @@ PART = (
     "odd/einsums/shapes",
     "odd/changes-its-batch/state",
     "odd/running-mean/state",  # a buffer that is assigned
-    "odd/loss-with-buffer/state",
+    "odd/hooks-at-first-call/state",
     "transformers/llama/causal",
     "transformers/gpt2/causal",  # q, k and v in one weight, tied words
     "transformers/mixtral/causal",  # experts picked word by word
