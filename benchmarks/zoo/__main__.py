@@ -1,6 +1,7 @@
 """The command line: every model tried, one process each; a JSON line for each way to split one.
 
-python -m benchmarks.zoo --to rows.jsonl                  all; goes on where the file ends
+python -m benchmarks.zoo --to rows.jsonl                  one of each family; goes on where it ends
+python -m benchmarks.zoo --to rows.jsonl --all            all tasks, all variants
 python -m benchmarks.zoo --to rows.jsonl --only bert,gpt  models with one of these in their names
 python -m benchmarks.zoo --to gloo.jsonl --processes --sample 40
 python -m benchmarks.zoo --list
@@ -27,6 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--to", type=Path, help="the file of rows; what stands in it is not tried again")
     add("--only", default="", help="parts of names, with commas between")
+    add("--all", action="store_true", help="all tasks of a family, not one of each")
     add("--jobs", type=int, default=2, help="models at a time")
     add("--limit", type=float, default=60.0, help="seconds of a core for one model")
     add("--ways", default=",".join(WAYS), help="how to split")
@@ -37,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     importable()  # before transformers is
     from benchmarks.zoo import catalogue, trial, workers
 
-    subjects = catalogue.named(chosen.only)
+    subjects = catalogue.named(chosen.only, chosen.all or bool(chosen.only))
     if chosen.list:
         print("\n".join(subject.name for subject in subjects))
         return 0

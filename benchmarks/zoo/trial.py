@@ -1,6 +1,6 @@
 """One model, tried: planned, run split in this process, and held to what plain PyTorch computes.
 
-Tried(subject)      built, planned, traced once as a rank does
+Tried(subject)      built, traced once
   .split("pp2")     a plan for two stages, run by the runtime's executors -> Row
   .torch()          the same by torch.distributed.pipelining -> Row
 """
@@ -27,7 +27,6 @@ from autopipe.planners.driver.loss_parts import best_loss
 from autopipe.planners.driver.make_plan import traced_model
 from autopipe.planners.driver.request import Job, PlanRequest, Traced
 from autopipe.planners.model.problem import Constraints
-from autopipe.runtime.start import TracedModel, trace_planned
 from autopipe.sharding.plan_io import read_back
 from autopipe.tracing.source import bare
 from autopipe.util.stopwatch import Stopwatch
@@ -215,19 +214,11 @@ class Tried:
         """Whether the model draws random numbers, which no split draws as plain PyTorch does."""
         return any(is_random(node) for node in self.traced.graph.nodes)
 
-    def as_rank(self, plan: Plan) -> TracedModel:
-        """The model as a rank traces it, from the plan."""
-        if self._rank is None:
-            self._rank = trace_planned(self.model.build, self.model.inputs, self.model.loss, plan)
-        return self._rank
-
-    _rank: TracedModel | None = None
-
     def run(self, plan: Plan, processes: bool = False) -> Result:
         """A step by the plan, all its ranks in this process or each in its own."""
         if processes:
             return in_processes(plan, self.model, dict(self.model.build().named_parameters()))
-        trace = self.as_rank(plan).trace
+        trace = self.traced.trace  # processes trace it once more, each for itself
         run = dealt_out if plan.mesh.tp > 1 else in_stages
         return run(plan, trace, self.model.build(), self.batch)
 

@@ -99,9 +99,10 @@ def _can(make: Callable[[], Any]) -> bool:
 def _of_torchvision() -> Iterator[Subject]:
     from torchvision import models
 
-    for name in models.list_models(module=models):
+    for name in sorted(models.list_models(module=models), key=_size):
         if not any(word in name for word in LARGE) or name == "vit_b_16":
-            yield Subject(f"torchvision/{name}/image", partial(_torchvision, name))
+            file = models.get_model_builder(name).__module__.rpartition(".")[2]
+            yield Subject(f"torchvision/{file}.{name}/image", partial(_torchvision, name))
 
 
 def _torchvision(name: str) -> Model:
