@@ -101,10 +101,10 @@ def dealt_out(plan: Plan, trace: Trace, model: nn.Module, batch: Any) -> Result:
 
     outcomes = simulated.everywhere(simulated.Meeting(sharding.ranks), run)
     parts = [own for _, own in outcomes]
-    return Result(outcomes[0][0], whole_gradients(parts, sharding, whole), _buffers(parts[0]))
+    return Result(outcomes[0][0], _whole_gradients(parts, sharding, whole), _buffers(parts[0]))
 
 
-def whole_gradients(
+def _whole_gradients(
     parts: list[dict[str, Tensor]], sharding: Sharding, whole: dict[str, Tensor]
 ) -> dict[str, Tensor]:
     """Each gradient as one process has it, from the ranks' parts.

@@ -10,13 +10,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import autopipe
 from autopipe.planfile.contents import Plan
 from autopipe.runtime.launch.spawn import free_port
+from autopipe.sharding.collectives import together
 from autopipe.sharding.plan_io import read_back
-from benchmarks.zoo.one_process import Result, whole_gradients
+from benchmarks.zoo.one_process import Result
 from benchmarks.zoo.subject import Model
 
 
@@ -24,7 +25,7 @@ def in_processes(plan: Plan, given: Model, whole: dict[str, Tensor]) -> Result:
     """A step by `autopipe.parallelize` on every rank, each a fork of this process.
 
     Args:
-        whole: parameters and buffers of the model, for their shapes.
+        whole: parameters of the model, for their shapes.
 
     Returns:
         the mean loss, what all ranks hold of gradients put together, and buffers.
@@ -50,25 +51,16 @@ def in_processes(plan: Plan, given: Model, whole: dict[str, Tensor]) -> Result:
             raise RuntimeError("; ".join(failed) or f"ranks ended with codes {codes}")
         found = [torch.load(folder / f"{rank}.pt") for rank in range(ranks)]
     gradients: dict[str, Tensor] = {}
-    if plan.mesh.tp > 1:
-        sharding = read_back(plan)
-        parts = [_as_parameters(one["parameters"], one["gradients"]) for one in found]
-        gradients = whole_gradients(parts, sharding, whole)
-    else:
-        for one in found:
-            gradients |= one["gradients"]
+    for one in found:
+        gradients |= one["gradients"]
+    for name, lies in read_back(plan).states.items():
+        if lies.sharded and name in gradients:
+            parts = [one["gradients"][name] for one in found]
+            gradients[name] = together(parts, lies, whole[name].shape[lies.dim])
     buffers: dict[str, Tensor] = {}
     for one in found:
         buffers |= one["buffers"]
     return Result([found[0]["loss"]], gradients, buffers)
-
-
-def _as_parameters(values: dict[str, Tensor], gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for name, value in values.items():
-        found[name] = nn.Parameter(value, requires_grad=value.is_floating_point())
-        found[name].grad = gradients.get(name)
-    return found
 
 
 def _rank(plan: Plan, given: Model, rank: int, port: int, folder: Path) -> None:
@@ -97,7 +89,6 @@ def _stepped(plan: Plan, given: Model) -> dict[str, Any]:
     named = dict(pipe.named_parameters())
     return {
         "loss": loss.detach(),
-        "parameters": {name: p.detach() for name, p in named.items()},
         "gradients": {name: p.grad for name, p in named.items() if p.grad is not None},
         "buffers": dict(pipe.named_buffers()),
     }
