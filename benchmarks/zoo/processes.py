@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import autopipe
+from autopipe.errors import ModelError
 from autopipe.planfile.contents import Plan
 from autopipe.runtime.launch.spawn import free_port
 from autopipe.sharding.collectives import together
@@ -31,6 +32,7 @@ def in_processes(plan: Plan, given: Model, whole: dict[str, Tensor]) -> Result:
         the mean loss, what all ranks hold of gradients put together, and buffers.
 
     Raises:
+        ModelError: a rank refuses the model.
         RuntimeError: a rank has ended without a result; says what it raised.
     """
     fork = multiprocessing.get_context("fork")
@@ -46,6 +48,8 @@ def in_processes(plan: Plan, given: Model, whole: dict[str, Tensor]) -> Result:
         for process in running:
             process.join()
         failed = [file.read_text() for file in sorted(folder.glob("*.txt"))]
+        if refused := [text for text in failed if "ModelError" in text]:
+            raise ModelError(refused[0])  # its peers lose a connection
         if failed or any(process.exitcode for process in running):
             codes = [process.exitcode for process in running]
             raise RuntimeError("; ".join(failed) or f"ranks ended with codes {codes}")

@@ -116,6 +116,8 @@ def main(paths: Sequence[str]) -> None:
     print("\n".join(outcomes(rows)), end="\n\n")
     print(f"Bytes kept for backward: as predicted in {len(compared) - len(off)} of {len(compared)}")
     print("".join(f"  {line}\n" for line in off))
+    doubled = [f"{r['model']} {r['what']}" for r in rows if "fp64" in r.get("reference", "")]
+    print(f"Right in fp64, roundings make more of it in fp32: {len(doubled)}", *doubled)
     odd = unexplained(rows)
     print(f"Gradients that differ in a bit for no known reason: {len(odd)} rows")
     print("".join(f"  {line}\n" for line in odd))
