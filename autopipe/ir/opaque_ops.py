@@ -56,7 +56,7 @@ def run(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         kept = [_packs[-1](tensor) for tensor in (*operands_saved, room)]
         for output in tensors_in(result):
             if output.grad_fn is not None:  # each keeps the real kernel's one node alive
-                output.grad_fn.metadata["kept"] = kept
+                output.grad_fn.metadata["kept"] = kept  # type: ignore[index]  # typed a method
     return result
 
 
