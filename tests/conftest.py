@@ -37,6 +37,7 @@ gc.set_threshold(200_000, 50, 1000)
 
 LONGEST = (
     "benchmarks/test_chaos.py",
+    "benchmarks/test_zoo.py",
     "runtime/step/test_pipe.py",
     "planners/search/test_planners.py",
     "emit/test_emit.py",

@@ -51,9 +51,12 @@ def run(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # Autocast decides what the kernel computes in, and so what it keeps.
         low = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         saved, workspace = _kept(op, low, _described(args))
-        for position in saved:
-            _packs[-1](operands[position])
-        _packs[-1](torch.empty(workspace, dtype=torch.uint8))
+        operands_saved = [operands[position] for position in saved]
+        room = torch.empty(workspace, dtype=torch.uint8)
+        kept = [_packs[-1](tensor) for tensor in (*operands_saved, room)]
+        for output in tensors_in(result):
+            if output.grad_fn is not None:  # each keeps the real kernel's one node alive
+                output.grad_fn.metadata["kept"] = kept  # type: ignore[index]  # typed a method
     return result
 
 

@@ -173,8 +173,8 @@ def through_view(
     for axis, length in enumerate(after):
         if length == size and strides[axis] == inner and length > 1:
             return S(axis, segments)
-    if isinstance(segments, tuple) or size % (segments * ranks):
-        return None
+    if isinstance(segments, tuple) or size % (segments * ranks) or not stride:
+        return None  # nor has a tensor without elements runs of them
     run = size // (segments * ranks) * inner
     for axis, length in enumerate(after):
         whole = length * strides[axis]

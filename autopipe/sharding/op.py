@@ -56,7 +56,7 @@ class Model:
 
     @cached_property
     def fixed(self) -> set[Value]:
-        """Values that share memory with one written in place: they stay replicated."""
+        """Values that share memory with one written in place: they are I, and never converted."""
         return {value for value, root in self.flow.root.items() if root in self.flow.writers}
 
     @cached_property

@@ -32,9 +32,10 @@ def strategies(model: Model, node: Node, shards: Shards) -> tuple[Strategy, ...]
     """All possible strategies of a node, the replicated ones first, each once."""
     op = Op(model, node, shards)
     found = [Strategy(dict.fromkeys(op.inputs, I), I)]
-    if op.carries:
-        found.append(Strategy({v: op.free(v) for v in op.inputs}, R))
+    # A conversion makes another tensor, which what is written in place never reaches.
     fixed = any(value in model.fixed for value in (*op.inputs, *op.outputs))
+    if op.carries and not fixed:
+        found.append(Strategy({v: op.free(v) for v in op.inputs}, R))
     if op.outputs and node.op != READ_OP and not fixed:
         named = RULES.get(op.name) or (pointwise if is_pointwise(node) else None)
         found += named(op) if named is not None else ()

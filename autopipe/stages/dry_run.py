@@ -234,12 +234,14 @@ class _Rehearsing:
         with observing(kept.keep), computing(how):
             made = lowered.module(*received, *inputs)
         outgoing = tuple(made[: len(stage.outgoing)])
+        # What only a branch without a gradient had saved is gone: the scores that groups of experts
+        # are picked by, say.
         found = _Forward(
             tuple(
                 (CrossingTensor(tuple(t.shape), dense_strides(t), t.dtype, {}), t.requires_grad)
                 for t in outgoing
             ),
-            sum(kept.sizes.values()),
+            kept.now,
             sum(copy.untyped_storage().nbytes() for copy in copies),
         )
         loss = made[len(outgoing)] if last else None

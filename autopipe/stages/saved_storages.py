@@ -20,12 +20,11 @@ class SavedStorages:
     Storages of `not_owned_by` are left out: somebody else pays for them.
 
     Attributes:
-        sizes: bytes of every storage that was ever kept.
         now, most: bytes kept at this moment, and at the fullest since `most` was last set.
     """
 
     def __init__(self, not_owned_by: Iterable[Tensor]) -> None:
-        self.sizes: dict[int, int] = {}
+        self._sizes: dict[int, int] = {}
         self.now = self.most = 0
         # Storages are held, not keys alone: one that is gone would lend its key to another.
         self._owned = {storage_key(tensor): tensor.untyped_storage() for tensor in not_owned_by}
@@ -39,10 +38,10 @@ class SavedStorages:
             return tensor
         storage = tensor.untyped_storage()
         self._storages.append(storage)
-        self.sizes[key] = storage.nbytes()
+        self._sizes[key] = storage.nbytes()
         self._users[key] += 1
         if self._users[key] == 1:
-            self.now += self.sizes[key]
+            self.now += self._sizes[key]
             self.most = max(self.most, self.now)
         held = tensor.detach()
         weakref.finalize(held, self._let_go, key)
@@ -51,4 +50,4 @@ class SavedStorages:
     def _let_go(self, key: int) -> None:
         self._users[key] -= 1
         if self._users[key] == 0:
-            self.now -= self.sizes[key]
+            self.now -= self._sizes[key]

@@ -171,9 +171,10 @@ def plain_values(spaces: list[Mapping[str, Any]]) -> Hashable:
 
 @contextmanager
 def restoring(*models: nn.Module) -> Iterator[Callable[[], tuple[str, ...]]]:
-    """Restore the buffers and plain attributes of models at the end of the block.
+    """Restore the buffers, plain attributes and hooks of models at the end of the block.
 
-    What a model keeps from one call to the next is then as before its first.
+    What a model keeps from one call to the next is then as before its first; the hooks too that it
+    registers in its first call, as it notes that it has done so.
 
     Yields:
         a function that gives the names of the plain attributes that have changed by now.
@@ -225,9 +226,9 @@ def _differs(value: Any, known: tuple[Any, Any] | None) -> bool:
 
 
 def _plain_attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """A module's own attributes, each with a copy if it is a list, a dict or a set."""
+    """A module's own attributes and hooks, each with a copy if it is a list, a dict or a set."""
     return {
         name: (value, copy(value) if isinstance(value, list | dict | set) else None)
         for name, value in vars(module).items()
-        if name not in INTERNAL or name == "training"
+        if name not in INTERNAL or name == "training" or "hooks" in name
     }

@@ -1,7 +1,9 @@
 """The command line: every model tried, one process each; a JSON line for each way to split one.
 
-python -m benchmarks.zoo --to rows.jsonl                  all; goes on where the file ends
+python -m benchmarks.zoo --to rows.jsonl                  one of each family; goes on where it ends
+python -m benchmarks.zoo --to rows.jsonl --all            all tasks, all variants
 python -m benchmarks.zoo --to rows.jsonl --only bert,gpt  models with one of these in their names
+python -m benchmarks.zoo --to gloo.jsonl --processes --sample 40
 python -m benchmarks.zoo --list
 python -m benchmarks.zoo.table rows.jsonl
 """
@@ -26,15 +28,18 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--to", type=Path, help="the file of rows; what stands in it is not tried again")
     add("--only", default="", help="parts of names, with commas between")
+    add("--all", action="store_true", help="all tasks of a family, not one of each")
     add("--jobs", type=int, default=2, help="models at a time")
     add("--limit", type=float, default=60.0, help="seconds of a core for one model")
     add("--ways", default=",".join(WAYS), help="how to split")
+    add("--sample", type=int, help="so many of the models alone, at random")
+    add("--processes", action="store_true", help="each rank a process, over gloo")
     add("--list", action="store_true", help="print the names alone")
     chosen = parser.parse_args(argv)
     importable()  # before transformers is
-    from benchmarks.zoo import catalogue, workers
+    from benchmarks.zoo import catalogue, trial, workers
 
-    subjects = catalogue.named(chosen.only)
+    subjects = catalogue.named(chosen.only, chosen.all or bool(chosen.only))
     if chosen.list:
         print("\n".join(subject.name for subject in subjects))
         return 0
@@ -45,9 +50,12 @@ def main(argv: list[str] | None = None) -> int:
         done = {json.loads(line)["model"] for line in chosen.to.read_text().splitlines()}
     left = [subject for subject in subjects if subject.name not in done]
     random.Random(0).shuffle(left)  # so that a run that is cut short is a fair sample
+    left = left[: chosen.sample]
     begin = time.monotonic()
     with chosen.to.open("a") as file:
         ways = tuple(chosen.ways.split(","))
+        if chosen.processes:
+            ways = tuple(way + trial.PROCESSES for way in ways if way in trial.SPLITS)
         for number, rows in enumerate(workers.tried(left, ways, chosen.jobs, chosen.limit), 1):
             file.write("".join(json.dumps(row) + "\n" for row in rows))
             file.flush()

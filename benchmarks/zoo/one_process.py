@@ -25,6 +25,7 @@ from autopipe.stages.rng import stream
 from autopipe.stages.step_programs import step_programs
 from autopipe.tracing.trace import Trace
 from tests.support import inprocess, simulated
+from tests.support.regroup import regrouped
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,14 @@ class Result:
         losses: of each micro-batch.
         gradients, buffers: by name; of what nothing reads none.
         saved: bytes kept for backward, the most of each rank added up.
+        regrouped: gradients that are sums over stages, in another order than of one process.
     """
 
     losses: list[Tensor]
     gradients: dict[str, Tensor]
     buffers: dict[str, Tensor]
     saved: int | None = None
+    regrouped: frozenset[str] = frozenset()
 
 
 def in_stages(plan: Plan, trace: Trace, model: nn.Module, batch: Any) -> Result:
@@ -70,7 +73,8 @@ def in_stages(plan: Plan, trace: Trace, model: nn.Module, batch: Any) -> Result:
         if kind == "activations"
     )
     losses = [result[0].detach() for result in results]
-    return Result(losses, inprocess.gradients(owned), inprocess.buffers(cut, owned), saved)
+    gradients, buffers = inprocess.gradients(owned), inprocess.buffers(cut, owned)
+    return Result(losses, gradients, buffers, saved, frozenset(regrouped(cut)))
 
 
 def dealt_out(plan: Plan, trace: Trace, model: nn.Module, batch: Any) -> Result:

@@ -62,6 +62,11 @@ class Subject:
         return self.name.partition("/")[0]
 
     @property
+    def family(self) -> str:
+        """`transformers/bert`, and of a model of pictures the file that it stands in."""
+        return self.name.rpartition("/")[0].partition(".")[0]
+
+    @property
     def task(self) -> str:
         """What it is for."""
         return self.name.rpartition("/")[2]

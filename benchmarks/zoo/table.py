@@ -1,6 +1,6 @@
 """Rows as tables: how many are right in each group, and the causes of the rest.
 
-python -m benchmarks.zoo.table rows.jsonl
+python -m benchmarks.zoo.table rows.jsonl [later.jsonl ...]     a later row of a model counts
 """
 
 from __future__ import annotations
@@ -81,16 +81,49 @@ def bytes_off(rows: Rows) -> list[str]:
     ]
 
 
-def main(path: str) -> None:
+def newest(rows: Rows) -> Rows:
+    """Of each model the rows of its last trial of each way; none of a build that failed before."""
+    found = {(row["model"], row["what"]): row for row in rows}
+    built = {model for model, what in found if what != "build"}
+    return [row for (model, what), row in found.items() if what != "build" or model not in built]
+
+
+def unexplained(rows: Rows) -> list[str]:
+    """Models of whose gradients some differ in a bit, though no sum of them has another order."""
+    return [
+        f"{row['model']} {row['what']}: {row['unexplained']}"
+        for row in rows
+        if row.get("unexplained")
+    ]
+
+
+def share_dealt(rows: Rows) -> str:
+    """How much of the parameters tensor-parallel ranks have a part of."""
+    shares = sorted(row["dealt"] for row in rows if row.get("dealt") is not None)
+    if not shares:
+        return "Of parameters dealt out: not recorded"
+    few = sum(share < 0.5 for share in shares)
+    half = shares[len(shares) // 2]
+    return f"Of parameters dealt out: {half:.1%} in the median; less than half in {few} models"
+
+
+def main(paths: Sequence[str]) -> None:
     """Print all of it."""
-    rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    lines = [line for path in paths for line in Path(path).read_text().splitlines()]
+    rows = newest([json.loads(line) for line in lines])
     compared = [row for row in rows if row.get("counted") is not None]
     off = bytes_off(rows)
     print("\n".join(outcomes(rows)), end="\n\n")
     print(f"Bytes kept for backward: as predicted in {len(compared) - len(off)} of {len(compared)}")
     print("".join(f"  {line}\n" for line in off))
+    doubled = [f"{r['model']} {r['what']}" for r in rows if "fp64" in r.get("reference", "")]
+    print(f"Right in fp64, roundings make more of it in fp32: {len(doubled)}", *doubled)
+    odd = unexplained(rows)
+    print(f"Gradients that differ in a bit for no known reason: {len(odd)} rows")
+    print("".join(f"  {line}\n" for line in odd))
+    print(share_dealt(rows), end="\n\n")
     print("\n".join(causes(rows)))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1:])

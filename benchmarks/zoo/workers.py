@@ -5,6 +5,7 @@ The processes are forks of this one, which has imported torch and the libraries 
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -20,6 +21,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from benchmarks.zoo import trial
+from benchmarks.zoo.odd import common
 from benchmarks.zoo.subject import Subject
 
 MEMORY = 12 * 2**30
@@ -50,6 +52,8 @@ def tried(
         limit: seconds of a core for one model, and `WAITING` times as many on the clock; what it
             has not said by then is "timeout".
     """
+    if len(subjects) > 1:
+        _warm(ways)
     fork = multiprocessing.get_context("fork")
     pending = list(reversed(subjects))
     running: dict[Connection, Running] = {}
@@ -72,8 +76,16 @@ def tried(
                 yield _done(one, ways, "timeout" if late else "crashed")
         for connection, one in list(running.items()):
             if time.monotonic() > one.ended:
-                one.process.kill()
+                os.killpg(one.process.pid, signal.SIGKILL)
                 yield _done(running.pop(connection), ways, "timeout")
+
+
+def _warm(ways: tuple[str, ...]) -> None:
+    """Load what tracing, planning and running import late, 1 to 2 s, so that no fork has to."""
+    for _ in trial.rows(next(common.subjects()), ways):
+        pass
+    gc.collect()
+    gc.freeze()  # no fork copies the pages of what is there by now, to count references
 
 
 def _done(one: Running, ways: tuple[str, ...], otherwise: str) -> Rows:
@@ -90,6 +102,7 @@ def _done(one: Running, ways: tuple[str, ...], otherwise: str) -> Rows:
 
 def _try(subject: Subject, ways: tuple[str, ...], limit: float, to: Connection) -> None:
     """The whole of a process: rows go to the connection, what libraries print goes nowhere."""
+    os.setsid()  # what it starts ends with it
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CPU, (round(limit), round(limit)))
     with open(os.devnull, "w") as nowhere:

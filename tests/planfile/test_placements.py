@@ -208,6 +208,7 @@ def test_views_against_brute_force(size: int, ranks: int) -> None:
         ((5, 12, 7), S(1, (8, 2, 2)), (5, 1, 12, 7), S(2, (8, 2, 2))),
         ((5, 12, 7), S(1, (8, 2, 2)), (5, 84), None),
         ((127, 4), S(0), (1, 127, 4), S(1)),
+        ((4, 6, 0), S(0), (24, 0), None),  # no elements
         ((127, 4), S(0), (508,), None),  # unequal parts stay whole rows
     ],
 )

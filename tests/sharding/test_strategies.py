@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from autopipe.ir.dataflow import analyse
 from autopipe.planfile.placements import I, P, Placement, R, S
-from autopipe.sharding.op import Op, Strategy
-from autopipe.sharding.strategies import RULES
+from autopipe.sharding.op import Model, Op, Strategy
+from autopipe.sharding.strategies import RULES, strategies
 from autopipe.sharding.vocabulary_loss import vocabulary_loss
 from autopipe.util import self_checks
 from tests.support.dealing import Findings, check
@@ -253,3 +254,27 @@ def test_a_wrong_rule_is_found(
     monkeypatch.setenv(self_checks.VARIABLE, "0")  # it would refuse the graph before it is run
     (found,) = of_one(F.linear, (8, 12), ranks=2).wrong
     assert complaint in found
+
+
+class WritesItsScores(nn.Module):
+    """Attention that adds to a part of its scores in place, as MViT adds its positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(12, 12), nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.query(x) @ self.key(x).transpose(-2, -1)
+        scores[:, 1:] = scores[:, 1:] * 2
+        return (scores.softmax(-1) @ x).mean()
+
+
+def test_what_is_written_in_place_lies_one_way_alone() -> None:
+    """A conversion, from R to I too, makes another tensor: readers of it would miss the write."""
+    graph = trace_model(WritesItsScores(), lambda rows: (noise(rows, 8, 12),)).graph
+    model = Model(analyse(graph), 2)
+    touching = [node for node in graph.nodes if {*model.tensors(node)} & model.fixed]
+    assert {node.op for node in touching} >= {"aten.copy_.default", "aten.softmax.int"}
+    for node in touching:
+        (only,) = strategies(model, node, lambda value: ())
+        assert only.output == I and set(only.inputs.values()) == {I}, node.name

@@ -1,13 +1,13 @@
 """Families of Hugging Face models that nobody prepared: dealt out, each is one process's model.
 
 They differ in what they are made of, not in name only; `benchmarks/tensor_parallel` has the others.
+The ordinary run deals out families in `tests/benchmarks/test_zoo.py`, to two ranks.
 """
 
 import pytest
 
 from benchmarks.tensor_parallel.configs import FAMILIES
 from benchmarks.tensor_parallel.families import CLOSE, Subject, row
-from tests.support.long import chosen
 
 CASES = {
     # family          attention  tp  sequence
@@ -24,7 +24,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", chosen(CASES, now=("llama-kv1", "bert", "mixtral")))
+@pytest.mark.long
+@pytest.mark.parametrize("name", CASES)
 def test_loss_and_every_gradient_are_those_of_one_process(name: str) -> None:
     attention, ranks, sequence = CASES[name]
     subject = Subject(FAMILIES[name], attention)
@@ -34,6 +35,7 @@ def test_loss_and_every_gradient_are_those_of_one_process(name: str) -> None:
     assert found["bytes"] > 0.9, "hardly anything of it was dealt out"
 
 
+@pytest.mark.long
 def test_no_other_gradient_would_do() -> None:
     """The comparison can fail: a parameter's gradient off by 1 in 10 000 is seen."""
     subject = Subject(FAMILIES["gpt2"], "sdpa")

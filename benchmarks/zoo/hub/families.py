@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -14,7 +15,7 @@ from functools import partial
 import torch
 import transformers
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto import modeling_auto
 
 from benchmarks.zoo.hub.inputs import offered
@@ -45,8 +46,15 @@ TASKS = {
 ONLY_NEW = {"classification", "backbone", "audio", "depth", "image-text"}
 """Tasks for which only those families are tried that no task before has tried."""
 
-MOST_PARAMETERS = 40_000_000
+LONG_ENOUGH = 10.0
+"""Seconds of a core in which a tiny configuration is found, or is not."""
+
+MOST_PARAMETERS = 80_000_000
 """A configuration with more is not tiny."""
+
+
+SAID = 8
+"""Of what attempts raised, so many sentences."""
 
 
 def subjects() -> Iterator[Subject]:
@@ -79,8 +87,13 @@ def found(family: str, name: str, task: str) -> Model:
         RuntimeError: none does; says what each attempt raised.
     """
     kind = getattr(transformers, name)
+    own = kind.config_class
+    settings = own if own is not None else CONFIG_MAPPING[family]
     failed: list[str] = []
-    for config in shrunk(family):
+    begin = time.process_time()
+    for config in shrunk(settings, causal=task == "causal"):
+        if time.process_time() - begin > LONG_ENOUGH:
+            break
         build = seeded(partial(_built, kind, config))
         try:
             _check_tiny(partial(_built, kind, config))
@@ -93,7 +106,7 @@ def found(family: str, name: str, task: str) -> Model:
                 return _that_runs(build, model, batch)
             except Exception as error:
                 failed.append(_said(error))
-    raise RuntimeError("; ".join(dict.fromkeys(failed)))
+    raise RuntimeError("; ".join(list(dict.fromkeys(failed))[:SAID]))
 
 
 def _check_tiny(build: Callable[[], nn.Module]) -> None:

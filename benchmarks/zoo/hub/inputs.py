@@ -9,21 +9,22 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
+from inspect import Parameter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from benchmarks.zoo.hub.rules import LENGTH
 from benchmarks.zoo.subject import MOST_ROWS, Batch, integers, noise
-
-LENGTH = 24
-"""Tokens of a row."""
 
 
 def offered(model: nn.Module, config: PreTrainedConfig, task: str) -> Iterator[Batch]:
     """Batches of `MOST_ROWS` rows that a model may take, the likeliest first."""
-    names = set(inspect.signature(model.forward).parameters)
+    parameters = inspect.signature(model.forward).parameters
+    names = set(parameters)
+    needed = {name for name, entry in parameters.items() if entry.default is Parameter.empty}
     sizes = Sizes(config)
     main = str(getattr(model, "main_input_name", "input_ids"))
     makers = _makers(sizes, task)
@@ -44,14 +45,19 @@ def offered(model: nn.Module, config: PreTrainedConfig, task: str) -> Iterator[B
         {"bbox"},
         {"attention_mask"},
         {"input_ids", "bbox", "pixel_values"},
+        {"input_features", "input_ids"},
+        {"input_values", "decoder_input_ids"},
+        {"input_ids", "attention_mask", "pixel_values", "spatial_shapes", "pixel_attention_mask"},
+        {"pixel_values", "spatial_shapes", "pixel_attention_mask"},
     ):
         wishes += [{main, "labels"} | more, {main} | more]
-    tried: list[set[str]] = []
-    for wish in wishes:
-        wanted = (wish & names if "kwargs" not in names else wish) & makers.keys()
-        if wanted and wanted not in tried:
-            tried.append(wanted)
-            yield {name: makers[name]() for name in sorted(wanted)}
+    for some in (makers, *({**makers, **others} for others in _others(sizes, names))):
+        tried: list[set[str]] = []
+        for wish in wishes:
+            wanted = ((wish & names if main in names else wish) | needed) & some.keys()
+            if wanted and wanted not in tried:
+                tried.append(wanted)
+                yield {name: some[name]() for name in sorted(wanted)}
 
 
 class Sizes:
@@ -66,7 +72,10 @@ class Sizes:
         while pending:
             config = pending.pop(0)
             for name in names:
-                value = getattr(config, name, None)
+                try:
+                    value = getattr(config, name, None)
+                except AttributeError:  # of heterogeneous layers, each of which has its own
+                    continue
                 value = value[0] if isinstance(value, list | tuple) and value else value
                 if isinstance(value, int) and not isinstance(value, bool) and value:
                     return value
@@ -86,13 +95,15 @@ class Sizes:
         return channels, side, side
 
 
-def _makers(sizes: Sizes, task: str) -> dict[str, Callable[[], Any]]:
+def _makers(sizes: Sizes, task: str) -> Makers:
     """What makes each entry."""
     words = partial(integers, below=sizes.words)
     image = sizes.image
     frames = sizes.find("num_frames", "frames_per_clip", default=4)
     return {
         "input_ids": partial(words, LENGTH, seed=1),
+        "qformer_input_ids": partial(words, 6, seed=4),
+        "task_inputs": partial(words, sizes.find("task_seq_len", default=LENGTH), seed=4),
         "decoder_input_ids": partial(words, 8, seed=2),
         "attention_mask": lambda: torch.ones(MOST_ROWS, LENGTH, dtype=torch.long),
         "pixel_values": partial(noise, *((frames, *image) if task == "video" else image)),
@@ -102,6 +113,34 @@ def _makers(sizes: Sizes, task: str) -> dict[str, Callable[[], Any]]:
         "input_values": partial(noise, *_waves(sizes)),
         "labels": partial(_labels, sizes, task),
     }
+
+
+Makers = dict[str, Callable[[], Any]]
+
+
+def _others(sizes: Sizes, names: set[str]) -> Iterator[Makers]:
+    """Other shapes of the same entries, of which few families take one."""
+    words = partial(integers, below=sizes.words)
+    channels, side, _ = sizes.image
+    if "spatial_shapes" in names:
+        patch = sizes.find("patch_size", default=8)
+        across = side // patch
+        yield {
+            "pixel_values": partial(noise, across**2, channels * patch**2),
+            "spatial_shapes": lambda: torch.full((MOST_ROWS, 2), across),
+            "pixel_attention_mask": lambda: torch.ones(MOST_ROWS, across**2, dtype=torch.long),
+        }
+    books = sizes.find("num_codebooks")
+    for shape in ((books, LENGTH), (LENGTH, books), (LENGTH, books + 1)) if books else ():
+        labels = (LENGTH, books) if shape[0] == books else (LENGTH,)
+        yield {
+            "input_ids": partial(words, *shape, seed=1),
+            "labels": partial(words, *labels, seed=1),
+        }
+    if {"pixel_values", "input_ids"} <= names:
+        yield {"pixel_values": partial(noise, 1, *sizes.image)}
+    if "input_features" in names:
+        yield {"input_features": partial(noise, 64, 4 * _features(sizes)[1])}
 
 
 def _features(sizes: Sizes) -> tuple[int, ...]:

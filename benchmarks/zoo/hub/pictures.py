@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -15,6 +15,9 @@ from benchmarks.zoo.subject import Model, Subject, entropy, integers, noise, see
 
 SMALL = ("nano", "pico", "femto", "atto", "tiny", "xs", "_s", "small", "18", "b0", "0")
 """Parts of the names of small variants, the first of a file to be taken."""
+
+BIG = ("base", "large", "huge", "giant", "1536", "201", "_s24", "412m", "_so", "_m", "_l")
+"""Parts of the names of variants that are taken last."""
 
 LARGE = (
     *("_h_", "_l_", "huge", "large", "wide", "x4", "x8", "x16", "x32", "64x4d", "_base", "_m"),
@@ -41,31 +44,65 @@ def _of_timm() -> Iterator[Subject]:
     for name in timm.list_models():
         files[timm.models.model_entrypoint(name).__module__.rpartition(".")[2]].append(name)
     for file, names in sorted(files.items()):
-        small = min(names, key=lambda name: (not any(w in name for w in SMALL), len(name), name))
+        small = min(names, key=_size)
         yield Subject(f"timm/{file}.{small}/image", partial(_timm, small))
 
 
+def _size(name: str) -> tuple[bool, bool, int, str]:
+    return any(w in name for w in BIG), not any(w in name for w in SMALL), len(name), name
+
+
+FEWER: tuple[dict[str, Any], ...] = (
+    {"depth": 2},
+    {"depths": (1, 1, 1, 1)},
+    {"depths": (1, 1, 1)},
+    {"layers": (1, 1, 1, 1)},
+    {"num_blocks": (1, 1, 1, 1)},
+)
+"""What makes a model of timm less deep, where it takes such a word."""
+
+SIDES = (64, 96, 112, 128, 224, 256)
+"""Heights of pictures, of which the first that a model takes is taken."""
+
+
 def _timm(name: str) -> Model:
+    """A variant as shallow as its words allow, and the smallest pictures that it takes.
+
+    Raises:
+        RuntimeError: it takes none; says what the last raised.
+    """
     import timm
 
-    side = 64
-    make: Any = partial(timm.create_model, name, num_classes=CLASSES)
+    whole: Any = partial(timm.create_model, name, num_classes=CLASSES)
+    make = next((m for words in FEWER if _can(m := partial(whole, **words))), whole)
+    failed = ""
+    for side in SIDES:
+        sized = partial(make, img_size=side)
+        for one in (sized, make) if _can(sized) else (make,):
+            try:
+                return _classifier(seeded(one), side)
+            except Exception as error:
+                failed = f"{type(error).__name__}: {error}"
+    raise RuntimeError(failed)
+
+
+def _can(make: Callable[[], Any]) -> bool:
+    """Whether a model can be made with these words; it is made without memory."""
     try:
-        make(img_size=side)
-        make = partial(make, img_size=side)
+        with torch.device("meta"):
+            make()
     except Exception:
-        config = make().default_cfg
-        side = config.get("input_size", (3, 224, 224))[1]
-        side = side if config.get("fixed_input_size") else min(side, 96)
-    return _classifier(seeded(make), side)
+        return False
+    return True
 
 
 def _of_torchvision() -> Iterator[Subject]:
     from torchvision import models
 
-    for name in models.list_models(module=models):
+    for name in sorted(models.list_models(module=models), key=_size):
         if not any(word in name for word in LARGE) or name == "vit_b_16":
-            yield Subject(f"torchvision/{name}/image", partial(_torchvision, name))
+            file = models.get_model_builder(name).__module__.rpartition(".")[2]
+            yield Subject(f"torchvision/{file}.{name}/image", partial(_torchvision, name))
 
 
 def _torchvision(name: str) -> Model:

@@ -1,180 +1,178 @@
-"""A tiny configuration of any family of transformers, by rules over the names of its fields.
+"""Tiny configurations of any family of transformers, by `rules` over the names of its fields.
 
-    hidden_size 4096 -> 64      num_hidden_layers 32 -> 2      num_attention_heads 32 -> 4
-
-No rule fits all: `shrunk` gives several configurations, the smallest first. The first whose model
+No rule fits all: `shrunk` gives several configurations, the likeliest first. The first whose model
 runs forward and backward is taken (`hub.families`).
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers import PreTrainedConfig
 
-WORDS = 128
-"""Of the vocabulary."""
+from benchmarks.zoo.hub import rules
+from benchmarks.zoo.hub.rules import WORDS
 
 LAYERS = 2
 """Layers of a model; of one whose layers differ by a pattern, twice as many."""
 
-Rule = tuple[str, Callable[[int], int | None]]
+Fields = dict[str, Any]
 
 
-def most(limit: int) -> Callable[[int], int]:
-    return lambda value: min(value, limit)
+def shrunk(kind: type[PreTrainedConfig], causal: bool = False) -> Iterator[PreTrainedConfig]:
+    """Tiny configurations of a kind, to be tried in turn.
 
-
-def keep(value: int) -> None:
-    return None
-
-
-def narrow(value: int) -> int | None:
-    return 64 if value > 64 else None
-
-
-RULES: tuple[Rule, ...] = (
-    (r"vocab.*size|vocab_size|n_vocab|num_tokens$|codebook_size", most(WORDS)),
-    (r"key_value_heads|kv_heads|head_kv|query_group", keep),
-    (r"(rope|nope).*head_dim", most(8)),
-    (r"head_dim|head_size|d_kv|kv_channels|head_width", most(16)),
-    (r"(attention_heads|num_heads|n_heads?|_heads)$", most(4)),
-    (r"lora_rank|_rank$", most(16)),
-    (r"experts_per_tok|top_?k|num_selected", most(2)),
-    (r"n_group$|topk_group|expert_group|num_groups$", most(2)),
-    (r"shared_experts", most(1)),
-    (r"(moe|shared|expert).*(intermediate|hidden|size|dim|width)", most(32)),
-    (r"experts", most(4)),
-    (r"first_k_dense|num_dense|moe_layer_start|dense_replace", most(1)),
-    (r"intermediate|ffn|d_ff|feed_?forward|inner|mlp_dim|mlp_hidden", most(128)),
-    (r"rel.*position|relative", keep),
-    (
-        r"max_(position|seq|length|source|target|sequence)|n_positions|n_ctx|context_length"
-        r"|position_size|max_2d_position",
-        most(256),
-    ),
-    (r"image_size|img_size|input_size|crop_size", most(64)),
-    (r"patch_size", lambda value: 8 if value > 8 else None),
-    (r"num_queries|num_feature_levels|encoder_n_points|decoder_n_points|num_denoising", most(10)),
-    (
-        r"hidden|d_model|embed|n_embd|dim|width|channels|latent|projection|conv_kernel|depths",
-        narrow,
-    ),
-    (r"size|units|features|length", lambda value: 64 if value > 1024 else None),
-)
-
-DEPTH = re.compile(
-    r"(^|_)(n_layers?|num_layers|num_blocks|depth|layers|hidden_layers|blocks|encoder_blocks"
-    r"|hidden_groups|num_layers_encoder|perceiver_layers|num_block_layers|conv_blocks)$"
-)
-PATTERN = re.compile(r"layer_types|period|interval|pattern|every|freq|attn_layer|block_types")
-LEFT = {
-    *("bos_token_id", "eos_token_id", "pad_token_id", "num_labels", "id2label", "label2id"),
-    *("model_type", "num_channels", "in_channels", "dtype", "transformers_version"),
-    *("architectures", "problem_type", "return_dict", "use_cache", "layer_types"),
-    *("mlp_layer_types", "task_specific_params", "rope_scaling", "rope_parameters"),
-    *("chunk_size_feed_forward", "is_encoder_decoder", "image_channels"),
-}
-DROPPED = re.compile(r"(?<!\w)drop(?!less)|dropout|_pdrop|drop_|layerdrop|jitter|stochastic_depth")
-
-
-def shrunk(family: str) -> Iterator[PreTrainedConfig]:
-    """Tiny configurations of a family, to be tried in turn.
+    Args:
+        causal: whether its model is to predict the next word.
 
     Raises:
         Exception: what the last configuration's own code raises, if none can be made.
     """
-    kind = CONFIG_MAPPING[family]
     whole = kind().to_dict()
-    layers = LAYERS * 2 if PATTERN.search(" ".join(map(str, _names(whole)))) else LAYERS
-    smaller = _smaller(whole, layers)
-    ways = (
-        smaller,
-        _without(smaller, r"head_dim|head_size|d_kv"),
-        _with(smaller, r"heads$", 1, drop=r"head_dim"),
-        _only_scalars(smaller),
-        _only(smaller, r"vocab|layers|depth|experts|_id$|model_type|blocks"),
-        {},
-    )
+    layers = LAYERS * 2 if rules.PATTERN.search(" ".join(map(str, _names(whole)))) else LAYERS
+    by_hand = rules.BY_HAND.get(kind.model_type, {})
     failed: Exception | None = None
-    for way in ways:
+    made = 0
+    for way in _ways(whole, layers):
         for make in (_by_keywords, _by_fields):
             try:
-                config = make(kind, copy.deepcopy(way))
-                _settle(config, layers)
+                config = make(kind, _merged(way, by_hand))
+                _settle(config, causal)
             except Exception as error:
                 failed = error
                 continue
+            made += 1
             yield config
-    if failed is not None:
+    if failed is not None and not made:
         raise failed
 
 
-def _names(fields: dict[str, Any]) -> Iterator[str]:
+def _ways(whole: Fields, layers: int) -> Iterator[Fields]:
+    """What becomes of the fields, from all rules at once to all but one."""
+    tiny = _smaller(whole, layers, rules.TINY)
+    yield tiny
+    given = _given(whole, tiny)
+    yield given
+    yield _smaller(whole, layers, rules.IN_PROPORTION)
+    yield _without(given, r"head_dim|head_size|d_kv")
+    for heads in (1, 8):
+        yield _edited(_without(given, r"head_dim"), partial(_all_heads, heads))
+    yield _edited(given, lambda name, value: None if isinstance(value, list | tuple) else value)
+    yield _only(given, r"vocab|layers|depth|experts|_id$|model_type|blocks")
+    for name in dict.fromkeys(_names(given)):
+        if name != "model_type":
+            yield _without(given, f"^{re.escape(name)}$")
+    yield {}
+
+
+STAGES = ("depths", "hidden_sizes")
+"""Lists with an entry a stage: a number of layers that is as great counts stages."""
+
+
+def _all_heads(heads: int, name: str, value: Any) -> Any:
+    return heads if name.endswith("heads") else value
+
+
+def _merged(fields: Fields, more: Fields) -> Fields:
+    """A copy of fields, with more of them."""
+    found = copy.deepcopy(fields)
+    for name, value in more.items():
+        own = found.get(name)
+        found[name] = _merged(own, value) if isinstance(own, dict) else copy.deepcopy(value)
+    return found
+
+
+def _names(fields: Fields) -> Iterator[str]:
     for name, value in fields.items():
         yield name
         if isinstance(value, dict):
             yield from _names(value)
 
 
-def _smaller(fields: dict[str, Any], layers: int) -> dict[str, Any]:
+def _is_config(name: str, value: Any) -> bool:
+    """Whether a field is a configuration of its own."""
+    return isinstance(value, dict) and (
+        "model_type" in value or "config" in name or name in ("text", "vision", "audio")
+    )
+
+
+def _smaller(fields: Fields, layers: int, widths: Sequence[rules.Rule]) -> Fields:
     """What of a configuration becomes smaller, and to what."""
-    found: dict[str, Any] = {}
+    found: Fields = {}
+    stages = {len(value) for name, value in fields.items() if name in STAGES and value}
+    layers = max(layers, *(len(value) for name, value in fields.items() if _picks(name, value)), 0)
+    depths = {
+        value: min(value, layers)
+        for name, value in fields.items()
+        if type(value) is int and value > 1 and value not in stages
+        if rules.DEPTH.search(name) and not rules.NO_DEPTH.search(name)
+    }
     for name, value in fields.items():
-        if name in LEFT or not isinstance(name, str) or name.startswith("_"):
+        if name in rules.LEFT or not isinstance(name, str) or name.startswith("_"):
             continue
-        low = name.lower()
         new: Any = None
-        if isinstance(value, dict):
-            if "config" in low or low in ("text", "vision", "backbone", "audio"):
-                new = _smaller(value, layers)
-                if new and "model_type" in value:
-                    new["model_type"] = value["model_type"]
-        elif isinstance(value, bool) or value is None:
-            continue
+        if _is_config(name, value):
+            new = _smaller(value, layers, widths)
+            if new and "model_type" in value:
+                new["model_type"] = value["model_type"]
         elif isinstance(value, float):
-            new = 0.0 if DROPPED.search(low) or low.startswith("mask_time_prob") else None
-        elif isinstance(value, int):
-            new = _number(low, value, layers)
-        elif isinstance(value, (list, tuple)) and value:
-            new = _several(low, value)
+            off = rules.DROPPED.search(name) or name.startswith("mask_time_prob")
+            small = rules.MULTIPLIER.search(name)
+            new = 0.0 if off else min(value, 0.25) if small else None
+        elif type(value) is int:
+            new = rules.number(name.lower(), value, layers, widths)
+            new = None if value in stages and rules.DEPTH.search(name) else new
+        elif _picks(name, value):
+            new = _indices(value, max(depths, default=0))
+        elif isinstance(value, list | tuple) and value:
+            new = rules.several(name.lower(), value, depths, widths)
         if new is not None and new != value and new != {}:
             found[name] = new
-    heads = fields.get("num_attention_heads")
-    for name in ("num_key_value_heads", "num_kv_heads"):
-        if isinstance(heads, int) and isinstance(own := fields.get(name), int):
+    if widths is rules.TINY:
+        found |= _key_value_heads(fields)
+    return found
+
+
+def _picks(name: str, value: Any) -> bool:
+    """Whether a field picks layers whose outputs are used."""
+    return name.endswith("out_indices") and isinstance(value, list | tuple)
+
+
+def _indices(values: Sequence[int], layers: int) -> Sequence[int] | None:
+    """The first layers in place of some; counted from 1 where the last is the number of layers."""
+    first = 1 if values and max(values) == layers else 0
+    return type(values)(range(first, first + len(values))) if layers else None
+
+
+def _key_value_heads(fields: Fields) -> Fields:
+    """Heads of keys and values, of four of queries: all of them, one, or two."""
+    found = {}
+    for name, own in fields.items():
+        if re.search(r"kv_heads$|key_value_heads$|kv_attention_heads$", name) and type(own) is int:
+            prefix = name.removesuffix("num_key_value_heads").removesuffix("num_kv_heads")
+            heads = fields.get(f"{prefix}num_attention_heads", fields.get("num_attention_heads"))
             found[name] = 4 if own == heads else 1 if own == 1 else 2
     return found
 
 
-def _number(name: str, value: int, layers: int) -> int | None:
-    if re.search(r"(token|_tok)_?(id|index)$|_index$|_token$", name) or name.endswith("_id"):
-        return WORDS - 1 - sum(map(ord, name)) % 20 if value >= WORDS - 20 else None
-    if DEPTH.search(name):
-        return min(value, layers) if value > 0 else None
-    for pattern, rule in RULES:
-        if re.search(pattern, name):
-            return rule(value)
-    return None
+def _given(whole: Fields, tiny: Fields) -> Fields:
+    """With a number for each field that a family leaves None, and that models need."""
+    found = {
+        name: _given(value, tiny.get(name, {}))
+        for name, value in whole.items()
+        if _is_config(name, value) and name in tiny
+    }
+    missing = {name: new for name, new in rules.GIVEN.items() if whole.get(name, 0) is None}
+    return {**tiny, **found, **missing}
 
 
-def _several(name: str, values: Any) -> Any:
-    if not all(isinstance(value, int) and not isinstance(value, bool) for value in values):
-        return None
-    if re.search(r"depths?$|layers_per|num_layers|n_layers|num_blocks|layer_depths|blocks$", name):
-        return type(values)(min(value, 1) for value in values)
-    if re.search(r"hidden_sizes|embed_dims?|neck|widths|channels|dims?$|hidden_size|d_model", name):
-        divisor = max(1, min(values) // 16)
-        return type(values)(max(8, value // divisor) for value in values)
-    if re.search(r"image_size|img_size", name):
-        return type(values)(min(value, 64) for value in values)
-    return None
-
-
-def _edited(fields: dict[str, Any], edit: Callable[[str, Any], Any]) -> dict[str, Any]:
+def _edited(fields: Fields, edit: Callable[[str, Any], Any]) -> Fields:
     """The tree with `edit(name, value)` for each leaf; None leaves the leaf out."""
     found = {
         name: _edited(value, edit) if isinstance(value, dict) else edit(name, value)
@@ -183,34 +181,29 @@ def _edited(fields: dict[str, Any], edit: Callable[[str, Any], Any]) -> dict[str
     return {name: value for name, value in found.items() if value is not None and value != {}}
 
 
-def _without(fields: dict[str, Any], pattern: str) -> dict[str, Any]:
-    return _edited(fields, lambda name, value: None if re.search(pattern, name) else value)
+def _without(fields: Fields, pattern: str) -> Fields:
+    """Without the fields, and configurations, of such names."""
+    left = {name: value for name, value in fields.items() if not re.search(pattern, name)}
+    return {
+        name: _without(value, pattern) if isinstance(value, dict) else value
+        for name, value in left.items()
+    }
 
 
-def _with(fields: dict[str, Any], pattern: str, number: int, drop: str) -> dict[str, Any]:
-    return _edited(
-        _without(fields, drop), lambda name, value: number if re.search(pattern, name) else value
-    )
-
-
-def _only_scalars(fields: dict[str, Any]) -> dict[str, Any]:
-    return _edited(fields, lambda name, value: None if isinstance(value, list | tuple) else value)
-
-
-def _only(fields: dict[str, Any], pattern: str) -> dict[str, Any]:
+def _only(fields: Fields, pattern: str) -> Fields:
     return _edited(fields, lambda name, value: value if re.search(pattern, name) else None)
 
 
-def _by_keywords(kind: Any, fields: dict[str, Any]) -> PreTrainedConfig:
+def _by_keywords(kind: Any, fields: Fields) -> PreTrainedConfig:
     return kind(**fields)
 
 
-def _by_fields(kind: Any, fields: dict[str, Any]) -> PreTrainedConfig:
+def _by_fields(kind: Any, fields: Fields) -> PreTrainedConfig:
     config = kind()
 
-    def assign(config: Any, fields: dict[str, Any]) -> None:
+    def assign(config: Any, fields: Fields) -> None:
         for name, value in fields.items():
-            inner = getattr(config, name, None)
+            inner = vars(config).get(name)
             if isinstance(inner, PreTrainedConfig) and isinstance(value, dict):
                 assign(inner, value)
             else:
@@ -220,32 +213,56 @@ def _by_fields(kind: Any, fields: dict[str, Any]) -> PreTrainedConfig:
     return config
 
 
-def _settle(config: PreTrainedConfig, layers: int) -> None:
+def _settle(config: PreTrainedConfig, causal: bool) -> None:
     """What no rule over numbers says: kinds of layers, masks drawn at random, tokens."""
-    for name, value in list(vars(config).items()):
+    own = vars(config)
+    layers = own.get("num_hidden_layers") or own.get("num_layers")
+    for name, value in list(own.items()):
         if isinstance(value, PreTrainedConfig):
-            _settle(value, layers)
+            _settle(value, causal)
         elif name.endswith(("layer_types", "block_types", "layers_block_type")):
-            if isinstance(value, list) and len(value) > layers:
-                setattr(config, name, ([*dict.fromkeys(value)] + value)[:layers])
-        elif isinstance(value, float) and DROPPED.search(name):
+            if isinstance(value, list) and type(layers) is int and len(value) > layers:
+                setattr(config, name, (list(dict.fromkeys(value)) * layers)[:layers])
+        elif isinstance(value, float) and rules.DROPPED.search(name):
             setattr(config, name, 0.0)
+    for name in ("rope_parameters", "rope_scaling"):
+        _settle_sections(own.get(name), config)
     wanted = {
         "use_cache": False,
         "apply_spec_augment": False,
         "mask_time_prob": 0.0,
         "layerdrop": 0.0,
+        **({"is_decoder": True} if causal else {}),
     }
     for name, value in wanted.items():
-        if hasattr(config, name):
+        if name in own:
             setattr(config, name, value)
     for name, number in (("pad_token_id", 0), ("bos_token_id", 1), ("eos_token_id", 2)):
-        own = getattr(config, name, None)
-        if isinstance(own, list | tuple) or (isinstance(own, int) and own >= WORDS):
+        value = own.get(name)
+        if isinstance(value, list | tuple) or (isinstance(value, int) and value >= WORDS):
             setattr(config, name, number)
-    if getattr(config, "pad_token_id", 0) is None:
+    if own.get("pad_token_id", 0) is None:
         config.pad_token_id = 0
-    if getattr(config, "is_encoder_decoder", False):
-        own = getattr(config, "decoder_start_token_id", None)
-        if own is None or own >= WORDS:
+    if own.get("is_encoder_decoder"):
+        value = own.get("decoder_start_token_id")
+        if value is None or value >= WORDS:
             config.decoder_start_token_id = 1
+
+
+def _settle_sections(rope: Any, config: PreTrainedConfig) -> None:
+    """Let sections of rotary dims for time, height and width add up to half of a head."""
+    own = vars(config)
+    heads, hidden = own.get("num_attention_heads"), own.get("hidden_size")
+    head = own.get("head_dim") or (hidden // heads if heads and hidden else 0)
+    if isinstance(rope, dict) and head and ("mrope_section" in rope or _has_sections(config)):
+        sections = rope.get("mrope_section") or (2, 1, 1)
+        half = int(head * rope.get("partial_rotary_factor", 1.0)) // 2
+        first, *others = (section * half // sum(sections) for section in sections)
+        rope["mrope_section"] = [half - sum(others), *others]
+
+
+def _has_sections(config: PreTrainedConfig) -> bool:
+    """Whether a family's model has sections of its own where its configuration says none."""
+    file = Path(inspect.getfile(type(config)))
+    model = file.with_name(file.name.replace("configuration_", "modeling_"))
+    return model != file and model.exists() and '"mrope_section", [' in model.read_text()

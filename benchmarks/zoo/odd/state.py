@@ -72,6 +72,30 @@ class LazyBuffer(Net):
 
 
 @odd()
+class HooksAtFirstCall(Net):
+    """Registers hooks that collect hidden states in its first forward, and takes one by its place.
+
+    As transformers does where a model asks for hidden states: a hook too many shifts all of them.
+    """
+
+    def begin(self) -> None:
+        self.inner = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.seen: list[Tensor] = []
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        if not hasattr(self, "hooked"):
+            self.hooked = True
+            for layer in self.inner:
+                layer.register_forward_hook(lambda module, given, made: self.seen.append(made))
+        self.seen.clear()
+        for layer in self.inner:
+            hidden = layer(hidden).tanh()
+        taken = self.seen[-2]
+        self.seen.clear()
+        return hidden + taken
+
+
+@odd()
 class KeepsOutputs(Net):
     """Keeps its last hidden values in an attribute, for whoever looks."""
 
