@@ -22,6 +22,7 @@ from autopipe.runtime.start import (
 )
 from autopipe.runtime.step.pipe import Pipe
 from autopipe.runtime.step.prepare import Rank
+from autopipe.runtime.step.whole_loss import replicas_of_last_stage
 from autopipe.sharding.local_graph import replicated
 from autopipe.tracing.source import Source
 
@@ -71,6 +72,7 @@ def parallelize(
     own = own_states(part, traced, sharding, origin)
     transport = connect(part)
     held = hold(part, own.states, joined.backend, partial=replicated(sharding), offload=offload)
-    rank = Rank(part, checked.compute, transport, held, checked.emitted)
+    replicas = replicas_of_last_stage(part, joined.backend)
+    rank = Rank(part, checked.compute, transport, held, checked.emitted, replicas)
     evaluation = partial(split_to_evaluate, model, loss, part, sharding)
     return Pipe(rank, own, joined.watchdog, joined.world, evaluation, seed)

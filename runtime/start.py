@@ -261,8 +261,8 @@ def split_to_evaluate(
         outputs=outputs,
         kept=kept(plan.precision, plan.optimizer_dtype, plan.grad_dtype),
     )
-    local, blocks = dealt_out(found, plan, part.place.tp, sharding)
-    return split_for_evaluation(local, part.split, blocks)
+    local, blocks, whole = dealt_out(found, plan, part.place.tp, sharding)
+    return split_for_evaluation(local, part.split, blocks, whole)
 
 
 def _join_group(plan: Plan) -> tuple[int, Watchdog]:

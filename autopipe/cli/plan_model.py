@@ -102,7 +102,10 @@ def plan(
     ] = "dynamic",
     loss_over: Annotated[
         str | None,
-        typer.Option(help="rows; or micro-batch: the mean of each micro-batch's own loss."),
+        typer.Option(
+            help="rows; micro-batch: the mean of each micro-batch's own loss; or batch: the loss "
+            "of all rows together (in-batch negatives), in two passes."
+        ),
     ] = None,
     loss_parts: Annotated[
         str | None,

@@ -9,7 +9,7 @@ optimizer(parameters) -> Optimizer                 AdamW; optimizer(named_parame
 scheduler(optimizer) -> LRScheduler                the learning rate stays; else stepped every step
 batch_size = 32                                    8 a device
 max_grad_norm = 1.0                                gradients are not clipped
-loss_over = "micro-batch"                          "rows": whatever the micro-batches are
+loss_over = "batch" or "micro-batch"               "rows": whatever the micro-batches are
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from autopipe.planfile.contents import Plan
+from autopipe.planfile.contents import BATCH, Plan
 from autopipe.planfile.parts import Alternative, data_parallel
 from autopipe.planfile.traffic import traffic
 from autopipe.report import fullest
@@ -96,6 +96,13 @@ def _asked(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.loss_parts:
         parts = count(plan.loss_parts, "part")
         yield "loss", f"from {parts} of the vocabulary; logits are made again in backward, not kept"
+    if plan.loss_over == BATCH:
+        took = numbers.seconds(plan.loss_seconds)
+        yield (
+            "loss",
+            "of the whole batch, in two passes: forward for what it reads, the loss "
+            f"({took}), then forward and backward",
+        )
     if any(boundary.depth for boundary in plan.boundaries):
         windows = _each([boundary.window for boundary in plan.boundaries])
         depths = _each([boundary.depth for boundary in plan.boundaries])

@@ -83,7 +83,7 @@ def check(request: PlanRequest, skeleton: nn.Module, traced: Trace, example: Any
         until.enter_context(one_thread())
         until.enter_context(eager_branches())
         until.enter_context(libraries_hushed(heard=False))
-        model = _with_weights(request, skeleton, traced.graph)
+        model = with_weights(request, skeleton, traced.graph)
         both = model and _both(request, traced, model, _two(request, example, traced.inputs), say)
     if both:
         tolerance = TOLERANCE.get(KEPT.get(request.precision, torch.float32), 1e-4)
@@ -135,8 +135,8 @@ def _two(request: PlanRequest, example: Any, specs: Sequence[InputSpec]) -> list
     return [batch.two_rows(example, specs), batch.rebuild(more, second)]
 
 
-def _with_weights(request: PlanRequest, skeleton: nn.Module, graph: Graph) -> nn.Module | None:
-    """The model on the CPU; None if it is too large, has no values, or is elsewhere."""
+def with_weights(request: PlanRequest, skeleton: nn.Module, graph: Graph) -> nn.Module | None:
+    """The model with its weights; None if it is too large, has no values, or is on no CPU."""
     flops = sum(float(at_batch(cost.forward_flops, ROWS)) for cost in costs(graph))
     if flops > MOST_FLOPS or parameter_bytes(skeleton) > MOST_BYTES:
         return None

@@ -9,6 +9,7 @@ pipe.clip_grad_norm_(1.0); optimizer.step()
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Literal, overload
 
 import torch
@@ -34,6 +35,7 @@ from autopipe.runtime.step.outputs import gathered, mean_loss
 from autopipe.runtime.step.prepare import Rank
 from autopipe.runtime.step.same_batch import check_same
 from autopipe.runtime.step.stage import StepInput
+from autopipe.runtime.step.whole_loss import BatchLoss, LossOfStep, buffers_restored
 from autopipe.stages.bind import Split
 from autopipe.stages.precision import copy_dtype
 
@@ -84,6 +86,7 @@ class Pipe(Kept):
         self.steps = 0
         self._compared = False
         self._ready: dict[tuple[int, int, int], Executor] = {}
+        self._losses: dict[int, BatchLoss] = {}
         self._last: Executor | None = None
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -160,23 +163,55 @@ class Pipe(Kept):
         self._check_same(leaves, sharded, contents=not self._compared)
         wanted = self.plan.batch.micro_batches
         parts = divide(self.plan, self.place, leaves, wanted, sharded=sharded)
-        total_rows = parts.rows * parts.count * self.plan.mesh.dp
         executor = self._last = self._executor(self._split, parts)
         for parameter in (*self.parameters(), *self._trainable()):
             parameter.grad = None
         self._gradients.gather()
+        scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
+        if self._split.whole is not None:
+            loss = self._two_passes(executor, parts, scale)
+        else:
+            loss = self._one_pass(executor, parts, scale)
+        if self.loss_scale is not None:
+            self.loss_scale.unscale(list(self.parameters()), self._world)
+        return loss
+
+    def _one_pass(self, executor: Executor, parts: Microbatches, scale: float) -> Tensor:
+        """Forward and backward of each micro-batch, and of its own loss."""
+        total_rows = parts.rows * parts.count * self.plan.mesh.dp
         counted = len(self._split.graph.outputs) == 2
         # A mean is seeded with its share of the batch. A sum is seeded with one over a count that
         # every rank knows before the step, the rows, and set right by the true count after it.
         seed = 1.0 / (total_rows if counted else parts.count * self.plan.mesh.dp)
-        scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
         results = self._run(executor, parts, seed * scale)
         loss, count = mean_loss(results, counted, self.plan.mesh.tp, self._world)
         if counted and count != total_rows:
             _scale(self.parameters(), total_rows / count if count else 0.0)
-        if self.loss_scale is not None:
-            self.loss_scale.unscale(list(self.parameters()), self._world)
         return loss
+
+    def _two_passes(self, executor: Executor, parts: Microbatches, scale: float) -> Tensor:
+        """Forward of all micro-batches, the loss of the whole batch, forward and backward again.
+
+        Both forwards draw the same random numbers; buffers keep what the second one writes.
+        """
+        loss, first, meter = self._loss_of(self._split), executor.first, self.meter
+        assert first is not None
+        with torch.no_grad(), buffers_restored(self._split.graph, self._rank.held.states):
+            results = self._run(first, replace(parts, seeds=loss.nothing(parts)), 0.0)
+        scored = LossOfStep((), {})
+        with loss.holding(parts.rows * parts.count, meter if results else None):
+            if results:
+                scored = loss.score(parts, results, (self.seed, self.steps), scale, meter)
+            self._run(executor, replace(parts, seeds=scored.seeds), 1.0)
+        executor.include(first)
+        found = [scored.results] if results else []
+        return mean_loss(found, loss.whole.counted, self.plan.mesh.tp, self._world)[0]
+
+    def _loss_of(self, split: Split) -> BatchLoss:
+        """What computes the loss of a whole batch."""
+        if id(split) not in self._losses:
+            self._losses[id(split)] = BatchLoss(self._rank.part, split, self._rank.replicas)
+        return self._losses[id(split)]
 
     @overload
     def evaluate(self, batch: Any, *, sharded: bool = False) -> Tensor: ...
@@ -215,12 +250,19 @@ class Pipe(Kept):
         parts = divide(self.plan, self.place, leaves, None, sharded=sharded)
         executor = self._executor(split, parts)
         self._gradients.gather()
-        results = self._run(executor, parts, 0.0)
-        counted = len(split.graph.outputs) - len(split.trace.outputs) == 2
-        loss, _ = mean_loss(results, counted, self.plan.mesh.tp, self._world)
+        beside = len(split.trace.outputs)
+        if split.whole is None:
+            results = self._run(executor, parts, 0.0)
+            counted, losses = len(split.graph.outputs) - beside == 2, results
+        else:
+            of_batch = self._loss_of(split)
+            results = self._run(executor, replace(parts, seeds=of_batch.nothing(parts)), 0.0)
+            numbers, counted = (self.seed, self.steps), of_batch.whole.counted
+            losses = [of_batch.score(parts, results, numbers, None).results] if results else []
+        loss, _ = mean_loss(losses, counted, self.plan.mesh.tp, self._world)
         if not outputs:
             return loss
-        own = [result[1 + counted :] for result in results]
+        own = [result[len(result) - beside :] for result in results]
         return loss, gathered(split, own, self.plan, self._rank.part.placed[-1], self._world)
 
     @torch.no_grad()
@@ -271,6 +313,8 @@ class Pipe(Kept):
             else:
                 made = prepare.evaluation(self._rank, split, parts.rows, parts.count)
             made.watch = self._watchdog.learn(made.program)
+            if made.first is not None:
+                made.first.watch = self._watchdog.learn(made.first.program)
             self._ready[key] = made
         return self._ready[key]
 

@@ -10,9 +10,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
+import torch.distributed as dist
 from torch import nn
 
 from autopipe.ir.graph import Ref
@@ -47,6 +48,7 @@ class Rank:
         transport: its end of its pipeline.
         held: its parameters, buffers and constants.
         emitted: the files that training runs in the place of what it would make itself.
+        replicas: as `whole_loss.replicas_of_last_stage` gives it.
     """
 
     part: RankPart
@@ -54,6 +56,7 @@ class Rank:
     transport: Transport
     held: HeldParameters
     emitted: Emitted | None = None
+    replicas: dist.ProcessGroup | None = None
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -68,6 +71,8 @@ class Prepared:
     Attributes:
         rows: of a micro-batch.
         program: this rank's instructions, proved together with the other ranks'.
+        first: of a loss over the whole batch, those of the pass before it; they end before the
+            loss, which ends before `program` begins, so that each proof is one by itself.
         boundaries: the layout of every tensor that crosses a cut.
         lowered: this rank's stages, ascending.
         engines: what computes each of them.
@@ -75,6 +80,7 @@ class Prepared:
 
     rows: int
     program: Program
+    first: Program | None
     boundaries: Mapping[Ref, CrossingTensor]
     lowered: tuple[Lowered, ...]
     engines: tuple[Engine, ...]
@@ -151,6 +157,7 @@ def _prepare(rank: Rank, task: _Task) -> Prepared:
     return Prepared(
         task.rows,
         programs[rank.part.place.pp],
+        _first_pass(rank, task),
         task.rehearsal.boundaries,
         tuple(lowered),
         tuple(engines),
@@ -165,6 +172,18 @@ def _programs(rank: Rank, task: _Task) -> Programs:
     windows = [boundary.window for boundary in plan.boundaries]
     boundaries = task.rehearsal.boundaries
     return step_programs(task.compute, task.split.stages, boundaries, windows, sends_ahead(plan))
+
+
+def _first_pass(rank: Rank, task: _Task) -> Program | None:
+    """This rank's program of the forward pass before a loss over the whole batch."""
+    plan, split = rank.part.plan, task.split
+    if split.whole is None or not task.trains:
+        return None
+    forwards = forward_only(rank.part.placed, plan.batch.micro_batches)
+    boundaries = {r: replace(b, gradients={}) for r, b in task.rehearsal.boundaries.items()}
+    windows = [boundary.window for boundary in plan.boundaries]
+    every = step_programs(forwards, split.stages, boundaries, windows, sends_ahead(plan))
+    return every[rank.part.place.pp]
 
 
 def _lower(rank: Rank, task: _Task, stage: Stage) -> Lowered:
@@ -236,4 +255,7 @@ def _executor(rank: Rank, prepared: Prepared, *, trains: bool) -> Executor:
         low += lowered.low if stage.index not in rank.held.sharded else ()
     parameters = [states[name] for name in dict.fromkeys(low)]
     begin = partial(arithmetic, rank.part.plan.precision, device, parameters)
-    return Executor(runs, prepared.program, rank.held.gradients if trains else None, begin)
+    made = Executor(runs, prepared.program, rank.held.gradients if trains else None, begin)
+    if prepared.first is not None:
+        made.first = Executor(runs, prepared.first, None, begin)
+    return made
