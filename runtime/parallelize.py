@@ -17,8 +17,10 @@ from autopipe.runtime.start import (
     join,
     own_part,
     own_states,
+    split_at_length,
     split_to_evaluate,
     trace_planned,
+    traces_at_lengths,
 )
 from autopipe.runtime.step.pipe import Pipe
 from autopipe.runtime.step.prepare import Rank
@@ -75,4 +77,5 @@ def parallelize(
     replicas = replicas_of_last_stage(part, joined.backend)
     rank = Rank(part, checked.compute, transport, held, checked.emitted, replicas)
     evaluation = partial(split_to_evaluate, model, loss, part, sharding)
-    return Pipe(rank, own, joined.watchdog, joined.world, evaluation, seed)
+    at_length = partial(split_at_length, traces_at_lengths(model, loss, plan), part, sharding)
+    return Pipe(rank, own, joined.watchdog, joined.world, evaluation, at_length, seed)

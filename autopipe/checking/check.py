@@ -105,7 +105,7 @@ def check_plan(
             return same_cuts(plan, few)
         other = dict.fromkeys(("grad_dtype", "optimizer_dtype")) | {"precision": precision}
         words = words_of(plan) | ({} if precision in (None, plan.precision) else other)
-        return planned(shrunk(file, smaller), few, words, say)
+        return planned(shrunk(file, smaller), few, _of_length(words, smaller), say)
 
     few = fewer_ranks(wanted, written=bool(plan.programs))
     return _check(source, file, wanted, few, made, say, start)
@@ -125,12 +125,17 @@ def check_model(
         AutopipeError: as `check_plan`, or as `make_plan.plan`.
     """
     file = model_file.load(source)
-    words = {"loss_over": file.loss_over, **words}
+    words = {"loss_over": file.loss_over, "lengths": file.lengths, **words}
 
     def made(smaller: Smaller, few: Degrees) -> Plan:
-        return planned(shrunk(file, smaller), few, words, say)
+        return planned(shrunk(file, smaller), few, _of_length(words, smaller), say)
 
     return _check(source, file, degrees, fewer_ranks(degrees), made, say, start)
+
+
+def _of_length(words: dict[str, Any], smaller: Smaller) -> dict[str, Any]:
+    """The words for a model made smaller: rows that are cut have one length."""
+    return {**words, "lengths": ()} if smaller.length else words
 
 
 def _check(

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from autopipe.errors import AutopipeError
 from autopipe.frontend.contract import CONTRACT
 from autopipe.terminal import console
 from autopipe.terminal.commands import Json, ModelArgument, command
@@ -107,6 +108,10 @@ def plan(
             "of all rows together (in-batch negatives), in two passes."
         ),
     ] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(help="Tokens of a row that batches will have: 128,256,512. Default: inputs'."),
+    ] = None,
     loss_parts: Annotated[
         str | None,
         typer.Option(
@@ -156,6 +161,7 @@ def plan(
         planner=planner,
         sequence_parallel=sequence,
         loss_over=loss_over or file.loss_over,
+        lengths=_numbers(lengths) if lengths else file.lengths,
         loss_parts=loss_parts,
         source=relative(model, output.resolve().parent),
         say=say,
@@ -180,3 +186,16 @@ def plan(
         console.show(took | {"figures": as_json.of_plan(made)})
     else:
         print(output)
+
+
+def _numbers(text: str) -> list[int]:
+    """The numbers in `128,256,512`.
+
+    Raises:
+        AutopipeError: there is something else.
+    """
+    if not all(part.strip().isdecimal() for part in text.split(",")):
+        raise AutopipeError(
+            f"--lengths {text}: expected numbers of tokens", hint="--lengths 128,256,512"
+        )
+    return [int(part) for part in text.split(",")]

@@ -68,11 +68,12 @@ class Plan:
     is one of `LOSS_OVER`. `loss` is whether there is a loss function beside the model (null: nobody
     has said). `loss_parts` are the parts of the vocabulary that its loss is computed from; 0: all
     at once, as the model does. `loss_seconds` are those of a loss over the whole batch, between the
-    two passes of a step. Under the precisions bf16 and fp16, `grad_dtype` is what gradients
-    are summed in, and `optimizer_dtype` what the optimizer changes: fp32 master weights, or
-    parameters of 16 bits. `work` is what a step computes; null if that is not known, or no
-    matrix product. `made` has a few digits of each part as the planner has left it, by which
-    `edited` finds what was changed since.
+    two passes of a step. `lengths` are the tokens of a row that were asked for, ascending, the last
+    one that of `inputs`; without any, rows may be shorter all the same. Under the precisions bf16
+    and fp16, `grad_dtype` is what gradients are summed in, and `optimizer_dtype` what the optimizer
+    changes: fp32 master weights, or parameters of 16 bits. `work` is what a step computes; null if
+    that is not known, or no matrix product. `made` has a few digits of each part as the planner has
+    left it, by which `edited` finds what was changed since.
     """
 
     format: int
@@ -103,6 +104,7 @@ class Plan:
     work: Work | None = None
     loss_parts: int = 0
     loss_seconds: float = 0.0
+    lengths: tuple[int, ...] = ()
     grad_dtype: str = "fp32"
     optimizer_dtype: str = "fp32"
     made: dict[str, str] = field(default_factory=dict)
@@ -240,6 +242,8 @@ def check(plan: Plan) -> None:
     _check_devices(plan, refuse)
     if plan.loss_over not in LOSS_OVER:
         refuse("loss_over", f"one of {', '.join(LOSS_OVER)}", plan.loss_over)
+    if list(plan.lengths) != sorted({*plan.lengths}) or min(plan.lengths, default=1) < 1:
+        refuse("lengths", "numbers of tokens from 1 on, ascending", str(plan.lengths))
     if plan.loss_parts < 0:
         refuse("loss_parts", "at least 0", str(plan.loss_parts))
     if plan.batch.micro_batches < 1:

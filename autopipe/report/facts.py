@@ -96,6 +96,10 @@ def _asked(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.loss_parts:
         parts = count(plan.loss_parts, "part")
         yield "loss", f"from {parts} of the vocabulary; logits are made again in backward, not kept"
+    if plan.lengths:
+        *others, longest = map(str, plan.lengths)
+        looked_at = f"; looked at with {' and '.join(others)}" if others else ""
+        yield "lengths", f"rows of up to {longest} tokens, by which all figures are{looked_at}"
     if plan.loss_over == BATCH:
         took = numbers.seconds(plan.loss_seconds)
         yield (

@@ -246,14 +246,18 @@ def split_for_evaluation(
     training: Split,
     blocks: tuple[Block, ...] | None = None,
     whole: WholeLoss | None = None,
+    when: str = "in evaluation",
 ) -> Split:
     """Cut the evaluation graph so that every stage needs only the parameters that it has.
+
+    So is cut the graph of training with rows of another length.
 
     A node is in the stage of the training node with its name, or in that of the node before it.
 
     Args:
         blocks: the evaluation graph's blocks, if already found.
-        whole: the batch's loss in evaluation, where that was cut off.
+        whole: the batch's loss of this graph, where that was cut off.
+        when: the graph is run, for a refusal.
 
     Raises:
         PlanError: a stage would have no nodes, or would need parameters of another stage.
@@ -272,8 +276,8 @@ def split_for_evaluation(
         current = index
     if len(set(cuts)) != len(stages) - 1:
         raise PlanError(
-            "the model computes nothing in some stages when it evaluates, so it cannot be "
-            "evaluated with this plan",
+            f"{when} the model computes nothing in some stages, so that it cannot be run with this "
+            "plan",
             hint="cut the model elsewhere",
         )
     blocks = find_blocks(graph) if blocks is None else blocks
@@ -286,7 +290,7 @@ def split_for_evaluation(
         ]
         if missing:
             raise PlanError(
-                f"in evaluation stage {stage.index} needs {missing[0]!r}, which it does not hold "
+                f"{when} stage {stage.index} needs {missing[0]!r}, which it does not hold "
                 "in training",
                 hint="cut the model elsewhere",
             )

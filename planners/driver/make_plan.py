@@ -28,7 +28,12 @@ from autopipe.planfile.contents import BATCH, ROWS, Plan, signed
 from autopipe.planfile.parts import InputSpec
 from autopipe.planners.costs.precision_of import need
 from autopipe.planners.costs.tp_degrees import check_heads
-from autopipe.planners.driver import against_eager, against_whole, arguments, loss_grouping
+from autopipe.planners.driver import (
+    against_eager,
+    against_whole,
+    arguments,
+    loss_grouping,
+)
 from autopipe.planners.driver.loss_parts import best_loss
 from autopipe.planners.driver.request import Job, PlanRequest, Traced
 from autopipe.planners.model.problem import Constraints
@@ -76,6 +81,7 @@ def plan(
     sequence_parallel: bool = True,
     loss_over: str = ROWS,
     loss_parts: int | str | None = None,
+    lengths: Sequence[int] = (),
     source: str | None = None,
     say: Say | None = None,
     watch: Stopwatch | None = None,
@@ -126,6 +132,9 @@ def plan(
         loss_parts: so many parts of the vocabulary that the loss is computed from, without all of
             its logits at once; "off" leaves the loss as it is. None or "auto": in parts where that
             is faster, as it saves memory and costs products (`planners.driver.loss_parts`).
+        lengths: tokens of a row that batches will have, the longest as many as in `inputs`; bytes
+            and seconds are those of the longest, and the model is compared with its graph at each.
+            None: a run takes rows as long as those of `inputs`, and shorter ones all the same.
         source: where the model comes from, for the plan to remember.
         say: gets one line about each fact worth telling.
         watch: gets the seconds that tracing, costing, searching and dry runs take.
@@ -168,6 +177,7 @@ def plan(
         sequence_parallel=sequence_parallel,
         loss_over=loss_over,
         loss_parts=parts,
+        lengths=arguments.lengths_of(inputs, lengths),
         source=source,
     )
     traced = traced_model(request, skeleton, say, watch)
@@ -208,6 +218,7 @@ def traced_model(request: PlanRequest, skeleton: nn.Module, say: Say, watch: Sto
         if constraints.tp is not None:
             check_heads(trace.graph, constraints.tp)
         against_eager.check(request, skeleton, trace, example, say)
+        against_eager.check_at_lengths(request, skeleton, trace, example, say)
         if min(rows, (constraints.dp or 2) * (constraints.micro_batches or 2)) > 1:
             _check_loss(request, trace, example, specs, say)
         whole, fingerprinted = None, trace.graph

@@ -35,6 +35,7 @@ class PlanRequest:
         constraints: what the search must keep to, limits of memory and a written schedule included.
         compiled: whether stages run compiled; None: the planner chooses.
         loss_parts: 0 for the loss as it is; None: the planner's choice.
+        lengths: of rows, ascending; none were asked for.
         model, inputs, loss, optimizer, precision, grad_dtype, optimizer_dtype, recompute, planner,
             sequence_parallel, loss_over, source: as `plan` has them.
     """
@@ -55,6 +56,7 @@ class PlanRequest:
     sequence_parallel: bool
     loss_over: str
     loss_parts: int | None
+    lengths: tuple[int, ...]
     source: str | None
 
 

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from autopipe.errors import AutopipeError
 from autopipe.frontend import batch as batches
-from autopipe.frontend.least_rows import check_rows
 from autopipe.ir.partition import Stage
 from autopipe.planfile.parts import StagePrediction
 from autopipe.planfile.placements import I
@@ -26,16 +25,16 @@ from autopipe.runtime.launch.watchdog import Watchdog
 from autopipe.runtime.parameters.gradient_sum import total_norm
 from autopipe.runtime.parameters.loss_scale import LossScale
 from autopipe.runtime.parameters.model_states import ModelStates
-from autopipe.runtime.step import measured, prepare
+from autopipe.runtime.step import measured
 from autopipe.runtime.step.executor import Executor, Record
 from autopipe.runtime.step.kept import Kept
 from autopipe.runtime.step.memory_meter import Meter
 from autopipe.runtime.step.microbatches import Microbatches, divide
 from autopipe.runtime.step.outputs import gathered, mean_loss
-from autopipe.runtime.step.prepare import Rank
+from autopipe.runtime.step.prepare import Rank, Ready
 from autopipe.runtime.step.same_batch import check_same
 from autopipe.runtime.step.stage import StepInput
-from autopipe.runtime.step.whole_loss import BatchLoss, LossOfStep, buffers_restored
+from autopipe.runtime.step.whole_loss import LossOfStep, buffers_restored
 from autopipe.stages.bind import Split
 from autopipe.stages.precision import copy_dtype
 
@@ -49,7 +48,8 @@ class Pipe(Kept):
         watchdog: is told where this rank is.
         world: the process group of all ranks; None if there is one rank.
         evaluation: traces and cuts the model in evaluation on a batch, with its outputs or
-            without; called at the first `evaluate` of either kind.
+            without; called at the first `evaluate` of either kind and of each length.
+        at_length: the same for training, on a batch whose rows have so many tokens, not as planned.
         seed: of dropout and every other random number of the run.
 
     Attributes:
@@ -66,6 +66,7 @@ class Pipe(Kept):
         watchdog: Watchdog,
         world: dist.ProcessGroup | None,
         evaluation: Callable[[Any, bool], Split],
+        at_length: Callable[[Any, int], Split],
         seed: int,
     ) -> None:
         self.plan = rank.part.plan
@@ -79,14 +80,12 @@ class Pipe(Kept):
         self._split = rank.part.split
         self._gradients = rank.held.gradients
         self._world = world
-        self._trace_evaluation = evaluation
-        self._evaluations: dict[bool, Split] = {}
+        self._prepared = Ready(rank, at_length, evaluation, watchdog.learn)
         self.seed = seed
         self._watchdog = watchdog
         self.steps = 0
         self._compared = False
-        self._ready: dict[tuple[int, int, int], Executor] = {}
-        self._losses: dict[int, BatchLoss] = {}
+        self._evaluated = False
         self._last: Executor | None = None
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -163,13 +162,17 @@ class Pipe(Kept):
         self._check_same(leaves, sharded, contents=not self._compared)
         wanted = self.plan.batch.micro_batches
         parts = divide(self.plan, self.place, leaves, wanted, sharded=sharded)
-        executor = self._last = self._executor(self._split, parts)
+        split = self._prepared.split(batch)
+        executor = self._prepared.executor(split, parts.rows, parts.count, trains=True)
+        if self._last is not None and self._last is not executor:
+            self._last.idle()
+        self._last = executor
         for parameter in (*self.parameters(), *self._trainable()):
             parameter.grad = None
         self._gradients.gather()
         scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
-        if self._split.whole is not None:
-            loss = self._two_passes(executor, parts, scale)
+        if split.whole is not None:
+            loss = self._two_passes(executor, split, parts, scale)
         else:
             loss = self._one_pass(executor, parts, scale)
         if self.loss_scale is not None:
@@ -189,14 +192,16 @@ class Pipe(Kept):
             _scale(self.parameters(), total_rows / count if count else 0.0)
         return loss
 
-    def _two_passes(self, executor: Executor, parts: Microbatches, scale: float) -> Tensor:
+    def _two_passes(
+        self, executor: Executor, split: Split, parts: Microbatches, scale: float
+    ) -> Tensor:
         """Forward of all micro-batches, the loss of the whole batch, forward and backward again.
 
         Both forwards draw the same random numbers; buffers keep what the second one writes.
         """
-        loss, first, meter = self._loss_of(self._split), executor.first, self.meter
+        loss, first, meter = self._prepared.loss(split), executor.first, self.meter
         assert first is not None
-        with torch.no_grad(), buffers_restored(self._split.graph, self._rank.held.states):
+        with torch.no_grad(), buffers_restored(split.graph, self._rank.held.states):
             results = self._run(first, replace(parts, seeds=loss.nothing(parts)), 0.0)
         scored = LossOfStep((), {})
         with loss.holding(parts.rows * parts.count, meter if results else None):
@@ -206,12 +211,6 @@ class Pipe(Kept):
         executor.include(first)
         found = [scored.results] if results else []
         return mean_loss(found, loss.whole.counted, self.plan.mesh.tp, self._world)[0]
-
-    def _loss_of(self, split: Split) -> BatchLoss:
-        """What computes the loss of a whole batch."""
-        if id(split) not in self._losses:
-            self._losses[id(split)] = BatchLoss(self._rank.part, split, self._rank.replicas)
-        return self._losses[id(split)]
 
     @overload
     def evaluate(self, batch: Any, *, sharded: bool = False) -> Tensor: ...
@@ -243,19 +242,18 @@ class Pipe(Kept):
 
     def _evaluate(self, batch: Any, sharded: bool, outputs: bool) -> Tensor | tuple[Tensor, Any]:
         leaves = batches.flatten(batch)
-        self._check_same(leaves, sharded, contents=not self._evaluations)
-        if outputs not in self._evaluations:
-            self._evaluations[outputs] = self._trace_evaluation(batch, outputs)
-        split = self._evaluations[outputs]
+        self._check_same(leaves, sharded, contents=not self._evaluated)
+        self._evaluated = True
+        split = self._prepared.split(batch, outputs)
         parts = divide(self.plan, self.place, leaves, None, sharded=sharded)
-        executor = self._executor(split, parts)
+        executor = self._prepared.executor(split, parts.rows, parts.count, trains=False)
         self._gradients.gather()
         beside = len(split.trace.outputs)
         if split.whole is None:
             results = self._run(executor, parts, 0.0)
             counted, losses = len(split.graph.outputs) - beside == 2, results
         else:
-            of_batch = self._loss_of(split)
+            of_batch = self._prepared.loss(split)
             results = self._run(executor, replace(parts, seeds=of_batch.nothing(parts)), 0.0)
             numbers, counted = (self.seed, self.steps), of_batch.whole.counted
             losses = [of_batch.score(parts, results, numbers, None).results] if results else []
@@ -302,21 +300,6 @@ class Pipe(Kept):
         for tensor in self._rank.held.states.values():
             if isinstance(tensor, nn.Parameter):
                 yield tensor
-
-    def _executor(self, split: Split, parts: Microbatches) -> Executor:
-        """What runs micro-batches of these rows; made once for each number of them."""
-        key = id(split), parts.rows, parts.count
-        if key not in self._ready:
-            if split is self._split:
-                check_rows(split.graph, parts.rows)
-                made = prepare.training(self._rank, parts.rows)
-            else:
-                made = prepare.evaluation(self._rank, split, parts.rows, parts.count)
-            made.watch = self._watchdog.learn(made.program)
-            if made.first is not None:
-                made.first.watch = self._watchdog.learn(made.first.program)
-            self._ready[key] = made
-        return self._ready[key]
 
     def _run(
         self, executor: Executor, parts: Microbatches, seed: float
