@@ -10,10 +10,12 @@ import typer
 
 from autopipe.errors import AutopipeError
 from autopipe.frontend.contract import CONTRACT
+from autopipe.planfile.contents import Plan
 from autopipe.terminal import console
 from autopipe.terminal.commands import Json, ModelArgument, command
 from autopipe.terminal.console import say
 from autopipe.terminal.paths import check_folder, relative
+from autopipe.util import numbers
 from autopipe.util.gc_pause import until_exit
 from autopipe.util.progress import phase
 from autopipe.util.stopwatch import Stopwatch
@@ -133,7 +135,6 @@ def plan(
         from autopipe.frontend import model_file
         from autopipe.planners.driver.make_plan import plan as make_plan
         from autopipe.report import as_json, facts, spending
-        from autopipe.util import numbers
 
         file = model_file.load(model)
     made = make_plan(
@@ -169,13 +170,7 @@ def plan(
     )
     with watch("written"):
         made.save(output)
-    mesh = made.mesh
-    say(
-        f"plan: pp={mesh.pp} dp={mesh.dp} tp={mesh.tp}, "
-        f"{numbers.count(made.batch.micro_batches, 'micro-batch', 'micro-batches')}, "
-        f"{made.schedule}; predicted step {numbers.seconds(made.prediction.step_seconds)}, "
-        f"{numbers.count(made.batch.rows, 'row')}"
-    )
+    say(_told(made))
     if spending.speed(made):
         say(f"speed: {spending.speed(made)}")
     if facts.idle(made) is not None:
@@ -186,6 +181,17 @@ def plan(
         console.show(took | {"figures": as_json.of_plan(made)})
     else:
         print(output)
+
+
+def _told(made: Plan) -> str:
+    """A plan in a line."""
+    mesh = made.mesh
+    return (
+        f"plan: pp={mesh.pp} dp={mesh.dp} tp={mesh.tp}, "
+        f"{numbers.count(made.batch.micro_batches, 'micro-batch', 'micro-batches')}, "
+        f"{made.schedule}; predicted step {numbers.seconds(made.prediction.step_seconds)}, "
+        f"{numbers.count(made.batch.rows, 'row')}"
+    )
 
 
 def _numbers(text: str) -> list[int]:
