@@ -59,13 +59,26 @@ def rows_of(batch: Any, plan: Plan, *, sharded: bool) -> int:
     return rows * plan.mesh.dp if sharded else rows
 
 
-def of_step(plan: Plan, step: int, loss: float, seconds: float, rows: int) -> Metrics:
-    """What follows from the plan and from a step's seconds and rows."""
+def length_share(batch: Any, plan: Plan) -> float:
+    """The tokens of a row of a batch over those that are planned; 1 where rows are no sequences."""
+    found = batches.length_in(plan.inputs, batches.flatten(batch))
+    planned = batches.length_of(plan.inputs)
+    return 1.0 if found is None or planned is None else found / planned
+
+
+def of_step(
+    plan: Plan, step: int, loss: float, seconds: float, rows: int, length: float = 1.0
+) -> Metrics:
+    """What follows from the plan and from a step's seconds and rows.
+
+    Args:
+        length: as `length_share` gives it; of shorter rows the operations are not known, nor MFU.
+    """
     work, share = plan.work, rows / plan.batch.rows
     if work is None:
         return Metrics(step, loss, seconds, rows / seconds)
-    tokens = work.tokens * share / seconds if work.tokens else None
-    mfu = share * work.mfu(seconds)
+    tokens = work.tokens * share * length / seconds if work.tokens else None
+    mfu = share * work.mfu(seconds) if length == 1.0 else None
     return Metrics(step, loss, seconds, rows / seconds, tokens, mfu)
 
 

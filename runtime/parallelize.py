@@ -17,11 +17,14 @@ from autopipe.runtime.start import (
     join,
     own_part,
     own_states,
+    split_at_length,
     split_to_evaluate,
     trace_planned,
+    traces_at_lengths,
 )
 from autopipe.runtime.step.pipe import Pipe
 from autopipe.runtime.step.prepare import Rank
+from autopipe.runtime.step.whole_loss import replicas_of_last_stage
 from autopipe.sharding.local_graph import replicated
 from autopipe.tracing.source import Source
 
@@ -71,6 +74,8 @@ def parallelize(
     own = own_states(part, traced, sharding, origin)
     transport = connect(part)
     held = hold(part, own.states, joined.backend, partial=replicated(sharding), offload=offload)
-    rank = Rank(part, checked.compute, transport, held, checked.emitted)
+    replicas = replicas_of_last_stage(part, joined.backend)
+    rank = Rank(part, checked.compute, transport, held, checked.emitted, replicas)
     evaluation = partial(split_to_evaluate, model, loss, part, sharding)
-    return Pipe(rank, own, joined.watchdog, joined.world, evaluation, seed)
+    at_length = partial(split_at_length, traces_at_lengths(model, loss, plan), part, sharding)
+    return Pipe(rank, own, joined.watchdog, joined.world, evaluation, at_length, seed)

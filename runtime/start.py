@@ -7,6 +7,7 @@
     own_states      a model, or a checkpoint     ->  ModelStates  this rank's parameters
     connect         the plan's mesh              ->  Transport    sends and receives
     split_to_evaluate                                             the same cuts, for `evaluate`
+    split_at_length                                               and for rows of another length
 
 Every rank calls each of them: `join`, `own_part` and `connect` exchange messages.
 """
@@ -60,6 +61,7 @@ from autopipe.stages.bind import (
 )
 from autopipe.stages.precision import kept
 from autopipe.tracing.source import Source, bare, trace_source
+from autopipe.tracing.symbolic_sequence import AtLengths
 from autopipe.tracing.trace import Trace, trace
 from autopipe.util import allocator
 
@@ -252,17 +254,41 @@ def split_to_evaluate(
     """
     plan = part.plan
     example = batches.two_rows(batch, plan.inputs)
+    length = batches.length_in(plan.inputs, batches.flatten(batch))
     found = trace_source(
         model,
         example,
-        plan.inputs,
+        plan.inputs if length is None else batches.at_length(plan.inputs, length),
         loss,
         training=False,
         outputs=outputs,
         kept=kept(plan.precision, plan.optimizer_dtype, plan.grad_dtype),
     )
-    local, blocks = dealt_out(found, plan, part.place.tp, sharding)
-    return split_for_evaluation(local, part.split, blocks)
+    local, blocks, whole = dealt_out(found, plan, part.place.tp, sharding)
+    return split_for_evaluation(local, part.split, blocks, whole)
+
+
+def split_at_length(
+    traces: AtLengths, part: RankPart, sharding: Sharding, batch: Any, length: int
+) -> Split:
+    """The model in training with rows of `length` tokens, as `batch` has them, cut as planned.
+
+    Raises:
+        ModelError: the model cannot be run at this length; names the user's line.
+        PlanError: a stage would need parameters of another one.
+    """
+    plan = part.plan
+    rows = batches.two_rows(batch, plan.inputs)
+    local, blocks, whole = dealt_out(traces.at(length, rows), plan, part.place.tp, sharding)
+    when = f"with rows of {length} tokens"
+    return split_for_evaluation(local, part.split, blocks, whole, when)
+
+
+def traces_at_lengths(model: Source, loss: Loss | None, plan: Plan) -> AtLengths:
+    """The traces of a planned model for rows that are shorter than planned."""
+    example = batches.from_specs(plan.inputs, 2)
+    how = kept(plan.precision, plan.optimizer_dtype, plan.grad_dtype)
+    return AtLengths(model, plan.inputs, example, loss, how, plan.reads)
 
 
 def _join_group(plan: Plan) -> tuple[int, Watchdog]:

@@ -21,7 +21,7 @@ from autopipe.planfile.parts import StagePrediction
 from autopipe.runtime.destinations import NOWHERE, Destinations
 from autopipe.runtime.feed import Feed
 from autopipe.runtime.keeping import Keeper, Keeping
-from autopipe.runtime.metrics import Metrics, of_step, over_ranks, rows_of
+from autopipe.runtime.metrics import Metrics, length_share, of_step, over_ranks, rows_of
 from autopipe.runtime.progress import figure, progress_shown
 from autopipe.runtime.record import Recorder, write
 from autopipe.runtime.sinks import opened
@@ -119,7 +119,8 @@ def train(
             elapsed = perf_counter() - began
             readings.add(step - first, seconds, optimizer)
             rows = rows_of(batch, plan, sharded=file.sharded)
-            told = of_step(plan, step + 1, readings.losses[-1], elapsed, rows)
+            length = length_share(batch, plan)
+            told = of_step(plan, step + 1, readings.losses[-1], elapsed, rows, length)
             told = replace(told, grad_norm=norm)
             show(told)
             if metrics and (step + 1) % (log_every or 1) == 0:
@@ -157,7 +158,12 @@ class _Readings:
         """Take down the step that has just ended; its gradients were there after `seconds`."""
         self.last = seconds
         if step < WARM_UP:
-            self.latest = self.memory = self.pipe.measured(optimizer)
+            self.latest = self.pipe.measured(optimizer)
+            fuller = self.memory or {}  # rows may be shorter from one step to the next
+            self.memory = {
+                stage: max(found, fuller.get(stage, found), key=lambda held: held.memory.peak)
+                for stage, found in self.latest.items()
+            }
         else:
             self.latest = self.pipe.measured()
             self.seconds.append(seconds)

@@ -37,7 +37,7 @@ from autopipe.frontend import model_file
 from autopipe.frontend.model_file import ModelFile
 from autopipe.frontend.quiet import libraries_hushed
 from autopipe.frontend.transformers_adapter import eager_branches
-from autopipe.planfile.contents import Plan
+from autopipe.planfile.contents import BATCH, Plan
 from autopipe.planners.driver.against_eager import one_thread
 from autopipe.runtime.launch.spawn import spawn
 from autopipe.runtime.start import trace_planned
@@ -105,7 +105,7 @@ def check_plan(
             return same_cuts(plan, few)
         other = dict.fromkeys(("grad_dtype", "optimizer_dtype")) | {"precision": precision}
         words = words_of(plan) | ({} if precision in (None, plan.precision) else other)
-        return planned(shrunk(file, smaller), few, words, say)
+        return planned(shrunk(file, smaller), few, _of_length(words, smaller), say)
 
     few = fewer_ranks(wanted, written=bool(plan.programs))
     return _check(source, file, wanted, few, made, say, start)
@@ -125,12 +125,17 @@ def check_model(
         AutopipeError: as `check_plan`, or as `make_plan.plan`.
     """
     file = model_file.load(source)
-    words = {"loss_over": file.loss_over, **words}
+    words = {"loss_over": file.loss_over, "lengths": file.lengths, **words}
 
     def made(smaller: Smaller, few: Degrees) -> Plan:
-        return planned(shrunk(file, smaller), few, words, say)
+        return planned(shrunk(file, smaller), few, _of_length(words, smaller), say)
 
     return _check(source, file, degrees, fewer_ranks(degrees), made, say, start)
+
+
+def _of_length(words: dict[str, Any], smaller: Smaller) -> dict[str, Any]:
+    """The words for a model made smaller: rows that are cut have one length."""
+    return {**words, "lengths": ()} if smaller.length else words
 
 
 def _check(
@@ -217,6 +222,7 @@ def _compare(
         subject.write(folder, CheckJob(source, sized.smaller), plan, file)
         drawn = subject.read(folder)[2]
         names = partial(_names, traced)
+        _check_statistics(plan, traced)
         try:
             _check_draws(file, plan, drawn[0], names)
         except Unmatched:
@@ -272,15 +278,33 @@ def _check_draws(file: ModelFile, plan: Plan, batch: Any, names: Callable[[], li
     """Look, before ranks are started, whether one process can draw what they draw.
 
     Raises:
-        Unrepeatable: tensor-parallel ranks may draw for their parts.
+        Unrepeatable: tensor-parallel ranks may draw for their parts; and where the loss is over the
+            whole batch, the unsplit model has no micro-batches to draw for.
         Unmatched: as `Unsplit.step`.
     """
-    if plan.mesh.tp > 1:
+    if plan.mesh.tp > 1 or plan.loss_over == BATCH:
         with phase("looking for random numbers"), one_thread(), _as_planned():
             unsplit = Unsplit(file, plan, names)
             unsplit.step(batch, 1.0)
         if unsplit.draws:
             raise Unrepeatable
+
+
+def _check_statistics(plan: Plan, traced: Callable[[], Trace]) -> None:
+    """Refuse a batch norm behind a loss over the whole batch: a micro-batch has other statistics.
+
+    Raises:
+        ModelError: names its line.
+    """
+    if plan.loss_over != BATCH or plan.mesh.dp * plan.batch.micro_batches == 1:
+        return
+    for node in traced().graph.nodes:
+        if "batch_norm" in node.op:
+            raise ModelError(
+                f"{node.place}: a batch norm has the statistics of a micro-batch, and the loss is "
+                "of the whole batch: the unsplit model, with one batch for both, is another one",
+                hint="check with --micro-batches 1 --dp 1",
+            )
 
 
 @contextmanager

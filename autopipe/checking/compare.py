@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from autopipe.checking.layout import RankLayout
 from autopipe.checking.split import CLIP, RankStep
 from autopipe.checking.unsplit import Unsplit, WholeStep
-from autopipe.planfile.contents import Plan
+from autopipe.planfile.contents import BATCH, Plan
 from autopipe.planfile.parts import Place
 from autopipe.planners.driver.against_eager import TOLERANCE
 from autopipe.stages.precision import copy_dtype
@@ -68,13 +68,16 @@ def orders_kept(plan: Plan) -> bool:
     """Whether the plan changes the order of no sum of floats, so that every bit must be equal.
 
     Tensor parallelism, compilers, a loss in parts, three replicas, ZeRO-3, which sums over replicas
-    before micro-batches, and gradients that come together from several stages do.
+    before micro-batches, gradients that come together from several stages, and a loss over a batch
+    that is cut all the same do.
     """
     readers: dict[str, int] = {}
     for stage in plan.stages:
         for name in (*stage.parameters, *(t.name for t in stage.receives if t.gradient)):
             readers[name] = readers.get(name, 0) + 1
     apart = all(count == 1 for count in readers.values())
+    if plan.loss_over == BATCH and plan.mesh.dp * plan.batch.micro_batches > 1:
+        return False
     one = plan.mesh.tp == 1 and plan.mesh.dp <= 2 and not plan.compiled and not plan.loss_parts
     return one and apart and not plan.fully_sharded
 

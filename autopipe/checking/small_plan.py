@@ -67,6 +67,7 @@ def words_of(plan: Plan) -> dict[str, Any]:
         "recompute": _recomputed(plan) or "none",
         "loss_over": plan.loss_over,
         "loss_parts": plan.loss_parts or "off",
+        "lengths": plan.lengths,
     }
     if plan.mesh.pp > 1:
         words |= {"schedule": plan.schedule, "window": plan.boundaries[0].window}

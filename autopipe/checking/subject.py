@@ -16,6 +16,7 @@ import torch
 
 from autopipe.frontend.model_file import ModelFile
 from autopipe.planfile.contents import Plan
+from autopipe.tracing.symbolic_sequence import shorter
 from autopipe.util import codec
 from autopipe.util.seeding import seed as derive_seed
 
@@ -52,7 +53,7 @@ class CheckJob:
 
 
 def write(folder: Path, subject: CheckJob, plan: Plan, file: ModelFile) -> None:
-    """Write all that ranks read.
+    """Write all that ranks read: two batches, and one for each shorter length of the plan.
 
     Args:
         file: the model file, made smaller.
@@ -60,10 +61,11 @@ def write(folder: Path, subject: CheckJob, plan: Plan, file: ModelFile) -> None:
     codec.save(subject, folder / "subject.json")
     plan.save(folder / "plan.json")
     batches = []
-    for step in range(STEPS):
+    for step, length in enumerate([0] * STEPS + [*plan.lengths[:-1]]):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(SEED, "inputs", step))
-            batches.append(file.inputs(plan.batch.rows))
+            batch = file.inputs(plan.batch.rows)
+            batches.append(shorter(batch, plan.inputs, length) if length else batch)
     torch.save(batches, folder / "batches.pt")
 
 

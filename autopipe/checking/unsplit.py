@@ -1,6 +1,7 @@
 """The reference: the user's module, loss and optimizer in one process, as plain PyTorch runs them.
 
     for each replica, each micro-batch in turn:   loss(model(rows)).backward(share)
+    of a loss over the batch:                     loss(model(all rows)).backward()
     gradients                                     added over micro-batches, then over replicas
     the optimizer                                 one step by the gradients that the split has found
 
@@ -13,6 +14,7 @@ rounding, and lets the second step begin where the split's begins.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -27,7 +29,7 @@ from autopipe.frontend import batch as batches
 from autopipe.frontend.assigned_buffers import buffers_of, put
 from autopipe.frontend.construct import on_cpu
 from autopipe.frontend.model_file import ModelFile
-from autopipe.planfile.contents import Plan
+from autopipe.planfile.contents import BATCH, Plan
 from autopipe.stages.precision import AUTOCAST, kept
 from autopipe.tracing.export import Program
 from autopipe.tracing.low_precision import MASTER, lower, parameters_in
@@ -83,6 +85,12 @@ class Unsplit:
         )
 
     @property
+    def _parts(self) -> tuple[int, int]:
+        """Replicas, and micro-batches of each; one of all rows where the loss is over the batch."""
+        plan = self._plan
+        return (1, 1) if plan.loss_over == BATCH else (plan.mesh.dp, plan.batch.micro_batches)
+
+    @property
     def draws(self) -> bool:
         """Whether the steps so far have drawn random numbers."""
         return bool(self._names)
@@ -98,8 +106,8 @@ class Unsplit:
             Unrepeatable: as `names`.
         """
         plan, low = self._plan, self._kept.dtype if self._kept is not None else None
-        dp, count = plan.mesh.dp, plan.batch.micro_batches
-        rows = plan.batch.microbatch_rows(dp)
+        dp, count = self._parts
+        rows = plan.batch.rows // (dp * count)
         total: dict[str, Tensor] = {}
         results: list[tuple[Tensor, ...]] = []
         with parameters_in(self.model, low):
@@ -149,8 +157,7 @@ class Unsplit:
             found = self._forward(program, tensors, k)
         results = found if isinstance(found, tuple) else (found,)
         loss = results[0]
-        parts = plan.batch.micro_batches * plan.mesh.dp
-        seed = 1.0 / (plan.batch.rows if len(results) > 1 else parts)
+        seed = 1.0 / (plan.batch.rows if len(results) > 1 else math.prod(self._parts))
         if loss.requires_grad:
             loss.backward(torch.full_like(loss, seed * scale))
         return tuple(result.detach() for result in results)

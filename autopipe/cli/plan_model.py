@@ -8,11 +8,14 @@ from typing import Annotated
 
 import typer
 
+from autopipe.errors import AutopipeError
 from autopipe.frontend.contract import CONTRACT
+from autopipe.planfile.contents import Plan
 from autopipe.terminal import console
 from autopipe.terminal.commands import Json, ModelArgument, command
 from autopipe.terminal.console import say
 from autopipe.terminal.paths import check_folder, relative
+from autopipe.util import numbers
 from autopipe.util.gc_pause import until_exit
 from autopipe.util.progress import phase
 from autopipe.util.stopwatch import Stopwatch
@@ -102,7 +105,14 @@ def plan(
     ] = "dynamic",
     loss_over: Annotated[
         str | None,
-        typer.Option(help="rows; or micro-batch: the mean of each micro-batch's own loss."),
+        typer.Option(
+            help="rows; micro-batch: the mean of each micro-batch's own loss; or batch: the loss "
+            "of all rows together (in-batch negatives), in two passes."
+        ),
+    ] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(help="Tokens of a row that batches will have: 128,256,512. Default: inputs'."),
     ] = None,
     loss_parts: Annotated[
         str | None,
@@ -125,7 +135,6 @@ def plan(
         from autopipe.frontend import model_file
         from autopipe.planners.driver.make_plan import plan as make_plan
         from autopipe.report import as_json, facts, spending
-        from autopipe.util import numbers
 
         file = model_file.load(model)
     made = make_plan(
@@ -153,6 +162,7 @@ def plan(
         planner=planner,
         sequence_parallel=sequence,
         loss_over=loss_over or file.loss_over,
+        lengths=_numbers(lengths) if lengths else file.lengths,
         loss_parts=loss_parts,
         source=relative(model, output.resolve().parent),
         say=say,
@@ -160,13 +170,7 @@ def plan(
     )
     with watch("written"):
         made.save(output)
-    mesh = made.mesh
-    say(
-        f"plan: pp={mesh.pp} dp={mesh.dp} tp={mesh.tp}, "
-        f"{numbers.count(made.batch.micro_batches, 'micro-batch', 'micro-batches')}, "
-        f"{made.schedule}; predicted step {numbers.seconds(made.prediction.step_seconds)}, "
-        f"{numbers.count(made.batch.rows, 'row')}"
-    )
+    say(_told(made))
     if spending.speed(made):
         say(f"speed: {spending.speed(made)}")
     if facts.idle(made) is not None:
@@ -177,3 +181,27 @@ def plan(
         console.show(took | {"figures": as_json.of_plan(made)})
     else:
         print(output)
+
+
+def _told(made: Plan) -> str:
+    """A plan in a line."""
+    mesh = made.mesh
+    return (
+        f"plan: pp={mesh.pp} dp={mesh.dp} tp={mesh.tp}, "
+        f"{numbers.count(made.batch.micro_batches, 'micro-batch', 'micro-batches')}, "
+        f"{made.schedule}; predicted step {numbers.seconds(made.prediction.step_seconds)}, "
+        f"{numbers.count(made.batch.rows, 'row')}"
+    )
+
+
+def _numbers(text: str) -> list[int]:
+    """The numbers in `128,256,512`.
+
+    Raises:
+        AutopipeError: there is something else.
+    """
+    if not all(part.strip().isdecimal() for part in text.split(",")):
+        raise AutopipeError(
+            f"--lengths {text}: expected numbers of tokens", hint="--lengths 128,256,512"
+        )
+    return [int(part) for part in text.split(",")]

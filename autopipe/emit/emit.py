@@ -21,7 +21,7 @@ from autopipe.frontend import batch
 from autopipe.frontend.loss import Loss
 from autopipe.ir.torch_private import fake_mode
 from autopipe.planfile import programs
-from autopipe.planfile.contents import Plan, stage_file
+from autopipe.planfile.contents import BATCH, Plan, stage_file
 from autopipe.schedules import deadlock
 from autopipe.schedules.instructions import Programs, format_programs, holders
 from autopipe.sharding import collectives
@@ -64,6 +64,12 @@ def emit(
         )
     check_runs(plan)
     check_loss(plan, loss)
+    if plan.loss_over == BATCH:
+        raise PlanError(
+            'plan.loss_over: "batch", which takes two passes and a loss between them; what is '
+            "emitted runs one",
+            hint="autopipe run plan.json runs both",
+        )
     plan = replace(plan, source=source or plan.source)
     if plan.source is None:
         raise PlanError("plan.source: train.py is to build the model, and nobody says where it is")

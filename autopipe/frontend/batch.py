@@ -11,12 +11,14 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from autopipe.errors import ModelError
+from autopipe.ir.graph import SEQUENCE
 from autopipe.planfile.parts import InputSpec
 from autopipe.util import dims, dtypes
 
@@ -141,14 +143,25 @@ def _describe(path: str, leaf: Leaf, other: Leaf, rows: int, other_rows: int) ->
 def rows_of(specs: Sequence[InputSpec], leaves: Mapping[str, Leaf]) -> int:
     """Count the rows of a batch, and check the batch against its description.
 
+    All rows may be shorter than described, by the same number of tokens.
+
     Raises:
-        ModelError: an entry is missing or unknown, or has another dtype, other dims or other rows.
+        ModelError: an entry is missing or unknown, or has another dtype, other dims or other rows;
+            or rows are longer than described.
     """
     expected, found = {spec.path for spec in specs}, set(leaves)
     if expected != found:
         raise ModelError(
             f"the batch has the entries {sorted(found)}, the plan was made for {sorted(expected)}"
         )
+    length, longest = length_in(specs, leaves), length_of(specs)
+    if length is not None and longest is not None and length > longest:
+        raise ModelError(
+            f"the batch has rows of {length} tokens, and memory is planned for rows of at most "
+            f"{longest}",
+            hint=f"plan again with rows of {length} tokens from inputs(), or cut the rows",
+        )
+    specs = specs if length is None else at_length(specs, length)
     rows: int | None = None
     for spec in specs:
         leaf = leaves[spec.path]
@@ -179,6 +192,62 @@ def rows_of(specs: Sequence[InputSpec], leaves: Mapping[str, Leaf]) -> int:
     if rows is None:
         raise ModelError("no entry of the batch has a batch dim, so it cannot be cut into rows")
     return rows
+
+
+SHORTEST = 8
+"""The fewest tokens of a row for a sequence whose length may change."""
+
+
+def _of_tokens(specs: Sequence[InputSpec]) -> tuple[InputSpec, int] | None:
+    """The first two-dim tensor of whole numbers in a batch, and the dim beside its rows."""
+    for spec in specs:
+        if spec.batch_dim is not None and len(spec.shape) == 2 and spec.low is not None:
+            size = spec.shape[1 - spec.batch_dim]
+            if isinstance(size, int) and size >= SHORTEST:
+                return spec, 1 - spec.batch_dim
+    return None
+
+
+def length_of(specs: Sequence[InputSpec]) -> int | None:
+    """Tokens of a row in a batch; None if no dim looks like a sequence."""
+    found = _of_tokens(specs)
+    return None if found is None else dims.size_at(found[0].shape[found[1]], 1)
+
+
+def length_in(specs: Sequence[InputSpec], leaves: Mapping[str, Leaf]) -> int | None:
+    """Tokens of a row in a batch that is described so, but for its length; None: it has none."""
+    found = _of_tokens(specs)
+    if found is None:
+        return None
+    leaf = leaves.get(found[0].path)
+    return leaf.shape[found[1]] if isinstance(leaf, Tensor) and leaf.ndim == 2 else None
+
+
+def lengthened(specs: Sequence[InputSpec], length: int) -> list[InputSpec]:
+    """The description of a batch with `s` in place of its sequence dims of size `length`."""
+
+    def entry(spec: InputSpec, number: int, size: int | str) -> int | str:
+        behind = spec.batch_dim is not None and number == spec.batch_dim + 1
+        whole = spec.dtype == "bool" or spec.low is not None
+        return str(SEQUENCE) if size == length and (whole or behind) else size
+
+    return [
+        replace(spec, shape=tuple(entry(spec, n, size) for n, size in enumerate(spec.shape)))
+        for spec in specs
+    ]
+
+
+def at_length(specs: Sequence[InputSpec], length: int) -> Sequence[InputSpec]:
+    """The description of a batch whose rows have `length` tokens, from that of longer ones."""
+    longest = length_of(specs)
+    if longest is None or length == longest:
+        return specs
+    return [
+        replace(
+            spec, shape=tuple(length if entry == str(SEQUENCE) else entry for entry in spec.shape)
+        )
+        for spec in lengthened(specs, longest)
+    ]
 
 
 def slice_rows(

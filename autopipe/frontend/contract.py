@@ -13,7 +13,8 @@ optimizer(parameters) -> Optimizer              default: AdamW; or (named_parame
 scheduler(optimizer) -> LRScheduler             default: the learning rate stays
 batch_size = 32                                 default: 8 a device
 max_grad_norm = 1.0                             default: gradients are not clipped
-loss_over = "micro-batch"                       default: "rows", a loss of the whole batch
+loss_over = "batch" or "micro-batch"            default: "rows", a mean over the batch's rows
+lengths = (128, 256, 512)                       default: tokens of a row as inputs gives, or fewer
 
 b in what is printed are the rows of one micro-batch: a step's batch goes to dp replicas, and on
 each through the stages in so many equal micro-batches. window: how many micro-batches a stage lets

@@ -9,7 +9,8 @@ optimizer(parameters) -> Optimizer                 AdamW; optimizer(named_parame
 scheduler(optimizer) -> LRScheduler                the learning rate stays; else stepped every step
 batch_size = 32                                    8 a device
 max_grad_norm = 1.0                                gradients are not clipped
-loss_over = "micro-batch"                          "rows": whatever the micro-batches are
+loss_over = "batch" or "micro-batch"               "rows": whatever the micro-batches are
+lengths = (128, 256, 512)                          tokens of a row: those of inputs, or fewer
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -29,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from autopipe.errors import AutopipeError, ModelError
+from autopipe.errors import ModelError
 from autopipe.frontend import hf_folder, user_lines
 from autopipe.frontend.optimizer import CUSTOM, Named, optimizer_named, takes_names, without_names
 from autopipe.onnx_files import source as onnx_source
@@ -61,6 +62,7 @@ class ModelFile:
     by_name: Callable[[Iterable[Named]], torch.optim.Optimizer] | None = None
     weights: Path | None = None
     max_grad_norm: float | None = None
+    lengths: tuple[int, ...] = ()
 
     @property
     def sharded(self) -> bool:
@@ -114,7 +116,7 @@ class ModelFile:
         if self.batches is None:
             return None
         part = {"shard": shard, "num_shards": num_shards} if self.sharded else {}
-        with _told(f"{self.source}: batches"):
+        with user_lines.told(f"{self.source}: batches"):
             return self.batches(batch_size, **part)
 
     def stream(
@@ -139,11 +141,11 @@ class ModelFile:
                     batch = self.inputs(batch_size)
                 yield batch
             return
-        with _told(f"{self.source}: batches"):
+        with user_lines.told(f"{self.source}: batches"):
             asked = self.iterable(batch_size, shard, num_shards) if iterable is None else iterable
             given = iter(asked)
         while True:
-            with _told(f"{self.source}: batches"):
+            with user_lines.told(f"{self.source}: batches"):
                 batch = next(given, _END)
             if batch is _END:
                 return
@@ -174,6 +176,10 @@ def load(source: str) -> ModelFile:
     if over not in LOSS_OVER:
         raise ModelError(f"{source}: loss_over is {over!r}, expected one of {', '.join(LOSS_OVER)}")
 
+    lengths = getattr(module, "lengths", ())
+    if not isinstance(lengths, tuple | list) or not all(isinstance(n, int) for n in lengths):
+        raise ModelError(f"{source}: lengths is {lengths!r}, expected numbers of tokens")
+
     def function(name: str, gives: str | None = None) -> Any:
         found = getattr(module, name, None)
         return _guarded(found, f"{source}: {name}", gives) if callable(found) else None
@@ -199,6 +205,7 @@ def load(source: str) -> ModelFile:
         optimizer if named else None,
         getattr(module, "weights", None) if source.startswith(hf_folder.SCHEME) else None,
         _max_grad_norm(module, source),
+        tuple(lengths),
     )
 
 
@@ -254,7 +261,7 @@ def _guarded(function: Callable[..., Any], what: str, gives: str | None = None) 
     """Wrap a user's function: check its result, and name the user's line in its errors."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with _told(what):
+        with user_lines.told(what):
             result = function(*args, **kwargs)
         if gives is not None and not isinstance(result, _RESULTS[gives]):
             raise ModelError(
@@ -265,20 +272,6 @@ def _guarded(function: Callable[..., Any], what: str, gives: str | None = None) 
 
     call.__module__ = function.__module__
     return call
-
-
-@contextmanager
-def _told(what: str) -> Iterator[None]:
-    """Turn an error of the user's code within the block into a `ModelError` of one sentence."""
-    try:
-        yield
-    except AutopipeError:
-        raise
-    except Exception as error:  # the user's code may raise anything
-        place = user_lines.of_error(error)
-        raise ModelError(
-            f"{place + ': ' if place else ''}{what}() raised {type(error).__name__}: {error}"
-        ) from error
 
 
 def _by_path(path: Path) -> ModuleType:
@@ -292,7 +285,7 @@ def _by_path(path: Path) -> ModuleType:
     sys.modules[spec.name] = module  # dataclasses and pickle look their module up by name
     sys.path.insert(0, str(path.parent.resolve()))  # as `python model.py` does
     loader = spec.loader
-    _run(lambda: loader.exec_module(module), str(path))
+    user_lines.ran(lambda: loader.exec_module(module), str(path))
     return module
 
 
@@ -305,7 +298,7 @@ def _by_name(name: str) -> ModuleType:
         )
     sys.path.insert(0, str(Path.cwd()))
     try:
-        module: ModuleType = _run(lambda: importlib.import_module(name), name)
+        module: ModuleType = user_lines.ran(lambda: importlib.import_module(name), name)
     except ModelError as error:
         missing = getattr(error.__cause__, "name", None)
         if isinstance(error.__cause__, ModuleNotFoundError) and f"{name}.".startswith(
@@ -317,22 +310,3 @@ def _by_name(name: str) -> ModuleType:
             ) from error
         raise
     return module
-
-
-def _run(action: Callable[[], Any], what: str) -> Any:
-    try:
-        return action()
-    except SyntaxError as error:
-        raise ModelError(f"{error.filename}:{error.lineno}: {error.msg}") from error
-    except SystemExit as error:
-        raise ModelError(
-            f"{user_lines.of_error(error)}: "
-            f"{what} ends the program (exit code {error.code}) when it "
-            "is imported",
-            hint='put what it does as a program under `if __name__ == "__main__":`',
-        ) from error
-    except Exception as error:  # the user's code may raise anything
-        place = user_lines.of_error(error)
-        raise ModelError(
-            f"{place or what}: {what} cannot be run: {type(error).__name__}: {error}"
-        ) from error

@@ -1,4 +1,4 @@
-"""Find the line of the user's own code (`model.py:31`) at which something happened."""
+"""Find the line of the user's own code (`model.py:31`) at which something happened, and tell it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ import os
 import re
 import sysconfig
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+from autopipe.errors import AutopipeError, ModelError
 
 _OURS = str(Path(__file__).parents[1]) + os.sep
 _PYTHON = sysconfig.get_path("stdlib") + os.sep
@@ -79,3 +83,41 @@ def of_trace(stack_trace: str | None) -> str:
     """The user's line in the stack trace that torch.export stored on a node."""
     found = _FRAME.finditer(stack_trace or "")
     return _innermost((m["file"], int(m["line"])) for m in found)
+
+
+@contextmanager
+def told(what: str) -> Iterator[None]:
+    """Turn an error of the user's code within the block into a `ModelError` of one sentence."""
+    try:
+        yield
+    except AutopipeError:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        place = of_error(error)
+        raise ModelError(
+            f"{place + ': ' if place else ''}{what}() raised {type(error).__name__}: {error}"
+        ) from error
+
+
+def ran(action: Callable[[], Any], what: str) -> Any:
+    """What an action gives that runs a user's file as a module.
+
+    Raises:
+        ModelError: the file cannot be run; names its line.
+    """
+    try:
+        return action()
+    except SyntaxError as error:
+        raise ModelError(f"{error.filename}:{error.lineno}: {error.msg}") from error
+    except SystemExit as error:
+        raise ModelError(
+            f"{of_error(error)}: "
+            f"{what} ends the program (exit code {error.code}) when it "
+            "is imported",
+            hint='put what it does as a program under `if __name__ == "__main__":`',
+        ) from error
+    except Exception as error:  # the user's code may raise anything
+        place = of_error(error)
+        raise ModelError(
+            f"{place or what}: {what} cannot be run: {type(error).__name__}: {error}"
+        ) from error

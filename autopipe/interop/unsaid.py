@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from autopipe.interop.exported import printable
 from autopipe.interop.layers import Layers
-from autopipe.planfile.contents import Plan
+from autopipe.planfile.contents import BATCH, MICRO_BATCH, Plan
 from autopipe.util.numbers import count
 
 NONE, ALL, BLOCKS = "none", "all", "blocks"
@@ -83,8 +83,10 @@ def _sentences(plan: Plan, words: Vocabulary, layers: Layers) -> Iterator[str]:
     kinds = [*dict.fromkeys(kind for rank in kinds_of_ranks(plan) for kind in rank)]
     if len(kinds) > 1 and not words.devices:
         yield f"devices of unlike kinds ({', '.join(kinds)}), to which ranks are bound"
-    if plan.loss_over != "rows":
+    if plan.loss_over == MICRO_BATCH:
         yield "a loss that is a mean over each micro-batch by itself"
+    if plan.loss_over == BATCH:
+        yield "a loss over the whole batch, which takes two passes"
 
 
 def _pipeline(plan: Plan, words: Vocabulary, layers: Layers) -> Iterator[str]:

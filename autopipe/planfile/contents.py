@@ -48,10 +48,11 @@ ZERO = (0, 1, 3)
 """The ZeRO stages there are, by what they deal out; the least is preferred."""
 
 
-ROWS, MICRO_BATCH = "rows", "micro-batch"
-LOSS_OVER = (ROWS, MICRO_BATCH)
-"""What a step's loss is a mean over: all rows of the batch, however they are cut, or the losses of
-its micro-batches, which may be anything."""
+ROWS, MICRO_BATCH, BATCH = "rows", "micro-batch", "batch"
+LOSS_OVER = (ROWS, MICRO_BATCH, BATCH)
+"""What a step's loss is over: a mean over all rows of the batch, however they are cut; the mean of
+its micro-batches' losses, which may be anything; or whatever the loss makes of the whole batch, in
+two passes (`stages.whole_loss`)."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +67,13 @@ class Plan:
     stages run through torch.compile, and keep for backward what `joint.run_again` says. `loss_over`
     is one of `LOSS_OVER`. `loss` is whether there is a loss function beside the model (null: nobody
     has said). `loss_parts` are the parts of the vocabulary that its loss is computed from; 0: all
-    at once, as the model does. Under the precisions bf16 and fp16, `grad_dtype` is what gradients
-    are summed in, and `optimizer_dtype` what the optimizer changes: fp32 master weights, or
-    parameters of 16 bits. `work` is what a step computes; null if that is not known, or no
-    matrix product. `made` has a few digits of each part as the planner has left it, by which
-    `edited` finds what was changed since.
+    at once, as the model does. `loss_seconds` are those of a loss over the whole batch, between the
+    two passes of a step. `lengths` are the tokens of a row that were asked for, ascending, the last
+    one that of `inputs`; without any, rows may be shorter all the same. Under the precisions bf16
+    and fp16, `grad_dtype` is what gradients are summed in, and `optimizer_dtype` what the optimizer
+    changes: fp32 master weights, or parameters of 16 bits. `work` is what a step computes; null if
+    that is not known, or no matrix product. `made` has a few digits of each part as the planner has
+    left it, by which `edited` finds what was changed since.
     """
 
     format: int
@@ -100,6 +103,8 @@ class Plan:
     loss: bool | None = None
     work: Work | None = None
     loss_parts: int = 0
+    loss_seconds: float = 0.0
+    lengths: tuple[int, ...] = ()
     grad_dtype: str = "fp32"
     optimizer_dtype: str = "fp32"
     made: dict[str, str] = field(default_factory=dict)
@@ -115,6 +120,11 @@ class Plan:
     def zero(self) -> int:
         """The ZeRO stage, 0, 1 or 3: one for all stages of the pipeline."""
         return self.stages[0].zero
+
+    @property
+    def forwards(self) -> int:
+        """How often a step runs each micro-batch forward; what is recomputed aside."""
+        return 2 if self.loss_over == BATCH else 1
 
     @property
     def fully_sharded(self) -> bool:
@@ -232,6 +242,8 @@ def check(plan: Plan) -> None:
     _check_devices(plan, refuse)
     if plan.loss_over not in LOSS_OVER:
         refuse("loss_over", f"one of {', '.join(LOSS_OVER)}", plan.loss_over)
+    if list(plan.lengths) != sorted({*plan.lengths}) or min(plan.lengths, default=1) < 1:
+        refuse("lengths", "numbers of tokens from 1 on, ascending", str(plan.lengths))
     if plan.loss_parts < 0:
         refuse("loss_parts", "at least 0", str(plan.loss_parts))
     if plan.batch.micro_batches < 1:

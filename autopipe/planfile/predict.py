@@ -4,6 +4,9 @@ seconds of a stage      plan.stages[i].predicted
 seconds of a transfer   the bytes of what crosses, the link between the nodes of the two ranks
 seconds of a sum        ring all-reduce of a stage's gradients over dp ranks, and copies of them in
                         the rank's own memory, to and from what is sent; none under ZeRO-3
+
+A loss over the whole batch adds its own seconds, between two passes. The first pass is priced with
+the second: a forward's seconds are those of both, and activations cross twice.
 """
 
 from __future__ import annotations
@@ -40,7 +43,11 @@ def with_prediction(plan: Plan) -> Plan:
         ScheduleError: as `timeline`.
     """
     found = timeline(plan)
-    return replace(plan, prediction=Prediction(found.seconds, found.bubble))
+    step = found.seconds + plan.loss_seconds
+    if not plan.loss_seconds:
+        return replace(plan, prediction=Prediction(step, found.bubble))
+    computing = (1 - found.bubble) * found.seconds + plan.loss_seconds / plan.mesh.pp
+    return replace(plan, prediction=Prediction(step, 1 - computing / step))
 
 
 def costs(plan: Plan) -> Costs:
@@ -71,7 +78,7 @@ def crossing_bytes(plan: Plan) -> dict[Channel, int]:
     for index, stage in enumerate(plan.stages):
         for sent in stage.sends:
             size = transfer_bytes(sent, rows)
-            moved[Channel(index, sent.peer, Flow.ACTIVATION)] += size
+            moved[Channel(index, sent.peer, Flow.ACTIVATION)] += size * plan.forwards
             if sent.gradient:
                 moved[Channel(sent.peer, index, Flow.GRADIENT)] += size
     return dict(moved)

@@ -121,7 +121,9 @@ def _ends(plan: Plan) -> tuple[float, float, float, float]:
         replace(costs, reduce=none),
         costs,
     )
-    even, unhindered, unsummed, whole = (simulate(step, cost).seconds for cost in walks)
+    even, unhindered, unsummed, whole = (
+        simulate(step, cost).seconds + plan.loss_seconds for cost in walks
+    )
     # Less to wait for may, by another order on a wire, take longer.
     unsummed = min(unsummed, whole)
     unhindered = min(unhindered, unsummed)

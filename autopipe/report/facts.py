@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from autopipe.planfile.again import repeated
-from autopipe.planfile.contents import Plan
+from autopipe.planfile.contents import BATCH, Plan
 from autopipe.planfile.parts import Alternative, data_parallel
 from autopipe.planfile.traffic import traffic
 from autopipe.report import fullest
@@ -97,6 +97,17 @@ def _asked(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.loss_parts:
         parts = count(plan.loss_parts, "part")
         yield "loss", f"from {parts} of the vocabulary; logits are made again in backward, not kept"
+    if plan.lengths:
+        *others, longest = map(str, plan.lengths)
+        looked_at = f"; looked at with {' and '.join(others)}" if others else ""
+        yield "lengths", f"rows of up to {longest} tokens, by which all figures are{looked_at}"
+    if plan.loss_over == BATCH:
+        took = numbers.seconds(plan.loss_seconds)
+        yield (
+            "loss",
+            "of the whole batch, in two passes: forward for what it reads, the loss "
+            f"({took}), then forward and backward",
+        )
     if any(boundary.depth for boundary in plan.boundaries):
         windows = _each([boundary.window for boundary in plan.boundaries])
         depths = _each([boundary.depth for boundary in plan.boundaries])

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from importlib import metadata
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,23 +25,30 @@ from autopipe.ir.dataflow import analyse
 from autopipe.ir.graph import Graph, Ref, StateSpec, TensorSpec
 from autopipe.ir.partition import Stage, partition
 from autopipe.planfile import programs
-from autopipe.planfile.contents import Plan
+from autopipe.planfile.contents import BATCH, Plan
 from autopipe.planfile.placements import Sharding
 from autopipe.schedules.instructions import Programs, splits
 from autopipe.sharding.local_graph import blocks_of, shard_graph, shardable
 from autopipe.sharding.plan_io import read_back
 from autopipe.sharding.vocabulary_loss import in_parts
+from autopipe.stages.loss_cut import apart
 from autopipe.stages.precision import PRECISIONS
+from autopipe.stages.whole_loss import WholeLoss
 from autopipe.tracing.trace import Trace
 
 
 @dataclass(frozen=True)
 class Split:
-    """A traced model cut into stages."""
+    """A traced model cut into stages.
+
+    `whole` is the loss of the whole batch, if the plan's loss is over it: then the graph is that of
+    `WholeLoss.rows`.
+    """
 
     trace: Trace
     stages: tuple[Stage, ...]
     blocks: tuple[Block, ...]
+    whole: WholeLoss | None = None
 
     @property
     def graph(self) -> Graph:
@@ -69,7 +77,7 @@ def split_as_planned(
             f"difference: {fingerprint.first_difference(graph, plan.trail)}",
             hint="plan again with `autopipe plan`",
         )
-    traced, blocks = dealt_out(traced, plan, tp, sharding)
+    traced, blocks, whole = dealt_out(traced, plan, tp, sharding)
     graph = traced.graph
     starts = []
     for index, stage in enumerate(plan.stages):
@@ -108,7 +116,7 @@ def split_as_planned(
                     f"{written.last!r} has {len(expected_)} of them, the plan {len(found)}; they "
                     f"differ in {min(differing)}"
                 )
-    return Split(traced, stages, blocks)
+    return Split(traced, stages, blocks, whole)
 
 
 def _peers(transfers: Iterable[tuple[Ref, int]]) -> list[tuple[str, int]]:
@@ -210,27 +218,46 @@ def check_loss(plan: Plan, loss: Loss | None) -> None:
         )
 
 
-def dealt_out(
-    traced: Trace, plan: Plan, tp: int, sharding: Sharding | None = None
-) -> tuple[Trace, tuple[Block, ...]]:
-    """The graph that tensor-parallel coordinate `tp` runs, and its blocks."""
-    traced = replace(traced, graph=in_parts(traced.graph, plan.loss_parts))
-    blocks = find_blocks(traced.graph)
+class Dealt(NamedTuple):
+    """What one tensor-parallel coordinate runs: its trace and blocks, and the batch's loss."""
+
+    trace: Trace
+    blocks: tuple[Block, ...]
+    whole: WholeLoss | None
+
+
+def dealt_out(traced: Trace, plan: Plan, tp: int, sharding: Sharding | None = None) -> Dealt:
+    """The graph that tensor-parallel coordinate `tp` runs, its blocks, and the batch's loss.
+
+    Raises:
+        ModelError: the plan's loss is over the whole batch, and this graph's cannot be.
+    """
+    whole = apart(traced.graph, len(traced.outputs)) if plan.loss_over == BATCH else None
+    graph = in_parts(traced.graph if whole is None else whole.rows, plan.loss_parts)
+    traced, blocks = replace(traced, graph=graph), find_blocks(graph)
     if plan.mesh.tp == 1:
-        return traced, blocks
-    graph = shard_graph(shardable(traced.graph), sharding or read_back(plan), tp)
-    return replace(traced, graph=graph), blocks_of(graph, blocks)
+        return Dealt(traced, blocks, whole)
+    graph = shard_graph(shardable(graph), sharding or read_back(plan), tp)
+    return Dealt(replace(traced, graph=graph), blocks_of(graph, blocks), whole)
 
 
 def split_for_evaluation(
-    found: Trace, training: Split, blocks: tuple[Block, ...] | None = None
+    found: Trace,
+    training: Split,
+    blocks: tuple[Block, ...] | None = None,
+    whole: WholeLoss | None = None,
+    when: str = "in evaluation",
 ) -> Split:
     """Cut the evaluation graph so that every stage needs only the parameters that it has.
+
+    So is cut the graph of training with rows of another length.
 
     A node is in the stage of the training node with its name, or in that of the node before it.
 
     Args:
         blocks: the evaluation graph's blocks, if already found.
+        whole: the batch's loss of this graph, where that was cut off.
+        when: the graph is run, for a refusal.
 
     Raises:
         PlanError: a stage would have no nodes, or would need parameters of another stage.
@@ -249,11 +276,12 @@ def split_for_evaluation(
         current = index
     if len(set(cuts)) != len(stages) - 1:
         raise PlanError(
-            "the model computes nothing in some stages when it evaluates, so it cannot be "
-            "evaluated with this plan",
+            f"{when} the model computes nothing in some stages, so that it cannot be run with this "
+            "plan",
             hint="cut the model elsewhere",
         )
-    split = Split(found, partition(flow, cuts), find_blocks(graph) if blocks is None else blocks)
+    blocks = find_blocks(graph) if blocks is None else blocks
+    split = Split(found, partition(flow, cuts), blocks, whole)
     for stage, trained in zip(split.stages, stages, strict=True):
         missing = [
             name
@@ -262,7 +290,7 @@ def split_for_evaluation(
         ]
         if missing:
             raise PlanError(
-                f"in evaluation stage {stage.index} needs {missing[0]!r}, which it does not hold "
+                f"{when} stage {stage.index} needs {missing[0]!r}, which it does not hold "
                 "in training",
                 hint="cut the model elsewhere",
             )

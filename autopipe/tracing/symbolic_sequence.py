@@ -12,24 +12,22 @@ or refuses.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from autopipe.errors import CaptureError
+from autopipe.errors import CaptureError, ModelError
 from autopipe.frontend import batch as batches
 from autopipe.frontend.loss import Loss
 from autopipe.ir.graph import SEQUENCE
-from autopipe.planfile.parts import InputSpec
+from autopipe.planfile.parts import InputSpec, Read
 from autopipe.tracing.low_precision import SixteenBits
-from autopipe.tracing.source import Source, trace_source
-from autopipe.tracing.trace import Trace
-
-SHORTEST = 8
-"""The fewest tokens of a row for a symbolic sequence; shorter ones are not worth halving."""
+from autopipe.tracing.source import Source, bare, trace_source
+from autopipe.tracing.trace import Trace, trace
 
 
 @dataclass(frozen=True)
@@ -47,30 +45,6 @@ class Lengths:
     why: str = ""
 
 
-def length_of(specs: Sequence[InputSpec]) -> int | None:
-    """Tokens of a row in a batch; None if no dim looks like a sequence."""
-    for spec in specs:
-        if spec.batch_dim is not None and len(spec.shape) == 2 and spec.low is not None:
-            size = spec.shape[1 - spec.batch_dim]
-            if isinstance(size, int) and size >= SHORTEST:
-                return size
-    return None
-
-
-def lengthened(specs: Sequence[InputSpec], length: int) -> list[InputSpec]:
-    """The description of a batch with `s` in place of its sequence dims of size `length`."""
-
-    def entry(spec: InputSpec, number: int, size: int | str) -> int | str:
-        behind = spec.batch_dim is not None and number == spec.batch_dim + 1
-        whole = spec.dtype == "bool" or spec.low is not None
-        return str(SEQUENCE) if size == length and (whole or behind) else size
-
-    return [
-        replace(spec, shape=tuple(entry(spec, n, size) for n, size in enumerate(spec.shape)))
-        for spec in specs
-    ]
-
-
 def trace_lengths(
     model: Source,
     example: Any,
@@ -82,22 +56,96 @@ def trace_lengths(
 
     Args and raises: as `source.trace_source`.
     """
-    length, why = length_of(specs), "no tensor of whole numbers has one dim besides its rows"
+    length, why = (
+        batches.length_of(specs),
+        "no tensor of whole numbers has one dim besides its rows",
+    )
+    run = partial(trace_source, model, loss=loss, kept=kept)
     if length is not None:
-        long = lengthened(specs, length)
-        # At full length `table[:s]` may be the whole table, which is another program.
-        for longest in (length, length - 1):
-            with suppress(CaptureError):  # of the model itself: then it comes again below
-                batch = _cut(example, long, longest)
-                return Lengths(trace_source(model, batch, long, loss, kept=kept), longest)
+        found = _symbolic(run, example, specs, length)
+        if found is not None:
+            return found
         why = f"what the model does at {length} tokens depends on their number"
-    return Lengths(trace_source(model, example, specs, loss, kept=kept), None, why)
+    return Lengths(run(example, specs), None, why)
 
 
-def _cut(example: Any, specs: Sequence[InputSpec], length: int) -> Any:
-    """The batch with only the first `length` tokens of every row."""
-    leaves = batches.flatten(example)
-    for spec in specs:
+_Run = Callable[[Any, Sequence[InputSpec]], Trace]
+"""Traces a model on an example that is described so."""
+
+
+def _symbolic(run: _Run, example: Any, specs: Sequence[InputSpec], length: int) -> Lengths | None:
+    """The trace for all lengths up to the example's, or to one token less; None: there is none."""
+    long = batches.lengthened(specs, length)
+    # At full length `table[:s]` may be the whole table, which is another program.
+    for longest in (length, length - 1):
+        with suppress(CaptureError):  # of the model itself: then a trace of one length tells
+            return Lengths(run(shorter(example, specs, longest), long), longest)
+    return None
+
+
+class AtLengths:
+    """A model's traces at lengths below the one that it is planned for.
+
+    One trace serves all of them if the sequence can be a symbol; otherwise each has its own.
+
+    Args:
+        specs: the description of a batch of the longest rows.
+        example: two rows of them.
+        reads: the recorded reads of the plan's trace, to be replayed; None: record them each time.
+    """
+
+    def __init__(
+        self,
+        model: Source,
+        specs: Sequence[InputSpec],
+        example: Any,
+        loss: Loss | None,
+        kept: SixteenBits | None = None,
+        reads: Sequence[Read] | None = None,
+    ) -> None:
+        self._model, self._specs, self._example = model, specs, example
+        self._loss, self._kept, self._reads = loss, kept, reads
+        self._tried = False
+        self._symbolic: Lengths | None = None
+
+    def at(self, length: int, rows: Any) -> Trace:
+        """The trace of rows of `length` tokens, of which `rows` are two.
+
+        Raises:
+            ModelError: the model cannot be run at this length; names the user's line.
+        """
+        specs = batches.at_length(self._specs, length)
+        longest = batches.length_of(self._specs)
+        assert longest is not None, "a batch without a sequence has one length"
+        if not self._tried:
+            self._tried = True
+            self._symbolic = _symbolic(self._run, self._example, self._specs, longest)
+        found = self._symbolic
+        if found is not None and found.longest is not None and 2 <= length <= found.longest:
+            graph = found.trace.graph.at_sequence(length)
+            return replace(found.trace, graph=graph, inputs=tuple(specs))
+        try:
+            return self._run(rows, specs)
+        except ModelError as error:
+            raise type(error)(
+                f"rows of {length} tokens, where the plan is for {longest}: {error.message}",
+                hint=error.hint,
+            ) from error
+
+    def _run(self, example: Any, specs: Sequence[InputSpec]) -> Trace:
+        if self._reads is None:
+            return trace_source(self._model, example, specs, self._loss, kept=self._kept)
+        own = self._model if isinstance(self._model, nn.Module) else None
+        model = bare(self._model)
+        reads, kept = self._reads, self._kept
+        return trace(model, example, specs, self._loss, reads=reads, kept=kept, own=own)
+
+
+def shorter(example: Any, specs: Sequence[InputSpec], length: int) -> Any:
+    """A batch that is described so, with only the first `length` tokens of every row."""
+    leaves, longest = batches.flatten(example), batches.length_of(specs)
+    assert longest is not None, "a batch without a sequence has one length"
+    for spec in batches.lengthened(specs, longest):
         leaf = leaves[spec.path]
         for number, entry in enumerate(spec.shape):
             if isinstance(leaf, Tensor) and entry == str(SEQUENCE):

@@ -33,6 +33,7 @@ from autopipe.stages.dry_run import Known, Rehearsal, fake_state
 from autopipe.stages.lower import lower
 from autopipe.stages.precision import copy_bytes
 from autopipe.stages.recompute import within
+from autopipe.stages.whole_loss import WholeLoss
 from autopipe.util import numbers
 
 
@@ -46,6 +47,7 @@ class CutModel:
         recompute: paths of the blocks to recompute in backward, and names of nodes.
         wanted: how backwards run that autograd does not; None: autograd runs them.
         shards: over how many replicas parameters and gradients are sharded, as by ZeRO-3; 1: not.
+        whole: the loss of the whole batch, if it is computed between two passes.
     """
 
     degree: Degree
@@ -55,6 +57,7 @@ class CutModel:
     precision: str
     wanted: Wanted | None
     shards: int
+    whole: WholeLoss | None = field(default=None, repr=False)
 
     @property
     def graph(self) -> Graph:
@@ -175,6 +178,8 @@ def with_memory(plan: Plan, held: StageBytes, optimizer_factor: float) -> Plan:
         copies = rehearsal.low[stage.index]
         if stage is max(on_rank, key=lambda s: held.gathered[s.index]):  # one runs at a time
             copies += held.gathered[stage.index]
+        if held.cut.whole is not None and stage is stages[-1]:
+            peak, at = _with_loss(peak, at, held.cut.whole, plan)
         passing, doing = _passing(held.cut.graph, own, peak, plan)
         if doing is not None:
             at = Instruction(doing, stage.index)
@@ -182,6 +187,20 @@ def with_memory(plan: Plan, held: StageBytes, optimizer_factor: float) -> Plan:
         predicted = replace(entry.predicted, memory=memory, fullest=str(at or ""))
         written.append(replace(entry, predicted=predicted))
     return replace(plan, stages=tuple(written))
+
+
+def _with_loss(
+    peak: Counter[str], at: Instruction | None, whole: WholeLoss, plan: Plan
+) -> step_programs.StageMoment:
+    """What the last stage holds at its fullest: in the second pass, or in the loss before it.
+
+    Its own embeddings and their gradients are there in both; the loss has those of all replicas.
+    """
+    own = whole.embedding_bytes(plan.batch.rows // plan.mesh.dp)
+    loss = whole.held(plan.batch.rows, plan.precision)
+    if loss > peak.total():
+        return Counter(activations=own + loss), None
+    return peak + Counter(activations=own), at
 
 
 def _sharing(cut: CutModel, placed: Sequence[int], plan: Plan) -> dict[str, int]:

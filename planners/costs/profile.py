@@ -94,6 +94,7 @@ class Costing:
         tp: the tensor-parallel degree whose first rank runs the graph.
         sending: what the nodes of the graph, or of a part of it, exchange with the other ranks.
         compiled: whether stages run compiled: memory-bound ops fused, the least bytes kept.
+        forwards: how often a step runs each micro-batch forward.
     """
 
     flow: Dataflow
@@ -112,6 +113,7 @@ class Costing:
     tp: int = 1
     sending: Sending | None = None
     compiled: bool = False
+    forwards: int = 1
 
     @cached_property
     def timed(self) -> Problem:
@@ -256,7 +258,7 @@ class Costing:
             times.append(seconds[:, short.like])
         profile = Profile(
             rows,
-            tuple(_by_unit(forward, starts) for forward, _ in times),
+            tuple(_by_unit(self.forwards * forward, starts) for forward, _ in times),
             tuple(_by_unit(backward, starts) for _, backward in times),
             saved=(),
             crossings=(),

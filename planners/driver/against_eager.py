@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -34,13 +34,14 @@ from autopipe.ir.torch_private import TorchDispatchMode, is_fake
 from autopipe.planfile.parts import InputSpec
 from autopipe.planners.driver.request import PlanRequest
 from autopipe.stages.lower import lower
-from autopipe.stages.precision import KEPT
+from autopipe.stages.precision import KEPT, kept
 from autopipe.tracing.export import Program
 from autopipe.tracing.low_precision import parameters_in
 from autopipe.tracing.module_makes import restoring
 from autopipe.tracing.source import parameter_bytes
+from autopipe.tracing.symbolic_sequence import AtLengths, shorter
 from autopipe.tracing.trace import Trace
-from autopipe.util.progress import Say
+from autopipe.util.progress import Say, phase
 
 ROWS = 2
 """Of a micro-batch; the trace was made with as many."""
@@ -83,7 +84,7 @@ def check(request: PlanRequest, skeleton: nn.Module, traced: Trace, example: Any
         until.enter_context(one_thread())
         until.enter_context(eager_branches())
         until.enter_context(libraries_hushed(heard=False))
-        model = _with_weights(request, skeleton, traced.graph)
+        model = with_weights(request, skeleton, traced.graph)
         both = model and _both(request, traced, model, _two(request, example, traced.inputs), say)
     if both:
         tolerance = TOLERANCE.get(KEPT.get(request.precision, torch.float32), 1e-4)
@@ -94,6 +95,35 @@ def check(request: PlanRequest, skeleton: nn.Module, traced: Trace, example: Any
             "computes something else; its graph is that of a first call",
             hint="keep it in a buffer, register_buffer, and write that in place",
         )
+
+
+def check_at_lengths(
+    request: PlanRequest, skeleton: nn.Module, traced: Trace, example: Any, say: Say
+) -> None:
+    """Trace the model at each shorter length that was asked for, and compare the two there.
+
+    Args:
+        skeleton: the model with fake parameters.
+        traced: at the longest.
+        example: a batch of the longest rows.
+        say: as `check` has it.
+
+    Raises:
+        ModelError: the model cannot be run at a length, or its graph is another one there.
+    """
+    others = request.lengths[:-1]
+    if not others:
+        return
+    specs = traced.inputs
+    how = kept(request.precision, request.optimizer_dtype, request.grad_dtype)
+    two = batch.two_rows(example, specs)
+    traces = AtLengths(request.model, specs, two, request.loss, how)
+    with phase("tracing other lengths", of=len(others)) as done:
+        for length in others:
+            rows = shorter(two, specs, length)
+            found = traces.at(length, rows)
+            check(replace(request, inputs=rows), skeleton, found, rows, say)
+            done()
 
 
 def _both(
@@ -135,8 +165,8 @@ def _two(request: PlanRequest, example: Any, specs: Sequence[InputSpec]) -> list
     return [batch.two_rows(example, specs), batch.rebuild(more, second)]
 
 
-def _with_weights(request: PlanRequest, skeleton: nn.Module, graph: Graph) -> nn.Module | None:
-    """The model on the CPU; None if it is too large, has no values, or is elsewhere."""
+def with_weights(request: PlanRequest, skeleton: nn.Module, graph: Graph) -> nn.Module | None:
+    """The model with its weights; None if it is too large, has no values, or is on no CPU."""
     flops = sum(float(at_batch(cost.forward_flops, ROWS)) for cost in costs(graph))
     if flops > MOST_FLOPS or parameter_bytes(skeleton) > MOST_BYTES:
         return None

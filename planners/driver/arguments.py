@@ -193,6 +193,33 @@ def example_of(inputs: Any) -> tuple[Any, list[InputSpec]]:
     return inputs, batch.describe(inputs, None, first.shape[0], 0)
 
 
+def lengths_of(inputs: Any, lengths: Sequence[int]) -> tuple[int, ...]:
+    """The lengths ascending, the longest that of the inputs.
+
+    Args:
+        inputs: an example batch, or makes one of so many rows.
+        lengths: as asked for; there may be none.
+
+    Raises:
+        ModelError: the batch has no sequence, or its rows are not as long as the longest.
+    """
+    if not lengths:
+        return ()
+    there = batch.length_of(example_of(inputs)[1])
+    asked = f"lengths {', '.join(map(str, sorted(lengths)))} were asked for"
+    if there is None:
+        raise ModelError(
+            f"{asked}, and no tensor of whole numbers in the batch has one dim besides its rows",
+            hint="leave them out: rows of such a batch have one length",
+        )
+    if min(lengths) < 1 or max(lengths) != there:
+        raise ModelError(
+            f"{asked}, and inputs() gives rows of {there} tokens: a plan is for the longest",
+            hint=f"give rows of {max(lengths)} tokens from inputs(), or lengths up to {there}",
+        )
+    return tuple(sorted({*lengths}))
+
+
 def rows_of(inputs: Any, example: Any, specs: Sequence[InputSpec], devices: int) -> int:
     """The example's own rows; a function that makes as many as one likes has none."""
     own = None if callable(inputs) else batch.rows_of(specs, batch.flatten(example))

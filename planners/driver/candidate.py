@@ -164,6 +164,7 @@ def _costing(job: Job, tp: int) -> tuple[Degree, Costing]:
         zeros=zeros,
         tp=tp,
         sending=sending,
+        forwards=1 if traced.whole is None else 2,
     )
 
 

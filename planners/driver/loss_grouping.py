@@ -27,7 +27,7 @@ from autopipe.errors import ModelError
 from autopipe.frontend import batch
 from autopipe.frontend.loss import Loss
 from autopipe.frontend.user_lines import begins
-from autopipe.ir.dataflow import Dataflow, analyse, is_random
+from autopipe.ir.dataflow import Dataflow, analyse
 from autopipe.ir.graph import (
     BATCH,
     READ_OP,
@@ -44,7 +44,9 @@ from autopipe.ir.graph import (
     resolve,
     shape_at,
 )
+from autopipe.planfile.contents import BATCH as OVER_BATCH
 from autopipe.planfile.contents import MICRO_BATCH
+from autopipe.stages.loss_tail import loss_nodes
 from autopipe.tracing.trace import Trace
 from autopipe.util.progress import Say
 
@@ -73,7 +75,7 @@ def check(
     Args:
         example: makes a batch of the given number of rows.
         loss: the user's loss function, with which the trace ends.
-        loss_over: "rows" or "micro-batch".
+        loss_over: "rows", "micro-batch" or "batch".
         say: receives the reason if the loss could not be checked; an error that the loss itself
             raises on halves is not reported.
 
@@ -88,6 +90,8 @@ def check(
                 "is a sum and a count, which are added over the whole batch",
                 hint="return sum / count, or leave loss_over at 'rows'",
             )
+        return
+    if loss_over == OVER_BATCH:
         return
     found = _looked_at(traced, example, loss)
     if found is not None:
@@ -169,7 +173,10 @@ def _refusal(values: Values, others: Values, place: str) -> ModelError:
         hint = f"return autopipe.SumCount(total, count); {_OTHERWISE}"
     else:
         what = "it compares rows with each other"
-        hint = _OTHERWISE
+        hint = (
+            'loss_over = "batch" computes it over all rows of the batch, in two passes; '
+            + _OTHERWISE
+        )
     return ModelError(
         f"{place + ': ' if place else ''}the loss of {ROWS} rows is {shown[0]}, of their halves "
         f"{shown[1]} and {shown[2]} (tried on made-up numbers): {what}, so its value would depend "
@@ -271,40 +278,9 @@ class _Tail:
 
 def _tail(flow: Dataflow) -> _Tail:
     """The nodes from which the loss is computed, back to the last ops with parameters."""
-    graph = flow.graph
-    needed: set[int] = set()
-    given: set[str] = set()
-    waiting = [flow.position(v) for v in graph.outputs if isinstance(v, Ref)]
-    while waiting:
-        position = waiting.pop()
-        if position in needed:
-            continue
-        node = graph.nodes[position]
-        needed.add(position)
-        if _made_up(graph, node):
-            given.add(node.name)
-            continue
-        waiting += [flow.position(v) for v in node.values() if isinstance(v, Ref)]
-        waiting += flow.before[position]
-    nodes = tuple(graph.nodes[p] for p in sorted(needed) if graph.nodes[p].op != READ_OP)
-    return _Tail(graph, nodes, frozenset(given))
-
-
-def _made_up(graph: Graph, node: Node) -> bool:
-    """Whether random values replace a node's results: it has parameters, draws, or is batch norm.
-
-    What has the rows twice (similarities, each row beside each) cannot be cut into rows, and a
-    temperature that they are multiplied by is a parameter: such a node is computed.
-    """
-    if "batch_norm" in node.op or (is_random(node) and "dropout" not in node.op):
-        return True
-    reads = any(
-        isinstance(v, State) and graph.states[v.name].kind == "parameter" for v in node.values()
-    )
-    twice = any(
-        sum(isinstance(dim, sympy.Expr) for dim in spec.shape) > 1 for spec in node.outputs if spec
-    )
-    return reads and not twice
+    graph, found = flow.graph, loss_nodes(flow)
+    nodes = tuple(graph.nodes[p] for p in sorted(found.needed) if graph.nodes[p].op != READ_OP)
+    return _Tail(graph, nodes, frozenset(graph.nodes[p].name for p in found.last))
 
 
 def _draw(

@@ -9,7 +9,8 @@ Plan            best_loss       the loss whole, or in parts (`planners.driver.lo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,15 +24,21 @@ from autopipe.frontend.loss import Loss
 from autopipe.frontend.optimizer import MakeOptimizer, optimizer_factor, optimizer_named
 from autopipe.ir.blocks import Block, find_blocks
 from autopipe.ir.dataflow import Dataflow, analyse
-from autopipe.planfile.contents import ROWS, Plan, signed
+from autopipe.planfile.contents import BATCH, ROWS, Plan, signed
 from autopipe.planfile.parts import InputSpec
 from autopipe.planners.costs.precision_of import need
 from autopipe.planners.costs.tp_degrees import check_heads
-from autopipe.planners.driver import against_eager, arguments, loss_grouping
+from autopipe.planners.driver import (
+    against_eager,
+    against_whole,
+    arguments,
+    loss_grouping,
+)
 from autopipe.planners.driver.loss_parts import best_loss
 from autopipe.planners.driver.request import Job, PlanRequest, Traced
 from autopipe.planners.model.problem import Constraints
 from autopipe.stages.bind import check_runs
+from autopipe.stages.loss_cut import apart
 from autopipe.stages.precision import kept
 from autopipe.stages.recompute import blocks_to_recompute
 from autopipe.tracing import user_checkpoints
@@ -74,6 +81,7 @@ def plan(
     sequence_parallel: bool = True,
     loss_over: str = ROWS,
     loss_parts: int | str | None = None,
+    lengths: Sequence[int] = (),
     source: str | None = None,
     say: Say | None = None,
     watch: Stopwatch | None = None,
@@ -118,10 +126,15 @@ def plan(
         sequence_parallel: with tp, also consider shards of the batch's second dim between layers;
             they hold less, and take less time in norms and sums.
         loss_over: "rows": the loss must be one of the whole batch, however it is cut into
-            micro-batches; "micro-batch": the mean of each micro-batch's own, whatever that is.
+            micro-batches; "micro-batch": the mean of each micro-batch's own, whatever that is;
+            "batch": whatever it is of all rows together, as in-batch negatives are, in two passes:
+            forward for what the loss reads, then forward and backward (`stages.whole_loss`).
         loss_parts: so many parts of the vocabulary that the loss is computed from, without all of
             its logits at once; "off" leaves the loss as it is. None or "auto": in parts where that
             is faster, as it saves memory and costs products (`planners.driver.loss_parts`).
+        lengths: tokens of a row that batches will have, the longest as many as in `inputs`; bytes
+            and seconds are those of the longest, and the model is compared with its graph at each.
+            None: a run takes rows as long as those of `inputs`, and shorter ones all the same.
         source: where the model comes from, for the plan to remember.
         say: gets one line about each fact worth telling.
         watch: gets the seconds that tracing, costing, searching and dry runs take.
@@ -164,6 +177,7 @@ def plan(
         sequence_parallel=sequence_parallel,
         loss_over=loss_over,
         loss_parts=parts,
+        lengths=arguments.lengths_of(inputs, lengths),
         source=source,
     )
     traced = traced_model(request, skeleton, say, watch)
@@ -204,15 +218,22 @@ def traced_model(request: PlanRequest, skeleton: nn.Module, say: Say, watch: Sto
         if constraints.tp is not None:
             check_heads(trace.graph, constraints.tp)
         against_eager.check(request, skeleton, trace, example, say)
+        against_eager.check_at_lengths(request, skeleton, trace, example, say)
         if min(rows, (constraints.dp or 2) * (constraints.micro_batches or 2)) > 1:
             _check_loss(request, trace, example, specs, say)
+        whole, fingerprinted = None, trace.graph
+        if request.loss_over == BATCH:
+            whole = apart(trace.graph)
+            more = _examples(inputs, example, specs)
+            against_whole.check(request, skeleton, trace, whole, more, say)
+            trace = replace(trace, graph=whole.rows)
         flow, blocks = analyse(trace.graph), find_blocks(trace.graph)
     least = least_rows(trace.graph)
     for name, module in skeleton.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             say(f"{name}: its gradients are sparse in one process, and dense in a plan")
     recompute = _recompute(request, flow, blocks, say)
-    found = Traced(trace, flow, blocks, rows, least, recompute, trace.graph)
+    found = Traced(trace, flow, blocks, rows, least, recompute, fingerprinted, whole=whole)
     say(f"traced: {found}")
     return found
 
@@ -221,9 +242,13 @@ def _check_loss(
     request: PlanRequest, trace: Trace, example: Any, specs: Sequence[InputSpec], say: Say
 ) -> None:
     """Refuse a loss that changes when the batch is cut into replicas and micro-batches."""
-    inputs = request.inputs
-    more = inputs if callable(inputs) else partial(batch.some_rows, example, specs)
+    more = _examples(request.inputs, example, specs)
     loss_grouping.check(trace, more, request.loss, request.loss_over, say)
+
+
+def _examples(inputs: Any, example: Any, specs: Sequence[InputSpec]) -> Callable[[int], Any]:
+    """Makes a batch of so many rows."""
+    return inputs if callable(inputs) else partial(batch.some_rows, example, specs)
 
 
 def _recompute(

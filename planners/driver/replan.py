@@ -38,6 +38,7 @@ def replan(old: Plan, file: ModelFile, nodes: Sequence[int], source: str, say: S
         optimizer_dtype=old.optimizer_dtype,
         compile=old.compiled,
         loss_over=old.loss_over,
+        lengths=old.lengths,
         source=source,
         say=say,
     )

@@ -20,6 +20,7 @@ from autopipe.ir.blocks import Block, classes
 from autopipe.ir.dataflow import Dataflow
 from autopipe.ir.graph import Graph, bytes_at
 from autopipe.planners.model.problem import Constraints
+from autopipe.stages.whole_loss import WholeLoss
 from autopipe.tracing.source import Source
 from autopipe.tracing.trace import Trace
 
@@ -34,6 +35,7 @@ class PlanRequest:
         constraints: what the search must keep to, limits of memory and a written schedule included.
         compiled: whether stages run compiled; None: the planner chooses.
         loss_parts: 0 for the loss as it is; None: the planner's choice.
+        lengths: of rows, ascending; none were asked for.
         model, inputs, loss, optimizer, precision, grad_dtype, optimizer_dtype, recompute, planner,
             sequence_parallel, loss_over, source: as `plan` has them.
     """
@@ -54,6 +56,7 @@ class PlanRequest:
     sequence_parallel: bool
     loss_over: str
     loss_parts: int | None
+    lengths: tuple[int, ...]
     source: str | None
 
 
@@ -67,8 +70,11 @@ class Traced:
         rows: of the whole batch.
         least: the fewest rows of a micro-batch for which the graph is right.
         recompute: paths of the blocks to recompute in backward; None: the planner chooses.
-        fingerprinted: the graph by which a run knows the model: before its loss was put in parts.
+        fingerprinted: the graph by which a run knows the model: before its loss was put in
+            parts, or cut off.
         loss_parts: so many; 0: the loss is as the model has it.
+        whole: the loss of the whole batch, if it is to be over that; the trace is then of
+            `WholeLoss.rows`.
     """
 
     trace: Trace = field(repr=False)
@@ -79,6 +85,7 @@ class Traced:
     recompute: Collection[str] | None
     fingerprinted: Graph = field(repr=False)
     loss_parts: int = 0
+    whole: WholeLoss | None = field(default=None, repr=False)
 
     @property
     def graph(self) -> Graph:

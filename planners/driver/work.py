@@ -38,6 +38,8 @@ def with_work(plan: Plan, candidate: Candidate, answer: Answer) -> Plan:
         for stage, spent in zip(plan.stages, _spent(candidate, answer), strict=True)
     )
     flops = model_flops(graph, plan.precision, plan.batch.rows)
+    if (whole := candidate.job.traced.whole) is not None:
+        flops += model_flops(whole.loss, plan.precision, plan.batch.rows)
     tokens = plan.batch.rows * row_tokens(graph, plan.inputs)
     return replace(plan, work=work(flops, ranks, tokens), stages=stages)
 
@@ -96,6 +98,10 @@ def _spent(candidate: Candidate, answer: Answer) -> tuple[Spent, ...]:
     found = []
     for stage in answer.estimate.stages:
         own = parts[stage.kind][:, stage.first : stage.last + 1].sum(axis=1).tolist()
-        causes = (AGAIN, EXCHANGES, GATHERING)
-        found.append(Spent(*own, *(stage.spent[cause] for cause in causes)))
+        # A pass before a loss over the whole batch computes what the next one computes again.
+        forward = costing.timed.profile(rows).forward[stage.kind][stage.first : stage.last + 1]
+        first_pass = sum(forward) * (costing.forwards - 1) / costing.forwards
+        spent = dict(stage.spent)
+        spent[AGAIN] += first_pass
+        found.append(Spent(*own, *(spent[cause] for cause in (AGAIN, EXCHANGES, GATHERING))))
     return tuple(found)

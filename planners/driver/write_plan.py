@@ -37,7 +37,7 @@ from autopipe.planners.costs.plan_memory import (
     with_eager_depths,
     with_memory,
 )
-from autopipe.planners.costs.precision_of import products
+from autopipe.planners.costs.precision_of import products, whole_seconds
 from autopipe.planners.driver.arguments import WINDOW
 from autopipe.planners.driver.candidate import Candidate
 from autopipe.planners.driver.work import with_work
@@ -91,6 +91,7 @@ def cut_model(candidate: Candidate, decision: Decision) -> CutModel:
         precision=candidate.job.request.precision,
         wanted=wanted(halves, compiled=candidate.compiled, by_op=_by_op(decision)),
         shards=frame.dp if frame.fully_sharded else 1,
+        whole=candidate.job.traced.whole,
     )
 
 
@@ -145,7 +146,19 @@ def _without_bytes(candidate: Candidate, answer: Answer, held: StageBytes) -> Pl
         loss=request.loss is not None,
         loss_over=request.loss_over,
         loss_parts=job.traced.loss_parts,
+        loss_seconds=_loss_seconds(candidate, answer),
+        lengths=request.lengths,
     )
+
+
+def _loss_seconds(candidate: Candidate, answer: Answer) -> float:
+    """Seconds of a loss over the whole batch, on the devices that have the last stage."""
+    job, last = candidate.job, answer.estimate.stages[-1]
+    whole, precision = job.traced.whole, job.request.precision
+    if whole is None:
+        return 0.0
+    device = candidate.costing.kinds[last.kind].device
+    return whole_seconds(whole.loss, device, precision, job.traced.rows)
 
 
 def _note(candidate: Candidate, answer: Answer) -> PlannerNote:

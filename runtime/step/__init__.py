@@ -5,5 +5,6 @@ whose `step` runs the rank's program over its lowered stages.
 
 Never found here: how ranks come to life, where parameters come from, the optimizer.
 
-Other rooms use: `pipe.Pipe`, `prepare.Rank`, `memory_meter.Meter`, `emitted_files.Emitted`.
+Other rooms use: `pipe.Pipe`, `prepare.Rank`, `memory_meter.Meter`, `emitted_files.Emitted`,
+`whole_loss.replicas_of_last_stage`.
 """

@@ -46,6 +46,10 @@ class Executor:
         program: its instructions, as `schedules.transfers.insert` makes them.
         gradients: None for evaluation.
         begin: what a step that begins now computes in.
+
+    Attributes:
+        seconds: of the last run, by stage and kind of instruction.
+        first: runs before it in a step of two passes (`step.whole_loss`).
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class Executor:
         self.seconds: Mapping[tuple[int, Kind], float] = {}
         self.watch: Watch | None = None
         self.record: Record | None = None
+        self.first: Executor | None = None
         self._gradients = gradients
         self._begin = begin
         # Looked up once: a pipeline of small micro-batches would notice.
@@ -102,6 +107,17 @@ class Executor:
         self.seconds = defaultdict(float, zip(self._keys, seconds, strict=True))
         results = [run.results for run in self.stages.values() if run.results]
         return [found[k] for found in results for k in sorted(found)]
+
+    def idle(self) -> None:
+        """Let go of receive buffers: another executor, of rows of another length, runs next."""
+        for run in self.stages.values():
+            run.pool.free.clear()
+
+    def include(self, first: Executor) -> None:
+        """Count the seconds of a pass that has run before this one with its own."""
+        both = {*self.seconds, *first.seconds}
+        summed = {key: self.seconds[key] + first.seconds[key] for key in both}
+        self.seconds = defaultdict(float, summed)
 
     def _call(self, instruction: Instruction) -> Callable[[StepInput], None]:
         if instruction.kind not in (Kind.REDUCE, Kind.STEP):

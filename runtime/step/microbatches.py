@@ -6,8 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ class Microbatches:
         first: the first of its rows that is this rank's.
         rows: of a micro-batch.
         count: how many micro-batches this rank has.
+        sharded: the batch was this data-parallel coordinate's part already.
+        seeds: of a loss over the whole batch, the inputs that are gradients of embeddings, by path
+            and micro-batch.
     """
 
     plan: Plan
@@ -36,12 +39,17 @@ class Microbatches:
     first: int
     rows: int
     count: int
+    sharded: bool = False
+    seeds: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
 
     def inputs(self, stage: Stage, k: int, device: torch.device) -> list[Tensor]:
         """What a stage takes of micro-batch `k`, [rows, ...] each, on `device`."""
         start = self.first + k * self.rows
         cut = batches.slice_rows(self.plan.inputs, self.leaves, start, start + self.rows)
-        return [_tensor(cut[path]).to(device) for path in stage.inputs]
+        return [
+            self.seeds[path][k] if path in self.seeds else _tensor(cut[path]).to(device)
+            for path in stage.inputs
+        ]
 
 
 def divide(
@@ -75,7 +83,7 @@ def divide(
             hint=f"give {max(parts, rows - rows % parts)} rows, or another multiple of {parts}",
         )
     first = 0 if sharded else place.dp * (rows // dp)
-    return Microbatches(plan, leaves, first, rows // parts, count)
+    return Microbatches(plan, leaves, first, rows // parts, count, sharded)
 
 
 def _tensor(leaf: batches.Leaf) -> Tensor:

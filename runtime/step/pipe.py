@@ -9,6 +9,7 @@ pipe.clip_grad_norm_(1.0); optimizer.step()
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Literal, overload
 
 import torch
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 
 from autopipe.errors import AutopipeError
 from autopipe.frontend import batch as batches
-from autopipe.frontend.least_rows import check_rows
 from autopipe.ir.partition import Stage
 from autopipe.planfile.parts import StagePrediction
 from autopipe.planfile.placements import I
@@ -25,15 +25,16 @@ from autopipe.runtime.launch.watchdog import Watchdog
 from autopipe.runtime.parameters.gradient_sum import total_norm
 from autopipe.runtime.parameters.loss_scale import LossScale
 from autopipe.runtime.parameters.model_states import ModelStates
-from autopipe.runtime.step import measured, prepare
+from autopipe.runtime.step import measured
 from autopipe.runtime.step.executor import Executor, Record
 from autopipe.runtime.step.kept import Kept
 from autopipe.runtime.step.memory_meter import Meter
 from autopipe.runtime.step.microbatches import Microbatches, divide
 from autopipe.runtime.step.outputs import gathered, mean_loss
-from autopipe.runtime.step.prepare import Rank
+from autopipe.runtime.step.prepare import Rank, Ready
 from autopipe.runtime.step.same_batch import check_same
 from autopipe.runtime.step.stage import StepInput
+from autopipe.runtime.step.whole_loss import LossOfStep, buffers_restored
 from autopipe.stages.bind import Split
 from autopipe.stages.precision import copy_dtype
 
@@ -47,7 +48,8 @@ class Pipe(Kept):
         watchdog: is told where this rank is.
         world: the process group of all ranks; None if there is one rank.
         evaluation: traces and cuts the model in evaluation on a batch, with its outputs or
-            without; called at the first `evaluate` of either kind.
+            without; called at the first `evaluate` of either kind and of each length.
+        at_length: the same for training, on a batch whose rows have so many tokens, not as planned.
         seed: of dropout and every other random number of the run.
 
     Attributes:
@@ -64,6 +66,7 @@ class Pipe(Kept):
         watchdog: Watchdog,
         world: dist.ProcessGroup | None,
         evaluation: Callable[[Any, bool], Split],
+        at_length: Callable[[Any, int], Split],
         seed: int,
     ) -> None:
         self.plan = rank.part.plan
@@ -77,13 +80,12 @@ class Pipe(Kept):
         self._split = rank.part.split
         self._gradients = rank.held.gradients
         self._world = world
-        self._trace_evaluation = evaluation
-        self._evaluations: dict[bool, Split] = {}
+        self._prepared = Ready(rank, at_length, evaluation, watchdog.learn)
         self.seed = seed
         self._watchdog = watchdog
         self.steps = 0
         self._compared = False
-        self._ready: dict[tuple[int, int, int], Executor] = {}
+        self._evaluated = False
         self._last: Executor | None = None
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -160,23 +162,55 @@ class Pipe(Kept):
         self._check_same(leaves, sharded, contents=not self._compared)
         wanted = self.plan.batch.micro_batches
         parts = divide(self.plan, self.place, leaves, wanted, sharded=sharded)
-        total_rows = parts.rows * parts.count * self.plan.mesh.dp
-        executor = self._last = self._executor(self._split, parts)
+        split = self._prepared.split(batch)
+        executor = self._prepared.executor(split, parts.rows, parts.count, trains=True)
+        if self._last is not None and self._last is not executor:
+            self._last.idle()
+        self._last = executor
         for parameter in (*self.parameters(), *self._trainable()):
             parameter.grad = None
         self._gradients.gather()
+        scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
+        if split.whole is not None:
+            loss = self._two_passes(executor, split, parts, scale)
+        else:
+            loss = self._one_pass(executor, parts, scale)
+        if self.loss_scale is not None:
+            self.loss_scale.unscale(list(self.parameters()), self._world)
+        return loss
+
+    def _one_pass(self, executor: Executor, parts: Microbatches, scale: float) -> Tensor:
+        """Forward and backward of each micro-batch, and of its own loss."""
+        total_rows = parts.rows * parts.count * self.plan.mesh.dp
         counted = len(self._split.graph.outputs) == 2
         # A mean is seeded with its share of the batch. A sum is seeded with one over a count that
         # every rank knows before the step, the rows, and set right by the true count after it.
         seed = 1.0 / (total_rows if counted else parts.count * self.plan.mesh.dp)
-        scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
         results = self._run(executor, parts, seed * scale)
         loss, count = mean_loss(results, counted, self.plan.mesh.tp, self._world)
         if counted and count != total_rows:
             _scale(self.parameters(), total_rows / count if count else 0.0)
-        if self.loss_scale is not None:
-            self.loss_scale.unscale(list(self.parameters()), self._world)
         return loss
+
+    def _two_passes(
+        self, executor: Executor, split: Split, parts: Microbatches, scale: float
+    ) -> Tensor:
+        """Forward of all micro-batches, the loss of the whole batch, forward and backward again.
+
+        Both forwards draw the same random numbers; buffers keep what the second one writes.
+        """
+        loss, first, meter = self._prepared.loss(split), executor.first, self.meter
+        assert first is not None
+        with torch.no_grad(), buffers_restored(split.graph, self._rank.held.states):
+            results = self._run(first, replace(parts, seeds=loss.nothing(parts)), 0.0)
+        scored = LossOfStep((), {})
+        with loss.holding(parts.rows * parts.count, meter if results else None):
+            if results:
+                scored = loss.score(parts, results, (self.seed, self.steps), scale, meter)
+            self._run(executor, replace(parts, seeds=scored.seeds), 1.0)
+        executor.include(first)
+        found = [scored.results] if results else []
+        return mean_loss(found, loss.whole.counted, self.plan.mesh.tp, self._world)[0]
 
     @overload
     def evaluate(self, batch: Any, *, sharded: bool = False) -> Tensor: ...
@@ -208,19 +242,25 @@ class Pipe(Kept):
 
     def _evaluate(self, batch: Any, sharded: bool, outputs: bool) -> Tensor | tuple[Tensor, Any]:
         leaves = batches.flatten(batch)
-        self._check_same(leaves, sharded, contents=not self._evaluations)
-        if outputs not in self._evaluations:
-            self._evaluations[outputs] = self._trace_evaluation(batch, outputs)
-        split = self._evaluations[outputs]
+        self._check_same(leaves, sharded, contents=not self._evaluated)
+        self._evaluated = True
+        split = self._prepared.split(batch, outputs)
         parts = divide(self.plan, self.place, leaves, None, sharded=sharded)
-        executor = self._executor(split, parts)
+        executor = self._prepared.executor(split, parts.rows, parts.count, trains=False)
         self._gradients.gather()
-        results = self._run(executor, parts, 0.0)
-        counted = len(split.graph.outputs) - len(split.trace.outputs) == 2
-        loss, _ = mean_loss(results, counted, self.plan.mesh.tp, self._world)
+        beside = len(split.trace.outputs)
+        if split.whole is None:
+            results = self._run(executor, parts, 0.0)
+            counted, losses = len(split.graph.outputs) - beside == 2, results
+        else:
+            of_batch = self._prepared.loss(split)
+            results = self._run(executor, replace(parts, seeds=of_batch.nothing(parts)), 0.0)
+            numbers, counted = (self.seed, self.steps), of_batch.whole.counted
+            losses = [of_batch.score(parts, results, numbers, None).results] if results else []
+        loss, _ = mean_loss(losses, counted, self.plan.mesh.tp, self._world)
         if not outputs:
             return loss
-        own = [result[1 + counted :] for result in results]
+        own = [result[len(result) - beside :] for result in results]
         return loss, gathered(split, own, self.plan, self._rank.part.placed[-1], self._world)
 
     @torch.no_grad()
@@ -260,19 +300,6 @@ class Pipe(Kept):
         for tensor in self._rank.held.states.values():
             if isinstance(tensor, nn.Parameter):
                 yield tensor
-
-    def _executor(self, split: Split, parts: Microbatches) -> Executor:
-        """What runs micro-batches of these rows; made once for each number of them."""
-        key = id(split), parts.rows, parts.count
-        if key not in self._ready:
-            if split is self._split:
-                check_rows(split.graph, parts.rows)
-                made = prepare.training(self._rank, parts.rows)
-            else:
-                made = prepare.evaluation(self._rank, split, parts.rows, parts.count)
-            made.watch = self._watchdog.learn(made.program)
-            self._ready[key] = made
-        return self._ready[key]
 
     def _run(
         self, executor: Executor, parts: Microbatches, seed: float

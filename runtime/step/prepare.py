@@ -4,17 +4,22 @@
     Prepared  programs proved, stages lowered             once for each number of rows
     Executor  runs a step of `Prepared`                   every step
 
-`training` and `evaluation` make the second and the third; what they made is kept by `Pipe`.
+`training` and `evaluation` make the second and the third; `Ready` keeps what they made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
+from autopipe.errors import PlanError
+from autopipe.frontend import batch as batches
+from autopipe.frontend.least_rows import check_rows
 from autopipe.ir.graph import Ref
 from autopipe.ir.partition import Stage
 from autopipe.joint.split_backward import wanted
@@ -29,6 +34,7 @@ from autopipe.runtime.step.emitted_files import Emitted
 from autopipe.runtime.step.engine import AutogradEngine, Engine, JointEngine
 from autopipe.runtime.step.executor import Executor
 from autopipe.runtime.step.stage import Pool, StageRun
+from autopipe.runtime.step.whole_loss import BatchLoss
 from autopipe.schedules.generators import forward_only
 from autopipe.schedules.instructions import Program, Programs, splits
 from autopipe.stages.bind import Split
@@ -48,6 +54,7 @@ class Rank:
         transport: its end of its pipeline.
         held: its parameters, buffers and constants.
         emitted: the files that training runs in the place of what it would make itself.
+        replicas: as `whole_loss.replicas_of_last_stage` gives it.
     """
 
     part: RankPart
@@ -55,6 +62,7 @@ class Rank:
     transport: Transport
     held: HeldParameters
     emitted: Emitted | None = None
+    replicas: dist.ProcessGroup | None = None
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -69,6 +77,8 @@ class Prepared:
     Attributes:
         rows: of a micro-batch.
         program: this rank's instructions, proved together with the other ranks'.
+        first: of a loss over the whole batch, those of the pass before it; they end before the
+            loss, which ends before `program` begins, so that each proof is one by itself.
         boundaries: the layout of every tensor that crosses a cut.
         lowered: this rank's stages, ascending.
         engines: what computes each of them.
@@ -76,6 +86,7 @@ class Prepared:
 
     rows: int
     program: Program
+    first: Program | None
     boundaries: Mapping[Ref, CrossingTensor]
     lowered: tuple[Lowered, ...]
     engines: tuple[Engine, ...]
@@ -99,14 +110,23 @@ class _Task:
     trains: bool
 
 
-def training(rank: Rank, rows: int) -> Executor:
+def training(rank: Rank, rows: int, split: Split | None = None) -> Executor:
     """What runs a training step with micro-batches of `rows` rows.
+
+    Args:
+        split: the model with rows of another length, cut as planned; None: the planned one.
 
     Raises:
         ScheduleError: the programs would wait for each other.
-        PlanError: the emitted files cannot be run with so many rows.
+        PlanError: the emitted files cannot be run with so many rows, or rows of this length.
     """
-    plan, split = rank.part.plan, rank.part.split
+    plan, planned = rank.part.plan, rank.part.split
+    if split is not None and split is not planned and rank.emitted is not None:
+        raise PlanError(
+            "the batch has rows of another length than planned, and emitted files are of one",
+            hint="leave --emitted out",
+        )
+    split = planned if split is None else split
     rehearsal = rehearse(
         split.graph,
         split.stages,
@@ -152,6 +172,7 @@ def _prepare(rank: Rank, task: _Task) -> Prepared:
     return Prepared(
         task.rows,
         programs[rank.part.place.pp],
+        _first_pass(rank, task),
         task.rehearsal.boundaries,
         tuple(lowered),
         tuple(engines),
@@ -166,6 +187,18 @@ def _programs(rank: Rank, task: _Task) -> Programs:
     windows = [boundary.window for boundary in plan.boundaries]
     boundaries = task.rehearsal.boundaries
     return step_programs(task.compute, task.split.stages, boundaries, windows, sends_ahead(plan))
+
+
+def _first_pass(rank: Rank, task: _Task) -> Program | None:
+    """This rank's program of the forward pass before a loss over the whole batch."""
+    plan, split = rank.part.plan, task.split
+    if split.whole is None or not task.trains:
+        return None
+    forwards = forward_only(rank.part.placed, plan.batch.micro_batches)
+    boundaries = {r: replace(b, gradients={}) for r, b in task.rehearsal.boundaries.items()}
+    windows = [boundary.window for boundary in plan.boundaries]
+    every = step_programs(forwards, split.stages, boundaries, windows, sends_ahead(plan))
+    return every[rank.part.place.pp]
 
 
 def _lower(rank: Rank, task: _Task, stage: Stage) -> Lowered:
@@ -243,4 +276,81 @@ def _executor(rank: Rank, prepared: Prepared, *, trains: bool) -> Executor:
         low += lowered.low if stage.index not in rank.held.sharded else ()
     parameters = [states[name] for name in dict.fromkeys(low)]
     begin = partial(arithmetic, rank.part.plan.precision, device, parameters)
-    return Executor(runs, prepared.program, rank.held.gradients if trains else None, begin)
+    made = Executor(runs, prepared.program, rank.held.gradients if trains else None, begin)
+    if prepared.first is not None:
+        made.first = Executor(runs, prepared.first, None, begin)
+    return made
+
+
+LENGTHS = 32
+"""Lengths of rows for which a rank keeps what it has traced and lowered."""
+
+Key = tuple[int | None, bool | None]
+"""Tokens of a row; None for training, else whether the model is evaluated with its outputs."""
+
+
+class Ready:
+    """The model as it is run, for each length of rows: traced, cut and lowered once.
+
+    `at_length`, `evaluation`: as `Pipe` has them. `learn` tells the watchdog of a program.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        at_length: Callable[[Any, int], Split],
+        evaluation: Callable[[Any, bool], Split],
+        learn: Callable[[Program], Callable[[int], None]],
+    ) -> None:
+        self._rank, self._learn = rank, learn
+        self._at_length, self._evaluation = at_length, evaluation
+        self._planned = batches.length_of(rank.part.plan.inputs)
+        self._splits: dict[Key, Split] = {(self._planned, None): rank.part.split}
+        self._executors: dict[tuple[int, int, int], Executor] = {}
+        self._losses: dict[int, BatchLoss] = {}
+
+    def split(self, batch: Any, outputs: bool | None = None) -> Split:
+        """The model for rows as long as a batch's; `outputs`: as `Key` has it.
+
+        Raises:
+            ModelError: the model cannot be run at this length; names the user's line.
+        """
+        length = batches.length_in(self._rank.part.plan.inputs, batches.flatten(batch))
+        key = length, outputs
+        if key not in self._splits:
+            if outputs is not None:
+                self._splits[key] = self._evaluation(batch, outputs)
+            else:
+                assert length is not None, "a batch without a sequence is as planned"
+                self._splits[key] = self._at_length(batch, length)
+            self._forget()
+        return self._splits[key]
+
+    def executor(self, split: Split, rows: int, count: int, *, trains: bool) -> Executor:
+        """What runs `count` micro-batches of so many rows; made once for each number of them."""
+        key = id(split), rows, count
+        if key not in self._executors:
+            if trains:
+                check_rows(split.graph, rows)
+                made = training(self._rank, rows, split)
+            else:
+                made = evaluation(self._rank, split, rows, count)
+            made.watch = self._learn(made.program)
+            if made.first is not None:
+                made.first.watch = self._learn(made.first.program)
+            self._executors[key] = made
+        return self._executors[key]
+
+    def loss(self, split: Split) -> BatchLoss:
+        """What computes a split's loss of the whole batch."""
+        if id(split) not in self._losses:
+            self._losses[id(split)] = BatchLoss(self._rank.part, split, self._rank.replicas)
+        return self._losses[id(split)]
+
+    def _forget(self) -> None:
+        """Keep the planned split and the `LENGTHS` made last, and what runs them."""
+        while len(self._splits) > LENGTHS + 1:
+            gone = self._splits.pop([*self._splits][1])
+            self._losses.pop(id(gone), None)
+            kept = {key: made for key, made in self._executors.items() if key[0] != id(gone)}
+            self._executors = kept

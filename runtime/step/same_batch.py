@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from autopipe.errors import ModelError, PlanError
 from autopipe.frontend import batch
-from autopipe.planfile.contents import Plan
+from autopipe.planfile.contents import BATCH, Plan
 from autopipe.planfile.parts import Place
 from autopipe.util import codec
 
@@ -67,8 +67,9 @@ def check_same(
         rows = batch.rows_of(plan.inputs, leaves)
     except ModelError as error:
         rows, refusal = -1, error
-    mine = torch.tensor([batch.fingerprint(leaves) if contents else 0, rows])
-    found = list(torch.empty(len(plan.mesh.places), 2, dtype=mine.dtype))
+    length = batch.length_in(plan.inputs, leaves) or 0
+    mine = torch.tensor([batch.fingerprint(leaves) if contents else 0, rows, length])
+    found = list(torch.empty(len(plan.mesh.places), 3, dtype=mine.dtype))
     dist.all_gather(found, mine, group=world)
     for other in plan.mesh.places:
         first = other.dp * plan.mesh.tp if sharded else 0
@@ -81,6 +82,16 @@ def check_same(
             )
     if refusal is not None:
         raise refusal
+    for other in plan.mesh.places:
+        theirs = int(found[other.rank][2])
+        # Each replica goes through its own pipeline; a loss over the batch sees all of them.
+        apart = sharded and other.dp != place.dp and plan.loss_over != BATCH
+        if theirs != length and not apart:
+            raise ModelError(
+                f"rank {place.rank} was given rows of {length} tokens, rank {other.rank} of "
+                f"{theirs}: all ranks of a replica must be given the same",
+                hint="nothing of this step was sent; pad to the same length on every rank",
+            )
     for other in plan.mesh.places:
         theirs = int(found[other.rank][1])
         if theirs != rows:

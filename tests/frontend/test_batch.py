@@ -151,6 +151,41 @@ def test_a_batch_that_is_not_as_described_is_refused(entries, sentence):
     assert str(error.value) == sentence
 
 
+def sentences(rows, length):
+    """Tokens with their mask, beside a table that is no sequence."""
+    return {
+        "tokens": torch.ones(rows, length, dtype=torch.int64),
+        "mask": torch.ones(rows, 1, length, dtype=torch.bool),
+        "table": torch.zeros(rows, 3),
+    }
+
+
+LONG = batches.describe(sentences(2, 12), sentences(3, 12), 2, 3)
+
+
+def test_rows_may_be_shorter_than_described_all_by_the_same():
+    assert batches.length_of(LONG) == 12
+    leaves = batches.flatten(sentences(4, 9))
+    assert batches.length_in(LONG, leaves) == 9
+    assert batches.rows_of(LONG, leaves) == 4
+    assert [spec.shape for spec in batches.at_length(LONG, 9)] == [("b", 9), ("b", 1, 9), ("b", 3)]
+    leaves["mask"] = sentences(4, 12)["mask"]
+    with pytest.raises(ModelError) as error:
+        batches.rows_of(LONG, leaves)
+    assert "batch['mask'] is bool[4, 1, 12]; the plan was made for bool[b, 1, 9]" in str(
+        error.value
+    )
+
+
+def test_rows_may_not_be_longer_than_described():
+    with pytest.raises(ModelError) as error:
+        batches.rows_of(LONG, batches.flatten(sentences(4, 13)))
+    assert str(error.value) == (
+        "the batch has rows of 13 tokens, and memory is planned for rows of at most 12\n"
+        "hint: plan again with rows of 13 tokens from inputs(), or cut the rows"
+    )
+
+
 def test_missing_and_unknown_entries_are_refused():
     with pytest.raises(ModelError, match=r"entries \['x'\], the plan was made for \['y'\]"):
         batches.rows_of([InputSpec("y", ("b",), "float32", 0)], {"x": torch.zeros(1)})

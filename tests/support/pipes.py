@@ -85,11 +85,12 @@ def once() -> Iterator[None]:
         _, learnt = known.setdefault(id(graph), (graph, {}))
         return rehearse(graph, *args, **kwargs, known=learnt)
 
-    def traced(model: nn.Module, *args: Any, **kwargs: Any) -> Trace:
+    def traced(model: nn.Module, example: Any, specs: Any, *args: Any, **kwargs: Any) -> Trace:
         name = f"{model.name_in_zoo} {kwargs.get('outputs')} {kwargs.get('kept')}"
+        name += f" {[spec.shape for spec in specs]}"
         if name not in evaluating:
             evaluating[name] = kept(
-                f"{name}, evaluating", lambda: trace_source(model, *args, **kwargs)
+                f"{name}, evaluating", lambda: trace_source(model, example, specs, *args, **kwargs)
             )
         return evaluating[name]
 

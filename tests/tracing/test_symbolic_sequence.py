@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.frontend import batch
+from autopipe.frontend.batch import length_of, lengthened
 from autopipe.ir.graph import SEQUENCE
 from autopipe.tracing.source import trace_source
-from autopipe.tracing.symbolic_sequence import Lengths, length_of, lengthened, trace_lengths
+from autopipe.tracing.symbolic_sequence import Lengths, trace_lengths
 from tests.support.long import chosen
 from tests.support.models import LENGTH
 from tests.support.staged import traced_at

@@ -20,6 +20,8 @@ OTHERWISE = (
     "--micro-batches 1 --dp 1 leaves the batch whole"
 )
 
+TOGETHER = f'loss_over = "batch" computes it over all rows of the batch, in two passes; {OTHERWISE}'
+
 
 class Net(nn.Module):
     def __init__(self):
@@ -101,9 +103,9 @@ REFUSED = {
         "rows weigh unequally in it, as in a mean over unequally many tokens",
         f"return autopipe.SumCount(total, count); {OTHERWISE}",
     ),
-    "negatives": (negatives, "it compares rows with each other", OTHERWISE),
+    "negatives": (negatives, "it compares rows with each other", TOGETHER),
     "spread over rows": (
-        lambda o, b: -o.var(0).mean(), "it compares rows with each other", OTHERWISE,
+        lambda o, b: -o.var(0).mean(), "it compares rows with each other", TOGETHER,
     ),
     "a mean and a number": (
         lambda o, b: (F.cross_entropy(o, b["label"]), (o.argmax(1) == b["label"]).sum()),
@@ -256,7 +258,9 @@ def test_a_model_file_or_an_option_says_what_the_loss_is_over(shell):
     assert shell(*ask).code == 0
     shell.edit(lambda plan: plan.update(loss_over="token"))
     assert shell("explain", "plan.json").error == (
-        "plan.loss_over: expected one of rows, micro-batch, found token"
+        "plan.loss_over: expected one of rows, micro-batch, batch, found token"
     )
     shell.write("net.py", changed(".mean()", ".sum()") + 'loss_over = "token"\n')
-    assert shell(*ask).error == ("net.py: loss_over is 'token', expected one of rows, micro-batch")
+    assert shell(*ask).error == (
+        "net.py: loss_over is 'token', expected one of rows, micro-batch, batch"
+    )

@@ -1,0 +1,269 @@
+"""Cut a graph into what each micro-batch runs, and the loss of the whole batch (`whole_loss`).
+
+Nodes of the tail (`stages.loss_tail`), and what computes for it from the batch alone, are the loss.
+What they read of the model are embeddings: they become inputs of the loss, and results of the rest,
+which ends in nodes for their gradients. A parameter that the loss reads is copied by such a node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import sympy
+import torch
+
+from autopipe.errors import ModelError
+from autopipe.ir import check
+from autopipe.ir.dataflow import Dataflow, analyse, is_random
+from autopipe.ir.graph import (
+    Arg,
+    Graph,
+    Input,
+    Node,
+    Ref,
+    State,
+    TensorSpec,
+    Value,
+    swap,
+    values_in,
+)
+from autopipe.planfile.contents import BATCH
+from autopipe.stages.loss_tail import groups, rows_dim, tail
+from autopipe.stages.whole_loss import Embedding, WholeLoss
+
+_ASKED = f'loss_over="{BATCH}" was asked for'
+_OTHERWISE = 'loss_over = "micro-batch" takes the mean of each micro-batch\'s own loss'
+
+
+def apart(graph: Graph, others: int = 0) -> WholeLoss:
+    """Cut the loss off a traced graph.
+
+    Args:
+        others: how many of the graph's last results are no part of the loss; `rows` gives them.
+
+    Raises:
+        ModelError: the loss reads what is another value in each micro-batch and has no rows, or
+            what the model writes; names the user's line.
+    """
+    flow, kept = analyse(graph), len(graph.outputs) - others
+    results, beside = graph.outputs[:kept], graph.outputs[kept:]
+    behind = tail(flow, results)
+    cutting = _Cutting(flow, behind, _with_local(flow, behind, results))
+    read = cutting.read(results)
+    copies = {v: cutting.copy(v, n) for n, v in enumerate(read) if isinstance(v, State)}
+    embeddings = tuple(cutting.embedding(value, number) for number, value in enumerate(read))
+    cutting.check_writes(read)
+    cutting.check_beside(beside)
+    given = [Ref(copies[v].name) if isinstance(v, State) else v for v in read]
+    surrogate = _surrogate(list(zip(given, embeddings, strict=True)), cutting.place)
+    if not surrogate:
+        raise ModelError(
+            f"{_ASKED}, and the loss depends on nothing that a model has computed",
+            hint="leave it out",
+        )
+    rows = cutting.rows([*copies.values(), *surrogate], (*given, *beside), embeddings)
+    loss = cutting.loss(results, dict(zip(read, embeddings, strict=True)))
+    return WholeLoss(
+        check.after("whole_loss, rows", rows), check.after("whole_loss, loss", loss), embeddings
+    )
+
+
+def _with_local(flow: Dataflow, behind: frozenset[int], results: Sequence[Arg]) -> frozenset[int]:
+    """The nodes of the tail, and those that compute for it from the batch alone."""
+    found, waiting = set(behind), list(behind)
+    waiting += [flow.position(v) for v in values_in(tuple(results)) if isinstance(v, Ref)]
+    while waiting:
+        position = waiting.pop()
+        if flow.local[position]:
+            found.add(position)
+        read = flow.graph.nodes[position].values()
+        before = [*(flow.position(v) for v in read if isinstance(v, Ref)), *flow.before[position]]
+        if position in found:
+            waiting += [p for p in before if flow.local[p] and p not in found]
+    return frozenset(found)
+
+
+@dataclass(frozen=True)
+class _Cutting:
+    """A graph that is being cut: the positions of its tail, and of all that its loss runs."""
+
+    flow: Dataflow
+    behind: frozenset[int]
+    of_loss: frozenset[int]
+
+    @property
+    def place(self) -> str:
+        """The user's line at which the loss begins."""
+        graph = self.flow.graph
+        return graph.nodes[min(self.behind)].place if self.behind else ""
+
+    def read(self, results: Sequence[Arg]) -> list[Value]:
+        """What the loss reads of the model: results of its nodes, parameters and buffers."""
+        graph = self.flow.graph
+        read = [v for p in sorted(self.of_loss) for v in graph.nodes[p].values()]
+        found = dict.fromkeys([*read, *values_in(tuple(results))])
+        return [v for v in found if self._comes_from_rows(v)]
+
+    def _comes_from_rows(self, value: Value) -> bool:
+        if isinstance(value, Ref):
+            return self.flow.position(value) not in self.of_loss
+        return isinstance(value, State) and not self._is_constant(value)
+
+    def _is_constant(self, value: State) -> bool:
+        return self.flow.graph.states[value.name].kind == "constant"
+
+    def copy(self, value: State, number: int) -> Node:
+        """A node that reads a state for the loss, so that its gradient is summed as others are."""
+        spec = self.flow.graph.spec(value)
+        op = "aten.clone.default"
+        return Node(f"whole_loss/clone/{number}", op, (value,), {}, (spec,), False, (), self.place)
+
+    def embedding(self, value: Value, number: int) -> Embedding:
+        """How the rows lie in a value that the loss reads.
+
+        Raises:
+            ModelError: it has none, and is not the same in every micro-batch; or nobody knows how.
+        """
+        spec, path = self.flow.graph.spec(value), f"embedding.{number}"
+        gradient = f"gradient.{number}" if spec.dtype.is_floating_point else None
+        if not any(isinstance(dim, sympy.Expr) for dim in spec.shape):
+            if isinstance(value, Ref) and (why := self._varies(value)):
+                raise self._refusal(value, f"has no rows, and {why}")
+            return Embedding(path, gradient, spec, None, 1)
+        dim = rows_dim(spec)
+        many = groups(self.flow, value) if dim is not None else None
+        if dim is None or many is None:
+            raise self._refusal(value, f"is {spec}, in which its rows (b) cannot be told apart")
+        return Embedding(path, gradient, spec, dim, many)
+
+    def _varies(self, value: Ref) -> str:
+        """Why a value is not the same in every micro-batch; empty: it is."""
+        seen, waiting = set[int](), [self.flow.position(value)]
+        while waiting:
+            position = waiting.pop()
+            if position in seen:
+                continue
+            seen.add(position)
+            node = self.flow.graph.nodes[position]
+            if is_random(node):
+                return "is drawn in each micro-batch"
+            for read in node.values():
+                if isinstance(read, Input):
+                    return "is another number in each micro-batch"
+                waiting += [self.flow.position(read)] if isinstance(read, Ref) else []
+        return ""
+
+    def check_writes(self, read: Sequence[Value]) -> None:
+        """Refuse a loss that writes what it has not made, or reads a buffer that is written.
+
+        Raises:
+            ModelError: names the buffer, or the line that writes.
+        """
+        flow, nodes = self.flow, self.flow.graph.nodes
+        for value in read:
+            writers = flow.writers.get(flow.root[value], ())
+            late = [p for p in writers if p in self.of_loss or isinstance(value, State)]
+            if late:
+                raise self._refusal(value, f"is written in place at {nodes[late[0]].place}")
+        for root, writers in flow.writers.items():
+            if isinstance(root, State) and (late := [p for p in writers if p in self.behind]):
+                raise self._refusal(root, f"is written by the loss at {nodes[late[0]].place}")
+
+    def check_beside(self, beside: Sequence[Arg]) -> None:
+        """Refuse results of a model that are compared rows themselves: no micro-batch has them.
+
+        Raises:
+            ModelError: names the line that makes one.
+        """
+        for value in values_in(tuple(beside)):
+            if isinstance(value, Ref) and self.flow.position(value) in self.behind:
+                place = self.flow.graph.nodes[self.flow.position(value)].place
+                raise ModelError(
+                    f"{place}: outputs=True was asked for, and the model returns what compares the "
+                    "rows of a batch, which no micro-batch has",
+                    hint="evaluate(batch) gives the loss; return the embeddings alone",
+                )
+
+    def _refusal(self, value: Value, what: str) -> ModelError:
+        maker = self.flow.graph.nodes[self.flow.position(value)] if isinstance(value, Ref) else None
+        place = maker.place if maker is not None and maker.place else self.place
+        name = f"what {maker.short} makes" if maker is not None else f"{value}"
+        return ModelError(
+            f"{place + ': ' if place else ''}{_ASKED}, and {name}, which the loss reads, {what}",
+            hint=_OTHERWISE,
+        )
+
+    def rows(
+        self, more: Sequence[Node], results: tuple[Arg, ...], embeddings: Sequence[Embedding]
+    ) -> Graph:
+        """The graph of a micro-batch: all but the tail, and `more`; the last node is the scalar."""
+        graph, flow = self.flow.graph, self.flow
+        wanted = [flow.position(v) for v in values_in(results) if v in flow.root]
+        needed = {p for p in range(len(graph.nodes)) if p not in self.behind and not flow.local[p]}
+        waiting = [*needed, *(p for p in wanted if p >= 0)]
+        needed |= {p for p in wanted if p >= 0}
+        while waiting:
+            position = waiting.pop()
+            read = graph.nodes[position].values()
+            before = [*(flow.position(v) for v in read if isinstance(v, Ref))]
+            new = [p for p in (*before, *flow.before[position]) if p not in needed]
+            needed.update(new)
+            waiting += new
+        nodes = (*(graph.nodes[p] for p in sorted(needed)), *more)
+        seeds = {e.gradient: e.spec for e in embeddings if e.gradient is not None}
+        return _of_nodes(
+            replace(graph, inputs={**graph.inputs, **seeds}), nodes, (Ref(more[-1].name), *results)
+        )
+
+    def loss(self, results: Sequence[Arg], of: Mapping[Value, Embedding]) -> Graph:
+        """The graph of the loss, over what the model has made of all rows."""
+        graph = self.flow.graph
+        values: dict[Value, Value] = {value: Input(e.path) for value, e in of.items()}
+        nodes = tuple(
+            replace(
+                node,
+                args=swap(node.args, values),
+                kwargs={key: swap(arg, values) for key, arg in node.kwargs.items()},
+            )
+            for node in (graph.nodes[p] for p in sorted(self.of_loss))
+        )
+        inputs = {**graph.inputs, **{e.path: e.spec for e in of.values()}}
+        found = _of_nodes(replace(graph, inputs=inputs), nodes, swap(tuple(results), values))
+        read = {v.path for n in nodes for v in n.values() if isinstance(v, Input)}
+        read |= {v.path for v in values_in(found.outputs) if isinstance(v, Input)}
+        return replace(found, inputs={p: s for p, s in found.inputs.items() if p in read})
+
+
+def _of_nodes(graph: Graph, nodes: tuple[Node, ...], outputs: tuple[Arg, ...]) -> Graph:
+    """The graph with these nodes, and the states that they read."""
+    read = {v.name for node in nodes for v in node.values() if isinstance(v, State)}
+    return Graph(
+        graph.inputs,
+        {name: state for name, state in graph.states.items() if name in read},
+        nodes,
+        outputs,
+        {name: constant for name, constant in graph.constants.items() if name in read},
+    )
+
+
+def _surrogate(of: Sequence[tuple[Value, Embedding]], place: str) -> list[Node]:
+    """Nodes that compute sum(e * gradient) over the embeddings that have one; empty: none has."""
+    trained = [(value, e) for value, e in of if e.gradient is not None]
+    doubles = any(e.spec.dtype == torch.float64 for _, e in trained)
+    wide = torch.float64 if doubles else torch.float32
+    nodes: list[Node] = []
+
+    def add(op: str, args: tuple[Arg, ...], made: TensorSpec, **kwargs: Arg) -> Ref:
+        name = f"whole_loss/{op.split('.')[1]}/{len(nodes)}"
+        nodes.append(Node(name, op, args, kwargs, (made,), False, (), place))
+        return Ref(name)
+
+    total: Ref | None = None
+    for value, embedding in trained:
+        seed = Input(embedding.gradient or "")
+        product = add("aten.mul.Tensor", (value, seed), embedding.spec)
+        part = add("aten.sum.default", (product,), TensorSpec((), wide), dtype=wide)
+        whole = TensorSpec((), wide)
+        total = part if total is None else add("aten.add.Tensor", (total, part), whole)
+    return nodes

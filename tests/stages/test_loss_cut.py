@@ -1,0 +1,118 @@
+"""A loss that compares rows is cut off its graph, or refused with the line that forbids it."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from autopipe.errors import ModelError
+from autopipe.ir.graph import Input
+from autopipe.stages.loss_cut import apart
+from tests.support.staged import trace_model
+
+WIDTH = 4
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.temperature = nn.Parameter(torch.ones(()))
+        self.register_buffer("queue", torch.zeros(8, WIDTH))
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def inputs(rows):
+    return {"x": torch.randn(rows, WIDTH), "label": torch.arange(rows) % 3}
+
+
+def near(e, batch):
+    return F.cross_entropy(e @ e.T, torch.arange(e.shape[0]))
+
+
+def cut(forward=None, loss=near):
+    model = Net()
+    if forward is not None:
+        model = type("Own", (Net,), {"forward": forward})()
+    return apart(trace_model(model, inputs, loss).graph)
+
+
+def lies(whole):
+    """Of each embedding its shape, the dim of its rows, and how often all rows come in it."""
+    return [(str(e.spec).removeprefix("float32"), e.dim, e.groups) for e in whole.embeddings]
+
+
+LYING = {
+    "rows by themselves stay with the model": (
+        lambda self, x: F.normalize(self.layer(x) + x).exp(), "[b, 4]", 0, 1,
+    ),
+    "two batches, one after the other": (
+        lambda self, x: self.layer(torch.cat([x, x.flip(1)])), "[2*b, 4]", 0, 2,
+    ),
+    "two entries of each row": (
+        lambda self, x: self.layer(torch.stack([x, x.flip(1)], 1).flatten(0, 1)), "[2*b, 4]", 0, 1,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("forward", "shape", "dim", "groups"), LYING.values(), ids=LYING)
+def test_what_the_loss_reads_is_told_by_how_rows_lie(forward, shape, dim, groups):
+    whole = cut(forward)
+    assert lies(whole) == [(shape, dim, groups)]
+    (embedding,) = whole.embeddings
+    batch = torch.arange(4 * groups)  # of 4 rows, in 2 micro-batches
+    parts = embedding.parted(batch, 2)
+    assert [part.tolist() for part in parts] == (
+        [[0, 1, 4, 5], [2, 3, 6, 7]] if groups == 2 else [[0, 1], [2, 3]]
+    )
+    assert torch.equal(embedding.joined(parts), batch)
+
+
+def test_a_parameter_that_the_loss_reads_is_an_embedding_without_rows():
+    whole = cut(
+        lambda self, x: self.temperature * (self.layer(x) @ x.T), lambda o, b: o.logsumexp(1).mean()
+    )
+    assert ("[]", None, 1) in lies(whole)
+    assert whole.loss.states == {}
+    assert "temperature" in whole.rows.states
+
+
+def test_labels_and_masks_are_the_loss_s_own():
+    def alike(e, batch):  # of one label
+        same = batch["label"][:, None] == batch["label"][None]
+        return (e @ e.T * same).mean()
+
+    whole = cut(loss=alike)
+    assert {"label", "embedding.0"} == {*whole.loss.inputs}
+    read = {v.path for node in whole.rows.nodes for v in node.values() if isinstance(v, Input)}
+    assert read == {"x", "gradient.0"}
+
+
+def rows_mixed(self, x):
+    return self.layer(torch.cat([x, x]).flip(0))
+
+
+REFUSED = {
+    "rows that cannot be told apart": (
+        rows_mixed, near, "what linear makes, which the loss reads, is float32[2*b, 4], in which "
+        "its rows (b) cannot be told apart",
+    ),
+    "a number of each micro-batch": (
+        lambda self, x: self.layer(x) @ x.T + x.mean() * self.temperature, lambda o, b: o.mean(),
+        "which the loss reads, has no rows, and is another number in each micro-batch",
+    ),
+    "a buffer that is written": (
+        lambda self, x: (self.queue.add_(1), self.layer(x) @ self.queue.T)[1],
+        lambda o, b: (o @ o.T).mean(), "[queue], which the loss reads, is written in place at",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("forward", "loss", "what"), REFUSED.values(), ids=REFUSED)
+def test_what_micro_batches_cannot_give_is_refused(forward, loss, what):
+    with pytest.raises(ModelError) as error:
+        cut(forward, loss)
+    assert what in str(error.value)
+    assert 'loss_over="batch" was asked for' in str(error.value)
