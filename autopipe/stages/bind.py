@@ -69,7 +69,23 @@ def split_as_planned(
             f"difference: {fingerprint.first_difference(graph, plan.trail)}",
             hint="plan again with `autopipe plan`",
         )
-    traced, blocks = dealt_out(traced, plan, tp, sharding)
+    return cut_as_planned(traced, plan, tp, sharding)
+
+
+def cut_as_planned(
+    traced: Trace,
+    plan: Plan,
+    tp: int = 0,
+    sharding: Sharding | None = None,
+    *,
+    length: int | None = None,
+) -> Split:
+    """As `split_as_planned`, of a model that is known to be the plan's.
+
+    Args:
+        length: the plan's tokens of a row, if the sequence is a symbol.
+    """
+    traced, blocks = dealt_out(traced, plan, tp, sharding, length=length)
     graph = traced.graph
     starts = []
     for index, stage in enumerate(plan.stages):
@@ -211,14 +227,21 @@ def check_loss(plan: Plan, loss: Loss | None) -> None:
 
 
 def dealt_out(
-    traced: Trace, plan: Plan, tp: int, sharding: Sharding | None = None
+    traced: Trace,
+    plan: Plan,
+    tp: int,
+    sharding: Sharding | None = None,
+    *,
+    length: int | None = None,
 ) -> tuple[Trace, tuple[Block, ...]]:
-    """The graph that tensor-parallel coordinate `tp` runs, and its blocks."""
+    """The graph that tensor-parallel coordinate `tp` runs, and its blocks; `length` as
+    `cut_as_planned` has it."""
     traced = replace(traced, graph=in_parts(traced.graph, plan.loss_parts))
     blocks = find_blocks(traced.graph)
     if plan.mesh.tp == 1:
         return traced, blocks
-    graph = shard_graph(shardable(traced.graph), sharding or read_back(plan), tp)
+    own = sharding or read_back(plan)
+    graph = shard_graph(shardable(traced.graph), own, tp, length=length)
     return replace(traced, graph=graph), blocks_of(graph, blocks)
 
 
