@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from autopipe.frontend.loss import SumCount
     from autopipe.onnx_files.module import from_onnx
     from autopipe.planfile.contents import Plan
-    from autopipe.planners.driver.formulas import Formulas, cost_formulas
     from autopipe.planners.driver.make_plan import plan
+    from autopipe.planners.formulas.model_costs import Formulas, cost_formulas
     from autopipe.runtime.parallelize import parallelize
     from autopipe.runtime.step.pipe import Pipe
 else:
@@ -33,7 +33,7 @@ else:
         "AutopipeError": "autopipe.errors",
         "CaptureError": "autopipe.errors",
         "CheckpointError": "autopipe.errors",
-        "Formulas": "autopipe.planners.driver.formulas",
+        "Formulas": "autopipe.planners.formulas.model_costs",
         "InfeasibleError": "autopipe.errors",
         "LaunchError": "autopipe.errors",
         "ModelError": "autopipe.errors",
@@ -42,7 +42,7 @@ else:
         "PlanError": "autopipe.errors",
         "ScheduleError": "autopipe.errors",
         "SumCount": "autopipe.frontend.loss",
-        "cost_formulas": "autopipe.planners.driver.formulas",
+        "cost_formulas": "autopipe.planners.formulas.model_costs",
         "from_onnx": "autopipe.onnx_files.module",
         "plan": "autopipe.planners.driver.make_plan",
         "parallelize": "autopipe.runtime.parallelize",

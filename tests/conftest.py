@@ -44,7 +44,7 @@ LONGEST = (
     "planners/driver/test_make_plan.py",
     "cli/test_run.py",
     "planners/driver/test_profile.py",
-    "planners/driver/test_formulas.py",
+    "planners/formulas/test_model_costs.py",
     "cli/test_start.py",
     "tracing/test_stubs.py",
     "whole/test_schedules_run.py",

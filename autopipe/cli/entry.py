@@ -25,6 +25,7 @@ from autopipe.cli import model as model  # isort: skip
 from autopipe.cli import plan_model as plan_model  # isort: skip
 from autopipe.cli import explain as explain  # isort: skip
 from autopipe.cli import simulate as simulate  # isort: skip
+from autopipe.cli import report as report  # isort: skip
 from autopipe.cli import check as check  # isort: skip
 from autopipe.cli import run as run  # isort: skip
 from autopipe.cli import export as export  # isort: skip

@@ -34,7 +34,7 @@ def explain(
     its bytes by part.
     """
     from autopipe.planfile.contents import Plan
-    from autopipe.report import as_json, page, paper
+    from autopipe.report import as_json, paper
     from autopipe.report.explain import explain as told
     from autopipe.util import atomic_file
 
@@ -46,7 +46,10 @@ def explain(
     else:
         print(told(loaded, paper.width(), stages=stages, why=why), end="")
     if html is not None:
-        atomic_file.write(page.page(loaded, plan.name), html)
+        from autopipe.page.contents import contents_of
+        from autopipe.page.write import page
+
+        atomic_file.write(page(contents_of(loaded, plan.name)), html)
         say(f"{html}: open it in a browser")
     elif not (json or stages or why):
         say("\nmore: --stages (nodes, parameters, what is sent), --why, --html FILE (a page)")

@@ -49,8 +49,8 @@ def costs(
     """
     with loading():
         from autopipe.frontend import model_file as modelfile
-        from autopipe.planners.driver.formula_sheet import as_data, sheet
-        from autopipe.planners.driver.formulas import cost_formulas
+        from autopipe.planners.formulas.cost_sheet import as_data, sheet
+        from autopipe.planners.formulas.model_costs import cost_formulas
 
     file = modelfile.load(model)
     found = cost_formulas(

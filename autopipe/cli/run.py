@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from signal import Signals
 from typing import TYPE_CHECKING, Annotated, Any
@@ -84,12 +85,17 @@ def run(
     log_dir: Annotated[
         Path | None, typer.Option(help="A folder for what each process started here prints.")
     ] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(help="A folder for what `autopipe report` shows of the run."),
+    ] = None,
 ) -> None:
     """Train as planned: under torchrun, under srun, or with --local N processes started here.
 
     In a pod of Kubeflow's (PET_NNODES and so on) it starts the pod's own processes.
     """
     from autopipe.planfile.contents import Plan
+    from autopipe.report import recorded
     from autopipe.runtime.launch import asked, pods, voice
     from autopipe.runtime.launch import world as launch
 
@@ -97,6 +103,9 @@ def run(
     world = None if pod is not None else launch.world_from(os.environ)
     with voice.one_voice(world, debug=console.debug()):
         loaded = Plan.load(plan)
+        if record is not None:
+            recorded.begin(record, leads=world is None or world.rank == 0, resume=resume)
+            metrics, trace = metrics or record / recorded.METRICS, trace or record / recorded.TRACE
         check_folder(trace)
         if save is not None:
             atomic_file.check_model(save)
@@ -135,6 +144,7 @@ def run(
             keep_going=keep_going,
             kept=kept,
             metrics=to,
+            record=record,
         )
 
 
@@ -245,6 +255,7 @@ def _train(
     save: Path | None,
     *,
     kept: dict[str, Any] | None,
+    record: Path | None,
     **how: Any,
 ) -> None:
     """Train; `made` are options of `parallelize`, `kept` of `Keeping`, `how` those of `train`.
@@ -253,6 +264,7 @@ def _train(
     """
     with loading():
         from autopipe.frontend import model_file
+        from autopipe.report import recorded
         from autopipe.runtime.keeping import Keeping
         from autopipe.runtime.parallelize import parallelize
         from autopipe.runtime.train import train
@@ -264,6 +276,8 @@ def _train(
         for line in file.since_planning(plan):
             tell(line)
     saving = Keeping(**kept) if kept is not None else None
+    if record is not None and pipe.place.rank == 0:
+        replace(plan, source=relative(source, record.resolve())).save(record / recorded.PLAN)
     measured = train(pipe, file, steps, seed, tell, trace, saving=saving, **how)
     if measured.stopped:
         return
@@ -273,6 +287,9 @@ def _train(
         pipe.save(save)
     if pipe.place.rank == 0 and (measured.losses or not pipe.steps):
         folder = kept["folder"] if kept is not None else None
+        if record is not None:
+            recorded.end(record, measured.stages, measured.step_seconds, measured.bubbles)
+            say(f"{record}: the record; `autopipe report {record}` shows it")
         report(plan, measured, source, trace, save, folder, quiet=how["quiet"])
 
 

@@ -138,6 +138,46 @@ def model_flops(formulas: Sequence[NodeCost], rows: int) -> NDArray[np.float64]:
     return _evaluate([cost.model_flops for cost in formulas], rows)
 
 
+class Roof(NamedTuple):
+    """Seconds of a node as formulas in rows, and in tokens if those are a symbol:
+    max(computing, moving) + besides."""
+
+    computing: Dim
+    moving: Dim
+    besides: Dim
+
+
+def roofs(
+    formulas: Sequence[NodeCost], device: Device, dtypes: Sequence[torch.dtype] | None = None
+) -> list[tuple[Roof, Roof]]:
+    """Forward and backward seconds of every node as formulas, whose values are those of `seconds`.
+
+    Args and raises: as `seconds`.
+    """
+    _check_kernels(device.kind, tuple(device.kernels))
+    dtypes = dtypes or [cost.dtype for cost in formulas]
+    rates = np.array([_rate(device, d, c) for d, c in zip(dtypes, formulas, strict=True)])
+    shares = np.array([_share(cost.dims, device.half) for cost in formulas], object)
+    paces = _paces(formulas, device, rates, rates * shares)
+    found = []
+    for cost, there, there_rate, back, back_rate in zip(formulas, *paces, strict=True):
+        ways = (
+            (cost.forward_flops / there_rate, cost.forward_bytes, cost.passes[0], there),
+            (
+                cost.backward_flops / back_rate,
+                cost.backward_bytes,
+                cost.passes[1] + ADDING * cost.gradients,
+                back,
+            ),
+        )
+        forward, backward = (
+            Roof(computing, moved / device.bandwidth, besides / device.bandwidth + start)
+            for computing, moved, besides, start in ways
+        )
+        found.append((forward, backward))
+    return found
+
+
 class _Timed(NamedTuple):
     """Seconds of every node: computing or moving, accumulating gradients, launches both ways."""
 

@@ -4,7 +4,8 @@ In: finished data: a plan, a predicted timeline, or the events that a run record
 terminal, pictures, pages and files, and plain numbers for programs.
 Never found here: torch, decisions.
 
-Other rooms use: `explain.explain`, `page.page`, `figures.compare`, `draw_svg.svg`,
-`as_json.of_plan`, `.of_timeline`, `facts.idle`, `spending.speed`, `schedule_page.of_schedule`,
-`.from_file`, `.describe`, `paper.width`, `tracks.Track`, `.bubbles`, `perfetto.save`, `.about`.
+Other rooms use: `explain.explain`, `recorded.load`, `.begin`, `.end`, `figures.compare`,
+`.figures`, `draw_svg.svg`, `as_json.of_plan`, `.of_timeline`, `facts`, `fullest`, `spending.bars`,
+`.speed`, `schedule_page.of_schedule`, `.from_file`, `.describe`, `paper.width`, `colours`,
+`tracks.Track`, `.bubbles`, `perfetto.save`, `.about`.
 """

@@ -7,7 +7,7 @@ other ops                                         ███████  690 ms 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from autopipe.planfile.contents import Plan
@@ -45,9 +45,13 @@ class Bar(NamedTuple):
     before: float
 
 
-def bars(plan: Plan) -> list[Bar]:
-    """The parts of a step that take a visible share of it, and what the others take together."""
-    parts = waterfall(plan)
+def bars(plan: Plan, parts: Mapping[str, float] | None = None) -> list[Bar]:
+    """The parts of a step that take a visible share of it, and what the others take together.
+
+    Args:
+        parts: the plan's `waterfall`, where it is at hand.
+    """
+    parts = parts or waterfall(plan)
     step, found, small = sum(parts.values()), list[Bar](), 0.0
     before = 0.0
     for name, seconds in parts.items():

@@ -13,7 +13,7 @@ among it.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -59,10 +59,19 @@ def footprint(program: Program, sizes: Mapping[int, Sizes]) -> Held:
 
 def fullest_moment(program: Program, sizes: Mapping[int, Sizes]) -> Moment:
     """The first instruction at which a rank holds most, all its stages together."""
+    peak, most = Moment(None, Counter()), 0
+    for instruction, now, held in walk(program, sizes):
+        if now > most:
+            most, peak = now, Moment(instruction, held.copy())
+    return peak
+
+
+def walk(program: Program, sizes: Mapping[int, Sizes]) -> Iterator[tuple[Instruction, int, Held]]:
+    """Of each instruction of these stages the most bytes that the rank holds while it runs, in sum
+    and by stage and purpose; the latter changes with the next one."""
     walks = {stage: _Walk(stage, of, program) for stage, of in sizes.items()}
     held: Held = Counter()
-    peak = Moment(None, Counter())
-    now = most = 0
+    now = 0
     for instruction in program:
         if instruction.stage not in walks:
             continue
@@ -70,12 +79,10 @@ def fullest_moment(program: Program, sizes: Mapping[int, Sizes]) -> Moment:
         for kind, size in begins.items():
             held[instruction.stage, kind] += size
             now += size
-        if now > most:
-            most, peak = now, Moment(instruction, held.copy())
+        yield instruction, now, held
         for kind, size in ends.items():
             held[instruction.stage, kind] -= size
             now -= size
-    return peak
 
 
 class _Walk:

@@ -77,7 +77,23 @@ def split_as_planned(
             f"difference: {fingerprint.first_difference(graph, plan.trail)}",
             hint="plan again with `autopipe plan`",
         )
-    traced, blocks, whole = dealt_out(traced, plan, tp, sharding)
+    return cut_as_planned(traced, plan, tp, sharding)
+
+
+def cut_as_planned(
+    traced: Trace,
+    plan: Plan,
+    tp: int = 0,
+    sharding: Sharding | None = None,
+    *,
+    length: int | None = None,
+) -> Split:
+    """As `split_as_planned`, of a model that is known to be the plan's.
+
+    Args:
+        length: the plan's tokens of a row, if the sequence is a symbol.
+    """
+    traced, blocks, whole = dealt_out(traced, plan, tp, sharding, length=length)
     graph = traced.graph
     starts = []
     for index, stage in enumerate(plan.stages):
@@ -226,8 +242,18 @@ class Dealt(NamedTuple):
     whole: WholeLoss | None
 
 
-def dealt_out(traced: Trace, plan: Plan, tp: int, sharding: Sharding | None = None) -> Dealt:
+def dealt_out(
+    traced: Trace,
+    plan: Plan,
+    tp: int,
+    sharding: Sharding | None = None,
+    *,
+    length: int | None = None,
+) -> Dealt:
     """The graph that tensor-parallel coordinate `tp` runs, its blocks, and the batch's loss.
+
+    Args:
+        length: as `cut_as_planned` has it.
 
     Raises:
         ModelError: the plan's loss is over the whole batch, and this graph's cannot be.
@@ -237,7 +263,8 @@ def dealt_out(traced: Trace, plan: Plan, tp: int, sharding: Sharding | None = No
     traced, blocks = replace(traced, graph=graph), find_blocks(graph)
     if plan.mesh.tp == 1:
         return Dealt(traced, blocks, whole)
-    graph = shard_graph(shardable(graph), sharding or read_back(plan), tp)
+    own = sharding or read_back(plan)
+    graph = shard_graph(shardable(graph), own, tp, length=length)
     return Dealt(replace(traced, graph=graph), blocks_of(graph, blocks), whole)
 
 

@@ -5,7 +5,8 @@ says what would fit. With `planners.costs` the rooms of `planners/` that know to
 Never found here: how a planner searches (`planners.search`), what a stage costs by the estimate
 (`planners.model`), processes that train (`runtime`).
 
-Other rooms use: `make_plan.plan`, `formulas.cost_formulas`, `formula_sheet.sheet`, `.as_data`.
+Other rooms use: `make_plan.plan`, `replan.replan`, and `planners.formulas` what makes a `Job` of a
+plan and searches it.
 
     request        what was asked, what was traced, both on devices       values
     make_plan      `plan`: its phases in order                            start reading here
@@ -17,5 +18,4 @@ Other rooms use: `make_plan.plan`, `formulas.cost_formulas`, `formula_sheet.shee
     choose         the best plan over all degrees
     refine         exact bytes and longest paths correct the estimate
     write_plan     an Answer -> a Plan
-    formulas, formula_sheet   a model's costs as formulas, for people
 """

@@ -108,7 +108,8 @@ def test_plan_is_the_function(before: str) -> None:
 
 
 COMMANDS = (
-    "init trace costs plan explain simulate check run export checkpoint emit diff probe".split()
+    "init trace costs plan explain simulate report check run export checkpoint emit diff "
+    "probe".split()
 )
 
 

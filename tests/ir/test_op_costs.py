@@ -16,7 +16,7 @@ from autopipe.errors import AutopipeError
 from autopipe.ir import op_costs
 from autopipe.ir.graph import BATCH, Ref, State, at_batch
 from autopipe.ir.op_costs import LIKE, RULES, costs, gradient_values, rule
-from autopipe.ir.op_seconds import seconds
+from autopipe.ir.op_seconds import roofs, seconds
 from autopipe.sharding.vocabulary_loss import in_parts
 from autopipe.tracing.low_precision import SixteenBits
 from tests.support.inprocess import traced
@@ -242,6 +242,21 @@ def test_all_nodes_of_a_model_at_once():
     assert (forward > 0).all() and (backward >= 0).all()
     one, _ = seconds(formulas[:1], 4, DEVICE)
     assert one[0] == forward[0]
+
+
+@pytest.mark.parametrize("kernels", [{}, {"gelu": Kernel(Pace(1e-3, 1e6), Pace(2e-3, 2e6))}])
+@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+def test_seconds_as_formulas_have_the_same_values(name, kernels):
+    formulas = costs(traced(name)[0].graph)
+    device = replace(DEVICE, half=32.0, kernels=kernels)
+    for rows in (1, 4, 64):
+        meant = zip(*seconds(formulas, rows, device), strict=True)
+        for both, values in zip(roofs(formulas, device), meant, strict=True):
+            for roof, value in zip(both, values, strict=True):
+                computing, moving, besides = (
+                    float(sympy.sympify(part).subs(BATCH, rows)) for part in roof
+                )
+                assert max(computing, moving) + besides == pytest.approx(value, rel=1e-12)
 
 
 def product(dtype, dims=(1, 1, 1)):

@@ -12,6 +12,8 @@ MAY_IMPORT = {
     "schedules": "",
     "planfile": "util cluster schedules",
     "report": "util cluster schedules planfile",
+    "scaling": "util cluster schedules planfile",
+    "page": "util cluster schedules planfile report scaling",
     "export": "util cluster planfile",
     "interop": "util schedules planfile report",
     "ir": "util cluster",
@@ -37,17 +39,20 @@ MAY_IMPORT = {
     "planners.model",
     "planners.driver": "util cluster schedules planfile report ir frontend tracing sharding stages "
     "joint planners.model planners.search planners.costs runtime.probe",
+    "planners.formulas": "util cluster schedules planfile scaling ir frontend tracing sharding "
+    "stages joint planners.model planners.search planners.costs planners.driver",
     "checking": "util cluster schedules planfile ir frontend tracing sharding stages "
     "planners.driver runtime.launch runtime.parameters runtime.step runtime",
     "terminal": "util planfile frontend runtime.launch",
     "cli": "terminal util schedules planfile report export interop frontend tracing emit checking "
-    "runtime.launch runtime.probe runtime.checkpoint runtime planners.driver",
+    "runtime.launch runtime.probe runtime.checkpoint runtime planners.driver planners.formulas "
+    "page",
 }
 """For each room the rooms that its files may import; all of them may import autopipe.errors."""
 
 NO_TORCH = {
     *("util", "cluster", "schedules", "planfile", "report"),
-    *("export", "interop"),
+    *("scaling", "page", "export", "interop"),
     *("planners.model", "planners.search"),
 }
 """A plan is searched for, read, drawn and proved without torch."""

@@ -19,7 +19,7 @@ from autopipe.ir.graph import BATCH, SEQUENCE, Graph
 from autopipe.ir.repeats import shorten
 from autopipe.planners.costs.saved_tensors import observe_saved
 from autopipe.planners.costs.tp_degrees import as_first, as_one_rank, exchanges
-from autopipe.planners.driver.formulas import Amounts, Formulas, cost_formulas
+from autopipe.planners.formulas.model_costs import Amounts, Formulas, cost_formulas
 from autopipe.stages.precision import kept
 from tests.support.models import LENGTH, VOCABULARY, WIDTH
 from tests.support.staged import traced_at

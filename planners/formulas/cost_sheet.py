@@ -13,7 +13,7 @@ from typing import Any
 import sympy
 
 from autopipe.ir.graph import BATCH, SEQUENCE, Dim
-from autopipe.planners.driver.formulas import Amounts, Formulas, ModelPart
+from autopipe.planners.formulas.model_costs import Amounts, Formulas, ModelPart
 
 LEAST = 1e-3
 """Of a formula's value at one row of the longest sequence: terms below it are left out."""

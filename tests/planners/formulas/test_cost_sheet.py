@@ -5,8 +5,8 @@ import sympy
 
 from autopipe.ir.graph import BATCH as b
 from autopipe.ir.graph import SEQUENCE as s
-from autopipe.planners.driver.formula_sheet import formula, number, sheet
-from autopipe.planners.driver.formulas import Amounts, Formulas, ModelPart
+from autopipe.planners.formulas.cost_sheet import formula, number, sheet
+from autopipe.planners.formulas.model_costs import Amounts, Formulas, ModelPart
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,86 @@
+"""The farthest link of a plan's cluster, and what in its step depends on that link's bandwidth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from autopipe.cluster.cluster import Cluster, Link
+from autopipe.planfile import predict
+from autopipe.planfile.contents import Plan
+from autopipe.scaling.expressions import BANDWIDTH, Expression, product, total
+from autopipe.schedules.instructions import Channel
+
+
+@dataclass(frozen=True)
+class Farthest:
+    """The farthest link of a cluster.
+
+    Attributes:
+        words: what it joins.
+        link: latency in seconds, bandwidth in bytes a second.
+    """
+
+    words: str
+    link: Link
+
+
+def farthest(cluster: Cluster) -> Farthest:
+    """The farthest link that joins devices of a cluster."""
+    if cluster.across is not None:
+        return Farthest("between sites", cluster.across)
+    if len(cluster.devices_per_node) > 1:
+        return Farthest("between nodes", cluster.between)
+    return Farthest("within the node", cluster.link_of(cluster.nodes[0]))
+
+
+def with_bandwidth(cluster: Cluster, bandwidth: float) -> Cluster:
+    """A cluster whose farthest link has another bandwidth; its latency stays."""
+    times = bandwidth / farthest(cluster).link.bandwidth
+
+    def faster(link: Link) -> Link:
+        rates = (link.bandwidth, link.summing, link.gathering)
+        return Link(link.latency, *(rate * times for rate in rates))
+
+    if cluster.across is not None:
+        return replace(cluster, across=faster(cluster.across))
+    if len(cluster.devices_per_node) > 1:
+        return replace(cluster, between=faster(cluster.between))
+    nodes = tuple(
+        replace(node, within=None if node.within is None else faster(node.within))
+        for node in cluster.nodes
+    )
+    return replace(cluster, within=faster(cluster.within), nodes=nodes)
+
+
+def on_farthest(cluster: Cluster, seconds: Callable[[Cluster], float]) -> Expression:
+    """Seconds on a cluster as a formula a + c / w in the bandwidth w of its farthest link.
+
+    Args:
+        seconds: of a cluster.
+    """
+    bandwidth = farthest(cluster).link.bandwidth
+    one, other = seconds(cluster), seconds(with_bandwidth(cluster, 2 * bandwidth))
+    depends = 2 * (one - other)
+    if abs(depends) <= 1e-12 * one:
+        return one
+    return total(max(0.0, one - depends), product(depends * bandwidth, ("^", BANDWIDTH, -1.0)))
+
+
+def sums(plan: Plan) -> list[Expression]:
+    """Of each stage the seconds of summing its gradients."""
+
+    def of(stage: int) -> Callable[[Cluster], float]:
+        return lambda cluster: predict.costs(replace(plan, cluster=cluster)).reduce[stage]
+
+    return [on_farthest(plan.cluster, of(stage)) for stage in range(len(plan.stages))]
+
+
+def wire(plan: Plan, channel: Channel) -> tuple[float, Expression]:
+    """A channel's latency in seconds, and the seconds that a byte occupies it."""
+
+    def a_byte(cluster: Cluster) -> float:
+        return 1 / predict.costs(replace(plan, cluster=cluster)).links(channel).bandwidth
+
+    latency = predict.costs(plan).links(channel).latency
+    return latency, on_farthest(plan.cluster, a_byte)

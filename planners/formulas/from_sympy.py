@@ -1,0 +1,43 @@
+"""A formula of sympy's as plain data (`scaling.expressions`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import sympy
+
+from autopipe.errors import AutopipeError
+from autopipe.scaling.expressions import Expression, product, total
+
+_OPERATORS = {
+    sympy.Add: "+",
+    sympy.Mul: "*",
+    sympy.Pow: "^",
+    sympy.Max: "max",
+    sympy.Min: "min",
+    sympy.floor: "floor",
+}
+
+
+def of_sympy(formula: Any, names: Mapping[Any, str]) -> Expression:
+    """A formula of sympy's as data.
+
+    Args:
+        names: of its symbols the names of variables.
+
+    Raises:
+        AutopipeError: it has a symbol or an operator that there is none for.
+    """
+    found = sympy.sympify(formula)
+    if found in names:
+        return names[found]
+    if found.is_Number:
+        return float(found)
+    operator = _OPERATORS.get(found.func)
+    if operator is None:
+        raise AutopipeError(f"{found} is no formula of sums, products and powers")
+    parts = tuple(of_sympy(part, names) for part in found.args)
+    if operator in ("+", "*"):
+        return total(*parts) if operator == "+" else product(*parts)
+    return (operator, *parts)

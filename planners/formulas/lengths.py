@@ -1,0 +1,136 @@
+"""The plan's model traced again, with its rows and, where it has one, its sequence as symbols.
+
+plan, model --traced_again--> TracedAgain --cut--> the plan's stages of it --at--> for one length
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from autopipe.errors import PlanError
+from autopipe.frontend import batch
+from autopipe.frontend.model_file import ModelFile
+from autopipe.ir import fingerprint
+from autopipe.ir.dataflow import analyse
+from autopipe.ir.partition import partition
+from autopipe.joint.split_backward import wanted
+from autopipe.planfile import programs
+from autopipe.planfile.contents import Plan
+from autopipe.planners.costs.plan_memory import CutModel
+from autopipe.planners.costs.tp_degrees import Degree
+from autopipe.planners.driver import arguments
+from autopipe.schedules.instructions import splits
+from autopipe.sharding.plan_io import read_back
+from autopipe.stages.bind import Split, cut_as_planned
+from autopipe.stages.precision import kept
+from autopipe.tracing.source import trace_source
+from autopipe.tracing.symbolic_sequence import length_of, trace_lengths
+from autopipe.tracing.trace import Trace
+
+
+@dataclass(frozen=True, eq=False)
+class TracedAgain:
+    """A plan's model.
+
+    Attributes:
+        trace: its rows are a symbol, and so are its tokens where `why` is empty.
+        tokens: of a row, as the plan has them; 0: its rows are no sequences.
+        why: why its tokens are no symbol.
+    """
+
+    trace: Trace
+    tokens: int
+    why: str
+
+    @property
+    def symbolic(self) -> bool:
+        """Whether its tokens are a symbol: it is right up to as many as the plan has."""
+        return not self.why
+
+    def fixed(self) -> Trace:
+        """The trace for rows of as many tokens as the plan has."""
+        return at_length(self.trace, self.tokens) if self.symbolic else self.trace
+
+
+def at_length(trace: Trace, tokens: int) -> Trace:
+    """A trace whose tokens are a symbol, for rows of so many."""
+    return replace(trace, graph=trace.graph.at_sequence(tokens))
+
+
+def traced_again(plan: Plan, file: ModelFile) -> TracedAgain:
+    """Trace the model of a plan.
+
+    Raises:
+        ModelError: it cannot be captured.
+        PlanError: it is not the plan's.
+    """
+    example, specs = arguments.example_of(file.inputs)
+    two = batch.two_rows(example, specs)
+    how = kept(plan.precision, plan.optimizer_dtype, plan.grad_dtype)
+    found, tokens = trace_lengths(file.model, two, specs, file.loss, how), length_of(specs) or 0
+    traced = TracedAgain(found.trace, tokens, found.why)
+    if found.longest is not None and not _is_of(plan, traced):
+        # A table as long as the row is read whole at full length, which is another program.
+        fixed = trace_source(file.model, two, specs, file.loss, kept=how)
+        traced = TracedAgain(fixed, tokens, f"the model is another program at {tokens} tokens")
+    if not _is_of(plan, traced):
+        graph = traced.fixed().graph
+        raise PlanError(
+            "plan.fingerprint: the plan was made for another model or another loss. First "
+            f"difference: {fingerprint.first_difference(graph, plan.trail)}",
+            hint="plan again with `autopipe plan`; or --no-sliders, which needs no model",
+        )
+    return traced
+
+
+def _is_of(plan: Plan, traced: TracedAgain) -> bool:
+    return fingerprint.fingerprint(traced.fixed().graph) == plan.fingerprint
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedStages:
+    """A model cut as a plan has it, its first tensor-parallel rank's part.
+
+    Attributes:
+        split: tokens are a symbol, if they are one of `traced`.
+    """
+
+    plan: Plan
+    traced: TracedAgain
+    split: Split
+
+    def fixed(self, rows: int, tokens: int) -> CutModel:
+        """What is dry run for micro-batches of so many rows, of so many tokens each."""
+        plan, traced = self.plan, self.traced
+        trace = at_length(self.split.trace, tokens) if traced.symbolic else self.split.trace
+        flow = analyse(trace.graph)
+        cuts = [stage.first for stage in self.split.stages][1:]
+        degree = Degree(
+            plan.mesh.tp,
+            trace,
+            self.split.blocks,
+            read_back(plan) if plan.mesh.tp > 1 else None,
+            trace,
+            flow,
+            self.split.blocks,
+        )
+        halves = splits(programs.compute(plan))
+        return CutModel(
+            degree=degree,
+            stages=partition(flow, cuts),
+            rows=rows,
+            recompute=tuple(block for stage in plan.stages for block in stage.recompute),
+            precision=plan.precision,
+            wanted=wanted(halves, compiled=plan.compiled),
+            shards=plan.mesh.dp if plan.fully_sharded else 1,
+        )
+
+
+def cut(plan: Plan, traced: TracedAgain) -> PlannedStages:
+    """The stages of a plan.
+
+    Raises:
+        PlanError: a cut is not legal.
+    """
+    length = traced.tokens if traced.symbolic else None
+    return PlannedStages(plan, traced, cut_as_planned(traced.trace, plan, length=length))

@@ -1,0 +1,171 @@
+"""Plans that may beat a plan at other sizes: of other meshes, of less memory, of a slower link."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+
+from autopipe.cluster.cluster import Link
+from autopipe.cluster.collective_time import Topology
+from autopipe.errors import AutopipeError, InfeasibleError
+from autopipe.frontend.least_rows import least_rows
+from autopipe.frontend.model_file import ModelFile
+from autopipe.frontend.optimizer import CUSTOM, optimizer_factor, optimizer_named
+from autopipe.ir.blocks import find_blocks
+from autopipe.ir.dataflow import analyse
+from autopipe.planfile.contents import Plan
+from autopipe.planfile.parts import Alternative
+from autopipe.planners.driver import request
+from autopipe.planners.driver.candidate import Candidate, candidate_at
+from autopipe.planners.driver.loss_parts import with_parts
+from autopipe.planners.driver.refine import plan_that_fits
+from autopipe.planners.formulas.lengths import TracedAgain
+from autopipe.planners.model.estimate import Mesh
+from autopipe.planners.model.problem import Constraints, Problem
+from autopipe.tracing import user_checkpoints
+from autopipe.util.progress import Say, phase
+from autopipe.util.stopwatch import Stopwatch
+
+SLOWER, SMALLER = 8, 2
+"""How many times less bandwidth, and memory, the plans are searched for that are best then."""
+
+SCARCE = {
+    "memory": f"found for devices with 1/{SMALLER} of the memory",
+    "link": f"found for a farthest link of 1/{SLOWER} of the bandwidth",
+}
+"""What is said of those plans."""
+
+
+def rivals(plan: Plan, file: ModelFile, traced: TracedAgain, most: int, say: Say) -> list[Plan]:
+    """Plans of the same step on the same devices, the best of each of the other meshes first.
+
+    Args:
+        most: so many, at most.
+        say: gets a line of talk at a time.
+    """
+    job = job_of(plan, file, traced, say)
+    found: list[Plan] = []
+    with phase("plans beside it", of=most) as done:
+        for other in _searched(plan, job):
+            if all(not _same(other, known) for known in (plan, *found)):
+                found.append(other)
+                done()
+            if len(found) >= most:
+                break
+    return found
+
+
+def job_of(plan: Plan, file: ModelFile, traced: TracedAgain, say: Say) -> request.Job:
+    """The question that a plan answers, asked again: its rows, devices, precision and engine."""
+    trace, optimizer = traced.fixed(), file.optimizer
+    flow, blocks = analyse(trace.graph), find_blocks(trace.graph)
+    made_by = optimizer or (plan.optimizer if plan.optimizer != CUSTOM else "adamw")
+    limits = plan.planner.limits
+    asked = request.PlanRequest(
+        model=file.model,
+        inputs=file.inputs,
+        loss=file.loss,
+        optimizer=made_by,
+        precision=plan.precision,
+        grad_dtype=plan.grad_dtype,
+        optimizer_dtype=plan.optimizer_dtype,
+        compiled=plan.compiled,
+        cluster=plan.cluster,
+        batch_size=plan.batch.rows,
+        constraints=Constraints(
+            memory=limits * plan.cluster.num_devices if len(limits) == 1 else None
+        ),
+        recompute=None,
+        planner="dynamic",
+        sequence_parallel=True,
+        loss_over=plan.loss_over,
+        loss_parts=plan.loss_parts,
+        source=plan.source,
+    )
+    model = request.Traced(
+        trace,
+        flow,
+        blocks,
+        plan.batch.rows,
+        least_rows(trace.graph),
+        user_checkpoints.wanted(flow, blocks, say),
+        trace.graph,
+    )
+    factor = optimizer_factor(optimizer_named(made_by))
+    return request.Job(asked, with_parts(model, plan.loss_parts), plan.cluster, factor)
+
+
+def _searched(plan: Plan, job: request.Job) -> Iterator[Plan]:
+    """The best alternatives' plans, and those that are best with less of something."""
+    candidates: dict[int, Candidate] = {}
+
+    def candidate(tp: int) -> Candidate:
+        if tp not in candidates:
+            candidates[tp] = candidate_at(job, tp, Stopwatch())
+        return candidates[tp]
+
+    own = candidate(plan.mesh.tp)
+    problem = own.counted().problem
+    near = [other for other in plan.planner.alternatives if _worth(plan, other)]
+    scarce = {"memory": _less_memory(problem), "link": _slower_link(problem)}
+    for other in near[:2]:
+        yield from _plan(candidate(other.tp), (other.pp, other.dp))
+    for what, less in scarce.items():
+        for found in _plan(own, None, less):
+            binding = f"{SCARCE[what]}, where: {found.planner.binding}"
+            yield replace(found, planner=replace(found.planner, binding=binding))
+    for other in near[2:]:
+        yield from _plan(candidate(other.tp), (other.pp, other.dp))
+
+
+def _worth(plan: Plan, other: Alternative) -> bool:
+    """Whether an alternative has an engine that the question is asked for."""
+    return not (plan.compiled and other.zero == 3)
+
+
+def _plan(
+    candidate: Candidate, mesh: Mesh | None, problem: Problem | None = None
+) -> Iterator[Plan]:
+    """The best plan of a mesh, or of a problem, where there is one."""
+    with suppress(InfeasibleError, AutopipeError):
+        answer = candidate.search(problem or candidate.counted().problem, (), mesh)
+        yield plan_that_fits(candidate, answer, mesh)
+
+
+def _less_memory(problem: Problem) -> Problem:
+    machine = problem.machine
+    return replace(
+        problem,
+        machine=replace(machine, memory=tuple(size // SMALLER for size in machine.memory)),
+    )
+
+
+def _slower_link(problem: Problem) -> Problem:
+    """The problem with a slower link between the farthest devices."""
+    topology = problem.machine.topology
+
+    def slower(link: Link) -> Link:
+        return replace(link, bandwidth=link.bandwidth / SLOWER)
+
+    across = None if topology.across is None else slower(topology.across)
+    between = slower(topology.between) if across is None else topology.between
+    within = topology.within
+    if len(set(topology.nodes)) == 1:
+        within = tuple(slower(link) for link in within)
+    made = Topology(topology.nodes, topology.sites, within, between, across)
+    return replace(problem, machine=replace(problem.machine, topology=made))
+
+
+def _same(one: Plan, other: Plan) -> bool:
+    """Whether two plans decide the same."""
+    return (one.mesh, one.batch, one.schedule, one.zero, one.boundaries) == (
+        other.mesh,
+        other.batch,
+        other.schedule,
+        other.zero,
+        other.boundaries,
+    ) and all(
+        (a.first, a.last, a.recompute) == (b.first, b.last, b.recompute)
+        for a, b in zip(one.stages, other.stages, strict=True)
+    )

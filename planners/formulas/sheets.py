@@ -1,0 +1,79 @@
+"""A plan and its rivals as sheets, for a page to evaluate at other sizes.
+
+plan, model --traced_again--> TracedAgain --rivals--> Plans --sheet--> one Sheet each, proved
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from autopipe.errors import AutopipeError
+from autopipe.frontend.model_file import ModelFile
+from autopipe.planfile.contents import Plan
+from autopipe.planners.formulas.lengths import TracedAgain, cut, traced_again
+from autopipe.planners.formulas.rivals import rivals
+from autopipe.planners.formulas.stage_bytes import NoPolynomial, stage_bytes
+from autopipe.planners.formulas.stage_seconds import model_flops, stage_seconds
+from autopipe.scaling.make import StageFormulas, sheet_of
+from autopipe.scaling.sheet import Sheet
+from autopipe.scaling.stops import Stops, stops_of
+from autopipe.tracing.source import keeping_default_dtype
+from autopipe.util.gc_pause import resting
+from autopipe.util.progress import Say, phase
+
+MOST_RIVALS = 4
+"""Plans beside a plan, for which a page has room."""
+
+
+@dataclass(frozen=True)
+class Sheets:
+    """A plan and its rivals at other sizes.
+
+    Attributes:
+        sheets: that of the plan is the first.
+        stops: the sizes.
+        why_no_tokens: why the tokens of a row are none of them; empty if they are.
+    """
+
+    sheets: tuple[Sheet, ...]
+    stops: Stops
+    why_no_tokens: str
+
+
+@resting()
+@keeping_default_dtype()
+def sheets(plan: Plan, file: ModelFile, say: Say, most: int = MOST_RIVALS) -> Sheets:
+    """The sheets of a plan and of at most so many rivals.
+
+    Raises:
+        ModelError: the model cannot be captured.
+        PlanError: it is not the plan's.
+        AutopipeError: the plan's sheet does not say what the plan does.
+    """
+    with phase("tracing"):
+        traced = traced_again(plan, file)
+    try:
+        stops = stops_of(plan, traced.tokens, symbolic=traced.symbolic)
+        found = [_sheet(plan, traced, stops)]
+    except NoPolynomial as error:
+        if not traced.symbolic:
+            raise
+        traced = replace(traced, trace=traced.fixed(), why=error.message)
+        stops = stops_of(plan, traced.tokens, symbolic=False)
+        found = [_sheet(plan, traced, stops)]
+    for rival in rivals(plan, file, traced, most, say):
+        mesh = rival.mesh
+        try:
+            found.append(_sheet(rival, traced, stops))
+        except AutopipeError as error:
+            say(f"pp={mesh.pp} dp={mesh.dp} tp={mesh.tp} is not beside it: {error.message}")
+    return Sheets(tuple(found), stops, traced.why)
+
+
+def _sheet(plan: Plan, traced: TracedAgain, stops: Stops) -> Sheet:
+    found = cut(plan, traced)
+    stages = [
+        StageFormulas(*seconds, **vars(own))
+        for seconds, own in zip(stage_seconds(found), stage_bytes(found), strict=True)
+    ]
+    return sheet_of(plan, stages, stops, model_flops(found))

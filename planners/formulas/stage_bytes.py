@@ -1,0 +1,155 @@
+"""A stage's bytes of a micro-batch as polynomials in rows b and tokens s, through dry runs.
+
+    bytes(b, s) = sum of c_ij b^i s^j      (i <= 1, j <= 2; without a symbol for tokens j = 0)
+
+The stages run without memory at a few sizes, and each of their bytes gets the polynomial through
+those. One more run, of other sizes, must give what it predicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import product as combinations
+
+import sympy
+
+from autopipe.errors import AutopipeError
+from autopipe.ir.graph import bytes_at
+from autopipe.planners.costs.plan_memory import dry_run
+from autopipe.planners.costs.tp_degrees import as_first
+from autopipe.planners.formulas.lengths import PlannedStages
+from autopipe.scaling.expressions import ROWS, TOKENS, Expression, product, total
+from autopipe.stages.step_programs import sizes
+from autopipe.util.progress import phase
+
+Point = tuple[int, int]
+"""Rows, and tokens; 0 where those are no symbol."""
+
+
+Sampled = dict[str, int]
+"""Bytes of a stage by what they are: those of `OWN`, and of each tensor that it sends on, by `SENT`
+and its name."""
+
+OWN = ("kept", "stash", "fresh", "again")
+SENT = "sent "
+
+
+@dataclass(frozen=True)
+class StageSizes:
+    """Of a stage and one micro-batch; `schedules.peak_memory.Sizes` has the meanings.
+
+    Attributes:
+        sends: of each tensor that it sends on, by name.
+        largest: of its largest gradient, as it is summed.
+        wide: of what gradients take more where the optimizer gets them in fp32.
+    """
+
+    kept: Expression
+    stash: Expression
+    fresh: Expression
+    again: Expression
+    sends: dict[str, Expression]
+    largest: int
+    wide: int
+
+
+def stage_bytes(found: PlannedStages) -> list[StageSizes]:
+    """The bytes of a plan's stages.
+
+    Raises:
+        NoPolynomial: some are none.
+    """
+    rows = found.plan.batch.microbatch_rows(found.plan.mesh.dp)
+    tokens = found.traced.tokens if found.traced.symbolic else 0
+    run = cache(lambda rows, tokens: _dry_run(found, rows, tokens))
+    with phase("bytes at other sizes"), as_first(found.plan.mesh.tp):
+        lengths = (tokens, tokens // 2) if tokens else (0,)
+        try:  # what most models keep is a straight line in the tokens, too
+            return _fitted(found, run, (rows, 2 * rows), lengths)
+        except NoPolynomial:
+            if not tokens:
+                raise
+            return _fitted(found, run, (rows, 2 * rows), (*lengths, tokens // 4))
+
+
+class NoPolynomial(AutopipeError):
+    """What was counted at one size is not what the others foretell."""
+
+
+def _fitted(
+    found: PlannedStages,
+    run: Callable[[int, int], list[Sampled]],
+    rows: tuple[int, int],
+    lengths: tuple[int, ...],
+) -> list[StageSizes]:
+    """The bytes through runs of these rows, each with these lengths, checked by another run."""
+    points = list(combinations(rows, lengths))
+    check = rows[0] + rows[1], lengths[0] * 3 // 4
+    runs = [run(*point) for point in (*points, check)]
+    fit = cache(lambda values: _through(points, check, values))
+    stages = []
+    for index in range(len(found.plan.stages)):
+        formulas = {
+            what: fit(tuple(sampled[index][what] for sampled in runs)) for what in runs[0][index]
+        }
+        sends = {what.removeprefix(SENT): f for what, f in formulas.items() if what not in OWN}
+        kept, stash, fresh, again = (formulas[what] for what in OWN)
+        gradients = _gradients(found, index)
+        stages.append(StageSizes(kept, stash, fresh, again, sends, *gradients))
+    return stages
+
+
+def _dry_run(found: PlannedStages, rows: int, tokens: int) -> list[Sampled]:
+    """The bytes of all stages at one size."""
+    ran = dry_run(found.fixed(rows, tokens), repeats_equal=True, known={}).rehearsal
+    sampled = []
+    for stage in found.split.stages:
+        own = sizes(ran, stage)
+        sent = {f"{SENT}{ref}": ran.boundaries[ref].bytes for ref, _ in stage.sends}
+        sampled.append({what: getattr(own, what) for what in OWN} | sent)
+    return sampled
+
+
+def _through(points: Sequence[Point], check: Point, values: tuple[int, ...]) -> Expression:
+    """The polynomial of values at some points.
+
+    Raises:
+        NoPolynomial: it does not give the last, at `check`.
+    """
+    lengths = len({tokens for _, tokens in points})
+    powers = list(combinations(range(len(points) // lengths), range(lengths)))
+
+    def row(rows: int, tokens: int) -> list[sympy.Integer]:
+        return [sympy.Integer(rows) ** i * sympy.Integer(tokens) ** j for i, j in powers]
+
+    matrix = sympy.Matrix([row(*point) for point in points])
+    factors = list(matrix.LUsolve(sympy.Matrix(values[:-1])))
+    foretold = sum(f * power for f, power in zip(factors, row(*check), strict=True))
+    if foretold != values[-1]:
+        raise NoPolynomial(
+            f"{check[0]} rows of {check[1]} tokens keep {values[-1]} bytes, where other sizes "
+            f"foretell {foretold}"
+        )
+    return total(
+        *(
+            product(float(factor), *_power(ROWS, i), *_power(TOKENS, j))
+            for factor, (i, j) in zip(factors, powers, strict=True)
+            if factor
+        )
+    )
+
+
+def _power(name: str, power: int) -> tuple[Expression, ...]:
+    return () if not power else (name,) if power == 1 else (("^", name, float(power)),)
+
+
+def _gradients(found: PlannedStages, index: int) -> tuple[int, int]:
+    """`StageSizes.largest` and `.wide`, as `plan_memory` counts them."""
+    states = (found.split.graph.states[name] for name in found.split.stages[index].states)
+    trained = [state for state in states if state.trainable]
+    summed = [bytes_at(state.summed, 1) for state in trained]
+    dealt = found.plan.zero == 1 and found.plan.mesh.dp > 1
+    wide = 0 if dealt else sum(bytes_at(state.held, 1) for state in trained) - sum(summed)
+    return max(summed, default=0), wide

@@ -1,0 +1,186 @@
+"""A stage's seconds of a micro-batch as formulas in rows b, tokens s and a bandwidth w.
+
+    forward   sum over its nodes of  max(flops / rate, bytes / bandwidth) + launches      op_seconds
+    backward  the same; and the forward of blocks that run again
+    both      + what tensor-parallel ranks exchange      rounds (n - 1) latency + sent / w
+              ZeRO-3: what is gathered, as far as computing does not hide it
+
+They are the formulas that the planner evaluates. Nodes that cost the same are counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from functools import cache
+from typing import NamedTuple
+
+from autopipe.cluster.cluster import Cluster, Link
+from autopipe.cluster.collective_time import Topology, all_gather
+from autopipe.cluster.datasheets import are_gpus
+from autopipe.cluster.tp_groups import GroupKind, tp_groups
+from autopipe.ir import op_costs, op_seconds
+from autopipe.ir.graph import BATCH, SEQUENCE, Dim, bytes_at
+from autopipe.ir.op_seconds import Roof
+from autopipe.ir.partition import Stage
+from autopipe.planfile import predict, programs
+from autopipe.planfile.contents import Plan
+from autopipe.planfile.placements import Move
+from autopipe.planners.costs.fused_costs import fused
+from autopipe.planners.costs.precision_of import computed_in
+from autopipe.planners.costs.tp_degrees import exchanges
+from autopipe.planners.formulas.from_sympy import of_sympy
+from autopipe.planners.formulas.lengths import PlannedStages
+from autopipe.scaling import links
+from autopipe.scaling.expressions import (
+    BANDWIDTH,
+    ROWS,
+    TOKENS,
+    Expression,
+    largest,
+    product,
+    total,
+    value,
+)
+from autopipe.schedules.instructions import holders
+from autopipe.stages.precision import copy_bytes
+
+NAMES = {BATCH: ROWS, SEQUENCE: TOKENS}
+"""The variables of the graph's symbols."""
+
+
+class Seconds(NamedTuple):
+    """Of a stage and one micro-batch."""
+
+    forward: Expression
+    backward: Expression
+
+
+def stage_seconds(found: PlannedStages) -> list[Seconds]:
+    """The seconds of a plan's stages.
+
+    Raises:
+        AutopipeError: some op's are no formula of sums, products and powers.
+    """
+    placed = holders(programs.compute(found.plan))
+    kinds = {rank: _kinds(found.plan, rank) for rank in set(placed)}
+    nodes = {kind.device.kind: _Nodes(found, kind) for own in kinds.values() for kind in own}
+    here = {
+        ROWS: found.plan.batch.microbatch_rows(found.plan.mesh.dp),
+        TOKENS: found.traced.tokens,
+        BANDWIDTH: links.farthest(found.plan.cluster).link.bandwidth,
+    }
+    seconds = []
+    for stage, rank in zip(found.split.stages, placed, strict=True):
+        own = [_gathering(found, stage, rank, nodes[k.device.kind].of(stage)) for k in kinds[rank]]
+        seconds.append(max(own, key=lambda each: sum(value(way, here) for way in each)))
+    return seconds
+
+
+def model_flops(found: PlannedStages) -> Expression:
+    """The operations of b rows that MFU counts, of the whole model."""
+    costs = op_costs.costs(found.traced.trace.graph)
+    counted = Counter(cost.model_flops for cost in costs)
+    return total(*(product(float(n), of_sympy(dim, NAMES)) for dim, n in counted.items()))
+
+
+def _kinds(plan: Plan, rank: int) -> list[GroupKind]:
+    """The kinds of tensor-parallel groups that a pipeline rank has."""
+    numbered, mesh = predict.devices(plan), plan.mesh
+    own = {
+        tuple(numbered[mesh.rank(rank, dp, tp)] for tp in range(mesh.tp)) for dp in range(mesh.dp)
+    }
+    groups = tp_groups(plan.cluster, mesh.tp, plan.mesh.pp * plan.mesh.dp)
+    kinds = [kind for group in groups if group.devices in own for kind in group.kinds]
+    return list({kind.device.kind: kind for kind in kinds}.values())
+
+
+class _Nodes:
+    """The formulas of all nodes on one kind of device."""
+
+    def __init__(self, found: PlannedStages, kind: GroupKind) -> None:
+        plan, graph = found.plan, found.split.graph
+        costs = op_costs.costs(graph)
+        dtypes = computed_in(graph, costs, plan.precision)
+        owner = {p: b.path for b in found.split.blocks for p in range(b.first, b.stop)}
+        if plan.compiled:
+            costs = fused(graph, costs, [owner.get(p) for p in range(len(graph.nodes))])
+        again = {block for stage in plan.stages for block in stage.recompute}
+        self._roofs = op_seconds.roofs(costs, kind.device, dtypes)
+        self._again = [owner.get(p) in again for p in range(len(graph.nodes))]
+        self._sent: list[tuple[Expression, Expression]] = [(0.0, 0.0)] * len(graph.nodes)
+        if kind.link is not None:
+            wire = _wire(plan, kind.link)
+            moves = exchanges(graph, plan.mesh.tp, plan.precision)
+            self._sent = [
+                (_sent(there, size, wire, plan.mesh.tp), _sent(back, size, wire, plan.mesh.tp))
+                for (there, back), size in moves
+            ]
+        self._told = cache(_told)
+
+    def of(self, stage: Stage) -> Seconds:
+        """Of the nodes of a stage."""
+        ways: tuple[Counter[Roof], Counter[Roof]] = Counter(), Counter()
+        sent: tuple[list[Expression], list[Expression]] = [], []
+        for position in range(stage.first, stage.stop):
+            both, moved = self._roofs[position], self._sent[position]
+            for way in (0, 1):
+                ways[way][both[way]] += 1
+                sent[way].append(moved[way])
+            if self._again[position]:
+                ways[1][both[0]] += 1
+                sent[1].append(moved[0])
+        return Seconds(*(self._sum(*pair) for pair in zip(ways, sent, strict=True)))
+
+    def _sum(self, roofs: Counter[Roof], sent: Iterable[Expression]) -> Expression:
+        return total(*(product(float(n), self._told(roof)) for roof, n in roofs.items()), *sent)
+
+
+def _told(roof: Roof) -> Expression:
+    computing, moving, besides = (of_sympy(part, NAMES) for part in roof)
+    return total(largest(computing, moving), besides)
+
+
+def _wire(plan: Plan, link: Link) -> tuple[float, Expression]:
+    """The latency of a tensor-parallel group's link, and the seconds of a byte on it."""
+    farthest = links.farthest(plan.cluster).link
+    share = link.bandwidth / farthest.bandwidth
+    if link.latency == farthest.latency and share <= 1:
+        return link.latency, product(1 / share, ("^", BANDWIDTH, -1.0))
+    return link.latency, 1 / link.bandwidth
+
+
+def _sent(move: Move | None, size: Dim, wire: tuple[float, Expression], ranks: int) -> Expression:
+    """Seconds of what a node exchanges with `ranks` - 1 others, as `tp_degrees.sending_seconds`."""
+    if move is None:
+        return 0.0
+    moved = of_sympy(move.sent(size, ranks), NAMES)
+    return total(move.rounds * (ranks - 1) * wire[0], product(moved, wire[1]))
+
+
+def _gathering(found: PlannedStages, stage: Stage, rank: int, own: Seconds) -> Seconds:
+    """The seconds with what ZeRO-3 gathers and scatters, as `planners.model.stage_costs`."""
+    plan, graph = found.plan, found.split.graph
+    if not plan.fully_sharded:
+        return own
+    states = [graph.states[name] for name in stage.states]
+    trained = [state for state in states if state.trainable]
+    held = sum(bytes_at(state.held, 1) for state in trained)
+    summed = sum(bytes_at(state.summed, 1) for state in trained)
+    masters = [state for state in trained if state.master is not None]
+    read = held - sum(bytes_at(s.held, 1) - copy_bytes(s) for s in masters)
+    gathers, scatters = (_all_gather(plan, rank, size) for size in (read, summed))
+    if not are_gpus(plan.cluster.devices):
+        return Seconds(total(own.forward, gathers), total(own.backward, gathers, scatters))
+    return Seconds(largest(own.forward, gathers), largest(own.backward, total(gathers, scatters)))
+
+
+def _all_gather(plan: Plan, rank: int, size: int) -> Expression:
+    """Seconds in which a rank's replicas gather so many bytes."""
+    numbered, mesh = predict.devices(plan), plan.mesh
+    own = [numbered[mesh.rank(rank, dp)] for dp in range(mesh.dp)]
+
+    def seconds(cluster: Cluster) -> float:
+        return all_gather(size, Topology.of(cluster).levels(own), mesh.tp)
+
+    return links.on_farthest(plan.cluster, seconds)

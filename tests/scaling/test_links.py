@@ -1,0 +1,44 @@
+"""The farthest link of a cluster, faster and slower."""
+
+import pytest
+
+from autopipe.cluster.cluster import Cluster
+from autopipe.cluster.spec import parse
+from autopipe.scaling import links
+from autopipe.scaling.expressions import value
+
+
+def cluster(line: str) -> Cluster:
+    found = parse(line)
+    assert isinstance(found, Cluster)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("4xA100-80GB", "within the node"),
+        ("2x2xA100-80GB", "between nodes"),
+        ("2x1x2xA100-80GB@30ms,1Gbit/s", "between sites"),
+    ],
+)
+def test_the_farthest_link_is_the_one_that_changes(line: str, words: str) -> None:
+    before = cluster(line)
+    found = links.farthest(before)
+    assert found.words == words
+    after = links.with_bandwidth(before, 3 * found.link.bandwidth)
+    faster = links.farthest(after).link
+    assert faster.bandwidth == pytest.approx(3 * found.link.bandwidth)
+    assert faster.latency == found.link.latency
+    parts = ("within", "between", "across")
+    same = [getattr(before, name) == getattr(after, name) for name in parts]
+    assert same.count(False) == 1
+
+
+def test_seconds_on_a_link_are_a_formula_in_its_bandwidth() -> None:
+    found = links.on_farthest(
+        cluster("2x2xA100-80GB"), lambda c: 0.5 + 3e9 / links.farthest(c).link.bandwidth
+    )
+    for bandwidth in (1e9, 7e9, 1e12):
+        assert value(found, {"w": bandwidth}) == pytest.approx(0.5 + 3e9 / bandwidth)
+    assert links.on_farthest(cluster("2x2xA100-80GB"), lambda c: 0.5) == 0.5
