@@ -13,7 +13,7 @@ the same:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -22,10 +22,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from autopipe.ir.graph import tensors_in
+from autopipe.ir.graph import REGION_OP, tensors_in
 from autopipe.ir.torch_private import outside_fake_mode, storage_key
 
-OPAQUE = ("aten.lstm.input",)
+KERNELS = ("aten.lstm.input",)
+"""The ops that `run` runs."""
+
+OPAQUE = (*KERNELS, REGION_OP)
+"""The ops that no compiler looks into, nor any pass that runs blocks again."""
 
 Pack = Callable[[Tensor], Tensor]
 _packs: list[Pack] = []
@@ -51,10 +55,15 @@ def run(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # Autocast decides what the kernel computes in, and so what it keeps.
         low = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         saved, workspace = _kept(op, low, _described(args))
-        for position in saved:
-            _packs[-1](operands[position])
-        _packs[-1](torch.empty(workspace, dtype=torch.uint8))
+        keep([operands[position] for position in saved], workspace)
     return result
+
+
+def keep(tensors: Sequence[Tensor], size: int) -> None:
+    """Tell the observer that a real kernel saves these tensors, and `size` bytes besides."""
+    if _packs:
+        for tensor in (*tensors, torch.empty(size, dtype=torch.uint8)):
+            _packs[-1](tensor)
 
 
 @lru_cache(maxsize=256)

@@ -38,6 +38,7 @@ from autopipe.planfile.parts import (
     Sharding,
     StagePlan,
 )
+from autopipe.planfile.regions import Region
 from autopipe.planfile.work import Work
 from autopipe.util import codec
 
@@ -66,11 +67,11 @@ class Plan:
     stages run through torch.compile, and keep for backward what `joint.run_again` says. `loss_over`
     is one of `LOSS_OVER`. `loss` is whether there is a loss function beside the model (null: nobody
     has said). `loss_parts` are the parts of the vocabulary that its loss is computed from; 0: all
-    at once, as the model does. Under the precisions bf16 and fp16, `grad_dtype` is what gradients
-    are summed in, and `optimizer_dtype` what the optimizer changes: fp32 master weights, or
-    parameters of 16 bits. `work` is what a step computes; null if that is not known, or no
-    matrix product. `made` has a few digits of each part as the planner has left it, by which
-    `edited` finds what was changed since.
+    at once, as the model does. `regions` run as the user wrote them. Under the precisions bf16 and
+    fp16, `grad_dtype` is what gradients are summed in, and `optimizer_dtype` what the optimizer
+    changes: fp32 master weights, or parameters of 16 bits. `work` is what a step computes; null if
+    that is not known, or no matrix product. `made` has a few digits of each part as the planner has
+    left it, by which `edited` finds what was changed since.
     """
 
     format: int
@@ -102,6 +103,7 @@ class Plan:
     loss_parts: int = 0
     grad_dtype: str = "fp32"
     optimizer_dtype: str = "fp32"
+    regions: tuple[Region, ...] = ()
     made: dict[str, str] = field(default_factory=dict)
 
     @property

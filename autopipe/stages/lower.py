@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeGuard
 
 import sympy
@@ -28,6 +27,7 @@ from autopipe.ir.blocks import Block
 from autopipe.ir.dataflow import analyse, is_random, obstacle
 from autopipe.ir.graph import (
     READ_OP,
+    REGION_OP,
     Arg,
     Autocast,
     Graph,
@@ -40,7 +40,7 @@ from autopipe.ir.graph import (
     resolve,
     values_in,
 )
-from autopipe.ir.opaque_ops import OPAQUE
+from autopipe.ir.opaque_ops import KERNELS
 from autopipe.ir.opaque_ops import run as run_opaque
 from autopipe.ir.partition import Stage
 from autopipe.planfile.parts import Read
@@ -50,6 +50,7 @@ from autopipe.stages.node_calls import (
     NODE_NAME,
     check_read,
     draw_under_autocast,
+    opaque_under_autocast,
     take,
     under_autocast,
 )
@@ -300,6 +301,8 @@ class _Emitter:
                 for value in dict.fromkeys(node.values())
             }
         args = tuple(self.argument(arg, env) for arg in node.args)
+        if node.op == REGION_OP:
+            args = (*args[:-1], self.graph.regions[args[-1]].key)
         return args, {key: self.argument(arg, env) for key, arg in node.kwargs.items()}
 
     def _goes_as_copy(self, value: Value, node: Node) -> TypeGuard[State]:
@@ -322,7 +325,7 @@ class _Emitter:
         auto: Autocast | None = node.autocast
         around = () if auto is None else (auto.device_type, auto.dtype, auto.enabled)
         call: Any
-        if self.reads is None and node.op in OPAQUE:  # on fake tensors, which draw nothing
+        if self.reads is None and node.op in KERNELS:  # on fake tensors, which draw nothing
             call = opaque_under_autocast if around else run_opaque
         elif is_random(node):
             call = draw_under_autocast if around else draw
@@ -332,14 +335,6 @@ class _Emitter:
         else:
             return into.call_function(op, args, kwargs)
         return into.call_function(call, (*around, op, *args), kwargs)
-
-
-def opaque_under_autocast(
-    device_type: str, dtype: torch.dtype | None, enabled: bool, op: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """As `opaque_ops.run`, under the autocast that the model had around the op."""
-    run = partial(run_opaque, op)
-    return under_autocast(device_type, dtype, enabled, run, *args, **kwargs)
 
 
 def _identifier(text: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopipe.ir.opaque_ops import run as run_opaque
 from autopipe.planfile.parts import Read
 from autopipe.stages.rng import draw
 from autopipe.tracing.value_guards import check
@@ -52,6 +53,14 @@ def draw_under_autocast(
 ) -> Any:
     """A random op under the autocast that the model had around it (`stages.rng.draw`)."""
     return under_autocast(device_type, dtype, enabled, partial(draw, op, node), *args, **kwargs)
+
+
+def opaque_under_autocast(
+    device_type: str, dtype: torch.dtype | None, enabled: bool, op: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """As `opaque_ops.run`, under the autocast that the model had around the op."""
+    run = partial(run_opaque, op)
+    return under_autocast(device_type, dtype, enabled, run, *args, **kwargs)
 
 
 python_only = frozenset({draw, draw_under_autocast, check_read})

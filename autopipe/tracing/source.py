@@ -23,6 +23,7 @@ from autopipe.frontend.loss import Loss
 from autopipe.frontend.quiet import libraries_hushed
 from autopipe.ir import torch_private
 from autopipe.planfile.parts import InputSpec
+from autopipe.planfile.regions import Region
 from autopipe.tracing.low_precision import SixteenBits
 from autopipe.tracing.trace import Trace, trace
 from autopipe.util import numbers
@@ -59,6 +60,7 @@ def trace_source(
     loss: Loss | None,
     *,
     training: bool = True,
+    regions: Sequence[Region] = (),
     skeleton: nn.Module | None = None,
     outputs: bool = False,
     kept: SixteenBits | None = None,
@@ -89,6 +91,7 @@ def trace_source(
         specs,
         loss,
         training=training,
+        regions=regions,
         real=real,
         outputs=outputs,
         kept=kept,

@@ -131,6 +131,7 @@ def _without_bytes(candidate: Candidate, answer: Answer, held: StageBytes) -> Pl
         loss=request.loss is not None,
         loss_over=request.loss_over,
         loss_parts=job.traced.loss_parts,
+        regions=degree.trace.regions,
     )
 
 
