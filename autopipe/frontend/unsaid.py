@@ -9,10 +9,8 @@ hooks on what autograd saves          they may change it
 
 from __future__ import annotations
 
-import keyword
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import torch
@@ -64,12 +62,6 @@ def check_model(model: nn.Module) -> None:
                 f"{_at(hook)}the model has a backward hook, which may change gradients and is in "
                 "no graph",
                 hint=AS_AN_OP,
-            )
-    for name, _ in chain(model.named_parameters(), model.named_buffers()):
-        for part in filter(keyword.iskeyword, name.split(".")):
-            raise CaptureError(
-                f"{name!r} has Python's word {part!r} in its name, and stages are Python code",
-                hint=f"call it {part}_",
             )
     for name, parameter in model.named_parameters():
         for hook in filter(_is_users, tensor_hooks(parameter)):

@@ -12,9 +12,8 @@
 * a module's `_parameters`, `_buffers` and `_modules`, for two modules that hold the same ones;
 * whether a tensor belongs to a transform of `torch.func`, which no public function tells;
 * the hooks on gradients of a module and of a parameter, to see that there are any;
-* the same `_parameters` and `_buffers`, and the list that an RNN keeps of its weights, to let a
-  module compute with other tensors for good: `torch.func.functional_call` takes them back before
-  backward, in which a checkpoint inside runs the module once more.
+* the same and the weights that an RNN lists, to let a module compute with other tensors for good:
+  `torch.func.functional_call` takes them back before a checkpoint's backward runs it once more.
 
 Two functions of torch that constructors call cannot work on fake tensors: see `constructing`.
 """
@@ -22,6 +21,7 @@ Two functions of torch that constructors call cannot work on fake tensors: see `
 from __future__ import annotations
 
 import copy
+import keyword
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -30,7 +30,7 @@ from typing import Any, cast
 
 import sympy
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -77,6 +77,19 @@ __all__ = [
     "writes",
     "written_arguments",
 ]
+
+
+def _in_code(base: str, target: str) -> str:
+    """The code that reads `target` of `base`: `getattr(self.body, "0").weight`."""
+    for part in target.split("."):
+        name = part.isidentifier() and not keyword.iskeyword(part)
+        base = f"{base}.{part}" if name else f'getattr({base}, "{part}")'
+    return base
+
+
+# For good: fx writes `self.lambda`, which is no Python, wherever a module of a graph is made or
+# copied. Of all other names this is what it writes itself.
+fx.graph._format_target = _in_code
 
 
 def fake_mode() -> FakeTensorMode:

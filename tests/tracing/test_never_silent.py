@@ -397,9 +397,22 @@ def test_a_rank_refuses_what_its_plan_has_no_region_for(kind):
         trace_model(built(kind), inputs, square, reads=())
 
 
-class Keyword(Net):
+class WordsOfPython(Net):
+    """A parameter, a module and a buffer under names that are words of Python."""
+
     def begin(self):
-        self.register_parameter("lambda", nn.Parameter(torch.ones(8)))
+        self.register_parameter("lambda", nn.Parameter(torch.full((8,), 1.5)))
+        self.add_module("class", nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
+        self.register_buffer("is", torch.full((8,), 0.5))
+
+    def inside(self, hidden):
+        return self.get_submodule("class")(hidden * getattr(self, "lambda")) + getattr(self, "is")
+
+
+def test_names_that_are_words_of_python():
+    """Bug: stages read `self.lambda`, which is no Python."""
+    assert unlike(built(WordsOfPython)) == []
+    assert unlike(built(WordsOfPython), cuts=["relu/1"]) == []
 
 
 class Jitted(Net):
@@ -410,8 +423,6 @@ class Jitted(Net):
 
 
 MADE_OF = {
-    Keyword: "'lambda' has Python's word 'lambda' in its name, and stages are Python code\n"
-    "hint: call it lambda_",
     Jitted: "middle is scripted or traced by torch.jit, which keeps its parameters to itself\n"
     "hint: use the module that it was made from",
 }
