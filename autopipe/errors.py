@@ -4,7 +4,6 @@
     +-- ModelError                   the model file, its inputs or its batch
     |   +-- CaptureError             the model cannot be captured as a graph
     |       +-- Uncaptured           a call in it cannot, which may run as it is
-    |           +-- FixedRows        it can for one number of rows
     +-- PlanError                    a plan file that cannot be read, or is of something else
     +-- InfeasibleError              no plan fits what was asked
     +-- ScheduleError                a program that cannot run: a deadlock, a missing transfer
@@ -66,10 +65,6 @@ class Uncaptured(CaptureError):
         super().__init__(message, hint=hint)
         self.frames = frames
         self.module = module
-
-
-class FixedRows(Uncaptured):
-    """What is traced holds for one number of rows alone."""
 
 
 class PlanError(AutopipeError):

@@ -8,13 +8,14 @@ anything else, while it is traced   the line, and that values are not known ther
 from __future__ import annotations
 
 import logging
+import re
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from autopipe.errors import CaptureError, FixedRows, Uncaptured
+from autopipe.errors import CaptureError, Uncaptured
 from autopipe.frontend import user_lines
 from autopipe.ir.torch_private import DynamicOutputShapeException
 
@@ -72,13 +73,13 @@ def fixes_rows(error: Exception) -> bool:
     return "Constraints violated" in str(error)
 
 
-def fixed_rows(place: str, frames: Sequence[FrameType]) -> FixedRows:
+def fixed_rows(place: str, frames: Sequence[FrameType]) -> Uncaptured:
     """The error for a trace that is valid only for some numbers of rows; it names the line."""
-    return FixedRows(
+    return Uncaptured(
         f"{place + ': t' if place else 't'}he number of rows is fixed here, so what is traced with "
         "two rows does not hold for the rows of every micro-batch",
         hint="take the rows from x.shape[0], not from len(x) or from a number, as in view(2, -1); "
-        "no branch may depend on them; or fix the rows, --micro-batches and --dp",
+        "no branch may depend on them",
         frames=frames,
     )
 
@@ -115,12 +116,17 @@ def line_that_fixes_rows(run: Callable[[], object]) -> tuple[str, Sequence[Frame
     finally:
         log.setLevel(before[0])
         log.propagate, log.disabled, log.handlers = before[1:]
-    for wanted in ("set_replacement ", "eval Eq(Mod(", "eval "):
+    for wanted in _FIXING:
         for words, place, frames in conditions.found:
-            if words.startswith(wanted) and "suppressed" not in words and place:
+            if wanted.match(words) and "suppressed" not in words and place:
                 return place, frames
     return "", ()
 
+
+_FIXING = tuple(
+    map(re.compile, (r"set_replacement \S+ = \d", r"eval Eq\(Mod\(", r"eval \S+ <=? \d", "eval "))
+)
+"""What it says of a condition, the likeliest to fix the rows first."""
 
 _SIZES = "torch.fx.experimental.symbolic_shapes"
 """The name of torch's log of conditions on sizes."""

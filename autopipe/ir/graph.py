@@ -32,12 +32,8 @@ BATCH, SEQUENCE = dims.symbols()
 
 Dim: TypeAlias = int | sympy.Expr
 
-READ_OP = "autopipe.read.default"
-"""The op of a node at which Python reads a value (`tracing.value_guards`)."""
-
-
-REGION_OP = "autopipe.region.default"
-"""The op of a node that is a call of the user's own code (`opaque.regions`)."""
+READ_OP = "autopipe.read.default"  # at which Python reads a value (`tracing.value_guards`)
+REGION_OP = "autopipe.region.default"  # a call of the user's own code (`opaque.regions`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +130,7 @@ class Node:
     def values(self) -> tuple[Value, ...]:
         """The values that the node reads, in the order of its arguments, repeats included."""
         found = self._values
-        if found is None:  # asked for by everyone who looks at a graph
+        if found is None:  # everyone asks
             found = tuple(values_in((self.args, tuple(self.kwargs.values()))))
             object.__setattr__(self, "_values", found)
         return found
@@ -182,8 +178,7 @@ class Graph:
     """A traced model and its loss. `outputs` is (loss,) or (sum, count).
 
     `constants` holds, by name, the tensors that the forward made from Python numbers, `regions`
-    what runs in the nodes of `REGION_OP` (`opaque.regions.Running`). A graph that holds for one
-    number of `rows` alone has none for them.
+    what runs in the nodes of `REGION_OP` (`opaque.regions.Running`).
     """
 
     inputs: Mapping[str, TensorSpec]
@@ -192,7 +187,6 @@ class Graph:
     outputs: tuple[Arg, ...]
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
     regions: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    rows: int | None = None
 
     def spec(self, value: Value) -> TensorSpec:
         """Shape and dtype of a value."""

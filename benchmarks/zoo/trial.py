@@ -133,6 +133,8 @@ class Tried:
             loss=self.model.loss,
             optimizer="sgd",
             precision="fp32",
+            grad_dtype="fp32",
+            optimizer_dtype="fp32",
             compiled=None,
             cluster=machine(1, MEMORY),
             batch_size=ROWS * MICRO_BATCHES,
