@@ -415,6 +415,18 @@ def test_names_that_are_words_of_python():
     assert unlike(built(WordsOfPython), cuts=["relu/1"]) == []
 
 
+class ThroughViews(Net):
+    def inside(self, hidden):
+        made = torch.zeros(hidden.shape[0], 2, 8)
+        made[:, 0] = self.middle(hidden)
+        made.view(-1, 16)[:, 8:] += hidden.sin()
+        return made.sum(1)
+
+
+def test_writes_through_views_of_a_new_tensor():
+    assert unlike(built(ThroughViews)) == []
+
+
 class Jitted(Net):
     def begin(self):
         with warnings.catch_warnings():
