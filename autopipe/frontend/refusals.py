@@ -107,6 +107,8 @@ def line_that_fixes_rows(run: Callable[[], object]) -> tuple[str, Sequence[Frame
     """
     log, conditions = logging.getLogger(_SIZES), _Conditions()
     before = log.level, log.propagate, log.disabled, log.handlers
+    silenced = log.manager.disable  # by a program that wants to hear nothing
+    logging.disable(logging.NOTSET)
     log.handlers = [conditions]
     log.propagate, log.disabled = False, False
     log.setLevel(logging.INFO)
@@ -114,6 +116,7 @@ def line_that_fixes_rows(run: Callable[[], object]) -> tuple[str, Sequence[Frame
         with suppress(Exception):  # it is known to fail
             run()
     finally:
+        logging.disable(silenced)
         log.setLevel(before[0])
         log.propagate, log.disabled, log.handlers = before[1:]
     for wanted in _FIXING:
