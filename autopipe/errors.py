@@ -3,6 +3,7 @@
     AutopipeError                    a sentence, and the hint below it
     +-- ModelError                   the model file, its inputs or its batch
     |   +-- CaptureError             the model cannot be captured as a graph
+    |       +-- Uncaptured           a call in it cannot, which may run as it is
     +-- PlanError                    a plan file that cannot be read, or is of something else
     +-- InfeasibleError              no plan fits what was asked
     +-- ScheduleError                a program that cannot run: a deadlock, a missing transfer
@@ -15,6 +16,9 @@ command line prints both and exits with code 2: the user can fix these errors, t
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from types import FrameType
 
 
 class AutopipeError(Exception):
@@ -40,6 +44,27 @@ class ModelError(AutopipeError):
 
 class CaptureError(ModelError):
     """`torch.export` cannot capture the model; the message names the user's own line."""
+
+
+class Uncaptured(CaptureError):
+    """`torch.export` cannot capture a call of the model's code that itself runs well.
+
+    Args:
+        frames: those on the stack at that place, if it was not where the error is raised.
+        module: the path of the module whose call it is, if no frame is known.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        hint: str | None = None,
+        frames: Sequence[FrameType] = (),
+        module: str = "",
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.frames = frames
+        self.module = module
 
 
 class PlanError(AutopipeError):

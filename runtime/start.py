@@ -175,7 +175,16 @@ def trace_planned(model: Source, inputs: Any, loss: Loss | None, plan: Plan) -> 
         example = batches.two_rows(example, plan.inputs)
     how = kept(plan.precision, plan.optimizer_dtype, plan.grad_dtype)
     own = model if isinstance(model, nn.Module) else None
-    traced = trace(skeleton, example, plan.inputs, loss, reads=plan.reads, kept=how, own=own)
+    traced = trace(
+        skeleton,
+        example,
+        plan.inputs,
+        loss,
+        reads=plan.reads,
+        regions=plan.regions,
+        kept=how,
+        own=own,
+    )
     return TracedModel(skeleton, traced, unused_states(traced.graph, skeleton))
 
 
@@ -263,6 +272,7 @@ def split_to_evaluate(
         training=False,
         outputs=outputs,
         kept=kept(plan.precision, plan.optimizer_dtype, plan.grad_dtype),
+        regions=plan.regions,
     )
     local, blocks, whole = dealt_out(found, plan, part.place.tp, sharding)
     return split_for_evaluation(local, part.split, blocks, whole)

@@ -43,7 +43,7 @@ def assignments(states: Mapping[str, Expression], home: str = "") -> list[str]:
         if is_name(name):
             lines += lay_out(_held(found), INDENT, f"self.{name} = ")
         else:
-            lines += lay_out(Call("self.add_module", (text(name), _held(found))), INDENT)
+            lines += lay_out(Call("setattr", ("self", text(name), _held(found))), INDENT)
     return lines
 
 

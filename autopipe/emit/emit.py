@@ -92,6 +92,12 @@ def stages(model: Source, plan: Plan, loss: Loss | None) -> dict[str, str]:
     Raises:
         PlanError: the plan is of another model.
     """
+    if plan.regions:
+        raise PlanError(
+            f"plan.regions: {plan.regions[0].name} runs as it is written in the model, and no file "
+            "can be made of it",
+            hint="run the plan as it is: autopipe run",
+        )
     skeleton = bare(model)
     example = batch.from_specs(plan.inputs, 2)
     own = model if isinstance(model, nn.Module) else None

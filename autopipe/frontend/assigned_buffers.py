@@ -66,8 +66,9 @@ def written(model: nn.Module, names: Collection[str]) -> Iterator[set[str]]:
                 "forward of its own module",
                 hint="write it in place, buffer.copy_(value), or assign it in its own module",
             )
-    finally:
-        put(model, {name: before[name] for name in before.keys() & found})
+    finally:  # also after an error: the model may be traced again
+        now = buffers_of(model)
+        put(model, {name: buffer for name, buffer in before.items() if now.get(name) is not buffer})
 
 
 class _Around:

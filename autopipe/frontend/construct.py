@@ -27,6 +27,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from autopipe.errors import ModelError
@@ -113,7 +114,8 @@ class _Parts:
                 hook.remove()
 
     def _register(self, module: nn.Module, name: str, parameter: Any) -> nn.Parameter | None:
-        if not isinstance(parameter, nn.Parameter) or is_fake(parameter):
+        lazy = is_lazy(parameter)  # a first call will give it its shape, in place
+        if lazy or not isinstance(parameter, nn.Parameter) or is_fake(parameter):
             return None
         if self.until == "registered":
             return self._fake(parameter)
@@ -135,7 +137,7 @@ class _Parts:
         """Turn fake what is still real in a module."""
         for module in model.modules():
             for name, parameter in [*module.named_parameters(recurse=False)]:
-                if not is_fake(parameter):
+                if not is_fake(parameter) and not is_lazy(parameter):
                     self.held -= parameter.numel() * parameter.element_size()
                     setattr(module, name, self._fake(parameter))  # an LSTM keeps a list of them
 

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from autopipe.errors import CaptureError
 from autopipe.frontend import user_lines
 from autopipe.ir.graph import tensors_in
-from autopipe.ir.torch_private import is_fake
+from autopipe.ir.torch_private import is_fake, is_transformed
 
 RUNS = 8
 """Runs with other seeds."""
@@ -87,10 +87,10 @@ class Draws(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.place = ""
-        self._before = _states()
+        self._before = states()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self.place and _states() != self._before:
+        if not self.place and states() != self._before:
             self.place = user_lines.here()
         return func(*args, **(kwargs or {}))
 
@@ -106,7 +106,7 @@ class _Noted(TorchFunctionMode):
         plain = [a for a in (*args, *(kwargs or {}).values()) if isinstance(a, int | float | str)]
         values = [
             str(tensor.shape)
-            if is_fake(tensor) or tensor.numel() > SMALL
+            if is_fake(tensor) or is_transformed(tensor) or tensor.numel() > SMALL
             else repr(tensor.detach().tolist())
             for tensor in tensors_in((args, kwargs or {}))
         ]
@@ -119,7 +119,8 @@ def _numpy() -> Any:
     return sys.modules.get("numpy.random")
 
 
-def _states() -> Hashable:
+def states() -> Hashable:
+    """The states of Python's generator and of numpy's."""
     numpy = _numpy()
     if numpy is None:
         return random.getstate(), None

@@ -9,10 +9,8 @@ hooks on what autograd saves          they may change it
 
 from __future__ import annotations
 
-import keyword
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import torch
@@ -20,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from autopipe.errors import CaptureError
+from autopipe.errors import CaptureError, Uncaptured
 from autopipe.frontend import user_lines
 from autopipe.ir import opaque_ops
 from autopipe.ir.graph import tensors_in
@@ -59,17 +57,11 @@ def check_model(model: nn.Module) -> None:
                 "many batches it has seen, another number in every micro-batch",
                 hint="give it a momentum, such as 0.1",
             )
-        for hook in module_backward_hooks(module):
+        for hook in module_backward_hooks(module) if not path else ():
             raise CaptureError(
-                f"{_at(hook)}{path or 'the model'} has a backward hook, which may change gradients "
-                "and is in no graph",
+                f"{_at(hook)}the model has a backward hook, which may change gradients and is in "
+                "no graph",
                 hint=AS_AN_OP,
-            )
-    for name, _ in chain(model.named_parameters(), model.named_buffers()):
-        for part in filter(keyword.iskeyword, name.split(".")):
-            raise CaptureError(
-                f"{name!r} has Python's word {part!r} in its name, and stages are Python code",
-                hint=f"call it {part}_",
             )
     for name, parameter in model.named_parameters():
         for hook in filter(_is_users, tensor_hooks(parameter)):
@@ -121,7 +113,7 @@ class RefusedCalls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(map(is_transformed, tensors_in(args))):
-            raise CaptureError(
+            raise Uncaptured(
                 f"{user_lines.here()}: runs under a transform of torch.func (vmap, grad, jvp), "
                 "which torch.export cannot capture with the model's own parameters",
                 hint="write the batched computation out: torch.einsum, matmul, broadcasting",
@@ -141,7 +133,7 @@ def _post_hook(tensor: Tensor, hook: Any) -> None:
     )
 
 
-def _tensor_hook(tensor: Tensor, hook: Any) -> None:
+def _parameter_hook(tensor: Tensor, hook: Any) -> None:
     if isinstance(tensor, nn.Parameter):
         raise CaptureError(
             f"{user_lines.here()}: forward sets a hook on a parameter, one more in every "
@@ -149,7 +141,14 @@ def _tensor_hook(tensor: Tensor, hook: Any) -> None:
             hint="change the gradient in the optimizer, or let forward read a changed parameter: "
             "op(self.weight)",
         )
-    _post_hook(tensor, hook)
+
+
+def _tensor_hook(tensor: Tensor, hook: Any) -> None:
+    _parameter_hook(tensor, hook)
+    raise Uncaptured(
+        f"{user_lines.here()}: a hook on a gradient is set while the model runs; no graph has it",
+        hint=AS_AN_OP,
+    )
 
 
 def _freeze(tensor: Tensor, requires_grad: bool = True) -> None:
@@ -181,23 +180,46 @@ def _control_flow(*args: Any, **kwargs: Any) -> None:
 
 
 def _inner_gradient(*args: Any, **kwargs: Any) -> None:
-    raise CaptureError(
+    raise Uncaptured(
         f"{user_lines.here()}: forward takes a gradient of its own, which is in no graph",
         hint="write the derivative out as ops of the forward, or put it into a "
         "torch.autograd.Function",
     )
 
 
-_REFUSALS: dict[Any, Callable[..., None]] = {
-    Tensor.register_hook: _tensor_hook,
+def _accumulated(*args: Any, **kwargs: Any) -> None:
+    raise CaptureError(
+        f"{user_lines.here()}: forward runs a backward of its own, which adds to the gradients of "
+        "parameters",
+        hint="torch.autograd.grad(..., create_graph=True) gives a gradient and changes none",
+    )
+
+
+_EFFECTS: dict[Any, Callable[..., None]] = {
+    Tensor.register_hook: _parameter_hook,
     Tensor.register_post_accumulate_grad_hook: _post_hook,
-    Tensor.backward: _inner_gradient,
-    torch.autograd.grad: _inner_gradient,
-    torch.autograd.backward: _inner_gradient,
+    Tensor.backward: _accumulated,
+    torch.autograd.backward: _accumulated,
     Tensor.requires_grad_: _freeze,
     Tensor.requires_grad.__set__: _freeze,  # type: ignore[attr-defined]
     Tensor.grad.__get__: _gradient,  # type: ignore[union-attr]
 }
+
+_REFUSALS: dict[Any, Callable[..., None]] = {
+    **_EFFECTS,
+    Tensor.register_hook: _tensor_hook,
+    torch.autograd.grad: _inner_gradient,
+}
+
+
+class RefusedEffects(TorchFunctionMode):
+    """Refuses what no call may do, not even one that runs as it is."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        refuse = _EFFECTS.get(func)
+        if refuse is not None:
+            refuse(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
 class _Seeds(TorchDispatchMode):

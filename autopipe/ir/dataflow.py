@@ -21,6 +21,7 @@ import torch
 
 from autopipe.ir.graph import (
     READ_OP,
+    REGION_OP,
     Graph,
     Input,
     Node,
@@ -126,6 +127,8 @@ def _written(node: Node, op: object) -> list[Value]:
 def is_random(node: Node) -> bool:
     """Whether a node draws random numbers."""
     short = node.short
+    if node.op == REGION_OP:
+        return bool(arguments(node)["random"])
     if "dropout" in short:
         given = arguments(node)
         return bool(given["train"]) and given["p"] != 0
@@ -153,7 +156,7 @@ def _local(
             local[position] = (
                 all(_is_local(graph, v, local) for v in values)  # first: of most nodes it is not so
                 and all(local[p] for p in before[position])
-                and node.op != READ_OP
+                and node.op not in (READ_OP, REGION_OP)
                 and not is_random(node)
                 and not any(root[v] in bound for v in values)
                 and not any(root[Ref(node.name, n)] in bound for n in range(len(node.outputs)))
@@ -174,11 +177,28 @@ def _is_local(graph: Graph, value: Value, local: list[bool]) -> bool:
     return isinstance(value, Input) or graph.states[value.name].kind != "parameter"
 
 
+@once
+def gradient_values(graph: Graph) -> frozenset[Ref | State]:
+    """The values through which a gradient flows back to a trainable parameter."""
+    carrying: set[Ref | State] = {State(n) for n, s in graph.states.items() if s.trainable}
+    for node in graph.nodes:
+        if node.grad and node.op not in (READ_OP, "aten.detach.default"):
+            if any(value in carrying for value in node.values()):
+                carrying |= {
+                    Ref(node.name, number)
+                    for number, spec in enumerate(node.outputs)
+                    if spec is not None and (spec.dtype.is_floating_point or spec.dtype.is_complex)
+                }
+    return frozenset(carrying)
+
+
 def obstacle(flow: Dataflow, positions: Sequence[int]) -> str | None:
     """Why the nodes at `positions` cannot be recomputed with equal results; None: they can."""
     inside = {flow.graph.nodes[position].name for position in positions}
     for position in positions:
         node = flow.graph.nodes[position]
+        if node.op == REGION_OP:
+            return f"{node.name} runs as it is, and may do otherwise the second time"
         if node.op in OPAQUE:
             return f"{node.name} ({node.op}) keeps more for backward than can be foretold"
         for value in node.values():

@@ -32,8 +32,8 @@ BATCH, SEQUENCE = dims.symbols()
 
 Dim: TypeAlias = int | sympy.Expr
 
-READ_OP = "autopipe.read.default"
-"""The op of a node at which Python reads a value (`tracing.value_guards`)."""
+READ_OP = "autopipe.read.default"  # at which Python reads a value (`tracing.value_guards`)
+REGION_OP = "autopipe.region.default"  # a call of the user's own code (`opaque.regions`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class Node:
     def values(self) -> tuple[Value, ...]:
         """The values that the node reads, in the order of its arguments, repeats included."""
         found = self._values
-        if found is None:  # asked for by everyone who looks at a graph
+        if found is None:  # everyone asks
             found = tuple(values_in((self.args, tuple(self.kwargs.values()))))
             object.__setattr__(self, "_values", found)
         return found
@@ -177,7 +177,8 @@ class StateSpec:
 class Graph:
     """A traced model and its loss. `outputs` is (loss,) or (sum, count).
 
-    `constants` holds, by name, the tensors that the forward made from Python numbers.
+    `constants` holds, by name, the tensors that the forward made from Python numbers, `regions`
+    what runs in the nodes of `REGION_OP` (`opaque.regions.Running`).
     """
 
     inputs: Mapping[str, TensorSpec]
@@ -185,6 +186,7 @@ class Graph:
     nodes: tuple[Node, ...]
     outputs: tuple[Arg, ...]
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
+    regions: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def spec(self, value: Value) -> TensorSpec:
         """Shape and dtype of a value."""
@@ -217,10 +219,10 @@ class Graph:
         def spec(known: TensorSpec) -> TensorSpec:
             return TensorSpec(tuple(at_sequence(d, length) for d in known.shape), known.dtype)
 
-        return Graph(
-            {path: spec(known) for path, known in self.inputs.items()},
-            self.states,
-            tuple(
+        return replace(
+            self,
+            inputs={path: spec(known) for path, known in self.inputs.items()},
+            nodes=tuple(
                 replace(
                     node,
                     args=inside(node.args),
@@ -229,15 +231,12 @@ class Graph:
                 )
                 for node in self.nodes
             ),
-            self.outputs,
-            self.constants,
         )
 
     def __str__(self) -> str:
         lines = [f"<{path}>: {spec}" for path, spec in self.inputs.items()]
         lines += [f"[{name}]: {state}" for name, state in self.states.items()]
-        lines += [str(node) for node in self.nodes]
-        return "\n".join([*lines, f"return {show(self.outputs)}"])
+        return "\n".join([*lines, *map(str, self.nodes), f"return {show(self.outputs)}"])
 
 
 _T = TypeVar("_T")
@@ -258,7 +257,7 @@ def once(find: Callable[[Graph], _T]) -> Callable[[Graph], _T]:
 
 
 def short_name(op: str) -> str:
-    """The short name of an op: `linear` for `aten.linear.default`, `mul` for Python's `mul`."""
+    """`linear` for `aten.linear.default`, `mul` for Python's `mul`."""
     return op.split(".")[1] if "." in op else op
 
 

@@ -17,8 +17,9 @@ import sympy
 import torch
 
 from autopipe.cluster.measured import ATTENTION, CAUSAL_ATTENTION, DROPOUT_ATTENTION
+from autopipe.ir.dataflow import gradient_values
 from autopipe.ir.graph import (
-    READ_OP,
+    REGION_OP,
     SEQUENCE,
     Dim,
     Graph,
@@ -158,6 +159,13 @@ def _einsum(node: Node, operands: Specs, made: TensorSpec) -> Dim:
     return 2 * sympy.prod(sizes.values())
 
 
+@rule("region")
+def _region(node: Node, operands: Specs, made: TensorSpec) -> Dim:
+    """What was counted when it ran."""
+    found: Dim = arguments(node)["flops"]
+    return found
+
+
 FORWARD_PASSES, BACKWARD_PASSES = 7, 9
 """How often a logit in fp32 is read or written by `sharding.vocabulary_loss`: a log-sum-exp is the
 maximum, a difference, exp and a sum; the gradient a difference, exp, a product and a cast."""
@@ -249,21 +257,6 @@ def _master(graph: Graph, value: Value) -> torch.dtype | None:
     return graph.states[value.name].master if isinstance(value, State) else None
 
 
-@once
-def gradient_values(graph: Graph) -> frozenset[Ref | State]:
-    """The values through which a gradient flows back to a trainable parameter."""
-    carrying: set[Ref | State] = {State(n) for n, s in graph.states.items() if s.trainable}
-    for node in graph.nodes:
-        if node.grad and node.op not in (READ_OP, "aten.detach.default"):
-            if any(value in carrying for value in node.values()):
-                carrying |= {
-                    Ref(node.name, number)
-                    for number, spec in enumerate(node.outputs)
-                    if spec is not None and (spec.dtype.is_floating_point or spec.dtype.is_complex)
-                }
-    return frozenset(carrying)
-
-
 def _cost(graph: Graph, node: Node, carrying: frozenset[Ref | State]) -> NodeCost:
     found = _whole_cost(graph, node, carrying)
     return _in_parts(found, graph, node) if node.short == "vocabulary_loss" else found
@@ -319,6 +312,8 @@ def _whole_cost(graph: Graph, node: Node, carrying: frozenset[Ref | State]) -> N
     trained = {v for v in values if isinstance(v, State) and v in carrying}
     added = sum((graph.states[state.name].summed.bytes for state in trained), nothing)
     launches = 1, len(wanted)
+    if node.op == REGION_OP:
+        launches = arguments(node)["launches"], arguments(node)["launches"]
     return NodeCost(
         flops,
         read + written,

@@ -13,7 +13,7 @@ the same:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -22,10 +22,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from autopipe.ir.graph import tensors_in
+from autopipe.ir.graph import REGION_OP, tensors_in
 from autopipe.ir.torch_private import outside_fake_mode, storage_key
 
-OPAQUE = ("aten.lstm.input",)
+KERNELS = ("aten.lstm.input",)
+"""The ops that `run` runs."""
+
+OPAQUE = (*KERNELS, REGION_OP)
+"""The ops that no compiler looks into, nor any pass that runs blocks again."""
 
 Pack = Callable[[Tensor], Tensor]
 _packs: list[Pack] = []
@@ -51,13 +55,22 @@ def run(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # Autocast decides what the kernel computes in, and so what it keeps.
         low = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         saved, workspace = _kept(op, low, _described(args))
-        operands_saved = [operands[position] for position in saved]
-        room = torch.empty(workspace, dtype=torch.uint8)
-        kept = [_packs[-1](tensor) for tensor in (*operands_saved, room)]
-        for output in tensors_in(result):
-            if output.grad_fn is not None:  # each keeps the real kernel's one node alive
-                output.grad_fn.metadata["kept"] = kept  # type: ignore[index]  # typed a method
+        keep([operands[position] for position in saved], workspace, tensors_in(result))
     return result
+
+
+def keep(tensors: Sequence[Tensor], size: int, outputs: Iterable[Tensor]) -> None:
+    """Tell the observer that a real kernel saves tensors, and `size` bytes besides, for backward.
+
+    They are kept as long as the node of any of the kernel's outputs is.
+    """
+    if not _packs:
+        return
+    room = torch.empty(size, dtype=torch.uint8)
+    kept = [_packs[-1](tensor) for tensor in (*tensors, room)]
+    for output in outputs:
+        if output.grad_fn is not None:
+            output.grad_fn.metadata["kept"] = kept  # type: ignore[index]  # typed a method
 
 
 @lru_cache(maxsize=256)

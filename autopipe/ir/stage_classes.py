@@ -13,9 +13,8 @@ from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
 
-from autopipe.ir import op_costs
 from autopipe.ir.blocks import Block
-from autopipe.ir.dataflow import Dataflow
+from autopipe.ir.dataflow import Dataflow, gradient_values
 from autopipe.ir.graph import Arg, Graph, Input, Ref, State, Value
 from autopipe.ir.partition import Stage
 
@@ -88,7 +87,7 @@ class Forms:
         self._before = {
             block: before for before, block in pairwise(blocks) if before.stop == block.first
         }
-        self._carrying = op_costs.gradient_values(flow.graph)
+        self._carrying = gradient_values(flow.graph)
         self._numbers: dict[Hashable, int] = {}
         self._known: dict[tuple[Block | None, Block], int | None] = {}
 

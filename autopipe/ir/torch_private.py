@@ -11,7 +11,9 @@
 * `tree_map` (torch.utils._pytree), to cast the tensors in whatever a model takes and gives;
 * a module's `_parameters`, `_buffers` and `_modules`, for two modules that hold the same ones;
 * whether a tensor belongs to a transform of `torch.func`, which no public function tells;
-* the hooks on gradients of a module and of a parameter, to see that there are any.
+* the hooks on gradients of a module and of a parameter, to see that there are any;
+* the same and the weights that an RNN lists, to let a module compute with other tensors for good:
+  `torch.func.functional_call` takes them back before a checkpoint's backward runs it once more.
 
 Two functions of torch that constructors call cannot work on fake tensors: see `constructing`.
 """
@@ -19,6 +21,7 @@ Two functions of torch that constructors call cannot work on fake tensors: see `
 from __future__ import annotations
 
 import copy
+import keyword
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -27,7 +30,7 @@ from typing import Any, cast
 
 import sympy
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -52,11 +55,15 @@ __all__ = [
     "fake_mode",
     "fake_parameter",
     "formal_arguments",
+    "hooks_put_aside",
     "is_control_flow",
     "is_fake",
     "is_transformed",
+    "lend",
     "lists_as_one_read",
     "module_backward_hooks",
+    "no_saved_tensors_hooks",
+    "of_unknown_size",
     "outside_fake_mode",
     "quiet",
     "share_members",
@@ -72,6 +79,19 @@ __all__ = [
 ]
 
 
+def _in_code(base: str, target: str) -> str:
+    """The code that reads `target` of `base`: `getattr(self.body, "0").weight`."""
+    for part in target.split("."):
+        name = part.isidentifier() and not keyword.iskeyword(part)
+        base = f"{base}.{part}" if name else f'getattr({base}, "{part}")'
+    return base
+
+
+# For good: fx writes `self.lambda`, which is no Python, wherever a module of a graph is made or
+# copied. Of all other names this is what it writes itself.
+fx.graph._format_target = _in_code
+
+
 def fake_mode() -> FakeTensorMode:
     """A mode in which ops compute only shapes, dtypes and strides; real operands are allowed."""
     return FakeTensorMode(allow_non_fake_inputs=True)
@@ -85,6 +105,31 @@ def is_fake(tensor: torch.Tensor) -> bool:
 def is_transformed(tensor: torch.Tensor) -> bool:
     """Whether a tensor is one of a transform of torch.func: it stands for a batch or a dual."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def of_unknown_size(tensor: torch.Tensor) -> bool:
+    """Whether a size of a traced tensor is a symbol that stands for values of another tensor."""
+    sizes: Sequence[Any] = tensor.shape
+    return any(
+        isinstance(size, torch.SymInt)
+        and any(symbol.name.startswith("u") for symbol in expression(size).free_symbols)
+        for size in sizes
+    )
+
+
+@contextmanager
+def no_saved_tensors_hooks() -> Iterator[None]:
+    """Within, no hooks see what autograd saves: torch.func refuses to run where there are any."""
+    autograd: Any = torch._C._autograd
+    hooks = []
+    while (top := autograd._top_saved_tensors_default_hooks(False)) is not None:
+        hooks.append(top)
+        autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def outside_fake_mode() -> AbstractContextManager[object]:
@@ -190,6 +235,30 @@ def share_members(module: nn.Module, other: nn.Module) -> None:
     """
     module._parameters, module._buffers = other._parameters, other._buffers
     module._modules = other._modules
+
+
+def lend(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Let `module` compute with `tensor` in the place of its own parameter or buffer `name`."""
+    own = module._parameters if name in module._parameters else module._buffers
+    cast(dict[str, object], own)[name] = tensor
+    inside = vars(module)
+    if name in inside.get("_flat_weights_names", ()):
+        inside["_flat_weights"][inside["_flat_weights_names"].index(name)] = tensor
+
+
+@contextmanager
+def hooks_put_aside(module: nn.Module) -> Iterator[None]:
+    """Within, a module has no hooks of its own; one that is added now is gone afterwards."""
+    names = [name for name in vars(module) if name in _HOOKS]
+    before = {name: vars(module)[name] for name in names}
+    vars(module).update({name: type(hooks)() for name, hooks in before.items()})
+    try:
+        yield
+    finally:
+        vars(module).update(before)
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def skeleton(model: nn.Module) -> nn.Module:

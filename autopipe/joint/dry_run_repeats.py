@@ -18,9 +18,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from autopipe.ir import op_costs
 from autopipe.ir.blocks import Block
-from autopipe.ir.dataflow import Dataflow, analyse
+from autopipe.ir.dataflow import Dataflow, analyse, gradient_values
 from autopipe.ir.graph import Ref
 from autopipe.ir.partition import Stage, partition
 from autopipe.ir.repeats import Run, Uneven, leave_out, run_of
@@ -163,7 +162,7 @@ class _DeepRehearsing:
         for node in (self.flow.graph.nodes[position] for position in stage.nodes):
             if any(value in back for value in node.values()):
                 back.update(Ref(node.name, number) for number in range(len(node.outputs)))
-        back &= op_costs.gradient_values(self.flow.graph)
+        back &= gradient_values(self.flow.graph)
         return tuple(looks.get(ref) for ref in one.far), tuple(ref in back for ref in one.given)
 
     def shallow(self, runs: Sequence[Run]) -> Rehearsal:

@@ -38,6 +38,7 @@ from autopipe.planfile.parts import (
     Sharding,
     StagePlan,
 )
+from autopipe.planfile.regions import Region
 from autopipe.planfile.work import Work
 from autopipe.util import codec
 
@@ -69,11 +70,12 @@ class Plan:
     has said). `loss_parts` are the parts of the vocabulary that its loss is computed from; 0: all
     at once, as the model does. `loss_seconds` are those of a loss over the whole batch, between the
     two passes of a step. `lengths` are the tokens of a row that were asked for, ascending, the last
-    one that of `inputs`; without any, rows may be shorter all the same. Under the precisions bf16
-    and fp16, `grad_dtype` is what gradients are summed in, and `optimizer_dtype` what the optimizer
-    changes: fp32 master weights, or parameters of 16 bits. `work` is what a step computes; null if
-    that is not known, or no matrix product. `made` has a few digits of each part as the planner has
-    left it, by which `edited` finds what was changed since.
+    one that of `inputs`; without any, rows may be shorter all the same. `regions` run as the user
+    wrote them. Under the precisions bf16 and fp16, `grad_dtype` is what gradients are summed in,
+    and `optimizer_dtype` what the optimizer changes: fp32 master weights, or parameters of 16 bits.
+    `work` is what a step computes; null if that is not known, or no matrix product. `made` has a
+    few digits of each part as the planner has left it, by which `edited` finds what was changed
+    since.
     """
 
     format: int
@@ -107,6 +109,7 @@ class Plan:
     lengths: tuple[int, ...] = ()
     grad_dtype: str = "fp32"
     optimizer_dtype: str = "fp32"
+    regions: tuple[Region, ...] = ()
     made: dict[str, str] = field(default_factory=dict)
 
     @property

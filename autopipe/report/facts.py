@@ -54,8 +54,13 @@ def decided(plan: Plan) -> list[tuple[str, str]]:
         ("memory", fullest.room(plan)),
         ("holding", fullest.holding(plan)),
     ]
-    left = idle(plan)
-    return [*pairs, *([("idle", left)] if left else []), *_asked(plan)]
+    left, as_they_are = idle(plan), ", ".join(region.name for region in plan.regions)
+    return [
+        *pairs,
+        *([("idle", left)] if left else []),
+        *([("runs as it is", f"{as_they_are}: not looked into")] if as_they_are else []),
+        *_asked(plan),
+    ]
 
 
 def _machines(plan: Plan) -> str:

@@ -16,9 +16,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopipe.ir import check
-from autopipe.ir.dataflow import Dataflow, analyse, is_random
+from autopipe.ir.dataflow import Dataflow, analyse, gradient_values, is_random
 from autopipe.ir.graph import Graph, Node, Ref, State, Value, resolve
-from autopipe.ir.op_costs import gradient_values
 from autopipe.ir.torch_private import writes
 from autopipe.sharding.strategies import is_pointwise
 

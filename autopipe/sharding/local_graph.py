@@ -81,15 +81,14 @@ def shard_graph(
     for node in flow.graph.nodes:
         made.add(node)
     graph = flow.graph
-    whole = Graph(
-        graph.inputs,
-        {
+    whole = replace(
+        graph,
+        states={
             name: replace(state, spec=made.spec(state.spec, made.lies(State(name))))
             for name, state in graph.states.items()
         },
-        tuple(made.nodes),
-        tuple(made.result(output) for output in graph.outputs),
-        graph.constants,
+        nodes=tuple(made.nodes),
+        outputs=tuple(made.result(output) for output in graph.outputs),
     )
     return check.after("local_graph", fuse(whole))
 

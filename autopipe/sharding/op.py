@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from autopipe.ir.dataflow import Dataflow
+from autopipe.ir.dataflow import Dataflow, gradient_values
 from autopipe.ir.graph import Dim, Graph, Node, Ref, State, Value, arguments, at_batch, at_sequence
-from autopipe.ir.op_costs import gradient_values
 from autopipe.planfile.placements import BIG, I, Placement, R, divides
 
 UNEVEN = 16

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 
 from autopipe.errors import PlanError
 from autopipe.ir.blocks import Block, Visit
+from autopipe.ir.dataflow import gradient_values
 from autopipe.ir.graph import Graph, at_batch
-from autopipe.ir.op_costs import gradient_values
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.node_names import NodeName
 from autopipe.planfile.parts import BlockClass, Collective

@@ -27,6 +27,7 @@ from autopipe.ir.blocks import Block
 from autopipe.ir.dataflow import analyse, is_random, obstacle
 from autopipe.ir.graph import (
     READ_OP,
+    REGION_OP,
     Arg,
     Autocast,
     Graph,
@@ -39,7 +40,7 @@ from autopipe.ir.graph import (
     resolve,
     values_in,
 )
-from autopipe.ir.opaque_ops import OPAQUE
+from autopipe.ir.opaque_ops import KERNELS
 from autopipe.ir.opaque_ops import run as run_opaque
 from autopipe.ir.partition import Stage
 from autopipe.planfile.parts import Read
@@ -309,6 +310,8 @@ class _Emitter:
                 for value in dict.fromkeys(node.values())
             }
         args = tuple(self.argument(arg, env) for arg in node.args)
+        if node.op == REGION_OP:
+            args = (*args[:-1], self.graph.regions[args[-1]].key)
         return args, {key: self.argument(arg, env) for key, arg in node.kwargs.items()}
 
     def _goes_as_copy(self, value: Value, node: Node) -> TypeGuard[State]:
@@ -331,7 +334,7 @@ class _Emitter:
         auto: Autocast | None = node.autocast
         around = () if auto is None else (auto.device_type, auto.dtype, auto.enabled)
         given: tuple[Any, ...] = (op, *args)
-        if self.reads is None and node.op in OPAQUE:  # on fake tensors, which draw nothing
+        if self.reads is None and node.op in KERNELS:  # on fake tensors, which draw nothing
             given = (opaque_under_autocast if around else run_opaque, *around, *given)
         elif is_random(node):
             given = (op, node.stream or node.name, *args)

@@ -17,16 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.errors import AutopipeError, CaptureError, ModelError
-from autopipe.frontend import assigned_buffers, second_run, unsaid
+from autopipe.frontend import assigned_buffers, refusals, second_run, unsaid
 from autopipe.frontend import batch as batches
 from autopipe.frontend.loss import Loss, SumCount, outputs_to_loss
 from autopipe.frontend.quiet import libraries_hushed
 from autopipe.frontend.transformers_adapter import eager_branches, without_cache
 from autopipe.ir.graph import SEQUENCE
 from autopipe.ir.torch_patches import averaging_by_tensors, leaving_modules_alone
-from autopipe.ir.torch_private import quiet
+from autopipe.ir.torch_private import DynamicOutputShapeException, quiet
+from autopipe.opaque.regions import Running, as_ops
 from autopipe.planfile.parts import InputSpec, Read
-from autopipe.tracing import refusals
 from autopipe.tracing.low_precision import cast, parameters_in
 from autopipe.tracing.module_makes import restoring
 from autopipe.tracing.stubs import standing_in
@@ -48,6 +48,7 @@ class Program(nn.Module):
         assigned: the buffers that the model assigns anew; each run adds those that it finds.
         unsteady: the plain attributes because of which a second run is another one, if it is.
         twins: modules whose parameters stand for the model's own where the loss reads them.
+        regions: the calls that are ops of a trace (`opaque.regions`).
     """
 
     def __init__(
@@ -69,19 +70,23 @@ class Program(nn.Module):
         self.assigned: set[str] = set()  # changed in place: export undoes what a run assigns
         self.unsteady: tuple[str, ...] = ()
         self.twins: tuple[nn.Module, ...] = ()
+        self.regions: tuple[Running, ...] = ()
+        self.specs = specs
+        self.batch = batch
         self._with_outputs = outputs
-        self._batch = batch
         self.loss = loss
         self._fixed = {spec.path: spec.value for spec in specs if spec.dtype == "python"}
-        self._paths = [spec.path for spec in specs if spec.dtype != "python"]
+        self._tensors = [spec for spec in specs if spec.dtype != "python"]
 
     def forward(self, *tensors: Tensor) -> Any:
-        leaves = {**self._fixed, **dict(zip(self._paths, tensors, strict=True))}
-        batch = batches.rebuild(self._batch, leaves)
+        paths = (spec.path for spec in self._tensors)
+        leaves = {**self._fixed, **dict(zip(paths, tensors, strict=True))}
+        batch = batches.rebuild(self.batch, leaves)
         args, kwargs = batches.bind(self.model, batch, self.loss)
         if self._eager:
             return self._results(batch, args, kwargs)
-        with leaving_modules_alone(), averaging_by_tensors(), unsaid.RefusedCalls():
+        as_they_are = as_ops(self.model, self.regions, self._rows(tensors))
+        with as_they_are, leaving_modules_alone(), averaging_by_tensors(), unsaid.RefusedCalls():
             return self._results(batch, args, kwargs)
 
     def _results(self, batch: Any, args: Any, kwargs: Any) -> Any:
@@ -100,6 +105,15 @@ class Program(nn.Module):
             found += tuple(given.values())
         return found if len(found) > 1 else loss
 
+    def _rows(self, tensors: Sequence[Tensor]) -> Any:
+        """The rows of a batch: an integer, or export's symbol."""
+        for spec, tensor in zip(self._tensors, tensors, strict=True):
+            if spec.batch_dim is not None:
+                factor, _ = sympy.sympify(dims.parse(spec.shape[spec.batch_dim])).as_coeff_Mul()
+                size = tensor.shape[spec.batch_dim]
+                return size if factor == 1 else size // int(factor)
+        return 1
+
     @property
     def parts(self) -> tuple[nn.Module, ...]:
         """The model, and the loss if it is a module."""
@@ -116,7 +130,7 @@ class Program(nn.Module):
 
     def refusal(self, error: Exception) -> CaptureError:
         """The `CaptureError` or `ModelError` for an error that a run of the model raised."""
-        entries = ", ".join([*self._fixed, *self._paths])
+        entries = ", ".join([*self._fixed, *(spec.path for spec in self._tensors)])
         return refusals.of_its_own(error, self.loss, entries)
 
 
@@ -174,8 +188,7 @@ def capture(
             raise
         except Exception as error:  # export raises whatever the model's own code raises
             if refusals.fixes_rows(error):
-                place = refusals.line_that_fixes_rows(export)
-                raise refusals.fixed_rows(place) from error
+                raise refusals.fixed_rows(*refusals.line_that_fixes_rows(export)) from error
             raise refusals.in_a_trace(error, program.loss) from error
 
 
@@ -290,6 +303,8 @@ def _record(
             ) from found
     except (ModelError, NeedsNumbers):
         raise
+    except DynamicOutputShapeException as error:
+        raise program.refusal(error) from error
     except Exception as error:  # whatever the model's own code raises
         # Perhaps for the lack of values alone: some kernels have no version for fake tensors.
         if real is None:

@@ -29,7 +29,9 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from autopipe.errors import CaptureError
 from autopipe.frontend import user_lines
+from autopipe.frontend.refusals import depends_on_values
 from autopipe.ir import check
+from autopipe.ir.blocks import Visit
 from autopipe.ir.graph import (
     Arg,
     Autocast,
@@ -45,6 +47,7 @@ from autopipe.ir.graph import (
     short_name,
 )
 from autopipe.ir.torch_private import expression, is_control_flow, sparse_argument, storage_key
+from autopipe.opaque.trees import Unlike
 from autopipe.planfile.node_names import NodeName
 from autopipe.planfile.parts import InputSpec
 from autopipe.tracing.exported_nodes import (
@@ -58,8 +61,7 @@ from autopipe.tracing.exported_nodes import (
     scopes_of,
     with_copies_beside,
 )
-from autopipe.tracing.refusals import depends_on_values
-from autopipe.tracing.stubs import BEGIN, END, STAND_IN, Span, Unlike
+from autopipe.tracing.stubs import BEGIN, END, STAND_IN, Span
 from autopipe.tracing.user_checkpoints import MARK
 from autopipe.util import dims
 
@@ -320,7 +322,8 @@ class _Converter:
             return size
         found = expression(size)
         if not found.free_symbols <= self.symbols.keys():  # others stand for values of tensors
-            raise depends_on_values(user_lines.of_trace(node.stack_trace if node else None))
+            module = Visit.of(["", *scopes_of(node)][-1]).module if node else ""
+            raise depends_on_values(user_lines.of_trace(node.stack_trace if node else None), module)
         found = found.subs(self.symbols)
         return int(found) if found.is_Integer else found
 

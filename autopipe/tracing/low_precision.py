@@ -117,9 +117,20 @@ def check_operands(graph: Graph, dtype: torch.dtype) -> None:
             raise CaptureError(
                 f"{node.place + ': ' if node.place else ''}{node.short} gets {first} and {second}: "
                 f"parameters are of {dtypes.name_of(dtype)} here, and the model casts its input",
-                hint="cast to the weight's dtype, x.to(self.weight.dtype); or the precision "
-                f"{rate_name(dtype)}-autocast, under which torch casts operands itself",
+                hint=_hint(graph, dtype),
             )
+
+
+def _hint(graph: Graph, dtype: torch.dtype) -> str:
+    if any(node.autocast is not None and node.autocast.enabled for node in graph.nodes):
+        return (
+            "the model says itself, by torch.autocast, what is computed in 16 bits: plan it with "
+            "precision fp32, under which its regions hold and all else is of fp32"
+        )
+    return (
+        "cast to the weight's dtype, x.to(self.weight.dtype); or the precision "
+        f"{rate_name(dtype)}-autocast, under which torch casts operands itself"
+    )
 
 
 def with_masters(graph: Graph, kept: SixteenBits) -> Graph:

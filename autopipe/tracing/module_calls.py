@@ -17,18 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.ir.torch_private import is_fake, storage_key, version
+from autopipe.opaque.trees import Unlike, distinct_tensors, parts_of, whole_of
 from autopipe.tracing.module_makes import (
     FIXED,
     VALUES,
     attributes_of,
-    distinct_tensors,
     frozen,
     look_of,
     modes,
     namespaces_of,
     plain_values,
 )
-from autopipe.tracing.stubs import Unlike, parts_of, whole_of
 
 ABSENT = ("absent",)
 """In the place of an attribute that is not the module's own."""

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopipe.ir.graph import tensors_in
 from autopipe.ir.torch_private import is_fake, storage_key
 
 INTERNAL = frozenset(vars(nn.Module())) | {"_is_full_backward_hook"}
@@ -112,11 +111,6 @@ def modes() -> Hashable:
         for kind in ("cpu", "cuda")
     )
     return torch.is_grad_enabled(), autocast
-
-
-def distinct_tensors(tree: Any) -> list[Tensor]:
-    """The tensors in a tree of containers, in order, each once."""
-    return list({id(tensor): tensor for tensor in tensors_in(tree)}.values())
 
 
 def attributes_of(own: Mapping[str, Any]) -> Hashable:

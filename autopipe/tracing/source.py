@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from autopipe.errors import CaptureError, ModelError
 from autopipe.frontend.construct import Factory, build_fake
@@ -23,6 +24,7 @@ from autopipe.frontend.loss import Loss
 from autopipe.frontend.quiet import libraries_hushed
 from autopipe.ir import torch_private
 from autopipe.planfile.parts import InputSpec
+from autopipe.planfile.regions import Region
 from autopipe.tracing.low_precision import SixteenBits
 from autopipe.tracing.trace import Trace, trace
 from autopipe.util import numbers
@@ -35,11 +37,13 @@ def bare(model: Source, say: Say | None = None) -> nn.Module:
     """A copy of the model with fake parameters; a given module itself is not changed."""
     with libraries_hushed(heard=True):
         if isinstance(model, nn.Module):
+            _check_shapes(model)
             built = torch_private.skeleton(model)
         else:
             built = build_fake(model, room=available_memory, say=say)
     if not isinstance(built, nn.Module):
         raise ModelError(f"model() gives a {type(built).__name__}, not an nn.Module")
+    _check_shapes(built)
     first: dict[tuple[int, int], str] = {}
     for name, parameter in built.named_parameters():
         where = torch_private.storage_key(parameter), int(parameter.storage_offset())
@@ -52,6 +56,18 @@ def bare(model: Source, say: Say | None = None) -> nn.Module:
     return built
 
 
+def _check_shapes(model: nn.Module) -> None:
+    """Refuse a model whose lazy layers have not been called yet."""
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise ModelError(
+                f"{name!r} has no shape yet: its layer is a lazy one ({type(parameter).__name__}), "
+                "which takes its shape from the first batch",
+                hint="call the model once on a batch where it is built: with torch.no_grad(): "
+                "net(**inputs(2))",
+            )
+
+
 def trace_source(
     model: Source,
     example: Any,
@@ -59,6 +75,7 @@ def trace_source(
     loss: Loss | None,
     *,
     training: bool = True,
+    regions: Sequence[Region] = (),
     skeleton: nn.Module | None = None,
     outputs: bool = False,
     kept: SixteenBits | None = None,
@@ -89,6 +106,7 @@ def trace_source(
         specs,
         loss,
         training=training,
+        regions=regions,
         real=real,
         outputs=outputs,
         kept=kept,

@@ -19,7 +19,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,15 +27,12 @@ from torch import Tensor, nn
 from autopipe.ir.blocks import Visit
 from autopipe.ir.graph import Node, Ref, State, Value, swap
 from autopipe.ir.torch_private import expression, storage_key
-from autopipe.tracing.module_makes import distinct_tensors, frozen, modes
+from autopipe.opaque.trees import Unlike, distinct_tensors, parts_of, whole_of
+from autopipe.tracing.module_makes import frozen, modes
 
 BEGIN = "autopipe.begin.default"
 END = "autopipe.end.default"
 STAND_IN = "autopipe.stand_in.default"
-
-
-class Unlike(Exception):
-    """A stub cannot replace its module."""
 
 
 @dataclass(frozen=True)
@@ -165,40 +162,6 @@ def _told(tree: Any, tensors: Sequence[Tensor]) -> Any:
 def _size(size: Any) -> Any:
     """A size that can be compared without a guard on it."""
     return expression(size) if isinstance(size, torch.SymInt) else size
-
-
-class _Place(NamedTuple):
-    """In a tree, the tensor of this number."""
-
-    number: int
-
-
-def parts_of(tree: Any, tensors: Sequence[Tensor]) -> Any:
-    """A tree of containers with a place where each of the tensors stands.
-
-    Raises:
-        Unlike: something in the tree is no plain value.
-    """
-    if isinstance(tree, Tensor):
-        return _Place(next(n for n, tensor in enumerate(tensors) if tensor is tree))
-    if type(tree) in (tuple, list):
-        return type(tree)(parts_of(item, tensors) for item in tree)
-    if type(tree) is dict:
-        return {key: parts_of(item, tensors) for key, item in tree.items()}
-    if tree is None or isinstance(tree, bool | int | float | str | torch.dtype | torch.device):
-        return tree
-    raise Unlike(f"a {type(tree).__name__} goes into a module or comes out of it")
-
-
-def whole_of(parts: Any, tensors: Sequence[Tensor]) -> Any:
-    """The inverse of `parts_of`: the tree with tensors in its places."""
-    if isinstance(parts, _Place):
-        return tensors[parts.number]
-    if isinstance(parts, tuple | list):
-        return type(parts)(whole_of(item, tensors) for item in parts)
-    if isinstance(parts, dict):
-        return {key: whole_of(item, tensors) for key, item in parts.items()}
-    return parts
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """Trace a model on a batch: its `Graph`, and the values that Python read.
 
 model, batch --look--> reads, equal modules --capture--> ExportedProgram --convert--> Graph
+             <--search-- regions, which run as they are, where one of these refuses
 """
 
 from __future__ import annotations
@@ -17,12 +18,16 @@ from autopipe.frontend import batch as batches
 from autopipe.frontend import unsaid
 from autopipe.frontend.loss import Loss
 from autopipe.ir.graph import Graph
+from autopipe.opaque.regions import known, named
+from autopipe.opaque.search import with_regions
+from autopipe.opaque.trees import Unlike
 from autopipe.planfile.parts import InputSpec, Read
+from autopipe.planfile.regions import Region
 from autopipe.tracing.export import Program, capture, look
 from autopipe.tracing.from_export import convert
 from autopipe.tracing.low_precision import SixteenBits, check_operands, parameters_in, with_masters
+from autopipe.tracing.measuring import Measuring
 from autopipe.tracing.same_modules import Likeness
-from autopipe.tracing.stubs import Unlike
 from autopipe.tracing.value_guards import NeedsNumbers
 from autopipe.util.progress import Say
 
@@ -33,6 +38,7 @@ class Trace:
 
     `outputs` are the paths of the model's own outputs, if the graph returns them after the loss.
     `unsteady` are the plain attributes because of which a second call makes other calls of torch.
+    `regions` are the calls that run as they are.
     """
 
     graph: Graph
@@ -40,6 +46,7 @@ class Trace:
     reads: tuple[Read, ...]
     outputs: tuple[str, ...] = ()
     unsteady: tuple[str, ...] = ()
+    regions: tuple[Region, ...] = ()
 
 
 def trace(
@@ -50,6 +57,7 @@ def trace(
     *,
     training: bool = True,
     reads: Sequence[Read] | None = None,
+    regions: Sequence[Region] = (),
     real: Callable[[], nn.Module] | None = None,
     symbolic: bool = True,
     outputs: bool = False,
@@ -65,6 +73,7 @@ def trace(
         loss: `loss(outputs, batch)`; None takes a scalar output or an output's `.loss`.
         training: trace in training mode; False traces evaluation.
         reads: the recorded reads of an earlier trace, to be replayed; None: record them now.
+        regions: those of an earlier trace, in training; none: they are looked for.
         real: builds the model with its weights, if a read depends on one.
         symbolic: False fixes the rows to the example's. Otherwise a dim that is `s` in the specs is
             a symbol as well (`tracing.symbolic_sequence`).
@@ -89,7 +98,9 @@ def trace(
     program = Program(model, batch, loss, specs, outputs=outputs, kept=low)
     program.twins = () if own is None else (own,)
     program.training = training
-    tracing = _Tracing(program, leaves, tuple(specs), symbolic, kept, say or (lambda line: None))
+    tracing = _Tracing(
+        program, leaves, tuple(specs), tuple(regions), symbolic, kept, say or (lambda line: None)
+    )
     with parameters_in(model, low):
         return tracing.recorded(real) if reads is None else tracing.replayed(reads, real)
 
@@ -105,12 +116,30 @@ class _Tracing:
     program: Program
     leaves: Mapping[str, Any]
     specs: tuple[InputSpec, ...]
+    regions: tuple[Region, ...]
     symbolic: bool
     kept: SixteenBits | None
     say: Say
 
+    def use(self, regions: Sequence[Region]) -> None:
+        """Let these calls be ops of the trace."""
+        program = self.program
+        program.regions = known(regions, program.model, training=program.training)
+
     def recorded(self, real: Callable[[], nn.Module] | None) -> Trace:
-        """The trace, with the reads of a first run."""
+        """The trace, with the reads of a first run, and with regions where it needs them."""
+        program = self.program
+
+        def with_these(regions: tuple[Region, ...]) -> Trace:
+            self.use(regions)
+            return self._recorded(real)
+
+        if real is None or self.regions:
+            return with_these(self.regions)
+        measuring = Measuring(program, self.leaves, self.specs, real)
+        return with_regions(program.model, lambda: program.twins, with_these, measuring.measure)
+
+    def _recorded(self, real: Callable[[], nn.Module] | None) -> Trace:
         try:
             reads, alike = self.compared(real)
         except NeedsNumbers:
@@ -119,6 +148,7 @@ class _Tracing:
 
     def replayed(self, reads: Sequence[Read], real: Callable[[], nn.Module] | None) -> Trace:
         """The trace with an earlier one's reads; without reads, a run finds the equal modules."""
+        self.use(self.regions)
         alike: Mapping[str, str] = {}
         if not reads and Likeness(self.program.model).candidates:
             with suppress(AutopipeError, NeedsNumbers):
@@ -160,7 +190,9 @@ class _Tracing:
         )
         program = self.program
         graph = convert(exported, program.model, self.specs, program.twins, program.assigned)
+        graph = named(graph, program.regions)
         if self.kept is not None:
             check_operands(graph, self.kept.dtype)
             graph = with_masters(graph, self.kept)
-        return Trace(graph, self.specs, tuple(reads), program.paths, program.unsteady)
+        used = tuple(one.region for one in graph.regions.values())
+        return Trace(graph, self.specs, tuple(reads), program.paths, program.unsteady, used)

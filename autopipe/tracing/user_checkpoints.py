@@ -6,8 +6,8 @@
     the graph   block's nodes, `again` the user's line
     the plan    a block whose nodes are all marked is a recomputed block
 
-torch.export inlines the function and does not record that it is checkpointed. With
-`use_reentrant=True` there is no such function to inline, and the model is refused.
+torch.export inlines the function and does not record that it is checkpointed. A checkpoint with
+`use_reentrant=True` is traced as one without (`opaque.custom_functions`).
 """
 
 from __future__ import annotations

@@ -27,16 +27,17 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from autopipe.errors import AutopipeError, CaptureError, ModelError
-from autopipe.frontend import user_lines
-from autopipe.frontend.custom_functions import as_ops
+from autopipe.frontend import refusals, user_lines
 from autopipe.ir.graph import tensors_in
 from autopipe.ir.torch_private import (
     DataDependentOutputException,
     TorchDispatchMode,
     is_fake,
     lists_as_one_read,
+    of_unknown_size,
     written_arguments,
 )
+from autopipe.opaque.custom_functions import as_ops
 from autopipe.planfile.parts import Read
 from autopipe.tracing.logged_reads import Looked, used
 
@@ -227,7 +228,7 @@ def record(
     Raises:
         NeedsNumbers: the model fails on placeholders for numbers; pass `numbers=True`.
         ReadsParameter: a read depends on a parameter, and the parameters are fake.
-        CaptureError: a custom autograd.Function cannot be one op (`frontend.custom_functions`).
+        CaptureError: a custom autograd.Function cannot be one op (`opaque.custom_functions`).
     """
     taint = _Taint()
     recording = _Recording(taint, numbers)
@@ -276,7 +277,10 @@ class _Replaying(TorchFunctionMode):
         if name == "__format__" and is_fake(args[0]):
             return _as_text(*args)
         if name not in _READERS or not args or not isinstance(args[0], Tensor):
-            return func(*used(args), **used(kwargs or {}))
+            made = func(*used(args), **used(kwargs or {}))
+            if any(map(of_unknown_size, tensors_in(made))):
+                raise refusals.depends_on_values(user_lines.here())
+            return made
         index, self._next = self._next, self._next + 1
         if index >= len(self._reads) or self._reads[index].kind != name:
             expected = self._reads[index].kind if index < len(self._reads) else "no further read"

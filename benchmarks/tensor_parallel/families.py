@@ -23,9 +23,9 @@ import torch
 from torch import nn
 
 from autopipe.ir.blocks import find_blocks
-from autopipe.ir.dataflow import Dataflow, analyse
+from autopipe.ir.dataflow import Dataflow, analyse, gradient_values
 from autopipe.ir.graph import Graph, at_batch, bytes_at
-from autopipe.ir.op_costs import costs, gradient_values
+from autopipe.ir.op_costs import costs
 from autopipe.planfile.placements import I
 from autopipe.sharding.functionalize import out_of_place
 from autopipe.sharding.ilp import Sharding, shard

@@ -20,9 +20,9 @@ from itertools import groupby
 
 import sympy
 
-from autopipe.ir.dataflow import is_random
+from autopipe.ir.dataflow import gradient_values, is_random
 from autopipe.ir.graph import READ_OP, Dim, Graph, Node, Ref, State, Value, resolve, values_in
-from autopipe.ir.op_costs import ATTENTIONS, NodeCost, gradient_values
+from autopipe.ir.op_costs import ATTENTIONS, NodeCost
 from autopipe.ir.opaque_ops import OPAQUE
 from autopipe.ir.torch_private import views
 

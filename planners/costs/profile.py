@@ -26,7 +26,7 @@ from autopipe.cluster.tp_groups import GroupKind
 from autopipe.ir import op_costs, op_seconds
 from autopipe.ir.blocks import Block
 from autopipe.ir.cut_points import Units
-from autopipe.ir.dataflow import Dataflow, obstacle
+from autopipe.ir.dataflow import Dataflow, gradient_values, obstacle
 from autopipe.ir.graph import Graph, Ref, State, TensorSpec, bytes_at
 from autopipe.ir.repeats import Short, Uneven, shortened
 from autopipe.planners.costs.block_levels import Times, levels_of, may_run_again
@@ -331,7 +331,7 @@ def _crossings(
 ) -> Callable[[int], tuple[Crossing, ...]]:
     """For so many rows the tensors that leave the unit they are made in; those that go the same way
     as one."""
-    carrying = op_costs.gradient_values(flow.graph)
+    carrying = gradient_values(flow.graph)
     ways: dict[tuple[int, tuple[int, ...], bool], Counter[TensorSpec]] = defaultdict(Counter)
     for value, users in flow.users.items():
         if not isinstance(value, Ref) or flow.local[flow.position(value)]:

@@ -19,9 +19,8 @@ import torch
 from autopipe.cluster.cluster import Cluster, Link
 from autopipe.cluster.tp_groups import GroupKind
 from autopipe.errors import InfeasibleError
-from autopipe.ir import op_costs
 from autopipe.ir.blocks import Block
-from autopipe.ir.dataflow import Dataflow, analyse
+from autopipe.ir.dataflow import Dataflow, analyse, gradient_values
 from autopipe.ir.graph import Dim, Graph, Ref, State, at_batch
 from autopipe.planfile.placements import Move, Sharding
 from autopipe.sharding import collectives
@@ -197,7 +196,7 @@ def exchanges(graph: Graph, ranks: int, precision: str = "fp32") -> list[Exchang
     """
     low = AUTOCAST.get(precision)
     lowered = {node.name for node in graph.nodes if node.short in COMPUTED_LOW}
-    carrying = op_costs.gradient_values(graph)
+    carrying = gradient_values(graph)
     found: list[Exchange] = []
     for node in graph.nodes:
         moves = sent_by(node, carrying)

@@ -229,10 +229,22 @@ def _outcome(
             torch.stack([part.detach().double().reshape(()) for part in results[:2]])
         )
         if number == 0 and loss.requires_grad:
-            gradients = torch.autograd.grad(loss, [*trained.values()], allow_unused=True)
-            found.gradients = dict(zip(trained, gradients, strict=True))
+            found.gradients = _gradients(loss, trained)
         found.buffers.append({name: buffer.clone() for name, buffer in buffers().items()})
     return found
+
+
+def _gradients(loss: Tensor, trained: Mapping[str, nn.Parameter]) -> dict[str, Tensor | None]:
+    """By backward, as training does: a reentrant checkpoint refuses torch.autograd.grad."""
+    before = {name: parameter.grad for name, parameter in trained.items()}
+    for parameter in trained.values():
+        parameter.grad = None
+    try:
+        loss.backward()  # type: ignore[no-untyped-call]
+        return {name: parameter.grad for name, parameter in trained.items()}
+    finally:
+        for name, parameter in trained.items():
+            parameter.grad = before[name]
 
 
 def _of_graph(

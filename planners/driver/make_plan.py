@@ -215,6 +215,8 @@ def traced_model(request: PlanRequest, skeleton: nn.Module, say: Say, watch: Sto
         )
         for place in dict.fromkeys(read.place for read in trace.reads if not read.checked):
             say(f"{place}: a number is read here that nothing depends on; a run does not read it")
+        for region in trace.regions:
+            say(f"{region.name} runs as it is, and is not looked into: {region.why}")
         if constraints.tp is not None:
             check_heads(trace.graph, constraints.tp)
         against_eager.check(request, skeleton, trace, example, say)

@@ -148,6 +148,7 @@ def _without_bytes(candidate: Candidate, answer: Answer, held: StageBytes) -> Pl
         loss_parts=job.traced.loss_parts,
         loss_seconds=_loss_seconds(candidate, answer),
         lengths=request.lengths,
+        regions=degree.trace.regions,
     )
 
 

@@ -5,6 +5,7 @@ Steps run in this process, a thread a rank, as `support.inprocess` does it; some
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -183,6 +184,24 @@ def source(layer: type[nn.Module], **constraints: Any) -> str:
         lambda: Net(layer), inputs, cluster=one, batch_size=4, pp=1, micro_batches=2, **constraints
     )
     return stages(Net(layer), plan, None)["stage_0.py"]
+
+
+class Words(nn.Linear):
+    """A parameter whose name is a word of Python."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_parameter("lambda", nn.Parameter(torch.ones(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * getattr(self, "lambda")
+
+
+def test_names_that_are_words_of_python() -> None:
+    made = source(Words)
+    ast.parse(made)
+    assert 'setattr(self, "lambda", parameter(4))' in made
+    assert 'self["lambda"]' in made
 
 
 STAGE = '''\

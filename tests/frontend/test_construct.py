@@ -133,6 +133,27 @@ def test_what_is_made_on_the_meta_device_has_its_values() -> None:
     assert torch.empty(1, device="meta").is_meta
 
 
+def lazy(*, called: bool) -> nn.Module:
+    net = nn.Sequential(nn.LazyConv2d(8, 3), nn.Flatten(), nn.LazyLinear(5))
+    if called:
+        with torch.no_grad():
+            net(torch.zeros(1, 3, 6, 6))
+    return net
+
+
+def test_lazy_layers_have_their_shapes_once_they_were_called() -> None:
+    found = source.bare(lambda: lazy(called=True))
+    assert [tuple(p.shape) for p in found.parameters()] == [(8, 3, 3, 3), (8,), (5, 128), (5,)]
+    assert all(map(is_fake, found.parameters()))
+
+
+@pytest.mark.parametrize("model", [lambda: lazy(called=False), lazy(called=False)])
+def test_lazy_layers_that_nobody_has_called_are_refused(model: source.Source) -> None:
+    """Bug: torch's own error of an uninitialized parameter, with a traceback."""
+    with pytest.raises(ModelError, match="'0.weight' has no shape yet: its layer is a lazy one"):
+        source.bare(model)
+
+
 def test_the_skeleton_of_a_model_on_the_meta_device() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))

@@ -14,8 +14,9 @@ from autopipe.cluster.cluster import Device, Kernel, Pace
 from autopipe.cluster.measured import KERNELS
 from autopipe.errors import AutopipeError
 from autopipe.ir import op_costs
+from autopipe.ir.dataflow import gradient_values
 from autopipe.ir.graph import BATCH, Ref, State, at_batch
-from autopipe.ir.op_costs import LIKE, RULES, costs, gradient_values, rule
+from autopipe.ir.op_costs import LIKE, RULES, costs, rule
 from autopipe.ir.op_seconds import roofs, seconds
 from autopipe.sharding.vocabulary_loss import in_parts
 from autopipe.tracing.low_precision import SixteenBits

@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 from autopipe.ir.blocks import find_blocks
+from autopipe.ir.dataflow import gradient_values
 from autopipe.ir.graph import Ref
-from autopipe.ir.op_costs import gradient_values
 from autopipe.sharding.local_graph import shardable
 from tests.support import simulated
 from tests.support.odd_models import Net, built, inputs, square

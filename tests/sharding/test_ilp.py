@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autopipe.ir.blocks import find_blocks
-from autopipe.ir.dataflow import Dataflow, analyse
+from autopipe.ir.dataflow import Dataflow, analyse, gradient_values
 from autopipe.ir.graph import Graph, Ref, State, Value, at_batch, bytes_at, values_in
-from autopipe.ir.op_costs import gradient_values
 from autopipe.planfile.placements import I, Move, Placement, R, Sharding, moves
 from autopipe.sharding.ilp import Axis, ModelNames, choices_of, conversion_costs, is_strided, shard
 from autopipe.sharding.local_graph import sent_by, shard_graph, whole_bytes

@@ -122,3 +122,24 @@ def test_a_model_that_mixes_dtypes_by_itself_is_refused_with_its_line():
     said = str(error.value)
     assert said.startswith(f"{__file__}:") and ": linear gets float32 and bfloat16" in said
     assert "the precision bf16-autocast" in said
+
+
+def test_a_model_with_autocast_regions_of_its_own_is_told_the_precision_that_keeps_them():
+    """Outside of them it casts back to fp32, where its parameters are of 16 bits."""
+
+    class Regions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            with torch.autocast("cpu", BF16):
+                hidden = self.up(x)
+            return self.down(hidden.float()).mean()
+
+    with pytest.raises(CaptureError) as error:
+        trace_model(Regions(), lambda rows: {"x": torch.randn(rows, 4)}, kept=SixteenBits(BF16))
+    assert "plan it with precision fp32" in str(error.value.hint)
+    graph = trace_model(Regions(), lambda rows: {"x": torch.randn(rows, 4)}).graph
+    up, down = (node for node in graph.nodes if node.short == "linear")
+    assert (up.autocast.dtype, down.autocast) == (BF16, None)

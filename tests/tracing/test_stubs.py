@@ -16,10 +16,11 @@ from torch.nn import functional as F
 from autopipe.errors import CaptureError
 from autopipe.ir.fingerprint import fingerprint
 from autopipe.ir.torch_private import skeleton
+from autopipe.opaque.trees import Unlike
 from autopipe.tracing import trace as tracing
 from autopipe.tracing.module_calls import ModuleCall
 from autopipe.tracing.same_modules import Likeness
-from autopipe.tracing.stubs import STAND_IN, Unlike
+from autopipe.tracing.stubs import STAND_IN
 from tests.support.long import chosen
 from tests.support.staged import trace_model
 from tests.support.zoo import ZOO

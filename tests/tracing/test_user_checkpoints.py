@@ -9,7 +9,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import autopipe
-from autopipe.errors import CaptureError
 from autopipe.ir.blocks import find_blocks
 from autopipe.ir.dataflow import analyse
 from autopipe.report import explain
@@ -188,16 +187,3 @@ def test_transformers_own_switch_is_one():
         model.gradient_checkpointing_enable({"use_reentrant": False})
     wanted, _ = found_of(model, case.inputs)
     assert wanted == ("transformer.h.0", "transformer.h.1", "transformer.h.2", "transformer.h.3")
-
-
-def test_the_reentrant_mode_is_refused_with_the_other_one():
-    run = partial(checkpoint, use_reentrant=True)
-    with pytest.raises(CaptureError) as error:
-        trace_model(Net(lambda b, x, n: run(b, x)), inputs)
-    line = test_the_reentrant_mode_is_refused_with_the_other_one.__code__.co_firstlineno + 3
-    assert str(error.value) == (
-        f"{__file__}:{line}: torch.utils.checkpoint is called in its reentrant mode, whose "
-        "backward cannot be traced; the other one becomes recomputed blocks of the plan\n"
-        "hint: checkpoint(..., use_reentrant=False); of a model of transformers "
-        'gradient_checkpointing_enable({"use_reentrant": False})'
-    )

@@ -8,22 +8,25 @@ anything else, while it is traced   the line, and that values are not known ther
 from __future__ import annotations
 
 import logging
+import re
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from types import FrameType
 from typing import Any
 
-from autopipe.errors import CaptureError
+from autopipe.errors import CaptureError, Uncaptured
 from autopipe.frontend import user_lines
 from autopipe.ir.torch_private import DynamicOutputShapeException
 
 
-def depends_on_values(place: str) -> CaptureError:
-    """The error for a tensor whose size depends on values of the batch."""
-    return CaptureError(
+def depends_on_values(place: str, module: str = "") -> Uncaptured:
+    """The error for a tensor whose size depends on values of the batch, made in a module."""
+    return Uncaptured(
         f"{place}: a size here depends on the values of a tensor, so the stages cannot know what "
         "they will receive",
         hint="pad to a fixed size, or mask with torch.where",
+        module=module,
     )
 
 
@@ -56,8 +59,9 @@ def in_a_trace(error: Exception, loss: Callable[..., Any] | None) -> CaptureErro
     """The error for code that runs on real values and fails on a trace's values."""
     if isinstance(error, DynamicOutputShapeException):
         return depends_on_values(user_lines.of_error(error))
-    whose = "loss(outputs, batch)" if _passes(error, loss) else "the model"
-    return CaptureError(
+    in_loss = _passes(error, loss)
+    whose, kind = ("loss(outputs, batch)", CaptureError) if in_loss else ("the model", Uncaptured)
+    return kind(
         f"{_at(error)}{whose} cannot be captured: {_told(error)}",
         hint="while a model is captured its tensors have shapes and no values: nothing outside "
         "torch can compute with them",
@@ -69,13 +73,14 @@ def fixes_rows(error: Exception) -> bool:
     return "Constraints violated" in str(error)
 
 
-def fixed_rows(place: str) -> CaptureError:
+def fixed_rows(place: str, frames: Sequence[FrameType]) -> Uncaptured:
     """The error for a trace that is valid only for some numbers of rows; it names the line."""
-    return CaptureError(
+    return Uncaptured(
         f"{place + ': t' if place else 't'}he number of rows is fixed here, so what is traced with "
         "two rows does not hold for the rows of every micro-batch",
         hint="take the rows from x.shape[0], not from len(x) or from a number, as in view(2, -1); "
         "no branch may depend on them",
+        frames=frames,
     )
 
 
@@ -84,21 +89,26 @@ class _Conditions(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
-        self.found: list[tuple[str, str]] = []
+        self.found: list[tuple[str, str, list[FrameType]]] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         """Whoever asks is on the stack."""
-        self.found.append((record.getMessage(), user_lines.here()))
+        frames = [frame for frame, _ in traceback.walk_stack(None)]
+        self.found.append((record.getMessage(), user_lines.here(), frames[::-1]))
 
 
-def line_that_fixes_rows(run: Callable[[], object]) -> str:
+def line_that_fixes_rows(run: Callable[[], object]) -> tuple[str, Sequence[FrameType]]:
     """The user's line at which the trace made by `run` fixes the number of rows; "" if unknown.
+
+    And the frames there.
 
     torch logs each condition on sizes: a number that replaces the symbol, or a remainder that must
     be 0.
     """
     log, conditions = logging.getLogger(_SIZES), _Conditions()
     before = log.level, log.propagate, log.disabled, log.handlers
+    silenced = log.manager.disable  # by a program that wants to hear nothing
+    logging.disable(logging.NOTSET)
     log.handlers = [conditions]
     log.propagate, log.disabled = False, False
     log.setLevel(logging.INFO)
@@ -106,14 +116,20 @@ def line_that_fixes_rows(run: Callable[[], object]) -> str:
         with suppress(Exception):  # it is known to fail
             run()
     finally:
+        logging.disable(silenced)
         log.setLevel(before[0])
         log.propagate, log.disabled, log.handlers = before[1:]
-    for wanted in ("set_replacement ", "eval Eq(Mod(", "eval "):
-        for words, place in conditions.found:
-            if words.startswith(wanted) and "suppressed" not in words and place:
-                return place
-    return ""
+    for wanted in _FIXING:
+        for words, place, frames in conditions.found:
+            if wanted.match(words) and "suppressed" not in words and place:
+                return place, frames
+    return "", ()
 
+
+_FIXING = tuple(
+    map(re.compile, (r"set_replacement \S+ = \d", r"eval Eq\(Mod\(", r"eval \S+ <=? \d", "eval "))
+)
+"""What it says of a condition, the likeliest to fix the rows first."""
 
 _SIZES = "torch.fx.experimental.symbolic_shapes"
 """The name of torch's log of conditions on sizes."""

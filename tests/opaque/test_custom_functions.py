@@ -1,10 +1,12 @@
 """A custom autograd.Function is one op of the graph, and its own backward runs."""
 
 import inspect
+import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from autopipe.errors import CaptureError
 from tests.support.autograd_functions import Double
@@ -72,6 +74,16 @@ class Several(Net):
         return WithSetup.apply(self.middle(made).tanh()) + signs
 
 
+class Reentrant(Net):
+    """A checkpoint whose backward is torch's own Function, which runs the code again."""
+
+    def inside(self, hidden):
+        made = checkpoint(lambda h: self.middle(h).tanh(), hidden, use_reentrant=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # its results have no gradient
+            return made + checkpoint(self.middle, hidden.detach(), use_reentrant=True)
+
+
 class WithoutGradient(Net):
     def inside(self, hidden):
         with torch.no_grad():
@@ -79,7 +91,7 @@ class WithoutGradient(Net):
         return Reversed.apply(self.middle(hidden), 2.0) + kept
 
 
-@pytest.mark.parametrize("kind", [Adversary, Straight, Several, WithoutGradient])
+@pytest.mark.parametrize("kind", [Adversary, Straight, Several, WithoutGradient, Reentrant])
 def test_its_own_backward_runs(kind):
     """Bug: torch.export traces the forward and differentiates that; Double says 7, and not 2."""
     assert unlike(built(kind)) == []

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from autopipe.errors import CaptureError
 from autopipe.frontend import user_lines
-from autopipe.frontend.transformers_adapter import CHECKPOINT_HINT
 from autopipe.ir.torch_patches import replacing_custom_functions
 from autopipe.ir.torch_private import storage_key, version
 
@@ -78,8 +78,10 @@ def as_ops() -> Iterator[None]:
     seen: dict[str, type] = {}
 
     def applied(kind: type, apply: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-        if kind.__module__.startswith("torch._"):  # how torch runs ops of torch.library
+        if kind.__module__.startswith(("torch._", "autopipe.")):  # how ops of a library run
             return apply(*args, **kwargs)
+        if kind.__module__ == "torch.utils.checkpoint":
+            return _checkpointed(*args)
         _check(kind, args, kwargs)
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
         arguments = tuple(_PLACE if isinstance(arg, Tensor) else arg for arg in args)
@@ -95,15 +97,18 @@ def as_ops() -> Iterator[None]:
         yield
 
 
+def _checkpointed(function: Callable[..., Any], keep_numbers: bool, *args: Any) -> Any:
+    """A reentrant checkpoint, as the other mode makes it: that one leaves its ops in a trace.
+
+    Where none of its arguments has a gradient, its results have none either.
+    """
+    if not any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
+        with torch.no_grad():
+            return function(*args)
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=keep_numbers)
+
+
 def _check(kind: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    if kind.__module__ == "torch.utils.checkpoint":
-        raise CaptureError(
-            f"{user_lines.here()}: "
-            "torch.utils.checkpoint is called in its reentrant mode, whose "
-            "backward cannot be traced; the other one becomes recomputed blocks of the plan",
-            hint="checkpoint(..., use_reentrant=False); of a model of transformers "
-            f"{CHECKPOINT_HINT}",
-        )
     if kind.__module__.startswith("torch."):
         raise _refusal(kind, "is torch's own, and not for one process alone")
     for arg in (*args, *kwargs.values()):

@@ -1,0 +1,267 @@
+"""Measure calls of a model that will run as they are: what they read, give, write and keep.
+
+    runs on 2 rows, 4 rows, 2 other rows      ->      a `Region` for each call
+
+Sizes are a straight line in the rows, by the first two runs; others show that they depend on no
+values. The model has its weights: how many rows an expert gets depends on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import flop_registry
+
+from autopipe.errors import CaptureError
+from autopipe.frontend import second_run
+from autopipe.frontend.unsaid import RefusedEffects
+from autopipe.ir.graph import tensors_in
+from autopipe.ir.torch_private import TorchDispatchMode, storage_key, version
+from autopipe.opaque.origins import Origins
+from autopipe.opaque.sites import Site, SiteCall, Wider, standing_in
+from autopipe.opaque.states import first_names, named, states_of
+from autopipe.opaque.trees import Unlike, distinct_tensors, parts_of, to_text
+from autopipe.planfile.regions import Region, Result
+from autopipe.util.dtypes import name_of
+
+_NO_HOOKS = ("saved tensor hooks", "that doesn't have storage")
+"""What torch says where hooks on saved tensors may not be, or get a tensor of a transform."""
+
+
+@dataclass
+class _Seen:
+    """What one call has shown, in one run."""
+
+    given: str
+    tensors: int
+    gives: str = ""
+    states: dict[str, None] = field(default_factory=dict)
+    written: dict[str, None] = field(default_factory=dict)
+    results: list[Tensor] = field(default_factory=list)
+    random: bool = False
+    flops: int = 0
+    saved: int = 0
+    keeps: set[str | int] = field(default_factory=set)
+    launches: int = 0
+    looked: bool = True
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Runs of a model on few rows, each within `around`, which gives the function to call.
+
+    Attributes:
+        rows: of `first` and of the `others`; `twice` is on twice as many.
+    """
+
+    rows: int
+    first: Run
+    twice: Run
+    others: Sequence[Run]
+
+
+Run = AbstractContextManager[Callable[[], object]]
+"""Gives the function that runs the model, and undoes afterwards what it changes."""
+
+
+def measured(
+    model: nn.Module, sites: Sequence[Site], runs: Runs, why: Mapping[Site, str]
+) -> tuple[Region, ...]:
+    """The regions of all calls of the sites in a forward of `model`, which has its weights.
+
+    Raises:
+        Wider: a call gives or takes what no op can, or a size that depends on values.
+        CaptureError: a call has an effect that no stage may have (`unsaid.RefusedEffects`).
+    """
+    found = [_run(model, sites, run) for run in (runs.first, runs.twice)]
+    for run in runs.others:
+        with suppress(ArithmeticError, AssertionError, RuntimeError, ValueError):  # of its values
+            found.append(_run(model, sites, run))
+    for seen in found[1:]:
+        if unlike := seen.keys() ^ found[0].keys():
+            raise Wider(min(unlike)[0], "it is called more or less often, by what it computes")
+    return tuple(
+        _region(*key, [seen[key] for seen in found], runs.rows, why[key[0]]) for key in found[0]
+    )
+
+
+def _region(site: Site, number: int, every: Sequence[_Seen], rows: int, why: str) -> Region:
+    """The region of a call that was seen in each of `Runs`."""
+    one, twice, *others = every
+    if any((seen.given, seen.gives) != (one.given, one.gives) for seen in every):
+        raise Wider(site, "its arguments or results differ from one call to the next")
+    written = sorted(set[str]().union(*(seen.written for seen in every)))
+    states = dict.fromkeys(n for seen in every for n in seen.states if n not in written)
+    places = {name: one.tensors + n for n, name in enumerate(states)}
+    keeps = set[str | int]().union(*(seen.keeps for seen in every))
+    alike = [one, *others]
+    return Region(
+        *(site.module, site.method, number, why, one.given, one.gives),
+        tuple(states),
+        tuple(written),
+        tuple(_result(site, n, every, rows) for n in range(len(one.results))),
+        any(seen.random for seen in every),
+        _rising(max(seen.flops for seen in alike), twice.flops, rows),
+        _rising(max(seen.saved for seen in alike), twice.saved, rows),
+        tuple(sorted(n for kept in keeps if isinstance(n := places.get(kept, kept), int))),  # type: ignore[arg-type]
+        max(seen.launches for seen in every),
+        all(seen.looked for seen in every),
+    )
+
+
+def _result(site: Site, number: int, every: Sequence[_Seen], rows: int) -> Result:
+    one, two, *others = (seen.results[number] for seen in every)
+    if one.ndim != two.ndim or any(one.shape != other.shape for other in others):
+        raise Wider(site, "the sizes of what it gives depend on values")
+    shape = []
+    for small, large in zip(one.shape, two.shape, strict=True):
+        slope, rest = divmod(large - small, rows)
+        if rest or slope < 0:
+            raise Wider(site, "the sizes of what it gives are no line in the rows")
+        shape.append(_text(slope, small - slope * rows))
+    gradient = any(tensor.requires_grad for tensor in (one, two, *others))
+    return Result(tuple(shape), name_of(one.dtype), _order(one), gradient)
+
+
+def _order(tensor: Tensor) -> tuple[int, ...]:
+    order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+    dense = tensor.permute(order).is_contiguous()
+    return tuple(order if dense else range(tensor.ndim))
+
+
+def _rising(small: int, large: int, rows: int) -> int | str:
+    """A line through what was counted of `rows` rows and of twice as many, rounded up."""
+    slope = max(0, -(-(large - small) // rows))
+    return _text(slope, max(0, small - slope * rows))
+
+
+def _text(slope: int, base: int) -> int | str:
+    if not slope:
+        return base
+    rows = "b" if slope == 1 else f"{slope}*b"
+    return f"{rows} + {base}" if base > 0 else f"{rows} - {-base}" if base else rows
+
+
+def _run(model: nn.Module, sites: Sequence[Site], run: Run) -> dict[tuple[Site, int], _Seen]:
+    with run as called, torch.enable_grad():
+        watching = _Watching(model, {site: states_of(model, site) for site in sites})
+        with watching.origins, standing_in(model, sites, watching.called):
+            called()
+    return watching.seen
+
+
+class _Watching:
+    """Stands in for the sites of a run, and measures each call."""
+
+    def __init__(self, model: nn.Module, states: Mapping[Site, Sequence[str]]) -> None:
+        self.seen: dict[tuple[Site, int], _Seen] = {}
+        self._model = model
+        self._states = states
+        self._names = first_names(model)
+        self.origins = Origins(self._names)
+
+    def called(self, call: SiteCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a call, and note what it does."""
+        site = call.site
+        given = distinct_tensors((args, kwargs))
+        try:
+            told = to_text(parts_of((args, dict(kwargs)), given))
+        except Unlike as error:
+            raise Wider(site, str(error)) from error
+        before = {name: (tensor, version(tensor)) for name, tensor in named(self._model).items()}
+        versions = [version(tensor) for tensor in given]
+        positions: dict[int, str | int] = {storage_key(t): n for t, n in self._owned(given)}
+        state = second_run.states()
+
+        def run(*, looking: bool) -> tuple[_Seen, Any]:
+            states = dict.fromkeys(self._states[site])
+            seen = _Seen(told, len(given), states=states, looked=looking)
+            with _counting(seen, positions), self.origins.within(site, given, states):
+                return seen, call.run(*args, **kwargs)
+
+        try:
+            seen, made = run(looking=True)
+        except RuntimeError as error:  # torch.func, and kernels that know no hooks
+            if not any(words in str(error) for words in _NO_HOOKS):
+                raise
+            seen, made = run(looking=False)
+        if second_run.states() != state:
+            raise CaptureError(
+                f"{site} draws from Python's random or from numpy.random, whose numbers differ "
+                "from rank to rank",
+                hint="draw with torch",
+            )
+        if versions != [version(tensor) for tensor in given]:
+            raise Wider(site, "it writes a tensor that it is given")
+        self._note_writes(site, seen, before)
+        seen.results = distinct_tensors(made)
+        try:
+            seen.gives = to_text(parts_of(made, seen.results))
+        except Unlike as error:
+            raise Wider(site, str(error)) from error
+        self.origins.gives(seen.results)
+        self.seen[site, call.number] = seen
+        return made
+
+    def _owned(self, given: Sequence[Tensor]) -> Iterator[tuple[Tensor, str | int]]:
+        for tensor in named(self._model).values():
+            yield tensor, self._names[id(tensor)]
+        yield from ((tensor, number) for number, tensor in enumerate(given))
+
+    def _note_writes(
+        self, site: Site, seen: _Seen, before: Mapping[str, tuple[Tensor, int]]
+    ) -> None:
+        for name, tensor in named(self._model).items():
+            own, count = before.get(name, (None, 0))
+            if own is tensor and version(tensor) == count:
+                continue
+            if own is None or isinstance(own, nn.Parameter) or own.shape != tensor.shape:
+                raise Wider(site, f"it writes {name!r}, or gives it another shape")
+            seen.written[self._names[id(own)]] = None
+
+
+@contextmanager
+def _counting(seen: _Seen, positions: Mapping[int, str | int]) -> Iterator[None]:
+    """Count what is computed and kept for backward within."""
+    kept: dict[int, int] = {}
+    alive: list[Tensor] = []  # a storage that is gone would lend its key to another
+
+    def pack(tensor: Tensor) -> Tensor:
+        key = storage_key(tensor)
+        alive.append(tensor)
+        if key in positions:
+            seen.keeps.add(positions[key])
+        else:
+            kept[key] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    looking = saved_tensors_hooks(pack, lambda tensor: tensor)
+    with looking if seen.looked else nullcontext(), _Ops(seen, kept, alive), RefusedEffects():
+        yield
+    seen.saved = sum(kept.values())
+
+
+class _Ops(TorchDispatchMode):
+    """Counts ops and the operations of products, and notes random ones."""
+
+    def __init__(self, seen: _Seen, kept: dict[int, int], alive: list[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._seen, self._kept, self._alive = seen, kept, alive
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self._seen.launches += 1
+        self._seen.random |= torch.Tag.nondeterministic_seeded in func.tags
+        count = flop_registry.get(func.overloadpacket)
+        if count is not None:
+            self._seen.flops += int(count(*args, **(kwargs or {}), out_val=made))
+        for tensor in () if self._seen.looked else tensors_in(made):
+            self._alive.append(tensor)
+            self._kept[storage_key(tensor)] = tensor.untyped_storage().nbytes()
+        return made

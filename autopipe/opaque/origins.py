@@ -1,0 +1,79 @@
+"""Where each tensor of a run comes from: made outside of all sites, or in a call of one.
+
+What crosses the boundary of a site otherwise than as argument or result would be lost: an attribute
+in which one module leaves a tensor for another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from autopipe.ir.graph import tensors_in
+from autopipe.opaque.sites import Site, Wider
+
+
+class Origins(TorchFunctionMode):
+    """Follows the tensors of a run.
+
+    Args:
+        names: of the model's parameters and buffers, by their identity.
+
+    Raises:
+        Wider: one crosses the boundary of a site otherwise than as argument or result.
+    """
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__()
+        self._names = names
+        self._outside: dict[int, Tensor] = {}
+        self._inside: dict[int, tuple[Tensor, Site]] = {}
+        self._site: Site | None = None
+        self._states: dict[str, None] = {}
+        self._given: set[int] = set()
+
+    @contextmanager
+    def within(
+        self, site: Site, given: Sequence[Tensor], states: dict[str, None]
+    ) -> Iterator[None]:
+        """The call of a site runs within; parameters and buffers that it reads go to `states`."""
+        self._site, self._states, self._given = site, states, set(map(id, given))
+        try:
+            yield
+        finally:
+            self._site = None
+
+    def gives(self, results: Sequence[Tensor]) -> None:
+        """A call has given these."""
+        for tensor in results:
+            self._inside.pop(id(tensor), None)
+            self._outside[id(tensor)] = tensor
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        looks = getattr(func, "__name__", "") == "__get__" and not isinstance(made, Tensor)
+        for tensor in () if looks else tensors_in((args, kwargs or {})):  # not at shapes, dtypes
+            self._check(tensor)
+        for tensor in tensors_in(made):
+            key = id(tensor)
+            if key in self._names or key in self._outside or key in self._inside:
+                continue
+            if self._site is None:
+                self._outside[key] = tensor
+            else:
+                self._inside[key] = tensor, self._site
+        return made
+
+    def _check(self, tensor: Tensor) -> None:
+        key = id(tensor)
+        if self._site is None:
+            if key in self._inside:
+                raise Wider(self._inside[key][1], "a tensor that it makes is read by other code")
+        elif key in self._names:
+            self._states[self._names[key]] = None
+        elif key in self._outside and key not in self._given:
+            raise Wider(self._site, "it reads a tensor of other code that it is not given")

@@ -1,0 +1,339 @@
+"""The op that runs a call of the user's own code, and what it is where tensors have no values.
+
+    h.0.moe(x)      traced as    autopipe::region([x, [h.0.moe.router.weight], ...], [], b, ...)
+
+    with values     the module's own forward, on these tensors; autograd records what it does
+    without         tensors of the shapes that were measured, and the bytes that were kept
+
+Whose code runs is known to the process that has traced it, by the op's last argument (`Running`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopipe.errors import CaptureError, ModelError
+from autopipe.frontend import user_lines
+from autopipe.ir import opaque_ops
+from autopipe.ir.graph import BATCH, REGION_OP, Graph, Node
+from autopipe.ir.torch_private import (
+    is_fake,
+    lend,
+    no_saved_tensors_hooks,
+    skeleton,
+    storage_key,
+)
+from autopipe.opaque.sites import Site, SiteCall, call, standing_in
+from autopipe.opaque.trees import distinct_tensors, from_text, parts_of, to_text, whole_of
+from autopipe.planfile.regions import Region, Result
+from autopipe.util import dims
+
+_library = torch.library.Library("autopipe", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
+    "region(Tensor[] tensors, Tensor(a!)[] written, SymInt rows, SymInt flops, SymInt saved, "
+    "int launches, bool random, str call) -> Tensor[]"
+)
+
+_numbers = itertools.count()
+_running: dict[str, Running] = {}
+_copies = threading.local()
+
+
+@dataclass(frozen=True, eq=False)
+class Running:
+    """A region in this process.
+
+    Attributes:
+        model: the model whose code runs, with other tensors in the place of its own.
+        training: whether it runs as in training.
+        number: tells it from regions of the same name in other traces of this process.
+    """
+
+    region: Region
+    model: nn.Module
+    training: bool
+    number: int
+
+    @property
+    def key(self) -> str:
+        """The last argument of the op."""
+        return f"{self.number}:{self.region.name}"
+
+
+def known(regions: Sequence[Region], model: nn.Module, *, training: bool) -> tuple[Running, ...]:
+    """Let the op know regions of a model."""
+    found = tuple(Running(region, model, training, next(_numbers)) for region in regions)
+    _running.update({running.key: running for running in found})
+    return found
+
+
+def named(graph: Graph, running: Sequence[Running]) -> Graph:
+    """A graph as it was traced with `running` -> with names in its nodes that any trace gives."""
+    names = {one.key: one.region.name for one in running}
+
+    def one(node: Node) -> Node:
+        if node.op != REGION_OP:
+            return node
+        return replace(node, args=(*node.args[:-1], names[str(node.args[-1])]))
+
+    used = {one.region.name: one for one in running}
+    return replace(graph, nodes=tuple(map(one, graph.nodes)), regions=used)
+
+
+@contextmanager
+def as_ops(model: nn.Module, running: Sequence[Running], rows: Any) -> Iterator[None]:
+    """Within, the calls of regions are ops of a trace.
+
+    Args:
+        model: runs within; the parameters of the model of `running` may be others.
+        rows: of the batch, an integer or a symbol.
+
+    Raises:
+        CaptureError: a call is another one than when it was measured.
+    """
+    by_call = {(_site(one.region), one.region.call): one for one in running}
+
+    def stand_in(asked: SiteCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        found = by_call.get((asked.site, asked.number))
+        given = distinct_tensors((args, kwargs))
+        told = to_text(parts_of((args, dict(kwargs)), given))
+        if found is None or told != found.region.given:
+            raise CaptureError(
+                f"{user_lines.here()}: {asked.site} is called otherwise than it was when its calls "
+                "were measured",
+                hint="what it is given besides tensors must be the same in each micro-batch",
+            )
+        return _op(found, model, given, rows)
+
+    with standing_in(model, tuple(dict.fromkeys(site for site, _ in by_call)), stand_in):
+        yield
+
+
+def _op(running: Running, model: nn.Module, given: Sequence[Tensor], rows: Any) -> Any:
+    region = running.region
+    states, written = (
+        [_state(model, name) for name in names] for names in (region.states, region.written)
+    )
+    made = torch.ops.autopipe.region.default(
+        [*given, *states],
+        written,
+        rows,
+        _at(region.flops, rows),
+        _at(region.saved, rows),
+        region.launches,
+        region.random,
+        running.key,
+    )
+    return whole_of(from_text(region.gives), made)
+
+
+def _site(region: Region) -> Site:
+    return Site(region.module, region.method)
+
+
+def _state(model: nn.Module, name: str) -> Any:
+    path, _, leaf = name.rpartition(".")
+    return getattr(model.get_submodule(path), leaf)
+
+
+@cache
+def _line(size: int | str) -> tuple[int, int]:
+    """A size as (slope, base) of a line in the rows."""
+    found = dims.parse(size)
+    if isinstance(found, int):
+        return 0, found
+    return int(found.coeff(BATCH)), int(found.subs(BATCH, 0))
+
+
+def _at(size: int | str, rows: Any) -> Any:
+    """A size for so many rows, which may be a symbol of export."""
+    slope, base = _line(size)
+    return slope * rows + base if slope else base
+
+
+def _run(
+    tensors: Sequence[Tensor],
+    written: Sequence[Tensor],
+    rows: Any,
+    flops: Any,
+    saved: Any,
+    launches: int,
+    random: bool,
+    key: str,
+) -> list[Tensor]:
+    running = _running[key]
+    if any(map(is_fake, (*tensors, *written))):
+        carrying = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        made = list(_Shaped.apply(running.region.results, rows, *tensors))  # type: ignore[no-untyped-call]
+        if carrying:
+            kept = [tensors[number] for number in running.region.keeps]
+            opaque_ops.keep(kept, saved, made)
+        return made
+    with nullcontext() if running.region.seen else no_saved_tensors_hooks():
+        made = _called(running, tensors, written)
+    return _as_measured(running.region, made, tensors, rows)
+
+
+_library.impl("region", _run, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
+
+
+class _Shaped(torch.autograd.Function):
+    """Results without values, through which gradients without values flow."""
+
+    @staticmethod
+    def forward(ctx: Any, results: Sequence[Result], rows: Any, *tensors: Tensor) -> Any:
+        made = tuple(_empty(result, rows, tensors) for result in results)
+        ctx.like = tensors
+        ctx.mark_non_differentiable(
+            *(tensor for tensor, result in zip(made, results, strict=True) if not result.gradient)
+        )
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        wanted = zip(ctx.like, ctx.needs_input_grad[2:], strict=True)
+        return None, None, *(torch.empty_like(t) if needed else None for t, needed in wanted)
+
+
+def _empty(result: Result, rows: Any, tensors: Sequence[Tensor]) -> Tensor:
+    sizes = [_at(size, rows) for size in result.shape]
+    device = tensors[0].device if tensors else None
+    dense = torch.empty(
+        [sizes[dim] for dim in result.order], dtype=getattr(torch, result.dtype), device=device
+    )
+    return dense.permute(_inverse(result.order))
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)
+
+
+def _called(running: Running, tensors: Sequence[Tensor], written: Sequence[Tensor]) -> Any:
+    """What the call gives; the buffers that it assigns are written."""
+    region, model = running.region, _copy(running)
+    count = len(tensors) - len(region.states)
+    homes = _homes(model)
+    names = (*region.states, *region.written)
+    for name, tensor in zip(names, (*tensors[count:], *written), strict=True):
+        _put(homes[name], tensor)
+    args, kwargs = whole_of(from_text(region.given), tensors[:count])
+    made = call(model, _site(region))(*args, **kwargs)
+    for name, own in zip(region.written, written, strict=True):
+        new = _state(model, name)
+        if new is not own:
+            with torch.no_grad():
+                own.copy_(new)
+            _put(homes[name], own)
+    return made
+
+
+Homes = Mapping[str, Sequence[tuple[nn.Module, str]]]
+"""By the name of a parameter or a buffer, the modules that have it, each with its own name."""
+
+
+def _copy(running: Running) -> nn.Module:
+    """This thread's own copy of the model, whose tensors stay lent until the next call.
+
+    Backward may run its code again (a checkpoint), and ranks may be threads of one process.
+    """
+    copies: dict[int, nn.Module] = vars(_copies).setdefault("by_number", {})
+    if running.number not in copies:
+        made = skeleton(running.model)
+        if made.training != running.training:
+            made.train(running.training)
+        copies[running.number] = made
+        vars(_copies).setdefault("homes", {})[id(made)] = _found_homes(made)
+    return copies[running.number]
+
+
+def _homes(model: nn.Module) -> Homes:
+    found: Homes = vars(_copies)["homes"][id(model)]
+    return found
+
+
+def _found_homes(model: nn.Module) -> Homes:
+    names: dict[int, list[str]] = {}
+    for named_tensors in (model.named_parameters, model.named_buffers):
+        for name, tensor in named_tensors(remove_duplicate=False):
+            names.setdefault(id(tensor), []).append(name)
+
+    def home(name: str) -> tuple[nn.Module, str]:
+        path, _, leaf = name.rpartition(".")
+        return model.get_submodule(path), leaf
+
+    return {name: [*map(home, alike)] for alike in names.values() for name in alike}
+
+
+def _put(homes: Sequence[tuple[nn.Module, str]], tensor: Tensor) -> None:
+    for module, leaf in homes:
+        lend(module, leaf, tensor)
+
+
+def _as_measured(region: Region, made: Any, tensors: Sequence[Tensor], rows: int) -> list[Tensor]:
+    """The tensors of a result, in new memory, as the plan expects them.
+
+    Raises:
+        ModelError: they are others than those that were measured.
+    """
+    found = distinct_tensors(made)
+    shapes = [tuple(_at(size, rows) for size in result.shape) for result in region.results]
+    told = to_text(parts_of(made, found))
+    if told != region.gives or [tuple(tensor.shape) for tensor in found] != shapes:
+        raise ModelError(
+            f"{region.name}, which runs as it is, gives {_shown(found)} in this micro-batch, and "
+            f"{shapes} when it was planned: what follows expects these",
+            hint="give tensors whose sizes do not depend on values, padded for example",
+        )
+    taken = {storage_key(tensor) for tensor in tensors}
+    results = []
+    for tensor, result in zip(found, region.results, strict=True):
+        results.append(_fitting(region, tensor, result, tensors, taken))
+        taken.add(storage_key(results[-1]))
+    return results
+
+
+def _fitting(
+    region: Region, tensor: Tensor, result: Result, tensors: Sequence[Tensor], taken: set[int]
+) -> Tensor:
+    if storage_key(tensor) in taken:
+        tensor = tensor.clone()
+    tensor = tensor.to(getattr(torch, result.dtype))
+    dense = tensor.permute(result.order)
+    if not dense.is_contiguous():
+        tensor = dense.contiguous().permute(_inverse(result.order))
+    if tensor.requires_grad and not result.gradient:
+        raise ModelError(
+            f"{region.name}, which runs as it is, gives a tensor with a gradient in this "
+            "micro-batch, and had none when it was planned",
+            hint="detach it in all cases, or in none",
+        )
+    carrying = [given for given in tensors if given.requires_grad]
+    if torch.is_grad_enabled() and result.gradient and not tensor.requires_grad and carrying:
+        return _Attached.apply(tensor, *carrying)  # type: ignore[no-untyped-call,no-any-return]
+    return tensor
+
+
+class _Attached(torch.autograd.Function):
+    """A result that no input went into this time: others expect to send it a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, *others: Tensor) -> Tensor:
+        ctx.others = len(others)
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return (None,) * (1 + ctx.others)
+
+
+def _shown(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
+    return [tuple(tensor.shape) for tensor in tensors]

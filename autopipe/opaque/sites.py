@@ -1,0 +1,142 @@
+"""Stand in for calls of a model's modules and methods, while the rest of the model runs.
+
+    with standing_in(model, [Site("encoder.moe", "forward")], stand_in):
+        model(x)        encoder.moe(h)  ->  stand_in(SiteCall(site, 0, run), (h,), {})
+
+`SiteCall.run(h)` is the call itself: the module with its hooks, or the method.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from autopipe.ir.torch_private import hooks_put_aside
+from autopipe.planfile.regions import WHOLE
+
+
+class Site(NamedTuple):
+    """A method of a module of the model; `regions.WHOLE` is the call of the module."""
+
+    module: str
+    method: str
+
+    def holds(self, other: Site) -> bool:
+        """Whether the other's calls are surely inside of this one's."""
+        inside = not self.module or f"{other.module}.".startswith(f"{self.module}.")
+        return self != other and self.method == WHOLE and inside
+
+    def __str__(self) -> str:
+        """`the module 'encoder.moe'`, `the method route of 'encoder'`."""
+        module = f"module {self.module!r}" if self.module else "model"
+        return f"the {module}" if self.method == WHOLE else f"{self.method}() of the {module}"
+
+
+class Wider(Exception):
+    """A call cannot be one op; what is around it may."""
+
+    def __init__(self, site: Site, why: str) -> None:
+        super().__init__(why)
+        self.site = site
+
+
+class SiteCall(NamedTuple):
+    """A call of a site: the `number`-th in this forward; `run` makes it."""
+
+    site: Site
+    number: int
+    run: Callable[..., Any]
+
+
+StandIn = Callable[[SiteCall, tuple[Any, ...], Mapping[str, Any]], Any]
+"""What is called in the place of a site: the call, its arguments and its arguments by name."""
+
+
+@contextmanager
+def standing_in(model: nn.Module, sites: Sequence[Site], stand_in: StandIn) -> Iterator[None]:
+    """Within, the outermost calls of the sites go to `stand_in`."""
+    numbers: Counter[Site] = Counter()
+    inside: list[Site] = []
+    with ExitStack() as until:
+        for site in sites:
+            module = model.get_submodule(site.module)
+            until.enter_context(_one(module, site, numbers, inside, stand_in))
+        yield
+
+
+@contextmanager
+def _one(
+    module: nn.Module, site: Site, numbers: Counter[Site], inside: list[Site], stand_in: StandIn
+) -> Iterator[None]:
+    own, before = getattr(module, site.method), vars(module).get(site.method)
+    whole = site.method == WHOLE
+    aside = ExitStack()
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        leave()
+        inside.append(site)
+        try:
+            return module(*args, **kwargs) if whole else own(*args, **kwargs)
+        finally:
+            inside.pop()
+            enter()
+
+    @functools.wraps(own)
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        if inside:
+            return own(*args, **kwargs)
+        numbers[site] += 1
+        return stand_in(SiteCall(site, numbers[site] - 1, run), args, kwargs)
+
+    def enter() -> None:
+        if whole:
+            aside.enter_context(hooks_put_aside(module))
+        vars(module)[site.method] = asked
+
+    def leave() -> None:
+        aside.close()
+        vars(module).pop(site.method)
+        if before is not None:
+            vars(module)[site.method] = before
+
+    enter()
+    try:
+        yield
+    finally:
+        leave()
+
+
+def call(model: nn.Module, site: Site) -> Callable[..., Any]:
+    """The call of a site: the module with its hooks, or the method."""
+    module = model.get_submodule(site.module)
+    found: Callable[..., Any] = module if site.method == WHOLE else getattr(module, site.method)
+    return found
+
+
+def with_siblings(model: nn.Module, site: Site) -> list[Site]:
+    """The site, and the same one of each module that is like its own but for numbers in its path.
+
+    What cannot be captured in one layer cannot be in any: `h.0.moe`, `h.1.moe`, ...
+    """
+    form, kind = _form(site.module), type(model.get_submodule(site.module))
+    return [
+        Site(path, site.method)
+        for path, module in model.named_modules()
+        if type(module) is kind and _form(path) == form
+    ]
+
+
+def _form(path: str) -> str:
+    return re.sub(r"\d+", "0", path)
+
+
+def outermost(sites: Sequence[Site]) -> tuple[Site, ...]:
+    """The sites without those that lie within another one, each once."""
+    known = dict.fromkeys(sites)
+    return tuple(site for site in known if not any(other.holds(site) for other in known))

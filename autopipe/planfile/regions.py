@@ -1,0 +1,75 @@
+"""A region: a call of the model that runs as the user wrote it, and is one op of the graph.
+
+    encoder.moe             the call of a module, hooks included
+    encoder.route()         the call of a method
+    encoder.route()#1       the second call of it in a forward
+
+Nobody looks inside: what a plan says of it was measured in calls of the model with its weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+WHOLE = "forward"
+"""The method that stands for the whole call of a module."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """A tensor that a region gives; `shape` is in `b`, the rows of a micro-batch.
+
+    `order` are its dims from the outermost to the innermost in memory. `gradient`: whether one
+    flows back through it.
+    """
+
+    shape: tuple[int | str, ...]
+    dtype: str
+    order: tuple[int, ...]
+    gradient: bool
+
+
+@dataclass(frozen=True)
+class Region:
+    """One call of a module's method.
+
+    Attributes:
+        module: the module's path; "" is the model itself.
+        method: the name of the method; `WHOLE`: the module is called.
+        call: which call in one forward, from 0 on.
+        why: what cannot be captured in there, with the user's line.
+        given, gives: its arguments and what it returns, as `opaque.trees.to_text` writes them.
+        states: the parameters, buffers and constants that it reads, by their names in the model.
+        written: the buffers that it writes.
+        results: the tensors that it returns.
+        random: whether it draws random numbers.
+        flops: operations of its forward, counted in its matrix products; in `b`.
+        saved: bytes that it keeps for backward besides the tensors it is given; in `b`.
+        keeps: the positions, among the tensors it is given, of those that it keeps for backward.
+        launches: the ops that it runs in forward.
+        seen: whether what it keeps could be seen; else `saved` is all that it makes (torch.func
+            does not run where anybody looks).
+    """
+
+    module: str
+    method: str
+    call: int
+    why: str
+    given: str
+    gives: str
+    states: tuple[str, ...]
+    written: tuple[str, ...]
+    results: tuple[Result, ...]
+    random: bool
+    flops: int | str
+    saved: int | str
+    keeps: tuple[int, ...]
+    launches: int
+    seen: bool = True
+
+    @property
+    def name(self) -> str:
+        """The call as a plan and the graph show it: `encoder.route()#1`."""
+        method = "" if self.method == WHOLE else f"{self.method}()"
+        place = ".".join(filter(None, (self.module, method)))
+        return f"{place}#{self.call}" if self.call else place

@@ -1,0 +1,407 @@
+"""What no trace can look into runs as it is, in as small a call as can be, and is one op."""
+
+import copy
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from autopipe.errors import CaptureError, ModelError, Uncaptured
+from autopipe.frontend import batch as batches
+from autopipe.ir.dataflow import analyse, is_random
+from autopipe.ir.fingerprint import fingerprint
+from autopipe.ir.graph import BATCH, REGION_OP
+from autopipe.ir.op_costs import costs
+from autopipe.ir.torch_private import skeleton
+from autopipe.opaque.trees import Slot, from_text, to_text
+from autopipe.stages.dry_run import rehearse
+from autopipe.stages.saved_storages import SavedStorages
+from autopipe.tracing.trace import trace
+from tests.support.odd_models import Net, built, inputs, square, unlike
+from tests.support.staged import differences, lowered, split, staged_step, trace_model
+
+
+class Mapped(Net):
+    def inside(self, hidden):
+        return torch.vmap(lambda row: self.middle.weight @ row + row.norm())(hidden)
+
+
+class Differentiated(Net):
+    def inside(self, hidden):
+        return hidden + torch.func.grad(lambda h: self.middle(h).tanh().sum())(hidden)
+
+
+class InnerGradient(Net):
+    def inside(self, hidden):
+        made = self.middle(hidden)
+        (slope,) = torch.autograd.grad(made.square().sum(), hidden, create_graph=True)
+        return made + slope
+
+
+class TensorHook(Net):
+    def inside(self, hidden):
+        hidden = self.middle(hidden)
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: -0.5 * gradient)
+        return hidden
+
+
+class ModuleHook(Net):
+    def begin(self):
+        self.middle.register_full_backward_hook(lambda m, i, o: (3 * i[0],))
+
+
+class OldHook(Net):
+    def begin(self):
+        self.middle.register_backward_hook(lambda m, i, o: i)
+
+
+class SomeRows(Net):
+    """Of eight rows some; which of them depends on values."""
+
+    def inside(self, hidden):
+        chosen = hidden[:, 0] > 0.1
+        made = torch.zeros_like(hidden)
+        made[chosen] = self.middle(hidden[chosen])
+        return made + hidden
+
+
+class Experts(Net):
+    """Some experts get no row of the first micro-batch, and some in a later one."""
+
+    def begin(self):
+        self.router = nn.Linear(8, 6)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+
+    def inside(self, hidden):
+        weights = self.router(hidden).softmax(-1)
+        made = torch.zeros_like(hidden)
+        for number, expert in enumerate(self.experts):
+            mask = weights.argmax(-1) == number
+            if mask.any():
+                made[mask] = expert(hidden[mask]) * weights[mask, number, None]
+        return made
+
+
+class Selecting(nn.Module):
+    """A module whose result has a size that depends on values."""
+
+    def forward(self, hidden):
+        return hidden[hidden[:, 0] > 0.1]
+
+
+class Unequal(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.selecting = Selecting()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, hidden):
+        return hidden + self.layer(self.selecting(hidden)).sum(0)
+
+
+class Widened(Net):
+    """The call of `unequal` is the smallest one whose results have static sizes."""
+
+    def begin(self):
+        self.unequal = Unequal()
+
+    def inside(self, hidden):
+        return self.unequal(self.middle(hidden))
+
+
+class Buffers(Net):
+    """One buffer is written in place, one assigned."""
+
+    def begin(self):
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def inside(self, hidden):
+        self.mean = 0.5 * self.mean + 0.5 * hidden.detach().mean(0)
+        made = torch.vmap(torch.sin)(self.norm(hidden))
+        return made + self.mean
+
+
+class Twice(Net):
+    def inside(self, hidden):
+        return self.half(self.half(hidden, 0.5), 0.25)
+
+    def half(self, hidden, scale):
+        return torch.vmap(lambda row: self.middle.weight @ row * scale)(hidden)
+
+
+class Stays(nn.Module):
+    """Layers alike, each with a call that runs as it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, hidden):
+        return self.second(self.chosen(self.first(hidden).relu()))
+
+    def chosen(self, hidden):
+        made = torch.zeros_like(hidden)
+        made[hidden > 0.2] = hidden[hidden > 0.2]
+        return made
+
+
+class Layers(Net):
+    def begin(self):
+        self.middle = nn.Sequential(Stays(), Stays(), Stays())
+
+
+class Apart(Net):
+    """A gradient is cut, and another one goes around the call."""
+
+    def inside(self, hidden):
+        return self.pair(hidden)[0] + self.pair(hidden)[1]["signs"]
+
+    def pair(self, hidden):
+        return torch.vmap(torch.tanh)(self.middle(hidden)), {"signs": hidden.detach().sign()}
+
+
+class AtMost(Net):
+    """torch.cdist takes another kernel from 26 rows on: a trace holds for fewer."""
+
+    def begin(self):
+        self.register_buffer("codes", torch.randn(4, 8))
+
+    def inside(self, hidden):
+        return hidden + self.nearest(hidden)
+
+    def nearest(self, hidden):
+        return self.codes[torch.cdist(hidden, self.codes).argmin(-1)] - hidden.detach()
+
+
+WORK = [
+    AtMost,
+    Mapped,
+    Differentiated,
+    InnerGradient,
+    TensorHook,
+    ModuleHook,
+    OldHook,
+    SomeRows,
+    Experts,
+]
+WORK += [Experts, Widened, Buffers, Twice, Layers, Apart]
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-full backward hook:FutureWarning")
+@pytest.mark.parametrize("kind", WORK, ids=lambda kind: kind.__name__)
+def test_it_computes_what_eager_computes(kind):
+    """Loss, every gradient and every buffer of three micro-batches, in one stage and in two."""
+    assert unlike(built(kind)) == []
+    assert unlike(built(kind), cuts=["relu/1"]) == []
+
+
+def regions_of(kind):
+    return [region.name for region in trace_model(built(kind), inputs, square).regions]
+
+
+def test_it_is_the_smallest_call_that_takes_and_gives_tensors_of_static_sizes():
+    assert regions_of(SomeRows) == ["inside()"]
+    assert regions_of(AtMost) == ["nearest()"]
+    assert regions_of(Widened) == ["unequal"]
+    assert regions_of(ModuleHook) == ["middle"]
+    assert regions_of(Twice) == ["half()", "half()#1"]
+    assert regions_of(Layers) == [f"middle.{n}.chosen()" for n in range(3)]
+
+
+def test_it_reads_the_experts_that_got_no_row_too():
+    traced = trace_model(built(Experts), inputs, square)
+    (region,) = traced.regions
+    assert {name for name in region.states if name.startswith("experts")} == {
+        f"experts.{n}.{leaf}" for n in range(6) for leaf in ("weight", "bias")
+    }
+
+
+def test_models_that_export_whole_have_none():
+    assert regions_of(Net) == []
+
+
+def test_a_rank_traces_the_same_graph_from_the_record_alone():
+    """It has no weights then: `real` is None."""
+    model = built(Experts)
+    traced = trace_model(model, inputs, square)
+    batch = inputs(2)
+    specs = batches.describe(batch, inputs(3), 2, 3)
+    again = trace(skeleton(model), batch, specs, square, reads=traced.reads, regions=traced.regions)
+    assert fingerprint(again.graph) == fingerprint(traced.graph)
+
+
+@pytest.mark.parametrize("kind", [SomeRows, InnerGradient, TensorHook, Apart])
+def test_bytes_kept_for_backward_are_those_that_were_measured(kind):
+    """The dry run has no values. Where bytes depend on them it has the most of a few runs."""
+    model = built(kind)
+    traced = trace_model(model, inputs, square)
+    graph, (stage,) = traced.graph, split(traced, ())
+    predicted = rehearse(graph, [stage], (), 2).saved[0]
+    (module,) = lowered(traced, model, (), 2)
+    leaves = inputs(2)
+    own = (*model.parameters(), *model.buffers(), *leaves.values(), *graph.constants.values())
+    kept = SavedStorages(own)
+    with torch.autograd.graph.saved_tensors_hooks(kept.keep, lambda tensor: tensor):
+        module.module(*(leaves[path] for path in stage.inputs))
+    found = sum(kept.sizes.values())
+    assert found <= predicted if kind is SomeRows else found == predicted
+
+
+def test_its_operations_are_counted():
+    """TensorHook multiplies b rows by an 8 x 8 matrix."""
+    graph = trace_model(built(TensorHook), inputs, square).graph
+    (position,) = [p for p, node in enumerate(graph.nodes) if node.op == REGION_OP]
+    assert costs(graph)[position].forward_flops == 2 * 8 * 8 * BATCH
+
+
+class Noisy(Net):
+    def inside(self, hidden):
+        return torch.vmap(torch.sin)(self.noise(self.middle(hidden)))
+
+    def noise(self, hidden):
+        kept = hidden[torch.rand(len(hidden)) > 2]  # none
+        return nn.functional.dropout(hidden, 0.5) + kept.sum()
+
+
+def test_random_numbers_follow_the_seeds_of_the_run():
+    """They are the same in any number of stages, and others in each micro-batch."""
+    model = built(Noisy)
+    traced = trace_model(model, inputs, square)
+    assert [is_random(node) for node in traced.graph.nodes if node.op == REGION_OP] == [True]
+    step = [
+        staged_step(model, traced, inputs(6), cuts, 3, seeded=True) for cuts in ((), ["relu/1"])
+    ]
+    assert differences(*step) == []
+    same = {key: tensor[:2].repeat(2, 1) for key, tensor in inputs(2).items()}
+    losses = staged_step(model, traced, same, (), 2, seeded=True).losses
+    assert not torch.equal(*losses)
+
+
+class InTheModelItself(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, x):
+        return torch.vmap(torch.sin)(self.layer(x))  # here
+
+
+class Leaves(Net):
+    """The size of what `choose` gives depends on values, and so does everything around it."""
+
+    def inside(self, hidden):
+        self.middle(hidden)
+        return self.choose(hidden)
+
+    def choose(self, hidden):
+        return hidden[hidden[:, 0] > 0.1].sum(0) + hidden
+
+
+class SideChannel(Net):
+    """One call leaves a tensor in an attribute for the next."""
+
+    def inside(self, hidden):
+        made = self.first(hidden)
+        return made + self.left
+
+    def first(self, hidden):
+        self.left = self.middle(hidden)
+        return torch.vmap(torch.sin)(hidden)
+
+
+def test_what_crosses_otherwise_than_as_a_tensor_widens_the_call():
+    assert regions_of(SideChannel) == ["inside()"]
+
+
+def test_lines_of_the_models_own_forward_are_refused_with_the_smallest_edit():
+    with pytest.raises(Uncaptured) as error:
+        trace_model(built(InTheModelItself), inputs, square)
+    assert f"{__file__}:" in str(error.value)
+    assert "move these lines to a method" in error.value.hint
+
+
+class DrawsInPython(Net):
+    def inside(self, hidden):
+        return torch.vmap(torch.sin)(hidden) * random.random()
+
+
+class Backward(Net):
+    def inside(self, hidden):
+        self.middle(hidden.detach()).sum().backward()
+        return torch.vmap(torch.sin)(hidden)
+
+
+class Counts(Net):
+    calls = 0
+
+    def inside(self, hidden):
+        self.calls += 1
+        return torch.vmap(torch.sin)(self.middle(hidden)) * self.calls
+
+
+REFUSED = {
+    DrawsInPython: "random",
+    Backward: "forward runs a backward of its own",
+    Counts: "the model keeps calls from one call to the next, and then computes something else",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
+def test_effects_that_no_stage_may_have_stay_refused(kind):
+    with pytest.raises(CaptureError, match=REFUSED[kind]):
+        trace_model(built(kind), inputs, square)
+
+
+class Sizes(Net):
+    """Gives a tensor of other sizes from the third row on."""
+
+    def inside(self, hidden):
+        return self.odd(self.middle(hidden))[:, :8]
+
+    def odd(self, hidden):
+        made = hidden[hidden[:, 0] > -100]  # all of them
+        return made if len(hidden) != 5 else torch.cat([made, made], 1)
+
+
+def test_a_result_of_another_size_than_planned_is_an_error_of_that_micro_batch():
+    model = built(Sizes)
+    traced = trace_model(model, inputs, square)
+    (module,) = lowered(traced, model, (), 5)
+    leaves = inputs(5)
+    with pytest.raises(ModelError, match=r"odd\(\), which runs as it is, gives .*when it was pl"):
+        module.module(*(leaves[path] for path in split(traced, ())[0].inputs))
+
+
+def test_two_models_with_calls_of_one_name_keep_apart():
+    """Their graphs say the same; each runs the code that it was traced from."""
+
+    class Other(Net):
+        def inside(self, hidden):
+            return torch.vmap(lambda row: 2 * (self.middle.weight @ row) + row.norm())(hidden)
+
+    models = [built(Mapped), built(Other)]
+    traces = [trace_model(model, inputs, square) for model in models]
+    losses = [
+        staged_step(copy.deepcopy(model), traced, inputs(2), (), 1).losses[0]
+        for model, traced in zip(models, traces, strict=True)
+    ]
+    expected = [square(model(inputs(2)["x"]), inputs(2)) for model in models]
+    assert all(torch.equal(a, b) for a, b in zip(losses, expected, strict=True))
+    assert not torch.equal(*losses)
+
+
+def test_it_is_not_run_again_in_another_stage_nor_in_backward():
+    traced = trace_model(built(Mapped), inputs, square)
+    (position,) = [p for p, node in enumerate(traced.graph.nodes) if node.op == REGION_OP]
+    assert not analyse(traced.graph).local[position]
+
+
+def test_trees_come_back_from_their_text():
+    tree = (
+        (Slot(0), None, [Slot(1), 2.5]),
+        {"dim": -1, "dtype": torch.float16, "deep": {"a": True}},
+    )
+    assert from_text(to_text(tree)) == tree
