@@ -179,16 +179,33 @@ def _is_local(graph: Graph, value: Value, local: list[bool]) -> bool:
 
 @once
 def gradient_values(graph: Graph) -> frozenset[Ref | State]:
-    """The values through which a gradient flows back to a trainable parameter."""
+    """The values through which a gradient flows back to a trainable parameter.
+
+    A tensor that is written with such a value is one from then on, and with it all its views:
+
+        a = zeros(2, 16)
+        v = a[0]
+        v.copy_(h)          h carries a gradient; now v does, and a too
+    """
+    flow = analyse(graph)
     carrying: set[Ref | State] = {State(n) for n, s in graph.states.items() if s.trainable}
+    views_of: dict[Value, list[Ref]] = defaultdict(list)
     for node in graph.nodes:
-        if node.grad and node.op not in (READ_OP, "aten.detach.default"):
-            if any(value in carrying for value in node.values()):
-                carrying |= {
-                    Ref(node.name, number)
-                    for number, spec in enumerate(node.outputs)
-                    if spec is not None and (spec.dtype.is_floating_point or spec.dtype.is_complex)
-                }
+        if not node.grad or node.op in (READ_OP, "aten.detach.default"):
+            continue
+        made = [
+            Ref(node.name, number)
+            for number, spec in enumerate(node.outputs)
+            if spec is not None and (spec.dtype.is_floating_point or spec.dtype.is_complex)
+        ]
+        if any(value in carrying for value in node.values()):
+            carrying.update(made)
+            for position in writes(resolve(node.op)):
+                for value in values_in(node.args[position : position + 1]):
+                    carrying.update(views_of[flow.root[value]])
+        for value in made:
+            if flow.root[value] in flow.writers:
+                views_of[flow.root[value]].append(value)
     return frozenset(carrying)
 
 

@@ -134,18 +134,12 @@ class Tried:
             loss=self.model.loss,
             optimizer="sgd",
             precision="fp32",
-            grad_dtype="fp32",
-            optimizer_dtype="fp32",
-            compiled=None,
             cluster=machine(1, MEMORY),
             batch_size=ROWS * MICRO_BATCHES,
             constraints=Constraints(),
-            recompute=None,
             planner="dynamic",
             sequence_parallel=True,
             loss_over="micro-batch",
-            loss_parts=None,
-            source=None,
         )
 
     @cached_property

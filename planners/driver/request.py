@@ -45,19 +45,19 @@ class PlanRequest:
     loss: Loss | None
     optimizer: str | MakeOptimizer
     precision: str
-    grad_dtype: str
-    optimizer_dtype: str
-    compiled: bool | None
+    grad_dtype: str = "fp32"
+    optimizer_dtype: str = "fp32"
+    compiled: bool | None = None
     cluster: Cluster | LocalSpec
     batch_size: int | None
     constraints: Constraints
-    recompute: str | Sequence[str] | None
+    recompute: str | Sequence[str] | None = None
     planner: str
     sequence_parallel: bool
     loss_over: str
-    loss_parts: int | None
-    lengths: tuple[int, ...]
-    source: str | None
+    loss_parts: int | None = None
+    lengths: tuple[int, ...] = ()
+    source: str | None = None
 
 
 @dataclass(frozen=True, eq=False)

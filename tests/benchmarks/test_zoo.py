@@ -29,6 +29,7 @@ PART = (
     "odd/skips-everywhere/shapes",  # tensors that pass by stages
     "odd/unet/shapes",
     "odd/in-place/shapes",
+    "odd/writes-through-views/shapes",  # zeros that carry a gradient, once written
     "odd/einsums/shapes",
     "odd/changes-its-batch/state",
     "odd/running-mean/state",  # a buffer that is assigned

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autopipe.ir.dataflow import analyse, is_random
+from autopipe.ir.dataflow import analyse, gradient_values, is_random
 from autopipe.ir.graph import Input, Ref, State
 from tests.support.inprocess import traced
 from tests.support.staged import trace_model
@@ -185,3 +185,19 @@ def test_an_lstm_draws_only_with_dropout_between_its_layers():
     for dropout in (0.0, 0.5):
         graph = trace_model(Recurrent(dropout), lambda b: {"x": torch.ones(b, 3, 4)}).graph
         assert [is_random(n) for n in graph.nodes if "lstm" in n.op] == [dropout > 0]
+
+
+def test_zeros_carry_a_gradient_once_a_view_of_them_is_written_with_one():
+    """Bug story: the sum was said to carry none, and tensor-parallel ranks missed its gradient."""
+
+    def run(model, batch):
+        zeros = torch.zeros(2, batch.shape[0], 4)
+        before = zeros.exp()
+        view = zeros[0]
+        view.copy_(model.layer(batch))
+        return (zeros.sum(0) + before.detach()).cos()
+
+    flow = flow_of(run)
+    carrying = {str(value) for value in gradient_values(flow.graph)}
+    assert {"zeros/0", "select/0", "copy_/0", "sum/0", "cos/0"} <= carrying
+    assert "exp/0" not in carrying, "made before the write"
