@@ -34,6 +34,11 @@ class Repeated(NamedTuple):
         return f"{words(self.ops)} of {number}" if self.ops else number
 
 
+def by_op(plan: Plan) -> bool:
+    """Whether single ops run again, in blocks that do not."""
+    return any(stage.ops_again for stage in plan.stages)
+
+
 def repeated(plan: Plan, stages: Iterable[StagePlan]) -> list[Repeated]:
     """The blocks of some stages of a plan by what runs again of them, whole ones first."""
     stages, paths = list(stages), {path for kind in plan.blocks for path in kind.members}

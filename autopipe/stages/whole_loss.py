@@ -139,7 +139,7 @@ class WholeLoss:
             kept = SavedStorages(inputs)
             with observing(kept.keep), computing(arithmetic(precision, "cpu", [])):
                 lowered.module(*inputs)
-        return self.embedding_bytes(rows) + sum(kept.sizes.values())
+        return self.embedding_bytes(rows) + kept.most
 
     def embedding_bytes(self, rows: int) -> int:
         """Bytes of the embeddings of so many rows, and of their gradients."""

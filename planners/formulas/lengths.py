@@ -15,6 +15,7 @@ from autopipe.ir.dataflow import analyse
 from autopipe.ir.partition import partition
 from autopipe.joint.split_backward import wanted
 from autopipe.planfile import programs
+from autopipe.planfile.again import by_op
 from autopipe.planfile.contents import Plan
 from autopipe.planners.costs.plan_memory import CutModel
 from autopipe.planners.costs.tp_degrees import Degree
@@ -24,7 +25,7 @@ from autopipe.sharding.plan_io import read_back
 from autopipe.stages.bind import Split, cut_as_planned
 from autopipe.stages.precision import kept
 from autopipe.tracing.source import trace_source
-from autopipe.tracing.symbolic_sequence import length_of, trace_lengths
+from autopipe.tracing.symbolic_sequence import trace_lengths
 from autopipe.tracing.trace import Trace
 
 
@@ -67,7 +68,8 @@ def traced_again(plan: Plan, file: ModelFile) -> TracedAgain:
     example, specs = arguments.example_of(file.inputs)
     two = batch.two_rows(example, specs)
     how = kept(plan.precision, plan.optimizer_dtype, plan.grad_dtype)
-    found, tokens = trace_lengths(file.model, two, specs, file.loss, how), length_of(specs) or 0
+    found = trace_lengths(file.model, two, specs, file.loss, how)
+    tokens = batch.length_of(specs) or 0
     traced = TracedAgain(found.trace, tokens, found.why)
     if found.longest is not None and not _is_of(plan, traced):
         # A table as long as the row is read whole at full length, which is another program.
@@ -121,7 +123,7 @@ class PlannedStages:
             rows=rows,
             recompute=tuple(block for stage in plan.stages for block in stage.recompute),
             precision=plan.precision,
-            wanted=wanted(halves, compiled=plan.compiled),
+            wanted=wanted(halves, compiled=plan.compiled, by_op=by_op(plan)),
             shards=plan.mesh.dp if plan.fully_sharded else 1,
         )
 

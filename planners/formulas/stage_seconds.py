@@ -105,9 +105,11 @@ class _Nodes:
         owner = {p: b.path for b in found.split.blocks for p in range(b.first, b.stop)}
         if plan.compiled:
             costs = fused(graph, costs, [owner.get(p) for p in range(len(graph.nodes))])
-        again = {block for stage in plan.stages for block in stage.recompute}
+        again = {name for stage in plan.stages for name in stage.recompute}
         self._roofs = op_seconds.roofs(costs, kind.device, dtypes)
-        self._again = [owner.get(p) in again for p in range(len(graph.nodes))]
+        self._again = [
+            node.name in again or owner.get(p) in again for p, node in enumerate(graph.nodes)
+        ]
         self._sent: list[tuple[Expression, Expression]] = [(0.0, 0.0)] * len(graph.nodes)
         if kind.link is not None:
             wire = _wire(plan, kind.link)

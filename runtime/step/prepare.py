@@ -24,7 +24,7 @@ from autopipe.ir.graph import Ref
 from autopipe.ir.partition import Stage
 from autopipe.joint.split_backward import wanted
 from autopipe.joint.split_backward_layouts import joint_for
-from autopipe.planfile.contents import Plan
+from autopipe.planfile.again import by_op
 from autopipe.planfile.programs import sends_ahead
 from autopipe.runtime.comm.transport import Transport
 from autopipe.runtime.parameters.hold import HeldParameters
@@ -224,7 +224,7 @@ def _lower(rank: Rank, task: _Task, stage: Stage) -> Lowered:
         task.rehearsal.boundaries,
         part.device,
         part=part.place.tp,
-        as_graph=plan.compiled or _by_op(plan) or stage.index in rank.held.sharded,
+        as_graph=plan.compiled or by_op(plan) or stage.index in rank.held.sharded,
     )
 
 
@@ -235,7 +235,7 @@ def _engine(rank: Rank, task: _Task, lowered: Lowered) -> Engine:
     keep for backward nobody has counted.
     """
     plan, joint = rank.part.plan, None
-    how = wanted(splits(task.compute), compiled=plan.compiled, by_op=_by_op(plan))
+    how = wanted(splits(task.compute), compiled=plan.compiled, by_op=by_op(plan))
     if how is not None and task.trains:
         joint = joint_for(
             task.split.graph,
@@ -253,11 +253,6 @@ def _engine(rank: Rank, task: _Task, lowered: Lowered) -> Engine:
     if joint is None:
         return AutogradEngine(module)
     return JointEngine(module, joint, *([Compiler()] if plan.compiled else []))
-
-
-def _by_op(plan: Plan) -> bool:
-    """Whether single ops run again in backward."""
-    return any(stage.ops_again for stage in plan.stages)
 
 
 def _is_last(stage: Stage, split: Split) -> bool:
