@@ -30,7 +30,7 @@ from autopipe.planners.search.configs import configs
 from autopipe.planners.search.descent import TOLERANCE
 from autopipe.planners.search.device_orders import classes, orders
 
-MOST, MOST_SETS = 5_000_000, 1024
+MOST, MOST_SETS = 5_000_000, 4096
 """Candidates, and sets of blocks: what some seconds are enough for."""
 
 ROWS = 1 << 16
