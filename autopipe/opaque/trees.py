@@ -7,14 +7,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from autopipe.errors import PlanError
 from autopipe.ir.graph import tensors_in
-from autopipe.util.dtypes import name_of
+from autopipe.util.dtypes import bytes_of, name_of
 
 
 class Unlike(Exception):
@@ -70,8 +71,18 @@ def to_text(parts: Any) -> str:
 
 
 def from_text(text: str) -> Any:
-    """The inverse of `to_text`."""
-    return _read(json.loads(text))
+    """The inverse of `to_text`.
+
+    Raises:
+        PlanError: `to_text` has not written it.
+    """
+    try:
+        return _read(json.loads(text))
+    except (ValueError, TypeError, LookupError) as error:
+        raise PlanError(
+            f"plan.regions: {text!r} is no description of arguments or results",
+            hint="plan again with `autopipe plan`",
+        ) from error
 
 
 def _written(parts: Any) -> Any:
@@ -96,10 +107,19 @@ def _read(data: Any) -> Any:
     if not isinstance(data, dict):
         return data
     ((kind, inside),) = data.items()
-    if kind == "tensor":
-        return Slot(inside)
-    if kind == "tuple":
-        return tuple(_read(item) for item in inside)
-    if kind == "dict":
-        return {key: _read(item) for key, item in inside.items()}
-    return getattr(torch, inside)
+    return _READ[kind](inside)
+
+
+def _dtype(name: Any) -> torch.dtype:
+    bytes_of(name)  # a plan may be anybody's: no other name of torch's
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
+_READ: dict[str, Callable[[Any], Any]] = {
+    "tensor": lambda number: Slot(int(number)),
+    "tuple": lambda items: tuple(map(_read, items)),
+    "dict": lambda items: {key: _read(item) for key, item in items.items()},
+    "dtype": _dtype,
+}
+"""How each kind of what is no plain JSON is read."""

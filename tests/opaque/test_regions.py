@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from autopipe.errors import CaptureError, ModelError, Uncaptured
+from autopipe.errors import CaptureError, ModelError, PlanError, Uncaptured
 from autopipe.frontend import batch as batches
 from autopipe.ir.dataflow import analyse, is_random
 from autopipe.ir.fingerprint import fingerprint
@@ -405,3 +405,11 @@ def test_trees_come_back_from_their_text():
         {"dim": -1, "dtype": torch.float16, "deep": {"a": True}},
     )
     assert from_text(to_text(tree)) == tree
+
+
+@pytest.mark.parametrize(
+    "text", ['{"dtype": "load"}', '{"dtype": ["x"]}', '{"tensor": "x"}', "{}", '{"call": "x"}', "["]
+)
+def test_a_text_that_is_no_tree_is_refused(text):
+    with pytest.raises(PlanError):
+        from_text(text)
