@@ -78,7 +78,7 @@ def fixed_rows(place: str, frames: Sequence[FrameType]) -> Uncaptured:
     return Uncaptured(
         f"{place + ': t' if place else 't'}he number of rows is fixed here, so what is traced with "
         "two rows does not hold for the rows of every micro-batch",
-        hint="take the rows from x.shape[0], not from len(x) or from a number, as in view(2, -1); "
+        hint="take the rows from x.shape[0], not from a number, as in view(2, -1); "
         "no branch may depend on them",
         frames=frames,
     )

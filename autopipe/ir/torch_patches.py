@@ -1,10 +1,11 @@
-"""Patches of torch's public classes: context managers that restore the class afterwards.
+"""Patches of torch's public classes, and of `len`: context managers that undo them afterwards.
 
     replacing_custom_functions   autograd.Function.apply       its backward would be lost
     seeing_saved_tensors_hooks   saved_tensors_hooks           where a checkpoint begins and ends
     watching_attributes          nn.Module's attribute access  what a module's code reads
     leaving_modules_alone        nn.Module.to                  where it changes nothing
     averaging_by_tensors         forward of batch norms        with momentum=None
+    counting_rows                Python's len                  of a tensor is a symbol in a trace
 
 Patches that touch private names stand in `ir.torch_private`; those of transformers in
 `frontend.transformers_adapter`. Each docstring gives the reason why a patch is needed.
@@ -12,6 +13,7 @@ Patches that touch private names stand in `ir.torch_private`; those of transform
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -152,4 +154,20 @@ def averaging_by_tensors() -> Iterator[None]:
     with ExitStack() as until:
         for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
             until.enter_context(patched(kind, "forward", asked(kind.forward)))
+        yield
+
+
+@contextmanager
+def counting_rows() -> Iterator[None]:
+    """Within, `len(tensor)` is its first size, which may be a symbol, as `tensor.shape[0]` is.
+
+    Python itself makes a number of whatever `__len__` returns. Losses of contrastive models count
+    rows so: `torch.arange(len(logits))`.
+    """
+    own = builtins.len
+
+    def asked(of: Any) -> Any:
+        return of.shape[0] if isinstance(of, Tensor) and of.ndim else own(of)
+
+    with patched(builtins, "len", asked):
         yield

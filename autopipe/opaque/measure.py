@@ -70,6 +70,14 @@ Run = AbstractContextManager[Callable[[], object]]
 """Gives the function that runs the model, and undoes afterwards what it changes."""
 
 
+class Fails(Exception):
+    """A run raises `error`, in the call of `site` or after it."""
+
+    def __init__(self, site: Site, error: Exception) -> None:
+        super().__init__(str(error))
+        self.site, self.error = site, error
+
+
 def measured(
     model: nn.Module, sites: Sequence[Site], runs: Runs, why: Mapping[Site, str]
 ) -> tuple[Region, ...]:
@@ -77,11 +85,17 @@ def measured(
 
     Raises:
         Wider: a call gives or takes what no op can, or a size that depends on values.
+        Fails: the model does not run at all.
         CaptureError: a call has an effect that no stage may have (`unsaid.RefusedEffects`).
     """
-    found = [_run(model, sites, run) for run in (runs.first, runs.twice)]
+    found = [_run(model, sites, runs.first)]
+    try:
+        found.append(_run(model, sites, runs.twice))
+    except Fails as failed:
+        raised = type(failed.error).__name__
+        raise Wider(failed.site, f"it raises {raised} on {2 * runs.rows} rows") from failed
     for run in runs.others:
-        with suppress(ArithmeticError, AssertionError, RuntimeError, ValueError):  # of its values
+        with suppress(Fails):  # for its values
             found.append(_run(model, sites, run))
     for seen in found[1:]:
         if unlike := seen.keys() ^ found[0].keys():
@@ -151,8 +165,13 @@ def _text(slope: int, base: int) -> int | str:
 def _run(model: nn.Module, sites: Sequence[Site], run: Run) -> dict[tuple[Site, int], _Seen]:
     with run as called, torch.enable_grad():
         watching = _Watching(model, {site: states_of(model, site) for site in sites})
-        with watching.origins, standing_in(model, sites, watching.called):
-            called()
+        try:
+            with watching.origins, standing_in(model, sites, watching.called):
+                called()
+        except (Wider, CaptureError):
+            raise
+        except Exception as error:  # the user's code may raise anything
+            raise Fails(watching.last or sites[0], error) from error
     return watching.seen
 
 
@@ -161,6 +180,7 @@ class _Watching:
 
     def __init__(self, model: nn.Module, states: Mapping[Site, Sequence[str]]) -> None:
         self.seen: dict[tuple[Site, int], _Seen] = {}
+        self.last: Site | None = None
         self._model = model
         self._states = states
         self._names = first_names(model)
@@ -168,7 +188,7 @@ class _Watching:
 
     def called(self, call: SiteCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a call, and note what it does."""
-        site = call.site
+        self.last = site = call.site
         given = distinct_tensors((args, kwargs))
         try:
             told = to_text(parts_of((args, dict(kwargs)), given))

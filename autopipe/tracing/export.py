@@ -23,7 +23,11 @@ from autopipe.frontend.loss import Loss, SumCount, outputs_to_loss
 from autopipe.frontend.quiet import libraries_hushed
 from autopipe.frontend.transformers_adapter import eager_branches, without_cache
 from autopipe.ir.graph import SEQUENCE
-from autopipe.ir.torch_patches import averaging_by_tensors, leaving_modules_alone
+from autopipe.ir.torch_patches import (
+    averaging_by_tensors,
+    counting_rows,
+    leaving_modules_alone,
+)
 from autopipe.ir.torch_private import DynamicOutputShapeException, quiet
 from autopipe.opaque.regions import Running, as_ops
 from autopipe.planfile.parts import InputSpec, Read
@@ -85,8 +89,13 @@ class Program(nn.Module):
         args, kwargs = batches.bind(self.model, batch, self.loss)
         if self._eager:
             return self._results(batch, args, kwargs)
-        as_they_are = as_ops(self.model, self.regions, self._rows(tensors))
-        with as_they_are, leaving_modules_alone(), averaging_by_tensors(), unsaid.RefusedCalls():
+        with (
+            as_ops(self.model, self.regions, self._rows(tensors)),
+            leaving_modules_alone(),
+            averaging_by_tensors(),
+            counting_rows(),
+            unsaid.RefusedCalls(),
+        ):
             return self._results(batch, args, kwargs)
 
     def _results(self, batch: Any, args: Any, kwargs: Any) -> Any:

@@ -16,7 +16,7 @@ from autopipe.frontend import batch as batches
 from autopipe.frontend import second_run
 from autopipe.frontend.quiet import libraries_hushed
 from autopipe.frontend.transformers_adapter import eager_branches
-from autopipe.opaque.measure import Runs, measured
+from autopipe.opaque.measure import Fails, Runs, measured
 from autopipe.opaque.sites import Site
 from autopipe.planfile.parts import InputSpec
 from autopipe.planfile.regions import Region
@@ -71,7 +71,10 @@ class Measuring:
             if model.training != program.training:
                 model.train(program.training)
             self._check_again(eager)
-            return measured(model, sites, runs, why)
+            try:
+                return measured(model, sites, runs, why)
+            except Fails as failed:
+                raise eager.refusal(failed.error) from failed
 
     @cached_property
     def _model(self) -> nn.Module:

@@ -1,6 +1,7 @@
 """What cannot be captured is refused in a sentence that names the user's own line."""
 
 import inspect
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from autopipe.errors import CaptureError
 from autopipe.frontend import batch as batches
 from autopipe.tracing.export import Program
 from tests.support.autograd_functions import Double
-from tests.support.staged import trace_model
+from tests.support.staged import staged_step, trace_model
 from tests.support.zoo import ZOO
 
 
@@ -59,9 +60,9 @@ class Divides(Model):
         return hidden.view(2, -1, 3)  # here
 
 
-class Length(Model):
+class OneByOne(Model):
     def body(self, x, hidden):
-        return hidden.sum() / len(hidden)
+        return torch.stack([hidden[n] for n in range(len(hidden))])
 
 
 class Added(Model):
@@ -104,18 +105,57 @@ def test_the_users_own_line_is_named(kind):
     assert str(error.value) == f"{__file__}:{line}{SENTENCES[kind]}"
 
 
-@pytest.mark.parametrize("kind", [FewRows, Divides, Length, Added, Even], ids=lambda k: k.__name__)
-def test_rows_that_are_fixed_are_refused_with_the_line(kind, capfd):
+FIXES_ROWS = {
+    FewRows: None,
+    OneByOne: None,
+    Divides: "the sizes of what it gives are no line in the rows",
+    Added: "it raises RuntimeError on 4 rows",
+    Even: "the sizes of what it gives are no line in the rows",
+}
+"""Why a method that fixes the number of rows cannot run as it is; None: it does."""
+
+
+@pytest.mark.parametrize("kind", FIXES_ROWS, ids=lambda k: k.__name__)
+def test_rows_that_are_fixed_in_forward_are_refused_with_the_line(kind, capfd):
+    class Forward(kind):
+        body = staticmethod(partial(kind.body, None))  # forward's own lines: no method of a module
+
     with pytest.raises(CaptureError) as error:
-        trace_model(kind(), inputs)
+        trace_model(Forward(), inputs)
     line = kind.body.__code__.co_firstlineno + 1
     assert str(error.value) == (
         f"{__file__}:{line}: the number of rows is fixed here, so what is traced with two rows "
         "does not hold for the rows of every micro-batch\n"
-        "hint: take the rows from x.shape[0], not from len(x) or from a number, as in view(2, -1); "
-        "no branch may depend on them"
+        "hint: take the rows from x.shape[0], not from a number, as in view(2, -1); "
+        "no branch may depend on them; or move these lines to a method, or to a module, that takes "
+        "tensors and gives tensors of fixed sizes: it then runs as it is"
     )
     assert capfd.readouterr() == ("", ""), "torch's own log stays silent"
+
+
+@pytest.mark.parametrize("kind", FIXES_ROWS, ids=lambda k: k.__name__)
+def test_a_method_that_fixes_rows_runs_as_it_is_where_it_can(kind):
+    if FIXES_ROWS[kind] is None:
+        model, batch = kind(), inputs(4)
+        found = staged_step(model, trace_model(model, inputs), batch, (), 1).losses
+        assert torch.equal(found[0], model(**batch))
+    else:
+        with pytest.raises(CaptureError, match="number of rows is fixed") as error:
+            trace_model(kind(), inputs)
+        assert f"(body() of the model cannot, for {FIXES_ROWS[kind]})" in error.value.hint
+
+
+def test_rows_may_be_counted_by_len():
+    """Bug story: Python made a number of what `__len__` returns; contrastive losses count so."""
+
+    class Counted(Model):
+        def body(self, x, hidden):
+            return hidden * torch.arange(len(hidden))[:, None] / len(x)
+
+    model, batch = Counted(), inputs(5)
+    found = staged_step(model, trace_model(model, inputs), batch, (), 1).losses
+    assert torch.equal(found[0], model(**batch))
+    assert len(batch["x"]) == 5, "Python's own, again"
 
 
 def test_a_mistake_in_the_loss_is_said_to_be_the_losss():
