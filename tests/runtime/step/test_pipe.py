@@ -70,7 +70,10 @@ def pipe() -> Pipe:
             {"tokens": torch.zeros(4, 12)},
             "batch['tokens'] is float32[4, 12]; the plan was made for",
         ),
-        ({"tokens": torch.zeros(4, 9, dtype=torch.int64)}, "is int64[4, 9]; the plan was made for"),
+        (
+            {"tokens": torch.zeros(4, 9, dtype=torch.int64)},  # shorter rows, but not all of them
+            "batch['labels'] is int64[4, 12]; the plan was made for int64[b, 9] with b = 4",
+        ),
         ({"labels": torch.zeros(2, 12, dtype=torch.int64)}, "with b = 4 as in the entries before"),
         (
             {"mask": torch.ones(4, 12)},
