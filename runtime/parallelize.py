@@ -9,6 +9,7 @@ from typing import Any
 
 from autopipe.frontend.loss import Loss
 from autopipe.planfile.contents import Plan
+from autopipe.runtime.cut_again import split_at_length, split_to_evaluate, traces_at_lengths
 from autopipe.runtime.parameters.hold import hold
 from autopipe.runtime.parameters.materialize import Origin
 from autopipe.runtime.start import (
@@ -17,10 +18,7 @@ from autopipe.runtime.start import (
     join,
     own_part,
     own_states,
-    split_at_length,
-    split_to_evaluate,
     trace_planned,
-    traces_at_lengths,
 )
 from autopipe.runtime.step.pipe import Pipe
 from autopipe.runtime.step.prepare import Rank

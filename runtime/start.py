@@ -6,8 +6,6 @@
     own_part        the trace, the plan's cuts   ->  RankPart     this rank's stages
     own_states      a model, or a checkpoint     ->  ModelStates  this rank's parameters
     connect         the plan's mesh              ->  Transport    sends and receives
-    split_to_evaluate                                             the same cuts, for `evaluate`
-    split_at_length                                               and for rows of another length
 
 Every rank calls each of them: `join`, `own_part` and `connect` exchange messages.
 """
@@ -51,17 +49,13 @@ from autopipe.schedules.transfers import Edge
 from autopipe.sharding import collectives
 from autopipe.sharding.plan_io import read_back
 from autopipe.stages.bind import (
-    Split,
     check_loss,
     check_runs,
-    dealt_out,
     split_as_planned,
-    split_for_evaluation,
     unused_states,
 )
 from autopipe.stages.precision import kept
-from autopipe.tracing.source import Source, bare, trace_source
-from autopipe.tracing.symbolic_sequence import AtLengths
+from autopipe.tracing.source import Source, bare
 from autopipe.tracing.trace import Trace, trace
 from autopipe.util import allocator
 
@@ -242,63 +236,6 @@ def connect(part: RankPart) -> Transport:
         for tp in range(mesh.tp)
     ]
     return transport_for(part.device, pipelines, _edges(part.split.stages))
-
-
-def split_to_evaluate(
-    model: Source,
-    loss: Loss | None,
-    part: RankPart,
-    sharding: Sharding,
-    batch: Any,
-    outputs: bool,
-) -> Split:
-    """The model in evaluation mode, traced on two rows of `batch` and cut as in training.
-
-    Args:
-        outputs: whether its results are also what the model itself gives.
-
-    Raises:
-        ModelError: as `trace_planned`.
-        PlanError: a stage would need parameters of another one.
-    """
-    plan = part.plan
-    example = batches.two_rows(batch, plan.inputs)
-    length = batches.length_in(plan.inputs, batches.flatten(batch))
-    found = trace_source(
-        model,
-        example,
-        plan.inputs if length is None else batches.at_length(plan.inputs, length),
-        loss,
-        training=False,
-        outputs=outputs,
-        kept=kept(plan.precision, plan.optimizer_dtype, plan.grad_dtype),
-        regions=plan.regions,
-    )
-    local, blocks, whole = dealt_out(found, plan, part.place.tp, sharding)
-    return split_for_evaluation(local, part.split, blocks, whole)
-
-
-def split_at_length(
-    traces: AtLengths, part: RankPart, sharding: Sharding, batch: Any, length: int
-) -> Split:
-    """The model in training with rows of `length` tokens, as `batch` has them, cut as planned.
-
-    Raises:
-        ModelError: the model cannot be run at this length; names the user's line.
-        PlanError: a stage would need parameters of another one.
-    """
-    plan = part.plan
-    rows = batches.two_rows(batch, plan.inputs)
-    local, blocks, whole = dealt_out(traces.at(length, rows), plan, part.place.tp, sharding)
-    when = f"with rows of {length} tokens"
-    return split_for_evaluation(local, part.split, blocks, whole, when)
-
-
-def traces_at_lengths(model: Source, loss: Loss | None, plan: Plan) -> AtLengths:
-    """The traces of a planned model for rows that are shorter than planned."""
-    example = batches.from_specs(plan.inputs, 2)
-    how = kept(plan.precision, plan.optimizer_dtype, plan.grad_dtype)
-    return AtLengths(model, plan.inputs, example, loss, how, plan.reads)
 
 
 def _join_group(plan: Plan) -> tuple[int, Watchdog]:

@@ -17,7 +17,7 @@ from autopipe.errors import AutopipeError, ModelError
 from autopipe.frontend import batch as batches
 from autopipe.frontend import unsaid
 from autopipe.frontend.loss import Loss
-from autopipe.ir.graph import Graph
+from autopipe.ir.graph import SEQUENCE, Graph
 from autopipe.opaque.regions import known, named
 from autopipe.opaque.search import with_regions
 from autopipe.opaque.trees import Unlike
@@ -134,7 +134,8 @@ class _Tracing:
             self.use(regions)
             return self._recorded(real)
 
-        if real is None or self.regions:
+        tokens = any(str(SEQUENCE) in spec.shape for spec in self.specs)
+        if real is None or self.regions or tokens:  # a region is a line in the rows alone
             return with_these(self.regions)
         measuring = Measuring(program, self.leaves, self.specs, real)
         return with_regions(program.model, lambda: program.twins, with_these, measuring.measure)

@@ -203,7 +203,7 @@ def _first_pass(rank: Rank, task: _Task) -> Program | None:
 
 def _lower(rank: Rank, task: _Task, stage: Stage) -> Lowered:
     """A stage's code over this rank's tensors, or the emitted file's code over them."""
-    part, split = rank.part, task.split
+    part, plan, split = rank.part, rank.part.plan, task.split
     lowered = lower(
         split.graph,
         stage,
@@ -213,12 +213,11 @@ def _lower(rank: Rank, task: _Task, stage: Stage) -> Lowered:
         task.rows,
         last=_is_last(stage, split),
         device=part.device,
-        recompute=part.plan.stages[stage.index].recompute if task.trains else (),
-        precision=part.plan.precision,
+        recompute=plan.stages[stage.index].recompute if task.trains else (),
+        precision=plan.precision,
     )
     if task.emitted is None:
         return lowered
-    plan = part.plan
     return task.emitted.read(
         lowered,
         task.rehearsal.boundaries,

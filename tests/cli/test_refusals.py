@@ -288,8 +288,8 @@ def test_what_is_missing_and_what_is_too_much(arguments: str, error: str, autopi
 
 
 COMMANDS = (
-    "the commands are init, trace, costs, plan, explain, simulate, check, run, export, checkpoint, "
-    "emit, diff, probe"
+    "the commands are init, trace, costs, plan, explain, simulate, report, check, run, export, "
+    "checkpoint, emit, diff, probe"
 )
 
 

@@ -106,9 +106,9 @@ def test_too_little_memory_is_said_and_the_plan_that_wins_there(opened: Any, wri
 
         own, rival, _ = limit(1.0)
         assert own.endswith("slower than B") and rival == "the fastest that fits"
-        own, rival, winner = limit(0.5)  # 600 KiB
+        own, rival, winner = limit(0.5)  # 645 KiB
         own = own.replace("\N{NO-BREAK SPACE}", " ")
-        assert own.startswith("does not fit: 50.0 KiB too many; with micro-batches of 2 rows")
+        assert own.startswith("does not fit: 5.0 KiB too many; with micro-batches of 2 rows")
         assert rival == "the fastest that fits" and "this plan does not fit" in winner
         own, rival, winner = limit(0.25)
         assert rival.startswith("does not fit") and winner.startswith("None of these plans fits")

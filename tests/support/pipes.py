@@ -28,7 +28,7 @@ from autopipe.ir.graph import Graph
 from autopipe.planfile import programs
 from autopipe.planfile.placements import I
 from autopipe.planners.driver import make_plan
-from autopipe.runtime import start
+from autopipe.runtime import cut_again, start
 from autopipe.runtime.parameters.zero1 import own_rows
 from autopipe.runtime.step import prepare
 from autopipe.schedules.instructions import holders
@@ -97,7 +97,7 @@ def once() -> Iterator[None]:
     with (
         findings_remembered(),
         patch.object(prepare, "rehearse", rehearsed),
-        patch.object(start, "trace_source", traced),
+        patch.object(cut_again, "trace_source", traced),
     ):
         yield
 

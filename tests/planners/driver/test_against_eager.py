@@ -157,14 +157,14 @@ def test_a_model_that_plain_torch_cannot_run_on_these_rows_is_planned_with_a_lin
 
     CALLS.clear()
     model, said = built(Fails), []
-    original = against_eager._with_weights
+    original = against_eager.with_weights
 
     def late(*args):
         CALLS.append(None)
         return original(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(against_eager, "_with_weights", late)
+        patch.setattr(against_eager, "with_weights", late)
         planned(model, said=said)
     assert "the graph is not compared with the model, which raises ArithmeticError" in said
 

@@ -1,0 +1,72 @@
+"""The plan's cuts in another trace of its model: in evaluation, or for rows of another length."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autopipe.frontend import batch as batches
+from autopipe.frontend.loss import Loss
+from autopipe.planfile.contents import Plan
+from autopipe.planfile.placements import Sharding
+from autopipe.runtime.parameters.part import RankPart
+from autopipe.stages.bind import Split, dealt_out, split_for_evaluation
+from autopipe.stages.precision import kept
+from autopipe.tracing.source import Source, trace_source
+from autopipe.tracing.symbolic_sequence import AtLengths
+
+
+def split_to_evaluate(
+    model: Source,
+    loss: Loss | None,
+    part: RankPart,
+    sharding: Sharding,
+    batch: Any,
+    outputs: bool,
+) -> Split:
+    """The model in evaluation mode, traced on two rows of `batch` and cut as in training.
+
+    Args:
+        outputs: whether its results are also what the model itself gives.
+
+    Raises:
+        ModelError: as `trace_planned`.
+        PlanError: a stage would need parameters of another one.
+    """
+    plan = part.plan
+    example = batches.two_rows(batch, plan.inputs)
+    length = batches.length_in(plan.inputs, batches.flatten(batch))
+    found = trace_source(
+        model,
+        example,
+        plan.inputs if length is None else batches.at_length(plan.inputs, length),
+        loss,
+        training=False,
+        outputs=outputs,
+        kept=kept(plan.precision, plan.optimizer_dtype, plan.grad_dtype),
+        regions=plan.regions,
+    )
+    local, blocks, whole = dealt_out(found, plan, part.place.tp, sharding)
+    return split_for_evaluation(local, part.split, blocks, whole)
+
+
+def split_at_length(
+    traces: AtLengths, part: RankPart, sharding: Sharding, batch: Any, length: int
+) -> Split:
+    """The model in training with rows of `length` tokens, as `batch` has them, cut as planned.
+
+    Raises:
+        ModelError: the model cannot be run at this length; names the user's line.
+        PlanError: a stage would need parameters of another one.
+    """
+    plan = part.plan
+    rows = batches.two_rows(batch, plan.inputs)
+    local, blocks, whole = dealt_out(traces.at(length, rows), plan, part.place.tp, sharding)
+    when = f"with rows of {length} tokens"
+    return split_for_evaluation(local, part.split, blocks, whole, when)
+
+
+def traces_at_lengths(model: Source, loss: Loss | None, plan: Plan) -> AtLengths:
+    """The traces of a planned model for rows that are shorter than planned."""
+    example = batches.from_specs(plan.inputs, 2)
+    how = kept(plan.precision, plan.optimizer_dtype, plan.grad_dtype)
+    return AtLengths(model, plan.inputs, example, loss, how, plan.reads)
