@@ -199,7 +199,7 @@ class Checkpoints:
                 self._plan.save(writing.partial / folders.PLAN)
             write(writing.partial, made)
         except (AutopipeError, OSError) as error:
-            writing.error = _told(error)
+            writing.error = _told(error, self._folder)
 
     def _commit(self, writing: _Writing) -> str | None:
         """What is wrong with a checkpoint that all ranks have written; rank 0 calls it."""
@@ -246,9 +246,9 @@ class Checkpoints:
         return tuple(map(bool, found.tolist()))
 
 
-def _told(error: Exception) -> str:
-    """An error as the first part of a sentence."""
+def _told(error: Exception, folder: Path | None = None) -> str:
+    """An error as the first part of a sentence; `folder` is where, if the system names no file."""
     if isinstance(error, OSError):
-        where = f"{error.filename}: " if error.filename else ""
-        return f"{where}{error.strerror}"
+        where = error.filename or folder
+        return f"{where}: {error.strerror}" if where else f"{error.strerror}"
     return getattr(error, "message", str(error))

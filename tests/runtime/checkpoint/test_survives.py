@@ -8,17 +8,12 @@ import json
 import random
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 
-import autopipe
-from autopipe.frontend import model_file
 from autopipe.runtime.progress import figure
-from tests.support import killed_net
-from tests.support.inprocess import machine
-from tests.support.shell import TORCHRUN, Said, end, ranks, start
+from tests.support.shell import TORCHRUN, Said, end, ranks, save_killed_net, start
 
 STEPS = 16
 RUN = (
@@ -31,16 +26,7 @@ RUN = (
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model file and a plan for two stages."""
-    folder = tmp_path_factory.mktemp("home")
-    shutil.copy(killed_net.__file__, folder / "net.py")
-    path = sys.path.copy()
-    file = model_file.load(str(folder / "net.py"))
-    sys.path[:] = path
-    autopipe.plan(
-        file.model, file.inputs, loss=file.loss, optimizer=file.optimizer or "adamw",
-        cluster=machine(2), batch_size=8, pp=2, dp=1, micro_batches=2, source="net.py",
-    ).save(folder / "plan.json")  # fmt: skip
-    return folder
+    return save_killed_net(tmp_path_factory.mktemp("home"))
 
 
 @pytest.fixture(scope="module")
