@@ -44,7 +44,8 @@ def run(
         Path | None, typer.Option(help="Save the whole model at the end, as FILE.safetensors.")
     ] = None,
     checkpoints: Annotated[
-        Path | None, typer.Option(help="A folder for checkpoints; one at the end, and on SIGTERM.")
+        Path | None,
+        typer.Option(help="A folder for checkpoints; one at the end, on Ctrl-C and SIGTERM."),
     ] = None,
     save_every: Annotated[
         int | None, typer.Option(min=1, help="Steps from one checkpoint to the next.")
@@ -127,7 +128,7 @@ def run(
             signals = asked.SIGNALS if kept is not None else ()
             raise typer.Exit(launch.spawn(local, sys.argv[1:], forwarded=signals, log_dir=log_dir))
         if kept is not None:
-            asked.listen()
+            asked.listen(alone=world is None)
         if world is None or world.rank == 0:
             say_edits(loaded)
         _train(
@@ -146,6 +147,8 @@ def run(
             metrics=to,
             record=record,
         )
+        if world is None and asked.interrupted():
+            raise typer.Exit(130)  # as shells have it: what was to follow does not
 
 
 def _destinations(

@@ -8,6 +8,8 @@ import json
 import random
 import re
 import shutil
+import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -100,6 +102,23 @@ def test_a_signal_to_one_rank_stops_all(
     assert "planned anew for 1 device in the place of 2: tp 1 x pp 1 x dp 1" in one.err
     assert "goes on from kept/step-00000005, after step 5" in one.err
     assert list(losses(one)) == list(range(6, STEPS + 1))
+
+
+def test_ctrl_c_stops_all(folder: Path) -> None:
+    """As at a terminal: it says what stopped it, keeps the last step, and ends with 130."""
+    endless = (*RUN, "--epochs", "1000", "--steps", "5000")
+    run = start(sys.executable, *endless, "--local", "2", folder=folder)
+    assert run.stderr is not None
+    for line in run.stderr:
+        if line.startswith("step 3/"):
+            break
+    run.send_signal(signal.SIGINT)
+    said = end(run)
+    assert said.code == 130, said.err
+    found = re.search(r"^SIGINT \(Ctrl-C\): saved and stopped after step (\d+);", said.err, re.M)
+    assert found is not None, said.err
+    kept = sorted(path.name for path in (folder / "kept").iterdir())
+    assert kept[-1] == f"step-{int(found[1]):08}" and "Traceback" not in said.err
 
 
 def test_torchrun_restarts(folder: Path, undisturbed: dict[int, str]) -> None:
