@@ -60,7 +60,9 @@ def run(
     seed: Annotated[
         int, typer.Option(help="Seed of the weights, the dropout and the batches.")
     ] = 0,
-    weights: Annotated[Path | None, typer.Option(help="A checkpoint to start from.")] = None,
+    weights: Annotated[
+        Path | None, typer.Option(help="Weights to start from: a file, or a run's checkpoints.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="The model file, if it has moved.")] = None,
     offload: Annotated[
         bool, typer.Option("--offload", help="Keep shards of ZeRO-3 in the host's memory.")

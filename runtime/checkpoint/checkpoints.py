@@ -220,13 +220,7 @@ class Checkpoints:
         return candidates(self._folder)
 
     def _from_first(self, make: Callable[[], Made]) -> Made:
-        """What rank 0 makes, on every rank."""
-        if self._world is None:
-            return make()
-        made: list[Any] = [make() if self._place.rank == 0 else None]
-        dist.broadcast_object_list(made, group=self._world)
-        found: Made = made[0]
-        return found
+        return from_first(make, self._place.rank, self._world)
 
     def _everyone(self, mine: Made) -> list[Made]:
         """What each rank gives, on every rank."""
@@ -244,6 +238,16 @@ class Checkpoints:
         found = found.cuda() if "nccl" in dist.get_backend(self._world) else found
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self._world)
         return tuple(map(bool, found.tolist()))
+
+
+def from_first(make: Callable[[], Made], rank: int, world: dist.ProcessGroup | None) -> Made:
+    """What rank 0 makes, on every rank; all of them call it, `rank` being their own."""
+    if world is None:
+        return make()
+    made: list[Any] = [make() if rank == 0 else None]
+    dist.broadcast_object_list(made, group=world)
+    found: Made = made[0]
+    return found
 
 
 def _told(error: Exception, folder: Path | None = None) -> str:
