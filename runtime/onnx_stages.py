@@ -29,6 +29,7 @@ from autopipe.ir.blocks import find_blocks
 from autopipe.ir.graph import READ_OP, Graph, Ref, resolve, shape_at
 from autopipe.ir.partition import Stage
 from autopipe.planfile.contents import Plan
+from autopipe.runtime.checkpoint import trained
 from autopipe.runtime.parameters.materialize import Origin, materialize
 from autopipe.runtime.start import trace_planned
 from autopipe.stages.bind import split_as_planned, split_for_evaluation
@@ -60,7 +61,7 @@ def write_stages(
 
     Args:
         rows: of every input, from 1.
-        weights: a checkpoint, as `runtime.parameters.weights` reads it; None: the model's own.
+        weights: a checkpoint, as `parallelize` takes it; None: the model's own.
         seed: of the initialisation, where there are no weights.
 
     Raises:
@@ -77,7 +78,7 @@ def write_stages(
             hint="pip install 'autopipe[onnx]'",
         ) from error
     found, stages = _cut(file, plan)
-    origin = Origin(file.model, bare(file.model), weights or file.weights, seed)
+    origin = Origin(file.model, bare(file.model), weights or file.weights, seed, read=trained.read)
     chain: list[dict[str, Any]] = []
     with atomic_file.folder(folder) as beside, phase("writing stages", of=len(stages)) as done:
         for stage in stages:

@@ -9,6 +9,7 @@ from typing import Any
 
 from autopipe.frontend.loss import Loss
 from autopipe.planfile.contents import Plan
+from autopipe.runtime.checkpoint import trained
 from autopipe.runtime.cut_again import split_at_length, split_to_evaluate, traces_at_lengths
 from autopipe.runtime.parameters.hold import hold
 from autopipe.runtime.parameters.materialize import Origin
@@ -48,7 +49,8 @@ def parallelize(
         inputs: an example batch to trace with; None: one made from the plan's description.
         loss: as given to `plan`.
         weights: a checkpoint to read this rank's parameters from: a safetensors file, a state_dict
-            that torch.save has written, a folder of either, or of torch.distributed.checkpoint.
+            that torch.save has written, a folder of either, or of torch.distributed.checkpoint; or
+            a run's checkpoint, or a folder of these, of which it is the newest.
         seed: of the initialisation and of dropout.
         offload: under ZeRO-3, keep parameters, gradients and optimizer state in host memory.
         emitted: a folder that `autopipe emit` has written for this plan: training steps run its
@@ -68,7 +70,9 @@ def parallelize(
     traced = trace_planned(model, inputs, loss, plan)
     part = own_part(checked, joined, traced.trace)
     talk = say if joined.place.rank == 0 else None
-    origin = Origin(model, traced.skeleton, weights, seed, say=talk)
+    if weights is not None:
+        weights = trained.chosen(weights, joined.place.rank, joined.world)
+    origin = Origin(model, traced.skeleton, weights, seed, say=talk, read=trained.read)
     own = own_states(part, traced, sharding, origin)
     transport = connect(part)
     held = hold(part, own.states, joined.backend, partial=replicated(sharding), offload=offload)

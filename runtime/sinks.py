@@ -9,9 +9,11 @@ where the user has left it (`wandb login`, its environment); nothing here reads 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import Protocol
 
@@ -51,14 +53,23 @@ class JsonLines:
             if kept != text:
                 atomic_file.write(kept, path)
         try:
-            self._file = open(path, "a", encoding="utf-8")
+            self._file = FileIO(path, "ab")
         except OSError as error:
             raise AutopipeError(f"{path} cannot be written: {error.strerror}") from error
 
     def write(self, metrics: Metrics) -> None:
-        """Append a line; what is not known is left out."""
-        self._file.write(json.dumps(metrics.known(), allow_nan=False) + "\n")
-        self._file.flush()
+        """Append a line; what is not known is left out.
+
+        Raises:
+            OSError: the disk is full; nothing more is written, not even by `close`.
+        """
+        line = memoryview(json.dumps(metrics.known(), allow_nan=False).encode() + b"\n")
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError:
+            self._file.close()
+            raise
 
     def close(self, *, failed: bool = False) -> None:
         """Close the file."""
@@ -137,7 +148,10 @@ def opened(
             act()
         except Exception as error:  # of any library's kind; training goes on
             sinks.pop(name)
-            say(f"{name} failed, and gets no more metrics: {type(error).__name__}")
+            # The system's own words or a kind: what a library says may have a key in it.
+            number = error.errno if isinstance(error, OSError) else None
+            why = type(error).__name__ if number is None else os.strerror(number)
+            say(f"{name} failed, and gets no more metrics: {why}")
 
     try:
         if to.file is not None:

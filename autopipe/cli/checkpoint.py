@@ -151,12 +151,12 @@ def _info(stored: Stored, json: bool) -> None:
 def _facts(stored: Stored) -> dict[str, Any]:
     from autopipe.planfile.contents import Plan
     from autopipe.runtime.checkpoint.folder import PLAN
+    from autopipe.runtime.checkpoint.optimizer import kind_of
     from autopipe.runtime.checkpoint.whole import tensors
 
     plan = Plan.load(stored.folder / PLAN)
     every = tensors(stored)
     model = [tensor for tensor in every if not tensor.state]
-    optimizer = stored.manifests[0].training.get("optimizer")
     mesh = plan.mesh
     return {
         "folder": str(stored.folder),
@@ -166,7 +166,7 @@ def _facts(stored: Stored) -> dict[str, Any]:
         "ranks": len(stored.manifests),
         "tensors": len(model),
         "model_bytes": sum(tensor.bytes for tensor in model),
-        "optimizer": optimizer["kind"] if optimizer else None,
+        "optimizer": kind_of(stored),
         "optimizer_bytes": sum(tensor.bytes for tensor in every if tensor.state),
     }
 

@@ -44,7 +44,8 @@ def run(
         Path | None, typer.Option(help="Save the whole model at the end, as FILE.safetensors.")
     ] = None,
     checkpoints: Annotated[
-        Path | None, typer.Option(help="A folder for checkpoints; one at the end, and on SIGTERM.")
+        Path | None,
+        typer.Option(help="A folder for checkpoints; one at the end, on Ctrl-C and SIGTERM."),
     ] = None,
     save_every: Annotated[
         int | None, typer.Option(min=1, help="Steps from one checkpoint to the next.")
@@ -59,7 +60,9 @@ def run(
     seed: Annotated[
         int, typer.Option(help="Seed of the weights, the dropout and the batches.")
     ] = 0,
-    weights: Annotated[Path | None, typer.Option(help="A checkpoint to start from.")] = None,
+    weights: Annotated[
+        Path | None, typer.Option(help="Weights to start from: a file, or a run's checkpoints.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="The model file, if it has moved.")] = None,
     offload: Annotated[
         bool, typer.Option("--offload", help="Keep shards of ZeRO-3 in the host's memory.")
@@ -127,7 +130,7 @@ def run(
             signals = asked.SIGNALS if kept is not None else ()
             raise typer.Exit(launch.spawn(local, sys.argv[1:], forwarded=signals, log_dir=log_dir))
         if kept is not None:
-            asked.listen()
+            asked.listen(alone=world is None)
         if world is None or world.rank == 0:
             say_edits(loaded)
         _train(
@@ -146,6 +149,8 @@ def run(
             metrics=to,
             record=record,
         )
+        if world is None and asked.interrupted():
+            raise typer.Exit(130)  # as shells have it: what was to follow does not
 
 
 def _destinations(

@@ -140,7 +140,7 @@ def _metrics(path: Path) -> Iterator[dict[str, float]]:
         try:
             data = json.loads(line)
             yield {str(name): float(figure) for name, figure in data.items()}
-        except (ValueError, TypeError, AttributeError):
+        except (ValueError, TypeError, AttributeError, RecursionError):
             if number < len(lines):  # the last may be cut short: the run was killed
                 raise AutopipeError(
                     f"{path}:{number}: expected an object of numbers, found {line[:40]!r}"
@@ -155,7 +155,7 @@ def _lanes(path: Path, ranks: int) -> Lanes | None:
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
         lanes = _first_pipeline(rows)
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise AutopipeError(f"{path} is no trace that `autopipe run` has written") from None
     if not lanes or len(lanes) != ranks:
         return None

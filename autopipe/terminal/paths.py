@@ -50,12 +50,19 @@ def found(plan: Plan, path: Path, command: str) -> str:
     if ":" in plan.source:
         return plan.source
     source = path.resolve().parent / plan.source
-    if not source.is_file():
+    if not _is_file(source):
         raise ModelError(
             f"plan.source: there is no model file {plan.source!r} in the folder of {path}",
             hint=f"autopipe {command} {path} --model FILE",
         )
     return str(source)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that no file system takes
+        return False
 
 
 def say_edits(plan: Plan) -> None:

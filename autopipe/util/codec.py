@@ -24,6 +24,7 @@ import functools
 import hashlib
 import inspect
 import math
+import re
 import types
 import typing
 from pathlib import Path
@@ -171,6 +172,7 @@ def _entries(hint: Any, value: object, path: str) -> dict[str, object]:
     for key in value:
         if type(key) is not str:
             raise PlanError(f"{path}: expected keys that are strings, found {json_text.show(key)}")
+        _check_text(key, f"{path}: a key")
     return value
 
 
@@ -178,12 +180,29 @@ def _scalar(hint: Any, value: object, path: str) -> Json:
     kinds = _kinds(hint)
     if isinstance(value, str):
         value = str.__str__(value)  # `torch.__version__` is a subclass of str.
+        _check_text(value, path)
     kind: type = type(value)
     if kind is int and int not in kinds and float in kinds:
         kind, value = float, _as_float(typing.cast(int, value))
     if kind not in kinds or (isinstance(value, float) and not math.isfinite(value)):
         raise _mismatch(hint, value, path)
+    if isinstance(value, int) and abs(value) >= _LARGEST:
+        raise PlanError(f"{path}: expected an integer below 10^30, found {json_text.show(value)}")
     return typing.cast(Json, value)
+
+
+_LARGEST = 10**30
+"""Beyond any number of bytes or operations; integers need to become floats."""
+
+_NO_TEXT = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+"""Characters that a terminal obeys, and halves of such as no file can hold."""
+
+
+def _check_text(text: str, path: str) -> None:
+    if (found := _NO_TEXT.search(text)) is not None:
+        raise PlanError(
+            f"{path}: expected text that can be printed, found {json_text.show(found[0])} in it"
+        )
 
 
 def _as_float(number: int) -> float:

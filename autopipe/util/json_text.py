@@ -48,6 +48,10 @@ def parse(path: Path, root: str) -> dict[str, object]:
         data = json.loads(text)
     except json.JSONDecodeError as error:
         raise _broken(text, path, error) from None
+    except (ValueError, RecursionError) as error:
+        deep = isinstance(error, RecursionError)
+        what = "lists within lists without end" if deep else "a number of thousands of digits"
+        raise PlanError(f"{path}: the {root} has {what}", hint="is it another file?") from None
     if not isinstance(data, dict):
         raise PlanError(f"{root}: expected an object, found {show(data)} in {path}")
     return data

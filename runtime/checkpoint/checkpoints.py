@@ -199,7 +199,7 @@ class Checkpoints:
                 self._plan.save(writing.partial / folders.PLAN)
             write(writing.partial, made)
         except (AutopipeError, OSError) as error:
-            writing.error = _told(error)
+            writing.error = _told(error, self._folder)
 
     def _commit(self, writing: _Writing) -> str | None:
         """What is wrong with a checkpoint that all ranks have written; rank 0 calls it."""
@@ -220,13 +220,7 @@ class Checkpoints:
         return candidates(self._folder)
 
     def _from_first(self, make: Callable[[], Made]) -> Made:
-        """What rank 0 makes, on every rank."""
-        if self._world is None:
-            return make()
-        made: list[Any] = [make() if self._place.rank == 0 else None]
-        dist.broadcast_object_list(made, group=self._world)
-        found: Made = made[0]
-        return found
+        return from_first(make, self._place.rank, self._world)
 
     def _everyone(self, mine: Made) -> list[Made]:
         """What each rank gives, on every rank."""
@@ -246,9 +240,19 @@ class Checkpoints:
         return tuple(map(bool, found.tolist()))
 
 
-def _told(error: Exception) -> str:
-    """An error as the first part of a sentence."""
+def from_first(make: Callable[[], Made], rank: int, world: dist.ProcessGroup | None) -> Made:
+    """What rank 0 makes, on every rank; all of them call it, `rank` being their own."""
+    if world is None:
+        return make()
+    made: list[Any] = [make() if rank == 0 else None]
+    dist.broadcast_object_list(made, group=world)
+    found: Made = made[0]
+    return found
+
+
+def _told(error: Exception, folder: Path | None = None) -> str:
+    """An error as the first part of a sentence; `folder` is where, if the system names no file."""
     if isinstance(error, OSError):
-        where = f"{error.filename}: " if error.filename else ""
-        return f"{where}{error.strerror}"
+        where = error.filename or folder
+        return f"{where}: {error.strerror}" if where else f"{error.strerror}"
     return getattr(error, "message", str(error))

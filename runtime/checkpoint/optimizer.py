@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from autopipe.errors import CheckpointError
 from autopipe.runtime.checkpoint.layout import OwnTensor, leads
 from autopipe.runtime.checkpoint.manifest import NAMES
-from autopipe.runtime.checkpoint.plain import like, plain
+from autopipe.runtime.checkpoint.plain import fence, like, plain
 from autopipe.runtime.checkpoint.stored import Stored
 from autopipe.runtime.checkpoint.write import Written
 
@@ -74,6 +74,26 @@ def values(optimizer: Optimizer, named: Named, own: Mapping[str, OwnTensor]) -> 
     return {"kind": kind, "groups": groups, "states": others}
 
 
+def kind_of(stored: Stored) -> str | None:
+    """The class of the optimizer whose state a checkpoint has; None: it has none.
+
+    Raises:
+        DamagedError: there is something else in its place.
+    """
+    with fence(f"{stored.folder}: the optimizer's state"):
+        for one in _saved(stored):
+            kind = one["kind"]
+            if not (isinstance(kind, str) and kind.isidentifier()):
+                raise ValueError(f"no optimizer is called {kind!r}")
+            return kind
+    return None
+
+
+def _saved(stored: Stored) -> list[Mapping[str, Any]]:
+    """What each rank that had an optimizer has written of it."""
+    return [one.training["optimizer"] for one in stored.manifests if one.training.get("optimizer")]
+
+
 def restore(
     optimizer: Optimizer, named: Named, own: Mapping[str, OwnTensor], stored: Stored
 ) -> None:
@@ -82,15 +102,15 @@ def restore(
     Raises:
         DamagedError, CheckpointError: as `Stored.fill`; or the checkpoint is of another optimizer.
     """
-    saved = [one.training["optimizer"] for one in stored.manifests if one.training.get("optimizer")]
-    if not saved:
+    kind, there = type(optimizer).__name__, kind_of(stored)
+    if there is None:
         raise CheckpointError(f"{stored.folder} has no state of an optimizer")
-    kind = type(optimizer).__name__
-    if saved[0]["kind"] != kind:
+    if there != kind:
         raise CheckpointError(
-            f"{stored.folder} has the state of {saved[0]['kind']}, and the optimizer is {kind}",
+            f"{stored.folder} has the state of {there}, and the optimizer is {kind}",
             hint="resume with the same optimizer; weights alone can be taken by --weights",
         )
+    saved = _saved(stored)
     others = {name: states for one in saved for name, states in one["states"].items()}
     _groups(optimizer, named, [group for one in saved for group in one["groups"]], saved)
     for group in optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""A checkpoint's tensors as one process has them, a few rows at a time: never all of one in memory.
+"""A checkpoint's tensors as one process has them: a few rows at a time, or all of one.
 
 rank-0.safetensors --+
 rank-1.safetensors --+--> rows 0..1023 of wte.weight, rows 1024..2047, ...
@@ -74,10 +74,24 @@ def windows(stored: Stored, tensor: WholeTensor) -> Iterator[Tensor]:
     row = prod(shape[1:]) * tensor.dtype.itemsize
     step = max(1, WINDOW // max(1, row))
     for first in range(0, shape[0], step):
-        own = (min(step, shape[0] - first), *shape[1:])
-        rows = torch.empty(own, dtype=tensor.dtype)
-        piece = Piece((first, *(0,) * (len(shape) - 1)), (0,) * len(shape), own)
-        pieces = (piece,) if prod(own) else ()
-        asked = OwnTensor(tensor.name, (), tensor.kind, rows, tensor.shape, pieces, writes=False)
-        stored.fill(asked, tensor.state)
-        yield rows
+        yield _rows(stored, tensor, first, min(step, shape[0] - first))
+
+
+def whole(stored: Stored, tensor: WholeTensor) -> Tensor:
+    """All of a tensor that is no single number of an optimizer's.
+
+    Raises:
+        DamagedError: it is not what was written.
+    """
+    rows = tensor.shape[0] if tensor.shape else 1
+    return _rows(stored, tensor, 0, rows).reshape(tensor.shape)
+
+
+def _rows(stored: Stored, tensor: WholeTensor, first: int, count: int) -> Tensor:
+    shape = (count, *tensor.shape[1:])
+    rows = torch.empty(shape, dtype=tensor.dtype)
+    piece = Piece((first, *(0,) * (len(shape) - 1)), (0,) * len(shape), shape)
+    pieces = (piece,) if prod(shape) else ()
+    asked = OwnTensor(tensor.name, (), tensor.kind, rows, tensor.shape, pieces, writes=False)
+    stored.fill(asked, tensor.state)
+    return rows

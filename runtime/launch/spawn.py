@@ -15,11 +15,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from autopipe.errors import LaunchError
+from autopipe.runtime.launch.asked import HEARD
 from autopipe.runtime.launch.logs import UNBUFFERED, Logs
 
 
@@ -56,12 +57,13 @@ def spawn(
     so; on Linux the kernel then does. Call it from the main thread, where signals arrive.
 
     Args:
-        forwarded: signals that do not end this function: each process gets them, and ends itself.
+        forwarded: signals that do not end this function: each process gets them, and ends itself;
+            a second SIGINT ends it all the same.
         log_dir: a folder for what each rank prints, on stdout and stderr, beside the terminal.
 
     Returns:
         0, or the code of the first process that failed; 128 + n if signal n killed it, or stopped
-        this function.
+        this function; 130 if all have ended well after a SIGINT.
 
     Raises:
         LaunchError: fewer than one process is asked for, or the logs cannot be written.
@@ -73,17 +75,22 @@ def spawn(
     if sys.platform != "linux":
         guard = []
     logs = Logs(log_dir) if log_dir is not None else None
-    with _signals(signal.SIGINT, signal.SIGTERM, *forwarded) as received:
+    with _signals({signal.SIGINT, signal.SIGTERM, *forwarded}) as received:
         children: list[subprocess.Popen[bytes]] = []
+        kept, interrupted = {*forwarded}, 0
         try:
             for environ in _environments(processes, environs):
                 full = [*guard, *command, *argv]
                 children.append(_start(full, environ, logs))
-            while not (ending := [number for number in received if number not in forwarded]):
+            while not (ending := [number for number in received if number not in kept]):
                 for number in [*received]:
                     received.remove(number)
                     for child in children:
                         child.send_signal(number)
+                    if number == signal.SIGINT:
+                        kept.discard(signal.SIGINT)
+                        interrupted = 128 + number
+                        print(HEARD, file=sys.stderr)
                 codes = [child.poll() for child in children]
                 failed = [
                     (code == -signal.SIGTERM, code, rank) for rank, code in enumerate(codes) if code
@@ -98,7 +105,7 @@ def spawn(
                     print(f"rank {rank} of {processes} {how}; ending the others", file=sys.stderr)
                     return code if code > 0 else 128 - code
                 if None not in codes:
-                    return 0
+                    return interrupted
                 time.sleep(0.05)
             return 128 + ending[0]
         finally:
@@ -194,7 +201,7 @@ def _groups(children: Sequence[subprocess.Popen[bytes]]) -> list[int]:
 
 
 @contextmanager
-def _signals(*numbers: signal.Signals) -> Iterator[list[int]]:
+def _signals(numbers: Collection[signal.Signals]) -> Iterator[list[int]]:
     """Note these signals, in the order they come in, instead of dying of them."""
     received: list[int] = []
     before = {n: signal.signal(n, lambda number, _: received.append(number)) for n in numbers}

@@ -38,10 +38,11 @@ class Origin:
     Args:
         source: the model with its weights, or the function that builds it.
         skeleton: the model with fake parameters and real buffers.
-        weights: a checkpoint, as `runtime.parameters.weights` reads it.
+        weights: what `read` takes.
         seed: of the initialisation.
         memory: bytes of host memory there are; None asks the system.
         say: takes a line of talk about `weights`.
+        read: reads tensors by name, as `weights.read` does.
     """
 
     source: nn.Module | Factory
@@ -50,6 +51,7 @@ class Origin:
     seed: int = 0
     memory: int | None = None
     say: Callable[[str], None] | None = None
+    read: Callable[..., dict[str, Tensor]] = read
 
 
 def materialize(
@@ -97,7 +99,7 @@ def _values(
     if origin.weights is not None:
         saved = [n for n, s in states.items() if s.kind == "parameter" or s.persistent]
         saved = [name for name in saved if name not in found]
-        found |= read(Path(origin.weights), graph, saved, optional, origin.say)
+        found |= origin.read(Path(origin.weights), graph, saved, optional, origin.say)
         return found, origin.skeleton
     if isinstance(origin.source, nn.Module):
         return found, origin.source

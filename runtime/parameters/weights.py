@@ -25,7 +25,10 @@ from autopipe.errors import ModelError
 from autopipe.ir.graph import Graph, shape_at
 from autopipe.util.progress import Say
 
-KINDS = "a safetensors file, a state_dict that torch.save has written, or a folder of either"
+KINDS = (
+    "a safetensors file, a state_dict that torch.save has written, a folder of either, or a run's "
+    "checkpoint"
+)
 
 UNDER = ("state_dict", "model", "model_state_dict", "module", "weights")
 """Keys under which training scripts put a state_dict beside all else."""
@@ -67,7 +70,7 @@ def read(
         for prefix in sorted(prefixes - {""}):
             if say is not None:
                 say(f"{path}: its names begin with {prefix!r}, which is left out")
-    _check_shapes(path, graph, names, {n: t.shape for n, t in found.items()}, optional)
+    check_shapes(path, graph, names, {n: t.shape for n, t in found.items()}, optional)
     return {name: tensor.to(graph.states[name].held.dtype) for name, tensor in found.items()}
 
 
@@ -181,7 +184,7 @@ def _read_distributed(
     }
     keys = {name: _stored_as(graph, name, stored.keys(), "") for name in names}
     sizes = {name: stored[key] for name, key in keys.items() if key is not None}
-    _check_shapes(path, graph, names, sizes, optional)
+    check_shapes(path, graph, names, sizes, optional)
     specs = {name: graph.states[name].held for name in sizes}
     found = {n: torch.empty(shape_at(spec, 1), dtype=spec.dtype) for n, spec in specs.items()}
     with warnings.catch_warnings():
@@ -206,13 +209,18 @@ def _stored_as(graph: Graph, name: str, keys: Collection[str], prefix: str) -> s
     return next((prefix + key for key in every if prefix + key in keys), None)
 
 
-def _check_shapes(
+def check_shapes(
     path: Path,
     graph: Graph,
     names: Sequence[str],
     stored: Mapping[str, Sequence[int]],
     optional: Collection[str],
 ) -> None:
+    """Refuse what is stored in another shape than the model has, or is not there.
+
+    Raises:
+        ModelError: names the tensor; both shapes.
+    """
     for name in names:
         shape = list(shape_at(graph.states[name].spec, 1))
         if name not in stored:

@@ -1,6 +1,7 @@
 """`autopipe checkpoint`: what it shows, what it finds unlike, and what others load of it."""
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -117,6 +118,21 @@ def test_one_file(shell: Shell) -> None:
     found, expected = load_file("m.safetensors"), load_file("trained.safetensors")
     assert found.keys() == expected.keys() >= {"lm_head.weight", "transformer.wte.weight"}
     assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_weights_to_start_from(stages: int, shell: Shell) -> None:
+    """Of the newest checkpoint: those that --save has written."""
+    losses = {loss_with(weights, stages, shell) for weights in ("trained.safetensors", "kept")}
+    assert len(losses) == 1
+
+
+def loss_with(weights: str, stages: int, shell: Shell) -> str:
+    """Of the first step."""
+    run = ("run", "plan.json", "--steps", "1", "--log-every", "1", "--weights", weights)
+    said = ranks(stages, "-m", "autopipe", *run, folder=shell.folder)
+    found = re.search(r"^step 1/1  loss (\S+)", said.err, re.MULTILINE)
+    assert said.code == 0 and found is not None, said.err
+    return found[1]
 
 
 def test_another_dtype(shell: Shell) -> None:

@@ -180,3 +180,13 @@ def test_what_wandb_says_of_a_key_is_not_repeated(monkeypatch: pytest.MonkeyPatc
         WeightsAndBiases("project", PLAN)
     assert refused.value.message == "W&B did not begin a run of project 'project': ValueError"
     assert refused.value.__suppress_context__ and "WANDB_MODE=offline" in (refused.value.hint or "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's")
+def test_a_disk_that_is_full() -> None:
+    """Training goes on; the sentence says why there are no more figures."""
+    said = list[str]()
+    with opened(Destinations(file=Path("/dev/full")), PLAN, 0, said.append) as write_all:
+        for step in (1, 2):
+            write_all(metrics(step))
+    assert said == ["--metrics /dev/full failed, and gets no more metrics: No space left on device"]

@@ -45,9 +45,9 @@ SAMPLE = ("one", "tp2 x pp2", "pp2 x dp2, zero 1", "pp2 x dp2, zero 3")
 PLANS = {name: EVERY[name] for name in (EVERY if LONG else SAMPLE)}
 
 
-def made(name: str, precision: str) -> Pipe:
+def made(name: str, precision: str, **options: Any) -> Pipe:
     """The model as planned."""
-    return piped(MODEL, planned(MODEL, **PLANS[name], precision=precision))
+    return piped(MODEL, planned(MODEL, **PLANS[name], precision=precision), **options)
 
 
 def adamw(pipe: Pipe) -> torch.optim.Optimizer:

@@ -10,6 +10,7 @@ import gc
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -222,6 +223,23 @@ def save_plans(folder: Path) -> Path:
             file.model, file.inputs, loss=file.loss, cluster=machine(2), batch_size=8,
             pp=pp, dp=dp, micro_batches=2, source="net.py",
         ).save(folder / f"{name}.json")  # fmt: skip
+    return folder
+
+
+def save_killed_net(folder: Path) -> Path:
+    """`net.py`, which is `killed_net`, and plan.json for its two stages."""
+    import autopipe
+    from autopipe.frontend import model_file
+    from tests.support import killed_net
+
+    shutil.copy(killed_net.__file__, folder / "net.py")
+    path = sys.path.copy()
+    file = model_file.load(str(folder / "net.py"))
+    sys.path[:] = path
+    autopipe.plan(
+        file.model, file.inputs, loss=file.loss, optimizer=file.optimizer or "adamw",
+        cluster=machine(2), batch_size=8, pp=2, dp=1, micro_batches=2, source="net.py",
+    ).save(folder / "plan.json")  # fmt: skip
     return folder
 
 

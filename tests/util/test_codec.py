@@ -130,6 +130,21 @@ def test_no_line_that_can_be_broken_is_longer_than_100_columns(length: int) -> N
         ("shape.0", None, "tree.shape[0]: expected an integer or a string, found null"),
         ("rates", [], "tree.rates: expected an object, found []"),
         ("rates.fp32", None, "tree.rates.fp32: expected a finite number, found null"),
+        (
+            "leaves.0.name",
+            "a\x1b[2J",
+            'tree.leaves[0].name: expected text that can be printed, found "\\u001b" in it',
+        ),
+        (
+            "rates.\ud800",
+            1.0,
+            'tree.rates: a key: expected text that can be printed, found "\\ud800" in it',
+        ),
+        (
+            "leaves.0.size",
+            10**30,
+            f"tree.leaves[0].size: expected an integer below 10^30, found {10**30}",
+        ),
         ("best", 3, "tree.best: expected an object (Leaf), found 3"),
     ],
 )
@@ -206,6 +221,8 @@ def test_a_cut_file_names_the_line_and_the_column(tmp_path: Path) -> None:
         (b" \n", "{path}: the plan is an empty file"),
         (b"[1]", "plan: expected an object, found [1] in {path}"),
         (b"{'a': 1}", "{path}, line 1, column 2: this is no JSON: Expecting property name"),
+        (b"[" * 100_000, "{path}: the plan has lists within lists without end"),
+        (b"9" * 5000, "{path}: the plan has a number of thousands of digits"),
         (b"plan", "{path}, line 1, column 1: this is no JSON: Expecting value"),
         (
             b"PK\x03\x04\xff",

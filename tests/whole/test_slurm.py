@@ -33,9 +33,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
         yield found
 
 
-def made(folder: Path, words: Words, *, pp: int = 2, tp: int = 2, dp: int = 1) -> Path:
-    """A folder with `net.py`, a plan for two nodes of two processes, and `train.sbatch`."""
-    save_nodes(folder, nodes=2, processes=2, pp=pp, tp=tp, dp=dp)
+def made(folder: Path, words: Words, *, nodes: int = 2, processes: int = 2, **mesh: int) -> Path:
+    """A folder with `net.py`, a plan for so many processes on each node, and `train.sbatch`."""
+    save_nodes(folder, nodes, processes, **(mesh or {"pp": 2, "tp": 2, "dp": 1}))
     plan = Plan.load(folder / "plan.json")
     (folder / "train.sbatch").write_text(export(plan, "slurm", "plan.json", words))
     return folder
@@ -50,16 +50,26 @@ def said(folder: Path, job: str) -> str:
 LAST = re.compile(r"loss (\d+\.\d+) -> (\d+\.\d+)")
 
 
-@pytest.mark.parametrize(("pp", "tp", "dp"), [(2, 2, 1), (2, 1, 2), (1, 2, 2)])
-def test_both_styles_train_alike(pp: int, tp: int, dp: int, cluster: Slurm, tmp_path: Path) -> None:
-    """Two nodes x two tasks, or two nodes of torchrun: the same losses."""
+MESHES = {
+    "tp in a node, pp over nodes": (2, 2, {"pp": 2, "tp": 2, "dp": 1}),
+    "dp in a node, pp over nodes": (2, 2, {"pp": 2, "tp": 1, "dp": 2}),
+    "tp in a node, dp over nodes": (2, 2, {"pp": 1, "tp": 2, "dp": 2}),
+    "all three axes, 2 nodes x 4": (2, 4, {"pp": 2, "tp": 2, "dp": 2}),
+    "all three axes, 4 nodes x 2": (4, 2, {"pp": 2, "tp": 2, "dp": 2}),
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_both_styles_train_alike(name: str, cluster: Slurm, tmp_path: Path) -> None:
+    """A task a rank, or a torchrun on each node: the same losses."""
+    nodes, processes, mesh = MESHES[name]
     losses = []
     for style in ("srun", "torchrun"):
         words = Words(style=style, run=("--steps", "3"), time_limit=600)
         (tmp_path / style).mkdir()
-        folder = made(tmp_path / style, words, pp=pp, tp=tp, dp=dp)
+        folder = made(tmp_path / style, words, nodes=nodes, processes=processes, **mesh)
         job = cluster.submit("train.sbatch", folder)
-        cluster.until(job, "COMPLETED", "FAILED")
+        cluster.until(job, "COMPLETED", "FAILED", seconds=240)
         found = LAST.search(said(folder, job))
         assert found is not None, said(folder, job)
         losses.append(found[0])
@@ -153,8 +163,9 @@ def test_it_saves_before_the_limit_and_goes_on(style: str, cluster: Slurm, tmp_p
 
 
 @saved
-def test_it_goes_on_after_the_death_of_a_node(cluster: Slurm, tmp_path: Path) -> None:
-    folder = slow(tmp_path, "srun")
+@pytest.mark.parametrize("style", ["srun", "torchrun"])
+def test_it_goes_on_after_the_death_of_a_node(style: str, cluster: Slurm, tmp_path: Path) -> None:
+    folder = slow(tmp_path, style)
     job = cluster.submit("train.sbatch", folder)
     nodes = cluster.until(job, "RUNNING")["NodeList"]
     deadline = time.monotonic() + 100

@@ -8,5 +8,5 @@ fail() {
 [[ -f {{ path | q }} ]] || fail {{ ("there is no plan " ~ path ~ " in this folder") | q }}
 {% if venv %}
 # shellcheck source=/dev/null
-source {{ (venv ~ "/bin/activate") | q }}
+source -- {{ (venv ~ "/bin/activate") | q }}
 {% endif %}

@@ -5,12 +5,14 @@ other runs 16 of them.
 """
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from autopipe.errors import DamagedError
 from tests.support import checkpoint_worker as worker
 from tests.support import warm
 from tests.support.checkpoint_worker import PLANS
@@ -48,6 +50,26 @@ def test_the_loss_of_the_next_step(source: str, target: str, folder: Path) -> No
     found, expected = losses[f"{source} under {target}"], losses[source]
     near = 1e-6 if folder.name.startswith("fp32") else 2e-3
     assert found == (expected if source == target else pytest.approx(expected, rel=near))
+
+
+@pytest.mark.parametrize("source", PLANS)
+def test_weights_to_start_from(source: str, folder: Path) -> None:
+    """Those of the model alone, whatever plan has saved them, of the newest or of one by name."""
+    saved = worker.whole(folder / source)
+    (checkpoint,) = (folder / source).iterdir()
+    for weights in (folder / source, checkpoint):
+        with worker.once():
+            found = worker.made("one", "fp32", weights=weights).state_dict()
+        assert found and all(same(tensor, saved[f"{name}/"]) for name, tensor in found.items())
+
+
+def test_damaged_weights(folder: Path, tmp_path: Path) -> None:
+    """No earlier one is taken in its stead: nobody has asked for that."""
+    shutil.copytree(folder / "one", tmp_path / "kept")
+    (file,) = tmp_path.glob("kept/*/rank-0.safetensors")
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(DamagedError, match="rank-0.safetensors has "):
+        worker.made("one", "fp32", weights=tmp_path / "kept")
 
 
 def test_every_parameter_has_its_moments(folder: Path) -> None:

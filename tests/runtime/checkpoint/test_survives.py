@@ -8,17 +8,14 @@ import json
 import random
 import re
 import shutil
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 
-import autopipe
-from autopipe.frontend import model_file
 from autopipe.runtime.progress import figure
-from tests.support import killed_net
-from tests.support.inprocess import machine
-from tests.support.shell import TORCHRUN, Said, end, ranks, start
+from tests.support.shell import TORCHRUN, Said, end, ranks, save_killed_net, start
 
 STEPS = 16
 RUN = (
@@ -31,16 +28,7 @@ RUN = (
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model file and a plan for two stages."""
-    folder = tmp_path_factory.mktemp("home")
-    shutil.copy(killed_net.__file__, folder / "net.py")
-    path = sys.path.copy()
-    file = model_file.load(str(folder / "net.py"))
-    sys.path[:] = path
-    autopipe.plan(
-        file.model, file.inputs, loss=file.loss, optimizer=file.optimizer or "adamw",
-        cluster=machine(2), batch_size=8, pp=2, dp=1, micro_batches=2, source="net.py",
-    ).save(folder / "plan.json")  # fmt: skip
-    return folder
+    return save_killed_net(tmp_path_factory.mktemp("home"))
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +102,23 @@ def test_a_signal_to_one_rank_stops_all(
     assert "planned anew for 1 device in the place of 2: tp 1 x pp 1 x dp 1" in one.err
     assert "goes on from kept/step-00000005, after step 5" in one.err
     assert list(losses(one)) == list(range(6, STEPS + 1))
+
+
+def test_ctrl_c_stops_all(folder: Path) -> None:
+    """As at a terminal: it says what stopped it, keeps the last step, and ends with 130."""
+    endless = (*RUN, "--epochs", "1000", "--steps", "5000")
+    run = start(sys.executable, *endless, "--local", "2", folder=folder)
+    assert run.stderr is not None
+    for line in run.stderr:
+        if line.startswith("step 3/"):
+            break
+    run.send_signal(signal.SIGINT)
+    said = end(run)
+    assert said.code == 130, said.err
+    found = re.search(r"^SIGINT \(Ctrl-C\): saved and stopped after step (\d+);", said.err, re.M)
+    assert found is not None, said.err
+    kept = sorted(path.name for path in (folder / "kept").iterdir())
+    assert kept[-1] == f"step-{int(found[1]):08}" and "Traceback" not in said.err
 
 
 def test_torchrun_restarts(folder: Path, undisturbed: dict[int, str]) -> None:

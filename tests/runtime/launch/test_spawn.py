@@ -166,10 +166,40 @@ def test_nobody_outlives_the_parent(tmp_path: Path, number: int, code: int) -> N
         parent.kill()
 
 
+@linux
+@pytest.mark.parametrize("patient", [True, False])
+def test_ctrl_c_of_a_run_that_saves(patient: bool, tmp_path: Path) -> None:
+    """The first one is handed on, and processes end by themselves; the second one ends them."""
+    script = (
+        "import signal, sys; from autopipe.runtime.launch.spawn import spawn;"
+        "saves = (signal.SIGTERM, signal.SIGINT);"
+        "sys.exit(spawn(2, sys.argv[1:2], command=sys.argv[2:], forwarded=saves))"
+    )
+    told = "signal.signal(signal.SIGINT, lambda *_: (folder / f'{rank}.told').touch())"
+    ends = "signal.pause(); time.sleep(0.2); (folder / f'{rank}.saved').touch(); sys.exit(0)"
+    argv = program(before=told, after=ends if patient else "signal.pause()")
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path), *argv],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    wait_until(lambda: len(pids(tmp_path)) == 2)
+    time.sleep(0.1)  # until both pause
+    parent.send_signal(signal.SIGINT)
+    wait_until(lambda: len([*tmp_path.glob("*.told")]) == 2)
+    if not patient:
+        parent.send_signal(signal.SIGINT)
+    err = parent.communicate(timeout=20)[1]
+    assert parent.returncode == 130
+    assert err == "Ctrl-C: it saves after this step and stops; once more, and it ends at once\n"
+    assert len([*tmp_path.glob("*.saved")]) == (2 if patient else 0)
+    assert not any(map(alive, pids(tmp_path)))
+
+
 def test_handlers_are_put_back() -> None:
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    assert spawn(1, [], command=(sys.executable, "-c", "")) == 0
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    before = [signal.getsignal(number) for number in numbers]
+    assert spawn(1, [], command=(sys.executable, "-c", ""), forwarded=numbers) == 0
+    assert [signal.getsignal(number) for number in numbers] == before
 
 
 def test_no_processes() -> None:

@@ -1,0 +1,52 @@
+"""What a process notes that is asked to stop, as a process of its own tells."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+PROGRAM = """
+import os, signal, sys
+from autopipe.runtime.launch import asked
+asked.listen(alone=True)
+for name in sys.argv[1:]:
+    os.kill(os.getpid(), signal.Signals[name])
+print(asked.by(), asked.interrupted())
+"""
+
+
+def told(*signals: str, ignoring: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", PROGRAM, *signals]
+    if ignoring:
+        command = ["sh", "-c", f"trap '' {ignoring}; exec \"$@\"", "sh", *command]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, env=environ, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("signals", "said"),
+    [
+        ((), "None False\n"),
+        (("SIGUSR1",), "SIGUSR1 False\n"),
+        (("SIGTERM", "SIGINT"), "SIGTERM False\n"),
+        (("SIGINT", "SIGTERM", "SIGTERM"), "SIGINT (Ctrl-C) True\n"),
+    ],
+)
+def test_the_first_one_counts(signals: tuple[str, ...], said: str) -> None:
+    done = told(*signals)
+    assert (done.returncode, done.stdout) == (0, said)
+    assert ("Ctrl-C: it saves after this step" in done.stderr) == ("SIGINT" in signals)
+
+
+def test_a_second_ctrl_c_does_not_wait() -> None:
+    assert told("SIGINT", "SIGINT").stderr.endswith("KeyboardInterrupt\n")
+
+
+def test_what_was_ignored_before() -> None:
+    """USR1 is ignored until a rank listens; Ctrl-C is not for what a shell runs in background."""
+    assert told("SIGUSR1", ignoring="USR1").stdout == "SIGUSR1 False\n"
+    assert told("SIGINT", ignoring="INT").stdout == "None False\n"
