@@ -212,8 +212,8 @@ def _sharing(cut: CutModel, placed: Sequence[int], plan: Plan) -> dict[str, int]
     ranks: dict[str, set[int]] = defaultdict(set)
     for stage in cut.stages:
         for name in stage.states:
-            ranks[name].add(placed[stage.index] if plan.zero == 1 else 0)
-    parted = replicated(cut.degree.sharding) if cut.degree.sharding is not None else ()
+            ranks[name].add(0 if plan.fully_sharded else placed[stage.index])
+    parted = replicated(cut.degree.sharding) if cut.degree.sharding and plan.zero == 1 else ()
     return {
         name: plan.mesh.dp * len(own) * (plan.mesh.tp if name in parted else 1)
         for name, own in ranks.items()

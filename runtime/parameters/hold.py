@@ -6,20 +6,21 @@
     3     own rows              own rows of the sum   of own rows       FullyShardedSum
 
 fp32 masters of 16-bit parameters are optimizer state under ZeRO-1; under ZeRO-3 they are what is
-sharded. A parameter is shared by the ranks of a stage in all data-parallel coordinates, and by
-stages that are tied to each other.
+sharded. A parameter is shared by the ranks of a stage in all data-parallel coordinates, by stages
+that are tied to each other, and by tensor-parallel ranks that each make a part of its gradient.
+ZeRO-1 deals it out to all of them. ZeRO-3, which gathers stage by stage, deals it out to the
+replicas of a stage: the others of a data-parallel coordinate have copies of the same rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopipe.errors import PlanError
 from autopipe.ir import partition
 from autopipe.ir.graph import Graph
 from autopipe.ir.partition import Stage
@@ -30,7 +31,7 @@ from autopipe.stages.bind import Split
 from autopipe.stages.lower import Lowered, lower
 
 if TYPE_CHECKING:
-    from autopipe.runtime.parameters.zero3 import ShardedStage
+    from autopipe.runtime.parameters.sharded_stage import ShardedStage
 
 
 @dataclass(frozen=True)
@@ -67,52 +68,26 @@ def hold(
         backend: of the groups.
         partial: names of those whose gradient on each tensor-parallel rank is a part of a sum.
         offload: under ZeRO-3, keep shards in the host's memory.
-
-    Raises:
-        PlanError: the plan has zero=3, and `partial` is not empty.
     """
-    owners = _owners(part.split, part.placed)
     if not part.plan.fully_sharded:
-        return _hold_whole(part, states, backend, owners, partial)
-    if partial:
-        raise PlanError(
-            f"plan: under zero=3 {min(partial)!r} may not lie as R over tensor-parallel ranks, "
-            "whose gradient is summed over them once a step",
-            hint="plan again with zero=3, or with zero=1",
-        )
+        return _hold_whole(part, states, backend, partial)
     sharded = _shard_stages(part, states, backend, offload)
     # Only here: importing torch's FSDP takes a quarter of a second, at the start of every rank.
     from autopipe.runtime.parameters.zero3 import FullyShardedSum
 
-    return HeldParameters(
-        states, FullyShardedSum(sharded, _groups_of_tied(part, owners, backend)), sharded
-    )
+    copies = _groups(part, backend, partial, [(dp,) for dp in range(part.plan.mesh.dp)])
+    return HeldParameters(states, FullyShardedSum(sharded, copies), sharded)
 
 
 def _hold_whole(
     part: RankPart,
     states: MutableMapping[str, Tensor],
     backend: str,
-    owners: Mapping[str, tuple[int, ...]],
     partial: Collection[str],
 ) -> HeldParameters:
     """Parameters whole on every rank: ZeRO 0 and 1."""
     mesh = part.plan.mesh
-    # Each tensor-parallel coordinate by itself, but for gradients that are partial over them.
-    members = [
-        (
-            name,
-            tuple(
-                mesh.rank(pp, dp, tp)
-                for pp in pps
-                for dp in range(mesh.dp)
-                for tp in (range(mesh.tp) if name in partial else (own_tp,))
-            ),
-        )
-        for name, pps in owners.items()
-        for own_tp in range(mesh.tp)
-    ]
-    groups = _open(members, part.place.rank, backend)
+    groups = _groups(part, backend, partial, [range(mesh.dp)])
     dealt = part.plan.zero == 1 and mesh.dp > 1
     masters = _deal(part.split.graph, states, groups) if dealt else {}
     # In the order of the graph, which is the same on every rank.
@@ -185,21 +160,24 @@ def _lowered(part: RankPart, stage: Stage, states: Mapping[str, Tensor]) -> Lowe
     )
 
 
-def _groups_of_tied(
-    part: RankPart, owners: Mapping[str, tuple[int, ...]], backend: str
+def _groups(
+    part: RankPart, backend: str, partial: Collection[str], replicas: Iterable[Sequence[int]]
 ) -> dict[str, dist.ProcessGroup]:
-    """Under ZeRO-3, the group of each parameter that stages of several ranks use."""
-    mesh = part.plan.mesh
-    tied: dict[str, dist.ProcessGroup] = {}
-    for dp in range(mesh.dp):
-        copies = [
-            (name, tuple(mesh.rank(pp, dp, tp) for pp in pps))
-            for name, pps in owners.items()
-            if len(pps) > 1
-            for tp in range(mesh.tp)
-        ]
-        tied |= _open(copies, part.place.rank, backend)
-    return tied
+    """The group of each parameter that this rank shares with others of its replicas.
+
+    Each tensor-parallel coordinate is by itself, but for gradients that are partial over them.
+
+    Args:
+        replicas: the data-parallel coordinates whose ranks are in one group.
+    """
+    mesh, owners = part.plan.mesh, _owners(part.split, part.placed)
+    members = [
+        (name, tuple(mesh.rank(pp, dp, tp) for pp in pps for dp in dps for tp in tps))
+        for dps in replicas
+        for name, pps in owners.items()
+        for tps in ([range(mesh.tp)] if name in partial else [(tp,) for tp in range(mesh.tp)])
+    ]
+    return _open(members, part.place.rank, backend)
 
 
 def _owners(split: Split, placed: Sequence[int]) -> dict[str, tuple[int, ...]]:

@@ -54,7 +54,7 @@ class Found:
     def groups(self) -> dict[str, Group]:
         """The group of each name whose gradient is summed over several ranks."""
         sum_ = self.gradients
-        found: Any = sum_._tied if isinstance(sum_, FullyShardedSum) else sum_._groups  # type: ignore[attr-defined]
+        found: Any = sum_._copies if isinstance(sum_, FullyShardedSum) else sum_._groups  # type: ignore[attr-defined]
         return dict(found)
 
 
