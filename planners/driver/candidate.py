@@ -190,7 +190,7 @@ def _zeros(constraints: Constraints, *, compiled: bool) -> tuple[int, ...]:
     if constraints.zero is not None:
         return (constraints.zero,)
     # ZeRO-3 gathers module by module, which the graphs of a compiled stage no longer have.
-    return ZERO[:2] if compiled else ZERO
+    return ZERO[:-1] if compiled else ZERO
 
 
 def _least_stages(constraints: Constraints) -> int:

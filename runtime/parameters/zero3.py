@@ -57,8 +57,8 @@ from torch.distributed.tensor import DTensor
 from autopipe.errors import ModelError
 from autopipe.ir.graph import StateSpec
 from autopipe.runtime.parameters.gradient_sum import GradientSum
+from autopipe.runtime.parameters.row_shards import own_rows
 from autopipe.runtime.parameters.sharded_stage import Home, ShardedStage, install
-from autopipe.runtime.parameters.zero1 import own_rows
 from autopipe.stages import block_owners as units
 
 
@@ -163,6 +163,9 @@ class FullyShardedSum:
     def shards(self) -> Mapping[str, nn.Parameter]:
         """By name, this rank's rows: the very memory of the DTensors, without their dispatch."""
         return self._shards
+
+    def begin(self, stage: int) -> None:
+        """Nothing: `fully_shard` has its own hooks."""
 
     def arm(self, stage: int) -> None:
         """Nothing: every backward has reduced its gradients."""

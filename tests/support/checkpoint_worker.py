@@ -39,6 +39,7 @@ EVERY: dict[str, dict[str, Any]] = {
     "tp2 x dp2": {"pp": 1, "dp": 2, "tp": 2, "micro_batches": 2},
     "pp2 x dp2, zero 1": {"pp": 2, "dp": 2, "zero": 1, "micro_batches": 2},
     "pp2 x dp2, zero 3": {"pp": 2, "dp": 2, "zero": 3, "micro_batches": 2},
+    "tp2 x dp2, zero 2": {"pp": 1, "dp": 2, "tp": 2, "zero": 2, "micro_batches": 2, **NEAR},
     "tp2 x dp2, zero 3": {"pp": 1, "dp": 2, "tp": 2, "zero": 3, "micro_batches": 2, **NEAR},
 }
 

@@ -256,6 +256,9 @@ def ready(
 class Unsummed:
     """In the place of the sum over processes: this harness adds what it finds at the end."""
 
+    def begin(self, stage: int) -> None:
+        pass
+
     def arm(self, stage: int) -> None:
         pass
 

@@ -30,7 +30,7 @@ from autopipe.planfile import programs
 from autopipe.planfile.placements import I
 from autopipe.planners.driver import make_plan
 from autopipe.runtime import start
-from autopipe.runtime.parameters.zero1 import own_rows
+from autopipe.runtime.parameters.row_shards import own_rows
 from autopipe.runtime.step import prepare
 from autopipe.schedules.instructions import holders
 from autopipe.sharding.collectives import own_part
@@ -217,7 +217,7 @@ def own(pipe: Pipe, name: str, whole: Tensor) -> Tensor:
         whole = own_part(whole, lies, plan.mesh.tp, place.tp)
     if plan.zero == 0 or plan.mesh.dp == 1:
         return whole
-    if plan.fully_sharded:  # over replicas alone
+    if plan.scatters:  # over replicas alone
         return whole[slice(*own_rows(len(whole), plan.mesh.dp, place.dp))]
     having = zip(plan.stages, holders(programs.compute(plan)), strict=True)
     sharing = sorted({rank for stage, rank in having if name in stage.parameters})
