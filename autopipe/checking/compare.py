@@ -67,9 +67,9 @@ class TensorRow:
 def orders_kept(plan: Plan) -> bool:
     """Whether the plan changes the order of no sum of floats, so that every bit must be equal.
 
-    Tensor parallelism, compilers, a loss in parts, three replicas, ZeRO-3, which sums over replicas
-    before micro-batches, gradients that come together from several stages, and a loss over a batch
-    that is cut all the same do.
+    Tensor parallelism, compilers, a loss in parts, three replicas, ZeRO-2 and 3, which sum over
+    replicas before micro-batches, gradients that come together from several stages, and a loss over
+    a batch that is cut all the same do.
     """
     readers: dict[str, int] = {}
     for stage in plan.stages:
@@ -79,7 +79,7 @@ def orders_kept(plan: Plan) -> bool:
     if plan.loss_over == BATCH and plan.mesh.dp * plan.batch.micro_batches > 1:
         return False
     one = plan.mesh.tp == 1 and plan.mesh.dp <= 2 and not plan.compiled and not plan.loss_parts
-    return one and apart and not plan.fully_sharded
+    return one and apart and not plan.scatters
 
 
 def compared(

@@ -20,7 +20,7 @@ from autopipe.planfile import programs
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import Place
 from autopipe.planfile.placements import I, Sharding
-from autopipe.runtime.parameters.zero1 import own_rows
+from autopipe.runtime.parameters.row_shards import own_rows
 from autopipe.schedules.instructions import holders
 from autopipe.sharding.collectives import own_part
 from autopipe.sharding.local_graph import replicated
@@ -62,10 +62,10 @@ class RankLayout:
         part, mesh = self.shard(name, whole, place), self.plan.mesh
         if self.plan.zero == 0 or mesh.dp == 1 or not part.ndim:
             return part
-        sharing = [place.pp]
-        if self.plan.zero == 1:
-            having = zip(self.plan.stages, self.placed, strict=True)
-            sharing = sorted({rank for stage, rank in having if name in stage.parameters})
+        if self.plan.scatters:
+            return part[slice(*own_rows(len(part), mesh.dp, place.dp))]
+        having = zip(self.plan.stages, self.placed, strict=True)
+        sharing = sorted({rank for stage, rank in having if name in stage.parameters})
         ranks, position = len(sharing) * mesh.dp, sharing.index(place.pp) * mesh.dp + place.dp
         if name in self.partial:
             ranks, position = ranks * mesh.tp, position * mesh.tp + place.tp

@@ -77,7 +77,7 @@ def plan(
     zero: Annotated[
         int | None,
         typer.Option(
-            help="What replicas share out: 0 nothing, 1 optimizer state, 3 parameters too."
+            help="What replicas share out: 0 nothing, 1 optimizer state, 2 gradients, 3 parameters."
         ),
     ] = None,
     recompute: Annotated[

@@ -90,6 +90,14 @@ def gradient_sum(size: float, levels: Levels, streams: int, zero: int, copying: 
     return wire + _COPIES[zero] * size / copying
 
 
+def half_sum(size: float, levels: Levels, streams: int, copying: float) -> float:
+    """Seconds of one half of that under ZeRO-1, as ZeRO-2 has them apart: of `size` bytes of
+    gradients that a backward scatters, or of parameters that are gathered."""
+    if not levels:
+        return 0.0
+    return all_gather(size, levels, streams) + _COPIES[1] / 2 * size / copying
+
+
 _COPIES = {0: 2, 1: 6}
 """Times that gradients move beside the wire, by ZeRO stage."""
 

@@ -12,14 +12,14 @@ from typing import Any
 from autopipe.interop.exported import Exported
 from autopipe.interop.layers import layers_of
 from autopipe.interop.unsaid import BLOCKS, Vocabulary, unsaid
-from autopipe.planfile.contents import Plan
+from autopipe.planfile.contents import ZERO, Plan
 from autopipe.util import json_text
 from autopipe.util.version import VERSION
 
 WORDS = Vocabulary(
     "DeepSpeed's configuration",
     pipeline=False,
-    zero=frozenset({0, 1, 3}),
+    zero=frozenset(ZERO),
     recompute=BLOCKS,
     own_model=True,
 )

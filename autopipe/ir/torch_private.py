@@ -7,7 +7,7 @@
   meta parameter with a CPU input are refused, and their kernels save other tensors for backward.
 * `SymInt.node.expr`, the only way from an exported size to the sympy expression behind it;
 * `TorchDispatchMode` and an op's `_schema`, to see every op a model runs and what it writes;
-* a tensor's `_version`, which counts writes to it;
+* a tensor's `_version`, which counts writes to it, and `_base`, what it is a view of;
 * `tree_map` (torch.utils._pytree), to cast the tensors in whatever a model takes and gives;
 * a module's `_parameters`, `_buffers` and `_modules`, for two modules that hold the same ones;
 * whether a tensor belongs to a transform of `torch.func`, which no public function tells;
@@ -73,6 +73,7 @@ __all__ = [
     "tensor_hooks",
     "tree_map",
     "version",
+    "viewed",
     "views",
     "writes",
     "written_arguments",
@@ -139,16 +140,10 @@ def outside_fake_mode() -> AbstractContextManager[object]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep torch from logging a trace for an op that has no version for fake tensors.
-
-    The error is still raised; the caller that catches it knows whether it matters.
-    """
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True
-    try:
+    """Within, torch logs no trace for an op that has no version for fake tensors: it raises, and
+    the caller that catches that knows whether it matters."""
+    with patched(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True):
         yield
-    finally:
-        log.disabled = before
 
 
 def fake_like(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
@@ -226,6 +221,11 @@ def argument_aliases(op: Any) -> tuple[tuple[bool, bool], ...]:
 def version(tensor: torch.Tensor) -> int:
     """How often a tensor was written in place, through any of its views."""
     return int(tensor._version)
+
+
+def viewed(tensor: torch.Tensor) -> torch.Tensor:
+    """What a tensor is a view of, in autograd's eyes; itself if it is none."""
+    return tensor if tensor._base is None else tensor._base
 
 
 def share_members(module: nn.Module, other: nn.Module) -> None:

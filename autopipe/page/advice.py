@@ -60,8 +60,8 @@ _CHANGES = {
     "recompute": "blocks run twice to save memory: a higher ZeRO stage, more pipeline stages or "
     "smaller micro-batches would let them run once",
     "exchange": "tensor parallelism exchanges in every layer: a lower --tp, or a faster link",
-    "gathering": "ZeRO-3 gathers parameters in every micro-batch: fewer, larger ones, or ZeRO-1 "
-    "where memory allows",
+    "gathering": "ZeRO-3 gathers parameters in every micro-batch, and ZeRO-2 scatters gradients: "
+    "fewer, larger ones, or ZeRO-1 where memory allows",
     "filling": "ranks wait while the pipeline fills and drains: more micro-batches (a larger "
     "batch), fewer stages, or a schedule with split backwards (zb-h1)",
     "imbalance": "stages take unlike times: fewer stages, or another number of them",

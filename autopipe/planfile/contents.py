@@ -45,7 +45,7 @@ from autopipe.util import codec
 FORMAT = 3
 """The version of the file format; raised when a field changes its meaning."""
 
-ZERO = (0, 1, 3)
+ZERO = (0, 1, 2, 3)
 """The ZeRO stages there are, by what they deal out; the least is preferred."""
 
 
@@ -121,13 +121,18 @@ class Plan:
 
     @property
     def zero(self) -> int:
-        """The ZeRO stage, 0, 1 or 3: one for all stages of the pipeline."""
+        """The ZeRO stage, one of `ZERO`: one for all stages of the pipeline."""
         return self.stages[0].zero
 
     @property
     def forwards(self) -> int:
         """How often a step runs each micro-batch forward; what is recomputed aside."""
         return 2 if self.loss_over == BATCH else 1
+
+    @property
+    def scatters(self) -> bool:
+        """Whether every backward scatters its gradients: ZeRO-2 and 3, with replicas."""
+        return self.zero >= 2 and self.mesh.dp > 1
 
     @property
     def fully_sharded(self) -> bool:
@@ -139,17 +144,17 @@ class Plan:
         """Bytes of parameters that ZeRO gathers, for each byte of their gradients.
 
         With fp32 masters it is half: 16 bits are gathered. Gradients in 16 bits are as large, but
-        for ZeRO-3's, which are in fp32 when they have been scattered. (What a model keeps in fp32
+        for those that each backward scatters, which are in fp32 then. (What a model keeps in fp32
         beside masters is not counted apart.)
         """
-        wide = self.grad_dtype == "fp32" or self.fully_sharded
+        wide = self.grad_dtype == "fp32" or self.scatters
         return 0.5 if self.masters and wide else 1.0
 
     @property
     def scattered_share(self) -> float:
         """Bytes of gradients that ranks send in their sum, for each byte of a gradient's."""
         low = self.masters and self.grad_dtype != "fp32"
-        return 0.5 if low and self.fully_sharded else 1.0
+        return 0.5 if low and self.scatters else 1.0
 
     @property
     def masters(self) -> bool:

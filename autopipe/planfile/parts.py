@@ -174,7 +174,7 @@ class Memory:
     them and, under ZeRO-3, what is gathered whole. `activations` are those saved from forward to
     backward for all micro-batches in flight, received tensors included; `transfers` are the buffers
     of receives posted ahead and of sends under way. `passing` is what a backward makes beside all
-    that: a gradient on its way into its sum, a bucket that is summed over ranks. A run that
+    that: a gradient on its way into its sum, buckets that are summed over ranks. A run that
     measures itself does not see it.
     """
 
@@ -197,8 +197,8 @@ class Memory:
 class StagePrediction:
     """Seconds of one micro-batch, and the stage's bytes when its device is fullest.
 
-    Under ZeRO-3 a forward gathers the stage's parameters, and a backward does and scatters their
-    gradients: the seconds are with that. `spent` says what they go to; null where nobody has.
+    Under ZeRO-3 a forward gathers the stage's parameters, and a backward does; it scatters their
+    gradients, under ZeRO-2 too: the seconds are with that. `spent` says what they go to, or null.
     `fullest` is the instruction of the device's program at which its bytes are these, `0B3`;
     empty where nobody has said.
     """

@@ -3,7 +3,8 @@
 seconds of a stage      plan.stages[i].predicted
 seconds of a transfer   the bytes of what crosses, the link between the nodes of the two ranks
 seconds of a sum        ring all-reduce of a stage's gradients over dp ranks, and copies of them in
-                        the rank's own memory, to and from what is sent; none under ZeRO-3
+                        the rank's own memory, to and from what is sent; under ZeRO-2 what the next
+                        step gathers of parameters, none under ZeRO-3
 
 A loss over the whole batch adds its own seconds, between two passes. The first pass is priced with
 the second: a forward's seconds are those of both, and activations cross twice.
@@ -17,7 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from autopipe.cluster import cluster
-from autopipe.cluster.collective_time import Topology, gradient_sum, slowest
+from autopipe.cluster.collective_time import Topology, gradient_sum, half_sum, slowest
 from autopipe.planfile import programs
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import Prediction, Transfer
@@ -129,11 +130,15 @@ class _Wires:
         """Seconds in which a stage's gradients are summed (`cluster.collective_time`).
 
         Under ZeRO-1 it is its two halves, of which the second begins the next step, and may be of
-        fewer bits. Under ZeRO-3 every backward has summed what it made.
+        fewer bits. Under ZeRO-2 every backward has had the first half; under ZeRO-3 both.
         """
         mesh = self.plan.mesh
         if mesh.dp == 1 or self.plan.fully_sharded:
             return 0.0
         levels, zero = self.topology.levels(self._replicas(pp)), self.plan.zero
+        copying = self.plan.cluster.copying
+        if self.plan.scatters:
+            whole = size * mesh.dp  # of which a rank holds its rows
+            return half_sum(whole * self.plan.gathered_share, levels, mesh.tp, copying)
         moved = size * (1 + self.plan.gathered_share) / 2 if zero else size
-        return gradient_sum(moved, levels, mesh.tp, zero, self.plan.cluster.copying)
+        return gradient_sum(moved, levels, mesh.tp, zero, copying)

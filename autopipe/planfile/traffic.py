@@ -32,7 +32,8 @@ class Traffic:
         link: between two of them.
         activations, gradients: of crossing tensors, there and back.
         pairs: the stages between which those go.
-        sums: of parameters' gradients that are summed (under ZeRO-3 gathered and scattered).
+        sums: of gradients that are summed (under ZeRO-2 and 3 scattered in every micro-batch), and
+            of parameters that ZeRO gathers.
         sum_of_all: what summing the gradients of the whole model over all places would send.
         busy: seconds for which the busiest wire carries crossing tensors.
     """
@@ -81,14 +82,15 @@ def traffic(plan: Plan) -> Traffic | None:
 
     sums = whole = 0
     for stage, pp in zip(plan.stages, placed, strict=True):
-        size = stage.predicted.memory.gradients * (mesh.dp if plan.fully_sharded else 1)
+        size = stage.predicted.memory.gradients * (mesh.dp if plan.scatters else 1)
         whole += size * mesh.tp
         for tp in range(mesh.tp):
             over = len({where[mesh.rank(pp, dp, tp)] for dp in range(mesh.dp)})
             rounds = 1 + (plan.gathered_share if plan.zero else 1.0)
-            if plan.fully_sharded:  # gathered twice and scattered once, in every micro-batch
-                rounds = plan.scattered_share + 2 * plan.gathered_share
-                rounds *= plan.batch.micro_batches
+            if plan.scatters:  # in every micro-batch; there ZeRO-3 gathers twice too
+                gathers = 2 * plan.batch.micro_batches if plan.fully_sharded else 1
+                rounds = plan.scattered_share * plan.batch.micro_batches
+                rounds += plan.gathered_share * gathers
             sums += int(rounds * (over - 1) * size)
     return Traffic(
         "sites" if sites else "nodes",

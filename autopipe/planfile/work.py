@@ -46,7 +46,7 @@ class Spent:
     `matmuls` are matrix products, convolutions and attention; `other_ops` all other ops and
     gradients that are added to their sums; `launches` what the host needs to start ops;
     `recompute` blocks that run a second time; `exchange` the collectives of tensor parallelism;
-    `gathering` what ZeRO-3 gathers and scatters.
+    `gathering` what ZeRO-3 gathers and scatters, and ZeRO-2 scatters.
     """
 
     matmuls: float

@@ -94,7 +94,11 @@ def _asked(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.compiled:
         yield "compiled", "memory-bound ops are fused, and run again rather than be kept"
     if plan.zero and plan.mesh.dp > 1:
-        dealt = {1: "optimizer state is", 3: "parameters, gradients and optimizer state are"}
+        dealt = {
+            1: "optimizer state is",
+            2: "gradients and optimizer state are",
+            3: "parameters, gradients and optimizer state are",
+        }
         yield "zero", f"{plan.zero}: {dealt[plan.zero]} dealt out over the replicas"
     again = repeated(plan, plan.stages)
     if again:

@@ -31,6 +31,13 @@ WORDS = {
 }
 """The parts of `planfile.waterfall` in words."""
 
+_OF_ZERO = {
+    ("sums", 1): "ZeRO-1 exchange",
+    ("sums", 2): "ZeRO-2 gathering",
+    ("gathering", 2): "ZeRO-2 scattering",
+}
+"""The words of parts by the plan's ZeRO stage, where it has others."""
+
 TITLE = "where a step goes, on the mean device (the optimizer's own is not counted)"
 
 LEAST = 0.01
@@ -58,7 +65,7 @@ def bars(plan: Plan, parts: Mapping[str, float] | None = None) -> list[Bar]:
         if seconds < LEAST * step:
             small += seconds
             continue
-        words = f"ZeRO-{plan.zero} exchange" if name == "sums" and plan.zero else WORDS[name]
+        words = _OF_ZERO.get((name, plan.zero), WORDS[name])
         found.append(Bar(words, seconds, before))
         before += seconds
     if small > numbers.VISIBLE * step:

@@ -188,9 +188,10 @@ def _ranks(plan: Plan, formulas: Sequence[StageFormulas]) -> Iterable[RankBytes]
 
 def _stage_bytes(plan: Plan, stage: StagePlan, formulas: StageFormulas) -> StageStates:
     memory = stage.predicted.memory
-    held = memory.peak - memory.activations - memory.transfers - memory.passing
-    if plan.fully_sharded:  # what is gathered is counted with the gradients that it makes
+    held = memory.peak - memory.activations - memory.transfers
+    if plan.scatters:  # what comes and goes in a backward is as large whatever the rows
         return StageStates(held, 0, 0)
+    held -= memory.passing
     bucket = min(BUCKET_BYTES, memory.gradients) if plan.mesh.dp > 1 else 0
     return StageStates(held, formulas.largest, max(bucket, formulas.wide))
 

@@ -73,7 +73,6 @@ def shard(
     rows: int,
     *,
     sequence: bool = False,
-    partial: bool = True,
     alike: bool = True,
 ) -> Sharding:
     """Find the cheapest sharding of a graph over the ranks of an axis.
@@ -81,7 +80,6 @@ def shard(
     Args:
         rows: rows of a micro-batch; they weigh the seconds of computing against those of sending.
         sequence: also consider shards of the sequence dim between the layers.
-        partial: allow partial sums as gradients of replicated parameters, reduced once a step.
         alike: give all blocks of a class the same strategies.
 
     Raises:
@@ -89,7 +87,7 @@ def shard(
     """
     model = Model(flow, axis.ranks)
     names = ModelNames(model, blocks if alike else ())
-    choices = choices_of(model, names, sequence, partial)
+    choices = choices_of(model, names, sequence)
     costs = conversion_costs(model, names, axis, rows, memory=sequence)
     return _solve(model, names, choices, costs, axis, rows)
 
@@ -141,14 +139,14 @@ Choices = dict[Hashable, dict[Positional, None]]
 """The strategies of each variable."""
 
 
-def choices_of(model: Model, names: ModelNames, sequence: bool, partial: bool) -> Choices:
+def choices_of(model: Model, names: ModelNames, sequence: bool) -> Choices:
     """What each variable can be; a state takes no inputs."""
     graph, found = model.graph, Choices()
     asked = demands(model)
     shards: dict[Hashable, dict[Placement, None]] = defaultdict(dict)
     for name, state in graph.states.items():
         value = State(name)
-        lies: list[Placement] = [I, R] if state.trainable and partial else [I]
+        lies: list[Placement] = [I, R] if state.trainable else [I]
         if state.kind == "parameter" and value not in model.fixed:
             each = [S(dim) for dim in range(len(state.spec.shape))]
             wanted = dict.fromkeys([*each, *asked.get(value, ())])

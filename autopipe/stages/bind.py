@@ -25,7 +25,7 @@ from autopipe.ir.dataflow import analyse
 from autopipe.ir.graph import Graph, Ref, StateSpec, TensorSpec
 from autopipe.ir.partition import Stage, partition
 from autopipe.planfile import programs
-from autopipe.planfile.contents import BATCH, Plan
+from autopipe.planfile.contents import BATCH, ZERO, Plan
 from autopipe.planfile.placements import Sharding
 from autopipe.schedules.instructions import Programs, splits
 from autopipe.sharding.local_graph import blocks_of, shard_graph, shardable
@@ -151,7 +151,7 @@ def check_runs(plan: Plan, compute: Programs | None = None) -> None:
     """
     refused = {
         "precision": (plan.precision, PRECISIONS),
-        **{f"stages[{i}].zero": (s.zero, (0, 1, 3)) for i, s in enumerate(plan.stages)},
+        **{f"stages[{i}].zero": (s.zero, ZERO) for i, s in enumerate(plan.stages)},
         **{
             f"blocks[{i}].states": (block.states, ((),))
             for i, block in enumerate(plan.blocks)

@@ -8,26 +8,26 @@ The estimate that chose the plan adds up parts; these are the bytes that its run
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from autopipe.errors import InfeasibleError
-from autopipe.ir.graph import Dim, Graph, State, bytes_at
+from autopipe.ir.graph import Graph, State
 from autopipe.ir.partition import Stage
 from autopipe.ir.torch_private import fake_mode
 from autopipe.joint.dry_run_repeats import rehearse_deep
 from autopipe.joint.split_backward import Wanted
 from autopipe.planfile import programs
 from autopipe.planfile.contents import Plan
-from autopipe.planfile.parts import BUCKET_BYTES, Boundary, Memory
+from autopipe.planfile.parts import Boundary
 from autopipe.planners.costs.gathered import Unit, units_of
+from autopipe.planners.costs.stage_memory import memory, passing, sharing
 from autopipe.planners.costs.tp_degrees import Degree
 from autopipe.planners.model.eager_depths import choose, pipeline
 from autopipe.planners.model.memory import excess
 from autopipe.planners.model.range_tables import block_bytes, gathered_bytes
-from autopipe.schedules.instructions import Instruction, Kind, holders
-from autopipe.sharding.local_graph import replicated
+from autopipe.schedules.instructions import Instruction, holders
 from autopipe.stages import step_programs
 from autopipe.stages.dry_run import Known, Rehearsal, fake_state
 from autopipe.stages.lower import lower
@@ -169,7 +169,7 @@ def with_memory(plan: Plan, held: StageBytes, optimizer_factor: float) -> Plan:
         rehearsal,
     )
     placed = holders(compute)
-    over = _sharing(held.cut, placed, plan)
+    over = sharing(stages, held.cut.degree.sharding, placed, plan)
     written = []
     for stage, (peak, at), entry in zip(stages, moments, plan.stages, strict=True):
         on_rank = [s for s in stages if placed[s.index] == placed[stage.index]]
@@ -180,11 +180,11 @@ def with_memory(plan: Plan, held: StageBytes, optimizer_factor: float) -> Plan:
             copies += held.gathered[stage.index]
         if held.cut.whole is not None and stage is stages[-1]:
             peak, at = _with_loss(peak, at, held.cut.whole, plan)
-        passing, doing = _passing(held.cut.graph, own, peak, plan)
+        passes, doing = passing(held.cut.graph, own, peak, plan)
         if doing is not None:
             at = Instruction(doing, stage.index)
-        memory = _memory(held.cut.graph, own, peak, copies, passing, plan, optimizer_factor)
-        predicted = replace(entry.predicted, memory=memory, fullest=str(at or ""))
+        holds = memory(held.cut.graph, own, peak, copies, passes, plan, optimizer_factor)
+        predicted = replace(entry.predicted, memory=holds, fullest=str(at or ""))
         written.append(replace(entry, predicted=predicted))
     return replace(plan, stages=tuple(written))
 
@@ -201,97 +201,6 @@ def _with_loss(
     if loss > peak.total():
         return Counter(activations=own + loss), None
     return peak + Counter(activations=own), at
-
-
-def _sharing(cut: CutModel, placed: Sequence[int], plan: Plan) -> dict[str, int]:
-    """Of each state the number of ranks that shards of it are dealt out to.
-
-    ZeRO-3 shards each stage over its replicas, ZeRO-1 over all ranks that a gradient is summed
-    over: those of tied stages too, and tensor-parallel ones that each have a part of the sum.
-    """
-    ranks: dict[str, set[int]] = defaultdict(set)
-    for stage in cut.stages:
-        for name in stage.states:
-            ranks[name].add(placed[stage.index] if plan.zero == 1 else 0)
-    parted = replicated(cut.degree.sharding) if cut.degree.sharding is not None else ()
-    return {
-        name: plan.mesh.dp * len(own) * (plan.mesh.tp if name in parted else 1)
-        for name, own in ranks.items()
-    }
-
-
-def _memory(
-    graph: Graph,
-    over: Mapping[str, int],
-    peak: Counter[str],
-    copies: int,
-    passing: int,
-    plan: Plan,
-    optimizer_factor: float,
-) -> Memory:
-    """What a stage holds.
-
-    Args:
-        over: how many ranks have shards of each of its states, but for those that an earlier stage
-            of its rank has.
-        peak: bytes of activations and transfers at the fullest moment.
-        copies: bytes of parameters beside its own: copies, and what ZeRO-3 gathers.
-        passing: bytes of `Memory.passing`.
-    """
-    zero = plan.zero
-    states = {name: graph.states[name] for name in over}
-    sizes = {name: bytes_at(state.held, 1) for name, state in states.items()}
-    # Rows are sharded; the first rank has the most.
-    shards = {n: _shard(state.spec.shape, sizes[n], over[n]) for n, state in states.items()}
-    parameters = [name for name, state in states.items() if state.kind == "parameter"]
-    trained = [name for name, state in states.items() if state.trainable]
-    held = shards if zero == 3 else sizes
-    updated = shards if zero else sizes
-    dealt = {name for name, state in states.items() if state.master is not None}
-    return Memory(
-        parameters=sum((updated if n in dealt else held)[n] for n in parameters),
-        gradients=sum(
-            held[name] if zero == 3 else bytes_at(states[name].summed, 1) for name in trained
-        ),
-        optimizer=round(sum(updated[name] for name in trained) * optimizer_factor),
-        buffers=sum(size for name, size in sizes.items() if name not in parameters),
-        activations=peak["activations"],
-        transfers=peak["transfers"],
-        copies=copies,
-        passing=passing,
-    )
-
-
-def _shard(shape: Sequence[Dim], size: int, ranks: int) -> int:
-    """Bytes of a parameter's rows that the first of so many ranks gets."""
-    rows = int(shape[0]) if shape else 1
-    return -(-rows // ranks) * size // rows if rows else 0
-
-
-def _passing(
-    graph: Graph, names: Iterable[str], peak: Counter[str], plan: Plan
-) -> tuple[int, Kind | None]:
-    """Bytes of `Memory.passing`, and what is done then; None: a backward.
-
-    From the second micro-batch on, each gradient is made beside the sum that it is added to. A
-    bucket is filled at the end, when the last backward has let go of what is at the peak; so are
-    gradients in 16 bits cast for the optimizer.
-    """
-    trained = [state for name in names if (state := graph.states[name]).trainable]
-    gradients = [bytes_at(state.summed, 1) for state in trained]
-    if plan.fully_sharded:
-        return 0, None  # what is gathered is counted with the gradients that it makes
-    added = max(gradients, default=0) if plan.batch.micro_batches > 1 else 0
-    bucket = min(BUCKET_BYTES, sum(gradients)) if plan.mesh.dp > 1 else 0
-    dealt = plan.zero == 1 and plan.mesh.dp > 1
-    wide = 0 if dealt else sum(bytes_at(state.held, 1) for state in trained) - sum(gradients)
-    free = peak.total()
-    return max(
-        (added, None),
-        (bucket - free, Kind.REDUCE),
-        (wide - free, Kind.STEP),
-        key=lambda one: one[0],
-    )
 
 
 def with_eager_depths(

@@ -110,7 +110,6 @@ def as_one_rank(
     rows: int,
     *,
     slowest: GroupKind,
-    zero: int = 0,
     sequence: bool = False,
 ) -> Degree:
     """The model at one degree.
@@ -118,7 +117,6 @@ def as_one_rank(
     Args:
         rows: of the micro-batch for which the sharding is the best.
         slowest: the device by whose seconds it is, and the link.
-        zero: the ZeRO stage; 3 wants every gradient whole.
         sequence: also consider shards of the batch's second dim.
 
     Raises:
@@ -128,7 +126,7 @@ def as_one_rank(
         return Degree(tp, traced, blocks, None, traced, flow, blocks)
     axis = Axis(tp, slowest.link, slowest.device)
     flow = shardable(traced.graph)
-    sharding = shard(flow, blocks, axis, rows, sequence=sequence, partial=zero < 3)
+    sharding = shard(flow, blocks, axis, rows, sequence=sequence)
     _check_divides(flow, sharding, cluster)
     graph = shard_graph(flow, sharding, 0)
     local = replace(traced, graph=graph)

@@ -110,20 +110,24 @@ class Candidate:
             return PLANNERS[self.job.request.planner](problem, incumbents, mesh)
 
 
-def candidate_at(job: Job, tp: int, watch: Stopwatch) -> Candidate:
+def candidate_at(job: Job, tp: int, watch: Stopwatch, known: Candidate | None = None) -> Candidate:
     """The candidate of one degree, with its seconds.
+
+    Args:
+        known: one of this degree whose stages run on another engine, or with another ZeRO stage:
+            the model is sharded in the same way.
 
     Raises:
         InfeasibleError: the model does not divide into `tp` parts.
         AutopipeError: the batch does not divide as the constraints want it.
     """
     with watch("costs"), as_first(tp):
-        degree, costing = _costing(job, tp)
+        degree, costing = _costing(job, tp, None if known is None else known.degree)
         return Candidate(job, degree, costing, costing.timed, watch)
 
 
-def _costing(job: Job, tp: int) -> tuple[Degree, Costing]:
-    """The model at one degree, and what its problem is computed from."""
+def _costing(job: Job, tp: int, degree: Degree | None) -> tuple[Degree, Costing]:
+    """The model at one degree, if that is not known yet, and what its problem is computed from."""
     request, traced, constraints = job.request, job.traced, job.constraints
     precision, graph = request.precision, traced.graph
 
@@ -132,8 +136,8 @@ def _costing(job: Job, tp: int) -> tuple[Degree, Costing]:
 
     dealt = tp_groups(job.cluster, tp, wanted=(constraints.pp or 1) * (constraints.dp or 1))
     wanted, sizes = _rows(job, len(dealt))
-    zeros = _zeros(constraints, tp, compiled=request.compiled is True)
-    degree = as_one_rank(
+    zeros = _zeros(constraints, compiled=request.compiled is True)
+    degree = degree or as_one_rank(
         tp,
         traced.trace,
         traced.flow,
@@ -141,7 +145,6 @@ def _costing(job: Job, tp: int) -> tuple[Degree, Costing]:
         job.cluster,
         wanted[0],
         slowest=slowest_kind(dealt, computing),
-        zero=zeros[-1],
         sequence=request.sequence_parallel,
     )
     sending = partial(sending_seconds, ranks=tp, precision=precision)
@@ -182,13 +185,12 @@ def _rows(job: Job, devices: int) -> tuple[list[int], list[int]]:
     return wanted, arguments.micro_batch_rows(traced.rows, devices, free, traced.least)
 
 
-def _zeros(constraints: Constraints, tp: int, *, compiled: bool) -> tuple[int, ...]:
+def _zeros(constraints: Constraints, *, compiled: bool) -> tuple[int, ...]:
     """The ZeRO stages to choose from."""
     if constraints.zero is not None:
         return (constraints.zero,)
-    # A parameter that ZeRO-3 shards needs its whole gradient on every tensor-parallel rank; and it
-    # gathers module by module, which the graphs of a compiled stage no longer have.
-    return ZERO if tp == 1 and not compiled else ZERO[:2]
+    # ZeRO-3 gathers module by module, which the graphs of a compiled stage no longer have.
+    return ZERO[:-1] if compiled else ZERO
 
 
 def _least_stages(constraints: Constraints) -> int:

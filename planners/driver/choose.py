@@ -147,17 +147,20 @@ def _sharded(job: Job, found: Chosen | InfeasibleError, watch: Stopwatch) -> Cho
         InfeasibleError: none fits.
     """
     constraints = job.constraints
-    if constraints.zero is not None or constraints.tp not in (None, 1) or constraints.dp == 1:
+    if constraints.zero is not None or constraints.dp == 1:
         return None
-    alone = job.on_engine(compiled=False, constraints=replace(constraints, tp=1, zero=3))
-    candidate = candidate_at(alone, 1, watch)
+    alone = job.on_engine(compiled=False, constraints=replace(constraints, zero=3))
+    least, known = math.inf, dict[int, Candidate]()
     if isinstance(found, Chosen):
-        if candidate.least_step()[1] >= found.plan.prediction.step_seconds:
-            return None
-    answers = searched({1: candidate})
-    if not answers.answers:
-        raise answers.refusals[1]
-    return _written(answers)
+        least, known = found.plan.prediction.step_seconds, {**found.search.candidates}
+    near = degrees(job.cluster, constraints.tp, job.traced.graph)[0]
+    candidates, refusals = _costed(alone, near, watch, known)
+    sharded = searched(candidates, least)
+    if sharded.answers:
+        return _written(sharded)
+    if any(isinstance(refusal, Outdone) for refusal in sharded.refusals.values()):
+        return None
+    raise _nothing_fits(alone, refusals | sharded.refusals, watch)
 
 
 def best_plan(job: Job, watch: Stopwatch, slower_than: Searched | None = None) -> Chosen:
@@ -212,26 +215,33 @@ def _first_that_answer(job: Job, watch: Stopwatch, slower_than: Searched | None)
 
 
 def _costed(
-    job: Job, tps: Sequence[int], watch: Stopwatch
+    job: Job, tps: Sequence[int], watch: Stopwatch, known: Mapping[int, Candidate] | None = None
 ) -> tuple[dict[int, Candidate], Refusals]:
-    """The candidates of some degrees, and why there is none of the others."""
+    """The candidates of some degrees, and why there is none of the others.
+
+    Args:
+        known: candidates on another engine, whose shardings are used again.
+    """
     candidates: dict[int, Candidate] = {}
     refusals: Refusals = {}
     with phase("timing each tensor-parallel degree", of=len(tps)) as done:
         for tp in tps:
             try:
-                candidates[tp] = candidate_at(job, tp, watch)
+                candidates[tp] = candidate_at(job, tp, watch, (known or {}).get(tp))
             except InfeasibleError as error:
                 refusals[tp] = error
             done()
     return candidates, refusals
 
 
-def searched(candidates: Mapping[int, Candidate]) -> Searched:
+def searched(candidates: Mapping[int, Candidate], slowest: float = math.inf) -> Searched:
     """Each degree's answer, or why there is none.
 
     The degree of the lowest bound is searched first: the steps it finds are incumbents to the
     others.
+
+    Args:
+        slowest: seconds of a step; a degree that cannot do with fewer is left out.
     """
     answers: dict[int, Answer] = {}
     refusals: Refusals = {}
@@ -245,7 +255,8 @@ def searched(candidates: Mapping[int, Candidate]) -> Searched:
     for tp in order:
         incumbents, (frame, seconds) = incumbents_of(answers.values()), least[tp]
         # Degree 1 is always searched: its data parallelism alone is among the alternatives.
-        if tp > 1 and out_of_the_best_two(seconds, incumbents):
+        outdone = tp > 1 and out_of_the_best_two(seconds, incumbents)
+        if outdone or seconds >= slowest:
             refusals[tp] = Outdone(frame, seconds, None)
             continue
         try:

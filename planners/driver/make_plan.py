@@ -117,8 +117,8 @@ def plan(
             micro-batches in flight besides; None: as many as the link asks for and memory allows.
         memory: bytes a device may hold ("24GiB"), where that is less than it has; or one such
             number for each device.
-        zero: 1 shards optimizer state over replicas, 3 parameters and gradients too; None: as
-            much of it as memory asks for.
+        zero: 1 shards optimizer state over replicas, 2 gradients too, 3 also parameters; None:
+            as much of it as memory asks for.
         recompute: blocks to recompute in backward: "all", "none", a class of them, or paths;
             None: those that the model itself recomputes (`torch.utils.checkpoint`), or else what
             memory asks for, by block or by op.

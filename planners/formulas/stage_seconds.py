@@ -11,12 +11,12 @@ They are the formulas that the planner evaluates. Nodes that cost the same are c
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from functools import cache
+from collections.abc import Callable, Iterable
+from functools import cache, partial
 from typing import NamedTuple
 
 from autopipe.cluster.cluster import Cluster, Link
-from autopipe.cluster.collective_time import Topology, all_gather
+from autopipe.cluster.collective_time import Levels, Topology, all_gather, half_sum
 from autopipe.cluster.datasheets import are_gpus
 from autopipe.cluster.tp_groups import GroupKind, tp_groups
 from autopipe.ir import op_costs, op_seconds
@@ -161,9 +161,9 @@ def _sent(move: Move | None, size: Dim, wire: tuple[float, Expression], ranks: i
 
 
 def _gathering(found: PlannedStages, stage: Stage, rank: int, own: Seconds) -> Seconds:
-    """The seconds with what ZeRO-3 gathers and scatters, as `planners.model.stage_costs`."""
+    """The seconds with what ZeRO gathers and scatters, as `planners.model.stage_costs`."""
     plan, graph = found.plan, found.split.graph
-    if not plan.fully_sharded:
+    if not plan.scatters:
         return own
     states = [graph.states[name] for name in stage.states]
     trained = [state for state in states if state.trainable]
@@ -171,18 +171,25 @@ def _gathering(found: PlannedStages, stage: Stage, rank: int, own: Seconds) -> S
     summed = sum(bytes_at(state.summed, 1) for state in trained)
     masters = [state for state in trained if state.master is not None]
     read = held - sum(bytes_at(s.held, 1) - copy_bytes(s) for s in masters)
-    gathers, scatters = (_all_gather(plan, rank, size) for size in (read, summed))
+    if not plan.fully_sharded:
+        scatters = _exchange(plan, rank, partial(half_sum, copying=plan.cluster.copying), summed)
+        if not are_gpus(plan.cluster.devices):
+            return Seconds(own.forward, total(own.backward, scatters))
+        return Seconds(own.forward, largest(own.backward, scatters))
+    gathers, scatters = (_exchange(plan, rank, all_gather, size) for size in (read, summed))
     if not are_gpus(plan.cluster.devices):
         return Seconds(total(own.forward, gathers), total(own.backward, gathers, scatters))
     return Seconds(largest(own.forward, gathers), largest(own.backward, total(gathers, scatters)))
 
 
-def _all_gather(plan: Plan, rank: int, size: int) -> Expression:
-    """Seconds in which a rank's replicas gather so many bytes."""
+def _exchange(
+    plan: Plan, rank: int, taking: Callable[[float, Levels, int], float], size: int
+) -> Expression:
+    """Seconds in which a rank's replicas gather or scatter so many bytes."""
     numbered, mesh = predict.devices(plan), plan.mesh
     own = [numbered[mesh.rank(rank, dp)] for dp in range(mesh.dp)]
 
     def seconds(cluster: Cluster) -> float:
-        return all_gather(size, Topology.of(cluster).levels(own), mesh.tp)
+        return taking(size, Topology.of(cluster).levels(own), mesh.tp)
 
     return links.on_farthest(plan.cluster, seconds)

@@ -62,7 +62,7 @@ class StageEstimate:
 
 
 COMPUTING, AGAIN = "computing", "running blocks again"
-EXCHANGES, GATHERING = "tensor-parallel exchanges", "gathering parameters"
+EXCHANGES, GATHERING = "tensor-parallel exchanges", "gathering and scattering"
 """What a stage's seconds are for, in the words of `Estimate.spent`."""
 
 

@@ -27,8 +27,9 @@ and S bytes sent; R' and S' are those of them whose gradient goes the other way.
 
 D are the bytes that recomputed blocks do not save, d the bytes of the largest block, held once
 while it is recomputed (`planners.model.recompute_sets`). ZeRO-1 divides the optimizer state by dp,
-and masters, 2 L of W, which are a part of it; ZeRO-3 parameters and gradients too, and has what it
-gathers (`range_tables.gathered_bytes`) in the place of L.
+and masters, 2 L of W, which are a part of it; ZeRO-2 gradients too, and has the buckets that are
+scattered (`scattered_bytes`) beside them; ZeRO-3 also parameters, and has what it gathers
+(`range_tables.gathered_bytes`) in the place of L.
 
 **Bound.** A stage holds at least a sum over its units,
 
@@ -46,8 +47,9 @@ from functools import lru_cache
 from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
+from autopipe.planfile.parts import BUCKET_BYTES
 from autopipe.planners.model.problem import Config, Problem, splits
 from autopipe.planners.model.range_tables import Bytes, Tables, Times, gathered_bytes
 
@@ -93,7 +95,7 @@ def estimate(
     gathered = gathered_bytes(root, ranges.root_summed, ranges.block, dp)
     return (
         share + gathered if fully else ranges.read - (-2 * ranges.copies // (dp if zero else 1)),
-        share if fully else ranges.summed,
+        share if config.scatters else ranges.summed,
         np.rint(problem.optimizer_factor * (share if zero else whole)).astype(np.int64),
         ranges.constants,
         np.asarray(in_flight) * (ranges.saved - dropped + ranges.received) + held,
@@ -101,9 +103,31 @@ def estimate(
         + arriving * ranges.sent_gradient
         + ranges.sent
         + leaving * ranges.received_gradient,
-        # From the second micro-batch on; what ZeRO-3 gathers is counted with its gradients.
-        ranges.largest if micro_batches > 1 and not fully else np.zeros_like(ranges.largest),
+        _passing(ranges, config),
     )
+
+
+def _passing(ranges: Tables, config: Config) -> Bytes:
+    """Bytes of gradients that come and go in a backward, beside those that are held."""
+    if config.fully_sharded:  # what is gathered is counted with the gradients that it makes
+        return np.zeros_like(ranges.largest)
+    if config.scatters:
+        return scattered_bytes(ranges.summed, ranges.largest, config.dp)
+    # From the second micro-batch on.
+    return ranges.largest if config.micro_batches > 1 else np.zeros_like(ranges.largest)
+
+
+def scattered_bytes(summed: ArrayLike, largest: ArrayLike, ranks: int) -> Bytes:
+    """Bytes that ZeRO-2 holds of gradients while a backward makes them, as
+    `runtime.parameters.zero2` has it.
+
+    Args:
+        summed: bytes of a stage's gradients.
+        largest: of those the bytes of the largest.
+        ranks: n, over which they are dealt out.
+    """
+    bucket = np.minimum(summed, np.maximum(largest, BUCKET_BYTES))
+    return np.asarray(2 * bucket + -(-bucket // ranks))
 
 
 def peak(parts: tuple[Bytes, ...]) -> Bytes:
@@ -144,14 +168,17 @@ def bound(problem: Problem, config: Config) -> Bound:
 def _states(problem: Problem, dp: int, zero: int) -> NDArray[np.float64]:
     """Bytes of the states that units before each unit are the first to use, as a rank holds them:
     shape (units + 1,)."""
+    # The shares that a rank has of optimizer state, gradients and parameters.
+    optimizer, gradients, own = (1 / dp if zero >= stage else 1.0 for stage in (1, 2, 3))
     factor, fully = problem.optimizer_factor, zero == 3 and dp > 1
-    held = (2 + factor) / dp if fully else 2 + factor / (dp if zero else 1)
+    held = own + gradients + factor * optimizer
+    low = problem.low_gradients and gradients == 1
     sizes = np.zeros(problem.units + 1)
     for states, times in (
         (problem.parameters, held),
         (problem.constants, 1.0),
         # Beside the masters, which are in `held`, or in their place, and shards of them.
-        (problem.copies, 0.0 if fully else 2 / (dp if zero else 1) - 1 - problem.low_gradients),
+        (problem.copies, 0.0 if fully else 2 * optimizer - 1 - low),
     ):
         for state in states:
             sizes[state.units[0] + 1] += times * state.bytes

@@ -211,6 +211,11 @@ class Config(NamedTuple):
     chunks: int = FEWEST_CHUNKS
 
     @property
+    def scatters(self) -> bool:
+        """Whether every backward scatters its gradients over replicas: ZeRO-2 and 3."""
+        return self.zero >= 2 and self.dp > 1
+
+    @property
     def fully_sharded(self) -> bool:
         """Whether parameters are sharded over replicas and gathered where they are used: ZeRO-3."""
         return self.zero == 3 and self.dp > 1

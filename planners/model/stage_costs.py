@@ -22,8 +22,8 @@ the backwards hide some that the stages before it have still to run when it has 
 
     exposed_s = max(0, reduce_s - sum of B over the units before i)        reduce_s where B is split
 
-ZeRO-3 has no such sum: in every micro-batch its F gathers parameters, and its B does and scatters
-gradients. Of fp32 masters it gathers copies in 16 bits, which takes half as long.
+ZeRO-2 and 3 have no such sum: in every micro-batch their B scatters gradients, and of ZeRO-3 it and
+its F gather parameters. Of fp32 masters copies in 16 bits are gathered, which takes half as long.
 
 Under `eager-1f1b` windows are taken to hide the links: a further micro-batch takes only
 
@@ -38,7 +38,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopipe.cluster.collective_time import Level, Levels, all_gather, gradient_sum
+from autopipe.cluster.collective_time import (
+    Level,
+    Levels,
+    all_gather,
+    gradient_sum,
+    half_sum,
+)
 from autopipe.planners.model import memory
 from autopipe.planners.model.devices import DeviceGroup
 from autopipe.planners.model.level_mixes import Numbers
@@ -50,19 +56,32 @@ from autopipe.planners.model.recompute_sets import RecomputeSets, recompute_sets
 _Exchange = Callable[[float, Levels, int], float]
 
 
-def gather_seconds(
-    size: int | Bytes, problem: Problem, config: Config, group: DeviceGroup
-) -> Times:
-    """Seconds of making ZeRO-3's parameters whole once; scattering gradients takes as long.
+class Exchanged(NamedTuple):
+    """Seconds of what ZeRO gathers and scatters in one micro-batch."""
 
-    A forward gathers, and a backward gathers and scatters.
+    gathers: Times
+    scatters: Times
+
+
+def exchanged(
+    read: int | Bytes, summed: int | Bytes, problem: Problem, config: Config, group: DeviceGroup
+) -> Exchanged:
+    """What each backward scatters and, under ZeRO-3, it and the forward gather.
 
     Args:
-        size: bytes of the parameters as they are read, or of the gradients.
+        read: bytes of the parameters as they are read.
+        summed: bytes of their gradients.
     """
-    if not config.fully_sharded:
-        return np.zeros(np.shape(size))
-    return _linear(all_gather, size, group.levels, problem.machine.streams)
+    nothing, streams = np.zeros(np.shape(summed)), problem.machine.streams
+    if config.fully_sharded:
+        gathers, scatters = (
+            _linear(all_gather, size, group.levels, streams) for size in (read, summed)
+        )
+        return Exchanged(gathers, scatters)
+    if config.scatters:
+        half = partial(half_sum, copying=problem.machine.copying)
+        return Exchanged(nothing, _linear(half, summed, group.levels, streams))
+    return Exchanged(nothing, nothing)
 
 
 def reduce_seconds(ranges: Tables, problem: Problem, config: Config, group: DeviceGroup) -> Times:
@@ -70,6 +89,9 @@ def reduce_seconds(ranges: Tables, problem: Problem, config: Config, group: Devi
     if config.fully_sharded:
         return np.zeros_like(ranges.earlier)
     copying = problem.machine.copying
+    if config.scatters:  # what is left are parameters, which the next step gathers
+        half = partial(half_sum, copying=copying)
+        return _linear(half, ranges.read, group.levels, problem.machine.streams)
     summed = partial(gradient_sum, zero=config.zero, copying=copying)
     # Under ZeRO-1 gradients are scattered, and what is read of the parameters is gathered.
     moved = (ranges.summed + ranges.read) / 2 if config.zero else ranges.summed
@@ -181,7 +203,7 @@ def sets_of(problem: Problem, config: Config, place: StagePlace) -> RecomputeSet
 
 
 class Gathering(NamedTuple):
-    """Seconds of a micro-batch in which a stage waits for ZeRO-3, in forward and in backward."""
+    """Seconds of a micro-batch in which a stage waits for ZeRO, in forward and in backward."""
 
     forward: Times
     backward: Times
@@ -190,14 +212,14 @@ class Gathering(NamedTuple):
 def gathering(
     problem: Problem, config: Config, place: StagePlace, ranges: Tables, recompute: float | Times
 ) -> Gathering:
-    """What ZeRO-3 adds: a gather in forward; in backward another one, and gradients are scattered.
+    """What ZeRO-3 adds: a gather in forward; in backward another one, and gradients are scattered,
+    as by ZeRO-2.
 
     Args:
         recompute: seconds that blocks take a second time.
     """
     kind, group = place.group.kind, place.group
-    gathers = gather_seconds(ranges.read, problem, config, group)
-    scatters = gather_seconds(ranges.summed, problem, config, group)
+    gathers, scatters = exchanged(ranges.read, ranges.summed, problem, config, group)
     if not problem.machine.overlaps:
         return Gathering(gathers, gathers + scatters)
     backward = ranges.backward[kind] + recompute

@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from autopipe.planners.model.places import stages_of
 from autopipe.planners.model.problem import Config, Problem
-from autopipe.planners.model.stage_costs import gather_seconds
+from autopipe.planners.model.stage_costs import exchanged
 from autopipe.planners.model.step_formula import weights
 from autopipe.planners.search.configs import configs
 
@@ -38,13 +38,13 @@ def bound(problem: Problem, config: Config, weights: Weights = weights) -> float
         weights: of the sum and of the largest of the stages in the step.
     """
     whole = _whole_seconds(problem, config.microbatch_rows(problem.batch))
-    if config.fully_sharded and problem.machine.alike:
+    if config.scatters and problem.machine.alike:
         summed = sum(parameter.bytes for parameter in problem.parameters)
         read = summed - sum(copy.bytes for copy in problem.copies)
         group = problem.machine.groups(config.dp)[0]
-        seconds = (float(gather_seconds(n, problem, config, group)) for n in (read, read, summed))
-        gathering = sum(seconds)
-        whole = max(whole, gathering) if problem.machine.overlaps else whole + gathering
+        own = exchanged(read, summed, problem, config, group)
+        waiting = float(2 * own.gathers + own.scatters)
+        whole = max(whole, waiting) if problem.machine.overlaps else whole + waiting
     of_sum, of_largest = weights(problem, config)
     stages = stages_of(problem, config)
     return whole * (of_sum + of_largest / stages)

@@ -118,9 +118,8 @@ def _changes(problem: Problem) -> Iterator[tuple[str, list[Problem]]]:
 
 
 def _more_zeros(problem: Problem) -> list[int]:
-    """ZeRO stages beyond those to choose from. With tensor-parallel ranks gradients may be in
-    parts, which ZeRO-3 cannot deal out."""
-    return [z for z in ZERO if z > max(problem.zeros) and (z < 3 or problem.tp == 1)]
+    """ZeRO stages beyond those to choose from."""
+    return [zero for zero in ZERO if zero > max(problem.zeros)]
 
 
 def _free(problem: Problem) -> Iterator[Problem]:

@@ -143,7 +143,7 @@ def _holders(part: RankPart, name: str, lies: Placement, *, in_rows: bool) -> tu
     tps: Sequence[int] = (here.tp,) if lies.sharded else range(mesh.tp)
     if in_rows:
         dps = (here.dp,)
-        if not part.plan.fully_sharded:  # ZeRO-1 deals rows out over stages that are tied, too
+        if not part.plan.scatters:  # ZeRO-1 deals rows out over stages that are tied, too
             pps = (here.pp,)
             tps = (here.tp,) if lies == R else tps
     return tuple(mesh.rank(pp, dp, tp) for pp in pps for dp in dps for tp in tps)

@@ -12,9 +12,7 @@ for both. Losses are seeded with their share of the whole batch: sums need no di
 
 From REDUCE on, a gradient is final when backward has added to it (the other micro-batches have).
 Parameters go into buckets in reverse order, which is about the order in which backward comes to
-them; a bucket whose gradients are all final is flattened and its sum begins. On every rank of a
-group the sums begin in the same order, whatever order backward takes there: a bucket that is ready
-early waits for those before it ("PyTorch Distributed", Li et al., 2020, arXiv:2006.15704).
+them; a bucket whose gradients are all final is flattened and its sum begins (`buckets`).
 
 What does get a gradient is learnt in the first step, by one small exchange: a parameter that one
 stage uses and another has only tied gets zeros there, one that nobody uses stays without, and none
@@ -23,8 +21,7 @@ of them holds back a bucket.
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -32,13 +29,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopipe.errors import LaunchError, ScheduleError
-from autopipe.planfile.parts import BUCKET_BYTES
+from autopipe.runtime.parameters.buckets import (
+    Bucket,
+    BucketQueue,
+    agreed,
+    by_group,
+    summed_in,
+    unexpected,
+)
 
 
 class Gradients(Protocol):
     """What a step asks of the way a rank holds its parameters: `GradientSum` whole on every rank,
-    `zero1.OptimizerShards` (ZeRO-1) and `zero3.FullyShardedSum` (ZeRO-3) in shards."""
+    `zero1.OptimizerShards`, `zero2.GradientShards` and `zero3.FullyShardedSum` in shards."""
 
     @property
     def rows(self) -> Mapping[str, tuple[int, int]]:
@@ -46,6 +49,9 @@ class Gradients(Protocol):
 
     def shards(self) -> Mapping[str, nn.Parameter]:
         """What this rank's optimizer updates, under the model's own names."""
+
+    def begin(self, stage: int) -> None:
+        """A backward of `stage` follows, or the half of it that makes its gradients."""
 
     def arm(self, stage: int) -> None:
         """At REDUCE: the next backward of `stage`, which comes right after, is its last."""
@@ -67,14 +73,6 @@ class Gradients(Protocol):
 
     def owned_gradients(self) -> dict[str, Tensor]:
         """Gradients by name, or parts of them: all ranks' together are the model's, each once."""
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Parameters of one group, dtype and device whose gradients are summed in one go."""
-
-    group: dist.ProcessGroup
-    parameters: tuple[nn.Parameter, ...]
 
 
 Reduction = Callable[[Bucket], Callable[[], object]]
@@ -103,23 +101,12 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 @dataclass
-class _BucketQueue:
-    """The buckets of one group; their sums begin in this order on each of its ranks."""
-
-    buckets: list[Bucket]
-    missing: list[set[str]]
-    begun: int = 0
-
-
-@dataclass
 class _Learnt:
     """What the first step has shown; good for as long as the same parameters are trainable."""
 
     trainable: tuple[bool, ...]
-    queues: list[_BucketQueue] = field(default_factory=list)
-    at: dict[str, tuple[_BucketQueue, int]] = field(
-        default_factory=dict
-    )  # queue and bucket of a name
+    queues: list[BucketQueue] = field(default_factory=list)
+    of: dict[str, BucketQueue] = field(default_factory=dict)
 
 
 class GradientSum:
@@ -162,6 +149,9 @@ class GradientSum:
         """The parameters themselves."""
         return self._parameters
 
+    def begin(self, stage: int) -> None:
+        """Nothing: micro-batches are added up before they are summed over ranks."""
+
     def arm(self, stage: int) -> None:
         """The next backward of `stage` is its last: sum its gradients as they are made."""
         if self._learnt is not None and self._learnt.trainable != self._trainable():
@@ -180,21 +170,13 @@ class GradientSum:
         if self._learnt is None:
             self._learnt = self._learn()
         for name in self._shared:
-            if self._parameters[name].grad is not None and name not in self._learnt.at:
-                raise ScheduleError(
-                    f"parameter {name} has got a gradient in this step, and in none before it: "
-                    "the sums of the other ranks do not expect it"
-                )
+            if self._parameters[name].grad is not None and name not in self._learnt.of:
+                raise unexpected(name)
         for queue in self._learnt.queues:
-            self._begin(queue, len(queue.buckets))
+            queue.end()
         self._pending.reverse()
         while self._pending:
             self._pending.pop()()  # what a sum has used is let go before the next one is awaited
-        for queue in self._learnt.queues:
-            queue.begun = 0
-        for name, (queue, number) in self._learnt.at.items():
-            if name in self._used:
-                queue.missing[number].add(name)
         self._to_come = self._holders()
         for parameter in self._low:  # one by one: what is cast is let go
             gradient, parameter.grad = parameter.grad, None
@@ -230,104 +212,24 @@ class GradientSum:
         def arrived(_: Tensor) -> None:
             # Right after REDUCE of the last stage that uses it comes the last to add to it.
             if self._to_come[name] == 0 and self._learnt is not None:
-                self._is_final(name, self._learnt)
+                if name in self._learnt.of:  # else `finish` says so
+                    self._learnt.of[name].final(name)
 
         return arrived
-
-    def _is_final(self, name: str, learnt: _Learnt) -> None:
-        if name not in learnt.at:
-            return  # `finish` says so
-        queue, number = learnt.at[name]
-        if number < queue.begun:
-            raise ScheduleError(
-                f"the gradient of {name} was added to after its sum over ranks had begun",
-                hint="REDUCE stands right before the last backward of its stage",
-            )
-        queue.missing[number].discard(name)
-        ready = queue.begun
-        while ready < len(queue.buckets) and not queue.missing[ready]:
-            ready += 1
-        self._begin(queue, ready)
-
-    def _begin(self, queue: _BucketQueue, stop: int) -> None:
-        """Begin the sums of a queue's buckets up to `stop`."""
-        for number in range(queue.begun, stop):
-            queue.begun = number + 1
-            self._pending.append(self._reduce(queue.buckets[number]))
 
     def _learn(self) -> _Learnt:
         """Agree, group by group, on what gets a gradient on any rank, and make buckets of that."""
         learnt = _Learnt(self._trainable())
         self._used = {n for n in self._shared if self._parameters[n].grad is not None}
         for group, names in by_group(self._shared, self._groups).items():
-            self._check_same(group, names)
-            here = torch.tensor([name in self._used for name in names], dtype=torch.uint8)
-            found = here.to(self._parameters[names[0]].device)
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-            present = found.tolist()
-            used = [name for name, is_used in zip(names, present, strict=True) if is_used]
-            queue = _BucketQueue([], [])
-            for members in buckets(used[::-1], self._parameters, summed_in):
-                learnt.at |= {name: (queue, len(queue.buckets)) for name in members}
-                queue.buckets.append(Bucket(group, tuple(self._parameters[n] for n in members)))
-                queue.missing.append(self._used & set(members))
+            expected = agreed(group, names, self._parameters, self._used)
+            queue = BucketQueue(group, expected[::-1], self._parameters, self._used, self._begin)
             learnt.queues.append(queue)
+            learnt.of |= dict.fromkeys(queue.names, queue)
         return learnt
 
-    def _check_same(self, group: dist.ProcessGroup, names: Sequence[str]) -> None:
-        """Refuse ranks that would add up different parameters."""
-        parameters = [self._parameters[name] for name in names]
-        known = [(n, tuple(p.shape), p.dtype) for n, p in zip(names, parameters, strict=True)]
-        mine = zlib.crc32(repr(known).encode())
-        found = torch.tensor([mine, -mine], device=parameters[0].device)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-        if found[0] != -found[1]:
-            raise LaunchError(
-                f"the {dist.get_world_size(group)} ranks that share {names[0]} do not hold the "
-                f"same {len(names)} parameters in the same order",
-                hint="run the same model and the same plan on every rank",
-            )
-
-
-def by_group(
-    names: Iterable[str], groups: Mapping[str, dist.ProcessGroup]
-) -> dict[dist.ProcessGroup, list[str]]:
-    """The names of each group, in their order; those without a group are left out."""
-    found: dict[dist.ProcessGroup, list[str]] = {}
-    for name in names:
-        if name in groups:
-            found.setdefault(groups[name], []).append(name)
-    return found
-
-
-def summed_in(parameter: nn.Parameter) -> torch.dtype:
-    """The dtype in which backward adds up the gradients of a parameter."""
-    return parameter.grad_dtype or parameter.dtype
-
-
-def buckets(
-    names: Iterable[str],
-    parameters: Mapping[str, nn.Parameter],
-    sent_in: Callable[[nn.Parameter], torch.dtype],
-) -> Iterator[list[str]]:
-    """The names, in their order, in buckets of one dtype and at most `BUCKET_BYTES`.
-
-    A parameter larger than that has one for itself.
-
-    Args:
-        sent_in: the dtype of what is sent of a parameter.
-    """
-    filling: dict[torch.dtype, tuple[list[str], int]] = {}
-    for name in names:
-        dtype = sent_in(parameters[name])
-        more = parameters[name].numel() * dtype.itemsize
-        members, size = filling.get(dtype, ([], 0))
-        if members and size + more > BUCKET_BYTES:
-            yield members
-            members, size = [], 0
-        filling[dtype] = [*members, name], size + more
-    for members, _ in filling.values():
-        yield members
+    def _begin(self, bucket: Bucket) -> None:
+        self._pending.append(self._reduce(bucket))
 
 
 def total_norm(

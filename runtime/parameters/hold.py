@@ -3,34 +3,39 @@
     zero  parameters            gradients             optimizer state
     0     whole                 whole, summed         whole             GradientSum
     1     whole                 own rows of the sum   of own rows       OptimizerShards
+    2     whole                 own rows              of own rows       GradientShards
     3     own rows              own rows of the sum   of own rows       FullyShardedSum
 
-fp32 masters of 16-bit parameters are optimizer state under ZeRO-1; under ZeRO-3 they are what is
-sharded. A parameter is shared by the ranks of a stage in all data-parallel coordinates, and by
-stages that are tied to each other.
+fp32 masters of 16-bit parameters are optimizer state under ZeRO-1 and 2; under ZeRO-3 they are
+what is sharded. A parameter is shared by the ranks of a stage in all data-parallel coordinates, by
+stages that are tied to each other, and by tensor-parallel ranks that each make a part of its
+gradient. ZeRO-1 deals it out to all of them. ZeRO-2 and 3, which exchange something in every
+micro-batch, deal it out to the replicas of a stage, which run side by side: the others of a
+data-parallel coordinate have copies of the same rows, whose gradients are summed once a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopipe.errors import PlanError
 from autopipe.ir import partition
 from autopipe.ir.graph import Graph
 from autopipe.ir.partition import Stage
 from autopipe.runtime.parameters.gradient_sum import Gradients, GradientSum
 from autopipe.runtime.parameters.part import RankPart
-from autopipe.runtime.parameters.zero1 import OptimizerShards, deal
+from autopipe.runtime.parameters.row_shards import RowShards, deal
+from autopipe.runtime.parameters.zero1 import OptimizerShards
+from autopipe.runtime.parameters.zero2 import GradientShards
 from autopipe.stages.bind import Split
 from autopipe.stages.lower import Lowered, lower
 
 if TYPE_CHECKING:
-    from autopipe.runtime.parameters.zero3 import ShardedStage
+    from autopipe.runtime.parameters.sharded_stage import ShardedStage
 
 
 @dataclass(frozen=True)
@@ -67,58 +72,32 @@ def hold(
         backend: of the groups.
         partial: names of those whose gradient on each tensor-parallel rank is a part of a sum.
         offload: under ZeRO-3, keep shards in the host's memory.
-
-    Raises:
-        PlanError: the plan has zero=3, and `partial` is not empty.
     """
-    owners = _owners(part.split, part.placed)
+    if not part.plan.scatters:
+        return _hold_whole(part, states, backend, partial)
+    replicas = _replicas(part, backend)
+    copies = _groups(part, backend, partial, [(dp,) for dp in range(part.plan.mesh.dp)])
     if not part.plan.fully_sharded:
-        return _hold_whole(part, states, backend, owners, partial)
-    if partial:
-        raise PlanError(
-            f"plan: under zero=3 {min(partial)!r} may not lie as R over tensor-parallel ranks, "
-            "whose gradient is summed over them once a step",
-            hint="plan again with zero=3, or with zero=1",
-        )
-    sharded = _shard_stages(part, states, backend, offload)
+        return _hold_gradient_shards(part, states, replicas, copies)
+    sharded = _shard_stages(part, states, replicas, offload)
     # Only here: importing torch's FSDP takes a quarter of a second, at the start of every rank.
     from autopipe.runtime.parameters.zero3 import FullyShardedSum
 
-    return HeldParameters(
-        states, FullyShardedSum(sharded, _groups_of_tied(part, owners, backend)), sharded
-    )
+    return HeldParameters(states, FullyShardedSum(sharded, copies), sharded)
 
 
 def _hold_whole(
     part: RankPart,
     states: MutableMapping[str, Tensor],
     backend: str,
-    owners: Mapping[str, tuple[int, ...]],
     partial: Collection[str],
 ) -> HeldParameters:
     """Parameters whole on every rank: ZeRO 0 and 1."""
     mesh = part.plan.mesh
-    # Each tensor-parallel coordinate by itself, but for gradients that are partial over them.
-    members = [
-        (
-            name,
-            tuple(
-                mesh.rank(pp, dp, tp)
-                for pp in pps
-                for dp in range(mesh.dp)
-                for tp in (range(mesh.tp) if name in partial else (own_tp,))
-            ),
-        )
-        for name, pps in owners.items()
-        for own_tp in range(mesh.tp)
-    ]
-    groups = _open(members, part.place.rank, backend)
+    groups = _groups(part, backend, partial, [range(mesh.dp)])
     dealt = part.plan.zero == 1 and mesh.dp > 1
     masters = _deal(part.split.graph, states, groups) if dealt else {}
-    # In the order of the graph, which is the same on every rank.
-    names = part.split.graph.states
-    parameters = {n: p for n in names if isinstance(p := states.get(n), nn.Parameter)}
-    stages = {stage.index: [n for n in stage.states if n in parameters] for stage in part.stages}
+    parameters, stages = _parameters(part, states)
     if dealt:
         return HeldParameters(states, OptimizerShards(parameters, groups, stages, masters), {})
     specs = part.split.graph.states
@@ -126,10 +105,38 @@ def _hold_whole(
     return HeldParameters(states, GradientSum(parameters, groups, stages, low=low), {})
 
 
+def _hold_gradient_shards(
+    part: RankPart,
+    states: MutableMapping[str, Tensor],
+    replicas: dist.ProcessGroup,
+    copies: Mapping[str, dist.ProcessGroup],
+) -> HeldParameters:
+    """ZeRO-2: parameters whole, and shards of them over the replicas of each stage."""
+    graph = part.split.graph
+    groups = {n: replicas for n in graph.states if graph.states[n].trainable and n in states}
+    masters = _deal(graph, states, groups)
+    parameters, stages = _parameters(part, states)
+    held = RowShards(parameters, groups, masters)
+    return HeldParameters(states, GradientShards(held, parameters, replicas, stages, copies), {})
+
+
+def _parameters(
+    part: RankPart, states: Mapping[str, Tensor]
+) -> tuple[dict[str, nn.Parameter], dict[int, list[str]]]:
+    """This rank's parameters, and the names of those that each of its stages uses.
+
+    They are in the order of the graph, which is the same on every rank.
+    """
+    names = part.split.graph.states
+    parameters = {n: p for n in names if isinstance(p := states.get(n), nn.Parameter)}
+    stages = {stage.index: [n for n in stage.states if n in parameters] for stage in part.stages}
+    return parameters, stages
+
+
 def _deal(
     graph: Graph, states: MutableMapping[str, Tensor], groups: Mapping[str, dist.ProcessGroup]
 ) -> dict[str, nn.Parameter]:
-    """ZeRO-1: this rank's rows of the masters; `states` has what forward reads from then on."""
+    """ZeRO-1 and 2: this rank's rows of masters; `states` has what forward reads from then on."""
     masters = {}
     for name, state in graph.states.items():
         if state.master is not None and name in states and name in groups:
@@ -142,24 +149,20 @@ def _deal(
 
 
 def _shard_stages(
-    part: RankPart, states: MutableMapping[str, Tensor], backend: str, offload: bool
+    part: RankPart,
+    states: MutableMapping[str, Tensor],
+    replicas: dist.ProcessGroup,
+    offload: bool,
 ) -> dict[int, ShardedStage]:
-    """ZeRO-3: this rank's stages, each over its data-parallel ranks."""
+    """ZeRO-3: this rank's stages, each over its replicas."""
     from autopipe.runtime.parameters.zero3 import shard_stage
 
-    mesh = part.plan.mesh
-    replicas = {
-        (pp, tp): dist.new_group([mesh.rank(pp, dp, tp) for dp in range(mesh.dp)], backend=backend)
-        for pp in range(mesh.pp)
-        for tp in range(mesh.tp)
-    }
     sharded: dict[int, ShardedStage] = {}
     for stage in part.stages:
         whole = {name: states[name] for name in stage.states}
         module = _lowered(part, stage, whole).module
-        group = replicas[part.place.pp, part.place.tp]
         sharded[stage.index] = shard_stage(
-            module, whole, group, specs=part.split.graph.states, offload=offload
+            module, whole, replicas, specs=part.split.graph.states, offload=offload
         )
         states.update(sharded[stage.index].parameters)
     return sharded
@@ -185,21 +188,35 @@ def _lowered(part: RankPart, stage: Stage, states: Mapping[str, Tensor]) -> Lowe
     )
 
 
-def _groups_of_tied(
-    part: RankPart, owners: Mapping[str, tuple[int, ...]], backend: str
-) -> dict[str, dist.ProcessGroup]:
-    """Under ZeRO-3, the group of each parameter that stages of several ranks use."""
+def _replicas(part: RankPart, backend: str) -> dist.ProcessGroup:
+    """The ranks that hold the same stages, and the same part of them; opened on every rank."""
     mesh = part.plan.mesh
-    tied: dict[str, dist.ProcessGroup] = {}
-    for dp in range(mesh.dp):
-        copies = [
-            (name, tuple(mesh.rank(pp, dp, tp) for pp in pps))
-            for name, pps in owners.items()
-            if len(pps) > 1
-            for tp in range(mesh.tp)
-        ]
-        tied |= _open(copies, part.place.rank, backend)
-    return tied
+    every: dict[tuple[int, int], dist.ProcessGroup] = {
+        (pp, tp): dist.new_group([mesh.rank(pp, dp, tp) for dp in range(mesh.dp)], backend=backend)
+        for pp in range(mesh.pp)
+        for tp in range(mesh.tp)
+    }
+    return every[part.place.pp, part.place.tp]
+
+
+def _groups(
+    part: RankPart, backend: str, partial: Collection[str], replicas: Iterable[Sequence[int]]
+) -> dict[str, dist.ProcessGroup]:
+    """The group of each parameter that this rank shares with others of its replicas.
+
+    Each tensor-parallel coordinate is by itself, but for gradients that are partial over them.
+
+    Args:
+        replicas: the data-parallel coordinates whose ranks are in one group.
+    """
+    mesh, owners = part.plan.mesh, _owners(part.split, part.placed)
+    members = [
+        (name, tuple(mesh.rank(pp, dp, tp) for pp in pps for dp in dps for tp in tps))
+        for dps in replicas
+        for name, pps in owners.items()
+        for tps in ([range(mesh.tp)] if name in partial else [(tp,) for tp in range(mesh.tp)])
+    ]
+    return _open(members, part.place.rank, backend)
 
 
 def _owners(split: Split, placed: Sequence[int]) -> dict[str, tuple[int, ...]]:

@@ -6,19 +6,9 @@ rows only.
     optimizer     own rows += ...            the user's own, on `shards()`
     next step     parameter, whole           all-gather, bucket by bucket
 
-Where a parameter is the fp32 master of a 16-bit one, each rank has its own rows of the master, and
-all of what forward reads (`deal`). Gradients are added and summed in fp32, or in 16 bits where that
-is asked for, and 16 bits are gathered, as Megatron-LM's distributed optimizer does:
-
-    backward      gradient fp32, whole       of a leaf of 16 bits: `Tensor.grad_dtype`
-    STEP          gradient fp32 of own rows  reduce-scatter
-    optimizer     master fp32, own rows += ...
-    next step     parameter bf16, whole      all-gather of the rows, cast
-
-The rows of a parameter (its first dim) are sharded as torch's `Shard(0)` does it: ceil(rows/n)
-to each rank until there are none left, so the last ranks may have fewer or nothing. A shard is a
-view of the parameter's own memory with all its dims: `p.ndim >= 2`, by which many training scripts
-choose what decays, says of a shard what it says of the parameter.
+Where a parameter is the fp32 master of a 16-bit one, gradients are added and summed in fp32, or in
+16 bits where that is asked for, and 16 bits are gathered, as Megatron-LM's distributed optimizer
+does; how rows are dealt out is in `row_shards`.
 
 Bytes of a rank, with P those of its shared trainable parameters, G of their gradients, O optimizer
 bytes per byte of parameter, n ranks in the group, b = max(25 MB, the largest parameter):
@@ -39,60 +29,21 @@ arXiv:1910.02054), section 5.1; masters are part of what it calls optimizer stat
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopipe.runtime.parameters.gradient_sum import (
-    Bucket,
-    GradientSum,
-    buckets,
-    by_group,
-    summed_in,
-)
-from autopipe.sharding.torch_names import all_gather_single, reduce_scatter_single
-
-
-def own_rows(rows: int, ranks: int, rank: int) -> tuple[int, int]:
-    """The rows [first, last) of `rows` that `rank` has.
-
-    >>> [own_rows(5, 3, rank) for rank in range(3)]
-    [(0, 2), (2, 4), (4, 5)]
-    """
-    each = -(-rows // ranks)
-    return min(rank * each, rows), min((rank + 1) * each, rows)
-
-
-def deal(
-    master: nn.Parameter, group: dist.ProcessGroup, read: torch.dtype, summed: torch.dtype
-) -> tuple[nn.Parameter, nn.Parameter]:
-    """What a rank has instead of a whole master: what forward reads, whole, and its own rows.
-
-    Args:
-        master: the whole; its memory is free once nobody else holds it.
-        group: the ranks that it is dealt out to.
-        read: the dtype that forward reads.
-        summed: the dtype of gradients, until the optimizer gets them in the master's.
-    """
-    leaf = nn.Parameter(master.detach().to(read))
-    leaf.grad_dtype = summed
-    whole = _in_rows(master)
-    first, last = own_rows(whole.shape[0], dist.get_world_size(group), dist.get_rank(group))
-    return leaf, nn.Parameter(whole[first:last].clone())
+from autopipe.runtime.parameters.gradient_sum import GradientSum
+from autopipe.runtime.parameters.row_shards import RowShards
 
 
 class OptimizerShards:
-    """A rank's parameters, whole, and the shards of them that its optimizer updates.
+    """The gradients of a rank's parameters, summed once a step, to each rank its rows.
 
     Args:
         parameters, groups, stages: as of `GradientSum`.
-        masters: this rank's rows of the masters of those parameters that `deal` has made.
-
-    Attributes:
-        rows: the rows [first, last) that are this rank's, of each parameter that is sharded.
+        masters: as of `RowShards`.
     """
 
     def __init__(
@@ -102,28 +53,20 @@ class OptimizerShards:
         stages: Mapping[int, Iterable[str]],
         masters: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
-        self.rows: dict[str, tuple[int, int]] = {}
-        self._parameters = parameters
-        self._masters = masters or {}
-        self._shards = dict(parameters)
-        self._groups = groups
-        self._of: dict[nn.Parameter, nn.Parameter] = {}
-        for name, parameter in parameters.items():
-            if not parameter.requires_grad or name not in groups:
-                continue
-            group = groups[name]
-            whole = _in_rows(parameter)
-            place = dist.get_world_size(group), dist.get_rank(group)
-            first, last = self.rows[name] = own_rows(whole.shape[0], *place)
-            rows = self._masters.get(name)
-            shard = nn.Parameter(whole[first:last]) if rows is None else rows
-            self._shards[name] = self._of[parameter] = shard
-        self._sum = GradientSum(parameters, groups, stages, self._scatter)
+        self._held = RowShards(parameters, groups, masters)
+        self._sum = GradientSum(parameters, groups, stages, self._held.scatter)
+
+    @property
+    def rows(self) -> Mapping[str, tuple[int, int]]:
+        """As of `RowShards`."""
+        return self._held.rows
 
     def shards(self) -> Mapping[str, nn.Parameter]:
-        """By name: a view of this rank's rows, its rows of a master, or a parameter of this rank
-        alone, whole."""
-        return self._shards
+        """As of `RowShards`."""
+        return self._held.shards
+
+    def begin(self, stage: int) -> None:
+        """Nothing: micro-batches are added up before they are summed over ranks."""
 
     def arm(self, stage: int) -> None:
         """The next backward of `stage` is its last: sum its gradients as they are made."""
@@ -139,114 +82,12 @@ class OptimizerShards:
 
     def owned_gradients(self) -> dict[str, Tensor]:
         """Those of the shards."""
-        return {name: s.grad for name, s in self._shards.items() if s.grad is not None}
+        return {n: s.grad for n, s in self._held.shards.items() if s.grad is not None}
 
-    @torch.no_grad()
     def gather(self) -> None:
-        """Fetch the rows that the other ranks have updated; two buckets are held at a time.
+        """Fetch the rows that the other ranks have updated."""
+        self._held.gather()
 
-        It asks nobody whether there is something to fetch: an update that goes past an optimizer,
-        by `.data`, leaves no trace.
-        """
-        ends: deque[Callable[[], None]] = deque()
-        for group, names in by_group(self.rows, self._groups).items():
-            for members in buckets(names, self._parameters, lambda parameter: parameter.dtype):
-                parameters = tuple(self._parameters[name] for name in members)
-                ends.append(self._gather(Bucket(group, parameters), parameters))
-                if len(ends) > 1:
-                    ends.popleft()()
-        while ends:
-            ends.popleft()()
-
-    @torch.no_grad()
     def master(self, name: str) -> Tensor | None:
         """All of a master; every rank that has rows of it calls this. None: there is none."""
-        if name not in self._masters:
-            return None
-        parameter, rows = self._parameters[name], self._masters[name]
-        whole = torch.empty_like(parameter, dtype=rows.dtype, requires_grad=False)
-        self._gather(Bucket(self._groups[name], (parameter,)), [whole])()
-        return whole
-
-    def _gather(self, bucket: Bucket, into: Sequence[Tensor]) -> Callable[[], None]:
-        """Begin to gather the shards of a bucket; what it returns fills `into`, whole tensors."""
-        table, columns = _table(bucket, into[0].dtype)
-        own = table.new_zeros(table.shape[1])
-        for parameter, piece in zip(
-            bucket.parameters, torch.split(own, _widths(bucket)), strict=True
-        ):
-            shard = self._of[parameter]
-            piece[: shard.numel()].copy_(shard.reshape(-1))
-        work = all_gather_single(table.view(-1), own, group=bucket.group, async_op=True)
-        assert work is not None
-
-        def fetch() -> None:
-            work.wait()
-            for whole, column in zip(into, columns, strict=True):
-                if whole.is_contiguous():
-                    flat = whole.detach().view(-1)
-                else:
-                    flat = whole.new_empty(whole.numel())
-                for mine, theirs in same_elements(flat, column):
-                    mine.copy_(theirs)
-                if not whole.is_contiguous():
-                    whole.copy_(flat.view(whole.shape))
-
-        return fetch
-
-    def _scatter(self, bucket: Bucket) -> Callable[[], None]:
-        """Begin to sum a bucket, to each rank its rows; the whole gradients are let go."""
-        table, columns = _table(bucket, summed_in(bucket.parameters[0]))
-        for parameter, column in zip(bucket.parameters, columns, strict=True):
-            if parameter.grad is not None:
-                for mine, theirs in same_elements(parameter.grad.reshape(-1), column):
-                    theirs.copy_(mine)
-            parameter.grad = None
-        own = table.new_empty(table.shape[1])
-        work = reduce_scatter_single(own, table.view(-1), group=bucket.group, async_op=True)
-        assert work is not None
-
-        def place() -> None:
-            work.wait()
-            for parameter, piece in zip(
-                bucket.parameters, torch.split(own, _widths(bucket)), strict=True
-            ):
-                shard = self._of[parameter]
-                shard.grad = piece[: shard.numel()].view(shard.shape).to(shard.dtype)
-
-        return place
-
-
-def _in_rows(parameter: nn.Parameter) -> Tensor:
-    """A parameter with at least one dim; the same memory."""
-    return parameter.detach() if parameter.ndim else parameter.detach().view(1)
-
-
-def _widths(bucket: Bucket) -> list[int]:
-    """How many elements of each parameter the first rank, which has the most, is dealt."""
-    ranks = dist.get_world_size(bucket.group)
-    shapes = [_in_rows(parameter).shape for parameter in bucket.parameters]
-    return [own_rows(shape[0], ranks, 0)[1] * shape[1:].numel() for shape in shapes]
-
-
-def _table(bucket: Bucket, dtype: torch.dtype) -> tuple[Tensor, Sequence[Tensor]]:
-    """Zeros, a row for each rank of the group, and the columns of each parameter in it."""
-    widths = _widths(bucket)
-    shape = dist.get_world_size(bucket.group), sum(widths)
-    table = bucket.parameters[0].new_zeros(shape, dtype=dtype)
-    return table, torch.split(table, widths, dim=1)
-
-
-def same_elements(flat: Tensor, column: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Pairs of views of the same elements: of a whole parameter, flat, and of its columns in a
-    table, which have a rank's elements in each row.
-
-        flat     0 1 2 3 4 5 6 7            column  | 0 1 2 |
-                 ----------- ---                    | 3 4 5 |
-                 full rows   rest                   | 6 7 . |
-    """
-    width = column.shape[1]
-    full = flat.numel() // width if width else 0
-    rest = flat[full * width :]
-    pairs = [(flat[: full * width].view(full, width), column[:full])]
-    return [*pairs, (rest, column[full, : rest.numel()])] if rest.numel() else pairs
+        return self._held.master(name)

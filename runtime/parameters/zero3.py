@@ -33,19 +33,13 @@ are made in 16 bits, and cast before they are scattered: their sums, over ranks 
 micro-batches, are of the master's dtype.
 
 Under CPU offload the P/n, G/n and O P/n are the host's.
-
-The graphs of a stage are lowered for one number of rows, again for another, and for evaluation; the
-parameters are sharded once. So they stand in a tree of plain modules at the model's paths, and the
-code of each lowering runs *on* that tree: `bind`.
 """
 
 from __future__ import annotations
 
-import copy
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import count
-from typing import Any, cast
+from collections.abc import Iterable, Mapping
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -60,122 +54,12 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from autopipe.errors import ModelError, PlanError
+from autopipe.errors import ModelError
 from autopipe.ir.graph import StateSpec
 from autopipe.runtime.parameters.gradient_sum import GradientSum
-from autopipe.runtime.parameters.zero1 import own_rows
+from autopipe.runtime.parameters.row_shards import own_rows
+from autopipe.runtime.parameters.sharded_stage import Home, ShardedStage, install
 from autopipe.stages import block_owners as units
-from autopipe.stages.recompute import Recomputed
-
-Code = Callable[..., Any]
-"""What a graph compiles to: a function of the module that has its parameters, and its arguments."""
-
-
-class _Home(nn.Module):
-    """A place in the model's tree: has parameters, and runs whatever code reads them."""
-
-    def forward(self, code: Code, *arguments: Any) -> Any:
-        return code(self, *arguments)
-
-
-class _On(nn.Module):
-    """Code on the module that has its parameters, as a module that is called without it."""
-
-    def __init__(self, home: nn.Module, code: Code) -> None:
-        super().__init__()
-        self.__dict__["home"] = home  # not a submodule: nothing here is gathered twice
-        self._code = code
-
-    def forward(self, *arguments: Any) -> Any:
-        return self._code(self.home, *arguments)
-
-
-def _code(piece: nn.Module, home: nn.Module) -> Code:
-    """What a block's module does, as code to run on `home`.
-
-    A recomputed block runs inside of the hooks that gather its parameters.
-    """
-    if not isinstance(piece, Recomputed):
-        return type(piece).forward
-    recomputed = Recomputed(_On(home, type(piece.block).forward))
-    return lambda _, *arguments: recomputed(*arguments)
-
-
-class ShardedStage:
-    """The states of a stage in shards, and the lowerings that run over them; by `shard_stage`.
-
-    Attributes:
-        parameters: by name, each a DTensor on the ranks of the stage.
-        units: the modules that are gathered and let go of as one, by their paths.
-    """
-
-    def __init__(
-        self, root: nn.Module, units: Mapping[str, FSDPModule], owner: Mapping[str, str | None]
-    ) -> None:
-        self.units = units
-        self._root = root
-        self._owner = owner
-        self._codes = count()
-        self.parameters: dict[str, nn.Parameter] = {n: root.get_parameter(n) for n in owner}
-
-    def bind(self, module: fx.GraphModule) -> nn.Module:
-        """A module that runs a lowering of this stage over the shards.
-
-        Args:
-            module: any lowering of the stage; its own parameters are not used.
-
-        Raises:
-            PlanError: when called with gradients enabled, if the lowering has other blocks than the
-                one that the stage was sharded by. (Without gradients, the blocks that differ are
-                gathered for the whole forward.)
-        """
-        graph = copy.deepcopy(module.graph)
-        for node in graph.find_nodes(op="call_module"):
-            # The tree has the parameters and not the code: code goes in as an argument.
-            path = units.home(self._root, str(node.target))
-            code = _code(module.get_submodule(str(node.target)), self._root.get_submodule(path))
-            name = f"autopipe_code_{next(self._codes)}"
-            setattr(self._root, name, code)
-            with graph.inserting_before(node):
-                node.args = (graph.get_attr(name), *node.args)
-            node.target = path
-        strays = {
-            owner
-            for name, readers in units.readers(self._root, module).items()
-            if (owner := self._owner.get(name)) is not None and readers != {owner}
-        }
-        whole = type(fx.GraphModule(self._root, graph)).forward
-        return _Bound(self._root, whole, [self.units[path] for path in sorted(strays)])
-
-    def whole(self, name: str) -> Tensor:
-        """All of a parameter; every rank of the stage calls it, for the same names in one order."""
-        return cast(DTensor, self.parameters[name].detach()).full_tensor()
-
-
-class _Bound(nn.Module):
-    def __init__(self, root: nn.Module, code: Code, strays: Sequence[FSDPModule]) -> None:
-        super().__init__()
-        self.root = root
-        self._code = code
-        self._strays = strays
-
-    def forward(self, *arguments: Any) -> Any:
-        if not self._strays:
-            return self.root(self._code, *arguments)
-        if torch.is_grad_enabled():
-            raise PlanError(
-                "a stage under ZeRO-3 was lowered for training with other blocks than it was "
-                "sharded by",
-                hint="shard it by the lowering for training",
-            )
-        for unit in self._strays:
-            unit.set_reshard_after_forward(False, recurse=False)
-            unit.unshard()
-        result = self.root(self._code, *arguments)
-        for unit in self._strays:
-            unit.reshard()
-            unit.set_reshard_after_forward(True, recurse=False)
-        return result
 
 
 def shard_stage(
@@ -200,16 +84,16 @@ def shard_stage(
     Raises:
         ModelError: the trainable parameters of a block are of different dtypes.
     """
-    root = _Home()
+    root = Home()
     for name, tensor in states.items():
-        _install(root, name, tensor)
+        install(root, name, tensor)
     names = [name for name, tensor in states.items() if isinstance(tensor, nn.Parameter)]
     owner = units.owners(root, module, names)
     blocks = _inner_first(owner.values())
     for name, path in owner.items():
         if path is None and any(name.startswith(f"{block}.") for block in blocks):
             # It stands under a block, which is to ignore it; here the root finds it.
-            _install(root, f"autopipe_shared.{name.replace('.', '_')}", root.get_parameter(name))
+            install(root, f"autopipe_shared.{name.replace('.', '_')}", root.get_parameter(name))
     device = next(iter(states.values())).device.type
     mesh = DeviceMesh.from_group(group, device)
     policy = CPUOffloadPolicy(pin_memory=device != "cpu") if offload else OffloadPolicy()
@@ -239,24 +123,27 @@ def shard_stage(
 
 
 class FullyShardedSum:
-    """The gradients of the sharded stages of a rank: reduced already, but for tied copies.
+    """The gradients of the sharded stages of a rank: reduced over replicas already.
+
+    What is left are the sums of those parameters of which several ranks of a data-parallel
+    coordinate have the same rows: that stages on several ranks use, and whose gradient is in parts
+    on tensor-parallel ranks.
 
     Args:
         stages: this rank's stages, each in shards.
-        tied: the group of each name that several stages use: the ranks of this data-parallel
-            coordinate that hold one of them. Each has the same rows.
+        copies: the group of each of these names, which is of such ranks.
 
     Raises:
         ModelError: two stages of this rank use one parameter.
     """
 
     def __init__(
-        self, stages: Mapping[int, ShardedStage], tied: Mapping[str, dist.ProcessGroup]
+        self, stages: Mapping[int, ShardedStage], copies: Mapping[str, dist.ProcessGroup]
     ) -> None:
         self.rows: dict[str, tuple[int, int]] = {}
         self._whole: dict[str, nn.Parameter] = {}
         self._shards: dict[str, nn.Parameter] = {}
-        self._tied = tied
+        self._copies = copies
         for number, stage in stages.items():
             for name, parameter in stage.parameters.items():
                 if name in self._whole:
@@ -270,17 +157,21 @@ class FullyShardedSum:
                 ranks = whole.device_mesh
                 self.rows[name] = own_rows(len(whole), ranks.size(), ranks.get_local_rank())
                 self._shards[name] = nn.Parameter(whole.to_local(), parameter.requires_grad)
-        self._sum = GradientSum({n: s for n, s in self._shards.items() if n in tied}, tied, {})
+        copied = {n: s for n, s in self._shards.items() if n in copies}
+        self._sum = GradientSum(copied, copies, {})
 
     def shards(self) -> Mapping[str, nn.Parameter]:
         """By name, this rank's rows: the very memory of the DTensors, without their dispatch."""
         return self._shards
 
+    def begin(self, stage: int) -> None:
+        """Nothing: `fully_shard` has its own hooks."""
+
     def arm(self, stage: int) -> None:
         """Nothing: every backward has reduced its gradients."""
 
     def finish(self) -> None:
-        """Hand the gradients to the shards, and sum those of tied copies.
+        """Hand the gradients to the shards, and sum those of copies.
 
         Raises:
             LaunchError, ScheduleError: as `GradientSum.finish`.
@@ -298,29 +189,13 @@ class FullyShardedSum:
         """None: the stage's DTensors are what is updated."""
 
     def owned_gradients(self) -> dict[str, Tensor]:
-        """Those of the shards; of tied copies, the first one's."""
+        """Those of the shards; of copies, the first one's."""
         return {
             name: shard.grad
             for name, shard in self._shards.items()
             if shard.grad is not None
-            and (name not in self._tied or dist.get_rank(self._tied[name]) == 0)
+            and (name not in self._copies or dist.get_rank(self._copies[name]) == 0)
         }
-
-
-def _install(root: nn.Module, name: str, tensor: Tensor) -> None:
-    """Register a tensor under its dotted name, with homes on the way."""
-    *path, leaf = name.split(".")
-    module = root
-    for part in path:
-        if part not in dict(module.named_children()):
-            module.add_module(part, _Home())
-        module = module.get_submodule(part)
-    if isinstance(tensor, nn.Parameter):
-        if not tensor.is_contiguous():  # `fully_shard` cuts parameters by their memory
-            tensor = nn.Parameter(tensor.detach().contiguous(), tensor.requires_grad)
-        module.register_parameter(leaf, tensor)
-    else:
-        module.register_buffer(leaf, tensor)
 
 
 def _precision(states: Iterable[StateSpec]) -> MixedPrecisionPolicy:

@@ -1,6 +1,7 @@
 """Runs one rank's program in a loop: each instruction calls a method of its stage.
 
 0F3         stages[0].methods[FORWARD]          what a stage does is in `step.stage`
+0B3         gradients.begin(0), and then that   of a backward in halves at W
 0REDUCE     gradients.arm(0)                    stage 0's next backward is its last
 0STEP       gradients.finish()                  all sums are there
 """
@@ -23,6 +24,9 @@ from autopipe.stages.precision import FP32, Arithmetic
 
 class Sum(Protocol):
     """What the loop needs of `gradient_sum.Gradients`."""
+
+    def begin(self, stage: int) -> None:
+        """A backward of `stage` follows, or the half of it that makes its gradients."""
 
     def arm(self, stage: int) -> None:
         """The next backward of `stage` is its last: what it makes is final."""
@@ -120,10 +124,19 @@ class Executor:
         self.seconds = defaultdict(float, summed)
 
     def _call(self, instruction: Instruction) -> Callable[[StepInput], None]:
-        if instruction.kind not in (Kind.REDUCE, Kind.STEP):
-            return self.stages[instruction.stage].call(instruction)
-        sums = self._gradients
+        kind, stage, sums = instruction.kind, instruction.stage, self._gradients
+        if kind not in (Kind.REDUCE, Kind.STEP):
+            call = self.stages[stage].call(instruction)
+            if sums is None or kind not in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+                return call
+            begin = sums.begin
+
+            def backward(step: StepInput) -> None:
+                begin(stage)
+                call(step)
+
+            return backward
         assert sums is not None, "programs of evaluation reduce nothing"
-        if instruction.kind is Kind.REDUCE:
-            return lambda step: sums.arm(instruction.stage)
+        if kind is Kind.REDUCE:
+            return lambda step: sums.arm(stage)
         return lambda step: sums.finish()

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from autopipe.ir.graph import TensorSpec
 from autopipe.ir.partition import Stage
 from autopipe.planfile.parts import Memory, StagePrediction
 from autopipe.runtime.step.executor import Executor
@@ -70,19 +69,21 @@ def _memory(
     shards = dict(rank.held.gradients.shards())
     trained = [n for n in names if n in shards and shards[n].grad is not None]
     kept = optimizer.state if optimizer is not None else {}
-    # Under ZeRO-1 a state is what forward reads, and the master a shard. Under ZeRO-3 what is read
-    # is there while it is gathered.
+    # Under ZeRO-1 and 2 a state is what forward reads, and the master a shard. Under ZeRO-3 what is
+    # read is there while it is gathered.
     held = shards if rank.held.sharded else states
     masters = [n for n in names if specs[n].master is not None and not rank.held.sharded]
     dealt = {n for n in masters if states[n].dtype != specs[n].master}
     parameters = [n for n in names if specs[n].kind == "parameter"]
 
-    def summed(name: str) -> TensorSpec:
-        return specs[name].held if rank.held.sharded else specs[name].summed
+    def gradient(name: str) -> int:
+        if rank.part.plan.scatters:
+            return _bytes([shards[name]])
+        return states[name].numel() * specs[name].summed.dtype.itemsize
 
     return Memory(
         parameters=_bytes(shards[n] if n in dealt else held[n] for n in parameters),
-        gradients=sum(held[n].numel() * summed(n).dtype.itemsize for n in trained),
+        gradients=sum(gradient(n) for n in trained),
         optimizer=sum(_state_bytes(kept[shards[n]]) for n in trained if shards[n] in kept),
         buffers=_bytes(states[n] for n in names if specs[n].kind != "parameter"),
         activations=activations,

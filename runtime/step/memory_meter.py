@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from autopipe.ir.torch_private import storage_key
+from autopipe.ir.torch_private import storage_key, viewed
 
 
 class Meter:
@@ -35,12 +35,15 @@ class Meter:
     def keeping(self, stage: int, not_owned_by: Iterable[Tensor]) -> Iterator[None]:
         """Count what autograd saves inside as activations, until backward lets go of it.
 
-        Storages of `not_owned_by` are left out: they are counted elsewhere.
+        Storages of `not_owned_by` are left out: they are counted elsewhere. So are parameters
+        and views of them, which ZeRO-3 has gathered inside.
         """
         owned = {storage_key(tensor) for tensor in not_owned_by}
 
         def pack(tensor: Tensor) -> Tensor | _Counted:
-            return tensor if storage_key(tensor) in owned else _Counted(self, stage, tensor)
+            if isinstance(viewed(tensor), nn.Parameter) or storage_key(tensor) in owned:
+                return tensor
+            return _Counted(self, stage, tensor)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
             yield

@@ -55,7 +55,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> str:
             "there is no precision 'fp8'\n\n"
             "hint: one of fp32, bf16, fp16, bf16-autocast, fp16-autocast",
         ),
-        ("--zero 2", "there is no ZeRO stage 2\n\nhint: one of 0, 1, 3"),
+        ("--zero 4", "there is no ZeRO stage 4\n\nhint: one of 0, 1, 2, 3"),
         (
             "--zero 3 --schedule zb-h1 --pp 2",
             "zb-h1 and zero=3 do not go together: it gathers for both halves of a backward at once"

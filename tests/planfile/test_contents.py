@@ -158,7 +158,7 @@ SENT, RECEIVED = PLAN.stages[0].sends[0], PLAN.stages[1].receives[0]
             "mesh.places[1]: expected a device of its own, found node 0, device 0, which is "
             "rank 0's",
         ),
-        (with_stage(0, zero=2), "stages[0].zero: expected one of (0, 1, 3), found 2"),
+        (with_stage(0, zero=4), "stages[0].zero: expected one of (0, 1, 2, 3), found 4"),
         (with_stage(1, zero=1), "stages[1].zero: expected 0, as of stage 0, found 1"),
         (
             with_stage(0, predicted=replace(PLAN.stages[0].predicted, forward_seconds=-1.0)),

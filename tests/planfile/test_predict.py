@@ -164,12 +164,14 @@ def test_what_all_ranks_of_a_stage_send_takes_turns_on_a_link_between_sites() ->
 def test_under_zero_1_the_ring_has_two_halves_and_under_zero_3_there_is_none() -> None:
     """Under ZeRO-1 gradients go into a table that was zeros, and parameters out of one."""
     plan = placed(over(chain(1, 2), Link(0.0, 2**30)), 2, [0, 0])
-    one, three = (
+    one, two, three = (
         replace(plan, stages=tuple(replace(stage, zero=zero) for stage in plan.stages))
-        for zero in (1, 3)
+        for zero in (1, 2, 3)
     )
     assert predict.costs(plan).reduce == [pytest.approx(20.0 + copies(2))]
     assert predict.costs(one).reduce == [pytest.approx(20.0 + copies(6))]
+    # Under ZeRO-2 the second half is left, of twice the gradients: a rank has half of them.
+    assert predict.costs(two).reduce == [pytest.approx(20.0 + copies(6))]
     assert predict.costs(three).reduce == [0.0]
     # With fp32 masters the second half has 16 bits.
     assert predict.costs(replace(one, precision="bf16")).reduce == [

@@ -181,7 +181,7 @@ def cheapest(flow: Dataflow, on: Axis) -> float:
     """The least of all assignments; those that cost too much by half are not seen to the end."""
     graph, model = flow.graph, Model(flow, on.ranks)
     names = ModelNames(model, ())
-    choices, costs = choices_of(model, names, False, True), conversion_costs(model, names, on, ROWS)
+    choices, costs = choices_of(model, names, False), conversion_costs(model, names, on, ROWS)
     best = float("inf")
 
     def go(at: int, made: dict[Value, Placement], paid: frozenset[object], total: float) -> None:
@@ -227,13 +227,6 @@ def test_layers_alike_cost_no_more_than_each_for_itself(name: str) -> None:
     flow = analyse(graph)
     alike, each = (seconds_of(flow, axis(2), planned(graph, alike=a)) for a in (True, False))
     assert alike == pytest.approx(each, rel=1e-3)
-
-
-def test_partial_gradients_can_be_forbidden() -> None:
-    graph = traced("gpt").graph
-    for sequence in (False, True):
-        states = planned(graph, sequence=sequence, partial=False).states.values()
-        assert all(lies.sharded for lies in states)
 
 
 def test_a_sequence_is_sharded_if_asked_for() -> None:

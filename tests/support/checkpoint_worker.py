@@ -23,11 +23,13 @@ from torch import Tensor
 
 from autopipe import Pipe
 from autopipe.runtime.launch.world import start, world_from
+from tests.support.inprocess import close_together
 from tests.support.long import LONG
 from tests.support.pipes import drawn, once, piped, planned
 
 MODEL = "gpt"
 ROWS = 8
+NEAR = {"on": close_together}  # with norms whose gradients tensor-parallel ranks have parts of
 
 EVERY: dict[str, dict[str, Any]] = {
     "one": {"pp": 1, "dp": 1, "micro_batches": 4},
@@ -37,10 +39,12 @@ EVERY: dict[str, dict[str, Any]] = {
     "tp2 x dp2": {"pp": 1, "dp": 2, "tp": 2, "micro_batches": 2},
     "pp2 x dp2, zero 1": {"pp": 2, "dp": 2, "zero": 1, "micro_batches": 2},
     "pp2 x dp2, zero 3": {"pp": 2, "dp": 2, "zero": 3, "micro_batches": 2},
+    "tp2 x dp2, zero 2": {"pp": 1, "dp": 2, "tp": 2, "zero": 2, "micro_batches": 2, **NEAR},
+    "tp2 x dp2, zero 3": {"pp": 1, "dp": 2, "tp": 2, "zero": 3, "micro_batches": 2, **NEAR},
 }
 
 
-SAMPLE = ("one", "tp2 x pp2", "pp2 x dp2, zero 1", "pp2 x dp2, zero 3")
+SAMPLE = ("one", "tp2 x pp2", "pp2 x dp2, zero 1", "tp2 x dp2, zero 3")
 
 PLANS = {name: EVERY[name] for name in (EVERY if LONG else SAMPLE)}
 

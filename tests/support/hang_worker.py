@@ -137,6 +137,9 @@ class Numbers:
 class Unsummed:
     """Sums nothing: there are no parameters."""
 
+    def begin(self, stage: int) -> None:
+        pass
+
     def arm(self, stage: int) -> None:
         pass
 

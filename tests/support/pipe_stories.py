@@ -69,11 +69,12 @@ def memory_of_compiled_stages() -> None:
 @story(4)
 def memory_of_masters_that_are_dealt_out() -> None:
     """ZeRO-1 in 16 bits: each replica has half of the masters and of their moments; a tied weight
-    is dealt out to the replicas of both its stages."""
+    is dealt out to the replicas of both its stages. ZeRO-2: of the gradients too."""
     for name in sampled(("gpt", "gpt2"), of=2):
         summed = "bf16" if name == "gpt2" else "fp32"
         measured_as_planned(name, 2, "1f1b", "bf16", dp=2, zero=1, grad_dtype=summed)
     measured_as_planned("gpt", 2, "1f1b", "bf16", dp=2, zero=1, optimizer_dtype="bf16")
+    measured_as_planned("gpt2", 2, "1f1b", "bf16", dp=2, zero=2, grad_dtype="bf16")
 
 
 def measured_as_planned(

@@ -20,6 +20,7 @@ from tests.support import loss_stories as loss_stories
 from tests.support import pipe_stories as pipe_stories
 from tests.support import step_stories as step_stories
 from tests.support import tp_stories as tp_stories
+from tests.support import zero_stories as zero_stories
 from tests.support.long import LONG
 from tests.support.pipes import LONG_STORIES, STORIES, once
 

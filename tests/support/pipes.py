@@ -23,13 +23,14 @@ from torch.distributed.tensor import DTensor
 
 import autopipe
 from autopipe import Pipe, Plan
+from autopipe.cluster.cluster import Cluster
 from autopipe.frontend import batch as batches
 from autopipe.ir.graph import Graph
 from autopipe.planfile import programs
 from autopipe.planfile.placements import I
 from autopipe.planners.driver import make_plan
 from autopipe.runtime import cut_again, start
-from autopipe.runtime.parameters.zero1 import own_rows
+from autopipe.runtime.parameters.row_shards import own_rows
 from autopipe.runtime.step import prepare
 from autopipe.schedules.instructions import holders
 from autopipe.sharding.collectives import own_part
@@ -53,7 +54,7 @@ ZOO = {
     ),
 }
 Story = Callable[[], None]
-STORIES: dict[int, list[Story]] = {2: [], 3: [], 4: []}
+STORIES: dict[int, list[Story]] = {2: [], 3: [], 4: [], 8: []}
 LONG_STORIES: set[Story] = set()
 """Those of them that only the long run tells."""
 
@@ -142,9 +143,19 @@ def traced_once(name: str) -> Iterator[None]:
 
 @cache
 def planned(
-    name: str, pp: int, dp: int, micro_batches: int, schedule: str = "1f1b", **constraints: Any
+    name: str,
+    pp: int,
+    dp: int,
+    micro_batches: int,
+    schedule: str = "1f1b",
+    on: Callable[[int], Cluster] = machine,
+    **constraints: Any,
 ) -> Plan:
-    """A plan of a zoo's model with two rows a micro-batch; rank 0 makes it for all."""
+    """A plan of a zoo's model with two rows a micro-batch; rank 0 makes it for all.
+
+    Args:
+        on: of so many processes, what they stand on.
+    """
     if dist.is_initialized() and dist.get_rank() > 0:
         made: list[Any] = [None]
     else:
@@ -154,7 +165,7 @@ def planned(
                 case.model,
                 case.inputs,
                 loss=case.loss,
-                cluster=machine(pp * dp * constraints.get("tp", 1)),
+                cluster=on(pp * dp * constraints.get("tp", 1)),
                 batch_size=2 * dp * micro_batches,
                 pp=pp,
                 dp=dp,
@@ -206,11 +217,10 @@ def own(pipe: Pipe, name: str, whole: Tensor) -> Tensor:
         whole = own_part(whole, lies, plan.mesh.tp, place.tp)
     if plan.zero == 0 or plan.mesh.dp == 1:
         return whole
-    placed = holders(programs.compute(plan))
-    sharing = [place.pp]
-    if plan.zero == 1:  # over all that have it, tied stages too; ZeRO-3 over replicas alone
-        having = zip(plan.stages, placed, strict=True)
-        sharing = sorted({rank for stage, rank in having if name in stage.parameters})
+    if plan.scatters:  # over replicas alone
+        return whole[slice(*own_rows(len(whole), plan.mesh.dp, place.dp))]
+    having = zip(plan.stages, holders(programs.compute(plan)), strict=True)
+    sharing = sorted({rank for stage, rank in having if name in stage.parameters})
     position = sharing.index(place.pp) * plan.mesh.dp + place.dp
     return whole[slice(*own_rows(len(whole), len(sharing) * plan.mesh.dp, position))]
 

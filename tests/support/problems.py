@@ -262,7 +262,7 @@ def rich_problem(seed: int) -> Problem:
         ),
         profiles=tuple(map(of, plain.profiles)),
         recomputable=recomputable,
-        zeros=random.choice(((0,), (0, 1), (0, 1, 3))),
+        zeros=random.choice(((0,), (0, 1), (0, 1, 2, 3))),
         copies=tuple(Shared(p.bytes // 2, p.units) for p in plain.parameters[: seed // 2 % 2 * 3]),
         low_gradients=seed % 3 == 0,
         largest=tuple(random.choices((0, 1, 2, 3), k=plain.units)),

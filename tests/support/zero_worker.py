@@ -31,7 +31,7 @@ from autopipe.errors import LaunchError
 from autopipe.ir.graph import StateSpec, TensorSpec
 from autopipe.ir.torch_private import TorchDispatchMode
 from autopipe.runtime.launch.world import start, world_from
-from autopipe.runtime.parameters import gradient_sum
+from autopipe.runtime.parameters import buckets
 from autopipe.runtime.parameters.gradient_sum import (
     Bucket,
     Gradients,
@@ -39,7 +39,9 @@ from autopipe.runtime.parameters.gradient_sum import (
     all_reduce,
     total_norm,
 )
-from autopipe.runtime.parameters.zero1 import OptimizerShards, deal, own_rows
+from autopipe.runtime.parameters.row_shards import RowShards, deal, own_rows
+from autopipe.runtime.parameters.zero1 import OptimizerShards
+from autopipe.runtime.parameters.zero2 import GradientShards
 from autopipe.runtime.parameters.zero3 import FullyShardedSum, shard_stage
 from autopipe.runtime.step.engine import AutogradEngine
 from autopipe.stages.recompute import Recomputed
@@ -125,10 +127,12 @@ def step(p: Parameters, sums: Gradients, number: int, micro_batches: int) -> Non
     for k in range(micro_batches):
         if k == micro_batches - 1:
             sums.arm(1)
+        sums.begin(1)
         losses[k].backward()
     for k in range(micro_batches):
         if k == micro_batches - 1:
             sums.arm(0)
+        sums.begin(0)
         made[k].backward(cut[k].grad)
     sums.finish()
 
@@ -235,7 +239,7 @@ def one_order_of_buckets() -> None:
     sums = GradientSum(p, everywhere(p), {0: list(p)}, noted)
     for name, parameter in p.items():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(name))
-    before, gradient_sum.BUCKET_BYTES = gradient_sum.BUCKET_BYTES, 1
+    before, buckets.BUCKET_BYTES = buckets.BUCKET_BYTES, 1
     for _ in range(2):
         arrived.clear()
         for parameter in p.values():
@@ -246,7 +250,7 @@ def one_order_of_buckets() -> None:
         sums.arm(0)
         loss.backward()
         sums.finish()
-    gradient_sum.BUCKET_BYTES = before
+    buckets.BUCKET_BYTES = before
     ways: list[Any] = [None] * world
     dist.all_gather_object(ways, arrived)
     assert len({tuple(other) for other in ways}) == world, "the ranks were to take other ways"
@@ -372,9 +376,9 @@ def three_steps_of_sharded_optimizers() -> None:
 @story("zero", 2, 3)
 def many_small_buckets() -> None:
     """More gathers and sums than are under way at once."""
-    before, gradient_sum.BUCKET_BYTES = gradient_sum.BUCKET_BYTES, 8
+    before, buckets.BUCKET_BYTES = buckets.BUCKET_BYTES, 8
     stays_with_one_process(shards)
-    gradient_sum.BUCKET_BYTES = before
+    buckets.BUCKET_BYTES = before
 
 
 @story("zero", 2, 3)
@@ -500,6 +504,68 @@ def a_parameter_of_this_rank_alone() -> None:
     assert sums.shards()["wide"] is p["wide"] and "wide" not in sums.rows
     step(p, sums, 0, 1)
     assert p["wide"].grad is not None
+
+
+# ZeRO-2
+
+
+def gradient_shards(p: Parameters, groups: Mapping[str, dist.ProcessGroup]) -> GradientShards:
+    return GradientShards(RowShards(p, groups), p, next(iter(groups.values())), USES, {})
+
+
+@story("zero", 2, 3)
+def three_steps_of_sharded_gradients() -> None:
+    """Both stages are on each rank, and add to the rows of the parameter that is tied."""
+    stays_with_one_process(gradient_shards)
+    before, buckets.BUCKET_BYTES = buckets.BUCKET_BYTES, 8
+    stays_with_one_process(gradient_shards)
+    buckets.BUCKET_BYTES = before
+
+
+@story("zero", 2)
+def whole_gradients_are_let_go_of() -> None:
+    """Each in a bucket of its own is scattered as soon as it is made, in the first backward too."""
+    before, buckets.BUCKET_BYTES = buckets.BUCKET_BYTES, 1
+    p = {f"p{i}": nn.Parameter(torch.ones(2 * i + 2)) for i in range(4)}
+    groups = everywhere(p)
+    sums = GradientShards(RowShards(p, groups), p, groups["p0"], {0: list(p)}, {})
+    held: list[int] = []
+    for parameter in p.values():  # called after the sums' own
+        parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+            lambda _: held.append(sum(q.grad is not None for q in p.values()))
+        )
+    for _ in range(2):
+        sums.begin(0)
+        made = torch.ones(())
+        for parameter in p.values():
+            made = made * parameter.mean()
+        made.backward()
+    sums.finish()
+    assert held == [0] * 8, held
+    for name, shard in sums.shards().items():
+        count = p[name].numel()
+        assert shard.grad is not None and shard.grad.numel() == count // 2
+        close(shard.grad, torch.full((count // 2,), 4 / count), name)
+    buckets.BUCKET_BYTES = before
+
+
+@story("zero", 2)
+def gradients_of_a_layer_that_is_frozen_later() -> None:
+    """And of one that nobody uses: none, which is not the same as zeros."""
+    p = {name: nn.Parameter(torch.ones(2)) for name in ("a", "b", "unused")}
+    groups = everywhere(p)
+    sums = GradientShards(RowShards(p, groups), p, groups["a"], {0: list(p)}, {})
+    for trainable in (True, False, True):
+        p["b"].requires_grad_(trainable)
+        for shard in sums.shards().values():
+            shard.grad = None
+        for _ in range(2):
+            sums.begin(0)
+            (p["a"] * p["b"]).sum().backward()
+        sums.finish()
+        found = {name: shard.grad for name, shard in sums.shards().items()}
+        assert found["a"] is not None and found["a"].tolist() == [4]
+        assert (found["b"] is not None) == trainable and found["unused"] is None
 
 
 # ZeRO-3

@@ -33,8 +33,9 @@ def test_zero_3_runs_as_it_is():
     assert (made.compiled, made.zero) == (False, 3)
 
 
-def test_where_only_zero_3_fits_it_is_taken():
-    shape = {"cluster": "1x8xA100-80GB", "pp": 1, "tp": 1, "dp": 8}
+@pytest.mark.parametrize(("tp", "dp"), [(1, 8), (2, 4)])
+def test_where_only_zero_3_fits_it_is_taken(tp, dp):
+    shape = {"cluster": "1x8xA100-80GB", "pp": 1, "tp": tp, "dp": dp}
     (stage,) = plan(**shape, zero=3).stages
     made = plan(**shape, memory=stage.predicted.memory.peak)
     assert (made.compiled, made.zero) == (False, 3)

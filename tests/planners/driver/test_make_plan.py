@@ -258,7 +258,7 @@ def test_the_optimizers_memory(name: Any, factor: int) -> None:
             "there is no precision 'fp8'\n"
             "hint: one of fp32, bf16, fp16, bf16-autocast, fp16-autocast",
         ),
-        ({"zero": 2}, "there is no ZeRO stage 2\nhint: one of 0, 1, 3"),
+        ({"zero": 4}, "there is no ZeRO stage 4\nhint: one of 0, 1, 2, 3"),
         ({"recompute": "blocks.9"}, "no block and no class of blocks 'blocks.9'"),
         ({"pp": 2, "schedule": "zb-h1", "zero": 3}, "zb-h1 and zero=3 do not go together"),
         ({"pp": 2, "schedule": "1f1b", "depth": 1}, "depth=1 was asked for, and 1f1b takes none"),

@@ -92,7 +92,7 @@ def test_where_the_seconds_of_a_step_go() -> None:
         "computing": 4 * (3 + 15) / 2,
         "running blocks again": 0,
         "tensor-parallel exchanges": 0,
-        "gathering parameters": 0,
+        "gathering and scattering": 0,
         "transfers": 4 * 5.5 / 2,
         "reducing gradients": 0,
         "the bubble": 85 - 36 - 11,
@@ -155,7 +155,7 @@ def test_under_zero_3_a_forward_gathers_and_a_backward_gathers_and_scatters() ->
     assert [stage.forward_seconds for stage in found.stages] == [1 + once[0], 5 + once[1]]
     assert [stage.backward_seconds for stage in found.stages] == [2 + 2 * once[0], 10 + 2 * once[1]]
     assert found.spent["reducing gradients"] == 0
-    assert found.spent["gathering parameters"] == 3 * sum(once) / 2
+    assert found.spent["gathering and scattering"] == 3 * sum(once) / 2
     assert found.step_seconds == 3 + 20.5 + 3 * sum(once)
     alone, usual = (Decision(TWO_STAGES._replace(zero=zero), (1,)) for zero in (3, 0))
     assert estimate(PROBLEM, alone).stages == estimate(PROBLEM, usual).stages

@@ -26,7 +26,7 @@ from autopipe.planners.model.stage_costs import (
     Holding,
     StageCosts,
     costs,
-    gather_seconds,
+    exchanged,
     gathering,
     largest_block,
     reduce_seconds,
@@ -170,10 +170,25 @@ def test_zero_3_gathers_in_every_micro_batch_and_has_nothing_left_to_sum() -> No
     config = FOUR_REPLICAS._replace(zero=3)
     place = given(PROBLEM, config, 1)
     once = 3 / 4 * 150 / 4 + 3 * 0.25
-    assert gather_seconds(ranges().trainable, PROBLEM, config, place.group) == once
+    whole = ranges().trainable
+    assert exchanged(whole, whole, PROBLEM, config, place.group) == (once, once)
     assert reduce_seconds(ranges(), PROBLEM, config, place.group) == 0
     assert stage_seconds(PROBLEM, config, place, ranges(), 0.0)[0] == 20.5 + 3 * once
-    assert gather_seconds(ranges().trainable, PROBLEM, FOUR_REPLICAS, place.group) == 0
+    assert exchanged(whole, whole, PROBLEM, FOUR_REPLICAS, place.group) == (0, 0)
+
+
+def test_zero_2_scatters_in_every_micro_batch_and_gathers_once() -> None:
+    """Backward scatters, and the step ends with what the next one gathers: each 3 / 4 of 150 bytes,
+    3 hops, and 3 times 150 bytes in a rank's own memory."""
+    config = FOUR_REPLICAS._replace(zero=2)
+    place = given(PROBLEM, config, 1)
+    once = 3 / 4 * 150 / 4 + 3 * 0.25 + 3 * 150 / PROBLEM.machine.copying
+    assert exchanged(150, 150, PROBLEM, config, place.group) == (0, once)
+    assert gathering(PROBLEM, config, place, ranges(), 0.0) == (0, once)
+    assert reduce_seconds(ranges(), PROBLEM, config, place.group) == once
+    assert stage_seconds(PROBLEM, config, place, ranges(), 0.0)[0] == 20.5 + once
+    alone = TWO_STAGES._replace(zero=2)
+    assert exchanged(150, 150, PROBLEM, alone, place.group) == (0, 0)
 
 
 def test_on_gpus_zero_3_gathers_while_devices_compute() -> None:
@@ -317,7 +332,7 @@ def test_where_there_are_no_replicas_zero_deals_out_nothing() -> None:
     problem = replace(PROBLEM, largest=(100, 50, 100))
     every = [
         memory.estimate(tables(problem, PROFILE), problem, Config(1, 1, 4, zero, "1f1b"), 1)
-        for zero in (0, 1, 3)
+        for zero in (0, 1, 2, 3)
     ]
     for found in every[1:]:
         np.testing.assert_array_equal(found, every[0])

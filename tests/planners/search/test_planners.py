@@ -16,6 +16,7 @@ import pytest
 from autopipe.cluster.cluster import Link
 from autopipe.errors import AutopipeError, InfeasibleError
 from autopipe.planfile.parts import Alternative
+from autopipe.planners.model import memory
 from autopipe.planners.model.estimate import estimate
 from autopipe.planners.model.problem import (
     WHOLE,
@@ -146,7 +147,7 @@ def test_under_every_schedule_that_is_asked_for(make: str, schedule: str) -> Non
         same(found_by("dynamic", asked), found_by("exhaustive", asked))
 
 
-@pytest.mark.parametrize("zeros", [(1,), (3,)])
+@pytest.mark.parametrize("zeros", [(1,), (2,), (3,)])
 @pytest.mark.parametrize("again", [None, 0, 1, 2])
 def test_where_zero_and_what_runs_again_are_asked_for(
     zeros: tuple[int, ...], again: int | None
@@ -382,20 +383,22 @@ def test_unequal_shares_of_a_device_are_not_looked_for() -> None:
     assert found.estimate.step_seconds == pytest.approx(5 / 6 + (8 - 1 / 3) * 2)
 
 
-def test_zero_makes_room() -> None:
+def test_zero_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two replicas of two units: 2 * 4 * 100 bytes of states, of which Adam has half.
 
-    With ZeRO-1 a device holds 400 and 200, with ZeRO-3 100, 100 and 200, and of all 200 bytes,
-    which are in no block, 3 1/2 times as much while they are scattered. What is asked for is taken,
-    else the least that fits: between replicas bytes take their time.
+    With ZeRO-1 a device holds 400 and 200, with ZeRO-2 200, 100 and 200, and 2 1/2 times a bucket
+    of 20 bytes, with ZeRO-3 100, 100 and 200, and of all 200 bytes, which are in no block, 3 1/2
+    times as much while they are scattered. What is asked for is taken, else the least that fits:
+    between replicas bytes take their time.
     """
+    monkeypatch.setattr(memory, "BUCKET_BYTES", 20)
     one = Constraints(pp=1, dp=2)
     problem = line((1.0, 1.0), saved=0, constraints=one)
-    for zero, least in ((0, 800), (1, 600), (3, 1100)):
+    for zero, least in ((0, 800), (1, 600), (2, 550), (3, 1100)):
         dealt = replace(problem, zeros=(zero,), machine=machine(2, least))
         assert PLANNERS["dynamic"](dealt).decision.config == Config(1, 2, 2, zero, "1f1b")
         with pytest.raises(InfeasibleError):
             PLANNERS["dynamic"](replace(dealt, machine=machine(2, least - 1)))
-    for memory, zero in ((800, 0), (799, 1)):
-        free = replace(problem, zeros=(0, 1, 3), machine=machine(2, memory))
+    for limit, zero in ((800, 0), (799, 1), (599, 2)):
+        free = replace(problem, zeros=(0, 1, 2, 3), machine=machine(2, limit))
         assert PLANNERS["dynamic"](free).decision.config.zero == zero

@@ -1,6 +1,6 @@
 """A checkpoint of any plan, loaded under any other one, is the same to the bit.
 
-`checkpoint_worker` saves and loads in real processes; the long run takes all 49 pairs, and 16 bits,
+`checkpoint_worker` saves and loads in real processes; the long run takes all 81 pairs, and 16 bits,
 other runs 16 of them.
 """
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from autopipe.planfile.placements import I, Placement, S
 from autopipe.runtime.checkpoint.layout import Piece, dealt, leads, rows_of
-from autopipe.runtime.parameters.zero1 import own_rows
+from autopipe.runtime.parameters.row_shards import own_rows
 from autopipe.sharding.collectives import own_part
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autopipe import ScheduleError
-from autopipe.runtime.parameters import gradient_sum
+from autopipe.runtime.parameters import buckets
 from autopipe.runtime.parameters.gradient_sum import Bucket, GradientSum, all_reduce, total_norm
 from tests.support.zero_told import Stories
 
@@ -69,7 +69,7 @@ def test_in_reverse_order(group: dist.ProcessGroup) -> None:
 
 def test_buckets(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """At most 8 bytes; a larger gradient has a bucket for itself."""
-    monkeypatch.setattr(gradient_sum, "BUCKET_BYTES", 8)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 8)
     made = {
         name: parameter(*[float(size)] * size)
         for name, size in zip("abcd", (1, 5, 1, 1), strict=True)

@@ -22,6 +22,7 @@ from autopipe.runtime.parameters import zero3
 from autopipe.runtime.parameters.gradient_sum import Gradients, GradientSum
 from autopipe.runtime.parameters.part import RankPart
 from autopipe.runtime.parameters.zero1 import OptimizerShards
+from autopipe.runtime.parameters.zero2 import GradientShards
 from autopipe.runtime.parameters.zero3 import FullyShardedSum
 from autopipe.schedules.instructions import holders
 from autopipe.stages.bind import Split, split_as_planned
@@ -54,8 +55,7 @@ class Found:
     def groups(self) -> dict[str, Group]:
         """The group of each name whose gradient is summed over several ranks."""
         sum_ = self.gradients
-        found: Any = sum_._tied if isinstance(sum_, FullyShardedSum) else sum_._groups  # type: ignore[attr-defined]
-        return dict(found)
+        return dict(getattr(sum_, "_sum", sum_)._groups)
 
 
 Hold = Callable[[Plan], list[Found]]
@@ -128,7 +128,7 @@ def test_replicas_and_tied_stages_share_a_parameter(zero: int, kind: type, hold:
         assert rows == (VOCABULARY // 4 if zero else VOCABULARY)
 
 
-@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_without_replicas_nothing_is_dealt_out(zero: int, hold: Hold) -> None:
     found = hold(plan_of(1, zero))
     assert same_everywhere(found) == [(0, 1)]
@@ -152,6 +152,16 @@ def test_stages_in_shards(hold: Hold) -> None:
         assert type(held.gradients) is FullyShardedSum
         assert held.sharded == ({0: (0, 1)} if rank < 2 else {1: (2, 3)})
         assert held.groups == {WTE: ((0, 2), (1, 3))[rank % 2]}
+
+
+def test_gradients_in_shards(hold: Hold) -> None:
+    """The same groups under ZeRO-2."""
+    found = hold(plan_of(2, 2))
+    assert same_everywhere(found) == [(0, 1), (2, 3), (0, 2), (1, 3)]
+    for rank, held in enumerate(found):
+        assert type(held.gradients) is GradientShards
+        assert held.groups == {WTE: ((0, 2), (1, 3))[rank % 2]}
+        assert len(held.gradients.shards()[WTE]) == VOCABULARY // 2
 
 
 def test_several_stages_in_shards(hold: Hold) -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from autopipe.runtime.parameters.zero1 import own_rows, same_elements
+from autopipe.runtime.parameters.row_shards import own_rows, same_elements
 from tests.support.zero_told import Stories
 
 

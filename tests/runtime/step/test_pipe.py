@@ -1,6 +1,7 @@
 """Training steps in real processes are those of one process.
 
-What happens in processes is told in `pipe_stories`, `step_stories`, `tp_stories`, `loss_stories`.
+What happens in processes is told in `pipe_stories`, `step_stories`, `tp_stories`, `loss_stories`,
+`zero_stories`.
 """
 
 from collections.abc import Callable
@@ -49,7 +50,13 @@ def test_story(world: int, story: Story, told: Told) -> None:
         assert result.read_text() == ""
 
 
-@pytest.mark.parametrize("world", STORIES)
+@pytest.mark.parametrize(
+    "world",
+    [
+        pytest.param(world, marks=pytest.mark.long if LONG_STORIES >= {*stories} else ())
+        for world, stories in STORIES.items()
+    ],
+)
 def test_all_processes_end_well(world: int, told: Told) -> None:
     assert (told(world) / "code").read_text() == "0"
 

@@ -1,0 +1,121 @@
+"""Bytes that a rank has of a stage's parameters, gradients and optimizer state, by the ZeRO stage.
+
+sharing    over how many ranks the rows of each parameter are dealt out
+memory     what is there all the time, with what the programs hold at their fullest moment
+passing    gradients that come and go
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from autopipe.ir.graph import Dim, Graph, bytes_at
+from autopipe.ir.partition import Stage
+from autopipe.planfile.contents import Plan
+from autopipe.planfile.parts import BUCKET_BYTES, Memory
+from autopipe.planfile.placements import Sharding
+from autopipe.planners.model.memory import scattered_bytes
+from autopipe.schedules.instructions import Kind
+from autopipe.sharding.local_graph import replicated
+
+
+def sharing(
+    stages: Sequence[Stage], sharding: Sharding | None, placed: Sequence[int], plan: Plan
+) -> dict[str, int]:
+    """Of each state the number of ranks that shards of it are dealt out to.
+
+    ZeRO-2 and 3 shard each stage over its replicas, ZeRO-1 over all ranks that a gradient is summed
+    over: those of tied stages too, and tensor-parallel ones that each have a part of the sum.
+
+    Args:
+        sharding: over tensor-parallel ranks; None: there is one.
+        placed: the pipeline rank of each stage.
+    """
+    ranks: dict[str, set[int]] = defaultdict(set)
+    for stage in stages:
+        for name in stage.states:
+            ranks[name].add(placed[stage.index])
+    if plan.scatters or plan.mesh.dp == 1:
+        return dict.fromkeys(ranks, plan.mesh.dp)
+    parted = replicated(sharding) if sharding is not None else ()
+    return {
+        name: plan.mesh.dp * len(own) * (plan.mesh.tp if name in parted else 1)
+        for name, own in ranks.items()
+    }
+
+
+def memory(
+    graph: Graph,
+    over: Mapping[str, int],
+    peak: Counter[str],
+    copies: int,
+    passing: int,
+    plan: Plan,
+    optimizer_factor: float,
+) -> Memory:
+    """What a stage holds.
+
+    Args:
+        over: how many ranks have shards of each of its states, but for those that an earlier stage
+            of its rank has.
+        peak: bytes of activations and transfers at the fullest moment.
+        copies: bytes of parameters beside its own: copies, and what ZeRO-3 gathers.
+        passing: bytes of `Memory.passing`.
+    """
+    states = {name: graph.states[name] for name in over}
+    sizes = {name: bytes_at(state.held, 1) for name, state in states.items()}
+    # Rows are sharded; the first rank has the most.
+    shards = {n: _shard(state.spec.shape, sizes[n], over[n]) for n, state in states.items()}
+    parameters = [name for name, state in states.items() if state.kind == "parameter"]
+    trained = [name for name, state in states.items() if state.trainable]
+    held = shards if plan.zero == 3 else sizes
+    updated = shards if plan.zero else sizes
+    dealt = {name for name, state in states.items() if state.master is not None}
+    return Memory(
+        parameters=sum((updated if n in dealt else held)[n] for n in parameters),
+        gradients=sum(
+            shards[name] if plan.scatters else bytes_at(states[name].summed, 1) for name in trained
+        ),
+        optimizer=round(sum(updated[name] for name in trained) * optimizer_factor),
+        buffers=sum(size for name, size in sizes.items() if name not in parameters),
+        activations=peak["activations"],
+        transfers=peak["transfers"],
+        copies=copies,
+        passing=passing,
+    )
+
+
+def _shard(shape: Sequence[Dim], size: int, ranks: int) -> int:
+    """Bytes of a parameter's rows that the first of so many ranks gets."""
+    rows = int(shape[0]) if shape else 1
+    return -(-rows // ranks) * size // rows if rows else 0
+
+
+def passing(
+    graph: Graph, names: Iterable[str], peak: Counter[str], plan: Plan
+) -> tuple[int, Kind | None]:
+    """Bytes of `Memory.passing`, and what is done then; None: a backward.
+
+    From the second micro-batch on, each gradient is made beside the sum that it is added to. A
+    bucket is filled at the end, when the last backward has let go of what is at the peak; so are
+    gradients in 16 bits cast for the optimizer. Under ZeRO-2 every backward fills buckets.
+    """
+    trained = [state for name in names if (state := graph.states[name]).trainable]
+    gradients = [bytes_at(state.summed, 1) for state in trained]
+    if plan.fully_sharded:
+        return 0, None  # what is gathered is counted with the gradients that it makes
+    if plan.scatters:
+        largest = max(gradients, default=0)
+        return int(scattered_bytes(sum(gradients), largest, plan.mesh.dp)), None
+    added = max(gradients, default=0) if plan.batch.micro_batches > 1 else 0
+    bucket = min(BUCKET_BYTES, sum(gradients)) if plan.mesh.dp > 1 else 0
+    dealt = plan.zero == 1 and plan.mesh.dp > 1
+    wide = 0 if dealt else sum(bytes_at(state.held, 1) for state in trained) - sum(gradients)
+    free = peak.total()
+    return max(
+        (added, None),
+        (bucket - free, Kind.REDUCE),
+        (wide - free, Kind.STEP),
+        key=lambda one: one[0],
+    )
