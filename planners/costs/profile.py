@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from autopipe.cluster.cluster import Link
 from autopipe.cluster.tp_groups import GroupKind
 from autopipe.ir import op_costs, op_seconds
-from autopipe.ir.blocks import Block
+from autopipe.ir.blocks import Block, owners
 from autopipe.ir.cut_points import Units
 from autopipe.ir.dataflow import Dataflow, gradient_values, obstacle
 from autopipe.ir.graph import Graph, Ref, State, TensorSpec, bytes_at
@@ -191,8 +191,8 @@ class Costing:
 
     def _segments(self, short: Short) -> list[str | None]:
         """Of each node of a short graph the path of the block that it is in."""
-        owner = {p: block.path for block in self.blocks for p in range(block.first, block.stop)}
-        return [owner.get(position) for position in short.kept]
+        owner = owners(self.blocks, 0, len(self.flow.graph.nodes))
+        return [owner[p].path if p in owner else None for p in short.kept]
 
     @property
     def _numbers(self) -> list[int]:

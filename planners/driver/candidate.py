@@ -30,7 +30,6 @@ from autopipe.planners.model.problem import EAGER, Config, Constraints, Problem
 from autopipe.planners.search.best import Answer
 from autopipe.planners.search.bound import bounds
 from autopipe.planners.search.registry import PLANNERS
-from autopipe.stages.dry_run import Known
 from autopipe.util.progress import phase
 from autopipe.util.stopwatch import Stopwatch
 
@@ -44,7 +43,6 @@ class Candidate:
         costing: what its `Problem` is computed from.
         timed: the problem as far as seconds go: no bytes are counted.
         watch: gets the seconds that counting bytes and searching take.
-        known: what dry runs of the degree have found, for later ones to use.
     """
 
     job: Job = field(repr=False)
@@ -52,7 +50,6 @@ class Candidate:
     costing: Costing = field(repr=False)
     timed: Problem = field(repr=False)
     watch: Stopwatch = field(repr=False)
-    known: Known = field(default_factory=dict, repr=False)
     _counted: Profiled | None = field(default=None, init=False, repr=False)
 
     def __str__(self) -> str:

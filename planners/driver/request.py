@@ -7,8 +7,10 @@ both, and the cluster  ->  Job                               all that the search
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from autopipe.cluster.cluster import Cluster
@@ -20,6 +22,7 @@ from autopipe.ir.blocks import Block, classes
 from autopipe.ir.dataflow import Dataflow
 from autopipe.ir.graph import Graph, bytes_at
 from autopipe.planners.model.problem import Constraints
+from autopipe.stages.dry_run import Known
 from autopipe.stages.whole_loss import WholeLoss
 from autopipe.tracing.source import Source
 from autopipe.tracing.trace import Trace
@@ -112,12 +115,15 @@ class Job:
     Attributes:
         cluster: measured or described, with all rates that the model needs.
         optimizer_factor: bytes of optimizer state per byte of trainable parameter.
+        known: by tensor-parallel degree, what dry runs have found, for later ones to use: those of
+            the same model on the other engine, or with its loss in parts, too.
     """
 
     request: PlanRequest
     traced: Traced
     cluster: Cluster
     optimizer_factor: float
+    known: defaultdict[int, Known] = field(default_factory=partial(defaultdict, dict), repr=False)
 
     def on_engine(self, *, compiled: bool, constraints: Constraints | None = None) -> Job:
         """The same question, with stages that run compiled or do not."""

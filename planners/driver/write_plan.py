@@ -66,7 +66,8 @@ def write_plan(candidate: Candidate, answer: Answer) -> Plan:
     """
     job, constraints, decision = candidate.job, candidate.job.constraints, answer.decision
     cut = cut_model(candidate, decision)
-    held = dry_run(cut, repeats_equal=candidate.counted().repeats_equal, known=candidate.known)
+    equal, known = candidate.counted().repeats_equal, job.known[candidate.tp]
+    held = dry_run(cut, repeats_equal=equal, known=known)
     plan = _without_bytes(candidate, answer, held)
     limits = _limits(candidate.costing.machine, decision)
     factor = job.optimizer_factor
