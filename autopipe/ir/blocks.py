@@ -88,7 +88,7 @@ def find_blocks(graph: Graph) -> tuple[Block, ...]:
 
 
 def owners(blocks: Sequence[Block], first: int, stop: int) -> dict[int, Block]:
-    """Of the node positions in [first, stop) the blocks that they are in; none for those in none."""
+    """Of the node positions in [first, stop) the blocks that they are in."""
     return {
         position: block
         for block in blocks

@@ -129,7 +129,8 @@ def _costing(job: Job, tp: int) -> tuple[Degree, Costing]:
 
     dealt = tp_groups(job.cluster, tp, wanted=(constraints.pp or 1) * (constraints.dp or 1))
     wanted, sizes = _rows(job, len(dealt))
-    zeros = _zeros(constraints, tp, compiled=request.compiled is True)
+    graphs = request.compiled is True or bool(traced.ops_again)
+    zeros = _zeros(constraints, tp, graphs=graphs)
     degree = as_one_rank(
         tp,
         traced.trace,
@@ -179,13 +180,17 @@ def _rows(job: Job, devices: int) -> tuple[list[int], list[int]]:
     return wanted, arguments.micro_batch_rows(traced.rows, devices, free, traced.least)
 
 
-def _zeros(constraints: Constraints, tp: int, *, compiled: bool) -> tuple[int, ...]:
-    """The ZeRO stages to choose from."""
+def _zeros(constraints: Constraints, tp: int, *, graphs: bool) -> tuple[int, ...]:
+    """The ZeRO stages to choose from.
+
+    Args:
+        graphs: whether stages run as graphs, as they do compiled, or where ops run again.
+    """
     if constraints.zero is not None:
         return (constraints.zero,)
     # A parameter that ZeRO-3 shards needs its whole gradient on every tensor-parallel rank; and it
-    # gathers module by module, which the graphs of a compiled stage no longer have.
-    return ZERO if tp == 1 and not compiled else ZERO[:2]
+    # gathers module by module, which graphs no longer have.
+    return ZERO if tp == 1 and not graphs else ZERO[:2]
 
 
 def _least_stages(constraints: Constraints) -> int:

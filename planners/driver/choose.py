@@ -149,6 +149,8 @@ def _sharded(job: Job, found: Chosen | InfeasibleError, watch: Stopwatch) -> Cho
     constraints = job.constraints
     if constraints.zero is not None or constraints.tp not in (None, 1) or constraints.dp == 1:
         return None
+    if job.traced.ops_again:
+        return None
     alone = job.on_engine(compiled=False, constraints=replace(constraints, tp=1, zero=3))
     candidate = candidate_at(alone, 1, watch)
     if isinstance(found, Chosen):

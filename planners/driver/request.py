@@ -21,6 +21,7 @@ from autopipe.frontend.optimizer import MakeOptimizer
 from autopipe.ir.blocks import Block, classes
 from autopipe.ir.dataflow import Dataflow
 from autopipe.ir.graph import Graph, bytes_at
+from autopipe.planners.costs.asked_ops import words_of
 from autopipe.planners.model.problem import Constraints
 from autopipe.stages.dry_run import Known
 from autopipe.stages.whole_loss import WholeLoss
@@ -72,7 +73,8 @@ class Traced:
         flow, blocks: dataflow and repeated modules of the graph.
         rows: of the whole batch.
         least: the fewest rows of a micro-batch for which the graph is right.
-        recompute: paths of the blocks to recompute in backward; None: the planner chooses.
+        recompute: paths of the blocks to recompute in backward, and words for ops (`asked_ops`);
+            None: the planner chooses.
         fingerprinted: the graph by which a run knows the model: before its loss was put in
             parts, or cut off.
         loss_parts: so many; 0: the loss is as the model has it.
@@ -94,6 +96,11 @@ class Traced:
     def graph(self) -> Graph:
         """The whole model's, of a symbolic number of rows."""
         return self.trace.graph
+
+    @property
+    def ops_again(self) -> frozenset[str]:
+        """The words for ops that are asked to run again."""
+        return words_of(self.recompute, self.blocks)
 
     def __str__(self) -> str:
         """77 nodes, 0.1 M parameters, blocks: 4 of blocks.0"""
