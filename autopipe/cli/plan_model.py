@@ -83,7 +83,8 @@ def plan(
     recompute: Annotated[
         list[str] | None,
         typer.Option(
-            help="Run again in backward: all, none, a class of blocks, or a block; may be repeated."
+            help="Run again in backward: all, none, a class of blocks, or a block; or of every "
+            "block attention, norms or activations. May be repeated."
         ),
     ] = None,
     memory: Annotated[

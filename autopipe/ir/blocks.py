@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopipe.ir.graph import Arg, Graph, Ref, State, Value
@@ -84,6 +85,15 @@ def find_blocks(graph: Graph) -> tuple[Block, ...]:
         Block(path, *ranges[path], kind=min(members[shapes[path]], key=lambda p: ranges[p]))
         for path in outermost
     )
+
+
+def owners(blocks: Sequence[Block], first: int, stop: int) -> dict[int, Block]:
+    """Of the node positions in [first, stop) the blocks that they are in."""
+    return {
+        position: block
+        for block in blocks
+        for position in range(max(block.first, first), min(block.stop, stop))
+    }
 
 
 def _calls(graph: Graph) -> dict[str, tuple[int, int]]:

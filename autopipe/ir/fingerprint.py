@@ -13,7 +13,7 @@ from typing import TypeAlias
 import sympy
 import torch
 
-from autopipe.ir.graph import Arg, Graph, TensorSpec, Value
+from autopipe.ir.graph import Arg, Graph, TensorSpec, Value, once
 
 _BATCH = "~"
 _DIGITS = 4
@@ -26,16 +26,20 @@ def lines(graph: Graph, twin: Graph | None = None) -> list[str]:
         twin: for a graph traced at fixed rows, the same model traced at other rows: an integer
             that differs between the two depends on the batch.
     """
-    mine = list(_lines(graph))
     if twin is None:
-        return ["".join(_text(token) for token in line) for line in mine]
-    other = list(_lines(twin))
+        return _own(graph)
+    mine, other = list(_lines(graph)), list(_lines(twin))
     if len(mine) != len(other):
         other = mine  # different graphs: nothing can be told about the batch
     return [
         "".join(_text(a) if a == b else _BATCH for a, b in zip(line, there, strict=False))
         for line, there in zip(mine, other, strict=True)
     ]
+
+
+@once
+def _own(graph: Graph) -> list[str]:
+    return ["".join(map(_text, line)) for line in _lines(graph)]
 
 
 def fingerprint(graph: Graph, twin: Graph | None = None) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
 
-from autopipe.ir.blocks import Block
+from autopipe.ir.blocks import Block, owners
 from autopipe.ir.dataflow import Dataflow, gradient_values
 from autopipe.ir.graph import Arg, Graph, Input, Ref, State, Value
 from autopipe.ir.partition import Stage
@@ -49,7 +49,7 @@ def kind_of(
         state = graph.states[name]
         look = state.spec, state.master, state.kind, state.trainable
         places[State(name)] = ("state", number, *look)
-    owner = {p: block for block in blocks for p in range(block.first, block.stop)}
+    owner = owners(blocks, stage.first, stage.stop)
     numbers: dict[str, int] = {}
     home = ""
 
@@ -65,7 +65,7 @@ def kind_of(
     made: list[Hashable] = []
     for position in stage.nodes:
         node = graph.nodes[position]
-        block = owner.get(position) if stage.first <= position < stage.stop else None
+        block = owner.get(position)
         home = block.prefix if block else ""
         inside = block and (numbers.setdefault(block.path, len(numbers)), block.path in recompute)
         kwargs = tuple((key, told(arg)) for key, arg in sorted(node.kwargs.items()))

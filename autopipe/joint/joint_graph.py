@@ -316,9 +316,15 @@ def bytes_of(nodes: Iterable[fx.Node]) -> int:
     return sum(sum(node.meta[MADE].storages.values()) for node in nodes)
 
 
+def called(call: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    """The op of a call and its arguments; of a draw those of what is drawn by."""
+    return (call.args[0], call.args[2:]) if call.target is draw else (call.target, call.args)
+
+
 def written(call: fx.Node) -> set[int]:
     """The storages that a call writes in place."""
-    found = [call.args[n] for n in writes(call.target) if n < len(call.args)]
+    op, args = called(call)
+    found = [args[n] for n in writes(op) if n < len(args)]
     return storages(node for node in found if isinstance(node, fx.Node))
 
 

@@ -29,6 +29,7 @@ from torch import fx
 
 from autopipe.ir.torch_private import writes
 from autopipe.joint.joint_graph import JointGraph, is_of_state, storages
+from autopipe.joint.noise import Chains
 from autopipe.stages.op_tape import MADE
 
 FREE: Final = -1
@@ -65,6 +66,7 @@ class Network:
 
     Args:
         blocked: storages that are written in place: what they hold is another thing later.
+        chains: calls that make a tensor and fill it with noise in place (`joint.noise`).
         kept: storages that are kept whatever is chosen here.
         calls: the block's, in their order.
         wanted: the values that backward reads.
@@ -78,7 +80,8 @@ class Network:
     def __init__(
         self,
         graph: JointGraph,
-        blocked: Collection[int],
+        blocked: frozenset[int],
+        chains: Chains,
         kept: Collection[int],
         calls: Sequence[fx.Node],
         wanted: Collection[fx.Node],
@@ -86,6 +89,7 @@ class Network:
     ) -> None:
         self._graph = graph
         self._blocked = blocked
+        self._chains = chains
         self._kept = kept
         self._calls = frozenset(calls)
         self._price = price
@@ -157,10 +161,11 @@ class Network:
             return
         if runs != FREE:
             self._edges[self._begin(runs), self._begin(node)] = None
-        own = storages([node]) - storages(maker(node).all_input_nodes)
+        chain = self._chains.get(node, (node,))
+        own = storages([node]) - storages(maker(chain[0]).all_input_nodes)
         parts = any(user.target is operator.getitem for user in node.users)
         self._edges[self._begin(node), self._end(node)] = (
-            None if parts or not own else self._bytes(node, own)
+            None if parts or not own or node is not chain[-1] else self._bytes(node, own)
         )
         for read in node.all_input_nodes:
             if read not in self._calls:
@@ -182,12 +187,16 @@ class Network:
         """At which price a value of the block is made again; None: it is not."""
         call = maker(node)
         op: Any = call.target
-        if node not in self._calls or writes(op):
+        if node not in self._calls:
             return None
-        made, given = storages([call]), storages(call.all_input_nodes)
-        if not given.isdisjoint(self._blocked) or not made.isdisjoint(self._blocked):
+        chain = self._chains.get(call, (call,))
+        if call not in self._chains and writes(op):
             return None
-        if getattr(op, "namespace", None) == "aten" and made and made <= given:
+        made = storages([call])
+        given = storages(read for each in chain for read in each.all_input_nodes)
+        if not self._blocked.isdisjoint(made | given):
+            return None
+        if getattr(op, "namespace", None) == "aten" and made and made <= given and len(chain) == 1:
             return FREE  # a view
         return self._price(call)
 

@@ -5,8 +5,8 @@
 
 Of a compiled stage what only moves memory (pointwise ops, norms, softmax, copies) may run again;
 products of matrices, attention, random draws and collectives only where a plan asks for it
-(`ASKED`); what is written in place never. Which tensors to keep is a minimum cut
-(`joint.least_cut`).
+(`ASKED`); what is written in place never, unless it is noise (`joint.noise`). Which tensors to
+keep is a minimum cut (`joint.least_cut`).
 
 A block's ops run again from tensors that stand in that block, so that no chain of residual sums
 leads back through the whole stage, and what runs again is alive for one block at a time.
@@ -23,6 +23,7 @@ from torch import fx
 
 from autopipe.joint.joint_graph import JointGraph, storages, written
 from autopipe.joint.least_cut import FREE, Cut, Network, Price
+from autopipe.joint.noise import chains
 from autopipe.stages.op_tape import AGAIN, ASKED, MADE, SEGMENT
 
 CHEAP = frozenset(
@@ -63,11 +64,18 @@ def networks(
     segments: dict[str | None, list[fx.Node]] = {}
     for node in reversed(graph.forward):
         segments.setdefault(node.meta[SEGMENT], []).append(node)
-    blocked = frozenset(s for call in (*graph.forward, *graph.backward) for s in written(call))
+    every = (*graph.forward, *graph.backward)
+    noise = chains(every)
+    blocked = frozenset(s for call in every if call not in noise for s in written(call))
+
+    def with_noise(call: fx.Node) -> Price:
+        chain = next((noise[read] for read in call.all_input_nodes if read in noise), (call,))
+        return price(chain[0])
+
     kept = storages([*graph.states, *graph.arguments])
     for segment, calls in segments.items():
         if not wanted.isdisjoint(calls):
-            network = Network(graph, blocked, kept, calls[::-1], wanted, price)
+            network = Network(graph, blocked, noise, kept, calls[::-1], wanted, with_noise)
             cut = network.least({})
             yield segment, network, cut
             kept = kept | storages(cut.keeps)

@@ -6,7 +6,7 @@ h.8             all of it
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from autopipe.planfile.contents import Plan
@@ -16,6 +16,9 @@ from autopipe.util.numbers import count
 ACTIVATIONS = frozenset("gelu silu relu relu2 tanh sigmoid elu leaky_relu hardswish mish".split())
 PRODUCTS = frozenset("linear addmm mm conv1d conv2d conv3d convolution embedding".split())
 """Ops that are called by the module that they are in."""
+BETWEEN = frozenset("matmul bmm baddbmm einsum".split())
+"""Ops that multiply two activations, unless one of them is a state."""
+SOFTMAX = frozenset("softmax _softmax _safe_softmax".split())
 
 
 class Repeated(NamedTuple):
@@ -66,10 +69,13 @@ def _block(name: str, paths: set[str]) -> str:
 def words(ops: Iterable[str]) -> str:
     """What some ops of a block are: `attention, norms, q_proj and k_proj`.
 
-    A product is called by its module. What is done where tensor-parallel ranks exchange something
-    is called so.
+    A product is called by its module. Where a module multiplies activations, or has a softmax, what
+    it does itself is attention. What is done where tensor-parallel ranks exchange something is
+    called so.
     """
-    *most, last = dict.fromkeys(_word(name) for name in sorted(ops, key=_is_product))
+    names = sorted(ops, key=_is_product)
+    attending = {_module(name) for name in names if _op(name) in SOFTMAX | BETWEEN}
+    *most, last = dict.fromkeys(_word(name, attending) for name in names)
     return f"{', '.join(most)} and {last}" if most else last
 
 
@@ -81,15 +87,30 @@ def _op(name: str) -> str:
     return name.split("/")[1]
 
 
-def _word(name: str) -> str:
-    module, op = name.partition("/")[0], _op(name)
+def _module(name: str) -> str:
+    return name.partition("/")[0]
+
+
+def is_norm(name: str) -> bool:
+    """Whether a node is a norm, or is in a module that is called so."""
+    return "norm" in _module(name).rpartition(".")[2] or "norm" in _op(name)
+
+
+def is_activation(name: str) -> bool:
+    """Whether a node is an activation function."""
+    return _op(name) in ACTIVATIONS
+
+
+def _word(name: str, attending: Collection[str]) -> str:
+    module, op = _module(name), _op(name)
     if ">" in name:
         return "what is exchanged"
-    if op == "scaled_dot_product_attention":
+    own = module in attending and op not in PRODUCTS
+    if op == "scaled_dot_product_attention" or own:
         return "attention"
-    if "norm" in module.rpartition(".")[2] or "norm" in op:
+    if is_norm(name):
         return "norms"
-    if op in ACTIVATIONS:
+    if is_activation(name):
         return "activations"
     if op == "mul":
         return "gated products"

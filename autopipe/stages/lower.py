@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopipe.errors import PlanError
-from autopipe.ir.blocks import Block
+from autopipe.ir.blocks import Block, owners
 from autopipe.ir.dataflow import analyse, is_random, obstacle
 from autopipe.ir.graph import (
     READ_OP,
@@ -169,11 +169,11 @@ def _runs(
     graph: Graph, stage: Stage, blocks: Sequence[Block]
 ) -> list[tuple[Block | None, list[int]]]:
     """A stage's nodes as consecutive runs, each inside one block or inside none."""
-    owner = {p: block for block in blocks for p in range(block.first, block.stop)}
+    # A local node from elsewhere is the stage's own, not a piece of a block it does not have.
+    owner = owners(blocks, stage.first, stage.stop)
     runs: list[tuple[Block | None, list[int]]] = []
     for position in stage.nodes:
-        # A local node from elsewhere is the stage's own, not a piece of a block it does not have.
-        block = owner.get(position) if stage.first <= position < stage.stop else None
+        block = owner.get(position)
         if not runs or runs[-1][0] is not block:
             runs.append((block, []))
         runs[-1][1].append(position)

@@ -19,6 +19,7 @@ import torch
 
 import autopipe
 from autopipe.cluster.cluster import Cluster, Device
+from autopipe.planfile.again import repeated
 from autopipe.planfile.contents import Plan
 from autopipe.report.fullest import fullest
 from autopipe.schedules.instructions import format_programs
@@ -66,14 +67,14 @@ def outcome(plan: Plan, cluster: Cluster) -> Outcome:
     full, mesh = fullest(plan), plan.mesh
     kinds = [vars(plan.stages[stage].predicted.memory) for stage in full.stages]
     chunks = len(plan.stages) // mesh.pp
-    again = sum(len(stage.blocks_again) for stage in plan.stages)
+    again = "; ".join(map(str, repeated(plan, plan.stages)))
     words = [f"tp={mesh.tp} pp={mesh.pp} dp={mesh.dp} m={plan.batch.micro_batches}"]
     if mesh.pp > 1:
         words.append(plan.schedule if not plan.programs else "written")
     if plan.schedule == "interleaved":
         words.append(f"chunks={chunks}")
     words += [f"zero={plan.zero}"] if plan.zero else []
-    words += [f"again={again}"] if again else []
+    words += [f"again: {again}"] if again else []
     return Outcome(
         layout=" ".join(words),
         seconds=plan.prediction.step_seconds,
@@ -127,8 +128,10 @@ def unsaid(run: Run) -> list[str]:
     """What of the run cannot be said to the tool, and what is said instead."""
     cluster = _cluster(run)
     found = ["fused ops as eager ones"] if run.software.fused and not _compiled(run) else []
-    if run.recompute in ("attention", "elementwise"):
-        found.append(f"recompute {run.recompute} as none")
+    if run.recompute == "elementwise":
+        found.append("recompute elementwise as none")
+    if run.recompute == "attention" and run.sharding == 3:
+        found.append("recompute attention under ZeRO-3 as none")
     if run.sharding == 2:
         found.append("ZeRO-2 as ZeRO-1")
     if run.half and _precision(run, cluster) == "bf16":
@@ -183,9 +186,11 @@ def _schedule(run: Run, folder: Path) -> Asked:
 
 
 def _recompute(run: Run) -> str | list[str]:
-    """What runs again, as far as autopipe can: whole blocks."""
+    """What runs again, as far as autopipe can: whole blocks, or their attentions."""
     if run.recompute == "alternate":
         return [f"layers.{n}" for n in range(0, run.model.layers, 2)]
+    if run.recompute == "attention" and run.sharding < 3:
+        return "attention"
     return "all" if run.recompute == "full" else "none"
 
 

@@ -16,11 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopipe.ir.blocks import Block
+from autopipe.ir.cut_points import Units
 from autopipe.ir.dataflow import Dataflow, obstacle
 from autopipe.ir.graph import READ_OP
 from autopipe.ir.repeats import Short
 from autopipe.joint.levels import OpLevel
-from autopipe.planners.model.problem import BlockLevel
+from autopipe.planners.model.problem import BlockLevel, Seconds
 
 Times = NDArray[np.float64]
 
@@ -41,11 +42,13 @@ class BlockLevels:
     """The levels of one block of the whole graph, those left out that keep or repeat all.
 
     Attributes:
-        first: the position of its first node; `standing` is that of its equal in the short graph.
+        first, last: the positions of its first node and its last; `standing` is that of the first
+            one's equal in the short graph.
         fewest: the rows that bytes are of.
     """
 
     first: int
+    last: int
     standing: int
     fewest: int
     found: tuple[_Found, ...]
@@ -54,7 +57,7 @@ class BlockLevels:
         """Of each level the positions of the nodes that run again."""
         return tuple(tuple(self.first + n for n in own.offsets) for own in self.found)
 
-    def at(self, rows: int, forward: Sequence[Times]) -> tuple[BlockLevel, ...]:
+    def at(self, rows: int, forward: Sequence[Times], units: Units) -> tuple[BlockLevel, ...]:
         """What the levels save and cost.
 
         Args:
@@ -63,12 +66,18 @@ class BlockLevels:
         return tuple(
             BlockLevel(
                 own.dropped * rows // self.fewest,
-                tuple(
-                    float(kind[[self.standing + n for n in own.offsets]].sum()) for kind in forward
-                ),
+                tuple(self._by_unit(own.offsets, kind, units) for kind in forward),
             )
             for own in self.found
         )
+
+    def _by_unit(self, offsets: Sequence[int], seconds: Times, units: Units) -> Seconds:
+        """Seconds of some of the block's nodes in each of the units that it is in."""
+        first, last = units.of(self.first), units.of(self.last)
+        found = [0.0] * (last - first + 1)
+        for offset in offsets:
+            found[units.of(self.first + offset) - first] += float(seconds[self.standing + offset])
+        return tuple(found)
 
 
 def may_run_again(
@@ -113,7 +122,7 @@ def levels_of(
             for level in others
             if most is not None
         )
-        found.append(BlockLevels(block.first, standing, fewest, own))
+        found.append(BlockLevels(block.first, block.stop - 1, standing, fewest, own))
     return found
 
 

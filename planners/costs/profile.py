@@ -10,7 +10,6 @@ memory (`planners.costs.saved_tensors`). Of equal repeated blocks only a few are
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,25 +23,25 @@ from numpy.typing import NDArray
 from autopipe.cluster.cluster import Link
 from autopipe.cluster.tp_groups import GroupKind
 from autopipe.ir import op_costs, op_seconds
-from autopipe.ir.blocks import Block
+from autopipe.ir.blocks import Block, owners
 from autopipe.ir.cut_points import Units
-from autopipe.ir.dataflow import Dataflow, gradient_values, obstacle
-from autopipe.ir.graph import Graph, Ref, State, TensorSpec, bytes_at
+from autopipe.ir.dataflow import Dataflow, obstacle
+from autopipe.ir.graph import Graph
 from autopipe.ir.repeats import Short, Uneven, shortened
-from autopipe.planners.costs.block_levels import Times, levels_of, may_run_again
+from autopipe.planners.costs.asked_ops import within_asked, words_of
+from autopipe.planners.costs.block_levels import BlockLevels, Times, levels_of, may_run_again
 from autopipe.planners.costs.fused_costs import fused
 from autopipe.planners.costs.precision_of import computed_in
-from autopipe.planners.costs.saved_tensors import Made, Saving
+from autopipe.planners.costs.saved_tensors import Saving
+from autopipe.planners.costs.unit_bytes import crossings_of, largest, states
 from autopipe.planners.model.devices import Machine
 from autopipe.planners.model.problem import (
+    Again,
     Constraints,
-    Crossing,
     Problem,
     Profile,
     Seconds,
-    Shared,
 )
-from autopipe.stages.precision import copy_bytes
 
 Sending = Callable[[Graph, int, Link], Sequence[tuple[float, float]]]
 """From a graph, the rows of a micro-batch and a link to each node's seconds of communication,
@@ -88,8 +87,8 @@ class Costing:
         rows: the micro-batch sizes to consider, ascending.
         optimizer_factor: bytes of optimizer state per byte of trainable parameter.
         precision: what matrix products are computed in.
-        recompute: paths of the blocks that run again in backward; None: the planner's choice of
-            all that can.
+        recompute: paths of the blocks that run again in backward whole, and words for ops that do
+            in the others (`asked_ops`); None: the planner's choice of all that can.
         zeros: the ZeRO stages to choose from.
         tp: the tensor-parallel degree whose first rank runs the graph.
         sending: what the nodes of the graph, or of a part of it, exchange with the other ranks.
@@ -135,17 +134,21 @@ class Costing:
                 timed, forward = self._timed if equal else self._timed_by(short)
                 may: dict[int, float] = {}
                 if self.zeros != (3,):  # whose stages have no joint graphs
-                    may = may_run_again(flow, short, self._numbers, forward[self.rows[0]][0])
+                    alone = within_asked(flow, self.blocks, self._words, self._numbers)
+                    may = may_run_again(flow, short, alone, forward[self.rows[0]][0])
                 saving = Saving(flow, short, self.precision, check, inside, self.compiled, may)
                 kept = saving.at(units, self.rows, again)
                 break
             except Uneven:
                 pass
-        parameters, constants, _ = _states(flow.graph, flow, units, kept.low)
-        crossings = _crossings(flow, units, kept.made_in)
+        parameters, constants, _ = states(flow, units, kept.low)
+        crossings = crossings_of(flow, units, kept.made_in)
         levels = levels_of(short, inside, kept.levels, self.rows[0], self._may)
+        if self._words:  # all of these ops, and no choice
+            levels = [replace(own, found=own.found[-1:]) for own in levels]
         problem = replace(
             timed,
+            constraints=self._constraints(levels),
             parameters=parameters,
             constants=constants,
             profiles=tuple(
@@ -153,7 +156,9 @@ class Costing:
                     profile,
                     saved=kept.saved[profile.rows],
                     crossings=crossings(profile.rows),
-                    levels=tuple(own.at(profile.rows, forward[profile.rows]) for own in levels),
+                    levels=tuple(
+                        own.at(profile.rows, forward[profile.rows], units) for own in levels
+                    ),
                 )
                 for profile in timed.profiles
             ),
@@ -189,10 +194,26 @@ class Costing:
             if block.path in asked or obstacle(self.flow, range(block.first, block.stop)) is None
         ]
 
+    @cached_property
+    def _words(self) -> frozenset[str]:
+        return words_of(self.recompute, self.blocks)
+
+    def _constraints(self, levels: Sequence[BlockLevels]) -> Constraints:
+        """The constraints with what is asked to run again: ops as far as that saves bytes.
+
+        Args:
+            levels: of each block; none: they are not known yet.
+        """
+        if self.recompute is None:
+            return self.constraints
+        whole = {n: Again(n) for n, block in enumerate(self._may) if block.path in self.recompute}
+        parts = {n: Again(n, 0) for n, own in enumerate(levels) if self._words and own.found}
+        return replace(self.constraints, recompute=tuple(sorted({**parts, **whole}.values())))
+
     def _segments(self, short: Short) -> list[str | None]:
         """Of each node of a short graph the path of the block that it is in."""
-        owner = {p: block.path for block in self.blocks for p in range(block.first, block.stop)}
-        return [owner.get(position) for position in short.kept]
+        owner = owners(self.blocks, 0, len(self.flow.graph.nodes))
+        return [owner[p].path if p in owner else None for p in short.kept]
 
     @property
     def _numbers(self) -> list[int]:
@@ -205,7 +226,7 @@ class Costing:
     def _timed_by(self, short: Short) -> _Timing:
         """The problem by the seconds of a short graph."""
         flow, units, may = self.flow, self.units, self._may
-        parameters, constants, copies = _states(flow.graph, flow, units, ())
+        parameters, constants, copies = states(flow, units, ())
         costs = self._formulas(short)
         made = [self._profile(short, costs, size) for size in self.rows]
         problem = Problem(
@@ -218,19 +239,14 @@ class Costing:
             batch=self.batch,
             machine=self.machine,
             window=self.window,
-            constraints=replace(
-                self.constraints,
-                recompute=None
-                if self.recompute is None
-                else tuple(n for n, block in enumerate(may) if block.path in self.recompute),
-            ),
+            constraints=self._constraints(()),
             recomputable=tuple(
                 (units.of(block.first), units.of(block.stop - 1) + 1) for block in may
             ),
             zeros=self.zeros,
             tp=self.tp,
             copies=copies,
-            largest=_largest(flow, units),
+            largest=largest(flow, units),
             low_gradients=any(state.gradient for state in flow.graph.states.values()),
         )
         return _Timing(problem, {profile.rows: forward for profile, forward in made})
@@ -293,59 +309,3 @@ def _block_units(units: Units, blocks: Sequence[Block]) -> list[tuple[int, int]]
         if units.starts[first] == block.first and (not ranges or ranges[-1][1] <= first):
             ranges.append((first, stop))
     return ranges
-
-
-def _states(
-    graph: Graph, flow: Dataflow, units: Units, lowered: Collection[str]
-) -> tuple[tuple[Shared, ...], ...]:
-    """Trainable parameters, all else that is held, and the copies of masters.
-
-    Args:
-        lowered: the parameters of which a step has copies; those that autocast casts are held.
-    """
-    trainable, other, copies = (Counter[tuple[int, ...]]() for _ in range(3))
-    for name, state in graph.states.items():
-        used = tuple(sorted({units.of(position) for position in flow.users[State(name)]}))
-        (trainable if state.trainable else other)[used] += bytes_at(state.held, 1)
-        if state.master is not None:
-            copies[used] += copy_bytes(state)
-        elif name in lowered:
-            other[used] += copy_bytes(state)
-    return tuple(
-        tuple(Shared(size, used) for used, size in sizes.items())
-        for sizes in (trainable, other, copies)
-    )
-
-
-def _largest(flow: Dataflow, units: Units) -> tuple[int, ...]:
-    """Of each unit the bytes of the largest gradient that it makes."""
-    largest = [0] * len(units.starts)
-    for name, state in flow.graph.states.items():
-        for unit in {units.of(position) for position in flow.users[State(name)] if state.trainable}:
-            largest[unit] = max(largest[unit], bytes_at(state.summed, 1))
-    return tuple(largest)
-
-
-def _crossings(
-    flow: Dataflow, units: Units, made_in: Made
-) -> Callable[[int], tuple[Crossing, ...]]:
-    """For so many rows the tensors that leave the unit they are made in; those that go the same way
-    as one."""
-    carrying = gradient_values(flow.graph)
-    ways: dict[tuple[int, tuple[int, ...], bool], Counter[TensorSpec]] = defaultdict(Counter)
-    for value, users in flow.users.items():
-        if not isinstance(value, Ref) or flow.local[flow.position(value)]:
-            continue
-        producer = units.of(flow.position(value))
-        later = tuple(sorted({units.of(user) for user in users} - {producer}))
-        if later:
-            spec = replace(flow.graph.spec(value), dtype=made_in[value])
-            ways[producer, later, value in carrying][spec] += 1
-
-    def at(rows: int) -> tuple[Crossing, ...]:
-        return tuple(
-            Crossing(sum(bytes_at(spec, rows) * n for spec, n in specs.items()), *way)
-            for way, specs in ways.items()
-        )
-
-    return at

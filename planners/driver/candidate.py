@@ -30,7 +30,6 @@ from autopipe.planners.model.problem import EAGER, Config, Constraints, Problem
 from autopipe.planners.search.best import Answer
 from autopipe.planners.search.bound import bounds
 from autopipe.planners.search.registry import PLANNERS
-from autopipe.stages.dry_run import Known
 from autopipe.util.progress import phase
 from autopipe.util.stopwatch import Stopwatch
 
@@ -44,7 +43,6 @@ class Candidate:
         costing: what its `Problem` is computed from.
         timed: the problem as far as seconds go: no bytes are counted.
         watch: gets the seconds that counting bytes and searching take.
-        known: what dry runs of the degree have found, for later ones to use.
     """
 
     job: Job = field(repr=False)
@@ -52,7 +50,6 @@ class Candidate:
     costing: Costing = field(repr=False)
     timed: Problem = field(repr=False)
     watch: Stopwatch = field(repr=False)
-    known: Known = field(default_factory=dict, repr=False)
     _counted: Profiled | None = field(default=None, init=False, repr=False)
 
     def __str__(self) -> str:
@@ -136,7 +133,8 @@ def _costing(job: Job, tp: int, degree: Degree | None) -> tuple[Degree, Costing]
 
     dealt = tp_groups(job.cluster, tp, wanted=(constraints.pp or 1) * (constraints.dp or 1))
     wanted, sizes = _rows(job, len(dealt))
-    zeros = _zeros(constraints, compiled=request.compiled is True)
+    graphs = request.compiled is True or bool(traced.ops_again)
+    zeros = _zeros(constraints, graphs=graphs)
     degree = degree or as_one_rank(
         tp,
         traced.trace,
@@ -185,12 +183,16 @@ def _rows(job: Job, devices: int) -> tuple[list[int], list[int]]:
     return wanted, arguments.micro_batch_rows(traced.rows, devices, free, traced.least)
 
 
-def _zeros(constraints: Constraints, *, compiled: bool) -> tuple[int, ...]:
-    """The ZeRO stages to choose from."""
+def _zeros(constraints: Constraints, *, graphs: bool) -> tuple[int, ...]:
+    """The ZeRO stages to choose from.
+
+    Args:
+        graphs: whether stages run as graphs, as they do compiled, or where ops run again.
+    """
     if constraints.zero is not None:
         return (constraints.zero,)
-    # ZeRO-3 gathers module by module, which the graphs of a compiled stage no longer have.
-    return ZERO[:-1] if compiled else ZERO
+    # ZeRO-3 gathers module by module, which graphs no longer have.
+    return ZERO[:-1] if graphs else ZERO
 
 
 def _least_stages(constraints: Constraints) -> int:

@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from autopipe.cluster.cluster import Cluster
+from autopipe.errors import InfeasibleError
 from autopipe.frontend import batch
 from autopipe.frontend.least_rows import least_rows
 from autopipe.frontend.loss import Loss
@@ -26,6 +27,7 @@ from autopipe.ir.blocks import Block, find_blocks
 from autopipe.ir.dataflow import Dataflow, analyse
 from autopipe.planfile.contents import BATCH, ROWS, Plan, signed
 from autopipe.planfile.parts import InputSpec
+from autopipe.planners.costs.asked_ops import WORDS, check_meant
 from autopipe.planners.costs.precision_of import need
 from autopipe.planners.costs.tp_degrees import check_heads
 from autopipe.planners.driver import (
@@ -119,9 +121,10 @@ def plan(
             number for each device.
         zero: 1 shards optimizer state over replicas, 2 gradients too, 3 also parameters; None:
             as much of it as memory asks for.
-        recompute: blocks to recompute in backward: "all", "none", a class of them, or paths;
-            None: those that the model itself recomputes (`torch.utils.checkpoint`), or else what
-            memory asks for, by block or by op.
+        recompute: blocks to recompute in backward: "all", "none", a class of them, or paths; or of
+            all others the ops "attention" (its scores, softmax and dropout), "norms" or
+            "activations". None: those that the model itself recomputes (`torch.utils.checkpoint`),
+            or else what memory asks for, by block or by op.
         planner: "dynamic", "exhaustive" or "uniform".
         sequence_parallel: with tp, also consider shards of the batch's second dim between layers;
             they hold less, and take less time in norms and sums.
@@ -256,8 +259,18 @@ def _examples(inputs: Any, example: Any, specs: Sequence[InputSpec]) -> Callable
 def _recompute(
     request: PlanRequest, flow: Dataflow, blocks: Sequence[Block], say: Say
 ) -> Collection[str] | None:
-    """Paths of the blocks that the user or the model wants recomputed; None: neither says."""
+    """Paths of the blocks that the user or the model wants recomputed, and words for ops that are
+    to run again in the others (`asked_ops`); None: neither says."""
     if request.recompute is None:
         return user_checkpoints.wanted(flow, blocks, say)
-    words = [request.recompute] if isinstance(request.recompute, str) else request.recompute
-    return blocks_to_recompute(blocks, [word for word in words if word != NOTHING])
+    asked = [request.recompute] if isinstance(request.recompute, str) else request.recompute
+    words = [word for word in asked if word in WORDS]
+    check_meant(flow, blocks, words)
+    if words and request.constraints.zero == 3:
+        raise InfeasibleError(
+            f"recompute: {words[0]} was asked for under ZeRO-3, whose stages run module by module, "
+            "and so run blocks again whole",
+            hint="--recompute all, or --zero 1",
+        )
+    named = [word for word in asked if word not in (NOTHING, *words)]
+    return (*blocks_to_recompute(blocks, named), *words)

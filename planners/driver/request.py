@@ -7,8 +7,10 @@ both, and the cluster  ->  Job                               all that the search
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from autopipe.cluster.cluster import Cluster
@@ -19,7 +21,9 @@ from autopipe.frontend.optimizer import MakeOptimizer
 from autopipe.ir.blocks import Block, classes
 from autopipe.ir.dataflow import Dataflow
 from autopipe.ir.graph import Graph, bytes_at
+from autopipe.planners.costs.asked_ops import words_of
 from autopipe.planners.model.problem import Constraints
+from autopipe.stages.dry_run import Known
 from autopipe.stages.whole_loss import WholeLoss
 from autopipe.tracing.source import Source
 from autopipe.tracing.trace import Trace
@@ -69,7 +73,8 @@ class Traced:
         flow, blocks: dataflow and repeated modules of the graph.
         rows: of the whole batch.
         least: the fewest rows of a micro-batch for which the graph is right.
-        recompute: paths of the blocks to recompute in backward; None: the planner chooses.
+        recompute: paths of the blocks to recompute in backward, and words for ops (`asked_ops`);
+            None: the planner chooses.
         fingerprinted: the graph by which a run knows the model: before its loss was put in
             parts, or cut off.
         loss_parts: so many; 0: the loss is as the model has it.
@@ -92,6 +97,11 @@ class Traced:
         """The whole model's, of a symbolic number of rows."""
         return self.trace.graph
 
+    @property
+    def ops_again(self) -> frozenset[str]:
+        """The words for ops that are asked to run again."""
+        return words_of(self.recompute, self.blocks)
+
     def __str__(self) -> str:
         """77 nodes, 0.1 M parameters, blocks: 4 of blocks.0"""
         parameters = sum(
@@ -112,12 +122,15 @@ class Job:
     Attributes:
         cluster: measured or described, with all rates that the model needs.
         optimizer_factor: bytes of optimizer state per byte of trainable parameter.
+        known: by tensor-parallel degree, what dry runs have found, for later ones to use: those of
+            the same model on the other engine, or with its loss in parts, too.
     """
 
     request: PlanRequest
     traced: Traced
     cluster: Cluster
     optimizer_factor: float
+    known: defaultdict[int, Known] = field(default_factory=partial(defaultdict, dict), repr=False)
 
     def on_engine(self, *, compiled: bool, constraints: Constraints | None = None) -> Job:
         """The same question, with stages that run compiled or do not."""

@@ -5,7 +5,7 @@ Candidate, Answer --cut_model--> CutModel --dry_run--> StageBytes --> Plan --wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from autopipe.cluster.cluster import Cluster
 from autopipe.errors import ScheduleError
@@ -42,7 +42,7 @@ from autopipe.planners.driver.arguments import WINDOW
 from autopipe.planners.driver.candidate import Candidate
 from autopipe.planners.driver.work import with_work
 from autopipe.planners.model.devices import Machine
-from autopipe.planners.model.problem import EAGER, WHOLE, Constraints, Decision
+from autopipe.planners.model.problem import EAGER, WHOLE, Again, Constraints, Decision
 from autopipe.planners.search.best import Answer
 from autopipe.schedules.instructions import format_programs, splits
 from autopipe.schedules.registry import named
@@ -66,7 +66,8 @@ def write_plan(candidate: Candidate, answer: Answer) -> Plan:
     """
     job, constraints, decision = candidate.job, candidate.job.constraints, answer.decision
     cut = cut_model(candidate, decision)
-    held = dry_run(cut, repeats_equal=candidate.counted().repeats_equal, known=candidate.known)
+    equal, known = candidate.counted().repeats_equal, job.known[candidate.tp]
+    held = dry_run(cut, repeats_equal=equal, known=known)
     plan = _without_bytes(candidate, answer, held)
     limits = _limits(candidate.costing.machine, decision)
     factor = job.optimizer_factor
@@ -83,30 +84,31 @@ def cut_model(candidate: Candidate, decision: Decision) -> CutModel:
     batch = Batch(candidate.job.traced.rows, frame.micro_batches)
     programs = candidate.job.constraints.programs
     halves = splits(programs) if programs else named(frame.schedule).splits
+    again = sorted({again for blocks in decision.recompute for again in blocks})
     return CutModel(
         degree=candidate.degree,
         stages=tuple(partition(candidate.degree.flow, [starts[cut] for cut in decision.cuts])),
         rows=batch.microbatch_rows(frame.dp),
-        recompute=tuple(_names_again(candidate, decision)),
+        recompute=tuple(_names(candidate, again)),
         precision=candidate.job.request.precision,
-        wanted=wanted(halves, compiled=candidate.compiled, by_op=_by_op(decision)),
+        wanted=wanted(
+            halves,
+            compiled=candidate.compiled,
+            by_op=any(level != WHOLE for _, level in again),
+        ),
         shards=frame.dp if frame.fully_sharded else 1,
         whole=candidate.job.traced.whole,
     )
 
 
-def _names_again(candidate: Candidate, decision: Decision) -> Iterator[str]:
+def _names(candidate: Candidate, again: Iterable[Again]) -> Iterator[str]:
     """The blocks that run again whole, and the nodes of the others that do, by name."""
     counted, nodes = candidate.counted(), candidate.degree.trace.graph.nodes
-    for block, level in sorted({again for blocks in decision.recompute for again in blocks}):
+    for block, level in again:
         if level == WHOLE:
             yield counted.recomputable[block]
         else:
             yield from (nodes[position].name for position in counted.levels[block][level])
-
-
-def _by_op(decision: Decision) -> bool:
-    return any(again.level != WHOLE for blocks in decision.recompute for again in blocks)
 
 
 def _without_bytes(candidate: Candidate, answer: Answer, held: StageBytes) -> Plan:

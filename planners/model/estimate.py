@@ -74,25 +74,33 @@ class Estimate:
         stages: one per stage.
         step_seconds: of the whole step.
         spent: where a device's seconds of a step go, on average, by what they are for.
-        fits: no device needs more than it may hold.
-        worst: the stages of the device that needs most beyond what it may hold, or is nearest to
-            it.
-        limit: bytes that that device may hold.
-        overflow: bytes that they need beyond it; 0 if they fit.
+        beyond: of each pipeline rank the bytes that it needs beyond what its devices may hold; less
+            than 0 where it leaves some.
+        worst: the stages of the rank that needs most beyond it, or is nearest to it.
+        limit: bytes that that rank's devices may hold.
     """
 
     stages: tuple[StageEstimate, ...]
     step_seconds: float
     spent: Mapping[str, float]
-    fits: bool
+    beyond: tuple[int, ...]
     worst: tuple[int, ...]
     limit: int
-    overflow: int
+
+    @property
+    def fits(self) -> bool:
+        """No device needs more than it may hold."""
+        return max(self.beyond) <= 0
+
+    @property
+    def overflow(self) -> int:
+        """Bytes that the worst rank needs beyond its limit; 0 if it fits."""
+        return max(0, *self.beyond)
 
     @property
     def spare(self) -> int:
         """Bytes that the device nearest to its limit has left, where all fit."""
-        return self.limit - sum(self.stages[stage].memory.peak for stage in self.worst)
+        return -max(self.beyond)
 
 
 Mesh = tuple[int, int]
@@ -135,7 +143,7 @@ def estimate(problem: Problem, decision: Decision) -> Estimate:
     for stage, rank in zip(stages, ranks, strict=True):
         held[rank] += stage.estimate.memory.peak
     limits = [found[ranks.index(rank)].group.memory for rank in range(config.pp)]
-    beyond = [memory.excess(*pair) for pair in zip(held, limits, strict=True)]
+    beyond = tuple(memory.excess(*pair) for pair in zip(held, limits, strict=True))
     worst = max(range(config.pp), key=lambda rank: beyond[rank])
     spent: dict[str, float] = defaultdict(float)
     for stage in stages:
@@ -147,10 +155,9 @@ def estimate(problem: Problem, decision: Decision) -> Estimate:
         stages=tuple(stage.estimate for stage in stages),
         step_seconds=float(step),
         spent=spent,
-        fits=beyond[worst] <= 0,
+        beyond=beyond,
         worst=tuple(s for s, rank in enumerate(ranks) if rank == worst),
         limit=limits[worst],
-        overflow=max(0, beyond[worst]),
     )
 
 

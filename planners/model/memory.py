@@ -189,7 +189,8 @@ def _states(problem: Problem, dp: int, zero: int) -> NDArray[np.float64]:
 def _saved_anyway(problem: Problem, rows: int, may_drop: bool) -> NDArray[np.float64]:
     """Bytes of a micro-batch that units before each unit save, whatever is recomputed: shape
     (units + 1,)."""
-    fixed = problem.constraints.recompute
+    asked = problem.constraints.recompute
+    fixed = None if asked is None else {again.block for again in asked}
     profile = problem.profile(rows)
     sizes = np.zeros(problem.units + 1)
     handed: Counter[tuple[int, int]] = Counter()

@@ -11,7 +11,9 @@ Everything a stage pays is a sum over its range of what is here: seconds per uni
 range pays for once however many of its units use them (`Shared`), storages kept from forward to
 backward (`Saved`), and tensors that cross a cut (`Crossing`). A block may be recomputed in
 backward: then it takes its forward's seconds once more, and keeps none of what only itself would
-keep. Or some of its ops are: that is a `BlockLevel`, of a block that a stage has whole.
+keep. Or some of its ops are: that is a `BlockLevel`, which is chosen for a block that a stage has
+whole. Where the user has chosen it, the parts of a block that a cut divides have its seconds too,
+and are taken to save nothing.
 """
 
 from __future__ import annotations
@@ -71,11 +73,11 @@ class BlockLevel(NamedTuple):
 
     Args:
         dropped: bytes that it does not keep.
-        seconds: of each kind of device, what running the ops again takes.
+        seconds: of each kind of device, what running the ops again takes in each of its units.
     """
 
     dropped: int
-    seconds: Seconds
+    seconds: tuple[Seconds, ...]
 
 
 @dataclass(frozen=True)
@@ -102,13 +104,24 @@ class Profile:
     levels: tuple[tuple[BlockLevel, ...], ...] = ()
 
 
+WHOLE: Final = -1
+"""The number of the level at which all of a block runs again."""
+
+
+class Again(NamedTuple):
+    """A recomputable block of the problem, by its number, and the level that it runs again at."""
+
+    block: int
+    level: int = WHOLE
+
+
 @dataclass(frozen=True)
 class Constraints:
     """What the user has fixed; None leaves it to the planner.
 
     `chunks` are the stages on each rank under the schedule interleaved; `window` and `depth` hold
     at every boundary: receives posted ahead, and the micro-batches in flight besides. `recompute`
-    are numbers of the problem's recomputable blocks: those, and no others, are recomputed.
+    are recomputable blocks of the problem: those, and no others, run again, at these levels.
     `programs` is a schedule that the user has written: `schedule` is then `WRITTEN`, and pp and
     micro_batches are those it is for.
     """
@@ -123,7 +136,7 @@ class Constraints:
     window: int | None = None
     depth: int | None = None
     zero: int | None = None
-    recompute: tuple[int, ...] | None = None
+    recompute: tuple[Again, ...] | None = None
     programs: Programs = ()
 
 
@@ -229,17 +242,6 @@ class Config(NamedTuple):
         if self.zero:
             words += f" zero={self.zero}"
         return words
-
-
-WHOLE: Final = -1
-"""The number of the level at which all of a block runs again."""
-
-
-class Again(NamedTuple):
-    """A recomputable block of the problem, by its number, and the level that it runs again at."""
-
-    block: int
-    level: int = WHOLE
 
 
 @dataclass(frozen=True)

@@ -138,12 +138,12 @@ def recompute_sets(
     def options(part: BlockPart) -> tuple[Option, ...]:
         """What each of a part's levels saves and costs; one that must not be saves nothing."""
         block = made.firsts[part.kind]
-        always = fixed is not None and block in fixed
         found = []
         for level in part_levels(problem, part):
             size, seconds = figures(problem, rows, kind, block, part[1:], level)
+            always = fixed is not None and Again(block, level) in fixed
             may = always if fixed is not None else free and (by_op or level == WHOLE)
-            found.append(Option(size if may else 0, seconds, always and level == WHOLE))
+            found.append(Option(size if may else 0, seconds, always))
         return tuple(found)
 
     for parts in made.parts:
@@ -167,7 +167,8 @@ def part_levels(problem: Problem, part: BlockPart) -> tuple[int, ...]:
     block = compositions(problem).firsts[part.kind]
     start, stop = problem.recomputable[block]
     levels = problem.profiles[0].levels
-    whole = part[1:] == (0, stop - start)
+    asked = problem.constraints.recompute is not None
+    whole = asked or part[1:] == (0, stop - start)
     return (*range(len(levels[block]) if levels and whole else 0), WHOLE)
 
 
@@ -200,7 +201,8 @@ def figures(
     profile = problem.profile(rows)
     if level != WHOLE:
         found = profile.levels[block][level]
-        return found.dropped, found.seconds[kind]
+        own = found.seconds[kind][slice(*part)]
+        return found.dropped if len(own) == len(found.seconds[kind]) else 0, sum(own)
     first, last = part
     seconds = sum(profile.recompute[block][kind][first:last])
     return int(_matrices(problem, rows)[block][first, last]), seconds
@@ -280,12 +282,12 @@ def _cut(
 
 def _classes(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The class of each block, and the first block of each class."""
-    fixed = problem.constraints.recompute or ()
+    fixed = dict(problem.constraints.recompute or ())
     known: dict[object, int] = {}
     kinds, firsts = [], []
     for block in range(len(problem.recomputable)):
         alike = (
-            block in fixed,
+            fixed.get(block),
             tuple(_matrices(problem, p.rows)[block].tobytes() for p in problem.profiles),
             # Sums of equal terms in another order differ in their last bits.
             tuple(

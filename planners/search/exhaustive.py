@@ -131,7 +131,7 @@ class _StageRanges:
             levels = _levels(problem, by_op=not config.fully_sharded)
             self._sets = list(_subsets(levels))
         else:
-            self._sets = [tuple(map(Again, fixed or ()))]
+            self._sets = [tuple(fixed or ())]
         may = {again for blocks in self._sets for again in blocks}
         saves = {again: _parts(problem, profile.rows, kind, again) for again in may}
         nothing = np.zeros_like(ranges.saved)
@@ -182,8 +182,9 @@ def _subsets(levels: Sequence[tuple[int, ...]]) -> Iterator[Blocks]:
 def _parts(problem: Problem, rows: int, kind: int, again: Again) -> tuple[Bytes, Times]:
     """What the part of a block in each range saves, and costs.
 
-    A block that a range has only in part is at no level but `WHOLE`.
+    A block that a range has only in part is at no level but `WHOLE`, unless that is asked for.
     """
+    asked = problem.constraints.recompute is not None
     block, level = again
     start, stop = problem.recomputable[block]
     saved = np.zeros((problem.units + 1, problem.units + 1), np.int64)
@@ -191,7 +192,7 @@ def _parts(problem: Problem, rows: int, kind: int, again: Again) -> tuple[Bytes,
     for first in range(stop):
         for last in range(max(first, start) + 1, problem.units + 1):
             part = max(first - start, 0), min(last, stop) - start
-            if level == WHOLE or part == (0, stop - start):
+            if asked or level == WHOLE or part == (0, stop - start):
                 saved[first, last], spent[first, last] = figures(
                     problem, rows, kind, block, part, level
                 )

@@ -107,7 +107,8 @@ def _fewest_devices(problem: Problem, fastest: Fastest) -> tuple[Problem, Scored
 def _changes(problem: Problem) -> Iterator[tuple[str, list[Problem]]]:
     """Each a single thing that is no longer as asked for; of several ways the first will do."""
     asked = problem.constraints
-    if asked.recompute is not None and len(asked.recompute) < len(problem.recomputable):
+    every = tuple(map(Again, range(len(problem.recomputable))))
+    if asked.recompute not in (None, every):
         yield "recompute", [replace(problem, constraints=replace(asked, recompute=None))]
     zeros = _more_zeros(problem)
     if zeros:
@@ -139,7 +140,7 @@ def _differs(name: str, decision: Decision, problem: Problem) -> bool:
     asked, config = problem.constraints, decision.config
     if name == "recompute":
         recomputed = {again for blocks in decision.recompute for again in blocks}
-        return recomputed != set(map(Again, asked.recompute or ()))
+        return recomputed != set(asked.recompute or ())
     if name == "zero":
         return config.zero not in problem.zeros
     return bool(getattr(config, name) != getattr(asked, name))

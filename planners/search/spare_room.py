@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopipe.planners.model.estimate import estimate
+from autopipe.planners.model.places import placement
 from autopipe.planners.model.problem import Decision, Problem
 
 
@@ -23,13 +24,17 @@ def filled(problem: Problem, decision: Decision) -> Decision:
 
     What recomputes by a constraint does so here.
     """
-    several = decision.stages > decision.config.pp
-    if not several or problem.constraints.recompute is not None:
+    config = decision.config
+    if decision.stages == config.pp or problem.constraints.recompute is not None:
         return decision
-    for stage in reversed(range(decision.stages)):
-        if decision.recompute[stage]:
-            kept = (*decision.recompute[:stage], (), *decision.recompute[stage + 1 :])
-            fewer = replace(decision, recompute=kept)
-            if estimate(problem, fewer).fits:
-                decision = fewer
-    return decision
+    # What a stage holds is its own affair: two estimates have all that there is to choose from.
+    before = estimate(problem, decision)
+    without = estimate(problem, replace(decision, recompute=()))
+    ranks = placement(problem.constraints, config.schedule, config.pp, config.chunks)
+    beyond, recompute = list(before.beyond), list(decision.recompute)
+    for stage, rank in reversed([*enumerate(ranks)]):
+        more = without.stages[stage].memory.peak - before.stages[stage].memory.peak
+        if recompute[stage] and before.fits and beyond[rank] + more <= 0:
+            beyond[rank] += more
+            recompute[stage] = ()
+    return replace(decision, recompute=tuple(recompute))

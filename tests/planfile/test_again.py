@@ -15,7 +15,8 @@ PATHS = tuple(f"h.{number}" for number in range(12))
     ("ops", "expected"),
     [
         (("attn/scaled_dot_product_attention/0",), "attention"),
-        (("attn/matmul/0", "attn/softmax/0"), "attn's matmul and attn's softmax"),
+        (("attn/matmul/0", "attn/softmax/0"), "attention"),
+        (("attn/matmul/0", "attn/dropout/0", "attn.out/linear/0"), "attention and out"),
         (("norm1/layer_norm/0", "norm2/pow/0"), "norms"),
         (("mlp/silu/0", "mlp/mul/0"), "activations and gated products"),
         (("q/linear/0", "mlp.0/linear/0"), "q and mlp.0"),

@@ -31,6 +31,7 @@ from autopipe.ir.partition import Stage, legal_cuts, partition
 from autopipe.joint.split_backward import wanted
 from autopipe.joint.split_backward_layouts import joint_for, rehearse_joint
 from autopipe.planfile.parts import InputSpec
+from autopipe.planners.costs.asked_ops import meant
 from autopipe.runtime.comm.threads import LocalTransport, local_network
 from autopipe.runtime.step.engine import AutogradEngine, Engine, JointEngine
 from autopipe.runtime.step.executor import Executor
@@ -146,12 +147,13 @@ def cut(
     split: bool = False,
     recompute: tuple[str, ...] = (),
     ops: tuple[str, ...] = (),
+    words: tuple[str, ...] = (),
     precision: str = "fp32",
 ) -> Cut:
     """Cut evenly by the number of legal cuts, or with a seed anywhere that is legal.
 
     With `split` the stages are rehearsed for schedules that split backwards; of all blocks the
-    nodes of `ops`, short names, run again alone.
+    nodes of `ops`, short names, and what `words` mean (`asked_ops`) run again alone.
     """
     found, flow, blocks = traced(name)
     legal = legal_cuts(flow)
@@ -162,13 +164,15 @@ def cut(
     graph, again = found.graph, blocks_to_recompute(blocks, recompute)
     inside = chain.from_iterable(range(block.first, block.stop) for block in blocks)
     again += tuple(n.name for n in (graph.nodes[p] for p in inside) if n.short in ops)
-    how = wanted(split, compiled=False, by_op=bool(ops))
+    again += tuple(graph.nodes[position].name for position in sorted(meant(flow, blocks, words)))
+    by_op = bool(ops or words)
+    how = wanted(split, compiled=False, by_op=by_op)
     rehearsal = rehearse(graph, stages, blocks, rows, recompute=again, precision=precision)
     if how is not None:
         rehearsal = rehearse_joint(
             graph, stages, blocks, rehearsal, rows, again, precision, wanted=how
         )
-    return Cut(name, found, flow, blocks, stages, rehearsal, rows, again, precision, bool(ops))
+    return Cut(name, found, flow, blocks, stages, rehearsal, rows, again, precision, by_op)
 
 
 @dataclass(frozen=True)

@@ -233,7 +233,7 @@ def rich_problem(seed: int) -> Problem:
                     BlockLevel(
                         int(bytes * sum(saved.bytes for saved in own if saved.block == block)),
                         tuple(
-                            seconds * sum(profile.forward[0][first:last]) * (1 + 0.5 * kind)
+                            _slower([seconds * s for s in profile.forward[0][first:last]], kind)
                             for kind in range(spread)
                         ),
                     )

@@ -18,7 +18,7 @@ from autopipe.ir.graph import bytes_at
 from autopipe.ir.partition import partition
 from autopipe.planners.costs.profile import Costing
 from autopipe.planners.model.devices import machine_of
-from autopipe.planners.model.problem import Constraints
+from autopipe.planners.model.problem import Again, Constraints
 from autopipe.planners.model.range_tables import tables
 from autopipe.planners.model.recompute_sets import figures
 from autopipe.stages.dry_run import rehearse
@@ -83,7 +83,7 @@ def saves(problem, rows, first, end):
     parts = [
         (block, max(first - start, 0), min(end, stop) - start)
         for block, (start, stop) in enumerate(problem.recomputable)
-        if start < end and stop > first and (asked is None or block in asked)
+        if start < end and stop > first and (asked is None or Again(block) in asked)
     ]
     return sum(figures(problem, rows, 0, block, (low, high))[0] for block, low, high in parts)
 
@@ -142,7 +142,7 @@ def test_what_runs_again_takes_its_forwards_seconds_once_more():
     found, _, blocks = traced("gpt")
     units, problem = problem_of("gpt", recompute=[blocks[1].path])
     forward, _ = op_seconds.seconds(op_costs.costs(found.graph), 2, CLUSTER.row[0])
-    (number,) = problem.constraints.recompute
+    ((number, _),) = problem.constraints.recompute
     (more,) = problem.profiles[1].recompute[number]
     assert sum(more) == pytest.approx(forward[blocks[1].first : blocks[1].stop].sum())
     first, last = problem.recomputable[number]
@@ -159,7 +159,7 @@ def test_where_nobody_says_which_blocks_run_again_all_that_can_may():
     assert paths == tuple(block.path for block in blocks)
     assert len(problem.recomputable) == 4 and problem.constraints.recompute is None
     fixed, paths = problem_on(CLUSTER, flow, blocks, units, recompute=["blocks.1", "blocks.3"])
-    assert [paths[number] for number in fixed.constraints.recompute] == ["blocks.1", "blocks.3"]
+    assert [paths[number] for number, _ in fixed.constraints.recompute] == ["blocks.1", "blocks.3"]
     none, paths = problem_on(CLUSTER, flow, blocks, units, recompute=[])
     assert (len(paths), none.constraints.recompute) == (4, ())
 

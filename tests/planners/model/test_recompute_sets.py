@@ -19,7 +19,7 @@ def with_blocks(
     blocks: tuple[tuple[int, int], ...],
     keeps: tuple[int, ...],
     seconds: tuple[float, ...],
-    again: tuple[int, ...] | None = None,
+    again: tuple[Again, ...] | None = None,
 ) -> Problem:
     """Units of one micro-batch; block b keeps `keeps[b]` bytes from its first unit to its last,
     and takes `seconds[b]` in each unit."""
@@ -107,7 +107,7 @@ def test_a_part_of_a_block_saves_what_is_kept_in_that_part() -> None:
 
 
 def test_what_is_asked_for_runs_again_and_nothing_else() -> None:
-    problem = with_blocks(FOUR, (10,) * 4, (1.0,) * 4, again=(1, 2))
+    problem = with_blocks(FOUR, (10,) * 4, (1.0,) * 4, again=(Again(1), Again(2)))
     assert found(problem, 0, 4) == [(20, 2)]
     assert found(problem, 0, 1) == [(0, 0)]
     assert found(problem, 0, 2, free=False) == [(10, 1)], "also under a schedule in halves"
@@ -129,7 +129,7 @@ def by_brute_force(problem: Problem, rows: int, first: int, last: int) -> list[t
             part = max(first - start, 0), min(last, stop) - start
             levels = problem.profile(rows).levels[block] if part == (0, stop - start) else ()
             whole = figures(problem, rows, 0, block, part)
-            own.append([(0, 0.0), whole, *((saved, seconds[0]) for saved, seconds in levels)])
+            own.append([(0, 0.0), whole, *((saved, sum(seconds[0])) for saved, seconds in levels)])
     sets = product(*own)
     every = sorted((sum(s for _, s in one), -sum(b for b, _ in one)) for one in sets)
     best: list[tuple[int, float]] = []
@@ -168,7 +168,7 @@ def test_levels_of_equal_blocks_are_mixed() -> None:
     bytes    4   7   8  11  14  17  20
     seconds  1   3   2   4   6   9  12       7 of one block take longer than 8 of two
     """
-    problem = with_levels(2, [BlockLevel(4, (1.0,)), BlockLevel(7, (3.0,))])
+    problem = with_levels(2, [BlockLevel(4, ((1.0,),)), BlockLevel(7, ((3.0,),))])
     assert found(problem, 0, 2) == [(0, 0), (4, 1), (8, 2), (11, 4), (14, 6), (17, 9), (20, 12)]
     sets = recompute_sets(problem, 1, 0, True)
     start = sets.starts[compositions(problem).number[0, 2]]
@@ -177,7 +177,7 @@ def test_levels_of_equal_blocks_are_mixed() -> None:
 
 
 def test_without_joint_graphs_a_block_runs_again_whole_or_not() -> None:
-    sets = recompute_sets(with_levels(1, [BlockLevel(4, (1.0,))]), 1, 0, True, by_op=False)
+    sets = recompute_sets(with_levels(1, [BlockLevel(4, ((1.0,),))]), 1, 0, True, by_op=False)
     assert sets.bytes.tolist() == [0, 0, 10], "of the empty range, and of the block"
 
 
@@ -189,7 +189,7 @@ def test_of_many_mixtures_those_that_are_left_cost_less_than_a_step_too_much(
     next more than the cheapest of all. And each of them is the cheapest for what it saves."""
     random = Random(seed)
     levels = sorted(
-        (BlockLevel(random.randint(1, 99), (random.uniform(0, 9),)) for _ in range(3)),
+        (BlockLevel(random.randint(1, 99), ((random.uniform(0, 9),),)) for _ in range(3)),
         key=lambda level: level.seconds,
     )
     problem = with_levels(5, levels)

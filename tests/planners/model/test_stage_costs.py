@@ -13,6 +13,7 @@ from autopipe.planfile.parts import Memory
 from autopipe.planners.model import memory
 from autopipe.planners.model.places import StagePlace, in_flights, place_of
 from autopipe.planners.model.problem import (
+    Again,
     Config,
     Constraints,
     Problem,
@@ -356,7 +357,7 @@ def test_what_is_split_cannot_run_again() -> None:
 
 
 def test_what_the_user_has_fixed_runs_again_and_nothing_else() -> None:
-    for fixed in ((), (1, 3)):
+    for fixed in ((), (Again(1), Again(3))):
         problem = blocks((50,) * 4, constraints=Constraints(recompute=fixed))
         for limit in (10, 10_000):
             assert all_of_it(problem, limit, 2).seconds.whole == 12 + len(fixed)

@@ -155,7 +155,8 @@ def test_where_zero_and_what_runs_again_are_asked_for(
     """The first so many blocks are to run again, and no others. 20 problems, 4 by default."""
     for seed in sampled(range(20), of=10):
         problem = rich_problem(seed)
-        blocks = None if again is None else tuple(range(len(problem.recomputable)))[:again]
+        every = tuple(map(Again, range(len(problem.recomputable))))
+        blocks = None if again is None else every[:again]
         asked = replace(problem, zeros=zeros, constraints=Constraints(recompute=blocks))
         same(found_by("dynamic", asked), found_by("exhaustive", asked))
 

@@ -143,7 +143,7 @@ def test_a_model_without_limits_runs_nothing_again() -> None:
         (),
         (),
     )
-    asked = limitless(asking(with_reruns(FOUR), recompute=(1,)))
+    asked = limitless(asking(with_reruns(FOUR), recompute=(Again(1),)))
     assert asked.recomputable == ((0, 2), (2, 4)), "what was asked for still takes its time"
 
 

@@ -46,6 +46,6 @@ def test_fewer_stages_recompute_and_all_fits() -> None:
 
 def test_what_was_asked_for_stays() -> None:
     problem, decision = next(filter(None, map(tight, range(60))))
-    blocks = tuple(sorted({again.block for stage in decision.recompute for again in stage}))
+    blocks = tuple(sorted({again for stage in decision.recompute for again in stage}))
     asked = replace(problem, constraints=replace(problem.constraints, recompute=blocks))
     assert filled(asked, decision) == decision

@@ -115,6 +115,22 @@ def test_predicted_is_measured_with_ops_that_run_again(
     assert all(torch.equal(made[parameter], expected[parameter]) for parameter in expected)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb-h1", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["dropout", "t5"])
+def test_predicted_is_measured_with_attention_that_runs_again(name: str, schedule: str) -> None:
+    """In one op, whose dropout is drawn a second time; and of ops one by one, noise in place."""
+    split = schedule != "1f1b"
+    usual = cut(name, 2, split=split)
+    found = cut(name, 2, words=("attention",), split=split)
+    assert sum(found.rehearsal.saved) < sum(cut(name, 2).rehearsal.saved)
+    held_as_predicted(found, schedule, 4)
+    batch = ZOO[name].inputs(ROWS * 4)
+    expected = run(usual, batch, micro_batches=4, schedule=schedule).gradients
+    made = run(found, batch, micro_batches=4, schedule=schedule).gradients
+    assert made.keys() == expected.keys()
+    assert all(torch.equal(made[parameter], expected[parameter]) for parameter in expected)
+
+
 def held_as_predicted(found: Cut, schedule: str, micro_batches: int, **shape: int) -> None:
     batch = ZOO[found.name].inputs(ROWS * micro_batches)
     made = run(found, batch, micro_batches=micro_batches, schedule=schedule, metered=True, **shape)

@@ -1,0 +1,137 @@
+"""The ops that a word of `--recompute` means: selective recomputation, as people ask for it.
+
+    attention      from its first product to its second: scores, mask, softmax, dropout, sums
+                   (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
+                   Models", 2022, section 5; Megatron-LM's `--recompute-granularity selective`)
+    norms          norms, and all that modules of such a name do themselves
+    activations    GELU, SiLU and their like
+
+    q ──┐
+    k ──┴─ matmul ── scale ── mask ── softmax ── dropout ──┬── matmul ──
+    v ─────────────────────────────────────────────────────┘
+           |---------------------- attention -----------------------|
+
+What runs again does so within its block, so ops that stand in none are not meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+
+from autopipe.errors import PlanError
+from autopipe.ir.blocks import Block, owners
+from autopipe.ir.dataflow import Dataflow
+from autopipe.ir.graph import Node, Ref, State
+from autopipe.planfile.again import BETWEEN, PRODUCTS, SOFTMAX, is_activation, is_norm
+
+
+def meant(flow: Dataflow, blocks: Sequence[Block], words: Collection[str]) -> frozenset[int]:
+    """The positions of the nodes in blocks that words of `WORDS` mean."""
+    inside = owners(blocks, 0, len(flow.graph.nodes))
+    return frozenset(p for word in words for p in WORDS[word](flow, inside) if p in inside)
+
+
+def words_of(recompute: Collection[str] | None, blocks: Sequence[Block]) -> frozenset[str]:
+    """The words for ops among the names of what is to run again."""
+    return frozenset(recompute or ()).difference(block.path for block in blocks)
+
+
+def within_asked(
+    flow: Dataflow, blocks: Sequence[Block], words: Collection[str], numbers: Sequence[int]
+) -> list[int]:
+    """Of each node the number of its block if it may run again alone, else -1.
+
+    Args:
+        words: only the ops that they mean may; none: all may.
+        numbers: of each node that of its block, or -1.
+    """
+    asked = meant(flow, blocks, words)
+    return [n if not words or position in asked else -1 for position, n in enumerate(numbers)]
+
+
+def check_meant(flow: Dataflow, blocks: Sequence[Block], words: Iterable[str]) -> None:
+    """Refuse a word that means nothing in this model.
+
+    Raises:
+        PlanError: names it.
+    """
+    for word in words:
+        if not meant(flow, blocks, [word]):
+            raise PlanError(
+                f"recompute: {word} was asked for, and no block of the model has any",
+                hint="all, none, or the path of a block; without --recompute the planner chooses",
+            )
+
+
+def _attention(flow: Dataflow, inside: Mapping[int, Block]) -> Iterator[int]:
+    for position in inside:
+        node = flow.graph.nodes[position]
+        if node.short == "scaled_dot_product_attention":
+            yield position
+        elif node.short in SOFTMAX:
+            block = inside[position]
+            ways = _read(flow), _reading(flow)
+            before, after = (_to_products(flow, block, position, way) for way in ways)
+            # A router's softmax follows the product with a weight, and leads to none.
+            if before and after:
+                yield from before | after
+
+
+_Way = Callable[[int], Iterable[int]]
+
+
+def _read(flow: Dataflow) -> _Way:
+    """From a node to those that it reads."""
+
+    def before(position: int) -> Iterable[int]:
+        values = flow.graph.nodes[position].values()
+        return [flow.position(value) for value in values if isinstance(value, Ref)]
+
+    return before
+
+
+def _reading(flow: Dataflow) -> _Way:
+    """From a node to those that read it."""
+
+    def after(position: int) -> Iterable[int]:
+        node = flow.graph.nodes[position]
+        made = (Ref(node.name, number) for number in range(len(node.outputs)))
+        return [user for ref in made for user in flow.users.get(ref, ())]
+
+    return after
+
+
+def _to_products(flow: Dataflow, block: Block, start: int, way: _Way) -> set[int]:
+    """The nodes of a block from `start` to the next products; none where there is no product."""
+    found, pending, products = {start}, [start], 0
+    while pending:
+        for position in way(pending.pop()):
+            if position in found or not block.first <= position < block.stop:
+                continue
+            node = flow.graph.nodes[position]
+            if _multiplies_activations(node):
+                found.add(position)
+                products += 1
+            elif node.short not in PRODUCTS | BETWEEN:
+                found.add(position)
+                pending.append(position)
+    return found if products else set()
+
+
+def _multiplies_activations(node: Node) -> bool:
+    return node.short in BETWEEN and not any(isinstance(v, State) for v in node.values())
+
+
+def _named(is_one: Callable[[str], bool]) -> Callable[[Dataflow, Mapping[int, Block]], list[int]]:
+    def of(flow: Dataflow, inside: Mapping[int, Block]) -> list[int]:
+        return [position for position in inside if is_one(flow.graph.nodes[position].name)]
+
+    return of
+
+
+WORDS: Mapping[str, Callable[[Dataflow, Mapping[int, Block]], Iterable[int]]] = {
+    "attention": _attention,
+    "norms": _named(is_norm),
+    "activations": _named(is_activation),
+}
+"""Of each word a function that finds its nodes."""

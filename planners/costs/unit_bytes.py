@@ -1,0 +1,70 @@
+"""Bytes that units hold once and that they send: states, the largest gradient, crossings."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection
+from dataclasses import replace
+
+from autopipe.ir.cut_points import Units
+from autopipe.ir.dataflow import Dataflow, gradient_values
+from autopipe.ir.graph import Ref, State, TensorSpec, bytes_at
+from autopipe.planners.costs.saved_tensors import Made
+from autopipe.planners.model.problem import Crossing, Shared
+from autopipe.stages.precision import copy_bytes
+
+
+def states(
+    flow: Dataflow, units: Units, lowered: Collection[str]
+) -> tuple[tuple[Shared, ...], ...]:
+    """Trainable parameters, all else that is held, and the copies of masters.
+
+    Args:
+        lowered: the parameters of which a step has copies; those that autocast casts are held.
+    """
+    trainable, other, copies = (Counter[tuple[int, ...]]() for _ in range(3))
+    for name, state in flow.graph.states.items():
+        used = tuple(sorted({units.of(position) for position in flow.users[State(name)]}))
+        (trainable if state.trainable else other)[used] += bytes_at(state.held, 1)
+        if state.master is not None:
+            copies[used] += copy_bytes(state)
+        elif name in lowered:
+            other[used] += copy_bytes(state)
+    return tuple(
+        tuple(Shared(size, used) for used, size in sizes.items())
+        for sizes in (trainable, other, copies)
+    )
+
+
+def largest(flow: Dataflow, units: Units) -> tuple[int, ...]:
+    """Of each unit the bytes of the largest gradient that it makes."""
+    found = [0] * len(units.starts)
+    for name, state in flow.graph.states.items():
+        for unit in {units.of(position) for position in flow.users[State(name)] if state.trainable}:
+            found[unit] = max(found[unit], bytes_at(state.summed, 1))
+    return tuple(found)
+
+
+def crossings_of(
+    flow: Dataflow, units: Units, made_in: Made
+) -> Callable[[int], tuple[Crossing, ...]]:
+    """For so many rows the tensors that leave the unit they are made in; those that go the same way
+    as one."""
+    carrying = gradient_values(flow.graph)
+    ways: dict[tuple[int, tuple[int, ...], bool], Counter[TensorSpec]] = defaultdict(Counter)
+    for value, users in flow.users.items():
+        if not isinstance(value, Ref) or flow.local[flow.position(value)]:
+            continue
+        producer = units.of(flow.position(value))
+        later = tuple(sorted({units.of(user) for user in users} - {producer}))
+        if later:
+            spec = replace(flow.graph.spec(value), dtype=made_in[value])
+            ways[producer, later, value in carrying][spec] += 1
+
+    def at(rows: int) -> tuple[Crossing, ...]:
+        return tuple(
+            Crossing(sum(bytes_at(spec, rows) * n for spec, n in specs.items()), *way)
+            for way, specs in ways.items()
+        )
+
+    return at
