@@ -49,6 +49,8 @@ def offered(model: nn.Module, config: PreTrainedConfig, task: str) -> Iterator[B
         {"input_values", "decoder_input_ids"},
         {"input_ids", "attention_mask", "pixel_values", "spatial_shapes", "pixel_attention_mask"},
         {"pixel_values", "spatial_shapes", "pixel_attention_mask"},
+        {"input_ids", "mm_token_type_ids"},
+        {"input_ids", "pixel_values", "image_embeds_position_mask"},
     ):
         wishes += [{main, "labels"} | more, {main} | more]
     for some in (makers, *({**makers, **others} for others in _others(sizes, names))):
@@ -108,6 +110,8 @@ def _makers(sizes: Sizes, task: str) -> Makers:
         "attention_mask": lambda: torch.ones(MOST_ROWS, LENGTH, dtype=torch.long),
         "pixel_values": partial(noise, *((frames, *image) if task == "video" else image)),
         "pixel_values_videos": partial(noise, frames, *image),
+        "mm_token_type_ids": lambda: torch.zeros(MOST_ROWS, LENGTH, dtype=torch.long),
+        "image_embeds_position_mask": partial(_first_words, sizes.find("latent_query_num")),
         "bbox": lambda: torch.arange(4).repeat(MOST_ROWS, LENGTH, 1),
         "input_features": partial(noise, *_features(sizes)),
         "input_values": partial(noise, *_waves(sizes)),
@@ -116,6 +120,11 @@ def _makers(sizes: Sizes, task: str) -> Makers:
 
 
 Makers = dict[str, Callable[[], Any]]
+
+
+def _first_words(count: int) -> Tensor:
+    """1 for as many words as a picture stands for, which come first."""
+    return (torch.arange(LENGTH) < count).long().repeat(MOST_ROWS, 1)
 
 
 def _others(sizes: Sizes, names: set[str]) -> Iterator[Makers]:
@@ -139,6 +148,20 @@ def _others(sizes: Sizes, names: set[str]) -> Iterator[Makers]:
         }
     if {"pixel_values", "input_ids"} <= names:
         yield {"pixel_values": partial(noise, 1, *sizes.image)}
+    token, queries = (
+        sizes.find("video_token_id", "video_token_index"),
+        sizes.find("num_query_tokens"),
+    )
+    if {"pixel_values", "qformer_input_ids"} <= names and token and queries:
+        frames = 4  # as its forward says
+        head = torch.full((MOST_ROWS, frames * queries), token)
+        text = torch.cat([head, words(LENGTH, seed=1)], 1)
+        yield {
+            "pixel_values": partial(noise, frames, *sizes.image),
+            "input_ids": text.clone,
+            "labels": text.clone,
+            "attention_mask": lambda: torch.ones_like(text),
+        }
     if "input_features" in names:
         yield {"input_features": partial(noise, 64, 4 * _features(sizes)[1])}
 
