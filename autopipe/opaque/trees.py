@@ -1,7 +1,7 @@
 """Arguments and results of a call as a tree with numbered places for its tensors.
 
 ((x, None), {"scale": 2.0})     parts_of   ((_0, None), {"scale": 2.0})      tensors: [x]
-Output(hidden=h, mask=None)                Record(Output, {"hidden": _0, "mask": None})
+Output(hidden=h, mask=None)                Struct(Output, {"hidden": _0, "mask": None})
                                 to_text    '{"tuple": [...]}'                for a plan
 """
 
@@ -39,7 +39,7 @@ class Slot(NamedTuple):
     number: int
 
 
-class Record(NamedTuple):
+class Struct(NamedTuple):
     """In a tree, an object of a dataclass or a named tuple, told by its fields alone."""
 
     kind: type
@@ -55,7 +55,7 @@ def parts_of(tree: Any, tensors: Sequence[Tensor]) -> Any:
     if isinstance(tree, Tensor):
         return Slot(next(n for n, tensor in enumerate(tensors) if tensor is tree))
     if (own := _fields(tree)) is not None:
-        return Record(type(tree), {name: parts_of(item, tensors) for name, item in own.items()})
+        return Struct(type(tree), {name: parts_of(item, tensors) for name, item in own.items()})
     if type(tree) in (tuple, list):
         return type(tree)(parts_of(item, tensors) for item in tree)
     if type(tree) is dict:
@@ -80,7 +80,7 @@ def whole_of(parts: Any, tensors: Sequence[Tensor]) -> Any:
     """The inverse of `parts_of`: the tree with tensors in its places."""
     if isinstance(parts, Slot):
         return tensors[parts.number]
-    if isinstance(parts, Record):
+    if isinstance(parts, Struct):
         return parts.kind(**whole_of(parts.fields, tensors))
     if isinstance(parts, tuple | list):
         return type(parts)(whole_of(item, tensors) for item in parts)
@@ -117,8 +117,8 @@ def from_text(text: str) -> Any:
 def _written(parts: Any) -> Any:
     if isinstance(parts, Slot):
         return {"tensor": parts.number}
-    if isinstance(parts, Record):
-        return {"record": [*_name(parts.kind), _written(parts.fields)]}
+    if isinstance(parts, Struct):
+        return {"struct": [*_name(parts.kind), _written(parts.fields)]}
     if isinstance(parts, tuple):
         return {"tuple": [_written(item) for item in parts]}
     if isinstance(parts, list):
@@ -146,7 +146,7 @@ def _class(module: str, name: str) -> Any:
     return reduce(lambda inside, part: getattr(inside, part, None), name.split("."), home)
 
 
-def _record(module: str, name: str, own: Any) -> Record:
+def _struct(module: str, name: str, own: Any) -> Struct:
     kind = _class(str(module), str(name))  # a plan may be anybody's: no function, no other class
     if not isinstance(kind, type) or not (is_dataclass(kind) or hasattr(kind, "_asdict")):
         raise PlanError(
@@ -154,7 +154,7 @@ def _record(module: str, name: str, own: Any) -> Record:
             "is no dataclass and no named tuple of this process",
             hint="import that module in the file of the model, or plan again",
         )
-    return Record(kind, _read(own))
+    return Struct(kind, _read(own))
 
 
 def _read(data: Any) -> Any:
@@ -173,7 +173,7 @@ def _dtype(name: Any) -> torch.dtype:
 
 
 _READ: dict[str, Callable[[Any], Any]] = {
-    "record": lambda told: _record(*told),
+    "struct": lambda told: _struct(*told),
     "tensor": lambda number: Slot(int(number)),
     "tuple": lambda items: tuple(map(_read, items)),
     "dict": lambda items: {key: _read(item) for key, item in items.items()},

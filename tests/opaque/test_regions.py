@@ -15,7 +15,7 @@ from autopipe.ir.fingerprint import fingerprint
 from autopipe.ir.graph import BATCH, REGION_OP
 from autopipe.ir.op_costs import costs
 from autopipe.ir.torch_private import skeleton
-from autopipe.opaque.trees import Record, Slot, Unlike, from_text, to_text
+from autopipe.opaque.trees import Slot, Struct, Unlike, from_text, to_text
 from autopipe.stages.dry_run import rehearse
 from autopipe.stages.saved_storages import SavedStorages
 from autopipe.tracing.trace import trace
@@ -445,7 +445,7 @@ def test_trees_come_back_from_their_text():
     tree = (
         (Slot(0), None, [Slot(1), 2.5]),
         {"dim": -1, "dtype": torch.float16, "deep": {"a": True}},
-        Record(Encoded, {"hidden": Slot(2), "mask": None}),
+        Struct(Encoded, {"hidden": Slot(2), "mask": None}),
     )
     assert from_text(to_text(tree)) == tree
 
@@ -459,7 +459,7 @@ def test_trees_come_back_from_their_text():
         "{}",
         '{"call": "x"}',
         "[",
-        '{"record": ["os"]}',
+        '{"struct": ["os"]}',
     ],
 )
 def test_a_text_that_is_no_tree_is_refused(text):
@@ -468,7 +468,7 @@ def test_a_text_that_is_no_tree_is_refused(text):
 
 
 def test_a_class_that_this_process_does_not_have_is_named():
-    text = to_text(Record(Encoded, {"hidden": Slot(0), "mask": None}))
+    text = to_text(Struct(Encoded, {"hidden": Slot(0), "mask": None}))
     with pytest.raises(PlanError, match="a Gone of tests.opaque.test_regions, which is no data"):
         from_text(text.replace("Encoded", "Gone"))
 
@@ -477,4 +477,4 @@ def test_a_class_that_this_process_does_not_have_is_named():
         hidden: torch.Tensor
 
     with pytest.raises(Unlike, match="Local, a class within a function"):
-        to_text(Record(Local, {"hidden": Slot(0)}))
+        to_text(Struct(Local, {"hidden": Slot(0)}))
