@@ -21,7 +21,7 @@ from autopipe.cluster.tp_groups import GroupKind
 from autopipe.errors import InfeasibleError
 from autopipe.ir.blocks import Block
 from autopipe.ir.dataflow import Dataflow, analyse, gradient_values
-from autopipe.ir.graph import Dim, Graph, Ref, State, at_batch
+from autopipe.ir.graph import BATCH, Dim, Graph, Ref, State, at_batch
 from autopipe.planfile.placements import Move, Sharding
 from autopipe.sharding import collectives
 from autopipe.sharding.collectives import Planned
@@ -156,12 +156,15 @@ def check_heads(graph: Graph, tp: int) -> None:
 
 
 def _heads(graph: Graph) -> dict[str, int]:
-    """The heads of each attention whose number is known, by the name of its node."""
+    """The heads of each attention whose number is known, by the name of its node.
+
+    It is not where they lie in one dim with the rows, or with windows of a picture: [12b, n, d].
+    """
     found = {}
     for node in graph.nodes:
         if node.op.startswith("aten.scaled_dot_product_attention"):
-            query = graph.spec(node.values()[0])
-            heads = query.shape[-3] if len(query.shape) > 3 else 1
+            *rows, _, _ = graph.spec(node.values()[0]).shape
+            heads = 1 if rows == [BATCH] else rows[-1] if rows else 1
             if isinstance(heads, int):
                 found[node.name] = heads
     return found

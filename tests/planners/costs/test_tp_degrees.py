@@ -74,27 +74,37 @@ def test_a_degree_that_divides_nothing() -> None:
 
 
 class Heads(nn.Module):
-    """Attentions of as many heads as are given, one after another, over 8 channels."""
+    """Attentions of as many heads as are given, one after another, over 8 channels.
 
-    def __init__(self, *heads: int) -> None:
+    `folded`: heads are rows of the attention, as SAM has them.
+    """
+
+    def __init__(self, *heads: int, folded: bool = False) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.folded = heads, folded
         self.layer = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for heads in self.heads:
             q = self.layer(x).unflatten(-1, (heads, 8 // heads)).transpose(1, 2)
-            x = nn.functional.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)
+            q = q.flatten(0, 1) if self.folded else q
+            made = nn.functional.scaled_dot_product_attention(q, q, q)
+            x = made.reshape(-1, heads, 3, 8 // heads).transpose(1, 2).flatten(2)
         return x.square().mean()
 
 
 def test_a_degree_that_leaves_every_attention_whole_is_refused() -> None:
-    """Bug: SegFormer, of whose stages the first has one head, was refused altogether."""
+    """Bugs: SegFormer, of whose stages the first has one head, was refused altogether.
 
-    def graph(*heads: int) -> Graph:
-        return trace_model(Heads(*heads), lambda rows: {"x": torch.ones(rows, 3, 8)}).graph
+    And SAM was, for heads that are rows of the attention were said to be one head.
+    """
+
+    def graph(*heads: int, folded: bool = False) -> Graph:
+        model = Heads(*heads, folded=folded)
+        return trace_model(model, lambda rows: {"x": torch.ones(rows, 3, 8)}).graph
 
     check_heads(graph(1, 2, 4), 2)
+    check_heads(graph(4, folded=True), 2)
     with pytest.raises(InfeasibleError, match="the 1 heads of scaled_dot_product_attention/0 do"):
         check_heads(graph(1, 2, 4), 3)
 
