@@ -68,6 +68,18 @@ class SomeRows(Net):
         return made + hidden
 
 
+class MarkedRows(Net):
+    """As T5Gemma2 has it; the gradient of `mark` is a sum over the rows that are marked."""
+
+    def begin(self):
+        self.mark = nn.Parameter(torch.ones(8))
+
+    def inside(self, hidden):
+        made = self.middle(hidden)
+        made[made[:, 0] > 0] = self.mark
+        return made
+
+
 class Experts(Net):
     """Some experts get no row of the first micro-batch, and some in a later one."""
 
@@ -188,7 +200,7 @@ WORK = [
     SomeRows,
     Experts,
 ]
-WORK += [Experts, Widened, Buffers, Twice, Layers, Apart]
+WORK += [MarkedRows, Experts, Widened, Buffers, Twice, Layers, Apart]
 
 
 @pytest.mark.filterwarnings("ignore:Using a non-full backward hook:FutureWarning")
@@ -205,6 +217,7 @@ def regions_of(kind):
 
 def test_it_is_the_smallest_call_that_takes_and_gives_tensors_of_static_sizes():
     assert regions_of(SomeRows) == ["inside()"]
+    assert regions_of(MarkedRows) == ["inside()"]
     assert regions_of(AtMost) == ["nearest()"]
     assert regions_of(Widened) == ["unequal"]
     assert regions_of(ModuleHook) == ["middle"]
