@@ -148,20 +148,6 @@ def _others(sizes: Sizes, names: set[str]) -> Iterator[Makers]:
         }
     if {"pixel_values", "input_ids"} <= names:
         yield {"pixel_values": partial(noise, 1, *sizes.image)}
-    token, queries = (
-        sizes.find("video_token_id", "video_token_index"),
-        sizes.find("num_query_tokens"),
-    )
-    if {"pixel_values", "qformer_input_ids"} <= names and token and queries:
-        frames = 4  # as its forward says
-        head = torch.full((MOST_ROWS, frames * queries), token)
-        text = torch.cat([head, words(LENGTH, seed=1)], 1)
-        yield {
-            "pixel_values": partial(noise, frames, *sizes.image),
-            "input_ids": text.clone,
-            "labels": text.clone,
-            "attention_mask": lambda: torch.ones_like(text),
-        }
     if "input_features" in names:
         yield {"input_features": partial(noise, 64, 4 * _features(sizes)[1])}
 
