@@ -112,12 +112,15 @@ class Job:
     Attributes:
         cluster: measured or described, with all rates that the model needs.
         optimizer_factor: bytes of optimizer state per byte of trainable parameter.
+        beyond: whether micro-batches are costed too whose sizes the constraints rule out: only a
+            refusal wants them, which says what would fit.
     """
 
     request: PlanRequest
     traced: Traced
     cluster: Cluster
     optimizer_factor: float
+    beyond: bool = False
 
     def on_engine(self, *, compiled: bool, constraints: Constraints | None = None) -> Job:
         """The same question, with stages that run compiled or do not."""
