@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopipe.errors import CaptureError, Uncaptured
 from autopipe.frontend import user_lines
+from autopipe.frontend.refusals import depends_on_values
 from autopipe.ir import opaque_ops
 from autopipe.ir.graph import tensors_in
 from autopipe.ir.torch_patches import seeing_saved_tensors_hooks
@@ -187,6 +188,13 @@ def _inner_gradient(*args: Any, **kwargs: Any) -> None:
     )
 
 
+def _write_where(tensor: Tensor, indices: Any, values: Any, *more: Any, **named: Any) -> None:
+    """Refuse `x[mask] = w`, of whose gradient as many rows go to `w` as the mask has."""
+    masks = any(index.dtype in (torch.bool, torch.uint8) for index in tensors_in(indices))
+    if masks and isinstance(values, Tensor) and values.requires_grad:
+        raise depends_on_values(user_lines.here())
+
+
 def _accumulated(*args: Any, **kwargs: Any) -> None:
     raise CaptureError(
         f"{user_lines.here()}: forward runs a backward of its own, which adds to the gradients of "
@@ -209,6 +217,11 @@ _REFUSALS: dict[Any, Callable[..., None]] = {
     **_EFFECTS,
     Tensor.register_hook: _tensor_hook,
     torch.autograd.grad: _inner_gradient,
+    Tensor.__setitem__: _write_where,
+    Tensor.index_put: _write_where,
+    Tensor.index_put_: _write_where,
+    torch.index_put: _write_where,
+    torch.index_put_: _write_where,
 }
 
 

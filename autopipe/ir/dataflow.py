@@ -75,7 +75,7 @@ def analyse(graph: Graph) -> Dataflow:
             root.setdefault(value, value)
             users[value].append(position)
         op = resolve(node.op)
-        written = _written(node, op)
+        written = written_by(node)
         shared = written if written and views(op) else _shared(node, op)
         for number in range(len(node.outputs)):
             made = Ref(node.name, number)
@@ -116,8 +116,9 @@ _WRITES_STATISTICS = {"batch_norm": "training", "instance_norm": "use_input_stat
 """Ops that write running statistics although their schemas do not say so -> the flag for it."""
 
 
-def _written(node: Node, op: object) -> list[Value]:
-    names = [node.args[i] for i in writes(op) if i < len(node.args)]
+def written_by(node: Node) -> list[Value]:
+    """The values that a node writes in place, running statistics among them."""
+    names = [node.args[i] for i in writes(resolve(node.op)) if i < len(node.args)]
     flag = _WRITES_STATISTICS.get(node.short)
     if flag is not None and (given := arguments(node))[flag]:
         names += given["running_mean"], given["running_var"]

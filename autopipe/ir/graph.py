@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property, lru_cache, wraps
 from typing import Any, TypeAlias, TypeVar
 
@@ -291,15 +291,16 @@ def _collect(arg: Arg, found: list[Value]) -> None:
 
 
 def tensors_in(tree: object) -> Iterator[torch.Tensor]:
-    """The tensors in nested lists, tuples and mappings, in order, repeats included."""
+    """The tensors in nested lists, tuples, mappings and dataclasses, in order, repeats included."""
     if isinstance(tree, torch.Tensor):
         yield tree
     elif isinstance(tree, Mapping):
-        for item in tree.values():
-            yield from tensors_in(item)
+        yield from tensors_in(tuple(tree.values()))
     elif isinstance(tree, list | tuple):
         for item in tree:
             yield from tensors_in(item)
+    elif is_dataclass(tree) and not isinstance(tree, type):
+        yield from tensors_in([getattr(tree, own.name) for own in fields(tree)])
 
 
 def swap(arg: Arg, values: Mapping[Value, Value]) -> Any:

@@ -173,7 +173,7 @@ def _run(
     running = _running[key]
     if any(map(is_fake, (*tensors, *written))):
         carrying = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-        made = list(_Shaped.apply(running.region.results, rows, *tensors))  # type: ignore[no-untyped-call]
+        made = list(_Shaped.apply(running.region.results, rows, *tensors, *written))  # type: ignore[no-untyped-call]
         if carrying:
             kept = [tensors[number] for number in running.region.keeps]
             opaque_ops.keep(kept, saved, made)
@@ -206,10 +206,9 @@ class _Shaped(torch.autograd.Function):
 
 def _empty(result: Result, rows: Any, tensors: Sequence[Tensor]) -> Tensor:
     sizes = [_at(size, rows) for size in result.shape]
-    device = tensors[0].device if tensors else None
-    dense = torch.empty(
-        [sizes[dim] for dim in result.order], dtype=getattr(torch, result.dtype), device=device
-    )
+    like = next(tensor for tensor in tensors if is_fake(tensor))  # no read may take it for values
+    shape = [sizes[dim] for dim in result.order]
+    dense = like.new_empty(shape, dtype=getattr(torch, result.dtype), device=tensors[0].device)
     return dense.permute(_inverse(result.order))
 
 

@@ -1,13 +1,17 @@
 """Arguments and results of a call as a tree with numbered places for its tensors.
 
 ((x, None), {"scale": 2.0})     parts_of   ((_0, None), {"scale": 2.0})      tensors: [x]
+Output(hidden=h, mask=None)                Struct(Output, {"hidden": _0, "mask": None})
                                 to_text    '{"tuple": [...]}'                for a plan
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +20,8 @@ from torch import Tensor
 from autopipe.errors import PlanError
 from autopipe.ir.graph import tensors_in
 from autopipe.util.dtypes import bytes_of, name_of
+
+_GOES = "goes into a module or comes out of it"
 
 
 class Unlike(Exception):
@@ -33,6 +39,13 @@ class Slot(NamedTuple):
     number: int
 
 
+class Struct(NamedTuple):
+    """In a tree, an object of a dataclass or a named tuple, told by its fields alone."""
+
+    kind: type
+    fields: Mapping[str, Any]
+
+
 def parts_of(tree: Any, tensors: Sequence[Tensor]) -> Any:
     """A tree of containers with a place where each of the tensors stands.
 
@@ -41,19 +54,34 @@ def parts_of(tree: Any, tensors: Sequence[Tensor]) -> Any:
     """
     if isinstance(tree, Tensor):
         return Slot(next(n for n, tensor in enumerate(tensors) if tensor is tree))
+    if (own := _fields(tree)) is not None:
+        return Struct(type(tree), {name: parts_of(item, tensors) for name, item in own.items()})
     if type(tree) in (tuple, list):
         return type(tree)(parts_of(item, tensors) for item in tree)
     if type(tree) is dict:
         return {key: parts_of(item, tensors) for key, item in tree.items()}
     if tree is None or isinstance(tree, bool | int | float | str | torch.dtype | torch.device):
         return tree
-    raise Unlike(f"a {type(tree).__name__} goes into a module or comes out of it")
+    raise Unlike(f"a {type(tree).__name__} {_GOES}")
+
+
+def _fields(tree: Any) -> Mapping[str, Any] | None:
+    """The fields that an object can be made from again; None: it has others, or none."""
+    if isinstance(tree, tuple) and hasattr(tree, "_asdict"):
+        found: Mapping[str, Any] = tree._asdict()
+        return found
+    if isinstance(tree, type) or not is_dataclass(tree) or not all(f.init for f in fields(tree)):
+        return None
+    own = {field.name: getattr(tree, field.name) for field in fields(tree)}
+    return own if getattr(tree, "__dict__", own).keys() <= own.keys() else None
 
 
 def whole_of(parts: Any, tensors: Sequence[Tensor]) -> Any:
     """The inverse of `parts_of`: the tree with tensors in its places."""
     if isinstance(parts, Slot):
         return tensors[parts.number]
+    if isinstance(parts, Struct):
+        return parts.kind(**whole_of(parts.fields, tensors))
     if isinstance(parts, tuple | list):
         return type(parts)(whole_of(item, tensors) for item in parts)
     if isinstance(parts, dict):
@@ -65,16 +93,17 @@ def to_text(parts: Any) -> str:
     """The result of `parts_of` as JSON text.
 
     Raises:
-        Unlike: a device, or a key that is no text: another process would not know it.
+        Unlike: a device, a key that is no text, a class without a home: another process would not
+            know it.
     """
     return json.dumps(_written(parts))
 
 
 def from_text(text: str) -> Any:
-    """The inverse of `to_text`.
+    """The inverse of `to_text`, where the model has been built.
 
     Raises:
-        PlanError: `to_text` has not written it.
+        PlanError: `to_text` has not written it, or it names a class that this process has not.
     """
     try:
         return _read(json.loads(text))
@@ -88,6 +117,8 @@ def from_text(text: str) -> Any:
 def _written(parts: Any) -> Any:
     if isinstance(parts, Slot):
         return {"tensor": parts.number}
+    if isinstance(parts, Struct):
+        return {"struct": [*_name(parts.kind), _written(parts.fields)]}
     if isinstance(parts, tuple):
         return {"tuple": [_written(item) for item in parts]}
     if isinstance(parts, list):
@@ -97,8 +128,33 @@ def _written(parts: Any) -> Any:
     if isinstance(parts, torch.dtype):
         return {"dtype": name_of(parts)}
     if isinstance(parts, torch.device | dict):
-        raise Unlike(f"{parts} goes into a module or comes out of it")
+        raise Unlike(f"{parts} {_GOES}")
     return parts
+
+
+def _name(kind: type) -> tuple[str, str]:
+    """Where another process that has built the same model finds a class."""
+    name = kind.__module__, kind.__qualname__
+    if _class(*name) is not kind:
+        raise Unlike(f"a {kind.__qualname__}, a class within a function, {_GOES}")
+    return name
+
+
+def _class(module: str, name: str) -> Any:
+    """A class of a module that was imported when the model was built; None: there is none."""
+    home: Any = sys.modules.get(module)
+    return reduce(lambda inside, part: getattr(inside, part, None), name.split("."), home)
+
+
+def _struct(module: str, name: str, own: Any) -> Struct:
+    kind = _class(str(module), str(name))  # a plan may be anybody's: no function, no other class
+    if not isinstance(kind, type) or not (is_dataclass(kind) or hasattr(kind, "_asdict")):
+        raise PlanError(
+            f"plan.regions: a part that runs as it is takes or gives a {name} of {module}, which "
+            "is no dataclass and no named tuple of this process",
+            hint="import that module in the file of the model, or plan again",
+        )
+    return Struct(kind, _read(own))
 
 
 def _read(data: Any) -> Any:
@@ -117,6 +173,7 @@ def _dtype(name: Any) -> torch.dtype:
 
 
 _READ: dict[str, Callable[[Any], Any]] = {
+    "struct": lambda told: _struct(*told),
     "tensor": lambda number: Slot(int(number)),
     "tuple": lambda items: tuple(map(_read, items)),
     "dict": lambda items: {key: _read(item) for key, item in items.items()},

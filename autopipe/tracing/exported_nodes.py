@@ -14,9 +14,9 @@ from torch.export.graph_signature import InputKind, InputSpec
 from autopipe.errors import CaptureError
 from autopipe.frontend import user_lines
 from autopipe.ir.blocks import Visit
-from autopipe.ir.dataflow import analyse
+from autopipe.ir.dataflow import analyse, written_by
 from autopipe.ir.graph import READ_OP, Arg, Graph, Node, Ref, State, resolve, values_in
-from autopipe.ir.torch_private import is_fake, storage_key, writes, written_arguments
+from autopipe.ir.torch_private import is_fake, storage_key, written_arguments
 
 LOSS_SCOPE = "loss()"
 """The scope of what the loss function computes; no module can be called that."""
@@ -180,7 +180,7 @@ def live_nodes(nodes: Sequence[Node], outputs: tuple[Arg, ...]) -> tuple[Node, .
     needed = {v.node for v in values_in(outputs) if isinstance(v, Ref)}
     kept: list[Node] = []
     for node in reversed(nodes):
-        if node.name in needed or node.op == READ_OP or writes(resolve(node.op)):
+        if node.name in needed or node.op == READ_OP or written_by(node):
             kept.append(node)
             needed.update(v.node for v in node.values() if isinstance(v, Ref))
     return tuple(reversed(kept))

@@ -115,6 +115,8 @@ def attempt(name: str, what: str, one: Callable[[], Row]) -> Row:
     except AutopipeError as error:
         return Row(name, what, "refused", said(error))
     except Exception as error:  # a bug of autopipe: no user may see it
+        if isinstance(error.__cause__, AutopipeError):  # what one rank refuses, its peers pass on
+            return Row(name, what, "refused", said(error.__cause__))
         return Row(name, what, "crashed", said(error))
 
 

@@ -27,7 +27,7 @@ from benchmarks.zoo.subject import Subject
 MEMORY = 12 * 2**30
 """Bytes of addresses of one process: a model that is not tiny ends with an error of its own."""
 
-WAITING = 5
+WAITING = 15
 """So much longer a model may take where other programs have the cores."""
 
 Rows = list[dict[str, Any]]

@@ -21,7 +21,7 @@ from autopipe.cluster.tp_groups import GroupKind
 from autopipe.errors import InfeasibleError
 from autopipe.ir.blocks import Block
 from autopipe.ir.dataflow import Dataflow, analyse, gradient_values
-from autopipe.ir.graph import Dim, Graph, Ref, State, at_batch
+from autopipe.ir.graph import BATCH, Dim, Graph, Ref, State, at_batch
 from autopipe.planfile.placements import Move, Sharding
 from autopipe.sharding import collectives
 from autopipe.sharding.collectives import Planned
@@ -91,9 +91,7 @@ def degrees(cluster: Cluster, asked: int | None, graph: Graph) -> tuple[tuple[in
 
 def _divides(graph: Graph, tp: int) -> bool:
     """Whether the heads of every attention divide by a degree, and most of all matrices."""
-    try:
-        check_heads(graph, tp)
-    except InfeasibleError:
+    if any(heads % tp for heads in _heads(graph).values()):
         return False
     shapes = [s.spec.shape for s in graph.states.values() if s.kind == "parameter"]
     matrices = [[int(dim) for dim in shape] for shape in shapes if len(shape) > 1]
@@ -138,23 +136,36 @@ def check_heads(graph: Graph, tp: int) -> None:
     """Refuse a degree that is asked for and leaves every attention whole on every rank.
 
     Such a plan is right, but its ranks do the same work: nobody means that. Where nobody asks, it
-    may still be all that fits.
+    may still be all that fits. Of a model whose stages have 1, 2, 4 and 8 heads, as SegFormer's
+    do, the attentions that do not divide stay whole.
 
     Raises:
-        InfeasibleError: the heads of an attention do not divide; names it.
+        InfeasibleError: no attention's heads divide; names the first.
     """
+    attentions = _heads(graph)
+    if attentions and all(heads % tp for heads in attentions.values()):
+        name, heads = next(iter(attentions.items()))
+        dividing = [n for n in range(1, heads + 1) if heads % n == 0]
+        raise InfeasibleError(
+            f"tp={tp} was asked for, and the {heads} heads of {name} do not divide into "
+            f"{tp} equal parts",
+            hint=f"tp of {', '.join(map(str, dividing))}",
+        )
+
+
+def _heads(graph: Graph) -> dict[str, int]:
+    """The heads of each attention whose number is known, by the name of its node.
+
+    It is not where they lie in one dim with the rows, or with windows of a picture: [12b, n, d].
+    """
+    found = {}
     for node in graph.nodes:
-        if not node.op.startswith("aten.scaled_dot_product_attention"):
-            continue
-        query = graph.spec(node.values()[0])
-        heads = query.shape[-3] if len(query.shape) > 3 else 1
-        if isinstance(heads, int) and heads % tp:
-            dividing = [n for n in range(1, heads + 1) if heads % n == 0]
-            raise InfeasibleError(
-                f"tp={tp} was asked for, and the {heads} heads of {node.name} do not divide into "
-                f"{tp} equal parts",
-                hint=f"tp of {', '.join(map(str, dividing))}",
-            )
+        if node.op.startswith("aten.scaled_dot_product_attention"):
+            *rows, _, _ = graph.spec(node.values()[0]).shape
+            heads = 1 if rows == [BATCH] else rows[-1] if rows else 1
+            if isinstance(heads, int):
+                found[node.name] = heads
+    return found
 
 
 def _check_divides(flow: Dataflow, sharding: Sharding, cluster: Cluster) -> None:

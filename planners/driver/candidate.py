@@ -172,12 +172,12 @@ def _costing(job: Job, tp: int, degree: Degree | None) -> tuple[Degree, Costing]
 def _rows(job: Job, devices: int) -> tuple[list[int], list[int]]:
     """Rows of the micro-batches that meet the constraints, and of those that a problem has.
 
-    A problem also has the sizes that break the constraints on dp and micro-batches: a refusal says
-    which of them would fit. A written schedule fixes the number of micro-batches.
+    The two differ for `Job.beyond` alone: a refusal says which sizes would fit that break the
+    constraints on dp and micro-batches. A written schedule fixes the number of micro-batches.
     """
     traced, constraints = job.traced, job.constraints
     wanted = arguments.micro_batch_rows(traced.rows, devices, constraints, traced.least)
-    if constraints.programs:
+    if constraints.programs or not job.beyond:
         return wanted, wanted
     free = replace(constraints, dp=None, micro_batches=None)
     return wanted, arguments.micro_batch_rows(traced.rows, devices, free, traced.least)

@@ -173,7 +173,12 @@ def best_plan(job: Job, watch: Stopwatch, slower_than: Searched | None = None) -
     Raises:
         InfeasibleError: no plan fits; of the refusals the one with the least shortfall.
     """
-    return _written(_first_that_answer(job, watch, slower_than))
+    try:
+        return _written(_first_that_answer(job, watch, slower_than))
+    except InfeasibleError:
+        if job.beyond or (job.constraints.dp, job.constraints.micro_batches) == (None, None):
+            raise
+    return best_plan(replace(job, beyond=True), watch, slower_than)  # which says what would fit
 
 
 def _written(found: Searched) -> Chosen:

@@ -124,6 +124,8 @@ class Job:
         optimizer_factor: bytes of optimizer state per byte of trainable parameter.
         known: by tensor-parallel degree, what dry runs have found, for later ones to use: those of
             the same model on the other engine, or with its loss in parts, too.
+        beyond: whether micro-batches are costed too whose sizes the constraints rule out: only a
+            refusal wants them, which says what would fit.
     """
 
     request: PlanRequest
@@ -131,6 +133,7 @@ class Job:
     cluster: Cluster
     optimizer_factor: float
     known: defaultdict[int, Known] = field(default_factory=partial(defaultdict, dict), repr=False)
+    beyond: bool = False
 
     def on_engine(self, *, compiled: bool, constraints: Constraints | None = None) -> Job:
         """The same question, with stages that run compiled or do not."""

@@ -220,6 +220,28 @@ class Cumulative(Net):
         self.middle = nn.BatchNorm1d(8, momentum=None)
 
 
+class Aside(Net):
+    """A branch that no result comes of; its statistics are kept all the same."""
+
+    def begin(self):
+        self.norm = nn.BatchNorm1d(8)
+        self.other = nn.InstanceNorm1d(8, track_running_stats=True)
+
+    def inside(self, hidden):
+        self.norm(self.middle(hidden))
+        self.other(hidden[:, :, None].expand(-1, -1, 3))
+        return self.middle(hidden)
+
+
+def test_running_statistics_are_written_by_a_branch_that_nothing_reads():
+    """Bug: only ops whose schemas declare a write were kept, and `batch_norm` declares none.
+
+    Backbones of which one feature map is trained were refused: "another one by its graph".
+    """
+    assert unlike(built(Aside)) == []
+    assert unlike(built(Aside), cuts=["relu/1"]) == []
+
+
 class RoutedIn(Net):
     """As switch and nllb have it: the router is put to a dtype, which it has already."""
 

@@ -49,6 +49,8 @@ def offered(model: nn.Module, config: PreTrainedConfig, task: str) -> Iterator[B
         {"input_values", "decoder_input_ids"},
         {"input_ids", "attention_mask", "pixel_values", "spatial_shapes", "pixel_attention_mask"},
         {"pixel_values", "spatial_shapes", "pixel_attention_mask"},
+        {"input_ids", "mm_token_type_ids"},
+        {"input_ids", "pixel_values", "image_embeds_position_mask"},
     ):
         wishes += [{main, "labels"} | more, {main} | more]
     for some in (makers, *({**makers, **others} for others in _others(sizes, names))):
@@ -108,6 +110,8 @@ def _makers(sizes: Sizes, task: str) -> Makers:
         "attention_mask": lambda: torch.ones(MOST_ROWS, LENGTH, dtype=torch.long),
         "pixel_values": partial(noise, *((frames, *image) if task == "video" else image)),
         "pixel_values_videos": partial(noise, frames, *image),
+        "mm_token_type_ids": lambda: torch.zeros(MOST_ROWS, LENGTH, dtype=torch.long),
+        "image_embeds_position_mask": partial(_first_words, sizes.find("latent_query_num")),
         "bbox": lambda: torch.arange(4).repeat(MOST_ROWS, LENGTH, 1),
         "input_features": partial(noise, *_features(sizes)),
         "input_values": partial(noise, *_waves(sizes)),
@@ -116,6 +120,11 @@ def _makers(sizes: Sizes, task: str) -> Makers:
 
 
 Makers = dict[str, Callable[[], Any]]
+
+
+def _first_words(count: int) -> Tensor:
+    """1 for as many words as a picture stands for, which come first."""
+    return (torch.arange(LENGTH) < count).long().repeat(MOST_ROWS, 1)
 
 
 def _others(sizes: Sizes, names: set[str]) -> Iterator[Makers]:

@@ -1,6 +1,8 @@
 """Which tensor-parallel degrees there are, and what those cost that send something."""
 
 import pytest
+import torch
+from torch import nn
 
 from autopipe.cluster.cluster import Cluster, Link
 from autopipe.cluster.spec import parse
@@ -8,9 +10,16 @@ from autopipe.cluster.tp_groups import slowest_kind, tp_groups
 from autopipe.errors import InfeasibleError
 from autopipe.ir.blocks import find_blocks
 from autopipe.ir.dataflow import analyse
-from autopipe.planners.costs.tp_degrees import Degree, as_one_rank, degrees, sending_seconds
+from autopipe.ir.graph import Graph
+from autopipe.planners.costs.tp_degrees import (
+    Degree,
+    as_one_rank,
+    check_heads,
+    degrees,
+    sending_seconds,
+)
 from tests.support.inprocess import machine
-from tests.support.staged import traced
+from tests.support.staged import trace_model, traced
 
 GRAPH = traced("gpt").graph
 """Its attentions have four heads."""
@@ -62,6 +71,42 @@ def test_a_degree_that_divides_nothing() -> None:
         "tp=7 was asked for, and no parameter divides into 7 equal parts"
     )
     assert said.hint is not None and said.hint.startswith("tp of 2, 3, 4, 6")
+
+
+class Heads(nn.Module):
+    """Attentions of as many heads as are given, one after another, over 8 channels.
+
+    `folded`: heads are rows of the attention, as SAM has them.
+    """
+
+    def __init__(self, *heads: int, folded: bool = False) -> None:
+        super().__init__()
+        self.heads, self.folded = heads, folded
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for heads in self.heads:
+            q = self.layer(x).unflatten(-1, (heads, 8 // heads)).transpose(1, 2)
+            q = q.flatten(0, 1) if self.folded else q
+            made = nn.functional.scaled_dot_product_attention(q, q, q)
+            x = made.reshape(-1, heads, 3, 8 // heads).transpose(1, 2).flatten(2)
+        return x.square().mean()
+
+
+def test_a_degree_that_leaves_every_attention_whole_is_refused() -> None:
+    """Bugs: SegFormer, of whose stages the first has one head, was refused altogether.
+
+    And SAM was, for heads that are rows of the attention were said to be one head.
+    """
+
+    def graph(*heads: int, folded: bool = False) -> Graph:
+        model = Heads(*heads, folded=folded)
+        return trace_model(model, lambda rows: {"x": torch.ones(rows, 3, 8)}).graph
+
+    check_heads(graph(1, 2, 4), 2)
+    check_heads(graph(4, folded=True), 2)
+    with pytest.raises(InfeasibleError, match="the 1 heads of scaled_dot_product_attention/0 do"):
+        check_heads(graph(1, 2, 4), 3)
 
 
 def test_blocks_stand_where_they_stood() -> None:

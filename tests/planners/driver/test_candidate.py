@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 
 import autopipe
+from autopipe.errors import InfeasibleError
 from autopipe.planners.costs.profile import Costing, Profiled
 from autopipe.planners.driver.candidate import Candidate
 from autopipe.planners.search.best import Answer
@@ -35,6 +38,27 @@ def test_bytes_are_looked_into_where_they_matter(monkeypatch: pytest.MonkeyPatch
     for other in told:
         assert other.step_seconds is None and other.why.endswith("slower, by its bound")
     assert plan.planner.step_seconds <= plan.planner.bound_seconds * (1 + TOLERANCE)
+
+
+def test_bytes_of_other_micro_batches_are_for_a_refusal_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """4 micro-batches of 8 rows are 2 rows each. Where nothing fits, all sizes are looked at."""
+    counted: list[Sequence[int]] = []
+    profiled = Costing.profiled
+
+    def noting(self: Costing, *, check: bool = True) -> Profiled:
+        counted.append(self.rows)
+        return profiled(self, check=check)
+
+    monkeypatch.setattr(Costing, "profiled", noting)
+    case = ZOO["gpt"]
+    asked = partial(autopipe.plan, case.model, case.inputs, loss=case.loss, batch_size=8)
+    asked(cluster=machine(2), pp=2, dp=1, tp=1, micro_batches=4)
+    assert counted == [[2]]
+    with pytest.raises(InfeasibleError):
+        asked(cluster=machine(2), pp=2, dp=1, tp=1, micro_batches=4, memory=1000)
+    assert counted[-1] == [1, 2, 4, 8]
 
 
 def test_the_phases_pass_values_that_can_be_printed(monkeypatch: pytest.MonkeyPatch) -> None:
