@@ -29,7 +29,6 @@ from autopipe.ir.graph import (
     READ_OP,
     REGION_OP,
     Arg,
-    Autocast,
     Graph,
     Input,
     Node,
@@ -202,14 +201,12 @@ def check_recompute(
         )
     flow = analyse(graph)
     for block, positions in _runs(graph, stage, blocks):
-        if block is not None and block.path in recompute:
-            reason = obstacle(flow, positions)
-            if reason is not None:
-                refuse(stage, block.path, reason)
+        path = "" if block is None else block.path
+        if path in recompute and (reason := obstacle(flow, positions)):
+            refuse(stage, path, reason)
     for position in range(stage.first, stage.stop):
         name = graph.nodes[position].name
-        reason = obstacle(flow, [position]) if name in recompute else None
-        if reason is not None:
+        if name in recompute and (reason := obstacle(flow, [position])):
             refuse(stage, name, reason)
 
 
@@ -330,8 +327,7 @@ class _Emitter:
         if node.op == READ_OP and self.reads is not None:
             read = self.reads[args[1]]
             return into.call_function(check_read, (args[0], read.kind, read.value, read.place))
-        op = resolve(node.op)
-        auto: Autocast | None = node.autocast
+        op, auto = resolve(node.op), node.autocast
         around = () if auto is None else (auto.device_type, auto.dtype, auto.enabled)
         given: tuple[Any, ...] = (op, *args)
         if self.reads is None and node.op in KERNELS:  # on fake tensors, which draw nothing
