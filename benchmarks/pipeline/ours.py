@@ -37,6 +37,9 @@ from benchmarks.pipeline.stages import Model, loss
 class _Alone:
     """The gradients of a pipeline without replicas: they are their own sums."""
 
+    def begin(self, stage: int) -> None:
+        return
+
     def arm(self, stage: int) -> None:
         return
 

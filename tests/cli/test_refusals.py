@@ -517,8 +517,8 @@ def test_batches_of_rows_that_do_not_divide(autopipe: Shell) -> None:
             "--weights gone.safetensors",
             {},
             "weights 'gone.safetensors': there is no such file or folder\n\n"
-            "hint: weights are a safetensors file, a state_dict that torch.save has written, or a "
-            "folder of either",
+            "hint: weights are a safetensors file, a state_dict that torch.save has written, "
+            "a folder of either, or a run's checkpoint",
         ),
         (
             "--save model.pt",

@@ -19,8 +19,16 @@ print(asked.by(), asked.interrupted())
 """
 
 
+AS_IN_A_TERMINAL = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+"""
+"""For tests that themselves run in background, where a shell has Ctrl-C ignored."""
+
+
 def told(*signals: str, ignoring: str = "") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", PROGRAM, *signals]
+    first = "" if ignoring else AS_IN_A_TERMINAL
+    command = [sys.executable, "-c", first + PROGRAM, *signals]
     if ignoring:
         command = ["sh", "-c", f"trap '' {ignoring}; exec \"$@\"", "sh", *command]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
