@@ -175,7 +175,7 @@ def settle(
     ):
         own = numbers[first, last]
         found = costs(problem, config, place, of.at(first, last), own)
-        counts = sets_of(problem, config, place).counts[int(found.recomputed)]
+        counts = sets_of(problem, config, place).counts(int(found.recomputed))
         recomputed.append(blocks_of(problem, first, last, counts))
     return Decision(config, cuts, tuple(recomputed), groups)
 

@@ -10,7 +10,7 @@ and keeps what nothing beats in both bytes and seconds.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import product
 from math import comb
 from typing import NamedTuple
@@ -22,9 +22,9 @@ from autopipe.planners.model.range_tables import Bytes, Times
 
 Numbers = NDArray[np.int64]
 
-MOST_SETS = 4096
+MOST_SETS = 512
 """Sets of a composition that are kept. Where blocks are so different that there are more, some in
-between are left out: what is then found costs a little more than it must."""
+between are left out: what is then found saves up to a 512th of all that can be saved too much."""
 
 MOST_MIXES = 256
 """Ways to deal levels out to equal blocks that are all looked at."""
@@ -58,20 +58,32 @@ NOTHING = Sets(np.zeros(1, np.int64), np.zeros(1), np.zeros((1, 0), np.int64))
 
 def with_parts(sets: Sets, group: EqualParts) -> Sets:
     """The sets of one more group's parts besides."""
-    mixes = _mixes(group)
-    size = np.array([option.size for option in group.options], np.int64)
-    seconds = np.array([option.seconds for option in group.options])
-    saved = (sets.saved[:, None] + mixes @ size).ravel()
-    spent = (sets.spent[:, None] + mixes @ seconds).ravel()
-    order = np.lexsort((-saved, spent))
-    best = np.maximum.accumulate(saved[order])
-    first = np.concatenate(([True], best[1:] > best[:-1]))
-    kept = order[first]
+    own = _alone(group)
+    saved = (sets.saved[:, None] + own.saved).ravel()
+    spent = (sets.spent[:, None] + own.spent).ravel()
+    kept = _unbeaten(saved, spent)
     if len(kept) > MOST_SETS:
         kept = kept[np.unique(np.linspace(0, len(kept) - 1, MOST_SETS).astype(np.int64))]
-    before, own = np.divmod(kept, len(mixes))
-    counts = np.concatenate((sets.counts[before], mixes[own]), axis=1)
+    before, last = np.divmod(kept, len(own.saved))
+    counts = np.concatenate((sets.counts[before], own.counts[last]), axis=1)
     return Sets(saved[kept], spent[kept], counts)
+
+
+@lru_cache(maxsize=1024)
+def _alone(group: EqualParts) -> Sets:
+    """The sets of one group; a way that another one beats is in no set of more groups either."""
+    mixes = _mixes(group)
+    saved = mixes @ np.array([option.size for option in group.options], np.int64)
+    spent = mixes @ np.array([option.seconds for option in group.options])
+    kept = _unbeaten(saved, spent)
+    return Sets(saved[kept], spent[kept], mixes[kept])
+
+
+def _unbeaten(saved: Bytes, spent: Times) -> Numbers:
+    """Which sets no other beats in both, from those that save least on."""
+    order = np.lexsort((-saved, spent))
+    best = np.maximum.accumulate(saved[order])
+    return np.asarray(order[np.concatenate(([True], best[1:] > best[:-1]))])
 
 
 def _mixes(group: EqualParts) -> Numbers:

@@ -28,7 +28,6 @@ from functools import cache, cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autopipe.planners.model.level_mixes import (
     NOTHING,
@@ -73,19 +72,25 @@ class RecomputeSets:
 
     Args:
         largest: bytes of the largest part of each composition.
-        starts: where the sets of each composition begin in `bytes`, `seconds` and `counts`, and the
-            end of the last.
+        starts: where the sets of each composition begin in `bytes` and `seconds`, and the end of
+            the last.
         bytes, seconds: what the sets save a micro-batch and what they cost, both ascending within a
             composition; the first saves nothing, unless the user has fixed what is recomputed.
-        counts: of each set, how many blocks of each of its composition's parts are at each of the
-            part's levels (`part_levels`).
+        of_each: the sets of each composition.
     """
 
     largest: Bytes
     starts: Numbers
     bytes: Bytes
     seconds: Times
-    counts: tuple[tuple[int, ...], ...]
+    of_each: tuple[Sets, ...]
+
+    def counts(self, number: int) -> tuple[int, ...]:
+        """Of a set, how many blocks of each of its composition's parts are at each of the part's
+        levels (`part_levels`)."""
+        composition = int(np.searchsorted(self.starts, number, side="right")) - 1
+        row = self.of_each[composition].counts[number - self.starts[composition]]
+        return tuple(map(int, row))
 
     def cheapest(self, compositions: Numbers, needed: Bytes) -> Numbers:
         """The number of the first set of each composition that saves at least so many bytes.
@@ -125,9 +130,7 @@ def recompute_sets(
     """
     made, fixed = compositions(problem), problem.constraints.recompute
     largest, starts = [], [0]
-    saved: list[NDArray[np.int64]] = []
-    spent: list[Times] = []
-    counts: list[tuple[int, ...]] = []
+    of_each: list[Sets] = []
 
     @cache
     def sets(groups: tuple[EqualParts, ...]) -> Sets:
@@ -148,17 +151,15 @@ def recompute_sets(
 
     for parts in made.parts:
         found = sets(tuple(EqualParts(count, options(part)) for part, count in parts.items()))
-        saved.append(found.saved)
-        spent.append(found.spent)
-        counts += map(tuple, found.counts.tolist())
+        of_each.append(found)
         largest.append(max((one.size for part in parts for one in options(part)), default=0))
         starts.append(starts[-1] + len(found.saved))
     return RecomputeSets(
         np.array(largest, np.int64),
         np.array(starts, np.int64),
-        np.concatenate(saved),
-        np.concatenate(spent),
-        tuple(counts),
+        np.concatenate([found.saved for found in of_each]),
+        np.concatenate([found.spent for found in of_each]),
+        tuple(of_each),
     )
 
 
@@ -261,7 +262,8 @@ def compositions(problem: Problem) -> Compositions:
                 for part in (ahead[i], behind[j]):
                     if part is not None:
                         parts[part] = parts.get(part, 0) + 1
-            key = tuple(sorted(parts.items()))
+            # Whole blocks first: they are what ranges share, and so are their sets.
+            key = tuple(sorted(parts.items(), key=lambda item: (item[0] not in whole, item[0])))
             number[i, j] = known.setdefault(key, len(known))
     return Compositions(kinds, firsts, number, tuple(map(dict, known)))
 

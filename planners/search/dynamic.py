@@ -116,7 +116,7 @@ def _decision(problem: Problem, config: Config, path: StagePath) -> Decision:
     ranks = placement(problem.constraints, config.schedule, config.pp, config.chunks)
     groups = dict(zip(ranks, path.groups, strict=True))
     recomputed = tuple(
-        blocks_of(problem, *taken, arc.sets.counts[int(arc.recomputed[taken])])
+        blocks_of(problem, *taken, arc.sets.counts(int(arc.recomputed[taken])))
         for arc, taken in path.ranges
     )
     return Decision(config, path.cuts, recomputed, tuple(groups[rank] for rank in range(config.pp)))

@@ -75,6 +75,7 @@ def test_bytes_are_counted_at_the_allocator() -> None:
     assert sum(theirs["live_bytes"]) > sum(ours["live_bytes"])
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not link.available(), reason="takes root and /dev/net/tun")
 def test_a_delayed_link_delays() -> None:
     """Forward crosses once and backward once: no step is shorter than twice the delay."""

@@ -121,7 +121,7 @@ PLANS: dict[str, Callable[[], Case]] = {
 }
 
 
-ALWAYS = ("eager-1f1b", "skip connections", "a loss in parts", "zb-h1, recompute, bf16")
+ALWAYS = ("eager-1f1b", "skip connections", "a loss in parts")
 """The others run in the long run."""
 
 

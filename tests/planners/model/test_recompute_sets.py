@@ -83,14 +83,14 @@ def test_a_set_is_made_of_blocks_again() -> None:
     sets = recompute_sets(problem, 1, 0, True)
     number = compositions(problem).number[0, 4]
     for row in range(sets.starts[number], sets.starts[number + 1]):
-        blocks = blocks_of(problem, 0, 4, sets.counts[row])
+        blocks = blocks_of(problem, 0, 4, sets.counts(row))
         assert sum((10, 20, 10, 20)[again.block] for again in blocks) == sets.bytes[row]
         assert blocks == tuple(sorted(blocks))
-    assert blocks_of(problem, 0, 4, sets.counts[sets.starts[number]]) == ()
+    assert blocks_of(problem, 0, 4, sets.counts(sets.starts[number])) == ()
     # (10, 1.0) first, (20, 1.5) next: one of the second kind is block 1, of a range from 2 on 3.
     two = compositions(problem).number[2, 4]
     (row,) = (r for r in range(sets.starts[two], sets.starts[two + 1]) if sets.bytes[r] == 20)
-    assert blocks_of(problem, 2, 4, sets.counts[row]) == (Again(3),)
+    assert blocks_of(problem, 2, 4, sets.counts(row)) == (Again(3),)
 
 
 def test_a_part_of_a_block_saves_what_is_kept_in_that_part() -> None:
@@ -172,7 +172,7 @@ def test_levels_of_equal_blocks_are_mixed() -> None:
     assert found(problem, 0, 2) == [(0, 0), (4, 1), (8, 2), (11, 4), (14, 6), (17, 9), (20, 12)]
     sets = recompute_sets(problem, 1, 0, True)
     start = sets.starts[compositions(problem).number[0, 2]]
-    named = [blocks_of(problem, 0, 2, sets.counts[start + row]) for row in (1, 3, 5)]
+    named = [blocks_of(problem, 0, 2, sets.counts(start + row)) for row in (1, 3, 5)]
     assert named == [(Again(0, 0),), (Again(0, 1), Again(1, 0)), (Again(0, WHOLE), Again(1, 1))]
 
 
