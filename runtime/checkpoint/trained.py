@@ -55,12 +55,8 @@ def read(
         if not tensor.state
         for name in (tensor.name, *tensor.aliases)
     }
-    keys = {name: (name, *graph.states[name].aliases) for name in names}
-    there = {
-        name: next(model[key] for key in every if key in model)
-        for name, every in keys.items()
-        if not model.keys().isdisjoint(every)
-    }
+    keys = {name: weights.stored_as(graph, name, model) for name in names}
+    there = {name: model[key] for name, key in keys.items() if key is not None}
     shapes = {name: tensor.shape for name, tensor in there.items()}
     weights.check_shapes(stored.folder, graph, names, shapes, optional)
     return {

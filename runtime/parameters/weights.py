@@ -63,7 +63,7 @@ def read(
             with _Stored(file) as stored:
                 prefix = _prefix(graph, names, stored.keys)
                 for name in names:
-                    key = _stored_as(graph, name, stored.keys, prefix)
+                    key = stored_as(graph, name, stored.keys, prefix)
                     if key is not None:
                         found[name] = stored.tensor(key)
                         prefixes.add(prefix)
@@ -182,7 +182,7 @@ def _read_distributed(
         for key, entry in FileSystemReader(path).read_metadata().state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-    keys = {name: _stored_as(graph, name, stored.keys(), "") for name in names}
+    keys = {name: stored_as(graph, name, stored.keys()) for name in names}
     sizes = {name: stored[key] for name, key in keys.items() if key is not None}
     check_shapes(path, graph, names, sizes, optional)
     specs = {name: graph.states[name].held for name in sizes}
@@ -199,12 +199,13 @@ def _prefix(graph: Graph, names: Sequence[str], keys: Collection[str]) -> str:
     """What stands in front of most names."""
 
     def found(prefix: str) -> int:
-        return sum(_stored_as(graph, name, keys, prefix) is not None for name in names)
+        return sum(stored_as(graph, name, keys, prefix) is not None for name in names)
 
     return max(PREFIXES, key=found)
 
 
-def _stored_as(graph: Graph, name: str, keys: Collection[str], prefix: str) -> str | None:
+def stored_as(graph: Graph, name: str, keys: Collection[str], prefix: str = "") -> str | None:
+    """Under which of its names a tensor is stored, with a prefix; None: under none."""
     every = (name, *graph.states[name].aliases)
     return next((prefix + key for key in every if prefix + key in keys), None)
 
