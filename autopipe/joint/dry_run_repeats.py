@@ -25,7 +25,7 @@ from autopipe.ir.partition import Stage, partition
 from autopipe.ir.repeats import Run, Uneven, leave_out, run_of
 from autopipe.ir.stage_classes import Forms, Group, alike
 from autopipe.joint.split_backward import Wanted
-from autopipe.joint.split_backward_layouts import rehearse_joint
+from autopipe.joint.split_backward_layouts import rehearse_alone, rehearse_joint
 from autopipe.stages.dry_run import Known, Rehearsal, rehearse
 from autopipe.util import shortcuts
 
@@ -190,6 +190,19 @@ class _DeepRehearsing:
                 raise Uneven
         there = {block.path for block in blocks}.union(flow.graph.index)
         again = self.recompute & there
+        if self.wanted is not None and len(stages) == 1:
+            alone = rehearse_alone(
+                flow.graph,
+                stages[0],
+                blocks,
+                self.rows,
+                sorted(again),
+                self.precision,
+                self.known,
+                self.wanted,
+            )
+            if alone is not None:
+                return alone
         given = (flow.graph, stages, blocks)
         found = rehearse(
             *given, self.rows, recompute=again, precision=self.precision, known=self.known

@@ -132,11 +132,14 @@ def _leading_to(
     return found
 
 
-def most_alive(calls: Sequence[fx.Node], besides: Collection[int] = ()) -> int:
-    """The most bytes of what has run again that are alive at once while calls run in this order.
+def alive(calls: Sequence[fx.Node], besides: Collection[int] = ()) -> dict[fx.Node, int]:
+    """Bytes of what has run again that are alive when calls run in this order.
 
     Args:
         besides: storages that are counted elsewhere.
+
+    Returns:
+        the bytes at each call that runs again and makes some of them.
     """
     born: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -153,4 +156,5 @@ def most_alive(calls: Sequence[fx.Node], besides: Collection[int] = ()) -> int:
     for storage, size in sizes.items():
         change[born[storage]] += size
         change[last[storage] + 1] -= size
-    return int(change.cumsum().max(initial=0))
+    there = change.cumsum()
+    return {calls[number]: int(there[number]) for number in born.values()}

@@ -40,7 +40,7 @@ from autopipe.joint.joint_graph import (
     storages,
     written,
 )
-from autopipe.joint.run_again import chosen, most_alive, run_again
+from autopipe.joint.run_again import alive, chosen, run_again
 from autopipe.sharding.vocabulary_loss import BACKWARD
 from autopipe.stages.lower import Lowered
 from autopipe.stages.op_tape import ASKED
@@ -148,7 +148,7 @@ def split(
     Raises:
         CannotSplit: the stage has no joint graph, or its halves would be in each other's way.
     """
-    found = _divide(differentiate(lowered, arguments, seeds, precision), wanted)
+    found = divide(differentiate(lowered, arguments, seeds, precision), wanted)
     graph, saved, stash = found.graph, found.saved, found.stash
     write = GraphWriter(lowered.module, graph)
     for_input = [*(saved[n] for n in found.to_input), *graph.seeds.values()]
@@ -185,17 +185,11 @@ def held(
     Raises:
         CannotSplit: as `split`.
     """
-    return _divide(differentiate(lowered, arguments, seeds, precision), wanted).held
-
-
-def kept(graph: JointGraph) -> list[fx.Node]:
-    """Of a joint graph, one value for each storage that forward has to keep at the least."""
-    found = _divide(graph, Wanted(halves=False, least=True))
-    return [found.saved[n] for n in found.counted]
+    return divide(differentiate(lowered, arguments, seeds, precision), wanted).held
 
 
 @dataclass(frozen=True)
-class _Division:
+class Division:
     """What goes where, as `Joint` has it; `first` and `second` are the calls of the halves."""
 
     graph: JointGraph
@@ -213,14 +207,23 @@ class _Division:
     def held(self) -> Held:
         """The bytes of the counted tensors."""
         fresh = bytes_of(self.stash[n] for n in self.counted_stash)
-        kept = bytes_of(self.saved[n] for n in self.counted)
-        handed_on = storages(self.stash)
-        again = max(most_alive(self.first, handed_on), most_alive(self.second, handed_on))
         stash = bytes_of(self.saved[n] for n in self.counted_weight) + fresh
-        return Held(kept, stash, fresh, again)
+        return Held(bytes_of(self.kept), stash, fresh, max(self.again.values(), default=0))
+
+    @property
+    def kept(self) -> list[fx.Node]:
+        """One value for each storage that forward keeps."""
+        return [self.saved[n] for n in self.counted]
+
+    @property
+    def again(self) -> dict[fx.Node, int]:
+        """The bytes of what has run again, at each call that runs again and makes some."""
+        handed_on = storages(self.stash)
+        return alive(self.first, handed_on) | alive(self.second, handed_on)
 
 
-def _divide(graph: JointGraph, wanted: Wanted) -> _Division:
+def divide(graph: JointGraph, wanted: Wanted) -> Division:
+    """What goes where in a joint graph."""
     weights = list(graph.of_parameters.values())
     if wanted.halves:
         first, second = _halves(graph)
@@ -240,7 +243,7 @@ def _divide(graph: JointGraph, wanted: Wanted) -> _Division:
     stash = [node for node in for_weight if node not in saved_for_weight]
     owned = storages([*graph.states, *graph.arguments])
     others = owned | storages([*graph.seeds.values(), *saved_for_weight])
-    return _Division(
+    return Division(
         graph,
         first,
         second,

@@ -6,8 +6,8 @@ The planner needs the bytes that the halves hold, the runtime the halves themsel
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, replace
-from typing import TypeVar
+from dataclasses import astuple, dataclass, replace
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -20,7 +20,8 @@ from autopipe.ir.torch_private import fake_mode
 from autopipe.joint.joint_graph import CannotSplit, Layout
 from autopipe.joint.split_backward import HALVES, Held, Joint, Wanted, held, split
 from autopipe.stages.dry_run import CrossingTensor, Known, Rehearsal, fake_state
-from autopipe.stages.lower import Lowered, lower
+from autopipe.stages.lower import Lowered, check_recompute, lower
+from autopipe.stages.precision import copy_bytes
 from autopipe.stages.recompute import within
 
 _T = TypeVar("_T")
@@ -121,12 +122,74 @@ def rehearse_joint(
     known = {} if known is None else known
     saved, again = list(rehearsal.saved), list(rehearsal.recomputed)
     stash, fresh = [0] * len(stages), [0] * len(stages)
+    holding = _Holding(graph, blocks, rows, recompute, precision, known, wanted)
     for stage in stages:
-        last, own = stage.index == len(stages) - 1, within(graph, stage, blocks, recompute)
+        found = holding.of(stage, rehearsal, last=stage.index == len(stages) - 1).held
+        if found is not None:
+            i = stage.index
+            saved[i], stash[i], fresh[i], again[i] = astuple(found)
+    return replace(
+        rehearsal,
+        saved=tuple(saved),
+        recomputed=tuple(again),
+        stash=tuple(stash),
+        fresh=tuple(fresh),
+    )
+
+
+def rehearse_alone(
+    graph: Graph,
+    stage: Stage,
+    blocks: Sequence[Block],
+    rows: int,
+    recompute: Sequence[str] = (),
+    precision: str = "fp32",
+    known: Known | None = None,
+    wanted: Wanted = HALVES,
+) -> Rehearsal | None:
+    """The dry run of the only stage, which its joint graph tells alone; None: it has none.
+
+    No tensor comes from another stage, in a layout that autograd's run would have to show.
+
+    Raises:
+        PlanError: a block to recompute cannot be recomputed with equal results.
+    """
+    check_recompute(graph, stage, blocks, within(graph, stage, blocks, recompute))
+    known = {} if known is None else known
+    holding = _Holding(graph, blocks, rows, recompute, precision, known, wanted)
+    found = holding.of(stage, Rehearsal({}, (), (), ()), last=True)
+    if found.held is None:
+        return None
+    saved, stash, fresh, again = astuple(found.held)
+    return Rehearsal({}, (saved,), (again,), (found.low,), (stash,), (fresh,))
+
+
+class _StageHolds(NamedTuple):
+    """What a stage's joint graph holds, if it has one, and bytes of copies in low precision."""
+
+    held: Held | None
+    low: int
+
+
+@dataclass(frozen=True)
+class _Holding:
+    """Finds what the joint graphs of stages hold; equal stages are looked at once."""
+
+    graph: Graph
+    blocks: Sequence[Block]
+    rows: int
+    recompute: Sequence[str]
+    precision: str
+    known: Known
+    wanted: Wanted
+
+    def of(self, stage: Stage, rehearsal: Rehearsal, *, last: bool) -> _StageHolds:
+        graph, blocks, rows, precision = self.graph, self.blocks, self.rows, self.precision
+        own = within(graph, stage, blocks, self.recompute)
         kind = kind_of(graph, stage, blocks, own, last=last)
         layouts = _layouts(graph, stage, rehearsal, rows, last, torch.device("cpu"))
-        key = wanted, kind, layouts, rows, precision
-        if key not in known:
+        key = self.wanted, kind, layouts, rows, precision
+        if key not in self.known:
             with fake_mode():
                 states = {name: fake_state(graph, name) for name in stage.states}
                 lowered = lower(
@@ -140,15 +203,9 @@ def rehearse_joint(
                     recompute=own,
                     precision=precision,
                 )
-            known[key] = _if_it_can(held, graph, lowered, layouts, precision, wanted)
-        found: Held | None = known[key]
-        if found is not None:
-            i = stage.index
-            saved[i], stash[i], fresh[i], again[i] = astuple(found)
-    return replace(
-        rehearsal,
-        saved=tuple(saved),
-        recomputed=tuple(again),
-        stash=tuple(stash),
-        fresh=tuple(fresh),
-    )
+            self.known[key] = _StageHolds(
+                _if_it_can(held, graph, lowered, layouts, precision, self.wanted),
+                sum(copy_bytes(graph.states[name]) for name in lowered.low),
+            )
+        found: _StageHolds = self.known[key]
+        return found

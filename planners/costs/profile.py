@@ -155,6 +155,7 @@ class Costing:
                 replace(
                     profile,
                     saved=kept.saved[profile.rows],
+                    again=kept.again[profile.rows],
                     crossings=crossings(profile.rows),
                     levels=tuple(
                         own.at(profile.rows, forward[profile.rows], units) for own in levels

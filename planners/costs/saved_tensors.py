@@ -32,7 +32,7 @@ from autopipe.ir.repeats import Short, Storage, Uneven
 from autopipe.ir.torch_private import fake_mode, storage_key
 from autopipe.joint.joint_graph import CannotSplit, JointGraph, Layout, differentiate, storages
 from autopipe.joint.levels import OpLevel, levels
-from autopipe.joint.split_backward import kept, needed
+from autopipe.joint.split_backward import Division, Wanted, divide, needed
 from autopipe.joint.split_backward_layouts import seeds_of_loss
 from autopipe.planners.costs.watched_run import POSITION, KeptStorage, Watch
 from autopipe.planners.model.problem import Saved
@@ -55,6 +55,8 @@ class Seen:
         made_in: what the nodes' results are made in, by the nodes' positions.
         copies: the parameters of which there are copies in low precision.
         levels: of the short graph's blocks, by their paths; their groups are its positions.
+        again: of each node of the short graph the bytes that backward has made a second time when
+            it makes this node's so.
     """
 
     storages: tuple[Storage, ...]
@@ -62,6 +64,7 @@ class Seen:
     made_in: Mapping[int, tuple[torch.dtype | None, ...]]
     copies: tuple[str, ...]
     levels: Mapping[str, tuple[OpLevel, ...]]
+    again: NDArray[np.int64]
 
 
 class KeptBytes(NamedTuple):
@@ -69,12 +72,14 @@ class KeptBytes(NamedTuple):
 
     Attributes:
         saved: the storages, by the rows.
+        again: as `Profile` has it, by the rows.
         made_in: the dtypes of values.
         low: the parameters of which there are copies in low precision.
         levels: as `Seen` has them, at the fewest rows.
     """
 
     saved: dict[int, tuple[Saved, ...]]
+    again: dict[int, tuple[int, ...]]
     made_in: Made
     low: frozenset[str]
     levels: Mapping[str, tuple[OpLevel, ...]]
@@ -116,13 +121,16 @@ class Saving:
         observe = cache(partial(self._observe, rows[0]))
         first, where = observe(rows[0]), cache(partial(self._by_unit, units, again))
         sizes: dict[int, tuple[Saved, ...]] = {}
+        again_of: dict[int, tuple[int, ...]] = {}
         lines = _lines(observe, rows, self.check)
         for size in rows:
-            seen, bytes = lines[size]
+            line = lines[size]
             sizes[size] = tuple(
-                Saved(sum(bytes[number] for number in numbers), *place)
-                for place, numbers in where(seen.storages).items()
+                Saved(sum(line.bytes[number] for number in numbers), *place)
+                for place, numbers in where(line.seen.storages).items()
             )
+            of_units = np.maximum.reduceat(line.again[self.short.like], np.array(units.starts))
+            again_of[size] = tuple(of_units.tolist())
         nodes, like = self.flow.graph.nodes, self.short.like.tolist()
         kept = self.short.kept
         made_in = {
@@ -134,6 +142,7 @@ class Saving:
         low = set(first.copies)
         return KeptBytes(
             sizes,
+            again_of,
             made_in,
             frozenset(n for n, known in self.short.states.items() if known in low),
             first.levels,
@@ -167,9 +176,17 @@ class Saving:
         return found
 
 
+class _SavedLine(NamedTuple):
+    """What is kept at a number of rows: bytes of a run's storages, and of what it makes again."""
+
+    seen: Seen
+    bytes: Sequence[int]
+    again: NDArray[np.int64]
+
+
 def _lines(
     observe: Callable[[int], Seen], rows: Sequence[int], check: bool
-) -> dict[int, tuple[Seen, Sequence[int]]]:
+) -> dict[int, _SavedLine]:
     """The storages at each number of rows, and their bytes."""
     if len(rows) > 3:
         small, between, large = rows[0], rows[len(rows) // 2], rows[-1]
@@ -180,15 +197,22 @@ def _lines(
             sizes = np.array(low.bytes), np.array(high.bytes)
             lines = {}
             for size in rows:
-                rise, rest = np.divmod((sizes[1] - sizes[0]) * (size - small), large - small)
+                share = size - small, large - small
+                rise, rest = np.divmod((sizes[1] - sizes[0]) * share[0], share[1])
                 off = middle and size == between and (sizes[0] + rise).tolist() != [*middle.bytes]
                 if rest.any() or off:
                     break
-                lines[size] = low, (sizes[0] + rise).tolist()
+                # The most of several sums: never above the line between two of its points.
+                more = -((low.again - high.again) * share[0] // share[1])
+                lines[size] = _SavedLine(low, (sizes[0] + rise).tolist(), low.again + more)
             else:
                 return lines
-        return _lines(observe, rows[1:], check) | {small: (low, low.bytes)}
-    return {size: (observe(size), observe(size).bytes) for size in rows}
+        return _lines(observe, rows[1:], check) | {small: _as_it_is(low)}
+    return {size: _as_it_is(observe(size)) for size in rows}
+
+
+def _as_it_is(seen: Seen) -> _SavedLine:
+    return _SavedLine(seen, seen.bytes, seen.again)
 
 
 def observe_saved(
@@ -213,6 +237,7 @@ def observe_saved(
     flow = analyse(graph)
     (whole,) = partition(flow, ())
     found: Mapping[str, tuple[OpLevel, ...]] = {}
+    again = np.zeros(len(graph.nodes), np.int64)
     with fake_mode(), wide_statistics(node.op for node in graph.nodes):
         states = {name: fake_state(graph, name) for name in whole.states}
         inputs = [
@@ -232,7 +257,9 @@ def observe_saved(
             if compiled:
                 made = joint(watch)
                 found = _levels(made, seconds, least=True)
-                watch.kept = _kept_by_graphs(made)
+                division = divide(made, Wanted(halves=False, least=True))
+                watch.kept = _kept_by_graphs(division)
+                again = _made_again(division, len(graph.nodes))
             else:
                 with observing(watch.pack), computing(how):
                     watch.run(*inputs)
@@ -254,6 +281,7 @@ def observe_saved(
         },
         tuple(lowered.low),
         found,
+        again,
     )
 
 
@@ -275,14 +303,22 @@ def _levels(
     return levels(joint, needed(joint), group, seconds, least=least) if seconds else {}
 
 
-def _kept_by_graphs(joint: JointGraph) -> dict[int, KeptStorage]:
+def _kept_by_graphs(division: Division) -> dict[int, KeptStorage]:
     """What the joint graph of a whole model keeps, each with the nodes that read it."""
     found: dict[int, KeptStorage] = {}
     readers: dict[int, list[int]] = defaultdict(list)
-    for node in joint.forward:
+    for node in division.graph.forward:
         for storage in storages(node.all_input_nodes):
             readers[storage].append(node.meta[POSITION])
-    for node in kept(joint):
+    for node in division.kept:
         for storage, size in node.meta[MADE].storages.items():
             found[storage] = KeptStorage(size, node.meta[POSITION], readers[storage])
+    return found
+
+
+def _made_again(division: Division, nodes: int) -> NDArray[np.int64]:
+    """As `Seen.again` has it, of so many nodes."""
+    found = np.zeros(nodes, np.int64)
+    for call, size in division.again.items():
+        found[call.meta[POSITION]] = max(found[call.meta[POSITION]], size)
     return found

@@ -20,13 +20,15 @@ and S bytes sent; R' and S' are those of them whose gradient goes the other way.
     G                          gradients: W, or W - L where those of masters are of 16 bits
     optimizer_factor * W       optimizer state
     C                          buffers and frozen parameters
-    n * (A - D + R) + d        activations: what is received is kept until its backward
+    n * (A - D + R)            activations: what is received is kept until its backward
+    max(d, g)                  what backward makes a second time
     min(window, m) * R         receives posted ahead
     min(window + 1, m) * S'    the same for gradients, and the one that backward is using
     S + min(2, m) * R'         sends under way: one leaving, and a gradient that is being made
 
 D are the bytes that recomputed blocks do not save, d the bytes of the largest block, held once
-while it is recomputed (`planners.model.recompute_sets`). ZeRO-1 divides the optimizer state by dp,
+while it is recomputed (`planners.model.recompute_sets`), g those of ops that a compiled stage runs
+again unasked: of the logits, mostly. ZeRO-1 divides the optimizer state by dp,
 and masters, 2 L of W, which are a part of it; ZeRO-2 gradients too, and has the buckets that are
 scattered (`scattered_bytes`) beside them; ZeRO-3 also parameters, and has what it gathers
 (`range_tables.gathered_bytes`) in the place of L.
@@ -98,7 +100,8 @@ def estimate(
         share if config.scatters else ranges.summed,
         np.rint(problem.optimizer_factor * (share if zero else whole)).astype(np.int64),
         ranges.constants,
-        np.asarray(in_flight) * (ranges.saved - dropped + ranges.received) + held,
+        np.asarray(in_flight) * (ranges.saved - dropped + ranges.received)
+        + np.maximum(held, ranges.again),
         posted * ranges.received
         + arriving * ranges.sent_gradient
         + ranges.sent

@@ -36,7 +36,7 @@ class Tables:
     is trainable in the range and in no block, `root_copies` and `root_summed` those of its copies
     and gradients; `block` are what ZeRO-3 holds for the largest block that the range has any unit
     of (`block_bytes`). `largest` are bytes of the largest gradient that one of the range's units
-    makes.
+    makes, `again` the most that the backward of one of them makes a second time.
     """
 
     forward: tuple[Times, ...]
@@ -53,6 +53,7 @@ class Tables:
     block: Bytes
     largest: Bytes
     saved: Bytes
+    again: Bytes
     received: Bytes
     received_gradient: Bytes
     sent: Bytes
@@ -113,6 +114,7 @@ def _tables(problem: Problem, rows: int) -> Tables:
         block=held[5],
         largest=held[6],
         saved=_fill(units, _saved(units, profile.saved)),
+        again=_largest(profile.again or (0,) * units),
         received=_fill(units, _received(units, crossings)),
         received_gradient=_fill(units, _received(units, returning)),
         sent=_fill(units, _sent(crossings)),

@@ -22,7 +22,8 @@ block whatever the set, and of equal blocks that is no difference.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from typing import NamedTuple
@@ -49,19 +50,40 @@ class BlockPart(NamedTuple):
     last: int
 
 
+@dataclass(frozen=True)
+class BlockClasses:
+    """Which blocks cost alike.
+
+    Args:
+        kinds: of each block the number of its class: those of one class cost alike in every part.
+        firsts: of each class the number of its first block.
+        wholes: of each class what a whole block is: a part of the first class whose blocks cost as
+            much, wherever units divide them.
+    """
+
+    kinds: tuple[int, ...]
+    firsts: tuple[int, ...]
+    wholes: tuple[BlockPart, ...]
+
+    def part(self, problem: Problem, block: int, first: int, last: int) -> BlockPart:
+        """The part of a block in the units [first, last)."""
+        start, stop = problem.recomputable[block]
+        kind = self.kinds[block]
+        if first <= start and stop <= last:
+            return self.wholes[kind]
+        return BlockPart(kind, max(first - start, 0), min(last, stop) - start)
+
+
 @dataclass(frozen=True, eq=False)
 class Compositions:
     """What every range of units is made of.
 
     Args:
-        kinds: of each block the number of its class: those of one class cost alike in every part.
-        firsts: of each class the number of its first block.
         number: entry [i, j] is the number of the composition of the range [i, j).
         parts: of each composition its parts and how many blocks are such a part.
     """
 
-    kinds: tuple[int, ...]
-    firsts: tuple[int, ...]
+    classes: BlockClasses
     number: Numbers
     parts: tuple[dict[BlockPart, int], ...]
 
@@ -140,7 +162,7 @@ def recompute_sets(
     @cache
     def options(part: BlockPart) -> tuple[Option, ...]:
         """What each of a part's levels saves and costs; one that must not be saves nothing."""
-        block = made.firsts[part.kind]
+        block = made.classes.firsts[part.kind]
         found = []
         for level in part_levels(problem, part):
             size, seconds = figures(problem, rows, kind, block, part[1:], level)
@@ -165,7 +187,7 @@ def recompute_sets(
 
 def part_levels(problem: Problem, part: BlockPart) -> tuple[int, ...]:
     """The levels that something of a part of a block may run again at, the last of them `WHOLE`."""
-    block = compositions(problem).firsts[part.kind]
+    block = compositions(problem).classes.firsts[part.kind]
     start, stop = problem.recomputable[block]
     levels = problem.profiles[0].levels
     asked = problem.constraints.recompute is not None
@@ -183,7 +205,7 @@ def blocks_of(problem: Problem, first: int, last: int, counts: Sequence[int]) ->
     chosen = []
     for block, (start, stop) in enumerate(problem.recomputable):
         if start < last and stop > first:
-            part = BlockPart(made.kinds[block], max(first - start, 0), min(last, stop) - start)
+            part = made.classes.part(problem, block, first, last)
             if left[part]:
                 chosen.append(Again(block, left[part].pop()))
     return tuple(chosen)
@@ -228,80 +250,74 @@ def _matrices(problem: Problem, rows: int) -> tuple[Bytes, ...]:
 @lru_cache(maxsize=16)
 def compositions(problem: Problem) -> Compositions:
     """What the problem's ranges are made of; the last few are remembered."""
-    kinds, firsts = _classes(problem)
+    classes = _classes(problem)
     n, blocks = problem.units, np.array(problem.recomputable, np.int64).reshape(-1, 2)
     units = np.arange(n + 1)
     head = np.searchsorted(blocks[:, 1], units, side="right")  # the first block that ends after i
     tail = np.searchsorted(blocks[:, 0], units, side="left") - 1  # the last that begins before j
-    passed = np.zeros((len(blocks) + 1, len(firsts)), np.int64)
-    for block, kind in enumerate(kinds):
-        passed[block + 1] = passed[block]
-        passed[block + 1, kind] += 1
-
     number = np.zeros((n + 1, n + 1), np.int64)
     known: dict[tuple[tuple[BlockPart, int], ...], int] = {(): 0}
-    ahead = [_cut(problem, kinds, int(head[i]), i, None) for i in range(n + 1)]
-    behind = [_cut(problem, kinds, int(tail[j]), None, j) for j in range(n + 1)]
-    lengths = (stop - start for start, stop in (problem.recomputable[block] for block in firsts))
-    whole = [BlockPart(kind, 0, length) for kind, length in enumerate(lengths)]
+
+    def part(block: int, first: int, last: int) -> BlockPart | None:
+        return classes.part(problem, block, first, last) if 0 <= block < len(blocks) else None
+
+    ahead = [part(int(head[i]), i, n) for i in range(n + 1)]
+    behind = [part(int(tail[j]), 0, j) for j in range(n + 1)]
+    whole = frozenset(classes.wholes)
+    passed = [Counter[BlockPart]()]
+    for kind in classes.kinds:
+        passed.append(passed[-1] + Counter([classes.wholes[kind]]))
     between: dict[tuple[int, int], dict[BlockPart, int]] = {}
     for i in range(n):
         for j in range(i + 1, n + 1):
             if head[i] > tail[j]:
                 continue
-            parts: dict[BlockPart, int] = {}
             if head[i] == tail[j]:
-                only = _cut(problem, kinds, int(head[i]), i, j)
-                parts = {only: 1} if only is not None else {}
+                parts = {classes.part(problem, int(head[i]), i, j): 1}
             else:
                 inner = (int(head[i]) + 1, int(tail[j]))
                 if inner not in between:
-                    counts = (passed[inner[1]] - passed[inner[0]]).tolist()
-                    between[inner] = {p: n for p, n in zip(whole, counts, strict=True) if n}
+                    between[inner] = dict(passed[inner[1]] - passed[inner[0]])
                 parts = dict(between[inner])
-                for part in (ahead[i], behind[j]):
-                    if part is not None:
-                        parts[part] = parts.get(part, 0) + 1
+                for end in (ahead[i], behind[j]):
+                    if end is not None:
+                        parts[end] = parts.get(end, 0) + 1
             # Whole blocks first: they are what ranges share, and so are their sets.
             key = tuple(sorted(parts.items(), key=lambda item: (item[0] not in whole, item[0])))
             number[i, j] = known.setdefault(key, len(known))
-    return Compositions(kinds, firsts, number, tuple(map(dict, known)))
+    return Compositions(classes, number, tuple(map(dict, known)))
 
 
-def _cut(
-    problem: Problem, kinds: Sequence[int], block: int, first: int | None, last: int | None
-) -> BlockPart | None:
-    """The part of a block from unit `first` on and before unit `last`."""
-    if not 0 <= block < len(problem.recomputable):
-        return None
-    start, stop = problem.recomputable[block]
-    return BlockPart(
-        kinds[block],
-        0 if first is None else max(first - start, 0),
-        stop - start if last is None else min(last, stop) - start,
-    )
-
-
-def _classes(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The class of each block, and the first block of each class."""
+def _classes(problem: Problem) -> BlockClasses:
     fixed = dict(problem.constraints.recompute or ())
     known: dict[object, int] = {}
-    kinds, firsts = [], []
-    for block in range(len(problem.recomputable)):
+    known_wholes: dict[object, BlockPart] = {}
+    kinds, firsts, wholes = [], [], []
+    for block, (start, stop) in enumerate(problem.recomputable):
+        sizes = [_matrices(problem, profile.rows)[block] for profile in problem.profiles]
+        spent = [profile.recompute[block] for profile in problem.profiles]
+        saves = [int(size[0, -1]) for size in sizes]
+        for profile in problem.profiles:
+            for level in profile.levels[block] if profile.levels else ():
+                saves.append(level.dropped)
+                spent.append(level.seconds)
+        asked = fixed.get(block), *saves
         alike = (
-            fixed.get(block),
-            tuple(_matrices(problem, p.rows)[block].tobytes() for p in problem.profiles),
-            # Sums of equal terms in another order differ in their last bits.
-            tuple(
-                f"{seconds:.9e}"
-                for profile in problem.profiles
-                for kind in profile.recompute[block]
-                for seconds in kind
-            ),
-            tuple(profile.levels[block] for profile in problem.profiles if profile.levels),
+            *asked,
+            *(size.tobytes() for size in sizes),
+            *(_rounded(kind) for kinds in spent for kind in kinds),
         )
+        as_whole = *asked, _rounded(sum(kind) for kinds in spent for kind in kinds)
         if alike not in known:
             known[alike] = len(known)
             firsts.append(block)
+            wholes.append(
+                known_wholes.setdefault(as_whole, BlockPart(known[alike], 0, stop - start))
+            )
         kinds.append(known[alike])
-    return tuple(kinds), tuple(firsts)
+    return BlockClasses(tuple(kinds), tuple(firsts), tuple(wholes))
+
+
+def _rounded(seconds: Iterable[float]) -> tuple[str, ...]:
+    """Sums of equal terms in another order, which differ in their last bits, are the same here."""
+    return tuple(f"{each:.9e}" for each in seconds)

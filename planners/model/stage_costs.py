@@ -180,6 +180,7 @@ def costs(
     sets = sets_of(problem, config, place)
     peaks = memory.peak(memory.estimate(ranges, problem, config, place.in_flight))
     held, stays = holding(place, sets.largest[numbers])
+    held = np.maximum(held - ranges.again, 0)  # beyond what is made a second time anyway
     missing = memory.excess(peaks, place.room)
     missing = np.where(missing > 0, missing + held, 0)
     recomputed = sets.cheapest(numbers, -(-missing // max(stays, 1)))

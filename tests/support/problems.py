@@ -211,6 +211,8 @@ def rich_problem(seed: int) -> Problem:
         for _ in range(4)
     ]
     """Of each block and level the share of the block's bytes that is saved, and of its seconds."""
+    unasked = Random(f"again {seed}")
+    again = unasked.choices((0, 0, 0, 30, 90), k=plain.units) if unasked.random() < 0.5 else ()
 
     def of(profile: Profile) -> Profile:
         numbers = Random(f"saved {seed}")  # the same in every profile
@@ -244,6 +246,7 @@ def rich_problem(seed: int) -> Problem:
             forward=tuple(_slower(profile.forward[0], kind) for kind in range(spread)),
             backward=tuple(_slower(profile.backward[0], kind) for kind in range(spread)),
             saved=(*profile.saved, *own),
+            again=tuple(size * profile.rows for size in again),
             recompute=tuple(
                 tuple(_slower(profile.forward[0][first:last], kind) for kind in range(spread))
                 for first, last in recomputable

@@ -4,6 +4,7 @@ import pytest
 
 import autopipe
 from autopipe.errors import AutopipeError
+from autopipe.planners.driver import refine
 from tests.support.pipes import ZOO
 from tests.support.pipes import machine as processes
 
@@ -54,3 +55,22 @@ def test_compiled_stages_keep_less():
     compiled, eager = (plan(pp=2, compile=way) for way in (True, False))
     for mine, its in zip(compiled.stages, eager.stages, strict=True):
         assert mine.predicted.memory.activations < its.predicted.memory.activations
+
+
+def test_what_a_compiled_backward_makes_a_second_time_is_estimated(monkeypatch):
+    """The logits in fp32, and their softmax: without them the search would choose what does not
+    fit, and search again."""
+    written = []
+
+    def write(candidate, answer):
+        written.append((candidate.counted().problem, answer.estimate.stages[0].memory))
+        return original(candidate, answer)
+
+    original = refine.write_plan
+    monkeypatch.setattr(refine, "write_plan", write)
+    (stage,) = plan(pp=1, dp=2, tp=1, micro_batches=2, compile=True).stages
+    ((problem, estimated),) = written
+    again = max(problem.profile(2).again)
+    assert 0 < again < stage.predicted.memory.activations
+    # But for scalars, which the estimate rounds up to whole units of storage.
+    assert estimated.activations == pytest.approx(stage.predicted.memory.activations, abs=64)

@@ -54,8 +54,21 @@ def test_of_equal_blocks_only_their_number_matters() -> None:
     assert found(problem, 0, 4) == [(0, 0), (10, 1), (20, 2), (30, 3), (40, 4)]
     assert found(problem, 1, 3) == found(problem, 0, 2) == [(0, 0), (10, 1), (20, 2)]
     known = compositions(problem)
-    assert known.kinds == (0, 0, 0, 0)
+    assert known.classes.kinds == (0, 0, 0, 0)
     assert known.number[1, 3] == known.number[0, 2] != known.number[0, 3]
+
+
+def test_blocks_that_cost_as_much_as_a_whole_are_one_kind_however_units_divide_them() -> None:
+    """Two blocks of 10 bytes and 2 s: one of two units, one of a single unit.
+
+    Whole, they are interchangeable, and the first is chosen first; in parts they are not.
+    """
+    problem = with_blocks(((0, 2), (2, 3)), (10, 10), (1.0, 2.0))
+    assert found(problem, 0, 3) == [(0, 0), (10, 2), (20, 4)]
+    known = compositions(problem)
+    assert known.classes.kinds == (0, 1)
+    assert known.number[0, 2] == known.number[2, 3] != known.number[1, 2]
+    assert blocks_of(problem, 0, 3, (1,)) == (Again(0),)
 
 
 def test_a_set_that_another_beats_is_left_out() -> None:
