@@ -105,9 +105,10 @@ def run_again(
     made: list[fx.Node] = []
     for call in calls:
         for node in sorted(_leading_to(call, position, copies), key=position.__getitem__):
+            kept = storages(copies.get(read, read) for read in node.all_input_nodes)
             with node.graph.inserting_before(call):
                 twin = node.graph.node_copy(node, lambda read: copies.get(read, read))
-            twin.meta |= {MADE: node.meta[MADE].again(renamed), SEGMENT: call.meta[SEGMENT]}
+            twin.meta |= {MADE: node.meta[MADE].again(renamed, kept), SEGMENT: call.meta[SEGMENT]}
             twin.meta[AGAIN] = True
             copies[node] = twin
             made.append(twin)
@@ -146,15 +147,16 @@ def alive(calls: Sequence[fx.Node], besides: Collection[int] = ()) -> dict[fx.No
     sizes: dict[int, int] = {}
     for number, call in enumerate(calls):
         if AGAIN in call.meta:
-            made = {s: n for s, n in call.meta[MADE].storages.items() if s not in besides}
+            there = storages(call.all_input_nodes).union(besides)  # a view makes no storage
+            made = {s: n for s, n in call.meta[MADE].storages.items() if s not in there}
             sizes |= made
             for storage in made:
                 born.setdefault(storage, number)
             last |= dict.fromkeys(made, number)
-        last |= {s: number for s in storages(call.all_input_nodes) if s in sizes}
+        last |= {s: number for s in storages([call, *call.all_input_nodes]) if s in sizes}
     change = np.zeros(len(calls) + 1, dtype=np.int64)
     for storage, size in sizes.items():
         change[born[storage]] += size
         change[last[storage] + 1] -= size
-    there = change.cumsum()
-    return {calls[number]: int(there[number]) for number in born.values()}
+    bytes = change.cumsum()
+    return {calls[number]: int(bytes[number]) for number in born.values()}
