@@ -6,6 +6,7 @@ import sys
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -16,7 +17,7 @@ from autopipe.frontend import user_lines
 from autopipe.ir.blocks import Visit
 from autopipe.ir.dataflow import analyse, written_by
 from autopipe.ir.graph import READ_OP, Arg, Graph, Node, Ref, State, resolve, values_in
-from autopipe.ir.torch_private import is_fake, storage_key, written_arguments
+from autopipe.ir.torch_private import is_fake, storage_key, writes, written_arguments
 
 LOSS_SCOPE = "loss()"
 """The scope of what the loss function computes; no module can be called that."""
@@ -50,6 +51,26 @@ def is_whole_slice(op: str, args: tuple[Arg, ...]) -> bool:
             (sys.maxsize,),
         )
     )
+
+
+def handed_back(node: fx.Node) -> fx.Node | None:
+    """The argument that an op returns as it is, as `x.float()` does where x is of fp32; None: it
+    makes a tensor of its own.
+
+    A trace has a node for such an op, and whatever reads x from there on reads that node. Within
+    `torch.no_grad()` it would cut off the gradients of readers that are outside of it.
+    """
+    made = node.meta.get("val")
+    op: Any = node.target
+    if not isinstance(made, Tensor) or writes(op):
+        return None
+    values = {read: read.meta.get("val") for read in node.all_input_nodes}
+    if not any(isinstance(v, Tensor) and v.shape == made.shape for v in values.values()):
+        return None
+    again = op(
+        *fx.map_arg(node.args, values.__getitem__), **fx.map_arg(node.kwargs, values.__getitem__)
+    )
+    return next((read for read, value in values.items() if value is again), None)
 
 
 def names_by_identity(model: nn.Module) -> dict[str, tuple[str, ...]]:

@@ -53,6 +53,7 @@ from autopipe.planfile.parts import InputSpec
 from autopipe.tracing.exported_nodes import (
     check_writes,
     constant_of,
+    handed_back,
     is_whole_slice,
     kind_of,
     live_nodes,
@@ -65,12 +66,7 @@ from autopipe.tracing.stubs import BEGIN, END, STAND_IN, Span
 from autopipe.tracing.user_checkpoints import MARK
 from autopipe.util import dims
 
-_DROPPED = (
-    "aten._assert",
-    "aten.sym_constrain_range",
-    "aten._functional_assert",
-)
-_ALIASES = ("aten.alias.default",)
+_DROPPED = "aten._assert", "aten.sym_constrain_range", "aten._functional_assert"
 
 
 @dataclass
@@ -192,7 +188,7 @@ class _Converter:
         if name.startswith(_DROPPED):
             return None
         args = tuple(self._arg(arg, env) for arg in node.args)
-        if name in _ALIASES or is_whole_slice(name, args):
+        if name == "aten.alias.default" or (region.grad and is_whole_slice(name, args)):
             return args[0]
         scopes = scopes_of(node) or region.scopes
         if name in (BEGIN, END, STAND_IN):
@@ -207,13 +203,14 @@ class _Converter:
             args = tuple(False if n == sparse else arg for n, arg in enumerate(args))
         if is_control_flow(target):
             raise CaptureError(
-                f"{user_lines.of_trace(node.stack_trace)}: "
-                f"the model uses {name}, control flow inside "
-                "the graph that autopipe cannot split"
+                f"{user_lines.of_trace(node.stack_trace)}: the model uses {name}, control flow "
+                "inside the graph that autopipe cannot split"
             )
         kwargs = {key: self._arg(arg, env) for key, arg in node.kwargs.items()}
         if name == "aten.detach_.default" and self._is_fresh_constant(args[0]):
             return args[0]
+        if not region.grad and (same := handed_back(node)) is not None:
+            return env[same]
         return self._append(node, name, args, kwargs, scopes, region)
 
     def _append(

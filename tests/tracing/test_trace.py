@@ -265,6 +265,35 @@ def test_what_no_grad_computes_from_a_weight_carries_no_gradient(cuts):
     assert differences(split, eager_step(REGIONS, found, batch, 2)) == []
 
 
+class HandedBack(nn.Module):
+    """Under no_grad, ops that return their argument as it is, of a value and of a weight; views do
+    not, and cut the gradient off. Nothing is trained through what a router only ranks by."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.first, self.second = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        x = self.first(x)
+        with torch.no_grad():
+            ranked = (x.to(torch.float32) @ self.second.weight.float()).contiguous()
+            order = self.router(F.dropout(ranked, training=False)).argmax(-1, keepdim=True)
+            same, part = x.contiguous(), x[:]
+        return self.second(x).gather(-1, order) + same * part
+
+
+def test_what_an_op_hands_back_under_no_grad_keeps_its_gradient():
+    """As an indexer of sparse attention casts the layer's input to the dtype that it has."""
+    case = Case(HandedBack, rows(4), mean)
+    found = trace_model(case.model(), case.inputs, mean)
+    ranking = ["matmul/0", "router/linear/0", "argmax/0", "slice/0"]
+    assert [n.name for n in found.graph.nodes if not n.grad] == ranking
+    whole = eager_step(case, found, case.inputs(4), 2)
+    for cuts in ([], ["argmax/0"], ["second/linear/0"]):
+        split = staged_step(case.model(), found, case.inputs(4), cuts, 2)
+        assert differences(split, whole) == []
+
+
 class Mixed(nn.Module):
     def __init__(self):
         super().__init__()

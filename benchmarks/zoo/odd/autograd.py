@@ -143,6 +143,16 @@ class UnderNoGrad(Net):
 
 
 @odd()
+class CastUnderNoGrad(Net):
+    """Casts to the dtype that a value has: torch returns the value itself, gradient and all."""
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        with torch.no_grad():
+            order = hidden.float().argsort(-1)
+        return self.first(hidden).gather(-1, order)
+
+
+@odd()
 class FrozenMiddle(Net):
     """A frozen layer between trained ones."""
 
