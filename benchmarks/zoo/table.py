@@ -116,7 +116,12 @@ def main(paths: Sequence[str]) -> None:
     print("\n".join(outcomes(rows)), end="\n\n")
     print(f"Bytes kept for backward: as predicted in {len(compared) - len(off)} of {len(compared)}")
     print("".join(f"  {line}\n" for line in off))
-    doubled = [f"{r['model']} {r['what']}" for r in rows if "fp64" in r.get("reference", "")]
+    near = "fp64", "rounding"
+    doubled = [
+        f"{r['model']} {r['what']}"
+        for r in rows
+        if any(word in r.get("reference", "") for word in near)
+    ]
     print(f"Right in fp64, roundings make more of it in fp32: {len(doubled)}", *doubled)
     odd = unexplained(rows)
     print(f"Gradients that differ in a bit for no known reason: {len(odd)} rows")

@@ -14,7 +14,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from autopipe.errors import AutopipeError
@@ -32,7 +32,6 @@ from autopipe.tracing.source import bare
 from autopipe.util.stopwatch import Stopwatch
 from benchmarks.zoo import theirs
 from benchmarks.zoo.compare import CLOSE, compared, rounded
-from benchmarks.zoo.hub.kernels import grouped_products_in_fp64
 from benchmarks.zoo.one_process import Result, dealt_out, in_stages
 from benchmarks.zoo.processes import in_processes
 from benchmarks.zoo.subject import Model, Subject
@@ -43,6 +42,9 @@ ROWS, MICRO_BATCHES = 2, 2
 
 CLOSE_IN_16_BITS = 0.02
 """The same for a model that computes in 16 bits somewhere: two roundings of bf16."""
+
+ROUNDINGS = 1e-3
+"""A share of the largest entry; what is off by more is not called a rounding."""
 
 MEMORY = 2**36
 """Bytes of a device: memory is not what is tried here."""
@@ -68,7 +70,8 @@ class Row:
         unexplained: what is not, though no sum of it has another order: of pipelines alone.
         dealt: of the bytes of parameters, the share that tensor-parallel ranks have a part of.
         reference: what it was held to: "eager", or for random models "graph", the unsplit graph;
-            "in fp64" where roundings make more than `CLOSE` of a difference in fp32.
+            "in fp64" where roundings make more than `CLOSE` of a difference in fp32; "rounding"
+            where it is as near as the unsplit model with each weight's last place off by one.
         predicted, counted: bytes kept for backward on all ranks, by the plan and by the run.
         seconds: since the row before; the first row has building and tracing.
     """
@@ -218,30 +221,30 @@ class Tried:
 
     def split(self, what: str) -> Row:
         """Plan, run and compare; what differs is compared once more in fp64."""
-        row = self.compared(what)
+        row, found = self.compared(what)
         if row.outcome == "wrong":
-            again = attempt(row.model, what, partial(self.doubled.compared, what))
+            again = attempt(row.model, what, lambda: self.doubled.compared(what)[0])
             if again.outcome == "right":
                 return replace(
                     row, outcome="right", cause="", reference=f"{again.reference} in fp64"
                 )
-            if row.gradient is not None and row.gradient <= self.rounding:
-                return replace(row, outcome="right", cause="", reference="rounding of eager")
+            if self.rounds(found):
+                return replace(row, outcome="right", cause="", reference="rounding")
         return row
 
-    @cached_property
-    def rounding(self) -> float:
-        """How far gradients of plain PyTorch are from those in fp64, by roundings; 0 if unknown.
+    def rounds(self, found: Result) -> bool:
+        """Whether a split is as near as the unsplit model with each weight's last place off by one.
 
-        For models whose graph cannot be had in fp64: torch multiplies groups in no such dtype.
+        For models that fp64 does not take whole: torch multiplies groups in no such dtype, and
+        norms may cast to fp32.
         """
-        try:
-            with grouped_products_in_fp64():
-                return compared(self.eager, self.doubled.eager)[0]
-        except Exception:  # the model's own code asks for fp32
-            return 0.0
+        model = replace(self.model, build=lambda: nudged(self.model.build()))
+        _, nearby = Tried(self.subject, model).reference
+        _, expected = self.reference
+        own, off = compared(nearby, expected)[0], compared(found, expected)[0]
+        return off <= own and off <= ROUNDINGS
 
-    def compared(self, what: str) -> Row:
+    def compared(self, what: str) -> tuple[Row, Result]:
         """Plan and run, in the dtype of the model, and compare."""
         plan = self.plan(*SPLITS[what.removesuffix(PROCESSES)])
         processes = what.endswith(PROCESSES)
@@ -252,7 +255,7 @@ class Tried:
             expected = replace(expected, losses=[mean])
         worst, bitwise, differing = compared(found, expected, self.close)
         left = rounded(found, expected) if plan.mesh.tp == 1 and not processes else []
-        return Row(
+        row = Row(
             model=self.subject.name,
             what=what,
             outcome="wrong" if differing else "right",
@@ -265,6 +268,7 @@ class Tried:
             predicted=sum(stage.predicted.memory.activations for stage in plan.stages),
             counted=found.saved,
         )
+        return row, found
 
     def torch(self) -> Row:
         """By torch's own tracing and splitting into two stages."""
@@ -277,6 +281,18 @@ class Tried:
         outcome = "wrong" if differing else "right"
         cause = ", ".join(differing[:4])
         return Row(name, "torch", outcome, cause, worst, bitwise, reference="eager")
+
+
+def nudged(model: nn.Module) -> nn.Module:
+    """The model with each weight's last place off by one, up or down."""
+    draws = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.is_floating_point():
+                up = torch.randint(2, weight.shape, generator=draws).bool()
+                way = torch.where(up, torch.inf, -torch.inf).to(weight.dtype)
+                weight.copy_(torch.nextafter(weight, way))
+    return model
 
 
 def _double(leaf: Any) -> Any:

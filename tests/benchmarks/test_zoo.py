@@ -5,6 +5,7 @@ into four stages or dealt out to two tensor-parallel ranks.
 """
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ PART = (
     "odd/nested-batch/forms",  # a tree of tensors
     "odd/branch/control",  # Python reads a tensor
     "odd/autocast/control",
+    "odd/cast-under-no-grad/autograd",  # torch returns the value itself
     "odd/experts-dense/control",
     "odd/old-weight-norm/layers",
     "odd/skips-everywhere/shapes",  # tensors that pass by stages
@@ -77,6 +79,14 @@ def test_a_gradient_that_is_off_by_a_thousandth_is_wrong():
     worst, bitwise, differing = compared(found, expected)
     assert (round(worst, 6), bitwise, differing) == (0.001, False, ["w"])
     assert compared(Result([torch.ones(())], {}, {}), expected)[2] == ["w"]
+
+
+def test_a_rounding_is_no_more_than_the_last_place_of_each_weight_makes(subjects):
+    """A hundredth of a thousandth is more than that in a model this small."""
+    tried = trial.Tried(subjects["odd/detached/autograd"], subjects["odd/detached/autograd"].make())
+    assert tried.rounds(tried.eager)
+    off = {name: gradient * (1 + 1e-5) for name, gradient in tried.eager.gradients.items()}
+    assert not tried.rounds(replace(tried.eager, gradients=off))
 
 
 def test_the_table_counts_models_by_outcome_and_cause():
