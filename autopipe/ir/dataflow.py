@@ -34,7 +34,7 @@ from autopipe.ir.graph import (
     values_in,
 )
 from autopipe.ir.opaque_ops import OPAQUE
-from autopipe.ir.torch_private import views, writes
+from autopipe.ir.torch_private import views, written_arguments
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ _WRITES_STATISTICS = {"batch_norm": "training", "instance_norm": "use_input_stat
 
 def written_by(node: Node) -> list[Value]:
     """The values that a node writes in place, running statistics among them."""
-    names = [node.args[i] for i in writes(resolve(node.op)) if i < len(node.args)]
+    names = written_arguments(resolve(node.op), node.args, node.kwargs)
     flag = _WRITES_STATISTICS.get(node.short)
     if flag is not None and (given := arguments(node))[flag]:
         names += given["running_mean"], given["running_var"]
@@ -201,9 +201,10 @@ def gradient_values(graph: Graph) -> frozenset[Ref | State]:
         ]
         if any(value in carrying for value in node.values()):
             carrying.update(made)
-            for position in writes(resolve(node.op)):
-                for value in values_in(node.args[position : position + 1]):
-                    carrying.update(views_of[flow.root[value]])
+            for value in values_in(
+                tuple(written_arguments(resolve(node.op), node.args, node.kwargs))
+            ):
+                carrying.update(views_of[flow.root[value]])
         for value in made:
             if flow.root[value] in flow.writers:
                 views_of[flow.root[value]].append(value)

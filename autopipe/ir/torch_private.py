@@ -196,7 +196,7 @@ def views(op: Any) -> bool:
 
 def written_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The arguments that one call of an op writes in place."""
-    names = [argument.name for argument in op._schema.arguments]
+    names = [argument.name for argument in op._schema.arguments] if writes(op) else []
     return [
         args[position] if position < len(args) else kwargs.get(names[position])
         for position in writes(op)

@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopipe.ir.opaque_ops import OPAQUE
-from autopipe.ir.torch_private import fake_mode, quiet, views, writes
+from autopipe.ir.torch_private import fake_mode, quiet, views, writes, written_arguments
 from autopipe.stages.lower import Lowered
 from autopipe.stages.op_tape import MADE, Tape
 from autopipe.stages.precision import arithmetic, computing, wide_statistics
@@ -324,7 +324,7 @@ def called(call: fx.Node) -> tuple[Any, tuple[Any, ...]]:
 def written(call: fx.Node) -> set[int]:
     """The storages that a call writes in place."""
     op, args = called(call)
-    found = [args[n] for n in writes(op) if n < len(args)]
+    found = written_arguments(op, args, call.kwargs)
     return storages(node for node in found if isinstance(node, fx.Node))
 
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -17,7 +17,7 @@ from autopipe.frontend import user_lines
 from autopipe.ir.blocks import Visit
 from autopipe.ir.dataflow import analyse, written_by
 from autopipe.ir.graph import READ_OP, Arg, Graph, Node, Ref, State, resolve, values_in
-from autopipe.ir.torch_private import is_fake, storage_key, writes, written_arguments
+from autopipe.ir.torch_private import is_fake, storage_key, written_arguments
 
 LOSS_SCOPE = "loss()"
 """The scope of what the loss function computes; no module can be called that."""
@@ -54,23 +54,36 @@ def is_whole_slice(op: str, args: tuple[Arg, ...]) -> bool:
 
 
 def handed_back(node: fx.Node) -> fx.Node | None:
-    """The argument that an op returns as it is, as `x.float()` does where x is of fp32; None: it
-    makes a tensor of its own.
+    """The argument that an op returns as it is: `x.float()` where x is of fp32, `x.clamp_(0, 1)`.
+    None: it makes a tensor of its own.
 
     A trace has a node for such an op, and whatever reads x from there on reads that node. Within
     `torch.no_grad()` it would cut off the gradients of readers that are outside of it.
+
+    Raises:
+        CaptureError: it gives the argument another shape in place, which all its readers would see.
     """
-    made = node.meta.get("val")
-    op: Any = node.target
-    if not isinstance(made, Tensor) or writes(op):
+    made, op = node.meta.get("val"), cast(Any, node.target)
+    read = {n: v for n in node.all_input_nodes if isinstance(v := n.meta.get("val"), Tensor)}
+    if not isinstance(made, Tensor) or not read or not hasattr(op, "overloadpacket"):
         return None
-    values = {read: read.meta.get("val") for read in node.all_input_nodes}
-    if not any(isinstance(v, Tensor) and v.shape == made.shape for v in values.values()):
-        return None
-    again = op(
-        *fx.map_arg(node.args, values.__getitem__), **fx.map_arg(node.kwargs, values.__getitem__)
-    )
-    return next((read for read, value in values.items() if value is again), None)
+    # A write in place may change the shape of what it is called with.
+    values = {n: n.meta["val"] for n in node.all_input_nodes} | {
+        n: v.detach() for n, v in read.items()
+    }
+    with torch.no_grad():
+        again = op(
+            *fx.map_arg(node.args, values.__getitem__),
+            **fx.map_arg(node.kwargs, values.__getitem__),
+        )
+    same = next((n for n in read if values[n] is again), None)
+    if same is not None and made.shape != read[same].shape:
+        raise CaptureError(
+            f"{user_lines.of_trace(node.stack_trace)}: a tensor is given another shape in place, "
+            "under torch.no_grad()",
+            hint="use the op that is not in place: x = x.unsqueeze(0)",
+        )
+    return same
 
 
 def names_by_identity(model: nn.Module) -> dict[str, tuple[str, ...]]:

@@ -209,9 +209,9 @@ class _Converter:
         kwargs = {key: self._arg(arg, env) for key, arg in node.kwargs.items()}
         if name == "aten.detach_.default" and self._is_fresh_constant(args[0]):
             return args[0]
-        if not region.grad and (same := handed_back(node)) is not None:
-            return env[same]
-        return self._append(node, name, args, kwargs, scopes, region)
+        made = self._append(node, name, args, kwargs, scopes, region)
+        same = None if region.grad else handed_back(node)
+        return made if same is None else env[same]
 
     def _append(
         self,

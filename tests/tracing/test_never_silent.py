@@ -449,6 +449,95 @@ def test_writes_through_views_of_a_new_tensor():
     assert unlike(built(ThroughViews)) == []
 
 
+class WritesUnderNoGrad(Net):
+    """Writes values in place under no_grad: what was computed before keeps its gradient, as if
+    nothing had been written."""
+
+    def inside(self, hidden):
+        hidden = self.middle(hidden) + 0
+        with torch.no_grad():
+            self.write(hidden)
+        return hidden + hidden.sin()
+
+
+class Clamps(WritesUnderNoGrad):
+    def write(self, hidden):
+        hidden.clamp_(-0.1, 0.1)
+
+
+class Masks(WritesUnderNoGrad):
+    def write(self, hidden):
+        hidden[hidden > 0.5] = 0.5
+
+
+class ScalesAPart(WritesUnderNoGrad):
+    def write(self, hidden):
+        hidden[:, :2].mul_(3)
+
+
+class Rounds(WritesUnderNoGrad):
+    def write(self, hidden):
+        hidden.copy_(hidden.round(decimals=1))
+
+
+class ClampsInto(WritesUnderNoGrad):
+    def write(self, hidden):
+        torch.clamp(hidden, -0.1, 0.1, out=hidden)
+
+
+class UsesWhatItWrote(Net):
+    def inside(self, hidden):
+        hidden = self.middle(hidden) + 0
+        with torch.no_grad():
+            same = hidden.mul_(2).clamp_(-0.1, 0.1)
+            with torch.enable_grad():
+                more = self.middle(hidden)
+        return same * more
+
+
+UNDER_NO_GRAD = (Clamps, Masks, ScalesAPart, Rounds, ClampsInto, UsesWhatItWrote)
+
+
+@pytest.mark.parametrize("kind", UNDER_NO_GRAD, ids=lambda kind: kind.__name__)
+def test_a_write_under_no_grad_leaves_gradients_as_they_were(kind):
+    """Bug: an op in place returns what it writes, and a trace gives later readers its result: they
+    read one of an op under no_grad, and no gradient came back to what was written."""
+    assert unlike(built(kind)) == []
+    assert unlike(built(kind), cuts=["relu/1"]) == []
+
+
+class ReshapesInPlace(Net):
+    def inside(self, hidden):
+        hidden = self.middle(hidden) + 0
+        with torch.no_grad():
+            hidden.unsqueeze_(0)
+        return hidden.sum(0)
+
+
+def test_another_shape_in_place_under_no_grad_is_refused():
+    with pytest.raises(CaptureError, match="is given another shape in place, under torch.no_grad"):
+        trace_model(built(ReshapesInPlace), inputs, square)
+
+
+class Out(Net):
+    """`out=` of a part of a new tensor, and of a buffer; nothing reads what the calls return."""
+
+    def begin(self):
+        self.register_buffer("average", torch.zeros(8))
+
+    def inside(self, hidden):
+        made = torch.zeros(hidden.shape[0], 2, 8)
+        torch.mul(hidden.detach(), 2, out=made[:, 0])
+        torch.add(0.9 * self.average, hidden.detach().mean(0), out=self.average)
+        return self.middle(hidden) + made.sum(1) + self.average
+
+
+def test_out_is_a_write_in_place():
+    """Bug: only a first argument was taken for written: both calls were left out as unread."""
+    assert unlike(built(Out)) == []
+    assert unlike(built(Out), cuts=["relu/1"]) == []
+
+
 class Jitted(Net):
     def begin(self):
         with warnings.catch_warnings():

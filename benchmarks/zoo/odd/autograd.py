@@ -153,6 +153,29 @@ class CastUnderNoGrad(Net):
 
 
 @odd()
+class ClampUnderNoGrad(Net):
+    """Writes in place under no_grad: gradients go through as if nothing had been written."""
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        hidden = self.first(hidden) * 1
+        with torch.no_grad():
+            hidden.clamp_(-0.1, 0.1)
+            hidden[..., :2].mul_(2)
+        return hidden
+
+
+@odd()
+class OutInto(Net):
+    """`out=` of a part of a new tensor; nothing reads what the call returns."""
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        made = torch.zeros_like(hidden)
+        with torch.no_grad():
+            torch.clamp(self.first(hidden)[..., :2], -1, 1, out=made[..., 2:4])
+        return self.first(hidden) + made
+
+
+@odd()
 class FrozenMiddle(Net):
     """A frozen layer between trained ones."""
 
