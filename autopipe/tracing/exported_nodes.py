@@ -16,8 +16,8 @@ from autopipe.errors import CaptureError
 from autopipe.frontend import user_lines
 from autopipe.ir.blocks import Visit
 from autopipe.ir.dataflow import analyse, written_by
-from autopipe.ir.graph import READ_OP, Arg, Graph, Node, Ref, State, resolve, values_in
-from autopipe.ir.torch_private import is_fake, storage_key, written_arguments
+from autopipe.ir.graph import READ_OP, Arg, Graph, Node, Ref, State, values_in
+from autopipe.ir.torch_private import is_fake, storage_key
 
 LOSS_SCOPE = "loss()"
 """The scope of what the loss function computes; no module can be called that."""
@@ -154,13 +154,14 @@ def constant_of(
 
 
 def check_writes(graph: Graph) -> None:
-    """Refuse writes in place into parameters that are trained.
+    """Refuse writes in place into parameters that are trained, through their views too.
 
     Raises:
         CaptureError: names the parameter and the user's line.
     """
+    root = analyse(graph).root
     for node in graph.nodes:
-        for written in written_arguments(resolve(node.op), node.args, node.kwargs):
+        for written in map(root.__getitem__, written_by(node)):
             if isinstance(written, State) and graph.states[written.name].trainable:
                 raise CaptureError(
                     f"{node.place}: forward writes the parameter {written.name!r}, which the "

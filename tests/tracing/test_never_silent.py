@@ -579,6 +579,13 @@ class Clamped(Net):
         return self.middle(hidden)
 
 
+class ZeroesARow(Net):
+    def inside(self, hidden):
+        with torch.no_grad():
+            self.middle.weight[0].zero_()
+        return self.middle(hidden)
+
+
 class Scaled(Net):
     def inside(self, hidden):
         return self.middle(hidden) * Outside.scale
@@ -597,8 +604,11 @@ class FromOutside(OfAPart):
         return hidden
 
 
+WRITES = "forward writes the parameter 'middle.weight', which the optimizer trains, in place"
+
 OTHERS = {
-    Clamped: "forward writes the parameter 'middle.weight', which the optimizer trains, in place",
+    Clamped: WRITES,
+    ZeroesARow: WRITES,
     Scaled: "a tensor of shape (8,) that requires a gradient comes in here from outside",
     Grows: "the buffer 'average' is assigned a tensor torch.float32 of shape (16,), and was ",
     FromOutside: "the buffer 'head.calls' is assigned, and not in the forward of its own module",
