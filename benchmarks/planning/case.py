@@ -49,6 +49,12 @@ CASES: dict[str, Case] = {
         f"{_HERE}/t5_xl.py",
         ("--cluster", "2x8xA100-80GB", "--batch", "128", "--precision", "bf16"),
     ),
+    "t5-11b": Case(
+        f"{_HERE}/t5_11b.py",
+        ("--cluster", "4x8xA100-80GB", "--batch", "256", "--precision", "bf16"),
+        25.0,
+        2.0,
+    ),
     "gpt": Case("examples/gpt.py", ("--cluster", "1x4xA100-40GB")),
 }
 """By name; the limits are those for a quiet machine of two cores."""

@@ -46,8 +46,23 @@ def llama(name: str) -> nn.Module:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMAS[name], use_cache=False))
 
 
-def t5() -> nn.Module:
-    """An encoder and a decoder of 24 layers each, the dimensions of T5 v1.1 XL (google/t5-v1_1-xl).
+T5S: dict[str, dict[str, Any]] = {
+    # T5 v1.1: https://huggingface.co/google/t5-v1_1-xl/blob/main/config.json
+    "t5-xl": {
+        "d_model": 2048,
+        "d_kv": 64,
+        "d_ff": 5120,
+        "num_heads": 32,
+        "feed_forward_proj": "gated-gelu",
+        "tie_word_embeddings": False,
+    },
+    # https://huggingface.co/google-t5/t5-11b/blob/main/config.json
+    "t5-11b": {"d_model": 1024, "d_kv": 128, "d_ff": 65536, "num_heads": 128},
+}
+
+
+def t5(name: str) -> nn.Module:
+    """An encoder and a decoder of 24 layers each.
 
     Every layer of a half adds the biases that the half's first layer has made.
     """
@@ -55,16 +70,11 @@ def t5() -> nn.Module:
 
     return transformers.T5ForConditionalGeneration(
         transformers.T5Config(
-            d_model=2048,
-            d_kv=64,
-            d_ff=5120,
             num_layers=24,
-            num_heads=32,
-            feed_forward_proj="gated-gelu",
-            tie_word_embeddings=False,
             decoder_start_token_id=0,
             pad_token_id=0,
             use_cache=False,
+            **T5S[name],
         )
     )
 

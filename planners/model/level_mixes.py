@@ -22,9 +22,9 @@ from autopipe.planners.model.range_tables import Bytes, Times
 
 Numbers = NDArray[np.int64]
 
-MOST_SETS = 512
+MOST_SETS = 128
 """Sets of a composition that are kept. Where blocks are so different that there are more, some in
-between are left out: what is then found saves up to a 512th of all that can be saved too much."""
+between are left out: what is then found saves up to a 128th of all that can be saved too much."""
 
 MOST_MIXES = 256
 """Ways to deal levels out to equal blocks that are all looked at."""
@@ -50,10 +50,10 @@ class Sets(NamedTuple):
 
     saved: Bytes
     spent: Times
-    counts: Numbers
+    counts: NDArray[np.uint16]
 
 
-NOTHING = Sets(np.zeros(1, np.int64), np.zeros(1), np.zeros((1, 0), np.int64))
+NOTHING = Sets(np.zeros(1, np.int64), np.zeros(1), np.zeros((1, 0), np.uint16))
 
 
 def with_parts(sets: Sets, group: EqualParts) -> Sets:
@@ -76,7 +76,7 @@ def _alone(group: EqualParts) -> Sets:
     saved = mixes @ np.array([option.size for option in group.options], np.int64)
     spent = mixes @ np.array([option.seconds for option in group.options])
     kept = _unbeaten(saved, spent)
-    return Sets(saved[kept], spent[kept], mixes[kept])
+    return Sets(saved[kept], spent[kept], mixes[kept].astype(np.uint16))
 
 
 def _unbeaten(saved: Bytes, spent: Times) -> Numbers:

@@ -140,7 +140,7 @@ class RecomputeSets:
         return np.asarray(owner * self._reach + self.bytes)
 
 
-@lru_cache(maxsize=128)
+@lru_cache(maxsize=32)
 def recompute_sets(
     problem: Problem, rows: int, kind: int, free: bool, by_op: bool = True
 ) -> RecomputeSets:
