@@ -90,7 +90,7 @@ def words(ops: Iterable[str]) -> str:
 def by_word(ops: Iterable[str]) -> dict[str, list[str]]:
     """Some ops of a block by the words that `words` has for them, products last."""
     names = sorted(ops, key=_is_product)
-    attending = {_module(name) for name in names if _op(name) in SOFTMAX | BETWEEN}
+    attending = {module_of(name) for name in names if op_of(name) in SOFTMAX | BETWEEN}
     found: dict[str, list[str]] = {}
     for name in names:
         found.setdefault(_word(name, attending), []).append(name)
@@ -98,25 +98,27 @@ def by_word(ops: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _is_product(name: str) -> bool:
-    return _op(name) in PRODUCTS
+    return op_of(name) in PRODUCTS
 
 
-def _op(name: str) -> str:
+def op_of(name: str) -> str:
+    """The op of a node, or of what is exchanged of one."""
     return name.split("/")[1]
 
 
-def _module(name: str) -> str:
+def module_of(name: str) -> str:
+    """The path of the module that a node is in; empty outside of all modules."""
     return name.partition("/")[0]
 
 
 def is_norm(name: str) -> bool:
     """Whether a node is a norm, or is in a module that is called so."""
-    return "norm" in _module(name).rpartition(".")[2] or "norm" in _op(name)
+    return "norm" in module_of(name).rpartition(".")[2] or "norm" in op_of(name)
 
 
 def is_activation(name: str) -> bool:
     """Whether a node is an activation function."""
-    return _op(name) in ACTIVATIONS
+    return op_of(name) in ACTIVATIONS
 
 
 def is_exchange(name: str) -> bool:
@@ -125,7 +127,7 @@ def is_exchange(name: str) -> bool:
 
 
 def _word(name: str, attending: Collection[str]) -> str:
-    module, op = _module(name), _op(name)
+    module, op = module_of(name), op_of(name)
     if is_exchange(name):
         return "what is exchanged"
     if is_norm(name):
