@@ -8,6 +8,6 @@ the loop over steps, and what is told of each: on the terminal, in files, to Ten
 Never found here: search, or a decision that the plan does not contain.
 
 Other rooms use: `parallelize.parallelize`, `train.train`, `progress.figure`,
-`destinations.Destinations`, `destinations.check`, `onnx_stages.write_stages`; written files use
-`emitted`.
+`destinations.Destinations`, `.MemorySnapshot`, `.snapshot_of`, `.check`,
+`onnx_stages.write_stages`; written files use `emitted`.
 """

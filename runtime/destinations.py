@@ -1,4 +1,4 @@
-"""Where a run is to write its metrics, checked before long work; without torch, as parents are.
+"""What a run is to write of its steps, checked before long work; without torch, as parents are.
 
 Packages that write them are extras of autopipe's: `pip install 'autopipe[tensorboard]'`, `[wandb]`.
 """
@@ -10,7 +10,9 @@ from importlib import metadata
 from pathlib import Path
 
 from autopipe.errors import AutopipeError
+from autopipe.planfile.contents import Plan
 from autopipe.util import atomic_file
+from autopipe.util.numbers import count
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,63 @@ class Destinations:
 
 NOWHERE = Destinations()
 """Metrics are on the terminal alone."""
+
+
+@dataclass(frozen=True)
+class MemorySnapshot:
+    """What each GPU's memory holds in one step, a file of each rank.
+
+    Attributes:
+        step: counted from 1, from the run's beginning.
+        folder: the run's.
+    """
+
+    step: int
+    folder: Path
+
+    def file(self, rank: int) -> Path:
+        """The file of one rank."""
+        return self.folder / f"snapshot-rank{rank:05}.pickle"
+
+    def told(self, steps: range) -> str:
+        """Where the files of a run are that has made these steps, or that it has none."""
+        if self.step not in steps:
+            last = f", the last was {steps[-1]}" if steps else ""
+            return f"--memory-snapshot {self.step}: this run has not made that step{last}"
+        return (
+            f"{self.file(0)}, and a file of each other rank: a GPU's memory in step {self.step}; "
+            "https://pytorch.org/memory_viz shows it"
+        )
+
+
+def snapshot_of(step: int, folder: Path | None, plan: Plan, steps: int | None) -> MemorySnapshot:
+    """The snapshot of a step that `--memory-snapshot` asks for.
+
+    Args:
+        folder: that `--record` gives.
+        steps: that the run is to make, if that is known.
+
+    Raises:
+        AutopipeError: there is no folder, no GPU or no such step.
+    """
+    asked = f"--memory-snapshot {step}"
+    if all(place.device == "cpu" for place in plan.mesh.places):
+        ranks = count(len(plan.mesh.places), "rank")
+        raise AutopipeError(
+            f"{asked} is of the memory of GPUs, and the plan is for {ranks} on CPUs",
+            hint="`autopipe explain PLAN` has the bytes of each stage",
+        )
+    if steps is not None and step > steps:
+        raise AutopipeError(
+            f"{asked} is of a step that the run does not make, with --steps {steps}",
+            hint=f"a step from 1 to {steps}",
+        )
+    if folder is None:
+        raise AutopipeError(
+            f"{asked} is a file of each rank, and there is no folder for them",
+            hint=f"--record FOLDER {asked}",
+        )
+    return MemorySnapshot(step, folder)
 
 
 def check(to: Destinations, *, resume: bool) -> None:

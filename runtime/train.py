@@ -18,9 +18,10 @@ from autopipe.errors import ModelError
 from autopipe.frontend.model_file import ModelFile
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import StagePrediction
-from autopipe.runtime.destinations import NOWHERE, Destinations
+from autopipe.runtime.destinations import NOWHERE, Destinations, MemorySnapshot
 from autopipe.runtime.feed import Feed
 from autopipe.runtime.keeping import Keeper, Keeping
+from autopipe.runtime.memory_snapshot import recorded
 from autopipe.runtime.metrics import Metrics, length_share, of_step, over_ranks, rows_of
 from autopipe.runtime.progress import figure, progress_shown
 from autopipe.runtime.record import Recorder, write
@@ -59,6 +60,7 @@ def train(
     keep_going: bool = False,
     saving: Keeping | None = None,
     metrics: Destinations = NOWHERE,
+    snapshot: MemorySnapshot | None = None,
 ) -> Measured:
     """Train for `steps` steps, or as long as the batches last.
 
@@ -74,6 +76,7 @@ def train(
         saving: what to keep of the run, and whether to go on from it; `steps` and `epochs` count
             from the run's beginning.
         metrics: where those of every step go, or of every `log_every`th; rank 0 writes them.
+        snapshot: the step of which each rank on a GPU writes what its memory holds.
 
     Raises:
         ModelError: the loss of a step is no finite number: no rank has made its update.
@@ -105,17 +108,18 @@ def train(
             if recorder is not None:
                 recorder.begin(step + 1)
             began = perf_counter()
-            loss = pipe.step(batch, sharded=file.sharded)
-            seconds = perf_counter() - began  # what a plan predicts ends with the gradients
-            readings.losses.append(float(loss))
-            if (gone := _gone(readings.losses)) is not None:
-                if not keep_going:
-                    raise gone
-                if talks:
-                    say(gone.message)
-            norm = None if limit is None else float(pipe.clip_grad_norm_(limit))
-            keeper.before_update()
-            optimizer.step()
+            with recorded(snapshot, step + 1, pipe.place):
+                loss = pipe.step(batch, sharded=file.sharded)
+                seconds = perf_counter() - began  # what a plan predicts ends with the gradients
+                readings.losses.append(float(loss))
+                if (gone := _gone(readings.losses)) is not None:
+                    if not keep_going:
+                        raise gone
+                    if talks:
+                        say(gone.message)
+                norm = None if limit is None else float(pipe.clip_grad_norm_(limit))
+                keeper.before_update()
+                optimizer.step()
             elapsed = perf_counter() - began
             readings.add(step - first, seconds, optimizer)
             rows = rows_of(batch, plan, sharded=file.sharded)
@@ -132,6 +136,8 @@ def train(
     keeper.close()
     if talks and keeper.stopped is None:
         feed.dry(steps)
+    if talks and snapshot is not None:
+        say(snapshot.told(range(first + 1, first + 1 + len(readings.losses))))
     bubbles: tuple[float, ...] = ()
     if recorder is not None and trace is not None:
         world = dist.group.WORLD if len(plan.mesh.places) > 1 else None

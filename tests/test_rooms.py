@@ -95,6 +95,7 @@ def test_nobody_prepares_an_example(path: Path) -> None:
         ("planfile.predict", "autopipe.stages.dry_run.rehearse"),
         ("tracing.trace", "torch._dynamo"),
         ("tracing.trace", "torch.utils._pytree.tree_map"),
+        ("runtime.train", "torch.cuda.memory._snapshot"),
     ],
 )
 def test_the_table_refuses(module: str, name: str) -> None:
@@ -111,10 +112,17 @@ def test_the_table_refuses(module: str, name: str) -> None:
         ("runtime.step.executor", "torch.distributed"),
         ("ir.torch_private", "torch._subclasses.FakeTensorMode"),
         ("tracing.trace", "torch.__version__"),
+        ("runtime.memory_snapshot", "torch.cuda.memory._dump_snapshot"),
     ],
 )
 def test_the_table_allows(module: str, name: str) -> None:
     assert forbidden(module, name) is None
+
+
+def test_a_private_name_is_seen_that_is_reached_through_torch() -> None:
+    """Of ops the names are torch's own business."""
+    code = "torch.cuda.memory._snapshot(); torch.ops.aten._ctc_loss; torch.cuda.synchronize()"
+    assert [name for _, name in imports(ast.parse(code))] == ["torch.cuda.memory._snapshot"]
 
 
 def test_the_public_names() -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopipe.checking.compare import TensorRow
+from autopipe.planfile.again import repeated
 from autopipe.planfile.contents import Plan
 
 
@@ -55,6 +56,11 @@ class Comparison:
         return not self.failure and not any(row.wrong for row in self.rows)
 
     @property
+    def again(self) -> tuple[str, ...]:
+        """What ran a second time in backward: `attention of 16 blocks`."""
+        return tuple(map(str, repeated(self.plan, self.plan.stages)))
+
+    @property
     def sentence(self) -> str:
         """What was found, in words."""
         if self.failure:
@@ -89,6 +95,7 @@ class Comparison:
                 "precision": self.plan.precision,
                 "zero": self.plan.zero,
                 "compiled": self.plan.compiled,
+                "recompute": list(self.again),
             },
             "reduced": list(self.reduced),
             "notes": list(self.notes),

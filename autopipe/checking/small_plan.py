@@ -14,6 +14,7 @@ from typing import Any
 from autopipe.checking.fit import Degrees
 from autopipe.cluster.cluster import Cluster, Device, Group, Link, NodeGroup
 from autopipe.frontend.model_file import ModelFile
+from autopipe.planfile.again import named, repeated
 from autopipe.planfile.contents import Plan, signed
 from autopipe.planfile.parts import Batch, Mesh, Place
 from autopipe.planners.driver import make_plan
@@ -79,9 +80,23 @@ def words_of(plan: Plan) -> dict[str, Any]:
 
 
 def _recomputed(plan: Plan) -> list[str]:
-    """The classes of the blocks that run again in backward: by their first members, which stay."""
-    again = {path for stage in plan.stages for path in stage.blocks_again}
-    return [kind.name for kind in plan.blocks if again & set(kind.members)]
+    """What runs again in backward, by names that a smaller model has too.
+
+    Classes of blocks and their ops are named after the first member, which stays. Where a class has
+    blocks that run again whole beside blocks of which ops do, the second member, which stays too,
+    does so whole and all others by op.
+    """
+    again = repeated(plan, plan.stages)
+    whole = {path for own in again if not own.ops for path in own.blocks}
+    single = {path: own.ops for own in again for path in own.blocks if own.ops}
+    found: dict[str, None] = {}
+    for kind in plan.blocks:
+        if whole & {*kind.members}:
+            found[kind.members[1] if single.keys() & {*kind.members} else kind.name] = None
+    first = {member: kind.name for kind in plan.blocks for member in kind.members}
+    for path, ops in single.items():
+        found |= dict.fromkeys(named(first.get(path, path), op) for op in ops)
+    return [*found]
 
 
 def planned(file: ModelFile, degrees: Degrees, words: dict[str, Any], say: Say) -> Plan:

@@ -172,6 +172,8 @@ def _print(result: Comparison) -> None:
         f"pp={mesh.pp} dp={mesh.dp} tp={mesh.tp}, {batch.micro_batches} micro-batches, "
         f"{result.plan.schedule}, {result.plan.precision}{zero}{compiled}; {batch.rows} rows"
     )
+    if result.again:
+        out.print(f"run a second time in backward: {'; '.join(result.again)}")
     for line in result.reduced:
         out.print(f"reduced: {line}")
     for line in result.notes:

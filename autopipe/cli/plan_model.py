@@ -84,7 +84,7 @@ def plan(
         list[str] | None,
         typer.Option(
             help="Run again in backward: all, none, a class of blocks, or a block; or of every "
-            "block attention, norms or activations. May be repeated."
+            "block attention, norms or activations; or an op by a node's name. May be repeated."
         ),
     ] = None,
     memory: Annotated[

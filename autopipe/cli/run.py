@@ -1,4 +1,4 @@
-"""The command `autopipe run`, and the report of its measurements."""
+"""The command `autopipe run`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from autopipe.cli.run_report import report
 from autopipe.errors import AutopipeError
 from autopipe.terminal import console
 from autopipe.terminal.commands import PlanArgument, command
@@ -22,10 +23,9 @@ from autopipe.util.gc_pause import loading
 
 if TYPE_CHECKING:  # it imports torch, which most commands have no use for
     from autopipe.planfile.contents import Plan
-    from autopipe.runtime.destinations import Destinations
+    from autopipe.runtime.destinations import Destinations, MemorySnapshot
     from autopipe.runtime.launch.pods import Pod
     from autopipe.runtime.launch.world import World
-    from autopipe.runtime.train import Measured
 
 
 @command("autopipe run plan.json --local 4")
@@ -92,6 +92,10 @@ def run(
         Path | None,
         typer.Option(help="A folder for what `autopipe report` shows of the run."),
     ] = None,
+    memory_snapshot: Annotated[
+        int | None,
+        typer.Option(min=1, help="Write what each GPU's memory held in this step, into --record."),
+    ] = None,
 ) -> None:
     """Train as planned: under torchrun, under srun, or with --local N processes started here.
 
@@ -106,6 +110,7 @@ def run(
     world = None if pod is not None else launch.world_from(os.environ)
     with voice.one_voice(world, debug=console.debug()):
         loaded = Plan.load(plan)
+        snapshot = _snapshot(memory_snapshot, record, loaded, steps)
         if record is not None:
             recorded.begin(record, leads=world is None or world.rank == 0, resume=resume)
             metrics, trace = metrics or record / recorded.METRICS, trace or record / recorded.TRACE
@@ -148,6 +153,7 @@ def run(
             kept=kept,
             metrics=to,
             record=record,
+            snapshot=snapshot,
         )
         if world is None and asked.interrupted():
             raise typer.Exit(130)  # as shells have it: what was to follow does not
@@ -168,6 +174,16 @@ def _destinations(
     if world is None or world.rank == 0:
         destinations.check(to, resume=resume)
     return to
+
+
+def _snapshot(
+    step: int | None, folder: Path | None, plan: Plan, steps: int | None
+) -> MemorySnapshot | None:
+    if step is None:
+        return None
+    from autopipe.runtime.destinations import snapshot_of
+
+    return snapshot_of(step, folder, plan, steps)
 
 
 def _check_logs(folder: Path | None, *, started_here: bool) -> None:
@@ -296,48 +312,3 @@ def _train(
             recorded.end(record, measured.stages, measured.step_seconds, measured.bubbles)
             say(f"{record}: the record; `autopipe report {record}` shows it")
         report(plan, measured, source, trace, save, folder, quiet=how["quiet"])
-
-
-def report(
-    plan: Plan,
-    measured: Measured,
-    source: str,
-    trace: Path | None = None,
-    save: Path | None = None,
-    checkpoints: Path | None = None,
-    *,
-    quiet: bool = False,
-) -> None:
-    """Print a run's measurements beside the plan's predictions, and its losses.
-
-    Args:
-        save: the path to which the model was saved.
-        checkpoints: the folder in which the last step is kept.
-        quiet: print no table and no optional messages.
-    """
-    from autopipe.report import paper
-    from autopipe.report.figures import compare
-    from autopipe.runtime.progress import figure
-
-    if not measured.stages:
-        tell(f"{source}: batches({plan.batch.rows}) gave no batch, so there was no step")
-        return
-    if not quiet:
-        table = compare(
-            [stage.predicted for stage in plan.stages],
-            measured.stages,
-            plan.prediction.step_seconds,
-            measured.step_seconds,
-            measured.bubbles,
-            paper.width(),
-        )
-        print(table, end="")
-    if trace is not None:
-        say(f"{trace}: open it at https://ui.perfetto.dev")
-    if save is not None and measured.losses:
-        say(f"{save}: the trained model, as safetensors")
-    elif checkpoints is not None:
-        say(f"{checkpoints}: the checkpoints; `autopipe checkpoint convert` writes the model")
-    elif not quiet:
-        say("the trained weights are not kept; --save FILE.safetensors does that")
-    print(f"loss {figure(measured.losses[0])} -> {figure(measured.losses[-1])}", flush=True)

@@ -15,8 +15,8 @@ import yaml
 
 from autopipe.interop.exported import Exported, head
 from autopipe.interop.layers import layers_of
-from autopipe.interop.megatron import sequence_parallel
-from autopipe.interop.unsaid import Vocabulary, kinds_of_ranks, recomputes_all, unsaid
+from autopipe.interop.megatron import recomputation, sequence_parallel
+from autopipe.interop.unsaid import Vocabulary, kinds_of_ranks, unsaid
 from autopipe.planfile.contents import Plan
 
 WORDS = Vocabulary(
@@ -25,6 +25,7 @@ WORDS = Vocabulary(
     tied=True,
     schedules=frozenset({"1f1b"}),
     zero=frozenset({0, 1}),
+    selective=True,
     devices=True,
 )
 
@@ -54,9 +55,9 @@ def config(plan: Plan) -> Exported:
             "hetero_device_types": [kind for kind, _ in kinds],
             "standalone_embedding_stage": False,
         }
-    if recomputes_all(plan, layers):
-        again = {"granularity": "full", "method": "uniform", "num_layers": 1}
-        system["recompute"] = {f"recompute_{key}": value for key, value in again.items()}
+    again = recomputation(plan, layers)
+    if again:
+        system["recompute"] = again
     model: dict[str, Any] = {
         "micro_batch_size": batch.microbatch_rows(mesh.dp),
         "global_batch_size": batch.rows,

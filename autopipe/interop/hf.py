@@ -13,7 +13,8 @@ import yaml
 
 from autopipe.interop.exported import Exported, head, printable
 from autopipe.interop.layers import Layers, layers_of
-from autopipe.interop.unsaid import NONE, Vocabulary, recomputes_all, unsaid
+from autopipe.interop.recomputed import recomputes_all
+from autopipe.interop.unsaid import NONE, Vocabulary, unsaid
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.node_names import NodeName
 from autopipe.report.megatron_terms import word

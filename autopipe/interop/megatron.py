@@ -15,7 +15,8 @@ from collections.abc import Iterator
 
 from autopipe.interop.exported import Exported, head
 from autopipe.interop.layers import Layers, layers_of
-from autopipe.interop.unsaid import Vocabulary, recomputes_all, unsaid
+from autopipe.interop.recomputed import recomputes_all, selected
+from autopipe.interop.unsaid import Vocabulary, unsaid
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.placements import parse
 
@@ -25,6 +26,7 @@ WORDS = Vocabulary(
     tied=True,
     schedules=frozenset({"1f1b", "interleaved"}),
     zero=frozenset({0, 1, 3}),
+    selective=True,
 )
 
 
@@ -57,10 +59,9 @@ def _arguments(plan: Plan, layers: Layers) -> Iterator[tuple[str, ...]]:
     if plan.fully_sharded:
         yield ("--use-megatron-fsdp",)
         yield "--data-parallel-sharding-strategy", "optim_grads_params"
-    if recomputes_all(plan, layers):
-        yield "--recompute-granularity", "full"
-        yield "--recompute-method", "uniform"
-        yield "--recompute-num-layers", "1"
+    for name, value in recomputation(plan, layers).items():
+        words = value if isinstance(value, list) else [str(value)]
+        yield f"--{name.replace('_', '-')}", *words
 
 
 def layout(layers: Layers) -> str:
@@ -68,6 +69,17 @@ def layout(layers: Layers) -> str:
     stages = ["t" if n == 1 else f"t*{n}" if n else "" for n in layers.counts]
     stages[0], stages[-1] = f"E{stages[0]}", f"{stages[-1]}L"
     return "|".join(stages)
+
+
+def recomputation(plan: Plan, layers: Layers) -> dict[str, str | int | list[str]]:
+    """Megatron's fields for what runs again: all layers whole, parts of all layers, or none."""
+    if recomputes_all(plan, layers):
+        whole = {"recompute_granularity": "full", "recompute_method": "uniform"}
+        return {**whole, "recompute_num_layers": 1}
+    modules = selected(plan, layers).modules
+    if not modules:
+        return {}
+    return {"recompute_granularity": "selective", "recompute_modules": [*modules]}
 
 
 def sequence_parallel(plan: Plan) -> bool:

@@ -9,7 +9,8 @@ from typing import Any
 
 from autopipe.interop.exported import Exported, head
 from autopipe.interop.layers import layers_of
-from autopipe.interop.unsaid import ALL, Vocabulary, recomputes_all, unsaid
+from autopipe.interop.recomputed import recomputes_all
+from autopipe.interop.unsaid import ALL, Vocabulary, unsaid
 from autopipe.planfile.contents import Plan
 
 SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B"}

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from autopipe.interop.exported import printable
 from autopipe.interop.layers import Layers
+from autopipe.interop.recomputed import ops_again, recomputes_all, selected
 from autopipe.planfile.contents import BATCH, MICRO_BATCH, Plan
 from autopipe.util.numbers import count
 
@@ -33,6 +34,7 @@ class Vocabulary:
         schedules: by the names they have here; None: any that can be written down.
         zero: the ZeRO stages.
         recompute: `NONE`, `ALL` or `BLOCKS`.
+        selective: that parts of all layers run again, by Megatron-LM's names.
         tensors: which tensors are dealt out over tensor-parallel ranks.
         devices: that pipeline ranks have devices of unlike kinds.
         own_model: it runs the user's own model, not a model of its own that is alike.
@@ -47,6 +49,7 @@ class Vocabulary:
     schedules: frozenset[str] | None = frozenset()
     zero: frozenset[int] = frozenset({0})
     recompute: str = ALL
+    selective: bool = False
     tensors: bool = False
     devices: bool = False
     own_model: bool = False
@@ -124,9 +127,9 @@ def _has(parameters: tuple[str, ...], layer: str) -> bool:
 
 def _recomputed(plan: Plan, words: Vocabulary, layers: Layers) -> Iterator[str]:
     """What it cannot say of what runs again in backward."""
-    ops = {name for stage in plan.stages for name in stage.ops_again}
-    if ops:
-        yield f"recomputation of {count(len(ops), 'single op')}, in blocks that keep the rest"
+    left = selected(plan, layers).left if words.selective else map(str, ops_again(plan))
+    for ops in left:
+        yield f"recomputation of {ops}, of which the rest is kept"
     again = {block for stage in plan.stages for block in stage.blocks_again}
     if not again or words.recompute == BLOCKS:
         return
@@ -135,12 +138,6 @@ def _recomputed(plan: Plan, words: Vocabulary, layers: Layers) -> Iterator[str]:
         most = "" if words.recompute == NONE else ": it is all layers or none, and here it is none"
         of = f"{len(again)} of {layers.total} layers" if layers.total else f"{len(again)} blocks"
         yield f"recomputation of {of}{most}"
-
-
-def recomputes_all(plan: Plan, layers: Layers) -> bool:
-    """Whether every layer of a plan runs again in backward."""
-    again = {block for stage in plan.stages for block in stage.blocks_again}
-    return bool(again) and again >= {layer for own in layers.stages for layer in own}
 
 
 def kinds_of_ranks(plan: Plan) -> list[list[str]]:

@@ -121,6 +121,7 @@ def rehearse_joint(
     """
     known = {} if known is None else known
     saved, again = list(rehearsal.saved), list(rehearsal.recomputed)
+    momentary = list(rehearsal.momentary)
     stash, fresh = [0] * len(stages), [0] * len(stages)
     holding = _Holding(graph, blocks, rows, recompute, precision, known, wanted)
     for stage in stages:
@@ -128,10 +129,12 @@ def rehearse_joint(
         if found is not None:
             i = stage.index
             saved[i], stash[i], fresh[i], again[i] = astuple(found)
+            momentary[i] = 0  # a joint graph keeps nothing that its backward does not read
     return replace(
         rehearsal,
         saved=tuple(saved),
         recomputed=tuple(again),
+        momentary=tuple(momentary),
         stash=tuple(stash),
         fresh=tuple(fresh),
     )
@@ -157,11 +160,11 @@ def rehearse_alone(
     check_recompute(graph, stage, blocks, within(graph, stage, blocks, recompute))
     known = {} if known is None else known
     holding = _Holding(graph, blocks, rows, recompute, precision, known, wanted)
-    found = holding.of(stage, Rehearsal({}, (), (), ()), last=True)
+    found = holding.of(stage, Rehearsal({}, (), (), (), ()), last=True)
     if found.held is None:
         return None
     saved, stash, fresh, again = astuple(found.held)
-    return Rehearsal({}, (saved,), (again,), (found.low,), (stash,), (fresh,))
+    return Rehearsal({}, (saved,), (again,), (found.low,), (0,), (stash,), (fresh,))
 
 
 class _StageHolds(NamedTuple):

@@ -47,8 +47,8 @@ def repeated(plan: Plan, stages: Iterable[StagePlan]) -> list[Repeated]:
     stages, paths = list(stages), {path for kind in plan.blocks for path in kind.members}
     ops: dict[str, list[str]] = {}
     for name in (name for stage in stages for name in stage.ops_again):
-        path = _block(name, paths)
-        ops.setdefault(path, []).append(name.replace(f"{path}.", "").removeprefix(path))
+        path = block_of(name, paths)
+        ops.setdefault(path, []).append(within(path, name))
     alike: dict[tuple[str, ...], list[str]] = {}
     for path in dict.fromkeys(path for stage in stages for path in stage.blocks_again):
         alike.setdefault((), []).append(path)
@@ -57,13 +57,23 @@ def repeated(plan: Plan, stages: Iterable[StagePlan]) -> list[Repeated]:
     return [Repeated(tuple(blocks), own) for own, blocks in alike.items()]
 
 
-def _block(name: str, paths: set[str]) -> str:
-    """The path of the block that a node is in; of a node in none its module's."""
+def block_of(name: str, paths: Collection[str]) -> str:
+    """The path of the block that a node is in, of those given; of a node in none its module's."""
     module = name.partition("/")[0]
     path = module
     while path and path not in paths:
         path = path.rpartition(".")[0]
     return path or module
+
+
+def within(path: str, name: str) -> str:
+    """A node's name without the path of the block that it is in: `attn/softmax/0`, `/add/0`."""
+    return name.replace(f"{path}.", "").removeprefix(path)
+
+
+def named(path: str, op: str) -> str:
+    """The name of the node that `within` calls `op` in the block at `path`."""
+    return f"{path}{op}" if op.startswith("/") else f"{path}.{op}"
 
 
 def words(ops: Iterable[str]) -> str:
@@ -73,45 +83,60 @@ def words(ops: Iterable[str]) -> str:
     it does itself is attention. What is done where tensor-parallel ranks exchange something is
     called so.
     """
-    names = sorted(ops, key=_is_product)
-    attending = {_module(name) for name in names if _op(name) in SOFTMAX | BETWEEN}
-    *most, last = dict.fromkeys(_word(name, attending) for name in names)
+    *most, last = by_word(ops)
     return f"{', '.join(most)} and {last}" if most else last
 
 
+def by_word(ops: Iterable[str]) -> dict[str, list[str]]:
+    """Some ops of a block by the words that `words` has for them, products last."""
+    names = sorted(ops, key=_is_product)
+    attending = {module_of(name) for name in names if op_of(name) in SOFTMAX | BETWEEN}
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(_word(name, attending), []).append(name)
+    return found
+
+
 def _is_product(name: str) -> bool:
-    return _op(name) in PRODUCTS
+    return op_of(name) in PRODUCTS
 
 
-def _op(name: str) -> str:
+def op_of(name: str) -> str:
+    """The op of a node, or of what is exchanged of one."""
     return name.split("/")[1]
 
 
-def _module(name: str) -> str:
+def module_of(name: str) -> str:
+    """The path of the module that a node is in; empty outside of all modules."""
     return name.partition("/")[0]
 
 
 def is_norm(name: str) -> bool:
     """Whether a node is a norm, or is in a module that is called so."""
-    return "norm" in _module(name).rpartition(".")[2] or "norm" in _op(name)
+    return "norm" in module_of(name).rpartition(".")[2] or "norm" in op_of(name)
 
 
 def is_activation(name: str) -> bool:
     """Whether a node is an activation function."""
-    return _op(name) in ACTIVATIONS
+    return op_of(name) in ACTIVATIONS
+
+
+def is_exchange(name: str) -> bool:
+    """Whether a node is what tensor-parallel ranks exchange of a tensor."""
+    return ">" in name
 
 
 def _word(name: str, attending: Collection[str]) -> str:
-    module, op = _module(name), _op(name)
-    if ">" in name:
+    module, op = module_of(name), op_of(name)
+    if is_exchange(name):
         return "what is exchanged"
-    own = module in attending and op not in PRODUCTS
-    if op == "scaled_dot_product_attention" or own:
-        return "attention"
     if is_norm(name):
         return "norms"
     if is_activation(name):
         return "activations"
+    own = module in attending and op not in PRODUCTS
+    if op == "scaled_dot_product_attention" or own:
+        return "attention"
     if op == "mul":
         return "gated products"
     place = _last(module)

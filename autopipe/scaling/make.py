@@ -24,11 +24,11 @@ from autopipe.util import numbers
 @dataclass(frozen=True)
 class StageFormulas:
     """Of one stage what a micro-batch takes, in b, s and w; `schedules.peak_memory.Sizes` has the
-    meanings of the first four sizes.
+    meanings of the first five sizes.
 
     Attributes:
         forward, backward: seconds.
-        kept, stash, fresh, again: bytes.
+        kept, stash, fresh, again, momentary: bytes.
         sends: bytes of each tensor that it sends on, by name.
         largest: bytes of its largest gradient.
         wide: bytes that gradients take more where the optimizer gets them in fp32.
@@ -40,6 +40,7 @@ class StageFormulas:
     stash: Expression
     fresh: Expression
     again: Expression
+    momentary: Expression
     sends: Mapping[str, Expression]
     largest: int
     wide: int
@@ -129,7 +130,7 @@ def _moved(plan: Plan, formulas: Sequence[StageFormulas], channel: Channel) -> E
 
 
 def _sizes(formulas: Sequence[StageFormulas], numbering: Numbering) -> list[Expression]:
-    own = [size for f in formulas for size in (f.kept, f.stash, f.fresh, f.again)]
+    own = [size for f in formulas for size in (f.kept, f.stash, f.fresh, f.again, f.momentary)]
     sent = {name: size for f in formulas for name, size in f.sends.items()}
     return own + [sent[name] for name in numbering.tensors]
 

@@ -22,8 +22,8 @@ from autopipe.scaling.sheet import Moment
 from autopipe.schedules.instructions import Flow, Program
 from autopipe.schedules.peak_memory import Sizes, walk
 
-OWN = 4
-"""Sizes of a stage itself: kept, stash, fresh, again, as `peak_memory.Sizes` has them."""
+OWN = 5
+"""Sizes of a stage itself, as `peak_memory.Sizes`: kept, stash, fresh, again, momentary."""
 
 
 @dataclass(frozen=True)

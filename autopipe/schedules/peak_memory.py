@@ -31,6 +31,7 @@ class Sizes:
         stash: held from I to W where backward is split.
         fresh: of the stash, what I has made; the rest was kept from F.
         again: made besides by recomputation, at the fullest moment of a backward or of either half.
+        momentary: held besides at the fullest moment of a forward, and let go within it.
     """
 
     kept: int
@@ -39,6 +40,7 @@ class Sizes:
     stash: int = 0
     fresh: int = 0
     again: int = 0
+    momentary: int = 0
 
 
 Held = Counter[tuple[int, str]]
@@ -106,10 +108,11 @@ class _Walk:
         if flow is None or peer is None:
             if kind is Kind.FORWARD:
                 self.unsent[Flow.ACTIVATION, k] = self.targets[Flow.ACTIVATION]
-                return {
-                    "activations": sizes.kept,
+                begins = {
+                    "activations": sizes.kept + sizes.momentary,
                     "transfers": self.outgoing[Flow.ACTIVATION],
-                }, {}
+                }
+                return begins, {"activations": sizes.momentary}
             if kind is Kind.BACKWARD or kind is Kind.BACKWARD_INPUT:
                 self.unsent[Flow.GRADIENT, k] = self.targets[Flow.GRADIENT]
                 begins = {

@@ -66,6 +66,9 @@ class Rehearsal:
                                                        |-----|  recomputed
 
         low: the step's copies of parameters in low precision, all micro-batches together.
+        momentary: how much more than `saved` is held at the fullest moment of a forward. A branch
+            that no gradient comes back through, such as a prediction that only a mask is made of,
+            keeps what an op saves until its results are gone.
         stash, fresh: where backwards are split, what is held between the two halves, and what of it
             the first half has made (`joint.split_backward_layouts`); nothing otherwise.
     """
@@ -74,6 +77,7 @@ class Rehearsal:
     saved: tuple[int, ...]
     recomputed: tuple[int, ...]
     low: tuple[int, ...]
+    momentary: tuple[int, ...]
     stash: tuple[int, ...] = ()
     fresh: tuple[int, ...] = ()
 
@@ -120,6 +124,7 @@ class _Forward:
     made: tuple[tuple[CrossingTensor, bool], ...]
     saved: int
     low: int
+    momentary: int
 
 
 @dataclass(frozen=True)
@@ -185,6 +190,7 @@ class _Rehearsing:
             tuple(forward.saved for forward in forwards),
             tuple(recomputed),
             tuple(forward.low for forward in forwards),
+            tuple(forward.momentary for forward in forwards),
         )
         return found, unused
 
@@ -234,8 +240,8 @@ class _Rehearsing:
         with observing(kept.keep), computing(how):
             made = lowered.module(*received, *inputs)
         outgoing = tuple(made[: len(stage.outgoing)])
-        # What only a branch without a gradient had saved is gone: the scores that groups of experts
-        # are picked by, say.
+        # What only a branch without a gradient had saved is gone by now: the scores that groups of
+        # experts are picked by, say.
         found = _Forward(
             tuple(
                 (CrossingTensor(tuple(t.shape), dense_strides(t), t.dtype, {}), t.requires_grad)
@@ -243,6 +249,7 @@ class _Rehearsing:
             ),
             kept.now,
             sum(copy.untyped_storage().nbytes() for copy in copies),
+            kept.most - kept.now,
         )
         loss = made[len(outgoing)] if last else None
         return found, _Live(tuple(received), outgoing, loss, kept)

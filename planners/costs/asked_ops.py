@@ -11,6 +11,7 @@
     v ─────────────────────────────────────────────────────┘
            |---------------------- attention -----------------------|
 
+A node's own name means it, and in all other blocks of its block's class the node in its place.
 What runs again does so within its block, so ops that stand in none are not meant.
 """
 
@@ -22,13 +23,29 @@ from autopipe.errors import PlanError
 from autopipe.ir.blocks import Block, owners
 from autopipe.ir.dataflow import Dataflow
 from autopipe.ir.graph import Node, Ref, State
-from autopipe.planfile.again import BETWEEN, PRODUCTS, SOFTMAX, is_activation, is_norm
+from autopipe.planfile.again import (
+    BETWEEN,
+    PRODUCTS,
+    SOFTMAX,
+    block_of,
+    is_activation,
+    is_exchange,
+    is_norm,
+    within,
+)
 
 
 def meant(flow: Dataflow, blocks: Sequence[Block], words: Collection[str]) -> frozenset[int]:
-    """The positions of the nodes in blocks that words of `WORDS` mean."""
+    """The positions of the nodes in blocks that words of `WORDS`, or names of nodes, mean."""
     inside = owners(blocks, 0, len(flow.graph.nodes))
-    return frozenset(p for word in words for p in WORDS[word](flow, inside) if p in inside)
+    found = {p for word in words if word in WORDS for p in WORDS[word](flow, inside)}
+    found.update(_called(flow, inside, {word for word in words if word not in WORDS}))
+    return frozenset(found & inside.keys())
+
+
+def is_for_ops(word: str) -> bool:
+    """Whether a word is one of `WORDS`, or a node's name, which has a slash."""
+    return word in WORDS or "/" in word
 
 
 def words_of(recompute: Collection[str] | None, blocks: Sequence[Block]) -> frozenset[str]:
@@ -52,15 +69,28 @@ def within_asked(
 def check_meant(flow: Dataflow, blocks: Sequence[Block], words: Iterable[str]) -> None:
     """Refuse a word that means nothing in this model.
 
+    What ranks of tensor parallelism exchange is not in the model's own graph, and is passed over.
+
     Raises:
         PlanError: names it.
     """
     for word in words:
-        if not meant(flow, blocks, [word]):
+        if not is_exchange(word) and not meant(flow, blocks, [word]):
             raise PlanError(
                 f"recompute: {word} was asked for, and no block of the model has any",
                 hint="all, none, or the path of a block; without --recompute the planner chooses",
             )
+
+
+def _called(flow: Dataflow, inside: Mapping[int, Block], names: Collection[str]) -> Iterator[int]:
+    """The nodes of these names, and those in their places in blocks of the same class."""
+    kinds = {block.module: block.kind for block in inside.values()}
+    homes = {name: block_of(name, kinds) for name in names}
+    alike = {(kinds[path], within(path, name)) for name, path in homes.items() if path in kinds}
+    for position, block in inside.items():
+        name = flow.graph.nodes[position].name
+        if name in names or (block.kind, within(block.module, name)) in alike:
+            yield position
 
 
 def _attention(flow: Dataflow, inside: Mapping[int, Block]) -> Iterator[int]:

@@ -27,7 +27,7 @@ from autopipe.ir.blocks import Block, find_blocks
 from autopipe.ir.dataflow import Dataflow, analyse
 from autopipe.planfile.contents import BATCH, ROWS, Plan, signed
 from autopipe.planfile.parts import InputSpec
-from autopipe.planners.costs.asked_ops import WORDS, check_meant
+from autopipe.planners.costs.asked_ops import check_meant, is_for_ops
 from autopipe.planners.costs.precision_of import need
 from autopipe.planners.costs.tp_degrees import check_heads
 from autopipe.planners.driver import (
@@ -123,8 +123,9 @@ def plan(
             as much of it as memory asks for.
         recompute: blocks to recompute in backward: "all", "none", a class of them, or paths; or of
             all others the ops "attention" (its scores, softmax and dropout), "norms" or
-            "activations". None: those that the model itself recomputes (`torch.utils.checkpoint`),
-            or else what memory asks for, by block or by op.
+            "activations"; or an op by a node's name, which means it in all blocks of a class.
+            None: those that the model itself recomputes (`torch.utils.checkpoint`), or else what
+            memory asks for, by block or by op.
         planner: "dynamic", "exhaustive" or "uniform".
         sequence_parallel: with tp, also consider shards of the batch's second dim between layers;
             they hold less, and take less time in norms and sums.
@@ -264,7 +265,7 @@ def _recompute(
     if request.recompute is None:
         return user_checkpoints.wanted(flow, blocks, say)
     asked = [request.recompute] if isinstance(request.recompute, str) else request.recompute
-    words = [word for word in asked if word in WORDS]
+    words = [word for word in asked if is_for_ops(word)]
     check_meant(flow, blocks, words)
     if words and request.constraints.zero == 3:
         raise InfeasibleError(

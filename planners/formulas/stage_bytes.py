@@ -32,7 +32,7 @@ Sampled = dict[str, int]
 """Bytes of a stage by what they are: those of `OWN`, and of each tensor that it sends on, by `SENT`
 and its name."""
 
-OWN = ("kept", "stash", "fresh", "again")
+OWN = ("kept", "stash", "fresh", "again", "momentary")
 SENT = "sent "
 
 
@@ -50,6 +50,7 @@ class StageSizes:
     stash: Expression
     fresh: Expression
     again: Expression
+    momentary: Expression
     sends: dict[str, Expression]
     largest: int
     wide: int
@@ -95,9 +96,9 @@ def _fitted(
             what: fit(tuple(sampled[index][what] for sampled in runs)) for what in runs[0][index]
         }
         sends = {what.removeprefix(SENT): f for what, f in formulas.items() if what not in OWN}
-        kept, stash, fresh, again = (formulas[what] for what in OWN)
+        kept, stash, fresh, again, momentary = (formulas[what] for what in OWN)
         gradients = _gradients(found, index)
-        stages.append(StageSizes(kept, stash, fresh, again, sends, *gradients))
+        stages.append(StageSizes(kept, stash, fresh, again, momentary, sends, *gradients))
     return stages
 
 

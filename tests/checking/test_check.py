@@ -60,6 +60,49 @@ def test_a_plan_is_run_as_it_is_on_fewer_replicas(autopipe: Shell) -> None:
     assert Plan.load(autopipe.folder / "plan.json").mesh.dp == 4
 
 
+LAYERS = """\
+import torch
+from torch import nn
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.h = nn.Sequential(*(Layer() for _ in range(4)))
+
+    def forward(self, x):
+        return self.h(x).square().mean()
+
+
+def model():
+    return Net()
+
+
+def inputs(batch_size):
+    return (torch.randn(batch_size, 8),)
+"""
+
+
+def test_another_plan_runs_the_same_ops_again(autopipe: Shell) -> None:
+    """In another precision the plan is made anew, under the words that the first one stands for."""
+    (autopipe.folder / "net.py").write_text(LAYERS)
+    autopipe.plan(2, "--pp", "2", "--recompute", "activations", "--precision", "bf16")
+    said = autopipe("check", "plan.json", "--precision", "fp32", "--json")
+    assert said.code == 0, said.err
+    found = json.loads(said.out)
+    assert found["plan"]["precision"] == "fp32"
+    assert found["plan"]["recompute"] == ["activations of 4 blocks"]
+
+
 @pytest.mark.parametrize(
     ("argv", "error"),
     [

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import yaml
 
+from autopipe.interop.layers import layers_of
 from autopipe.interop.targets import RUNTIMES
 from autopipe.planfile.contents import Plan, check
 from autopipe.planfile.parts import BlockClass, Mesh, Place, Sharding
@@ -71,6 +72,17 @@ def planned(
     )
 
 
+def again(plan: Plan, *ops: str) -> Plan:
+    """The plan with these ops of all layers run again."""
+    stages = tuple(
+        replace(stage, recompute=tuple(f"{layer}.{op}" for layer in own for op in ops))
+        for stage, own in zip(plan.stages, layers_of(plan).stages, strict=True)
+    )
+    return replace(plan, stages=stages)
+
+
+SELECTIVE = "attn/scaled_dot_product_attention/0", "ln_1/layer_norm/0"
+
 PLANS = {
     "one": planned(),
     "pipeline": planned(3),
@@ -80,6 +92,7 @@ PLANS = {
     "zero 3": planned(1, 4, zero=3),
     "zero 3 and tensors": planned(1, 2, 2, zero=3),
     "replicas and tensors": planned(1, 2, 2),
+    "selective": again(planned(2), *SELECTIVE),
 }
 
 
@@ -114,7 +127,7 @@ def arguments(text: str) -> dict[str, str]:
             found[word] = ""
             last = word
         else:
-            found[last] = word
+            found[last] = f"{found[last]} {word}".lstrip()
     return found
 
 
@@ -123,7 +136,7 @@ _KNOWN = {
     "--pipeline-model-parallel-layout", "--sequence-parallel", "--micro-batch-size",
     "--global-batch-size", "--bf16", "--fp16", "--use-distributed-optimizer", "--use-megatron-fsdp",
     "--data-parallel-sharding-strategy", "--recompute-granularity", "--recompute-method",
-    "--recompute-num-layers",
+    "--recompute-num-layers", "--recompute-modules",
 }  # fmt: skip
 
 
@@ -167,6 +180,37 @@ def test_megatron_reads_its_layout() -> None:
         read = module.PipelineParallelLayerLayout(layout, plan.mesh.pp)
         read.validate_layer_layout(num_layers=8, mtp_num_layers=0)
         assert read.virtual_pipeline_model_parallel_size == len(plan.stages) // plan.mesh.pp
+
+
+def test_megatron_recomputes_what_it_has_names_for() -> None:
+    found = arguments(made(PLANS["selective"], "megatron"))
+    assert found["--recompute-granularity"] == "selective"
+    assert found["--recompute-modules"] == "core_attn layernorm"
+    whole = replace(PLANS["one"], stages=(replace(PLANS["one"].stages[0], recompute=LAYERS),))
+    found = arguments(made(whole, "megatron"))
+    assert found["--recompute-granularity"] == "full"
+    assert "--recompute-modules" not in found
+    assert "--recompute-granularity" not in arguments(made(PLANS["one"], "megatron"))
+
+
+def test_megatron_reads_its_recomputation() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        name = "megatron.core.transformer.transformer_config"
+        module = pytest.importorskip(name, reason="megatron-core is not installed")
+        found = arguments(made(PLANS["selective"], "megatron"))
+        module.TransformerConfig(
+            num_layers=8, hidden_size=64, num_attention_heads=4,
+            recompute_granularity=found["--recompute-granularity"],
+            recompute_modules=found["--recompute-modules"].split(),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("target", sorted(RUNTIMES.keys() - {"megatron", "flagscale"}))
+def test_what_runs_again_by_op_is_told(target: str) -> None:
+    """No other runtime has words for it, and none is silent."""
+    (sentence,) = (s for s in RUNTIMES[target](PLANS["selective"]).unsaid if "recomputation" in s)
+    assert sentence == "recomputation of attention and norms of 8 blocks, of which the rest is kept"
 
 
 # --- torchtitan
@@ -291,6 +335,11 @@ def test_flagscale(plan: Plan) -> None:
         assert sum(hetero["hetero_pipeline_layer_split"]) == found["model"]["num_layers"] == 8
         assert hetero["hetero_process_meshes"] == [mesh.tp, 1, 1, mesh.dp, mesh.pp]
         assert len(hetero["hetero_device_types"]) == 1
+    if plan is PLANS["selective"]:
+        modules = ["core_attn", "layernorm"]
+        assert system["recompute"] == {
+            "recompute_granularity": "selective", "recompute_modules": modules,
+        }  # fmt: skip
 
 
 def test_a_hostile_name_stays_a_name(plan: Plan, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ PATHS = tuple(f"h.{number}" for number in range(12))
         (("attn/scaled_dot_product_attention/0",), "attention"),
         (("attn/matmul/0", "attn/softmax/0"), "attention"),
         (("attn/matmul/0", "attn/dropout/0", "attn.out/linear/0"), "attention and out"),
+        (("/matmul/0", "/softmax/0", "/gelu/0"), "attention and activations"),
         (("norm1/layer_norm/0", "norm2/pow/0"), "norms"),
         (("mlp/silu/0", "mlp/mul/0"), "activations and gated products"),
         (("q/linear/0", "mlp.0/linear/0"), "q and mlp.0"),

@@ -126,6 +126,12 @@ def test_recomputation_is_a_moment_in_each_backward():
     assert +footprint(program("0F0 0F1 0B0 0B1"), again) == {"activations": 2 * 10 + 60}
 
 
+def test_what_a_forward_lets_go_of_is_a_moment_in_it():
+    """The second forward holds what the first one keeps, and its own branch besides."""
+    branch = Sizes(kept=10, arriving={}, leaving={}, momentary=25)
+    assert +footprint(program("0F0 0F1 0B0 0B1"), branch) == {"activations": 2 * 10 + 25}
+
+
 def test_two_stages_on_one_rank_are_full_together():
     """Stage 0 keeps 100, stage 3 keeps 60; when stage 3 runs, stage 0 holds two micro-batches."""
     (rank,) = parse_programs("rank 0: 0F0 0F1 3F0 3B0 0B0 3F1 3B1 0B1")

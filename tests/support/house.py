@@ -1,6 +1,7 @@
 """The rooms of the package as data: which there are, their files, and who may import whom."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,6 +59,9 @@ NO_TORCH = {
 }
 """A plan is searched for, read, drawn and proved without torch."""
 
+PRIVATE_TORCH = {"ir.torch_private", "runtime.memory_snapshot"}
+"""Files that use private names of torch, each with the reason in its first lines."""
+
 DOORS = {"__init__", "__main__"}
 """Beside the rooms: what `import autopipe` and `python -m autopipe` load."""
 
@@ -74,20 +78,26 @@ FILES = {
 """Every module by its name without `autopipe.` before it."""
 
 
+_PRIVATE = re.compile(r"torch\.(?!ops\.)(\w+\.)*_")
+
+
 def room(module: str) -> str:
     """The room that a module stands in; "" beside all of them."""
     return module.rpartition(".")[0]
 
 
 def imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Line and dotted name of all that is imported, and of what is reached as `torch._name`."""
+    """Line and dotted name of all that is imported, and of private names reached through `torch`.
+
+    Ops are public, whatever they are called: `torch.ops.aten._ctc_loss`.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             prefix = "." * node.level + (node.module or "")
             yield from ((node.lineno, f"{prefix}.{alias.name}") for alias in node.names)
-        elif isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch._"):
+        elif isinstance(node, ast.Attribute) and _PRIVATE.match(ast.unparse(node)):
             yield node.lineno, ast.unparse(node)
 
 
@@ -115,8 +125,8 @@ def forbidden(module: str, name: str) -> str | None:
         and there != here
         and there not in MAY_IMPORT.get(here, "").split(),
         "this room holds no torch": here in NO_TORCH and package == "torch",
-        "private torch is for ir/torch_private": package == "torch"
+        "private torch is for the files that say why": package == "torch"
         and private
-        and module != "ir.torch_private",
+        and module not in PRIVATE_TORCH,
     }
     return next((why for why, broken in rules.items() if broken), None)

@@ -196,6 +196,23 @@ class DictOutput(nn.Module):
         return {"logits": logits, "extra": (features.mean(1), [logits.argmax(1)])}
 
 
+class Picked(nn.Module):
+    """What each layer passes on is picked by a prediction that is eight times as wide, as a mask of
+    attention can be: no gradient comes back through it, and until the mask is made it is held."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.picks = nn.ModuleList(nn.Linear(WIDTH, 8 * WIDTH) for _ in range(4))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, features: Tensor) -> Tensor:
+        for layer, pick in zip(self.layers, self.picks, strict=True):
+            scores = pick(features).tanh().unflatten(1, (WIDTH, 8)).sum(2)
+            features = features + layer(features).tanh() * (scores > 0)
+        return self.head(features)
+
+
 class Damped(torch.autograd.Function):
     """x, whose gradient is multiplied by `factor`: a backward that no forward tells."""
 

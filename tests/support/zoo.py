@@ -8,6 +8,7 @@
     frozen                        parameters and activations without a gradient
     dict, dataclass               outputs that are no tensor
     odd                           custom autograd Functions, buffers that are assigned
+    picked                        a branch that ends in a mask, without a gradient
     mask                          booleans and integers across every cut
     keywords                      a forward without positional arguments
     counted                       a (sum, count) loss over rows of unequal length
@@ -232,6 +233,7 @@ ZOO: dict[str, Case] = {
     "frozen": Case(models.Frozen, sentences, entropy),
     "dict": Case(models.DictOutput, vectors, lambda out, batch: entropy(out["logits"], batch)),
     "dataclass": Case(models.DataclassOutput, vectors, entropy_and_norm),
+    "picked": Case(models.Picked, vectors, entropy),
     "mask": Case(models.Masked, sentences, entropy),
     "odd": Case(models.Odd, vectors, entropy),
     "keywords": Case(models.Keywords, vectors),

@@ -9,7 +9,7 @@ import autopipe
 from autopipe.errors import InfeasibleError, PlanError
 from autopipe.ir.graph import Graph
 from autopipe.planfile.again import repeated
-from autopipe.planners.costs.asked_ops import meant
+from autopipe.planners.costs.asked_ops import check_meant, meant
 from tests.support.inprocess import traced
 from tests.support.pipes import ZOO
 
@@ -113,6 +113,20 @@ def test_words_and_blocks_go_together() -> None:
     again = [name for stage in made.stages for name in stage.recompute]
     assert "layers.1" in again and not any(name.startswith("layers.1.") for name in again)
     assert {name.split(".")[1] for name in again} == {"0", "1", "2", "3"}
+
+
+def test_a_node_is_meant_in_all_blocks_of_its_class() -> None:
+    """By its name in one of them; a name that no block has is refused, but for what ranks exchange:
+    that is in no graph of the model's own."""
+    found, flow, blocks = traced("llama")
+    third = f"{blocks[2].path}.mlp.up_proj/linear/0"
+    every = meant(flow, blocks, [third])
+    assert [found.graph.nodes[position].name for position in sorted(every)] == [
+        f"{block.path}.mlp.up_proj/linear/0" for block in blocks
+    ]
+    check_meant(flow, blocks, [third, f"{third}>R"])
+    with pytest.raises(PlanError, match="lm_head/linear/0 was asked for, and no block"):
+        check_meant(flow, blocks, ["lm_head/linear/0"])
 
 
 def test_what_a_model_does_not_have_is_refused() -> None:

@@ -57,7 +57,9 @@ def test_a_view_counts_as_its_whole_storage() -> None:
 @pytest.mark.parametrize("schedule", chosen(("1f1b", "gpipe"), now=("1f1b",)))
 @pytest.mark.parametrize("micro_batches", [2, pytest.param(8, marks=pytest.mark.long)])
 @pytest.mark.parametrize("pp", [pytest.param(2, marks=pytest.mark.long), 3])
-@pytest.mark.parametrize("name", ["gpt", "unet", "lstm", "gpt2", "t5", "llama", "whisper"])
+@pytest.mark.parametrize(
+    "name", ["gpt", "unet", "lstm", "gpt2", "t5", "llama", "whisper", "picked"]
+)
 def test_predicted_is_measured(name: str, pp: int, micro_batches: int, schedule: str) -> None:
     """To the byte: the same walk over the same program, once on paper and once in the run."""
     for seed in (None, 1):

@@ -1,0 +1,57 @@
+"""What a run has measured, beside what its plan predicts, and what it has written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autopipe.terminal.console import say, tell
+
+if TYPE_CHECKING:  # it imports torch
+    from autopipe.planfile.contents import Plan
+    from autopipe.runtime.train import Measured
+
+
+def report(
+    plan: Plan,
+    measured: Measured,
+    source: str,
+    trace: Path | None = None,
+    save: Path | None = None,
+    checkpoints: Path | None = None,
+    *,
+    quiet: bool = False,
+) -> None:
+    """Print a run's measurements beside the plan's predictions, and its losses.
+
+    Args:
+        save: the path to which the model was saved.
+        checkpoints: the folder in which the last step is kept.
+        quiet: print no table and no optional messages.
+    """
+    from autopipe.report import paper
+    from autopipe.report.figures import compare
+    from autopipe.runtime.progress import figure
+
+    if not measured.stages:
+        tell(f"{source}: batches({plan.batch.rows}) gave no batch, so there was no step")
+        return
+    if not quiet:
+        table = compare(
+            [stage.predicted for stage in plan.stages],
+            measured.stages,
+            plan.prediction.step_seconds,
+            measured.step_seconds,
+            measured.bubbles,
+            paper.width(),
+        )
+        print(table, end="")
+    if trace is not None:
+        say(f"{trace}: open it at https://ui.perfetto.dev")
+    if save is not None and measured.losses:
+        say(f"{save}: the trained model, as safetensors")
+    elif checkpoints is not None:
+        say(f"{checkpoints}: the checkpoints; `autopipe checkpoint convert` writes the model")
+    elif not quiet:
+        say("the trained weights are not kept; --save FILE.safetensors does that")
+    print(f"loss {figure(measured.losses[0])} -> {figure(measured.losses[-1])}", flush=True)

@@ -1,0 +1,44 @@
+"""What a GPU's memory holds in one step, with the Python lines that asked for it.
+
+    run1/snapshot-rank00003.pickle       to be dropped onto https://pytorch.org/memory_viz
+
+Beside `ir.torch_private` the only file with private names of torch: the two that its own page tells
+people to call ("Understanding CUDA Memory Usage", torch_cuda_memory.html of its documentation).
+`torch.cuda.memory_snapshot`, which is public, has the blocks of one moment, not when they came and
+went, and not in that viewer's form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from autopipe.planfile.parts import Place
+from autopipe.runtime.destinations import MemorySnapshot
+from autopipe.util import atomic_file
+
+
+@contextmanager
+def recorded(asked: MemorySnapshot | None, step: int, place: Place) -> Iterator[None]:
+    """Record what the allocator does within the block, and write it, if the step is asked for.
+
+    A step that fails is written too: where memory ran out, nothing tells more.
+
+    Raises:
+        AutopipeError: the file cannot be written.
+    """
+    if asked is None or step != asked.step or place.device == "cpu":
+        yield
+        return
+    asked.folder.mkdir(parents=True, exist_ok=True)  # of another node than the one that made it
+    torch.cuda.memory._record_memory_history(stacks="python", clear_history=True)
+    try:
+        yield
+    finally:
+        try:
+            with atomic_file.writing(asked.file(place.rank)) as file:
+                torch.cuda.memory._dump_snapshot(file.name)  # type: ignore[no-untyped-call]
+        finally:
+            torch.cuda.memory._record_memory_history(None)
