@@ -3,8 +3,8 @@
     parts    3 blocks of 10 bytes and 6 seconds, with a level of 4 bytes and a second
     sets     0 in 0 s; 4 in 1; 8 in 2; 12 in 3; 14 in 7; 18 in 8; 20 in 12; 24 in 13; 30 in 18
 
-Parts of one kind after the other, `with_parts` adds to each set every way to deal their levels out,
-and keeps what nothing beats in both bytes and seconds.
+Of parts of one kind `of_parts` tries every way to deal their levels out; kind after kind, `together`
+adds these to each set that is there, and keeps what nothing beats in both bytes and seconds.
 """
 
 from __future__ import annotations
@@ -56,21 +56,20 @@ class Sets(NamedTuple):
 NOTHING = Sets(np.zeros(1, np.int64), np.zeros(1), np.zeros((1, 0), np.uint16))
 
 
-def with_parts(sets: Sets, group: EqualParts) -> Sets:
-    """The sets of one more group's parts besides."""
-    own = _alone(group)
+def together(sets: Sets, own: Sets) -> Sets:
+    """Every set of the first beside every set of other parts, but for those that another beats."""
     saved = (sets.saved[:, None] + own.saved).ravel()
     spent = (sets.spent[:, None] + own.spent).ravel()
     kept = _unbeaten(saved, spent)
     if len(kept) > MOST_SETS:
-        kept = kept[np.unique(np.linspace(0, len(kept) - 1, MOST_SETS).astype(np.int64))]
+        kept = kept[np.arange(MOST_SETS) * (len(kept) - 1) // (MOST_SETS - 1)]
     before, last = np.divmod(kept, len(own.saved))
     counts = np.concatenate((sets.counts[before], own.counts[last]), axis=1)
     return Sets(saved[kept], spent[kept], counts)
 
 
 @lru_cache(maxsize=1024)
-def _alone(group: EqualParts) -> Sets:
+def of_parts(group: EqualParts) -> Sets:
     """The sets of one group; a way that another one beats is in no set of more groups either."""
     mixes = _mixes(group)
     saved = mixes @ np.array([option.size for option in group.options], np.int64)

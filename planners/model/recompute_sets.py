@@ -36,7 +36,8 @@ from autopipe.planners.model.level_mixes import (
     Numbers,
     Option,
     Sets,
-    with_parts,
+    of_parts,
+    together,
 )
 from autopipe.planners.model.problem import WHOLE, Again, Problem, Saved
 from autopipe.planners.model.range_tables import Bytes, Times, dropped
@@ -155,9 +156,17 @@ def recompute_sets(
     of_each: list[Sets] = []
 
     @cache
-    def sets(groups: tuple[EqualParts, ...]) -> Sets:
+    def sets(parts: tuple[tuple[BlockPart, int], ...]) -> Sets:
         """Of a range those of all its blocks but the last are those of a shorter range."""
-        return with_parts(sets(groups[:-1]), groups[-1]) if groups else NOTHING
+        return together(sets(parts[:-1]), of_equal(*parts[-1])) if parts else NOTHING
+
+    @cache
+    def of_equal(part: BlockPart, count: int) -> Sets:
+        return of_parts(EqualParts(count, options(part)))
+
+    @cache
+    def largest_of(part: BlockPart) -> int:
+        return max(one.size for one in options(part))
 
     @cache
     def options(part: BlockPart) -> tuple[Option, ...]:
@@ -172,9 +181,9 @@ def recompute_sets(
         return tuple(found)
 
     for parts in made.parts:
-        found = sets(tuple(EqualParts(count, options(part)) for part, count in parts.items()))
+        found = sets(tuple(parts.items()))
         of_each.append(found)
-        largest.append(max((one.size for part in parts for one in options(part)), default=0))
+        largest.append(max(map(largest_of, parts), default=0))
         starts.append(starts[-1] + len(found.saved))
     return RecomputeSets(
         np.array(largest, np.int64),

@@ -199,7 +199,7 @@ def sets_of(problem: Problem, config: Config, place: StagePlace) -> RecomputeSet
     rows = config.microbatch_rows(problem.batch)
     free = not splits(problem, config.schedule)
     # ZeRO-3 gathers module by module, which graphs that run ops again no longer have.
-    by_op = free and not config.fully_sharded
+    by_op = free and not config.fully_sharded and any(problem.profile(rows).levels)
     return recompute_sets(problem, rows, place.group.kind, free, by_op)
 
 
