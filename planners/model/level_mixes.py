@@ -3,8 +3,9 @@
     parts    3 blocks of 10 bytes and 6 seconds, with a level of 4 bytes and a second
     sets     0 in 0 s; 4 in 1; 8 in 2; 12 in 3; 14 in 7; 18 in 8; 20 in 12; 24 in 13; 30 in 18
 
-Of parts of one kind `of_parts` tries every way to deal their levels out; kind after kind, `together`
-adds these to each set that is there, and keeps what nothing beats in both bytes and seconds.
+Of parts of one kind `of_parts` tries every way to deal their levels out. Kind after kind,
+`together` adds these to each set that is there, and keeps what nothing beats in both bytes and
+seconds.
 """
 
 from __future__ import annotations
