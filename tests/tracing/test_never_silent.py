@@ -256,9 +256,23 @@ class RegistersInForward(Net):
         return self.middle(hidden) * self.table
 
 
-@pytest.mark.parametrize("kind", [Cumulative, RoutedIn])
+class ReadsData(Net):
+    """As I-BERT has it: the range of its activations, without a gradient."""
+
+    def inside(self, hidden):
+        return self.middle(hidden) / hidden.data.abs().max()
+
+
+class WritesData(Net):
+    def inside(self, hidden):
+        hidden = self.middle(hidden)
+        hidden.data.mul_(2)
+        return hidden
+
+
+@pytest.mark.parametrize("kind", [Cumulative, RoutedIn, ReadsData, WritesData])
 def test_what_python_does_in_forward_is_done_by_tensors_or_left_out(kind):
-    """Bugs: both were refused; Python reads a count, and the gradient of a parameter."""
+    """Bugs: all were refused; Python reads a count, the gradient of a parameter, x.data."""
     assert unlike(built(kind)) == []
     assert unlike(built(kind), cuts=["relu/1"]) == []
 
@@ -335,6 +349,25 @@ class Assigned(Net):
         return self.middle(hidden)
 
 
+class ClampedData(Net):
+    def forward(self, x):
+        self.up.weight.data.clamp_(-0.1, 0.1)  # here
+        return super().forward(x)
+
+
+class Replaced(Net):
+    def inside(self, hidden):
+        self.middle.weight.data = self.middle.weight.detach().clamp(-0.1, 0.1)  # here
+        return self.middle(hidden)
+
+
+class DataSet(Net):
+    def inside(self, hidden):
+        hidden = self.middle(hidden)
+        hidden.data = hidden.detach() * 2  # here
+        return hidden
+
+
 class ReadsGradient(Net):
     def inside(self, hidden):
         return self.middle(hidden) * (1 if self.up.weight.grad is None else 2)  # here
@@ -371,6 +404,8 @@ REFUSED = {
     Saved: "hooks on saved tensors are in no graph",
     Frozen: "forward sets requires_grad=False on a parameter of shape (8, 8)",
     Assigned: "forward sets requires_grad=False on a parameter of shape (8, 8)",
+    ClampedData: "forward writes the parameter 'up.weight', which the optimizer trains, in place",
+    Replaced: "forward sets the .data of a parameter, which the optimizer trains",
     ReadsGradient: "forward reads the gradient of a parameter",
     Seeded: "the model draws random numbers after a seed that it sets itself",
     Generator: "the model draws random numbers from a generator of its own",
@@ -412,7 +447,10 @@ def test_what_no_graph_can_say_is_refused_with_its_line(kind):
         assert str(again.value) == str(error.value)
 
 
-@pytest.mark.parametrize("kind", [TensorHook, InnerGradient], ids=lambda kind: kind.__name__)
+NEEDS_A_REGION = [TensorHook, InnerGradient, DataSet]
+
+
+@pytest.mark.parametrize("kind", NEEDS_A_REGION, ids=lambda kind: kind.__name__)
 def test_a_rank_refuses_what_its_plan_has_no_region_for(kind):
     """The plan was made of another version of the file; to plan again gives a region."""
     with pytest.raises(CaptureError, match="in(side| no graph)|no graph has it"):
