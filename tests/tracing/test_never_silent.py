@@ -140,6 +140,25 @@ def test_a_cache_that_the_first_call_fills_is_filled_in_every_trace():
     assert model.cache is not None, "eager ran; a trace of a copy leaves no mark"
 
 
+class CachedBuffer(Net):
+    """A table that is made anew where the length is another one, as ConViT has it."""
+
+    def begin(self):
+        self.register_buffer("table", torch.zeros(1), persistent=False)
+
+    def inside(self, hidden):
+        if len(self.table) != hidden.shape[1]:
+            self.table = torch.arange(float(hidden.shape[1])).sin()
+        return self.middle(hidden) + self.table
+
+
+def test_a_buffer_that_the_first_call_makes_anew_is_a_cache():
+    """Bug: it was refused, as a buffer that gets another shape."""
+    assert unlike(built(CachedBuffer)) == ["table"], "the model keeps it, a graph does not"
+    trace = trace_model(built(CachedBuffer), inputs, square)
+    assert trace.unsteady == ("table",) and "table" not in trace.graph.states
+
+
 class Unused(Net):
     """Draws, as models with layerdrop do, and never uses the number."""
 
