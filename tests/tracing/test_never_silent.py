@@ -289,6 +289,43 @@ class WritesData(Net):
         return hidden
 
 
+class Clamped(Net):
+    """As flava clamps its temperature, and a Wasserstein GAN's critic its weights."""
+
+    def inside(self, hidden):
+        with torch.no_grad():
+            self.middle.weight.clamp_(-0.1, 0.1)
+        return self.middle(hidden)
+
+
+class ClampedData(Net):
+    """As gemma3n has it; a second time changes nothing, nor does another name of the weight."""
+
+    def inside(self, hidden):
+        seen = self.middle.weight.data.clamp_(-0.1, max=0.1)
+        hidden = self.middle(hidden)
+        self.middle.weight.data.clamp_(-0.1, 0.1)
+        return self.middle(hidden) * seen.abs().max()
+
+
+@pytest.mark.parametrize("kind", [Clamped, ClampedData])
+def test_a_weight_that_forward_clamps_is_clamped_for_its_readers(kind):
+    """It has its gradient; the runtime clamps the weight itself before the optimizer's step."""
+    assert unlike(built(kind)) == []
+    assert unlike(built(kind), cuts=["relu/1"]) == []
+    graph = trace_model(built(kind), inputs, square).graph
+    assert graph.states["middle.weight"].projection == ("aten.clamp_.default", (-0.1, 0.1))
+    lines = [str(node).partition(" -> ")[0] for node in graph.nodes]
+    if kind is Clamped:
+        assert {
+            "detach/0 = aten.detach.default([middle.weight])",
+            "clamp/0 = aten.clamp.default(detach/0, -0.1, 0.1)",
+            "sub/0 = aten.sub.Tensor([middle.weight], detach/0)",
+            "add/0 = aten.add.Tensor(clamp/0, sub/0)",
+            "middle/linear/0 = aten.linear.default(relu/0, add/0, [middle.bias])",
+        } <= {*lines}
+
+
 @pytest.mark.parametrize("kind", [Cumulative, RoutedIn, ReadsData, WritesData])
 def test_what_python_does_in_forward_is_done_by_tensors_or_left_out(kind):
     """Bugs: all were refused; Python reads a count, the gradient of a parameter, x.data."""
@@ -368,12 +405,6 @@ class Assigned(Net):
         return self.middle(hidden)
 
 
-class ClampedData(Net):
-    def forward(self, x):
-        self.up.weight.data.clamp_(-0.1, 0.1)  # here
-        return super().forward(x)
-
-
 class Replaced(Net):
     def inside(self, hidden):
         self.middle.weight.data = self.middle.weight.detach().clamp(-0.1, 0.1)  # here
@@ -423,7 +454,6 @@ REFUSED = {
     Saved: "hooks on saved tensors are in no graph",
     Frozen: "forward sets requires_grad=False on a parameter of shape (8, 8)",
     Assigned: "forward sets requires_grad=False on a parameter of shape (8, 8)",
-    ClampedData: "forward writes the parameter 'up.weight', which the optimizer trains, in place",
     Replaced: "forward sets the .data of a parameter, which the optimizer trains",
     ReadsGradient: "forward reads the gradient of a parameter",
     Seeded: "the model draws random numbers after a seed that it sets itself",
@@ -629,10 +659,32 @@ def test_a_loss_with_a_parameter_is_refused():
         trace_model(built(Net), inputs, Learnt())
 
 
-class Clamped(Net):
+class Halved(Net):
     def inside(self, hidden):
         with torch.no_grad():
-            self.middle.weight.clamp_(-0.1, 0.1)
+            self.middle.weight.mul_(0.5)
+        return self.middle(hidden)
+
+
+class HalvedData(Net):
+    def inside(self, hidden):
+        self.middle.weight.data.mul_(0.5)
+        return self.middle(hidden)
+
+
+class ClampedLate(Net):
+    """In the first micro-batch the first product is of another weight than in the second."""
+
+    def inside(self, hidden):
+        hidden = self.middle(hidden)
+        self.middle.weight.data.clamp_(-0.1, 0.1)
+        return self.middle(hidden)
+
+
+class ClampedTwice(Net):
+    def inside(self, hidden):
+        for most in (0.2, 0.1):
+            self.middle.weight.data.clamp_(-most, most)
         return self.middle(hidden)
 
 
@@ -664,8 +716,7 @@ class FromOutside(OfAPart):
 WRITES = "forward writes the parameter 'middle.weight', which the optimizer trains, in place"
 
 OTHERS = {
-    Clamped: WRITES,
-    ZeroesARow: WRITES,
+    **dict.fromkeys((Halved, HalvedData, ClampedLate, ClampedTwice, ZeroesARow), WRITES),
     Scaled: "a tensor of shape (8,) that requires a gradient comes in here from outside",
     Grows: "the buffer 'average' is assigned a tensor torch.float32 of shape (16,), and was ",
     FromOutside: "the buffer 'head.calls' is assigned, and not in the forward of its own module",
@@ -674,7 +725,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("kind", OTHERS, ids=lambda kind: kind.__name__)
 def test_what_a_graph_would_lose_is_refused_with_its_file(kind):
-    """Bug: the clamped weight had no gradient, as all that follows was computed without one."""
+    """Bug: the halved weight had no gradient, as all that follows was computed without one."""
     model = built(kind)
     with pytest.raises(CaptureError) as error:
         trace_model(model, inputs, square)
