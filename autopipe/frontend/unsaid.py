@@ -126,6 +126,8 @@ class RefusedCalls(TorchFunctionMode):
             return args[0].detach()
         if func is opaque_ops.PLAIN and opaque_ops.can(*args):
             return opaque_ops.ctc_loss(*args, **(kwargs or {}))
+        if func is Tensor.__setitem__ and _one_for_all(*args):
+            return _write_one(*args)
         refuse = _control_flow if is_control_flow(func) else _REFUSALS.get(func)
         if refuse is not None:
             refuse(*args, **(kwargs or {}))
@@ -209,6 +211,19 @@ def _inner_gradient(*args: Any, **kwargs: Any) -> None:
         hint="write the derivative out as ops of the forward, or put it into a "
         "torch.autograd.Function",
     )
+
+
+def _one_for_all(tensor: Tensor, index: Any, value: Any) -> bool:
+    """Whether it is `x[mask] = w`, with x [b, s, h], a mask [b, s] and one trained w [h]."""
+    masks = isinstance(index, Tensor) and index.dtype == torch.bool
+    trained = isinstance(value, Tensor) and value.requires_grad
+    return masks and trained and value.dim() <= tensor.dim() - index.dim()
+
+
+def _write_one(tensor: Tensor, mask: Tensor, value: Tensor) -> None:
+    """Write the same, bit by bit; no size in its backward depends on the mask."""
+    wide = mask.reshape(*mask.shape, *[1] * (tensor.dim() - mask.dim()))
+    tensor.copy_(torch.where(wide, value, tensor))
 
 
 def _write_where(tensor: Tensor, indices: Any, values: Any, *more: Any, **named: Any) -> None:
