@@ -7,12 +7,16 @@
 
 The first and the last line of the graph stand where the call of the module that owns the buffer
 begins and ends. The copy at the beginning is what autograd saves: the buffer itself changes later.
+
+A buffer that is in no checkpoint and gets another shape or dtype is a cache, as a plain attribute
+may be: what its first call computes and keeps, the graph computes in every micro-batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,19 +38,27 @@ def put(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
         setattr(model.get_submodule(path), leaf, buffer)
 
 
+@dataclass(frozen=True)
+class Assigned:
+    """The names of the buffers that a run has assigned; `caches` are in no checkpoint."""
+
+    states: set[str] = field(default_factory=set)
+    caches: set[str] = field(default_factory=set)
+
+
 @contextmanager
-def written(model: nn.Module, names: Collection[str]) -> Iterator[set[str]]:
+def written(model: nn.Module, names: Collection[str]) -> Iterator[Assigned]:
     """Within, the buffers `names` are written by the modules that assign them.
 
     Yields:
-        a set, which at the end has the names of the other buffers that were assigned. Each buffer
-        is then the tensor that it was before.
+        what at the end has the names of the other buffers that were assigned. Each buffer is then
+        the tensor that it was before.
 
     Raises:
-        CaptureError: a buffer gets another shape or dtype, or is assigned outside of the call of
-            its own module.
+        CaptureError: a buffer that is no cache gets another shape or dtype, or is assigned outside
+            of the call of its own module.
     """
-    before, found = buffers_of(model), set[str]()
+    before, found = buffers_of(model), Assigned()
     try:
         with ExitStack() as until:
             for name in names:
@@ -56,9 +68,13 @@ def written(model: nn.Module, names: Collection[str]) -> Iterator[set[str]]:
                 until.callback(module.register_forward_pre_hook(call.begin).remove)
                 until.callback(module.register_forward_hook(call.end).remove)
             yield found
-        after = buffers_of(model)
-        found |= {name for name, buffer in before.items() if after.get(name) is not buffer}
-        if outside := found & set(names):
+        after, persistent = buffers_of(model), model.state_dict().keys()
+        for name, buffer in before.items():
+            new = after.get(name)
+            if new is not buffer:
+                cache = new is not None and not _alike(new, buffer) and name not in persistent
+                (found.caches if cache else found.states).add(name)
+        if outside := found.states & set(names):
             name = min(outside)
             owner = model.get_submodule(name.rpartition(".")[0])
             raise CaptureError(
@@ -69,6 +85,10 @@ def written(model: nn.Module, names: Collection[str]) -> Iterator[set[str]]:
     finally:  # also after an error: the model may be traced again
         now = buffers_of(model)
         put(model, {name: buffer for name, buffer in before.items() if now.get(name) is not buffer})
+
+
+def _alike(new: Tensor, old: Tensor) -> bool:
+    return (new.shape, new.dtype) == (old.shape, old.dtype)
 
 
 class _Around:
@@ -86,7 +106,7 @@ class _Around:
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
         own, new = self._own.pop(), getattr(module, self._leaf)
-        if (new.shape, new.dtype) != (own.shape, own.dtype):
+        if not _alike(new, own):
             raise CaptureError(
                 f"{begins(type(module).forward)}: the buffer {self._name!r} is assigned a tensor "
                 f"{new.dtype} of shape {tuple(new.shape)}, and was {own.dtype} of shape "

@@ -5,6 +5,9 @@ a parameter frozen or freed           which are trained is decided before the fi
 a parameter's gradient read           it holds what earlier micro-batches left
 random numbers seeded by the model    every random op of a graph has a stream of its own
 hooks on what autograd saves          they may change it
+x.data = y                            a tensor of a graph is made once
+
+`x.data` is read as `x.detach()`, its other name that a trace knows.
 """
 
 from __future__ import annotations
@@ -119,8 +122,12 @@ class RefusedCalls(TorchFunctionMode):
                 "which torch.export cannot capture with the model's own parameters",
                 hint="write the batched computation out: torch.einsum, matmul, broadcasting",
             )
+        if func == _DATA:
+            return args[0].detach()
         if func is opaque_ops.PLAIN and opaque_ops.can(*args):
             return opaque_ops.ctc_loss(*args, **(kwargs or {}))
+        if func is Tensor.__setitem__ and _one_for_all(*args):
+            return _write_one(*args)
         refuse = _control_flow if is_control_flow(func) else _REFUSALS.get(func)
         if refuse is not None:
             refuse(*args, **(kwargs or {}))
@@ -172,6 +179,24 @@ def _gradient(tensor: Tensor) -> None:
         )
 
 
+def _parameter_data(tensor: Tensor, value: Tensor) -> None:
+    if isinstance(tensor, nn.Parameter):
+        raise CaptureError(
+            f"{user_lines.here()}: forward sets the .data of a parameter, which the optimizer "
+            "trains",
+            hint="change it in the optimizer's step, or compute with a changed copy: "
+            "self.weight.clamp(...)",
+        )
+
+
+def _data(tensor: Tensor, value: Tensor) -> None:
+    _parameter_data(tensor, value)
+    raise Uncaptured(
+        f"{user_lines.here()}: the .data of a tensor is set while the model runs; no graph has it",
+        hint="compute with a new tensor, or write the old one in place: x.copy_(value)",
+    )
+
+
 def _control_flow(*args: Any, **kwargs: Any) -> None:
     raise CaptureError(
         f"{user_lines.here()}: control flow inside the graph (torch.cond and its like) cannot be "
@@ -186,6 +211,19 @@ def _inner_gradient(*args: Any, **kwargs: Any) -> None:
         hint="write the derivative out as ops of the forward, or put it into a "
         "torch.autograd.Function",
     )
+
+
+def _one_for_all(tensor: Tensor, index: Any, value: Any) -> bool:
+    """Whether it is `x[mask] = w`, with x [b, s, h], a mask [b, s] and one trained w [h]."""
+    masks = isinstance(index, Tensor) and index.dtype == torch.bool
+    trained = isinstance(value, Tensor) and value.requires_grad
+    return masks and trained and value.dim() <= tensor.dim() - index.dim()
+
+
+def _write_one(tensor: Tensor, mask: Tensor, value: Tensor) -> None:
+    """Write the same, bit by bit; no size in its backward depends on the mask."""
+    wide = mask.reshape(*mask.shape, *[1] * (tensor.dim() - mask.dim()))
+    tensor.copy_(torch.where(wide, value, tensor))
 
 
 def _write_where(tensor: Tensor, indices: Any, values: Any, *more: Any, **named: Any) -> None:
@@ -203,6 +241,8 @@ def _accumulated(*args: Any, **kwargs: Any) -> None:
     )
 
 
+_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+
 _EFFECTS: dict[Any, Callable[..., None]] = {
     Tensor.register_hook: _parameter_hook,
     Tensor.register_post_accumulate_grad_hook: _post_hook,
@@ -211,11 +251,13 @@ _EFFECTS: dict[Any, Callable[..., None]] = {
     Tensor.requires_grad_: _freeze,
     Tensor.requires_grad.__set__: _freeze,  # type: ignore[attr-defined]
     Tensor.grad.__get__: _gradient,  # type: ignore[union-attr]
+    Tensor.data.__set__: _parameter_data,  # type: ignore[attr-defined]
 }
 
 _REFUSALS: dict[Any, Callable[..., None]] = {
     **_EFFECTS,
     Tensor.register_hook: _tensor_hook,
+    Tensor.data.__set__: _data,  # type: ignore[attr-defined]
     torch.autograd.grad: _inner_gradient,
     Tensor.__setitem__: _write_where,
     Tensor.index_put: _write_where,
@@ -229,6 +271,8 @@ class RefusedEffects(TorchFunctionMode):
     """Refuses what no call may do, not even one that runs as it is."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _DATA:  # writes through it are then seen
+            return args[0].detach()
         refuse = _EFFECTS.get(func)
         if refuse is not None:
             refuse(*args, **(kwargs or {}))

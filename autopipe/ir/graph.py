@@ -9,8 +9,7 @@
     Dim     ::= integer | expression in b, s               b: rows of a micro-batch, s: sequence
 
 There are no nodes for sizes, asserts and aliases: sizes are expressions in `BATCH`, so one graph
-serves every micro-batch size, and a traced graph has the same names whether the batch was a symbol.
-The sequence is a symbol only if the trace was made so (`tracing.symbolic_sequence`).
+serves every micro-batch size; in `SEQUENCE` too if traced so (`tracing.symbolic_sequence`).
 """
 
 from __future__ import annotations
@@ -145,9 +144,9 @@ class Node:
 class StateSpec:
     """A tensor the model owns. `kind` is "parameter", "buffer" or "constant".
 
-    `aliases` are the other names of a tied parameter; `persistent` is False for buffers that are
-    not in the model's state dict. `spec` is what the nodes read; where `master` is a dtype, that is
-    a copy, and the parameter itself, which the optimizer changes, is of that dtype.
+    `aliases` are other names of a tied parameter; `persistent` is False for buffers that are in no
+    state dict; `projection` is an op in place with its arguments after the tensor. `spec` is what
+    nodes read: where `master` is a dtype, a copy of the parameter itself, which is of that dtype.
     """
 
     spec: TensorSpec
@@ -157,6 +156,7 @@ class StateSpec:
     persistent: bool = True
     master: torch.dtype | None = None
     gradient: torch.dtype | None = None
+    projection: tuple[str, tuple[Arg, ...]] | None = None
 
     @property
     def held(self) -> TensorSpec:
@@ -177,8 +177,8 @@ class StateSpec:
 class Graph:
     """A traced model and its loss. `outputs` is (loss,) or (sum, count).
 
-    `constants` holds, by name, the tensors that the forward made from Python numbers, `regions`
-    what runs in the nodes of `REGION_OP` (`opaque.regions.Running`).
+    `constants` are the tensors that forward made from Python numbers, by name, and `regions` what
+    runs in the nodes of `REGION_OP` (`opaque.regions.Running`).
     """
 
     inputs: Mapping[str, TensorSpec]

@@ -98,9 +98,11 @@ def _head(flow: Dataflow, loss: Node) -> Head | None:
         operands[1:] = turned.values() if turned is not None else ()
     elif node.short != "linear":
         return None
-    if len(operands) < 2 or operands[0] == operands[1] or len(graph.spec(operands[0]).shape) < 2:
+    if len(operands) < 2 or operands[0] == operands[1]:
         return None
     x, weight, *bias = operands
+    if min(len(graph.spec(operand).shape) for operand in (x, weight)) < 2:
+        return None
     return Head(loss, tuple(between), node, x, weight, bias[0] if bias else None, turned)
 
 

@@ -83,8 +83,11 @@ def _elements(spec: TensorSpec) -> Dim:
 
 @rule("linear")
 def _linear(node: Node, operands: Specs, made: TensorSpec) -> Dim:
-    """[..., k] x [n, k] -> [..., n]: a multiplication and an addition per k and result."""
-    return 2 * _elements(made) * operands[1].shape[1]
+    """[..., k] x [n, k] -> [..., n]: a multiplication and an addition per k and result.
+
+    A weight may be a vector: [..., k] x [k] -> [...].
+    """
+    return 2 * _elements(made) * operands[1].shape[-1]
 
 
 @rule("columns")
@@ -181,7 +184,7 @@ def _dims(op: str, operands: Specs, made: TensorSpec) -> tuple[Dim, ...]:
     """(m, k, n) of the matmul that an op is; batches of them aside."""
     shapes = [spec.shape for spec in operands]
     match op:
-        case "linear" | "columns":
+        case "linear" | "columns" if len(shapes[1]) > 1:
             k = shapes[0][-1]
             return _elements(operands[0]) / k, k, made.shape[-1]
         case "vocabulary_loss":

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -122,13 +123,16 @@ def _is_plain(arg: Any) -> bool:
     """Whether an argument is the same for every micro-batch, and has no tensor inside."""
     if isinstance(arg, tuple | list):
         return all(map(_is_plain, arg))
+    if type(arg) is dict:
+        return all(map(_is_plain, chain(*arg.items())))
     return isinstance(arg, _PLAIN)
 
 
 def _refusal(kind: type, what: str) -> CaptureError:
     return CaptureError(
         f"{user_lines.here()}: {kind.__module__}.{kind.__qualname__}, a custom autograd.Function, "
-        f"{what}; in a graph it takes tensors, numbers and texts, and gives new tensors",
+        f"{what}; in a graph it takes tensors, numbers, texts and lists or dicts of these two, and "
+        "gives new tensors",
         hint="change its forward so, or register it as an op with torch.library.custom_op and "
         "register_autograd",
     )

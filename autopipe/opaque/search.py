@@ -60,9 +60,10 @@ def with_regions(
     troubles = [
         _Trouble(Uncaptured(why), _modules_around(site)) for site, why in made_so(model).items()
     ]
+    shared: list[Site] = []
     for _ in range(MOST):
         why = {site: text for one in troubles for site, text in one.sites(model).items()}
-        sites = outermost(list(why))
+        sites = (*outermost(list(why)), *(site for site in shared if site in why))
         try:
             return trace(measure(sites, why) if sites else ())
         except Wider as wider:
@@ -72,6 +73,9 @@ def with_regions(
             around = [site for site in sites_of(error, [model, *twins()]) if site not in sites]
             if not around:
                 raise _refusal(error, "") from error
+            if around[0] in why:  # within a wider one, and called from outside of it too
+                shared.append(around[0])
+                continue
             troubles.append(_Trouble(error, around))
     raise troubles[-1].error
 

@@ -41,8 +41,12 @@ def reduce(op: Op) -> Iterator[Strategy]:
 
 @rule("linear")
 def linear(op: Op) -> Iterator[Strategy]:
-    """x [..., k] with w [n, k] gives [..., n]: sharded by columns, by k, or by the rows of x."""
-    yield from _product(op, op["input"], op["weight"], 1, 0, op["bias"])
+    """x [..., k] with w [n, k] gives [..., n]: sharded by columns, by k, or by the rows of x.
+
+    With a vector w [k], too small to be worth it, it is replicated.
+    """
+    if len(op.shape(op["weight"])) == 2:
+        yield from _product(op, op["input"], op["weight"], 1, 0, op["bias"])
 
 
 @rule("addmm")

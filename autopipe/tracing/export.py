@@ -50,7 +50,8 @@ class Program(nn.Module):
     Attributes:
         paths: the paths of these tensors; set by the first run.
         assigned: the buffers that the model assigns anew; each run adds those that it finds.
-        unsteady: the plain attributes because of which a second run is another one, if it is.
+        caches: the buffers that it fills in its first run, as `assigned_buffers` tells them.
+        unsteady: the plain attributes and caches because of which a second run is another one.
         twins: modules whose parameters stand for the model's own where the loss reads them.
         regions: the calls that are ops of a trace (`opaque.regions`).
     """
@@ -72,6 +73,7 @@ class Program(nn.Module):
         self.kept = kept
         self.paths: tuple[str, ...] = ()
         self.assigned: set[str] = set()  # changed in place: export undoes what a run assigns
+        self.caches: set[str] = set()
         self.unsteady: tuple[str, ...] = ()
         self.twins: tuple[nn.Module, ...] = ()
         self.regions: tuple[Running, ...] = ()
@@ -135,7 +137,8 @@ class Program(nn.Module):
             return
         with assigned_buffers.written(self.model, self.assigned) as more:
             yield
-        self.assigned |= more
+        self.assigned |= more.states
+        self.caches |= more.caches
 
     def refusal(self, error: Exception) -> CaptureError:
         """The `CaptureError` or `ModelError` for an error that a run of the model raised."""
@@ -273,6 +276,7 @@ class _Look:
             with restoring(*self.program.parts):
                 first, second = (second_run.calls_of(self._again) for _ in range(2))
             self.program.unsteady = names if first != second else ()
+        self.program.unsteady += tuple(sorted(self.program.caches))
         return found
 
     def _watched(self, within: AbstractContextManager[object]) -> tuple[Read, ...]:

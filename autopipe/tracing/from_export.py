@@ -51,7 +51,6 @@ from autopipe.opaque.trees import Unlike
 from autopipe.planfile.node_names import NodeName
 from autopipe.planfile.parts import InputSpec
 from autopipe.tracing.exported_nodes import (
-    check_writes,
     constant_of,
     handed_back,
     is_whole_slice,
@@ -61,6 +60,7 @@ from autopipe.tracing.exported_nodes import (
     names_by_storage,
     scopes_of,
     with_copies_beside,
+    with_projections,
 )
 from autopipe.tracing.stubs import BEGIN, END, STAND_IN, Span
 from autopipe.tracing.user_checkpoints import MARK
@@ -98,7 +98,7 @@ def convert(
     """
     converter = _Converter(exported, model, specs, names_by_storage(twins))
     graph = check.after("from_export", converter.convert())
-    check_writes(graph)
+    graph = check.after("projections", with_projections(graph))
     return check.after("assigned buffers", with_copies_beside(graph, assigned))
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopipe.frontend.assigned_buffers import buffers_of, put
 from autopipe.ir.torch_private import is_fake, storage_key
 
 INTERNAL = frozenset(vars(nn.Module())) | {"_is_full_backward_hook"}
@@ -173,10 +174,8 @@ def restoring(*models: nn.Module) -> Iterator[Callable[[], tuple[str, ...]]]:
     Yields:
         a function that gives the names of the plain attributes that have changed by now.
     """
-    buffers = [
-        (model, {name: buffer.detach().clone() for name, buffer in model.named_buffers()})
-        for model in models
-    ]
+    buffers = [(model, buffers_of(model)) for model in models]
+    values = [(own, own.detach().clone()) for _, known in buffers for own in known.values()]
     plain = {module: _plain_attributes(module) for model in models for module in model.modules()}
     names = {module: {n for n, _ in module.named_buffers(recurse=False)} for module in plain}
 
@@ -207,9 +206,9 @@ def restoring(*models: nn.Module) -> Iterator[Callable[[], tuple[str, ...]]]:
                 delattr(module, name)
         with torch.no_grad():
             for model, known_buffers in buffers:
-                for name, buffer in model.named_buffers():
-                    if name in known_buffers:
-                        buffer.copy_(known_buffers[name])
+                put(model, known_buffers)
+            for own, was in values:
+                own.copy_(was)
 
 
 def _differs(value: Any, known: tuple[Any, Any] | None) -> bool:

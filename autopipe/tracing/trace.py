@@ -37,7 +37,8 @@ class Trace:
     """A graph, the description of the batch it was traced on, and the reads it depends on.
 
     `outputs` are the paths of the model's own outputs, if the graph returns them after the loss.
-    `unsteady` are the plain attributes because of which a second call makes other calls of torch.
+    `unsteady` are the plain attributes and caches because of which a second call makes other calls
+    of torch.
     `regions` are the calls that run as they are.
     """
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from autopipe.errors import AutopipeError
 from autopipe.frontend import batch as batches
+from autopipe.ir.graph import resolve
 from autopipe.ir.partition import Stage
 from autopipe.planfile.parts import StagePrediction
 from autopipe.planfile.placements import I
@@ -177,7 +178,21 @@ class Pipe(Kept):
             loss = self._one_pass(executor, parts, scale)
         if self.loss_scale is not None:
             self.loss_scale.unscale(list(self.parameters()), self._world)
+        self._project()
         return loss
+
+    @torch.no_grad()
+    def _project(self) -> None:
+        """Change parameters as forward does in place, before the optimizer changes them.
+
+        Not masters: forward changes the copies that it reads, which are made anew in every step.
+        """
+        states = self._split.graph.states
+        for name, parameter in self.named_parameters():
+            state = states.get(name)
+            if state is not None and state.projection is not None and state.master is None:
+                op, rest = state.projection
+                resolve(op)(parameter, *rest)
 
     def _one_pass(self, executor: Executor, parts: Microbatches, scale: float) -> Tensor:
         """Forward and backward of each micro-batch, and of its own loss."""

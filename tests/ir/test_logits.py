@@ -148,6 +148,11 @@ def of_positions(m: Model, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(m.head(x), torch.zeros_like(y[:, :1]).expand(-1, WORDS))
 
 
+def by_a_vector(m: Model, x: Tensor, y: Tensor) -> Tensor:
+    """A product of [b, s, h] and [h]: the classes are the positions."""
+    return F.cross_entropy(F.linear(x, m.head.weight[0]), y[:, 0] % LENGTH)
+
+
 def without_gradient(m: Model, x: Tensor, y: Tensor) -> Tensor:
     with torch.no_grad():
         logits = m.head(x).flatten(0, 1)
@@ -158,7 +163,7 @@ def without_gradient(m: Model, x: Tensor, y: Tensor) -> Tensor:
     "run",
     [
         *(smoothed, weighed, each_row, read_again, probable, capped, written, some_words),
-        *(of_positions, without_gradient),
+        *(of_positions, by_a_vector, without_gradient),
     ],
 )
 def test_a_loss_that_is_left_alone(run: Run) -> None:

@@ -101,6 +101,12 @@ def test_each_rule_is_what_torch_counts(of):
     assert counted(trace_model(model, model.inputs).graph) == real
 
 
+def test_a_linear_layer_by_a_vector_is_a_dot_product_for_each_row():
+    """[3, 7, 4] x [4]: 3 * 7 sums of 4 products; D-FINE reads distances from histograms so."""
+    model = One(F.linear, [(4,)], (7, 4))
+    assert counted(trace_model(model, model.inputs).graph)[0] == 2 * 3 * 7 * 4
+
+
 def test_a_convolution_in_groups_costs_backward_twice_its_forward():
     """torch's counter forgets the groups for the weight's gradient and says three times."""
     model = One(lambda x, w: F.conv2d(x, w, groups=2), [(6, 2, 3, 3)], (4, 9, 9))

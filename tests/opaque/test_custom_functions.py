@@ -43,6 +43,19 @@ class TwoOfThem(torch.autograd.Function):
         return gradient * weight, None, (gradient * x).sum(0) * 5
 
 
+class Configured(torch.autograd.Function):
+    """Takes a dict of settings, as YOSO has it."""
+
+    @staticmethod
+    def forward(ctx, x, settings):
+        ctx.by = settings["by"]
+        return x.exp() * ctx.by
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / ctx.by, None
+
+
 class WithSetup(torch.autograd.Function):
     @staticmethod
     def forward(x):
@@ -84,6 +97,11 @@ class Reentrant(Net):
             return made + checkpoint(self.middle, hidden.detach(), use_reentrant=True)
 
 
+class WithSettings(Net):
+    def inside(self, hidden):
+        return Configured.apply(self.middle(hidden), {"by": 0.5, "heads": [1, 2]})
+
+
 class WithoutGradient(Net):
     def inside(self, hidden):
         with torch.no_grad():
@@ -91,7 +109,9 @@ class WithoutGradient(Net):
         return Reversed.apply(self.middle(hidden), 2.0) + kept
 
 
-@pytest.mark.parametrize("kind", [Adversary, Straight, Several, WithoutGradient, Reentrant])
+@pytest.mark.parametrize(
+    "kind", [Adversary, Straight, Several, WithSettings, WithoutGradient, Reentrant]
+)
 def test_its_own_backward_runs(kind):
     """Bug: torch.export traces the forward and differentiates that; Double says 7, and not 2."""
     assert unlike(built(kind)) == []

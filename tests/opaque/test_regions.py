@@ -69,7 +69,10 @@ class SomeRows(Net):
 
 
 class MarkedRows(Net):
-    """As T5Gemma2 has it; the gradient of `mark` is a sum over the rows that are marked."""
+    """As T5Gemma2 has it; the gradient of `mark` is a sum over the rows that are marked.
+
+    Of torch's own op for it that sum has as many rows as are marked.
+    """
 
     def begin(self):
         self.mark = nn.Parameter(torch.ones(8))
@@ -137,6 +140,39 @@ class Buffers(Net):
         return made + self.mean
 
 
+class Part(nn.Module):
+    """A part that cannot be captured, with a part that cannot be either."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = Rows()
+
+    def forward(self, hidden):
+        return self.rows(hidden) + torch.func.grad(lambda h: h.tanh().sum())(hidden)
+
+
+class Rows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, hidden):
+        chosen = hidden[:, 0] > 0.1
+        made = torch.zeros_like(hidden)
+        made[chosen] = self.layer(hidden[chosen])
+        return made
+
+
+class CalledFromOutside(Net):
+    """As T5Gemma 2 has it: the decoder calls the embedding that is within the encoder."""
+
+    def begin(self):
+        self.part = Part()
+
+    def inside(self, hidden):
+        return self.part(hidden) + self.part.rows(self.middle(hidden))
+
+
 class Twice(Net):
     def inside(self, hidden):
         return self.half(self.half(hidden, 0.5), 0.25)
@@ -200,7 +236,7 @@ WORK = [
     SomeRows,
     Experts,
 ]
-WORK += [MarkedRows, Experts, Widened, Buffers, Twice, Layers, Apart]
+WORK += [MarkedRows, Experts, Widened, Buffers, CalledFromOutside, Twice, Layers, Apart]
 
 
 @pytest.mark.filterwarnings("ignore:Using a non-full backward hook:FutureWarning")
@@ -217,10 +253,11 @@ def regions_of(kind):
 
 def test_it_is_the_smallest_call_that_takes_and_gives_tensors_of_static_sizes():
     assert regions_of(SomeRows) == ["inside()"]
-    assert regions_of(MarkedRows) == ["inside()"]
+    assert regions_of(MarkedRows) == [], "torch.where says what it writes"
     assert regions_of(AtMost) == ["nearest()"]
     assert regions_of(Widened) == ["unequal"]
     assert regions_of(ModuleHook) == ["middle"]
+    assert regions_of(CalledFromOutside) == ["part", "part.rows"]
     assert regions_of(Twice) == ["half()", "half()#1"]
     assert regions_of(Layers) == [f"middle.{n}.chosen()" for n in range(3)]
 

@@ -146,6 +146,7 @@ OPS: dict[str, tuple[str, Callable[..., Tensor], tuple[tuple[int, ...], ...], se
     "layer_norm": ("layer_norm", lambda x, w: F.layer_norm(x, (12,), w), ((12,),), {"SRS"}),
     "rms_norm": ("rms_norm", lambda x, w: F.rms_norm(x, (8, 12), w), ((8, 12),), {"SRS"}),
     "linear": ("linear", F.linear, ((8, 12), (8,)), {"RSSS", "SSPP", "SRRS", "PRPP"}),
+    "linear, a vector": ("linear", F.linear, ((12,),), set()),
     "matmul": ("matmul", torch.matmul, ((12, 8),), {"RSS", "SSP", "SRS", "PRP"}),
     "matmul 2d 3d": ("matmul", lambda x, w: w @ x[:, 0], ((4, 8),), {"SSP", "SRS", "RSS"}),
     "matmul 2d 4d": ("matmul", lambda x, w: w @ x, ((4, 8),), {"SSP", "SRS", "RSS"}),

@@ -140,6 +140,25 @@ def test_a_cache_that_the_first_call_fills_is_filled_in_every_trace():
     assert model.cache is not None, "eager ran; a trace of a copy leaves no mark"
 
 
+class CachedBuffer(Net):
+    """A table that is made anew where the length is another one, as ConViT has it."""
+
+    def begin(self):
+        self.register_buffer("table", torch.zeros(1), persistent=False)
+
+    def inside(self, hidden):
+        if len(self.table) != hidden.shape[1]:
+            self.table = torch.arange(float(hidden.shape[1])).sin()
+        return self.middle(hidden) + self.table
+
+
+def test_a_buffer_that_the_first_call_makes_anew_is_a_cache():
+    """Bug: it was refused, as a buffer that gets another shape."""
+    assert unlike(built(CachedBuffer)) == ["table"], "the model keeps it, a graph does not"
+    trace = trace_model(built(CachedBuffer), inputs, square)
+    assert trace.unsteady == ("table",) and "table" not in trace.graph.states
+
+
 class Unused(Net):
     """Draws, as models with layerdrop do, and never uses the number."""
 
@@ -256,9 +275,60 @@ class RegistersInForward(Net):
         return self.middle(hidden) * self.table
 
 
-@pytest.mark.parametrize("kind", [Cumulative, RoutedIn])
+class ReadsData(Net):
+    """As I-BERT has it: the range of its activations, without a gradient."""
+
+    def inside(self, hidden):
+        return self.middle(hidden) / hidden.data.abs().max()
+
+
+class WritesData(Net):
+    def inside(self, hidden):
+        hidden = self.middle(hidden)
+        hidden.data.mul_(2)
+        return hidden
+
+
+class Clamped(Net):
+    """As flava clamps its temperature, and a Wasserstein GAN's critic its weights."""
+
+    def inside(self, hidden):
+        with torch.no_grad():
+            self.middle.weight.clamp_(-0.1, 0.1)
+        return self.middle(hidden)
+
+
+class ClampedData(Net):
+    """As gemma3n has it; a second time changes nothing, nor does another name of the weight."""
+
+    def inside(self, hidden):
+        seen = self.middle.weight.data.clamp_(-0.1, max=0.1)
+        hidden = self.middle(hidden)
+        self.middle.weight.data.clamp_(-0.1, 0.1)
+        return self.middle(hidden) * seen.abs().max()
+
+
+@pytest.mark.parametrize("kind", [Clamped, ClampedData])
+def test_a_weight_that_forward_clamps_is_clamped_for_its_readers(kind):
+    """It has its gradient; the runtime clamps the weight itself before the optimizer's step."""
+    assert unlike(built(kind)) == []
+    assert unlike(built(kind), cuts=["relu/1"]) == []
+    graph = trace_model(built(kind), inputs, square).graph
+    assert graph.states["middle.weight"].projection == ("aten.clamp_.default", (-0.1, 0.1))
+    lines = [str(node).partition(" -> ")[0] for node in graph.nodes]
+    if kind is Clamped:
+        assert {
+            "detach/0 = aten.detach.default([middle.weight])",
+            "clamp/0 = aten.clamp.default(detach/0, -0.1, 0.1)",
+            "sub/0 = aten.sub.Tensor([middle.weight], detach/0)",
+            "add/0 = aten.add.Tensor(clamp/0, sub/0)",
+            "middle/linear/0 = aten.linear.default(relu/0, add/0, [middle.bias])",
+        } <= {*lines}
+
+
+@pytest.mark.parametrize("kind", [Cumulative, RoutedIn, ReadsData, WritesData])
 def test_what_python_does_in_forward_is_done_by_tensors_or_left_out(kind):
-    """Bugs: both were refused; Python reads a count, and the gradient of a parameter."""
+    """Bugs: all were refused; Python reads a count, the gradient of a parameter, x.data."""
     assert unlike(built(kind)) == []
     assert unlike(built(kind), cuts=["relu/1"]) == []
 
@@ -335,6 +405,19 @@ class Assigned(Net):
         return self.middle(hidden)
 
 
+class Replaced(Net):
+    def inside(self, hidden):
+        self.middle.weight.data = self.middle.weight.detach().clamp(-0.1, 0.1)  # here
+        return self.middle(hidden)
+
+
+class DataSet(Net):
+    def inside(self, hidden):
+        hidden = self.middle(hidden)
+        hidden.data = hidden.detach() * 2  # here
+        return hidden
+
+
 class ReadsGradient(Net):
     def inside(self, hidden):
         return self.middle(hidden) * (1 if self.up.weight.grad is None else 2)  # here
@@ -371,6 +454,7 @@ REFUSED = {
     Saved: "hooks on saved tensors are in no graph",
     Frozen: "forward sets requires_grad=False on a parameter of shape (8, 8)",
     Assigned: "forward sets requires_grad=False on a parameter of shape (8, 8)",
+    Replaced: "forward sets the .data of a parameter, which the optimizer trains",
     ReadsGradient: "forward reads the gradient of a parameter",
     Seeded: "the model draws random numbers after a seed that it sets itself",
     Generator: "the model draws random numbers from a generator of its own",
@@ -412,7 +496,10 @@ def test_what_no_graph_can_say_is_refused_with_its_line(kind):
         assert str(again.value) == str(error.value)
 
 
-@pytest.mark.parametrize("kind", [TensorHook, InnerGradient], ids=lambda kind: kind.__name__)
+NEEDS_A_REGION = [TensorHook, InnerGradient, DataSet]
+
+
+@pytest.mark.parametrize("kind", NEEDS_A_REGION, ids=lambda kind: kind.__name__)
 def test_a_rank_refuses_what_its_plan_has_no_region_for(kind):
     """The plan was made of another version of the file; to plan again gives a region."""
     with pytest.raises(CaptureError, match="in(side| no graph)|no graph has it"):
@@ -572,10 +659,32 @@ def test_a_loss_with_a_parameter_is_refused():
         trace_model(built(Net), inputs, Learnt())
 
 
-class Clamped(Net):
+class Halved(Net):
     def inside(self, hidden):
         with torch.no_grad():
-            self.middle.weight.clamp_(-0.1, 0.1)
+            self.middle.weight.mul_(0.5)
+        return self.middle(hidden)
+
+
+class HalvedData(Net):
+    def inside(self, hidden):
+        self.middle.weight.data.mul_(0.5)
+        return self.middle(hidden)
+
+
+class ClampedLate(Net):
+    """In the first micro-batch the first product is of another weight than in the second."""
+
+    def inside(self, hidden):
+        hidden = self.middle(hidden)
+        self.middle.weight.data.clamp_(-0.1, 0.1)
+        return self.middle(hidden)
+
+
+class ClampedTwice(Net):
+    def inside(self, hidden):
+        for most in (0.2, 0.1):
+            self.middle.weight.data.clamp_(-most, most)
         return self.middle(hidden)
 
 
@@ -607,8 +716,7 @@ class FromOutside(OfAPart):
 WRITES = "forward writes the parameter 'middle.weight', which the optimizer trains, in place"
 
 OTHERS = {
-    Clamped: WRITES,
-    ZeroesARow: WRITES,
+    **dict.fromkeys((Halved, HalvedData, ClampedLate, ClampedTwice, ZeroesARow), WRITES),
     Scaled: "a tensor of shape (8,) that requires a gradient comes in here from outside",
     Grows: "the buffer 'average' is assigned a tensor torch.float32 of shape (16,), and was ",
     FromOutside: "the buffer 'head.calls' is assigned, and not in the forward of its own module",
@@ -617,7 +725,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("kind", OTHERS, ids=lambda kind: kind.__name__)
 def test_what_a_graph_would_lose_is_refused_with_its_file(kind):
-    """Bug: the clamped weight had no gradient, as all that follows was computed without one."""
+    """Bug: the halved weight had no gradient, as all that follows was computed without one."""
     model = built(kind)
     with pytest.raises(CaptureError) as error:
         trace_model(model, inputs, square)

@@ -51,6 +51,8 @@ def offered(model: nn.Module, config: PreTrainedConfig, task: str) -> Iterator[B
         {"pixel_values", "spatial_shapes", "pixel_attention_mask"},
         {"input_ids", "mm_token_type_ids"},
         {"input_ids", "pixel_values", "image_embeds_position_mask"},
+        {"input_ids", "attention_mask", "pixel_values", "image_attention_mask"},
+        {"flattened_patches", "decoder_input_ids"},
     ):
         wishes += [{main, "labels"} | more, {main} | more]
     for some in (makers, *({**makers, **others} for others in _others(sizes, names))):
@@ -115,6 +117,8 @@ def _makers(sizes: Sizes, task: str) -> Makers:
         "bbox": lambda: torch.arange(4).repeat(MOST_ROWS, LENGTH, 1),
         "input_features": partial(noise, *_features(sizes)),
         "input_values": partial(noise, *_waves(sizes)),
+        "flattened_patches": partial(_patches, sizes.find("patch_embed_hidden_size", default=64)),
+        "image_attention_mask": lambda: torch.ones(MOST_ROWS, LENGTH, 1, dtype=torch.long),
         "labels": partial(_labels, sizes, task),
     }
 
@@ -125,6 +129,12 @@ Makers = dict[str, Callable[[], Any]]
 def _first_words(count: int) -> Tensor:
     """1 for as many words as a picture stands for, which come first."""
     return (torch.arange(LENGTH) < count).long().repeat(MOST_ROWS, 1)
+
+
+def _patches(width: int) -> Tensor:
+    """[rows, 16, 2 + width]: patches in four rows and columns, each behind its row and column."""
+    places = torch.cartesian_prod(torch.arange(1.0, 5.0), torch.arange(1.0, 5.0))
+    return torch.cat([places.expand(MOST_ROWS, -1, -1), noise(len(places), width)], -1)
 
 
 def _others(sizes: Sizes, names: set[str]) -> Iterator[Makers]:

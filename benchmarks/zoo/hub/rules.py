@@ -54,6 +54,7 @@ COUNTS: tuple[Rule, ...] = (
     (r"max_position|position_embeddings", lambda value: min(max(value, 2 * LENGTH), 256)),
     (r"(sliding|attention|local)_window(_size)?$|attention_chunk_size|local_attention$", most(16)),
     (r"image_size|img_size|input_size|crop_size", most(64)),
+    (r"(^|_)n(um)?_filters$", most(8)),
     (r"patch_size", lambda value: 8 if value > 8 else None),
     (r"num_queries|num_feature_levels|encoder_n_points|decoder_n_points|num_denoising", most(10)),
 )

@@ -4,16 +4,19 @@ What happens in processes is told in `pipe_stories`, `step_stories`, `tp_stories
 `zero_stories`.
 """
 
+import copy
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import autopipe
 from autopipe import AutopipeError, ModelError, Pipe
 from tests.support import pipe_worker, warm
+from tests.support.inprocess import machine
 from tests.support.pipes import LONG_STORIES, STORIES, ZOO, Story, close, piped, planned, whole_loss
 
 Told = Callable[[int], Path]
@@ -129,6 +132,41 @@ def test_a_step_is_measured_after_it_has_run() -> None:
         "pipe.measured() tells of the last step, and none has run yet\n"
         "hint: call pipe.step(batch) first; for bytes too, set pipe.meter = Meter() before"
     )
+
+
+class Clipped(nn.Module):
+    """Forward clips a weight, as a Wasserstein GAN's critic does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layer.weight.data.clamp_(-0.1, 0.1)
+        out: Tensor = self.layer(x).square().mean()
+        return out
+
+
+def test_a_weight_that_forward_clips_is_clipped_before_the_optimizer_changes_it() -> None:
+    """In the first step from up to 0.4 to 0.1; then by as much as an optimizer's step."""
+    torch.manual_seed(0)
+    model = Clipped()
+
+    def inputs(rows: int) -> dict[str, Tensor]:
+        return {"x": torch.arange(6.0 * rows).reshape(rows, 6).sin()}
+
+    plan = autopipe.plan(model, inputs, cluster=machine(1), batch_size=4, micro_batches=2)
+    pipe = autopipe.parallelize(copy.deepcopy(model), plan)
+    ours, theirs = (torch.optim.Adam(m.parameters(), lr=0.05) for m in (pipe, model))
+    for _ in range(3):
+        theirs.zero_grad()
+        loss = model(**inputs(4))
+        loss.backward()
+        close(pipe.step(inputs(4)), loss)
+        ours.step()
+        theirs.step()
+    for name, parameter in pipe.named_parameters():
+        close(parameter, model.get_parameter(name), name)
 
 
 def test_one_process_trains(pipe: Pipe) -> None:
