@@ -60,8 +60,9 @@ class RankLayout:
     def trained(self, name: str, whole: Tensor, place: Place) -> Tensor:
         """What a rank's optimizer has of a parameter, or of its gradient."""
         part, mesh = self.shard(name, whole, place), self.plan.mesh
-        if self.plan.zero == 0 or mesh.dp == 1 or not part.ndim:
+        if self.plan.zero == 0 or mesh.dp == 1:
             return part
+        part = part if part.ndim else part.view(1)  # a scalar is one row
         if self.plan.scatters:
             return part[slice(*own_rows(len(part), mesh.dp, place.dp))]
         having = zip(self.plan.stages, self.placed, strict=True)

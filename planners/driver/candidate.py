@@ -133,8 +133,8 @@ def _costing(job: Job, tp: int, degree: Degree | None) -> tuple[Degree, Costing]
 
     dealt = tp_groups(job.cluster, tp, wanted=(constraints.pp or 1) * (constraints.dp or 1))
     wanted, sizes = _rows(job, len(dealt))
-    graphs = request.compiled is True or bool(traced.ops_again)
-    zeros = _zeros(constraints, graphs=graphs)
+    whole = request.compiled is True or bool(traced.ops_again or traced.scalars)
+    zeros = _zeros(constraints, whole=whole)
     degree = degree or as_one_rank(
         tp,
         traced.trace,
@@ -183,16 +183,16 @@ def _rows(job: Job, devices: int) -> tuple[list[int], list[int]]:
     return wanted, arguments.micro_batch_rows(traced.rows, devices, free, traced.least)
 
 
-def _zeros(constraints: Constraints, *, graphs: bool) -> tuple[int, ...]:
+def _zeros(constraints: Constraints, *, whole: bool) -> tuple[int, ...]:
     """The ZeRO stages to choose from.
 
     Args:
-        graphs: whether stages run as graphs, as they do compiled, or where ops run again.
+        whole: whether parameters stay whole. Stages that run as graphs, compiled or because ops
+            run again, have no modules that ZeRO-3 could gather one by one.
     """
     if constraints.zero is not None:
         return (constraints.zero,)
-    # ZeRO-3 gathers module by module, which graphs no longer have.
-    return ZERO[:-1] if graphs else ZERO
+    return ZERO[:-1] if whole else ZERO
 
 
 def _least_stages(constraints: Constraints) -> int:

@@ -147,7 +147,9 @@ def _sharded(job: Job, found: Chosen | InfeasibleError, watch: Stopwatch) -> Cho
         InfeasibleError: none fits.
     """
     constraints = job.constraints
-    if constraints.zero is not None or constraints.dp == 1 or job.traced.ops_again:
+    if constraints.zero is not None or constraints.dp == 1:
+        return None
+    if job.traced.ops_again or job.traced.scalars:
         return None
     alone = job.on_engine(compiled=False, constraints=replace(constraints, zero=3))
     least, known = math.inf, dict[int, Candidate]()

@@ -241,6 +241,12 @@ def traced_model(request: PlanRequest, skeleton: nn.Module, say: Say, watch: Sto
     recompute = _recompute(request, flow, blocks, say)
     found = Traced(trace, flow, blocks, rows, least, recompute, fingerprinted, whole=whole)
     say(f"traced: {found}")
+    if constraints.zero == 3 and constraints.dp != 1 and found.scalars:
+        raise InfeasibleError(
+            f"zero=3 was asked for, and the parameter {found.scalars[0]!r} is a scalar, which has "
+            "no rows to shard",
+            hint="--zero 2, or give it one: nn.Parameter(torch.ones(1))",
+        )
     return found
 
 

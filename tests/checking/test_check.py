@@ -92,6 +92,34 @@ def inputs(batch_size):
 """
 
 
+SCALED = """
+import torch
+from torch import nn
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = nn.Linear(8, 4), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        return (self.layer(x) * self.scale.exp()).square().mean()
+
+model = Scaled
+
+def inputs(rows):
+    return {"x": torch.ones(rows, 8)}
+"""
+
+
+def test_a_scalar_is_a_row_of_one_replica(autopipe: Shell) -> None:
+    """Bug: the temperature of a contrastive loss was compared as if all replicas had it whole."""
+    (autopipe.folder / "scaled.py").write_text(SCALED)
+    asked = ("--cluster", "local:2", "--dp", "2", "--zero", "2", "--batch", "8")
+    assert autopipe("plan", "scaled.py", *asked).code == 0
+    said = autopipe("check", "plan.json")
+    assert (said.code, "the same: " in said.out) == (0, True), said.err
+
+
 def test_another_plan_runs_the_same_ops_again(autopipe: Shell) -> None:
     """In another precision the plan is made anew, under the words that the first one stands for."""
     (autopipe.folder / "net.py").write_text(LAYERS)

@@ -1,9 +1,11 @@
 """Compiled stages or not: who asks for them, who gets them."""
 
 import pytest
+import torch
+from torch import nn
 
 import autopipe
-from autopipe.errors import AutopipeError
+from autopipe.errors import AutopipeError, InfeasibleError
 from autopipe.frontend import model_file
 from autopipe.planners.driver import refine
 from tests.support.house import ROOT
@@ -42,6 +44,31 @@ def test_where_only_zero_3_fits_it_is_taken(tp, dp):
     (stage,) = plan(**shape, zero=3).stages
     made = plan(**shape, memory=stage.predicted.memory.peak)
     assert (made.compiled, made.zero) == (False, 3)
+
+
+class Scaled(nn.Module):
+    """A scalar parameter, as the temperature of a contrastive loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = nn.Linear(512, 512, bias=False), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        return (self.layer(x) * self.scale).square().mean()
+
+
+def test_a_model_with_a_scalar_is_not_sharded_whole():
+    """Bug: its run ended in a ValueError of torch's fully_shard."""
+    mesh = {"cluster": GPUS, "batch_size": 8, "pp": 1, "dp": 2, "tp": 1, "micro_batches": 1}
+
+    def scaled(**asked):
+        return autopipe.plan(Scaled, lambda rows: {"x": torch.ones(rows, 512)}, **mesh, **asked)
+
+    with pytest.raises(InfeasibleError, match="zero=3 was asked for, and the parameter 'scale'"):
+        scaled(zero=3)
+    (stage,) = scaled().stages
+    with pytest.raises(InfeasibleError, match="no plan fits"):  # ZeRO-3 would
+        scaled(memory=stage.predicted.memory.peak // 2)
 
 
 def test_an_lstm_is_not_compiled():
