@@ -198,12 +198,14 @@ class DictOutput(nn.Module):
 
 class Picked(nn.Module):
     """What each layer passes on is picked by a prediction that is eight times as wide, as a mask of
-    attention can be: no gradient comes back through it, and until the mask is made it is held."""
+    attention can be: no gradient comes back through it, and until the mask is made it is held. So
+    none of the predictions' own parameters is trained."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.picks = nn.ModuleList(nn.Linear(WIDTH, 8 * WIDTH) for _ in range(4))
+        self.picks.requires_grad_(False)
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, features: Tensor) -> Tensor:
