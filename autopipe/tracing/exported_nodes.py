@@ -30,7 +30,7 @@ from autopipe.ir.graph import (
     swap,
     values_in,
 )
-from autopipe.ir.torch_private import is_fake, storage_key
+from autopipe.ir.torch_private import is_fake, storage_key, writes
 from autopipe.planfile.node_names import NodeName
 
 LOSS_SCOPE = "loss()"
@@ -79,8 +79,11 @@ def handed_back(node: fx.Node) -> fx.Node | None:
     """
     made, op = node.meta.get("val"), cast(Any, node.target)
     read = {n: v for n in node.all_input_nodes if isinstance(v := n.meta.get("val"), Tensor)}
-    if not isinstance(made, Tensor) or not read or not hasattr(op, "overloadpacket"):
+    if not isinstance(made, Tensor) or not hasattr(op, "overloadpacket"):
         return None
+    like = any((v.dtype, v.dim()) == (made.dtype, made.dim()) for v in read.values())
+    if not like and not writes(op):
+        return None  # it need not be run: what makes sizes of its own would make new ones
     # A write in place may change the shape of what it is called with.
     values = {n: n.meta["val"] for n in node.all_input_nodes} | {
         n: v.detach() for n, v in read.items()
