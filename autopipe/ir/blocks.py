@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from autopipe.ir.graph import Arg, Graph, Ref, State, Value
@@ -54,6 +54,13 @@ class Block:
     def prefix(self) -> str:
         """The prefix of the names of the module's states: `h.3.`."""
         return f"{self.module}."
+
+
+def next_call(path: str, taken: Container[str]) -> str:
+    """The name of a block's next call in a stage: `h.0`, then `h.0_again`."""
+    while path in taken:
+        path += "_again"
+    return path
 
 
 def find_blocks(graph: Graph) -> tuple[Block, ...]:

@@ -24,8 +24,8 @@ from autopipe.ir.graph import Ref
 from autopipe.ir.partition import Stage, partition
 from autopipe.ir.repeats import Run, Uneven, leave_out, run_of
 from autopipe.ir.stage_classes import Forms, Group, alike
-from autopipe.joint.split_backward import Wanted
 from autopipe.joint.split_backward_layouts import rehearse_alone, rehearse_joint
+from autopipe.joint.wanted import Wanted
 from autopipe.stages.dry_run import Known, Rehearsal, rehearse
 from autopipe.util import shortcuts
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopipe.joint.joint_graph import JointGraph
+from autopipe.stages.op_tape import MADE, SEGMENT
 from autopipe.stages.precision import low
 
 
@@ -41,6 +42,8 @@ class GraphWriter:
         calls: Sequence[fx.Node],
         outputs: Sequence[Any],
     ) -> fx.GraphModule:
+        block: object = None
+
         def find(node: fx.Node) -> fx.Node:
             if node not in env:
                 if node in self.graph.states:
@@ -48,11 +51,14 @@ class GraphWriter:
                 elif node in self.graph.copies:
                     name, dtype = self.graph.copies[node]
                     env[node] = graph.call_function(step_copy, (graph.get_attr(name), dtype))
+                    env[node].meta[SEGMENT] = block  # which is the first to read it
                 else:  # one of `calls`, or a view of a state
                     env[node] = graph.node_copy(node, find)
+                env[node].meta[MADE] = node.meta[MADE]
             return env[node]
 
         for call in calls:
+            block = call.meta[SEGMENT]
             find(call)
         graph.output(tuple(find(o) if isinstance(o, fx.Node) else o for o in outputs))
         return fx.GraphModule(self.module, graph)

@@ -21,8 +21,8 @@ the second half and nothing in the first; one without parameters the other way r
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ from autopipe.joint.joint_graph import (
     written,
 )
 from autopipe.joint.run_again import alive, chosen, run_again
+from autopipe.joint.wanted import HALVES, Wanted
 from autopipe.sharding.vocabulary_loss import BACKWARD
 from autopipe.stages.lower import Lowered
 from autopipe.stages.op_tape import ASKED
@@ -96,6 +97,16 @@ class Joint:
     fresh: int
     again: int
 
+    def mapped(self, change: Callable[[fx.GraphModule], fx.GraphModule]) -> Joint:
+        """With each of the graphs changed."""
+        weight = self.backward_weight
+        return replace(
+            self,
+            forward=change(self.forward),
+            backward_input=change(self.backward_input),
+            backward_weight=None if weight is None else change(weight),
+        )
+
 
 @dataclass(frozen=True)
 class Held:
@@ -105,35 +116,6 @@ class Held:
     stash: int
     fresh: int
     again: int
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """How a stage's backward is to run.
-
-    Attributes:
-        halves: in two halves, for inputs and for weights; else in one piece.
-        least: forward keeps as little as it can without running products again (`run_again`); else
-            all that autograd keeps. What a plan asks for runs again either way.
-    """
-
-    halves: bool = True
-    least: bool = False
-
-
-HALVES = Wanted()
-"""What zero-bubble schedules want, and autograd keeps."""
-
-
-def wanted(halves: bool, *, compiled: bool, by_op: bool) -> Wanted | None:
-    """How backwards run under a schedule; None: as autograd runs them, in one piece.
-
-    Args:
-        halves: whether the schedule has them in two halves.
-        compiled: whether stages are compiled: then the least bytes are kept.
-        by_op: whether single ops run again in them.
-    """
-    return Wanted(halves, least=compiled) if halves or compiled or by_op else None
 
 
 def split(

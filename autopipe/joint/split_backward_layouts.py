@@ -18,7 +18,8 @@ from autopipe.ir.partition import Stage
 from autopipe.ir.stage_classes import kind_of
 from autopipe.ir.torch_private import fake_mode
 from autopipe.joint.joint_graph import CannotSplit, Layout
-from autopipe.joint.split_backward import HALVES, Held, Joint, Wanted, held, split
+from autopipe.joint.split_backward import Held, Joint, held, split
+from autopipe.joint.wanted import HALVES, Wanted
 from autopipe.stages.dry_run import CrossingTensor, Known, Rehearsal, fake_state
 from autopipe.stages.lower import Lowered, check_recompute, lower
 from autopipe.stages.precision import copy_bytes

@@ -170,17 +170,12 @@ def check_runs(plan: Plan, compute: Programs | None = None) -> None:
                 f"plan.stages[{index}].zero: {stage.zero}, but {plan.zero} in stage 0; all stages "
                 "of a pipeline are held alike"
             )
-    split_backwards = splits(compute or programs.compute(plan))
-    zero_3 = plan.zero == 3
-    for pair, found, why in (
-        (f"{plan.schedule} and zero=3", split_backwards and zero_3, "it gathers for both at once"),
-        ("torch.compile and zero=3", plan.compiled and zero_3, "it gathers block by block"),
-    ):
-        if found:
-            raise PlanError(
-                f"{pair} do not go together: {why}",
-                hint="plan with 1f1b, or with zero=1, or with --no-compile",
-            )
+    halves = splits(compute or programs.compute(plan))  # refuses an unknown schedule
+    if plan.zero == 3 and halves:
+        raise PlanError(
+            f"{plan.schedule} and zero=3 do not go together: it gathers for both at once",
+            hint="plan with 1f1b, or with zero=1",
+        )
 
 
 def unused_states(graph: Graph, model: nn.Module) -> dict[str, StateSpec]:

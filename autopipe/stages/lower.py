@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopipe.errors import PlanError
-from autopipe.ir.blocks import Block, owners
+from autopipe.ir.blocks import Block, next_call, owners
 from autopipe.ir.dataflow import analyse, is_random, obstacle
 from autopipe.ir.graph import (
     READ_OP,
@@ -44,7 +44,6 @@ from autopipe.ir.opaque_ops import run as run_opaque
 from autopipe.ir.partition import Stage
 from autopipe.planfile.parts import Read
 from autopipe.planfile.placements import Placement
-from autopipe.stages.block_owners import next_call
 from autopipe.stages.node_calls import (
     NODE_NAME,
     check_read,

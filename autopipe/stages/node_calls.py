@@ -13,6 +13,7 @@ from torch import Tensor
 
 from autopipe.ir.opaque_ops import run as run_opaque
 from autopipe.planfile.parts import Read
+from autopipe.stages import gathering
 from autopipe.stages.op_tape import ASKED, marking
 from autopipe.stages.rng import draw
 from autopipe.tracing.value_guards import check
@@ -77,5 +78,6 @@ def repeated(call: Any, *args: Any, **kwargs: Any) -> Any:
 _OURS = {call.__name__: call for call in (draw, draw_under_autocast, under_autocast)}
 
 
-python_only = frozenset({draw, draw_under_autocast, check_read})
-"""Functions in a stage's code that seed generators or read values: no compiler may look inside."""
+python_only = frozenset({draw, draw_under_autocast, check_read, *gathering.CALLS})
+"""Functions in a stage's code that seed generators, read values or gather parameters: no compiler
+may look inside."""

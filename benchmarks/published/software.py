@@ -9,7 +9,7 @@
 
 Profiles are chosen from what the row itself says, never from how far off its prediction is.
 A row of fused kernels, by hand or by a compiler, is planned with compiled stages, others with eager
-ones. ZeRO-3 is not compiled: such a row's line says so.
+ones.
 """
 
 from __future__ import annotations

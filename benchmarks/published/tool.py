@@ -108,7 +108,7 @@ def own_layout(run: Run) -> Outcome:
             **_schedule(run, Path(folder)),
             zero=min(run.sharding, 1) if run.sharding < 3 else 3,
             recompute=_recompute(run),
-            compile=_compiled(run),
+            compile=run.software.fused,
             sequence_parallel=run.sequence_parallel,
         )
     return outcome(plan, cluster)
@@ -127,11 +127,7 @@ def free_choice(run: Run) -> Outcome:
 def unsaid(run: Run) -> list[str]:
     """What of the run cannot be said to the tool, and what is said instead."""
     cluster = _cluster(run)
-    found = ["fused ops as eager ones"] if run.software.fused and not _compiled(run) else []
-    if run.recompute == "elementwise":
-        found.append("recompute elementwise as none")
-    if run.recompute == "attention" and run.sharding == 3:
-        found.append("recompute attention under ZeRO-3 as none")
+    found = ["recompute elementwise as none"] if run.recompute == "elementwise" else []
     if run.sharding == 2:
         found.append("ZeRO-2 as ZeRO-1")
     if run.half and _precision(run, cluster) == "bf16":
@@ -156,10 +152,6 @@ def _asked(run: Run, cluster: Cluster) -> Asked:
         "precision": _precision(run, cluster),
         "grad_dtype": _precision(run, cluster) if run.low_gradients and not run.pure else None,
     }
-
-
-def _compiled(run: Run) -> bool:
-    return run.software.fused and run.sharding < 3
 
 
 def _precision(run: Run, cluster: Cluster) -> str:
@@ -189,7 +181,7 @@ def _recompute(run: Run) -> str | list[str]:
     """What runs again, as far as autopipe can: whole blocks, or their attentions."""
     if run.recompute == "alternate":
         return [f"layers.{n}" for n in range(0, run.model.layers, 2)]
-    if run.recompute == "attention" and run.sharding < 3:
+    if run.recompute == "attention":
         return "attention"
     return "all" if run.recompute == "full" else "none"
 

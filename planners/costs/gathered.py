@@ -1,59 +1,41 @@
-"""What ZeRO-3 gathers in one go: the parameters of each block of a stage, and the root's."""
+"""What ZeRO-3 gathers of a stage: the most bytes at once."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
-from torch import fx, nn
+from torch import Tensor
 
-from autopipe.ir.graph import Graph, StateSpec, bytes_at
-from autopipe.ir.partition import Stage
-from autopipe.stages.block_owners import gathered_in, owners
-
-
-@dataclass(frozen=True)
-class Unit:
-    """The parameters that ZeRO-3 gathers in one go: a block's, or the root's."""
-
-    states: Mapping[str, StateSpec]
-
-    @property
-    def low(self) -> bool:
-        """Whether what is gathered of masters are copies in 16 bits."""
-        return gathered_in(self.states.values()) is not None
-
-    @property
-    def masters(self) -> list[str]:
-        """The names of its parameters that are masters."""
-        return [name for name, state in self.states.items() if state.master is not None]
-
-    @property
-    def bytes(self) -> tuple[int, int]:
-        """As they are gathered, and of their gradients as they are summed."""
-        held = [bytes_at(state.held, 1) for state in self.states.values()]
-        read = [bytes_at(state.spec, 1) for state in self.states.values()]
-        summed = sum(bytes_at(s.summed, 1) for s in self.states.values() if s.trainable)
-        return sum(read if self.low else held), summed
+from autopipe.ir.graph import Graph, bytes_at
+from autopipe.ir.opaque_ops import OPAQUE
+from autopipe.planners.costs.stage_memory import share_of
+from autopipe.stages.gathering import Stay, most_bytes, stays, units_of
+from autopipe.stages.lower import Lowered
+from autopipe.stages.precision import copy_bytes
 
 
-def units_of(graph: Graph, stage: Stage, module: fx.GraphModule) -> dict[str | None, Unit]:
-    """By the path of the block, what ZeRO-3 gathers of a stage; None: the root's."""
-    parameters = [name for name in stage.states if graph.states[name].kind == "parameter"]
-    together: dict[str | None, dict[str, StateSpec]] = defaultdict(dict)
-    for name, block in owners(_tree(stage.states), module, parameters).items():
-        together[block][name] = graph.states[name]
-    return {block: Unit(states) for block, states in together.items()}
+def gathered_bytes(graph: Graph, lowered: Lowered, states: Mapping[str, Tensor], ranks: int) -> int:
+    """The most bytes that are gathered at once in a forward or backward of a stage.
 
+    Of backward it is said as if each unit was read there, and in the order of forward turned round.
 
-def _tree(names: Iterable[str]) -> nn.Module:
-    """Modules at the paths of the model that have these states."""
-    root = nn.Module()
-    for name in names:
-        place = root
-        for part in name.split(".")[:-1]:
-            if not hasattr(place, part):
-                place.add_module(part, nn.Module())
-            place = place.get_submodule(part)
-    return root
+    Args:
+        lowered: the stage, over `states`.
+        ranks: over how many ranks its parameters are dealt out.
+    """
+    parameters = {n: t for n, t in states.items() if graph.states[n].kind == "parameter"}
+    units = units_of(lowered.module, parameters)
+    staying = stays(lowered.module, units, parameters)
+    if any(graph.nodes[position].op in OPAQUE for position in lowered.stage.nodes):
+        staying = [stay._replace(first=0, last=0) for stay in staying]  # no graph says where
+    end = max((stay.last for stay in staying), default=0)
+    back = sorted(Stay(end - stay.last, end - stay.first, stay.unit) for stay in staying)
+    copied = {*lowered.low} - {n for n in parameters if graph.states[n].master is not None}
+    whole, shares = [], []
+    for unit in units:
+        read = {name: bytes_at(graph.states[name].spec, 1) for name in unit}
+        whole.append(
+            sum(read.values()) + sum(copy_bytes(graph.states[n]) for n in unit if n in copied)
+        )
+        shares.append(sum(share_of(graph.states[n].spec.shape, read[n], ranks) for n in unit))
+    return max(most_bytes(order, whole, shares, ranks) for order in (staying, back))

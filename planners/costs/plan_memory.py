@@ -13,25 +13,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from autopipe.errors import InfeasibleError
-from autopipe.ir.graph import Graph, State
+from autopipe.ir.graph import Graph
 from autopipe.ir.partition import Stage
 from autopipe.ir.torch_private import fake_mode
 from autopipe.joint.dry_run_repeats import rehearse_deep
-from autopipe.joint.split_backward import Wanted
+from autopipe.joint.wanted import Wanted
 from autopipe.planfile import programs
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import Boundary
-from autopipe.planners.costs.gathered import Unit, units_of
+from autopipe.planners.costs.gathered import gathered_bytes
 from autopipe.planners.costs.stage_memory import memory, passing, sharing
 from autopipe.planners.costs.tp_degrees import Degree
 from autopipe.planners.model.eager_depths import choose, pipeline
 from autopipe.planners.model.memory import excess
-from autopipe.planners.model.range_tables import block_bytes, gathered_bytes
 from autopipe.schedules.instructions import Instruction, holders
 from autopipe.stages import step_programs
 from autopipe.stages.dry_run import Known, Rehearsal, fake_state
 from autopipe.stages.lower import lower
-from autopipe.stages.precision import copy_bytes
 from autopipe.stages.recompute import within
 from autopipe.stages.whole_loss import WholeLoss
 from autopipe.util import numbers
@@ -71,7 +69,7 @@ class StageBytes:
 
     Attributes:
         rehearsal: the tensors between stages, and the bytes that a micro-batch takes.
-        gathered: by stage, bytes that ZeRO-3 holds whole in its backward; 0 without ZeRO-3.
+        gathered: by stage, the most bytes that ZeRO-3 gathers at once; 0 without it.
     """
 
     cut: CutModel
@@ -114,42 +112,25 @@ def dry_run(cut: CutModel, *, repeats_equal: bool, known: Known) -> StageBytes:
 def _sharded(cut: CutModel, rehearsal: Rehearsal) -> StageBytes:
     """The dry run under ZeRO-3, from one without.
 
-    Parameters come and go, and so do their copies in low precision, unless these are what is
-    gathered: what a step has one of, each micro-batch in flight has then, but for what recomputed
-    blocks keep for themselves.
+    Parameters come and go, and so do their copies in low precision.
     """
-    graph, flow, blocks = cut.graph, cut.degree.flow, cut.degree.blocks
-    saved, gathered = list(rehearsal.saved), []
-    recomputed = {
-        position
-        for block in blocks
-        if block.path in cut.recompute
-        for position in range(block.first, block.stop)
-    }
+    graph, blocks, gathered = cut.graph, cut.degree.blocks, []
     for stage in cut.stages:
         with fake_mode():
+            states = {name: fake_state(graph, name) for name in stage.states}
             lowered = lower(
                 graph,
                 stage,
                 blocks,
-                {name: fake_state(graph, name) for name in stage.states},
+                states,
                 None,
                 cut.rows,
                 last=stage.index == len(cut.stages) - 1,
                 recompute=within(graph, stage, blocks, cut.recompute),
                 precision=cut.precision,
             )
-        units = units_of(graph, stage, lowered.module)
-        cast = {name for unit in units.values() if unit.low for name in unit.masters}
-        for name in {*lowered.low} - cast:
-            own = [p for p in flow.users[State(name)] if p in stage.nodes]
-            if not recomputed.issuperset(own):
-                saved[stage.index] += copy_bytes(graph.states[name])
-        root = units.pop(None, Unit({}))
-        largest = max((block_bytes(*unit.bytes) for unit in units.values()), default=0)
-        gathered.append(int(gathered_bytes(*root.bytes, largest, cut.shards)))
-    low = (0,) * len(cut.stages)
-    return StageBytes(cut, replace(rehearsal, saved=tuple(saved), low=low), tuple(gathered))
+        gathered.append(gathered_bytes(graph, lowered, states, cut.shards))
+    return StageBytes(cut, replace(rehearsal, low=(0,) * len(cut.stages)), tuple(gathered))
 
 
 def with_memory(plan: Plan, held: StageBytes, optimizer_factor: float) -> Plan:

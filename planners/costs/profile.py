@@ -132,10 +132,8 @@ class Costing:
             try:
                 inside, equal = self._segments(short), short is self._short
                 timed, forward = self._timed if equal else self._timed_by(short)
-                may: dict[int, float] = {}
-                if self.zeros != (3,):  # whose stages have no joint graphs
-                    alone = within_asked(flow, self.blocks, self._words, self._numbers)
-                    may = may_run_again(flow, short, alone, forward[self.rows[0]][0])
+                alone = within_asked(flow, self.blocks, self._words, self._numbers)
+                may = may_run_again(flow, short, alone, forward[self.rows[0]][0])
                 saving = Saving(flow, short, self.precision, check, inside, self.compiled, may)
                 kept = saving.at(units, self.rows, again)
                 break

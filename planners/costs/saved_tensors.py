@@ -32,8 +32,9 @@ from autopipe.ir.repeats import Short, Storage, Uneven
 from autopipe.ir.torch_private import fake_mode, storage_key
 from autopipe.joint.joint_graph import CannotSplit, JointGraph, Layout, differentiate, storages
 from autopipe.joint.levels import OpLevel, levels
-from autopipe.joint.split_backward import Division, Wanted, divide, needed
+from autopipe.joint.split_backward import Division, divide, needed
 from autopipe.joint.split_backward_layouts import seeds_of_loss
+from autopipe.joint.wanted import Wanted
 from autopipe.planners.costs.watched_run import POSITION, KeptStorage, Watch
 from autopipe.planners.model.problem import Saved
 from autopipe.stages.dry_run import fake_state

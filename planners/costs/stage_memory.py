@@ -66,7 +66,7 @@ def memory(
     states = {name: graph.states[name] for name in over}
     sizes = {name: bytes_at(state.held, 1) for name, state in states.items()}
     # Rows are sharded; the first rank has the most.
-    shards = {n: _shard(state.spec.shape, sizes[n], over[n]) for n, state in states.items()}
+    shards = {n: share_of(state.spec.shape, sizes[n], over[n]) for n, state in states.items()}
     parameters = [name for name, state in states.items() if state.kind == "parameter"]
     trained = [name for name, state in states.items() if state.trainable]
     held = shards if plan.zero == 3 else sizes
@@ -86,7 +86,7 @@ def memory(
     )
 
 
-def _shard(shape: Sequence[Dim], size: int, ranks: int) -> int:
+def share_of(shape: Sequence[Dim], size: int, ranks: int) -> int:
     """Bytes of a parameter's rows that the first of so many ranks gets."""
     rows = int(shape[0]) if shape else 1
     return -(-rows // ranks) * size // rows if rows else 0
@@ -99,12 +99,11 @@ def passing(
 
     From the second micro-batch on, each gradient is made beside the sum that it is added to. A
     bucket is filled at the end, when the last backward has let go of what is at the peak; so are
-    gradients in 16 bits cast for the optimizer. Under ZeRO-2 every backward fills buckets.
+    gradients in 16 bits cast for the optimizer. Under ZeRO-2 and 3 every backward fills
+    buckets.
     """
     trained = [state for name in names if (state := graph.states[name]).trainable]
     gradients = [bytes_at(state.summed, 1) for state in trained]
-    if plan.fully_sharded:
-        return 0, None  # what is gathered is counted with the gradients that it makes
     if plan.scatters:
         largest = max(gradients, default=0)
         return int(scattered_bytes(sum(gradients), largest, plan.mesh.dp)), None

@@ -133,8 +133,7 @@ def _costing(job: Job, tp: int, degree: Degree | None) -> tuple[Degree, Costing]
 
     dealt = tp_groups(job.cluster, tp, wanted=(constraints.pp or 1) * (constraints.dp or 1))
     wanted, sizes = _rows(job, len(dealt))
-    whole = request.compiled is True or bool(traced.ops_again or traced.scalars)
-    zeros = _zeros(constraints, whole=whole)
+    zeros = ZERO if constraints.zero is None else (constraints.zero,)
     degree = degree or as_one_rank(
         tp,
         traced.trace,
@@ -181,18 +180,6 @@ def _rows(job: Job, devices: int) -> tuple[list[int], list[int]]:
         return wanted, wanted
     free = replace(constraints, dp=None, micro_batches=None)
     return wanted, arguments.micro_batch_rows(traced.rows, devices, free, traced.least)
-
-
-def _zeros(constraints: Constraints, *, whole: bool) -> tuple[int, ...]:
-    """The ZeRO stages to choose from.
-
-    Args:
-        whole: whether parameters stay whole. Stages that run as graphs, compiled or because ops
-            run again, have no modules that ZeRO-3 could gather one by one.
-    """
-    if constraints.zero is not None:
-        return (constraints.zero,)
-    return ZERO[:-1] if whole else ZERO
 
 
 def _least_stages(constraints: Constraints) -> int:

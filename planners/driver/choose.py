@@ -99,7 +99,7 @@ class Chosen(NamedTuple):
 def best_of_engines(job: Job, watch: Stopwatch) -> Chosen:
     """The best plan with compiled stages or without, where the user leaves it open.
 
-    Stages are compiled on GPUs. ZeRO-3 cannot be compiled yet: its best plan is beside.
+    Stages are compiled on GPUs.
 
     Raises:
         InfeasibleError: no plan fits; of the refusals the one with the least shortfall.
@@ -115,54 +115,16 @@ def best_of_engines(job: Job, watch: Stopwatch) -> Chosen:
             ) from error
     if not _may_compile(job):
         return best_plan(job.on_engine(compiled=False), watch)
-    found: Chosen | InfeasibleError
     try:
-        found = best_plan(job.on_engine(compiled=True), watch)
+        return best_plan(job.on_engine(compiled=True), watch)
     except CannotSplit:
         return best_plan(job.on_engine(compiled=False), watch)
-    except InfeasibleError as error:
-        found = error
-    sharded: Chosen | InfeasibleError | None
-    try:
-        sharded = _sharded(job, found, watch)
-    except InfeasibleError as error:
-        sharded = error
-    plans = [each for each in (found, sharded) if isinstance(each, Chosen)]
-    if plans:
-        return min(plans, key=lambda each: each.plan.prediction.step_seconds)
-    refusals = [error for error in (found, sharded) if isinstance(error, InfeasibleError)]
-    raise min(refusals, key=lambda error: error.shortfall or float("inf"))
 
 
 def _may_compile(job: Job) -> bool:
     """Whether all devices are GPUs, and all of the model can be compiled."""
     opaque = any(node.op in OPAQUE for node in job.traced.graph.nodes)
-    return are_gpus(job.cluster.devices) and not opaque and job.constraints.zero != 3
-
-
-def _sharded(job: Job, found: Chosen | InfeasibleError, watch: Stopwatch) -> Chosen | None:
-    """The best plan under ZeRO-3, unless it cannot be faster than the one found.
-
-    Raises:
-        InfeasibleError: none fits.
-    """
-    constraints = job.constraints
-    if constraints.zero is not None or constraints.dp == 1:
-        return None
-    if job.traced.ops_again or job.traced.scalars:
-        return None
-    alone = job.on_engine(compiled=False, constraints=replace(constraints, zero=3))
-    least, known = math.inf, dict[int, Candidate]()
-    if isinstance(found, Chosen):
-        least, known = found.plan.prediction.step_seconds, {**found.search.candidates}
-    near = degrees(job.cluster, constraints.tp, job.traced.graph)[0]
-    candidates, refusals = _costed(alone, near, watch, known)
-    sharded = searched(candidates, least)
-    if sharded.answers:
-        return _written(sharded)
-    if any(isinstance(refusal, Outdone) for refusal in sharded.refusals.values()):
-        return None
-    raise _nothing_fits(alone, refusals | sharded.refusals, watch)
+    return are_gpus(job.cluster.devices) and not opaque
 
 
 def best_plan(job: Job, watch: Stopwatch, slower_than: Searched | None = None) -> Chosen:

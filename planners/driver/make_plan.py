@@ -18,7 +18,6 @@ from typing import Any
 from torch import nn
 
 from autopipe.cluster.cluster import Cluster
-from autopipe.errors import InfeasibleError
 from autopipe.frontend import batch
 from autopipe.frontend.least_rows import least_rows
 from autopipe.frontend.loss import Loss
@@ -108,8 +107,8 @@ def plan(
         optimizer_dtype: "fp32", the default: parameters have master weights; or the precision's
             own: the optimizer changes parameters of 16 bits, and its state is of 16 bits too.
         compile: whether stages run through torch.compile: memory-bound ops are fused, and forward
-            keeps only what products of matrices and attention need. None: on GPUs, unless ZeRO-3
-            without it is faster, or the model has an op that cannot be compiled.
+            keeps only what products of matrices and attention need. None: on GPUs, unless the model
+            has an op that cannot be compiled.
         cluster: "local:4", "2x8xA100-80GB", a file, a `Cluster`; default: this machine.
         batch_size: rows of the whole batch; default: the example's, or 8 a device.
         pp, dp, tp, micro_batches: constraints; None leaves them to the planner.
@@ -241,12 +240,6 @@ def traced_model(request: PlanRequest, skeleton: nn.Module, say: Say, watch: Sto
     recompute = _recompute(request, flow, blocks, say)
     found = Traced(trace, flow, blocks, rows, least, recompute, fingerprinted, whole=whole)
     say(f"traced: {found}")
-    if constraints.zero == 3 and constraints.dp != 1 and found.scalars:
-        raise InfeasibleError(
-            f"zero=3 was asked for, and the parameter {found.scalars[0]!r} is a scalar, which has "
-            "no rows to shard",
-            hint="--zero 2, or give it one: nn.Parameter(torch.ones(1))",
-        )
     return found
 
 
@@ -273,11 +266,5 @@ def _recompute(
     asked = [request.recompute] if isinstance(request.recompute, str) else request.recompute
     words = [word for word in asked if is_for_ops(word)]
     check_meant(flow, blocks, words)
-    if words and request.constraints.zero == 3:
-        raise InfeasibleError(
-            f"recompute: {words[0]} was asked for under ZeRO-3, whose stages run module by module, "
-            "and so run blocks again whole",
-            hint="--recompute all, or --zero 1",
-        )
     named = [word for word in asked if word not in (NOTHING, *words)]
     return (*blocks_to_recompute(blocks, named), *words)

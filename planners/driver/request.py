@@ -98,13 +98,6 @@ class Traced:
         return self.trace.graph
 
     @property
-    def scalars(self) -> list[str]:
-        """The parameters without dims, such as a temperature: ZeRO-3 shards rows, and these have
-        none (torch's fully_shard raises)."""
-        states = self.graph.states.items()
-        return [n for n, s in states if s.kind == "parameter" and not s.spec.shape]
-
-    @property
     def ops_again(self) -> frozenset[str]:
         """The words for ops that are asked to run again."""
         return words_of(self.recompute, self.blocks)

@@ -12,7 +12,7 @@ from autopipe.errors import ScheduleError
 from autopipe.ir import fingerprint
 from autopipe.ir.graph import Ref
 from autopipe.ir.partition import Stage, partition
-from autopipe.joint.split_backward import wanted
+from autopipe.joint.wanted import wanted
 from autopipe.planfile.contents import FORMAT, Plan
 from autopipe.planfile.parts import (
     Alternative,
@@ -95,6 +95,7 @@ def cut_model(candidate: Candidate, decision: Decision) -> CutModel:
             halves,
             compiled=candidate.compiled,
             by_op=any(level != WHOLE for _, level in again),
+            gathers=frame.fully_sharded,
         ),
         shards=frame.dp if frame.fully_sharded else 1,
         whole=candidate.job.traced.whole,

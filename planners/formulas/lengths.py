@@ -13,7 +13,7 @@ from autopipe.frontend.model_file import ModelFile
 from autopipe.ir import fingerprint
 from autopipe.ir.dataflow import analyse
 from autopipe.ir.partition import partition
-from autopipe.joint.split_backward import wanted
+from autopipe.joint.wanted import wanted
 from autopipe.planfile import programs
 from autopipe.planfile.again import by_op
 from autopipe.planfile.contents import Plan
@@ -123,7 +123,9 @@ class PlannedStages:
             rows=rows,
             recompute=tuple(block for stage in plan.stages for block in stage.recompute),
             precision=plan.precision,
-            wanted=wanted(halves, compiled=plan.compiled, by_op=by_op(plan)),
+            wanted=wanted(
+                halves, compiled=plan.compiled, by_op=by_op(plan), gathers=plan.fully_sharded
+            ),
             shards=plan.mesh.dp if plan.fully_sharded else 1,
         )
 

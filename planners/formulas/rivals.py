@@ -15,7 +15,6 @@ from autopipe.frontend.optimizer import CUSTOM, optimizer_factor, optimizer_name
 from autopipe.ir.blocks import find_blocks
 from autopipe.ir.dataflow import analyse
 from autopipe.planfile.contents import Plan
-from autopipe.planfile.parts import Alternative
 from autopipe.planners.driver import request
 from autopipe.planners.driver.candidate import Candidate, candidate_at
 from autopipe.planners.driver.loss_parts import with_parts
@@ -107,7 +106,7 @@ def _searched(plan: Plan, job: request.Job) -> Iterator[Plan]:
 
     own = candidate(plan.mesh.tp)
     problem = own.counted().problem
-    near = [other for other in plan.planner.alternatives if _worth(plan, other)]
+    near = plan.planner.alternatives
     scarce = {"memory": _less_memory(problem), "link": _slower_link(problem)}
     for other in near[:2]:
         yield from _plan(candidate(other.tp), (other.pp, other.dp))
@@ -117,11 +116,6 @@ def _searched(plan: Plan, job: request.Job) -> Iterator[Plan]:
             yield replace(found, planner=replace(found.planner, binding=binding))
     for other in near[2:]:
         yield from _plan(candidate(other.tp), (other.pp, other.dp))
-
-
-def _worth(plan: Plan, other: Alternative) -> bool:
-    """Whether an alternative has an engine that the question is asked for."""
-    return not (plan.compiled and other.zero == 3)
 
 
 def _plan(

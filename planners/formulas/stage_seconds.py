@@ -16,7 +16,7 @@ from functools import cache, partial
 from typing import NamedTuple
 
 from autopipe.cluster.cluster import Cluster, Link
-from autopipe.cluster.collective_time import Levels, Topology, all_gather, half_sum
+from autopipe.cluster.collective_time import Levels, Topology, half_sum
 from autopipe.cluster.datasheets import are_gpus
 from autopipe.cluster.tp_groups import GroupKind, tp_groups
 from autopipe.ir import op_costs, op_seconds
@@ -171,12 +171,9 @@ def _gathering(found: PlannedStages, stage: Stage, rank: int, own: Seconds) -> S
     summed = sum(bytes_at(state.summed, 1) for state in trained)
     masters = [state for state in trained if state.master is not None]
     read = held - sum(bytes_at(s.held, 1) - copy_bytes(s) for s in masters)
-    if not plan.fully_sharded:
-        scatters = _exchange(plan, rank, partial(half_sum, copying=plan.cluster.copying), summed)
-        if not are_gpus(plan.cluster.devices):
-            return Seconds(own.forward, total(own.backward, scatters))
-        return Seconds(own.forward, largest(own.backward, scatters))
-    gathers, scatters = (_exchange(plan, rank, all_gather, size) for size in (read, summed))
+    half = partial(half_sum, copying=plan.cluster.copying)
+    scatters = _exchange(plan, rank, half, summed)
+    gathers = _exchange(plan, rank, half, read) if plan.fully_sharded else 0.0
     if not are_gpus(plan.cluster.devices):
         return Seconds(total(own.forward, gathers), total(own.backward, gathers, scatters))
     return Seconds(largest(own.forward, gathers), largest(own.backward, total(gathers, scatters)))

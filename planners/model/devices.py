@@ -55,8 +55,8 @@ class Machine:
         copying: bytes a second at which the slowest moves its own memory (`Cluster.copying`).
         means: of each device the numbers of the cluster's devices in its tensor-parallel group.
         spare: the number of the cluster's devices that are in no tensor-parallel group.
-        overlaps: whether ZeRO-3 gathers and scatters while devices compute. FSDP2 does on GPUs, in
-            streams of their own, a block ahead (Zhao et al., VLDB 2023, section 3.3); over gloo
+        overlaps: whether ZeRO gathers and scatters while devices compute: NCCL does, in a stream of
+            its own, a block ahead (as PyTorch FSDP, Zhao et al., VLDB 2023, section 3.3); over gloo
             it waits.
     """
 

@@ -93,8 +93,7 @@ def estimate(
     leaving = min(2, micro_batches)
     whole, share = ranges.trainable, -(-ranges.trainable // dp)
     fully = config.fully_sharded
-    root = ranges.root - ranges.root_copies
-    gathered = gathered_bytes(root, ranges.root_summed, ranges.block, dp)
+    gathered = gathered_bytes(ranges.block, ranges.tied, dp)
     return (
         share + gathered if fully else ranges.read - (-2 * ranges.copies // (dp if zero else 1)),
         share if config.scatters else ranges.summed,
@@ -112,8 +111,6 @@ def estimate(
 
 def _passing(ranges: Tables, config: Config) -> Bytes:
     """Bytes of gradients that come and go in a backward, beside those that are held."""
-    if config.fully_sharded:  # what is gathered is counted with the gradients that it makes
-        return np.zeros_like(ranges.largest)
     if config.scatters:
         return scattered_bytes(ranges.summed, ranges.largest, config.dp)
     # From the second micro-batch on.
@@ -121,7 +118,7 @@ def _passing(ranges: Tables, config: Config) -> Bytes:
 
 
 def scattered_bytes(summed: ArrayLike, largest: ArrayLike, ranks: int) -> Bytes:
-    """Bytes that ZeRO-2 holds of gradients while a backward makes them, as
+    """Bytes that ZeRO-2 and 3 hold of gradients while a backward makes them, as
     `runtime.parameters.zero2` has it.
 
     Args:

@@ -32,11 +32,12 @@ class Tables:
     `earlier` are backward seconds of all units before the range, each on the kind of device that
     takes least.
 
-    `copies` are what is read of masters; `summed` are bytes of gradients. `root` are bytes of what
-    is trainable in the range and in no block, `root_copies` and `root_summed` those of its copies
-    and gradients; `block` are what ZeRO-3 holds for the largest block that the range has any unit
-    of (`block_bytes`). `largest` are bytes of the largest gradient that one of the range's units
-    makes, `again` the most that the backward of one of them makes a second time.
+    `copies` are what is read of masters; `summed` are bytes of gradients. `block` are bytes as they
+    are read of the parameters of the largest block that the range has any unit of, or of the
+    largest unit in no block: what ZeRO-3 gathers in one go. `tied` are those of parameters that
+    several units in no one block use, which stay. `largest` are bytes of the largest gradient that
+    one of the range's units makes, `again` the most that the backward of one of them makes a second
+    time.
     """
 
     forward: tuple[Times, ...]
@@ -47,10 +48,8 @@ class Tables:
     constants: Bytes
     copies: Bytes
     summed: Bytes
-    root: Bytes
-    root_copies: Bytes
-    root_summed: Bytes
     block: Bytes
+    tied: Bytes
     largest: Bytes
     saved: Bytes
     again: Bytes
@@ -93,11 +92,6 @@ def _tables(problem: Problem, rows: int) -> Tables:
         problem.copies,
         problem.blocks,
         problem.largest or (0,) * units,
-        problem.low_gradients,
-    )
-    summed, root_summed = (
-        whole - low if problem.low_gradients else whole
-        for whole, low in ((held[0], held[2]), (held[3], held[4]))
     )
     return Tables(
         forward=tuple(map(_prefix, profile.forward)),
@@ -107,12 +101,10 @@ def _tables(problem: Problem, rows: int) -> Tables:
         trainable=held[0],
         constants=held[1],
         copies=held[2],
-        summed=summed,
-        root=held[3],
-        root_copies=held[4],
-        root_summed=root_summed,
-        block=held[5],
-        largest=held[6],
+        summed=held[0] - held[2] if problem.low_gradients else held[0],
+        block=held[3],
+        tied=held[4],
+        largest=held[5],
         saved=_fill(units, _saved(units, profile.saved)),
         again=_largest(profile.again or (0,) * units),
         received=_fill(units, _received(units, crossings)),
@@ -141,19 +133,18 @@ def _of_states(
     copies: tuple[Shared, ...],
     blocks: tuple[tuple[int, int], ...],
     largest: tuple[int, ...],
-    low_gradients: bool,
 ) -> tuple[Bytes, ...]:
-    """What no profile changes: trainable, constants, copies, root, root_copies, block, largest."""
+    """What no profile changes: trainable, constants, copies, block, tied, largest."""
     block = np.zeros((units + 1, units + 1), dtype=np.int64)
-    root, root_copies = parameters, copies
-    for first, stop in blocks:
-        size, root = _taken(root, first, stop)
-        low, root_copies = _taken(root_copies, first, stop)
+    tied, tied_copies = parameters, copies
+    for first, stop in (*blocks, *((unit, unit + 1) for unit in range(units))):
+        size, tied = _taken(tied, first, stop)
+        low, tied_copies = _taken(tied_copies, first, stop)
         having = block[:stop, first + 1 :]  # the ranges [i, j) with i < stop and j > first
-        np.maximum(having, block_bytes(size - low, size - low * low_gradients), out=having)
-    held = (parameters, constants, copies, root, root_copies)
-    sums = [_fill(units, _held(units, items)) for items in held]
-    return (*sums, np.triu(block, 1), _largest(largest))
+        np.maximum(having, size - low, out=having)
+    sums = [_fill(units, _held(units, items)) for items in (parameters, constants, copies)]
+    staying, low_staying = (_fill(units, _held(units, items)) for items in (tied, tied_copies))
+    return (*sums, np.triu(block, 1), staying - low_staying, _largest(largest))
 
 
 def _taken(items: tuple[Shared, ...], first: int, stop: int) -> tuple[int, tuple[Shared, ...]]:
@@ -198,28 +189,16 @@ def _held(units: int, items: tuple[Shared, ...]) -> Iterable[_Rectangle]:
             yield item.bytes, before + 1, member, member + 1, units
 
 
-def block_bytes(gathered: int, summed: int) -> int:
-    """Bytes that ZeRO-3 holds for a block while its backward runs (`runtime.parameters.zero3`).
+def gathered_bytes(block: ArrayLike, tied: ArrayLike, ranks: int) -> Bytes:
+    """Bytes that ZeRO-3 has gathered at most, as `runtime.parameters.zero3` has it.
 
     Args:
-        gathered: U, bytes of its parameters as they are gathered.
-        summed: V, bytes of their gradients as they are summed.
-    """
-    return 4 * gathered + 3 * summed
-
-
-def gathered_bytes(root: ArrayLike, root_summed: ArrayLike, block: ArrayLike, ranks: int) -> Bytes:
-    """Bytes that ZeRO-3 holds whole while a backward runs, as `runtime.parameters.zero3` has it.
-
-    Args:
-        root: R, bytes of the stage's parameters that are in no block, as they are gathered.
-        root_summed: S, bytes of their gradients as they are summed.
-        block: the `block_bytes` of the largest block.
+        block: U, bytes of the largest unit that is gathered in one go.
+        tied: T, bytes of those that stay.
         ranks: n, over which they are sharded.
     """
-    root, summed = np.asarray(root), np.asarray(root_summed)
-    end = root + 2 * summed + -(-summed // ranks)
-    return np.asarray(np.maximum(2 * root + block, end))
+    unit = np.asarray(block)
+    return np.asarray(tied + 2 * unit + -(-unit // ranks))
 
 
 def dropped(units: int, items: Iterable[Saved]) -> Bytes:

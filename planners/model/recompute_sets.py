@@ -142,14 +142,11 @@ class RecomputeSets:
 
 
 @lru_cache(maxsize=32)
-def recompute_sets(
-    problem: Problem, rows: int, kind: int, free: bool, by_op: bool = True
-) -> RecomputeSets:
+def recompute_sets(problem: Problem, rows: int, kind: int, free: bool) -> RecomputeSets:
     """The sets for the profile of so many rows on a kind of device.
 
     Args:
         free: whether blocks may be chosen; if not, none is recomputed but those the user has fixed.
-        by_op: whether blocks may have levels between none and whole.
     """
     made, fixed = compositions(problem), problem.constraints.recompute
     largest, starts = [], [0]
@@ -176,7 +173,7 @@ def recompute_sets(
         for level in part_levels(problem, part):
             size, seconds = figures(problem, rows, kind, block, part[1:], level)
             always = fixed is not None and Again(block, level) in fixed
-            may = always if fixed is not None else free and (by_op or level == WHOLE)
+            may = always if fixed is not None else free
             found.append(Option(size if may else 0, seconds, always))
         return tuple(found)
 

@@ -41,7 +41,6 @@ import numpy as np
 from autopipe.cluster.collective_time import (
     Level,
     Levels,
-    all_gather,
     gradient_sum,
     half_sum,
 )
@@ -73,15 +72,15 @@ def exchanged(
         summed: bytes of their gradients.
     """
     nothing, streams = np.zeros(np.shape(summed)), problem.machine.streams
-    if config.fully_sharded:
-        gathers, scatters = (
-            _linear(all_gather, size, group.levels, streams) for size in (read, summed)
-        )
-        return Exchanged(gathers, scatters)
-    if config.scatters:
-        half = partial(half_sum, copying=problem.machine.copying)
-        return Exchanged(nothing, _linear(half, summed, group.levels, streams))
-    return Exchanged(nothing, nothing)
+    half = partial(half_sum, copying=problem.machine.copying)
+
+    def moved(size: int | Bytes) -> Times:
+        return _linear(half, size, group.levels, streams)
+
+    return Exchanged(
+        moved(read) if config.fully_sharded else nothing,
+        moved(summed) if config.scatters else nothing,
+    )
 
 
 def reduce_seconds(ranges: Tables, problem: Problem, config: Config, group: DeviceGroup) -> Times:
@@ -197,10 +196,7 @@ def costs(
 def sets_of(problem: Problem, config: Config, place: StagePlace) -> RecomputeSets:
     """The sets of blocks that may be recomputed in a place."""
     rows = config.microbatch_rows(problem.batch)
-    free = not splits(problem, config.schedule)
-    # ZeRO-3 gathers module by module, which graphs that run ops again no longer have.
-    by_op = free and not config.fully_sharded and any(problem.profile(rows).levels)
-    return recompute_sets(problem, rows, place.group.kind, free, by_op)
+    return recompute_sets(problem, rows, place.group.kind, not splits(problem, config.schedule))
 
 
 class Gathering(NamedTuple):

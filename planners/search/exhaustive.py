@@ -57,7 +57,7 @@ def exhaustive(
         for config in configs(problem)
         if mesh in (None, config[:2])
     )
-    sets = math.prod(1 + len(levels) for levels in _levels(problem, by_op=True))
+    sets = math.prod(1 + len(levels) for levels in _levels(problem))
     if candidates > MOST or sets > MOST_SETS:
         raise AutopipeError(
             f"the planner `exhaustive` would score {candidates:,} candidates, of {sets:,} sets of "
@@ -128,8 +128,7 @@ class _StageRanges:
         fixed = problem.constraints.recompute
         free = fixed is None and not splits(problem, config.schedule)
         if free:
-            levels = _levels(problem, by_op=not config.fully_sharded)
-            self._sets = list(_subsets(levels))
+            self._sets = list(_subsets(_levels(problem)))
         else:
             self._sets = [tuple(fixed or ())]
         may = {again for blocks in self._sets for again in blocks}
@@ -165,10 +164,10 @@ class _StageRanges:
         return tuple(again for again, (start, stop) in spans if start < last and stop > first)
 
 
-def _levels(problem: Problem, *, by_op: bool) -> list[tuple[int, ...]]:
+def _levels(problem: Problem) -> list[tuple[int, ...]]:
     """Of each block the levels that it may run again at."""
     between = problem.profiles[0].levels or ((),) * len(problem.recomputable)
-    return [(WHOLE, *range(len(own) if by_op else 0)) for own in between]
+    return [(WHOLE, *range(len(own))) for own in between]
 
 
 def _subsets(levels: Sequence[tuple[int, ...]]) -> Iterator[Blocks]:

@@ -41,7 +41,7 @@ from autopipe.runtime.parameters.buckets import (
 
 class Gradients(Protocol):
     """What a step asks of the way a rank holds its parameters: `GradientSum` whole on every rank,
-    `zero1.OptimizerShards`, `zero2.GradientShards` and `zero3.FullyShardedSum` in shards."""
+    `zero1.OptimizerShards`, `zero2.GradientShards` and `zero3.ParameterShards` in shards."""
 
     @property
     def rows(self) -> Mapping[str, tuple[int, int]]:
@@ -66,7 +66,8 @@ class Gradients(Protocol):
         """
 
     def master(self, name: str) -> Tensor | None:
-        """A parameter as the optimizer updates it, whole, where forward reads another tensor.
+        """A parameter as the optimizer updates it, whole or as a DTensor, where forward reads
+        another tensor.
 
         Every rank that shares it calls this, in one order of names.
         """

@@ -4,21 +4,20 @@
     0     whole                 whole, summed         whole             GradientSum
     1     whole                 own rows of the sum   of own rows       OptimizerShards
     2     whole                 own rows              of own rows       GradientShards
-    3     own rows              own rows of the sum   of own rows       FullyShardedSum
+    3     own rows              own rows              of own rows       ParameterShards
 
-fp32 masters of 16-bit parameters are optimizer state under ZeRO-1 and 2; under ZeRO-3 they are
-what is sharded. A parameter is shared by the ranks of a stage in all data-parallel coordinates, by
-stages that are tied to each other, and by tensor-parallel ranks that each make a part of its
-gradient. ZeRO-1 deals it out to all of them. ZeRO-2 and 3, which exchange something in every
-micro-batch, deal it out to the replicas of a stage, which run side by side: the others of a
-data-parallel coordinate have copies of the same rows, whose gradients are summed once a step.
+fp32 masters of 16-bit parameters are optimizer state. A parameter is shared by the ranks of a stage
+in all data-parallel coordinates, by stages that are tied to each other, and by tensor-parallel
+ranks that each make a part of its gradient. ZeRO-1 deals it out to all of them. ZeRO-2 and 3, which
+exchange something in every micro-batch, deal it out to the replicas of a stage, which run side by
+side: the others of a data-parallel coordinate have copies of the same rows, whose gradients are
+summed once a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -31,11 +30,10 @@ from autopipe.runtime.parameters.part import RankPart
 from autopipe.runtime.parameters.row_shards import RowShards, deal
 from autopipe.runtime.parameters.zero1 import OptimizerShards
 from autopipe.runtime.parameters.zero2 import GradientShards
+from autopipe.runtime.parameters.zero3 import GatheredStage, ParameterShards, in_shards
 from autopipe.stages.bind import Split
+from autopipe.stages.gathering import units_of
 from autopipe.stages.lower import Lowered, lower
-
-if TYPE_CHECKING:
-    from autopipe.runtime.parameters.sharded_stage import ShardedStage
 
 
 @dataclass(frozen=True)
@@ -43,15 +41,15 @@ class HeldParameters:
     """What a rank holds of the model's parameters while it trains.
 
     Attributes:
-        states: its parameters, buffers and constants by name, on its device; under ZeRO-3 the
-            parameters are DTensors, under ZeRO-1 those with masters are of 16 bits.
+        states: its parameters, buffers and constants by name, on its device, as forward reads
+            them; under ZeRO-3 parameters have memory only while they are gathered.
         gradients: sums the gradients over the ranks that share a parameter.
-        sharded: under ZeRO-3, its stages by their index; empty otherwise.
+        gathered: under ZeRO-3, its stages by their index; empty otherwise.
     """
 
     states: Mapping[str, Tensor]
     gradients: Gradients
-    sharded: Mapping[int, ShardedStage]
+    gathered: Mapping[int, GatheredStage]
 
 
 def hold(
@@ -67,8 +65,8 @@ def hold(
     Every rank calls it, at the same point of its program.
 
     Args:
-        states: this rank's own, by name. Under ZeRO-3 each parameter is replaced here, stage by
-            stage, and under ZeRO-1 each master, so that the memory of whole ones goes at once.
+        states: this rank's own, by name. Under ZeRO-3 each parameter is replaced here, and under
+            ZeRO-1 and 2 each master, so that the memory of whole ones goes at once.
         backend: of the groups.
         partial: names of those whose gradient on each tensor-parallel rank is a part of a sum.
         offload: under ZeRO-3, keep shards in the host's memory.
@@ -77,13 +75,9 @@ def hold(
         return _hold_whole(part, states, backend, partial)
     replicas = _replicas(part, backend)
     copies = _groups(part, backend, partial, [(dp,) for dp in range(part.plan.mesh.dp)])
-    if not part.plan.fully_sharded:
-        return _hold_gradient_shards(part, states, replicas, copies)
-    sharded = _shard_stages(part, states, replicas, offload)
-    # Only here: importing torch's FSDP takes a quarter of a second, at the start of every rank.
-    from autopipe.runtime.parameters.zero3 import FullyShardedSum
-
-    return HeldParameters(states, FullyShardedSum(sharded, copies), sharded)
+    if part.plan.fully_sharded:
+        return _hold_shards(part, states, replicas, copies, offload)
+    return _hold_gradient_shards(part, states, replicas, copies)
 
 
 def _hold_whole(
@@ -148,31 +142,35 @@ def _deal(
     return masters
 
 
-def _shard_stages(
+def _hold_shards(
     part: RankPart,
     states: MutableMapping[str, Tensor],
     replicas: dist.ProcessGroup,
+    copies: Mapping[str, dist.ProcessGroup],
     offload: bool,
-) -> dict[int, ShardedStage]:
-    """ZeRO-3: this rank's stages, each over its replicas."""
-    from autopipe.runtime.parameters.zero3 import shard_stage
-
-    sharded: dict[int, ShardedStage] = {}
+) -> HeldParameters:
+    """ZeRO-3: shards over the replicas of each stage, and no parameter whole."""
+    rows = {}
+    for name, state in part.split.graph.states.items():
+        whole = states.get(name)
+        if isinstance(whole, nn.Parameter):
+            states[name], rows[name] = in_shards(
+                whole, replicas, state.spec.dtype, state.summed.dtype, offload=offload
+            )
+    parameters, stages = _parameters(part, states)
+    held = RowShards(parameters, dict.fromkeys(parameters, replicas), rows)
+    gathered = {}
     for stage in part.stages:
-        whole = {name: states[name] for name in stage.states}
-        module = _lowered(part, stage, whole).module
-        sharded[stage.index] = shard_stage(
-            module, whole, replicas, specs=part.split.graph.states, offload=offload
-        )
-        states.update(sharded[stage.index].parameters)
-    return sharded
+        own = {name: parameters[name] for name in stages[stage.index]}
+        module = _lowered(part, stage, {name: states[name] for name in stage.states}).module
+        units = units_of(module, own)
+        gathered[stage.index] = GatheredStage(held, own, replicas, units)
+    gradients = ParameterShards(held, parameters, replicas, stages, copies)
+    return HeldParameters(states, gradients, gathered)
 
 
 def _lowered(part: RankPart, stage: Stage, states: Mapping[str, Tensor]) -> Lowered:
-    """A stage lowered for training: its blocks say what is gathered together.
-
-    It is not kept for the steps: it has the whole parameters, whose memory is to go.
-    """
+    """A stage lowered for training: its parts say what is gathered together."""
     split = part.split
     return lower(
         split.graph,

@@ -48,9 +48,14 @@ def deal(
     """
     leaf = nn.Parameter(master.detach().to(read))
     leaf.grad_dtype = summed
-    whole = _in_rows(master)
-    first, last = own_rows(whole.shape[0], dist.get_world_size(group), dist.get_rank(group))
-    return leaf, nn.Parameter(whole[first:last].clone())
+    return leaf, nn.Parameter(own_rows_of(master, group))
+
+
+def own_rows_of(whole: nn.Parameter, group: dist.ProcessGroup) -> Tensor:
+    """A copy of the rows of a parameter that this rank of a group has."""
+    rows = _in_rows(whole)
+    first, last = own_rows(rows.shape[0], dist.get_world_size(group), dist.get_rank(group))
+    return rows[first:last].clone(memory_format=torch.contiguous_format)
 
 
 class RowShards:
@@ -59,7 +64,8 @@ class RowShards:
     Args:
         parameters: this rank's, by name, in the model's order, which is the same on every rank.
         groups: the ranks that each parameter is dealt out to; one without a group is its own shard.
-        masters: this rank's rows of the masters of those parameters that `deal` has made.
+        masters: this rank's rows of the masters of those parameters that `deal` has made, or of
+            those that `zero3.in_shards` has.
 
     Attributes:
         rows: the rows [first, last) that are this rank's, of each parameter that is sharded.
@@ -80,7 +86,7 @@ class RowShards:
         self._groups = groups
         self._of: dict[nn.Parameter, nn.Parameter] = {}
         for name, parameter in parameters.items():
-            if not parameter.requires_grad or name not in groups:
+            if name not in groups or not (parameter.requires_grad or name in self._masters):
                 continue
             group = groups[name]
             whole = _in_rows(parameter)
@@ -101,7 +107,7 @@ class RowShards:
         for group, names in by_group(self.rows, self._groups).items():
             for members in buckets(names, self._parameters, lambda parameter: parameter.dtype):
                 parameters = tuple(self._parameters[name] for name in members)
-                ends.append(self._gather(Bucket(group, parameters), parameters))
+                ends.append(self.fetch(Bucket(group, parameters), parameters))
                 if len(ends) > 1:
                     ends.popleft()()
         while ends:
@@ -114,10 +120,10 @@ class RowShards:
             return None
         parameter, rows = self._parameters[name], self._masters[name]
         whole = torch.empty_like(parameter, dtype=rows.dtype, requires_grad=False)
-        self._gather(Bucket(self._groups[name], (parameter,)), [whole])()
+        self.fetch(Bucket(self._groups[name], (parameter,)), [whole])()
         return whole
 
-    def _gather(self, bucket: Bucket, into: Sequence[Tensor]) -> Callable[[], None]:
+    def fetch(self, bucket: Bucket, into: Sequence[Tensor]) -> Callable[[], None]:
         """Begin to gather the shards of a bucket; what it returns fills `into`, whole tensors."""
         table, columns = _table(bucket, into[0].dtype)
         own = table.new_zeros(table.shape[1])
@@ -164,7 +170,7 @@ class RowShards:
                 bucket.parameters, torch.split(own, _widths(bucket)), strict=True
             ):
                 shard = self._of[parameter]
-                more = piece[: shard.numel()].view(shard.shape).to(shard.dtype)
+                more = piece[: shard.numel()].view(shard.shape).to(shard.device, shard.dtype)
                 shard.grad = more if shard.grad is None else shard.grad.add_(more)
 
         return place
@@ -180,6 +186,11 @@ def _widths(bucket: Bucket) -> list[int]:
     ranks = dist.get_world_size(bucket.group)
     shapes = [_in_rows(parameter).shape for parameter in bucket.parameters]
     return [own_rows(shape[0], ranks, 0)[1] * shape[1:].numel() for shape in shapes]
+
+
+def share_bytes(bucket: Bucket) -> int:
+    """Bytes of a rank's row in a table of a bucket's parameters: those of the first rank's rows."""
+    return sum(_widths(bucket)) * bucket.parameters[0].element_size()
 
 
 def _table(bucket: Bucket, dtype: torch.dtype) -> tuple[Tensor, Sequence[Tensor]]:

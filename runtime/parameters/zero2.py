@@ -43,7 +43,9 @@ class GradientShards:
         parameters: this rank's, by name, in the model's order.
         replicas: the ranks that hold this rank's stages.
         stages: the names that each stage of this rank uses.
-        copies: as of `zero3.FullyShardedSum`.
+        copies: the group of each of these names, which is of ranks that have the same rows of one
+            data-parallel coordinate: stages on several ranks that use it, and tensor-parallel ranks
+            that each have a part of its gradient.
     """
 
     def __init__(
@@ -55,8 +57,10 @@ class GradientShards:
         copies: Mapping[str, dist.ProcessGroup],
     ) -> None:
         self._held = held
+        self._parameters = parameters
+        self._replicas = replicas
         self._copies = copies
-        dealt = {name: parameters[name] for name in held.rows}
+        dealt = {name: parameters[name] for name in held.rows if parameters[name].requires_grad}
         self._stages = {
             stage: _StageSum({n: dealt[n] for n in names if n in dealt}, replicas, held)
             for stage, names in stages.items()

@@ -97,12 +97,9 @@ def _with_islands(module: fx.GraphModule, compiler: Compiler) -> fx.Graph:
         island.clear()
         given_away.clear()
 
-    nodes = list(module.graph.nodes)
-    for node in nodes:  # states first: they are arguments, and end no island
+    for node in module.graph.nodes:
         if node.op in ("placeholder", "get_attr") or node.target in (low, step_copy):
-            copy(node)
-    for node in nodes:
-        if node in env:
+            copy(node)  # a state, which is an argument of the island and stands before it
             continue
         if island and node.meta.get(SEGMENT) != island[0].meta.get(SEGMENT):
             end()

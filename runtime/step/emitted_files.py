@@ -26,11 +26,11 @@ from autopipe.frontend import user_lines
 from autopipe.ir.graph import Ref
 from autopipe.planfile import programs as of_plan
 from autopipe.planfile.contents import Plan, stage_file
-from autopipe.runtime.step.retrace import graph_of
 from autopipe.schedules import deadlock
 from autopipe.schedules.instructions import FLOWS, Kind, Programs, format_programs, parse_programs
 from autopipe.stages.dry_run import CrossingTensor
 from autopipe.stages.lower import Lowered
+from autopipe.stages.retrace import graph_of
 from autopipe.util import dtypes
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autopipe.joint.split_backward import Joint
+from autopipe.runtime.parameters.zero3 import GatheredStage
 from autopipe.stages.op_tape import SEGMENT
 from autopipe.stages.precision import Arithmetic, computing, current
 
@@ -86,6 +87,31 @@ class AutogradEngine:
 
     def backward_weight(self, microbatch: int) -> None:
         """Nothing is left: autograd has done it in `backward_input`."""
+
+
+@dataclass
+class GatheredEngine:
+    """Runs a stage under ZeRO-3 whose code does not say where its backward reads parameters.
+
+    All of them are whole around each call.
+    """
+
+    engine: Engine
+    gathered: GatheredStage
+
+    def forward(self, microbatch: int, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        with self.gathered.all():
+            return self.engine.forward(microbatch, arguments)
+
+    def backward_input(
+        self, microbatch: int, gradients: Sequence[Tensor | None]
+    ) -> tuple[Tensor | None, ...]:
+        with self.gathered.all():
+            return self.engine.backward_input(microbatch, gradients)
+
+    def backward_weight(self, microbatch: int) -> None:
+        with self.gathered.all():
+            self.engine.backward_weight(microbatch)
 
 
 @dataclass

@@ -38,13 +38,16 @@ def stages_of_step(
     found: dict[int, StagePrediction] = {}
     seen: set[str] = set()
     peak = meter.at_peak if meter is not None else {}
+    most = {index: stage.most for index, stage in rank.held.gathered.items()}
+    fullest = max(most, key=most.__getitem__, default=None)  # one stage runs at a time
     for stage in rank.part.stages:
         own = [name for name in stage.states if name not in seen]
         seen |= set(own)
         forward, backward = _seconds(stage, executor)
         activations = peak.get((stage.index, "activations"), 0)
         transfers = peak.get((stage.index, "transfers"), 0)
-        memory = _memory(rank, own, optimizer, activations, transfers)
+        gathered = rank.held.gathered[fullest].most if stage.index == fullest else 0
+        memory = _memory(rank, own, optimizer, activations, transfers, gathered)
         found[stage.index] = StagePrediction(forward, backward, memory)
     return found
 
@@ -63,6 +66,7 @@ def _memory(
     optimizer: torch.optim.Optimizer | None,
     activations: int,
     transfers: int,
+    gathered: int,
 ) -> Memory:
     """Bytes of the states of these names, beside those that a step holds."""
     states, specs = rank.held.states, rank.part.split.graph.states
@@ -71,8 +75,9 @@ def _memory(
     kept = optimizer.state if optimizer is not None else {}
     # Under ZeRO-1 and 2 a state is what forward reads, and the master a shard. Under ZeRO-3 what is
     # read is there while it is gathered.
-    held = shards if rank.held.sharded else states
-    masters = [n for n in names if specs[n].master is not None and not rank.held.sharded]
+    fully = bool(rank.held.gathered)
+    held = shards if fully else states
+    masters = [n for n in names if specs[n].master is not None and not fully]
     dealt = {n for n in masters if states[n].dtype != specs[n].master}
     parameters = [n for n in names if specs[n].kind == "parameter"]
 
@@ -88,7 +93,7 @@ def _memory(
         buffers=_bytes(states[n] for n in names if specs[n].kind != "parameter"),
         activations=activations,
         transfers=transfers,
-        copies=sum(copy_bytes(specs[n]) for n in masters),
+        copies=sum(copy_bytes(specs[n]) for n in masters) + gathered,
     )
 
 

@@ -32,7 +32,8 @@ from autopipe.runtime.step.kept import Kept
 from autopipe.runtime.step.memory_meter import Meter
 from autopipe.runtime.step.microbatches import Microbatches, divide
 from autopipe.runtime.step.outputs import gathered, mean_loss
-from autopipe.runtime.step.prepare import Rank, Ready
+from autopipe.runtime.step.prepare import Rank
+from autopipe.runtime.step.ready import Ready
 from autopipe.runtime.step.same_batch import check_same
 from autopipe.runtime.step.stage import StepInput
 from autopipe.runtime.step.whole_loss import LossOfStep, buffers_restored

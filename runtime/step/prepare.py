@@ -4,26 +4,22 @@
     Prepared  programs proved, stages lowered             once for each number of rows
     Executor  runs a step of `Prepared`                   every step
 
-`training` and `evaluation` make the second and the third; `Ready` keeps what they made.
+`training` and `evaluation` make the second and the third; `ready.Ready` keeps what they made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch.distributed as dist
-from torch import nn
 
 from autopipe.errors import PlanError
-from autopipe.frontend import batch as batches
-from autopipe.frontend.least_rows import check_rows
 from autopipe.ir.graph import Ref
 from autopipe.ir.partition import Stage
-from autopipe.joint.split_backward import wanted
 from autopipe.joint.split_backward_layouts import joint_for
+from autopipe.joint.wanted import wanted
 from autopipe.planfile.again import by_op
 from autopipe.planfile.programs import sends_ahead
 from autopipe.runtime.comm.transport import Transport
@@ -31,14 +27,14 @@ from autopipe.runtime.parameters.hold import HeldParameters
 from autopipe.runtime.parameters.part import RankPart
 from autopipe.runtime.step.compile import Compiler, compile_stage
 from autopipe.runtime.step.emitted_files import Emitted
-from autopipe.runtime.step.engine import AutogradEngine, Engine, JointEngine
+from autopipe.runtime.step.engine import AutogradEngine, Engine, GatheredEngine, JointEngine
 from autopipe.runtime.step.executor import Executor
 from autopipe.runtime.step.stage import Pool, StageRun
-from autopipe.runtime.step.whole_loss import BatchLoss
 from autopipe.schedules.generators import forward_only
 from autopipe.schedules.instructions import Program, Programs, splits
 from autopipe.stages.bind import Split
 from autopipe.stages.dry_run import CrossingTensor, Rehearsal, rehearse
+from autopipe.stages.gathering import with_gathers
 from autopipe.stages.lower import Lowered, lower
 from autopipe.stages.precision import arithmetic
 from autopipe.stages.step_programs import step_programs
@@ -223,7 +219,7 @@ def _lower(rank: Rank, task: _Task, stage: Stage) -> Lowered:
         task.rehearsal.boundaries,
         part.device,
         part=part.place.tp,
-        as_graph=plan.compiled or by_op(plan) or stage.index in rank.held.sharded,
+        as_graph=plan.compiled or by_op(plan) or plan.fully_sharded,
     )
 
 
@@ -234,7 +230,13 @@ def _engine(rank: Rank, task: _Task, lowered: Lowered) -> Engine:
     keep for backward nobody has counted.
     """
     plan, joint = rank.part.plan, None
-    how = wanted(splits(task.compute), compiled=plan.compiled, by_op=by_op(plan))
+    gathered = rank.held.gathered.get(lowered.stage.index)
+    how = wanted(
+        splits(task.compute),
+        compiled=plan.compiled,
+        by_op=by_op(plan),
+        gathers=gathered is not None,
+    )
     if how is not None and task.trains:
         joint = joint_for(
             task.split.graph,
@@ -245,11 +247,18 @@ def _engine(rank: Rank, task: _Task, lowered: Lowered) -> Engine:
             device=rank.part.device,
             wanted=how,
         )
-    if plan.compiled and not task.trains:
-        compile_stage(lowered.module)
-    sharded = rank.held.sharded.get(lowered.stage.index)
-    module: nn.Module = lowered.module if sharded is None else sharded.bind(lowered.module)
+    module = lowered.module
+    if joint is None and task.trains:
+        engine = AutogradEngine(module)
+        return engine if gathered is None else GatheredEngine(engine, gathered)
+    if gathered is not None:
+        gather = partial(
+            with_gathers, units=gathered.units, parameters=gathered.parameters, gathering=gathered
+        )
+        module, joint = gather(module), joint and joint.mapped(gather)
     if joint is None:
+        if plan.compiled:
+            compile_stage(module)
         return AutogradEngine(module)
     return JointEngine(module, joint, *([Compiler()] if plan.compiled else []))
 
@@ -267,84 +276,10 @@ def _executor(rank: Rank, prepared: Prepared, *, trains: bool) -> Executor:
         stage = lowered.stage
         owned = [states[name] for name in stage.states]
         runs.append(StageRun(stage, prepared.boundaries, engine, rank.transport, owned, pool))
-        low += lowered.low if stage.index not in rank.held.sharded else ()
+        low += lowered.low if not rank.held.gathered else ()
     parameters = [states[name] for name in dict.fromkeys(low)]
     begin = partial(arithmetic, rank.part.plan.precision, device, parameters)
     made = Executor(runs, prepared.program, rank.held.gradients if trains else None, begin)
     if prepared.first is not None:
         made.first = Executor(runs, prepared.first, None, begin)
     return made
-
-
-LENGTHS = 32
-"""Lengths of rows for which a rank keeps what it has traced and lowered."""
-
-Key = tuple[int | None, bool | None]
-"""Tokens of a row; None for training, else whether the model is evaluated with its outputs."""
-
-
-class Ready:
-    """The model as it is run, for each length of rows: traced, cut and lowered once.
-
-    `at_length`, `evaluation`: as `Pipe` has them. `learn` tells the watchdog of a program.
-    """
-
-    def __init__(
-        self,
-        rank: Rank,
-        at_length: Callable[[Any, int], Split],
-        evaluation: Callable[[Any, bool], Split],
-        learn: Callable[[Program], Callable[[int], None]],
-    ) -> None:
-        self._rank, self._learn = rank, learn
-        self._at_length, self._evaluation = at_length, evaluation
-        self._planned = batches.length_of(rank.part.plan.inputs)
-        self._splits: dict[Key, Split] = {(self._planned, None): rank.part.split}
-        self._executors: dict[tuple[int, int, int], Executor] = {}
-        self._losses: dict[int, BatchLoss] = {}
-
-    def split(self, batch: Any, outputs: bool | None = None) -> Split:
-        """The model for rows as long as a batch's; `outputs`: as `Key` has it.
-
-        Raises:
-            ModelError: the model cannot be run at this length; names the user's line.
-        """
-        length = batches.length_in(self._rank.part.plan.inputs, batches.flatten(batch))
-        key = length, outputs
-        if key not in self._splits:
-            if outputs is not None:
-                self._splits[key] = self._evaluation(batch, outputs)
-            else:
-                assert length is not None, "a batch without a sequence is as planned"
-                self._splits[key] = self._at_length(batch, length)
-            self._forget()
-        return self._splits[key]
-
-    def executor(self, split: Split, rows: int, count: int, *, trains: bool) -> Executor:
-        """What runs `count` micro-batches of so many rows; made once for each number of them."""
-        key = id(split), rows, count
-        if key not in self._executors:
-            if trains:
-                check_rows(split.graph, rows)
-                made = training(self._rank, rows, split)
-            else:
-                made = evaluation(self._rank, split, rows, count)
-            made.watch = self._learn(made.program)
-            if made.first is not None:
-                made.first.watch = self._learn(made.first.program)
-            self._executors[key] = made
-        return self._executors[key]
-
-    def loss(self, split: Split) -> BatchLoss:
-        """What computes a split's loss of the whole batch."""
-        if id(split) not in self._losses:
-            self._losses[id(split)] = BatchLoss(self._rank.part, split, self._rank.replicas)
-        return self._losses[id(split)]
-
-    def _forget(self) -> None:
-        """Keep the planned split and the `LENGTHS` made last, and what runs them."""
-        while len(self._splits) > LENGTHS + 1:
-            gone = self._splits.pop([*self._splits][1])
-            self._losses.pop(id(gone), None)
-            kept = {key: made for key, made in self._executors.items() if key[0] != id(gone)}
-            self._executors = kept

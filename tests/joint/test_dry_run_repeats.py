@@ -16,8 +16,8 @@ from autopipe.ir.partition import Stage, legal_cuts, partition
 from autopipe.ir.repeats import Run, Uneven
 from autopipe.joint import dry_run_repeats
 from autopipe.joint.dry_run_repeats import rehearse_deep
-from autopipe.joint.split_backward import HALVES, Wanted
 from autopipe.joint.split_backward_layouts import rehearse_joint
+from autopipe.joint.wanted import HALVES, Wanted
 from autopipe.stages.dry_run import Rehearsal, rehearse
 from tests.support.repeated_models import Collecting, Deep, Growing, Recalling, Tied, Turning
 from tests.support.staged import trace_model

@@ -8,7 +8,8 @@ from torch import fx, nn
 
 from autopipe.joint.joint_graph import Layout, differentiate, is_of_state, storages
 from autopipe.joint.run_again import CHEAP, chosen
-from autopipe.joint.split_backward import Wanted, divide, split
+from autopipe.joint.split_backward import divide, split
+from autopipe.joint.wanted import Wanted
 from autopipe.stages.lower import Lowered
 from autopipe.stages.op_tape import AGAIN, MADE
 

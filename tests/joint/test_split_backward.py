@@ -13,7 +13,8 @@ from autopipe.ir.graph import shape_at
 from autopipe.ir.partition import legal_cuts
 from autopipe.ir.torch_private import storage_key
 from autopipe.joint.joint_graph import CannotSplit, Layout
-from autopipe.joint.split_backward import HALVES, Wanted, split
+from autopipe.joint.split_backward import split
+from autopipe.joint.wanted import HALVES, Wanted
 from autopipe.runtime.step.engine import AutogradEngine, JointEngine
 from autopipe.sharding.vocabulary_loss import BACKWARD, vocabulary_loss
 from autopipe.stages.lower import Lowered, lower

@@ -185,10 +185,6 @@ def test_what_runs(schedule: str, precision: str, zero: int) -> None:
             each(replace(PLAN, schedule="zb-h1"), zero=3),
             "zb-h1 and zero=3 do not go together: it gathers for both at once",
         ),
-        (
-            each(replace(PLAN, compiled=True), zero=3),
-            "torch.compile and zero=3 do not go together: it gathers block by block",
-        ),
     ],
 )
 def test_what_does_not(plan: Plan, sentence: str) -> None:

@@ -28,8 +28,8 @@ from autopipe.ir.blocks import Block, find_blocks
 from autopipe.ir.dataflow import Dataflow, analyse
 from autopipe.ir.graph import Graph
 from autopipe.ir.partition import Stage, legal_cuts, partition
-from autopipe.joint.split_backward import wanted
 from autopipe.joint.split_backward_layouts import joint_for, rehearse_joint
+from autopipe.joint.wanted import wanted
 from autopipe.planfile.parts import InputSpec
 from autopipe.planners.costs.asked_ops import meant
 from autopipe.runtime.comm.threads import LocalTransport, local_network

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from autopipe import ModelError, Pipe
 from autopipe.frontend import batch as batches
-from autopipe.runtime.step import prepare
+from autopipe.runtime.step import ready
 from tests.support.models import LENGTH
 from tests.support.pipes import ZOO, close, drawn, piped, planned, refused, rows_of, story
 from tests.support.zoo import Batch
@@ -92,8 +92,8 @@ def longer_rows_and_evaluation() -> None:
     model = case.model().eval()
     for length in (7, LENGTH):
         close(pipe.evaluate(cut(batch, length)), case.eager(model, cut(batch, length)))
-    kept, prepare.LENGTHS = prepare.LENGTHS, 2
+    kept, ready.LENGTHS = ready.LENGTHS, 2
     beside("gpt", pipe, (7, 8, 9, 10, 7), bitwise=True)
     assert len(pipe._prepared._splits) == 3, "those made last, and the planned one"
-    prepare.LENGTHS = kept
+    ready.LENGTHS = kept
     assert batches.length_of(pipe.plan.inputs) == LENGTH

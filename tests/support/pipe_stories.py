@@ -77,6 +77,19 @@ def memory_of_masters_that_are_dealt_out() -> None:
     measured_as_planned("gpt2", 2, "1f1b", "bf16", dp=2, zero=2, grad_dtype="bf16")
 
 
+@story(4)
+def memory_of_parameters_in_shards() -> None:
+    """ZeRO-3: what is gathered at once too, eager and compiled; GPT-2's tied embedding stands in
+    both stages, and in both of one rank under interleaved."""
+    measured_as_planned("gpt", 2, "1f1b", "bf16", dp=2, zero=3)
+    measured_as_planned("gpt2", 2, "1f1b", "fp32", dp=2, zero=3, recompute="all")
+    own = prepare.Compiler
+    prepare.Compiler = partial(own, "aot_eager")  # type: ignore[misc]
+    for name in sampled(("llama", "gpt2"), of=2):
+        measured_as_planned(name, 2, "interleaved", "bf16", dp=2, zero=3, compile=True)
+    prepare.Compiler = own  # type: ignore[misc]
+
+
 def measured_as_planned(
     name: str, m: int, schedule: str, precision: str, dp: int = 1, **more: Any
 ) -> None:

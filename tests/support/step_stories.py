@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from autopipe import Pipe, Plan, PlanError
 from autopipe.runtime.parameters import buckets
+from autopipe.runtime.step import prepare
 from autopipe.runtime.step.memory_meter import Meter
 from tests.support import masters
 from tests.support.long import sampled
@@ -110,8 +112,6 @@ def what_does_not_go_together() -> None:
     """Found by every rank before any of them waits for another."""
     with refused(PlanError, "zb-h1 and zero=3 do not go together"):
         piped("keywords", by("zb-h1", "keywords", zero=3))
-    with refused(PlanError, "torch.compile and zero=3 do not go together"):
-        piped("keywords", replace(by("1f1b", "keywords", zero=3), compiled=True))
 
 
 # Four processes: pipelines of two ranks, each rank on two data-parallel coordinates
@@ -176,6 +176,24 @@ def a_sum_and_a_count_by_every_schedule() -> None:
 def recomputed_blocks_in_shards() -> None:
     plan = planned("gpt", 2, 2, 4, recompute="all", zero=3)
     together("gpt", piped("gpt", plan), steps=2)
+
+
+@story(2)
+def what_runs_again_or_is_compiled_in_shards() -> None:
+    """Parameters are gathered by the graphs of a stage, whoever runs them."""
+    own = prepare.Compiler
+    prepare.Compiler = partial(own, "aot_eager")  # type: ignore[misc]
+    again = planned("gpt", 1, 2, 2, zero=3, recompute="activations")
+    assert again.stages[0].ops_again
+    for plan in (again, planned("gpt", 1, 2, 2, zero=3, compile=True)):
+        together("gpt", piped("gpt", plan), steps=2)
+    prepare.Compiler = own  # type: ignore[misc]
+
+
+@story(2)
+def what_autograd_runs_in_shards() -> None:
+    """An LSTM has no joint graph: all of its stage is whole around each call."""
+    together("lstm", piped("lstm", planned("lstm", 1, 2, 2, zero=3)), steps=2)
 
 
 @story(4)

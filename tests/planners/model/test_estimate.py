@@ -151,7 +151,8 @@ def test_of_all_sums_of_gradients_the_one_that_ends_last_is_exposed() -> None:
 def test_under_zero_3_a_forward_gathers_and_a_backward_gathers_and_scatters() -> None:
     """Two stages of 100 and 150 bytes, four replicas; at the end nothing is left to sum."""
     found = estimate(PROBLEM, Decision(FOUR_REPLICAS._replace(zero=3), (1,)))
-    once = [3 / 4 * size / 4 + 3 * 0.25 for size in (100, 150)]
+    copying = PROBLEM.machine.copying
+    once = [3 / 4 * size / 4 + 3 * 0.25 + 3 * size / copying for size in (100, 150)]
     assert [stage.forward_seconds for stage in found.stages] == [1 + once[0], 5 + once[1]]
     assert [stage.backward_seconds for stage in found.stages] == [2 + 2 * once[0], 10 + 2 * once[1]]
     assert found.spent["reducing gradients"] == 0

@@ -11,7 +11,7 @@ from autopipe.errors import InfeasibleError
 from autopipe.planners.model import memory
 from autopipe.planners.model.places import profile_of
 from autopipe.planners.model.problem import Config, Problem, splits
-from autopipe.planners.model.range_tables import block_bytes, gathered_bytes, tables
+from autopipe.planners.model.range_tables import gathered_bytes, tables
 from autopipe.planners.model.recompute_sets import compositions, recompute_sets
 from autopipe.planners.search.configs import configs
 from tests.support.problems import line, random_problem, rich_problem
@@ -70,8 +70,7 @@ def test_what_is_held_fits_up_to_the_limit() -> None:
     assert memory.excess(np.array([90, 120]), 100).tolist() == [-10, 20]
 
 
-def test_zero_3_gathers_what_is_outside_and_the_largest_block() -> None:
-    """2 R + 4 U + 3 V, or at the end R + 2 S + S/n; of masters U and R are halves of V and S."""
-    assert gathered_bytes(10, 10, block_bytes(3, 3), 4) == 2 * 10 + 7 * 3
-    assert gathered_bytes(10, 20, block_bytes(3, 6), 4) == 10 + 2 * 20 + 5
-    assert gathered_bytes(10, 20, block_bytes(10, 20), 4) == 2 * 10 + 4 * 10 + 3 * 20
+def test_zero_3_gathers_a_unit_while_the_one_before_runs() -> None:
+    """T + 2 U + U/n: a unit and the table that it comes out of, of which a rank gives its rows."""
+    assert gathered_bytes(10, 3, 4) == 3 + 2 * 10 + 3
+    assert gathered_bytes(np.array([8, 0]), np.array([0, 5]), 2).tolist() == [20, 5]

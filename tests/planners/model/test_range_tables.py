@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -25,14 +26,9 @@ def own(problem: Problem, items: tuple[Shared, ...], block: Range | None) -> tup
     return tuple(item for item in items if block_of(problem, item) == block)
 
 
-def gathered(problem: Problem, block: Range) -> int:
-    """4 times a block's bytes as they are gathered, which are half of a master's, and 3 times those
-    of gradients."""
-    masters, copies = (
-        sum(item.bytes for item in own(problem, items, block))
-        for items in (problem.parameters, problem.copies)
-    )
-    return 4 * (masters - copies) + 3 * (masters - copies * problem.low_gradients)
+def read(parameters: Iterable[Shared], copies: Iterable[Shared]) -> int:
+    """Bytes as they are read: a copy's are half of its master's."""
+    return sum(item.bytes for item in parameters) - sum(item.bytes for item in copies)
 
 
 def meets(block: Range, i: int, j: int) -> bool:
@@ -58,10 +54,12 @@ def brute_force(problem: Problem, profile: Profile, i: int, j: int) -> tuple[flo
     def sent(crossing: Crossing) -> bool:
         return crossing.producer in stage and any(unit >= j for unit in crossing.consumers)
 
-    def summed(parameters: tuple[Shared, ...], copies: tuple[Shared, ...]) -> int:
-        return held(parameters) - held(copies) * problem.low_gradients
+    def of(where: Range | None) -> list[tuple[Shared, ...]]:
+        return [own(problem, items, where) for items in (problem.parameters, problem.copies)]
 
-    outside = own(problem, problem.parameters, None), own(problem, problem.copies, None)
+    outside = of(None)
+    alone = [[item for item in items if len(item.units) == 1] for items in outside]
+    tied = [tuple(item for item in items if len(item.units) > 1) for items in outside]
     return (
         *(sum(kind[i:j]) for kind in profile.forward),
         *(sum(kind[i:j]) for kind in profile.backward),
@@ -70,13 +68,13 @@ def brute_force(problem: Problem, profile: Profile, i: int, j: int) -> tuple[flo
         held(problem.parameters),
         held(problem.constants),
         held(problem.copies),
-        summed(problem.parameters, problem.copies),
-        held(outside[0]),
-        held(outside[1]),
-        summed(*outside),
+        held(problem.parameters) - held(problem.copies) * problem.low_gradients,
         max(
-            (gathered(problem, block) for block in problem.blocks if meets(block, i, j)), default=0
+            0,
+            *(read(*of(block)) for block in problem.blocks if meets(block, i, j)),
+            *(read(*([s for s in kind if s.units == (unit,)] for kind in alone)) for unit in stage),
         ),
+        held(tied[0]) - held(tied[1]),
         max(problem.largest[i:j], default=0),
         saved(profile.saved, i, j),
         max(profile.again[i:j], default=0),
@@ -162,8 +160,8 @@ def test_what_zero_3_gathers_by_hand() -> None:
         blocks            |-------| |--|
         parameters   10   |- 20 -|  4    5      and 100 of units 2 and 3, so of no block
 
-    In no block are 10 + 5 + 100. A block takes 7 times its bytes, unit 1 as much as all of its
-    block; of masters (4 and 100) half as much is gathered: 5.5 * 4.
+    The 100 are of two blocks, and stay. Unit 1 gathers all of its block; of masters (4 and 100)
+    half as much is gathered.
     """
     problem = replace(
         random_problem(7),
@@ -178,14 +176,14 @@ def test_what_zero_3_gathers_by_hand() -> None:
     )
     profile = Profile(1, ((1.0,) * 5,), ((1.0,) * 5,), (), ())
     found = tables(replace(problem, profiles=(profile,)), profile)
-    for (first, stop), root, copies, block in (
-        ((0, 5), 10 + 5 + 100, 50, 7 * 20),
-        ((3, 4), 100, 50, 4 * 2 + 3 * 4),
-        ((1, 2), 0, 0, 7 * 20),
-        ((0, 1), 10, 0, 0),
-        ((4, 5), 5, 0, 0),
-        ((2, 2), 0, 0, 0),
+    for (first, stop), tied, block in (
+        ((0, 5), 50, 20),
+        ((3, 4), 50, 2),
+        ((1, 2), 0, 20),
+        ((0, 1), 0, 10),
+        ((4, 5), 0, 5),
+        ((2, 2), 0, 0),
     ):
         own = found.at(first, stop)
-        assert (own.root, own.root_copies, own.block) == (root, copies, block)
+        assert (own.tied, own.block) == (tied, block)
     assert found.read[0, 5] == 10 + 20 + 4 + 5 + 100 - 52

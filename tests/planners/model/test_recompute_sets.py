@@ -189,11 +189,6 @@ def test_levels_of_equal_blocks_are_mixed() -> None:
     assert named == [(Again(0, 0),), (Again(0, 1), Again(1, 0)), (Again(0, WHOLE), Again(1, 1))]
 
 
-def test_without_joint_graphs_a_block_runs_again_whole_or_not() -> None:
-    sets = recompute_sets(with_levels(1, [BlockLevel(4, ((1.0,),))]), 1, 0, True, by_op=False)
-    assert sets.bytes.tolist() == [0, 0, 10], "of the empty range, and of the block"
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_of_many_mixtures_those_that_are_left_cost_less_than_a_step_too_much(
     seed: int, monkeypatch: pytest.MonkeyPatch

@@ -112,11 +112,12 @@ def test_zero_1_deals_out_masters() -> None:
 
 
 def test_zero_3_deals_out_everything_and_gathers_what_runs() -> None:
-    """Unit 1 is a block; the 100 bytes that units 0 and 2 share are of none: 2 * 100 + 7 * 50."""
+    """Unit 1 is a block; the 100 bytes that units 0 and 2 share stay: 100 + 2 * 50 + 50 / 4."""
     problem = replace(PROBLEM, blocks=((1, 2),))
     config = FOUR_REPLICAS._replace(zero=3)
     found = Memory(*map(int, memory.estimate(ranges(problem), problem, config, 1)))
-    assert (found.parameters, found.gradients, found.optimizer) == (38 + 200 + 350, 38, 76)
+    assert (found.parameters, found.gradients, found.optimizer) == (38 + 213, 38, 76)
+    assert found.passing == 2 * 150 + 38  # two buckets, and a rank's rows of one
     alone = TWO_STAGES._replace(zero=3)  # one replica has all of it as it is
     assert memory.estimate(ranges(), PROBLEM, alone, 1) == memory.estimate(
         ranges(), PROBLEM, TWO_STAGES, 1
@@ -167,10 +168,11 @@ def test_gradients_are_summed_over_the_replicas_and_hide_behind_earlier_backward
 
 
 def test_zero_3_gathers_in_every_micro_batch_and_has_nothing_left_to_sum() -> None:
-    """Forward gathers, backward gathers and scatters: 3 times 3 / 4 of 150 bytes, and 3 hops."""
+    """Forward gathers, backward gathers and scatters: each 3 / 4 of 150 bytes, 3 hops, and 3 times
+    150 bytes in a rank's own memory."""
     config = FOUR_REPLICAS._replace(zero=3)
     place = given(PROBLEM, config, 1)
-    once = 3 / 4 * 150 / 4 + 3 * 0.25
+    once = 3 / 4 * 150 / 4 + 3 * 0.25 + 3 * 150 / PROBLEM.machine.copying
     whole = ranges().trainable
     assert exchanged(whole, whole, PROBLEM, config, place.group) == (once, once)
     assert reduce_seconds(ranges(), PROBLEM, config, place.group) == 0
@@ -197,7 +199,7 @@ def test_on_gpus_zero_3_gathers_while_devices_compute() -> None:
     config = FOUR_REPLICAS._replace(zero=3)
     gpus = replace(PROBLEM, machine=replace(PROBLEM.machine, overlaps=True))
     place, unit = given(gpus, config, 1), ranges()
-    once = 3 / 4 * 150 / 4 + 3 * 0.25
+    once = 3 / 4 * 150 / 4 + 3 * 0.25 + 3 * 150 / gpus.machine.copying
     forward, backward = (float(table[0]) for table in (unit.forward, unit.backward))
     waiting = gathering(gpus, config, place, unit, 0.0)
     assert waiting == (max(0, once - forward), max(0, 2 * once - backward))

@@ -388,14 +388,14 @@ def test_zero_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two replicas of two units: 2 * 4 * 100 bytes of states, of which Adam has half.
 
     With ZeRO-1 a device holds 400 and 200, with ZeRO-2 200, 100 and 200, and 2 1/2 times a bucket
-    of 20 bytes, with ZeRO-3 100, 100 and 200, and of all 200 bytes, which are in no block, 3 1/2
-    times as much while they are scattered. What is asked for is taken, else the least that fits:
-    between replicas bytes take their time.
+    of 20 bytes, with ZeRO-3 100, 100 and 200, those of the bucket, and 2 1/2 times a unit of 100
+    that is gathered. What is asked for is taken, else the least that fits: between replicas bytes
+    take their time.
     """
     monkeypatch.setattr(memory, "BUCKET_BYTES", 20)
     one = Constraints(pp=1, dp=2)
     problem = line((1.0, 1.0), saved=0, constraints=one)
-    for zero, least in ((0, 800), (1, 600), (2, 550), (3, 1100)):
+    for zero, least in ((0, 800), (1, 600), (2, 550), (3, 700)):
         dealt = replace(problem, zeros=(zero,), machine=machine(2, least))
         assert PLANNERS["dynamic"](dealt).decision.config == Config(1, 2, 2, zero, "1f1b")
         with pytest.raises(InfeasibleError):

@@ -7,6 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 
+import pytest
+
+from autopipe.planners.model import memory as memory_model
 from autopipe.planners.model.problem import Again, Constraints, Problem, Saved
 from autopipe.planners.search.dynamic import fastest
 from autopipe.planners.search.registry import PLANNERS
@@ -119,13 +122,15 @@ def test_as_few_devices_as_are_enough() -> None:
         assert (fastest(limited) is not None) == enough
 
 
-def test_the_least_zero_that_is_enough() -> None:
+def test_the_least_zero_that_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forty blocks of 100 bytes of parameters on four replicas: 16000 bytes of states each, 10000
-    with ZeRO-1, and 4000 with ZeRO-3 and 700 of the one that is gathered; 400 are activations."""
+    with ZeRO-1, 7000 with ZeRO-2 and 225 of buckets of 100, 4000 with ZeRO-3, as much of buckets
+    and 225 of the block that is gathered; 400 are activations."""
+    monkeypatch.setattr(memory_model, "BUCKET_BYTES", 100)
     asked = Constraints(pp=1, dp=4, schedule="1f1b")
     deep = line((1.0,) * 40, devices=4, constraints=asked)
     deep = replace(deep, blocks=tuple((unit, unit + 1) for unit in range(40)))
-    for memory, zero in ((10400, "zero 1"), (10399, "zero 3"), (5100, "zero 3")):
+    for memory, zero in ((10400, "zero 1"), (10399, "zero 2"), (7624, "zero 3"), (4850, "zero 3")):
         said = helps(replace(deep, machine=machine(4, memory)))
         assert [words.split(" (")[0] for words in said] == [zero]
 

@@ -6,24 +6,22 @@ Groups are made up here: a group is the tuple of its ranks. What is summed over 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from autopipe import Plan
 from autopipe.planfile import programs
 from autopipe.runtime.parameters import hold as holding
-from autopipe.runtime.parameters import zero3
 from autopipe.runtime.parameters.gradient_sum import Gradients, GradientSum
 from autopipe.runtime.parameters.part import RankPart
 from autopipe.runtime.parameters.zero1 import OptimizerShards
 from autopipe.runtime.parameters.zero2 import GradientShards
-from autopipe.runtime.parameters.zero3 import FullyShardedSum
+from autopipe.runtime.parameters.zero3 import GatheredStage, ParameterShards
 from autopipe.schedules.instructions import holders
 from autopipe.stages.bind import Split, split_as_planned
 from tests.support.inprocess import traced
@@ -49,7 +47,7 @@ class Found:
     opened: list[Group]
     gradients: Gradients
     states: dict[str, Tensor]
-    sharded: dict[int, Group]
+    gathered: Mapping[int, GatheredStage]
 
     @property
     def groups(self) -> dict[str, Group]:
@@ -75,7 +73,7 @@ def hold(monkeypatch: pytest.MonkeyPatch) -> Hold:
         own = [stage for stage in split.stages if placed[stage.index] == place.pp]
         parameters = dict(model.named_parameters()) | dict(model.named_buffers())
         parameters |= split.graph.constants
-        found.opened, found.sharded = [], {}
+        found.opened = []
         found.states = {name: parameters[name] for stage in own for name in stage.states}
 
         def new_group(ranks: list[int], backend: str) -> Group:
@@ -83,24 +81,13 @@ def hold(monkeypatch: pytest.MonkeyPatch) -> Hold:
             found.opened.append(tuple(ranks))
             return tuple(ranks)
 
-        def shard_stage(
-            module: fx.GraphModule, states: dict[str, Tensor], group: Group, **options: Any
-        ) -> Any:
-            index = next(s.index for s in own if {*s.states} == {*states})
-            found.sharded[index] = group
-
-            class Sharded:
-                parameters: dict[str, nn.Parameter] = {}
-
-            return Sharded()
-
         with monkeypatch.context() as patch:
             patch.setattr(dist, "new_group", new_group)
             patch.setattr(dist, "get_world_size", len)
             patch.setattr(dist, "get_rank", lambda group: group.index(rank))
-            patch.setattr(zero3, "shard_stage", shard_stage)
             part = RankPart(plan, place, split, placed, torch.device("cpu"))
-            found.gradients = holding.hold(part, found.states, "gloo").gradients
+            held = holding.hold(part, found.states, "gloo")
+            found.gradients, found.gathered = held.gradients, held.gathered
         return found
 
     return run
@@ -149,9 +136,15 @@ def test_stages_in_shards(hold: Hold) -> None:
     found = hold(plan_of(2, 3))
     assert same_everywhere(found) == [(0, 1), (2, 3), (0, 2), (1, 3)]
     for rank, held in enumerate(found):
-        assert type(held.gradients) is FullyShardedSum
-        assert held.sharded == ({0: (0, 1)} if rank < 2 else {1: (2, 3)})
+        assert type(held.gradients) is ParameterShards
+        assert {*held.gathered} == {rank // 2}
         assert held.groups == {WTE: ((0, 2), (1, 3))[rank % 2]}
+        assert len(held.gradients.shards()[WTE]) == VOCABULARY // 2
+        assert all(
+            tensor.untyped_storage().nbytes() == 0
+            for tensor in held.states.values()
+            if isinstance(tensor, nn.Parameter)
+        )
 
 
 def test_gradients_in_shards(hold: Hold) -> None:
@@ -167,5 +160,7 @@ def test_gradients_in_shards(hold: Hold) -> None:
 def test_several_stages_in_shards(hold: Hold) -> None:
     found = hold(plan_of(2, 3, "interleaved"))
     assert same_everywhere(found) == [(0, 1), (2, 3), (0, 2), (1, 3)]
-    assert found[0].sharded == {0: (0, 1), 2: (0, 1)}
-    assert found[3].sharded == {1: (2, 3), 3: (2, 3)}
+    assert ({*found[0].gathered}, {*found[3].gathered}) == ({0, 2}, {1, 3})
+    units = found[0].gathered[0].units  # the tokens' and the positions' embedding, and two blocks
+    assert units[0] == (WTE, "transformer.wpe.weight")
+    assert [{name.split(".")[2] for name in unit} for unit in units[1:]] == [{"0"}, {"1"}]

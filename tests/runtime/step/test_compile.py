@@ -8,7 +8,8 @@ import torch
 
 from autopipe.ir.blocks import find_blocks
 from autopipe.joint.joint_graph import Layout
-from autopipe.joint.split_backward import Wanted, split
+from autopipe.joint.split_backward import split
+from autopipe.joint.wanted import Wanted
 from autopipe.runtime.step.compile import Compiler, compile_stage
 from autopipe.runtime.step.engine import AutogradEngine, JointEngine
 from autopipe.stages.lower import lower

@@ -1,8 +1,8 @@
 """Traces the module of an emitted stage back into fx graphs, as `lower` makes them.
 
 Only torch.compile, ZeRO-3 and ops that run again need it, which work on a stage's code: the first
-takes islands out of it, the second runs it over shards, the third wants to know its blocks. All
-others run the module as it stands.
+takes islands out of it, the second adds gathers, the third wants to know its blocks. All others run
+the module as it stands.
 """
 
 from __future__ import annotations

@@ -1,0 +1,35 @@
+"""How a stage's backward is to run, by what a plan says of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """How a stage's backward is to run.
+
+    Attributes:
+        halves: in two halves, for inputs and for weights; else in one piece.
+        least: forward keeps as little as it can without running products again (`run_again`); else
+            all that autograd keeps. What a plan asks for runs again either way.
+    """
+
+    halves: bool = True
+    least: bool = False
+
+
+HALVES = Wanted()
+"""What zero-bubble schedules want, and autograd keeps."""
+
+
+def wanted(halves: bool, *, compiled: bool, by_op: bool, gathers: bool = False) -> Wanted | None:
+    """How backwards run under a schedule; None: as autograd runs them, in one piece.
+
+    Args:
+        halves: whether the schedule has them in two halves.
+        compiled: whether stages are compiled: then the least bytes are kept.
+        by_op: whether single ops run again in them.
+        gathers: whether they gather parameters where they read them (`stages.gathering`).
+    """
+    return Wanted(halves, least=compiled) if halves or compiled or by_op or gathers else None

@@ -1,0 +1,269 @@
+"""Where a stage's code gathers parameters under ZeRO-3, and where it lets go of them.
+
+A *unit* is gathered in one go: the parameters that the same parts of a stage read, such as those of
+a block. Code that runs in one piece, a forward or a half of a backward, has a unit whole from the
+part that reads it first to the one that reads it last; meanwhile the next one is on its way:
+
+    unit 0    begin ready |embedding| let go
+    unit 1          begin             ready |   h.0   | let go
+    unit 2                                  begin       ready |   h.1   | let go
+
+A *part* are neighbouring nodes of one block, or of none. What is compiled in one piece stays one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import reduce
+from itertools import groupby, zip_longest
+from operator import attrgetter
+from typing import NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor, fx
+
+from autopipe.ir.torch_private import views
+from autopipe.stages.op_tape import MADE, SEGMENT
+from autopipe.stages.recompute import Recomputed
+
+Unit = tuple[str, ...]
+"""The names of parameters that are gathered in one go."""
+
+
+class Gatherer(Protocol):
+    """What a stage's code calls, with the numbers of units."""
+
+    def begin(self, unit: int) -> None:
+        """Begin to gather; other work may be done meanwhile."""
+
+    def ready(self, unit: int) -> None:
+        """Return when the unit's parameters are whole."""
+
+    def let_go(self, unit: int) -> None:
+        """Free the memory of what was gathered."""
+
+
+def begin(gathering: Gatherer, unit: int) -> None:
+    """`Gatherer.begin`, in code."""
+    gathering.begin(unit)
+
+
+def ready(gathering: Gatherer, unit: int) -> None:
+    """`Gatherer.ready`, in code."""
+    gathering.ready(unit)
+
+
+def let_go(gathering: Gatherer, unit: int) -> None:
+    """`Gatherer.let_go`, in code."""
+    gathering.let_go(unit)
+
+
+CALLS = frozenset({begin, ready, let_go})
+"""Functions in a stage's code that change which parameters have memory."""
+
+
+class Stay(NamedTuple):
+    """A unit is whole from one part of a code to another, both included."""
+
+    first: int
+    last: int
+    unit: int
+
+
+class GatherEvent(NamedTuple):
+    """One of `CALLS`, of a unit, before the part of this number."""
+
+    part: int
+    call: Callable[[Gatherer, int], None]
+    unit: int
+
+
+def units_of(module: fx.GraphModule, parameters: Mapping[str, Tensor]) -> tuple[Unit, ...]:
+    """The units of a stage: the parameters that the same parts read, in the order of the parts.
+
+    Args:
+        module: the stage, lowered for training.
+        parameters: its own, by name.
+    """
+    together: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    read = _readers(module, parameters)
+    for name in parameters:
+        together[tuple(sorted(read.get(name, ())))].append(name)
+    return tuple(tuple(together[parts]) for parts in sorted(together))
+
+
+def stays(
+    module: fx.GraphModule, units: Sequence[Unit], parameters: Mapping[str, Tensor]
+) -> list[Stay]:
+    """From where to where a code needs each of the units that it reads, the first ones first."""
+    read = _readers(module, parameters)
+    found = []
+    for number, unit in enumerate(units):
+        parts = {part for name in unit for part in read.get(name, ())}
+        if parts:
+            found.append(Stay(min(parts), max(parts), number))
+    return sorted(found)
+
+
+def events(staying: Sequence[Stay]) -> list[GatherEvent]:
+    """What is called before each part, in order; one unit is fetched ahead."""
+    found = [GatherEvent(0, begin, staying[0].unit)] if staying else []
+    for stay, after in zip_longest(staying, staying[1:]):
+        found.append(GatherEvent(stay.first, ready, stay.unit))
+        if after is not None:
+            found.append(GatherEvent(stay.first, begin, after.unit))
+    gone = [GatherEvent(stay.last + 1, let_go, stay.unit) for stay in staying]
+    return sorted([*gone, *found], key=lambda event: event.part)  # stable: first let go
+
+
+def most_bytes(
+    staying: Sequence[Stay], whole: Sequence[int], shares: Sequence[int], ranks: int
+) -> int:
+    """The most bytes that are gathered at once.
+
+    Args:
+        whole: of each unit the bytes of its parameters as they are read.
+        shares: of each unit the bytes that the first rank gives, which has the most.
+        ranks: how many ranks have a share; while a unit is on its way there is room for all of
+            theirs, and a rank's own.
+    """
+    now = most = 0
+    for _, call, unit in events(staying):
+        arriving = (ranks + 1) * shares[unit]
+        change: dict[object, int] = {begin: arriving, ready: whole[unit], let_go: -whole[unit]}
+        now += change[call]
+        most = max(most, now)
+        now -= arriving if call is ready else 0
+    return most
+
+
+def with_gathers(
+    module: fx.GraphModule,
+    units: Sequence[Unit],
+    parameters: Mapping[str, Tensor],
+    gathering: Gatherer,
+) -> fx.GraphModule:
+    """A code of a stage with the calls that make its parameters whole.
+
+    Args:
+        module: whose parameters are those of `parameters`, the very tensors.
+
+    Returns:
+        what does the same; results that would lie in a parameter's memory are copies.
+    """
+    calls: dict[int, list[GatherEvent]] = defaultdict(list)
+    for event in events(stays(module, units, parameters)):
+        calls[event.part].append(event)
+    if not calls:
+        return module
+    lies = _memory(module, parameters).lies
+    graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    setattr(module, _GATHERING, gathering)
+    stage = graph.get_attr(_GATHERING)
+
+    def call(part: int) -> None:
+        for event in calls[part]:
+            graph.call_function(event.call, (stage, event.unit))
+
+    parts = list(_parts(module.graph))
+    starts = {part[0]: number for number, part in enumerate(parts)}
+    for node in module.graph.nodes:
+        if node in starts:
+            call(starts[node])
+        if node.op == "output":
+            for given in node.all_input_nodes:
+                if lies[given]:
+                    env[given] = graph.call_function(torch.ops.aten.clone.default, (env[given],))
+            call(len(parts))
+        env[node] = graph.node_copy(node, env.__getitem__)
+    return fx.GraphModule(module, graph, type(module).__name__)
+
+
+_GATHERING = "autopipe_gathering"
+
+
+def _parts(graph: fx.Graph) -> Iterator[list[fx.Node]]:
+    """The nodes of each part that compute."""
+    computing = (n for n in graph.nodes if n.op not in ("placeholder", "get_attr", "output"))
+    for _, part in groupby(computing, _block_of):
+        yield list(part)
+
+
+def _block_of(node: fx.Node) -> object:
+    """The block of a node; None: it is in none."""
+    return node.target if node.op == "call_module" else node.meta.get(SEGMENT)
+
+
+def _readers(module: fx.GraphModule, parameters: Mapping[str, Tensor]) -> dict[str, set[int]]:
+    """The numbers of the parts that read each parameter."""
+    found: dict[str, set[int]] = defaultdict(set)
+    reads = _memory(module, parameters).reads
+    for number, part in enumerate(_parts(module.graph)):
+        for name in _union(reads[node] for node in part):
+            found[name].add(number)
+    return found
+
+
+_Names = frozenset[str]
+
+
+class _Memory(NamedTuple):
+    """Of each node the parameters whose memory it reads, and those in whose its result may lie;
+    `results`: those in whose memory a result of the code may lie."""
+
+    reads: dict[fx.Node, _Names]
+    lies: dict[fx.Node, _Names]
+    results: _Names
+
+
+def _memory(module: fx.GraphModule, parameters: Mapping[str, Tensor]) -> _Memory:
+    names = {id(tensor): name for name, tensor in parameters.items()}
+    reads: dict[fx.Node, _Names] = {}
+    lies: dict[fx.Node, _Names] = {}
+    stored: dict[int, _Names] = {}  # names of the parameters in each storage of a trace
+    results: _Names = frozenset()
+    for node in module.graph.nodes:
+        given = _union(lies[other] for other in node.all_input_nodes)
+        reads[node], lies[node] = given, frozenset()
+        if node.op == "get_attr":
+            own = names.get(id(attrgetter(str(node.target))(module)))
+            lies[node] = frozenset() if own is None else frozenset({own})
+        elif node.op == "call_module":
+            piece = module.get_submodule(str(node.target))
+            inner = piece.block if isinstance(piece, Recomputed) else piece
+            within = _memory(cast(fx.GraphModule, inner), parameters)
+            reads[node] = given.union(*within.reads.values())
+            lies[node] = given | within.results
+        elif node.op == "output":
+            results = given
+        elif MADE in node.meta and isinstance(node.target, _OP):
+            lies[node] = _union(stored.get(key, frozenset()) for key in node.meta[MADE].storages)
+        elif given and not _makes_memory(node):
+            lies[node] = given
+        if MADE in node.meta:
+            stored |= dict.fromkeys(node.meta[MADE].storages, lies[node])
+    return _Memory(reads, lies, results)
+
+
+_OP = type(torch.ops.aten.clone.default)
+
+_OWN_MEMORY = frozenset(
+    "linear matmul mm addmm bmm baddbmm einsum embedding conv1d conv2d conv3d convolution "
+    "layer_norm rms_norm group_norm batch_norm native_layer_norm softmax log_softmax "
+    "scaled_dot_product_attention cross_entropy_loss mean sum cat stack clone _to_copy".split()
+)
+"""Ops of aten, beside pointwise ones, whose results lie in memory of their own. Of others it is not
+certain: a dropout hands its argument back in an evaluation, and its schema does not say so."""
+
+
+def _makes_memory(node: fx.Node) -> bool:
+    """Whether a node's result surely lies in memory of its own."""
+    op = next((value for value in (node.target, *node.args) if isinstance(value, _OP)), None)
+    if op is None or views(op):
+        return False
+    return torch.Tag.pointwise in op.tags or op.overloadpacket.__name__ in _OWN_MEMORY
+
+
+def _union(sets: Iterable[_Names]) -> _Names:
+    return reduce(frozenset.union, sets, frozenset())

@@ -1,0 +1,87 @@
+"""Keeps what a rank has prepared: the model traced and lowered once for each length of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from autopipe.frontend import batch as batches
+from autopipe.frontend.least_rows import check_rows
+from autopipe.runtime.step.executor import Executor
+from autopipe.runtime.step.prepare import Rank, evaluation, training
+from autopipe.runtime.step.whole_loss import BatchLoss
+from autopipe.schedules.instructions import Program
+from autopipe.stages.bind import Split
+
+LENGTHS = 32
+"""Lengths of rows for which a rank keeps what it has traced and lowered."""
+
+Key = tuple[int | None, bool | None]
+"""Tokens of a row; None for training, else whether the model is evaluated with its outputs."""
+
+
+class Ready:
+    """The model as it is run, for each length of rows: traced, cut and lowered once.
+
+    `at_length`, `evaluation`: as `Pipe` has them. `learn` tells the watchdog of a program.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        at_length: Callable[[Any, int], Split],
+        evaluation: Callable[[Any, bool], Split],
+        learn: Callable[[Program], Callable[[int], None]],
+    ) -> None:
+        self._rank, self._learn = rank, learn
+        self._at_length, self._evaluation = at_length, evaluation
+        self._planned = batches.length_of(rank.part.plan.inputs)
+        self._splits: dict[Key, Split] = {(self._planned, None): rank.part.split}
+        self._executors: dict[tuple[int, int, int], Executor] = {}
+        self._losses: dict[int, BatchLoss] = {}
+
+    def split(self, batch: Any, outputs: bool | None = None) -> Split:
+        """The model for rows as long as a batch's; `outputs`: as `Key` has it.
+
+        Raises:
+            ModelError: the model cannot be run at this length; names the user's line.
+        """
+        length = batches.length_in(self._rank.part.plan.inputs, batches.flatten(batch))
+        key = length, outputs
+        if key not in self._splits:
+            if outputs is not None:
+                self._splits[key] = self._evaluation(batch, outputs)
+            else:
+                assert length is not None, "a batch without a sequence is as planned"
+                self._splits[key] = self._at_length(batch, length)
+            self._forget()
+        return self._splits[key]
+
+    def executor(self, split: Split, rows: int, count: int, *, trains: bool) -> Executor:
+        """What runs `count` micro-batches of so many rows; made once for each number of them."""
+        key = id(split), rows, count
+        if key not in self._executors:
+            if trains:
+                check_rows(split.graph, rows)
+                made = training(self._rank, rows, split)
+            else:
+                made = evaluation(self._rank, split, rows, count)
+            made.watch = self._learn(made.program)
+            if made.first is not None:
+                made.first.watch = self._learn(made.first.program)
+            self._executors[key] = made
+        return self._executors[key]
+
+    def loss(self, split: Split) -> BatchLoss:
+        """What computes a split's loss of the whole batch."""
+        if id(split) not in self._losses:
+            self._losses[id(split)] = BatchLoss(self._rank.part, split, self._rank.replicas)
+        return self._losses[id(split)]
+
+    def _forget(self) -> None:
+        """Keep the planned split and the `LENGTHS` made last, and what runs them."""
+        while len(self._splits) > LENGTHS + 1:
+            gone = self._splits.pop([*self._splits][1])
+            self._losses.pop(id(gone), None)
+            kept = {key: made for key, made in self._executors.items() if key[0] != id(gone)}
+            self._executors = kept
