@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopipe.errors import LaunchError
+from autopipe.errors import LaunchError, ModelError
 from autopipe.frontend import batch as batches
 from autopipe.frontend.loss import Loss
 from autopipe.ir.graph import StateSpec
@@ -169,16 +169,21 @@ def trace_planned(model: Source, inputs: Any, loss: Loss | None, plan: Plan) -> 
         example = batches.two_rows(example, plan.inputs)
     how = kept(plan.precision, plan.optimizer_dtype, plan.grad_dtype)
     own = model if isinstance(model, nn.Module) else None
-    traced = trace(
-        skeleton,
-        example,
-        plan.inputs,
-        loss,
-        reads=plan.reads,
-        regions=plan.regions,
-        kept=how,
-        own=own,
-    )
+    try:
+        traced = trace(
+            skeleton,
+            example,
+            plan.inputs,
+            loss,
+            reads=plan.reads,
+            regions=plan.regions,
+            kept=how,
+            own=own,
+        )
+    except ModelError as error:
+        planned = f"is it {plan.source or 'the model of the plan'}, as it was planned?"
+        error.hint = planned if error.hint is None else f"{planned} if so: {error.hint}"
+        raise
     return TracedModel(skeleton, traced, unused_states(traced.graph, skeleton))
 
 

@@ -70,7 +70,7 @@ def checkpoint(
     _check_words(action, {name for name, value in words.items() if value})
     with loading():
         from autopipe.runtime.checkpoint import convert
-        from autopipe.runtime.checkpoint.manifest import NAMES
+        from autopipe.runtime.checkpoint.manifest import FLOATS
 
     stored = _newest(folder)
     if action is Action.info:
@@ -83,11 +83,11 @@ def checkpoint(
                 "convert: there is no name for what is to be written",
                 hint="-o model.safetensors; or -o folder --config FOLDER, for transformers",
             )
-        if dtype is not None and dtype not in NAMES:
+        if dtype is not None and dtype not in FLOATS:
             raise AutopipeError(
-                f"--dtype {dtype}: there is no such dtype", hint=f"one of {', '.join(NAMES)}"
+                f"--dtype {dtype}: weights have no such dtype", hint=f"one of {', '.join(FLOATS)}"
             )
-        wanted = NAMES[dtype] if dtype is not None else None
+        wanted = FLOATS[dtype] if dtype is not None else None
         if output.suffix == ".safetensors":
             if config is not None:
                 raise AutopipeError(

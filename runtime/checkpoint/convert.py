@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -33,6 +33,9 @@ _COPIED = ("*.json", "*.txt", "*.model", "*.jinja")
 """What stands beside the weights of a folder of transformers."""
 
 INDEX = "model.safetensors.index.json"
+
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+"""Files that transformers takes weights from, whichever it finds first."""
 
 
 def to_file(stored: Stored, path: Path, dtype: torch.dtype | None = None) -> None:
@@ -66,8 +69,8 @@ def to_folder(
         The files of tensors.
 
     Raises:
-        AutopipeError: the checkpoint is damaged, there is no config.json, or a file cannot be
-            written.
+        AutopipeError: the checkpoint is damaged, there is no config.json, the folder has other
+            weights, or a file cannot be written.
     """
     if not (config / "config.json").is_file():
         raise CheckpointError(
@@ -82,14 +85,12 @@ def to_folder(
             hint="another name behind -o",
         ) from error
     parts = _parts(_model(stored), dtype, most)
-    paths, weights = [], dict[str, str]()
+    paths, weights = [folder / name for name in _names(len(parts))], dict[str, str]()
+    _make_room(folder, {path.name for path in paths})
     with phase("converting", of=sum(map(len, parts))) as done:
-        for number, part in enumerate(parts, start=1):
-            name = f"model-{number:05}-of-{len(parts):05}.safetensors"
-            path = folder / (name if len(parts) > 1 else "model.safetensors")
+        for path, part in zip(paths, parts, strict=True):
             with atomic_file.writing(path) as file:
                 _write(file, stored, part, dtype, done)
-            paths.append(path)
             weights |= {n: path.name for tensor in part for n in (tensor.name, *tensor.aliases)}
     if len(parts) > 1:
         total = sum(_bytes(tensor, dtype) for part in parts for tensor in part)
@@ -100,6 +101,26 @@ def to_folder(
             if path.name != INDEX and path.resolve() != (folder / path.name).resolve():
                 shutil.copyfile(path, folder / path.name)
     return paths
+
+
+def _names(parts: int) -> list[str]:
+    if parts == 1:
+        return ["model.safetensors"]
+    return [f"model-{number:05}-of-{parts:05}.safetensors" for number in range(1, parts + 1)]
+
+
+def _make_room(folder: Path, names: Collection[str]) -> None:
+    """Refuse other weights than those that are written anew, and forget the index of these.
+
+    An index comes last: without it transformers loads no half of one model and half of another.
+    """
+    for other in sorted(path.name for kind in _WEIGHTS for path in folder.glob(kind)):
+        if other not in names:
+            raise CheckpointError(
+                f"{folder} has other weights, {other}: transformers might load those",
+                hint="name a folder without weights behind -o",
+            )
+    (folder / INDEX).unlink(missing_ok=True)
 
 
 def strangers(stored: Stored, config: Path) -> list[str]:
