@@ -282,12 +282,14 @@ def _device(place: Place) -> torch.device:
 
 
 def _own_rows(sharding: Sharding, rank: int, name: str, tensor: Tensor) -> Tensor:
-    """What a rank keeps of a parameter: a copy, so that the rest of its memory can go."""
+    """What a rank keeps of a parameter: a copy, so that the rest of its memory can go.
+
+    No parameter yet: one that was read from a file does not know whether it is trained.
+    """
     lies = sharding.states.get(name, I)
     if not lies.sharded:
         return tensor
-    own = collectives.own_part(tensor.detach(), lies, sharding.ranks, rank).clone()
-    return nn.Parameter(own.contiguous(), tensor.requires_grad)
+    return collectives.own_part(tensor.detach(), lies, sharding.ranks, rank).clone().contiguous()
 
 
 def _edges(stages: Sequence[Stage]) -> list[Edge]:
