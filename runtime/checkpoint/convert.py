@@ -23,7 +23,7 @@ from autopipe.errors import CheckpointError
 from autopipe.runtime.checkpoint.stored import Stored
 from autopipe.runtime.checkpoint.whole import WholeTensor, tensors, windows
 from autopipe.runtime.parameters.export import FileTensor, header
-from autopipe.util import atomic_file
+from autopipe.util import atomic_file, dtypes
 from autopipe.util.progress import Done, phase
 
 MOST = 5 * 10**9
@@ -33,6 +33,9 @@ _COPIED = ("*.json", "*.txt", "*.model", "*.jinja")
 """What stands beside the weights of a folder of transformers."""
 
 INDEX = "model.safetensors.index.json"
+
+_DTYPE = ("dtype", "torch_dtype")
+"""Keys of a config.json, of transformers 5 and of those before."""
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 """Files that transformers takes weights from, whichever it finds first."""
@@ -100,7 +103,26 @@ def to_folder(
         for path in config.glob(pattern):
             if path.name != INDEX and path.resolve() != (folder / path.name).resolve():
                 shutil.copyfile(path, folder / path.name)
+    if dtype is not None:
+        _say_dtype(folder / "config.json", dtype)
     return paths
+
+
+def _say_dtype(path: Path, dtype: torch.dtype) -> None:
+    """Let a config.json name the dtype of the weights: transformers casts them to the one in it.
+
+    Raises:
+        CheckpointError: it is no JSON object.
+    """
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise CheckpointError(f"{path}: this is no JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path}: expected an object, found {type(config).__name__}")
+    for key in [key for key in _DTYPE if key in config] or _DTYPE[:1]:
+        config[key] = dtypes.name_of(dtype)
+    atomic_file.write(json.dumps(config, indent=2) + "\n", path)
 
 
 def _names(parts: int) -> list[str]:

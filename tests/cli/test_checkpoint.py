@@ -92,6 +92,9 @@ def test_info(stages: int, shell: Shell) -> None:
     assert "optimizer        AdamW\n" in shell("checkpoint", "info", "kept").out
 
 
+BEFORE = "kept/step-00000002 is the one before it"
+
+
 def flip_last_bit(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -101,9 +104,14 @@ def flip_last_bit(path: Path) -> None:
 def test_one_that_is_whole_and_one_that_is_not(shell: Shell) -> None:
     said = shell("checkpoint", "verify", "kept")
     assert said.out == "kept/step-00000003: whole, every checksum is right\n"
-    flip_last_bit(shell.folder / "kept/step-00000003/rank-0.safetensors")
+    path = shell.folder / "kept/step-00000003/rank-0.safetensors"
+    flip_last_bit(path)
     said = shell("checkpoint", "verify", "kept")
     assert "rank-0.safetensors was changed after it was written" in said.error
+    assert said.error.endswith(f"hint: {BEFORE}, which `run --resume` uses if it is whole")
+    path.write_bytes(b"")
+    assert said.error.count(BEFORE) == shell("checkpoint", "info", "kept").error.count(BEFORE) == 1
+    assert "hint" not in shell("checkpoint", "info", "kept/step-00000003").error
 
 
 def test_two_that_are_alike_and_two_that_are_not(shell: Shell) -> None:
@@ -191,6 +199,17 @@ def test_many_files(shell: Shell) -> None:
     exported = AutoModelForCausalLM.from_pretrained("out").state_dict()
     for name, tensor in load_file("trained.safetensors").items():
         assert torch.equal(exported[name], tensor)
+
+
+def test_weights_of_another_dtype(shell: Shell) -> None:
+    """transformers loads them as what they are, not as what they were."""
+    from transformers import AutoModelForCausalLM
+
+    words = ("convert", "kept", "-o", "half", "--config", "start", "--dtype", "bfloat16")
+    assert shell("checkpoint", *words).code == 0
+    assert AutoModelForCausalLM.from_pretrained("half").dtype == torch.bfloat16
+    half, whole = load_file("half/model.safetensors"), load_file("trained.safetensors")
+    assert all(torch.equal(half[name], whole[name].bfloat16()) for name in half)
 
 
 def test_two_models_are_not_mixed_in_a_folder(shell: Shell) -> None:
