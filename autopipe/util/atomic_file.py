@@ -125,7 +125,7 @@ def _try(folder: Path, path: Path) -> None:
     """Make a file in a folder, and remove it: its mode alone tells nothing to root, nor of a disk
     that is read-only."""
     try:
-        with tempfile.TemporaryFile(dir=folder):
+        with tempfile.NamedTemporaryFile(dir=folder, prefix="."):
             pass
     except OSError as error:
         raise AutopipeError(
