@@ -125,8 +125,9 @@ def _try(folder: Path, path: Path) -> None:
     """Make a file in a folder, and remove it: its mode alone tells nothing to root, nor of a disk
     that is read-only."""
     try:
-        with tempfile.NamedTemporaryFile(dir=folder, prefix="."):
-            pass
+        descriptor, made = tempfile.mkstemp(dir=folder, prefix=".")
+        os.close(descriptor)
+        os.unlink(made)
     except OSError as error:
         raise AutopipeError(
             f"{path} cannot be written: no file can be made in {folder}: {error.strerror}",
