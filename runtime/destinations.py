@@ -117,8 +117,7 @@ def check(to: Destinations, *, resume: bool) -> None:
             )
     if to.tensorboard is not None:
         _need("tensorboard", f"--tensorboard {to.tensorboard}")
-        if to.tensorboard.exists() and not to.tensorboard.is_dir():
-            raise AutopipeError(f"--tensorboard {to.tensorboard}: expected a folder, found a file")
+        atomic_file.check_new_folder(to.tensorboard, "--tensorboard")
     if to.wandb is not None:
         _need("wandb", f"--wandb {to.wandb}")
 

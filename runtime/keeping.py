@@ -64,7 +64,7 @@ class Keeper:
         self._saved = 0
         if saving is not None:
             self._checkpoints = pipe.checkpoints(saving.folder, saving.keep, say)
-            self._saved = self._resume() if saving.resume else 0
+            self._saved = self._resume(saving.folder) if saving.resume else 0
 
     def before_update(self) -> None:
         """The optimizer is about to change what may be on its way to the disk."""
@@ -107,10 +107,11 @@ class Keeper:
         self._checkpoints.begin(content, self._pipe.steps, values)
         self._saved = self._pipe.steps
 
-    def _resume(self) -> int:
+    def _resume(self, folder: Path) -> int:
         """Load the newest checkpoint, if there is one; returns how many steps it is of."""
         loaded = self._checkpoints.load(self._pipe.content(self._optimizer, self._scheduler))
         if loaded is None:
+            self._say(f"--resume: {folder} has no checkpoint yet, so the run begins at step 1")
             return 0
         self._pipe.resume(loaded)
         self._feed.go_to(loaded.values["position"])

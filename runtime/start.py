@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopipe.errors import LaunchError
+from autopipe.errors import LaunchError, ModelError
 from autopipe.frontend import batch as batches
 from autopipe.frontend.loss import Loss
 from autopipe.ir.graph import StateSpec
@@ -169,16 +169,21 @@ def trace_planned(model: Source, inputs: Any, loss: Loss | None, plan: Plan) -> 
         example = batches.two_rows(example, plan.inputs)
     how = kept(plan.precision, plan.optimizer_dtype, plan.grad_dtype)
     own = model if isinstance(model, nn.Module) else None
-    traced = trace(
-        skeleton,
-        example,
-        plan.inputs,
-        loss,
-        reads=plan.reads,
-        regions=plan.regions,
-        kept=how,
-        own=own,
-    )
+    try:
+        traced = trace(
+            skeleton,
+            example,
+            plan.inputs,
+            loss,
+            reads=plan.reads,
+            regions=plan.regions,
+            kept=how,
+            own=own,
+        )
+    except ModelError as error:
+        planned = f"is it {plan.source or 'the model of the plan'}, as it was planned?"
+        error.hint = planned if error.hint is None else f"{planned} if so: {error.hint}"
+        raise
     return TracedModel(skeleton, traced, unused_states(traced.graph, skeleton))
 
 
@@ -277,12 +282,14 @@ def _device(place: Place) -> torch.device:
 
 
 def _own_rows(sharding: Sharding, rank: int, name: str, tensor: Tensor) -> Tensor:
-    """What a rank keeps of a parameter: a copy, so that the rest of its memory can go."""
+    """What a rank keeps of a parameter: a copy, so that the rest of its memory can go.
+
+    No parameter yet: one that was read from a file does not know whether it is trained.
+    """
     lies = sharding.states.get(name, I)
     if not lies.sharded:
         return tensor
-    own = collectives.own_part(tensor.detach(), lies, sharding.ranks, rank).clone()
-    return nn.Parameter(own.contiguous(), tensor.requires_grad)
+    return collectives.own_part(tensor.detach(), lies, sharding.ranks, rank).clone().contiguous()
 
 
 def _edges(stages: Sequence[Stage]) -> list[Edge]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopipe.errors import AutopipeError, CheckpointError
+from autopipe.errors import AutopipeError, CheckpointError, DamagedError
 from autopipe.terminal import console
 from autopipe.terminal.commands import Json, command
 from autopipe.terminal.console import say, tell
@@ -68,50 +70,54 @@ def checkpoint(
     """
     words = {"other": other, "output": output, "config": config, "dtype": dtype, "json": json}
     _check_words(action, {name for name, value in words.items() if value})
-    with loading():
-        from autopipe.runtime.checkpoint import convert
-        from autopipe.runtime.checkpoint.manifest import NAMES
-
     stored = _newest(folder)
-    if action is Action.info:
-        _info(stored, json)
-    elif action is Action.verify:
-        _verify(stored, other)
-    else:
-        if output is None:
-            raise AutopipeError(
-                "convert: there is no name for what is to be written",
-                hint="-o model.safetensors; or -o folder --config FOLDER, for transformers",
-            )
-        if dtype is not None and dtype not in NAMES:
-            raise AutopipeError(
-                f"--dtype {dtype}: there is no such dtype", hint=f"one of {', '.join(NAMES)}"
-            )
-        wanted = NAMES[dtype] if dtype is not None else None
-        if output.suffix == ".safetensors":
-            if config is not None:
-                raise AutopipeError(
-                    f"convert: {output} is one file, and --config is of a folder",
-                    hint=f"-o FOLDER --config {config}",
-                )
-            atomic_file.check_model(output)
-            convert.to_file(stored, output, wanted)
-        elif config is None:
-            raise AutopipeError(
-                f"convert: {output} is a folder, and transformers needs a config.json in it",
-                hint=f"--config FOLDER that the model came from; or -o {output}.safetensors",
-            )
+    with _one_before(folder):
+        if action is Action.info:
+            _info(stored, json)
+        elif action is Action.verify:
+            _verify(stored, other)
         else:
-            unknown = convert.strangers(stored, config)
-            convert.to_folder(stored, output, config, wanted)
-            if unknown:
-                tell(
-                    f"warning: {config}'s weights have no {unknown[0]!r}, nor "
-                    f"{len(unknown) - 1} more of the names in {output}: transformers leaves out "
-                    "what its class has not, and initialises what it misses; LoRA is to be merged "
-                    "first, from -o FILE.safetensors"
-                )
-        print(output)
+            _convert(stored, output, config, dtype)
+
+
+def _convert(stored: Stored, output: Path | None, config: Path | None, dtype: str | None) -> None:
+    from autopipe.runtime.checkpoint import convert
+    from autopipe.runtime.checkpoint.manifest import FLOATS
+
+    if output is None:
+        raise AutopipeError(
+            "convert: there is no name for what is to be written",
+            hint="-o model.safetensors; or -o folder --config FOLDER, for transformers",
+        )
+    if dtype is not None and dtype not in FLOATS:
+        raise AutopipeError(
+            f"--dtype {dtype}: weights have no such dtype", hint=f"one of {', '.join(FLOATS)}"
+        )
+    wanted = FLOATS[dtype] if dtype is not None else None
+    if output.suffix == ".safetensors":
+        if config is not None:
+            raise AutopipeError(
+                f"convert: {output} is one file, and --config is of a folder",
+                hint=f"-o FOLDER --config {config}",
+            )
+        atomic_file.check_model(output)
+        convert.to_file(stored, output, wanted)
+    elif config is None:
+        raise AutopipeError(
+            f"convert: {output} is a folder, and transformers needs a config.json in it",
+            hint=f"--config FOLDER that the model came from; or -o {output}.safetensors",
+        )
+    else:
+        unknown = convert.strangers(stored, config)
+        convert.to_folder(stored, output, config, wanted)
+        if unknown:
+            tell(
+                f"warning: {config}'s weights have no {unknown[0]!r}, nor "
+                f"{len(unknown) - 1} more of the names in {output}: transformers leaves out "
+                "what its class has not, and initialises what it misses; LoRA is to be merged "
+                "first, from -o FILE.safetensors"
+            )
+    print(output)
 
 
 def _check_words(action: Action, given: set[str]) -> None:
@@ -125,8 +131,9 @@ def _check_words(action: Action, given: set[str]) -> None:
 
 def _newest(folder: Path) -> Stored:
     """The checkpoint at a path, or the newest one in it."""
-    from autopipe.runtime.checkpoint.recover import candidates
-    from autopipe.runtime.checkpoint.stored import Stored
+    with loading():
+        from autopipe.runtime.checkpoint.recover import candidates
+        from autopipe.runtime.checkpoint.stored import Stored
 
     found = candidates(folder)
     if not found:
@@ -135,7 +142,24 @@ def _newest(folder: Path) -> Stored:
             f"{folder} has no checkpoint" if folder.is_dir() else missing,
             hint="a checkpoint is a folder step-NNNNNNNN, as --checkpoints writes it",
         )
-    return Stored.open(found[0])
+    with _one_before(folder):
+        return Stored.open(found[0])
+
+
+@contextmanager
+def _one_before(folder: Path) -> Iterator[None]:
+    """Where the newest checkpoint of a folder is damaged, the hint names an earlier one."""
+    try:
+        yield
+    except DamagedError as error:
+        from autopipe.runtime.checkpoint.recover import candidates
+
+        newest, *earlier = candidates(folder)
+        if error.hint is None and earlier and str(newest) in error.message:
+            error.hint = (
+                f"{earlier[0]} is the one before it, which `run --resume` uses if it is whole"
+            )
+        raise
 
 
 def _info(stored: Stored, json: bool) -> None:

@@ -61,24 +61,33 @@ def _lines(found: Difference, first: Path, second: Path, columns: int) -> Iterat
     if found.none:
         yield f"{first} and {second} are the same plan"
         return
+    names = (f"in {first}", f"in {second}")
     if found.same_training:
         yield "They train the same thing; gradients may differ by the order of sums."
     else:
         yield "They train different things:"
-        yield from _table(found.what, columns)
+        yield from _table(found.what, names, columns)
     if found.how:
         yield ""
-        yield f"How, in {first} and in {second}:"
-        yield from _table(found.how, columns)
+        yield f"How, {' and '.join(names)}:"
+        yield from _table(found.how, names, columns)
 
 
-def _table(entries: tuple[Entry, ...], columns: int) -> Iterator[str]:
+LONGEST = 3
+"""Lines of a text that is too long for a column."""
+
+
+def _table(entries: tuple[Entry, ...], names: tuple[str, str], columns: int) -> Iterator[str]:
+    """A line for each entry; where a text is too long for its column, lines for each plan."""
+    from autopipe.report import paper
+
     width = max(len(entry.name) for entry in entries)
     room = max(12, (columns - width - 6) // 2)
     for entry in entries:
-        one, other = (_short(text, room) for text in entry.shown)
-        yield f"  {entry.name:<{width}}  {one:<{room}}  {other}".rstrip()
-
-
-def _short(text: str, room: int) -> str:
-    return text if len(text) <= room else f"{text[: room - 3]}..."
+        one, other = entry.shown
+        if max(len(one), len(other)) <= room:
+            yield f"  {entry.name:<{width}}  {one:<{room}}  {other}".rstrip()
+            continue
+        yield f"  {entry.name}"
+        for name, text in zip(names, entry.shown, strict=True):
+            yield paper.paragraph(f"    {name}: {text}", columns, " " * 6, lines=LONGEST)

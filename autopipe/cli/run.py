@@ -211,7 +211,7 @@ def _kept(
     """The options about checkpoints, as `keeping.Keeping` takes them; None: there are to be none.
 
     Raises:
-        AutopipeError: one of the others is given without a folder, or the folder is a file.
+        AutopipeError: one of the others is given without a folder, or nothing can be written there.
     """
     if folder is None:
         given = {"--save-every": every is not None, "--resume": resume, "--replan": replan}
@@ -223,8 +223,7 @@ def _kept(
         return None
     from autopipe.runtime.checkpoint.folder import found as checkpoints_in
 
-    if folder.exists() and not folder.is_dir():
-        raise AutopipeError(f"--checkpoints {folder}: expected a folder, found a file")
+    atomic_file.check_new_folder(folder, "--checkpoints")
     there = checkpoints_in(folder)
     if there and not resume:
         raise AutopipeError(

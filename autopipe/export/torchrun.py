@@ -10,6 +10,7 @@ from autopipe.errors import AutopipeError
 from autopipe.export.job import Launch
 from autopipe.export.links import advice, settings
 from autopipe.export.template import shell
+from autopipe.util.numbers import count
 from autopipe.util.version import VERSION
 
 PORT = 29500
@@ -25,7 +26,8 @@ def script(job: Launch) -> str:
     words = job.words
     if words.hosts and len(words.hosts) != job.nodes:
         raise AutopipeError(
-            f"--hosts: the plan has {job.nodes} nodes, found {len(words.hosts)} hosts",
+            f"--hosts: the plan has {count(job.nodes, 'node')}, found "
+            f"{count(len(words.hosts), 'host')}",
             hint="one for each node, in the plan's order, with commas between",
         )
     return shell(

@@ -11,6 +11,7 @@ Any other pair is ambiguous and refused: to divide one by the other might change
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -35,6 +36,28 @@ class SumCount(NamedTuple):
 
     sum: Tensor
     count: Any
+
+
+def check_arguments(loss: Loss | None) -> None:
+    """Refuse a loss that cannot be called as `loss(outputs, batch)`.
+
+    Raises:
+        ModelError: names what it takes.
+    """
+    try:
+        signature = inspect.signature(loss) if loss is not None else None
+    except (TypeError, ValueError):  # one written in C does not always say
+        return
+    try:
+        if signature is not None:
+            signature.bind("outputs", "batch")
+    except TypeError as error:
+        place, name = begins(loss), getattr(loss, "__name__", type(loss).__name__)
+        raise ModelError(
+            f"{place + ': ' if place else ''}{name}{signature} is called with the model's outputs "
+            f"and the whole batch: {error}",
+            hint="def loss(outputs, batch): batch is what inputs(batch_size) gives",
+        ) from error
 
 
 def outputs_to_loss(

@@ -277,7 +277,8 @@ def _guarded(function: Callable[..., Any], what: str, gives: str | None = None) 
 def _by_path(path: Path) -> ModuleType:
     if not path.is_file():
         hint = hf_folder.meant(path) or "autopipe plan model.py"
-        raise ModelError(f"there is no model file {str(path)!r}", hint=hint)
+        what = ", it is a folder" if path.is_dir() else ""
+        raise ModelError(f"there is no model file {str(path)!r}{what}", hint=hint)
     spec = importlib.util.spec_from_file_location(f"autopipe_model_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ModelError(f"{path} is no Python file")

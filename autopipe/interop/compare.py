@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from autopipe.planfile.again import repeated
 from autopipe.planfile.contents import MICRO_BATCH, Plan
 from autopipe.util import numbers
 
@@ -105,7 +106,8 @@ def _how(plan: Plan) -> Iterator[_Said]:
         yield f"{word}s", found, ", ".join(found)
     yield "ZeRO", plan.zero, str(plan.zero)
     again = tuple(block for stage in plan.stages for block in stage.recompute)
-    yield "recompute", again, ", ".join(again) or "nothing"
+    said = "; ".join(own.where() for own in repeated(plan, plan.stages))
+    yield "recompute", again, said or "nothing"
     yield "loss parts", plan.loss_parts, str(plan.loss_parts)
     yield "compiled", str(plan.compiled), "yes" if plan.compiled else "no"
     tensors = tuple(

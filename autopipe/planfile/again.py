@@ -6,12 +6,13 @@ h.8             all of it
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import StagePlan
-from autopipe.util.numbers import count
+from autopipe.util.numbers import count, ranges
 
 ACTIVATIONS = frozenset("gelu silu relu relu2 tanh sigmoid elu leaky_relu hardswish mish".split())
 PRODUCTS = frozenset("linear addmm mm conv1d conv2d conv3d convolution embedding".split())
@@ -36,6 +37,11 @@ class Repeated(NamedTuple):
         number = count(len(self.blocks), "block")
         return f"{words(self.ops)} of {number}" if self.ops else number
 
+    def where(self) -> str:
+        """attention, q_proj and k_proj of h.0-7; or, of whole ones, h.0-7"""
+        places = folded(self.blocks)
+        return f"{words(self.ops)} of {places}" if self.ops else places
+
 
 def by_op(plan: Plan) -> bool:
     """Whether single ops run again, in blocks that do not."""
@@ -55,6 +61,24 @@ def repeated(plan: Plan, stages: Iterable[StagePlan]) -> list[Repeated]:
     for path, own in ops.items():
         alike.setdefault(tuple(own), []).append(path)
     return [Repeated(tuple(blocks), own) for own, blocks in alike.items()]
+
+
+_NUMBERED = re.compile(r"(.*\.|)(\d+)((?:\.[^.\d][^.]*)*)")
+"""A module's path around the last number in it."""
+
+
+def folded(paths: Iterable[str]) -> str:
+    """Paths of modules, consecutive numbers in one: `h.0-7, h.9, decoder.layers.0-3.mlp, head`."""
+    alike: dict[tuple[str, str], list[int]] = {}
+    for path in paths:
+        found = _NUMBERED.fullmatch(path)
+        before, number, after = found.groups() if found else (path, "", "")
+        alike.setdefault((before, after), []).extend([int(number)] if number else [])
+    return ", ".join(
+        f"{before}{run}{after}"
+        for (before, after), numbers in alike.items()
+        for run in ranges(sorted(numbers)).split(", ")
+    )
 
 
 def block_of(name: str, paths: Collection[str]) -> str:

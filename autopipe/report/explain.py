@@ -16,7 +16,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from autopipe.planfile.again import repeated, words
+from autopipe.planfile.again import repeated
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import Transfer
 from autopipe.report import facts, paper, schedule_page, spending
@@ -104,8 +104,7 @@ def _stages(run: Sequence[int], plan: Plan, columns: int) -> Iterator[str]:
     for transfer in stage.sends:
         yield from _sent(transfer, columns)
     for own in repeated(plan, [stage]):
-        what = f": {words(own.ops)} of" if own.ops else ":"
-        yield from _lines(f"recomputed in backward{what} {', '.join(own.blocks)}", columns)
+        yield from _lines(f"recomputed in backward: {own.where()}", columns)
 
 
 def _lines(text: str, columns: int) -> Iterator[str]:

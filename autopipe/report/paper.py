@@ -56,9 +56,21 @@ class Table:
         )
 
 
-def paragraph(text: str, columns: int, indent: str = "") -> str:
-    """Wrap a text to lines of at most `columns` columns; words that are too long are cut."""
-    return textwrap.fill(text, columns, subsequent_indent=indent, break_on_hyphens=False)
+def paragraph(text: str, columns: int, indent: str = "", *, lines: int | None = None) -> str:
+    """Wrap a text to lines of at most `columns` columns; words that are too long are cut.
+
+    Args:
+        indent: of all lines but the first.
+        lines: how many there may be; what is left out is told by three dots.
+    """
+    return textwrap.fill(
+        text,
+        columns,
+        subsequent_indent=indent,
+        break_on_hyphens=False,
+        max_lines=lines,
+        placeholder=" ...",
+    )
 
 
 def terms(pairs: Iterable[tuple[str, str]], columns: int) -> str:

@@ -19,7 +19,7 @@ FOLDERS = "hf:"
 
 
 def check_folder(file: Path | None) -> None:
-    """Refuse, before long work, an output path whose folder does not exist.
+    """Refuse, before long work, an output path whose folder is not there or takes no files.
 
     Raises:
         AutopipeError: names the folder.

@@ -180,7 +180,7 @@ def capture(
     described = [spec for spec in specs if spec.dtype != "python"]
     dims = tuple(_dynamic(*pair) for pair in zip(described, tensors, strict=True))
     # Export warns of what autopipe handles: attributes set in forward, LSTM's flat weights.
-    with eager_branches(), libraries_hushed(heard=False):
+    with eager_branches(), libraries_hushed(heard=False), quiet():
 
         def export() -> torch.export.ExportedProgram:
             standing, first = standing_in(program.model, alike), restoring(*program.parts)

@@ -16,7 +16,7 @@ from torch import nn
 from autopipe.errors import AutopipeError, ModelError
 from autopipe.frontend import batch as batches
 from autopipe.frontend import unsaid
-from autopipe.frontend.loss import Loss
+from autopipe.frontend.loss import Loss, check_arguments
 from autopipe.ir.graph import SEQUENCE, Graph
 from autopipe.opaque.regions import known, named
 from autopipe.opaque.search import with_regions
@@ -86,10 +86,11 @@ def trace(
 
     Raises:
         CaptureError: the model cannot be captured; the message names the user's line.
-        ModelError: the inputs do not fit the model.
+        ModelError: the inputs do not fit the model, or the loss takes other arguments.
     """
     leaves = batches.flatten(batch)
     batches.bind(model, batch, loss)
+    check_arguments(loss)
     if model.training != training:  # a model in training keeps what parts of it are set to
         model.train(training)
     if training:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -94,7 +95,7 @@ def wait_for(path: Path, seconds: float) -> None:
 
 
 def check_folder(path: Path) -> None:
-    """Refuse, before long work, an output path whose folder does not exist.
+    """Refuse, before long work, an output path whose folder is not there or takes no files.
 
     Raises:
         AutopipeError: names the folder.
@@ -102,13 +103,43 @@ def check_folder(path: Path) -> None:
     folder = path.resolve().parent
     if not folder.is_dir():
         raise AutopipeError(f"{path} cannot be written: there is no folder {folder}")
+    _try(folder, path)
+
+
+def check_new_folder(path: Path, option: str) -> None:
+    """Refuse, before long work, a folder for files if it cannot be made, or takes none.
+
+    Args:
+        option: that names it.
+
+    Raises:
+        AutopipeError: it is a file, or says what the system says.
+    """
+    if path.exists() and not path.is_dir():
+        raise AutopipeError(f"{option} {path}: expected a folder, found a file")
+    above = path.resolve()
+    _try(next(folder for folder in (above, *above.parents) if folder.exists()), path)
+
+
+def _try(folder: Path, path: Path) -> None:
+    """Make a file in a folder, and remove it: its mode alone tells nothing to root, nor of a disk
+    that is read-only."""
+    try:
+        descriptor, made = tempfile.mkstemp(dir=folder, prefix=".")
+        os.close(descriptor)
+        os.unlink(made)
+    except OSError as error:
+        raise AutopipeError(
+            f"{path} cannot be written: no file can be made in {folder}: {error.strerror}",
+            hint="name a folder in which you may write",
+        ) from error
 
 
 def check_model(path: Path) -> None:
     """Refuse, before training, a path to which a model cannot be saved.
 
     Raises:
-        AutopipeError: the suffix is wrong, the path is a folder, or its folder does not exist.
+        AutopipeError: the suffix is wrong, or the path is a folder; or as `check_folder`.
     """
     if path.suffix != ".safetensors":
         raise AutopipeError(

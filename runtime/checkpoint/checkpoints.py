@@ -175,8 +175,8 @@ class Checkpoints:
             if self._place.rank == 0:
                 folders.remove(writing.partial)
                 newest = folders.found(self._folder)
-                has = f"{newest[0][1].name} is" if newest else "there is none so far that is"
-                self._say(f"{self._failed}; {has} the newest")
+                has = f"{newest[0][1].name} is the newest" if newest else "there is none so far"
+                self._say(f"{self._failed}; {has}")
         return any_asked
 
     def close(self) -> None:

@@ -42,7 +42,7 @@ def _difference(
             first = begins + int(unlike[0])
         differing += len(unlike)
         begins += a.numel()
-    return None if first is None else f"{differing} of {begins} elements, the first is {first}"
+    return None if first is None else f"{differing} of {begins} elements differ, from {first} on"
 
 
 def _bits(tensor: Tensor) -> Tensor:

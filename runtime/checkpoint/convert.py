@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -23,7 +23,7 @@ from autopipe.errors import CheckpointError
 from autopipe.runtime.checkpoint.stored import Stored
 from autopipe.runtime.checkpoint.whole import WholeTensor, tensors, windows
 from autopipe.runtime.parameters.export import FileTensor, header
-from autopipe.util import atomic_file
+from autopipe.util import atomic_file, dtypes
 from autopipe.util.progress import Done, phase
 
 MOST = 5 * 10**9
@@ -33,6 +33,12 @@ _COPIED = ("*.json", "*.txt", "*.model", "*.jinja")
 """What stands beside the weights of a folder of transformers."""
 
 INDEX = "model.safetensors.index.json"
+
+_DTYPE = ("dtype", "torch_dtype")
+"""Keys of a config.json, of transformers 5 and of those before."""
+
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+"""Files that transformers takes weights from, whichever it finds first."""
 
 
 def to_file(stored: Stored, path: Path, dtype: torch.dtype | None = None) -> None:
@@ -66,8 +72,8 @@ def to_folder(
         The files of tensors.
 
     Raises:
-        AutopipeError: the checkpoint is damaged, there is no config.json, or a file cannot be
-            written.
+        AutopipeError: the checkpoint is damaged, there is no config.json, the folder has other
+            weights, or a file cannot be written.
     """
     if not (config / "config.json").is_file():
         raise CheckpointError(
@@ -82,14 +88,12 @@ def to_folder(
             hint="another name behind -o",
         ) from error
     parts = _parts(_model(stored), dtype, most)
-    paths, weights = [], dict[str, str]()
+    paths, weights = [folder / name for name in _names(len(parts))], dict[str, str]()
+    _make_room(folder, {path.name for path in paths})
     with phase("converting", of=sum(map(len, parts))) as done:
-        for number, part in enumerate(parts, start=1):
-            name = f"model-{number:05}-of-{len(parts):05}.safetensors"
-            path = folder / (name if len(parts) > 1 else "model.safetensors")
+        for path, part in zip(paths, parts, strict=True):
             with atomic_file.writing(path) as file:
                 _write(file, stored, part, dtype, done)
-            paths.append(path)
             weights |= {n: path.name for tensor in part for n in (tensor.name, *tensor.aliases)}
     if len(parts) > 1:
         total = sum(_bytes(tensor, dtype) for part in parts for tensor in part)
@@ -99,7 +103,46 @@ def to_folder(
         for path in config.glob(pattern):
             if path.name != INDEX and path.resolve() != (folder / path.name).resolve():
                 shutil.copyfile(path, folder / path.name)
+    if dtype is not None:
+        _say_dtype(folder / "config.json", dtype)
     return paths
+
+
+def _say_dtype(path: Path, dtype: torch.dtype) -> None:
+    """Let a config.json name the dtype of the weights: transformers casts them to the one in it.
+
+    Raises:
+        CheckpointError: it is no JSON object.
+    """
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise CheckpointError(f"{path}: this is no JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path}: expected an object, found {type(config).__name__}")
+    for key in [key for key in _DTYPE if key in config] or _DTYPE[:1]:
+        config[key] = dtypes.name_of(dtype)
+    atomic_file.write(json.dumps(config, indent=2) + "\n", path)
+
+
+def _names(parts: int) -> list[str]:
+    if parts == 1:
+        return ["model.safetensors"]
+    return [f"model-{number:05}-of-{parts:05}.safetensors" for number in range(1, parts + 1)]
+
+
+def _make_room(folder: Path, names: Collection[str]) -> None:
+    """Refuse other weights than those that are written anew, and forget the index of these.
+
+    An index comes last: without it transformers loads no half of one model and half of another.
+    """
+    for other in sorted(path.name for kind in _WEIGHTS for path in folder.glob(kind)):
+        if other not in names:
+            raise CheckpointError(
+                f"{folder} has other weights, {other}: transformers might load those",
+                hint="name a folder without weights behind -o",
+            )
+    (folder / INDEX).unlink(missing_ok=True)
 
 
 def strangers(stored: Stored, config: Path) -> list[str]:

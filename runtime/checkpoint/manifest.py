@@ -31,6 +31,9 @@ MOST = 1 << 28
 NAMES = {dtypes.name_of(dtype): dtype for dtype in DTYPES}
 """The dtypes that a chunk may have, by their names in a manifest."""
 
+FLOATS = {name: dtype for name, dtype in NAMES.items() if dtype.is_floating_point}
+"""Those that weights may have."""
+
 
 @dataclass(frozen=True)
 class Chunk:

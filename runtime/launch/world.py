@@ -167,7 +167,7 @@ def check_world(world: World, expected: int) -> None:
     """
     if world.size != expected:
         raise LaunchError(
-            f"the plan is for {expected} processes, but {world.size} were started "
+            f"the plan is for {expected} processes, found {world.size} "
             f"(this is rank {world.rank}, on node {world.node})",
             hint=f"torchrun --nproc-per-node {expected} -m autopipe run plan.json\n"
             f"  or: autopipe run plan.json --local {expected}\n"

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import autopipe
+from autopipe import CheckpointError
 from autopipe.frontend import model_file
 from tests.support.inprocess import machine
 from tests.support.shell import Shell, ranks
@@ -91,15 +92,26 @@ def test_info(stages: int, shell: Shell) -> None:
     assert "optimizer        AdamW\n" in shell("checkpoint", "info", "kept").out
 
 
+BEFORE = "kept/step-00000002 is the one before it"
+
+
+def flip_last_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
 def test_one_that_is_whole_and_one_that_is_not(shell: Shell) -> None:
     said = shell("checkpoint", "verify", "kept")
     assert said.out == "kept/step-00000003: whole, every checksum is right\n"
     path = shell.folder / "kept/step-00000003/rank-0.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    flip_last_bit(path)
     said = shell("checkpoint", "verify", "kept")
     assert "rank-0.safetensors was changed after it was written" in said.error
+    assert said.error.endswith(f"hint: {BEFORE}, which `run --resume` uses if it is whole")
+    path.write_bytes(b"")
+    assert said.error.count(BEFORE) == shell("checkpoint", "info", "kept").error.count(BEFORE) == 1
+    assert "hint" not in shell("checkpoint", "info", "kept/step-00000003").error
 
 
 def test_two_that_are_alike_and_two_that_are_not(shell: Shell) -> None:
@@ -109,7 +121,7 @@ def test_two_that_are_alike_and_two_that_are_not(shell: Shell) -> None:
     assert said.code == 1
     first, second, *_ = said.out.splitlines()
     assert first == "the step is 2 and 3"
-    assert second == "transformer.wte.weight: 2880 of 2880 elements, the first is 0"
+    assert second == "transformer.wte.weight: 2880 of 2880 elements differ, from 0 on"
 
 
 def test_one_file(shell: Shell) -> None:
@@ -189,6 +201,37 @@ def test_many_files(shell: Shell) -> None:
         assert torch.equal(exported[name], tensor)
 
 
+def test_weights_of_another_dtype(shell: Shell) -> None:
+    """transformers loads them as what they are, not as what they were."""
+    from transformers import AutoModelForCausalLM
+
+    words = ("convert", "kept", "-o", "half", "--config", "start", "--dtype", "bfloat16")
+    assert shell("checkpoint", *words).code == 0
+    assert AutoModelForCausalLM.from_pretrained("half").dtype == torch.bfloat16
+    half, whole = load_file("half/model.safetensors"), load_file("trained.safetensors")
+    assert all(torch.equal(half[name], whole[name].bfloat16()) for name in half)
+
+
+def test_two_models_are_not_mixed_in_a_folder(shell: Shell) -> None:
+    """transformers loads whichever weights it finds first; those of the same names are replaced."""
+    from autopipe.runtime.checkpoint import convert
+    from autopipe.runtime.checkpoint.stored import Stored
+
+    stored = Stored.open(shell.folder / "kept/step-00000003")
+    for folder, most in (("one", convert.MOST), ("parts", 40_000)):
+        first = convert.to_folder(stored, Path(folder), Path("start"), most=most)
+        assert convert.to_folder(stored, Path(folder), Path("start"), most=most) == first
+    with pytest.raises(CheckpointError, match=r"^one has other weights, model\.safetensors: "):
+        convert.to_folder(stored, Path("one"), Path("start"), most=40_000)
+    with pytest.raises(CheckpointError, match=r"^parts has other weights, model-00001-of-"):
+        convert.to_folder(stored, Path("parts"), Path("start"))
+    written = shell.folder / "kept/step-00000003/rank-0.safetensors"
+    written.write_bytes(bytes(written.stat().st_size))
+    with pytest.raises(CheckpointError, match="was changed after it was written"):
+        convert.to_folder(stored, Path("parts"), Path("start"), most=40_000)
+    assert not Path("parts", convert.INDEX).exists(), "half of another model is not to be loaded"
+
+
 @pytest.mark.parametrize(
     ("words", "error"),
     [
@@ -197,7 +240,11 @@ def test_many_files(shell: Shell) -> None:
         (("convert", "kept"), "convert: there is no name for what is to be written"),
         (("convert", "kept", "-o", "out"), "convert: out is a folder, and transformers needs a"),
         (("convert", "kept", "-o", "out", "--config", "kept"), "kept has no config.json"),
-        (("convert", "kept", "-o", "m.safetensors", "--dtype", "x"), "--dtype x: there is no such"),
+        (("convert", "kept", "-o", "m.safetensors", "--dtype", "x"), "--dtype x: weights have no"),
+        (
+            ("convert", "kept", "-o", "m.safetensors", "--dtype", "int8"),
+            "--dtype int8: weights have no such dtype\nhint: one of float64, float32, ",
+        ),
         (
             ("convert", "kept", "-o", "m.safetensors", "--config", "start"),
             "convert: m.safetensors is one file, and --config is of a folder\nhint: -o FOLDER",

@@ -458,6 +458,24 @@ def test_a_plan_of_another_model(autopipe: Shell) -> None:
     assert error.endswith("hint: plan again with `autopipe plan`")
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "error"),
+    [
+        ("nn.Linear(8, 16)", "nn.Linear(9, 16)", "the model cannot be captured: RuntimeError: "),
+        ("forward(self, x)", "forward(self, image)", "inputs do not fit the model: Net.forward("),
+    ],
+)
+def test_a_model_that_the_plans_inputs_do_not_fit(
+    old: str, new: str, error: str, autopipe: Shell
+) -> None:
+    """It may be another one; nothing of torch's own log is shown."""
+    autopipe.plan(1, "--batch", "4")
+    autopipe.write("net.py", changed(old, new))
+    said = autopipe("run", "plan.json", "--steps", "1")
+    assert error in said.error and "\nhint: is it net.py, as it was planned?" in said.error
+    assert "Traceback" not in said.err
+
+
 def test_a_plan_that_was_changed_by_hand(autopipe: Shell) -> None:
     """It runs, is drawn and explained; what is predicted was so for another one."""
     autopipe.plan(1, "--batch", "4", "--micro-batches", "1")
@@ -558,7 +576,7 @@ def test_a_run_that_cannot_be(
 def test_another_number_of_processes(found: int, arguments: str, autopipe: Shell) -> None:
     autopipe.plan(4, "--pp", "2", "--dp", "2")
     assert autopipe("run", "plan.json", *arguments.split()).error == (
-        f"the plan is for 4 processes, but {found} were started (this is rank 0, on node 0)"
+        f"the plan is for 4 processes, found {found} (this is rank 0, on node 0)"
         "\n\nhint: torchrun --nproc-per-node 4 -m autopipe run plan.json\n"
         "  or: autopipe run plan.json --local 4\n"
         "  or: srun -n 4 autopipe run plan.json"

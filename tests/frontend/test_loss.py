@@ -6,7 +6,7 @@ from torch import nn
 
 import autopipe
 from autopipe.errors import ModelError
-from autopipe.frontend.loss import SumCount, outputs_to_loss
+from autopipe.frontend.loss import SumCount, check_arguments, outputs_to_loss
 from tests.support.staged import lowered, trace_model
 
 ONE, TWO = torch.tensor(1.0), torch.tensor(2.0)
@@ -109,6 +109,28 @@ def test_anything_else_is_no_loss(outputs, found):
         with pytest.raises(ModelError) as error:
             returned(outputs)
         assert str(error.value) == f"{HERE}:{LINE}: loss(outputs, batch) gives {found}; {is_one}"
+
+
+def of_three(logits, ids, mask):
+    return logits
+
+
+def of_words(*, outputs, batch):
+    return outputs
+
+
+@pytest.mark.parametrize("loss", [of_three, lambda batch: ONE, of_words])
+def test_a_loss_that_takes_other_arguments_is_refused(loss):
+    """Before the model is traced, by what it takes."""
+    with pytest.raises(ModelError, match="called with the model's outputs and the whole batch"):
+        check_arguments(loss)
+
+
+@pytest.mark.parametrize(
+    "loss", [None, nn.functional.mse_loss, nn.MSELoss(), lambda *both: ONE, torch.sub]
+)
+def test_a_loss_of_two_arguments(loss):
+    check_arguments(loss)
 
 
 # Traced and run: the loss, and the gradient with it.

@@ -221,7 +221,7 @@ def test_no_file() -> None:
 
 
 def test_a_folder() -> None:
-    with pytest.raises(ModelError, match="there is no model file '.'"):
+    with pytest.raises(ModelError, match="there is no model file '.', it is a folder"):
         model_file.load(".")
 
 

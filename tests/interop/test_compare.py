@@ -1,6 +1,7 @@
 """`autopipe diff`: what two plans train, how they differ, and its exit codes."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from autopipe.interop.compare import compare
 from autopipe.planfile.contents import Plan
+from autopipe.planfile.parts import BlockClass
 from tests.support.plans import chain
 from tests.support.shell import Shell
 
@@ -71,6 +73,30 @@ def test_it_ends_as_diff_does(autopipe: Shell) -> None:
     other = autopipe("diff", "a.json", "c.json")
     assert other.code == 1 and other.out.startswith("They train different things:\n  model ")
     assert autopipe("diff", "a.json", "none.json").error.startswith("none.json: no such file")
+
+
+def test_what_runs_again_is_said_by_blocks(autopipe: Shell) -> None:
+    """In one line, however many nodes that is."""
+    blocks = (BlockClass("h.0", tuple(f"h.{n}" for n in range(33))),)
+    nothing = tuple(replace(stage, recompute=()) for stage in PLAN.stages)
+    ops = tuple(f"h.{n}.{op}" for n in range(32) for op in ("attn/softmax/0", "attn/matmul/0"))
+    some = (replace(nothing[0], recompute=("h.32", *ops)), nothing[1])
+    replace(PLAN, blocks=blocks, stages=nothing).save("a.json")
+    replace(PLAN, blocks=blocks, stages=some).save("b.json")
+    last = autopipe("diff", "a.json", "b.json").out.splitlines()[-1]
+    assert re.split("  +", last) == ["", "recompute", "nothing", "h.32; attention of h.0-31"]
+
+
+def test_what_is_too_long_for_a_column_has_lines_of_its_own(autopipe: Shell) -> None:
+    """Three at most for each plan."""
+    every = [f"--{number:03}--" for number in range(60)]
+    PLAN.save("a.json")
+    replace(PLAN, source=" ".join(every), fingerprint="0").save("b.json")
+    told = autopipe("diff", "a.json", "b.json").out.splitlines()
+    assert max(map(len, told)) <= 100
+    *_, name, one, other, _, last = told
+    assert name == "  model" and one.startswith("    in a.json: ")
+    assert other.startswith("    in b.json: 0 (--000-- --001-- ") and last.endswith(" ...")
 
 
 def test_as_data(autopipe: Shell) -> None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from autopipe.planfile.again import Repeated, repeated, words
+from autopipe.planfile.again import Repeated, folded, repeated, words
 from autopipe.planfile.parts import BlockClass
 from tests.support.plans import example_plan
 
@@ -45,3 +45,19 @@ def test_blocks_are_told_together_by_what_runs_again_of_them() -> None:
         "what is exchanged of 2 blocks",
         "add of 1 block",
     ]
+
+
+@pytest.mark.parametrize(
+    ("paths", "expected"),
+    [
+        (PATHS, "h.0-11"),
+        (("h.9", "h.10", "h.0", "h.2"), "h.0, h.2, h.9-10"),
+        (("encoder.0", "decoder.0", "decoder.1"), "encoder.0, decoder.0-1"),
+        (("a.0.b.1", "a.0.b.2", "a.1.b.0"), "a.0.b.1-2, a.1.b.0"),
+        (("layers.0.mlp", "layers.1.mlp", "layers.1.attn"), "layers.0-1.mlp, layers.1.attn"),
+        (("0", "1", "head", "head2"), "0-1, head, head2"),
+        ((), ""),
+    ],
+)
+def test_paths_with_consecutive_numbers_are_one(paths: tuple[str, ...], expected: str) -> None:
+    assert folded(paths) == expected

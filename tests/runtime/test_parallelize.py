@@ -24,7 +24,7 @@ def test_another_number_of_processes() -> None:
     with pytest.raises(LaunchError) as refused:
         piped("gpt", planned("gpt", 2, 1, 2))
     assert refused.value.message == (
-        "the plan is for 2 processes, but 1 were started (this is rank 0, on node 0)"
+        "the plan is for 2 processes, found 1 (this is rank 0, on node 0)"
     )
     assert "torchrun --nproc-per-node 2" in str(refused.value.hint)
 

@@ -1,6 +1,7 @@
 """Files are whole or not there."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,3 +35,31 @@ def test_a_disk_that_is_full_leaves_the_old_file_and_nothing_else(
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(AutopipeError, match="cannot be written: No such file or directory"):
         atomic_file.write("", tmp_path / "nowhere" / "file")
+
+
+# --- what is asked before long work
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc takes no files, not even root's")
+def test_a_place_that_takes_no_files(tmp_path: Path) -> None:
+    with pytest.raises(AutopipeError, match="^/proc/m.safetensors cannot be written: no file "):
+        atomic_file.check_model(Path("/proc/m.safetensors"))
+    with pytest.raises(AutopipeError, match="made in /proc: No such file or directory"):
+        atomic_file.check_new_folder(Path("/proc/kept/there"), "--checkpoints")
+
+
+def test_a_place_that_takes_files(tmp_path: Path) -> None:
+    """Nothing is left there."""
+    atomic_file.check_folder(tmp_path / "file")
+    atomic_file.check_new_folder(tmp_path / "kept" / "there", "--checkpoints")
+    atomic_file.check_new_folder(tmp_path, "--checkpoints")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_where_a_folder_is_to_be(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    with pytest.raises(AutopipeError, match="^--checkpoints .*: expected a folder, found a file"):
+        atomic_file.check_new_folder(path, "--checkpoints")
+    with pytest.raises(AutopipeError, match="cannot be written: no file can be made in .*: Not a"):
+        atomic_file.check_new_folder(path / "kept", "--checkpoints")

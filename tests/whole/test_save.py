@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_model
 from torch import nn
 
 import autopipe
@@ -96,12 +96,19 @@ def trained() -> nn.Module:
         ("tp", {"tp": 2, "pp": 1, "dp": 1}),
         pytest.param("zero-1", {"dp": 2, "zero": 1}, marks=pytest.mark.long),
         ("zero-3", {"dp": 2, "zero": 3}),
+        pytest.param("pp from a file", {"pp": 2}, marks=pytest.mark.long),
+        ("tp from a file", {"tp": 2, "pp": 1, "dp": 1}),
+        pytest.param("zero-3 from a file", {"dp": 2, "zero": 3}, marks=pytest.mark.long),
     ],
 )
 def test_a_saved_model_is_that_of_one_process(
     name: str, constraints: dict[str, Any], folder: Path
 ) -> None:
+    """Also where ranks read what they start from out of a file, which says not what is trained."""
     file = model_file.load("net.py")
+    torch.manual_seed(0)
+    save_model(file.model(), "start.safetensors")
+    start = ("--weights", "start.safetensors") if name.endswith("from a file") else ()
     processes = 1 if name == "one" else 2
     micro_batches = 1 if constraints.get("dp") == 2 else 2  # always parts of four rows
     autopipe.plan(
@@ -111,7 +118,7 @@ def test_a_saved_model_is_that_of_one_process(
     ).save("plan.json")  # fmt: skip
     said = ranks(
         processes, "-m", "autopipe", "run", "plan.json", "--save", "net.safetensors", "--quiet",
-        folder=folder,
+        *start, folder=folder,
     )  # fmt: skip
     assert said.code == 0, said.err
     assert said.err == ""
@@ -122,7 +129,7 @@ def test_a_saved_model_is_that_of_one_process(
             tensor = tensor // 2  # each replica counts its own micro-batches
         torch.testing.assert_close(found.state_dict()[key], tensor, rtol=2e-5, atol=2e-6)
     assert sorted(path.name for path in folder.iterdir() if path.name != "__pycache__") == [
-        "net.py", "net.safetensors", "plan.json",
+        "net.py", "net.safetensors", "plan.json", "start.safetensors",
     ]  # fmt: skip
 
 

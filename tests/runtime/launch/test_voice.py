@@ -105,7 +105,7 @@ def autopipe(
 
 
 def wrong_number(found: int) -> str:
-    return f"the plan is for 4 processes, but {found} were started (this is rank 0, on node 0)"
+    return f"the plan is for 4 processes, found {found} (this is rank 0, on node 0)"
 
 
 @pytest.mark.parametrize("launcher", [torchrun_environment, srun_environment])

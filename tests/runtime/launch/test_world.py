@@ -168,7 +168,7 @@ def test_as_many_processes_as_the_plan_has() -> None:
     with pytest.raises(LaunchError) as error:
         check_world(World(1, 2, 1, 2, 0, "", 0), 4)
     assert str(error.value) == (
-        "the plan is for 4 processes, but 2 were started (this is rank 1, on node 0)\n"
+        "the plan is for 4 processes, found 2 (this is rank 1, on node 0)\n"
         "hint: torchrun --nproc-per-node 4 -m autopipe run plan.json\n"
         "  or: autopipe run plan.json --local 4\n"
         "  or: srun -n 4 autopipe run plan.json"
