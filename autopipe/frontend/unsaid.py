@@ -193,9 +193,9 @@ def _data(tensor: Tensor, value: Tensor) -> None:
 
 def _control_flow(*args: Any, **kwargs: Any) -> None:
     raise CaptureError(
-        f"{user_lines.here()}: control flow inside the graph (torch.cond and its like) cannot be "
-        "split into stages",
-        hint="compute both sides and choose by torch.where",
+        f"{user_lines.here()}: a loop inside the graph (while_loop and its like) cannot be split "
+        "into stages",
+        hint="write it as a loop of Python's with a fixed number of rounds",
     )
 
 

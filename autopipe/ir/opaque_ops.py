@@ -28,7 +28,9 @@ from autopipe.ir.torch_private import outside_fake_mode, storage_key
 KERNELS = ("aten.lstm.input",)
 """The ops that `run` runs."""
 
-OPAQUE = (*KERNELS, REGION_OP)
+COND_OP = "autopipe.cond.default"  # functions of the user's (`opaque.branches`)
+
+OPAQUE = (*KERNELS, REGION_OP, COND_OP)
 """The ops that no compiler looks into, nor any pass that runs blocks again."""
 
 Pack = Callable[[Tensor], Tensor]

@@ -6,6 +6,7 @@
     leaving_modules_alone        nn.Module.to                  where it changes nothing
     averaging_by_tensors         forward of batch norms        with momentum=None
     counting_rows                Python's len                  of a tensor is a symbol in a trace
+    replacing_cond               torch.cond                    looks into the functions it is given
 
 Patches that touch private names stand in `ir.torch_private`; those of transformers in
 `frontend.transformers_adapter`. Each docstring gives the reason why a patch is needed.
@@ -14,9 +15,11 @@ Patches that touch private names stand in `ir.torch_private`; those of transform
 from __future__ import annotations
 
 import builtins
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -171,3 +174,39 @@ def counting_rows() -> Iterator[None]:
 
     with patched(builtins, "len", asked):
         yield
+
+
+_of_cond = threading.local()
+
+
+@contextmanager
+def replacing_cond(replacement: Callable[..., Any]) -> Iterator[None]:
+    """Within, torch.cond is `replacement(pred, true_fn, false_fn, operands)`, for this thread.
+
+    torch's own compiles the two functions, which it cannot where modes look at what is computed.
+    The code of the function is exchanged, once and for good: users have imported copies of the
+    name, and ranks may be threads of one process. Outside of here it does what it did.
+    """
+    _exchange_cond()
+    before = getattr(_of_cond, "replacement", None)
+    _of_cond.replacement = replacement
+    try:
+        yield
+    finally:
+        _of_cond.replacement = before
+
+
+@cache
+def _exchange_cond() -> None:
+    cond: Any = torch.cond
+    own = FunctionType(cond.__code__, cond.__globals__, cond.__name__, cond.__defaults__)
+
+    def asked(*args: Any) -> Any:
+        return (getattr(_of_cond, "replacement", None) or own)(*args)
+
+    cond.__globals__["autopipe_cond"] = asked
+    cond.__code__ = _code_of_cond.__code__
+
+
+def _code_of_cond(pred: Any, true_fn: Any, false_fn: Any, operands: Any = ()) -> Any:
+    return autopipe_cond(pred, true_fn, false_fn, operands)  # type: ignore[name-defined]  # noqa: F821
