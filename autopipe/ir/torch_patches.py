@@ -6,7 +6,7 @@
     leaving_modules_alone        nn.Module.to                  where it changes nothing
     averaging_by_tensors         forward of batch norms        with momentum=None
     counting_rows                Python's len                  of a tensor is a symbol in a trace
-    replacing_cond               torch.cond                    looks into the functions it is given
+    replacing                    a function of Python's        torch.cond, packed sequences
 
 Patches that touch private names stand in `ir.torch_private`; those of transformers in
 `frontend.transformers_adapter`. Each docstring gives the reason why a patch is needed.
@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import builtins
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache, partial
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -176,37 +177,45 @@ def counting_rows() -> Iterator[None]:
         yield
 
 
-_of_cond = threading.local()
+_instead = threading.local()
+_exchanged: Counter[Callable[..., Any]] = Counter()
+_exchanging = threading.Lock()
 
 
 @contextmanager
-def replacing_cond(replacement: Callable[..., Any]) -> Iterator[None]:
-    """Within, torch.cond is `replacement(pred, true_fn, false_fn, operands)`, for this thread.
+def replacing(function: Callable[..., Any], replacement: Callable[..., Any]) -> Iterator[None]:
+    """Within, this thread's calls of a function of torch, written in Python, go to `replacement`.
 
-    torch's own compiles the two functions, which it cannot where modes look at what is computed.
-    The code of the function is exchanged, once and for good: users have imported copies of the
-    name, and ranks may be threads of one process. Outside of here it does what it did.
+    The function's code is exchanged: users have imported copies of its name. torch.cond compiles
+    what it is given, which it cannot where modes look at what is computed; the sizes of packed
+    sequences depend on values.
     """
-    _exchange_cond()
-    before = getattr(_of_cond, "replacement", None)
-    _of_cond.replacement = replacement
+    own: Any = function
+    with _exchanging:
+        if not _exchanged[function]:
+            plain = FunctionType(own.__code__, own.__globals__, own.__name__, own.__defaults__)
+            own.__kwdefaults__ = {"autopipe_own": plain, "autopipe_asked": _asked_instead}
+            own.__code__, own.__defaults__ = _asking.__code__, None
+        _exchanged[function] += 1
+    known = vars(_instead).setdefault("by_function", {})
+    before = known.get(own.__name__)
+    known[own.__name__] = replacement
     try:
         yield
     finally:
-        _of_cond.replacement = before
+        known[own.__name__] = before
+        with _exchanging:
+            _exchanged[function] -= 1
+            if not _exchanged[function]:
+                plain = own.__kwdefaults__["autopipe_own"]
+                own.__code__, own.__defaults__ = plain.__code__, plain.__defaults__
+                own.__kwdefaults__ = None
 
 
-@cache
-def _exchange_cond() -> None:
-    cond: Any = torch.cond
-    own = FunctionType(cond.__code__, cond.__globals__, cond.__name__, cond.__defaults__)
-
-    def asked(*args: Any) -> Any:
-        return (getattr(_of_cond, "replacement", None) or own)(*args)
-
-    cond.__globals__["autopipe_cond"] = asked
-    cond.__code__ = _code_of_cond.__code__
+def _asked_instead(plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    replacement = vars(_instead).get("by_function", {}).get(plain.__name__)
+    return (replacement or plain)(*args, **kwargs)
 
 
-def _code_of_cond(pred: Any, true_fn: Any, false_fn: Any, operands: Any = ()) -> Any:
-    return autopipe_cond(pred, true_fn, false_fn, operands)  # type: ignore[name-defined]  # noqa: F821
+def _asking(*args: Any, autopipe_own: Any, autopipe_asked: Any, **kwargs: Any) -> Any:
+    return autopipe_asked(autopipe_own, args, kwargs)

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from autopipe.errors import CaptureError
 from autopipe.frontend import user_lines
 from autopipe.ir.graph import tensors_in
-from autopipe.ir.torch_patches import replacing_cond
+from autopipe.ir.torch_patches import replacing
 from autopipe.ir.torch_private import TorchDispatchMode, is_fake, no_modes, tree_map, version
 from autopipe.opaque.states import first_names, state_of
 from autopipe.opaque.trees import Unlike, distinct_tensors, parts_of, whole_of
@@ -123,7 +123,7 @@ def as_ops(model: nn.Module) -> AbstractContextManager[None]:
     Raises:
         CaptureError: its functions do what one op cannot; names the user's line.
     """
-    return replacing_cond(partial(_op, model))
+    return replacing(torch.cond, partial(_op, model))
 
 
 def _op(
@@ -140,7 +140,7 @@ def _op(
     texts, gives = [], []
     for side in (first, second):
         with no_modes(), torch.no_grad(), _Drawing(), _Reading(read) as reading:
-            with replacing_cond(_nested):
+            with replacing(torch.cond, _nested):
                 made = side(*operands)
         found = distinct_tensors(made)
         try:

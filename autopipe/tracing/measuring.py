@@ -16,7 +16,7 @@ from autopipe.frontend import batch as batches
 from autopipe.frontend import second_run
 from autopipe.frontend.quiet import libraries_hushed
 from autopipe.frontend.transformers_adapter import eager_branches
-from autopipe.ir.torch_patches import replacing_cond
+from autopipe.ir.torch_patches import replacing
 from autopipe.opaque.measure import Fails, Runs, measured
 from autopipe.opaque.sites import Site
 from autopipe.planfile.parts import InputSpec
@@ -68,7 +68,7 @@ class Measuring:
             eager_branches(),
             libraries_hushed(heard=False),
             second_run.restored(),
-            replacing_cond(_as_code),
+            replacing(torch.cond, _as_code),
         ):
             if model.training != program.training:
                 model.train(program.training)

@@ -478,9 +478,8 @@ class Loops(Net):
         def once(count, made):
             return count + 1, made.sin()
 
-        return torch.ops.higher_order.while_loop(more, once, (torch.tensor(0), hidden), ())[
-            1
-        ]  # here
+        given = torch.tensor(0), hidden
+        return torch.ops.higher_order.while_loop(more, once, given, ())[1]  # here
 
 
 REFUSED |= {Loops: "a loop inside the graph (while_loop and its like)"}
