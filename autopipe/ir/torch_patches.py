@@ -212,6 +212,12 @@ def replacing(function: Callable[..., Any], replacement: Callable[..., Any]) -> 
                 own.__kwdefaults__ = None
 
 
+def own_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as torch has it, also where it is being replaced."""
+    found: Callable[..., Any] = (function.__kwdefaults__ or {}).get("autopipe_own", function)
+    return found
+
+
 def _asked_instead(plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     replacement = vars(_instead).get("by_function", {}).get(plain.__name__)
     return (replacement or plain)(*args, **kwargs)

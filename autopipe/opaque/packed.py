@@ -22,7 +22,8 @@ from torch.nn.utils import rnn
 from autopipe.errors import Uncaptured
 from autopipe.frontend import user_lines
 from autopipe.ir import opaque_ops
-from autopipe.ir.torch_patches import patched, replacing
+from autopipe.ir.graph import tensors_in
+from autopipe.ir.torch_patches import own_of, patched, replacing
 from autopipe.ir.torch_private import is_fake
 
 _library = torch.library.Library("autopipe", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -113,7 +114,8 @@ def _pad(
     if padding_value != 0.0 or not sequence.zeros:
         beyond = torch.arange(end, device=x.device)[:, None] >= lengths.to(x.device)
         x = x.masked_fill(beyond.reshape(*beyond.shape, *[1] * (x.dim() - 2)), padding_value)
-    return x.transpose(0, 1) if batch_first else x, lengths.to("cpu", torch.int64)
+    x = (x.transpose(0, 1) if batch_first else x).contiguous()  # as torch lays it out
+    return x, lengths.to("cpu", torch.int64)
 
 
 def _asked(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -147,7 +149,7 @@ def _ran(module: nn.RNNBase, packed: Packed, hx: Any) -> tuple[Packed, Any]:
 
 
 def _run(x: Tensor, lengths: Tensor, *rest: Any) -> list[Tensor]:
-    if not is_fake(x):
+    if not any(map(is_fake, tensors_in((x, lengths, rest)))):
         return _packed(x, lengths.cpu(), *rest)
     if opaque_ops.observed():
         return list(opaque_ops.run(_of_full_rows, x, *rest))
@@ -167,14 +169,13 @@ def _packed(
 ) -> list[Tensor]:
     """What torch's kernel makes of packed rows, padded to [T, b, n], and the last states."""
     *known, in_order = options
-    one = rnn.pack_padded_sequence(x, lengths, enforce_sorted=in_order)
+    pack, pad = own_of(rnn.pack_padded_sequence), own_of(rnn.pad_packed_sequence)
+    one = pack(x, lengths, enforce_sorted=in_order)
     order, back = one.sorted_indices, one.unsorted_indices
     hx = [state if order is None else state.index_select(1, order) for state in states]
     given = hx if mode == "LSTM" else hx[0]
     made, *last = _KERNELS[mode](one.data, one.batch_sizes, given, list(weights), *known)
-    padded, _ = rnn.pad_packed_sequence(
-        rnn.PackedSequence(made, one.batch_sizes, order, back), total_length=x.shape[0]
-    )
+    padded, _ = pad(rnn.PackedSequence(made, one.batch_sizes, order, back), total_length=x.shape[0])
     return [padded, *(state if back is None else state.index_select(1, back) for state in last)]
 
 
@@ -185,7 +186,7 @@ def _of_full_rows(
 
     It keeps the most for backward that any rows do.
     """
-    if not is_fake(x):
+    if not any(map(is_fake, (x, *states, *weights))):
         lengths = torch.full((x.shape[1],), x.shape[0])
         return _packed(x, lengths, states, weights, mode, *options)
     *_, bidirectional, _ = options
@@ -199,8 +200,9 @@ class _Shaped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, width: Any, count: int, x: Tensor, *others: Tensor) -> Any:
         ctx.like = (x, *others)
-        made = x.new_empty((x.shape[0], x.shape[1], width))
-        return made, *(torch.empty_like(state) for state in others[:count])
+        like = next(tensor for tensor in (x, *others) if is_fake(tensor))  # x may be of the batch
+        sizes = (*x.shape[:2], width), *(state.shape for state in others[:count])
+        return tuple(like.new_empty(size) for size in sizes)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

@@ -114,14 +114,25 @@ class FromAMask(Net):
         return super().forward(x, mask.sum(1).cpu())
 
 
-class Embedded(Net):
-    """Lengths are a list, as of a model without padding."""
-
+class Full(Net):
     def forward(self, x, lengths):
         return super().forward(x, torch.full((x.shape[0],), LENGTH))
 
 
-WORK = [Net, Sorted, BothWays, Plain, Projected, TimeFirst, Longest, FromAMask, Embedded]
+class First(Net):
+    """The RNN is the first that reads the batch; Python reads a value of what it makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.LSTM(6, 8, batch_first=True)
+        self.up = nn.Identity()
+
+    def forward(self, x, lengths):
+        made = super().forward(x, lengths)
+        return made if made.isfinite().all() else made.nan_to_num()
+
+
+WORK = [Net, Sorted, BothWays, Plain, Projected, TimeFirst, Longest, FromAMask, Full, First]
 
 
 @pytest.mark.parametrize("kind", WORK, ids=lambda kind: kind.__name__)
@@ -130,7 +141,7 @@ def test_every_bit_is_that_of_the_model(kind):
     if kind is Sorted:
         assert [pair.diff().item() < 0 for pair in inputs(6)["lengths"].split(2)] == [True] * 3
     assert unlike(built(kind)) == []
-    assert unlike(built(kind), cuts=["relu/0"]) == []
+    assert unlike(built(kind), cuts=["relu/0"] if kind is not First else ["rnn/packed_rnn/0"]) == []
 
 
 def test_the_graph_has_one_op_for_each_rnn():
@@ -139,6 +150,16 @@ def test_the_graph_has_one_op_for_each_rnn():
         "rnn/packed_rnn/0",
         "second/packed_rnn/0",
     ]
+
+
+def test_what_is_padded_lies_in_memory_as_torch_lays_it():
+    """Bug: products after it summed their rows in another order, which few rows do not show."""
+    model = built(Net)
+    trace, batch = trace_model(model, inputs, square), inputs(16)
+    found = staged_step(model, trace, batch, (), 1)
+    square(model(batch["x"], batch["lengths"]), batch).backward()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(found.gradients[name], parameter.grad), name
 
 
 def test_bytes_kept_for_backward_are_those_of_full_rows():
