@@ -65,7 +65,7 @@ class Block(nn.Module):
 
 class InEachBlock(Net):
     def begin(self):
-        self.middle = nn.Sequential(*(Block() for _ in range(4)))
+        self.middle = nn.Sequential(*(Block() for _ in range(2)))
 
 
 class Trees(Net):
