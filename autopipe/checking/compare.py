@@ -26,6 +26,7 @@ from autopipe.checking.split import CLIP, RankStep
 from autopipe.checking.unsplit import Unsplit, WholeStep
 from autopipe.planfile.contents import BATCH, Plan
 from autopipe.planfile.parts import Place
+from autopipe.planfile.regions import COMPILED
 from autopipe.planners.driver.against_eager import TOLERANCE
 from autopipe.stages.precision import copy_dtype
 
@@ -69,7 +70,7 @@ def orders_kept(plan: Plan) -> bool:
 
     Tensor parallelism, compilers, a loss in parts, three replicas, ZeRO-2 and 3, which sum over
     replicas before micro-batches, gradients that come together from several stages, and a loss over
-    a batch that is cut all the same do.
+    a batch that is cut all the same do. So does torch.jit (`regions.COMPILED`).
     """
     readers: dict[str, int] = {}
     for stage in plan.stages:
@@ -77,6 +78,8 @@ def orders_kept(plan: Plan) -> bool:
             readers[name] = readers.get(name, 0) + 1
     apart = all(count == 1 for count in readers.values())
     if plan.loss_over == BATCH and plan.mesh.dp * plan.batch.micro_batches > 1:
+        return False
+    if any(region.why == COMPILED for region in plan.regions):
         return False
     one = plan.mesh.tp == 1 and plan.mesh.dp <= 2 and not plan.compiled and not plan.loss_parts
     return one and apart and not plan.scatters

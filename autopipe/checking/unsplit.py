@@ -29,6 +29,7 @@ from autopipe.frontend import batch as batches
 from autopipe.frontend.assigned_buffers import buffers_of, put
 from autopipe.frontend.construct import on_cpu
 from autopipe.frontend.model_file import ModelFile
+from autopipe.opaque import branches
 from autopipe.planfile.contents import BATCH, Plan
 from autopipe.stages.precision import AUTOCAST, kept
 from autopipe.tracing.export import Program
@@ -168,6 +169,7 @@ class Unsplit:
         with ExitStack() as until:
             until.enter_context(torch.random.fork_rng(devices=[]))
             until.enter_context(cast)
+            until.enter_context(branches.as_ops(self.model))  # torch's own takes no mode beside it
             drawing = until.enter_context(Drawing(self._names, (SEED, self._steps, k)))
             found = program(*tensors)
         if self._names is not None and drawing.drawn < len(self._names):

@@ -19,6 +19,7 @@ from autopipe.emit.stage_code import Surroundings, stage_code
 from autopipe.errors import PlanError
 from autopipe.frontend import batch
 from autopipe.frontend.loss import Loss
+from autopipe.ir.opaque_ops import COND_OP
 from autopipe.ir.torch_private import fake_mode
 from autopipe.planfile import programs
 from autopipe.planfile.contents import BATCH, Plan, stage_file
@@ -103,6 +104,12 @@ def stages(model: Source, plan: Plan, loss: Loss | None) -> dict[str, str]:
     own = model if isinstance(model, nn.Module) else None
     how = kept(plan.precision, plan.optimizer_dtype, plan.grad_dtype)
     traced = trace(skeleton, example, plan.inputs, loss, reads=plan.reads, kept=how, own=own)
+    for node in traced.graph.nodes:
+        if node.op == COND_OP:
+            raise PlanError(
+                f"{node.place}: torch.cond runs functions of the model, of which no file is made",
+                hint="run the plan as it is: autopipe run",
+            )
     found = {}
     for part in range(plan.mesh.tp):
         with collectives.bind(collectives.TENSOR_PARALLEL, Planned(plan.mesh.tp, part)):

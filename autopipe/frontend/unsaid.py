@@ -43,18 +43,12 @@ AS_AN_OP = (
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse what a model is made of, before it runs: hooks on gradients, scripted modules.
+    """Refuse what a model is made of, before it runs: hooks on gradients.
 
     Raises:
         CaptureError: names the module or the parameter, and the line of a hook.
     """
     for path, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise CaptureError(
-                f"{path or 'the model'} is scripted or traced by torch.jit, which keeps its "
-                "parameters to itself",
-                hint="use the module that it was made from",
-            )
         if isinstance(module, nn.SyncBatchNorm) and module.momentum is None:
             raise CaptureError(
                 f"{path or 'the model'} is a SyncBatchNorm with momentum=None: Python reads how "
@@ -199,9 +193,9 @@ def _data(tensor: Tensor, value: Tensor) -> None:
 
 def _control_flow(*args: Any, **kwargs: Any) -> None:
     raise CaptureError(
-        f"{user_lines.here()}: control flow inside the graph (torch.cond and its like) cannot be "
-        "split into stages",
-        hint="compute both sides and choose by torch.where",
+        f"{user_lines.here()}: a loop inside the graph (while_loop and its like) cannot be split "
+        "into stages",
+        hint="write it as a loop of Python's with a fixed number of rounds",
     )
 
 

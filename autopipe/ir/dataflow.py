@@ -135,7 +135,7 @@ def is_random(node: Node) -> bool:
         return bool(given["train"]) and given["p"] != 0
     if short == "scaled_dot_product_attention":
         return bool(arguments(node)["dropout_p"] != 0.0)
-    if short in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+    if short in ("lstm", "gru", "rnn_tanh", "rnn_relu", "packed_rnn"):
         given = arguments(node)
         return bool(given["train"]) and given["dropout"] != 0
     tags = getattr(resolve(node.op), "tags", ())

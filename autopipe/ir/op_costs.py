@@ -142,7 +142,7 @@ def _attention(node: Node, operands: Specs, made: TensorSpec) -> Dim:
     return flops / 2 if arguments(node)["is_causal"] else flops
 
 
-@rule("lstm", "gru", "rnn_tanh", "rnn_relu")
+@rule("lstm", "gru", "rnn_tanh", "rnn_relu", "packed_rnn")
 def _recurrent(node: Node, operands: Specs, made: TensorSpec) -> Dim:
     """Every weight matrix once per time step and row: x [b, t, ...] gives b * t of them."""
     steps = sympy.prod(operands[0].shape[:-1])
@@ -201,7 +201,7 @@ def _dims(op: str, operands: Specs, made: TensorSpec) -> tuple[Dim, ...]:
             return _elements(made) / out, _elements(operands[1]) / out, out
         case "scaled_dot_product_attention":
             return shapes[0][-2], shapes[0][-1], shapes[1][-2]
-        case "lstm" | "gru" | "rnn_tanh" | "rnn_relu":
+        case "lstm" | "gru" | "rnn_tanh" | "rnn_relu" | "packed_rnn":
             matrix = next(shape for shape in shapes[1:] if len(shape) == 2)
             return shapes[0][0], matrix[1], matrix[0]
     return ()
@@ -212,7 +212,7 @@ ATTENTIONS = ATTENTION, CAUSAL_ATTENTION, DROPOUT_ATTENTION
 LIKE = {
     **dict.fromkeys(("conv1d", "conv3d", "convolution"), "conv2d"),
     **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), "conv2d"),
-    **dict.fromkeys(("gru", "rnn_tanh", "rnn_relu"), "lstm"),
+    **dict.fromkeys(("gru", "rnn_tanh", "rnn_relu", "packed_rnn"), "lstm"),
     **dict.fromkeys("columns addmm mm bmm matmul baddbmm _grouped_mm".split(), "linear"),
     "vocabulary_loss": "linear",
     **dict.fromkeys(("group_norm", "instance_norm", "rms_norm"), "layer_norm"),

@@ -28,7 +28,11 @@ from autopipe.ir.torch_private import outside_fake_mode, storage_key
 KERNELS = ("aten.lstm.input",)
 """The ops that `run` runs."""
 
-OPAQUE = (*KERNELS, REGION_OP)
+COND_OP = "autopipe.cond.default"  # functions of the user's (`opaque.branches`)
+
+PACKED_OP = "autopipe.packed_rnn.default"  # `opaque.packed`
+
+OPAQUE = (*KERNELS, REGION_OP, COND_OP, PACKED_OP)
 """The ops that no compiler looks into, nor any pass that runs blocks again."""
 
 Pack = Callable[[Tensor], Tensor]
@@ -44,6 +48,11 @@ def observing(pack: Pack) -> Iterator[None]:
             yield
     finally:
         _packs.pop()
+
+
+def observed() -> bool:
+    """Whether anybody wants to know what is saved: in a dry run, and not in a trace."""
+    return bool(_packs)
 
 
 def run(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -6,6 +6,7 @@
     leaving_modules_alone        nn.Module.to                  where it changes nothing
     averaging_by_tensors         forward of batch norms        with momentum=None
     counting_rows                Python's len                  of a tensor is a symbol in a trace
+    replacing                    a function of Python's        torch.cond, packed sequences
 
 Patches that touch private names stand in `ir.torch_private`; those of transformers in
 `frontend.transformers_adapter`. Each docstring gives the reason why a patch is needed.
@@ -14,9 +15,12 @@ Patches that touch private names stand in `ir.torch_private`; those of transform
 from __future__ import annotations
 
 import builtins
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -171,3 +175,53 @@ def counting_rows() -> Iterator[None]:
 
     with patched(builtins, "len", asked):
         yield
+
+
+_instead = threading.local()
+_exchanged: Counter[Callable[..., Any]] = Counter()
+_exchanging = threading.Lock()
+
+
+@contextmanager
+def replacing(function: Callable[..., Any], replacement: Callable[..., Any]) -> Iterator[None]:
+    """Within, this thread's calls of a function of torch, written in Python, go to `replacement`.
+
+    The function's code is exchanged: users have imported copies of its name. torch.cond compiles
+    what it is given, which it cannot where modes look at what is computed; the sizes of packed
+    sequences depend on values.
+    """
+    own: Any = function
+    with _exchanging:
+        if not _exchanged[function]:
+            plain = FunctionType(own.__code__, own.__globals__, own.__name__, own.__defaults__)
+            own.__kwdefaults__ = {"autopipe_own": plain, "autopipe_asked": _asked_instead}
+            own.__code__, own.__defaults__ = _asking.__code__, None
+        _exchanged[function] += 1
+    known = vars(_instead).setdefault("by_function", {})
+    before = known.get(own.__name__)
+    known[own.__name__] = replacement
+    try:
+        yield
+    finally:
+        known[own.__name__] = before
+        with _exchanging:
+            _exchanged[function] -= 1
+            if not _exchanged[function]:
+                plain = own.__kwdefaults__["autopipe_own"]
+                own.__code__, own.__defaults__ = plain.__code__, plain.__defaults__
+                own.__kwdefaults__ = None
+
+
+def own_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as torch has it, also where it is being replaced."""
+    found: Callable[..., Any] = (function.__kwdefaults__ or {}).get("autopipe_own", function)
+    return found
+
+
+def _asked_instead(plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    replacement = vars(_instead).get("by_function", {}).get(plain.__name__)
+    return (replacement or plain)(*args, **kwargs)
+
+
+def _asking(*args: Any, autopipe_own: Any, autopipe_asked: Any, **kwargs: Any) -> Any:
+    return autopipe_asked(autopipe_own, args, kwargs)

@@ -39,7 +39,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from autopipe.ir.torch_patches import patched
@@ -62,8 +62,8 @@ __all__ = [
     "lend",
     "lists_as_one_read",
     "module_backward_hooks",
+    "no_modes",
     "no_saved_tensors_hooks",
-    "of_unknown_size",
     "outside_fake_mode",
     "quiet",
     "share_members",
@@ -108,16 +108,6 @@ def is_transformed(tensor: torch.Tensor) -> bool:
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
-def of_unknown_size(tensor: torch.Tensor) -> bool:
-    """Whether a size of a traced tensor is a symbol that stands for values of another tensor."""
-    sizes: Sequence[Any] = tensor.shape
-    return any(
-        isinstance(size, torch.SymInt)
-        and any(symbol.name.startswith("u") for symbol in expression(size).free_symbols)
-        for size in sizes
-    )
-
-
 @contextmanager
 def no_saved_tensors_hooks() -> Iterator[None]:
     """Within, no hooks see what autograd saves: torch.func refuses to run where there are any."""
@@ -131,6 +121,11 @@ def no_saved_tensors_hooks() -> Iterator[None]:
     finally:
         for pack, unpack in reversed(hooks):
             autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def no_modes() -> AbstractContextManager[object]:
+    """Within, no mode sees an op: no trace records it."""
+    return cast(AbstractContextManager[object], _disable_current_modes())
 
 
 def outside_fake_mode() -> AbstractContextManager[object]:

@@ -1,10 +1,11 @@
 """A part of a model that no trace can look into  ->  one op of the graph, which runs as it is.
 
-In: a model with its weights, and what could not be captured of it; or a custom autograd.Function.
+In: a model with its weights, and what could not be captured of it; or a custom autograd.Function, a
+torch.cond, an RNN over a packed sequence, a module that torch.jit has compiled.
 Out: regions, measured on a few rows and written into the plan, and the ops that run the user's own
 code, in a trace, in a dry run without memory and on a rank.
 Never found here: how to export a model (`tracing`), where it is cut.
 
 Other rooms use: `search.with_regions`, `measure.measured`, `regions.as_ops`, `.known`, `.named`,
-`trees.parts_of`, `custom_functions.as_ops`.
+`trees.parts_of`, `custom_functions.as_ops`, `branches.as_ops`, `packed.as_ops`, `scripted.plain`.
 """

@@ -15,8 +15,9 @@ from torch import nn
 
 from autopipe.errors import Uncaptured
 from autopipe.ir.torch_private import module_backward_hooks
+from autopipe.opaque.scripted import Scripted
 from autopipe.opaque.sites import Site
-from autopipe.planfile.regions import WHOLE
+from autopipe.planfile.regions import COMPILED, WHOLE
 
 
 def sites_of(error: Uncaptured, models: Sequence[nn.Module]) -> list[Site]:
@@ -66,6 +67,8 @@ def made_so(model: nn.Module) -> dict[Site, str]:
     """The modules that no trace can look into, whatever they are given: why, by their sites."""
     found = {}
     for path, module in model.named_modules():
+        if isinstance(module, Scripted):
+            found[Site(path, WHOLE)] = COMPILED
         if path and module_backward_hooks(module):
             found[Site(path, WHOLE)] = f"{path} has a backward hook"
     return found

@@ -33,6 +33,7 @@ from autopipe.ir.torch_private import (
     storage_key,
 )
 from autopipe.opaque.sites import Site, SiteCall, call, standing_in
+from autopipe.opaque.states import state_of
 from autopipe.opaque.trees import distinct_tensors, from_text, parts_of, to_text, whole_of
 from autopipe.planfile.regions import Region, Result
 from autopipe.util import dims
@@ -121,7 +122,7 @@ def as_ops(model: nn.Module, running: Sequence[Running], rows: Any) -> Iterator[
 def _op(running: Running, model: nn.Module, given: Sequence[Tensor], rows: Any) -> Any:
     region = running.region
     states, written = (
-        [_state(model, name) for name in names] for names in (region.states, region.written)
+        [state_of(model, name) for name in names] for names in (region.states, region.written)
     )
     made = torch.ops.autopipe.region.default(
         [*given, *states],
@@ -138,11 +139,6 @@ def _op(running: Running, model: nn.Module, given: Sequence[Tensor], rows: Any) 
 
 def _site(region: Region) -> Site:
     return Site(region.module, region.method)
-
-
-def _state(model: nn.Module, name: str) -> Any:
-    path, _, leaf = name.rpartition(".")
-    return getattr(model.get_submodule(path), leaf)
 
 
 @cache
@@ -227,7 +223,7 @@ def _called(running: Running, tensors: Sequence[Tensor], written: Sequence[Tenso
     args, kwargs = whole_of(from_text(region.given), tensors[:count])
     made = call(model, _site(region))(*args, **kwargs)
     for name, own in zip(region.written, written, strict=True):
-        new = _state(model, name)
+        new = state_of(model, name)
         if new is not own:
             with torch.no_grad():
                 own.copy_(new)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import CodeType
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -29,6 +30,12 @@ def first_names(model: nn.Module) -> dict[int, str]:
     for name, tensor in named(model).items():
         found.setdefault(id(tensor), name)
     return found
+
+
+def state_of(model: nn.Module, name: str) -> Any:
+    """The parameter or buffer of a name."""
+    path, _, leaf = name.rpartition(".")
+    return getattr(model.get_submodule(path), leaf)
 
 
 def states_of(model: nn.Module, site: Site) -> list[str]:

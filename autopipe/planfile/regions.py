@@ -14,6 +14,10 @@ from dataclasses import dataclass
 WHOLE = "forward"
 """The method that stands for the whole call of a module."""
 
+COMPILED = "torch.jit has compiled it"
+"""Why a scripted or traced module runs as it is. From its second call on torch.jit computes with
+derivatives of its own, so two runs of one model agree to rounding alone."""
+
 
 @dataclass(frozen=True)
 class Result:

@@ -29,6 +29,7 @@ from autopipe.ir.torch_patches import (
     leaving_modules_alone,
 )
 from autopipe.ir.torch_private import DynamicOutputShapeException, quiet
+from autopipe.opaque import branches, packed
 from autopipe.opaque.regions import Running, as_ops
 from autopipe.planfile.parts import InputSpec, Read
 from autopipe.tracing.low_precision import cast, parameters_in
@@ -97,6 +98,8 @@ class Program(nn.Module):
             averaging_by_tensors(),
             counting_rows(),
             unsaid.RefusedCalls(),
+            branches.as_ops(self.model),
+            packed.as_ops(),
         ):
             return self._results(batch, args, kwargs)
 

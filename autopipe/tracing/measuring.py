@@ -16,6 +16,7 @@ from autopipe.frontend import batch as batches
 from autopipe.frontend import second_run
 from autopipe.frontend.quiet import libraries_hushed
 from autopipe.frontend.transformers_adapter import eager_branches
+from autopipe.ir.torch_patches import replacing
 from autopipe.opaque.measure import Fails, Runs, measured
 from autopipe.opaque.sites import Site
 from autopipe.planfile.parts import InputSpec
@@ -67,6 +68,7 @@ class Measuring:
             eager_branches(),
             libraries_hushed(heard=False),
             second_run.restored(),
+            replacing(torch.cond, _as_code),
         ):
             if model.training != program.training:
                 model.train(program.training)
@@ -112,6 +114,11 @@ class Measuring:
                 "something else",
                 hint="keep it in a buffer, register_buffer, and write that in place",
             )
+
+
+def _as_code(chosen: Any, first: Any, second: Any, operands: Sequence[Any]) -> Any:
+    """What torch.cond gives; torch's own does not run where anybody looks."""
+    return first(*operands) if chosen else second(*operands)
 
 
 def _negated(leaf: Any) -> Any:

@@ -23,6 +23,7 @@ from autopipe.frontend.construct import Factory, build_fake
 from autopipe.frontend.loss import Loss
 from autopipe.frontend.quiet import libraries_hushed
 from autopipe.ir import torch_private
+from autopipe.opaque.scripted import plain
 from autopipe.planfile.parts import InputSpec
 from autopipe.planfile.regions import Region
 from autopipe.tracing.low_precision import SixteenBits
@@ -38,11 +39,12 @@ def bare(model: Source, say: Say | None = None) -> nn.Module:
     with libraries_hushed(heard=True):
         if isinstance(model, nn.Module):
             _check_shapes(model)
-            built = torch_private.skeleton(model)
+            built = torch_private.skeleton(plain(model))
         else:
             built = build_fake(model, room=available_memory, say=say)
     if not isinstance(built, nn.Module):
         raise ModelError(f"model() gives a {type(built).__name__}, not an nn.Module")
+    built = plain(built)
     _check_shapes(built)
     first: dict[tuple[int, int], str] = {}
     for name, parameter in built.named_parameters():
@@ -90,7 +92,7 @@ def trace_source(
 
     def real() -> nn.Module:
         if isinstance(model, nn.Module):
-            return model
+            return plain(model)
         needed, found = parameter_bytes(skeleton), available_memory()
         if needed > found:
             raise CaptureError(
@@ -98,7 +100,7 @@ def trace_source(
                 f"them; they take {numbers.memory(needed)}, and {numbers.memory(found)} are free",
                 hint="express the branch as a computation (torch.where)",
             )
-        return model()
+        return plain(model())
 
     return trace(
         skeleton,

@@ -32,9 +32,9 @@ from autopipe.ir.graph import tensors_in
 from autopipe.ir.torch_private import (
     DataDependentOutputException,
     TorchDispatchMode,
+    expression,
     is_fake,
     lists_as_one_read,
-    of_unknown_size,
     written_arguments,
 )
 from autopipe.opaque.custom_functions import as_ops
@@ -278,7 +278,7 @@ class _Replaying(TorchFunctionMode):
             return _as_text(*args)
         if name not in _READERS or not args or not isinstance(args[0], Tensor):
             made = func(*used(args), **used(kwargs or {}))
-            if any(map(of_unknown_size, tensors_in(made))):
+            if any(map(_of_unknown_size, tensors_in(made))):
                 raise refusals.depends_on_values(user_lines.here())
             return made
         index, self._next = self._next, self._next + 1
@@ -304,3 +304,13 @@ class _Replaying(TorchFunctionMode):
                 "reads were recorded, and does not while it is traced",
                 hint="the model reads other tensors each time it runs (state kept between calls?)",
             )
+
+
+def _of_unknown_size(tensor: Tensor) -> bool:
+    """Whether a size of a traced tensor is a symbol that stands for values of another tensor."""
+    sizes: Sequence[Any] = tensor.shape
+    return any(
+        isinstance(size, torch.SymInt)
+        and any(symbol.name.startswith("u") for symbol in expression(size).free_symbols)
+        for size in sizes
+    )

@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "joint planners.model planners.search planners.costs runtime.probe",
     "planners.formulas": "util cluster schedules planfile scaling ir frontend tracing sharding "
     "stages joint planners.model planners.search planners.costs planners.driver",
-    "checking": "util cluster schedules planfile ir frontend tracing sharding stages "
+    "checking": "util cluster schedules planfile ir frontend opaque tracing sharding stages "
     "planners.driver runtime.launch runtime.parameters runtime.step runtime",
     "terminal": "util planfile frontend runtime.launch",
     "cli": "terminal util schedules planfile report export interop frontend tracing emit checking "

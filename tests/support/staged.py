@@ -20,6 +20,7 @@ from autopipe.ir import torch_private
 from autopipe.ir.blocks import find_blocks
 from autopipe.ir.dataflow import analyse
 from autopipe.ir.partition import partition
+from autopipe.opaque.scripted import plain
 from autopipe.stages.lower import lower
 from autopipe.stages.rng import stream
 from autopipe.tracing.trace import Trace, trace
@@ -32,9 +33,9 @@ def trace_model(model, inputs, loss=None, *, rows=(2, 3), **options):
     """Trace a real model by its skeleton. `inputs(rows)` makes a batch."""
     batch = inputs(rows[0])
     specs = batches.describe(batch, inputs(rows[1]), *rows)
-    options.setdefault("real", lambda: model)
+    options.setdefault("real", lambda: plain(model))
     options.setdefault("own", model)
-    return trace(torch_private.skeleton(model), batch, specs, loss, **options)
+    return trace(torch_private.skeleton(plain(model)), batch, specs, loss, **options)
 
 
 def traced_at(name: str, length: int, **options) -> Trace:

@@ -58,6 +58,34 @@ class Condition(Net):
         return torch.cond(hidden.sum() > 0, lambda h: h.sin(), lambda h: h.cos(), (hidden,))
 
 
+class _Either(nn.Module):
+    """Two layers, of which one side of a condition runs both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden [..., 16] -> the same."""
+
+        def first(h: Tensor) -> Tensor:
+            return self.right(self.left(h).relu())
+
+        made: Tensor = torch.cond(hidden.mean() > 0.3, first, self.right, (hidden,))
+        return hidden + made
+
+
+@odd()
+class ConditionInEachBlock(Net):
+    """torch.cond with parameters, in each of four blocks."""
+
+    def begin(self) -> None:
+        self.blocks = nn.Sequential(*(_Either() for _ in range(4)))
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        return self.blocks(hidden)
+
+
 @odd()
 class Vmapped(Net):
     """torch.vmap over the rows."""

@@ -219,6 +219,42 @@ class TracedByJit(Net):
         self.first = torch.jit.trace(self.first, torch.zeros(2, 16))
 
 
+class _ToScript(nn.Module):
+    """A batch norm whose code counts batches, and a branch on a size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(16, 16), nn.BatchNorm1d(16)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden [b, 16] -> the same."""
+        if hidden.size(0) > 1000:
+            hidden = hidden / 2
+        return hidden + self.norm(self.layer(hidden)).relu()
+
+
+class _AroundScript(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scripted, self.out = torch.jit.script(_ToScript()), nn.Linear(16, 16)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden [b, 16] -> the same."""
+        made: Tensor = self.out(self.scripted(hidden))
+        return made
+
+
+@odd()
+class ScriptedInEachBlock(Net):
+    """A scripted module in each of four blocks."""
+
+    def begin(self) -> None:
+        self.blocks = nn.Sequential(*(_AroundScript() for _ in range(4)))
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        return self.blocks(hidden)
+
+
 @odd()
 class ScriptedFunction(Net):
     """A function that is scripted."""

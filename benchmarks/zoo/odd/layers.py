@@ -17,8 +17,10 @@ from benchmarks.zoo.odd.common import (
     odd,
     pictures,
     sequences,
+    square,
     tokens,
 )
+from benchmarks.zoo.subject import Batch, integers
 
 
 @odd()
@@ -138,6 +140,30 @@ class PackedSequences(nn.Module):
         hidden, _ = self.lstm(packed)
         padded, _ = rnn.pad_packed_sequence(hidden, batch_first=True, total_length=LENGTH)
         return self.out(padded)
+
+
+def sequences_and_lengths(rows: int) -> Batch:
+    """As `sequences`, and lengths [b] in 1 to LENGTH."""
+    lengths = integers(low=1, below=LENGTH + 1, seed=2)
+    return {**sequences(rows), "lengths": lengths[:rows].clone()}
+
+
+@odd(sequences_and_lengths, square)
+class PackedByLengths(nn.Module):
+    """Packs rows for a GRU of two directions by lengths of the batch, unsorted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 16)
+        self.gru = nn.GRU(16, 8, 2, batch_first=True, bidirectional=True)
+        self.out = nn.Linear(16, WIDTH)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        """x [b, LENGTH, WIDTH] -> the same."""
+        packed = rnn.pack_padded_sequence(self.up(x).tanh(), lengths, True, enforce_sorted=False)
+        hidden, last = self.gru(packed)
+        padded, _ = rnn.pad_packed_sequence(hidden, batch_first=True, total_length=x.shape[1])
+        return self.out(padded) + last.mean()
 
 
 @odd(sequences)

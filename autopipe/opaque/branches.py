@@ -1,0 +1,226 @@
+"""Make `torch.cond` one op of the graph, which runs the side that values choose.
+
+    torch.cond(p, lambda h: self.a(h), lambda h: h * k, (h,))
+                traced as   autopipe::cond(p, [h, a.weight, a.bias, k], "cond 0 (5f0c...)")
+
+What the two functions read besides their operands goes into the op as well: parameters, and tensors
+of the code around them. Like torch's own, the op keeps what it is given and no more: backward runs
+the chosen side again. What only the other side reads gets a gradient of zeros, which is no `None`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from autopipe.errors import CaptureError
+from autopipe.frontend import user_lines
+from autopipe.ir.graph import tensors_in
+from autopipe.ir.torch_patches import replacing
+from autopipe.ir.torch_private import TorchDispatchMode, is_fake, no_modes, tree_map, version
+from autopipe.opaque.states import first_names, state_of
+from autopipe.opaque.trees import Unlike, distinct_tensors, parts_of, whole_of
+
+_library = torch.library.Library("autopipe", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("cond(Tensor chosen, Tensor[] tensors, str call) -> Tensor[]")  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True)
+class _Sides:
+    """The two functions of a call.
+
+    Attributes:
+        model: whose code they are.
+        operands: what they are called with, a tree with places for the first of `read`.
+        read: the tensors that go into the op: names of the model's, others as in the trace.
+        gives: what they give, a tree with places for the op's results.
+    """
+
+    sides: tuple[Callable[..., Any], Callable[..., Any]]
+    model: nn.Module
+    operands: Any
+    read: tuple[Tensor | str, ...]
+    gives: Any
+
+    def run(self, chosen: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The results of one side, of these tensors in the place of those of the trace.
+
+        Without values it is the first side: the other one has results of the same shapes.
+        """
+        side = self.sides[0 if is_fake(chosen) or bool(chosen) else 1]
+        own = (state_of(self.model, t) if isinstance(t, str) else t for t in self.read)
+        with _Replacing({id(old): new for old, new in zip(own, tensors, strict=True)}):
+            made = distinct_tensors(side(*whole_of(self.operands, tensors)))
+        given = set(map(id, tensors))
+        return [tensor.clone() if id(tensor) in given else tensor for tensor in made]
+
+
+_known: dict[str, _Sides] = {}
+
+
+class _Replacing(TorchFunctionMode):
+    """Within, calls of torch get other tensors in the place of some."""
+
+    def __init__(self, others: Mapping[int, Tensor]) -> None:
+        super().__init__()
+        self._others = others
+
+    def _other(self, arg: Any) -> Any:
+        return self._others.get(id(arg), arg) if isinstance(arg, Tensor) else arg
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(self._other, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class _Taken(torch.autograd.Function):
+    """Runs a side; keeps what it is given, and runs it again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, call: str, chosen: Tensor, *tensors: Tensor) -> Any:
+        ctx.call = call
+        ctx.save_for_backward(chosen, *tensors)
+        return tuple(_known[call].run(chosen, tensors))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        chosen, *saved = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[2:]
+        pairs = list(zip(saved, wanted, strict=True))
+        given = [tensor.detach().requires_grad_(needed) for tensor, needed in pairs]
+        with torch.enable_grad():
+            made = _known[ctx.call].run(chosen, given)
+        carrying = [number for number, tensor in enumerate(made) if tensor.requires_grad]
+        found = torch.autograd.grad(
+            [made[number] for number in carrying],
+            [tensor for tensor in given if tensor.requires_grad],
+            [gradients[number] for number in carrying],
+            allow_unused=True,
+            materialize_grads=True,
+        )
+        each = iter(found)
+        return None, None, *(next(each) if needed else None for needed in wanted)
+
+
+def _run(chosen: Tensor, tensors: Sequence[Tensor], call: str) -> list[Tensor]:
+    return list(_Taken.apply(call, chosen, *tensors))  # type: ignore[no-untyped-call]
+
+
+_library.impl("cond", _run, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
+
+
+def as_ops(model: nn.Module) -> AbstractContextManager[None]:
+    """Within, a `torch.cond` on a tensor is an op of a trace; on a size it is Python's `if`.
+
+    Raises:
+        CaptureError: its functions do what one op cannot; names the user's line.
+    """
+    return replacing(torch.cond, partial(_op, model))
+
+
+def _op(
+    model: nn.Module,
+    chosen: Any,
+    first: Callable[..., Any],
+    second: Callable[..., Any],
+    operands: Sequence[Any],
+) -> Any:
+    if not isinstance(chosen, Tensor):
+        return first(*operands) if chosen else second(*operands)
+    tensors = distinct_tensors(operands)
+    read: dict[int, Tensor] = {id(tensor): tensor for tensor in tensors}
+    texts, gives = [], []
+    for side in (first, second):
+        with no_modes(), torch.no_grad(), _Drawing(), _Reading(read) as reading:
+            with replacing(torch.cond, _nested):
+                made = side(*operands)
+        found = distinct_tensors(made)
+        try:
+            gives.append(parts_of(made, found))
+        except Unlike as error:
+            raise _refusal(str(error)) from error
+        texts.append((reading.lines, [(tuple(t.shape), t.dtype) for t in found]))
+    if gives[0] != gives[1] or texts[0][1] != texts[1][1]:
+        raise _refusal("its two functions give tensors of other shapes or dtypes")
+    names = first_names(model)  # of the trace's own tensors, which the model has for a while
+    own = tuple(names.get(key, tensor) for key, tensor in read.items())
+    called = parts_of(tuple(operands), tensors)
+    digest = hashlib.sha256(repr([lines for lines, _ in texts]).encode()).hexdigest()[:12]
+    _known[digest] = _Sides((first, second), model, called, own, gives[0])
+    made = torch.ops.autopipe.cond.default(chosen, [*read.values()], digest)
+    return whole_of(gives[0], made)
+
+
+def _nested(*args: Any) -> Any:
+    raise _refusal("one of its functions calls torch.cond")
+
+
+class _Reading(TorchFunctionMode):
+    """Notes the calls of torch within, and tensors that come from outside.
+
+    Args:
+        read: the tensors from outside known so far, by their identities; gets those that are found.
+
+    Attributes:
+        lines: what was called with what, equal for every trace of a model.
+    """
+
+    def __init__(self, read: dict[int, Tensor]) -> None:
+        super().__init__()
+        self._read = read
+        self._made: dict[int, Tensor] = {}
+        self.lines: list[str] = []
+
+    def _told(self, arg: Any) -> Any:
+        if isinstance(arg, Tensor):
+            if id(arg) in self._made:
+                return f"made {[*self._made].index(id(arg))}"
+            self._read.setdefault(id(arg), arg)
+            return f"read {[*self._read].index(id(arg))}"
+        return "size" if isinstance(arg, torch.SymInt) else repr(arg)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in _VALUES:
+            raise _refusal(f"one of its functions calls {name}")
+        whose = getattr(getattr(func, "__self__", None), "__name__", "")
+        self.lines.append(f"{whose}.{name} {tree_map(self._told, (args, kwargs))}")
+        before = [(tensor, version(tensor)) for tensor in tensors_in((args, kwargs))]
+        made = func(*args, **kwargs)
+        if any(id(t) in self._read and version(t) != count for t, count in before):
+            raise _refusal("one of its functions writes a tensor in place")
+        known = self._read.keys() | self._made.keys()
+        self._made |= {id(t): t for t in tensors_in(made) if id(t) not in known}
+        return made
+
+
+_VALUES = frozenset("__bool__ __int__ __float__ __index__ item tolist numpy is_nonzero".split())
+"""Functions that give Python a value of a tensor."""
+
+
+class _Drawing(TorchDispatchMode):
+    """Refuses random numbers: backward would draw others."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise _refusal("one of its functions draws random numbers")
+        return func(*args, **(kwargs or {}))
+
+
+def _refusal(what: str) -> CaptureError:
+    return CaptureError(
+        f"{user_lines.here()}: torch.cond cannot be one op of a graph: {what}",
+        hint="compute both sides and choose by torch.where",
+    )

@@ -1,0 +1,228 @@
+"""Plain modules in the place of those that torch.jit has scripted or traced.
+
+    model.encoder     a ScriptModule, which keeps its tensors to itself
+                ->    a `Scripted`, a plain module with parameters and buffers of the same names,
+                      which lends them to the compiled code for each call
+
+What torch.jit has compiled has no Python code that a trace could follow, so a `Scripted` always
+runs as it is (`culprits.made_so`).
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopipe.errors import CaptureError, Uncaptured
+from autopipe.frontend import user_lines
+from autopipe.ir.graph import tensors_in
+from autopipe.ir.torch_private import is_fake
+
+_AS_IT_WAS = "use the module that it was made from"
+
+
+def plain(model: nn.Module) -> nn.Module:
+    """A model that shares all tensors with `model`, with a `Scripted` for each scripted part.
+
+    It is `model` itself where no part is scripted.
+
+    Raises:
+        CaptureError: a part keeps something that is no buffer from one call to the next, or all of
+            the model is scripted, which leaves nothing to cut.
+    """
+    parts = dict(_outermost(model))
+    if not parts:
+        return model
+    if "" in parts:
+        raise CaptureError(
+            "the model is compiled by torch.jit as a whole: it runs in one piece, so "
+            "there is nothing to cut",
+            hint=f"{_AS_IT_WAS}, or script its parts: self.block = torch.jit.script(self.block)",
+        )
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for value in (*_tensors_of(module).values(), *vars(module).values()):
+            if isinstance(value, Tensor | torch.jit.ScriptFunction):
+                memo[id(value)] = value
+    known: dict[int, nn.Parameter] = {}
+    for path, part in parts.items():
+        _check(path, part)
+        memo[id(part)] = Scripted(part, Code.of(part), known)
+    return copy.deepcopy(model, memo)
+
+
+def _outermost(model: nn.Module, path: str = "") -> Iterator[tuple[str, torch.jit.ScriptModule]]:
+    """The scripted modules that are within no other one, with their paths."""
+    if isinstance(model, torch.jit.ScriptModule):
+        yield path, model
+        return
+    for name, child in model.named_children():
+        yield from _outermost(child, f"{path}.{name}".strip("."))
+
+
+class Code:
+    """Compiled code that has no tensors of its own but constants, and is copied as such."""
+
+    def __init__(self, module: torch.jit.ScriptModule) -> None:
+        self.module = module
+
+    @classmethod
+    def of(cls, script: torch.jit.ScriptModule) -> Code:
+        """The code of a module, which keeps its tensors."""
+        with torch.no_grad():
+            code = cls(copy.deepcopy(script))
+            code.let_go()
+        return code
+
+    @cached_property
+    def parts(self) -> dict[str, torch.jit.ScriptModule]:
+        """The compiled submodules by their paths, itself under ""."""
+        return dict(self.module.named_modules())
+
+    def let_go(self) -> None:
+        """Be without parameters and buffers."""
+        for part in self.parts.values():
+            for name in _tensors_of(part):
+                setattr(part, name, torch.empty(0))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Code:
+        return Code(copy.deepcopy(self.module))
+
+
+class Scripted(nn.Module):
+    """Compiled code as a plain module; its submodules are such ones too.
+
+    Args:
+        script: has the tensors.
+        code: its code.
+        known: the parameters made so far, by the identity of the tensors that they are.
+    """
+
+    def __init__(
+        self, script: torch.jit.ScriptModule, code: Code, known: dict[int, nn.Parameter]
+    ) -> None:
+        super().__init__()
+        self.training = bool(script.training)
+        for name, own in script.named_parameters(recurse=False, remove_duplicate=False):
+            self.register_parameter(name, known.setdefault(id(own), _parameter(own)))
+        for name, tensor in script.named_buffers(recurse=False, remove_duplicate=False):
+            self.register_buffer(name, tensor)
+        for name, child in script.named_children():
+            assert isinstance(child, torch.jit.ScriptModule)
+            self.add_module(name, Scripted(child, Code(code.parts[name]), known))
+        self.code = code  # last, since `__getattr__` asks it
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the compiled code gives; it writes the buffers of this module."""
+        if any(map(is_fake, tensors_in((args, kwargs, [*self.parameters()])))):
+            raise Uncaptured(
+                f"{user_lines.here()}: a module is called that is compiled by torch.jit",
+                hint=_AS_IT_WAS,
+            )
+        modules, parts = dict(self.named_modules(remove_duplicate=False)), self.code.parts
+        lent = {
+            (path, name): tensor
+            for path in parts
+            for name, tensor in _tensors_of(modules[path]).items()
+        }
+        for path, part in parts.items():
+            if part.training != modules[path].training:
+                part.training = modules[path].training
+        for (path, name), tensor in lent.items():
+            setattr(parts[path], name, tensor)
+        try:
+            made = self.code.module(*args, **kwargs)
+            for (path, name), tensor in lent.items():
+                now = getattr(parts[path], name)
+                if now is not tensor:  # a batch norm counts: self.batches = self.batches + 1
+                    setattr(modules[path], name, now)
+        finally:
+            self.code.let_go()
+        return made
+
+    def __getattr__(self, name: str) -> Any:
+        """A value that the compiled code has besides: a number, a text."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("__") or "code" not in vars(self):
+                raise
+            value = getattr(self.code.module, name)
+        if callable(value):
+            raise CaptureError(
+                f"{user_lines.here()}: {name}() of a module that is compiled by torch.jit is "
+                "called: only its forward is known",
+                hint=_AS_IT_WAS,
+            )
+        return value
+
+
+def _parameter(tensor: Tensor) -> nn.Parameter:
+    """A tensor as a parameter: those of code that was loaded from a file are none."""
+    if isinstance(tensor, nn.Parameter):
+        return tensor
+    return nn.Parameter(tensor.detach(), tensor.requires_grad)
+
+
+def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of a module itself."""
+    return {
+        **dict(module.named_parameters(recurse=False, remove_duplicate=False)),
+        **dict(module.named_buffers(recurse=False, remove_duplicate=False)),
+    }
+
+
+def _check(path: str, script: torch.jit.ScriptModule) -> None:
+    """Refuse compiled code that does more than to compute and to write its buffers.
+
+    Raises:
+        CaptureError: it keeps something else from one call to the next.
+    """
+    states = {name for name, _ in (*script.named_parameters(), *script.named_buffers())}
+    graph = script.inlined_graph
+    homes = {value: "" for value in [next(graph.inputs()).debugName()]}
+    kept: dict[str, str] = {}
+    for node in _nodes(graph):
+        first = next((value.debugName() for value in node.inputs()), "")
+        name = kept.get(first)
+        if node.kind() in ("prim::GetAttr", "prim::SetAttr"):
+            whole = f"{homes.get(first, '')}.{node.s('name')}".strip(".")
+            name = None if whole in states else whole
+        if node.kind() == "prim::GetAttr":
+            homes[node.output().debugName()] = whole
+        aliasing = node.kind() == "prim::GetAttr" or "(a" in node.schema()
+        if name is not None and aliasing:
+            kept |= {value.debugName(): name for value in node.outputs()}
+        if name is not None and (node.kind() == "prim::SetAttr" or "!)" in node.schema()):
+            raise CaptureError(
+                f"{_place(node)}{path}, which is compiled by torch.jit, keeps {name} from one call "
+                "to the next, which is no buffer",
+                hint="make it one: self.register_buffer(...), of a tensor",
+            )
+
+
+def _nodes(block: Any) -> Iterator[Any]:
+    """The nodes of a graph, those of its branches and loops too."""
+    for node in block.nodes():
+        yield node
+        for inner in node.blocks():
+            yield from _nodes(inner)
+
+
+_LINE = re.compile(r" # (\S+:\d+):\d+")
+"""Where torch.jit writes the user's line behind a node."""
+
+
+def _place(node: Any) -> str:
+    """The user's line that a node was compiled from: `model.py:12: `; empty if it is not known.
+
+    An attribute is set on the line of its new value.
+    """
+    places = [_LINE.search(str(one)) for one in (node, *(v.node() for v in node.inputs()))]
+    return next((f"{found[1]}: " for found in places if found), "")
