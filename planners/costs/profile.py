@@ -139,7 +139,7 @@ class Costing:
                 break
             except Uneven:
                 pass
-        parameters, constants, _ = states(flow, units, kept.low)
+        parameters, frozen, constants, _ = states(flow, units, kept.low)
         crossings = crossings_of(flow, units, kept.made_in)
         levels = levels_of(short, inside, kept.levels, self.rows[0], self._may)
         if self._words:  # all of these ops, and no choice
@@ -149,6 +149,7 @@ class Costing:
             constraints=self._constraints(levels),
             parameters=parameters,
             constants=constants,
+            frozen=frozen,
             profiles=tuple(
                 replace(
                     profile,
@@ -225,7 +226,7 @@ class Costing:
     def _timed_by(self, short: Short) -> _Timing:
         """The problem by the seconds of a short graph."""
         flow, units, may = self.flow, self.units, self._may
-        parameters, constants, copies = states(flow, units, ())
+        parameters, frozen, constants, copies = states(flow, units, ())
         costs = self._formulas(short)
         made = [self._profile(short, costs, size) for size in self.rows]
         problem = Problem(
@@ -245,6 +246,7 @@ class Costing:
             zeros=self.zeros,
             tp=self.tp,
             copies=copies,
+            frozen=frozen,
             largest=largest(flow, units),
             low_gradients=any(state.gradient for state in flow.graph.states.values()),
         )

@@ -17,22 +17,23 @@ from autopipe.stages.precision import copy_bytes
 def states(
     flow: Dataflow, units: Units, lowered: Collection[str]
 ) -> tuple[tuple[Shared, ...], ...]:
-    """Trainable parameters, all else that is held, and the copies of masters.
+    """Trainable parameters, frozen ones, all else that is held, and the copies of masters.
 
     Args:
         lowered: the parameters of which a step has copies; those that autocast casts are held.
     """
-    trainable, other, copies = (Counter[tuple[int, ...]]() for _ in range(3))
+    trainable, frozen, other, copies = (Counter[tuple[int, ...]]() for _ in range(4))
     for name, state in flow.graph.states.items():
         used = tuple(sorted({units.of(position) for position in flow.users[State(name)]}))
-        (trainable if state.trainable else other)[used] += bytes_at(state.held, 1)
+        kind = trainable if state.trainable else frozen if state.kind == "parameter" else other
+        kind[used] += bytes_at(state.held, 1)
         if state.master is not None:
             copies[used] += copy_bytes(state)
         elif name in lowered:
             other[used] += copy_bytes(state)
     return tuple(
         tuple(Shared(size, used) for used, size in sizes.items())
-        for sizes in (trainable, other, copies)
+        for sizes in (trainable, frozen, other, copies)
     )
 
 

@@ -173,6 +173,8 @@ def _gathering(found: PlannedStages, stage: Stage, rank: int, own: Seconds) -> S
     read = held - sum(bytes_at(s.held, 1) - copy_bytes(s) for s in masters)
     half = partial(half_sum, copying=plan.cluster.copying)
     scatters = _exchange(plan, rank, half, summed)
+    frozen = [s for s in states if s.kind == "parameter" and not s.trainable]
+    read += sum(bytes_at(state.held, 1) for state in frozen)
     gathers = _exchange(plan, rank, half, read) if plan.fully_sharded else 0.0
     if not are_gpus(plan.cluster.devices):
         return Seconds(total(own.forward, gathers), total(own.backward, gathers, scatters))

@@ -13,13 +13,13 @@ the estimate, the search is repeated with the difference in `Problem.beyond`. Al
 compared with a device's limit by `excess`.
 
 **Estimate.** Let stage s hold the units [i, j), n of m micro-batches being in flight. Over that
-range `Tables` has W trainable and C constant bytes, A bytes saved for backward, R bytes received
-and S bytes sent; R' and S' are those of them whose gradient goes the other way.
+range `Tables` has W trainable, Z frozen and C constant bytes, A bytes saved for backward, R bytes
+received and S bytes sent; R' and S' are those of them whose gradient goes the other way.
 
-    W + L                      parameters, and copies in 16 bits of those that are masters
+    W + L + Z                  parameters, and copies in 16 bits of those that are masters
     G                          gradients: W, or W - L where those of masters are of 16 bits
     optimizer_factor * W       optimizer state
-    C                          buffers and frozen parameters
+    C                          buffers
     n * (A - D + R)            activations: what is received is kept until its backward
     max(d, g)                  what backward makes a second time
     min(window, m) * R         receives posted ahead
@@ -30,7 +30,7 @@ D are the bytes that recomputed blocks do not save, d the bytes of the largest b
 while it is recomputed (`planners.model.recompute_sets`), g those of ops that a compiled stage runs
 again unasked: of the logits, mostly. ZeRO-1 divides the optimizer state by dp,
 and masters, 2 L of W, which are a part of it; ZeRO-2 gradients too, and has the buckets that are
-scattered (`scattered_bytes`) beside them; ZeRO-3 also parameters, and has what it gathers
+scattered (`scattered_bytes`) beside them; ZeRO-3 also parameters, Z too, and has what it gathers
 (`range_tables.gathered_bytes`) in the place of L.
 
 **Bound.** A stage holds at least a sum over its units,
@@ -92,10 +92,14 @@ def estimate(
     posted, arriving = (min(problem.window + n, micro_batches) for n in (0, 1))
     leaving = min(2, micro_batches)
     whole, share = ranges.trainable, -(-ranges.trainable // dp)
-    fully = config.fully_sharded
-    gathered = gathered_bytes(ranges.block, ranges.tied, dp)
+    if config.fully_sharded:
+        frozen = -(-ranges.frozen // dp)
+        parameters = share + frozen + gathered_bytes(ranges.block, ranges.tied, dp)
+    else:
+        masters = -(-2 * ranges.copies // (dp if zero else 1))
+        parameters = ranges.read + masters + ranges.frozen
     return (
-        share + gathered if fully else ranges.read - (-2 * ranges.copies // (dp if zero else 1)),
+        parameters,
         share if config.scatters else ranges.summed,
         np.rint(problem.optimizer_factor * (share if zero else whole)).astype(np.int64),
         ranges.constants,
@@ -176,6 +180,7 @@ def _states(problem: Problem, dp: int, zero: int) -> NDArray[np.float64]:
     sizes = np.zeros(problem.units + 1)
     for states, times in (
         (problem.parameters, held),
+        (problem.frozen, own),
         (problem.constants, 1.0),
         # Beside the masters, which are in `held`, or in their place, and shards of them.
         (problem.copies, 0.0 if fully else 2 * optimizer - 1 - low),

@@ -158,7 +158,7 @@ class Problem:
         units: how many units the model has.
         blocks: ranges [first, last) of units, one per repeated block, in order; may be empty.
         parameters: trainable parameters; each also has a gradient and optimizer state.
-        constants: frozen parameters and buffers.
+        constants: buffers, and copies of parameters that autocast casts.
         optimizer_factor: bytes of optimizer state per byte of trainable parameter.
         profiles: one per micro-batch size worth considering, `rows` ascending.
         batch: rows of the whole batch.
@@ -171,6 +171,7 @@ class Problem:
         tp: the tensor-parallel degree that the profiles are for.
         copies: what forward reads of those `parameters` that are fp32 masters, in 16 bits: half as
             large. Under ZeRO-3 they are there only while they are gathered.
+        frozen: parameters that are not trained; ZeRO-3 shards and gathers them too.
         largest: of each unit the bytes of the largest gradient that it makes, beside the sum that
             it is added to; empty where that is not counted.
         low_gradients: gradients of masters are summed in 16 bits, as wide as `copies`.
@@ -191,6 +192,7 @@ class Problem:
     zeros: tuple[int, ...] = (0,)
     tp: int = 1
     copies: tuple[Shared, ...] = ()
+    frozen: tuple[Shared, ...] = ()
     largest: tuple[int, ...] = ()
     low_gradients: bool = False
     beyond: Mapping[str, int] = field(default_factory=dict)

@@ -45,6 +45,7 @@ class Tables:
     earlier: Times
     exchange: tuple[Times, ...]
     trainable: Bytes
+    frozen: Bytes
     constants: Bytes
     copies: Bytes
     summed: Bytes
@@ -74,6 +75,11 @@ class Tables:
         """Bytes of the trainable parameters as forward reads them: a copy is half of a master."""
         return self.trainable - self.copies
 
+    @property
+    def gathered(self) -> Bytes:
+        """Bytes that ZeRO-3 gathers for a forward: of frozen parameters too."""
+        return self.read + self.frozen
+
 
 def tables(problem: Problem, profile: Profile) -> Tables:
     """All ranges of the problem's units under one profile; the last few are remembered."""
@@ -88,6 +94,7 @@ def _tables(problem: Problem, rows: int) -> Tables:
     held = _of_states(
         units,
         problem.parameters,
+        problem.frozen,
         problem.constants,
         problem.copies,
         problem.blocks,
@@ -99,12 +106,13 @@ def _tables(problem: Problem, rows: int) -> Tables:
         earlier=_earlier(tuple(map(min, zip(*profile.backward, strict=True)))),
         exchange=tuple(map(_prefix, profile.exchange)),
         trainable=held[0],
-        constants=held[1],
-        copies=held[2],
-        summed=held[0] - held[2] if problem.low_gradients else held[0],
-        block=held[3],
-        tied=held[4],
-        largest=held[5],
+        frozen=held[1],
+        constants=held[2],
+        copies=held[3],
+        summed=held[0] - held[3] if problem.low_gradients else held[0],
+        block=held[4],
+        tied=held[5],
+        largest=held[6],
         saved=_fill(units, _saved(units, profile.saved)),
         again=_largest(profile.again or (0,) * units),
         received=_fill(units, _received(units, crossings)),
@@ -129,20 +137,22 @@ _Rectangle = tuple[int, int, int, int, int]  # bytes, for first <= i <= last and
 def _of_states(
     units: int,
     parameters: tuple[Shared, ...],
+    frozen: tuple[Shared, ...],
     constants: tuple[Shared, ...],
     copies: tuple[Shared, ...],
     blocks: tuple[tuple[int, int], ...],
     largest: tuple[int, ...],
 ) -> tuple[Bytes, ...]:
-    """What no profile changes: trainable, constants, copies, block, tied, largest."""
+    """What no profile changes: trainable, frozen, constants, copies, block, tied, largest."""
     block = np.zeros((units + 1, units + 1), dtype=np.int64)
-    tied, tied_copies = parameters, copies
+    tied, tied_copies = (*parameters, *frozen), copies
     for first, stop in (*blocks, *((unit, unit + 1) for unit in range(units))):
         size, tied = _taken(tied, first, stop)
         low, tied_copies = _taken(tied_copies, first, stop)
         having = block[:stop, first + 1 :]  # the ranges [i, j) with i < stop and j > first
         np.maximum(having, size - low, out=having)
-    sums = [_fill(units, _held(units, items)) for items in (parameters, constants, copies)]
+    every = (parameters, frozen, constants, copies)
+    sums = [_fill(units, _held(units, items)) for items in every]
     staying, low_staying = (_fill(units, _held(units, items)) for items in (tied, tied_copies))
     return (*sums, np.triu(block, 1), staying - low_staying, _largest(largest))
 

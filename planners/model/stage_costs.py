@@ -68,7 +68,7 @@ def exchanged(
     """What each backward scatters and, under ZeRO-3, it and the forward gather.
 
     Args:
-        read: bytes of the parameters as they are read.
+        read: bytes of the parameters as they are read, frozen ones too.
         summed: bytes of their gradients.
     """
     nothing, streams = np.zeros(np.shape(summed)), problem.machine.streams
@@ -216,7 +216,7 @@ def gathering(
         recompute: seconds that blocks take a second time.
     """
     kind, group = place.group.kind, place.group
-    gathers, scatters = exchanged(ranges.read, ranges.summed, problem, config, group)
+    gathers, scatters = exchanged(ranges.gathered, ranges.summed, problem, config, group)
     if not problem.machine.overlaps:
         return Gathering(gathers, gathers + scatters)
     backward = ranges.backward[kind] + recompute

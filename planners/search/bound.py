@@ -41,6 +41,7 @@ def bound(problem: Problem, config: Config, weights: Weights = weights) -> float
     if config.scatters and problem.machine.alike:
         summed = sum(parameter.bytes for parameter in problem.parameters)
         read = summed - sum(copy.bytes for copy in problem.copies)
+        read += sum(parameter.bytes for parameter in problem.frozen)
         group = problem.machine.groups(config.dp)[0]
         own = exchanged(read, summed, problem, config, group)
         waiting = float(2 * own.gathers + own.scatters)

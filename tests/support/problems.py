@@ -267,6 +267,8 @@ def rich_problem(seed: int) -> Problem:
         recomputable=recomputable,
         zeros=random.choice(((0,), (0, 1), (0, 1, 2, 3))),
         copies=tuple(Shared(p.bytes // 2, p.units) for p in plain.parameters[: seed // 2 % 2 * 3]),
+        frozen=plain.constants[::3],
+        constants=tuple(c for n, c in enumerate(plain.constants) if n % 3),
         low_gradients=seed % 3 == 0,
         largest=tuple(random.choices((0, 1, 2, 3), k=plain.units)),
     )

@@ -123,7 +123,9 @@ def test_parameters_and_constants_of_a_range_are_those_of_its_stage(name):
         sizes = {name: bytes_at(states[name].spec, 1) for name in stage.states}
         trainable = sum(size for name, size in sizes.items() if states[name].trainable)
         assert table.trainable[first, end] == trainable
-        assert table.constants[first, end] == sum(sizes.values()) - trainable
+        buffers = sum(size for name, size in sizes.items() if states[name].kind != "parameter")
+        assert table.constants[first, end] == buffers
+        assert table.frozen[first, end] == sum(sizes.values()) - trainable - buffers
 
 
 def test_seconds_of_a_unit_are_the_sum_of_its_nodes():

@@ -55,7 +55,8 @@ def brute_force(problem: Problem, profile: Profile, i: int, j: int) -> tuple[flo
         return crossing.producer in stage and any(unit >= j for unit in crossing.consumers)
 
     def of(where: Range | None) -> list[tuple[Shared, ...]]:
-        return [own(problem, items, where) for items in (problem.parameters, problem.copies)]
+        every = (*problem.parameters, *problem.frozen)
+        return [own(problem, items, where) for items in (every, problem.copies)]
 
     outside = of(None)
     alone = [[item for item in items if len(item.units) == 1] for items in outside]
@@ -66,6 +67,7 @@ def brute_force(problem: Problem, profile: Profile, i: int, j: int) -> tuple[flo
         sum(min(kinds) for kinds in list(zip(*profile.backward, strict=True))[:i]),
         *(sum(kind[i:j]) for kind in profile.exchange),
         held(problem.parameters),
+        held(problem.frozen),
         held(problem.constants),
         held(problem.copies),
         held(problem.parameters) - held(problem.copies) * problem.low_gradients,

@@ -124,6 +124,20 @@ def test_zero_3_deals_out_everything_and_gathers_what_runs() -> None:
     )
 
 
+def test_zero_3_deals_out_frozen_parameters_too() -> None:
+    """80 bytes in unit 2, which has 100 of its own: a quarter of them, and 2 1/4 times as a unit."""
+    frozen = replace(PROBLEM, frozen=(Shared(80, (2,)),))
+
+    def parameters(problem: Problem, zero: int) -> int:
+        config = FOUR_REPLICAS._replace(zero=zero)
+        return int(memory.estimate(ranges(problem), problem, config, 1)[0])
+
+    for zero in (0, 1, 2):
+        assert parameters(frozen, zero) == parameters(PROBLEM, zero) + 80
+    before, after = (int(ranges(problem).block) for problem in (PROBLEM, frozen))
+    assert parameters(frozen, 3) == parameters(PROBLEM, 3) + 20 + (after - before) * 9 // 4
+
+
 # Seconds.
 
 
