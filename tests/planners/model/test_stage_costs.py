@@ -125,7 +125,7 @@ def test_zero_3_deals_out_everything_and_gathers_what_runs() -> None:
 
 
 def test_zero_3_deals_out_frozen_parameters_too() -> None:
-    """80 bytes in unit 2, which has 100 of its own: a quarter of them, and 2 1/4 times as a unit."""
+    """Of 80 bytes in unit 2 a quarter, and 2 1/4 times what the largest unit gains by them."""
     frozen = replace(PROBLEM, frozen=(Shared(80, (2,)),))
 
     def parameters(problem: Problem, zero: int) -> int:
