@@ -22,8 +22,9 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -279,15 +280,25 @@ def _by_path(path: Path) -> ModuleType:
         hint = hf_folder.meant(path) or "autopipe plan model.py"
         what = ", it is a folder" if path.is_dir() else ""
         raise ModelError(f"there is no model file {str(path)!r}{what}", hint=hint)
-    spec = importlib.util.spec_from_file_location(f"autopipe_model_{path.stem}", path)
-    if spec is None or spec.loader is None:
+    if path.suffix != ".py":
         raise ModelError(f"{path} is no Python file")
+    name = f"autopipe_model_{path.stem}"
+    loader = _FromText(name, str(path.absolute()))
+    spec = importlib.util.spec_from_file_location(name, loader.path, loader=loader)
+    assert spec is not None, "it has a loader"
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look their module up by name
+    sys.modules[name] = module  # dataclasses and pickle look their module up by name
     sys.path.insert(0, str(path.parent.resolve()))  # as `python model.py` does
-    loader = spec.loader
     user_lines.ran(lambda: loader.exec_module(module), str(path))
     return module
+
+
+class _FromText(SourceFileLoader):
+    """Loads a file from its text: byte code of an edit in the same second would look as new."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        return self.source_to_code(self.get_data(path), path)
 
 
 def _by_name(name: str) -> ModuleType:

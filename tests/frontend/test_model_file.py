@@ -1,5 +1,6 @@
 """A model file: what is read from it, and the sentence for each way in which it can be wrong."""
 
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -142,6 +143,16 @@ def test_its_neighbours_can_be_imported(folder: Path) -> None:
     (folder / "sub" / "widths.py").write_text("WIDTH = 3\n")
     (folder / "sub" / "net.py").write_text("from widths import WIDTH\n" + SMALLEST)
     assert model_file.load("sub/net.py").inputs(1)["input"].shape == (1, 3)
+
+
+def test_an_edit_in_the_same_second_is_seen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: as many letters, and Python took the byte code of the file before."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    path = folder / "net.py"
+    for out in (4, 5):
+        path.write_text(SMALLEST.replace("nn.Linear(3, 1)", f"nn.Linear(3, {out})"))
+        os.utime(path, (1e9, 1e9))
+        assert model_file.load("net.py").model().out_features == out
 
 
 def test_a_dataclass_in_it_finds_its_module() -> None:
