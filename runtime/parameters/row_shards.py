@@ -126,7 +126,7 @@ class RowShards:
     def fetch(self, bucket: Bucket, into: Sequence[Tensor]) -> Callable[[], None]:
         """Begin to gather the shards of a bucket; what it returns fills `into`, whole tensors."""
         table, columns = _table(bucket, into[0].dtype)
-        own = table.new_zeros(table.shape[1])
+        own = table.new_empty(table.shape[1])  # what is behind a rank's rows nobody reads
         for parameter, piece in zip(
             bucket.parameters, torch.split(own, _widths(bucket)), strict=True
         ):
@@ -155,6 +155,7 @@ class RowShards:
         What it returns waits, and adds the rows to the gradients of the shards.
         """
         table, columns = _table(bucket, summed_in(bucket.parameters[0]))
+        table.zero_()  # a gradient may be missing
         for parameter, column in zip(bucket.parameters, columns, strict=True):
             if parameter.grad is not None:
                 for mine, theirs in same_elements(parameter.grad.reshape(-1), column):
@@ -194,10 +195,10 @@ def share_bytes(bucket: Bucket) -> int:
 
 
 def _table(bucket: Bucket, dtype: torch.dtype) -> tuple[Tensor, Sequence[Tensor]]:
-    """Zeros, a row for each rank of the group, and the columns of each parameter in it."""
+    """Room for a row of each rank of the group, and the columns of each parameter in it."""
     widths = _widths(bucket)
     shape = dist.get_world_size(bucket.group), sum(widths)
-    table = bucket.parameters[0].new_zeros(shape, dtype=dtype)
+    table = bucket.parameters[0].new_empty(shape, dtype=dtype)
     return table, torch.split(table, widths, dim=1)
 
 
