@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.ir.torch_private import tree_map
+from autopipe.tracing.low_precision import WIDE
 from tests.support.zoo import Batch, Case
 
 
@@ -61,7 +62,11 @@ def step(
         summed: the dtype in which gradients are added, before they are cast to fp32.
     """
     parts = [*batches]
-    low = copy.deepcopy(model).to(dtype)
+    low = copy.deepcopy(model)
+    for module in low.modules():
+        if not isinstance(module, WIDE):  # and buffers stay as they are (`low_precision`)
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.data.to(dtype)
     runs, made = InLow(low, dtype, case), Step([], {})
     for batch in parts:
         loss = runs(batch)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from autopipe.ir.graph import Graph, Node, Ref, State, swap
+from autopipe.ir.torch_private import is_fake
 from autopipe.joint import split_backward
 from autopipe.runtime.comm import shared_memory_axis
 from autopipe.runtime.parameters import gradient_sum, hold, zero1
@@ -263,6 +264,8 @@ def stale() -> AbstractContextManager[Any]:
 
     def copied(parameter: Tensor, dtype: torch.dtype) -> Tensor:
         made = copy(parameter, dtype)
+        if is_fake(parameter):
+            return made
         old = first.setdefault(id(parameter), made.detach().clone())
         return made + (old - made).detach()
 
