@@ -29,8 +29,9 @@ from tests.support.long import chosen
 from tests.support.shell import Shell
 from tests.support.zoo import ZOO
 
-EXPORTED = "gpt unet lstm resnet frozen dict mask odd keywords counted".split()
-"""Of the zoo, what torch exports to ONNX with a number of rows that varies."""
+EXPORTED = "gpt unet lstm resnet frozen dict mask picked keywords counted".split()
+"""Of the zoo, what torch exports to ONNX with a number of rows that varies. Not "odd", which has
+backwards of its own: a file has none."""
 
 
 def exported(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], path: Path) -> None:
@@ -44,7 +45,13 @@ def exported(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], path
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.onnx.export(
-            model, tuple(args), path, kwargs=kwargs, dynamic_shapes=shapes, verbose=False
+            model,
+            tuple(args),
+            path,
+            kwargs=kwargs,
+            dynamic_shapes=shapes,
+            verbose=False,
+            optimize=False,
         )
     logging.disable(logging.NOTSET)
 
@@ -53,6 +60,9 @@ def exported(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], path
 def test_the_zoo(tmp_path: Path, name: str) -> None:
     case = ZOO[name]
     own, batch = case.model().eval(), case.inputs(3)
+    with torch.no_grad():
+        for parameter in own.parameters():  # the exporter makes one of two that are equal
+            parameter += 0.01 * torch.randn(parameter.shape)
     args, kwargs = batches.bind(own, batch, case.loss)
     exported(own, args, kwargs, tmp_path / "net.onnx")
     read = package.from_onnx(tmp_path / "net.onnx")
@@ -74,7 +84,7 @@ def test_the_zoo(tmp_path: Path, name: str) -> None:
                 compared += 1
                 break
     trained = [p for p in own.parameters() if p.grad is not None]
-    # What the exporter folds into other weights (batch norm into a convolution) is none of ours.
+    # What the exporter makes otherwise, as the gates of an LSTM in another order, is none of ours.
     assert compared >= len(trained) / 2
 
 
