@@ -48,7 +48,6 @@ __all__ = [
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "TorchDispatchMode",
-    "argument_aliases",
     "constructing",
     "expression",
     "fake_like",
@@ -204,13 +203,6 @@ def sparse_argument(op: Any) -> int | None:
     schema = getattr(op, "_schema", None)
     names = [argument.name for argument in schema.arguments] if schema is not None else []
     return names.index("sparse") if "sparse" in names else None
-
-
-@cache
-def argument_aliases(op: Any) -> tuple[tuple[bool, bool], ...]:
-    """For each argument of an op: whether a result may share its memory, whether it is written."""
-    infos = [argument.alias_info for argument in op._schema.arguments]
-    return tuple((info is not None, info is not None and info.is_write) for info in infos)
 
 
 def version(tensor: torch.Tensor) -> int:

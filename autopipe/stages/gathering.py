@@ -87,7 +87,7 @@ def units_of(module: fx.GraphModule, parameters: Mapping[str, Tensor]) -> tuple[
         parameters: its own, by name.
     """
     together: dict[tuple[int, ...], list[str]] = defaultdict(list)
-    read = _readers(module, parameters)
+    read = _readers(module.graph, _memory(module, parameters))
     for name in parameters:
         together[tuple(sorted(read.get(name, ())))].append(name)
     return tuple(tuple(together[parts]) for parts in sorted(together))
@@ -97,7 +97,11 @@ def stays(
     module: fx.GraphModule, units: Sequence[Unit], parameters: Mapping[str, Tensor]
 ) -> list[Stay]:
     """From where to where a code needs each of the units that it reads, the first ones first."""
-    read = _readers(module, parameters)
+    return _stays(module.graph, units, _memory(module, parameters))
+
+
+def _stays(graph: fx.Graph, units: Sequence[Unit], memory: _Memory) -> list[Stay]:
+    read = _readers(graph, memory)
     found = []
     for number, unit in enumerate(units):
         parts = {part for name in unit for part in read.get(name, ())}
@@ -153,11 +157,11 @@ def with_gathers(
         what does the same; results that would lie in a parameter's memory are copies.
     """
     calls: dict[int, list[GatherEvent]] = defaultdict(list)
-    for event in events(stays(module, units, parameters)):
+    memory = _memory(module, parameters)
+    for event in events(_stays(module.graph, units, memory)):
         calls[event.part].append(event)
     if not calls:
         return module
-    lies = _memory(module, parameters).lies
     graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
     setattr(module, _GATHERING, gathering)
     stage = graph.get_attr(_GATHERING)
@@ -173,7 +177,7 @@ def with_gathers(
             call(starts[node])
         if node.op == "output":
             for given in node.all_input_nodes:
-                if lies[given]:
+                if memory.lies[given]:
                     env[given] = graph.call_function(torch.ops.aten.clone.default, (env[given],))
             call(len(parts))
         env[node] = graph.node_copy(node, env.__getitem__)
@@ -195,12 +199,11 @@ def _block_of(node: fx.Node) -> object:
     return node.target if node.op == "call_module" else node.meta.get(SEGMENT)
 
 
-def _readers(module: fx.GraphModule, parameters: Mapping[str, Tensor]) -> dict[str, set[int]]:
+def _readers(graph: fx.Graph, memory: _Memory) -> dict[str, set[int]]:
     """The numbers of the parts that read each parameter."""
     found: dict[str, set[int]] = defaultdict(set)
-    reads = _memory(module, parameters).reads
-    for number, part in enumerate(_parts(module.graph)):
-        for name in _union(reads[node] for node in part):
+    for number, part in enumerate(_parts(graph)):
+        for name in _union(memory.reads[node] for node in part):
             found[name].add(number)
     return found
 

@@ -107,24 +107,20 @@ class Candidate:
             return PLANNERS[self.job.request.planner](problem, incumbents, mesh)
 
 
-def candidate_at(job: Job, tp: int, watch: Stopwatch, known: Candidate | None = None) -> Candidate:
+def candidate_at(job: Job, tp: int, watch: Stopwatch) -> Candidate:
     """The candidate of one degree, with its seconds.
-
-    Args:
-        known: one of this degree whose stages run on another engine, or with another ZeRO stage:
-            the model is sharded in the same way.
 
     Raises:
         InfeasibleError: the model does not divide into `tp` parts.
         AutopipeError: the batch does not divide as the constraints want it.
     """
     with watch("costs"), as_first(tp):
-        degree, costing = _costing(job, tp, None if known is None else known.degree)
+        degree, costing = _costing(job, tp)
         return Candidate(job, degree, costing, costing.timed, watch)
 
 
-def _costing(job: Job, tp: int, degree: Degree | None) -> tuple[Degree, Costing]:
-    """The model at one degree, if that is not known yet, and what its problem is computed from."""
+def _costing(job: Job, tp: int) -> tuple[Degree, Costing]:
+    """The model at one degree, and what its problem is computed from."""
     request, traced, constraints = job.request, job.traced, job.constraints
     precision, graph = request.precision, traced.graph
 
@@ -134,7 +130,7 @@ def _costing(job: Job, tp: int, degree: Degree | None) -> tuple[Degree, Costing]
     dealt = tp_groups(job.cluster, tp, wanted=(constraints.pp or 1) * (constraints.dp or 1))
     wanted, sizes = _rows(job, len(dealt))
     zeros = ZERO if constraints.zero is None else (constraints.zero,)
-    degree = degree or as_one_rank(
+    degree = as_one_rank(
         tp,
         traced.trace,
         traced.flow,

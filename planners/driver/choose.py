@@ -184,33 +184,26 @@ def _first_that_answer(job: Job, watch: Stopwatch, slower_than: Searched | None)
 
 
 def _costed(
-    job: Job, tps: Sequence[int], watch: Stopwatch, known: Mapping[int, Candidate] | None = None
+    job: Job, tps: Sequence[int], watch: Stopwatch
 ) -> tuple[dict[int, Candidate], Refusals]:
-    """The candidates of some degrees, and why there is none of the others.
-
-    Args:
-        known: candidates on another engine, whose shardings are used again.
-    """
+    """The candidates of some degrees, and why there is none of the others."""
     candidates: dict[int, Candidate] = {}
     refusals: Refusals = {}
     with phase("timing each tensor-parallel degree", of=len(tps)) as done:
         for tp in tps:
             try:
-                candidates[tp] = candidate_at(job, tp, watch, (known or {}).get(tp))
+                candidates[tp] = candidate_at(job, tp, watch)
             except InfeasibleError as error:
                 refusals[tp] = error
             done()
     return candidates, refusals
 
 
-def searched(candidates: Mapping[int, Candidate], slowest: float = math.inf) -> Searched:
+def searched(candidates: Mapping[int, Candidate]) -> Searched:
     """Each degree's answer, or why there is none.
 
     The degree of the lowest bound is searched first: the steps it finds are incumbents to the
     others.
-
-    Args:
-        slowest: seconds of a step; a degree that cannot do with fewer is left out.
     """
     answers: dict[int, Answer] = {}
     refusals: Refusals = {}
@@ -225,7 +218,7 @@ def searched(candidates: Mapping[int, Candidate], slowest: float = math.inf) -> 
         incumbents, (frame, seconds) = incumbents_of(answers.values()), least[tp]
         # Degree 1 is always searched: its data parallelism alone is among the alternatives.
         outdone = tp > 1 and out_of_the_best_two(seconds, incumbents)
-        if outdone or seconds >= slowest:
+        if outdone:
             refusals[tp] = Outdone(frame, seconds, None)
             continue
         try:

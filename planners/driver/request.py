@@ -135,12 +135,9 @@ class Job:
     known: defaultdict[int, Known] = field(default_factory=partial(defaultdict, dict), repr=False)
     beyond: bool = False
 
-    def on_engine(self, *, compiled: bool, constraints: Constraints | None = None) -> Job:
+    def on_engine(self, *, compiled: bool) -> Job:
         """The same question, with stages that run compiled or do not."""
-        constraints = constraints or self.constraints
-        return replace(
-            self, request=replace(self.request, compiled=compiled, constraints=constraints)
-        )
+        return replace(self, request=replace(self.request, compiled=compiled))
 
     @property
     def constraints(self) -> Constraints:
