@@ -20,7 +20,7 @@ from autopipe.cluster.collective_time import Levels, Topology, half_sum
 from autopipe.cluster.datasheets import are_gpus
 from autopipe.cluster.tp_groups import GroupKind, tp_groups
 from autopipe.ir import op_costs, op_seconds
-from autopipe.ir.graph import BATCH, SEQUENCE, Dim, bytes_at
+from autopipe.ir.graph import BATCH, SEQUENCE, Dim, State, StateSpec, bytes_at
 from autopipe.ir.op_seconds import Roof
 from autopipe.ir.partition import Stage
 from autopipe.planfile import predict, programs
@@ -166,19 +166,48 @@ def _gathering(found: PlannedStages, stage: Stage, rank: int, own: Seconds) -> S
     if not plan.scatters:
         return own
     states = [graph.states[name] for name in stage.states]
-    trained = [state for state in states if state.trainable]
-    held = sum(bytes_at(state.held, 1) for state in trained)
-    summed = sum(bytes_at(state.summed, 1) for state in trained)
-    masters = [state for state in trained if state.master is not None]
-    read = held - sum(bytes_at(s.held, 1) - copy_bytes(s) for s in masters)
+    summed = sum(bytes_at(state.summed, 1) for state in states if state.trainable)
     half = partial(half_sum, copying=plan.cluster.copying)
     scatters = _exchange(plan, rank, half, summed)
-    frozen = [s for s in states if s.kind == "parameter" and not s.trainable]
-    read += sum(bytes_at(state.held, 1) for state in frozen)
-    gathers = _exchange(plan, rank, half, read) if plan.fully_sharded else 0.0
+    gathers = _exchange(plan, rank, half, _read(states)) if plan.fully_sharded else 0.0
     if not are_gpus(plan.cluster.devices):
         return Seconds(total(own.forward, gathers), total(own.backward, gathers, scatters))
-    return Seconds(largest(own.forward, gathers), largest(own.backward, total(gathers, scatters)))
+    if not plan.fully_sharded:
+        return Seconds(own.forward, largest(own.backward, scatters))
+    first, last = (_exchange(plan, rank, half, size) for size in _edges(found, stage))
+    return Seconds(
+        largest(total(own.forward, first), gathers),
+        largest(total(own.backward, last), total(gathers, scatters)),
+    )
+
+
+def _edges(found: PlannedStages, stage: Stage) -> tuple[int, int]:
+    """Bytes as they are read of the parameters of a stage's first and last block."""
+    graph = found.split.graph
+    owner = {p: b for b in found.split.blocks for p in range(b.first, b.stop)}
+
+    def read(positions: Iterable[int]) -> int:
+        names = {v.name for p in positions for v in graph.nodes[p].values() if isinstance(v, State)}
+        return _read(graph.states[name] for name in names)
+
+    def edge(positions: Iterable[int]) -> int:
+        position = next((p for p in positions if read([p])), None)
+        block = None if position is None else owner.get(position)
+        if block is not None:
+            return read(range(block.first, block.stop))
+        return 0 if position is None else read([position])
+
+    own = range(stage.first, stage.stop)
+    return edge(own), edge(reversed(own))
+
+
+def _read(states: Iterable[StateSpec]) -> int:
+    """Bytes of parameters as forward reads them: of a master its copy."""
+    return sum(
+        bytes_at(state.held, 1) - (copy_bytes(state) if state.master is not None else 0)
+        for state in states
+        if state.kind == "parameter"
+    )
 
 
 def _exchange(

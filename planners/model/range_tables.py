@@ -34,10 +34,11 @@ class Tables:
 
     `copies` are what is read of masters; `summed` are bytes of gradients. `block` are bytes as they
     are read of the parameters of the largest block that the range has any unit of, or of the
-    largest unit in no block: what ZeRO-3 gathers in one go. `tied` are those of parameters that
-    several units in no one block use, which stay. `largest` are bytes of the largest gradient that
-    one of the range's units makes, `again` the most that the backward of one of them makes a second
-    time.
+    largest unit in no block: what ZeRO-3 gathers in one go. `opening` and `closing` are those of
+    the block of the range's first and last unit, with which a forward and a backward begin.
+    `tied` are those of parameters that several units in no one block use, which stay. `largest` are
+    bytes of the largest gradient that one of the range's units makes, `again` the most that the
+    backward of one of them makes a second time.
     """
 
     forward: tuple[Times, ...]
@@ -50,6 +51,8 @@ class Tables:
     copies: Bytes
     summed: Bytes
     block: Bytes
+    opening: Bytes
+    closing: Bytes
     tied: Bytes
     largest: Bytes
     saved: Bytes
@@ -111,8 +114,10 @@ def _tables(problem: Problem, rows: int) -> Tables:
         copies=held[3],
         summed=held[0] - held[3] if problem.low_gradients else held[0],
         block=held[4],
-        tied=held[5],
-        largest=held[6],
+        opening=held[5],
+        closing=held[6],
+        tied=held[7],
+        largest=held[8],
         saved=_fill(units, _saved(units, profile.saved)),
         again=_largest(profile.again or (0,) * units),
         received=_fill(units, _received(units, crossings)),
@@ -143,7 +148,8 @@ def _of_states(
     blocks: tuple[tuple[int, int], ...],
     largest: tuple[int, ...],
 ) -> tuple[Bytes, ...]:
-    """What no profile changes: trainable, frozen, constants, copies, block, tied, largest."""
+    """What no profile changes: trainable, frozen, constants, copies, block, opening, closing, tied,
+    largest."""
     block = np.zeros((units + 1, units + 1), dtype=np.int64)
     tied, tied_copies = (*parameters, *frozen), copies
     for first, stop in (*blocks, *((unit, unit + 1) for unit in range(units))):
@@ -154,7 +160,30 @@ def _of_states(
     every = (parameters, frozen, constants, copies)
     sums = [_fill(units, _held(units, items)) for items in every]
     staying, low_staying = (_fill(units, _held(units, items)) for items in (tied, tied_copies))
-    return (*sums, np.triu(block, 1), staying - low_staying, _largest(largest))
+    edges = _edges(units, (*parameters, *frozen), copies, blocks)
+    return (*sums, np.triu(block, 1), *edges, staying - low_staying, _largest(largest))
+
+
+def _edges(
+    units: int,
+    items: tuple[Shared, ...],
+    copies: tuple[Shared, ...],
+    blocks: tuple[tuple[int, int], ...],
+) -> tuple[Bytes, Bytes]:
+    """Of each range what is read of the parameters of its first unit's block, and its last's."""
+    number = list(range(units))
+    for first, stop in blocks:
+        number[first:stop] = [first] * (stop - first)
+    read = np.zeros(units, dtype=np.int64)
+    for item in items:
+        read[[*{number[unit] for unit in item.units}]] += item.bytes
+    for item in copies:
+        read[[*{number[unit] for unit in item.units}]] -= item.bytes
+    of_unit = np.append(read[number], 0)
+    shape = (units + 1, units + 1)
+    opening = np.broadcast_to(of_unit[:, None], shape)
+    closing = np.broadcast_to(np.roll(of_unit, 1), shape)
+    return np.triu(opening, 1), np.triu(closing, 1)
 
 
 def _taken(items: tuple[Shared, ...], first: int, stop: int) -> tuple[int, tuple[Shared, ...]]:

@@ -23,7 +23,12 @@ the backwards hide some that the stages before it have still to run when it has 
     exposed_s = max(0, reduce_s - sum of B over the units before i)        reduce_s where B is split
 
 ZeRO-2 and 3 have no such sum: in every micro-batch their B scatters gradients, and of ZeRO-3 it and
-its F gather parameters. Of fp32 masters copies in 16 bits are gathered, which takes half as long.
+its F gather parameters, a block ahead. With G and S seconds of these, G1 of the first block of a
+forward and GL of a backward, computing of GPUs leaves of them
+
+    max(G1, G - F)   and   max(GL, G + S - B)
+
+Of fp32 masters copies in 16 bits are gathered, which takes half as long.
 
 Under `eager-1f1b` windows are taken to hide the links: a further micro-batch takes only
 
@@ -210,7 +215,8 @@ def gathering(
     problem: Problem, config: Config, place: StagePlace, ranges: Tables, recompute: float | Times
 ) -> Gathering:
     """What ZeRO-3 adds: a gather in forward; in backward another one, and gradients are scattered,
-    as by ZeRO-2.
+    as by ZeRO-2. On GPUs a block is gathered while the one before it computes; the first one has
+    none before it.
 
     Args:
         recompute: seconds that blocks take a second time.
@@ -219,10 +225,14 @@ def gathering(
     gathers, scatters = exchanged(ranges.gathered, ranges.summed, problem, config, group)
     if not problem.machine.overlaps:
         return Gathering(gathers, gathers + scatters)
+    first, last = (
+        exchanged(block, 0, problem, config, group).gathers
+        for block in (ranges.opening, ranges.closing)
+    )
     backward = ranges.backward[kind] + recompute
     return Gathering(
-        np.maximum(0.0, gathers - ranges.forward[kind]),
-        np.maximum(0.0, gathers + scatters - backward),
+        np.maximum(first, gathers - ranges.forward[kind]),
+        np.maximum(last, gathers + scatters - backward),
     )
 
 

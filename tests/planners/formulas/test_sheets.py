@@ -79,6 +79,7 @@ LONG: list[tuple[str, dict[str, Any]]] = [
     ("gpt", {"tp": 2, "pp": 2, "micro_batches": 4}),
     ("gpt", {"pp": 4, "schedule": "zb-v", "micro_batches": 8}),
     ("gpt", {"pp": 1, "dp": 4, "zero": 3, "micro_batches": 2}),
+    ("gpt", {"pp": 2, "dp": 2, "zero": 3, "micro_batches": 4}),
     ("gpt", {"pp": 1, "dp": 2, "tp": 2, "zero": 2, "micro_batches": 2}),
     ("gpt", {"pp": 2, "dp": 2, "zero": 1, "micro_batches": 4, "recompute": "all"}),
     ("unet", {"pp": 2, "micro_batches": 4}),

@@ -58,6 +58,12 @@ def brute_force(problem: Problem, profile: Profile, i: int, j: int) -> tuple[flo
         every = (*problem.parameters, *problem.frozen)
         return [own(problem, items, where) for items in (every, problem.copies)]
 
+    def with_any(unit: int) -> int:
+        """What is read of all parameters that a unit's block has any part in."""
+        block = range(*next((b for b in problem.blocks if unit in range(*b)), (unit, unit + 1)))
+        items = (*problem.parameters, *problem.frozen), problem.copies
+        return read(*([s for s in kind if {*s.units} & {*block}] for kind in items))
+
     outside = of(None)
     alone = [[item for item in items if len(item.units) == 1] for items in outside]
     tied = [tuple(item for item in items if len(item.units) > 1) for items in outside]
@@ -76,6 +82,8 @@ def brute_force(problem: Problem, profile: Profile, i: int, j: int) -> tuple[flo
             *(read(*of(block)) for block in problem.blocks if meets(block, i, j)),
             *(read(*([s for s in kind if s.units == (unit,)] for kind in alone)) for unit in stage),
         ),
+        with_any(i),
+        with_any(j - 1),
         held(tied[0]) - held(tied[1]),
         max(problem.largest[i:j], default=0),
         saved(profile.saved, i, j),
@@ -163,7 +171,8 @@ def test_what_zero_3_gathers_by_hand() -> None:
         parameters   10   |- 20 -|  4    5      and 100 of units 2 and 3, so of no block
 
     The 100 are of two blocks, and stay. Unit 1 gathers all of its block; of masters (4 and 100)
-    half as much is gathered.
+    half as much is gathered. A forward begins with all that the first unit's block reads, 50 of
+    what stays too, and a backward with all that the last one's reads.
     """
     problem = replace(
         random_problem(7),
@@ -178,14 +187,16 @@ def test_what_zero_3_gathers_by_hand() -> None:
     )
     profile = Profile(1, ((1.0,) * 5,), ((1.0,) * 5,), (), ())
     found = tables(replace(problem, profiles=(profile,)), profile)
-    for (first, stop), tied, block in (
-        ((0, 5), 50, 20),
-        ((3, 4), 50, 2),
-        ((1, 2), 0, 20),
-        ((0, 1), 0, 10),
-        ((4, 5), 0, 5),
-        ((2, 2), 0, 0),
+    for (first, stop), tied, block, opening, closing in (
+        ((0, 5), 50, 20, 10, 5),
+        ((3, 4), 50, 2, 52, 52),
+        ((1, 2), 0, 20, 70, 70),
+        ((2, 4), 50, 20, 70, 52),
+        ((0, 1), 0, 10, 10, 10),
+        ((4, 5), 0, 5, 5, 5),
+        ((2, 2), 0, 0, 0, 0),
     ):
         own = found.at(first, stop)
         assert (own.tied, own.block) == (tied, block)
+        assert (own.opening, own.closing) == (opening, closing)
     assert found.read[0, 5] == 10 + 20 + 4 + 5 + 100 - 52

@@ -209,15 +209,21 @@ def test_zero_2_scatters_in_every_micro_batch_and_gathers_once() -> None:
 
 
 def test_on_gpus_zero_3_gathers_while_devices_compute() -> None:
-    """What is left is waited for: of forward and of backward each its own."""
+    """What is left is waited for, and the first block's in any case: of forward and of backward
+    each its own."""
     config = FOUR_REPLICAS._replace(zero=3)
     gpus = replace(PROBLEM, machine=replace(PROBLEM.machine, overlaps=True))
     place, unit = given(gpus, config, 1), ranges()
-    once = 3 / 4 * 150 / 4 + 3 * 0.25 + 3 * 150 / gpus.machine.copying
+
+    def taking(size: int) -> float:
+        return 3 / 4 * size / 4 + 3 * 0.25 + 3 * size / gpus.machine.copying
+
+    once, first, last = taking(150), taking(int(unit.opening)), taking(int(unit.closing))
+    assert 0 < first < once and 0 < last < once
     forward, backward = (float(table[0]) for table in (unit.forward, unit.backward))
     waiting = gathering(gpus, config, place, unit, 0.0)
-    assert waiting == (max(0, once - forward), max(0, 2 * once - backward))
-    assert gathering(gpus, config, place, unit, 2 * once) == (waiting.forward, 0)
+    assert waiting == (max(first, once - forward), max(last, 2 * once - backward))
+    assert gathering(gpus, config, place, unit, 2 * once) == (waiting.forward, last)
     assert gathering(PROBLEM, config, place, unit, 0.0) == (once, 2 * once)
 
 
