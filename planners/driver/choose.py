@@ -12,8 +12,9 @@ Four values pass between them:
     Profiled.repeats_equal   whether repeated blocks were seen to make tensors that look the same;
                              if not, the dry run of 3 runs each of them
     Estimate.spare           bytes of the fullest device that the estimate leaves free
-    Problem.beyond           by schedule, exact bytes minus estimated ones: 3 searches again with
-                             them where exact bytes do not fit, and asks for more than `spare`
+    Problem.beyond           by schedule and ZeRO stage, exact bytes minus estimated ones: where
+                             those do not fit, 3 searches again with them, and asks for more than
+                             `spare`
 """
 
 from __future__ import annotations

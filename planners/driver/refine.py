@@ -59,9 +59,10 @@ def plan_that_fits(candidate: Candidate, answer: Answer, mesh: Mesh | None = Non
         except Overflow as overflow:
             # So much less that this very answer is none: else it would come again, byte by byte.
             less = max(overflow.shortfall, answer.estimate.spare + 1)
-            schedule = answer.decision.config.schedule
-            beyond = problem.beyond.get(schedule, 0) + less
-            problem = replace(problem, beyond={**problem.beyond, schedule: beyond})
+            config = answer.decision.config
+            way = config.schedule, config.zero
+            beyond = problem.seen_beyond(config) + less
+            problem = replace(problem, beyond={**problem.beyond, way: beyond})
             try:
                 answer = candidate.search(problem, mesh=mesh)
             except InfeasibleError:

@@ -111,7 +111,7 @@ def place_of(
     machine = problem.machine
     linked = earlier is not None and earlier != group
     own = machine.groups(config.dp)[group]
-    beyond = problem.beyond.get(config.schedule, 0)
+    beyond = problem.seen_beyond(config)
     return StagePlace(
         held,
         replace(own, memory=own.memory - beyond) if beyond else own,

@@ -175,7 +175,8 @@ class Problem:
         largest: of each unit the bytes of the largest gradient that it makes, beside the sum that
             it is added to; empty where that is not counted.
         low_gradients: gradients of masters are summed in 16 bits, as wide as `copies`.
-        beyond: by schedule, bytes that a plan's programs were seen to hold beyond the estimate.
+        beyond: by schedule and ZeRO stage, bytes that a plan's programs were seen to hold beyond
+            the estimate.
     """
 
     units: int
@@ -195,11 +196,15 @@ class Problem:
     frozen: tuple[Shared, ...] = ()
     largest: tuple[int, ...] = ()
     low_gradients: bool = False
-    beyond: Mapping[str, int] = field(default_factory=dict)
+    beyond: Mapping[tuple[str, int], int] = field(default_factory=dict)
 
     def profile(self, rows: int) -> Profile:
         """That of micro-batches of so many rows; there is one."""
         return next(profile for profile in self.profiles if profile.rows == rows)
+
+    def seen_beyond(self, config: Config) -> int:
+        """Bytes that a plan of such a config was seen to hold beyond the estimate."""
+        return self.beyond.get((config.schedule, config.zero), 0)
 
 
 def splits(problem: Problem, schedule: str) -> bool:

@@ -25,7 +25,7 @@ def left_over(problem: Problem, config: Config) -> int:
     """
     least = bound(problem, config)
     stages = stages_of(problem, config)
-    beyond = problem.beyond.get(config.schedule, 0)
+    beyond = problem.seen_beyond(config)
     most = max(group.memory for group in problem.machine.groups(config.dp)) - beyond
     # One in flight everywhere first: most configs are out by that, and no schedule has been made.
     for in_flight in ([1] * stages, in_flights(problem, config)):

@@ -37,11 +37,32 @@ def test_zero_3_is_compiled_as_others_are():
     assert (made.compiled, made.zero) == (True, 3)
 
 
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(256, 256, bias=False)
+
+    def forward(self, x):
+        return x + self.layer(x).relu()
+
+
+def deep():
+    """So many equal blocks that one gathered is little of all."""
+    return nn.Sequential(*(Residual() for _ in range(32)))
+
+
 @pytest.mark.parametrize(("tp", "dp"), [(1, 8), (2, 4)])
 def test_where_only_zero_3_fits_it_is_taken(tp, dp):
     shape = {"cluster": "1x8xA100-80GB", "pp": 1, "tp": tp, "dp": dp}
-    (stage,) = plan(**shape, zero=3).stages
-    made = plan(**shape, memory=stage.predicted.memory.peak)
+
+    def planned(**asked):
+        case = {"loss": lambda made, batch: made.square().mean(), "batch_size": 8}
+        return autopipe.plan(deep, lambda rows: torch.ones(rows, 256), **case, **shape, **asked)
+
+    sharded, free = planned(zero=3), planned()
+    (stage,) = sharded.stages
+    assert free.zero < 3 and free.prediction.step_seconds < sharded.prediction.step_seconds
+    made = planned(memory=stage.predicted.memory.peak)
     assert (made.compiled, made.zero) == (True, 3)
 
 
