@@ -71,7 +71,7 @@ def answer(row: dict[str, str]) -> Line:
 
 def _question(recipe: Recipe, cluster: Cluster) -> Line:
     return {
-        "model": partial(recipe.model.build, recipe.seq),
+        "model": partial(recipe.model.build, recipe.seq, recipe.rank),
         "inputs": tokens(recipe.seq),
         "cluster": cluster,
         "batch_size": recipe.batch,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,12 @@ class Decoder:
     head_dim: int | None = None
     tied: bool = False
 
-    def build(self, seq: int) -> nn.Module:
-        """The model for rows of so many tokens."""
+    def build(self, seq: int, rank: int | None = None) -> nn.Module:
+        """The model for rows of so many tokens.
+
+        Args:
+            rank: train adapters of this rank alone; None: all weights.
+        """
         import transformers
 
         config: Any = getattr(transformers, f"{self.family}Config")(
@@ -52,7 +56,40 @@ class Decoder:
             use_cache=False,
         )
         built: nn.Module = getattr(transformers, f"{self.family}ForCausalLM")(config)
+        if rank is not None:
+            adapt(built, rank)
         return built
+
+
+class Adapted(nn.Module):
+    """A linear layer that is not trained, and beside it W = B A of a low rank, which is.
+
+    LoRA (Hu et al., ICLR 2022, section 4.1), B being zero at first.
+
+    Args:
+        base: the layer; from [..., inputs] to [..., outputs].
+    """
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.base(x) + self.up(self.down(x))
+        return made
+
+
+def adapt(decoder: nn.Module, rank: int) -> None:
+    """Freeze a decoder, and give the queries, keys and values of all layers adapters."""
+    decoder.requires_grad_(False)
+    for module in list(decoder.modules()):
+        for name in ("q_proj", "k_proj", "v_proj"):
+            base = getattr(module, name, None)
+            if isinstance(base, nn.Linear):
+                setattr(module, name, Adapted(base, rank))
 
 
 _LLAMA3 = 128256

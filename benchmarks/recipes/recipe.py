@@ -2,7 +2,11 @@
 
 What a row leaves empty is inherited there from the model's default, which the table does not have.
 It is taken here as: one rank of each kind, no recomputation, a distributed optimizer (ZeRO-1), and
-the length of a row that `models` has.
+the length of a row that `models` has, or in fine-tuning `TUNED`.
+
+What is trained is in a recipe's name: all weights if it says `pretrain` or `sft`. If it says `peft`
+or `lora`, it is adapters beside queries, keys and values, as Llama 3's have it (Megatron-Bridge,
+`perf_recipes/llama/b200/llama3.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +19,12 @@ from dataclasses import dataclass
 from benchmarks.recipes.models import DECODERS, Decoder
 
 Row = Mapping[str, str]
+
+RANK = 16
+"""Of adapters: that of Llama 3 70B (Megatron-Bridge, `llama3_70b_peft_config`), taken for all."""
+
+TUNED = 4096
+"""Tokens of a row in fine-tuning, of recipes that do not say."""
 
 
 class Unbuilt(Exception):
@@ -45,6 +55,7 @@ class Recipe:
         model: what is trained, on rows of `seq` tokens.
         gpu, gpus: the device as the name has it, and how many.
         batch: rows of the whole batch.
+        rank: of the adapters that are trained; None: all weights are.
         layout: the experts'; a text says why the tool cannot be given it.
     """
 
@@ -54,6 +65,7 @@ class Recipe:
     gpu: str
     gpus: int
     batch: int
+    rank: int | None
     layout: Layout | str
 
 
@@ -68,17 +80,18 @@ def read(row: Row) -> Recipe:
         raise Unbuilt("its name has no devices: expected ..._64gpu_h100_...")
     if (_count(row, "expert_model_parallel_size") or 1) > 1 or "moe" in (row.get("file") or ""):
         raise Unbuilt("experts, which the tool's models of transformers do not divide")
-    if "_pretrain" not in name:
-        raise Unbuilt("fine-tuning: the row does not say which weights are trained")
+    task = re.search(r"_(pretrain|sft|peft|lora)_", name)
+    if task is None:
+        raise Unbuilt("its name does not say what is trained: pretrain, sft, peft or lora")
     model = next((m for key, m in DECODERS.items() if name.startswith(f"{key}_")), None)
     if model is None:
         raise Unbuilt("its dimensions are not in benchmarks/recipes/models.py")
     batch = _count(row, "global_batch_size")
     if batch is None:
         raise Unbuilt("no global_batch_size")
-    seq = _count(row, "seq_length") or model.seq
-    gpus = int(where[1])
-    return Recipe(name, model, seq, where[2], gpus, batch, _layout(row, gpus, batch))
+    seq = _count(row, "seq_length") or (model.seq if task[1] == "pretrain" else TUNED)
+    gpus, rank = int(where[1]), RANK if task[1] in ("peft", "lora") else None
+    return Recipe(name, model, seq, where[2], gpus, batch, rank, _layout(row, gpus, batch))
 
 
 def _layout(row: Row, gpus: int, batch: int) -> Layout | str:

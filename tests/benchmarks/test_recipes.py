@@ -1,9 +1,10 @@
 """benchmarks/recipes: how a recipe is read, and what is said of one that cannot be built."""
 
 import pytest
+import torch
 
 from benchmarks.recipes.__main__ import answer, table
-from benchmarks.recipes.models import DECODERS
+from benchmarks.recipes.models import DECODERS, Decoder
 from benchmarks.recipes.recipe import Layout, Unbuilt, read
 
 
@@ -34,6 +35,29 @@ def test_a_recipe_is_a_question_and_an_answer() -> None:
     assert found.sequence_parallel
 
 
+@pytest.mark.parametrize(
+    ("task", "rank", "seq"), [("pretrain", None, 8192), ("sft", None, 4096), ("peft", 16, 4096)]
+)
+def test_a_name_says_what_is_trained(task: str, rank: int | None, seq: int) -> None:
+    recipe = read(row(recipe=f"llama3_70b_{task}_64gpu_h100_bf16_config"))
+    assert (recipe.rank, recipe.seq) == (rank, seq)
+
+
+def test_adapters_alone_are_trained_and_change_nothing_at_first() -> None:
+    """3 of queries, keys and values in 2 layers, of rank 4: A [4, inputs] and B [outputs, 4]."""
+    tiny = Decoder("Llama", 2, 32, 4, 2, 64, 50, 8)
+    torch.manual_seed(0)
+    whole = tiny.build(8)
+    torch.manual_seed(0)
+    adapted = tiny.build(8, rank=4)
+    trained = {n: tuple(p.shape) for n, p in adapted.named_parameters() if p.requires_grad}
+    assert len(trained) == 2 * 3 * 2
+    assert trained["model.layers.1.self_attn.k_proj.down.weight"] == (4, 32)
+    assert trained["model.layers.1.self_attn.k_proj.up.weight"] == (16, 4)
+    tokens = torch.arange(8)[None]
+    assert torch.equal(adapted(tokens).logits, whole(tokens).logits)
+
+
 def test_what_is_empty_is_inherited() -> None:
     """No field but the name, the batch and nothing else: one rank of each kind, dp over all."""
     found = layout(**dict.fromkeys(list(row())[2:], ""))
@@ -61,7 +85,7 @@ def test_megatron_fsdp_is_zero_3() -> None:
     ("changes", "reason"),
     [
         ({"expert_model_parallel_size": 8}, "experts"),
-        ({"recipe": "llama3_70b_peft_8gpu_b200_bf16_config"}, "fine-tuning"),
+        ({"recipe": "llama3_70b_distil_8gpu_b200_bf16_config"}, "what is trained"),
         ({"recipe": "nobody_1b_pretrain_8gpu_h100_bf16_config"}, "dimensions"),
         ({"recipe": "llama3_70b_pretrain"}, "no devices"),
         ({"global_batch_size": ""}, "no global_batch_size"),
