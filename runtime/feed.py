@@ -49,7 +49,7 @@ class Feed:
     """
 
     def __init__(
-        self, pipe: Pipe, file: ModelFile, seed: int, epochs: int | None, say: Callable[[str], None]
+        self, pipe: Pipe, file: ModelFile, epochs: int | None, say: Callable[[str], None]
     ) -> None:
         if epochs is not None and file.batches is None:
             raise ModelError(
@@ -62,7 +62,7 @@ class Feed:
         self._resumed: Mapping[str, Any] | None = None
         self._random = _random_states()
         self._iterable: Any = None
-        self._pipe, self._file, self._seed = pipe, file, seed
+        self._pipe, self._file = pipe, file
         self._epochs = epochs or 1
         self._say = say if place.rank == 0 else lambda line: None
         self._rows = plan.batch.rows
@@ -80,8 +80,7 @@ class Feed:
         place, dp = self._pipe.place, self._pipe.plan.mesh.dp
         for epoch in range(self._epoch_at, self._epochs):
             self._epoch_at = epoch
-            if epoch:  # a DataLoader that shuffles draws from it: the same on every rank
-                torch.manual_seed(derive_seed(self._seed, "epoch", epoch))
+            self._begin_epoch(epoch)
             self._iterable = self._file.iterable(self._rows, place.dp, dp)
             before = self.given - self._drawn  # of this epoch, in a run that this one goes on from
             stream = self._passed_over()
@@ -92,6 +91,16 @@ class Feed:
                     f"{self._asking()} gave batches once only: epoch {epoch + 1} has none",
                     hint="return a list, a DataLoader or a new generator from each call",
                 )
+
+    def _begin_epoch(self, epoch: int) -> None:
+        """Seed what `batches` may draw from, as a DataLoader that shuffles: alike on every rank.
+
+        The pipe's seed is that of the run, also where a checkpoint had it.
+        """
+        seed = self._pipe.seed
+        if not epoch:
+            random.seed(seed)
+        torch.manual_seed(derive_seed(seed, "epoch", epoch) if epoch else seed)
 
     def position(self) -> dict[str, Any]:
         """Where the run stands in its batches, and the random states there, as JSON data.
@@ -126,7 +135,7 @@ class Feed:
             skip = 0
         else:
             skip = self._drawn
-        stream = self._file.stream(self._rows, place.dp, dp, self._seed, self._iterable)
+        stream = self._file.stream(self._rows, place.dp, dp, self._pipe.seed, self._iterable)
         with phase("passing over batches", of=skip) as done:
             for _ in islice(stream, skip):
                 done()

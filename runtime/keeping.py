@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from autopipe.errors import CheckpointError
 from autopipe.runtime.checkpoint.checkpoints import KEEP
 from autopipe.runtime.feed import Feed
 from autopipe.runtime.launch import asked
@@ -33,12 +34,14 @@ class Keeping:
         every: steps from one to the next; None: at the end and when a signal asks for it.
         keep: how many of them stay.
         resume: go on from the newest one, if there is one.
+        seed: the one asked for, which must then be that of the run; None: it is.
     """
 
     folder: Path
     every: int | None = None
     keep: int = KEEP
     resume: bool = False
+    seed: int | None = None
 
 
 class Keeper:
@@ -64,7 +67,7 @@ class Keeper:
         self._saved = 0
         if saving is not None:
             self._checkpoints = pipe.checkpoints(saving.folder, saving.keep, say)
-            self._saved = self._resume(saving.folder) if saving.resume else 0
+            self._saved = self._resume(saving) if saving.resume else 0
 
     def before_update(self) -> None:
         """The optimizer is about to change what may be on its way to the disk."""
@@ -107,13 +110,24 @@ class Keeper:
         self._checkpoints.begin(content, self._pipe.steps, values)
         self._saved = self._pipe.steps
 
-    def _resume(self, folder: Path) -> int:
-        """Load the newest checkpoint, if there is one; returns how many steps it is of."""
+    def _resume(self, saving: Keeping) -> int:
+        """Load the newest checkpoint, if there is one; returns how many steps it is of.
+
+        Raises:
+            CheckpointError: another seed is asked for than the run began with.
+        """
         loaded = self._checkpoints.load(self._pipe.content(self._optimizer, self._scheduler))
         if loaded is None:
+            folder = saving.folder
             self._say(f"--resume: {folder} has no checkpoint yet, so the run begins at step 1")
             return 0
         self._pipe.resume(loaded)
+        if saving.seed not in (None, self._pipe.seed):
+            raise CheckpointError(
+                f"--seed {saving.seed}: the run of {loaded.folder} began with --seed "
+                f"{self._pipe.seed}, and its batches and dropout go on with that",
+                hint="--resume without --seed; or begin anew in another folder",
+            )
         self._feed.go_to(loaded.values["position"])
         self._say(f"goes on from {loaded.folder}, after step {loaded.step}")
         return loaded.step

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -50,7 +49,6 @@ def train(
     pipe: Pipe,
     file: ModelFile,
     steps: int | None,
-    seed: int,
     say: Callable[[str], None],
     trace: Path | None = None,
     *,
@@ -84,8 +82,6 @@ def train(
             written.
     """
     plan, talks = pipe.plan, pipe.place.rank == 0
-    random.seed(seed)
-    torch.manual_seed(seed)  # a `batches` that draws from it draws the same on every rank
     # torch's optimizers refuse an empty list: a rank without parameters has one of no elements.
     named = list(pipe.named_parameters()) or [("", next(pipe.parameters()))]
     optimizer = file.make_optimizer(named, plan.optimizer)
@@ -93,7 +89,7 @@ def train(
     limit = file.max_grad_norm
     recorder = Recorder() if trace is not None else None
     pipe.record = recorder.record if recorder is not None else None
-    feed = Feed(pipe, file, seed, epochs, say)
+    feed = Feed(pipe, file, epochs, say)
     readings = _Readings(pipe)
     keeper = Keeper(pipe, optimizer, scheduler, feed, saving, say)
     first = pipe.steps if saving is not None else 0

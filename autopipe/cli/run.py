@@ -58,8 +58,9 @@ def run(
         bool, typer.Option("--replan", help="Make a new plan where there are other devices.")
     ] = False,
     seed: Annotated[
-        int, typer.Option(help="Seed of the weights, the dropout and the batches.")
-    ] = 0,
+        int | None,
+        typer.Option(help="Seed of the weights, the dropout and the batches; 0 unless said."),
+    ] = None,
     weights: Annotated[
         Path | None, typer.Option(help="Weights to start from: a file, or a run's checkpoints.")
     ] = None,
@@ -117,7 +118,7 @@ def run(
         check_folder(trace)
         if save is not None:
             atomic_file.check_model(save)
-        kept = _kept(checkpoints, save_every, keep, resume=resume, replan=replan)
+        kept = _kept(checkpoints, save_every, keep, seed, resume=resume, replan=replan)
         to = _destinations(metrics, tensorboard, wandb, world, resume=resume)
         _check_logs(log_dir, started_here=local is not None or pod is not None)
         source = model or found(loaded, plan, "run")
@@ -141,9 +142,8 @@ def run(
         _train(
             loaded,
             source,
-            {"seed": seed, "weights": weights, "offload": offload},
+            {"seed": seed or 0, "weights": weights, "offload": offload},
             steps,
-            seed,
             trace,
             save,
             epochs=epochs,
@@ -206,7 +206,13 @@ def _start_pod(pod: Pod, plan: Plan, forwarded: Sequence[Signals], log_dir: Path
 
 
 def _kept(
-    folder: Path | None, every: int | None, keep: int, *, resume: bool, replan: bool
+    folder: Path | None,
+    every: int | None,
+    keep: int,
+    seed: int | None,
+    *,
+    resume: bool,
+    replan: bool,
 ) -> dict[str, Any] | None:
     """The options about checkpoints, as `keeping.Keeping` takes them; None: there are to be none.
 
@@ -230,7 +236,7 @@ def _kept(
             f"--checkpoints {folder} has {there[0][1].name} of an earlier run",
             hint="--resume goes on from it; to begin anew, give another folder",
         )
-    return {"folder": folder, "every": every, "keep": keep, "resume": resume}
+    return {"folder": folder, "every": every, "keep": keep, "seed": seed, "resume": resume}
 
 
 def _planned_anew(
@@ -270,7 +276,6 @@ def _train(
     source: str,
     made: dict[str, Any],
     steps: int | None,
-    seed: int,
     trace: Path | None,
     save: Path | None,
     *,
@@ -298,7 +303,7 @@ def _train(
     saving = Keeping(**kept) if kept is not None else None
     if record is not None and pipe.place.rank == 0:
         replace(plan, source=relative(source, record.resolve())).save(record / recorded.PLAN)
-    measured = train(pipe, file, steps, seed, tell, trace, saving=saving, **how)
+    measured = train(pipe, file, steps, tell, trace, saving=saving, **how)
     if measured.stopped:
         return
     if not measured.losses and pipe.steps and pipe.place.rank == 0:

@@ -248,7 +248,6 @@ def main(
         pipe,
         file,
         steps,
-        seed,
         cli.tell,
         trace,
         epochs=epochs,

@@ -36,7 +36,7 @@ def timed(file: ModelFile, plan: Plan, steps: int, folder: str) -> None:
     """Train; every rank leaves its share of waiting, and rank 0 a `Measured`."""
     pipe = autopipe.parallelize(file.model, plan, loss=file.loss)
     waiting = Waiting()
-    measured = train(pipe, file, steps, 0, lambda line: None)
+    measured = train(pipe, file, steps, lambda line: None)
     Path(folder, f"{pipe.place.rank}.waited").write_text(str(waiting.share()))
     if pipe.place.rank == 0:
         codec.save(measured, Path(folder, "measured.json"))

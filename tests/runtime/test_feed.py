@@ -56,7 +56,7 @@ def fed(
 ) -> tuple[list[int], list[str]]:
     """The rows of the batches that are given, and what is said."""
     said: list[str] = []
-    feed = Feed(pipe, file, 0, epochs, said.append)
+    feed = Feed(pipe, file, epochs, said.append)
     rows = [len(batch["x"]) for batch in feed]
     feed.dry(steps)
     return rows, said
@@ -105,7 +105,7 @@ def test_what_becomes_of_a_list(
 
 def test_a_first_batch_that_does_not_divide_is_for_the_step_to_refuse(load: Load) -> None:
     pipe, file = load(LISTED.format(rows=[3, 4]))
-    first = next(iter(Feed(pipe, file, 0, None, print)))
+    first = next(iter(Feed(pipe, file, None, print)))
     with pytest.raises(ModelError) as refused:
         pipe.step(first)
     assert refused.value.message == (
@@ -134,7 +134,7 @@ def test_a_data_loader(load: Load) -> None:
 
     def order() -> list[float]:
         torch.manual_seed(0)
-        feed = Feed(pipe, file, 0, 2, print)
+        feed = Feed(pipe, file, 2, print)
         assert feed.of == 10
         return torch.cat([batch["x"][:, 0] for batch in feed]).tolist()
 
@@ -173,7 +173,7 @@ def test_epochs_and_batches_that_run_dry(
 def test_epochs_of_batches_that_never_end(load: Load) -> None:
     pipe, file = load("")
     with pytest.raises(ModelError) as refused:
-        Feed(pipe, file, 0, 2, print)
+        Feed(pipe, file, 2, print)
     assert str(refused.value) == (
         "--epochs 2: net.py has no batches, so there is no end to an epoch\n"
         "hint: --steps 2, or def batches(batch_size): ... in the file"
@@ -272,7 +272,7 @@ def test_shards_that_end_apart_or_have_other_rows(planned: Path) -> None:
 
 def taken(pipe: Pipe, file: ModelFile, count: int, feed: Feed | None = None) -> tuple[Feed, Any]:
     """So many batches of a feed, and its position after them, as it comes back from JSON."""
-    feed = feed or Feed(pipe, file, 0, 2, lambda line: None)
+    feed = feed or Feed(pipe, file, 2, lambda line: None)
     batches = iter(feed)
     for _ in range(count):
         next(batches)
@@ -296,12 +296,12 @@ def test_the_batches_after_a_position(body: str, count: int, load: Load) -> None
     """In this epoch and in the next one they are those of a run that was never stopped."""
     pipe, file = load(body)
     torch.manual_seed(0)
-    expected = [batch["target"] for batch in Feed(pipe, file, 0, 2, lambda line: None)]
+    expected = [batch["target"] for batch in Feed(pipe, file, 2, lambda line: None)]
     torch.manual_seed(0)
     _, position = taken(pipe, file, count)
     torch.manual_seed(0)
     random.seed(7)
-    again = Feed(pipe, file, 0, 2, lambda line: None)
+    again = Feed(pipe, file, 2, lambda line: None)
     again.go_to(position)
     found = [batch["target"] for batch in again]
     assert len(found) == len(expected) - count
@@ -328,7 +328,7 @@ def test_batches_that_know_where_they_are(load: Load) -> None:
     """They are asked, and what lies before is not drawn again."""
     pipe, file = load(STATEFUL)
     _, position = taken(pipe, file, 4)
-    again = Feed(pipe, file, 0, 1, lambda line: None)
+    again = Feed(pipe, file, 1, lambda line: None)
     again.go_to(position)
     assert [float(batch["target"][0, 0]) for batch in again] == [4.0, 5.0]
 
@@ -337,4 +337,4 @@ def test_batches_that_know_where_they_are(load: Load) -> None:
 def test_a_position_that_is_none(position: Any, load: Load) -> None:
     pipe, file = load("")
     with pytest.raises(CheckpointError, match="the position in the batches is none that this"):
-        Feed(pipe, file, 0, None, lambda line: None).go_to(position)
+        Feed(pipe, file, None, lambda line: None).go_to(position)

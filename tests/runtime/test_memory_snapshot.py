@@ -141,7 +141,7 @@ def test_a_run_writes_the_step_that_was_asked_for(memory: Allocator, tmp_path: P
     pipe.place = replace(pipe.place, device="A100-80GB")
     said: list[str] = []
     asked = MemorySnapshot(2, tmp_path)
-    train(pipe, file, 3, 0, said.append, snapshot=asked)
+    train(pipe, file, 3, said.append, snapshot=asked)
     assert held(asked.file(0)) == ["update 2"]
     assert said[-1] == (
         f"{tmp_path}/snapshot-rank00000.pickle, and a file of each other rank: a GPU's memory in "

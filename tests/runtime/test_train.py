@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from torch import nn
 
 import autopipe
 from autopipe import ModelError, Pipe
+from autopipe.errors import CheckpointError
 from autopipe.frontend import model_file
 from autopipe.frontend.model_file import ModelFile
 from autopipe.planfile.parts import StagePrediction
 from autopipe.runtime.destinations import Destinations
+from autopipe.runtime.keeping import Keeping
 from autopipe.runtime.train import Measured, train
 from tests.support.inprocess import machine
 
@@ -57,11 +60,9 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
     return make
 
 
-def run(
-    pipe: Pipe, file: ModelFile, steps: int | None, seed: int = 0
-) -> tuple[Measured, list[str]]:
+def run(pipe: Pipe, file: ModelFile, steps: int | None) -> tuple[Measured, list[str]]:
     said: list[str] = []
-    return train(pipe, file, steps, seed, said.append), said
+    return train(pipe, file, steps, said.append), said
 
 
 FINITE = """
@@ -97,7 +98,7 @@ def test_gradients_are_clipped_as_the_file_says(load: Load, tmp_path: Path) -> N
         "def optimizer(parameters): return torch.optim.SGD(parameters, lr=10.0)\n"
     )
     told = tmp_path / "metrics.jsonl"
-    measured = train(pipe, file, 3, 0, print, metrics=Destinations(file=told))
+    measured = train(pipe, file, 3, print, metrics=Destinations(file=told))
     torch.manual_seed(0)
     plain = file.model()
     assert file.optimizer is not None and file.loss is not None
@@ -158,10 +159,37 @@ def test_batches_that_draw_from_the_global_seed_are_the_same_in_each_run(load: L
     seen = file.batches.__globals__["seen"]
     for seed in (5, 5, 6):
         torch.rand(seed)  # whatever was drawn before
-        run(pipe, file, None, seed)
+        pipe.seed = seed
+        run(pipe, file, None)
     one, two, again_one, again_two, other, _ = (batch["input"] for batch in seen)
     assert torch.equal(one, again_one) and torch.equal(two, again_two)
     assert not torch.equal(one, two) and not torch.equal(one, other)
+
+
+SHUFFLED = """
+class Rows(torch.utils.data.Dataset):
+    def __len__(self): return 32
+    def __getitem__(self, n): return {k: v[0] + n for k, v in inputs(1).items()}
+
+
+batches = torch.utils.data.DataLoader(Rows(), batch_size=8, shuffle=True)
+"""
+
+
+def test_a_run_goes_on_with_the_seed_that_it_began_with(load: Load, tmp_path: Path) -> None:
+    """Its batches were once those of the command's seed: shuffled anew, some rows came twice."""
+
+    def losses(steps: int, saving: Keeping | None, seed: int = 0) -> tuple[float, ...]:
+        pipe, file = load(SHUFFLED)
+        pipe.seed = seed
+        return train(pipe, file, steps, print, saving=saving).losses
+
+    undisturbed = losses(4, None, seed=5)
+    kept = Keeping(tmp_path / "kept")
+    assert losses(2, kept, seed=5) == undisturbed[:2]
+    with pytest.raises(CheckpointError, match="--seed 6: .* began with --seed 5"):
+        losses(4, replace(kept, resume=True, seed=6))
+    assert losses(4, replace(kept, resume=True)) == undisturbed[2:]
 
 
 def test_no_batch_at_all(load: Load) -> None:
@@ -198,7 +226,7 @@ def test_a_loss_that_is_no_number_ends_the_run(load: Load) -> None:
 def test_a_loss_that_is_no_number_is_said_once(load: Load) -> None:
     pipe, file = load(WRONG)
     said: list[str] = []
-    measured = train(pipe, file, 5, 0, said.append, keep_going=True, quiet=True)
+    measured = train(pipe, file, 5, said.append, keep_going=True, quiet=True)
     assert len(measured.losses) == 5
     (line,) = said
     assert line.startswith("step 3: the loss is nan, after 0.")
@@ -278,7 +306,7 @@ def test_a_trace_of_the_last_steps(load: Load, tmp_path: Path) -> None:
     """And with it how much of a step the rank did not compute."""
     pipe, file = load("")
     path = tmp_path / "run.json"
-    measured = train(pipe, file, 3, 0, lambda line: None, path)
+    measured = train(pipe, file, 3, lambda line: None, path)
     (bubble,) = measured.bubbles
     assert 0 < bubble < 1
     names = [event["name"] for event in json.loads(path.read_text())["traceEvents"]]
@@ -295,7 +323,7 @@ def test_metrics_of_every_second_step(load: Load, tmp_path: Path) -> None:
         "def scheduler(optimizer): return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)\n"
     )
     to = Destinations(file=tmp_path / "m.jsonl")
-    measured = train(pipe, file, 4, 0, lambda line: None, log_every=2, metrics=to)
+    measured = train(pipe, file, 4, lambda line: None, log_every=2, metrics=to)
     second, fourth = map(json.loads, (tmp_path / "m.jsonl").read_text().splitlines())
     assert (second["step"], fourth["step"]) == (2, 4)
     assert (second["loss"], fourth["loss"]) == (measured.losses[1], measured.losses[3])
@@ -311,7 +339,7 @@ def test_metrics_of_every_second_step(load: Load, tmp_path: Path) -> None:
 def test_the_loss_scale_is_among_the_metrics_of_fp16(load: Load, tmp_path: Path) -> None:
     pipe, file = load("", precision="fp16")
     path = tmp_path / "m.jsonl"
-    train(pipe, file, 1, 0, lambda line: None, metrics=Destinations(file=path))
+    train(pipe, file, 1, lambda line: None, metrics=Destinations(file=path))
     assert pipe.loss_scale is not None
     assert json.loads(path.read_text())["loss_scale"] == pipe.loss_scale.scale
 
