@@ -1,4 +1,9 @@
-"""Write parts of a joint graph as modules that run without autograd."""
+"""Write parts of a joint graph as modules that run without autograd.
+
+A view becomes a reshape: it gives the same values whatever the strides of its input. Some kernels
+give other strides than fake tensors have, such as a batch norm on a CPU whose input is transposed,
+and then what was traced as a view has to copy. What is written in place stays a view.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from autopipe.joint.joint_graph import JointGraph
+from autopipe.joint.joint_graph import JointGraph, storages, written
 from autopipe.stages.op_tape import MADE, SEGMENT
 from autopipe.stages.precision import low
+
+_VIEW, _RESHAPE = torch.ops.aten.view.default, torch.ops.aten.reshape.default
 
 
 class GraphWriter:
@@ -19,6 +26,8 @@ class GraphWriter:
     def __init__(self, module: nn.Module, graph: JointGraph) -> None:
         self.module = module
         self.graph = graph
+        calls = (*graph.forward, *graph.backward)
+        self._written = frozenset(storage for call in calls for storage in written(call))
 
     def forward(self, saved: Sequence[fx.Node]) -> fx.GraphModule:
         """(*arguments) -> (*results, *saved)"""
@@ -54,6 +63,8 @@ class GraphWriter:
                     env[node].meta[SEGMENT] = block  # which is the first to read it
                 else:  # one of `calls`, or a view of a state
                     env[node] = graph.node_copy(node, find)
+                    if node.target is _VIEW and self._written.isdisjoint(storages([node])):
+                        env[node].target = _RESHAPE
                 env[node].meta[MADE] = node.meta[MADE]
             return env[node]
 
