@@ -305,7 +305,11 @@ def _levels(
 
 
 def _kept_by_graphs(division: Division) -> dict[int, KeptStorage]:
-    """What the joint graph of a whole model keeps, each with the nodes that read it."""
+    """What the joint graph of a whole model keeps, each with the nodes that read it.
+
+    What only backward reads, as the copy that an activation in place makes of its input, is kept
+    by the node that makes it.
+    """
     found: dict[int, KeptStorage] = {}
     readers: dict[int, list[int]] = defaultdict(list)
     for node in division.graph.forward:
@@ -313,7 +317,8 @@ def _kept_by_graphs(division: Division) -> dict[int, KeptStorage]:
             readers[storage].append(node.meta[POSITION])
     for node in division.kept:
         for storage, size in node.meta[MADE].storages.items():
-            found[storage] = KeptStorage(size, node.meta[POSITION], readers[storage])
+            made = node.meta[POSITION]
+            found[storage] = KeptStorage(size, made, readers[storage] or [made])
     return found
 
 

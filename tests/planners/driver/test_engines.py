@@ -87,6 +87,25 @@ def test_a_model_with_a_scalar_is_sharded_too():
     assert stage.predicted.memory.parameters == 512 * 512 * 4 // 2 + 4
 
 
+def test_an_activation_in_place_keeps_a_copy_that_no_forward_reads():
+    """Bug: a storage that no node saves ended the search with an IndexError."""
+
+    def build():
+        layers = (nn.Linear(8, 8), nn.SiLU(inplace=True))
+        return nn.Sequential(*layers, *(nn.Linear(8, 8), nn.SiLU(inplace=True)), nn.Linear(8, 8))
+
+    made = autopipe.plan(
+        build,
+        lambda rows: {"input": torch.randn(rows, 8)},
+        loss=lambda outputs, batch: outputs.square().mean(),
+        cluster=processes(2),
+        batch_size=8,
+        pp=2,
+        compile=True,
+    )
+    assert made.compiled
+
+
 def test_an_lstm_is_not_compiled():
     assert not plan(name="lstm", precision="fp32").compiled
 
