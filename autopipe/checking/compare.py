@@ -27,7 +27,7 @@ from autopipe.checking.unsplit import Unsplit, WholeStep
 from autopipe.planfile.contents import BATCH, Plan
 from autopipe.planfile.parts import Place
 from autopipe.planfile.regions import COMPILED
-from autopipe.planners.driver.against_eager import TOLERANCE
+from autopipe.planners.driver.outcomes import TOLERANCE
 from autopipe.stages.precision import copy_dtype
 
 FP32 = 1e-5

@@ -34,7 +34,7 @@ from autopipe.ir.dataflow import analyse
 from autopipe.ir.graph import Graph, Node, State, tensors_in
 from autopipe.ir.partition import partition
 from autopipe.planfile.contents import Plan
-from autopipe.planners.driver.against_eager import last_reader
+from autopipe.planners.driver.outcomes import last_reader
 from autopipe.stages.lower import lower
 from autopipe.stages.node_calls import NODE_NAME
 from autopipe.stages.precision import KEPT

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.errors import CaptureError
-from autopipe.ir.graph import Graph
+from autopipe.ir.dataflow import analyse, written_by
+from autopipe.ir.graph import Graph, State
 from autopipe.ir.op_costs import RULES
 from autopipe.ir.op_seconds import rate_name
 from autopipe.ir.torch_private import tree_map
@@ -119,6 +120,27 @@ def check_operands(graph: Graph, dtype: torch.dtype) -> None:
                 f"parameters are of {dtypes.name_of(dtype)} here, and the model casts its input",
                 hint=_hint(graph, dtype),
             )
+
+
+def check_followers(graph: Graph, dtype: torch.dtype) -> None:
+    """Refuse a parameter of 16 bits that forward writes, as a teacher's that follows a student's.
+
+    Of a small step, 0.999 * old + 0.001 * new, rounding to 16 bits leaves nothing.
+
+    Raises:
+        CaptureError: names the user's line and the parameter.
+    """
+    root = analyse(graph).root
+    for node in graph.nodes:
+        for written in map(root.__getitem__, written_by(node)):
+            if isinstance(written, State) and graph.states[written.name].kind == "parameter":
+                word = rate_name(dtype)
+                raise CaptureError(
+                    f"{node.place}: forward writes the parameter {written.name!r}, which is of "
+                    f"{dtypes.name_of(dtype)} here: what it adds to it is rounded to 16 bits",
+                    hint=f"the precision {word}-autocast, under which parameters stay in fp32; or "
+                    "keep it in a buffer, which does so too",
+                )
 
 
 def _hint(graph: Graph, dtype: torch.dtype) -> str:

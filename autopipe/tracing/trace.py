@@ -25,7 +25,13 @@ from autopipe.planfile.parts import InputSpec, Read
 from autopipe.planfile.regions import Region
 from autopipe.tracing.export import Program, capture, look
 from autopipe.tracing.from_export import convert
-from autopipe.tracing.low_precision import SixteenBits, check_operands, parameters_in, with_masters
+from autopipe.tracing.low_precision import (
+    SixteenBits,
+    check_followers,
+    check_operands,
+    parameters_in,
+    with_masters,
+)
 from autopipe.tracing.measuring import Measuring
 from autopipe.tracing.same_modules import Likeness
 from autopipe.tracing.value_guards import NeedsNumbers
@@ -196,6 +202,7 @@ class _Tracing:
         graph = named(graph, program.regions)
         if self.kept is not None:
             check_operands(graph, self.kept.dtype)
+            check_followers(graph, self.kept.dtype)
             graph = with_masters(graph, self.kept)
         used = tuple(one.region for one in graph.regions.values())
         return Trace(graph, self.specs, tuple(reads), program.paths, program.unsteady, used)

@@ -11,10 +11,9 @@ refused if a second call of it was seen to make other calls of torch (`Trace.uns
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,6 +31,7 @@ from autopipe.ir.op_costs import costs
 from autopipe.ir.partition import partition
 from autopipe.ir.torch_private import TorchDispatchMode, is_fake
 from autopipe.planfile.parts import InputSpec
+from autopipe.planners.driver.outcomes import TOLERANCE, Outcome, compare
 from autopipe.planners.driver.request import PlanRequest
 from autopipe.stages.lower import lower
 from autopipe.stages.precision import KEPT, kept
@@ -51,21 +51,6 @@ MOST_FLOPS = 1e10
 
 MOST_BYTES = 2**27
 """Bytes of the model's parameters."""
-
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
-"""How far a result may be off, as a share of its largest entry: sums in another order."""
-
-FLOOR = 1e-3
-"""A gradient is compared with its own largest entry, or with this share of the largest of all."""
-
-
-@dataclass
-class Outcome:
-    """What a run has left behind: `losses` by micro-batch, (loss,) or (sum, count); buffers too."""
-
-    losses: list[Tensor] = field(default_factory=list)
-    gradients: dict[str, Tensor | None] = field(default_factory=dict)
-    buffers: list[dict[str, Tensor]] = field(default_factory=list)
 
 
 def check(request: PlanRequest, skeleton: nn.Module, traced: Trace, example: Any, say: Say) -> None:
@@ -88,7 +73,7 @@ def check(request: PlanRequest, skeleton: nn.Module, traced: Trace, example: Any
         both = model and _both(request, traced, model, _two(request, example, traced.inputs), say)
     if both:
         tolerance = TOLERANCE.get(KEPT.get(request.precision, torch.float32), 1e-4)
-        _compare(traced, *both, tolerance)
+        compare(traced, *both, tolerance)
     elif traced.unsteady:
         raise CaptureError(
             f"the model keeps {', '.join(traced.unsteady)} from one call to the next, and then "
@@ -131,18 +116,25 @@ def _both(
 ) -> tuple[Outcome, Outcome] | None:
     """What the model makes of two micro-batches, and what its graph does; None: it is not told."""
     kept = KEPT.get(request.precision)
+    followers = _written_parameters(traced.graph, model)
     with ExitStack() as until:
-        until.enter_context(_as_it_was(model))
+        until.enter_context(_as_it_was(model, followers))
         if isinstance(request.loss, nn.Module):
             until.enter_context(restoring(request.loss))
         until.enter_context(parameters_in(model, kept))
         if any(is_random(node) for node in traced.graph.nodes):
             until.enter_context(_SameNumbers())
         program = Program(model, batches[0], request.loss, traced.inputs, kept=kept, eager=True)
-        known = {**traced.graph.constants, **buffers_of(model)}
-        before = {name: tensor.clone() for name, tensor in known.items()}
+        known = {**traced.graph.constants, **buffers_of(model), **followers}
+        before = {name: tensor.detach().clone() for name, tensor in known.items()}
         try:
-            eager = _outcome(program, model, batches, traced.inputs, lambda: buffers_of(model))
+            eager = _outcome(
+                program,
+                model,
+                batches,
+                traced.inputs,
+                lambda: {**buffers_of(model), **followers},
+            )
         except Exception as error:  # whatever the model's own code raises
             say(f"the graph is not compared with the model, which raises {type(error).__name__}")
             return None
@@ -178,16 +170,25 @@ def with_weights(request: PlanRequest, skeleton: nn.Module, graph: Graph) -> nn.
     return None if any(is_fake(t) or t.device.type != "cpu" for t in tensors) else source
 
 
+def _written_parameters(graph: Graph, model: nn.Module) -> dict[str, nn.Parameter]:
+    """The frozen parameters that forward writes, as a teacher's that follow a student's."""
+    written = [root.name for root in analyse(graph).writers if isinstance(root, State)]
+    return {n: model.get_parameter(n) for n in written if graph.states[n].kind == "parameter"}
+
+
 @contextmanager
-def _as_it_was(model: nn.Module) -> Iterator[None]:
+def _as_it_was(model: nn.Module, followers: Mapping[str, nn.Parameter]) -> Iterator[None]:
     """Within, the model is in training and may change its state; it is restored at the end."""
     buffers = buffers_of(model)
+    before = {name: parameter.detach().clone() for name, parameter in followers.items()}
     with restoring(model):
         model.train()
         try:
             yield
         finally:
             put(model, buffers)
+            for name, parameter in followers.items():
+                parameter.detach().copy_(before[name])
 
 
 @contextmanager
@@ -214,9 +215,9 @@ class _SameNumbers(TorchDispatchMode):
 
 
 def _outcome(
-    run: Any, model: nn.Module, batches: Sequence[Any], specs: Sequence[InputSpec], buffers: Any
+    run: Any, model: nn.Module, batches: Sequence[Any], specs: Sequence[InputSpec], states: Any
 ) -> Outcome:
-    """Run both micro-batches; `run` takes the tensors of one, `buffers` gives those of now."""
+    """Run both micro-batches; `run` takes the tensors of one, `states` gives what is kept now."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     found = Outcome()
     for number, rows in enumerate(batches):
@@ -230,7 +231,7 @@ def _outcome(
         )
         if number == 0 and loss.requires_grad:
             found.gradients = _gradients(loss, trained)
-        found.buffers.append({name: buffer.clone() for name, buffer in buffers().items()})
+        found.kept.append({name: state.detach().clone() for name, state in states().items()})
     return found
 
 
@@ -253,7 +254,7 @@ def _of_graph(
     """What the graph makes of the same weights, lowered as one stage."""
     graph = traced.graph
     own = {name: tensor.clone() for name, tensor in before.items()}
-    named = {**own, **dict(model.named_parameters())}
+    named = {**dict(model.named_parameters()), **own}
     (stage,) = partition(analyse(graph), [])
     states = {name: named[name] for name in stage.states}
     blocks = find_blocks(graph)
@@ -261,85 +262,3 @@ def _of_graph(
     taken = [spec for spec in traced.inputs if spec.path in stage.inputs]
     taken.sort(key=lambda spec: stage.inputs.index(spec.path))
     return _outcome(module, model, batches, taken, lambda: own)
-
-
-def _compare(traced: Trace, eager: Outcome, found: Outcome, tolerance: float) -> None:
-    """Refuse the first difference: of the first micro-batch, then of the second.
-
-    Raises:
-        CaptureError: as `check`.
-    """
-    graph = traced.graph
-    first, second = (
-        _off(other, loss) for loss, other in zip(eager.losses, found.losses, strict=True)
-    )
-    if first > tolerance:
-        raise _refusal(
-            f"its loss is {float(eager.losses[0][0]):.6g}, and "
-            f"{float(found.losses[0][0]):.6g} by its graph",
-            "it differs from one call to the next, or reads what is not in its batch",
-        )
-    unequal = [n for n, g in eager.gradients.items() if _off(found.gradients[n], g) > tolerance]
-    floor = (
-        FLOOR * max((_largest(g) for g in eager.gradients.values()), default=0.0) if unequal else 0
-    )
-    off = {name: _off(found.gradients[name], eager.gradients[name], floor) for name in unequal}
-    wrong = {name: share for name, share in off.items() if share > tolerance}
-    if wrong:
-        last, place = last_reader(graph, wrong)
-        share = f"{wrong[last]:.2g} of" if math.isfinite(wrong[last]) else "all of"
-        raise _refusal(
-            f"{len(wrong)} of its {len(eager.gradients)} gradients are other ones by its graph; "
-            f"behind {last!r} ({place or 'which no node reads'}), off by {share} its largest "
-            "entry, they agree",
-            "what follows there changes a gradient and not the result",
-        )
-    kept = ", ".join(traced.unsteady)
-    for number, (buffers, others) in enumerate(zip(eager.buffers, found.buffers, strict=True)):
-        for name, buffer in buffers.items():
-            if name in others.keys() - traced.unsteady and _off(others[name], buffer) > tolerance:
-                raise _refusal(
-                    f"its buffer {name!r} is another one by its graph after micro-batch {number}",
-                    "write buffers in place, in the forward of their own module",
-                )
-    if second > tolerance:
-        raise _refusal(
-            f"its loss in a second micro-batch is {float(eager.losses[1][0]):.6g}, and "
-            f"{float(found.losses[1][0]):.6g} by its graph, which is that of a first call"
-            + (f"; it keeps {kept}" if kept else ""),
-            "keep it in a buffer, register_buffer, and write that in place",
-        )
-
-
-def _largest(gradient: Tensor | None) -> float:
-    return float(gradient.abs().max()) if gradient is not None and gradient.numel() else 0.0
-
-
-def _refusal(what: str, hint: str) -> CaptureError:
-    return CaptureError(f"the model is not what its graph computes: {what}", hint=hint)
-
-
-def _off(found: Tensor | None, expected: Tensor | None, floor: float = 0.0) -> float:
-    """The largest difference of two tensors as a share of the largest entry of the second."""
-    if found is None or expected is None:
-        other = expected if found is None else found
-        return math.inf if other is not None and bool(other.any()) else 0.0
-    if found.shape != expected.shape:
-        return math.inf
-    if torch.equal(found, expected) or not expected.numel():
-        return 0.0
-    found, expected = found.detach().double(), expected.detach().double()
-    if not bool(expected.isfinite().all()):
-        return 0.0  # the model's own numbers are no measure
-    scale = max(float(expected.abs().max()), floor)
-    return float((found - expected).abs().max()) / scale if scale else math.inf
-
-
-def last_reader(graph: Graph, names: Iterable[str]) -> tuple[str, str]:
-    """Of some parameters the one that is read last in forward, and the user's line there."""
-    wanted = {State(name): name for name in names}
-    for node in reversed(graph.nodes):
-        for value in node.values():
-            if value in wanted:
-                return wanted[value], node.place
-    return next(iter(wanted.values())), ""

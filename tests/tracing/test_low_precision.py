@@ -124,6 +124,26 @@ def test_a_model_that_mixes_dtypes_by_itself_is_refused_with_its_line():
     assert "the precision bf16-autocast" in said
 
 
+def test_a_teacher_in_16_bits_is_refused():
+    """Bug: 0.99 * old + 0.01 * new was rounded to bf16, in which most steps are nothing."""
+
+    class Followed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.teacher = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+
+        def forward(self, x):
+            with torch.no_grad():
+                self.teacher.weight.lerp_(self.up.weight, 0.01)
+            return (self.up(x) - self.teacher(x)).square().mean()
+
+    with pytest.raises(CaptureError) as error:
+        trace_model(Followed(), lambda rows: {"x": torch.randn(rows, 4)}, kept=SixteenBits(BF16))
+    said = str(error.value)
+    assert said.startswith(f"{__file__}:") and "'teacher.weight', which is of bfloat16" in said
+    assert "the precision bf16-autocast" in said
+
+
 def test_a_model_with_autocast_regions_of_its_own_is_told_the_precision_that_keeps_them():
     """Outside of them it casts back to fp32, where its parameters are of 16 bits."""
 

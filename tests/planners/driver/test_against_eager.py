@@ -143,10 +143,14 @@ def test_the_users_module_is_left_as_it_was():
     class Kept(Net):
         def begin(self):
             self.register_buffer("average", torch.zeros(8))
+            self.teacher = nn.Linear(8, 8).requires_grad_(False)
             self.calls = []
 
         def inside(self, hidden):
             self.calls.append(1)
+            with torch.no_grad():  # bug: the graph ran on what eager's two calls had left
+                self.teacher.weight.mul_(0.9).add_(self.middle.weight, alpha=0.1)
+                hidden = hidden + self.teacher(hidden)
             self.average = self.average + 1
             return nn.functional.dropout(self.middle(hidden)) + self.average
 
