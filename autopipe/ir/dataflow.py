@@ -211,6 +211,34 @@ def gradient_values(graph: Graph) -> frozenset[Ref | State]:
     return frozenset(carrying)
 
 
+@once
+def rewritten_reads(graph: Graph) -> Mapping[str, frozenset[Value]]:
+    """For nodes that carry a gradient, by name, what they read of states that forward has written.
+
+        tau.copy_(...)          a buffer; or a frozen parameter that follows another
+        y = x / tau             backward reads tau, when a later micro-batch may have written it
+
+    What a node writes itself is not among them: the running statistics of a batch norm.
+    """
+    flow, carrying = analyse(graph), gradient_values(graph)
+    written = {root for root in flow.writers if isinstance(root, State)}
+    found: dict[str, frozenset[Value]] = {}
+    for position, node in enumerate(graph.nodes) if written else ():
+        if views(resolve(node.op)) or not any(
+            Ref(node.name, number) in carrying for number in range(len(node.outputs))
+        ):
+            continue
+        own = {flow.root[value] for value in written_by(node)}
+        read = frozenset(
+            value
+            for value in node.values()
+            if (root := flow.root[value]) in written - own and flow.writers[root][0] < position
+        )
+        if read:
+            found[node.name] = read
+    return found
+
+
 def obstacle(flow: Dataflow, positions: Sequence[int]) -> str | None:
     """Why the nodes at `positions` cannot be recomputed with equal results; None: they can."""
     inside = {flow.graph.nodes[position].name for position in positions}

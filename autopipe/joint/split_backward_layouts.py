@@ -21,9 +21,9 @@ from autopipe.joint.joint_graph import CannotSplit, Layout
 from autopipe.joint.split_backward import Held, Joint, held, split
 from autopipe.joint.wanted import HALVES, Wanted
 from autopipe.stages.dry_run import CrossingTensor, Known, Rehearsal, fake_state
-from autopipe.stages.lower import Lowered, check_recompute, lower
+from autopipe.stages.lower import Lowered, lower
 from autopipe.stages.precision import copy_bytes
-from autopipe.stages.recompute import within
+from autopipe.stages.recompute import check_recompute, within
 
 _T = TypeVar("_T")
 

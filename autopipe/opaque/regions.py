@@ -213,21 +213,23 @@ def _inverse(order: Sequence[int]) -> list[int]:
 
 
 def _called(running: Running, tensors: Sequence[Tensor], written: Sequence[Tensor]) -> Any:
-    """What the call gives; the buffers that it assigns are written."""
+    """What the call gives; the buffers that it assigns are written.
+
+    It writes copies: autograd keeps what it reads of them, and a later micro-batch may run before
+    this one's backward.
+    """
     region, model = running.region, _copy(running)
     count = len(tensors) - len(region.states)
     homes = _homes(model)
     names = (*region.states, *region.written)
-    for name, tensor in zip(names, (*tensors[count:], *written), strict=True):
+    copies = [own.clone() for own in written]
+    for name, tensor in zip(names, (*tensors[count:], *copies), strict=True):
         _put(homes[name], tensor)
     args, kwargs = whole_of(from_text(region.given), tensors[:count])
     made = call(model, _site(region))(*args, **kwargs)
     for name, own in zip(region.written, written, strict=True):
-        new = state_of(model, name)
-        if new is not own:
-            with torch.no_grad():
-                own.copy_(new)
-            _put(homes[name], own)
+        with torch.no_grad():
+            own.copy_(state_of(model, name))
     return made
 
 

@@ -23,9 +23,9 @@ from autopipe.ir.opaque_ops import observing
 from autopipe.ir.partition import Stage
 from autopipe.ir.stage_classes import kind_of
 from autopipe.ir.torch_private import fake_mode
-from autopipe.stages.lower import check_recompute, lower
+from autopipe.stages.lower import lower
 from autopipe.stages.precision import arithmetic, computing, wide_statistics
-from autopipe.stages.recompute import within
+from autopipe.stages.recompute import check_recompute, within
 from autopipe.stages.saved_storages import SavedStorages
 from autopipe.util.progress import phase
 

@@ -22,9 +22,8 @@ import sympy
 import torch
 from torch import Tensor, fx, nn
 
-from autopipe.errors import PlanError
-from autopipe.ir.blocks import Block, next_call, owners
-from autopipe.ir.dataflow import analyse, is_random, obstacle
+from autopipe.ir.blocks import Block, next_call
+from autopipe.ir.dataflow import analyse, is_random, rewritten_reads
 from autopipe.ir.graph import (
     READ_OP,
     REGION_OP,
@@ -54,7 +53,7 @@ from autopipe.stages.node_calls import (
     under_autocast,
 )
 from autopipe.stages.precision import AUTOCAST, LOWERED, low
-from autopipe.stages.recompute import Recomputed, refuse, within
+from autopipe.stages.recompute import Recomputed, check_recompute, runs_of
 from autopipe.stages.rng import draw
 
 
@@ -109,7 +108,7 @@ def lower(
     arguments: list[Value] = [ref for ref, _ in stage.receives]
     arguments += [Input(path) for path in stage.inputs]
     results: list[Arg] = [*stage.outgoing, *(graph.outputs if last else ())]
-    runs = _runs(graph, stage, blocks)
+    runs = runs_of(graph, stage, blocks)
     check_recompute(graph, stage, blocks, recompute)
     outer, env = fx.Graph(), {}
     for value in arguments:
@@ -161,61 +160,6 @@ def _install(root: nn.Module, stage: Stage, states: Mapping[str, Tensor]) -> Non
             module.register_parameter(leaf, tensor)
         else:
             module.register_buffer(leaf, tensor)
-
-
-def _runs(
-    graph: Graph, stage: Stage, blocks: Sequence[Block]
-) -> list[tuple[Block | None, list[int]]]:
-    """A stage's nodes as consecutive runs, each inside one block or inside none."""
-    # A local node from elsewhere is the stage's own, not a piece of a block it does not have.
-    owner = owners(blocks, stage.first, stage.stop)
-    runs: list[tuple[Block | None, list[int]]] = []
-    for position in stage.nodes:
-        block = owner.get(position)
-        if not runs or runs[-1][0] is not block:
-            runs.append((block, []))
-        runs[-1][1].append(position)
-    return [
-        (block if block and _has_home(graph, block, positions) else None, positions)
-        for block, positions in runs
-    ]
-
-
-def check_recompute(
-    graph: Graph, stage: Stage, blocks: Sequence[Block], recompute: Collection[str]
-) -> None:
-    """Refuse blocks and nodes that are none of the stage's, or would not do the same again.
-
-    Raises:
-        PlanError: names the block or the node, and what stands in its way.
-    """
-    if not recompute:
-        return
-    unknown = sorted(set(recompute) - set(within(graph, stage, blocks, recompute)))
-    if unknown:
-        there = within(graph, stage, blocks, [block.path for block in blocks])
-        raise PlanError(
-            f"stage {stage.index}: {unknown[0]!r} is to be recomputed and is no block of the stage",
-            hint=f"its blocks are {', '.join(there)}" if there else "it has none",
-        )
-    flow = analyse(graph)
-    for block, positions in _runs(graph, stage, blocks):
-        path = "" if block is None else block.path
-        if path in recompute and (reason := obstacle(flow, positions)):
-            refuse(stage, path, reason)
-    for position in range(stage.first, stage.stop):
-        name = graph.nodes[position].name
-        if name in recompute and (reason := obstacle(flow, [position])):
-            refuse(stage, name, reason)
-
-
-def _has_home(graph: Graph, block: Block, positions: Sequence[int]) -> bool:
-    """Whether the stage has parameters under the block's path, so that a module stands there."""
-    return any(
-        isinstance(value, State) and value.name.startswith(block.prefix)
-        for position in positions
-        for value in graph.nodes[position].values()
-    )
 
 
 @dataclass(frozen=True)
@@ -296,6 +240,9 @@ class _Emitter:
     def _arguments(
         self, into: fx.Graph, node: Node, env: Mapping[Value, fx.Node]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        clone = torch.ops.aten.clone.default
+        rewritten = rewritten_reads(self.graph).get(node.name, ())
+        env = {**env, **{v: into.call_function(clone, (env[v],)) for v in rewritten}}
         copied = {v: v.name for v in node.values() if self._goes_as_copy(v, node)}
         self.low.update(dict.fromkeys(copied.values()))
         env = {**env, **{v: into.call_function(low, (env[v],)) for v in copied}}
@@ -312,8 +259,8 @@ class _Emitter:
 
     def _goes_as_copy(self, value: Value, node: Node) -> TypeGuard[State]:
         """Whether a node reads a copy of a value: of a master weight, or under autocast."""
-        if not isinstance(value, State):
-            return False
+        if not isinstance(value, State) or value in analyse(self.graph).writers:
+            return False  # a copy for the whole step would miss what forward writes
         state = self.graph.states[value.name]
         if state.master is not None:
             return True

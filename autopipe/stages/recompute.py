@@ -28,8 +28,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
 
 from autopipe.errors import PlanError
-from autopipe.ir.blocks import Block, classes
-from autopipe.ir.graph import Graph
+from autopipe.ir.blocks import Block, classes, owners
+from autopipe.ir.dataflow import analyse, obstacle
+from autopipe.ir.graph import Graph, State
 from autopipe.ir.partition import Stage
 from autopipe.ir.torch_private import share_members, storage_key
 from autopipe.stages import precision, rng
@@ -80,7 +81,53 @@ def within(
     return (*paths, *(name for name in nodes if name in recompute))
 
 
-def refuse(stage: Stage, path: str, reason: str) -> None:
+def runs_of(
+    graph: Graph, stage: Stage, blocks: Sequence[Block]
+) -> list[tuple[Block | None, list[int]]]:
+    """A stage's nodes as consecutive runs, each inside one block or inside none."""
+    # A local node from elsewhere is the stage's own, not a piece of a block it does not have.
+    owner = owners(blocks, stage.first, stage.stop)
+    runs: list[tuple[Block | None, list[int]]] = []
+    for position in stage.nodes:
+        block = owner.get(position)
+        if not runs or runs[-1][0] is not block:
+            runs.append((block, []))
+        runs[-1][1].append(position)
+    return [
+        (block if block and _has_home(graph, block, positions) else None, positions)
+        for block, positions in runs
+    ]
+
+
+def check_recompute(
+    graph: Graph, stage: Stage, blocks: Sequence[Block], recompute: Collection[str]
+) -> None:
+    """Refuse blocks and nodes that are none of the stage's, or would not do the same again.
+
+    Raises:
+        PlanError: names the block or the node, and what stands in its way.
+    """
+    if not recompute:
+        return
+    unknown = sorted(set(recompute) - set(within(graph, stage, blocks, recompute)))
+    if unknown:
+        there = within(graph, stage, blocks, [block.path for block in blocks])
+        raise PlanError(
+            f"stage {stage.index}: {unknown[0]!r} is to be recomputed and is no block of the stage",
+            hint=f"its blocks are {', '.join(there)}" if there else "it has none",
+        )
+    flow = analyse(graph)
+    for block, positions in runs_of(graph, stage, blocks):
+        path = "" if block is None else block.path
+        if path in recompute and (reason := obstacle(flow, positions)):
+            _refuse(stage, path, reason)
+    for position in range(stage.first, stage.stop):
+        name = graph.nodes[position].name
+        if name in recompute and (reason := obstacle(flow, [position])):
+            _refuse(stage, name, reason)
+
+
+def _refuse(stage: Stage, path: str, reason: str) -> None:
     """Raise the error for a block that cannot be recomputed with equal results.
 
     Raises:
@@ -89,6 +136,15 @@ def refuse(stage: Stage, path: str, reason: str) -> None:
     raise PlanError(
         f"stage {stage.index}: block {path!r} cannot be recomputed: {reason}",
         hint=f"leave {path!r} out of what is recomputed",
+    )
+
+
+def _has_home(graph: Graph, block: Block, positions: Sequence[int]) -> bool:
+    """Whether the stage has parameters under the block's path, so that a module stands there."""
+    return any(
+        isinstance(value, State) and value.name.startswith(block.prefix)
+        for position in positions
+        for value in graph.nodes[position].values()
     )
 
 

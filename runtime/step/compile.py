@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from autopipe.ir.torch_private import writes
 from autopipe.joint.graph_writer import step_copy
 from autopipe.runtime.step.engine import accumulate
 from autopipe.stages.node_calls import python_only, take
@@ -123,6 +124,15 @@ def _is_compiled(node: fx.Node) -> bool:
     return node.target not in python_only and node.target is not accumulate
 
 
+def _writes(node: fx.Node) -> bool:
+    """Whether a node may change what stays after its island: a buffer, or a frozen parameter.
+
+    The kernels of batch norms write running statistics although their schemas do not say so.
+    """
+    called: list[Any] = [a for a in (node.target, *node.args) if hasattr(a, "overloadpacket")]
+    return any(writes(op) or "batch_norm" in str(op) for op in called)
+
+
 def _call(
     module: fx.GraphModule,
     graph: fx.Graph,
@@ -136,7 +146,7 @@ def _call(
         dict.fromkeys(n for node in island for n in node.all_input_nodes if n not in inside)
     )
     made = [node for node in island if any(user not in inside for user in node.users)]
-    if not made:
+    if not made and not any(map(_writes, island)):
         return
     body = fx.Graph()
     renamed = {node: body.placeholder(f"given_{n}") for n, node in enumerate(given)}

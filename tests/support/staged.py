@@ -105,7 +105,7 @@ def split(trace, cuts):
     return partition(analyse(trace.graph), positions)
 
 
-def lowered(trace, model: nn.Module, cuts, rows):
+def lowered(trace, model: nn.Module, cuts, rows, **options):
     """The stages between `cuts` as modules that hold the tensors of `model`."""
     named = {
         **trace.graph.constants,
@@ -122,6 +122,7 @@ def lowered(trace, model: nn.Module, cuts, rows):
             trace.reads,
             rows,
             last=stage is stages[-1],
+            **options,
         )
         for stage in stages
     ]

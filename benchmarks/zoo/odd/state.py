@@ -193,3 +193,61 @@ class Momentum(Net):
         with torch.no_grad():
             target = self.teacher(hidden)
         return hidden + (self.first(hidden) - target)
+
+
+@odd()
+class Annealed(Net):
+    """Divides by a temperature that falls from one call to the next: backward reads it too."""
+
+    def begin(self) -> None:
+        self.register_buffer("temperature", torch.tensor(2.0))
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        self.temperature.mul_(0.9)
+        return (self.first(hidden) / self.temperature).softmax(-1)
+
+
+@odd()
+class Teacher(Net):
+    """A frozen layer that follows a trained one, with a gradient through it, as in DINO."""
+
+    def begin(self) -> None:
+        self.teacher = nn.Linear(16, 16).requires_grad_(False)
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Nine tenths of what it was, and a tenth of what it follows."""
+        pairs = zip(self.teacher.parameters(), self.first.parameters(), strict=True)
+        for own, other in pairs:
+            own.data.mul_(0.9).add_(other.detach(), alpha=0.1)
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        self.follow()
+        return self.teacher(hidden.tanh()) - hidden
+
+
+class _Sparsely(nn.Module):
+    """A layer for some rows, over a temperature that falls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.register_buffer("temperature", torch.tensor(2.0))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden [b, 16] -> the same."""
+        self.temperature.mul_(0.9)
+        rows = (hidden[:, 0] > 0).nonzero().flatten()
+        made: Tensor = self.layer(hidden[rows]) / self.temperature
+        return hidden.index_copy(0, rows, made)
+
+
+@odd()
+class AnnealedSparsely(Net):
+    """The same, in a part that no trace can look into."""
+
+    def begin(self) -> None:
+        self.part = _Sparsely()
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        return self.part(hidden)
