@@ -2,6 +2,7 @@
 
     random.random() < 0.5         after other seeds of Python's and numpy's generators
     self.count += 1               after its own first call
+    if self.step < 10:            a buffer that each call changes
 
 A trace has what one run computes, for good: numbers from outside torch are constants in it, and so
 is what the model keeps in plain attributes. Some models draw a number that changes nothing
@@ -14,16 +15,20 @@ from __future__ import annotations
 import marshal
 import random
 import sys
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autopipe.errors import CaptureError
 from autopipe.frontend import user_lines
+from autopipe.frontend.assigned_buffers import buffers_of
 from autopipe.ir.graph import tensors_in
-from autopipe.ir.torch_private import is_fake, is_transformed
+from autopipe.ir.torch_private import is_fake, is_transformed, version
+from autopipe.planfile.parts import Read
 
 RUNS = 8
 """Runs with other seeds."""
@@ -67,6 +72,49 @@ def check_draws(draws: Draws, run: Callable[[], object]) -> None:
             hint="draw with torch, and use the number in torch: "
             "torch.where(torch.rand(()) < 0.5, self.layer(x), x)",
         )
+
+
+class Changes:
+    """Whether a run draws random numbers, or changes buffers, so that the next one may be another.
+
+    Args:
+        model: is about to run.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._before = self._now()
+
+    def seen(self) -> bool:
+        """Whether it has since."""
+        return self._now() != self._before
+
+    def _now(self) -> Hashable:
+        buffers = buffers_of(self._model).values()
+        drawn = torch.get_rng_state().numpy().tobytes()
+        return drawn, tuple((id(buffer), version(buffer)) for buffer in buffers)
+
+
+def other_reads(first: Sequence[Read], again: Callable[[], Sequence[Read]]) -> CaptureError | None:
+    """Why a model is refused whose Python reads other values in a second call on the same rows.
+
+    Args:
+        again: the reads of a second call.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        second = again()
+    for one, other in zip(first, second, strict=False):
+        if one.checked and repr(one) != repr(other):  # where nan is nan
+            return CaptureError(
+                f"{one.place}: Python reads {one.value!r} from a tensor in a first call of the "
+                f"model and {other.value!r} in a second one, on the same rows; a graph has one of "
+                "the two for good",
+                hint="compute with the tensor: torch.clamp(self.step / 10, max=1), or "
+                "torch.where(torch.rand(()) < 0.5, self.layer(x), x); what a first call is to "
+                "initialise, call the model once for in model()",
+            )
+    return None
 
 
 def _line_of_python(run: Callable[[], object]) -> str:

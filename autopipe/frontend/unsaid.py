@@ -118,6 +118,8 @@ class RefusedCalls(TorchFunctionMode):
             )
         if func == _DATA:
             return args[0].detach()
+        if func == _SET_DATA and _is_another_value(*args):
+            return args[0].detach().copy_(args[1].detach())
         if func is opaque_ops.PLAIN and opaque_ops.can(*args):
             return opaque_ops.ctc_loss(*args, **(kwargs or {}))
         if func is Tensor.__setitem__ and _one_for_all(*args):
@@ -173,13 +175,26 @@ def _gradient(tensor: Tensor) -> None:
         )
 
 
+def _is_another_value(tensor: Tensor, value: Tensor) -> bool:
+    """Whether it is `teacher.data = value`: a frozen parameter, which is written then."""
+    frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+    return frozen and (tensor.shape, tensor.dtype) == (value.shape, value.dtype)
+
+
 def _parameter_data(tensor: Tensor, value: Tensor) -> None:
-    if isinstance(tensor, nn.Parameter):
+    if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
         raise CaptureError(
             f"{user_lines.here()}: forward sets the .data of a parameter, which the optimizer "
             "trains",
             hint="change it in the optimizer's step, or compute with a changed copy: "
             "self.weight.clamp(...)",
+        )
+    if isinstance(tensor, nn.Parameter):
+        raise CaptureError(
+            f"{user_lines.here()}: forward sets the .data of a frozen parameter of "
+            f"{tuple(tensor.shape)} {tensor.dtype} to a tensor of {tuple(value.shape)} "
+            f"{value.dtype}",
+            hint="keep its shape and dtype, and write it in place: parameter.data.copy_(value)",
         )
 
 
@@ -236,6 +251,7 @@ def _accumulated(*args: Any, **kwargs: Any) -> None:
 
 
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 _EFFECTS: dict[Any, Callable[..., None]] = {
     Tensor.register_hook: _parameter_hook,
@@ -245,13 +261,13 @@ _EFFECTS: dict[Any, Callable[..., None]] = {
     Tensor.requires_grad_: _freeze,
     Tensor.requires_grad.__set__: _freeze,  # type: ignore[attr-defined]
     Tensor.grad.__get__: _gradient,  # type: ignore[union-attr]
-    Tensor.data.__set__: _parameter_data,  # type: ignore[attr-defined]
+    _SET_DATA: _parameter_data,
 }
 
 _REFUSALS: dict[Any, Callable[..., None]] = {
     **_EFFECTS,
     Tensor.register_hook: _tensor_hook,
-    Tensor.data.__set__: _data,  # type: ignore[attr-defined]
+    _SET_DATA: _data,
     torch.autograd.grad: _inner_gradient,
     Tensor.__setitem__: _write_where,
     Tensor.index_put: _write_where,

@@ -48,6 +48,7 @@ __all__ = [
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "TorchDispatchMode",
+    "buffer_names",
     "constructing",
     "expression",
     "fake_like",
@@ -222,6 +223,11 @@ def share_members(module: nn.Module, other: nn.Module) -> None:
     """
     module._parameters, module._buffers = other._parameters, other._buffers
     module._modules = other._modules
+
+
+def buffer_names(module: nn.Module) -> set[str]:
+    """The names of a module's own buffers, of those that are None as well."""
+    return set(module._buffers)
 
 
 def lend(module: nn.Module, name: str, tensor: torch.Tensor) -> None:

@@ -53,6 +53,7 @@ class Program(nn.Module):
         assigned: the buffers that the model assigns anew; each run adds those that it finds.
         caches: the buffers that it fills in its first run, as `assigned_buffers` tells them.
         unsteady: the plain attributes and caches because of which a second run is another one.
+        otherwise: why the reads of a first run are not those of all others.
         twins: modules whose parameters stand for the model's own where the loss reads them.
         regions: the calls that are ops of a trace (`opaque.regions`).
     """
@@ -76,6 +77,7 @@ class Program(nn.Module):
         self.assigned: set[str] = set()  # changed in place: export undoes what a run assigns
         self.caches: set[str] = set()
         self.unsteady: tuple[str, ...] = ()
+        self.otherwise: CaptureError | None = None
         self.twins: tuple[nn.Module, ...] = ()
         self.regions: tuple[Running, ...] = ()
         self.specs = specs
@@ -284,18 +286,23 @@ class _Look:
 
     def _watched(self, within: AbstractContextManager[object]) -> tuple[Read, ...]:
         """The reads of a run that does nothing that no graph can say."""
-        draws = second_run.Draws()
+        draws, changed = second_run.Draws(), False
 
         def run() -> None:
+            nonlocal changed
+            changes = second_run.Changes(self.program.model)
             with within, unsaid.refused(), draws:
                 self.run()
+            changed = changes.seen()
 
         found = record(run, self.run, numbers=self.numbers)
         second_run.check_draws(draws, self._again)
+        again = second_run.other_reads(found, self._again) if changed and found else None
+        self.program.otherwise = again
         return found
 
-    def _again(self) -> None:
-        record(self.run, self.run, numbers=self.numbers)
+    def _again(self) -> tuple[Read, ...]:
+        return record(self.run, self.run, numbers=self.numbers)
 
 
 def _record(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.frontend.assigned_buffers import buffers_of, put
-from autopipe.ir.torch_private import is_fake, storage_key
+from autopipe.ir.torch_private import buffer_names, is_fake, storage_key
 
 INTERNAL = frozenset(vars(nn.Module())) | {"_is_full_backward_hook"}
 """What every module has in its `__dict__`."""
@@ -177,7 +177,8 @@ def restoring(*models: nn.Module) -> Iterator[Callable[[], tuple[str, ...]]]:
     buffers = [(model, buffers_of(model)) for model in models]
     values = [(own, own.detach().clone()) for _, known in buffers for own in known.values()]
     plain = {module: _plain_attributes(module) for model in models for module in model.modules()}
-    names = {module: {n for n, _ in module.named_buffers(recurse=False)} for module in plain}
+    names = {module: buffer_names(module) for module in plain}
+    empty = [(module, n) for module in plain for n in names[module] if getattr(module, n) is None]
 
     def changed() -> tuple[str, ...]:
         paths = {module: path for model in models for path, module in model.named_modules()}
@@ -202,8 +203,10 @@ def restoring(*models: nn.Module) -> Iterator[Callable[[], tuple[str, ...]]]:
                     value.clear()
                     value.update(inside)
         for module, before in names.items():  # a first call may have registered some
-            for name in [n for n, _ in module.named_buffers(recurse=False) if n not in before]:
+            for name in buffer_names(module) - before:
                 delattr(module, name)
+        for module, name in empty:
+            setattr(module, name, None)
         with torch.no_grad():
             for model, known_buffers in buffers:
                 put(model, known_buffers)

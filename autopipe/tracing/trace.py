@@ -198,6 +198,8 @@ class _Tracing:
             self.program, self.leaves, self.specs, reads=reads, alike=alike, symbolic=self.symbolic
         )
         program = self.program
+        if program.otherwise is not None:
+            raise program.otherwise
         graph = convert(exported, program.model, self.specs, program.twins, program.assigned)
         graph = named(graph, program.regions)
         if self.kept is not None:

@@ -340,6 +340,42 @@ def test_a_buffer_that_the_first_call_registers_is_no_state_of_the_model():
     assert [name for name, state in trace.graph.states.items() if state.kind == "buffer"] == []
 
 
+class NoneAtFirst(Net):
+    """A buffer that is None until the first call, as a causal mask often is."""
+
+    def begin(self):
+        self.register_buffer("scale", None, persistent=False)
+
+    def inside(self, hidden):
+        if self.scale is None:
+            self.scale = torch.linspace(0.5, 2, hidden.shape[1])
+        return self.middle(hidden) * self.scale
+
+
+def test_a_buffer_that_is_none_until_the_first_call_is_none_again_for_the_next_trace():
+    """Bug: it was gone, and the model raised an AttributeError in its second call."""
+    graph = trace_model(built(NoneAtFirst), inputs, square).graph
+    assert [node.short for node in graph.nodes].count("linspace") == 1
+    assert [name for name, state in graph.states.items() if state.kind == "buffer"] == []
+
+
+class MovedByData(Net):
+    """As MoCo's keys follow its queries."""
+
+    def begin(self):
+        self.teacher = nn.Linear(8, 8).requires_grad_(False)
+
+    def inside(self, hidden):
+        for own, other in zip(self.teacher.parameters(), self.middle.parameters(), strict=True):
+            own.data = own.data * 0.9 + other.data * 0.1
+        return self.middle(hidden) - self.teacher(hidden)
+
+
+def test_the_data_of_a_frozen_parameter_may_be_set():
+    """Bug: it was refused as one that the optimizer trains."""
+    assert unlike(built(MovedByData)) == []
+
+
 class ChangesTheBatch(Net):
     def forward(self, x):
         x.mul_(2)
@@ -447,7 +483,51 @@ class NumpyRandom(Net):
         return self.middle(hidden) + torch.from_numpy(noise)  # here
 
 
+class CountsAndReads(Net):
+    def begin(self):
+        self.register_buffer("step", torch.zeros((), dtype=torch.long))
+
+    def inside(self, hidden):
+        self.step += 1
+        return self.middle(hidden) * min(1.0, self.step.item() / 10)  # here
+
+
+class DrawsAndReads(Net):
+    """As LayerDrop does."""
+
+    def inside(self, hidden):
+        drawn = torch.rand(1).item()  # here
+        return self.middle(hidden) if drawn > 0.3 else hidden
+
+
+class InitialisesItself(Net):
+    """As an ActNorm does."""
+
+    def begin(self):
+        self.register_buffer("known", torch.tensor(0))
+        self.register_buffer("mean", torch.zeros(8))
+
+    def inside(self, hidden):
+        if self.known.item() == 0:  # here
+            self.mean.copy_(hidden.detach().mean(0))
+            self.known.fill_(1)
+        return self.middle(hidden - self.mean)
+
+
+class ReplacedFrozen(Net):
+    def begin(self):
+        self.teacher = nn.Linear(8, 8).requires_grad_(False)
+
+    def inside(self, hidden):
+        self.teacher.weight.data = torch.ones(2, 8)  # here
+        return self.middle(hidden)
+
+
 REFUSED = {
+    CountsAndReads: "Python reads 1 from a tensor in a first call of the model and 2 in a second",
+    DrawsAndReads: "Python reads 0.",
+    InitialisesItself: "Python reads 0 from a tensor in a first call of the model and 1 in a",
+    ReplacedFrozen: "forward sets the .data of a frozen parameter of (8, 8) torch.float32 to a",
     HookEachTime: "forward sets a hook on a parameter, one more in every micro-batch",
     ParameterHook: "the parameter 'middle.weight' has a hook on its gradient",
     AfterSumming: "the parameter 'middle.weight' has a hook on its gradient",

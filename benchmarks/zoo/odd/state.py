@@ -251,3 +251,30 @@ class AnnealedSparsely(Net):
 
     def inside(self, hidden: Tensor) -> Tensor:
         return self.part(hidden)
+
+
+@odd()
+class NoneAtFirst(Net):
+    """A buffer that is None until the first call fills it, as a causal mask often is."""
+
+    def begin(self) -> None:
+        self.register_buffer("scale", None, persistent=False)
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        if self.scale is None:
+            self.scale = torch.linspace(0.5, 2, hidden.shape[-1])
+        return self.first(hidden) * self.scale
+
+
+@odd()
+class MovedByData(Net):
+    """As MoCo's keys follow its queries: the data of a frozen layer is set."""
+
+    def begin(self) -> None:
+        self.teacher = nn.Linear(16, 16).requires_grad_(False)
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        pairs = zip(self.teacher.parameters(), self.first.parameters(), strict=True)
+        for own, other in pairs:
+            own.data = own.data * 0.9 + other.data * 0.1
+        return self.first(hidden) - self.teacher(hidden)
