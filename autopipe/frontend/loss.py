@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -146,3 +147,14 @@ def _described(value: Any) -> str:
 
 def _size(size: int | torch.SymInt) -> str:
     return str(size) if isinstance(size, int) else "rows"
+
+
+def plain_tree(outputs: Any) -> Any:
+    """A model's output as a tree of dicts, tuples and tensors; other objects are left out."""
+    if is_dataclass(outputs) and not isinstance(outputs, Mapping | type):
+        outputs = {f.name: getattr(outputs, f.name) for f in fields(outputs)}
+    if isinstance(outputs, Mapping):
+        return {key: plain_tree(item) for key, item in outputs.items()}
+    if isinstance(outputs, tuple | list):
+        return tuple(map(plain_tree, outputs))
+    return outputs if isinstance(outputs, Tensor) else None

@@ -6,6 +6,7 @@
     leaving_modules_alone        nn.Module.to                  where it changes nothing
     averaging_by_tensors         forward of batch norms        with momentum=None
     counting_rows                Python's len                  of a tensor is a symbol in a trace
+    one_process                  distributed.is_initialized    ranks trace what was planned
     replacing                    a function of Python's        torch.cond, packed sequences
 
 Patches that touch private names stand in `ir.torch_private`; those of transformers in
@@ -225,3 +226,23 @@ def _asked_instead(plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 def _asking(*args: Any, autopipe_own: Any, autopipe_asked: Any, **kwargs: Any) -> Any:
     return autopipe_asked(autopipe_own, args, kwargs)
+
+
+@contextmanager
+def one_process() -> Iterator[list[bool]]:
+    """Within, torch.distributed tells code of a model that it is not initialised.
+
+    So it was where the model was planned. A rank would trace calls of `all_reduce`, and a
+    SyncBatchNorm would wait for ranks that have other stages.
+
+    Yields:
+        a list that is empty until somebody asks.
+    """
+    asked: list[bool] = []
+
+    def is_initialized() -> bool:
+        asked.append(True)
+        return False
+
+    with patched(torch.distributed, "is_initialized", is_initialized):
+        yield asked

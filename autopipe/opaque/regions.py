@@ -25,6 +25,7 @@ from autopipe.errors import CaptureError, ModelError
 from autopipe.frontend import user_lines
 from autopipe.ir import opaque_ops
 from autopipe.ir.graph import BATCH, REGION_OP, Graph, Node
+from autopipe.ir.torch_patches import one_process
 from autopipe.ir.torch_private import (
     is_fake,
     lend,
@@ -226,7 +227,8 @@ def _called(running: Running, tensors: Sequence[Tensor], written: Sequence[Tenso
     for name, tensor in zip(names, (*tensors[count:], *copies), strict=True):
         _put(homes[name], tensor)
     args, kwargs = whole_of(from_text(region.given), tensors[:count])
-    made = call(model, _site(region))(*args, **kwargs)
+    with one_process() if torch.distributed.is_initialized() else nullcontext():
+        made = call(model, _site(region))(*args, **kwargs)
     for name, own in zip(region.written, written, strict=True):
         with torch.no_grad():
             own.copy_(state_of(model, name))

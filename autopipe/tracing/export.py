@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from autopipe.errors import AutopipeError, CaptureError, ModelError
 from autopipe.frontend import assigned_buffers, refusals, second_run, unsaid
 from autopipe.frontend import batch as batches
-from autopipe.frontend.loss import Loss, SumCount, outputs_to_loss
+from autopipe.frontend.loss import Loss, SumCount, outputs_to_loss, plain_tree
 from autopipe.frontend.quiet import libraries_hushed
 from autopipe.frontend.transformers_adapter import eager_branches, without_cache
 from autopipe.ir.graph import SEQUENCE
@@ -27,6 +27,7 @@ from autopipe.ir.torch_patches import (
     averaging_by_tensors,
     counting_rows,
     leaving_modules_alone,
+    one_process,
 )
 from autopipe.ir.torch_private import DynamicOutputShapeException, quiet
 from autopipe.opaque import branches, packed
@@ -53,6 +54,7 @@ class Program(nn.Module):
         assigned: the buffers that the model assigns anew; each run adds those that it finds.
         caches: the buffers that it fills in its first run, as `assigned_buffers` tells them.
         unsteady: the plain attributes and caches because of which a second run is another one.
+        asked_for_others: not empty if it has asked whether there are other processes.
         otherwise: why the reads of a first run are not those of all others.
         twins: modules whose parameters stand for the model's own where the loss reads them.
         regions: the calls that are ops of a trace (`opaque.regions`).
@@ -77,6 +79,7 @@ class Program(nn.Module):
         self.assigned: set[str] = set()  # changed in place: export undoes what a run assigns
         self.caches: set[str] = set()
         self.unsteady: tuple[str, ...] = ()
+        self.asked_for_others: Sequence[bool] = ()
         self.otherwise: CaptureError | None = None
         self.twins: tuple[nn.Module, ...] = ()
         self.regions: tuple[Running, ...] = ()
@@ -93,8 +96,10 @@ class Program(nn.Module):
         batch = batches.rebuild(self.batch, leaves)
         args, kwargs = batches.bind(self.model, batch, self.loss)
         if self._eager:
-            return self._results(batch, args, kwargs)
+            with one_process():
+                return self._results(batch, args, kwargs)
         with (
+            one_process() as self.asked_for_others,
             as_ops(self.model, self.regions, self._rows(tensors)),
             leaving_modules_alone(),
             averaging_by_tensors(),
@@ -115,7 +120,7 @@ class Program(nn.Module):
         loss = outputs_to_loss(outputs, batch, self.loss, self.model)
         found = tuple(loss) if isinstance(loss, SumCount) else (loss,)
         if self._with_outputs:
-            own = batches.flatten(_plain(outputs))
+            own = batches.flatten(plain_tree(outputs))
             given = {path: leaf for path, leaf in own.items() if isinstance(leaf, Tensor)}
             self.paths = tuple(given)
             found += tuple(given.values())
@@ -149,17 +154,6 @@ class Program(nn.Module):
         """The `CaptureError` or `ModelError` for an error that a run of the model raised."""
         entries = ", ".join([*self._fixed, *(spec.path for spec in self._tensors)])
         return refusals.of_its_own(error, self.loss, entries)
-
-
-def _plain(outputs: Any) -> Any:
-    """A model's output as a tree of dicts, tuples and tensors; other objects are left out."""
-    if is_dataclass(outputs) and not isinstance(outputs, Mapping | type):
-        outputs = {f.name: getattr(outputs, f.name) for f in fields(outputs)}
-    if isinstance(outputs, Mapping):
-        return {key: _plain(item) for key, item in outputs.items()}
-    if isinstance(outputs, tuple | list):
-        return tuple(map(_plain, outputs))
-    return outputs if isinstance(outputs, Tensor) else None
 
 
 def capture(

@@ -146,7 +146,13 @@ class _Tracing:
         if real is None or self.regions or tokens:  # a region is a line in the rows alone
             return with_these(self.regions)
         measuring = Measuring(program, self.leaves, self.specs, real)
-        return with_regions(program.model, lambda: program.twins, with_these, measuring.measure)
+        found = with_regions(program.model, lambda: program.twins, with_these, measuring.measure)
+        if program.asked_for_others:
+            self.say(
+                "the model asks torch.distributed for other processes, and is told that there are "
+                "none: each replica computes its statistics by itself"
+            )
+        return found
 
     def _recorded(self, real: Callable[[], nn.Module] | None) -> Trace:
         try:

@@ -170,7 +170,8 @@ class Tried:
             loss = self.model.eager(model, self.micro_batch(k))
             (loss.sum() / MICRO_BATCHES).backward()
             losses.append(loss.detach())
-        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        named = model.named_parameters()
+        gradients = {name: p.grad.to_dense() for name, p in named if p.grad is not None}
         return Result(losses, gradients, dict(model.named_buffers(remove_duplicate=False)))
 
     @cached_property

@@ -242,10 +242,15 @@ def _gradients(loss: Tensor, trained: Mapping[str, nn.Parameter]) -> dict[str, T
         parameter.grad = None
     try:
         loss.backward()  # type: ignore[no-untyped-call]
-        return {name: parameter.grad for name, parameter in trained.items()}
+        return {name: _dense(parameter.grad) for name, parameter in trained.items()}
     finally:
         for name, parameter in trained.items():
             parameter.grad = before[name]
+
+
+def _dense(gradient: Tensor | None) -> Tensor | None:
+    """As a graph has it: those of embeddings with sparse=True are dense in one."""
+    return None if gradient is None else gradient.to_dense()
 
 
 def _of_graph(

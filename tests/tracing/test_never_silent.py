@@ -376,6 +376,32 @@ def test_the_data_of_a_frozen_parameter_may_be_set():
     assert unlike(built(MovedByData)) == []
 
 
+class AsksForOthers(Net):
+    def begin(self):
+        self.norm = nn.SyncBatchNorm(8)
+
+    def inside(self, hidden):
+        hidden = self.norm(self.middle(hidden))
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(hidden)
+        return hidden
+
+
+def test_a_rank_traces_what_was_planned_where_no_process_group_was():
+    """Bugs: a rank's graph had an all_reduce, and was refused as another model's; SyncBatchNorm."""
+
+    def graph():
+        return str(trace_model(built(AsksForOthers), inputs, square).graph)
+
+    planned, store = graph(), torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        assert graph() == planned
+        assert torch.distributed.is_initialized()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 class ChangesTheBatch(Net):
     def forward(self, x):
         x.mul_(2)

@@ -272,6 +272,32 @@ class Bags(nn.Module):
 
 
 @odd(tokens)
+class SparseEmbedding(nn.Module):
+    """Embeddings whose gradients are sparse in plain PyTorch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 16, sparse=True)
+        self.out = nn.Linear(16, WORDS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, LENGTH, WORDS]"""
+        return self.out(self.words(x).tanh())
+
+
+@odd()
+class BatchNormOfAll(Net):
+    """SyncBatchNorm, as convert_sync_batchnorm makes it; and a question to torch.distributed."""
+
+    def begin(self) -> None:
+        self.norm = nn.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(16))
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        hidden = self.norm(hidden)
+        return hidden * 2 if torch.distributed.is_initialized() else hidden
+
+
+@odd(tokens)
 class PaddedEmbedding(nn.Module):
     """An embedding with padding_idx, max_norm is not used, and tied logits."""
 

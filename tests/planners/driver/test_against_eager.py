@@ -164,6 +164,21 @@ def test_the_users_module_is_left_as_it_was():
     assert torch.get_num_threads() == threads and torch.equal(torch.get_rng_state(), state)
 
 
+def test_sparse_gradients_are_compared_as_dense_ones():
+    """Bug: planning ended with a list of the kernels that torch has."""
+
+    class Words(Net):
+        def begin(self):
+            self.words = nn.Embedding(9, 8, sparse=True)
+            self.bags = nn.EmbeddingBag(9, 8, sparse=True)
+
+        def inside(self, hidden):
+            chosen = hidden.argmax(-1)
+            return self.middle(hidden) + self.words(chosen) + self.bags(chosen[:, None])
+
+    planned(built(Words))
+
+
 def test_a_model_that_plain_torch_cannot_run_on_these_rows_is_planned_with_a_line():
     class Fails(Net):
         def inside(self, hidden):
