@@ -112,6 +112,7 @@ def compared(
         expected = unsplit.step(batch, first.scale)
         if wide is not None:
             noise = _noise(expected.gradients, wide.step(batch, 1.0).gradients)
+        noise = {**dict.fromkeys(unsplit.sparse, FP32), **noise}
         rows += one.before(expected, noise)
         norm = first.norm if first.norm is not None else torch.tensor(0.0)
         most = CLIP * float(norm)

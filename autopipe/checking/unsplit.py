@@ -67,6 +67,8 @@ class Unsplit:
 
     Attributes:
         model: with the parameters of now.
+        sparse: the names of parameters whose gradients were sparse: their sums have an order of
+            their own.
     """
 
     def __init__(self, file: ModelFile, plan: Plan, names: Callable[[], Sequence[str]]) -> None:
@@ -80,6 +82,7 @@ class Unsplit:
         self._names: Sequence[str] | None = None
         self._of_replicas = [_cloned(buffers_of(self.model)) for _ in range(plan.mesh.dp)]
         self._steps = 0
+        self.sparse: set[str] = set()
         trained = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
         self._optimizer = file.make_optimizer(
             trained or [*self.model.named_parameters()], plan.optimizer
@@ -181,7 +184,9 @@ class Unsplit:
         found, kept = {}, self._kept
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None:
-                gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+                if parameter.grad.is_sparse:
+                    self.sparse.add(name)
+                gradient = parameter.grad.to_dense()
                 found[name] = (
                     gradient.to(kept.gradients)
                     if kept is not None and gradient.dtype == kept.dtype

@@ -120,6 +120,37 @@ def test_a_scalar_is_a_row_of_one_replica(autopipe: Shell) -> None:
     assert (said.code, "the same: " in said.out) == (0, True), said.err
 
 
+SPARSE = """\
+import torch
+from torch import nn
+
+
+def model():
+    words = nn.Embedding(3, 8, sparse=True)
+    return nn.Sequential(words, nn.Flatten(), nn.Linear(48, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def inputs(batch_size):
+    return {"input": torch.arange(6 * batch_size).view(batch_size, 6) % 3}
+
+
+def loss(outputs, batch):
+    return outputs.square().mean()
+
+
+def optimizer(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+"""
+
+
+def test_sparse_gradients_are_sums_in_an_order_of_their_own(autopipe: Shell) -> None:
+    """Bug: dense ones differ from them in the last place, which was a difference."""
+    (autopipe.folder / "words.py").write_text(SPARSE)
+    said = autopipe("check", "words.py")
+    assert said.code == 0, said.err
+    assert "the same: " in said.out
+
+
 def test_another_plan_runs_the_same_ops_again(autopipe: Shell) -> None:
     """In another precision the plan is made anew, under the words that the first one stands for."""
     (autopipe.folder / "net.py").write_text(LAYERS)
