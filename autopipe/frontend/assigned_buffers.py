@@ -68,12 +68,14 @@ def written(model: nn.Module, names: Collection[str]) -> Iterator[Assigned]:
                 until.callback(module.register_forward_pre_hook(call.begin).remove)
                 until.callback(module.register_forward_hook(call.end).remove)
             yield found
-        after, persistent = buffers_of(model), model.state_dict().keys()
-        for name, buffer in before.items():
+        after = buffers_of(model)
+        changed = [name for name, buffer in before.items() if after.get(name) is not buffer]
+        # Of a large model a state dict takes a second: each of its tensors is detached.
+        persistent = model.state_dict().keys() if changed else ()
+        for name in changed:
             new = after.get(name)
-            if new is not buffer:
-                cache = new is not None and not _alike(new, buffer) and name not in persistent
-                (found.caches if cache else found.states).add(name)
+            cache = new is not None and not _alike(new, before[name]) and name not in persistent
+            (found.caches if cache else found.states).add(name)
         if outside := found.states & set(names):
             name = min(outside)
             owner = model.get_submodule(name.rpartition(".")[0])

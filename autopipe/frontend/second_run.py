@@ -48,19 +48,22 @@ def calls_of(run: Callable[[], object]) -> tuple[Hashable, ...]:
     return tuple(noted.calls)
 
 
-def check_draws(draws: Draws, run: Callable[[], object]) -> None:
-    """Refuse a model in which `draws` were seen, if what it computes depends on them.
+def check_draws(before: Hashable, run: Callable[[], object]) -> None:
+    """Refuse a model that has drawn numbers outside torch, if what it computes depends on them.
 
     Args:
+        before: `states` before it ran.
         run: runs the model once more.
 
     Raises:
         CaptureError: names the line that draws; with numpy, the next one that calls torch.
     """
-    if not draws.place:
+    if states() == before:
         return
-    logs = set()
+    logs, draws = set(), Draws()
     with restored():
+        with draws:
+            run()
         for seed in range(RUNS):
             _seed(seed)
             logs.add(calls_of(run))

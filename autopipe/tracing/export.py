@@ -280,17 +280,17 @@ class _Look:
 
     def _watched(self, within: AbstractContextManager[object]) -> tuple[Read, ...]:
         """The reads of a run that does nothing that no graph can say."""
-        draws, changed = second_run.Draws(), False
+        before, changed = second_run.states(), False
 
         def run() -> None:
             nonlocal changed
             changes = second_run.Changes(self.program.model)
-            with within, unsaid.refused(), draws:
+            with within, unsaid.refused():
                 self.run()
             changed = changes.seen()
 
         found = record(run, self.run, numbers=self.numbers)
-        second_run.check_draws(draws, self._again)
+        second_run.check_draws(before, self._again)
         again = second_run.other_reads(found, self._again) if changed and found else None
         self.program.otherwise = again
         return found
