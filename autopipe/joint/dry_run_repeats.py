@@ -24,7 +24,7 @@ from autopipe.ir.graph import Ref
 from autopipe.ir.partition import Stage, partition
 from autopipe.ir.repeats import Run, Uneven, leave_out, run_of
 from autopipe.ir.stage_classes import Forms, Group, alike
-from autopipe.joint.split_backward_layouts import rehearse_alone, rehearse_joint
+from autopipe.joint.split_backward_layouts import JointDryRun
 from autopipe.joint.wanted import Wanted
 from autopipe.stages.dry_run import Known, Rehearsal, rehearse
 from autopipe.util import shortcuts
@@ -46,7 +46,7 @@ def rehearse_deep(
     even: bool = True,
     known: Known | None = None,
 ) -> Rehearsal:
-    """The same result as `rehearse` (with `wanted`: as `rehearse_joint`), in less time.
+    """The same result as `rehearse` (with `wanted`: as `JointDryRun`), in less time.
 
     Args:
         stages: a partition of the graph.
@@ -190,28 +190,22 @@ class _DeepRehearsing:
                 raise Uneven
         there = {block.path for block in blocks}.union(flow.graph.index)
         again = self.recompute & there
-        if self.wanted is not None and len(stages) == 1:
-            alone = rehearse_alone(
-                flow.graph,
-                stages[0],
-                blocks,
-                self.rows,
-                sorted(again),
-                self.precision,
-                self.known,
-                self.wanted,
-            )
-            if alone is not None:
+        joint = None
+        if self.wanted is not None:
+            how = self.precision, self.wanted, self.known
+            joint = JointDryRun(flow.graph, blocks, self.rows, sorted(again), *how)
+            if len(stages) == 1 and (alone := joint.alone(stages[0])) is not None:
                 return alone
-        given = (flow.graph, stages, blocks)
         found = rehearse(
-            *given, self.rows, recompute=again, precision=self.precision, known=self.known
+            flow.graph,
+            stages,
+            blocks,
+            self.rows,
+            recompute=again,
+            precision=self.precision,
+            known=self.known,
         )
-        if self.wanted is None:
-            return found
-        return rehearse_joint(
-            *given, found, self.rows, sorted(again), self.precision, self.known, self.wanted
-        )
+        return found if joint is None else joint.instead(stages, found)
 
 
 ADDED = "saved", "low", "stash", "fresh"

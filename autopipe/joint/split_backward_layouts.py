@@ -6,7 +6,7 @@ The planner needs the bytes that the halves hold, the runtime the halves themsel
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -104,70 +104,6 @@ def seeds_of_loss(graph: Graph, place: torch.device | str = "cpu") -> list[Layou
     return [Layout.dense((), graph.spec(loss).dtype, place), *[None] * (len(graph.outputs) - 1)]
 
 
-def rehearse_joint(
-    graph: Graph,
-    stages: Sequence[Stage],
-    blocks: Sequence[Block],
-    rehearsal: Rehearsal,
-    rows: int,
-    recompute: Sequence[str] = (),
-    precision: str = "fp32",
-    known: Known | None = None,
-    wanted: Wanted = HALVES,
-) -> Rehearsal:
-    """A dry run's result with the bytes that joint graphs hold in place of autograd's.
-
-    Args:
-        known: as for `rehearse`.
-    """
-    known = {} if known is None else known
-    saved, again = list(rehearsal.saved), list(rehearsal.recomputed)
-    momentary = list(rehearsal.momentary)
-    stash, fresh = [0] * len(stages), [0] * len(stages)
-    holding = _Holding(graph, blocks, rows, recompute, precision, known, wanted)
-    for stage in stages:
-        found = holding.of(stage, rehearsal, last=stage.index == len(stages) - 1).held
-        if found is not None:
-            i = stage.index
-            saved[i], stash[i], fresh[i], again[i] = astuple(found)
-            momentary[i] = 0  # a joint graph keeps nothing that its backward does not read
-    return replace(
-        rehearsal,
-        saved=tuple(saved),
-        recomputed=tuple(again),
-        momentary=tuple(momentary),
-        stash=tuple(stash),
-        fresh=tuple(fresh),
-    )
-
-
-def rehearse_alone(
-    graph: Graph,
-    stage: Stage,
-    blocks: Sequence[Block],
-    rows: int,
-    recompute: Sequence[str] = (),
-    precision: str = "fp32",
-    known: Known | None = None,
-    wanted: Wanted = HALVES,
-) -> Rehearsal | None:
-    """The dry run of the only stage, which its joint graph tells alone; None: it has none.
-
-    No tensor comes from another stage, in a layout that autograd's run would have to show.
-
-    Raises:
-        PlanError: a block to recompute cannot be recomputed with equal results.
-    """
-    check_recompute(graph, stage, blocks, within(graph, stage, blocks, recompute))
-    known = {} if known is None else known
-    holding = _Holding(graph, blocks, rows, recompute, precision, known, wanted)
-    found = holding.of(stage, Rehearsal({}, (), (), (), ()), last=True)
-    if found.held is None:
-        return None
-    saved, stash, fresh, again = astuple(found.held)
-    return Rehearsal({}, (saved,), (again,), (found.low,), (0,), (stash,), (fresh,))
-
-
 class _StageHolds(NamedTuple):
     """What a stage's joint graph holds, if it has one, and bytes of copies in low precision."""
 
@@ -176,18 +112,60 @@ class _StageHolds(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Holding:
-    """Finds what the joint graphs of stages hold; equal stages are looked at once."""
+class JointDryRun:
+    """What the joint graphs of stages hold; equal stages are looked at once.
+
+    Args:
+        rows: of a micro-batch.
+        recompute, precision, known: as for `rehearse`.
+        wanted: how backwards run that autograd does not.
+    """
 
     graph: Graph
     blocks: Sequence[Block]
     rows: int
-    recompute: Sequence[str]
-    precision: str
-    known: Known
-    wanted: Wanted
+    recompute: Sequence[str] = ()
+    precision: str = "fp32"
+    wanted: Wanted = HALVES
+    known: Known = field(default_factory=dict)
 
-    def of(self, stage: Stage, rehearsal: Rehearsal, *, last: bool) -> _StageHolds:
+    def instead(self, stages: Sequence[Stage], rehearsal: Rehearsal) -> Rehearsal:
+        """A dry run's result with the bytes that joint graphs hold in place of autograd's."""
+        saved, again = list(rehearsal.saved), list(rehearsal.recomputed)
+        momentary = list(rehearsal.momentary)
+        stash, fresh = [0] * len(stages), [0] * len(stages)
+        for stage in stages:
+            found = self._of(stage, rehearsal, last=stage.index == len(stages) - 1).held
+            if found is not None:
+                i = stage.index
+                saved[i], stash[i], fresh[i], again[i] = astuple(found)
+                momentary[i] = 0  # a joint graph keeps nothing that its backward does not read
+        return replace(
+            rehearsal,
+            saved=tuple(saved),
+            recomputed=tuple(again),
+            momentary=tuple(momentary),
+            stash=tuple(stash),
+            fresh=tuple(fresh),
+        )
+
+    def alone(self, stage: Stage) -> Rehearsal | None:
+        """The dry run of the only stage, which its joint graph tells alone; None: it has none.
+
+        No tensor comes from another stage, in a layout that autograd's run would have to show.
+
+        Raises:
+            PlanError: a block to recompute cannot be recomputed with equal results.
+        """
+        own = within(self.graph, stage, self.blocks, self.recompute)
+        check_recompute(self.graph, stage, self.blocks, own)
+        found = self._of(stage, Rehearsal({}, (), (), (), ()), last=True)
+        if found.held is None:
+            return None
+        saved, stash, fresh, again = astuple(found.held)
+        return Rehearsal({}, (saved,), (again,), (found.low,), (0,), (stash,), (fresh,))
+
+    def _of(self, stage: Stage, rehearsal: Rehearsal, *, last: bool) -> _StageHolds:
         graph, blocks, rows, precision = self.graph, self.blocks, self.rows, self.precision
         own = within(graph, stage, blocks, self.recompute)
         kind = kind_of(graph, stage, blocks, own, last=last)

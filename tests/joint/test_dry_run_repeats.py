@@ -16,7 +16,7 @@ from autopipe.ir.partition import Stage, legal_cuts, partition
 from autopipe.ir.repeats import Run, Uneven
 from autopipe.joint import dry_run_repeats
 from autopipe.joint.dry_run_repeats import rehearse_deep
-from autopipe.joint.split_backward_layouts import rehearse_joint
+from autopipe.joint.split_backward_layouts import JointDryRun
 from autopipe.joint.wanted import HALVES, Wanted
 from autopipe.stages.dry_run import Rehearsal, rehearse
 from tests.support.repeated_models import Collecting, Deep, Growing, Recalling, Tied, Turning
@@ -87,7 +87,8 @@ def whole(
     found = rehearse(graph, stages, blocks, rows, recompute=recompute, precision=precision)
     if wanted is None:
         return found
-    return rehearse_joint(graph, stages, blocks, found, rows, recompute, precision, wanted=wanted)
+    joint = JointDryRun(graph, blocks, rows, recompute, precision, wanted)
+    return joint.instead(stages, found)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 from autopipe.ir.torch_private import fake_mode
 from autopipe.joint.joint_graph import Layout
 from autopipe.joint.split_backward import Joint
-from autopipe.joint.split_backward_layouts import joint_for, rehearse_joint
+from autopipe.joint.split_backward_layouts import JointDryRun, joint_for
 from autopipe.stages.dry_run import Rehearsal, fake_state, rehearse
 from autopipe.stages.lower import lower
 from tests.support.inprocess import Cut, cut
@@ -24,7 +24,8 @@ def joint_of(found: Cut, index: int) -> Joint | None:
 
 
 def in_halves(found: Cut, whole: Rehearsal, **how: str) -> Rehearsal:
-    return rehearse_joint(found.graph, found.stages, found.blocks, whole, found.rows, **how)  # type: ignore[arg-type]
+    joint = JointDryRun(found.graph, found.blocks, found.rows, **how)  # type: ignore[arg-type]
+    return joint.instead(found.stages, whole)
 
 
 @pytest.mark.parametrize("name", ["gpt", "unet", "resnet", "frozen", "counted"])
@@ -123,7 +124,8 @@ def test_what_runs_again_runs_in_the_first_half_and_stays_for_the_second() -> No
     again = [block.path for block in found.blocks]
     whole = rehearse(found.graph, found.stages, found.blocks, found.rows, recompute=again)
     usual = in_halves(found, found.rehearsal)
-    recomputed = rehearse_joint(found.graph, found.stages, found.blocks, whole, found.rows, again)
+    joint = JointDryRun(found.graph, found.blocks, found.rows, again)
+    recomputed = joint.instead(found.stages, whole)
     assert recomputed.saved[1] < usual.saved[1]
     assert recomputed.fresh[1] > usual.fresh[1]
     made = recomputed.fresh[1] - usual.fresh[1] + recomputed.recomputed[1]

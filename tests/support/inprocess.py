@@ -28,7 +28,7 @@ from autopipe.ir.blocks import Block, find_blocks
 from autopipe.ir.dataflow import Dataflow, analyse
 from autopipe.ir.graph import Graph
 from autopipe.ir.partition import Stage, legal_cuts, partition
-from autopipe.joint.split_backward_layouts import joint_for, rehearse_joint
+from autopipe.joint.split_backward_layouts import JointDryRun, joint_for
 from autopipe.joint.wanted import wanted
 from autopipe.planfile.parts import InputSpec
 from autopipe.planners.costs.asked_ops import meant
@@ -169,9 +169,8 @@ def cut(
     how = wanted(split, compiled=False, by_op=by_op)
     rehearsal = rehearse(graph, stages, blocks, rows, recompute=again, precision=precision)
     if how is not None:
-        rehearsal = rehearse_joint(
-            graph, stages, blocks, rehearsal, rows, again, precision, wanted=how
-        )
+        joint = JointDryRun(graph, blocks, rows, again, precision, how)
+        rehearsal = joint.instead(stages, rehearsal)
     return Cut(name, found, flow, blocks, stages, rehearsal, rows, again, precision, by_op)
 
 
