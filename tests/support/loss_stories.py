@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from tests.support.long import sampled
 from tests.support.pipe_stories import measured_as_planned
 from tests.support.pipes import ZOO, close, piped, planned, story, together, whole_loss
 
@@ -27,14 +28,14 @@ def parts_of_a_loss_in_a_pipeline() -> None:
 
 @story(2)
 def memory_of_a_loss_in_parts() -> None:
-    for schedule, precision in (("1f1b", "fp32"), ("zb-h1", "bf16")):
+    for schedule, precision in sampled((("zb-h1", "bf16"), ("1f1b", "fp32")), of=2):
         measured_as_planned("llama", 4, schedule, precision, loss_parts=3)
 
 
 @story(2)
 def parts_of_a_loss_on_two_ranks() -> None:
     """Each rank has half of the vocabulary, tied or not, or a shard of every parameter."""
-    for name in ("gpt2", "llama"):
+    for name in sampled(("gpt2", "llama"), of=2):
         plan = planned(name, 1, 1, 2, tp=2, loss_parts=3)
         head = {state.name: state.state for state in plan.states}
         assert head["transformer.wte.weight" if name == "gpt2" else "lm_head.weight"] == "S(0)"

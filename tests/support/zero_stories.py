@@ -37,31 +37,32 @@ def two_steps(name: str, plan: Plan) -> tuple[list[Tensor], Mapping[str, Tensor]
     return losses, {key: full(tensor) for key, tensor in pipe.state_dict().items()}
 
 
-def same_as_whole(name: str, plan: Plan, zero: int) -> None:
-    """Both steps of a plan beside the same one without ZeRO.
+def same_as_whole(name: str, plan: Plan, *zeros: int) -> None:
+    """Both steps of a plan under each of these ZeRO stages beside the same one without ZeRO.
 
     Where a step is one micro-batch over two replicas, both add up the same two summands: bits are
     equal. Gradients that tensor-parallel ranks have parts of, and those of tied stages, are sums of
     more summands, in another order.
     """
     losses, weights = two_steps(name, under(plan, 0))
-    again, dealt = two_steps(name, under(plan, zero))
-    sharding, said = read_back(plan), f"{name}, ZeRO-{zero}: "
+    sharding = read_back(plan)
     stages = [{*stage.parameters} for stage in plan.stages]
     exact = plan.batch.micro_batches == 1 and not replicated(sharding) & weights.keys()
     exact = exact and sum(map(len, stages)) == len(set().union(*stages))
-    close(torch.stack(again), torch.stack(losses), said + "losses", 0.0 if exact else 1e-5)
-    assert dealt.keys() == weights.keys()
-    for key, tensor in dealt.items():
-        close(tensor, weights[key], said + key, 0.0 if exact else 1e-5)
+    for zero in zeros:
+        again, dealt = two_steps(name, under(plan, zero))
+        said = f"{name}, ZeRO-{zero}: "
+        close(torch.stack(again), torch.stack(losses), said + "losses", 0.0 if exact else 1e-5)
+        assert dealt.keys() == weights.keys()
+        for key, tensor in dealt.items():
+            close(tensor, weights[key], said + key, 0.0 if exact else 1e-5)
 
 
 @story(4)
 def shards_of_parts_change_no_bit() -> None:
     """Each tensor-parallel rank's own part of a matrix, dealt out to its replicas."""
     for precision in sampled(("fp32", "bf16"), of=2):
-        for zero in (2, 3):
-            same_as_whole("gpt", planned("gpt", 1, 2, 1, tp=2, precision=precision), zero)
+        same_as_whole("gpt", planned("gpt", 1, 2, 1, tp=2, precision=precision), 2, 3)
 
 
 @story(4)
@@ -71,8 +72,7 @@ def shards_of_partial_gradients() -> None:
     for name, m in sampled((("gpt", 2), ("gpt2", 1), ("llama", 2)), of=3):
         plan = planned(name, 1, 2, m, on=close_together, tp=2)
         assert replicated(read_back(plan))
-        for zero in (2, 3):
-            same_as_whole(name, plan, zero)
+        same_as_whole(name, plan, 2, 3)
 
 
 @story(8, long=True)
@@ -80,8 +80,7 @@ def shards_of_parts_of_stages() -> None:
     """tp=2 x dp=2 x pp=2; of GPT-2 the embedding is also the head, on the other stage."""
     for name, m in (("gpt", 1), ("gpt", 4), ("gpt2", 2)):
         for on in (machine, close_together):
-            for zero in (2, 3):
-                same_as_whole(name, planned(name, 2, 2, m, tp=2, on=on), zero)
+            same_as_whole(name, planned(name, 2, 2, m, tp=2, on=on), 2, 3)
 
 
 @story(4)
