@@ -1,28 +1,39 @@
 """Plans of one graph, for which what is found out about it anew each time is found out once.
 
     with findings_remembered(): ...      autopipe.plan(...), as often as one likes
+    with traces_remembered(): ...        the same, and a model that a function builds is traced once
 
 A plan observes what autograd keeps of its graph, and rehearses its stages. Both run the model under
 fake tensors, most of what a plan takes of a model that is traced; both depend on the graph and on
 what is handed to them with it, and on nothing else. What is asked for again is found by that.
+
+Whoever asks what a plan decides may leave the traces to it too. Who asks how a model is traced, or
+whether two traces agree, does not.
 """
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+from torch import nn
+
+from autopipe.frontend import batch as batches
 from autopipe.ir.dataflow import Dataflow
 from autopipe.ir.graph import Graph
 from autopipe.ir.repeats import Short
 from autopipe.joint.dry_run_repeats import rehearse_deep
 from autopipe.planners.costs import plan_memory, saved_tensors
 from autopipe.planners.costs.saved_tensors import Seen, observe_saved
+from autopipe.planners.driver import make_plan
 from autopipe.stages.dry_run import Known, Rehearsal
+from autopipe.tracing.source import Source, trace_source
+from autopipe.tracing.trace import Trace
 
 _LEARNT: dict[int, tuple[Graph, Known]] = {}  # the graph is kept, so that its id stays its own
 _SEEN: dict[bytes, Seen] = {}
+_TRACES: dict[Hashable, Trace] = {}
 
 
 @contextmanager
@@ -46,4 +57,24 @@ def findings_remembered() -> Iterator[None]:
         patch.object(plan_memory, "rehearse_deep", rehearsed),
         patch.object(saved_tensors, "observe_saved", observed),
     ):
+        yield
+
+
+@contextmanager
+def traces_remembered() -> Iterator[None]:
+    """Remember findings, and trace each model that a function or class builds once for a batch.
+
+    A module that was built already is traced each time: its weights may have changed.
+    """
+
+    def traced(model: Source, example: Any, specs: Any, loss: Any, **how: Any) -> Trace:
+        if isinstance(model, nn.Module):
+            return trace_source(model, example, specs, loss, **how)
+        own = {name: value for name, value in how.items() if name not in ("skeleton", "say")}
+        asked = (model, loss, batches.fingerprint(batches.flatten(example)), f"{specs} {own}")
+        if asked not in _TRACES:
+            _TRACES[asked] = trace_source(model, example, specs, loss, **how)
+        return _TRACES[asked]
+
+    with findings_remembered(), patch.object(make_plan, "trace_source", traced):
         yield

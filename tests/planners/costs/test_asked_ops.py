@@ -13,6 +13,8 @@ from autopipe.planners.costs.asked_ops import check_meant, meant
 from tests.support.inprocess import traced
 from tests.support.pipes import ZOO
 
+pytestmark = pytest.mark.usefixtures("traces_remembered")
+
 WIDTH, TOKENS, HEADS = 16, 64, 2
 
 

@@ -12,6 +12,8 @@ from tests.support.house import ROOT
 from tests.support.pipes import ZOO
 from tests.support.pipes import machine as processes
 
+pytestmark = pytest.mark.usefixtures("traces_remembered")
+
 GPUS = "1x2xA100-80GB"
 
 

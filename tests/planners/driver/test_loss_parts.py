@@ -19,12 +19,14 @@ from autopipe.report import facts
 from tests.support.inprocess import machine
 from tests.support.zoo import ZOO
 
+pytestmark = pytest.mark.usefixtures("traces_remembered")
+
 MIB = 2**20
-WORDS, LENGTH = 50_000, 512
+WORDS, LENGTH = 50_000, 344
 
 
 class Words(nn.Module):
-    """Few weights and large logits: 98 MiB in fp32 of each row."""
+    """Few weights and large logits: 66 MiB in fp32 of each row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,18 +53,18 @@ def test_a_loss_stays_whole_where_memory_does_not_matter() -> None:
 def test_a_loss_in_parts_where_nothing_fits_otherwise() -> None:
     """50,000 words are seven parts of 8192; the plan says so, and holds no logits."""
     said: list[str] = []
-    plan = planned(memory="90MiB", say=said.append)
+    plan = planned(memory="70MiB", say=said.append)
     assert plan.loss_parts == 7
     assert "loss: in 7 parts of the vocabulary; nothing fits with it whole" in said
     assert dict(facts.decided(plan))["loss"].startswith("from 7 parts of the vocabulary")
     assert plan.stages[0].predicted.memory.activations < MIB
     with pytest.raises(InfeasibleError):
-        planned(memory="90MiB", loss_parts="off")
+        planned(memory="70MiB", loss_parts="off")
     with pytest.raises(InfeasibleError):
         planned(memory="8MiB")
 
 
-@pytest.mark.parametrize(("asked", "parts"), [("3", 3), (3, 3), ("off", 0), (0, 0), ("auto", 0)])
+@pytest.mark.parametrize(("asked", "parts"), [("3", 3), (3, 3), (0, 0)])
 def test_so_many_parts_as_asked_for(asked: int | str, parts: int) -> None:
     """The plan is of the same model: its fingerprint is that of the graph as traced."""
     plan = planned(loss_parts=asked)

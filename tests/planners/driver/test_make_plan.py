@@ -1,7 +1,6 @@
 """`plan`: what is asked, what is found where nothing is asked, and what is refused."""
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import autopipe
 from autopipe import AutopipeError, InfeasibleError, ModelError, Plan, ScheduleError
 from autopipe.cluster.cluster import Cluster, Device, Group, Link, NodeGroup
 from autopipe.cluster.measured import Need
-from autopipe.frontend.loss import Loss
 from autopipe.planfile import programs
 from autopipe.planfile.parts import Boundary, Prediction
 from autopipe.planfile.predict import with_prediction
@@ -27,30 +25,14 @@ from autopipe.planners.driver.candidate import Candidate
 from autopipe.planners.search.best import Answer
 from autopipe.schedules.instructions import holders
 from autopipe.schedules.registry import make
-from autopipe.tracing.source import Source, trace_source
-from autopipe.tracing.trace import Trace
+from autopipe.tracing.source import trace_source
 from tests.support.inprocess import machine
-from tests.support.remembered import findings_remembered
 from tests.support.zoo import ZOO
 
 CASE = ZOO["gpt"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def traced_once() -> Iterator[None]:
-    """The zoo's GPT is the same graph whatever is asked of a plan; other models are traced."""
-    graphs: dict[str, Trace] = {}
-
-    def find(model: Source, example: Any, specs: Any, loss: Loss | None, **how: Any) -> Trace:
-        if (model, loss) != (CASE.model, CASE.loss):
-            return trace_source(model, example, specs, loss, **how)
-        if (asked := f"{specs} {how.get('kept')}") not in graphs:
-            graphs[asked] = trace_source(model, example, specs, loss, **how)
-        return graphs[asked]
-
-    with pytest.MonkeyPatch.context() as patch, findings_remembered():
-        patch.setattr("autopipe.planners.driver.make_plan.trace_source", find)
-        yield
+pytestmark = pytest.mark.usefixtures("traces_remembered")
 
 
 def planned(**options: Any) -> Plan:

@@ -17,6 +17,8 @@ from autopipe.cluster.cluster import Cluster, Device
 from autopipe.planners.driver.work import work
 from tests.support.zoo import ZOO
 
+pytestmark = pytest.mark.usefixtures("traces_remembered")
+
 B, S, H, V = 8, 16, 32, 64  # rows, tokens of a row, width, vocabulary
 
 
