@@ -109,13 +109,13 @@ def test_a_trace_marks_the_calls_that_a_random_op_becomes():
 
 # A whole model with dropout in all the usual places.
 
-FOUND = traced("dropout")[0]
 BATCH = ZOO["dropout"].inputs(4)
-NAMES = [node.name for node in FOUND.graph.nodes]
 
 
 def step(cuts=(), number=0, batch=BATCH):
-    return staged_step(ZOO["dropout"].model(), FOUND, batch, cuts, 2, seeded=True, step=number)
+    return staged_step(
+        ZOO["dropout"].model(), traced("dropout")[0], batch, cuts, 2, seeded=True, step=number
+    )
 
 
 def test_dropout_is_bitwise_the_same_for_one_two_and_four_stages():

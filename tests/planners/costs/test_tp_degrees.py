@@ -21,8 +21,9 @@ from autopipe.planners.costs.tp_degrees import (
 from tests.support.inprocess import machine
 from tests.support.staged import trace_model, traced
 
-GRAPH = traced("gpt").graph
-"""Its attentions have four heads."""
+
+def graph_of_four_heads() -> Graph:
+    return traced("gpt").graph
 
 
 @pytest.mark.parametrize(
@@ -42,14 +43,15 @@ GRAPH = traced("gpt").graph
 def test_degrees_that_are_tried(cluster: str, near: tuple[int, ...], far: tuple[int, ...]) -> None:
     found = parse(cluster)
     assert isinstance(found, Cluster)
-    assert degrees(found, None, GRAPH) == (near, far)
+    assert degrees(found, None, graph_of_four_heads()) == (near, far)
 
 
 def test_a_degree_that_is_asked_for() -> None:
     """It need not divide the devices: some stay idle then."""
-    assert degrees(machine(8), 3, GRAPH) == ((3,),)
+    graph = graph_of_four_heads()
+    assert degrees(machine(8), 3, graph) == ((3,),)
     with pytest.raises(InfeasibleError) as refused:
-        degrees(machine(8), 9, GRAPH)
+        degrees(machine(8), 9, graph)
     assert str(refused.value) == (
         "tp=9 was asked for, and local:8 has 8 devices\nhint: tp of at most 8"
     )

@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from autopipe.cluster.cluster import Cluster
+from autopipe.cluster.spec import parse
 from autopipe.errors import PlanError
 from autopipe.frontend.model_file import ModelFile
 from autopipe.planfile.contents import Plan
@@ -13,7 +15,7 @@ from autopipe.planners.formulas.sheets import sheets
 from autopipe.scaling import links
 from autopipe.scaling.evaluate import at
 from autopipe.scaling.sheet import PlanAt, Point
-from tests.support.sheeted import TOKENS, Language, Text, entropy, planned, sheeted
+from tests.support.sheeted import CLUSTER, TOKENS, Language, Text, entropy, planned, sheeted
 from tests.support.zoo import ZOO
 
 
@@ -28,7 +30,9 @@ def same(one: PlanAt | None, other: PlanAt) -> None:
     assert one.bubble == pytest.approx(other.bubble, abs=1e-9)
 
 
-BANDWIDTH = links.farthest(sheeted().plan.cluster).link.bandwidth
+NODES = parse(CLUSTER)
+assert isinstance(NODES, Cluster)
+BANDWIDTH = links.farthest(NODES).link.bandwidth
 
 
 @pytest.mark.parametrize(

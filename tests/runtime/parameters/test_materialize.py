@@ -19,8 +19,11 @@ from autopipe.util import numbers
 from tests.support.inprocess import Cut, cut
 from tests.support.zoo import ZOO
 
-SPLIT = cut("gpt2", 2)
-"""GPT-2 on two stages; the embedding is tied to the head, so both stages have it."""
+
+def gpt2() -> Cut:
+    """GPT-2 on two stages; the embedding is tied to the head, so both stages have it."""
+    return cut("gpt2", 2)
+
 
 WTE, HEAD = "transformer.wte.weight", "lm_head.weight"
 
@@ -33,12 +36,13 @@ def weights() -> dict[str, Tensor]:
 def own(
     stage: int,
     source: nn.Module | Callable[[], nn.Module] | None = None,
-    split: Cut = SPLIT,
+    split: Cut | None = None,
     part: Callable[[str, Tensor], Tensor] | None = None,
     optional: Sequence[str] = (),
     **options: Any,
 ) -> dict[str, Tensor]:
-    """What a stage gets; without a source from a model that has no weights."""
+    """What a stage gets, of GPT-2 by default; without a source from a model that has no weights."""
+    split = split or gpt2()
     bare = build_fake(ZOO[split.name].model)
     origin = Origin(source or bare, bare, **options)
     names = split.stages[stage].states
@@ -63,10 +67,10 @@ def test_a_model_is_taken_as_it_is(stage: int) -> None:
     """Not copied: an optimizer that has the model's parameters has the pipe's."""
     model = ZOO["gpt2"].model()
     found = own(stage, model)
-    assert found.keys() == set(SPLIT.stages[stage].states)
+    assert found.keys() == set(gpt2().stages[stage].states)
     for name, tensor in found.items():
-        if name not in SPLIT.graph.constants:
-            state = SPLIT.graph.states[name]
+        if name not in gpt2().graph.constants:
+            state = gpt2().graph.states[name]
             whose = model.get_parameter if state.kind == "parameter" else model.get_buffer
             assert tensor is whose(name)
 
