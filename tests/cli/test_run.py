@@ -15,13 +15,13 @@ from autopipe.planfile.contents import Plan
 from tests.support.shell import (
     BATCHES,
     NET,
-    TORCHRUN,
     Said,
     Shell,
     end,
     free_port,
     python,
     rank,
+    ranks,
     save_plans,
     srun_environment,
     start,
@@ -155,7 +155,8 @@ def batches(batch_size, shard, num_shards):
 
 
 def test_every_launcher_trains_alike(planned: Path) -> None:
-    """`--local 2`, torchrun, and srun with the same batches in parts; all end after three steps."""
+    """`--local 2`, torchrun's variables, and srun's with the same batches in parts; all end after
+    three steps. (Under torchrun itself runs go on in `test_survives`.)"""
     (planned / "sharded.py").write_text(NET + SHARDED)
     run = ("-m", "autopipe", "run", "dp2.json", "--steps", "5")
     local = end(start(sys.executable, *run, "--local", "2", folder=planned))
@@ -168,8 +169,7 @@ def test_every_launcher_trains_alike(planned: Path) -> None:
     srun, silent = first(), second()
     check_run(srun, stages=1)
     assert (silent.code, silent.out) == (0, "")
-    options = ("--nproc-per-node", "2", "--master-port", str(free_port()))
-    torchrun = end(start(*TORCHRUN, *options, *run, folder=planned))
+    torchrun = ranks(2, *run, folder=planned)
     assert torchrun.code == 0
     assert losses(local) == losses(srun) == losses(torchrun)
     assert local.out.splitlines()[-1] == torchrun.out.splitlines()[-1]

@@ -90,13 +90,13 @@ def memory_of_parameters_in_shards() -> None:
     own = prepare.Compiler
     prepare.Compiler = partial(own, "aot_eager")  # type: ignore[misc]
     cases: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
+        ("gpt2", "interleaved", "bf16", {"compile": True}),
         ("gpt2", "1f1b", "fp32", {"recompute": "all"}),
         ("gpt", "1f1b", "bf16", {}),
-        ("gpt2", "interleaved", "bf16", {"compile": True}),
         ("gpt", "interleaved", "bf16", {"compile": True}),
         ("llama", "interleaved", "bf16", {"compile": True}),
     )
-    for name, schedule, precision, more in sampled(cases, of=3):
+    for name, schedule, precision, more in sampled(cases, of=5):
         measured_as_planned(name, 2, schedule, precision, dp=2, zero=3, **more)
     prepare.Compiler = own  # type: ignore[misc]
 

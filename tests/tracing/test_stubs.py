@@ -478,11 +478,11 @@ def test_of_a_long_row_only_some_run_before_the_trace(monkeypatch):
     told = []
     as_if = ModuleCall.as_if
     monkeypatch.setattr(ModuleCall, "as_if", lambda *args: told.append(1) or as_if(*args))
-    shared, stood_in, whole = traces(monkeypatch, lambda: Stack(count=40), inputs, mean)
+    shared, stood_in, whole = traces(monkeypatch, lambda: Stack(count=20), inputs, mean)
     assert_same(shared, whole)
-    assert stood_in == 39
-    run = [0, 1, 2, 4, 8, 16, 32, 39]
-    assert len(told) == 2 * (40 - len(run))
+    assert stood_in == 19
+    run = [0, 1, 2, 4, 8, 16, 19]
+    assert len(told) == 2 * (20 - len(run))
 
 
 def test_a_block_that_errs_voids_what_was_told_of_others():
