@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from benchmarks.published.scores import (
 )
 from benchmarks.published.software import Row
 from benchmarks.published.summary import chosen, far, misfits, summaries, table
+from tests.support.shell import ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -250,16 +249,10 @@ def test_the_command_line(tmp_path: Path) -> None:
     path.write_text("\n".join(lines))
 
     def run() -> list[dict[str, Any]]:
-        found = subprocess.run(
-            [sys.executable, "-m", "benchmarks.published", str(path), "--to", str(done)],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=110,
-        )
-        assert found.returncode == 0, found.stderr
-        assert "made_up_table1" in found.stderr
-        return [json.loads(line) for line in found.stdout.splitlines()]
+        found = ranks(1, "-m", "benchmarks.published", str(path), "--to", str(done), folder=ROOT)
+        assert found.code == 0, found.err
+        assert "made_up_table1" in found.err
+        return [json.loads(line) for line in found.out.splitlines()]
 
     said, planned, *summary = run()
     assert said["unsupported"].startswith("context parallelism")

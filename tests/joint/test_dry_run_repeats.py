@@ -100,11 +100,10 @@ def whole(
             for case in (
                 ("llama", 1),
                 ("t5", 1),
-                *((n, 0) for n in MODELS if n not in ("t5", "in turns")),
+                *((n, 0) for n in MODELS if n != "t5"),
             )
         ),
         ("deep", 2),
-        ("in turns", 0),
     ],
 )
 def test_bytes_and_crossings_are_those_of_the_whole_stages(name: str, seed: int) -> None:

@@ -106,7 +106,10 @@ def test_an_op_a_thousand_times_slower_is_rough_and_the_rest_is_not_late(
     assert found["tanh"].values[1] > 1e6
 
 
-@pytest.mark.parametrize(("story", "code"), [(DIES, "1: no such thing"), (KILLED, "-9")])
+@pytest.mark.parametrize(
+    ("story", "code"),
+    [pytest.param(DIES, "1: no such thing", marks=pytest.mark.long), (KILLED, "-9")],
+)
 def test_what_ends_the_processes_is_left_out(
     story: str, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,6 +134,7 @@ def test_a_complaint_about_a_peer_is_no_cause(tmp_path: Path) -> None:
     assert told(peer) == "the processes that measure ended"
 
 
+@pytest.mark.long  # the next but one tells the same story to the command line
 def test_what_hangs_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "GRACE", 0.0)
     monkeypatch.setitem(measuring.SECONDS, "memory", 0.2)
