@@ -101,7 +101,7 @@ def compared(
     Raises:
         Unmatched, Unrepeatable: as `Unsplit.step`.
     """
-    layout, rows = RankLayout.of(plan), list[TensorRow]()
+    layout, rows = RankLayout.of(plan, unsplit.frozen), list[TensorRow]()
     for number, batch in enumerate(batches):
         found = {place: ranks[place.rank][number] for place in plan.mesh.places}
         one = _OneStep(layout, number + 1, found)

@@ -10,7 +10,7 @@ same rule that takes it apart.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -35,22 +35,25 @@ class RankLayout:
         sharding: over tensor-parallel ranks.
         placed: the pipeline rank of each stage.
         partial: parameters whose gradients tensor-parallel ranks have parts of, and share out.
+        frozen: parameters that are not trained: ZeRO-3 alone shards them.
     """
 
     plan: Plan
     sharding: Sharding
     placed: tuple[int, ...]
     partial: frozenset[str]
+    frozen: frozenset[str]
 
     @classmethod
-    def of(cls, plan: Plan) -> RankLayout:
+    def of(cls, plan: Plan, frozen: Collection[str]) -> RankLayout:
         """The layout of a plan.
 
         Raises:
             ScheduleError, PlanError: the plan has no programs.
         """
         sharding = read_back(plan)
-        return cls(plan, sharding, holders(programs.compute(plan)), replicated(sharding))
+        placed = holders(programs.compute(plan))
+        return cls(plan, sharding, placed, replicated(sharding), frozenset(frozen))
 
     def shard(self, name: str, whole: Tensor, place: Place) -> Tensor:
         """What a tensor-parallel rank has of a parameter or buffer."""
@@ -61,6 +64,8 @@ class RankLayout:
         """What a rank's optimizer has of a parameter, or of its gradient."""
         part, mesh = self.shard(name, whole, place), self.plan.mesh
         if self.plan.zero == 0 or mesh.dp == 1:
+            return part
+        if name in self.frozen and not self.plan.fully_sharded:
             return part
         part = part if part.ndim else part.view(1)  # a scalar is one row
         if self.plan.scatters:

@@ -67,6 +67,8 @@ class Unsplit:
 
     Attributes:
         model: with the parameters of now.
+        frozen: its parameters that are not trained. Each replica has its own, as of buffers: its
+            forward may write them, as a teacher's.
         sparse: the names of parameters whose gradients were sparse: their sums have an order of
             their own.
     """
@@ -80,7 +82,8 @@ class Unsplit:
             lower(self.model, self._kept.dtype)
         self._ask = names
         self._names: Sequence[str] | None = None
-        self._of_replicas = [_cloned(buffers_of(self.model)) for _ in range(plan.mesh.dp)]
+        self.frozen = {n: p for n, p in self.model.named_parameters() if not p.requires_grad}
+        self._of_replicas = [self._now() for _ in range(plan.mesh.dp)]
         self._steps = 0
         self.sparse: set[str] = set()
         trained = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
@@ -118,15 +121,26 @@ class Unsplit:
             program = Program(self.model, batch, self._file.loss, plan.inputs, kept=low, eager=True)
             leaves = batches.flatten(batch)
             for replica in range(dp):
-                put(self.model, _cloned(self._of_replicas[replica]))
+                self._put(self._of_replicas[replica])
                 own: dict[str, Tensor] = {}
                 for k in range(replica * count, (replica + 1) * count):
                     part = batches.slice_rows(plan.inputs, leaves, k * rows, (k + 1) * rows)
                     results.append(self._micro_batch(program, part, k, scale))
                     _add(own, self._taken())
-                self._of_replicas[replica] = _cloned(buffers_of(self.model))
+                self._of_replicas[replica] = self._now()
                 _add(total, own)
         return self._ended(total, results, scale)
+
+    def _now(self) -> dict[str, Tensor]:
+        """Copies of what forward may write."""
+        return _cloned({**buffers_of(self.model), **self.frozen})
+
+    @torch.no_grad()
+    def _put(self, states: Mapping[str, Tensor]) -> None:
+        """Let the model go on from such copies."""
+        put(self.model, _cloned({n: s for n, s in states.items() if n not in self.frozen}))
+        for name, parameter in self.frozen.items():
+            parameter.copy_(states[name])
 
     @torch.no_grad()
     def follow(self, other: Unsplit) -> None:
@@ -150,14 +164,14 @@ class Unsplit:
         """Forward and backward of micro-batch `k` of all replicas'; its loss, or sum and count."""
         plan = self._plan
         tensors = [part[spec.path].clone() for spec in plan.inputs if spec.dtype != "python"]
-        before = _cloned(buffers_of(self.model))
+        before = self._now()
         try:
             found = self._forward(program, tensors, k)
         except Unmatched:
             if self._names is not None:
                 raise
             self._names = self._ask()
-            put(self.model, _cloned(before))
+            self._put(before)
             found = self._forward(program, tensors, k)
         results = found if isinstance(found, tuple) else (found,)
         loss = results[0]

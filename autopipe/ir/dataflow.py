@@ -211,6 +211,17 @@ def gradient_values(graph: Graph) -> frozenset[Ref | State]:
     return frozenset(carrying)
 
 
+def written_parameters(graph: Graph) -> Mapping[str, Node]:
+    """The parameters that forward writes, as a teacher's that follow a student's: each with the
+    first node that does. They are frozen: of trained ones a trace refuses it."""
+    flow = analyse(graph)
+    return {
+        root.name: graph.nodes[positions[0]]
+        for root, positions in flow.writers.items()
+        if isinstance(root, State) and graph.states[root.name].kind == "parameter"
+    }
+
+
 @once
 def rewritten_reads(graph: Graph) -> Mapping[str, frozenset[Value]]:
     """For nodes that carry a gradient, by name, what they read of states that forward has written.

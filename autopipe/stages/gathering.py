@@ -23,6 +23,9 @@ from typing import NamedTuple, Protocol, cast
 import torch
 from torch import Tensor, fx
 
+from autopipe.errors import PlanError
+from autopipe.ir.dataflow import written_parameters
+from autopipe.ir.graph import Graph
 from autopipe.ir.torch_private import views
 from autopipe.stages.op_tape import MADE, SEGMENT
 from autopipe.stages.recompute import Recomputed
@@ -77,6 +80,20 @@ class GatherEvent(NamedTuple):
     part: int
     call: Callable[[Gatherer, int], None]
     unit: int
+
+
+def check_written(graph: Graph) -> None:
+    """Refuse to gather what forward writes: it would write a copy that is let go of.
+
+    Raises:
+        PlanError: names the user's line and the parameter.
+    """
+    for name, node in written_parameters(graph).items():
+        raise PlanError(
+            f"{node.place}: forward writes the parameter {name!r}, of which under ZeRO-3 each "
+            "replica has some rows, and gathers the others where they are read",
+            hint="ZeRO-2; or keep it in a buffer, which every replica has whole",
+        )
 
 
 def units_of(module: fx.GraphModule, parameters: Mapping[str, Tensor]) -> tuple[Unit, ...]:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.errors import CaptureError
-from autopipe.ir.dataflow import analyse, written_by
-from autopipe.ir.graph import Graph, State
+from autopipe.ir.dataflow import written_parameters
+from autopipe.ir.graph import Graph
 from autopipe.ir.op_costs import RULES
 from autopipe.ir.op_seconds import rate_name
 from autopipe.ir.torch_private import tree_map
@@ -130,17 +130,13 @@ def check_followers(graph: Graph, dtype: torch.dtype) -> None:
     Raises:
         CaptureError: names the user's line and the parameter.
     """
-    root = analyse(graph).root
-    for node in graph.nodes:
-        for written in map(root.__getitem__, written_by(node)):
-            if isinstance(written, State) and graph.states[written.name].kind == "parameter":
-                word = rate_name(dtype)
-                raise CaptureError(
-                    f"{node.place}: forward writes the parameter {written.name!r}, which is of "
-                    f"{dtypes.name_of(dtype)} here: what it adds to it is rounded to 16 bits",
-                    hint=f"the precision {word}-autocast, under which parameters stay in fp32; or "
-                    "keep it in a buffer, which does so too",
-                )
+    for name, node in written_parameters(graph).items():
+        raise CaptureError(
+            f"{node.place}: forward writes the parameter {name!r}, which is of "
+            f"{dtypes.name_of(dtype)} here: what it adds to it is rounded to 16 bits",
+            hint=f"the precision {rate_name(dtype)}-autocast, under which parameters stay in fp32; "
+            "or keep it in a buffer, which does so too",
+        )
 
 
 def _hint(graph: Graph, dtype: torch.dtype) -> str:

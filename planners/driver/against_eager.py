@@ -25,8 +25,8 @@ from autopipe.frontend.assigned_buffers import buffers_of, put
 from autopipe.frontend.quiet import libraries_hushed
 from autopipe.frontend.transformers_adapter import eager_branches
 from autopipe.ir.blocks import find_blocks
-from autopipe.ir.dataflow import analyse, is_random
-from autopipe.ir.graph import Graph, State, at_batch
+from autopipe.ir.dataflow import analyse, is_random, written_parameters
+from autopipe.ir.graph import Graph, at_batch
 from autopipe.ir.op_costs import costs
 from autopipe.ir.partition import partition
 from autopipe.ir.torch_private import TorchDispatchMode, is_fake
@@ -116,7 +116,7 @@ def _both(
 ) -> tuple[Outcome, Outcome] | None:
     """What the model makes of two micro-batches, and what its graph does; None: it is not told."""
     kept = KEPT.get(request.precision)
-    followers = _written_parameters(traced.graph, model)
+    followers = {name: model.get_parameter(name) for name in written_parameters(traced.graph)}
     with ExitStack() as until:
         until.enter_context(_as_it_was(model, followers))
         if isinstance(request.loss, nn.Module):
@@ -168,12 +168,6 @@ def with_weights(request: PlanRequest, skeleton: nn.Module, graph: Graph) -> nn.
         source = source()
     tensors = [*source.parameters(), *source.buffers()]
     return None if any(is_fake(t) or t.device.type != "cpu" for t in tensors) else source
-
-
-def _written_parameters(graph: Graph, model: nn.Module) -> dict[str, nn.Parameter]:
-    """The frozen parameters that forward writes, as a teacher's that follow a student's."""
-    written = [root.name for root in analyse(graph).writers if isinstance(root, State)]
-    return {n: model.get_parameter(n) for n in written if graph.states[n].kind == "parameter"}
 
 
 @contextmanager

@@ -17,6 +17,8 @@ from functools import partial
 from autopipe.cluster.cluster import Device
 from autopipe.cluster.tp_groups import GroupKind, slowest_kind, tp_groups
 from autopipe.ir.cut_points import find_units
+from autopipe.ir.dataflow import written_parameters
+from autopipe.ir.graph import Graph
 from autopipe.planfile.contents import ZERO
 from autopipe.planners.costs.precision_of import whole_seconds
 from autopipe.planners.costs.profile import Costing, Profiled, Sending
@@ -30,6 +32,7 @@ from autopipe.planners.model.problem import EAGER, Config, Constraints, Problem
 from autopipe.planners.search.best import Answer
 from autopipe.planners.search.bound import bounds
 from autopipe.planners.search.registry import PLANNERS
+from autopipe.stages.gathering import check_written
 from autopipe.util.progress import phase
 from autopipe.util.stopwatch import Stopwatch
 
@@ -119,6 +122,19 @@ def candidate_at(job: Job, tp: int, watch: Stopwatch) -> Candidate:
         return Candidate(job, degree, costing, costing.timed, watch)
 
 
+def _zeros(graph: Graph, wanted: int | None) -> tuple[int, ...]:
+    """The ZeRO stages to choose from: the one wanted, or all that the model may run under.
+
+    Raises:
+        PlanError: ZeRO-3 is wanted, and forward writes a parameter.
+    """
+    if wanted is None:
+        return ZERO[:3] if written_parameters(graph) else ZERO
+    if wanted == 3:
+        check_written(graph)
+    return (wanted,)
+
+
 def _costing(job: Job, tp: int) -> tuple[Degree, Costing]:
     """The model at one degree, and what its problem is computed from."""
     request, traced, constraints = job.request, job.traced, job.constraints
@@ -129,7 +145,7 @@ def _costing(job: Job, tp: int) -> tuple[Degree, Costing]:
 
     dealt = tp_groups(job.cluster, tp, wanted=(constraints.pp or 1) * (constraints.dp or 1))
     wanted, sizes = _rows(job, len(dealt))
-    zeros = ZERO if constraints.zero is None else (constraints.zero,)
+    zeros = _zeros(graph, constraints.zero)
     degree = as_one_rank(
         tp,
         traced.trace,

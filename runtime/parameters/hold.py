@@ -32,7 +32,7 @@ from autopipe.runtime.parameters.zero1 import OptimizerShards
 from autopipe.runtime.parameters.zero2 import GradientShards
 from autopipe.runtime.parameters.zero3 import GatheredStage, ParameterShards, in_shards
 from autopipe.stages.bind import Split
-from autopipe.stages.gathering import units_of
+from autopipe.stages.gathering import check_written, units_of
 from autopipe.stages.lower import Lowered, lower
 
 
@@ -150,6 +150,7 @@ def _hold_shards(
     offload: bool,
 ) -> HeldParameters:
     """ZeRO-3: shards over the replicas of each stage, and no parameter whole."""
+    check_written(part.split.graph)
     rows = {}
     for name, state in part.split.graph.states.items():
         whole = states.get(name)

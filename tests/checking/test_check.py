@@ -120,6 +120,45 @@ def test_a_scalar_is_a_row_of_one_replica(autopipe: Shell) -> None:
     assert (said.code, "the same: " in said.out) == (0, True), said.err
 
 
+TEACHER = """\
+import torch
+from torch import nn
+
+
+class Distilled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.student, self.teacher = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            for mine, followed in zip(self.teacher.parameters(), self.student.parameters()):
+                mine.mul_(0.9).add_(followed, alpha=0.1)
+        x = self.frozen(x).relu()
+        return (self.student(x) - self.teacher(x)).square().mean()
+
+
+model = Distilled
+
+
+def inputs(batch_size):
+    return {"x": torch.randn(batch_size, 8)}
+"""
+
+
+def test_what_is_not_trained_is_whole_and_each_replica_s_own(autopipe: Shell) -> None:
+    """Bugs: frozen parameters were said to differ under ZeRO-1 and 2, and a teacher, which the
+    unsplit model had moved once for each replica. Under ZeRO-3 a run lost what moves it: that was
+    written to what had been gathered."""
+    (autopipe.folder / "distilled.py").write_text(TEACHER)
+    said = autopipe("check", "distilled.py", "--pp", "1", "--dp", "2", "--zero", "1")
+    assert (said.code, "the same: " in said.out) == (0, True), said.out
+    refused = autopipe("check", "distilled.py", "--pp", "1", "--dp", "2", "--zero", "3")
+    assert refused.code == 2
+    assert "distilled.py:14: forward writes the parameter 'teacher.weight'" in refused.error
+
+
 SPARSE = """\
 import torch
 from torch import nn

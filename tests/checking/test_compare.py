@@ -51,14 +51,17 @@ def test_which_plans_keep_the_order_of_all_sums() -> None:
     assert not orders_kept(three)
 
 
+@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_a_whole_tensor_comes_back_from_its_parts(zero: int) -> None:
+def test_a_whole_tensor_comes_back_from_its_parts(zero: int, frozen: bool) -> None:
+    """Every replica has what is frozen whole, but under ZeRO-3."""
     plan = planned("keywords", 2, 2, 4, zero=zero)
-    layout = RankLayout.of(plan)
     name = plan.stages[0].parameters[0]
+    layout = RankLayout.of(plan, [name] if frozen else ())
     whole = torch.arange(32.0 * 32).view(32, 32)
     places = [place for place in plan.mesh.places if layout.placed[0] == place.pp]
     parts = [(place, layout.trained(name, whole, place)) for place in places]
-    assert sum(part.numel() for _, part in parts) == whole.numel() * (2 if zero == 0 else 1)
+    is_whole = zero == 0 or (frozen and zero < 3)
+    assert sum(part.numel() for _, part in parts) == whole.numel() * (2 if is_whole else 1)
     blank: Tensor = torch.zeros_like(whole)
     assert torch.equal(layout.whole(name, blank, parts), whole)
