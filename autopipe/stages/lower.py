@@ -242,10 +242,11 @@ class _Emitter:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         clone = torch.ops.aten.clone.default
         rewritten = rewritten_reads(self.graph).get(node.name, ())
-        env = {**env, **{v: into.call_function(clone, (env[v],)) for v in rewritten}}
         copied = {v: v.name for v in node.values() if self._goes_as_copy(v, node)}
         self.low.update(dict.fromkeys(copied.values()))
-        env = {**env, **{v: into.call_function(low, (env[v],)) for v in copied}}
+        own = {v: into.call_function(clone, (env[v],)) for v in rewritten}
+        own |= {v: into.call_function(low, (env[v],)) for v in copied}  # none that is rewritten
+        env = {**env, **own}
         if not node.grad:
             # Inside torch.no_grad(): what comes in from outside must not carry a gradient through.
             env = {
