@@ -46,6 +46,8 @@ def report(
     from autopipe.report import recorded
     from autopipe.util import atomic_file
 
+    if what.is_dir():
+        _check_folder_of_a_run(what)
     run = recorded.load(what) if what.is_dir() else None
     path = what / recorded.PLAN if run is not None else what
     plan = run.plan if run is not None else Plan.load(what)
@@ -66,6 +68,23 @@ def report(
     atomic_file.write(page(contents), target)
     say("open it in a browser; it needs nothing besides itself")
     print(target)
+
+
+def _check_folder_of_a_run(folder: Path) -> None:
+    """Refuse checkpoints, which have no measured seconds.
+
+    Raises:
+        AutopipeError: names the command for them.
+    """
+    from autopipe.runtime.checkpoint.folder import found as checkpoints_in
+    from autopipe.runtime.checkpoint.folder import is_one
+
+    if is_one(folder) or checkpoints_in(folder):
+        raise AutopipeError(
+            f"{folder} has checkpoints; a report is of a plan, or of what a run has recorded",
+            hint=f"autopipe checkpoint info {folder}; or autopipe run plan.json --record FOLDER, "
+            "and then autopipe report FOLDER",
+        )
 
 
 def _sheets(plan: Plan, path: Path, model: str | None) -> Sheets | None:

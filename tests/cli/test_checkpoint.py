@@ -272,6 +272,13 @@ def test_what_cannot_be_done(words: tuple[str, ...], error: str, shell: Shell) -
     assert error in shell("checkpoint", *words).error.replace("\n\n", "\n")
 
 
+@pytest.mark.parametrize("folder", ["kept", "kept/step-00000003"])
+def test_a_report_is_of_no_checkpoint(folder: str, shell: Shell) -> None:
+    said = shell("report", folder)
+    assert f"{folder} has checkpoints" in said.error
+    assert f"hint: autopipe checkpoint info {folder};" in said.error
+
+
 @pytest.mark.parametrize(
     ("words", "error"),
     [
