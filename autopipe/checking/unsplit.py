@@ -83,7 +83,7 @@ class Unsplit:
         self._ask = names
         self._names: Sequence[str] | None = None
         self.frozen = {n: p for n, p in self.model.named_parameters() if not p.requires_grad}
-        self._of_replicas = [self._now() for _ in range(plan.mesh.dp)]
+        self._of_replicas = [self._now()] * plan.mesh.dp  # never written: a replica gets copies
         self._steps = 0
         self.sparse: set[str] = set()
         trained = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]

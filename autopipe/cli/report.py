@@ -16,6 +16,7 @@ from autopipe.util.gc_pause import loading
 if TYPE_CHECKING:
     from autopipe.planfile.contents import Plan
     from autopipe.planners.formulas.sheets import Sheets
+    from autopipe.report.recorded import Recording
 
 
 @command("autopipe report plan.json")
@@ -46,9 +47,7 @@ def report(
     from autopipe.report import recorded
     from autopipe.util import atomic_file
 
-    if what.is_dir():
-        _check_folder_of_a_run(what)
-    run = recorded.load(what) if what.is_dir() else None
+    run = _recorded(what) if what.is_dir() else None
     path = what / recorded.PLAN if run is not None else what
     plan = run.plan if run is not None else Plan.load(what)
     target = output or (what / "report.html" if run is not None else what.with_suffix(".html"))
@@ -70,12 +69,13 @@ def report(
     print(target)
 
 
-def _check_folder_of_a_run(folder: Path) -> None:
-    """Refuse checkpoints, which have no measured seconds.
+def _recorded(folder: Path) -> Recording:
+    """The run of a folder.
 
     Raises:
-        AutopipeError: names the command for them.
+        AutopipeError: it is none of a run's; of checkpoints it names the command for them.
     """
+    from autopipe.report import recorded
     from autopipe.runtime.checkpoint.folder import found as checkpoints_in
     from autopipe.runtime.checkpoint.folder import is_one
 
@@ -85,6 +85,7 @@ def _check_folder_of_a_run(folder: Path) -> None:
             hint=f"autopipe checkpoint info {folder}; or autopipe run plan.json --record FOLDER, "
             "and then autopipe report FOLDER",
         )
+    return recorded.load(folder)
 
 
 def _sheets(plan: Plan, path: Path, model: str | None) -> Sheets | None:

@@ -246,7 +246,7 @@ class _Emitter:
         self.low.update(dict.fromkeys(copied.values()))
         own = {v: into.call_function(clone, (env[v],)) for v in rewritten}
         own |= {v: into.call_function(low, (env[v],)) for v in copied}  # none that is rewritten
-        env = {**env, **own}
+        env = {**env, **own} if own else env
         if not node.grad:
             # Inside torch.no_grad(): what comes in from outside must not carry a gradient through.
             env = {

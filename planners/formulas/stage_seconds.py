@@ -20,6 +20,7 @@ from autopipe.cluster.collective_time import Levels, Topology, half_sum
 from autopipe.cluster.datasheets import are_gpus
 from autopipe.cluster.tp_groups import GroupKind, tp_groups
 from autopipe.ir import op_costs, op_seconds
+from autopipe.ir.blocks import owners
 from autopipe.ir.graph import BATCH, SEQUENCE, Dim, State, StateSpec, bytes_at
 from autopipe.ir.op_seconds import Roof
 from autopipe.ir.partition import Stage
@@ -184,18 +185,18 @@ def _gathering(found: PlannedStages, stage: Stage, rank: int, own: Seconds) -> S
 def _edges(found: PlannedStages, stage: Stage) -> tuple[int, int]:
     """Bytes as they are read of the parameters of a stage's first and last block."""
     graph = found.split.graph
-    owner = {p: b for b in found.split.blocks for p in range(b.first, b.stop)}
+    owner = owners(found.split.blocks, stage.first, stage.stop)
 
     def read(positions: Iterable[int]) -> int:
         names = {v.name for p in positions for v in graph.nodes[p].values() if isinstance(v, State)}
         return _read(graph.states[name] for name in names)
 
     def edge(positions: Iterable[int]) -> int:
-        position = next((p for p in positions if read([p])), None)
-        block = None if position is None else owner.get(position)
-        if block is not None:
-            return read(range(block.first, block.stop))
-        return 0 if position is None else read([position])
+        for position in positions:
+            if alone := read([position]):
+                block = owner.get(position)
+                return read(range(block.first, block.stop)) if block is not None else alone
+        return 0
 
     own = range(stage.first, stage.stop)
     return edge(own), edge(reversed(own))

@@ -23,8 +23,8 @@ def joint_of(found: Cut, index: int) -> Joint | None:
     return joint_for(found.graph, lowered, found.rehearsal, last=last)
 
 
-def in_halves(found: Cut, whole: Rehearsal, **how: str) -> Rehearsal:
-    joint = JointDryRun(found.graph, found.blocks, found.rows, **how)  # type: ignore[arg-type]
+def in_halves(found: Cut, whole: Rehearsal, precision: str = "fp32") -> Rehearsal:
+    joint = JointDryRun(found.graph, found.blocks, found.rows, precision=precision)
     return joint.instead(found.stages, whole)
 
 

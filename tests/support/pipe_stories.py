@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import fields
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from torch import nn
 from autopipe import ModelError, Pipe
 from autopipe.frontend import batch as batches
 from autopipe.planfile.parts import Memory
-from autopipe.runtime.step import prepare
 from autopipe.runtime.step.memory_meter import Meter
 from tests.support.long import sampled
 from tests.support.pipes import (
@@ -27,6 +27,7 @@ from tests.support.pipes import (
     story,
     together,
     whole_loss,
+    without_inductor,
 )
 
 # Two processes: a pipeline of two stages
@@ -58,15 +59,12 @@ def memory_in_sixteen_bits() -> None:
 def memory_of_compiled_stages() -> None:
     """Eight models, two by default: what the plan has counted is what graphs keep, whoever compiles
     them; one by inductor, a small one, since its compiler of C++ takes longest of all here."""
-    own = prepare.Compiler
     cases = ("gpt", "unet", "llama", "dropout", "dict", "t5", "gpt2", "mask")
     for number, name in enumerate(sampled(cases, of=4)):
-        inductor = name in ("dict", "mask")
-        prepare.Compiler = own if inductor else partial(own, "aot_eager")  # type: ignore[misc]
         schedule = ("1f1b", "zb-h1", "interleaved")[number % 3]
         precision = ("bf16", "fp32")[number % 2]
-        measured_as_planned(name, 4, schedule, precision, compile=True)
-    prepare.Compiler = own  # type: ignore[misc]
+        with nullcontext() if name in ("dict", "mask") else without_inductor():
+            measured_as_planned(name, 4, schedule, precision, compile=True)
 
 
 @story(4)
@@ -87,8 +85,6 @@ def memory_of_masters_that_are_dealt_out() -> None:
 def memory_of_parameters_in_shards() -> None:
     """ZeRO-3: what is gathered at once too, eager and compiled; GPT-2's tied embedding stands in
     both stages, and in both of one rank under interleaved."""
-    own = prepare.Compiler
-    prepare.Compiler = partial(own, "aot_eager")  # type: ignore[misc]
     cases: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
         ("gpt2", "interleaved", "bf16", {"compile": True}),
         ("gpt2", "1f1b", "fp32", {"recompute": "all"}),
@@ -96,9 +92,9 @@ def memory_of_parameters_in_shards() -> None:
         ("gpt", "interleaved", "bf16", {"compile": True}),
         ("llama", "interleaved", "bf16", {"compile": True}),
     )
-    for name, schedule, precision, more in sampled(cases, of=5):
-        measured_as_planned(name, 2, schedule, precision, dp=2, zero=3, **more)
-    prepare.Compiler = own  # type: ignore[misc]
+    with without_inductor():
+        for name, schedule, precision, more in sampled(cases, of=5):
+            measured_as_planned(name, 2, schedule, precision, dp=2, zero=3, **more)
 
 
 def measured_as_planned(

@@ -11,8 +11,8 @@ is entered here, and `pipe_worker` tells it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from functools import cache
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
 
@@ -70,6 +70,11 @@ def story(world: int, name: str | None = None, *, long: bool = False) -> Callabl
         return told
 
     return enter
+
+
+def without_inductor() -> AbstractContextManager[object]:
+    """Within, stages are compiled to the same graphs, by what waits for no compiler of C++."""
+    return patch.object(prepare, "Compiler", partial(prepare.Compiler, "aot_eager"))
 
 
 @contextmanager

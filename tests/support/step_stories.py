@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 
 from autopipe import Pipe, Plan, PlanError
 from autopipe.runtime.parameters import buckets
-from autopipe.runtime.step import prepare
 from autopipe.runtime.step.memory_meter import Meter
 from tests.support import masters
 from tests.support.long import sampled
@@ -32,6 +30,7 @@ from tests.support.pipes import (
     story,
     together,
     whole_loss,
+    without_inductor,
 )  # fmt: skip
 
 SCHEDULES = ("naive", "gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-v")
@@ -181,13 +180,11 @@ def recomputed_blocks_in_shards() -> None:
 @story(2)
 def what_runs_again_or_is_compiled_in_shards() -> None:
     """Parameters are gathered by the graphs of a stage, whoever runs them."""
-    own = prepare.Compiler
-    prepare.Compiler = partial(own, "aot_eager")  # type: ignore[misc]
     again = planned("gpt", 1, 2, 2, zero=3, recompute="activations")
     assert again.stages[0].ops_again
-    for plan in (again, planned("gpt", 1, 2, 2, zero=3, compile=True)):
-        together("gpt", piped("gpt", plan), steps=2)
-    prepare.Compiler = own  # type: ignore[misc]
+    with without_inductor():
+        for plan in (again, planned("gpt", 1, 2, 2, zero=3, compile=True)):
+            together("gpt", piped("gpt", plan), steps=2)
 
 
 @story(2)
