@@ -18,7 +18,15 @@ import numpy as np
 from autopipe.errors import ScheduleError
 from autopipe.schedules import deadlock
 from autopipe.schedules.event_graph import Delays, EventGraph
-from autopipe.schedules.instructions import Channel, Instruction, Kind, Programs, holders
+from autopipe.schedules.instructions import (
+    FLOWS,
+    Channel,
+    Flow,
+    Instruction,
+    Kind,
+    Programs,
+    holders,
+)
 from autopipe.schedules.transfers import Edge, insert
 from autopipe.schedules.validate import Line
 
@@ -206,6 +214,42 @@ def simulate(programs: Programs, costs: Costs, lanes: deadlock.Lanes | None = No
             for instruction, times in zip(reduces[rank], found, strict=True)
         ),
     )
+
+
+def even_seconds(programs: Programs) -> float:
+    """The step of programs of compute alone if stages are equal and links are free.
+
+    F, I and W take one second each, B two. It is what `simulate` says of `Costs.even`, in a tenth
+    of the time.
+
+    Args:
+        programs: with a backward of each forward.
+
+    Raises:
+        ScheduleError: they cannot run to their end.
+    """
+    last = len(holders(programs)) - 1
+    over: dict[tuple[Flow, int, int], float] = {}
+    clocks, at = [0.0] * len(programs), [0] * len(programs)
+    while True:
+        before = sum(at)
+        for rank, program in enumerate(programs):
+            for kind, stage, microbatch, *_ in program[at[rank] :]:
+                flow, begin = FLOWS.get(kind), clocks[rank]
+                ahead = stage - 1 if flow is Flow.ACTIVATION else stage + 1
+                if flow is not None and 0 <= ahead <= last:
+                    if (flow, ahead, microbatch) not in over:
+                        break
+                    begin = max(begin, over[flow, ahead, microbatch])
+                clocks[rank] = begin + (2.0 if kind is Kind.BACKWARD else 1.0)
+                if flow is not None:
+                    over[flow, stage, microbatch] = clocks[rank]
+                at[rank] += 1
+        if sum(at) == before:
+            break
+    if before == sum(map(len, programs)):
+        return max(clocks)
+    return simulate(programs, Costs.even(last + 1)).seconds  # says who waits for whom
 
 
 _WIDE = 1 << 30  # a window that no step is longer than

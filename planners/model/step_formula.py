@@ -38,7 +38,7 @@ from autopipe.planners.model.range_tables import Times
 from autopipe.planners.model.stage_costs import StageSeconds
 from autopipe.schedules.instructions import Programs, holders
 from autopipe.schedules.registry import make
-from autopipe.schedules.simulate import Costs, simulate
+from autopipe.schedules.simulate import even_seconds
 
 
 def weights(problem: Problem, config: Config) -> tuple[float, float]:
@@ -95,8 +95,7 @@ def filling_of(programs: Programs, micro_batches: int) -> float:
     stages, ranks = len(holders(programs)), len(programs)
     if ranks == 1:
         return 1.0
-    step = simulate(programs, Costs.even(stages)).seconds
-    return (step / 3.0 - stages / ranks * micro_batches) / (ranks - 1)
+    return (even_seconds(programs) / 3.0 - stages / ranks * micro_batches) / (ranks - 1)
 
 
 def floor_seconds(problem: Problem, config: Config) -> float:

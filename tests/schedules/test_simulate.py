@@ -9,7 +9,7 @@ from autopipe.schedules.deadlock import check
 from autopipe.schedules.generators import eager_one_f_one_b, forward_only, gpipe, one_f_one_b, zb_v
 from autopipe.schedules.instructions import Channel, Flow, Kind, parse_programs
 from autopipe.schedules.registry import SCHEDULES, make
-from autopipe.schedules.simulate import Costs, LinkTime, simulate
+from autopipe.schedules.simulate import Costs, LinkTime, even_seconds, simulate
 from autopipe.schedules.transfers import Edge, insert
 from tests.support.operations import lines
 
@@ -39,6 +39,18 @@ def test_equal_stages_take_the_textbook_time(generate):
             assert found.seconds == (m + p - 1) * (2.0 + 3.0)
             assert found.bubble == pytest.approx((p - 1) / (m + p - 1))
             assert found.busy == (m * (2.0 + 3.0),) * p
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks"),
+    [*((name, SCHEDULES[name].chunks) for name in SCHEDULES if name != "interleaved")]
+    + [("interleaved", 2), ("interleaved", 4)],
+)
+def test_even_seconds_are_those_of_a_timeline_of_equal_stages(schedule, chunks):
+    for ranks, micro_batches in [(1, 2), (2, 1), (3, 4), (3, 2), (4, 9)]:
+        programs = make(schedule, ranks, micro_batches, chunks=chunks)
+        step = simulate(programs, Costs.even(ranks * chunks)).seconds
+        assert even_seconds(programs) == step
 
 
 def test_unequal_stages_run_at_the_pace_of_the_slowest():
@@ -71,6 +83,11 @@ def test_programs_of_compute_alone_are_given_the_chain_of_their_stages():
         assert found.busy == (6 * 3.0 * chunks,) * 3
         wide = insert(compute, chain(stages), [6] * (stages - 1))
         assert found.seconds == simulate(wide, costs).seconds
+
+
+def test_programs_that_cannot_run_have_no_even_seconds():
+    with pytest.raises(ScheduleError, match="wait"):
+        even_seconds(parse_programs("rank 0: 0F0 0B0 0F1 0B1\nrank 1: 1F1 1B1 1F0 1B0"))
 
 
 def test_programs_that_cannot_run_have_no_timeline():
