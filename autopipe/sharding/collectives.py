@@ -110,6 +110,9 @@ def convert(x: Tensor, axis: str, source: str, target: str, size: int) -> Tensor
     Args:
         x: this rank's part of the tensor.
         size: the whole size of the dim that `source` shards; 0 if it shards none.
+
+    Returns:
+        A new tensor, in dense rows whatever the strides of `x`, as the fake kernel promises.
     """
     before, after, ranks = _placement(source), _placement(target), axis_of(axis)
     if before.sharded and after.sharded:
@@ -128,8 +131,8 @@ def convert(x: Tensor, axis: str, source: str, target: str, size: int) -> Tensor
     if after.sharded:
         return own_part(x, after, ranks.size, ranks.rank).contiguous().clone()
     if after.kind == "P":
-        return x / ranks.size
-    return x.clone()
+        return (x / ranks.size).contiguous()
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 @convert.register_fake

@@ -144,6 +144,17 @@ def test_shapes_on_fake_tensors(source: Placement, target: Placement) -> None:
     assert fake.grad is not None and fake.grad.shape == own.shape
 
 
+@EACH
+def test_results_are_dense_as_fake_ones_are(source: Placement, target: Placement) -> None:
+    """torch's own attention turns rows and tokens around: its parts are no dense rows."""
+    whole = torch.randn(24, 24, 8)
+    own = own_part(whole, source, 2, 0) if source.sharded else whole
+    turned = own.transpose(0, 1).contiguous().transpose(0, 1)
+    with bind("tp", Alike()):
+        made = convert(turned, "tp", str(source), str(target), size_of(whole.shape, source))
+    assert not turned.is_contiguous() and made.is_contiguous()
+
+
 def both(x: Tensor, source: str, target: str, size: int) -> tuple[Tensor, Tensor]:
     """A conversion of x squared, and x's gradient of the sum of cubes."""
     x = x.detach().requires_grad_()
