@@ -49,6 +49,11 @@ class Need:
     dtypes: tuple[str, ...]
     kernels: tuple[str, ...]
 
+    def __or__(self, other: Need) -> Need:
+        """What either asks."""
+        dtypes, kernels = {*self.dtypes, *other.dtypes}, {*self.kernels, *other.kernels}
+        return Need(tuple(sorted(dtypes)), tuple(sorted(kernels)))
+
 
 EVERYTHING = Need(DTYPES, KERNELS)
 

@@ -109,6 +109,7 @@ def _how(plan: Plan) -> Iterator[_Said]:
     said = "; ".join(own.where() for own in repeated(plan, plan.stages))
     yield "recompute", again, said or "nothing"
     yield "loss parts", plan.loss_parts, str(plan.loss_parts)
+    yield "fused attention", plan.fused_attention, "yes" if plan.fused_attention else "no"
     yield "compiled", str(plan.compiled), "yes" if plan.compiled else "no"
     tensors = tuple(
         f"{place}{state.name} {state.state}"

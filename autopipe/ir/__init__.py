@@ -8,6 +8,6 @@ Never found here: users' models, shards, processes.
 Other rooms use: `graph.Graph`, `.Node`, `.Ref`, `.State`, `.shape_at`, `.bytes_at`,
 `dataflow.analyse`, `blocks.find_blocks`, `.Block`, `cut_points.find_units`,
 `partition.partition`, `.Stage`, `op_costs.costs`, `op_seconds.seconds`, `repeats.shortened`,
-`stage_classes.kind_of`, `logits.heads`, `fingerprint.fingerprint`, `check.after`,
+`stage_classes.kind_of`, `fingerprint.fingerprint`, `check.after`,
 `opaque_ops.observing`, `torch_private.fake_mode`, `.storage_key`.
 """

@@ -62,6 +62,13 @@ class Dataflow:
         return self.graph.index[value.node] if isinstance(value, Ref) else -1
 
 
+def read_once(flow: Dataflow, value: object) -> Node | None:
+    """The node that makes a value, if one node reads it and none writes it."""
+    if not isinstance(value, Ref) or len(flow.users[value]) > 1:
+        return None
+    return None if flow.root[value] in flow.writers else flow.graph.nodes[flow.position(value)]
+
+
 @once
 def analyse(graph: Graph) -> Dataflow:
     """Find the aliases, writes, readers and local nodes of a graph."""

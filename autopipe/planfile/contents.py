@@ -68,14 +68,14 @@ class Plan:
     stages run through torch.compile, and keep for backward what `joint.run_again` says. `loss_over`
     is one of `LOSS_OVER`. `loss` is whether there is a loss function beside the model (null: nobody
     has said). `loss_parts` are the parts of the vocabulary that its loss is computed from; 0: all
-    at once, as the model does. `loss_seconds` are those of a loss over the whole batch, between the
-    two passes of a step. `lengths` are the tokens of a row that were asked for, ascending, the last
-    one that of `inputs`; without any, rows may be shorter all the same. `regions` run as the user
-    wrote them. Under the precisions bf16 and fp16, `grad_dtype` is what gradients are summed in,
-    and `optimizer_dtype` what the optimizer changes: fp32 master weights, or parameters of 16 bits.
-    `work` is what a step computes; null if that is not known, or no matrix product. `made` has a
-    few digits of each part as the planner has left it, by which `edited` finds what was changed
-    since.
+    at once, as the model does. `fused_attention`: each attention that the model writes out is one
+    op. `loss_seconds` are those of a loss over the whole batch, between the two passes of a step.
+    `lengths` are the tokens of a row that were asked for, ascending, the last one that of `inputs`;
+    without any, rows may be shorter all the same. `regions` run as the user wrote them. Under the
+    precisions bf16 and fp16, `grad_dtype` is what gradients are summed in, and `optimizer_dtype`
+    what the optimizer changes: fp32 master weights, or parameters of 16 bits. `work` is what a step
+    computes; null if that is not known, or no matrix product. `made` has a few digits of each part
+    as the planner has left it, by which `edited` finds what was changed since.
     """
 
     format: int
@@ -105,6 +105,7 @@ class Plan:
     loss: bool | None = None
     work: Work | None = None
     loss_parts: int = 0
+    fused_attention: bool = False
     loss_seconds: float = 0.0
     lengths: tuple[int, ...] = ()
     grad_dtype: str = "fp32"
@@ -200,10 +201,9 @@ def _marks(plan: Plan) -> dict[str, str]:
     parts: dict[str, Any] = {
         f"{name}.{of}": data[name][of] for name in ("batch", "prediction") for of in data[name]
     }
-    whole = ["inputs", "cluster", "mesh", "precision", "compiled", "optimizer", "loss", "schedule"]
-    whole += ["programs", "loss_parts", "blocks", "states", "collectives", "grad_dtype"]
-    whole += ["optimizer_dtype"]
-    parts |= {name: data[name] for name in whole}
+    whole = "inputs cluster mesh precision compiled optimizer loss schedule programs loss_parts "
+    whole += "fused_attention blocks states collectives grad_dtype optimizer_dtype"
+    parts |= {name: data[name] for name in whole.split()}
     for name in ("boundaries", "stages"):
         for of in data[name][0] if data[name] else ():
             parts[f"{name}[].{of}"] = [entry[of] for entry in data[name]]

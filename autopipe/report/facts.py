@@ -93,6 +93,8 @@ def _asked(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "precision", f"{own}, the model's own, in which its tensors are counted and sent"
     if plan.compiled:
         yield "compiled", "memory-bound ops are fused, and run again rather than be kept"
+    if plan.fused_attention:
+        yield "attention", "fused into one op, where the model writes out its products and softmax"
     if plan.zero and plan.mesh.dp > 1:
         dealt = {
             1: "optimizer state is",

@@ -6,6 +6,6 @@ Never found here: stages, processes, the choice of the axis size.
 
 Other rooms use: `local_graph.shardable`, `.shard_graph`, `.blocks_of`, `.sent_by`, `ilp.shard`,
 `.Axis`, `plan_io.write_down`, `.read_back`, `collectives.bind`, `.attach`, `.whole`, `.own_part`,
-`column_linear.COLUMNS`, `vocabulary_loss.in_parts`, `.usual_parts`, `.BACKWARD`,
+`column_linear.COLUMNS`, `vocabulary_loss.BACKWARD`,
 `torch_names.all_gather_single`.
 """

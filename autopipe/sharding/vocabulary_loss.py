@@ -1,7 +1,7 @@
 """The cross-entropy of a large vocabulary, computed from a part of its columns at a time.
 
     x [rows, h] --linear--> logits [rows, v] --float--> fp32 --cross_entropy--> loss      as traced
-    x [rows, h], w [v, h], target [rows] --vocabulary_loss--> loss                  after `in_parts`
+    x [rows, h], w [v, h], target [rows] --vocabulary_loss--> loss           after `loss_in_parts`
 
 The logits of 8192 tokens and 128,256 words are 4 GiB in fp32, and autograd keeps as many for
 backward. Here no more than `width` columns of them exist at once. With lse = log(sum(exp(logits))),
@@ -25,26 +25,18 @@ parts are, by a maximum and a sum for each row (Megatron-LM, arXiv:1909.08053, s
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
-import sympy
 import torch
 from torch import Tensor
 
-from autopipe.ir import check
-from autopipe.ir.graph import Graph, Node, Ref, TensorSpec, arguments
-from autopipe.ir.logits import MEAN, OF_ROWS, Head, heads
 from autopipe.sharding.collectives import axis_of
 
 LOSS = "autopipe.vocabulary_loss.default"
 """The name of the op in a graph."""
 
-WIDTH = 8192
-"""Columns of a part where nobody says how many parts: enough for an efficient product."""
-
-
-# The op
+MEAN, SUM = 1, 2
+"""The reductions of torch's `cross_entropy_loss` to one number."""
 
 
 @torch.library.custom_op("autopipe::vocabulary_loss", mutates_args=())
@@ -74,8 +66,7 @@ def vocabulary_loss(
         The loss, a scalar, and the log-sum-exp of each row, for backward.
     """
     rows, words = _rows(x, weight), target.reshape(-1)
-    wide = _wide(weight.dtype)
-    total = torch.full((rows.shape[0],), -torch.inf, dtype=wide, device=x.device)
+    total = torch.full((rows.shape[0],), -torch.inf, dtype=wide(weight.dtype), device=x.device)
     truth = torch.zeros_like(total)
     for first, logits in _parts(rows, weight, bias, width):
         column, here = _own(words, begin + first, logits.shape[1])
@@ -99,7 +90,7 @@ def _(
     dtype: torch.dtype,
     *others: Any,
 ) -> tuple[Tensor, Tensor]:
-    rows = x.new_empty((target.numel(),), dtype=_wide(weight.dtype))
+    rows = x.new_empty((target.numel(),), dtype=wide(weight.dtype))
     return x.new_empty((), dtype=dtype), rows
 
 
@@ -168,7 +159,8 @@ def _rows(x: Tensor, weight: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]).to(weight.dtype)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a loss of such weights is computed."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -179,7 +171,7 @@ def _parts(
     for first in range(0, weight.shape[0], width):
         here = slice(first, first + width)
         own = None if bias is None else bias[here]
-        yield first, torch.nn.functional.linear(rows, weight[here], own).to(_wide(weight.dtype))
+        yield first, torch.nn.functional.linear(rows, weight[here], own).to(wide(weight.dtype))
 
 
 def _own(words: Tensor, begin: int, width: int) -> tuple[Tensor, Tensor]:
@@ -214,59 +206,3 @@ def _back(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Any, ...]:
 
 
 vocabulary_loss.register_autograd(_back, setup_context=_remember)
-
-
-# The pass
-
-
-def usual_parts(graph: Graph) -> int:
-    """Parts of at most `WIDTH` columns of the largest vocabulary; 0: no loss is of a product."""
-    return max((-(-_vocabulary(graph, head) // WIDTH) for head in heads(graph)), default=0)
-
-
-def in_parts(graph: Graph, parts: int) -> Graph:
-    """The graph whose cross-entropies of a product (`ir.logits`) are of parts of its columns.
-
-    Nodes keep their names; product and casts are gone. Logits that something else reads stay.
-
-    Args:
-        parts: how many; 0 leaves the graph as it is.
-    """
-    found: dict[str, list[Node]] = {}
-    for head in heads(graph) if parts else ():
-        found |= _rewritten(graph, head, parts)
-    nodes = tuple(made for node in graph.nodes for made in found.get(node.name, [node]))
-    return check.after("vocabulary_loss", replace(graph, nodes=nodes)) if found else graph
-
-
-def _rewritten(graph: Graph, head: Head, parts: int) -> dict[str, list[Node]]:
-    """By its name, what comes in the place of each node of a head."""
-    found: dict[str, list[Node]] = {head.product.name: []}
-    if head.turned is not None:
-        found[head.turned.name] = []
-    x, spec = head.x, graph.spec(head.x)
-    for node in head.between:
-        found[node.name] = []
-        made = node.outputs[0]
-        if node.short not in OF_ROWS or made is None:
-            continue
-        spec = TensorSpec((*made.shape[:-1], spec.shape[-1]), spec.dtype)
-        row = replace(node, args=(x, *node.args[1:]), outputs=(spec,))
-        if node.short not in ("slice", "contiguous", "clone"):
-            row = replace(row, op="aten.reshape.default", args=(x, spec.shape), kwargs={})
-        found[node.name], x = [row], Ref(node.name)
-    loss, made = arguments(head.loss), head.loss.outputs[0]
-    assert made is not None
-    width = -(-_vocabulary(graph, head) // parts)
-    how = loss["ignore_index"], loss["reduction"], made.dtype, width, 0, ""
-    count = sympy.prod(graph.spec(loss["target"]).shape)
-    each = TensorSpec((count,), _wide(graph.spec(head.weight).dtype))
-    args = (x, head.weight, head.bias, loss["target"], *how)
-    found[head.loss.name] = [
-        replace(head.loss, op=LOSS, args=args, kwargs={}, outputs=(made, each), packed=True)
-    ]
-    return found
-
-
-def _vocabulary(graph: Graph, head: Head) -> int:
-    return int(graph.spec(head.weight).shape[0])

@@ -27,10 +27,11 @@ from autopipe.ir.partition import Stage, partition
 from autopipe.planfile import programs
 from autopipe.planfile.contents import BATCH, ZERO, Plan
 from autopipe.planfile.placements import Sharding
+from autopipe.rewriting.fused_attention import fused
+from autopipe.rewriting.loss_in_parts import in_parts
 from autopipe.schedules.instructions import Programs, splits
 from autopipe.sharding.local_graph import blocks_of, shard_graph, shardable
 from autopipe.sharding.plan_io import read_back
-from autopipe.sharding.vocabulary_loss import in_parts
 from autopipe.stages.loss_cut import apart
 from autopipe.stages.precision import PRECISIONS
 from autopipe.stages.whole_loss import WholeLoss
@@ -254,7 +255,8 @@ def dealt_out(
         ModelError: the plan's loss is over the whole batch, and this graph's cannot be.
     """
     whole = apart(traced.graph, len(traced.outputs)) if plan.loss_over == BATCH else None
-    graph = in_parts(traced.graph if whole is None else whole.rows, plan.loss_parts)
+    graph = traced.graph if whole is None else whole.rows
+    graph = in_parts(fused(graph) if plan.fused_attention else graph, plan.loss_parts)
     traced, blocks = replace(traced, graph=graph), find_blocks(graph)
     if plan.mesh.tp == 1:
         return Dealt(traced, blocks, whole)

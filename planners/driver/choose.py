@@ -108,7 +108,7 @@ def best_of_engines(job: Job, watch: Stopwatch) -> Chosen:
     """
     if job.request.compiled is not None:
         try:
-            return best_plan(job, watch)
+            return best_plan(job.on_engine(compiled=job.request.compiled), watch)
         except CannotSplit as error:
             raise AutopipeError(
                 f"compiled stages were asked for, and this model has none: {error}",

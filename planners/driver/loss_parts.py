@@ -1,7 +1,7 @@
 """Whether a model's loss is computed whole or from parts of its vocabulary: the planner's choice.
 
     whole      logits of all words, in fp32, kept for backward     as the model has it
-    in parts   no logits kept, a third more of their products      `sharding.vocabulary_loss`
+    in parts   no logits kept, a third more of their products      `rewriting.loss_in_parts`
 
 Parts save memory and cost seconds. So both are planned where the logits are large and memory
 matters, and the plan of the shorter step is taken; elsewhere the loss stays as it is.
@@ -13,13 +13,11 @@ from contextlib import suppress
 from dataclasses import replace
 
 from autopipe.errors import AutopipeError, InfeasibleError
-from autopipe.ir.blocks import find_blocks
-from autopipe.ir.dataflow import analyse
-from autopipe.ir.logits import heads
 from autopipe.planfile.contents import Plan
 from autopipe.planners.driver.choose import best_of_engines, best_plan
 from autopipe.planners.driver.request import Job, Traced
-from autopipe.sharding.vocabulary_loss import in_parts, usual_parts
+from autopipe.rewriting.logits import heads
+from autopipe.rewriting.loss_in_parts import in_parts, usual_parts
 from autopipe.util.numbers import seconds
 from autopipe.util.progress import Say
 from autopipe.util.stopwatch import Stopwatch
@@ -81,9 +79,7 @@ def with_parts(traced: Traced, parts: int) -> Traced:
             hint="leave loss_parts out; or give F.cross_entropy what a linear layer has made, "
             "without weights of classes or label smoothing",
         )
-    graph = in_parts(traced.graph, parts)
-    trace, flow, blocks = replace(traced.trace, graph=graph), analyse(graph), find_blocks(graph)
-    return replace(traced, trace=trace, flow=flow, blocks=blocks, loss_parts=parts)
+    return replace(traced.rewritten(in_parts(traced.graph, parts)), loss_parts=parts)
 
 
 def _large(job: Job) -> bool:

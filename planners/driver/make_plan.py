@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from autopipe.cluster.cluster import Cluster
@@ -184,7 +185,10 @@ def plan(
         source=source,
     )
     traced = traced_model(request, skeleton, say, watch)
-    devices = arguments.measured(asked, need(traced.graph, request.precision), say)
+    needed = need(traced.graph, request.precision)
+    if compile or (compile is None and torch.cuda.is_available()):
+        needed |= need(traced.with_fused_attention().graph, request.precision)
+    devices = arguments.measured(asked, needed, say)
     factor = optimizer_factor(optimizer_named(optimizer))
     found = best_loss(Job(request, traced, devices, factor), watch, say)
     check_runs(found)

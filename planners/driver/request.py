@@ -18,11 +18,12 @@ from autopipe.cluster.spec import LocalSpec
 from autopipe.frontend.least_rows import Least
 from autopipe.frontend.loss import Loss
 from autopipe.frontend.optimizer import MakeOptimizer
-from autopipe.ir.blocks import Block, classes
-from autopipe.ir.dataflow import Dataflow
+from autopipe.ir.blocks import Block, classes, find_blocks
+from autopipe.ir.dataflow import Dataflow, analyse
 from autopipe.ir.graph import Graph, bytes_at
 from autopipe.planners.costs.asked_ops import words_of
 from autopipe.planners.model.problem import Constraints
+from autopipe.rewriting.fused_attention import fused
 from autopipe.stages.dry_run import Known
 from autopipe.stages.whole_loss import WholeLoss
 from autopipe.tracing.source import Source
@@ -75,9 +76,10 @@ class Traced:
         least: the fewest rows of a micro-batch for which the graph is right.
         recompute: paths of the blocks to recompute in backward, and words for ops (`asked_ops`);
             None: the planner chooses.
-        fingerprinted: the graph by which a run knows the model: before its loss was put in
-            parts, or cut off.
+        fingerprinted: the graph by which a run knows the model: before it was rewritten, or its
+            loss cut off.
         loss_parts: so many; 0: the loss is as the model has it.
+        fused_attention: whether attentions that the model writes out are single ops.
         whole: the loss of the whole batch, if it is to be over that; the trace is then of
             `WholeLoss.rows`.
     """
@@ -90,12 +92,25 @@ class Traced:
     recompute: Collection[str] | None
     fingerprinted: Graph = field(repr=False)
     loss_parts: int = 0
+    fused_attention: bool = False
     whole: WholeLoss | None = field(default=None, repr=False)
 
     @property
     def graph(self) -> Graph:
         """The whole model's, of a symbolic number of rows."""
         return self.trace.graph
+
+    def rewritten(self, graph: Graph) -> Traced:
+        """The same model by another graph that computes the same."""
+        trace, flow, blocks = replace(self.trace, graph=graph), analyse(graph), find_blocks(graph)
+        return replace(self, trace=trace, flow=flow, blocks=blocks)
+
+    def with_fused_attention(self) -> Traced:
+        """The same with each attention as one op, if it writes any out."""
+        graph = fused(self.graph)
+        if graph is self.graph:
+            return self
+        return replace(self.rewritten(graph), fused_attention=True)
 
     @property
     def ops_again(self) -> frozenset[str]:
@@ -136,8 +151,12 @@ class Job:
     beyond: bool = False
 
     def on_engine(self, *, compiled: bool) -> Job:
-        """The same question, with stages that run compiled or do not."""
-        return replace(self, request=replace(self.request, compiled=compiled))
+        """The same question, with stages that run compiled or do not.
+
+        Compiled ones compute to rounding what the model does, and so attentions are fused for them.
+        """
+        traced = self.traced.with_fused_attention() if compiled else self.traced
+        return replace(self, traced=traced, request=replace(self.request, compiled=compiled))
 
     @property
     def constraints(self) -> Constraints:

@@ -149,6 +149,7 @@ def _without_bytes(candidate: Candidate, answer: Answer, held: StageBytes) -> Pl
         loss=request.loss is not None,
         loss_over=request.loss_over,
         loss_parts=job.traced.loss_parts,
+        fused_attention=job.traced.fused_attention,
         loss_seconds=_loss_seconds(candidate, answer),
         lengths=request.lengths,
         regions=degree.trace.regions,

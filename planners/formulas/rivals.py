@@ -92,7 +92,10 @@ def job_of(plan: Plan, file: ModelFile, traced: TracedAgain, say: Say) -> reques
         trace.graph,
     )
     factor = optimizer_factor(optimizer_named(made_by))
-    return request.Job(asked, with_parts(model, plan.loss_parts), plan.cluster, factor)
+    model = with_parts(
+        model.with_fused_attention() if plan.fused_attention else model, plan.loss_parts
+    )
+    return request.Job(asked, model, plan.cluster, factor)
 
 
 def _searched(plan: Plan, job: request.Job) -> Iterator[Plan]:

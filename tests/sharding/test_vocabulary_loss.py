@@ -13,10 +13,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from autopipe.ir.dataflow import analyse
 from autopipe.planfile.placements import I, R, S
+from autopipe.rewriting.loss_in_parts import in_parts
 from autopipe.sharding import collectives
 from autopipe.sharding.ilp import shard
 from autopipe.sharding.local_graph import shard_graph
-from autopipe.sharding.vocabulary_loss import LOSS, in_parts, vocabulary_loss
+from autopipe.sharding.vocabulary_loss import LOSS, vocabulary_loss
 from tests.support.simulated import Meeting, axis, everywhere
 from tests.support.staged import traced
 

@@ -23,7 +23,8 @@ MAY_IMPORT = {
     "opaque": "util planfile ir frontend",
     "tracing": "util planfile ir frontend opaque",
     "sharding": "util cluster planfile ir",
-    "stages": "util schedules planfile ir frontend tracing sharding",
+    "rewriting": "planfile ir sharding",
+    "stages": "util schedules planfile ir frontend tracing sharding rewriting",
     "joint": "util planfile ir frontend tracing sharding stages",
     "emit": "util schedules planfile ir frontend tracing sharding stages",
     "planners.model": "util cluster schedules planfile",
@@ -39,8 +40,8 @@ MAY_IMPORT = {
     "runtime.launch runtime.comm runtime.parameters runtime.checkpoint runtime.step",
     "planners.costs": "util cluster schedules planfile ir tracing sharding stages joint "
     "planners.model",
-    "planners.driver": "util cluster schedules planfile report ir frontend tracing sharding stages "
-    "joint planners.model planners.search planners.costs runtime.probe",
+    "planners.driver": "util cluster schedules planfile report ir frontend tracing sharding "
+    "rewriting stages joint planners.model planners.search planners.costs runtime.probe",
     "planners.formulas": "util cluster schedules planfile scaling ir frontend tracing sharding "
     "stages joint planners.model planners.search planners.costs planners.driver",
     "checking": "util cluster schedules planfile ir frontend opaque tracing sharding stages "

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autopipe.ir.graph import Graph, State, shape_at
-from autopipe.ir.logits import heads
-from autopipe.sharding.vocabulary_loss import LOSS, in_parts, usual_parts
+from autopipe.rewriting.logits import heads
+from autopipe.rewriting.loss_in_parts import in_parts, usual_parts
+from autopipe.sharding.vocabulary_loss import LOSS
 from tests.support.staged import trace_model
 
 WORDS, WIDTH, LENGTH = 20, 8, 6

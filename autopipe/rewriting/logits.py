@@ -4,7 +4,7 @@
               product                    between                              loss
 
 Between product and loss rows are moved as wholes and numbers made wider, so that the loss can be
-computed from x, without the logits (`sharding.vocabulary_loss`).
+computed from x, without the logits (`rewriting.loss_in_parts`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
-from autopipe.ir.dataflow import Dataflow, analyse
+from autopipe.ir.dataflow import Dataflow, analyse, read_once
 from autopipe.ir.graph import (
     Graph,
     Node,
-    Ref,
     TensorSpec,
     Value,
     arguments,
@@ -25,9 +24,7 @@ from autopipe.ir.graph import (
     once,
     values_in,
 )
-
-MEAN, SUM = 1, 2
-"""The reductions of torch's `cross_entropy_loss` to one number."""
+from autopipe.sharding.vocabulary_loss import MEAN, SUM
 
 OF_ROWS = frozenset("view _unsafe_view reshape flatten contiguous clone slice".split())
 """Ops that can move or leave out rows of logits, and would do so with the rows of x."""
@@ -79,14 +76,14 @@ def _head(flow: Dataflow, loss: Node) -> Head | None:
         return None
     if graph.spec(given["target"]).dtype.is_floating_point:
         return None  # probabilities of all words
-    node = _only(flow, given["self"])
+    node = read_once(flow, given["self"])
     if node is not None and _turns(graph, node):
-        between, node = [node], _only(flow, node.args[0])
+        between, node = [node], read_once(flow, node.args[0])
     elif len(graph.spec(given["self"]).shape) != 2:
         return None
     while node is not None and _keeps_columns(graph, node):
         between.insert(0, node)
-        node = _only(flow, node.args[0])
+        node = read_once(flow, node.args[0])
     logs = any(part.short == "log_softmax" for part in between)  # a second one changes nothing
     if loss.short != "cross_entropy_loss" and not logs:
         return None
@@ -104,13 +101,6 @@ def _head(flow: Dataflow, loss: Node) -> Head | None:
     if min(len(graph.spec(operand).shape) for operand in (x, weight)) < 2:
         return None
     return Head(loss, tuple(between), node, x, weight, bias[0] if bias else None, turned)
-
-
-def _only(flow: Dataflow, value: object) -> Node | None:
-    """The node that makes a value, if one node reads it and none writes it."""
-    if not isinstance(value, Ref) or len(flow.users[value]) > 1:
-        return None
-    return None if flow.root[value] in flow.writers else flow.graph.nodes[flow.position(value)]
 
 
 def _turns(graph: Graph, node: Node) -> bool:
@@ -152,7 +142,7 @@ def _keeps_columns(graph: Graph, node: Node) -> bool:
 
 def _transposing(flow: Dataflow, value: Value) -> Node | None:
     """The node that makes a matrix by transposing another, if nothing else reads it."""
-    node = _only(flow, value)
+    node = read_once(flow, value)
     if node is None or node.short not in _TRANSPOSES:
         return None
     rank = len(flow.graph.spec(node.values()[0]).shape)

@@ -1,0 +1,286 @@
+"""Find the attentions that are written out as products and a softmax.
+
+    q ──┐              scale   mask            cast      dropout
+    k'──┴─ product ──── mul ── add ── softmax ── to ── dropout ──┐
+    v ───────────────────────────────────────────────────────────┴─ product ── o
+
+Each must amount to one `scaled_dot_product_attention`: what it makes on the way nobody else reads,
+and its mask, if there is one, carries no gradient and sets scores to a number, or adds zeros and
+minus infinities. What else may be added is left alone: beside a query whose keys are all at -1e9,
+the statistic of the op's kernels, a log of a sum, is -1e9 as well, and their gradients are wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+from autopipe.ir.dataflow import Dataflow, analyse, gradient_values, is_random, read_once
+from autopipe.ir.graph import Graph, Input, Node, Ref, State, Value, arguments, once
+
+LOWEST = -1e4
+"""What scores are set to at most where they are masked: beside others it weighs nothing."""
+
+_CASTS = frozenset("to _to_copy".split())
+
+
+@dataclass(frozen=True)
+class Mask:
+    """What is done to scores before their softmax.
+
+    Attributes:
+        value: what is added, of zeros and minus infinities; or booleans, which say where scores
+            are set to `low`.
+        low: None: `value` is added.
+        kept: of booleans, whether scores stay where they are true, or where they are false.
+    """
+
+    value: Value
+    low: float | None = None
+    kept: bool = False
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a softmax reads: a product of queries and turned keys, scaled, then masked.
+
+    `nodes` make it of the product's operands, the product first.
+    """
+
+    query: Value
+    turned: Value
+    scale: float
+    mask: Mask | None
+    nodes: tuple[Node, ...]
+
+    def through(self, node: Node) -> Scores:
+        """The same with one more node."""
+        return replace(self, nodes=(*self.nodes, node))
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One that is written out.
+
+    Attributes:
+        query, key, value: [.., s, d], [.., t, d], [.., t, e]; of three dims or four.
+        after: the nodes from the softmax on, of which the last one makes the result.
+        dropout: the random node among them, or None.
+    """
+
+    query: Value
+    key: Value
+    value: Value
+    scores: Scores
+    after: tuple[Node, ...]
+    dropout: Node | None
+
+    @property
+    def last(self) -> Node:
+        """The node that makes the result."""
+        return self.after[-1]
+
+
+@once
+def attentions(graph: Graph) -> tuple[Attention, ...]:
+    """The attentions that are written out, in order."""
+    flow = analyse(graph)
+    found = (_attention(flow, node) for node in graph.nodes if node.short == "softmax")
+    return tuple(attention for attention in found if attention is not None)
+
+
+def _attention(flow: Dataflow, softmax: Node) -> Attention | None:
+    """The attention of a softmax; None: it is of something else, or amounts to no single op."""
+    given, made = arguments(softmax), softmax.outputs[0]
+    assert made is not None
+    if given["dim"] % len(made.shape) != len(made.shape) - 1:
+        return None
+    scores, after = _scores(flow, given["self"]), _to_product(flow, softmax)
+    if scores is None or not after:
+        return None
+    key = _turned(flow.graph, scores.turned)
+    if key is None:
+        return None
+    random = next((node for node in after if is_random(node)), None)
+    found = Attention(scores.query, key, after[-1].values()[1], scores, after, random)
+    return found if _amounts_to_one(flow, found) else None
+
+
+def _amounts_to_one(flow: Dataflow, found: Attention) -> bool:
+    """Whether the op's kernels compute the same, in the same dtype and under the same modes."""
+    graph, made, mask = flow.graph, found.last.outputs[0], found.scores.mask
+    looks = [graph.spec(each) for each in (found.query, found.key, found.value)]
+    if made is None or {look.dtype for look in looks} != {made.dtype}:
+        return False
+    if len({look.shape[:-2] for look in looks}) > 1 or len(made.shape) not in (3, 4):
+        return False
+    nodes = (*found.scores.nodes, *found.after)
+    if len({(node.grad, node.autocast, node.again) for node in nodes}) > 1:
+        return False
+    begin = graph.index[nodes[0].name]
+    read = (found.query, found.key, found.value, *([mask.value] if mask is not None else ()))
+    if any(p > begin for value in read for p in flow.writers.get(flow.root[value], ())):
+        return False  # the one op reads later than they did
+    if any(reader.short == "view" for reader in _readers(flow, found.last)):
+        return False  # which takes the result in the layout of a product's
+    if mask is None:
+        return True
+    look = graph.spec(mask.value)
+    wanted = made.dtype if mask.low is None else torch.bool
+    return look.dtype == wanted and len(look.shape) in (2, len(made.shape))
+
+
+def _scores(flow: Dataflow, value: object) -> Scores | None:
+    """What makes a value, if that is the scores of queries and keys, and nobody else reads it."""
+    node = read_once(flow, value)
+    if node is None:
+        return None
+    given = arguments(node)
+    match node.short:
+        case "matmul" | "bmm":
+            query, turned = node.values()
+            return Scores(query, turned, 1.0, None, (node,))
+        case "baddbmm" if given["beta"] in (0, 1):
+            plain = Scores(given["batch1"], given["batch2"], float(given["alpha"]), None, (node,))
+            if not given["beta"]:
+                return plain
+            added = given["self"]
+            return replace(plain, mask=Mask(added)) if _masks(flow, added) else None
+        case "to" | "_to_copy":
+            found = _scores(flow, node.args[0])
+            return found and found.through(node)
+        case "mul" | "div":
+            return _scaled(flow, node)
+        case "add" if given["alpha"] == 1:
+            a, b = node.args[:2]
+            for scores, mask in ((a, b), (b, a)):
+                if _masks(flow, mask):
+                    return _masked(flow, node, scores, mask, None)
+        case "masked_fill":
+            return _masked(flow, node, given["self"], given["mask"], given["value"])
+        case "where" if "other" in given:
+            own, where, other = given["self"], given["condition"], given["other"]
+            found = _masked(flow, node, own, where, other, kept=True)
+            return found or _masked(flow, node, other, where, own)
+    return None
+
+
+def _scaled(flow: Dataflow, node: Node) -> Scores | None:
+    """Scores times a number, or over one; not if they are masked by then."""
+    a, b = node.args[:2]
+    if node.short == "mul" and not isinstance(a, Ref):
+        a, b = b, a
+    factor, found = _number(flow.graph, b), _scores(flow, a)
+    if not factor or found is None or found.mask is not None:
+        return None
+    scale = found.scale * factor if node.short == "mul" else found.scale / factor
+    return replace(found.through(node), scale=scale)
+
+
+def _masked(
+    flow: Dataflow, node: Node, scores: object, mask: object, low: object, *, kept: bool = False
+) -> Scores | None:
+    """Scores with a mask, which carries no gradient and is no larger than they are."""
+    if not isinstance(mask, Ref | Input | State) or mask in gradient_values(flow.graph):
+        return None
+    found, number = _scores(flow, scores), _number(flow.graph, low)
+    if found is None or found.mask is not None:
+        return None
+    if low is not None and (number is None or number > LOWEST):
+        return None
+    made, before = node.outputs[0], found.nodes[-1].outputs[0]
+    if made is None or before is None or made.shape != before.shape:
+        return None
+    return replace(found.through(node), mask=Mask(mask, number, kept))
+
+
+def _masks(flow: Dataflow, value: object) -> bool:
+    """Whether a value is known to be made of zeros and minus infinities alone."""
+    if not isinstance(value, Ref):
+        return False
+    graph, position, root = flow.graph, flow.position(value), flow.root[value]
+    node, writers = graph.nodes[position], flow.writers.get(root, ())
+    if writers:
+        writer = graph.nodes[writers[0]]
+        alone = len(writers) == 1 and writers[0] <= position and writer.short == "masked_fill_"
+        return alone and _filled(graph, root, 0.0) and _number(graph, writer.args[2]) == -math.inf
+    given = arguments(node)
+    match node.short:
+        case "masked_fill":
+            return (
+                _filled(graph, given["self"], 0.0) and _number(graph, given["value"]) == -math.inf
+            )
+        case "where" if "other" in given:
+            return {_number(graph, given[n]) for n in ("self", "other")} == {0.0, -math.inf}
+        case "triu" | "tril":
+            return _filled(graph, node.args[0], -math.inf)
+        case "to" | "_to_copy" | "view" | "reshape" | "expand" | "unsqueeze" | "slice" | "clone":
+            return _masks(flow, node.args[0])
+    return False
+
+
+def _filled(graph: Graph, value: object, number: float) -> bool:
+    """Whether a tensor is made of one number alone."""
+    if not isinstance(value, Ref):
+        return False
+    node = graph.nodes[graph.index[value.node]]
+    if node.short in ("zeros", "zeros_like", "new_zeros"):
+        return number == 0.0
+    filled = node.short in ("full", "full_like", "new_full")
+    return filled and _number(graph, arguments(node)["fill_value"]) == number
+
+
+def _to_product(flow: Dataflow, softmax: Node) -> tuple[Node, ...]:
+    """The nodes from a softmax to the product of its result and values; empty: there is none."""
+    found = [softmax]
+    while True:
+        readers = _readers(flow, found[-1])
+        if len(readers) != 1 or read_once(flow, Ref(found[-1].name)) is None:
+            return ()
+        (node,) = readers
+        if node.short in ("matmul", "bmm"):
+            first, *_ = node.values()
+            return (*found, node) if first == Ref(found[-1].name) else ()
+        if node.short not in (*_CASTS, "dropout"):
+            return ()
+        found.append(node)
+
+
+def _readers(flow: Dataflow, node: Node) -> list[Node]:
+    """The nodes that read what a node makes."""
+    nodes = flow.graph.nodes
+    return [nodes[p] for p in flow.users.get(Ref(node.name), ()) if p < len(nodes)]
+
+
+def _turned(graph: Graph, value: Value) -> Value | None:
+    """What a value is with its last two dims swapped."""
+    if not isinstance(value, Ref):
+        return None
+    node = graph.nodes[graph.index[value.node]]
+    rank = len(graph.spec(value).shape)
+    if node.short == "transpose":
+        given = arguments(node)
+        swapped = {given["dim0"] % rank, given["dim1"] % rank} == {rank - 2, rank - 1}
+    elif node.short == "permute":
+        order = [dim % rank for dim in arguments(node)["dims"]]
+        swapped = order == [*range(rank - 2), rank - 1, rank - 2]
+    else:
+        swapped = node.short == "mT"
+    return node.values()[0] if swapped else None
+
+
+def _number(graph: Graph, arg: object) -> float | None:
+    """The number that an argument is: itself, or a constant or a `full` of no dims."""
+    if isinstance(arg, int | float) and not isinstance(arg, bool):
+        return float(arg)
+    if isinstance(arg, State) and arg.name in graph.constants:
+        tensor = graph.constants[arg.name]
+        return float(tensor) if tensor.ndim == 0 else None
+    if isinstance(arg, Ref):
+        node = graph.nodes[graph.index[arg.node]]
+        given = arguments(node) if node.short in ("full", "scalar_tensor") else {}
+        if not given.get("size"):
+            return _number(graph, given.get("fill_value", given.get("s")))
+    return None

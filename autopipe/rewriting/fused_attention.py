@@ -1,0 +1,169 @@
+"""Put one op in the place of an attention that is written out, whose scores are then never whole.
+
+    q, k, v, mask ── scaled_dot_product_attention ── o
+
+The scores of 32 heads over 8192 tokens are 4 GiB a row in 16 bits. Written out, they are made
+whole, go through memory at each step, and are kept for backward; the op's kernels keep the result
+and one number for each query (FlashAttention, Dao et al., 2022, arXiv:2205.14135; Rabe and Staats,
+2021, arXiv:2112.05682). Both compute the same up to rounding, which is what compiled stages
+promise: so it is done for those, and the plan says so (`Plan.fused_attention`).
+
+Groups of heads read their keys and values unrepeated where kernels of GPUs take them so: without a
+mask, in 16 bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any
+
+import torch
+
+from autopipe.ir import check
+from autopipe.ir.dataflow import written_by
+from autopipe.ir.graph import (
+    Arg,
+    Graph,
+    Node,
+    Ref,
+    TensorSpec,
+    Value,
+    arguments,
+    short_name,
+    values_in,
+)
+from autopipe.planfile.node_names import NodeName
+from autopipe.rewriting.attentions import Attention, Mask, attentions
+from autopipe.rewriting.repeated_heads import before_repeat
+
+ATTENTION = "aten.scaled_dot_product_attention.default"
+
+_Operand = tuple[Value, TensorSpec]
+
+
+def fused(graph: Graph) -> Graph:
+    """The graph with its attentions as single ops, of keys and values that are not repeated.
+
+    What makes an attention's result keeps its name. A graph without any is returned as it is.
+    """
+    names, made = set(graph.index), dict[str, list[Node]]()
+    for attention in attentions(graph):
+        made[attention.last.name] = _as_one(graph, attention, names)
+    graph = _replaced(graph, made) if made else graph
+    made = dict(_in_groups(graph))
+    return _replaced(graph, made) if made else graph
+
+
+def _replaced(graph: Graph, made: dict[str, list[Node]]) -> Graph:
+    """The graph with other nodes in the place of some, by name; what only those read goes."""
+    read_before = {name for node in graph.nodes for name in _read(node.values())}
+    read = set(_read(values_in(graph.outputs)))
+    nodes: list[Node] = []
+    for node in (
+        new for old in reversed(graph.nodes) for new in reversed(made.get(old.name, [old]))
+    ):
+        if node.name in read or node.name not in read_before or written_by(node):
+            nodes.append(node)
+            read.update(_read(node.values()))
+    return check.after("fused_attention", replace(graph, nodes=tuple(reversed(nodes))))
+
+
+def _read(values: Iterable[Value]) -> Iterator[str]:
+    """The names of the nodes that make values."""
+    return (value.node for value in values if isinstance(value, Ref))
+
+
+def _in_groups(graph: Graph) -> Iterator[tuple[str, list[Node]]]:
+    """What comes in the place of attentions whose keys and values are repeated."""
+    for node in graph.nodes:
+        if node.op != ATTENTION:
+            continue
+        given = arguments(node)
+        query, key, value, mask = (given[n] for n in ("query", "key", "value", "attn_mask"))
+        if mask is not None or graph.spec(query).dtype not in (torch.bfloat16, torch.float16):
+            continue
+        fewer = None if given["enable_gqa"] else before_repeat(graph, key, value)
+        if fewer is not None:
+            args = (query, *fewer, None, given["dropout_p"], given["is_causal"])
+            kwargs = {"scale": given["scale"], "enable_gqa": True}
+            yield node.name, [replace(node, args=args, kwargs=kwargs)]
+
+
+def _as_one(graph: Graph, attention: Attention, names: set[str]) -> list[Node]:
+    """The nodes in the place of an attention."""
+    last, mask, dropout = attention.last, attention.scores.mask, attention.dropout
+    new, made = _NewNodes(last, names), last.outputs[0]
+    assert made is not None
+    values = (attention.query, attention.key, attention.value)
+    operands, alone = [(value, graph.spec(value)) for value in values], None
+    if mask is not None:
+        own, alone = new.mask(mask, graph.spec(mask.value))
+        operands.append(own)
+    lifted = len(made.shape) == 3
+    if lifted:  # kernels want four dims
+        operands = [new.lifted(*operand) for operand in operands]
+    args: list[Arg] = [value for value, _ in operands] + [None] * (4 - len(operands))
+    args += [arguments(dropout)["p"] if dropout is not None else 0.0, False]
+    how: dict[str, Any] = {"kwargs": {"scale": attention.scores.scale}}
+    if dropout is not None:
+        how["stream"] = dropout.stream or dropout.name
+    look = TensorSpec((1, *made.shape), made.dtype) if lifted else made
+    result = new.add(ATTENTION, tuple(args), look, **how)
+    if lifted:
+        result = new.add("aten.squeeze.dim", (result[0], 0), made)
+    if alone is not None:
+        mean = TensorSpec((*made.shape[:-2], 1, made.shape[-1]), made.dtype)
+        equally = new.add("aten.mean.dim", (attention.value, (-2,), True), mean)
+        new.add("aten.where.self", (alone[0], equally[0], result[0]), made)
+    *before, end = new.nodes
+    return [*before, replace(end, name=last.name)]
+
+
+@dataclass
+class _NewNodes:
+    """Nodes that come before `last`, where it stands, with names that no other node has."""
+
+    last: Node
+    names: set[str]
+    nodes: list[Node] = field(default_factory=list)
+
+    def add(self, op: str, args: tuple[Arg, ...], look: TensorSpec, **how: Any) -> _Operand:
+        """One more, which makes a tensor of such a look."""
+        own = NodeName.of(self.last.name)
+        assert own is not None, "a node's name has a slash"
+        numbered = (str(NodeName(own.module, short_name(op), n)) for n in count())
+        name = next(name for name in numbered if name not in self.names)
+        self.names.add(name)
+        made: dict[str, Any] = {"kwargs": {}, "outputs": (look,), **how}
+        self.nodes.append(replace(self.last, name=name, op=op, args=args, **made))
+        return Ref(name), look
+
+    def mask(self, mask: Mask, look: TensorSpec) -> tuple[_Operand, _Operand | None]:
+        """A mask as the op takes it, and which queries have no key, where that may be.
+
+        Those weigh all keys equally if scores are set to a finite number, and here are given all.
+        """
+        operand = mask.value, look
+        if mask.low is None:
+            return operand, None
+        if mask.low == -math.inf:
+            return operand if mask.kept else self.denied(*operand), None
+        hidden = self.denied(*operand) if mask.kept else operand
+        shown = operand if mask.kept else self.denied(*operand)
+        each = TensorSpec((*look.shape[:-1], 1), torch.bool)
+        alone = self.add("aten.all.dim", (hidden[0], -1, True), each)
+        return self.add("aten.logical_or.default", (shown[0], alone[0]), look), alone
+
+    def denied(self, value: Value, look: TensorSpec) -> _Operand:
+        """The opposite of booleans."""
+        return self.add("aten.logical_not.default", (value,), look)
+
+    def lifted(self, value: Value, look: TensorSpec) -> _Operand:
+        """A tensor of three dims as one of four."""
+        if len(look.shape) != 3:
+            return value, look
+        four = TensorSpec((1, *look.shape), look.dtype)
+        return self.add("aten.unsqueeze.default", (value, 0), four)

@@ -1,0 +1,74 @@
+"""Compute the losses of large products from parts of their columns, so that logits are never whole.
+
+    x [rows, h] --linear--> logits [rows, v] --float--> fp32 --cross_entropy--> loss      as traced
+    x [rows, h], w [v, h], target [rows] --vocabulary_loss--> loss                  after `in_parts`
+
+`rewriting.logits` finds them, and `sharding.vocabulary_loss` has the op and why it is as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import sympy
+
+from autopipe.ir import check
+from autopipe.ir.graph import Graph, Node, Ref, TensorSpec, arguments
+from autopipe.rewriting.logits import OF_ROWS, Head, heads
+from autopipe.sharding.vocabulary_loss import LOSS, wide
+
+WIDTH = 8192
+"""Columns of a part where nobody says how many parts: enough for an efficient product."""
+
+
+def usual_parts(graph: Graph) -> int:
+    """Parts of at most `WIDTH` columns of the largest vocabulary; 0: no loss is of a product."""
+    return max((-(-_vocabulary(graph, head) // WIDTH) for head in heads(graph)), default=0)
+
+
+def in_parts(graph: Graph, parts: int) -> Graph:
+    """The graph whose cross-entropies of a product are computed from parts of its columns.
+
+    Nodes keep their names; product and casts are gone. Logits that something else reads stay.
+
+    Args:
+        parts: how many; 0 leaves the graph as it is.
+    """
+    found: dict[str, list[Node]] = {}
+    for head in heads(graph) if parts else ():
+        found |= _rewritten(graph, head, parts)
+    nodes = tuple(made for node in graph.nodes for made in found.get(node.name, [node]))
+    return check.after("vocabulary_loss", replace(graph, nodes=nodes)) if found else graph
+
+
+def _rewritten(graph: Graph, head: Head, parts: int) -> dict[str, list[Node]]:
+    """By its name, what comes in the place of each node of a head."""
+    found: dict[str, list[Node]] = {head.product.name: []}
+    if head.turned is not None:
+        found[head.turned.name] = []
+    x, spec = head.x, graph.spec(head.x)
+    for node in head.between:
+        found[node.name] = []
+        made = node.outputs[0]
+        if node.short not in OF_ROWS or made is None:
+            continue
+        spec = TensorSpec((*made.shape[:-1], spec.shape[-1]), spec.dtype)
+        row = replace(node, args=(x, *node.args[1:]), outputs=(spec,))
+        if node.short not in ("slice", "contiguous", "clone"):
+            row = replace(row, op="aten.reshape.default", args=(x, spec.shape), kwargs={})
+        found[node.name], x = [row], Ref(node.name)
+    loss, made = arguments(head.loss), head.loss.outputs[0]
+    assert made is not None
+    width = -(-_vocabulary(graph, head) // parts)
+    how = loss["ignore_index"], loss["reduction"], made.dtype, width, 0, ""
+    count = sympy.prod(graph.spec(loss["target"]).shape)
+    each = TensorSpec((count,), wide(graph.spec(head.weight).dtype))
+    args = (x, head.weight, head.bias, loss["target"], *how)
+    found[head.loss.name] = [
+        replace(head.loss, op=LOSS, args=args, kwargs={}, outputs=(made, each), packed=True)
+    ]
+    return found
+
+
+def _vocabulary(graph: Graph, head: Head) -> int:
+    return int(graph.spec(head.weight).shape[0])

@@ -1,0 +1,56 @@
+"""Find keys and values that were repeated, so that each head of the queries has its own.
+
+    k [b, 8, t, d] --unsqueeze, expand, reshape--> [b, 32, t, d]     `repeat_interleave(4, 1)`
+
+Heads in groups read the same keys (Ainslie et al., 2023, arXiv:2305.13245). An attention that is
+told of groups reads them as they are before, and keeps a quarter for backward here.
+"""
+
+from __future__ import annotations
+
+from autopipe.ir.graph import Graph, Node, Ref, Value, arguments
+
+_RESHAPES = frozenset("reshape view _unsafe_view".split())
+_REPEATING = _RESHAPES | {"clone", "contiguous", "expand", "unsqueeze"}
+
+
+def before_repeat(graph: Graph, key: Value, value: Value) -> tuple[Value, Value] | None:
+    """Keys and values before both were repeated equally often; None: they are not.
+
+    Args:
+        key, value: [b, heads, t, d], as an attention reads them.
+    """
+    keys, values = _repeated(graph, key), _repeated(graph, value)
+    if keys is None or values is None:
+        return None
+    few, many = (graph.spec(found).shape[1] for found in (keys, values))
+    return (keys, values) if few == many else None
+
+
+def _maker(graph: Graph, value: object) -> Node | None:
+    """The node that makes a value; None: it is an input or a state."""
+    return graph.nodes[graph.index[value.node]] if isinstance(value, Ref) else None
+
+
+def _repeated(graph: Graph, value: Value) -> Value | None:
+    """What was repeated along dim 1 to make a value."""
+    node, parts, made = _maker(graph, value), list[Node](), graph.spec(value).shape
+    if node is None or len(made) != 4:
+        return None
+    if node.short == "repeat_interleave":
+        given = arguments(node)
+        each = isinstance(given["repeats"], int) and given["dim"] in (1, -3)
+        return node.values()[0] if each else None
+    while node is not None and node.short in _REPEATING:
+        parts.append(node)
+        node = None if node.short == "unsqueeze" else _maker(graph, node.args[0])
+    shorts = [part.short for part in parts if part.short not in ("clone", "contiguous")]
+    if len(shorts) != 3 or shorts[0] not in _RESHAPES or shorts[1:] != ["expand", "unsqueeze"]:
+        return None
+    fewer = parts[-1].values()[0]
+    wide = next(part.outputs[0] for part in parts if part.short == "expand")
+    if wide is None or len(wide.shape) != 5:
+        return None
+    b, heads, times, t, d = wide.shape
+    same = graph.spec(fewer).shape == (b, heads, t, d) and made == (b, heads * times, t, d)
+    return fewer if same else None
