@@ -18,6 +18,8 @@ from autopipe.util import atomic_file, numbers
 from autopipe.util.gc_pause import loading
 
 if TYPE_CHECKING:  # it imports torch, which `--help` has no use for
+    import torch
+
     from autopipe.runtime.checkpoint.stored import Stored
 
 SHOWN = 20
@@ -35,7 +37,7 @@ class Action(enum.StrEnum):
 _TAKES = {
     Action.info: {"json"},
     Action.verify: {"other"},
-    Action.convert: {"output", "config", "dtype"},
+    Action.convert: {"output", "config", "dtype", "dcp"},
 }
 """What each action has a use for, beside a folder."""
 
@@ -57,6 +59,9 @@ def checkpoint(
     dtype: Annotated[
         str | None, typer.Option(help="convert: of the weights; as they are. bfloat16, ...")
     ] = None,
+    dcp: Annotated[
+        bool, typer.Option("--dcp", help="convert: a folder of torch.distributed.checkpoint.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Look at checkpoints, compare two, or write one's model for others to load.
@@ -65,10 +70,11 @@ def checkpoint(
     info     its step, plan and sizes
     verify   every checksum of one; or whether two, of whatever plans, are
              the same to the bit
-    convert  the model as one safetensors file, or with --config as a folder
-             for transformers
+    convert  the model as one safetensors file; with --config as a folder for
+             transformers; with --dcp as one of torch.distributed.checkpoint
     """
-    words = {"other": other, "output": output, "config": config, "dtype": dtype, "json": json}
+    words = {"other": other, "output": output, "config": config, "dtype": dtype, "dcp": dcp}
+    words |= {"json": json}
     _check_words(action, {name for name, value in words.items() if value})
     stored = _newest(folder)
     with _one_before(folder):
@@ -77,47 +83,67 @@ def checkpoint(
         elif action is Action.verify:
             _verify(stored, other)
         else:
-            _convert(stored, output, config, dtype)
+            _convert(stored, output, config, dtype, dcp=dcp)
 
 
-def _convert(stored: Stored, output: Path | None, config: Path | None, dtype: str | None) -> None:
+def _convert(
+    stored: Stored, output: Path | None, config: Path | None, dtype: str | None, *, dcp: bool
+) -> None:
     from autopipe.runtime.checkpoint import convert
     from autopipe.runtime.checkpoint.manifest import FLOATS
 
     if output is None:
         raise AutopipeError(
             "convert: there is no name for what is to be written",
-            hint="-o model.safetensors; or -o folder --config FOLDER, for transformers",
+            hint="-o model.safetensors; or -o folder --config FOLDER, for transformers; or "
+            "-o folder --dcp",
         )
     if dtype is not None and dtype not in FLOATS:
         raise AutopipeError(
             f"--dtype {dtype}: weights have no such dtype", hint=f"one of {', '.join(FLOATS)}"
         )
     wanted = FLOATS[dtype] if dtype is not None else None
+    if dcp and config is not None:
+        raise AutopipeError(
+            "convert: --dcp and --config are two kinds of folders",
+            hint="one of both; another call writes the other",
+        )
     if output.suffix == ".safetensors":
-        if config is not None:
+        if dcp or config is not None:
+            of = "--dcp" if dcp else f"--config {config}"
             raise AutopipeError(
-                f"convert: {output} is one file, and --config is of a folder",
-                hint=f"-o FOLDER --config {config}",
+                f"convert: {output} is one file, and {of.split()[0]} is of a folder",
+                hint=f"-o FOLDER {of}",
             )
         atomic_file.check_model(output)
         convert.to_file(stored, output, wanted)
+    elif dcp:
+        from autopipe.runtime.checkpoint.convert_distributed import to_distributed
+
+        atomic_file.check_new_folder(output, "-o")
+        to_distributed(stored, output, wanted)
     elif config is None:
         raise AutopipeError(
             f"convert: {output} is a folder, and transformers needs a config.json in it",
-            hint=f"--config FOLDER that the model came from; or -o {output}.safetensors",
+            hint=f"--config FOLDER that the model came from; or --dcp; or -o {output}.safetensors",
         )
     else:
-        unknown = convert.strangers(stored, config)
-        convert.to_folder(stored, output, config, wanted)
-        if unknown:
-            tell(
-                f"warning: {config}'s weights have no {unknown[0]!r}, nor "
-                f"{len(unknown) - 1} more of the names in {output}: transformers leaves out "
-                "what its class has not, and initialises what it misses; LoRA is to be merged "
-                "first, from -o FILE.safetensors"
-            )
+        _to_transformers(stored, output, config, wanted)
     print(output)
+
+
+def _to_transformers(stored: Stored, output: Path, config: Path, dtype: torch.dtype | None) -> None:
+    from autopipe.runtime.checkpoint import convert
+
+    unknown = convert.strangers(stored, config)
+    convert.to_folder(stored, output, config, dtype)
+    if unknown:
+        tell(
+            f"warning: {config}'s weights have no {unknown[0]!r}, nor "
+            f"{len(unknown) - 1} more of the names in {output}: transformers leaves out "
+            "what its class has not, and initialises what it misses; LoRA is to be merged "
+            "first, from -o FILE.safetensors"
+        )
 
 
 def _check_words(action: Action, given: set[str]) -> None:

@@ -120,6 +120,7 @@ def main(
         (Path(made) / "config.json").write_text("{}")
         words = ["-o", f"{made}/hf", "--config", made]
         child("to a folder", ["checkpoint", "convert", newest, *words])
+        child("to a folder of DCP", ["checkpoint", "convert", newest, "-o", f"{made}/d", "--dcp"])
         child("verify, checksums", ["checkpoint", "verify", newest])
         child("verify, two", ["checkpoint", "verify", newest, newest])
     shutil.rmtree(folder)

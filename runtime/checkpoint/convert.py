@@ -50,7 +50,7 @@ def to_file(stored: Stored, path: Path, dtype: torch.dtype | None = None) -> Non
     Raises:
         AutopipeError: the checkpoint is damaged, or the file cannot be written.
     """
-    model = _model(stored)
+    model = model_of(stored)
     with phase("converting", of=len(model)) as done, atomic_file.writing(path) as file:
         _write(file, stored, model, dtype, done)
 
@@ -87,7 +87,7 @@ def to_folder(
             f"{folder} is to be a folder, and cannot be made: {error.strerror}",
             hint="another name behind -o",
         ) from error
-    parts = _parts(_model(stored), dtype, most)
+    parts = _parts(model_of(stored), dtype, most)
     paths, weights = [folder / name for name in _names(len(parts))], dict[str, str]()
     _make_room(folder, {path.name for path in paths})
     with phase("converting", of=sum(map(len, parts))) as done:
@@ -159,7 +159,7 @@ def strangers(stored: Stored, config: Path) -> list[str]:
     inner = {_inner(name) for name in known}
     return [
         tensor.name
-        for tensor in (_model(stored) if known else ())
+        for tensor in (model_of(stored) if known else ())
         if not any(
             name in known or name in inner or _inner(name) in known
             for name in (tensor.name, *tensor.aliases)
@@ -171,7 +171,7 @@ def _inner(name: str) -> str:
     return name.partition(".")[2]
 
 
-def _model(stored: Stored) -> list[WholeTensor]:
+def model_of(stored: Stored) -> list[WholeTensor]:
     """The tensors of the model, wide dtypes first, so that all are aligned in a file."""
     found = [tensor for tensor in tensors(stored) if not tensor.state]
     return sorted(found, key=lambda tensor: -tensor.dtype.itemsize)
@@ -193,10 +193,11 @@ def _parts(
 
 
 def _bytes(tensor: WholeTensor, dtype: torch.dtype | None) -> int:
-    return tensor.bytes // tensor.dtype.itemsize * _dtype(tensor, dtype).itemsize
+    return tensor.bytes // tensor.dtype.itemsize * written_dtype(tensor, dtype).itemsize
 
 
-def _dtype(tensor: WholeTensor, dtype: torch.dtype | None) -> torch.dtype:
+def written_dtype(tensor: WholeTensor, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype of a tensor where that of floating-point ones is to be this; None: its own."""
     return dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
 
 
@@ -207,11 +208,12 @@ def _write(
     dtype: torch.dtype | None,
     done: Done,
 ) -> None:
-    order = sorted(model, key=lambda tensor: -_dtype(tensor, dtype).itemsize)
-    file.write(header([FileTensor((t.name, *t.aliases), t.shape, _dtype(t, dtype)) for t in order]))
+    order = sorted(model, key=lambda tensor: -written_dtype(tensor, dtype).itemsize)
+    entries = [FileTensor((t.name, *t.aliases), t.shape, written_dtype(t, dtype)) for t in order]
+    file.write(header(entries))
     for tensor in order:
         for _ in (tensor.name, *tensor.aliases):
             for rows in windows(stored, tensor):
-                data = rows.to(_dtype(tensor, dtype)).reshape(-1).view(torch.uint8)
+                data = rows.to(written_dtype(tensor, dtype)).reshape(-1).view(torch.uint8)
                 file.write(data.numpy().data)
         done()

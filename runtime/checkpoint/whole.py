@@ -74,7 +74,7 @@ def windows(stored: Stored, tensor: WholeTensor) -> Iterator[Tensor]:
     row = prod(shape[1:]) * tensor.dtype.itemsize
     step = max(1, WINDOW // max(1, row))
     for first in range(0, shape[0], step):
-        yield _rows(stored, tensor, first, min(step, shape[0] - first))
+        yield some_rows(stored, tensor, first, min(step, shape[0] - first))
 
 
 def whole(stored: Stored, tensor: WholeTensor) -> Tensor:
@@ -84,10 +84,15 @@ def whole(stored: Stored, tensor: WholeTensor) -> Tensor:
         DamagedError: it is not what was written.
     """
     rows = tensor.shape[0] if tensor.shape else 1
-    return _rows(stored, tensor, 0, rows).reshape(tensor.shape)
+    return some_rows(stored, tensor, 0, rows).reshape(tensor.shape)
 
 
-def _rows(stored: Stored, tensor: WholeTensor, first: int, count: int) -> Tensor:
+def some_rows(stored: Stored, tensor: WholeTensor, first: int, count: int) -> Tensor:
+    """Rows of a tensor from the first on; one without dims is one row.
+
+    Raises:
+        DamagedError: they are not what was written.
+    """
     shape = (count, *tensor.shape[1:])
     rows = torch.empty(shape, dtype=tensor.dtype)
     piece = Piece((first, *(0,) * (len(shape) - 1)), (0,) * len(shape), shape)

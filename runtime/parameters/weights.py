@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import json
 import pickle
-import warnings
 from collections.abc import Collection, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,8 @@ from autopipe.ir.graph import Graph, shape_at
 from autopipe.util.progress import Say
 
 KINDS = (
-    "a safetensors file, a state_dict that torch.save has written, a folder of either, or a run's "
-    "checkpoint"
+    "a safetensors file, a state_dict that torch.save has written, a folder of either or of "
+    "torch.distributed.checkpoint, or a run's checkpoint"
 )
 
 UNDER = ("state_dict", "model", "model_state_dict", "module", "weights")
@@ -35,6 +35,12 @@ UNDER = ("state_dict", "model", "model_state_dict", "module", "weights")
 
 PREFIXES = ("", "module.", "_orig_mod.", "model.", "module._orig_mod.", "_orig_mod.module.")
 """What DistributedDataParallel, torch.compile and Lightning put in front of names."""
+
+_DISTRIBUTED = tuple(
+    key + prefix for key in ("", "app.model.", *(f"{key}." for key in UNDER)) for prefix in PREFIXES
+)
+"""What stands in front of names in a distributed checkpoint, whose keys are paths; `app.model` is
+that of torch's own tutorial."""
 
 
 def read(
@@ -56,22 +62,26 @@ def read(
         ModelError: it is no file of weights, or a tensor is missing or has another shape.
     """
     if path.is_dir() and (path / ".metadata").is_file():
-        found = _read_distributed(path, graph, names, optional)
-    else:
-        found, prefixes = {}, set[str]()
-        for file in _files(path):
-            with _Stored(file) as stored:
-                prefix = _prefix(graph, names, stored.keys)
-                for name in names:
-                    key = stored_as(graph, name, stored.keys, prefix)
-                    if key is not None:
-                        found[name] = stored.tensor(key)
-                        prefixes.add(prefix)
-        for prefix in sorted(prefixes - {""}):
-            if say is not None:
-                say(f"{path}: its names begin with {prefix!r}, which is left out")
-    check_shapes(path, graph, names, {n: t.shape for n, t in found.items()}, optional)
+        return _read_distributed(path, graph, names, optional, say)
+    found, prefixes, there = dict[str, Tensor](), set[str](), list[str]()
+    for file in _files(path):
+        with _Stored(file) as stored:
+            there += stored.keys
+            prefix = _prefix(graph, names, stored.keys)
+            for name in names:
+                key = stored_as(graph, name, stored.keys, prefix)
+                if key is not None:
+                    found[name] = stored.tensor(key)
+                    prefixes.add(prefix)
+    _say_prefix(path, prefixes, say)
+    check_shapes(path, graph, names, {n: t.shape for n, t in found.items()}, optional, there)
     return {name: tensor.to(graph.states[name].held.dtype) for name, tensor in found.items()}
+
+
+def _say_prefix(path: Path, prefixes: Collection[str], say: Say | None) -> None:
+    for prefix in sorted({*prefixes} - {""}):
+        if say is not None:
+            say(f"{path}: its names begin with {prefix!r}, which is left out")
 
 
 class _Stored:
@@ -170,38 +180,37 @@ def _state_dict(path: Path, *, zipped: bool) -> Mapping[str, Tensor]:
 
 
 def _read_distributed(
-    path: Path, graph: Graph, names: Sequence[str], optional: Collection[str]
+    path: Path,
+    graph: Graph,
+    names: Sequence[str],
+    optional: Collection[str],
+    say: Say | None,
 ) -> dict[str, Tensor]:
     # A quarter of a second to import, which every other start of a rank can do without.
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-    from torch.distributed.checkpoint.state_dict_loader import load
+    from autopipe.runtime.parameters.distributed_folder import DistributedFolder
 
-    stored = {
-        key: entry.size
-        for key, entry in FileSystemReader(path).read_metadata().state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    keys = {name: stored_as(graph, name, stored.keys()) for name in names}
-    sizes = {name: stored[key] for name, key in keys.items() if key is not None}
-    check_shapes(path, graph, names, sizes, optional)
-    specs = {name: graph.states[name].held for name in sizes}
-    found = {n: torch.empty(shape_at(spec, 1), dtype=spec.dtype) for n, spec in specs.items()}
-    with warnings.catch_warnings():
-        # Every rank reads its own by itself, on purpose.
-        warnings.filterwarnings("ignore", message=".*single process")
-        wanted = {keys[name] or name: tensor for name, tensor in found.items()}
-        load(wanted, checkpoint_id=str(path), no_dist=True)
-    return found
+    stored = DistributedFolder(path)
+    prefix = _prefix(graph, names, stored.shapes, _DISTRIBUTED)
+    found = {name: stored_as(graph, name, stored.shapes, prefix) for name in names}
+    keys = {name: key for name, key in found.items() if key is not None}
+    shapes = {name: stored.shapes[key] for name, key in keys.items()}
+    check_shapes(path, graph, names, shapes, optional, stored.shapes)
+    _say_prefix(path, {prefix} if keys else set(), say)
+    specs = {name: graph.states[name].held for name in keys}
+    tensors = {n: torch.empty(shape_at(spec, 1), dtype=spec.dtype) for n, spec in specs.items()}
+    stored.fill({keys[name]: tensor for name, tensor in tensors.items()})
+    return tensors
 
 
-def _prefix(graph: Graph, names: Sequence[str], keys: Collection[str]) -> str:
+def _prefix(
+    graph: Graph, names: Sequence[str], keys: Collection[str], known: Sequence[str] = PREFIXES
+) -> str:
     """What stands in front of most names."""
 
     def found(prefix: str) -> int:
         return sum(stored_as(graph, name, keys, prefix) is not None for name in names)
 
-    return max(PREFIXES, key=found)
+    return max(known, key=found)
 
 
 def stored_as(graph: Graph, name: str, keys: Collection[str], prefix: str = "") -> str | None:
@@ -216,8 +225,12 @@ def check_shapes(
     names: Sequence[str],
     stored: Mapping[str, Sequence[int]],
     optional: Collection[str],
+    keys: Collection[str] = (),
 ) -> None:
     """Refuse what is stored in another shape than the model has, or is not there.
+
+    Args:
+        keys: what is stored, by the names there.
 
     Raises:
         ModelError: names the tensor; both shapes.
@@ -227,7 +240,11 @@ def check_shapes(
         if name not in stored:
             if name in optional:
                 continue
-            raise ModelError(f"{path}: holds no {name!r}, which the model has as {shape}")
+            nearest = get_close_matches(name, keys, 1, 0.0)
+            raise ModelError(
+                f"{path}: holds no {name!r}, which the model has as {shape}",
+                hint=f"of its {len(keys)} names the nearest is {nearest[0]!r}" if nearest else None,
+            )
         if list(stored[name]) != shape:
             raise ModelError(
                 f"{path}: {name!r} has the shape {list(stored[name])}, in the model {shape}"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 import autopipe
@@ -133,9 +134,10 @@ def test_one_file(shell: Shell) -> None:
 
 
 def test_weights_to_start_from(stages: int, shell: Shell) -> None:
-    """Of the newest checkpoint: those that --save has written."""
-    losses = {loss_with(weights, stages, shell) for weights in ("trained.safetensors", "kept")}
-    assert len(losses) == 1
+    """Of the newest checkpoint, and of what was made of it: those that --save has written."""
+    assert shell("checkpoint", "convert", "kept", "-o", "dcp", "--dcp").out == "dcp\n"
+    sources = ("trained.safetensors", "kept", "dcp")
+    assert len({loss_with(weights, stages, shell) for weights in sources}) == 1
 
 
 def loss_with(weights: str, stages: int, shell: Shell) -> str:
@@ -145,6 +147,31 @@ def loss_with(weights: str, stages: int, shell: Shell) -> str:
     found = re.search(r"^step 1/1  loss (\S+)", said.err, re.MULTILINE)
     assert said.code == 0 and found is not None, said.err
     return found[1]
+
+
+@pytest.mark.parametrize("most", [1000, 1 << 26])
+def test_a_folder_that_torch_distributed_loads(most: int, shell: Shell) -> None:
+    """In chunks of so many bytes, each in a file; the tied tensor under both of its names."""
+    from autopipe.runtime.checkpoint.convert_distributed import to_distributed
+    from autopipe.runtime.checkpoint.stored import Stored
+
+    expected = load_file("trained.safetensors")
+    to_distributed(Stored.open(Path("kept/step-00000003")), Path("dcp"), most=most)
+    files = len([*Path("dcp").glob("*.distcp")])
+    assert files == len(expected) if most > 4 * 90 * 32 else files > 2 * len(expected)
+    found = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.load(found, checkpoint_id="dcp")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_folder_of_a_damaged_checkpoint(shell: Shell) -> None:
+    """Nothing is left where it was to be."""
+    written = shell.folder / "kept/step-00000003/rank-0.safetensors"
+    written.write_bytes(bytes(written.stat().st_size))
+    said = shell("checkpoint", "convert", "kept", "-o", "dcp", "--dcp")
+    assert "rank-0.safetensors was changed after it was written" in said.error
+    assert not [*shell.folder.glob("*dcp*")]
 
 
 def test_another_dtype(shell: Shell) -> None:
@@ -252,6 +279,15 @@ def test_two_models_are_not_mixed_in_a_folder(shell: Shell) -> None:
         (
             ("convert", "kept", "-o", "gpt2.py", "--config", "start"),
             "gpt2.py is to be a folder, and cannot be made: File exists",
+        ),
+        (("convert", "kept", "-o", "kept", "--dcp"), "kept has step-00000002 in it, and is to be"),
+        (
+            ("convert", "kept", "-o", "m.safetensors", "--dcp"),
+            "convert: m.safetensors is one file, and --dcp is of a folder\nhint: -o FOLDER --dcp",
+        ),
+        (
+            ("convert", "kept", "-o", "out", "--dcp", "--config", "start"),
+            "convert: --dcp and --config are two kinds of folders",
         ),
         (("info", "plan.json"), "plan.json is a file\nhint: a checkpoint is a folder step-NN"),
         (

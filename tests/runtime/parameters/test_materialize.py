@@ -122,7 +122,8 @@ def test_a_missing_tensor(tmp_path: Path) -> None:
     with pytest.raises(ModelError) as refused:
         own(0, weights=file)
     assert str(refused.value) == (
-        f"{file}: holds no 'transformer.h.0.ln_1.weight', which the model has as [32]"
+        f"{file}: holds no 'transformer.h.0.ln_1.weight', which the model has as [32]\n"
+        "hint: of its 52 names the nearest is 'transformer.h.3.ln_1.weight'"
     )
     own(1, weights=file)  # the other stage does not need it
 

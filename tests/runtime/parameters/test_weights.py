@@ -1,6 +1,7 @@
 """Weights as people have saved them, each file or folder read by the model's own names.
 
-Safetensors by stage, tied names and distributed checkpoints are in `test_materialize`.
+Safetensors by stage and tied names are in `test_materialize`, folders of
+torch.distributed.checkpoint in `test_distributed_folder`.
 """
 
 import json
@@ -125,7 +126,8 @@ def zipped(path: Path) -> None:
         ),
         (
             lambda path: torch.save({"up.weight": STORED["up.weight"]}, path),
-            "{path}: holds no 'up.bias', which the model has as [2]",
+            "{path}: holds no 'up.bias', which the model has as [2]\n"
+            "hint: of its 1 names the nearest is 'up.weight'",
         ),
     ],
 )
