@@ -20,7 +20,8 @@ class Layers:
         stages: of each stage its layers, by module path; one that is cut is with the stage that has
             more of its parameters, the earlier one of two that have equally many.
         cut: layers of which several stages have a part.
-        others: of each stage the modules outside of layers whose parameters it has first.
+        others: of each stage the modules outside of layers whose parameters it has first; the model
+            itself is none of them.
     """
 
     stages: tuple[tuple[str, ...], ...]
@@ -64,7 +65,8 @@ def layers_of(plan: Plan) -> Layers:
             layer = _layer(name, held)
             if layer is None:
                 module = name.rpartition(".")[0]
-                if not any(module in earlier for earlier in others[:index]):  # a tied weight's
+                known = any(module in earlier for earlier in others[:index])  # a tied weight's
+                if module and not known:
                     others[index][module] = None
             else:
                 held[layer][index] += 1

@@ -111,6 +111,9 @@ def _pipeline(plan: Plan, words: Vocabulary, layers: Layers) -> Iterator[str]:
             f"the whole layer goes to stage {owner}"
         )
     held = Counter(name for stage in plan.stages for name in {*stage.parameters})
+    own = [name for name in held if "." not in name]
+    if own and words.modules and not words.own_model:
+        yield f"which stage has {', '.join(own)}, of the model itself: it deals out modules"
     several = [name for name, stages in held.items() if stages > 1]
     if several and not words.tied:
         yield f"weights that several stages have and that stay equal: {', '.join(several)}"

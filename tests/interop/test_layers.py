@@ -47,6 +47,17 @@ def test_blocks_within_blocks() -> None:
     assert layers_of(plan).total == 4
 
 
+def test_a_parameter_of_the_model_itself() -> None:
+    """No module to be named: `model.scale = nn.Parameter(...)`."""
+    plan = layered(("wte.weight", "h.0.w", "scale", "h.1.w"), ("h.2.w", "h.3.w", "head.weight"))
+    assert [layers_of(plan).modules(stage) for stage in (0, 1)] == [
+        ["wte", "h.0", "h.1"], ["h.2", "h.3", "head"],
+    ]  # fmt: skip
+    told = "which stage has scale, of the model itself: it deals out modules"
+    assert told in sentences(plan, own_model=False)
+    assert told not in sentences(plan, own_model=False, modules=False)
+
+
 def test_no_blocks() -> None:
     assert layers_of(replace(WHOLE, blocks=())).total == 0
 

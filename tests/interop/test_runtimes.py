@@ -261,12 +261,18 @@ def test_deepspeed(plan: Plan) -> None:
     )
 
 
-def test_deepspeed_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deepspeed_reads_it(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the first of the plan's ranks does, which is told how many replicas there are."""
     config = pytest.importorskip("deepspeed.runtime.config", reason="deepspeed is not installed")
-    for name in ("one", "pipeline"):
-        read = config.DeepSpeedConfig(json.loads(made(PLANS[name], "deepspeed")))
-        assert read.train_batch_size == PLANS[name].batch.rows
-        assert read.bfloat16_config.enabled
+    monkeypatch.setattr(config.dist, "get_rank", lambda: 0)
+
+    class Replicas:
+        get_data_parallel_world_size = staticmethod(lambda: plan.mesh.dp)
+
+    read = config.DeepSpeedConfig(json.loads(made(plan, "deepspeed")), mpu=Replicas)
+    assert read.train_batch_size == plan.batch.rows
+    assert read.zero_config.stage == (plan.zero if plan.mesh.dp > 1 else 0)
+    assert read.bfloat16_config.enabled
 
 
 # --- Hugging Face
