@@ -65,6 +65,10 @@ def run(
         Path | None, typer.Option(help="Weights to start from: a file, or a run's checkpoints.")
     ] = None,
     model: Annotated[str | None, typer.Option(help="The model file, if it has moved.")] = None,
+    max_grad_norm: Annotated[
+        float | None,
+        typer.Option(help="Clip gradients by their norm to this; as the model file says."),
+    ] = None,
     offload: Annotated[
         bool, typer.Option("--offload", help="Keep shards of ZeRO-3 in the host's memory.")
     ] = False,
@@ -149,6 +153,7 @@ def run(
             epochs=epochs,
             log_every=log_every,
             quiet=console.quiet(),
+            max_grad_norm=max_grad_norm,
             keep_going=keep_going,
             kept=kept,
             metrics=to,
@@ -246,6 +251,11 @@ def _planned_anew(
 
     The first process makes it and leaves it in `folder`, where the others wait for it.
     """
+    from autopipe.runtime.launch import attempt
+
+    warning = attempt.elastic_warning(os.environ)
+    if warning is not None and world is not None and world.rank == 0:
+        say(warning)
     size = world.size if world is not None else local or 1
     per_node = world.local_size if world is not None else size
     if size == len(plan.mesh.places) or size % per_node:
@@ -281,6 +291,7 @@ def _train(
     *,
     kept: dict[str, Any] | None,
     record: Path | None,
+    max_grad_norm: float | None,
     **how: Any,
 ) -> None:
     """Train; `made` are options of `parallelize`, `kept` of `Keeping`, `how` those of `train`.
@@ -295,6 +306,9 @@ def _train(
         from autopipe.runtime.train import train
 
     file = model_file.load(source)
+    if max_grad_norm is not None:
+        norm = model_file.check_norm(max_grad_norm, "--max-grad-norm")
+        file = replace(file, max_grad_norm=norm)
     made = made | {"weights": made["weights"] or file.weights}
     pipe = parallelize(file.model, plan, loss=file.loss, say=say, **made)
     if pipe.place.rank == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -29,7 +30,7 @@ def command(job: Launch) -> list[str]:
 
     Kubernetes replaces $(NAME) in a command; $$ is a $.
     """
-    folder = PurePosixPath(job.words.folder or FOLDER)
+    folder = _folder(job)
     found = list(job.command)
     found[2] = str(folder / job.path)
     if job.words.checkpoints is not None:
@@ -80,18 +81,46 @@ def mounts(job: Launch) -> list[Manifest]:
     """Where a container finds the pod's volumes.
 
     Raises:
-        AutopipeError: checkpoints are asked for, and no volume outlives the pod.
+        AutopipeError: checkpoints are asked for, and no volume outlives the pod, or they are not to
+            be in it.
     """
-    words = job.words
+    words, folder = job.words, _folder(job)
     if words.checkpoints is not None and words.claim is None:
         raise AutopipeError(
             "checkpoints in a pod are lost with it",
             hint="--claim NAME, a volume claim that all pods can write (ReadWriteMany)",
         )
+    if words.checkpoints is not None and not _below(folder, words.checkpoints):
+        raise AutopipeError(
+            f"--checkpoints {words.checkpoints}: what is not below {folder}, where the claim "
+            f"{words.claim} is mounted, is lost with a pod",
+            hint="--checkpoints NAME, which is taken from there; or another --folder",
+        )
     found: list[Manifest] = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
     if words.claim is not None:
-        found.append({"name": "folder", "mountPath": words.folder or FOLDER})
+        found.append({"name": "folder", "mountPath": str(folder)})
     return found
+
+
+def _folder(job: Launch) -> PurePosixPath:
+    """Where a container has the plan.
+
+    Raises:
+        AutopipeError: it is no path at which Kubernetes mounts what a command finds there.
+    """
+    folder = PurePosixPath(job.words.folder or FOLDER)
+    if not folder.is_absolute() or ":" in str(folder):
+        raise AutopipeError(
+            f"--folder: expected a path in the container from / on, without a colon; found "
+            f"{str(folder)!r}",
+            hint=f"--folder {FOLDER}, as it is where nothing is said",
+        )
+    return folder
+
+
+def _below(folder: PurePosixPath, path: str) -> bool:
+    """Whether a path, from a folder on, stays in it."""
+    return PurePosixPath(posixpath.normpath(folder / path)).is_relative_to(folder)
 
 
 def container(job: Launch, name: str, more: list[Manifest] | None = None) -> Manifest:

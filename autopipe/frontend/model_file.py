@@ -212,9 +212,18 @@ def load(source: str) -> ModelFile:
 
 def _max_grad_norm(module: Any, source: str) -> float | None:
     found = getattr(module, "max_grad_norm", None)
-    if found is None or (isinstance(found, int | float) and found > 0):
+    return None if found is None else check_norm(found, f"{source}: max_grad_norm")
+
+
+def check_norm(found: Any, what: str) -> float:
+    """A norm that gradients can be clipped to; `what` it was called.
+
+    Raises:
+        ModelError: it is none.
+    """
+    if isinstance(found, int | float) and found > 0:
         return found
-    raise ModelError(f"{source}: max_grad_norm is {found!r}, expected a number above 0")
+    raise ModelError(f"{what} is {found!r}, expected a number above 0")
 
 
 def _module(source: str) -> tuple[Any, str]:

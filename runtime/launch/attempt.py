@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from autopipe.errors import LaunchError
@@ -33,6 +34,9 @@ class SharedStore(Protocol):
     def check(self, keys: list[str]) -> bool:
         """Whether all of these are set."""
 
+
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""What torchrun's agents read: with it, the store in which they meet is not the workers' too."""
 
 _PAUSE = 0.02
 """Seconds from one look into the store to the next."""
@@ -56,6 +60,21 @@ def of_this_attempt(store: SharedStore, rank: int, size: int, timeout: float) ->
 
 
 _HERE = "autopipe/attempt"
+
+
+def elastic_warning(environ: Mapping[str, str]) -> str | None:
+    """What is to be known of an elastic torchrun before a node is lost; None: nothing.
+
+    An agent of torch 2.13 that shares its store tells nobody where it is after its first meeting: a
+    node that comes back waits for that before it starts a rank, which could say so. A rank does not
+    know whether its agent is elastic.
+    """
+    if "TORCHELASTIC_RUN_ID" not in environ or environ.get(OWN_STORE) == "1":
+        return None
+    return (
+        f"--replan: an elastic torchrun (--nnodes MIN:MAX) needs {OWN_STORE}=1 on every node; "
+        "without it a node that comes back waits until torchrun's timeout"
+    )
 
 
 def _asked(store: SharedStore, rank: int, own: str, deadline: float) -> str:

@@ -76,6 +76,7 @@ class Pipe(Kept):
         self.stages: tuple[Stage, ...] = rank.part.stages
         self.meter: Meter | None = None
         self.record: Record | None = None
+        self._kept = True  # the last step's gradients; not if they overflowed
         self.loss_scale = LossScale() if copy_dtype(self.plan.precision) == torch.float16 else None
         self._rank = rank
         self._own = own
@@ -178,7 +179,7 @@ class Pipe(Kept):
         else:
             loss = self._one_pass(executor, parts, scale)
         if self.loss_scale is not None:
-            self.loss_scale.unscale(list(self.parameters()), self._world)
+            self._kept = self.loss_scale.unscale(list(self.parameters()), self._world)
         self._project()
         return loss
 
@@ -284,8 +285,11 @@ class Pipe(Kept):
         """Scale all gradients so that their norm over the whole model is at most `max_norm`.
 
         Over all stages and shards; a tied parameter counts once. Returns the norm before, as
-        `torch.nn.utils.clip_grad_norm_` does for one process.
+        `torch.nn.utils.clip_grad_norm_` does for one process; infinity after a step of fp16 whose
+        gradients overflowed, and are dropped.
         """
+        if not self._kept:
+            return torch.tensor(torch.inf)
         owned = self._gradients.owned_gradients().items()
         lies, first = self._own.sharding.states, self.place.tp == 0
         counted = [g for name, g in owned if first or lies.get(name, I) != I]

@@ -65,6 +65,29 @@ def test_one_process_runs_by_itself(autopipe: Shell) -> None:
     assert losses(autopipe("run", "plan.json", "--steps", "3", "--seed", "1")) != losses(said)
 
 
+def test_gradients_are_clipped_as_the_command_says(autopipe: Shell) -> None:
+    """As by `max_grad_norm` in the file, which it comes before; SGD, as Adam knows no scale."""
+    sgd = "\ndef optimizer(parameters): return torch.optim.SGD(parameters, lr=10.0)\n"
+    ways = {
+        "command": ("max_grad_norm = 1.0\n", ("--max-grad-norm", "0.01")),
+        "file": ("max_grad_norm = 0.01\n", ()),
+    }
+    autopipe.write("net.py", NET + sgd)
+    autopipe.plan(1, "--batch", "4")
+    told = []
+    for setting, words in ways.values():
+        autopipe.write("net.py", NET + sgd + setting)
+        Path("m.jsonl").unlink(missing_ok=True)
+        assert (
+            autopipe("run", "plan.json", "--steps", "3", "--metrics", "m.jsonl", *words).code == 0
+        )
+        lines = map(json.loads, Path("m.jsonl").read_text().splitlines())
+        told.append([(line["loss"], line["grad_norm"]) for line in lines])
+    assert told[0] == told[1] and len(told[0]) == 3 and all(norm > 0.01 for _, norm in told[0])
+    said = autopipe("run", "plan.json", "--max-grad-norm", "0")
+    assert "--max-grad-norm is 0.0, expected a number above 0" in said.error
+
+
 def test_what_is_left_of_a_run_is_said(autopipe: Shell) -> None:
     autopipe.plan(1, "--batch", "4")
     said = autopipe("run", "plan.json", "--steps", "1")

@@ -1,6 +1,7 @@
 """Manifests for Kubernetes, read strictly; ten that are wrong; and what no pod can be given."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -80,6 +81,27 @@ def test_what_a_pod_cannot_do_without(target: str) -> None:
     lost = Words(image="i", checkpoints="kept")
     with pytest.raises(AutopipeError, match="checkpoints in a pod are lost with it"):
         export(GPUS, target, "plan.json", lost)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("kept", ["/data/kept", "../kept", "/workspace/../kept"])
+def test_checkpoints_that_the_claim_does_not_hold(kept: str, target: str) -> None:
+    words = Words(image="i", claim="data", checkpoints=kept)
+    with pytest.raises(AutopipeError) as error:
+        export(GPUS, target, "plan.json", words)
+    assert error.value.message == (
+        f"--checkpoints {kept}: what is not below /workspace, where the claim data is mounted, "
+        "is lost with a pod"
+    )
+    export(GPUS, target, "plan.json", replace(words, checkpoints="/workspace/kept"))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("folder", ["run", "./run", "/run:ro"])
+def test_a_folder_that_no_container_has(folder: str, target: str) -> None:
+    """Kubernetes mounts `run` at /run, and a command looks for it where the image begins."""
+    with pytest.raises(AutopipeError, match="--folder: expected a path in the container from / on"):
+        export(GPUS, target, "plan.json", Words(image="i", folder=folder))
 
 
 def _rename(at: dict[str, Any], key: str, other: str) -> None:

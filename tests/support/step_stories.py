@@ -282,7 +282,7 @@ def an_overflow_is_passed_over() -> None:
             pipe.loss_scale.scale = scale
             assert pipe.step(batch).isfinite()
             assert all(parameter.grad is None for parameter in pipe.parameters())
-            assert pipe.loss_scale.scale == scale / 2
+            assert pipe.loss_scale.scale == scale / 2 and pipe.clip_grad_norm_(1.0).isinf()
             optimizer.step()
         assert all(torch.equal(p, before[name]) for name, p in pipe.named_parameters())
         pipe.loss_scale.scale = 2.0**12
@@ -293,6 +293,8 @@ def an_overflow_is_passed_over() -> None:
             gradient = model.get_parameter(name).grad
             assert parameter.grad is not None and gradient is not None
             close(parameter.grad, own(pipe, name, gradient), name, 2e-2)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), torch.inf)
+        close(pipe.clip_grad_norm_(torch.inf), norm, "norm", 2e-2)
         optimizer.step()
         assert pipe.loss_scale.scale == 2.0**12 and pipe.loss_scale.good_steps == 1
         assert pipe.step(batch) < expected

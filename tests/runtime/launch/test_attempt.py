@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from autopipe import LaunchError
-from autopipe.runtime.launch.attempt import of_this_attempt
+from autopipe.runtime.launch.attempt import OWN_STORE, elastic_warning, of_this_attempt
 
 
 def attempt(store: Any, size: int) -> list[Any]:
@@ -41,3 +41,11 @@ def test_a_rank_that_died_before_it_had_asked() -> None:
 def test_rank_0_does_not_come() -> None:
     with pytest.raises(LaunchError, match="rank 1 has waited in vain for rank 0"):
         of_this_attempt(dist.HashStore(), 1, 2, 0.1)
+
+
+def test_an_elastic_torchrun_is_told_of_its_variable_in_time() -> None:
+    """Before a node is lost: afterwards its agent waits, and starts no rank that could say so."""
+    torchrun = {"TORCHELASTIC_RUN_ID": "run", "RANK": "0"}
+    assert f"needs {OWN_STORE}=1 on every node" in str(elastic_warning(torchrun))
+    assert elastic_warning({**torchrun, OWN_STORE: "1"}) is None
+    assert elastic_warning({"SLURM_PROCID": "0"}) is None
