@@ -106,7 +106,10 @@ class Checkpoints:
                 restore(content, stored)
             except (AutopipeError, OSError) as raised:
                 error = raised
-            mine = None if error is None else (isinstance(error, _DAMAGE), _told(error))
+            mine = None
+            if error is not None:
+                hint = getattr(error, "hint", None) or ""
+                mine = isinstance(error, _DAMAGE), _told(error), hint
             wrong = sorted(one for one in self._everyone(mine) if one is not None)
             if not wrong:
                 assert stored is not None
@@ -114,9 +117,9 @@ class Checkpoints:
                     for damaged_one in paths[:number]:
                         folders.set_aside(damaged_one)
                 return Loaded(path, stored.step, values(stored, self._place.dp, self._plan.mesh.dp))
-            damaged, sentence = wrong[0]  # what is no damage comes first: False < True
+            damaged, sentence, hint = wrong[0]  # what is no damage comes first: False < True
             if not damaged:
-                raise CheckpointError(sentence)
+                raise CheckpointError(sentence, hint=hint or None)
             told.append(sentence)
             rest = paths[number + 1 :]
             instead = f"{rest[0].name} is used instead" if rest else "there is no earlier one"

@@ -61,7 +61,8 @@ def rank_file(
         training["optimizer"] = optimizer_state.values(*found)
     if content.scheduler is not None:
         state = content.scheduler.state_dict()
-        training["scheduler"] = plain(state, type(content.scheduler).__name__)
+        kind = training["schedule"] = type(content.scheduler).__name__
+        training["scheduler"] = plain(state, kind)
     return RankFile(step, rank, ranks, tuple(map(_still, tensors)), training)
 
 
@@ -98,6 +99,15 @@ def values(stored: Stored, shard: int, shards: int) -> Mapping[str, Any]:
 
 def _restore_scheduler(scheduler: LRScheduler, optimizer: Optimizer | None, stored: Stored) -> None:
     """From a rank whose optimizer had as many groups: a schedule has a rate for each of them."""
+    kind, there = type(scheduler).__name__, stored.manifests[0].training.get("schedule")
+    if there is not None and not (isinstance(there, str) and there.isidentifier()):
+        raise ValueError(f"no schedule is called {there!r}")
+    if there not in (None, kind):
+        raise CheckpointError(
+            f"{stored.folder} has the state of {there}, and the schedule is {kind}",
+            hint="resume with the schedule that the run was started with, or take its weights "
+            "alone by --weights",
+        )
     groups = len(scheduler.optimizer.param_groups if optimizer is None else optimizer.param_groups)
     for one in stored.manifests:
         data = one.training.get("scheduler")

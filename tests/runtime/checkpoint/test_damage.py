@@ -255,3 +255,13 @@ def test_another_optimizer(run: Run) -> None:
     other = torch.optim.SGD(run.pipe.parameters(), lr=0.1)
     with pytest.raises(CheckpointError, match="has the state of AdamW, and the optimizer is SGD"):
         run.pipe.load(run.folder, other)
+
+
+def test_another_schedule(run: Run, tmp_path: Path) -> None:
+    """Its state would go into the other one, whose rates would be of neither."""
+    steps = torch.optim.lr_scheduler.StepLR(run.optimizer, 3)
+    run.pipe.save(tmp_path / "kept", run.optimizer, steps)
+    falls = torch.optim.lr_scheduler.ExponentialLR(run.optimizer, 0.5)
+    with pytest.raises(CheckpointError, match="of StepLR, and the schedule is Exp") as refused:
+        run.pipe.load(tmp_path / "kept", run.optimizer, falls)
+    assert refused.value.hint is not None and "--weights" in refused.value.hint
