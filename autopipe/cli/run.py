@@ -309,8 +309,9 @@ def _train(
     if max_grad_norm is not None:
         norm = model_file.check_norm(max_grad_norm, "--max-grad-norm")
         file = replace(file, max_grad_norm=norm)
-    made = made | {"weights": made["weights"] or file.weights}
-    pipe = parallelize(file.model, plan, loss=file.loss, say=say, **made)
+    build, weights = file.start() if made["weights"] is None else (file.model, made["weights"])
+    made = made | {"weights": weights}
+    pipe = parallelize(build, plan, loss=file.loss, say=say, **made)
     if pipe.place.rank == 0:
         for line in file.since_planning(plan):
             tell(line)

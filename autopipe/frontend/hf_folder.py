@@ -2,7 +2,9 @@
 
 config.json --AutoConfig--> configuration --architectures[0]--> model(), without its weights
                                           --what it is for----> inputs(batch_size)
-*.safetensors beside it ------------------------------------> weights, where `run` starts from
+*.safetensors beside it ------------------------------------> weights, where `run` starts from: by
+                                                              their names or, if transformers
+                                                              renames or stacks them, by it
 
     ...ForCausalLM, ...LMHeadModel, ...ForMaskedLM       tokens, which are the labels too
     ...ForConditionalGeneration with words alone         tokens, and labels
@@ -21,9 +23,11 @@ from typing import Any
 from urllib.parse import parse_qs
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from autopipe.errors import ModelError
+from autopipe.frontend.construct import build_fake
 
 SCHEME = "hf:"
 
@@ -38,6 +42,8 @@ Batch = dict[str, Tensor]
 
 def as_module(source: str) -> SimpleNamespace:
     """The functions that a model file would define, and the folder of the weights, or None.
+
+    `loaded` builds the model with these, whole.
 
     Args:
         source: `hf:FOLDER` or `hf:FOLDER?length=TOKENS`.
@@ -68,8 +74,45 @@ def as_module(source: str) -> SimpleNamespace:
         made: nn.Module = built(config)
         return made
 
+    def loaded() -> nn.Module:
+        transformers.utils.logging.disable_progress_bar()
+        made, told = built.from_pretrained(
+            folder,
+            config=config,
+            dtype=torch.get_default_dtype(),
+            local_files_only=True,
+            output_loading_info=True,
+        )
+        if told["missing_keys"]:
+            raise ModelError(
+                f"{folder}: holds no {min(told['missing_keys'])!r}, which a {name} has",
+                hint="transformers would begin with random numbers there; a model file may do so",
+            )
+        found: nn.Module = made
+        return found
+
     whole = any(folder.glob("*.safetensors"))
-    return SimpleNamespace(model=model, inputs=inputs, weights=folder if whole else None)
+    weights = folder if whole else None
+    return SimpleNamespace(model=model, inputs=inputs, weights=weights, loaded=loaded)
+
+
+def lacks(folder: Path, model: Callable[[], nn.Module]) -> bool:
+    """Whether a tensor of a model has none of its names in the weights of a folder.
+
+    So it is where transformers renames or stacks tensors as it reads them: experts one by one, or
+    a body without its head's prefix.
+    """
+    stored: set[str] = set()
+    for path in folder.glob("*.safetensors"):
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                stored |= {*file.keys()}
+        except SafetensorError:  # no weights at all, which is told where they are read
+            return False
+    names: dict[int, set[str]] = {}
+    for name, tensor in build_fake(model).state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), set()).add(name)
+    return not all(stored & every for every in names.values())
 
 
 def meant(path: Path) -> str | None:

@@ -64,6 +64,18 @@ class ModelFile:
     weights: Path | None = None
     max_grad_norm: float | None = None
     lengths: tuple[int, ...] = ()
+    loaded: Callable[[], nn.Module] | None = None
+
+    def start(self) -> tuple[Callable[[], nn.Module], Path | None]:
+        """What builds the model of a run, and the weights that ranks read, each its own part.
+
+        Where these have not the model's names, `loaded` builds it with them, whole on each rank.
+        """
+        if self.weights is None or self.loaded is None:
+            return self.model, self.weights
+        if hf_folder.lacks(self.weights, self.model):
+            return self.loaded, None
+        return self.model, self.weights
 
     @property
     def sharded(self) -> bool:
@@ -207,6 +219,7 @@ def load(source: str) -> ModelFile:
         getattr(module, "weights", None) if source.startswith(hf_folder.SCHEME) else None,
         _max_grad_norm(module, source),
         tuple(lengths),
+        getattr(module, "loaded", None) if source.startswith(hf_folder.SCHEME) else None,
     )
 
 

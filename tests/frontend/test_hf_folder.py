@@ -130,3 +130,49 @@ def test_refusals(
         model_file.load(source)
     assert error in refused.value.message
     assert hint in (refused.value.hint or "")
+
+
+def test_experts_that_transformers_stacks_as_it_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the disk each expert has matrices of its own; the model has one tensor of all of them.
+
+    A run begins with the loss that transformers has for its first batch.
+    """
+    shell = Shell(tmp_path, monkeypatch, capsys)
+    config = transformers.MixtralConfig(
+        vocab_size=61, hidden_size=8, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, num_local_experts=4,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    plain = transformers.MixtralForCausalLM(config)
+    plain.save_pretrained("experts")
+    file = model_file.load("hf:experts?length=12")
+    build, weights = file.start()
+    assert build is not file.model and weights is None
+    found = build().state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in plain.state_dict().items())
+    shell.plan(1)  # the figures of this machine, for the plan below
+    words = ("hf:experts?length=12", "--cluster", "cluster.json", "--batch", "4")
+    assert shell("plan", *words).code == 0
+    said = shell("run", "plan.json", "--steps", "1", "--metrics", "m.jsonl")
+    batch = next(iter(file.stream(4, 0, 1, 0)))
+    expected = plain(**batch).loss.item()
+    assert json.loads(Path("m.jsonl").read_text())["loss"] == pytest.approx(expected), said.err
+
+
+def test_weights_that_have_the_models_names_are_read_by_rank(tmp_path: Path) -> None:
+    """The tied head is stored once, under the embedding's name."""
+    config = transformers.GPT2Config(vocab_size=61, n_embd=8, n_layer=1, n_head=2)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    file = model_file.load(f"hf:{tmp_path}?length=12")
+    assert file.start() == (file.model, tmp_path)
+
+
+def test_a_tensor_that_transformers_would_make_up(tmp_path: Path) -> None:
+    """A body without a head is read by transformers, and the head would be random numbers."""
+    config = transformers.LlamaConfig(**FAMILIES["LlamaForCausalLM"][1])
+    transformers.LlamaModel(config).save_pretrained(tmp_path)
+    build, _ = model_file.load(f"hf:{folder(tmp_path)}?length=12").start()
+    with pytest.raises(ModelError, match=r"holds no 'lm_head\.weight', which a LlamaForCausalLM"):
+        build()
