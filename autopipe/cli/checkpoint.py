@@ -142,7 +142,7 @@ def _to_transformers(stored: Stored, output: Path, config: Path, dtype: torch.dt
             f"warning: {config}'s weights have no {unknown[0]!r}, nor "
             f"{len(unknown) - 1} more of the names in {output}: transformers leaves out "
             "what its class has not, and initialises what it misses; LoRA is to be merged "
-            "first, from -o FILE.safetensors. Experts that it stacks as it reads are well so"
+            "first, from -o FILE.safetensors; experts that it stacks as it reads need nothing"
         )
 
 

@@ -67,7 +67,7 @@ def run(
     model: Annotated[str | None, typer.Option(help="The model file, if it has moved.")] = None,
     max_grad_norm: Annotated[
         float | None,
-        typer.Option(help="Clip gradients by their norm to this; as the model file says."),
+        typer.Option(help="Clip gradients by their norm to this; else as the model file says."),
     ] = None,
     offload: Annotated[
         bool, typer.Option("--offload", help="Keep shards of ZeRO-3 in the host's memory.")

@@ -536,7 +536,7 @@ def test_batches_of_rows_that_do_not_divide(autopipe: Shell) -> None:
             {},
             "weights 'gone.safetensors': there is no such file or folder\n\n"
             "hint: weights are a safetensors file, a state_dict that torch.save has written, "
-            "a folder of either, or a run's checkpoint",
+            "a folder of either or of torch.distributed.checkpoint, or a run's checkpoint",
         ),
         (
             "--save model.pt",
