@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path, PurePosixPath
@@ -67,18 +67,22 @@ class DistributedFolder:
         Raises:
             ModelError: elements are missing, or a file is not what torch has written.
         """
-        for name in tensors:
-            # torch fills what chunks there are, and leaves the rest of a tensor as it was.
-            lacks = prod(self.shapes[name]) - sum(prod(c.sizes) for c in self._stored[name].chunks)
-            if lacks > 0:
-                raise ModelError(
-                    f"{self._path}: {name!r} lacks {lacks} of {prod(self.shapes[name])} elements",
-                    hint="was it saved by all ranks, and copied whole?",
-                )
         with _fence(self._path), warnings.catch_warnings():
+            self._check_whole(tensors)
             # Every rank reads its own by itself, on purpose.
             warnings.filterwarnings("ignore", message=".*single process")
             load(dict(tensors), storage_reader=_Reader(self._path), no_dist=True)
+
+    def _check_whole(self, names: Iterable[str]) -> None:
+        """Refuse tensors of which chunks are missing: torch leaves their places as they were."""
+        for name in names:
+            of = prod(self.shapes[name])
+            lacks = of - sum(prod(chunk.sizes) for chunk in self._stored[name].chunks)
+            if lacks > 0:
+                raise ModelError(
+                    f"{self._path}: {name!r} lacks {lacks} of {of} elements",
+                    hint="was it saved by all ranks, and copied whole?",
+                )
 
 
 class _Reader(FileSystemReader):
@@ -136,6 +140,8 @@ def _fence(path: Path) -> Iterator[None]:
     """
     try:
         yield
+    except ModelError:
+        raise
     except (Exception, CheckpointException) as error:
         cause: BaseException = error
         if isinstance(error, CheckpointException):  # torch's own wrapping, a BaseException

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -104,6 +105,23 @@ def test_a_tensor_of_which_a_part_is_missing(tmp_path: Path) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(ModelError, match=r"'up\.weight' lacks 3 of 6 elements"):
         found(folder)
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_bytes_that_were_changed(name: str, tmp_path: Path) -> None:
+    """A sentence, or tensors: no other error, whatever the bytes make of the metadata."""
+    folder, draw = saved(tmp_path, STORED), random.Random(7)
+    whole, refusals = (folder / name).read_bytes(), 0
+    for _ in range(300):
+        changed = bytearray(whole)
+        for _ in range(draw.choice((1, 2, 8))):
+            changed[draw.randrange(len(changed))] = draw.randrange(256)
+        (folder / name).write_bytes(changed)
+        try:
+            found(folder)
+        except ModelError:
+            refusals += 1
+    assert refusals > 100
 
 
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
