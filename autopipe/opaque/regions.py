@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from autopipe.errors import CaptureError, ModelError
 from autopipe.frontend import user_lines
+from autopipe.frontend.construct import fake_copy
 from autopipe.ir import opaque_ops
 from autopipe.ir.graph import BATCH, REGION_OP, Graph, Node
 from autopipe.ir.torch_patches import one_process
@@ -30,7 +31,6 @@ from autopipe.ir.torch_private import (
     is_fake,
     lend,
     no_saved_tensors_hooks,
-    skeleton,
     storage_key,
 )
 from autopipe.opaque.sites import Site, SiteCall, call, standing_in
@@ -246,7 +246,7 @@ def _copy(running: Running) -> nn.Module:
     """
     copies: dict[int, nn.Module] = vars(_copies).setdefault("by_number", {})
     if running.number not in copies:
-        made = skeleton(running.model)
+        made = fake_copy(running.model)
         if made.training != running.training:
             made.train(running.training)
         copies[running.number] = made

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from autopipe.errors import CaptureError, ModelError
-from autopipe.frontend.construct import Factory, build_fake
+from autopipe.frontend.construct import Factory, build_fake, fake_copy
 from autopipe.frontend.loss import Loss
 from autopipe.frontend.quiet import libraries_hushed
 from autopipe.ir import torch_private
@@ -39,7 +39,7 @@ def bare(model: Source, say: Say | None = None) -> nn.Module:
     with libraries_hushed(heard=True):
         if isinstance(model, nn.Module):
             _check_shapes(model)
-            built = torch_private.skeleton(plain(model))
+            built = fake_copy(plain(model))
         else:
             built = build_fake(model, room=available_memory, say=say)
     if not isinstance(built, nn.Module):
