@@ -38,7 +38,7 @@ from autopipe.tracing.module_makes import left_by, restoring
 from autopipe.tracing.stubs import standing_in
 from autopipe.tracing.user_checkpoints import marking
 from autopipe.tracing.value_guards import NeedsNumbers, ReadsParameter, record, replay
-from autopipe.util import dims
+from autopipe.util import dims, dtypes
 
 
 class Program(nn.Module):
@@ -155,7 +155,8 @@ class Program(nn.Module):
     def refusal(self, error: Exception) -> CaptureError:
         """The `CaptureError` or `ModelError` for an error that a run of the model raised."""
         entries = ", ".join([*self._fixed, *(spec.path for spec in self._tensors)])
-        return refusals.of_its_own(error, self.loss, entries)
+        low = dtypes.name_of(self.kept) if self.kept is not None else ""
+        return refusals.of_its_own(error, self.loss, entries, low)
 
 
 def capture(

@@ -201,19 +201,19 @@ def restoring(*models: nn.Module) -> Iterator[Callable[[], tuple[str, ...]]]:
         for module, known in plain.items():
             for name in vars(module).keys() - known.keys() - INTERNAL:
                 delattr(module, name)
-            for name, (value, items) in known.items():
+            for name, (value, before) in known.items():
                 vars(module)[name] = value
                 if isinstance(value, list):
-                    value[:] = items
+                    value[:] = before
                 elif isinstance(value, dict | set):
                     value.clear()
-                    value.update(items)
-        for key, was in inside.items():
+                    value.update(before)
+        for key, items in inside.items():
             if _held(objects[key]) != held[key]:
                 vars(objects[key]).clear()
-                vars(objects[key]).update(was)
-        for module, before in names.items():  # a first call may have registered some
-            for name in buffer_names(module) - before:
+                vars(objects[key]).update(items)
+        for module, registered in names.items():  # a first call may have registered some
+            for name in buffer_names(module) - registered:
                 delattr(module, name)
         for module, name in empty:
             setattr(module, name, None)
@@ -235,7 +235,7 @@ def left_by(model: nn.Module, twins: Iterable[nn.Module]) -> Iterator[None]:
     for twin in twins:
         own = dict(twin.named_modules())
         for path, module in model.named_modules() if twin is not model else ():
-            for name, value in vars(module).items():
+            for name, value in vars(module).items() if path in own else ():
                 if name not in INTERNAL and any(True for _ in tensors_in(value)):
                     attributes = own[path].__dict__
                     before.append((attributes, name, attributes.get(name, _MISSING)))
@@ -243,7 +243,7 @@ def left_by(model: nn.Module, twins: Iterable[nn.Module]) -> Iterator[None]:
     try:
         yield
     finally:
-        for attributes, name, value in before:
+        for attributes, name, value in reversed(before):  # one twin may be there twice
             attributes[name] = value
             if value is _MISSING:
                 del attributes[name]

@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from autopipe.errors import CaptureError
+from autopipe.errors import CaptureError, ModelError
 from autopipe.stages.lower import lower
+from autopipe.tracing.source import bare
 from tests.support.odd_models import ROWS, Net, built, inputs, square, unlike
 from tests.support.staged import split, trace_model
 
@@ -614,6 +615,25 @@ class InnerGradient(Net):
         made = self.middle(hidden)
         (slope,) = torch.autograd.grad(made.square().sum(), hidden, create_graph=True)  # here
         return made + slope
+
+
+class SparseTable(Net):
+    """Neighbours in a graph, as many libraries keep them."""
+
+    def begin(self):
+        self.register_buffer("neighbours", torch.eye(8).to_sparse())
+
+    def inside(self, hidden):
+        return torch.sparse.mm(self.neighbours, hidden.T).T
+
+
+def test_a_sparse_buffer_is_refused_by_its_name():
+    """Bug: NotImplementedError, and a traceback."""
+    with pytest.raises(
+        ModelError, match="the buffer 'neighbours' is of layout sparse_coo"
+    ) as error:
+        bare(built(SparseTable))
+    assert "hint: keep its indices and values as two buffers" in str(error.value)
 
 
 class Loops(Net):
