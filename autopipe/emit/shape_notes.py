@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from autopipe.ir.graph import Graph, Ref, shape_at
 from autopipe.ir.torch_private import fake_mode
 from autopipe.stages.dry_run import CrossingTensor
-from autopipe.stages.lower import Lowered
+from autopipe.stages.lower import Lowered, parameters_of
 from autopipe.stages.precision import arithmetic, computing
 from autopipe.stages.recompute import Recomputed
 from autopipe.util import dtypes
@@ -30,7 +30,7 @@ def observe(
         boundaries: the layouts of the tensors that it receives.
     """
     with fake_mode(), torch.no_grad():
-        low = [lowered.module.get_parameter(name) for name in lowered.low]
+        low = parameters_of(lowered.module, lowered.low)
         arguments = [
             torch.empty_strided(found.shape, found.strides, dtype=found.dtype)
             for found in (boundaries[ref] for ref, _ in lowered.stage.receives)

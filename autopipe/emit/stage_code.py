@@ -37,6 +37,7 @@ from autopipe.emit.pretty_print import (
 from autopipe.emit.shape_notes import observe, piece_of, specs_of
 from autopipe.ir.blocks import Block, Visit
 from autopipe.ir.graph import Graph, Ref
+from autopipe.ir.torch_private import in_graph_module
 from autopipe.stages.dry_run import CrossingTensor
 from autopipe.stages.lower import Lowered
 from autopipe.stages.node_calls import NODE_NAME
@@ -158,7 +159,7 @@ class _Writer:
         """The path of the module that runs a block; it is made if none would do the same."""
         body = Body(self.around.graph, part.path)
         lines = body.write(part.code, *_arguments(["x"] * len(_placeholders(part.code))))
-        states = assignments(self._states(part.home), part.home) if part.owns else []
+        states = self._assignments(part.home) if part.owns else []
         same = tuple(lines), flat(Call("", tuple(body.results)))
         known = part.home, part.recomputed, same
         if known in self.instances:
@@ -171,7 +172,7 @@ class _Writer:
         cls.parts.append(part)
         made: Expression = Call(cls.name, (text(part.home),) if cls.draws else ())
         if not part.owns:
-            made = Call(f"{flat(made)}.sharing", (member(part.home),))
+            made = Call(f"{flat(made)}.sharing", (member(in_graph_module(part.home)),))
         if part.recomputed:
             self.words.add("Recomputed")
             made = Call("Recomputed", (made,))
@@ -194,7 +195,8 @@ class _Writer:
 
         states = self._states("")
         again: list[str] = []
-        for (home, _, _), (path, made) in self.instances.items():
+        for (module, _, _), (path, made) in self.instances.items():
+            home = in_graph_module(module)
             if path == home:  # in the place of its states
                 below = f"{home}."
                 states = {home if n.startswith(below) else n: x for n, x in states.items()}
@@ -262,7 +264,7 @@ class _Writer:
         one = len(results) == 1
         returned = results[0] if one else Call("", tuple(results))
         kind = "Tensor" if one else f"tuple[{', '.join(['Tensor'] * len(results))}]"
-        states = assignments(self._states(first.home), first.home) if first.owns else []
+        states = self._assignments(first.home) if first.owns else []
         return [
             *("", "", f"class {cls.name}(States):"),
             *_listed([part.path for part in cls.parts]),
@@ -281,7 +283,10 @@ class _Writer:
         names = [name for name in self.stage.states if name.startswith(below)]
         found = {name: declared(self.around.graph.states[name]) for name in names}
         self.words |= {place.head for place in found.values()}
-        return {**found}
+        return {in_graph_module(name): place for name, place in found.items()}
+
+    def _assignments(self, home: str) -> list[str]:
+        return assignments(self._states(home), in_graph_module(home))
 
 
 _RESERVED = (

@@ -1,6 +1,7 @@
-"""Run a model's constructor without allocating the model's weights, or with as few as possible.
+"""A model without memory for its weights: by its constructor, or as a copy of a model.
 
-Three attempts; each makes parameters fake (a shape without memory) at a later moment:
+A constructor has three attempts; each makes parameters fake (a shape without memory) at a later
+moment:
 
     1  when a parameter is registered: nothing is ever written to its memory
     2  if the constructor reads weights: when the parameter's module is attached to another one
@@ -8,18 +9,24 @@ Three attempts; each makes parameters fake (a shape without memory) at a later m
 
 Buffers are real, since Python may read them. Tensors that a constructor asks for on the meta device
 are made on the CPU (`on_cpu`), so that initialisers can fill them and Python can read them.
+
+A copy has hooks that close over the copy; `copy.deepcopy` leaves functions as they are:
+
+    layer.register_forward_hook(lambda module, args, made: made + self.adapter(args[0]))
 """
 
 from __future__ import annotations
 
+import copy
 import fcntl
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from types import CellType, FunctionType
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -32,7 +39,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopipe.errors import ModelError
 from autopipe.frontend import user_lines
-from autopipe.ir.torch_private import constructing, fake_mode, fake_parameter, is_fake
+from autopipe.ir.torch_private import constructing, fake_like, fake_mode, fake_parameter, is_fake
 from autopipe.util import numbers
 
 Factory = Callable[[], nn.Module]
@@ -188,3 +195,61 @@ def _is_meta(arg: object) -> bool:
 def on_cpu() -> TorchFunctionMode:
     """Within, tensors asked for on the meta device are made on the CPU, with values."""
     return _OnCPU()
+
+
+def fake_copy(model: nn.Module) -> nn.Module:
+    """A deep copy whose parameters are fake: real buffers and Python state, no weights.
+
+    Tied parameters stay tied. The copy costs the bytes of the buffers only; one on the meta device,
+    which has no values to copy, is fake too. What cannot be copied: a result that a module keeps
+    between calls, as `nn.utils.weight_norm` does, is fake; a scripted function is shared. A hook
+    that closes over a part of the model closes over its copy.
+    """
+    mode = fake_mode()
+    memo: dict[int, object] = {}
+    for parameter in model.parameters():
+        known = is_fake(parameter)
+        memo[id(parameter)] = parameter if known else fake_parameter(mode, parameter)
+    for buffer in model.buffers():
+        if buffer.is_meta and not is_fake(buffer):
+            memo[id(buffer)] = fake_like(mode, buffer).to("cpu")
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, torch.Tensor) and not value.is_leaf:
+                memo[id(value)] = fake_like(mode, value.detach())
+            elif isinstance(value, torch.jit.ScriptFunction):
+                memo[id(value)] = value
+    functions = [f for module in model.modules() for f in _functions_in(vars(module))]
+    memo |= {id(function): _with_empty_cells(function) for function in functions}
+    made = copy.deepcopy(model, memo)
+    for function in functions:
+        _close_over(cast(FunctionType, memo[id(function)]), function, memo)
+    return made
+
+
+def _functions_in(own: Mapping[str, Any]) -> Iterator[FunctionType]:
+    """Functions that are attributes of a module or its hooks, and may hold parts of the model."""
+    for value in own.values():
+        for one in value.values() if isinstance(value, dict) else (value,):
+            if isinstance(one, FunctionType) and (one.__closure__ or one.__defaults__):
+                yield one
+
+
+def _with_empty_cells(function: FunctionType) -> FunctionType:
+    cells = tuple(CellType() for _ in function.__closure__ or ())
+    made = FunctionType(
+        function.__code__, function.__globals__, function.__name__, None, cells or None
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    made.__dict__.update(vars(function))
+    return made
+
+
+def _close_over(made: FunctionType, function: FunctionType, memo: Mapping[int, Any]) -> None:
+    """Let a copy of a function hold copies of what the model holds, and all else as it is."""
+    for cell, old in zip(made.__closure__ or (), function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # nothing in it yet
+            cell.cell_contents = memo.get(id(old.cell_contents), old.cell_contents)
+    made.__defaults__ = function.__defaults__ and tuple(
+        memo.get(id(value), value) for value in function.__defaults__
+    )

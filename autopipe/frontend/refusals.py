@@ -30,11 +30,14 @@ def depends_on_values(place: str, module: str = "") -> Uncaptured:
     )
 
 
-def of_its_own(error: Exception, loss: Callable[..., Any] | None, entries: str) -> CaptureError:
+def of_its_own(
+    error: Exception, loss: Callable[..., Any] | None, entries: str, low: str = ""
+) -> CaptureError:
     """The error for a model or a loss that raises an exception of its own.
 
     Args:
         entries: the paths of the batch's leaves.
+        low: the dtype of 16 bits in which it runs; "": none.
     """
     if isinstance(error, DynamicOutputShapeException):
         return depends_on_values(user_lines.of_error(error))
@@ -50,6 +53,11 @@ def of_its_own(error: Exception, loss: Callable[..., Any] | None, entries: str) 
         hint = f"the batch has the entries {entries}"
     else:
         hint = f"does {call} go well by itself?"
+        if low:
+            hint += (
+                f" Parameters and activations are of {low} here, and buffers as they were built: "
+                "self.table.to(x.dtype) where the two meet, or --precision fp32"
+            )
     return CaptureError(
         f"{_at(error)}{whose} raises {_told(error)} (it is traced with two rows)", hint=hint
     )

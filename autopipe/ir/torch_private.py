@@ -20,7 +20,6 @@ Two functions of torch that constructors call cannot work on fake tensors: see `
 
 from __future__ import annotations
 
-import copy
 import keyword
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -56,6 +55,7 @@ __all__ = [
     "fake_parameter",
     "formal_arguments",
     "hooks_put_aside",
+    "in_graph_module",
     "is_control_flow",
     "is_fake",
     "is_transformed",
@@ -67,7 +67,6 @@ __all__ = [
     "outside_fake_mode",
     "quiet",
     "share_members",
-    "skeleton",
     "sparse_argument",
     "storage_key",
     "tensor_hooks",
@@ -91,6 +90,17 @@ def _in_code(base: str, target: str) -> str:
 # For good: fx writes `self.lambda`, which is no Python, wherever a module of a graph is made or
 # copied. Of all other names this is what it writes itself.
 fx.graph._format_target = _in_code
+
+
+_TAKEN = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph()))) - frozenset(dir(nn.Module()))
+
+
+def in_graph_module(name: str) -> str:
+    """The name of a state or a module in a graph module, which has a `graph` and a `code` itself.
+
+    No name that a user writes ends in `!`.
+    """
+    return ".".join(f"{part}!" if part in _TAKEN else part for part in name.split("."))
 
 
 def fake_mode() -> FakeTensorMode:
@@ -252,30 +262,6 @@ def hooks_put_aside(module: nn.Module) -> Iterator[None]:
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-def skeleton(model: nn.Module) -> nn.Module:
-    """A deep copy whose parameters are fake: real buffers and Python state, no weights.
-
-    Tied parameters stay tied. The copy costs the bytes of the buffers only; one on the meta device,
-    which has no values to copy, is fake too. What cannot be copied: a result that a module keeps
-    between calls, as `nn.utils.weight_norm` does, is fake; a scripted function is shared.
-    """
-    mode = fake_mode()
-    memo: dict[int, object] = {}
-    for parameter in model.parameters():
-        known = is_fake(parameter)
-        memo[id(parameter)] = parameter if known else fake_parameter(mode, parameter)
-    for buffer in model.buffers():
-        if buffer.is_meta and not is_fake(buffer):
-            memo[id(buffer)] = fake_like(mode, buffer).to("cpu")
-    for module in model.modules():
-        for value in vars(module).values():
-            if isinstance(value, torch.Tensor) and not value.is_leaf:
-                memo[id(value)] = fake_like(mode, value.detach())
-            elif isinstance(value, torch.jit.ScriptFunction):
-                memo[id(value)] = value
-    return copy.deepcopy(model, memo)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopipe.ir.opaque_ops import OPAQUE
 from autopipe.ir.torch_private import fake_mode, quiet, views, writes, written_arguments
-from autopipe.stages.lower import Lowered
+from autopipe.stages.lower import Lowered, parameters_of
 from autopipe.stages.op_tape import MADE, Tape
 from autopipe.stages.precision import arithmetic, computing, wide_statistics
 from autopipe.stages.recompute import Recomputed
@@ -235,7 +235,7 @@ class _Step(nn.Module):
         arguments, starts = tensors[:count], tensors[count:]
         states = [state for _, state in self.states()]
         devices = {tensor.device.type for tensor in (*states, *tensors)}
-        lowered = [self.stage.get_parameter(name) for name in self.low]
+        lowered = parameters_of(self.stage, self.low)
         before = set(self.tape.graph.nodes)
         how = arithmetic(self.precision, states[0].device if states else "cpu", lowered)
         self.copied = set(self.tape.graph.nodes) - before

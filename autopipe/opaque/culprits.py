@@ -21,7 +21,7 @@ from autopipe.planfile.regions import COMPILED, WHOLE
 
 
 def sites_of(error: Uncaptured, models: Sequence[nn.Module]) -> list[Site]:
-    """The calls around the place of an error, the innermost first; the model's own is left out.
+    """The calls around the place of an error, the innermost first; the last is the model's own.
 
     Args:
         models: the model, and others of the same modules that may have run in its place.
@@ -33,7 +33,7 @@ def sites_of(error: Uncaptured, models: Sequence[nn.Module]) -> list[Site]:
         while path:
             found.insert(0, Site(path, WHOLE))
             path = path.rpartition(".")[0]
-    return [site for site in dict.fromkeys(reversed(found)) if site != Site("", WHOLE)]
+    return list(dict.fromkeys(reversed(found)))
 
 
 def _deepest(error: BaseException, paths: dict[int, str]) -> list[FrameType]:

@@ -24,9 +24,9 @@ from autopipe.frontend.unsaid import RefusedEffects
 from autopipe.ir.graph import tensors_in
 from autopipe.ir.torch_private import TorchDispatchMode, storage_key, version
 from autopipe.opaque.origins import Origins
-from autopipe.opaque.sites import Site, SiteCall, Wider, standing_in
+from autopipe.opaque.sites import Site, SiteCall, Wider, left_in, standing_in
 from autopipe.opaque.states import first_names, named, states_of
-from autopipe.opaque.trees import Unlike, distinct_tensors, parts_of, to_text
+from autopipe.opaque.trees import Unlike, distinct_tensors, parts_of, returned, to_text
 from autopipe.planfile.regions import Region, Result
 from autopipe.util.dtypes import name_of
 
@@ -36,20 +36,33 @@ _NO_HOOKS = ("saved tensor hooks", "that doesn't have storage")
 
 @dataclass
 class _Seen:
-    """What one call has shown, in one run."""
+    """What one call has shown, in one run.
+
+    `made` is what it returns; `left` has the tensors in attributes that others read after it.
+    """
 
     given: str
     tensors: int
-    gives: str = ""
+    made: Any = None
+    left: dict[str, Tensor] = field(default_factory=dict)
     states: dict[str, None] = field(default_factory=dict)
     written: dict[str, None] = field(default_factory=dict)
-    results: list[Tensor] = field(default_factory=list)
     random: bool = False
     flops: int = 0
     saved: int = 0
     keeps: set[str | int] = field(default_factory=set)
     launches: int = 0
     looked: bool = True
+
+    @property
+    def gives(self) -> str:
+        """What it returns and leaves, as a text."""
+        return to_text(parts_of(returned(self.made, self.left), self.results))
+
+    @property
+    def results(self) -> list[Tensor]:
+        """The tensors in it."""
+        return distinct_tensors(returned(self.made, self.left))
 
 
 @dataclass(frozen=True)
@@ -108,6 +121,9 @@ def measured(
 def _region(site: Site, number: int, every: Sequence[_Seen], rows: int, why: str) -> Region:
     """The region of a call that was seen in each of `Runs`."""
     one, twice, *others = every
+    left = sorted(set[str]().union(*(seen.left for seen in every)))
+    for seen in every:
+        seen.left = {name: seen.left[name] for name in left if name in seen.left}
     if any((seen.given, seen.gives) != (one.given, one.gives) for seen in every):
         raise Wider(site, "its arguments or results differ from one call to the next")
     written = sorted(set[str]().union(*(seen.written for seen in every)))
@@ -126,6 +142,7 @@ def _region(site: Site, number: int, every: Sequence[_Seen], rows: int, why: str
         tuple(sorted(n for kept in keeps if isinstance(n := places.get(kept, kept), int))),  # type: ignore[arg-type]
         max(seen.launches for seen in every),
         all(seen.looked for seen in every),
+        tuple(left),
     )
 
 
@@ -197,7 +214,7 @@ class _Watching:
         before = {name: (tensor, version(tensor)) for name, tensor in named(self._model).items()}
         versions = [version(tensor) for tensor in given]
         positions: dict[int, str | int] = {storage_key(t): n for t, n in self._owned(given)}
-        state = second_run.states()
+        state, attributes = second_run.states(), left_in(self._model, site)
 
         def run(*, looking: bool) -> tuple[_Seen, Any]:
             states = dict.fromkeys(self._states[site])
@@ -220,12 +237,14 @@ class _Watching:
         if versions != [version(tensor) for tensor in given]:
             raise Wider(site, "it writes a tensor that it is given")
         self._note_writes(site, seen, before)
-        seen.results = distinct_tensors(made)
+        seen.made = made
         try:
-            seen.gives = to_text(parts_of(made, seen.results))
+            results, _ = seen.results, seen.gives
         except Unlike as error:
             raise Wider(site, str(error)) from error
-        self.origins.gives(seen.results)
+        now = left_in(self._model, site)
+        new = {name: tensor for name, tensor in now.items() if attributes.get(name) is not tensor}
+        self.origins.gives(results, new, seen.left)
         self.seen[site, call.number] = seen
         return made
 

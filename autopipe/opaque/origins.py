@@ -1,7 +1,7 @@
 """Where each tensor of a run comes from: made outside of all sites, or in a call of one.
 
-What crosses the boundary of a site otherwise than as argument or result would be lost: an attribute
-in which one module leaves a tensor for another.
+What crosses the boundary of a site otherwise than as argument or result would be lost. A tensor
+that it leaves in an attribute for others, as `self.aux_loss`, becomes a result where they read it.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class Origins(TorchFunctionMode):
         self._names = names
         self._outside: dict[int, Tensor] = {}
         self._inside: dict[int, tuple[Tensor, Site]] = {}
+        self._left: dict[int, tuple[Tensor, str, dict[str, Tensor]]] = {}
         self._site: Site | None = None
         self._states: dict[str, None] = {}
         self._given: set[int] = set()
@@ -47,11 +48,14 @@ class Origins(TorchFunctionMode):
         finally:
             self._site = None
 
-    def gives(self, results: Sequence[Tensor]) -> None:
-        """A call has given these."""
+    def gives(
+        self, results: Sequence[Tensor], left: Mapping[str, Tensor], read: dict[str, Tensor]
+    ) -> None:
+        """A call has given these, and has left others in attributes: those read go to `read`."""
         for tensor in results:
             self._inside.pop(id(tensor), None)
             self._outside[id(tensor)] = tensor
+        self._left |= {id(tensor): (tensor, name, read) for name, tensor in left.items()}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
@@ -71,7 +75,10 @@ class Origins(TorchFunctionMode):
     def _check(self, tensor: Tensor) -> None:
         key = id(tensor)
         if self._site is None:
-            if key in self._inside:
+            if key in self._left:
+                _, name, read = self._left[key]
+                read[name] = tensor
+            elif key in self._inside:
                 raise Wider(self._inside[key][1], "a tensor that it makes is read by other code")
         elif key in self._names:
             self._states[self._names[key]] = None

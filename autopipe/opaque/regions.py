@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from autopipe.errors import CaptureError, ModelError
 from autopipe.frontend import user_lines
+from autopipe.frontend.construct import fake_copy
 from autopipe.ir import opaque_ops
 from autopipe.ir.graph import BATCH, REGION_OP, Graph, Node
 from autopipe.ir.torch_patches import one_process
@@ -30,12 +31,11 @@ from autopipe.ir.torch_private import (
     is_fake,
     lend,
     no_saved_tensors_hooks,
-    skeleton,
     storage_key,
 )
-from autopipe.opaque.sites import Site, SiteCall, call, standing_in
+from autopipe.opaque.sites import Site, SiteCall, call, left_in, standing_in
 from autopipe.opaque.states import state_of
-from autopipe.opaque.trees import distinct_tensors, from_text, parts_of, to_text, whole_of
+from autopipe.opaque.trees import distinct_tensors, from_text, parts_of, returned, to_text, whole_of
 from autopipe.planfile.regions import Region, Result
 from autopipe.util import dims
 
@@ -135,7 +135,14 @@ def _op(running: Running, model: nn.Module, given: Sequence[Tensor], rows: Any) 
         region.random,
         running.key,
     )
-    return whole_of(from_text(region.gives), made)
+    given_back = whole_of(from_text(region.gives), made)
+    if not region.left:
+        return given_back
+    returned_alone, left = given_back
+    for name, tensor in left.items():
+        path, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(path), attribute, tensor)
+    return returned_alone
 
 
 def _site(region: Region) -> Site:
@@ -227,12 +234,15 @@ def _called(running: Running, tensors: Sequence[Tensor], written: Sequence[Tenso
     for name, tensor in zip(names, (*tensors[count:], *copies), strict=True):
         _put(homes[name], tensor)
     args, kwargs = whole_of(from_text(region.given), tensors[:count])
+    before = left_in(model, _site(region)) if region.left else {}
     with one_process() if torch.distributed.is_initialized() else nullcontext():
         made = call(model, _site(region))(*args, **kwargs)
     for name, own in zip(region.written, written, strict=True):
         with torch.no_grad():
             own.copy_(state_of(model, name))
-    return made
+    now = left_in(model, _site(region)) if region.left else {}
+    left = {n: now[n] for n in region.left if n in now and now[n] is not before.get(n)}
+    return returned(made, left)
 
 
 Homes = Mapping[str, Sequence[tuple[nn.Module, str]]]
@@ -246,7 +256,7 @@ def _copy(running: Running) -> nn.Module:
     """
     copies: dict[int, nn.Module] = vars(_copies).setdefault("by_number", {})
     if running.number not in copies:
-        made = skeleton(running.model)
+        made = fake_copy(running.model)
         if made.training != running.training:
             made.train(running.training)
         copies[running.number] = made

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from autopipe.ir.torch_private import hooks_put_aside
 from autopipe.planfile.regions import WHOLE
@@ -117,6 +117,17 @@ def call(model: nn.Module, site: Site) -> Callable[..., Any]:
     module = model.get_submodule(site.module)
     found: Callable[..., Any] = module if site.method == WHOLE else getattr(module, site.method)
     return found
+
+
+def left_in(model: nn.Module, site: Site) -> dict[str, Tensor]:
+    """The tensors in plain attributes of a site's module and of those in it, by their names."""
+    modules = model.get_submodule(site.module).named_modules(prefix=site.module)
+    return {
+        f"{path}.{name}".lstrip("."): value
+        for path, module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, Tensor)
+    }
 
 
 def with_siblings(model: nn.Module, site: Site) -> list[Site]:

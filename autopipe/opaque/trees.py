@@ -33,6 +33,11 @@ def distinct_tensors(tree: Any) -> list[Tensor]:
     return list({id(tensor): tensor for tensor in tensors_in(tree)}.values())
 
 
+def returned(made: Any, left: Mapping[str, Tensor]) -> Any:
+    """What a call gives: what it returns, with what it leaves in attributes, if anything."""
+    return (made, dict(left)) if left else made
+
+
 class Slot(NamedTuple):
     """In a tree, the tensor of this number."""
 

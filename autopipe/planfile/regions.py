@@ -53,6 +53,8 @@ class Region:
         launches: the ops that it runs in forward.
         seen: whether what it keeps could be seen; else `saved` is all that it makes (torch.func
             does not run where anybody looks).
+        left: the attributes, by their names in the model, in which it leaves tensors that are read
+            after it; `gives` and `results` have them too.
     """
 
     module: str
@@ -70,10 +72,11 @@ class Region:
     keeps: tuple[int, ...]
     launches: int
     seen: bool = True
+    left: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
         """The call as a plan and the graph show it: `encoder.route()#1`."""
-        method = "" if self.method == WHOLE else f"{self.method}()"
+        method = "" if self.method == WHOLE and self.module else f"{self.method}()"
         place = ".".join(filter(None, (self.module, method)))
         return f"{place}#{self.call}" if self.call else place

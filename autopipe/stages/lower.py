@@ -41,6 +41,7 @@ from autopipe.ir.graph import (
 from autopipe.ir.opaque_ops import KERNELS
 from autopipe.ir.opaque_ops import run as run_opaque
 from autopipe.ir.partition import Stage
+from autopipe.ir.torch_private import in_graph_module
 from autopipe.planfile.parts import Read
 from autopipe.planfile.placements import Placement
 from autopipe.stages.node_calls import (
@@ -124,9 +125,10 @@ def lower(
             continue
         after = [v for _, rest in runs[number + 1 :] for p in rest for v in graph.nodes[p].values()]
         home = block.module
-        path = next_call(home, pieces)  # a module called again, or a block in two pieces
+        own = in_graph_module(home)
+        path = next_call(own, pieces)  # a module called again, or a block in two pieces
         piece = emitter.piece(
-            root.get_submodule(home), home, nodes, {*after, *values_in(tuple(results))}
+            root.get_submodule(own), home, nodes, {*after, *values_in(tuple(results))}
         )
         pieces[path] = Recomputed(piece.module) if block.path in recompute else piece.module
         for value in piece.arguments:
@@ -146,10 +148,15 @@ def lower(
     return Lowered(stage, module, rows, tuple(emitter.low), ops)
 
 
+def parameters_of(module: nn.Module, names: Sequence[str]) -> list[nn.Parameter]:
+    """A stage's parameters by their names in the model."""
+    return [module.get_parameter(in_graph_module(name)) for name in names]
+
+
 def _install(root: nn.Module, stage: Stage, states: Mapping[str, Tensor]) -> None:
     """Register a stage's states under their dotted names, with plain modules on the way."""
     for name in stage.states:
-        *path, leaf = name.split(".")
+        *path, leaf = in_graph_module(name).split(".")
         module = root
         for part in path:
             if not hasattr(module, part):
@@ -223,7 +230,7 @@ class _Emitter:
     def load(self, into: fx.Graph, value: Value, env: dict[Value, fx.Node], prefix: str) -> None:
         """Bring a state into reach at its first use."""
         if isinstance(value, State) and value not in env:
-            env[value] = into.get_attr(value.name.removeprefix(prefix))
+            env[value] = into.get_attr(in_graph_module(value.name.removeprefix(prefix)))
 
     def argument(self, arg: Arg, env: Mapping[Value, Any]) -> Any:
         """An argument as fx takes it: nodes, integers, lists."""

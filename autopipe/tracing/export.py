@@ -34,11 +34,11 @@ from autopipe.opaque import branches, packed
 from autopipe.opaque.regions import Running, as_ops
 from autopipe.planfile.parts import InputSpec, Read
 from autopipe.tracing.low_precision import cast, parameters_in
-from autopipe.tracing.module_makes import restoring
+from autopipe.tracing.module_makes import left_by, restoring
 from autopipe.tracing.stubs import standing_in
 from autopipe.tracing.user_checkpoints import marking
 from autopipe.tracing.value_guards import NeedsNumbers, ReadsParameter, record, replay
-from autopipe.util import dims
+from autopipe.util import dims, dtypes
 
 
 class Program(nn.Module):
@@ -56,7 +56,8 @@ class Program(nn.Module):
         unsteady: the plain attributes and caches because of which a second run is another one.
         asked_for_others: not empty if it has asked whether there are other processes.
         otherwise: why the reads of a first run are not those of all others.
-        twins: modules whose parameters stand for the model's own where the loss reads them.
+        twins: modules whose parameters, and tensors in attributes, stand for the model's own where
+            the loss reads them.
         regions: the calls that are ops of a trace (`opaque.regions`).
     """
 
@@ -117,7 +118,8 @@ class Program(nn.Module):
             outputs = self.model(*args, **kwargs)
         if self.kept is not None and self.loss is not None:
             outputs = cast(outputs, self.kept, torch.float32)
-        loss = outputs_to_loss(outputs, batch, self.loss, self.model)
+        with left_by(self.model, self.twins if self.loss is not None else ()):
+            loss = outputs_to_loss(outputs, batch, self.loss, self.model)
         found = tuple(loss) if isinstance(loss, SumCount) else (loss,)
         if self._with_outputs:
             own = batches.flatten(plain_tree(outputs))
@@ -153,7 +155,8 @@ class Program(nn.Module):
     def refusal(self, error: Exception) -> CaptureError:
         """The `CaptureError` or `ModelError` for an error that a run of the model raised."""
         entries = ", ".join([*self._fixed, *(spec.path for spec in self._tensors)])
-        return refusals.of_its_own(error, self.loss, entries)
+        low = dtypes.name_of(self.kept) if self.kept is not None else ""
+        return refusals.of_its_own(error, self.loss, entries, low)
 
 
 def capture(

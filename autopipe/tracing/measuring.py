@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopipe.errors import CaptureError
+from autopipe.errors import AutopipeError, CaptureError
 from autopipe.frontend import batch as batches
 from autopipe.frontend import second_run
 from autopipe.frontend.quiet import libraries_hushed
@@ -106,7 +106,7 @@ class Measuring:
             logs = []
             for _ in range(2):
                 with torch.random.fork_rng(devices=[]):
-                    logs.append(second_run.calls_of(run))
+                    logs.append(self._calls_of(run, eager))
             names = changed()
         if names and logs[0] != logs[1]:
             raise CaptureError(
@@ -114,6 +114,14 @@ class Measuring:
                 "something else",
                 hint="keep it in a buffer, register_buffer, and write that in place",
             )
+
+    def _calls_of(self, run: Callable[[], None], eager: Program) -> tuple[Hashable, ...]:
+        try:
+            return second_run.calls_of(run)
+        except AutopipeError:
+            raise
+        except Exception as error:  # the user's code may raise anything
+            raise eager.refusal(error) from error
 
 
 def _as_code(chosen: Any, first: Any, second: Any, operands: Sequence[Any]) -> Any:

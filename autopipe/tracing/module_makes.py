@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.frontend.assigned_buffers import buffers_of, put
+from autopipe.ir.graph import tensors_in
 from autopipe.ir.torch_private import buffer_names, is_fake, storage_key
 
 INTERNAL = frozenset(vars(nn.Module())) | {"_is_full_backward_hook"}
@@ -166,17 +167,21 @@ def plain_values(spaces: list[Mapping[str, Any]]) -> Hashable:
 
 @contextmanager
 def restoring(*models: nn.Module) -> Iterator[Callable[[], tuple[str, ...]]]:
-    """Restore the buffers, plain attributes and hooks of models at the end of the block.
+    """Restore the buffers, plain attributes, objects in them, and hooks of models after the block.
 
     What a model keeps from one call to the next is then as before its first; the hooks too that it
     registers in its first call, as it notes that it has done so.
 
     Yields:
-        a function that gives the names of the plain attributes that have changed by now.
+        a function that gives the names of the plain attributes that have changed by now, or that
+        hold an object which has.
     """
     buffers = [(model, buffers_of(model)) for model in models]
     values = [(own, own.detach().clone()) for _, known in buffers for own in known.values()]
     plain = {module: _plain_attributes(module) for model in models for module in model.modules()}
+    objects = {id(value): value for known in plain.values() for value, _ in known.values()}
+    held = {key: _held(value) for key, value in objects.items()}
+    inside = {key: dict(vars(objects[key])) for key, holds in held.items() if holds is not None}
     names = {module: buffer_names(module) for module in plain}
     empty = [(module, n) for module in plain for n in names[module] if getattr(module, n) is None]
 
@@ -186,7 +191,8 @@ def restoring(*models: nn.Module) -> Iterator[Callable[[], tuple[str, ...]]]:
             f"{paths[module]}.{name}".strip(".")
             for module, known in plain.items()
             for name, value in vars(module).items()
-            if name not in INTERNAL and _differs(value, known.get(name))
+            if name not in INTERNAL
+            and (_differs(value, known.get(name)) or held.get(id(value)) != _held(value))
         )
 
     try:
@@ -195,15 +201,19 @@ def restoring(*models: nn.Module) -> Iterator[Callable[[], tuple[str, ...]]]:
         for module, known in plain.items():
             for name in vars(module).keys() - known.keys() - INTERNAL:
                 delattr(module, name)
-            for name, (value, inside) in known.items():
+            for name, (value, before) in known.items():
                 vars(module)[name] = value
                 if isinstance(value, list):
-                    value[:] = inside
+                    value[:] = before
                 elif isinstance(value, dict | set):
                     value.clear()
-                    value.update(inside)
-        for module, before in names.items():  # a first call may have registered some
-            for name in buffer_names(module) - before:
+                    value.update(before)
+        for key, items in inside.items():
+            if _held(objects[key]) != held[key]:
+                vars(objects[key]).clear()
+                vars(objects[key]).update(items)
+        for module, registered in names.items():  # a first call may have registered some
+            for name in buffer_names(module) - registered:
                 delattr(module, name)
         for module, name in empty:
             setattr(module, name, None)
@@ -214,11 +224,46 @@ def restoring(*models: nn.Module) -> Iterator[Callable[[], tuple[str, ...]]]:
                 own.copy_(was)
 
 
+@contextmanager
+def left_by(model: nn.Module, twins: Iterable[nn.Module]) -> Iterator[None]:
+    """Within, the twins have the tensors that forward has left in attributes of the model.
+
+    A loss finds there what a module computes beside its result (`self.aux_loss`); it may hold a
+    twin, where the model that runs is a copy without weights.
+    """
+    before: list[tuple[dict[str, Any], str, Any]] = []
+    for twin in twins:
+        own = dict(twin.named_modules())
+        for path, module in model.named_modules() if twin is not model else ():
+            for name, value in vars(module).items() if path in own else ():
+                if name not in INTERNAL and any(True for _ in tensors_in(value)):
+                    attributes = own[path].__dict__
+                    before.append((attributes, name, attributes.get(name, _MISSING)))
+                    attributes[name] = value
+    try:
+        yield
+    finally:
+        for attributes, name, value in reversed(before):  # one twin may be there twice
+            attributes[name] = value
+            if value is _MISSING:
+                del attributes[name]
+
+
+_MISSING = object()
+
+
 def _differs(value: Any, known: tuple[Any, Any] | None) -> bool:
     """Whether an attribute is another one than `_plain_attributes` has noted."""
     if known is None or value is not known[0]:
         return known is None or frozen(value, deep=False) != frozen(known[0], deep=False)
     return known[1] is not None and len(value) != len(known[1])
+
+
+def _held(value: Any) -> Hashable:
+    """What an object of a user's class holds, such as a schedule with a count of its own."""
+    others = (*VALUES, *FIXED, float, complex, tuple, list, dict, set, Tensor, nn.Module)
+    inside = None if isinstance(value, others) else getattr(value, "__dict__", None)
+    return frozen(dict(inside), deep=False) if inside else None
 
 
 def _plain_attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:

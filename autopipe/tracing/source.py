@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from autopipe.errors import CaptureError, ModelError
-from autopipe.frontend.construct import Factory, build_fake
+from autopipe.frontend.construct import Factory, build_fake, fake_copy
 from autopipe.frontend.loss import Loss
 from autopipe.frontend.quiet import libraries_hushed
 from autopipe.ir import torch_private
@@ -38,14 +38,14 @@ def bare(model: Source, say: Say | None = None) -> nn.Module:
     """A copy of the model with fake parameters; a given module itself is not changed."""
     with libraries_hushed(heard=True):
         if isinstance(model, nn.Module):
-            _check_shapes(model)
-            built = torch_private.skeleton(plain(model))
+            _check_tensors(model)
+            built = fake_copy(plain(model))
         else:
             built = build_fake(model, room=available_memory, say=say)
     if not isinstance(built, nn.Module):
         raise ModelError(f"model() gives a {type(built).__name__}, not an nn.Module")
     built = plain(built)
-    _check_shapes(built)
+    _check_tensors(built)
     first: dict[tuple[int, int], str] = {}
     for name, parameter in built.named_parameters():
         where = torch_private.storage_key(parameter), int(parameter.storage_offset())
@@ -58,8 +58,8 @@ def bare(model: Source, say: Say | None = None) -> nn.Module:
     return built
 
 
-def _check_shapes(model: nn.Module) -> None:
-    """Refuse a model whose lazy layers have not been called yet."""
+def _check_tensors(model: nn.Module) -> None:
+    """Refuse a model whose lazy layers have not been called yet, or with sparse buffers."""
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise ModelError(
@@ -67,6 +67,14 @@ def _check_shapes(model: nn.Module) -> None:
                 "which takes its shape from the first batch",
                 hint="call the model once on a batch where it is built: with torch.no_grad(): "
                 "net(**inputs(2))",
+            )
+    for name, buffer in model.named_buffers():
+        if buffer.layout != torch.strided:
+            kind = str(buffer.layout).removeprefix("torch.")
+            raise ModelError(
+                f"the buffer {name!r} is of layout {kind}, and stages have dense tensors alone",
+                hint="keep its indices and values as two buffers (x.new_zeros(...).index_add), or "
+                "tensor.to_dense()",
             )
 
 

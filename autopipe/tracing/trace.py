@@ -72,7 +72,7 @@ def trace(
     own: nn.Module | None = None,
     say: Say | None = None,
 ) -> Trace:
-    """Trace a model with fake parameters (`torch_private.skeleton`, `construct.build_fake`).
+    """Trace a model with fake parameters (`construct.fake_copy`, `.build_fake`).
 
     Args:
         batch: an example batch of at least two rows.

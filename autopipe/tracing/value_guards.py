@@ -288,7 +288,9 @@ class _Replaying(TorchFunctionMode):
                 f"{user_lines.here()}: "
                 f"Python reads a tensor here ({name}), where the record of the "
                 f"model's reads has {expected}",
-                hint="the model reads other tensors each time it runs (state kept between calls?)",
+                hint="the model reads other tensors each time it runs: it keeps a state between "
+                "calls, or goes through rows one by one (for row in x; x[rows, lengths - 1] "
+                "does it for all, with rows = torch.arange(len(x)))",
             )
         read = self._reads[index]
         if read.checked:

@@ -1,7 +1,7 @@
 """Run the first rows through the model and through its graph, and refuse a graph that differs.
 
     micro-batch 0    loss, each gradient, buffers      a branch, a hook, a custom backward lost
-    micro-batch 1    loss, buffers                     what is kept from one call to the next lost
+    micro-batch 1    the same                          what is kept from one call to the next lost
 
 Both have the same weights and run on the CPU, the graph as the module that a single stage runs.
 They call the same kernels, so most results are equal bit by bit. A model whose runs would take more
@@ -214,7 +214,7 @@ def _outcome(
     """Run both micro-batches; `run` takes the tensors of one, `states` gives what is kept now."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     found = Outcome()
-    for number, rows in enumerate(batches):
+    for rows in batches:
         leaves = batch.flatten(rows)
         wanted = [leaves[spec.path] for spec in specs if spec.dtype != "python"]
         results = run(*(leaf.clone() for leaf in wanted if isinstance(leaf, Tensor)))
@@ -223,8 +223,7 @@ def _outcome(
         found.losses.append(
             torch.stack([part.detach().double().reshape(()) for part in results[:2]])
         )
-        if number == 0 and loss.requires_grad:
-            found.gradients = _gradients(loss, trained)
+        found.gradients.append(_gradients(loss, trained) if loss.requires_grad else {})
         found.kept.append({name: state.detach().clone() for name, state in states().items()})
     return found
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from autopipe.errors import ModelError
-from autopipe.frontend.construct import build_fake, on_cpu
-from autopipe.ir.torch_private import is_fake, skeleton
+from autopipe.frontend.construct import build_fake, fake_copy, on_cpu
+from autopipe.ir.torch_private import is_fake
 from autopipe.planners.driver import make_plan
 from autopipe.tracing import source
 from tests.support.inprocess import machine
@@ -157,7 +157,7 @@ def test_lazy_layers_that_nobody_has_called_are_refused(model: source.Source) ->
 def test_the_skeleton_of_a_model_on_the_meta_device() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    found = skeleton(model)
+    found = fake_copy(model)
     for tensor in (*found.parameters(), *found.buffers()):
         assert is_fake(tensor) and tensor.device.type == "cpu"
 

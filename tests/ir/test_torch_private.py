@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from autopipe.frontend.construct import build_fake
+from autopipe.frontend.construct import build_fake, fake_copy
 from autopipe.ir import torch_private
 from tests.support.zoo import ZOO
 
@@ -66,7 +66,7 @@ class Tied(nn.Module):
         self.norm.weight.requires_grad_(False)
 
 
-@pytest.mark.parametrize("make", [lambda: build_fake(Tied), lambda: torch_private.skeleton(Tied())])
+@pytest.mark.parametrize("make", [lambda: build_fake(Tied), lambda: fake_copy(Tied())])
 def test_ties_flags_and_marks_on_parameters_are_kept(make):
     model = make()
     assert model.head.weight is model.embedding.weight
@@ -78,15 +78,13 @@ def test_ties_flags_and_marks_on_parameters_are_kept(make):
 
 def test_a_skeleton_is_another_model():
     model = Tied()
-    skeleton = torch_private.skeleton(model)
+    skeleton = fake_copy(model)
     skeleton.norm.running_mean.fill_(7)
     skeleton.eval()
     assert model.norm.running_mean.sum() == 0
     assert model.training
     assert not torch_private.is_fake(model.head.weight)
-    assert torch_private.is_fake(torch_private.skeleton(skeleton).head.weight), (
-        "a skeleton has a skeleton"
-    )
+    assert torch_private.is_fake(fake_copy(skeleton).head.weight), "a skeleton has a skeleton"
 
 
 def test_what_ops_write_and_what_they_view():

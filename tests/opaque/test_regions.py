@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from autopipe.errors import CaptureError, ModelError, PlanError, Uncaptured
+from autopipe.errors import CaptureError, ModelError, PlanError
 from autopipe.frontend import batch as batches
+from autopipe.frontend.construct import fake_copy
 from autopipe.ir.dataflow import analyse, is_random
 from autopipe.ir.fingerprint import fingerprint
 from autopipe.ir.graph import BATCH, REGION_OP
 from autopipe.ir.op_costs import costs
-from autopipe.ir.torch_private import skeleton
 from autopipe.opaque.trees import Slot, Struct, Unlike, from_text, to_text
 from autopipe.stages.dry_run import rehearse
 from autopipe.stages.saved_storages import SavedStorages
@@ -280,7 +280,8 @@ def test_a_rank_traces_the_same_graph_from_the_record_alone():
     traced = trace_model(model, inputs, square)
     batch = inputs(2)
     specs = batches.describe(batch, inputs(3), 2, 3)
-    again = trace(skeleton(model), batch, specs, square, reads=traced.reads, regions=traced.regions)
+    how = {"reads": traced.reads, "regions": traced.regions}
+    again = trace(fake_copy(model), batch, specs, square, **how)
     assert fingerprint(again.graph) == fingerprint(traced.graph)
 
 
@@ -404,15 +405,54 @@ class SideChannel(Net):
         return torch.vmap(torch.sin)(hidden)
 
 
+class LeavesASum(Net):
+    """A mixture that leaves a loss of its own, which the model's loss reads."""
+
+    def inside(self, hidden):
+        return self.route(self.middle(hidden))
+
+    def route(self, hidden):
+        self.left = hidden[hidden[:, 0] > 0.1].sum()
+        return hidden
+
+
+class IsGivenAside(Net):
+    """A call reads a tensor that other code has left in an attribute for it."""
+
+    def inside(self, hidden):
+        self.left = self.middle(hidden)
+        return self.second(hidden)
+
+    def second(self, hidden):
+        return torch.vmap(torch.sin)(hidden) + self.left
+
+
+def test_what_a_call_leaves_in_an_attribute_is_a_result_of_it_where_others_read_it():
+    assert regions_of(SideChannel) == ["first()"]
+    assert unlike(built(SideChannel)) == []
+    assert unlike(built(SideChannel), cuts=["relu/1"]) == []
+
+
+def test_a_loss_reads_it_too():
+    """Bug: it was refused, as a tensor that is read by other code."""
+    model = built(LeavesASum)
+
+    def loss(outputs, batch):
+        return square(outputs, batch) + 0.1 * model.left
+
+    assert unlike(model, loss) == []
+    assert trace_model(model, inputs, loss).regions[0].left == ("left",)
+
+
 def test_what_crosses_otherwise_than_as_a_tensor_widens_the_call():
-    assert regions_of(SideChannel) == ["inside()"]
+    assert regions_of(IsGivenAside) == ["inside()"]
 
 
-def test_lines_of_the_models_own_forward_are_refused_with_the_smallest_edit():
-    with pytest.raises(Uncaptured) as error:
-        trace_model(built(InTheModelItself), inputs, square)
-    assert f"{__file__}:" in str(error.value)
-    assert "move these lines to a method" in error.value.hint
+def test_lines_of_the_models_own_forward_make_all_of_it_run_as_it_is():
+    """Bug: it was refused; physics-informed models and those of forces take gradients there."""
+    model = built(InTheModelItself)
+    assert [region.name for region in trace_model(model, inputs, square).regions] == ["forward()"]
+    assert unlike(model) == []
 
 
 class DrawsInPython(Net):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.frontend import batch as batches
-from autopipe.ir import torch_private
+from autopipe.frontend.construct import fake_copy
 from autopipe.ir.blocks import find_blocks
 from autopipe.ir.dataflow import analyse
 from autopipe.ir.partition import partition
@@ -35,7 +35,7 @@ def trace_model(model, inputs, loss=None, *, rows=(2, 3), **options):
     specs = batches.describe(batch, inputs(rows[1]), *rows)
     options.setdefault("real", lambda: plain(model))
     options.setdefault("own", model)
-    return trace(torch_private.skeleton(plain(model)), batch, specs, loss, **options)
+    return trace(fake_copy(plain(model)), batch, specs, loss, **options)
 
 
 def traced_at(name: str, length: int, **options) -> Trace:

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from autopipe.errors import CaptureError
-from autopipe.ir import torch_private
+from autopipe.frontend.construct import fake_copy
 from autopipe.tracing.low_precision import SixteenBits, parameters_in
 from tests.support.staged import trace_model
 
@@ -38,7 +38,7 @@ def loss(outputs, batch):
 
 
 def test_within_parameters_are_of_16_bits_and_afterwards_as_they_were():
-    model = torch_private.skeleton(Tied())
+    model = fake_copy(Tied())
     before = dict(model.named_parameters())
     with parameters_in(model, BF16):
         assert {p.dtype for p in model.parameters()} == {BF16}

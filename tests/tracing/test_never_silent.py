@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from autopipe.errors import CaptureError
+from autopipe.errors import CaptureError, ModelError
 from autopipe.stages.lower import lower
+from autopipe.tracing.source import bare
 from tests.support.odd_models import ROWS, Net, built, inputs, square, unlike
 from tests.support.staged import split, trace_model
 
@@ -210,6 +211,46 @@ def test_a_table_that_transformers_keeps_by_its_size_is_made_anew_in_a_trace():
             return self.middle(hidden) + self.table(hidden.shape[0])
 
     assert unlike(built(Sized)) == []
+
+
+class LeavesALoss(Net):
+    """Leaves a loss of its own in an attribute, as mixtures of experts do."""
+
+    def begin(self):
+        self.extra = None
+
+    def inside(self, hidden):
+        hidden = self.middle(hidden)
+        self.extra = hidden.square().mean()
+        return hidden
+
+
+def test_a_loss_finds_what_forward_has_left_in_an_attribute():
+    """Bug: it found nothing, or what an earlier run had left; a copy of the model is traced."""
+    model = built(LeavesALoss)
+    assert unlike(model, lambda outputs, batch: square(outputs, batch) + 0.1 * model.extra) == []
+    assert model.extra.grad_fn is not None, "eager has run; a trace of a copy leaves no mark"
+
+
+class HooksAround(Net):
+    """An adapter that a hook adds, and a list in which another keeps what it sees."""
+
+    def begin(self):
+        self.adapter, self.seen = nn.Linear(8, 8), []
+        self.middle.register_forward_hook(lambda layer, args, made: made + self.adapter(args[0]))
+        self.adapter.register_forward_hook(lambda layer, args, made: self.seen.append(made))
+
+    def inside(self, hidden):
+        self.seen.clear()
+        return self.middle(hidden) * self.seen[-1]
+
+
+def test_a_copy_of_a_model_has_hooks_of_its_own():
+    """Bug: a hook called the adapter of the model that was copied, under no name of the copy's: a
+    rank that was given the model refused the plan of the function that builds it."""
+    assert unlike(built(HooksAround)) == []
+    names = [node.name for node in trace_model(built(HooksAround), inputs, square).graph.nodes]
+    assert "adapter/linear/0" in names
 
 
 class NormedWeight(Net):
@@ -576,6 +617,25 @@ class InnerGradient(Net):
         return made + slope
 
 
+class SparseTable(Net):
+    """Neighbours in a graph, as many libraries keep them."""
+
+    def begin(self):
+        self.register_buffer("neighbours", torch.eye(8).to_sparse())
+
+    def inside(self, hidden):
+        return torch.sparse.mm(self.neighbours, hidden.T).T
+
+
+def test_a_sparse_buffer_is_refused_by_its_name():
+    """Bug: NotImplementedError, and a traceback."""
+    with pytest.raises(
+        ModelError, match="the buffer 'neighbours' is of layout sparse_coo"
+    ) as error:
+        bare(built(SparseTable))
+    assert "hint: keep its indices and values as two buffers" in str(error.value)
+
+
 class Loops(Net):
     def inside(self, hidden):
         def more(count, made):
@@ -615,6 +675,34 @@ def test_a_rank_refuses_what_its_plan_has_no_region_for(kind):
     """The plan was made of another version of the file; to plan again gives a region."""
     with pytest.raises(CaptureError, match="in(side| no graph)|no graph has it"):
         trace_model(built(kind), inputs, square, reads=())
+
+
+class Weights(nn.Module):
+    """A parameter, a buffer and a module under names that fx's own graphs of code have."""
+
+    def __init__(self):
+        super().__init__()
+        self.code = nn.Parameter(torch.full((8,), 1.5))
+        self.register_buffer("meta", torch.full((8,), 0.5))
+        self.graph = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+
+    def forward(self, hidden):
+        return self.graph(hidden * self.code) + self.meta
+
+
+class WordsOfFx(Net):
+    def begin(self):
+        self.graph = nn.Sequential(Weights(), Weights())
+        self.code = nn.Parameter(torch.full((8,), 0.5))
+
+    def inside(self, hidden):
+        return self.graph(hidden) * self.code
+
+
+def test_names_that_graphs_of_code_have_themselves():
+    """Bug: "Code has not been generated! Please report a bug to PyTorch"."""
+    assert unlike(built(WordsOfFx)) == []
+    assert unlike(built(WordsOfFx), cuts=["graph.1/mul/0"]) == []
 
 
 class WordsOfPython(Net):

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from autopipe.errors import CaptureError
+from autopipe.frontend.construct import fake_copy
 from autopipe.ir.fingerprint import fingerprint
-from autopipe.ir.torch_private import skeleton
 from autopipe.opaque.trees import Unlike
 from autopipe.tracing import trace as tracing
 from autopipe.tracing.module_calls import ModuleCall
@@ -493,7 +493,7 @@ def test_a_block_that_errs_voids_what_was_told_of_others():
         def forward(self, x):
             return super().forward(getattr(torch, next(turn))(x))
 
-    likeness = Likeness(model := skeleton(Stack(AsksTheTurn)))
+    likeness = Likeness(model := fake_copy(Stack(AsksTheTurn)))
     with likeness.watching():
         model(torch.ones(2, 4))
     assert likeness.misled

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from autopipe.errors import CaptureError, ModelError
 from autopipe.frontend import batch as batches
-from autopipe.ir import torch_private
+from autopipe.frontend.construct import fake_copy
 from autopipe.ir.fingerprint import fingerprint
 from autopipe.ir.graph import BATCH, Autocast, Ref, State
 from autopipe.tracing.exported_nodes import LOSS_SCOPE
@@ -100,7 +100,7 @@ def at_rows(case_or_model, inputs, loss, count):
     """A trace with the number of rows baked in, as a batch of `count` rows gives it."""
     batch = inputs(count)
     specs = batches.describe(inputs(2), inputs(3), 2, 3)
-    skeleton = torch_private.skeleton(case_or_model)
+    skeleton = fake_copy(case_or_model)
     real = lambda: case_or_model  # noqa: E731
     return trace(skeleton, batch, specs, loss, symbolic=False, real=real).graph
 
@@ -452,7 +452,7 @@ def test_tracing_leaves_the_model_as_it_was(name):
 
 def test_a_skeleton_can_be_traced_again_and_gives_the_same():
     case = ZOO["unet"]
-    skeleton = torch_private.skeleton(case.model())
+    skeleton = fake_copy(case.model())
     specs = batches.describe(case.inputs(2), case.inputs(3), 2, 3)
     first, second = (trace(skeleton, case.inputs(2), specs, case.loss).graph for _ in range(2))
     assert str(first) == str(second)

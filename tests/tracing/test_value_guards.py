@@ -10,6 +10,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopipe.errors import CaptureError, ModelError
+from autopipe.frontend.construct import fake_copy
 from autopipe.ir import torch_private
 from autopipe.ir.graph import READ_OP
 from autopipe.planfile.parts import Read
@@ -153,7 +154,7 @@ def test_a_trace_with_a_record_asks_nobody():
         return bool(x.sum() > 0)
 
     first = traced(read)
-    model = torch_private.skeleton(Reader(read))
+    model = fake_copy(Reader(read))
     zeros = {"x": torch.zeros(2, 3)}
     again = trace(model, zeros, first.inputs, reads=first.reads)
     assert str(again.graph) == str(first.graph)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from benchmarks.zoo.odd.common import Net, odd, sequences
+from benchmarks.zoo.odd.common import Net, odd, sequences, square, vectors
 
 
 @odd()
@@ -260,3 +262,70 @@ class SortedRows(Net):
     def inside(self, hidden: Tensor) -> Tensor:
         values, order = hidden.sort(-1)
         return torch.zeros_like(hidden).scatter_add(-1, order, values * 0.5) + hidden
+
+
+class _Routed(nn.Module):
+    """Experts by a mask, and a loss of their balance in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(16, 3)
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.balance: Tensor | None = None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden [b, 16] -> the same."""
+        shares = self.router(hidden).softmax(-1)
+        weight, chosen = shares.max(-1)
+        self.balance = shares.square().sum(-1).mean()
+        made = torch.zeros_like(hidden)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero().flatten()
+            made = made.index_add(0, rows, weight[rows, None] * expert(hidden[rows]))
+        return made
+
+
+def with_balance(outputs: Any, batch: Any) -> Tensor:
+    """What the model gives beside its output is the mean of its mixtures' losses."""
+    found, balance = outputs
+    return square(found, batch) + 0.01 * balance
+
+
+@odd(vectors, with_balance)
+class LeavesLoss(Net):
+    """Mixtures that leave a loss in an attribute, where the model reads it."""
+
+    def begin(self) -> None:
+        self.mixtures = nn.ModuleList(_Routed() for _ in range(2))
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        for mixture in self.mixtures:
+            hidden = hidden + mixture(hidden)
+        return hidden
+
+    def forward(self, x: Tensor) -> Any:
+        found = super().forward(x)
+        return found, sum(mixture.balance for mixture in self.mixtures)
+
+
+@odd()
+class NamesOfGraphs(Net):
+    """Names that a graph of code has itself: `graph`, `code` and `meta`."""
+
+    def begin(self) -> None:
+        self.graph = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+        self.code = nn.Parameter(torch.ones(16))
+        self.register_buffer("meta", torch.full((16,), 0.5))
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        return self.graph(hidden * self.code) + self.meta
+
+
+@odd()
+class AdapterByHook(Net):
+    """An adapter that a hook of a frozen layer adds, as those are that change no code."""
+
+    def begin(self) -> None:
+        self.first.requires_grad_(False)
+        self.adapter = nn.Sequential(nn.Linear(16, 2, bias=False), nn.Linear(2, 16, bias=False))
+        self.first.register_forward_hook(lambda layer, args, made: made + self.adapter(args[0]))

@@ -35,6 +35,36 @@ class Counter(Net):
         return self.middle(hidden) * self.count
 
 
+class Annealed(Net):
+    """Bug: one call changes too little of the loss to be told from rounding."""
+
+    def begin(self):
+        self.step = 0
+
+    def inside(self, hidden):
+        self.step += 1
+        return self.middle(hidden) / (1 - self.step / 50_000)
+
+
+class Schedule:
+    def __init__(self):
+        self.calls = 0
+
+    def temperature(self):
+        self.calls += 1
+        return 1 - self.calls / 50_000
+
+
+class AnnealedByAnObject(Net):
+    """Bug: the attribute is the same object, which has changed."""
+
+    def begin(self):
+        self.schedule = Schedule()
+
+    def inside(self, hidden):
+        return self.middle(hidden) / self.schedule.temperature()
+
+
 class Previous(Net):
     def begin(self):
         self.mean = torch.zeros(8)
@@ -67,17 +97,23 @@ class FirstInABuffer(Net):
         return self.middle(hidden) + self.table
 
 
-KEPT = {Counter: "count", Previous: "mean", First: "cache", FirstInABuffer: "table"}
+KEPT = {
+    Counter: "count",
+    Annealed: "step",
+    AnnealedByAnObject: "schedule",
+    Previous: "mean",
+    First: "cache",
+    FirstInABuffer: "table",
+}
 
 
 @pytest.mark.parametrize("kind", KEPT, ids=lambda kind: kind.__name__)
 def test_what_is_kept_in_an_attribute_is_refused_by_its_name(kind):
     """The graph is that of a first call; from the second micro-batch on it would be another one."""
     said = refusal(built(kind))
-    assert "its loss in a second micro-batch is " in said
-    assert (
-        f"which is that of a first call; it keeps {KEPT[kind]}\nhint: keep it in a buffer" in said
-    )
+    assert " in a second micro-batch " in said
+    assert "which is that of a first call" in said
+    assert f"it keeps {KEPT[kind]}\nhint: keep it in a buffer" in said
 
 
 @pytest.mark.parametrize("kind", KEPT, ids=lambda kind: kind.__name__)
