@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopipe.checking.compare import TensorRow
-from autopipe.planfile.again import repeated
+from autopipe.planfile.again import offloaded, repeated
 from autopipe.planfile.contents import Plan
 
 
@@ -96,6 +96,7 @@ class Comparison:
                 "zero": self.plan.zero,
                 "compiled": self.plan.compiled,
                 "recompute": list(self.again),
+                "offload": list(offloaded(self.plan)),
             },
             "reduced": list(self.reduced),
             "notes": list(self.notes),

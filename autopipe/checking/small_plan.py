@@ -14,7 +14,7 @@ from typing import Any
 from autopipe.checking.fit import Degrees
 from autopipe.cluster.cluster import Cluster, Device, Group, Link, NodeGroup
 from autopipe.frontend.model_file import ModelFile
-from autopipe.planfile.again import named, repeated
+from autopipe.planfile.again import named, offloaded, repeated
 from autopipe.planfile.contents import Plan, signed
 from autopipe.planfile.parts import Batch, Mesh, Place
 from autopipe.planners.driver import make_plan
@@ -66,6 +66,7 @@ def words_of(plan: Plan) -> dict[str, Any]:
         "compile": plan.compiled,
         "zero": plan.zero,
         "recompute": _recomputed(plan) or "none",
+        "offload": _offloaded(plan) or "off",
         "loss_over": plan.loss_over,
         "loss_parts": plan.loss_parts or "off",
         "lengths": plan.lengths,
@@ -97,6 +98,18 @@ def _recomputed(plan: Plan) -> list[str]:
     for path, ops in single.items():
         found |= dict.fromkeys(named(first.get(path, path), op) for op in ops)
     return [*found]
+
+
+def _offloaded(plan: Plan) -> list[str]:
+    """What is offloaded, by names that a smaller model has too: classes, or of a class whose others
+    run again the second member, which then does not."""
+    away, again = {*offloaded(plan)}, repeated(plan, plan.stages)
+    running = {path for own in again for path in own.blocks}
+    return [
+        kind.members[1] if running & {*kind.members} else kind.name
+        for kind in plan.blocks
+        if away & {*kind.members}
+    ]
 
 
 def planned(file: ModelFile, degrees: Degrees, words: dict[str, Any], say: Say) -> Plan:

@@ -44,6 +44,7 @@ def check(
     ] = None,
     zero: Annotated[int | None, typer.Option(help="As `plan` has it.")] = None,
     recompute: Annotated[list[str] | None, typer.Option(help="As `plan` has it.")] = None,
+    offload: Annotated[list[str] | None, typer.Option(help="As `plan` has it.")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Rows of the whole batch.")] = None,
     cluster: Annotated[
         str | None, typer.Option(help="Plan for this cluster, and check that plan.")
@@ -72,6 +73,7 @@ def check(
         "compile": compile,
         "zero": zero,
         "recompute": recompute,
+        "offload": offload,
         "loss_parts": loss_parts,
     }
     asked = {name: value for name, value in words.items() if value is not None}

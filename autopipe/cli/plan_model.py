@@ -87,6 +87,13 @@ def plan(
             "block attention, norms or activations; or an op by a node's name. May be repeated."
         ),
     ] = None,
+    offload: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Keep what backward needs in the host's memory: auto, off, all, a class of "
+            "blocks, or a block. May be repeated."
+        ),
+    ] = None,
     memory: Annotated[
         str | None, typer.Option(help="Limit of every device, as 24GiB; or of each, with commas.")
     ] = None,
@@ -159,6 +166,7 @@ def plan(
         compile=compile,
         zero=zero,
         recompute=recompute,
+        offload=offload,
         memory=memory,
         planner=planner,
         sequence_parallel=sequence,

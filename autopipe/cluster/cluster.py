@@ -83,6 +83,8 @@ class Device:
         kernels: ops by name that are neither as fast as their bytes nor as a matmul; on a CPU a
             tanh computes for longer than it reads.
         rough: figures that are only roughly so, each with the reason.
+        host: bytes a second between its memory and that of its host, in one direction, beside what
+            it computes; 0: nobody has said, or they are the same.
     """
 
     kind: str
@@ -94,6 +96,7 @@ class Device:
     half: float = 0.0
     kernels: dict[str, Kernel] = field(default_factory=dict)
     rough: tuple[str, ...] = ()
+    host: float = 0.0
 
     def __str__(self) -> str:
         rates = ", ".join(f"{dtype} {rate / 1e12:.3g}" for dtype, rate in self.flops.items())

@@ -31,8 +31,9 @@ class Datasheet:
     the nominal GiB, and another sixteenth below on GDDR6 with error correction (L4, L40S, T4).
     `flops` are peaks by dtype, where the device has the dtype; fp32 is without TF32, as torch
     computes unless told otherwise. `within` and `between` name the `LINKS` that join it to a
-    device of its node and of another node in the machines it is usually sold in. `matmul_share` is
-    the share of the peaks that large matmuls reach, `steady` the share of that in a long run.
+    device of its node and of another node in the machines it is usually sold in, `host` the one to
+    its host's memory, its own plug. `matmul_share` is the share of the peaks that large matmuls
+    reach, `steady` the share of that in a long run.
     """
 
     memory: float
@@ -40,6 +41,7 @@ class Datasheet:
     bandwidth: float
     within: str
     between: str
+    host: str
     source: str
     matmul_share: float = MATMUL_SHARE
     steady: float = STEADY
@@ -81,6 +83,13 @@ LINKS: dict[str, LinkSheet] = {
     "PCIe 5 x16": LinkSheet(_PCIE, 63e9, f"https://en.wikipedia.org/wiki/PCI_Express; {_NCCL}"),
     "PCIe 3 x16": LinkSheet(_PCIE, 15.75e9, f"https://en.wikipedia.org/wiki/PCI_Express; {_NCCL}"),
     "PCIe 4 x16": LinkSheet(_PCIE, 31.5e9, f"https://en.wikipedia.org/wiki/PCI_Express; {_NCCL}"),
+    # To the memory of the host: 900 GB/s both ways together, of a GB200 for two devices.
+    "NVLink-C2C": LinkSheet(
+        _PCIE, 450e9, "https://www.nvidia.com/en-us/data-center/grace-hopper-superchip/"
+    ),
+    "NVLink-C2C, half": LinkSheet(
+        _PCIE, 225e9, "https://www.nvidia.com/en-us/data-center/gb200-nvl72/"
+    ),
     # One card a GPU, as in DGX-2 (EDR), DGX A100 (HDR) and DGX H100 (NDR).
     "InfiniBand EDR": LinkSheet(
         _NETWORK, 12.5e9, f"https://en.wikipedia.org/wiki/InfiniBand; {_NCCL}"
@@ -107,6 +116,7 @@ DEVICES: dict[str, Datasheet] = {
         bandwidth=1.555e12,
         within="NVLink 3",
         between="InfiniBand HDR",
+        host="PCIe 4 x16",
         source="https://www.nvidia.com/en-us/data-center/a100/ (SXM)",
         matmul_share=271.2 / 312,
     ),
@@ -116,6 +126,7 @@ DEVICES: dict[str, Datasheet] = {
         bandwidth=2.039e12,
         within="NVLink 3",
         between="InfiniBand HDR",
+        host="PCIe 4 x16",
         source="https://www.nvidia.com/en-us/data-center/a100/ (SXM)",
         matmul_share=271.2 / 312,
     ),
@@ -125,6 +136,7 @@ DEVICES: dict[str, Datasheet] = {
         bandwidth=1.935e12,
         within="PCIe 4 x16",
         between="100 GbE",
+        host="PCIe 4 x16",
         source="https://www.nvidia.com/en-us/data-center/a100/ (PCIe)",
         matmul_share=252.9 / 312,
     ),
@@ -134,6 +146,7 @@ DEVICES: dict[str, Datasheet] = {
         bandwidth=3.35e12,
         within="NVLink 4",
         between="InfiniBand NDR",
+        host="PCIe 5 x16",
         source="https://www.nvidia.com/en-us/data-center/h100/ (SXM)",
         matmul_share=794.5 / 989,
         steady=STEADY_NEWER,
@@ -144,6 +157,7 @@ DEVICES: dict[str, Datasheet] = {
         bandwidth=4.8e12,
         within="NVLink 4",
         between="InfiniBand NDR",
+        host="PCIe 5 x16",
         source="https://www.nvidia.com/en-us/data-center/h200/ (SXM)",
         matmul_share=794.5 / 989,
         steady=STEADY_NEWER,
@@ -154,6 +168,7 @@ DEVICES: dict[str, Datasheet] = {
         bandwidth=0.9e12,
         within="NVLink 2",
         between="InfiniBand EDR",
+        host="PCIe 3 x16",
         source="https://www.nvidia.com/en-us/data-center/v100/ (SXM2)",
     ),
     "L40S": Datasheet(
@@ -162,6 +177,7 @@ DEVICES: dict[str, Datasheet] = {
         bandwidth=0.864e12,
         within="PCIe 4 x16",
         between="100 GbE",
+        host="PCIe 4 x16",
         source="https://www.nvidia.com/en-us/data-center/l40s/",
     ),
     "L4": Datasheet(
@@ -170,6 +186,7 @@ DEVICES: dict[str, Datasheet] = {
         bandwidth=0.3e12,
         within="PCIe 4 x16",
         between="100 GbE",
+        host="PCIe 4 x16",
         source="https://www.nvidia.com/en-us/data-center/l4/",
     ),
     "T4": Datasheet(
@@ -178,6 +195,7 @@ DEVICES: dict[str, Datasheet] = {
         bandwidth=0.32e12,
         within="PCIe 3 x16",
         between="100 GbE",
+        host="PCIe 3 x16",
         source="https://www.nvidia.com/en-us/data-center/tesla-t4/",
     ),
     "RTX4090": Datasheet(
@@ -186,6 +204,7 @@ DEVICES: dict[str, Datasheet] = {
         bandwidth=1.008e12,
         within="PCIe 4 x16",
         between="100 GbE",
+        host="PCIe 4 x16",
         source="https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf",
     ),
     "H100-PCIe-80GB": Datasheet(
@@ -194,6 +213,7 @@ DEVICES: dict[str, Datasheet] = {
         bandwidth=2.0e12,
         within="PCIe 5 x16",
         between="InfiniBand NDR",
+        host="PCIe 5 x16",
         source="https://www.nvidia.com/en-us/data-center/h100/ (PCIe)",
         steady=STEADY_NEWER,
     ),
@@ -203,6 +223,7 @@ DEVICES: dict[str, Datasheet] = {
         bandwidth=2.4e12,
         within="NVLink 4",
         between="InfiniBand NDR",
+        host="PCIe 5 x16",
         source="https://github.com/pytorch/torchtitan/tree/main/benchmarks (96GB HBM2e, 500 W)",
         # Power goes with the cube of the clock: 500 W of H100's 700.
         matmul_share=794.5 / 989 * (500 / 700) ** (1 / 3),
@@ -214,6 +235,7 @@ DEVICES: dict[str, Datasheet] = {
         bandwidth=3.35e12,
         within="NVLink 4, H800",
         between="InfiniBand NDR",
+        host="PCIe 5 x16",
         source="https://lenovopress.lenovo.com/lp1814 (SXM)",
         matmul_share=794.5 / 989,
         steady=STEADY_NEWER,
@@ -224,6 +246,7 @@ DEVICES: dict[str, Datasheet] = {
         bandwidth=8e12,
         within="NVLink 5",
         between="InfiniBand NDR",
+        host="PCIe 5 x16",
         source="https://www.nvidia.com/en-us/data-center/hgx/ (HGX B200)",
         matmul_share=1745 / 2250,
         steady=STEADY_NEWER,
@@ -234,6 +257,7 @@ DEVICES: dict[str, Datasheet] = {
         bandwidth=8e12,
         within="NVLink 5",
         between="InfiniBand NDR",
+        host="NVLink-C2C, half",
         source="https://www.nvidia.com/en-us/data-center/gb200-nvl72/",
         matmul_share=1822 / 2500,
         steady=STEADY_NEWER,
@@ -244,6 +268,7 @@ DEVICES: dict[str, Datasheet] = {
         bandwidth=8e12,
         within="NVLink 5",
         between="InfiniBand XDR",
+        host="PCIe 5 x16",
         source="https://www.nvidia.com/en-us/data-center/hgx/ (HGX B300)",
         matmul_share=1769 / 2250,
         steady=STEADY_NEWER,
@@ -254,6 +279,7 @@ DEVICES: dict[str, Datasheet] = {
         bandwidth=0.9e12,
         within="NVLink 2",
         between="InfiniBand EDR",
+        host="PCIe 3 x16",
         source="https://www.nvidia.com/en-us/data-center/v100/ (SXM2)",
     ),
     "A10G": Datasheet(
@@ -262,6 +288,7 @@ DEVICES: dict[str, Datasheet] = {
         bandwidth=0.6e12,
         within="PCIe 4 x16",
         between="100 GbE",
+        host="PCIe 4 x16",
         source="https://aws.amazon.com/ec2/instance-types/g5/",
     ),
     "RTX3090": Datasheet(
@@ -270,6 +297,7 @@ DEVICES: dict[str, Datasheet] = {
         bandwidth=0.936e12,
         within="PCIe 4 x16",
         between="100 GbE",
+        host="PCIe 4 x16",
         source="https://images.nvidia.com/aem-dam/en-zz/Solutions/geforce/ampere/pdf/NVIDIA-ampere-GA102-GPU-Architecture-Whitepaper-V1.pdf",
     ),
     "RTXA6000": Datasheet(
@@ -278,6 +306,7 @@ DEVICES: dict[str, Datasheet] = {
         bandwidth=0.768e12,
         within="PCIe 4 x16",
         between="100 GbE",
+        host="PCIe 4 x16",
         source="https://www.nvidia.com/en-us/design-visualization/rtx-a6000/",
     ),
     "A40": Datasheet(
@@ -286,6 +315,7 @@ DEVICES: dict[str, Datasheet] = {
         bandwidth=0.696e12,
         within="PCIe 4 x16",
         between="100 GbE",
+        host="PCIe 4 x16",
         source="https://www.nvidia.com/en-us/data-center/a40/",
     ),
     "A800-80GB": Datasheet(
@@ -294,6 +324,7 @@ DEVICES: dict[str, Datasheet] = {
         bandwidth=2.039e12,
         within="NVLink 3, A800",
         between="InfiniBand HDR",
+        host="PCIe 4 x16",
         source="https://lenovopress.lenovo.com/lp1813 (SXM)",
         matmul_share=271.2 / 312,
     ),
@@ -303,6 +334,7 @@ DEVICES: dict[str, Datasheet] = {
         bandwidth=4.0e12,
         within="NVLink 4",
         between="InfiniBand NDR",
+        host="NVLink-C2C",
         source="https://www.nvidia.com/en-us/data-center/grace-hopper-superchip/ (96 GB)",
         matmul_share=794.5 / 989,
         steady=STEADY_NEWER,
@@ -313,6 +345,7 @@ DEVICES: dict[str, Datasheet] = {
         bandwidth=3.28e12 / 2,
         within="Infinity Fabric 3",
         between="InfiniBand HDR",
+        host="PCIe 4 x16",
         source="https://www.amd.com/en/products/accelerators/instinct/mi200.html (one of two dies)",
     ),
     "MI300X": Datasheet(
@@ -321,6 +354,7 @@ DEVICES: dict[str, Datasheet] = {
         bandwidth=5.3e12,
         within="Infinity Fabric 4",
         between="InfiniBand NDR",
+        host="PCIe 5 x16",
         source="https://www.amd.com/en/products/accelerators/instinct/mi300.html",
         matmul_share=668.4 / 1307,
     ),
@@ -330,6 +364,7 @@ DEVICES: dict[str, Datasheet] = {
         bandwidth=6.0e12,
         within="Infinity Fabric 4",
         between="InfiniBand NDR",
+        host="PCIe 5 x16",
         source="https://www.amd.com/en/products/accelerators/instinct/mi300/mi325x.html",
         matmul_share=784.9 / 1307,
     ),
@@ -339,6 +374,7 @@ DEVICES: dict[str, Datasheet] = {
         bandwidth=8.0e12,
         within="Infinity Fabric 4, MI355X",
         between="InfiniBand NDR",
+        host="PCIe 5 x16",
         source="https://www.amd.com/en/products/accelerators/instinct/mi350/mi355x.html",
         matmul_share=1565 / 2500,
         steady=STEADY_NEWER,

@@ -209,6 +209,7 @@ def _device(kind: str, sheet: datasheets.Datasheet) -> Device:
         launch=efficiency.LAUNCH,
         source=f"{share:.0%} of the peaks of {sheet.source}",
         half=efficiency.HALF,
+        host=_link(datasheets.LINKS[sheet.host]).bandwidth,
     )
 
 

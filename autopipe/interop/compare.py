@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from autopipe.planfile.again import repeated
+from autopipe.planfile.again import folded, offloaded, repeated
 from autopipe.planfile.contents import MICRO_BATCH, Plan
 from autopipe.util import numbers
 
@@ -108,6 +108,7 @@ def _how(plan: Plan) -> Iterator[_Said]:
     again = tuple(block for stage in plan.stages for block in stage.recompute)
     said = "; ".join(own.where() for own in repeated(plan, plan.stages))
     yield "recompute", again, said or "nothing"
+    yield "offload", offloaded(plan), folded(offloaded(plan)) or "nothing"
     yield "loss parts", plan.loss_parts, str(plan.loss_parts)
     yield "fused attention", plan.fused_attention, "yes" if plan.fused_attention else "no"
     yield "compiled", str(plan.compiled), "yes" if plan.compiled else "no"

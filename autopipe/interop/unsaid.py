@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from autopipe.interop.exported import printable
 from autopipe.interop.layers import Layers
 from autopipe.interop.recomputed import ops_again, recomputes_all, selected
+from autopipe.planfile.again import folded, offloaded
 from autopipe.planfile.contents import BATCH, MICRO_BATCH, Plan
 from autopipe.util.numbers import count
 
@@ -72,6 +73,9 @@ def _sentences(plan: Plan, words: Vocabulary, layers: Layers) -> Iterator[str]:
     if plan.zero not in words.zero and mesh.dp > 1:
         yield f"ZeRO-{plan.zero} over {mesh.dp} replicas; it has {_listed(words.zero)}"
     yield from _recomputed(plan, words, layers)
+    if away := offloaded(plan):
+        of = f"{len(away)} of {layers.total} layers" if layers.total else f"{len(away)} blocks"
+        yield f"offload of what {of} keep for backward to the host's memory: {folded(away)}"
     if plan.grad_dtype != "fp32":
         yield f"sums of gradients in {plan.grad_dtype}"
     if plan.optimizer_dtype != "fp32":

@@ -105,20 +105,21 @@ class _DeepRehearsing:
             _Deep(
                 stage,
                 run,
-                row.form,
+                (row.form, away),
                 self._earlier(row.groups[0], run.first),
                 self._earlier(row.groups[1], run.first),
             )
-            for stage, blocks in groupby(self.blocks, self._stage)
+            for (stage, away), blocks in groupby(self.blocks, self._where)
             if stage is not None
             for row in alike(forms, [*blocks], self.recompute)
             if (run := run_of(self.flow, row, KEPT)) is not None
         ]
 
-    def _stage(self, block: Block) -> Stage | None:
-        """The stage that contains a block completely."""
+    def _where(self, block: Block) -> tuple[Stage | None, bool]:
+        """The stage that contains a block completely, and whether it offloads what it keeps."""
         stage = self.stages[bisect_right([s.first for s in self.stages], block.first) - 1]
-        return stage if block.stop <= stage.stop else None
+        away = self.wanted is not None and block.path in self.wanted.offload
+        return stage if block.stop <= stage.stop else None, away
 
     def _earlier(self, group: Group, before: int) -> tuple[Ref, ...]:
         """The values that a group reads and that are made before a position."""

@@ -42,6 +42,8 @@ class GraphWriter:
         graph = fx.Graph()
         values = graph.placeholder("values")
         env = {node: graph.call_method("pop", (values,)) for node in reversed(given)}
+        for node, popped in env.items():
+            popped.meta[MADE] = node.meta[MADE]
         return self._finish(graph, env, calls, [node for part in outputs for node in part])
 
     def _finish(

@@ -20,17 +20,14 @@ the second half and nothing in the first; one without parameters the other way r
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-import torch
 from torch import fx
 
 from autopipe.joint.graph_writer import GraphWriter
+from autopipe.joint.halves import halves, leading_to
 from autopipe.joint.joint_graph import (
-    CannotSplit,
     JointGraph,
     Layout,
     bytes_of,
@@ -38,11 +35,19 @@ from autopipe.joint.joint_graph import (
     is_of_state,
     one_of_each,
     storages,
-    written,
+)
+from autopipe.joint.offload import (
+    Offloader,
+    Parcel,
+    Parcels,
+    most_moving,
+    parcel_bytes,
+    parcels_of,
+    with_fetches,
+    with_sends,
 )
 from autopipe.joint.run_again import alive, chosen, run_again
 from autopipe.joint.wanted import HALVES, Wanted
-from autopipe.sharding.vocabulary_loss import BACKWARD
 from autopipe.stages.lower import Lowered
 from autopipe.stages.op_tape import ASKED
 
@@ -77,6 +82,9 @@ class Joint:
         stash: bytes held from the first half of backward to the second.
         fresh: of the stash, what the first half has made; the rest was kept from forward.
         again: the most bytes alive at once, in either half, of what forward has computed before.
+        moving: the most bytes that are there at once on their way to the host, or back.
+        parcels: what waits in the host's memory (`joint.offload`). Its values come last in `saved`,
+            and after those of `to_input` for backward; they are not in `kept`.
     """
 
     forward: fx.GraphModule
@@ -96,6 +104,17 @@ class Joint:
     stash: int
     fresh: int
     again: int
+    moving: int = 0
+    parcels: Parcels | None = None
+
+    def moved_by(self, offloader: Offloader) -> Joint:
+        """With calls that move its parcels; the graphs pass what was sent in place of values."""
+        assert self.parcels is not None
+        return replace(
+            self,
+            forward=with_sends(self.forward, self.parcels, offloader),
+            backward_input=with_fetches(self.backward_input, self.parcels, offloader),
+        )
 
     def mapped(self, change: Callable[[fx.GraphModule], fx.GraphModule]) -> Joint:
         """With each of the graphs changed."""
@@ -116,6 +135,7 @@ class Held:
     stash: int
     fresh: int
     again: int
+    moving: int = 0
 
 
 def split(
@@ -133,13 +153,18 @@ def split(
     found = divide(differentiate(lowered, arguments, seeds, precision), wanted)
     graph, saved, stash = found.graph, found.saved, found.stash
     write = GraphWriter(lowered.module, graph)
-    for_input = [*(saved[n] for n in found.to_input), *graph.seeds.values()]
+    parcels = found.in_code
+    moved = [node for parcel in found.parcels for node in parcel]
+    for_input = [*(saved[n] for n in found.to_input), *moved, *graph.seeds.values()]
     for_weight = [*(saved[n] for n in found.to_weight), *stash]
     weights = list(graph.of_parameters.values())
     beside = stash if wanted.halves else weights
+    forward = write.forward([*saved, *moved])
+    backward = write.backward(for_input, found.first, graph.of_arguments, beside)
+    sizes = found.held
     return Joint(
-        write.forward(saved),
-        write.backward(for_input, found.first, graph.of_arguments, beside),
+        forward,
+        backward,
         write.backward(for_weight, found.second, weights) if wanted.halves else None,
         tuple(arguments),
         len(graph.results),
@@ -151,7 +176,12 @@ def split(
         found.counted,
         found.counted_weight,
         found.counted_stash,
-        *astuple(found.held),
+        sizes.kept,
+        sizes.stash,
+        sizes.fresh,
+        sizes.again,
+        most_moving(forward, backward, parcels) if parcels is not None else 0,
+        parcels,
     )
 
 
@@ -162,17 +192,23 @@ def held(
     precision: str = "fp32",
     wanted: Wanted = HALVES,
 ) -> Held:
-    """The bytes that `split` would hold, without writing the graphs.
+    """The bytes that `split` would hold, without writing the graphs if nothing moves between them.
 
     Raises:
         CannotSplit: as `split`.
     """
+    if wanted.offload:
+        joint = split(lowered, arguments, seeds, precision, wanted)
+        return Held(joint.kept, joint.stash, joint.fresh, joint.again, joint.moving)
     return divide(differentiate(lowered, arguments, seeds, precision), wanted).held
 
 
 @dataclass(frozen=True)
 class Division:
-    """What goes where, as `Joint` has it; `first` and `second` are the calls of the halves."""
+    """What goes where, as `Joint` has it; `first` and `second` are the calls of the halves.
+
+    The values of `parcels` wait in the host's memory, and are not in `saved`.
+    """
 
     graph: JointGraph
     first: Sequence[fx.Node]
@@ -184,10 +220,19 @@ class Division:
     counted: tuple[int, ...]
     counted_weight: tuple[int, ...]
     counted_stash: tuple[int, ...]
+    parcels: Sequence[Parcel] = ()
+
+    @property
+    def in_code(self) -> Parcels | None:
+        """How the parcels stand in the code of both graphs, if there are any."""
+        if not self.parcels:
+            return None
+        sizes, bytes = tuple(map(len, self.parcels)), tuple(map(parcel_bytes, self.parcels))
+        return Parcels(len(self.to_input), sizes, bytes)
 
     @property
     def held(self) -> Held:
-        """The bytes of the counted tensors."""
+        """The bytes of the counted tensors; not of those on their way."""
         fresh = bytes_of(self.stash[n] for n in self.counted_stash)
         stash = bytes_of(self.saved[n] for n in self.counted_weight) + fresh
         return Held(bytes_of(self.kept), stash, fresh, max(self.again.values(), default=0))
@@ -206,9 +251,10 @@ class Division:
 
 def divide(graph: JointGraph, wanted: Wanted) -> Division:
     """What goes where in a joint graph."""
+    assert not (wanted.halves and wanted.offload), "refused where it is asked for"
     weights = list(graph.of_parameters.values())
     if wanted.halves:
-        first, second = _halves(graph)
+        first, second = halves(graph)
         made, then = list(graph.of_arguments), weights
     else:
         first, made = _in_one_piece(graph)
@@ -220,6 +266,9 @@ def divide(graph: JointGraph, wanted: Wanted) -> Division:
     for_input, for_weight = _given(graph, first, made), _given(graph, second, then)
     read = {*for_input, *for_weight}
     saved = [node for node in (*graph.arguments, *graph.forward) if node in read]
+    parcels = parcels_of(graph, saved, wanted.offload) if wanted.offload else []
+    moved = {node for parcel in parcels for node in parcel}
+    saved = [node for node in saved if node not in moved]
     to_weight = [n for n, node in enumerate(saved) if node in for_weight]
     saved_for_weight = [saved[n] for n in to_weight]
     stash = [node for node in for_weight if node not in saved_for_weight]
@@ -236,13 +285,14 @@ def divide(graph: JointGraph, wanted: Wanted) -> Division:
         tuple(one_of_each(saved, owned)),
         tuple(to_weight[n] for n in one_of_each(saved_for_weight, owned)),
         tuple(one_of_each(stash, others)),
+        parcels,
     )
 
 
 def _in_one_piece(graph: JointGraph) -> tuple[list[fx.Node], list[fx.Node | None]]:
     """The useful calls of a backward in one piece, and what it returns."""
     made = [*graph.of_arguments, *graph.of_parameters.values()]
-    useful = _leading_to([node for node in made if node is not None], graph.backward)
+    useful = leading_to([node for node in made if node is not None], graph.backward)
     return [call for call in graph.backward if call in useful], made
 
 
@@ -259,74 +309,3 @@ def _given(
     read = [node for call in calls for node in call.all_input_nodes]
     read += [node for node in outputs if node is not None]
     return dict.fromkeys(n for n in read if n not in made and not is_of_state(graph, n))
-
-
-def _halves(graph: JointGraph) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The backward's calls that the arguments' gradients need, and the other useful calls."""
-    wanted = [node for node in graph.of_arguments if node is not None]
-    first = _leading_to(wanted, graph.backward)
-    calls = _halving(graph.backward, first)
-    first = _leading_to(wanted, calls)
-    second = _leading_to(graph.of_parameters.values(), calls) - first
-    # Of what the first half makes in one call, the second takes its part and not the whole.
-    parts = {node for node in second if node.target is operator.getitem and node.args[0] in first}
-    first, second = first | parts, second - parts
-    order = {node: number for number, node in enumerate(calls)}
-    for writer in first:
-        for reader in second if (over := written(writer)) else ():
-            if order[reader] < order[writer] and over & storages(reader.all_input_nodes):
-                raise CannotSplit(f"{writer.target} writes over what {reader.target} is to read")
-    return [node for node in calls if node in first], [node for node in calls if node in second]
-
-
-def _leading_to(wanted: Iterable[fx.Node], calls: Sequence[fx.Node]) -> set[fx.Node]:
-    """The calls of `calls` that `wanted` depends on.
-
-    A call in place comes before later readers of its storage in the trace.
-    """
-    writers: dict[int, list[fx.Node]] = {}
-    before: dict[fx.Node, list[fx.Node]] = {}
-
-    def read(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-        return [*nodes, *(w for storage in storages(nodes) for w in writers.get(storage, ()))]
-
-    for call in calls:
-        before[call] = read(call.all_input_nodes)
-        for storage in written(call):
-            writers.setdefault(storage, []).append(call)
-    found: set[fx.Node] = set()
-    pending = read(list(wanted))
-    while pending:
-        node = pending.pop()
-        if node in before and node not in found:
-            found.add(node)
-            pending += before[node]
-    return found
-
-
-_OF_BOTH = torch.ops.aten.convolution_backward.default, BACKWARD
-"""Ops of the gradients of input, weight and bias; the last argument says which are wanted."""
-
-
-def _halving(calls: Sequence[fx.Node], first: Collection[fx.Node]) -> list[fx.Node]:
-    """The calls, those of `_OF_BOTH` in the first half made two: input, and weight and bias.
-
-    Their weight's gradient costs as much as their input's. A norm's comes along with its input's:
-    a second call would read the activations again, and hold them until then, for two vectors.
-    """
-    made: list[fx.Node] = []
-    for node in calls:
-        made.append(node)
-        if node not in first or node.target not in _OF_BOTH:
-            continue
-        mask: Any = node.args[-1]
-        if mask[0] and any(mask[1:]):
-            with node.graph.inserting_after(node):
-                other = node.graph.node_copy(node)
-            node.args = (*node.args[:-1], [True, False, False])
-            other.args = (*other.args[:-1], [False, *mask[1:]])
-            for part in list(node.users):
-                if part.args[1] != 0:
-                    part.replace_input_with(node, other)
-            made.append(other)
-    return made

@@ -5,12 +5,14 @@ The planner needs the bytes that the halves hold, the runtime the halves themsel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
 import torch
 
+from autopipe.errors import PlanError
 from autopipe.ir.blocks import Block
 from autopipe.ir.graph import Graph, Ref, shape_at
 from autopipe.ir.opaque_ops import OPAQUE
@@ -138,8 +140,9 @@ class JointDryRun:
             found = self._of(stage, rehearsal, last=stage.index == len(stages) - 1).held
             if found is not None:
                 i = stage.index
-                saved[i], stash[i], fresh[i], again[i] = astuple(found)
-                momentary[i] = 0  # a joint graph keeps nothing that its backward does not read
+                saved[i], stash[i], fresh[i] = found.kept, found.stash, found.fresh
+                # A joint graph keeps nothing that its backward does not read.
+                momentary[i], again[i] = found.moving, found.again + found.moving
         return replace(
             rehearsal,
             saved=tuple(saved),
@@ -162,15 +165,25 @@ class JointDryRun:
         found = self._of(stage, Rehearsal({}, (), (), (), ()), last=True)
         if found.held is None:
             return None
-        saved, stash, fresh, again = astuple(found.held)
-        return Rehearsal({}, (saved,), (again,), (found.low,), (0,), (stash,), (fresh,))
+        held = found.held
+        return Rehearsal(
+            {},
+            (held.kept,),
+            (held.again + held.moving,),
+            (found.low,),
+            (held.moving,),
+            (held.stash,),
+            (held.fresh,),
+        )
 
     def _of(self, stage: Stage, rehearsal: Rehearsal, *, last: bool) -> _StageHolds:
         graph, blocks, rows, precision = self.graph, self.blocks, self.rows, self.precision
         own = within(graph, stage, blocks, self.recompute)
         kind = kind_of(graph, stage, blocks, own, last=last)
         layouts = _layouts(graph, stage, rehearsal, rows, last, torch.device("cpu"))
-        key = self.wanted, kind, layouts, rows, precision
+        offload = check_offload(graph, stage, blocks, self.wanted.offload)
+        how = replace(self.wanted, offload=frozenset())
+        key = how, offload, kind, layouts, rows, precision
         if key not in self.known:
             with fake_mode():
                 states = {name: fake_state(graph, name) for name in stage.states}
@@ -190,4 +203,54 @@ class JointDryRun:
                 sum(copy_bytes(graph.states[name]) for name in lowered.low),
             )
         found: _StageHolds = self.known[key]
+        if offload and found.held is None:
+            raise cannot_offload(stage)
         return found
+
+
+def check_offload(
+    graph: Graph, stage: Stage, blocks: Sequence[Block], offload: Collection[str]
+) -> tuple[int, ...]:
+    """Which of a stage's blocks offload what they keep, by their numbers in it.
+
+    Args:
+        offload: paths of blocks, of any stage.
+
+    Raises:
+        PlanError: one is called more than once; its calls are not told apart.
+    """
+    there = within(graph, stage, blocks, [block.path for block in blocks])
+    calls = Counter(block.module for block in blocks)
+    for block in blocks:
+        if block.path in offload and calls[block.module] > 1:
+            raise PlanError(
+                f"offload: {block.path!r} was asked for, and {block.module!r} is called "
+                f"{calls[block.module]} times in a forward",
+                hint="leave it out: only blocks that are called once are offloaded",
+            )
+    return tuple(number for number, path in enumerate(there) if path in offload)
+
+
+def check_offload_there(
+    graph: Graph, stage: Stage, blocks: Sequence[Block], offload: Collection[str]
+) -> None:
+    """Refuse blocks that a plan has a stage offload, and that are none of the stage's.
+
+    Raises:
+        PlanError: names the first of them.
+    """
+    there = within(graph, stage, blocks, [block.path for block in blocks])
+    if unknown := sorted({*offload}.difference(there)):
+        raise PlanError(
+            f"plan.stages[{stage.index}].offload: {unknown[0]!r} is no block of the stage",
+            hint=f"its blocks are {', '.join(there)}" if there else "it has none",
+        )
+
+
+def cannot_offload(stage: Stage) -> PlanError:
+    """The refusal of a stage whose blocks are to offload, and which autograd has to run."""
+    return PlanError(
+        f"stage {stage.index}: its blocks are to offload what they keep, and it has an op whose "
+        "backward is no graph, so that autograd alone knows what it keeps",
+        hint="plan with --offload off",
+    )

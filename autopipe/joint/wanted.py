@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 
@@ -13,17 +14,27 @@ class Wanted:
         halves: in two halves, for inputs and for weights; else in one piece.
         least: forward keeps as little as it can without running products again (`run_again`); else
             all that autograd keeps. What a plan asks for runs again either way.
+        offload: paths of the blocks whose kept tensors wait in the host's memory
+            (`joint.offload`); not with halves.
     """
 
     halves: bool = True
     least: bool = False
+    offload: frozenset[str] = frozenset()
 
 
 HALVES = Wanted()
 """What zero-bubble schedules want, and autograd keeps."""
 
 
-def wanted(halves: bool, *, compiled: bool, by_op: bool, gathers: bool = False) -> Wanted | None:
+def wanted(
+    halves: bool,
+    *,
+    compiled: bool,
+    by_op: bool,
+    gathers: bool = False,
+    offload: Collection[str] = (),
+) -> Wanted | None:
     """How backwards run under a schedule; None: as autograd runs them, in one piece.
 
     Args:
@@ -31,5 +42,8 @@ def wanted(halves: bool, *, compiled: bool, by_op: bool, gathers: bool = False) 
         compiled: whether stages are compiled: then the least bytes are kept.
         by_op: whether single ops run again in them.
         gathers: whether they gather parameters where they read them (`stages.gathering`).
+        offload: as `Wanted` has it.
     """
-    return Wanted(halves, least=compiled) if halves or compiled or by_op or gathers else None
+    if halves or compiled or by_op or gathers or offload:
+        return Wanted(halves, least=compiled, offload=frozenset(offload))
+    return None

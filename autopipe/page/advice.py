@@ -62,6 +62,8 @@ _CHANGES = {
     "exchange": "tensor parallelism exchanges in every layer: a lower --tp, or a faster link",
     "gathering": "ZeRO-3 gathers parameters in every micro-batch, and ZeRO-2 scatters gradients: "
     "fewer, larger ones, or ZeRO-1 where memory allows",
+    "copying": "blocks offload more than computing hides: more memory, a faster link to the host, "
+    "or --offload off",
     "filling": "ranks wait while the pipeline fills and drains: more micro-batches (a larger "
     "batch), fewer stages, or a schedule with split backwards (zb-h1)",
     "imbalance": "stages take unlike times: fewer stages, or another number of them",

@@ -48,6 +48,11 @@ def by_op(plan: Plan) -> bool:
     return any(stage.ops_again for stage in plan.stages)
 
 
+def offloaded(plan: Plan) -> tuple[str, ...]:
+    """The blocks that keep what they make for backward in the host's memory."""
+    return tuple(dict.fromkeys(path for stage in plan.stages for path in stage.offload))
+
+
 def repeated(plan: Plan, stages: Iterable[StagePlan]) -> list[Repeated]:
     """The blocks of some stages of a plan by what runs again of them, whole ones first."""
     stages, paths = list(stages), {path for kind in plan.blocks for path in kind.members}

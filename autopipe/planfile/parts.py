@@ -216,7 +216,8 @@ class StagePlan:
 
     `parameters` are under the model's own names; one that stands in two stages is tied, and its
     gradients are summed. `recompute` names the blocks that run a second time in backward, so that
-    what they make is not kept, and of other blocks the nodes that do.
+    what they make is not kept, and of other blocks the nodes that do. `offload` names the blocks
+    that keep what they make for backward in the host's memory.
     """
 
     first: str
@@ -228,6 +229,7 @@ class StagePlan:
     recompute: tuple[str, ...]
     zero: int
     predicted: StagePrediction
+    offload: tuple[str, ...] = ()
 
     @property
     def blocks_again(self) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """Where a plan's step goes: from computing at the devices' peak down to waiting.
 
-    computing    matmuls at peak, below it, other ops, launches, recompute, exchange, gathering
+    computing    matmuls at peak, below it, other ops, launches, recompute, exchange, gathering,
+                 copying
     waiting      filling, imbalance, transfers, sums
 
 The parts are those of the mean device, and add up to the predicted step. A device counts by its
@@ -40,6 +41,7 @@ COMPUTED = (
     "recompute",
     "exchange",
     "gathering",
+    "copying",
 )
 """What a device computes for; `computing` stands for all of it where a plan does not say."""
 

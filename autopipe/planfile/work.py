@@ -46,7 +46,8 @@ class Spent:
     `matmuls` are matrix products, convolutions and attention; `other_ops` all other ops and
     gradients that are added to their sums; `launches` what the host needs to start ops;
     `recompute` blocks that run a second time; `exchange` the collectives of tensor parallelism;
-    `gathering` what ZeRO-3 gathers and scatters, and ZeRO-2 scatters.
+    `gathering` what ZeRO-3 gathers and scatters, and ZeRO-2 scatters; `copying` copies to the
+    host's memory and back that nothing hides.
     """
 
     matmuls: float
@@ -55,6 +56,7 @@ class Spent:
     recompute: float = 0.0
     exchange: float = 0.0
     gathering: float = 0.0
+    copying: float = 0.0
 
     @property
     def seconds(self) -> float:

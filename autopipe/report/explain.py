@@ -16,12 +16,13 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from autopipe.planfile.again import repeated
+from autopipe.planfile.again import folded, repeated
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import Transfer
 from autopipe.report import facts, paper, schedule_page, spending
 from autopipe.report.figures import figures, legend, margins
 from autopipe.report.megatron_terms import describe
+from autopipe.util import numbers
 from autopipe.util.numbers import count, ranges
 
 NEAREST = 2
@@ -88,7 +89,7 @@ def _look(plan: Plan, index: int) -> Hashable:
     sends = [replace(sent, name="", peer=sent.peer - index) for sent in stage.sends]
     again = [str(own) for own in repeated(plan, [stage])]
     names = re.sub(r"\d+", "", " ".join((stage.first, stage.last, *again)))
-    return stage.nodes, len(stage.parameters), tuple(sends), names
+    return stage.nodes, len(stage.parameters), tuple(sends), names, len(stage.offload)
 
 
 def _stages(run: Sequence[int], plan: Plan, columns: int) -> Iterator[str]:
@@ -105,6 +106,11 @@ def _stages(run: Sequence[int], plan: Plan, columns: int) -> Iterator[str]:
         yield from _sent(transfer, columns)
     for own in repeated(plan, [stage]):
         yield from _lines(f"recomputed in backward: {own.where()}", columns)
+    if stage.offload:
+        spent = stage.predicted.spent
+        waits = spent.copying if spent is not None else 0.0
+        left = f", {numbers.seconds(waits)} a micro-batch waited for" if waits else ""
+        yield from _lines(f"kept in the host's memory: {folded(stage.offload)}{left}", columns)
 
 
 def _lines(text: str, columns: int) -> Iterator[str]:

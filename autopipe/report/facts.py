@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from autopipe.planfile.again import repeated
+from autopipe.planfile.again import offloaded, repeated
 from autopipe.planfile.contents import BATCH, Plan
 from autopipe.planfile.parts import Alternative, data_parallel
 from autopipe.planfile.traffic import traffic
@@ -105,6 +105,13 @@ def _asked(plan: Plan) -> Iterator[tuple[str, str]]:
     again = repeated(plan, plan.stages)
     if again:
         yield "recompute", f"{'; '.join(map(str, again))} run a second time in backward"
+    if away := offloaded(plan):
+        waits = [spent.copying for stage in plan.stages if (spent := stage.predicted.spent)]
+        left = "computing hides the copies"
+        if any(waits):
+            left = f"a stage waits {numbers.seconds(max(waits))} a micro-batch for copies"
+        keep = "1 block keeps" if len(away) == 1 else f"{len(away)} blocks keep"
+        yield "offload", f"{keep} what backward needs in the host's memory; {left}"
     if plan.loss_parts:
         parts = count(plan.loss_parts, "part")
         yield "loss", f"from {parts} of the vocabulary; logits are made again in backward, not kept"

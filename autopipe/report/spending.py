@@ -24,6 +24,7 @@ WORDS = {
     "recompute": "recomputation",
     "exchange": "tp collectives",
     "gathering": "ZeRO-3 gathering",
+    "copying": "copies to the host",
     "filling": "warm-up, cool-down",
     "imbalance": "unequal stages",
     "transfers": "transfers",

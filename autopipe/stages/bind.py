@@ -177,6 +177,13 @@ def check_runs(plan: Plan, compute: Programs | None = None) -> None:
             f"{plan.schedule} and zero=3 do not go together: it gathers for both at once",
             hint="plan with 1f1b, or with zero=1",
         )
+    away = next((index for index, stage in enumerate(plan.stages) if stage.offload), None)
+    if away is not None and halves:
+        raise PlanError(
+            f"plan.stages[{away}].offload: {plan.stages[away].offload[0]!r} is to offload what it "
+            f"keeps, and {plan.schedule} has backward in two halves, which would both fetch it",
+            hint="plan with 1f1b, or with --offload off",
+        )
 
 
 def unused_states(graph: Graph, model: nn.Module) -> dict[str, StateSpec]:

@@ -40,12 +40,15 @@ ALL = "all"
 """The word for every block of the model."""
 
 
-def blocks_to_recompute(blocks: Sequence[Block], asked: Sequence[str]) -> tuple[str, ...]:
-    """The paths of the blocks to recompute, in the graph's order.
+def blocks_meant(
+    blocks: Sequence[Block], asked: Sequence[str], what: str = "recompute"
+) -> tuple[str, ...]:
+    """The paths of the blocks that words mean, in the graph's order.
 
     Args:
         asked: "all", names of block classes, or paths of blocks or of modules that contain blocks.
             A class is named after its first member; its name means all members.
+        what: they are asked for.
 
     Raises:
         PlanError: there is no such block or class.
@@ -61,7 +64,7 @@ def blocks_to_recompute(blocks: Sequence[Block], asked: Sequence[str]) -> tuple[
         if not meant:
             known = ", ".join(f"{name} ({len(paths)} of them)" for name, paths in members.items())
             raise PlanError(
-                f"recompute: the model has no block and no class of blocks {word!r}",
+                f"{what}: the model has no block and no class of blocks {word!r}",
                 hint=f"{ALL}, or of a class {known}" if known else "this model has no blocks",
             )
         chosen |= meant

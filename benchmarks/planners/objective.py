@@ -21,19 +21,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from autopipe.planners.model.block_parts import compositions
+from autopipe.planners.model.keeping_less import Holding, StageCosts, costs
 from autopipe.planners.model.level_mixes import Numbers
 from autopipe.planners.model.places import StagePlace, places
 from autopipe.planners.model.problem import Config, Decision, Problem
 from autopipe.planners.model.range_tables import Bytes, Tables, tables
-from autopipe.planners.model.recompute_sets import compositions
-from autopipe.planners.model.stage_costs import (
-    Holding,
-    StageCosts,
-    StageSeconds,
-    costs,
-    reduce_seconds,
-    wire_rate,
-)
+from autopipe.planners.model.stage_costs import StageSeconds, reduce_seconds, wire_rate
 from autopipe.planners.search.bound import bound
 from autopipe.planners.search.configs import configs
 from autopipe.planners.search.descent import TOLERANCE

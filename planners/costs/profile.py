@@ -89,6 +89,7 @@ class Costing:
         precision: what matrix products are computed in.
         recompute: paths of the blocks that run again in backward whole, and words for ops that do
             in the others (`asked_ops`); None: the planner's choice of all that can.
+        offload: paths of the blocks that offload what they keep; None: the planner's choice.
         zeros: the ZeRO stages to choose from.
         tp: the tensor-parallel degree whose first rank runs the graph.
         sending: what the nodes of the graph, or of a part of it, exchange with the other ranks.
@@ -108,6 +109,7 @@ class Costing:
     constraints: Constraints
     precision: str = "fp32"
     recompute: Collection[str] | None = None
+    offload: Collection[str] | None = None
     zeros: tuple[int, ...] = (0,)
     tp: int = 1
     sending: Sending | None = None
@@ -150,6 +152,7 @@ class Costing:
             parameters=parameters,
             constants=constants,
             frozen=frozen,
+            offloads=bool(kept.levels) and self._called_once,
             profiles=tuple(
                 replace(
                     profile,
@@ -187,28 +190,39 @@ class Costing:
     @cached_property
     def _may(self) -> list[Block]:
         """The blocks that may run again, whether or not the user has fixed which do."""
-        asked = self.recompute or ()
+        asked = {*(self.recompute or ()), *(self.offload or ())}
         return [
             block
             for block in self.blocks
             if block.path in asked or obstacle(self.flow, range(block.first, block.stop)) is None
         ]
 
+    @property
+    def _called_once(self) -> bool:
+        """Whether no two blocks are calls of one module, whose tensors are not told apart."""
+        return len({block.module for block in self.blocks}) == len(self.blocks)
+
     @cached_property
     def _words(self) -> frozenset[str]:
         return words_of(self.recompute, self.blocks)
 
     def _constraints(self, levels: Sequence[BlockLevels]) -> Constraints:
-        """The constraints with what is asked to run again: ops as far as that saves bytes.
+        """The constraints with what is asked to run again, ops as far as that saves bytes, and what
+        is asked to offload, of which nothing runs again.
 
         Args:
             levels: of each block; none: they are not known yet.
         """
+        asked = self.constraints
+        away = [n for n, block in enumerate(self._may) if block.path in (self.offload or ())]
+        if self.offload is not None:
+            asked = replace(asked, offload=tuple(away))
         if self.recompute is None:
-            return self.constraints
+            return asked
         whole = {n: Again(n) for n, block in enumerate(self._may) if block.path in self.recompute}
         parts = {n: Again(n, 0) for n, own in enumerate(levels) if self._words and own.found}
-        return replace(self.constraints, recompute=tuple(sorted({**parts, **whole}.values())))
+        again = {n: each for n, each in {**parts, **whole}.items() if n not in away}
+        return replace(asked, recompute=tuple(sorted(again.values())))
 
     def _segments(self, short: Short) -> list[str | None]:
         """Of each node of a short graph the path of the block that it is in."""

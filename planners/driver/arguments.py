@@ -249,6 +249,27 @@ def limits_of(
     return tuple(limits)
 
 
+AUTO, OFF = "auto", "off"
+"""Words of `--offload`: the planner chooses, and no block."""
+
+
+def check_host(offload: str | Sequence[str] | None, cluster: Cluster | LocalSpec) -> None:
+    """Refuse to offload what blocks keep from GPUs whose link to their host nobody has described.
+
+    Raises:
+        AutopipeError: names the device.
+    """
+    if offload in (None, AUTO, OFF, [AUTO], [OFF]) or isinstance(cluster, LocalSpec):
+        return
+    for device in cluster.devices:
+        if device.kind != "cpu" and not device.host:
+            raise AutopipeError(
+                f"offload={offload!r} was asked for, and {cluster.name} does not say how fast its "
+                f"{device.kind} copies to its host's memory",
+                hint='"host" of the device in the cluster file, in bytes a second',
+            )
+
+
 def _bytes(memory: int | str) -> int:
     """Bytes from a number or text: 24GiB, 24GB, 512MiB, 1000000.
 

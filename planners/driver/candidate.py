@@ -173,6 +173,7 @@ def _costing(job: Job, tp: int) -> tuple[Degree, Costing]:
         precision=precision,
         compiled=job.request.compiled is True,
         recompute=traced.recompute,
+        offload=traced.offload,
         zeros=zeros,
         tp=tp,
         sending=sending,

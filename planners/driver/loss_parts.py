@@ -91,8 +91,9 @@ def _large(job: Job) -> bool:
 
 
 def _memory_matters(plan: Plan) -> bool:
-    """Whether the plan recomputes or shards, or another mesh does not fit."""
+    """Whether the plan recomputes, offloads or shards, or another mesh does not fit."""
     note = plan.planner
     others = [other for other in (note.next_best, *note.others) if other is not None]
     misfits = any(other.slower is None for other in others)
-    return misfits or plan.zero > 0 or any(stage.recompute for stage in plan.stages)
+    less = any(stage.recompute or stage.offload for stage in plan.stages)
+    return misfits or plan.zero > 0 or less

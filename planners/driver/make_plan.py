@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from autopipe.cluster.cluster import Cluster
+from autopipe.errors import PlanError
 from autopipe.frontend import batch
 from autopipe.frontend.least_rows import least_rows
 from autopipe.frontend.loss import Loss
@@ -42,7 +43,7 @@ from autopipe.planners.model.problem import Constraints
 from autopipe.stages.bind import check_runs
 from autopipe.stages.loss_cut import apart
 from autopipe.stages.precision import kept
-from autopipe.stages.recompute import blocks_to_recompute
+from autopipe.stages.recompute import blocks_meant
 from autopipe.tracing import user_checkpoints
 from autopipe.tracing.source import Source, bare, keeping_default_dtype, trace_source
 from autopipe.tracing.trace import Trace
@@ -79,6 +80,7 @@ def plan(
     memory: int | str | Sequence[int | str] | None = None,
     zero: int | None = None,
     recompute: str | Sequence[str] | None = None,
+    offload: str | Sequence[str] | None = None,
     planner: str = "dynamic",
     sequence_parallel: bool = True,
     loss_over: str = ROWS,
@@ -126,6 +128,9 @@ def plan(
             "activations"; or an op by a node's name, which means it in all blocks of a class.
             None: those that the model itself recomputes (`torch.utils.checkpoint`), or else what
             memory asks for, by block or by op.
+        offload: blocks that keep what backward needs in the host's memory: "all", "off", a class
+            of them, or paths. None or "auto": where devices have a link to their host and that is
+            quicker than running blocks again.
         planner: "dynamic", "exhaustive" or "uniform".
         sequence_parallel: with tp, also consider shards of the batch's second dim between layers;
             they hold less, and take less time in norms and sums.
@@ -157,6 +162,7 @@ def plan(
     parts = arguments.loss_parts_of(loss_parts)
     asked = arguments.cluster_meant(cluster, (pp, dp, tp), say)
     limits = arguments.limits_of(memory, asked)
+    arguments.check_host(offload, asked)
     constraints = Constraints(
         pp, dp, tp, micro_batches, schedule, limits, chunks, window, depth, zero, None, programs
     )
@@ -177,6 +183,7 @@ def plan(
         batch_size=batch_size,
         constraints=constraints,
         recompute=recompute,
+        offload=offload,
         planner=planner,
         sequence_parallel=sequence_parallel,
         loss_over=loss_over,
@@ -242,7 +249,10 @@ def traced_model(request: PlanRequest, skeleton: nn.Module, say: Say, watch: Sto
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             say(f"{name}: its gradients are sparse in one process, and dense in a plan")
     recompute = _recompute(request, flow, blocks, say)
-    found = Traced(trace, flow, blocks, rows, least, recompute, fingerprinted, whole=whole)
+    offload = _offload(request, blocks)
+    found = Traced(
+        trace, flow, blocks, rows, least, recompute, fingerprinted, whole=whole, offload=offload
+    )
     say(f"traced: {found}")
     return found
 
@@ -271,4 +281,28 @@ def _recompute(
     words = [word for word in asked if is_for_ops(word)]
     check_meant(flow, blocks, words)
     named = [word for word in asked if word not in (NOTHING, *words)]
-    return (*blocks_to_recompute(blocks, named), *words)
+    return (*blocks_meant(blocks, named), *words)
+
+
+def _offload(request: PlanRequest, blocks: Sequence[Block]) -> Collection[str] | None:
+    """Paths of the blocks that the user wants to offload what they keep; None: the planner chooses.
+
+    What runs again is not kept: `--recompute all --offload h.3` means all others and this one.
+
+    Raises:
+        PlanError: there is no such block, or the same is asked to run again.
+    """
+    asked, again = (
+        [words] if isinstance(words, str) else [*(words or ())]
+        for words in (request.offload, request.recompute)
+    )
+    if asked in ([], [arguments.AUTO]):
+        return None
+    both = [word for word in asked if word in again]
+    if both:
+        raise PlanError(
+            f"offload={both[0]} was asked for, and recompute={both[0]} too: what runs again is not "
+            "kept, and there is nothing to offload",
+            hint="name other blocks with --offload than with --recompute",
+        )
+    return blocks_meant(blocks, [word for word in asked if word != arguments.OFF], "offload")

@@ -41,8 +41,8 @@ class PlanRequest:
         compiled: whether stages run compiled; None: the planner chooses.
         loss_parts: 0 for the loss as it is; None: the planner's choice.
         lengths: of rows, ascending; none were asked for.
-        model, inputs, loss, optimizer, precision, grad_dtype, optimizer_dtype, recompute, planner,
-            sequence_parallel, loss_over, source: as `plan` has them.
+        model, inputs, loss, optimizer, precision, grad_dtype, optimizer_dtype, recompute, offload,
+            planner, sequence_parallel, loss_over, source: as `plan` has them.
     """
 
     model: Source = field(repr=False)
@@ -57,6 +57,7 @@ class PlanRequest:
     batch_size: int | None
     constraints: Constraints
     recompute: str | Sequence[str] | None = None
+    offload: str | Sequence[str] | None = None
     planner: str
     sequence_parallel: bool
     loss_over: str
@@ -82,6 +83,7 @@ class Traced:
         fused_attention: whether attentions that the model writes out are single ops.
         whole: the loss of the whole batch, if it is to be over that; the trace is then of
             `WholeLoss.rows`.
+        offload: paths of the blocks that offload what they keep; None: the planner chooses.
     """
 
     trace: Trace = field(repr=False)
@@ -94,6 +96,7 @@ class Traced:
     loss_parts: int = 0
     fused_attention: bool = False
     whole: WholeLoss | None = field(default=None, repr=False)
+    offload: Collection[str] | None = None
 
     @property
     def graph(self) -> Graph:

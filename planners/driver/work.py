@@ -16,7 +16,7 @@ from autopipe.planfile.parts import InputSpec
 from autopipe.planfile.work import Spent, Work
 from autopipe.planners.costs.precision_of import computed_in
 from autopipe.planners.driver.candidate import Candidate
-from autopipe.planners.model.estimate import AGAIN, EXCHANGES, GATHERING
+from autopipe.planners.model.estimate import AGAIN, COPYING, EXCHANGES, GATHERING
 from autopipe.planners.search.best import Answer
 
 
@@ -103,5 +103,6 @@ def _spent(candidate: Candidate, answer: Answer) -> tuple[Spent, ...]:
         first_pass = sum(forward) * (costing.forwards - 1) / costing.forwards
         spent = dict(stage.spent)
         spent[AGAIN] += first_pass
-        found.append(Spent(*own, *(spent[cause] for cause in (AGAIN, EXCHANGES, GATHERING))))
+        causes = AGAIN, EXCHANGES, GATHERING, COPYING
+        found.append(Spent(*own, *(spent[cause] for cause in causes)))
     return tuple(found)

@@ -85,6 +85,7 @@ def cut_model(candidate: Candidate, decision: Decision) -> CutModel:
     programs = candidate.job.constraints.programs
     halves = splits(programs) if programs else named(frame.schedule).splits
     again = sorted({again for blocks in decision.recompute for again in blocks})
+    recomputable = candidate.counted().recomputable
     return CutModel(
         degree=candidate.degree,
         stages=tuple(partition(candidate.degree.flow, [starts[cut] for cut in decision.cuts])),
@@ -96,6 +97,7 @@ def cut_model(candidate: Candidate, decision: Decision) -> CutModel:
             compiled=candidate.compiled,
             by_op=any(level != WHOLE for _, level in again),
             gathers=frame.fully_sharded,
+            offload={recomputable[block] for blocks in decision.offload for block in blocks},
         ),
         shards=frame.dp if frame.fully_sharded else 1,
         whole=candidate.job.traced.whole,
@@ -237,7 +239,14 @@ def _stage(stage: Stage, held: StageBytes, answer: Answer, zero: int) -> StagePl
         predicted=StagePrediction(
             predicted.forward_seconds, predicted.backward_seconds, Memory(0, 0, 0, 0, 0, 0)
         ),
+        offload=_offloading(stage, held.cut),
     )
+
+
+def _offloading(stage: Stage, cut: CutModel) -> tuple[str, ...]:
+    """The blocks of a stage that offload what they keep."""
+    asked = cut.wanted.offload if cut.wanted is not None else ()
+    return within(cut.graph, stage, cut.degree.blocks, asked)
 
 
 def _mesh(cluster: Cluster, machine: Machine, decision: Decision, tp: int) -> Mesh:

@@ -90,6 +90,7 @@ def job_of(plan: Plan, file: ModelFile, traced: TracedAgain, say: Say) -> reques
         least_rows(trace.graph),
         user_checkpoints.wanted(flow, blocks, say),
         trace.graph,
+        offload=(),  # which no sheet tells of
     )
     factor = optimizer_factor(optimizer_named(made_by))
     model = with_parts(

@@ -48,8 +48,14 @@ def sheets(plan: Plan, file: ModelFile, say: Say, most: int = MOST_RIVALS) -> Sh
     Raises:
         ModelError: the model cannot be captured.
         PlanError: it is not the plan's.
-        AutopipeError: the plan's sheet does not say what the plan does.
+        AutopipeError: the plan's sheet does not say what the plan does, or cannot: it offloads.
     """
+    if any(stage.offload for stage in plan.stages):
+        raise AutopipeError(
+            "the plan's blocks offload what they keep, and no formula has yet what of these copies "
+            "is left at other sizes",
+            hint="autopipe report --no-sliders; or plan with --offload off",
+        )
     with phase("tracing"):
         traced = traced_again(plan, file)
     try:

@@ -5,15 +5,19 @@ seconds of a step and bytes of each stage, for one decision or for all ranges of
 Never found here: torch, graphs, searches.
 
 Other rooms use: `problem.Problem`, `.Config`, `.Decision`, `estimate.estimate`,
-`devices.machine_of`, `memory.bound`, `.estimate`, `.excess`, `stage_costs.costs`,
+`devices.machine_of`, `memory.bound`, `.estimate`, `.excess`, `keeping_less.costs`,
 `eager_depths.choose`.
 
     problem, devices                 what a planner may read                values
     range_tables                     sums over ranges of units
+    block_parts                      what ranges of units are made of
     recompute_sets, level_mixes      what runs again; levels of equal blocks
+    offload_ways                     what blocks offload
     places                           what each stage is given
     memory                           bytes of a stage: bound, estimate, does it fit
     stage_costs                      seconds of a stage
+    keeping_less                     the cheapest of what makes a range fit
+    keeping_less                     the cheapest of what makes a range fit
     step_formula                     seconds of a step from those of its stages
     estimate                         the score of a decision                start reading here
     eager_period, eager_depths       how far eager-1f1b runs ahead

@@ -36,11 +36,14 @@ class DeviceGroup:
         kind: the number of the slowest kind among them.
         memory: bytes of the smallest.
         levels: how they sum gradients.
+        host: bytes a second between the slowest of them and its host's memory; 0: there is no such
+            link.
     """
 
     kind: int
     memory: int
     levels: Levels
+    host: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +61,7 @@ class Machine:
         overlaps: whether ZeRO gathers and scatters while devices compute: NCCL does, in a stream of
             its own, a block ahead (as PyTorch FSDP, Zhao et al., VLDB 2023, section 3.3); over gloo
             it waits.
+        hosts: of each kind the bytes a second to its host's memory (`Device.host`); none at all: 0.
     """
 
     kinds: tuple[int, ...]
@@ -68,6 +72,7 @@ class Machine:
     means: tuple[tuple[int, ...], ...] = ()
     spare: int = 0
     overlaps: bool = False
+    hosts: tuple[float, ...] = ()
 
     @property
     def devices(self) -> int:
@@ -99,7 +104,9 @@ def _groups(machine: Machine, dp: int) -> tuple[DeviceGroup, ...]:
     for first in range(0, machine.devices - dp + 1, dp):
         own = slice(first, first + dp)
         levels = machine.topology.levels(range(first, first + dp))
-        found.append(DeviceGroup(max(machine.kinds[own]), min(machine.memory[own]), levels))
+        kinds = machine.kinds[own]
+        host = min(machine.hosts[kind] for kind in kinds) if machine.hosts else 0.0
+        found.append(DeviceGroup(max(kinds), min(machine.memory[own]), levels, host))
     return tuple(found)
 
 
@@ -149,4 +156,5 @@ def machine_of(
         means,
         len(memory) - sum(map(len, means)),
         are_gpus(cluster.devices),
+        tuple(kind.device.host for kind in kinds),
     ), tuple(kinds)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,6 +19,8 @@ import numpy as np
 from autopipe.errors import InfeasibleError
 from autopipe.planfile.parts import Memory
 from autopipe.planners.model import memory
+from autopipe.planners.model.block_parts import compositions, figures
+from autopipe.planners.model.keeping_less import costs, sets_of
 from autopipe.planners.model.places import (
     StagePlace,
     placement,
@@ -26,14 +28,13 @@ from autopipe.planners.model.places import (
     profile_of,
     stages_of,
 )
-from autopipe.planners.model.problem import Again, Config, Decision, Problem, Profile
+from autopipe.planners.model.problem import WHOLE, Config, Decision, Problem
 from autopipe.planners.model.range_tables import tables
-from autopipe.planners.model.recompute_sets import blocks_of, compositions, figures
+from autopipe.planners.model.recompute_sets import KeptLess, chosen
 from autopipe.planners.model.stage_costs import (
     StageSeconds,
-    costs,
+    copying,
     gathering,
-    sets_of,
     stage_seconds,
     transfer_seconds,
 )
@@ -63,6 +64,7 @@ class StageEstimate:
 
 COMPUTING, AGAIN = "computing", "running blocks again"
 EXCHANGES, GATHERING = "tensor-parallel exchanges", "gathering and scattering"
+COPYING = "copies to the host and back"
 """What a stage's seconds are for, in the words of `Estimate.spent`."""
 
 
@@ -127,13 +129,14 @@ def estimate(problem: Problem, decision: Decision) -> Estimate:
             has their rows, or the cuts are no ascending units between 1 and units - 1.
     """
     config = decision.config
-    profile = _checked_profile(problem, decision)
+    _check(problem, decision)
     bounds = (0, *decision.cuts, problem.units)
     groups = decision.groups or tuple(range(config.pp))
     found = places(problem, config, groups)
     recomputed = decision.recompute or ((),) * decision.stages
+    offload = decision.offload or ((),) * decision.stages
     stages = [
-        _stage(problem, config, profile, place, bounds[s : s + 2], recomputed[s])
+        _stage(problem, config, place, bounds[s : s + 2], KeptLess(recomputed[s], offload[s]))
         for s, place in enumerate(found)
     ]
     seconds = StageSeconds(*map(np.array, zip(*(stage.seconds for stage in stages), strict=True)))
@@ -168,16 +171,18 @@ def settle(
     profile = profile_of(problem, config.dp, config.micro_batches)
     assert profile is not None, "a config has a profile"
     of, numbers = tables(problem, profile), compositions(problem).number
-    recomputed = []
+    kept = []
     bounds = (0, *cuts, problem.units)
     for place, first, last in zip(
         places(problem, config, groups), bounds, bounds[1:], strict=False
     ):
         own = numbers[first, last]
         found = costs(problem, config, place, of.at(first, last), own)
-        counts = sets_of(problem, config, place).counts(int(found.recomputed))
-        recomputed.append(blocks_of(problem, first, last, counts))
-    return Decision(config, cuts, tuple(recomputed), groups)
+        sets = sets_of(problem, config, place)
+        kept.append(chosen(problem, first, last, sets, int(found.recomputed)))
+    return Decision(
+        config, cuts, tuple(k.again for k in kept), groups, tuple(k.offload for k in kept)
+    )
 
 
 class _ScoredStage(NamedTuple):
@@ -188,35 +193,43 @@ class _ScoredStage(NamedTuple):
 def _stage(
     problem: Problem,
     config: Config,
-    profile: Profile,
     place: StagePlace,
     bounds: tuple[int, ...],
-    blocks: Sequence[Again],
+    blocks: KeptLess,
 ) -> _ScoredStage:
-    """One stage [first, last) of which these blocks run again."""
+    """One stage [first, last) of which these blocks keep less."""
     first, last = bounds
+    profile = problem.profile(config.microbatch_rows(problem.batch))
     ranges = tables(problem, profile).at(first, last)
-    kind, dropped, extra = place.group.kind, 0, 0.0
-    for block, level in blocks:
+    kind = place.group.kind
+
+    def saved(block: int, level: int = WHOLE) -> tuple[int, float]:
         start, stop = problem.recomputable[block]
         part = max(first - start, 0), min(last, stop) - start
-        saves, costs = figures(problem, profile.rows, kind, block, part, level)
-        dropped, extra = dropped + saves, extra + costs
+        return figures(problem, profile.rows, kind, block, part, level)
+
+    again = [saved(*each) for each in blocks.again]
+    dropped, extra = sum(size for size, _ in again), sum(seconds for _, seconds in again)
+    away = sorted(saved(block)[0] for block in blocks.offload)
     held = 0
     if dropped:
         sets = sets_of(problem, config, place)
         held = int(sets.largest[compositions(problem).number[first, last]])
-    parts = memory.estimate(ranges, problem, config, place.in_flight, dropped, held)
-    seconds = stage_seconds(problem, config, place, ranges, extra)
+    offloaded, moving = sum(away), sum(away[-2:])
+    parts = memory.estimate(
+        ranges, problem, config, place.in_flight, dropped + offloaded, held, moving
+    )
+    seconds = stage_seconds(problem, config, place, ranges, extra, offloaded)
     waits = [float(wait) for wait in gathering(problem, config, place, ranges, extra)]
+    copies = [float(wait) for wait in copying(problem, place, ranges, extra, offloaded)]
     transfers = float(transfer_seconds(ranges, problem, config, place.before))
     forward, backward = float(ranges.forward[kind]), float(ranges.backward[kind])
     exchange = float(ranges.exchange[kind]) if ranges.exchange else 0.0
     found = StageEstimate(
         first=first,
         last=last - 1,
-        forward_seconds=forward + waits[0],
-        backward_seconds=backward + waits[1] + extra,
+        forward_seconds=forward + waits[0] + copies[0],
+        backward_seconds=backward + waits[1] + copies[1] + extra,
         transfer_seconds=transfers,
         period=float(seconds.period),
         in_flight=place.in_flight,
@@ -226,6 +239,7 @@ def _stage(
             AGAIN: extra,
             EXCHANGES: exchange,
             GATHERING: sum(waits),
+            COPYING: sum(copies),
             "transfers": transfers,
         },
         kind=kind,
@@ -233,7 +247,7 @@ def _stage(
     return _ScoredStage(found, seconds)
 
 
-def _checked_profile(problem: Problem, decision: Decision) -> Profile:
+def _check(problem: Problem, decision: Decision) -> None:
     config = decision.config
     bounds = (0, *decision.cuts, problem.units)
     ascending = all(first < end for first, end in zip(bounds, bounds[1:], strict=False))
@@ -243,12 +257,10 @@ def _checked_profile(problem: Problem, decision: Decision) -> Profile:
             f"pp={config.pp} needs {stages - 1} ascending cuts between 1 and "
             f"{problem.units - 1}, found {decision.cuts}"
         )
-    profile = profile_of(problem, config.dp, config.micro_batches)
-    if profile is None:
+    if profile_of(problem, config.dp, config.micro_batches) is None:
         rows = ", ".join(str(profile.rows) for profile in problem.profiles)
         raise InfeasibleError(
             f"a batch of {problem.batch} rows over dp={config.dp} and "
             f"micro_batches={config.micro_batches} does not give micro-batches of a size that "
             f"was profiled ({rows} rows)"
         )
-    return profile

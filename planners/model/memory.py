@@ -21,13 +21,14 @@ received and S bytes sent; R' and S' are those of them whose gradient goes the o
     optimizer_factor * W       optimizer state
     C                          buffers
     n * (A - D + R)            activations: what is received is kept until its backward
-    max(d, g)                  what backward makes a second time
+    max(d, g) + v              what backward makes a second time; what is on its way to the host
     min(window, m) * R         receives posted ahead
     min(window + 1, m) * S'    the same for gradients, and the one that backward is using
     S + min(2, m) * R'         sends under way: one leaving, and a gradient that is being made
 
-D are the bytes that recomputed blocks do not save, d the bytes of the largest block, held once
-while it is recomputed (`planners.model.recompute_sets`), g those of ops that a compiled stage runs
+D are the bytes that recomputed blocks do not save and that blocks offload, d the bytes of the
+largest block, held once while it is recomputed (`planners.model.recompute_sets`), v those of two
+blocks that offload (`planners.model.offload_ways`), g those of ops that a compiled stage runs
 again unasked: of the logits, mostly. ZeRO-1 divides the optimizer state by dp,
 and masters, 2 L of W, which are a part of it; ZeRO-2 gradients too, and has the buckets that are
 scattered (`scattered_bytes`) beside them; ZeRO-3 also parameters, Z too, and has what it gathers
@@ -79,14 +80,16 @@ def estimate(
     in_flight: int | Bytes,
     dropped: int | Bytes = 0,
     held: int | Bytes = 0,
+    moving: int | Bytes = 0,
 ) -> tuple[Bytes, ...]:
     """Estimated bytes on one device by what they are for, in the order of the fields of `Memory`.
 
     Args:
         ranges: the ranges of units, in any shape; each result has that shape.
         in_flight: micro-batches whose activations the stage holds at once.
-        dropped: D, bytes of a micro-batch that recomputed blocks do not save.
+        dropped: D, bytes of a micro-batch that recomputed blocks do not save, or are offloaded.
         held: d, bytes that are there once while a block is recomputed.
+        moving: v, bytes that are there once while blocks offload what they keep.
     """
     micro_batches, dp, zero = config.micro_batches, config.dp, config.zero
     posted, arriving = (min(problem.window + n, micro_batches) for n in (0, 1))
@@ -104,7 +107,8 @@ def estimate(
         np.rint(problem.optimizer_factor * (share if zero else whole)).astype(np.int64),
         ranges.constants,
         np.asarray(in_flight) * (ranges.saved - dropped + ranges.received)
-        + np.maximum(held, ranges.again),
+        + np.maximum(held, ranges.again)
+        + moving,
         posted * ranges.received
         + arriving * ranges.sent_gradient
         + ranges.sent

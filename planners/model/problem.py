@@ -125,6 +125,7 @@ class Constraints:
     `chunks` are the stages on each rank under the schedule interleaved; `window` and `depth` hold
     at every boundary: receives posted ahead, and the micro-batches in flight besides. `recompute`
     are recomputable blocks of the problem: those, and no others, run again, at these levels.
+    `offload` are the numbers of those that offload what they keep, and no others.
     `programs` is a schedule that the user has written: `schedule` is then `WRITTEN`, and pp and
     micro_batches are those it is for.
     """
@@ -141,6 +142,7 @@ class Constraints:
     zero: int | None = None
     recompute: tuple[Again, ...] | None = None
     programs: Programs = ()
+    offload: tuple[int, ...] | None = None
 
 
 EAGER = "eager-1f1b"
@@ -177,6 +179,7 @@ class Problem:
         low_gradients: gradients of masters are summed in 16 bits, as wide as `copies`.
         beyond: by schedule and ZeRO stage, bytes that a plan's programs were seen to hold beyond
             the estimate.
+        offloads: whether backwards are graphs, in which blocks may offload what they keep.
     """
 
     units: int
@@ -197,6 +200,7 @@ class Problem:
     largest: tuple[int, ...] = ()
     low_gradients: bool = False
     beyond: Mapping[tuple[str, int], int] = field(default_factory=dict)
+    offloads: bool = False
 
     def profile(self, rows: int) -> Profile:
         """That of micro-batches of so many rows; there is one."""
@@ -266,12 +270,14 @@ class Decision:
         recompute: of each stage the blocks of which something runs again, ascending.
         groups: of each of the pp ranks the number of its group of `dp` devices
             (`Machine.groups`); empty: they stand in that order.
+        offload: of each stage the blocks that offload what they keep, ascending.
     """
 
     config: Config
     cuts: tuple[int, ...]
     recompute: tuple[tuple[Again, ...], ...] = ()
     groups: tuple[int, ...] = ()
+    offload: tuple[tuple[int, ...], ...] = ()
 
     @property
     def stages(self) -> int:

@@ -6,9 +6,10 @@ once, as arrays: entry [i, j] is of the range [i, j).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -65,13 +66,21 @@ class Tables:
     def at(self, first: ArrayLike, end: ArrayLike) -> Tables:
         """The ranges [first, end), two index arrays of one shape, which the fields then have."""
         index = np.asarray(first), np.asarray(end)
+        return self._each(lambda whole: whole[index])
 
-        def select(whole: tuple[Times, ...] | NDArray[np.generic]) -> object:
+    def only(self, wanted: NDArray[np.bool_]) -> Tables:
+        """Some of these ranges, in a row."""
+        return self._each(lambda whole: whole[wanted])
+
+    def _each(self, select: Callable[[NDArray[Any]], NDArray[Any]]) -> Tables:
+        """With something done to every array."""
+
+        def of(whole: tuple[Times, ...] | NDArray[Any]) -> object:
             if isinstance(whole, tuple):
-                return tuple(np.asarray(kind[index]) for kind in whole)
-            return np.asarray(whole[index])
+                return tuple(np.asarray(select(kind)) for kind in whole)
+            return np.asarray(select(whole))
 
-        return Tables(*(select(getattr(self, field.name)) for field in fields(self)))  # type: ignore[arg-type]
+        return Tables(*(of(getattr(self, field.name)) for field in fields(self)))  # type: ignore[arg-type]
 
     @property
     def read(self) -> Bytes:

@@ -1,4 +1,4 @@
-"""Seconds and bytes of one stage in one place, for every range of units that it may hold.
+"""Seconds of one stage in one place, for every range of units that it may hold.
 
 Let stage s of p hold the units [i, j), a micro-batch have r = batch / (dp * m) rows, and m of them
 make up a step. Over one range, `Tables` knows
@@ -6,7 +6,8 @@ make up a step. Over one range, `Tables` knows
     F, B     forward and backward seconds              W        trainable bytes
     R, R'    bytes received, and those of them whose gradient goes back
 
-**Memory** of its devices is in `planners.model.memory`. The micro-batches in flight, n_s, are the
+**Memory** of its devices is in `planners.model.memory`, and what its blocks do to fit there in
+`planners.model.keeping_less`. The micro-batches in flight, n_s, are the
 schedule's: m for `gpipe` (Huang et al., GPipe, NeurIPS 2019), min(m, p - s) for `1f1b` (Narayanan
 et al., PipeDream, SOSP 2019; Megatron-LM, SC21, section 2.2). A device with several stages has the
 sum of theirs, each at its own fullest.
@@ -30,6 +31,11 @@ forward and GL of a backward, computing of GPUs leaves of them
 
 Of fp32 masters copies in 16 bits are gathered, which takes half as long.
 
+Blocks that offload O bytes copy them to the host in F and back in B, over the link that each device
+of the stage has to its host. Computing leaves of these copies (`planners.model.offload_ways`)
+
+    max(0, O / host - F)   and   max(0, O / host - B - recompute)
+
 Under `eager-1f1b` windows are taken to hide the links: a further micro-batch takes only
 
     max(F + B + recompute, R / bandwidth, R' / bandwidth)
@@ -49,13 +55,10 @@ from autopipe.cluster.collective_time import (
     gradient_sum,
     half_sum,
 )
-from autopipe.planners.model import memory
 from autopipe.planners.model.devices import DeviceGroup
-from autopipe.planners.model.level_mixes import Numbers
 from autopipe.planners.model.places import StagePlace
 from autopipe.planners.model.problem import EAGER, Config, Problem, splits
 from autopipe.planners.model.range_tables import Bytes, Tables, Times
-from autopipe.planners.model.recompute_sets import RecomputeSets, recompute_sets
 
 _Exchange = Callable[[float, Levels, int], float]
 
@@ -134,78 +137,8 @@ class StageSeconds(NamedTuple):
     exposed: Times
 
 
-class StageCosts(NamedTuple):
-    """Of stages that might be: their seconds, bytes, and what is recomputed.
-
-    `recomputed` are numbers of sets in `planners.model.recompute_sets`.
-    """
-
-    seconds: StageSeconds
-    peaks: Bytes
-    recomputed: Bytes
-
-
-class Holding(NamedTuple):
-    """What recomputed blocks count for in a stage's bytes.
-
-    Args:
-        once: bytes that are there once if any block is recomputed.
-        times: in how many of the micro-batches in flight a recomputed block's bytes are not saved.
-    """
-
-    once: Bytes
-    times: int
-
-
-def largest_block(place: StagePlace, largest: Bytes) -> Holding:
-    """A block lets go of what it recomputed when its backward is over: one block's bytes are there.
-
-    Args:
-        largest: of each range the bytes of its largest block.
-    """
-    return Holding(largest, place.in_flight)
-
-
-def costs(
-    problem: Problem,
-    config: Config,
-    place: StagePlace,
-    ranges: Tables,
-    numbers: Numbers,
-    holding: Callable[[StagePlace, Bytes], Holding] = largest_block,
-) -> StageCosts:
-    """The costs of ranges in a place, with the cheapest set of recomputed blocks that fits.
-
-    Args:
-        numbers: the ranges' compositions (`planners.model.recompute_sets`).
-        holding: what recomputed blocks count for in bytes. (A comparison with planners that count
-            in another way passes theirs.)
-    """
-    sets = sets_of(problem, config, place)
-    peaks = memory.peak(memory.estimate(ranges, problem, config, place.in_flight))
-    held, stays = holding(place, sets.largest[numbers])
-    held = np.maximum(held - ranges.again, 0)  # beyond what is made a second time anyway
-    missing = memory.excess(peaks, place.room)
-    missing = np.where(missing > 0, missing + held, 0)
-    recomputed = sets.cheapest(numbers, -(-missing // max(stays, 1)))
-    saves = sets.bytes[recomputed]
-    with_them = peaks - stays * saves + np.where(saves > 0, held, 0)
-    # Where nothing fits anyway, what is nearest to it.
-    recomputed = np.where(with_them < peaks, recomputed, sets.starts[numbers])
-    peaks = np.minimum(with_them, peaks)
-    return StageCosts(
-        stage_seconds(problem, config, place, ranges, sets.seconds[recomputed]), peaks, recomputed
-    )
-
-
-def sets_of(problem: Problem, config: Config, place: StagePlace) -> RecomputeSets:
-    """The sets of blocks that may be recomputed in a place."""
-    rows = config.microbatch_rows(problem.batch)
-    return recompute_sets(problem, rows, place.group.kind, not splits(problem, config.schedule))
-
-
-class Gathering(NamedTuple):
-    """Seconds of a micro-batch in which a stage waits for ZeRO, in forward and in backward."""
+class Waits(NamedTuple):
+    """Seconds of a micro-batch in which a stage waits for something, in forward and in backward."""
 
     forward: Times
     backward: Times
@@ -213,7 +146,7 @@ class Gathering(NamedTuple):
 
 def gathering(
     problem: Problem, config: Config, place: StagePlace, ranges: Tables, recompute: float | Times
-) -> Gathering:
+) -> Waits:
     """What ZeRO-3 adds: a gather in forward; in backward another one, and gradients are scattered,
     as by ZeRO-2. On GPUs a block is gathered while the one before it computes; the first one has
     none before it.
@@ -224,25 +157,55 @@ def gathering(
     kind, group = place.group.kind, place.group
     gathers, scatters = exchanged(ranges.gathered, ranges.summed, problem, config, group)
     if not problem.machine.overlaps:
-        return Gathering(gathers, gathers + scatters)
+        return Waits(gathers, gathers + scatters)
     first, last = (
         exchanged(block, 0, problem, config, group).gathers
         for block in (ranges.opening, ranges.closing)
     )
     backward = ranges.backward[kind] + recompute
-    return Gathering(
+    return Waits(
         np.maximum(first, gathers - ranges.forward[kind]),
         np.maximum(last, gathers + scatters - backward),
     )
 
 
+def copying(
+    problem: Problem,
+    place: StagePlace,
+    ranges: Tables,
+    recompute: float | Times,
+    offloaded: int | Bytes,
+) -> Waits:
+    """What is left of copies to the host and back when all is computed beside which they are made.
+
+    Where there is no link, as on a CPU, devices copy within their own memory, and wait for it.
+
+    Args:
+        recompute: seconds that blocks take a second time.
+        offloaded: bytes of a micro-batch.
+    """
+    kind, host = place.group.kind, place.group.host
+    if not host:
+        each = np.asarray(offloaded / problem.machine.copying)
+        return Waits(each, each)
+    each = np.asarray(offloaded / host)
+    backward = ranges.backward[kind] + recompute
+    return Waits(np.maximum(each - ranges.forward[kind], 0), np.maximum(each - backward, 0))
+
+
 def stage_seconds(
-    problem: Problem, config: Config, place: StagePlace, ranges: Tables, recompute: float | Times
+    problem: Problem,
+    config: Config,
+    place: StagePlace,
+    ranges: Tables,
+    recompute: float | Times,
+    offloaded: int | Bytes = 0,
 ) -> StageSeconds:
-    """The seconds of a stage, with those that blocks take a second time."""
+    """The seconds of a stage, with those that blocks take a second time or wait for the host."""
     kind = place.group.kind
     computing = ranges.forward[kind] + ranges.backward[kind] + recompute
     computing += sum(gathering(problem, config, place, ranges, recompute))
+    computing += sum(copying(problem, place, ranges, recompute, offloaded))
     whole = computing + transfer_seconds(ranges, problem, config, place.before)
     reduce = reduce_seconds(ranges, problem, config, place.group)
     if config.schedule != EAGER or place.before is None:

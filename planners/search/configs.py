@@ -90,7 +90,7 @@ def _variants(problem: Problem, pp: int, dp: int, m: int) -> Iterator[Config]:
     zeros = [zero for zero in problem.zeros if dp > 1 or zero == problem.zeros[0]]
     for zero in zeros:
         for name in schedules(problem):
-            if splits(problem, name) and zero == 3:
+            if splits(problem, name) and (zero == 3 or asked.offload):
                 continue
             if asked.schedule is None and pp == 1 and name != CONSIDERED[0]:
                 continue  # without a pipeline they are all one
@@ -170,6 +170,12 @@ def _meshes(problem: Problem) -> list[tuple[int, int]]:
 
 def _check_halves(problem: Problem) -> None:
     names = schedules(problem)
+    if problem.constraints.offload and all(splits(problem, name) for name in names):
+        raise InfeasibleError(
+            f"{one_of(names)} and blocks that offload what they keep do not go together: both "
+            "halves of a backward would fetch it",
+            hint="the schedule 1f1b, or --offload off",
+        )
     if problem.zeros == (3,) and all(splits(problem, name) for name in names):
         raise InfeasibleError(
             f"{one_of(names)} and zero=3 do not go together: it gathers for both halves of a "

@@ -7,7 +7,7 @@ devices g_s that holds stage s, and the blocks R_s that are recomputed in it.
 **Constraints.** Stage s holds in_flight(s) micro-batches, a number that its place alone decides;
 no group holds two stages, and those of one class are used in rank order;
 
-    peak_s(c_s, c_{s+1}, R_s) <= room(g_s)          else t_s = infinity    -> `stage_costs.costs`
+    peak_s(c_s, c_{s+1}, R_s) <= room(g_s)          else t_s = infinity    -> `keeping_less.costs`
 
 R_s matters to its own stage alone: of all that fit the cheapest is taken before anything else
 (`planners.model.recompute_sets`), and t_s(i, j) is a number for every place and range.
@@ -34,13 +34,14 @@ from functools import cache
 
 import numpy as np
 
-from autopipe.planners.model import memory, stage_costs, step_formula
+from autopipe.planners.model import keeping_less, memory, step_formula
+from autopipe.planners.model.block_parts import compositions
 from autopipe.planners.model.estimate import Mesh, Scored
 from autopipe.planners.model.level_mixes import Numbers
 from autopipe.planners.model.places import StagePlace, in_flights, place_of, placement, profile_of
 from autopipe.planners.model.problem import Config, Decision, Problem
 from autopipe.planners.model.range_tables import Tables, tables
-from autopipe.planners.model.recompute_sets import RecomputeSets, blocks_of, compositions
+from autopipe.planners.model.recompute_sets import RecomputeSets, chosen
 from autopipe.planners.search import best as answer
 from autopipe.planners.search.best import Answer, best_answer
 from autopipe.planners.search.descent import Arc, Array, GroupsUsed, Layers, StagePath, best_path
@@ -60,8 +61,8 @@ class Objective:
         floor: seconds that M counts as at least.
     """
 
-    costs: Callable[[Problem, Config, StagePlace, Tables, Numbers], stage_costs.StageCosts] = (
-        stage_costs.costs
+    costs: Callable[[Problem, Config, StagePlace, Tables, Numbers], keeping_less.StageCosts] = (
+        keeping_less.costs
     )
     weights: Callable[[Problem, Config], tuple[float, float]] = step_formula.weights
     floor: Callable[[Problem, Config], float] = step_formula.floor_seconds
@@ -112,14 +113,19 @@ def _fastest(
 
 
 def _decision(problem: Problem, config: Config, path: StagePath) -> Decision:
-    """A path's cuts and groups, with the blocks that must be recomputed."""
+    """A path's cuts and groups, with the blocks that must keep less."""
     ranks = placement(problem.constraints, config.schedule, config.pp, config.chunks)
     groups = dict(zip(ranks, path.groups, strict=True))
-    recomputed = tuple(
-        blocks_of(problem, *taken, arc.sets.counts(int(arc.recomputed[taken])))
-        for arc, taken in path.ranges
+    kept = [
+        chosen(problem, *taken, arc.sets, int(arc.recomputed[taken])) for arc, taken in path.ranges
+    ]
+    return Decision(
+        config,
+        path.cuts,
+        tuple(blocks.again for blocks in kept),
+        tuple(groups[rank] for rank in range(config.pp)),
+        tuple(blocks.offload for blocks in kept),
     )
-    return Decision(config, path.cuts, recomputed, tuple(groups[rank] for rank in range(config.pp)))
 
 
 def _arcs(problem: Problem, config: Config, objective: Objective) -> Layers:
@@ -141,7 +147,7 @@ def _arcs(problem: Problem, config: Config, objective: Objective) -> Layers:
             found.seconds.exposed,
             np.where(empty, np.inf, beyond),
             found.recomputed,
-            stage_costs.sets_of(problem, config, place),
+            keeping_less.sets_of(problem, config, place),
         )
 
     layers = []

@@ -1,9 +1,10 @@
-"""Scores every config, order of devices, set of cuts and of recomputed blocks: slow, surely right.
+"""Scores every config, order of devices, set of cuts and of blocks that keep less.
 
-The oracle for the other planners. A model of n units has binom(n - 1, pp - 1) sets of cuts, each
-stage 2^k sets of its k blocks. A stage's sets are its own affair, so that the best is taken for
-each range and place; cuts are scored many at a time, as rows of stages. Of several stages on a rank
-each gets an equal share of the device, as in `dynamic`.
+The oracle for the other planners: slow, surely right. A model of n units has binom(n - 1, pp - 1)
+sets of cuts, each stage 2^k sets of its k blocks, more where they may run again by op or offload
+what they keep. A stage's sets are its own affair, so that the best is taken for each range and
+place; cuts are scored many at a time, as rows of stages. Of several stages on a rank each gets an
+equal share of the device, as in `dynamic`.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from numpy.typing import NDArray
 
 from autopipe.errors import AutopipeError
 from autopipe.planners.model import memory
+from autopipe.planners.model.block_parts import figures
 from autopipe.planners.model.estimate import Mesh
+from autopipe.planners.model.keeping_less import may_offload
 from autopipe.planners.model.places import StagePlace, places, profile_of, stages_of
 from autopipe.planners.model.problem import WHOLE, Again, Config, Decision, Problem, splits
 from autopipe.planners.model.range_tables import Bytes, Times, tables
-from autopipe.planners.model.recompute_sets import figures
+from autopipe.planners.model.recompute_sets import KeptLess
 from autopipe.planners.model.stage_costs import StageSeconds, stage_seconds
 from autopipe.planners.model.step_formula import floor_seconds, step_seconds, weights
 from autopipe.planners.search.best import Answer, best_answer
@@ -36,7 +39,11 @@ MOST, MOST_SETS = 5_000_000, 4096
 ROWS = 1 << 16
 """Sets of cuts scored at a time."""
 
+AWAY = -2
+"""In the place of a level: the block offloads what it keeps."""
+
 Blocks = tuple[Again, ...]
+"""Blocks at their levels, or `AWAY`."""
 
 
 def exhaustive(
@@ -57,7 +64,7 @@ def exhaustive(
         for config in configs(problem)
         if mesh in (None, config[:2])
     )
-    sets = math.prod(1 + len(levels) for levels in _levels(problem))
+    sets = math.prod(1 + len(levels) for levels in _levels(problem, away=problem.offloads))
     if candidates > MOST or sets > MOST_SETS:
         raise AutopipeError(
             f"the planner `exhaustive` would score {candidates:,} candidates, of {sets:,} sets of "
@@ -82,11 +89,12 @@ def _choose(problem: Problem, config: Config) -> Decision:
             rank, row = _least(problem, config, stages, bounds)
             if best is None or (rank[0], rank[1] * (1 + TOLERANCE)) < best[0]:
                 found = [int(bound) for bound in bounds[row]]
-                recomputed = tuple(
-                    stage.recomputed(first, last)
+                kept = [
+                    stage.kept_less(first, last)
                     for stage, first, last in zip(stages, found, found[1:], strict=False)
-                )
-                best = rank, Decision(config, tuple(found[1:-1]), recomputed, order)
+                ]
+                again, offload = (tuple(found) for found in zip(*kept, strict=True))
+                best = rank, Decision(config, tuple(found[1:-1]), again, order, offload)
     assert best is not None, "pp is at most the number of units"
     return best[1]
 
@@ -125,27 +133,24 @@ class _StageRanges:
         profile = profile_of(problem, config.dp, config.micro_batches)
         assert profile is not None, "a config has a profile"
         ranges, kind = tables(problem, profile), place.group.kind
-        fixed = problem.constraints.recompute
-        free = fixed is None and not splits(problem, config.schedule)
-        if free:
-            self._sets = list(_subsets(_levels(problem)))
-        else:
-            self._sets = [tuple(fixed or ())]
+        self._sets = _sets(problem, config, place)
         may = {again for blocks in self._sets for again in blocks}
         saves = {again: _parts(problem, profile.rows, kind, again) for again in may}
         nothing = np.zeros_like(ranges.saved)
-        largest = np.max([nothing, *(saved for saved, _ in saves.values())], axis=0)
+        running = [saved for (_, level), (saved, _) in saves.items() if level != AWAY]
+        largest = np.max([nothing, *running], axis=0)
         best: tuple[Times, Times, Times, Bytes] | None = None
         self._chosen = np.zeros_like(ranges.saved)
         for number, blocks in enumerate(self._sets):
-            dropped = sum((saves[block][0] for block in blocks), nothing)
-            extra = sum((saves[block][1] for block in blocks), np.zeros_like(ranges.earlier))
-            held = np.where(dropped > 0, largest, 0)
-            peaks = memory.peak(
-                memory.estimate(ranges, problem, config, place.in_flight, dropped, held)
-            )
+            again = [saves[block] for block in blocks if block.level != AWAY]
+            away = np.sort([nothing, nothing, *(saves[b][0] for b in blocks if b.level == AWAY)], 0)
+            dropped, offloaded = sum((saved for saved, _ in again), nothing), away.sum(axis=0)
+            extra = sum((spent for _, spent in again), np.zeros_like(ranges.earlier))
+            held, moving = np.where(dropped > 0, largest, 0), away[-2:].sum(axis=0)
+            less = dropped + offloaded, held, moving
+            peaks = memory.peak(memory.estimate(ranges, problem, config, place.in_flight, *less))
             beyond = np.maximum(memory.excess(peaks, place.room), 0)
-            mine = *stage_seconds(problem, config, place, ranges, extra), beyond
+            mine = *stage_seconds(problem, config, place, ranges, extra, offloaded), beyond
             if best is None:
                 best = mine
                 continue
@@ -157,17 +162,38 @@ class _StageRanges:
         assert best is not None, "there is the empty set"
         self.whole, self.period, self.exposed, self.beyond = best
 
-    def recomputed(self, first: int, last: int) -> Blocks:
-        """The blocks that are recomputed in a range."""
-        blocks = self._sets[int(self._chosen[first, last])]
-        spans = [(again, self._problem.recomputable[again.block]) for again in blocks]
-        return tuple(again for again, (start, stop) in spans if start < last and stop > first)
+    def kept_less(self, first: int, last: int) -> KeptLess:
+        """The blocks of a range of which something runs again, and those that offload."""
+        spans = [
+            (again, self._problem.recomputable[again.block])
+            for again in self._sets[int(self._chosen[first, last])]
+        ]
+        there = [again for again, (start, stop) in spans if start < last and stop > first]
+        return KeptLess(
+            tuple(again for again in there if again.level != AWAY),
+            tuple(again.block for again in there if again.level == AWAY),
+        )
 
 
-def _levels(problem: Problem) -> list[tuple[int, ...]]:
-    """Of each block the levels that it may run again at."""
+def _sets(problem: Problem, config: Config, place: StagePlace) -> list[Blocks]:
+    """All sets of blocks that may keep less in a place, as far as the user has not fixed them."""
+    asked = problem.constraints
+    away = tuple(Again(block, AWAY) for block in asked.offload or ())
+    if asked.recompute is not None or splits(problem, config.schedule):
+        return [(*(asked.recompute or ()), *away)]
+    free = _subsets(_levels(problem, away=may_offload(problem, place)))
+    gone = {block for block, _ in away}
+    return [(*blocks, *away) for blocks in free if gone.isdisjoint(block for block, _ in blocks)]
+
+
+def _levels(problem: Problem, *, away: bool) -> list[tuple[int, ...]]:
+    """Of each block the levels that it may run again at.
+
+    Args:
+        away: whether it may be `AWAY` too.
+    """
     between = problem.profiles[0].levels or ((),) * len(problem.recomputable)
-    return [(WHOLE, *range(len(own))) for own in between]
+    return [(WHOLE, *range(len(own)), *[AWAY] * away) for own in between]
 
 
 def _subsets(levels: Sequence[tuple[int, ...]]) -> Iterator[Blocks]:
@@ -181,19 +207,21 @@ def _subsets(levels: Sequence[tuple[int, ...]]) -> Iterator[Blocks]:
 def _parts(problem: Problem, rows: int, kind: int, again: Again) -> tuple[Bytes, Times]:
     """What the part of a block in each range saves, and costs.
 
-    A block that a range has only in part is at no level but `WHOLE`, unless that is asked for.
+    A block that a range has only in part is at no level but `WHOLE`, unless that is asked for;
+    nor does it offload.
     """
-    asked = problem.constraints.recompute is not None
     block, level = again
+    asked = problem.constraints.recompute is not None
+    anywhere = level == WHOLE or (asked if level != AWAY else bool(problem.constraints.offload))
     start, stop = problem.recomputable[block]
     saved = np.zeros((problem.units + 1, problem.units + 1), np.int64)
     spent = np.zeros(saved.shape)
     for first in range(stop):
         for last in range(max(first, start) + 1, problem.units + 1):
             part = max(first - start, 0), min(last, stop) - start
-            if asked or level == WHOLE or part == (0, stop - start):
+            if anywhere or part == (0, stop - start):
                 saved[first, last], spent[first, last] = figures(
-                    problem, rows, kind, block, part, level
+                    problem, rows, kind, block, part, WHOLE if level == AWAY else level
                 )
     return saved, spent
 

@@ -179,7 +179,7 @@ def limitless(problem: Problem) -> Problem:
     """The same on devices that hold everything; blocks are recomputed only as asked for."""
     machine = problem.machine
     roomy = replace(problem, machine=replace(machine, memory=(UNLIMITED,) * machine.devices))
-    if problem.constraints.recompute is not None:
+    if problem.constraints.recompute is not None or problem.constraints.offload:
         return roomy
     kept = tuple(
         replace(profile, saved=(), recompute=(), levels=()) for profile in problem.profiles

@@ -18,23 +18,27 @@ from autopipe.planners.model.problem import Decision, Problem
 
 
 def filled(problem: Problem, decision: Decision) -> Decision:
-    """The decision with fewer stages that recompute, as they fit.
+    """The decision with fewer stages that recompute or offload, as they fit.
 
     Later stages come first: they have fewer micro-batches in flight, so they hold less.
 
     What recomputes by a constraint does so here.
     """
     config = decision.config
-    if decision.stages == config.pp or problem.constraints.recompute is not None:
+    asked = problem.constraints
+    fixed = asked.recompute is not None or bool(asked.offload)
+    if decision.stages == config.pp or fixed:
         return decision
     # What a stage holds is its own affair: two estimates have all that there is to choose from.
     before = estimate(problem, decision)
-    without = estimate(problem, replace(decision, recompute=()))
+    without = estimate(problem, replace(decision, recompute=(), offload=()))
     ranks = placement(problem.constraints, config.schedule, config.pp, config.chunks)
     beyond, recompute = list(before.beyond), list(decision.recompute)
+    offload = list(decision.offload) or [()] * decision.stages
     for stage, rank in reversed([*enumerate(ranks)]):
         more = without.stages[stage].memory.peak - before.stages[stage].memory.peak
-        if recompute[stage] and before.fits and beyond[rank] + more <= 0:
+        less = recompute[stage] or offload[stage]
+        if less and before.fits and beyond[rank] + more <= 0:
             beyond[rank] += more
-            recompute[stage] = ()
-    return replace(decision, recompute=tuple(recompute))
+            recompute[stage], offload[stage] = (), ()
+    return replace(decision, recompute=tuple(recompute), offload=tuple(offload))

@@ -1,8 +1,8 @@
 """Compiles the graphs of a stage with torch.compile, island by island.
 
 Some nodes of a graph have to run as Python: random nodes, which seed their generator first; read
-checks; gradients given away; in an evaluation, calls of blocks. The nodes of one block between two
-of these are an island, and islands are what is compiled:
+checks; gradients given away; what moves to the host and back; in an evaluation, calls of blocks.
+The nodes of one block between two of these are an island, and islands are what is compiled:
 
     forward    [embedding, add]  h.0 [norm, linear, attention]  draw(dropout)  h.0 [add, norm, ...
     backward   ... h.0 [norm, linear, their gradients]  accumulate  accumulate ...
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopipe.ir.torch_private import writes
+from autopipe.joint import offload
 from autopipe.joint.graph_writer import step_copy
 from autopipe.runtime.step.engine import accumulate
 from autopipe.stages.node_calls import python_only, take
@@ -29,6 +30,8 @@ from autopipe.stages.op_tape import SEGMENT
 from autopipe.stages.precision import low
 
 Island = Callable[..., tuple[Tensor, ...]]
+
+_PYTHON_ONLY = frozenset({accumulate, *python_only, *offload.CALLS})
 
 
 def compile_stage(module: fx.GraphModule, backend: str = "inductor") -> None:
@@ -121,7 +124,7 @@ def _is_compiled(node: fx.Node) -> bool:
         source = node.args[0]
         assert isinstance(source, fx.Node)
         return _is_compiled(source)
-    return node.target not in python_only and node.target is not accumulate
+    return node.target not in _PYTHON_ONLY
 
 
 def _writes(node: fx.Node) -> bool:

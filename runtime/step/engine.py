@@ -14,13 +14,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from autopipe.joint.offload import OFFLOADER
 from autopipe.joint.split_backward import Joint
+from autopipe.runtime.comm.host_copies import HostCopies
 from autopipe.runtime.parameters.zero3 import GatheredStage
 from autopipe.stages.op_tape import SEGMENT
 from autopipe.stages.precision import Arithmetic, computing, current
@@ -118,11 +120,12 @@ class GatheredEngine:
 class _Flight:
     """What the joint engine holds of one micro-batch.
 
-    `bytes` are those counted, of which the second half of backward needs `bytes_for_weight`.
+    `for_input` ends with the parcels that were sent to the host. `bytes` are those counted, of
+    which the second half of backward needs `bytes_for_weight`.
     """
 
     how: Arithmetic
-    for_input: list[Tensor]
+    for_input: list[Any]
     for_weight: list[Tensor]
     bytes: int
     bytes_for_weight: int
@@ -136,6 +139,7 @@ class JointEngine:
 
     Args:
         finish: makes of each graph what runs in its place.
+        offloader: moves the parcels that the joint graph has (`joint.offload`).
 
     Attributes:
         hold: told of the bytes kept for backward, more of them or (negative) fewer: forward takes
@@ -148,10 +152,16 @@ class JointEngine:
         module: nn.Module,
         joint: Joint,
         finish: Callable[[fx.GraphModule], fx.GraphModule] = lambda graph: graph,
+        offloader: HostCopies | None = None,
     ) -> None:
         self.module = module
-        self.joint = joint
         self.hold: Callable[[int], None] | None = None
+        if joint.parcels is not None:
+            assert offloader is not None, "something moves the parcels"
+            offloader.hold = self._count
+            setattr(module, OFFLOADER, offloader)  # the name that both codes call it by
+            joint = joint.moved_by(offloader)
+        self.joint = joint
         weight = joint.backward_weight
         last = _accumulating(module, joint.backward_input if weight is None else weight, joint)
         self._forward = finish(joint.forward)
@@ -165,18 +175,21 @@ class JointEngine:
             results: tuple[Tensor, ...] = self.module(*arguments)
             return results
         joint, how = self.joint, current()
+        early = 0 if joint.parcels is None else joint.kept
+        self._count(early)  # parcels leave beside all that is kept: the most that there can be
         with _as_traced(how):
             fitted = [layout.fit(t) for layout, t in zip(joint.arguments, arguments, strict=True)]
             made = self._forward(*fitted)
         saved = made[joint.results :]
+        sent = saved[len(joint.to_input) :] if joint.parcels is not None else ()
         flight = self._flights[microbatch] = _Flight(
             how,
-            [saved[n] for n in joint.to_input],
+            [*(saved[n] for n in joint.to_input), *sent],
             [saved[n] for n in joint.to_weight],
             _bytes(saved[n] for n in joint.counted),
             _bytes(saved[n] for n in joint.counted_weight),
         )
-        self._count(flight.bytes)
+        self._count(flight.bytes - early)
         results = made[: joint.results]
         return results
 

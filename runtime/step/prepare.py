@@ -18,10 +18,16 @@ import torch.distributed as dist
 from autopipe.errors import PlanError
 from autopipe.ir.graph import Ref
 from autopipe.ir.partition import Stage
-from autopipe.joint.split_backward_layouts import joint_for
+from autopipe.joint.split_backward_layouts import (
+    cannot_offload,
+    check_offload,
+    check_offload_there,
+    joint_for,
+)
 from autopipe.joint.wanted import wanted
-from autopipe.planfile.again import by_op
+from autopipe.planfile.again import by_op, offloaded
 from autopipe.planfile.programs import sends_ahead
+from autopipe.runtime.comm.host_copies import HostCopies
 from autopipe.runtime.comm.transport import Transport
 from autopipe.runtime.parameters.hold import HeldParameters
 from autopipe.runtime.parameters.part import RankPart
@@ -219,7 +225,7 @@ def _lower(rank: Rank, task: _Task, stage: Stage) -> Lowered:
         task.rehearsal.boundaries,
         part.device,
         part=part.place.tp,
-        as_graph=plan.compiled or by_op(plan) or plan.fully_sharded,
+        as_graph=plan.compiled or by_op(plan) or plan.fully_sharded or bool(offloaded(plan)),
     )
 
 
@@ -229,13 +235,18 @@ def _engine(rank: Rank, task: _Task, lowered: Lowered) -> Engine:
     A stage without a joint graph is run by autograd, and is not compiled: what the compiler would
     keep for backward nobody has counted.
     """
-    plan, joint = rank.part.plan, None
+    plan, joint, stage = rank.part.plan, None, lowered.stage
+    offload = offloaded(plan) if task.trains else ()
+    check_offload(task.split.graph, stage, task.split.blocks, offload)
+    own = plan.stages[stage.index].offload if task.trains else ()
+    check_offload_there(task.split.graph, stage, task.split.blocks, own)
     gathered = rank.held.gathered.get(lowered.stage.index)
     how = wanted(
         splits(task.compute),
         compiled=plan.compiled,
         by_op=by_op(plan),
         gathers=gathered is not None,
+        offload=offload,
     )
     if how is not None and task.trains:
         joint = joint_for(
@@ -248,6 +259,8 @@ def _engine(rank: Rank, task: _Task, lowered: Lowered) -> Engine:
             wanted=how,
         )
     module = lowered.module
+    if joint is None and own:
+        raise cannot_offload(stage)
     if joint is None and task.trains:
         engine = AutogradEngine(module)
         return engine if gathered is None else GatheredEngine(engine, gathered)
@@ -260,7 +273,9 @@ def _engine(rank: Rank, task: _Task, lowered: Lowered) -> Engine:
         if plan.compiled:
             compile_stage(module)
         return AutogradEngine(module)
-    return JointEngine(module, joint, *([Compiler()] if plan.compiled else []))
+    copies = HostCopies(rank.part.device) if offload else None
+    finish = {"finish": Compiler()} if plan.compiled else {}
+    return JointEngine(module, joint, offloader=copies, **finish)
 
 
 def _is_last(stage: Stage, split: Split) -> bool:

@@ -14,16 +14,12 @@ import pytest
 from autopipe.cluster.cluster import Link
 from autopipe.errors import InfeasibleError
 from autopipe.planners.model import memory
+from autopipe.planners.model.block_parts import compositions, figures
+from autopipe.planners.model.keeping_less import largest_block
 from autopipe.planners.model.places import StagePlace, places
 from autopipe.planners.model.problem import Config, Problem, splits
 from autopipe.planners.model.range_tables import Tables, tables
-from autopipe.planners.model.recompute_sets import compositions, figures
-from autopipe.planners.model.stage_costs import (
-    largest_block,
-    reduce_seconds,
-    stage_seconds,
-    wire_rate,
-)
+from autopipe.planners.model.stage_costs import reduce_seconds, stage_seconds, wire_rate
 from autopipe.planners.search.configs import configs
 from autopipe.planners.search.device_orders import orders
 from autopipe.planners.search.dynamic import Objective

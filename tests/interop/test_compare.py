@@ -87,6 +87,14 @@ def test_what_runs_again_is_said_by_blocks(autopipe: Shell) -> None:
     assert re.split("  +", last) == ["", "recompute", "nothing", "h.32; attention of h.0-31"]
 
 
+def test_what_blocks_offload_is_said(autopipe: Shell) -> None:
+    away = (replace(PLAN.stages[0], offload=("h.0", "h.1", "h.4")), *PLAN.stages[1:])
+    PLAN.save("a.json")
+    replace(PLAN, stages=away).save("b.json")
+    last = autopipe("diff", "a.json", "b.json").out.splitlines()[-1]
+    assert re.split("  +", last) == ["", "offload", "nothing", "h.0-1, h.4"]
+
+
 def test_what_is_too_long_for_a_column_has_lines_of_its_own(autopipe: Shell) -> None:
     """Three at most for each plan."""
     every = [f"--{number:03}--" for number in range(60)]

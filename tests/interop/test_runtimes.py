@@ -193,6 +193,14 @@ def test_megatron_recomputes_what_it_has_names_for() -> None:
     assert "--recompute-granularity" not in arguments(made(PLANS["one"], "megatron"))
 
 
+@pytest.mark.parametrize("target", sorted(RUNTIMES))
+def test_what_blocks_offload_no_runtime_has_words_for(target: str) -> None:
+    (stage,) = PLANS["one"].stages
+    away = replace(PLANS["one"], stages=(replace(stage, offload=LAYERS[:2]),))
+    said = [s for s in RUNTIMES[target](away).unsaid if "offload" in s]
+    assert len(said) == 1 and said[0].startswith("offload of what 2 of 8 layers keep"), said
+
+
 def test_megatron_reads_its_recomputation() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

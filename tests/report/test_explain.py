@@ -8,6 +8,7 @@ import pytest
 from autopipe.planfile import predict
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import Memory
+from autopipe.planfile.work import Spent
 from autopipe.report.explain import explain
 from tests.support.plans import chain, example_plan
 
@@ -230,6 +231,15 @@ def test_stages_that_look_the_same_are_told_once() -> None:
         "stage 7: 9 nodes, 2 parameter tensors",
     ]
     assert told.count("recomputed in backward: blocks.") == 2
+    spent = Spent(1.0, 0.0, 0.0, copying=0.002)
+    away = [
+        replace(stage, offload=("blocks.1", "blocks.2")[: 2 - n % 2])
+        for n, stage in enumerate(named)
+    ]
+    away[0] = replace(away[0], predicted=replace(away[0].predicted, spent=spent))
+    told = explain(replace(plan, stages=tuple(away)), stages=True)
+    assert "kept in the host's memory: blocks.1-2, 2 ms a micro-batch waited for" in told
+    assert told.count("kept in the host's memory: blocks.1") == 8, "of as many blocks, or not alike"
 
 
 def test_where_there_is_no_other_mesh_nothing_is_said_of_any() -> None:

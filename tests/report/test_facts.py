@@ -60,6 +60,9 @@ def test_what_is_not_as_usual() -> None:
         ("window", "3: receives posted ahead between a stage and the next"),
         ("depth", "1: micro-batches in flight there besides those that 1f1b has"),
     ]
+    away = replace(plan, stages=tuple(replace(s, offload=("block.0",)) for s in plan.stages))
+    kept = "1 block keeps what backward needs in the host's memory; computing hides the copies"
+    assert said(away, "offload") == kept and "offload" not in dict(facts.decided(plan))
     slow = replace(chain(3, 4, schedule="eager-1f1b"), boundaries=(Boundary(3, 1), Boundary(2, 0)))
     assert (said(slow, "window")[:4], said(slow, "depth")[:4]) == ("3 2:", "1 0:")
 

@@ -12,7 +12,7 @@ from autopipe.ir.blocks import Block, find_blocks
 from autopipe.ir.opaque_ops import observing
 from autopipe.stages.lower import lower
 from autopipe.stages.precision import arithmetic, computing
-from autopipe.stages.recompute import Recomputed, blocks_to_recompute
+from autopipe.stages.recompute import Recomputed, blocks_meant
 from autopipe.stages.rng import stream
 from autopipe.stages.saved_storages import SavedStorages
 from tests.support.long import chosen
@@ -61,7 +61,7 @@ def whole(found, model, asked=("all",), precision="fp32", rows=2):
         found.reads,
         rows,
         last=True,
-        recompute=blocks_to_recompute(blocks, asked),
+        recompute=blocks_meant(blocks, asked),
         precision=precision,
     )
     return made.module, made.low
@@ -147,7 +147,7 @@ def test_bytes_worked_by_hand(asked, saved, most):
     found, model = found_of(in_a_row)
     blocks = find_blocks(found.graph)
     if "blocks.1" in asked:  # the first of a class gives it its name, and would mean them all
-        assert blocks_to_recompute(blocks, asked) == asked
+        assert blocks_meant(blocks, asked) == asked
     module, _ = whole(found, model, asked)
     x = torch.ones(2, 8)
     kept = SavedStorages([*model.parameters(), x])
@@ -335,12 +335,12 @@ def test_blocks_by_path_and_by_class(asked, meant):
         Block("decoder.0", 10, 17, "decoder.0"),
         Block("decoder.1", 17, 24, "decoder.0"),
     )
-    assert list(blocks_to_recompute(blocks, asked)) == meant
+    assert list(blocks_meant(blocks, asked)) == meant
 
 
 def test_an_unknown_block_is_told_what_there_is():
     with pytest.raises(PlanError) as caught:
-        blocks_to_recompute(find_blocks(traced("gpt").graph), ["blocks.7"])
+        blocks_meant(find_blocks(traced("gpt").graph), ["blocks.7"])
     assert str(caught.value) == (
         "recompute: the model has no block and no class of blocks 'blocks.7'\n"
         "hint: all, or of a class blocks.0 (4 of them)"

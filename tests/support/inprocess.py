@@ -44,7 +44,7 @@ from autopipe.stages import step_programs
 from autopipe.stages.dry_run import Rehearsal, rehearse
 from autopipe.stages.lower import lower
 from autopipe.stages.precision import arithmetic
-from autopipe.stages.recompute import blocks_to_recompute, within
+from autopipe.stages.recompute import blocks_meant, within
 from autopipe.tracing.trace import Trace, trace
 from tests.support.traces import kept
 from tests.support.zoo import ZOO, Batch
@@ -161,7 +161,7 @@ def cut(
     if seed is not None:
         chosen = sorted(random.Random(f"{name} {pp} {seed}").sample(legal, pp - 1))
     stages = partition(flow, chosen)
-    graph, again = found.graph, blocks_to_recompute(blocks, recompute)
+    graph, again = found.graph, blocks_meant(blocks, recompute)
     inside = chain.from_iterable(range(block.first, block.stop) for block in blocks)
     again += tuple(n.name for n in (graph.nodes[p] for p in inside) if n.short in ops)
     again += tuple(graph.nodes[position].name for position in sorted(meant(flow, blocks, words)))

@@ -121,6 +121,21 @@ def measured_as_planned(
             assert mine == asked, f"{said}: measured {mine}, planned {asked}"
 
 
+@story(2)
+def memory_of_blocks_that_offload() -> None:
+    """What waits in the host's memory is not counted, what is on its way is; with recomputation
+    beside it, compiled, and with stages of two sizes."""
+    cases: tuple[tuple[str, str, dict[str, Any]], ...] = (
+        ("gpt", "1f1b", {"offload": "all"}),
+        ("llama", "interleaved", {"offload": "all", "compile": True}),
+        ("gpt", "gpipe", {"offload": "blocks.1", "recompute": "all"}),
+        ("dropout", "1f1b", {"offload": "all"}),
+    )
+    with without_inductor():
+        for name, schedule, more in sampled(cases, of=2):
+            measured_as_planned(name, 4, schedule, "fp32", **more)
+
+
 @story(2, long=True)
 def evaluation_is_that_of_the_whole_model() -> None:
     """After a step, so that batch norm has statistics; also for rows that do not divide."""

@@ -98,6 +98,24 @@ def recomputation_changes_no_bit() -> None:
             assert least == plan.stages[stage].predicted.memory.activations
 
 
+@story(2)
+def offloading_changes_no_bit() -> None:
+    """What blocks keep comes back from the host's memory as it was, random masks too."""
+    plan = planned("dropout", 2, 1, 4, offload="all")
+    assert all(stage.offload for stage in plan.stages)
+    batch = ZOO["dropout"].inputs(plan.batch.rows)
+    expected = bits(piped("dropout", by("1f1b", "dropout")), batch)
+    pipe = piped("dropout", plan)
+    pipe.meter = Meter()
+    found = bits(pipe, batch)
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, expected[name]), name
+    stage = pipe.place.pp
+    predicted = plan.stages[stage].predicted.memory.activations
+    assert pipe.measured()[stage].memory.activations == predicted
+
+
 @story(2, long=True)
 def compiled_stages_compute_the_same() -> None:
     """By inductor, the backward in one piece and in halves."""
@@ -111,6 +129,11 @@ def what_does_not_go_together() -> None:
     """Found by every rank before any of them waits for another."""
     with refused(PlanError, "zb-h1 and zero=3 do not go together"):
         piped("keywords", by("zb-h1", "keywords", zero=3))
+    plan = by("zb-h1", "gpt")
+    first, *others = plan.stages
+    away = replace(plan, stages=(replace(first, offload=("blocks.0",)), *others))
+    with refused(PlanError, "plan.stages[0].offload: 'blocks.0' is to offload what it keeps, and"):
+        piped("gpt", away)
 
 
 # Four processes: pipelines of two ranks, each rank on two data-parallel coordinates
@@ -182,8 +205,9 @@ def what_runs_again_or_is_compiled_in_shards() -> None:
     """Parameters are gathered by the graphs of a stage, whoever runs them."""
     again = planned("gpt", 1, 2, 2, zero=3, recompute="activations")
     assert again.stages[0].ops_again
+    away = planned("gpt", 1, 2, 2, zero=3, offload="all", compile=True)
     with without_inductor():
-        for plan in (again, planned("gpt", 1, 2, 2, zero=3, compile=True)):
+        for plan in (again, away, planned("gpt", 1, 2, 2, zero=3, compile=True)):
             together("gpt", piped("gpt", plan), steps=2)
 
 

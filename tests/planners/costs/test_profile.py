@@ -17,10 +17,10 @@ from autopipe.ir.dataflow import analyse
 from autopipe.ir.graph import bytes_at
 from autopipe.ir.partition import partition
 from autopipe.planners.costs.profile import Costing
+from autopipe.planners.model.block_parts import figures
 from autopipe.planners.model.devices import machine_of
 from autopipe.planners.model.problem import Again, Constraints
 from autopipe.planners.model.range_tables import tables
-from autopipe.planners.model.recompute_sets import figures
 from autopipe.stages.dry_run import rehearse
 from tests.support.inprocess import machine, traced
 from tests.support.long import chosen, sampled

@@ -93,6 +93,7 @@ def test_where_the_seconds_of_a_step_go() -> None:
         "running blocks again": 0,
         "tensor-parallel exchanges": 0,
         "gathering and scattering": 0,
+        "copies to the host and back": 0,
         "transfers": 4 * 5.5 / 2,
         "reducing gradients": 0,
         "the bubble": 85 - 36 - 11,

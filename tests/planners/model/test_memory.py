@@ -9,10 +9,11 @@ import pytest
 
 from autopipe.errors import InfeasibleError
 from autopipe.planners.model import memory
+from autopipe.planners.model.block_parts import compositions
 from autopipe.planners.model.places import profile_of
 from autopipe.planners.model.problem import Config, Problem, splits
 from autopipe.planners.model.range_tables import gathered_bytes, tables
-from autopipe.planners.model.recompute_sets import compositions, recompute_sets
+from autopipe.planners.model.recompute_sets import recompute_sets
 from autopipe.planners.search.configs import configs
 from tests.support.problems import line, random_problem, rich_problem
 

@@ -10,8 +10,9 @@ from random import Random
 import numpy as np
 import pytest
 
+from autopipe.planners.model.block_parts import compositions, figures
 from autopipe.planners.model.problem import WHOLE, Again, BlockLevel, Constraints, Problem, Saved
-from autopipe.planners.model.recompute_sets import blocks_of, compositions, figures, recompute_sets
+from autopipe.planners.model.recompute_sets import chosen, recompute_sets
 from tests.support.problems import line, rich_problem
 
 
@@ -68,7 +69,9 @@ def test_blocks_that_cost_as_much_as_a_whole_are_one_kind_however_units_divide_t
     known = compositions(problem)
     assert known.classes.kinds == (0, 1)
     assert known.number[0, 2] == known.number[2, 3] != known.number[1, 2]
-    assert blocks_of(problem, 0, 3, (1,)) == (Again(0),)
+    sets = recompute_sets(problem, 1, 0, True)
+    (one,) = (row for row in range(*sets.starts[known.number[0, 3] :][:2]) if sets.bytes[row] == 10)
+    assert chosen(problem, 0, 3, sets, one).again == (Again(0),)
 
 
 def test_a_set_that_another_beats_is_left_out() -> None:
@@ -96,14 +99,14 @@ def test_a_set_is_made_of_blocks_again() -> None:
     sets = recompute_sets(problem, 1, 0, True)
     number = compositions(problem).number[0, 4]
     for row in range(sets.starts[number], sets.starts[number + 1]):
-        blocks = blocks_of(problem, 0, 4, sets.counts(row))
+        blocks = chosen(problem, 0, 4, sets, row).again
         assert sum((10, 20, 10, 20)[again.block] for again in blocks) == sets.bytes[row]
         assert blocks == tuple(sorted(blocks))
-    assert blocks_of(problem, 0, 4, sets.counts(sets.starts[number])) == ()
+    assert chosen(problem, 0, 4, sets, sets.starts[number]).again == ()
     # (10, 1.0) first, (20, 1.5) next: one of the second kind is block 1, of a range from 2 on 3.
     two = compositions(problem).number[2, 4]
     (row,) = (r for r in range(sets.starts[two], sets.starts[two + 1]) if sets.bytes[r] == 20)
-    assert blocks_of(problem, 2, 4, sets.counts(row)) == (Again(3),)
+    assert chosen(problem, 2, 4, sets, row).again == (Again(3),)
 
 
 def test_a_part_of_a_block_saves_what_is_kept_in_that_part() -> None:
@@ -185,7 +188,7 @@ def test_levels_of_equal_blocks_are_mixed() -> None:
     assert found(problem, 0, 2) == [(0, 0), (4, 1), (8, 2), (11, 4), (14, 6), (17, 9), (20, 12)]
     sets = recompute_sets(problem, 1, 0, True)
     start = sets.starts[compositions(problem).number[0, 2]]
-    named = [blocks_of(problem, 0, 2, sets.counts(start + row)) for row in (1, 3, 5)]
+    named = [chosen(problem, 0, 2, sets, start + row).again for row in (1, 3, 5)]
     assert named == [(Again(0, 0),), (Again(0, 1), Again(1, 0)), (Again(0, WHOLE), Again(1, 1))]
 
 

@@ -11,6 +11,8 @@ import pytest
 from autopipe.cluster.cluster import Link
 from autopipe.planfile.parts import Memory
 from autopipe.planners.model import memory
+from autopipe.planners.model.block_parts import compositions
+from autopipe.planners.model.keeping_less import Holding, StageCosts, costs, largest_block, sets_of
 from autopipe.planners.model.places import StagePlace, in_flights, place_of
 from autopipe.planners.model.problem import (
     Again,
@@ -22,16 +24,10 @@ from autopipe.planners.model.problem import (
     Shared,
 )
 from autopipe.planners.model.range_tables import Bytes, Tables, tables
-from autopipe.planners.model.recompute_sets import compositions
 from autopipe.planners.model.stage_costs import (
-    Holding,
-    StageCosts,
-    costs,
     exchanged,
     gathering,
-    largest_block,
     reduce_seconds,
-    sets_of,
     stage_seconds,
     transfer_seconds,
 )

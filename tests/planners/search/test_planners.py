@@ -63,6 +63,14 @@ def most_needed(seed: int) -> int | None:
     return max(stage.memory.peak for stage in found.estimate.stages)
 
 
+def hosted_problem(seed: int) -> Problem:
+    """A tight problem whose devices have a link to their host, slow or fast."""
+    problem = tight_problem(seed)
+    kinds = range(max(problem.machine.kinds) + 1)
+    hosts = tuple(50.0 * 4 ** ((seed + kind) % 5) for kind in kinds)
+    return replace(problem, machine=replace(problem.machine, hosts=hosts), offloads=True)
+
+
 MAKERS = {"plain": random_problem, "rich": rich_problem, "tight": tight_problem}
 """Plain problems are of equal devices on one link; in rich ones up to three kinds of devices, with
 limits of their own, stand in nodes and sites, blocks may run again and states be dealt out. In
@@ -145,6 +153,14 @@ def test_under_every_schedule_that_is_asked_for(make: str, schedule: str) -> Non
         problem = MAKERS[make](seed)
         asked = replace(problem, constraints=Constraints(schedule=schedule))
         same(found_by("dynamic", asked), found_by("exhaustive", asked))
+
+
+@pytest.mark.parametrize("seed", [21, 56, 98, 133])
+def test_where_blocks_may_offload_what_they_keep(seed: int) -> None:
+    """Four problems in whose fastest plans some do; of one stage, of two and of three."""
+    dynamic = found_by("dynamic", hosted_problem(seed))
+    same(dynamic, found_by("exhaustive", hosted_problem(seed)))
+    assert isinstance(dynamic, Answer) and any(dynamic.decision.offload)
 
 
 @pytest.mark.parametrize("zeros", [(1,), (2,), (3,)])
