@@ -90,8 +90,8 @@ def plan(
     offload: Annotated[
         list[str] | None,
         typer.Option(
-            help="Keep what backward needs in the host's memory: auto, off, all, a class of "
-            "blocks, or a block. May be repeated."
+            help="Keep what backward needs in the host's memory: off (the default), auto, all, a "
+            "class of blocks, or a block. May be repeated."
         ),
     ] = None,
     memory: Annotated[

@@ -129,8 +129,8 @@ def plan(
             None: those that the model itself recomputes (`torch.utils.checkpoint`), or else what
             memory asks for, by block or by op.
         offload: blocks that keep what backward needs in the host's memory: "all", "off", a class
-            of them, or paths. None or "auto": where devices have a link to their host and that is
-            quicker than running blocks again.
+            of them, or paths; "auto": those for which that is quicker than running them again,
+            where devices have a link to their host. None: as "off".
         planner: "dynamic", "exhaustive" or "uniform".
         sequence_parallel: with tp, also consider shards of the batch's second dim between layers;
             they hold less, and take less time in norms and sums.
@@ -285,7 +285,7 @@ def _recompute(
 
 
 def _offload(request: PlanRequest, blocks: Sequence[Block]) -> Collection[str] | None:
-    """Paths of the blocks that the user wants to offload what they keep; None: the planner chooses.
+    """Paths of the blocks that are to offload what they keep; None: the planner chooses.
 
     What runs again is not kept: `--recompute all --offload h.3` means all others and this one.
 
@@ -296,7 +296,7 @@ def _offload(request: PlanRequest, blocks: Sequence[Block]) -> Collection[str] |
         [words] if isinstance(words, str) else [*(words or ())]
         for words in (request.offload, request.recompute)
     )
-    if asked in ([], [arguments.AUTO]):
+    if asked == [arguments.AUTO]:
         return None
     both = [word for word in asked if word in again]
     if both:

@@ -76,10 +76,10 @@ def test_where_memory_is_short_a_fast_link_takes_what_blocks_keep_and_a_slow_one
     100 GB/s       1.6 us               copies, which four layers' forward hides
     10 MB/s        16 ms                running again, of some or all ops
     """
-    room = planned(gpus(0.0))
+    room = planned(gpus(0.0), offload="auto")
     assert not offloaded(room) and not any(stage.recompute for stage in room.stages)
     tight = int(0.75 * memory_of(room))
-    fast, slow, none = (planned(gpus(host, tight)) for host in (1e11, 1e7, 0.0))
+    fast, slow, none = (planned(gpus(host, tight), offload="auto") for host in (1e11, 1e7, 0.0))
     assert offloaded(fast) and not any(stage.recompute for stage in fast.stages)
     assert all(stage.predicted.memory.peak <= tight for stage in fast.stages)
     assert fast.prediction.step_seconds == pytest.approx(room.prediction.step_seconds)
@@ -88,8 +88,8 @@ def test_where_memory_is_short_a_fast_link_takes_what_blocks_keep_and_a_slow_one
         assert plan.prediction.step_seconds > fast.prediction.step_seconds
     # Layers are spread over a stage, and the last one, which backward begins with, stays.
     assert all("3" not in stage.offload and "7" not in stage.offload for stage in fast.stages)
-    off = planned(gpus(1e11, tight), offload="off")
-    assert not offloaded(off) and any(stage.recompute for stage in off.stages)
+    for unasked in (planned(gpus(1e11, tight), offload="off"), planned(gpus(1e11, tight))):
+        assert not offloaded(unasked) and any(stage.recompute for stage in unasked.stages)
 
 
 def test_what_is_left_of_copies_is_in_the_seconds_of_a_stage() -> None:
