@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "runtime.comm": "schedules planfile sharding runtime.launch",
     "runtime.parameters": "util planfile ir frontend tracing sharding stages",
     "runtime.checkpoint": "util planfile ir runtime.parameters",
-    "runtime.step": "util schedules planfile ir frontend sharding stages joint "
+    "runtime.step": "util schedules planfile ir frontend sharding stages joint emit "
     "runtime.launch runtime.comm runtime.parameters runtime.checkpoint",
     "runtime.probe": "util cluster sharding",
     "runtime": "util schedules planfile report ir frontend tracing sharding stages "
