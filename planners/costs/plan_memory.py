@@ -31,6 +31,7 @@ from autopipe.stages import step_programs
 from autopipe.stages.dry_run import Known, Rehearsal, fake_state
 from autopipe.stages.lower import lower
 from autopipe.stages.recompute import within
+from autopipe.stages.sent_parts import Parted
 from autopipe.stages.whole_loss import WholeLoss
 from autopipe.util import numbers
 
@@ -46,6 +47,7 @@ class CutModel:
         wanted: how backwards run that autograd does not; None: autograd runs them.
         shards: over how many replicas parameters and gradients are sharded, as by ZeRO-3; 1: not.
         whole: the loss of the whole batch, if it is computed between two passes.
+        parted: what of the graph sends tensors in parts, if something does; the graph is its.
     """
 
     degree: Degree
@@ -56,6 +58,7 @@ class CutModel:
     wanted: Wanted | None
     shards: int
     whole: WholeLoss | None = field(default=None, repr=False)
+    parted: Parted | None = field(default=None, repr=False)
 
     @property
     def graph(self) -> Graph:

@@ -12,6 +12,7 @@ Other rooms use: `problem.Problem`, `.Config`, `.Decision`, `estimate.estimate`,
     range_tables                     sums over ranges of units
     recompute_sets, level_mixes      what runs again; levels of equal blocks
     places                           what each stage is given
+    transfers                        how tensors come to a stage: whole, or in parts
     memory                           bytes of a stage: bound, estimate, does it fit
     stage_costs                      seconds of a stage
     step_formula                     seconds of a step from those of its stages

@@ -35,9 +35,9 @@ from autopipe.planners.model.stage_costs import (
     gathering,
     sets_of,
     stage_seconds,
-    transfer_seconds,
 )
 from autopipe.planners.model.step_formula import floor_seconds, step_seconds, weights
+from autopipe.planners.model.transfers import arriving, gather_seconds, transfer_seconds
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ class StageEstimate:
 
     `period` are the seconds that each further micro-batch takes: all of them, or, where transfers
     are hidden, those of computing or of the wire. `spent` are those of a micro-batch by what they
-    are for, transfers among them. `kind` is the number of its devices' kind.
+    are for, transfers among them, with what is gathered. `kind` is the number of its devices' kind.
+    `in_parts` is whether what divides comes to it in parts.
     """
 
     first: int
@@ -59,6 +60,7 @@ class StageEstimate:
     memory: Memory
     spent: Mapping[str, float]
     kind: int
+    in_parts: bool = False
 
 
 COMPUTING, AGAIN = "computing", "running blocks again"
@@ -195,7 +197,7 @@ def _stage(
 ) -> _ScoredStage:
     """One stage [first, last) of which these blocks run again."""
     first, last = bounds
-    ranges = tables(problem, profile).at(first, last)
+    ranges = arriving(tables(problem, profile).at(first, last), problem, config, place)
     kind, dropped, extra = place.group.kind, 0, 0.0
     for block, level in blocks:
         start, stop = problem.recomputable[block]
@@ -209,7 +211,10 @@ def _stage(
     parts = memory.estimate(ranges, problem, config, place.in_flight, dropped, held)
     seconds = stage_seconds(problem, config, place, ranges, extra)
     waits = [float(wait) for wait in gathering(problem, config, place, ranges, extra)]
-    transfers = float(transfer_seconds(ranges, problem, config, place.before))
+    transfers = float(
+        transfer_seconds(ranges, problem, config, place.before)
+        + gather_seconds(ranges, problem, kind)
+    )
     forward, backward = float(ranges.forward[kind]), float(ranges.backward[kind])
     exchange = float(ranges.exchange[kind]) if ranges.exchange else 0.0
     found = StageEstimate(
@@ -229,6 +234,7 @@ def _stage(
             "transfers": transfers,
         },
         kind=kind,
+        in_parts=bool(ranges.parted > 0),
     )
     return _ScoredStage(found, seconds)
 

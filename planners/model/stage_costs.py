@@ -15,6 +15,9 @@ sum of theirs, each at its own fullest.
 
     t_s  = F + B + recompute + (R + R') / bandwidth + (2 * latency if R > 0)
 
+Between tensor-parallel groups R and R' may be less, for seconds of gathering
+(`planners.model.transfers`).
+
 F and B are those of the stage's kind of device, latency and bandwidth those of the link between its
 devices and those of the stage before it; what goes over a link that is shared takes turns. Summing
 the gradients of W over the stage's dp devices takes reduce_s (`cluster.collective_time`), of which
@@ -44,7 +47,6 @@ from typing import NamedTuple
 import numpy as np
 
 from autopipe.cluster.collective_time import (
-    Level,
     Levels,
     gradient_sum,
     half_sum,
@@ -56,6 +58,12 @@ from autopipe.planners.model.places import StagePlace
 from autopipe.planners.model.problem import EAGER, Config, Problem, splits
 from autopipe.planners.model.range_tables import Bytes, Tables, Times
 from autopipe.planners.model.recompute_sets import RecomputeSets, recompute_sets
+from autopipe.planners.model.transfers import (
+    arriving,
+    gather_seconds,
+    transfer_seconds,
+    wire_rate,
+)
 
 _Exchange = Callable[[float, Levels, int], float]
 
@@ -107,22 +115,6 @@ def _linear(exchange: _Exchange, sizes: int | Bytes | Times, levels: Levels, str
     least = exchange(0.0, levels, streams)
     each = (exchange(2.0**30, levels, streams) - least) / 2.0**30
     return np.asarray(least + each * sizes)
-
-
-def transfer_seconds(
-    ranges: Tables, problem: Problem, config: Config, before: Level | None
-) -> Times:
-    """Seconds in which a stage receives a micro-batch and sends its gradients back."""
-    if before is None:
-        return np.zeros_like(ranges.earlier)
-    moved = ranges.received + ranges.received_gradient
-    seconds = moved / wire_rate(problem, config, before)
-    return np.asarray(seconds + 2 * before.link.latency * (ranges.received > 0))
-
-
-def wire_rate(problem: Problem, config: Config, level: Level) -> float:
-    """Bytes a second for each of the devices of a stage."""
-    return level.wire(config.dp * problem.machine.streams).bandwidth
 
 
 class StageSeconds(NamedTuple):
@@ -181,7 +173,7 @@ def costs(
         holding: what recomputed blocks count for in bytes. (A comparison with planners that count
             in another way passes theirs.)
     """
-    sets = sets_of(problem, config, place)
+    sets, ranges = sets_of(problem, config, place), arriving(ranges, problem, config, place)
     peaks = memory.peak(memory.estimate(ranges, problem, config, place.in_flight))
     held, stays = holding(place, sets.largest[numbers])
     held = np.maximum(held - ranges.again, 0)  # beyond what is made a second time anyway
@@ -239,10 +231,15 @@ def gathering(
 def stage_seconds(
     problem: Problem, config: Config, place: StagePlace, ranges: Tables, recompute: float | Times
 ) -> StageSeconds:
-    """The seconds of a stage, with those that blocks take a second time."""
+    """The seconds of a stage, with those that blocks take a second time.
+
+    Args:
+        ranges: as what they receive arrives (`transfers.arriving`).
+    """
     kind = place.group.kind
     computing = ranges.forward[kind] + ranges.backward[kind] + recompute
     computing += sum(gathering(problem, config, place, ranges, recompute))
+    computing += gather_seconds(ranges, problem, kind)
     whole = computing + transfer_seconds(ranges, problem, config, place.before)
     reduce = reduce_seconds(ranges, problem, config, place.group)
     if config.schedule != EAGER or place.before is None:

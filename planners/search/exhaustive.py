@@ -25,6 +25,7 @@ from autopipe.planners.model.range_tables import Bytes, Times, tables
 from autopipe.planners.model.recompute_sets import figures
 from autopipe.planners.model.stage_costs import StageSeconds, stage_seconds
 from autopipe.planners.model.step_formula import floor_seconds, step_seconds, weights
+from autopipe.planners.model.transfers import arriving
 from autopipe.planners.search.best import Answer, best_answer
 from autopipe.planners.search.configs import configs
 from autopipe.planners.search.descent import TOLERANCE
@@ -124,7 +125,8 @@ class _StageRanges:
         self._problem = problem
         profile = profile_of(problem, config.dp, config.micro_batches)
         assert profile is not None, "a config has a profile"
-        ranges, kind = tables(problem, profile), place.group.kind
+        ranges = arriving(tables(problem, profile), problem, config, place)
+        kind = place.group.kind
         fixed = problem.constraints.recompute
         free = fixed is None and not splits(problem, config.schedule)
         if free:
