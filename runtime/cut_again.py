@@ -45,8 +45,7 @@ def split_to_evaluate(
         kept=kept(plan.precision, plan.optimizer_dtype, plan.grad_dtype),
         regions=plan.regions,
     )
-    local, blocks, whole = dealt_out(found, plan, part.place.tp, sharding)
-    return split_for_evaluation(local, part.split, blocks, whole)
+    return split_for_evaluation(dealt_out(found, plan, part.place.tp, sharding), part.split)
 
 
 def split_at_length(
@@ -60,9 +59,8 @@ def split_at_length(
     """
     plan = part.plan
     rows = batches.two_rows(batch, plan.inputs)
-    local, blocks, whole = dealt_out(traces.at(length, rows), plan, part.place.tp, sharding)
-    when = f"with rows of {length} tokens"
-    return split_for_evaluation(local, part.split, blocks, whole, when)
+    local = dealt_out(traces.at(length, rows), plan, part.place.tp, sharding)
+    return split_for_evaluation(local, part.split, f"with rows of {length} tokens")
 
 
 def traces_at_lengths(model: Source, loss: Loss | None, plan: Plan) -> AtLengths:

@@ -40,7 +40,7 @@ from autopipe.runtime.comm.transport import Transport
 from autopipe.runtime.launch.watchdog import Watchdog
 from autopipe.runtime.launch.world import World, check_world, start, world_from
 from autopipe.runtime.parameters.materialize import Origin, materialize
-from autopipe.runtime.parameters.model_states import ModelStates
+from autopipe.runtime.parameters.model_states import ModelStates, unused_states
 from autopipe.runtime.parameters.part import RankPart
 from autopipe.runtime.step.emitted_files import Emitted
 from autopipe.runtime.step.same_batch import check_same_plan
@@ -52,7 +52,6 @@ from autopipe.stages.bind import (
     check_loss,
     check_runs,
     split_as_planned,
-    unused_states,
 )
 from autopipe.stages.precision import kept
 from autopipe.tracing.source import Source, bare

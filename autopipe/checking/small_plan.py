@@ -16,8 +16,9 @@ from autopipe.cluster.cluster import Cluster, Device, Group, Link, NodeGroup
 from autopipe.frontend.model_file import ModelFile
 from autopipe.planfile.again import named, offloaded, repeated
 from autopipe.planfile.contents import Plan, signed
-from autopipe.planfile.parts import Batch, Mesh, Place
+from autopipe.planfile.parts import IN_PARTS, WHOLE, Batch, Mesh, Place
 from autopipe.planners.driver import make_plan
+from autopipe.stages.sent_parts import in_parts_of
 from autopipe.util.progress import Say
 
 RATES = {"fp32": 1e10, "fp64": 5e9, "bf16": 2e10, "fp16": 2e10}
@@ -71,6 +72,8 @@ def words_of(plan: Plan) -> dict[str, Any]:
         "loss_parts": plan.loss_parts or "off",
         "lengths": plan.lengths,
     }
+    if plan.mesh.tp > 1:
+        words["transfers"] = IN_PARTS if in_parts_of(plan) else WHOLE
     if plan.mesh.pp > 1:
         words |= {"schedule": plan.schedule, "window": plan.boundaries[0].window}
         if plan.schedule == "interleaved":

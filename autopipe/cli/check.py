@@ -43,6 +43,7 @@ def check(
         bool | None, typer.Option("--compile/--no-compile", help="As `plan` has it.")
     ] = None,
     zero: Annotated[int | None, typer.Option(help="As `plan` has it.")] = None,
+    transfers: Annotated[str | None, typer.Option(help="As `plan` has it.")] = None,
     recompute: Annotated[list[str] | None, typer.Option(help="As `plan` has it.")] = None,
     offload: Annotated[list[str] | None, typer.Option(help="As `plan` has it.")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Rows of the whole batch.")] = None,
@@ -72,6 +73,7 @@ def check(
         "precision": precision,
         "compile": compile,
         "zero": zero,
+        "transfers": transfers,
         "recompute": recompute,
         "offload": offload,
         "loss_parts": loss_parts,

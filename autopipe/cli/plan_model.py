@@ -80,6 +80,13 @@ def plan(
             help="What replicas share out: 0 nothing, 1 optimizer state, 2 gradients, 3 parameters."
         ),
     ] = None,
+    transfers: Annotated[
+        str | None,
+        typer.Option(
+            help="With tp, what goes to a later stage: whole from each rank, or parts that the "
+            "receivers gather. Default: the faster."
+        ),
+    ] = None,
     recompute: Annotated[
         list[str] | None,
         typer.Option(
@@ -165,6 +172,7 @@ def plan(
         optimizer_dtype=optimizer_dtype,
         compile=compile,
         zero=zero,
+        transfers=transfers,
         recompute=recompute,
         offload=offload,
         memory=memory,

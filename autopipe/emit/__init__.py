@@ -4,5 +4,5 @@ In: a model, its loss and a plan. Out: a folder with the plan, the ranks' progra
 Python module per stage, and a train.py for torchrun.
 Never found here: running those files (`runtime.step.emitted_files`), decisions.
 
-Other rooms use: `emit.emit`.
+Other rooms use: `emit.emit`, `retrace.graph_of`.
 """

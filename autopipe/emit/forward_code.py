@@ -17,6 +17,7 @@ result if no argument has it.
 from __future__ import annotations
 
 import linecache
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -139,9 +140,13 @@ class Body:
         return _commented(statements, self.home)
 
     def name(self, node: str) -> str:
-        """The preferred name of a graph node's value in this code."""
-        made = NodeName.of(node)
-        assert made is not None
+        """The preferred name of a graph node's value in this code.
+
+        What only a rank's graph has is named after a node: `h.3/add/1>I`, `h.3/linear/0/[bias]>P`.
+        """
+        found = re.match(r"(.*?/\d+)(?!\w)(.*)", node)
+        made = found and NodeName.of(found[1])
+        assert found is not None and made is not None
         call = self.path.removeprefix(self.home)
         words = made.module.removeprefix(self.home).split(".")
         words = [word.removesuffix(call) for word in words]
@@ -150,6 +155,7 @@ class Body:
             words.append(op)
         if made.number:
             words.append(str(made.number))
+        words += re.findall(r"\w+", found[2])
         return identifier("_".join(filter(None, words)))
 
     def _call(

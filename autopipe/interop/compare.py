@@ -109,6 +109,13 @@ def _how(plan: Plan) -> Iterator[_Said]:
     said = "; ".join(own.where() for own in repeated(plan, plan.stages))
     yield "recompute", again, said or "nothing"
     yield "offload", offloaded(plan), folded(offloaded(plan)) or "nothing"
+    parts = tuple(
+        f"{sent.part_of.tensor}, dim {sent.part_of.dim}, to stage {sent.peer}"
+        for stage in plan.stages
+        for sent in stage.sends
+        if sent.part_of is not None
+    )
+    yield "sent in parts", parts, numbers.count(len(parts), "tensor") if parts else "nothing"
     yield "loss parts", plan.loss_parts, str(plan.loss_parts)
     yield "fused attention", plan.fused_attention, "yes" if plan.fused_attention else "no"
     yield "compiled", str(plan.compiled), "yes" if plan.compiled else "no"

@@ -233,8 +233,7 @@ def _held(plan: Plan, index: int) -> StageWords:
     pairs = [("from", stage.first), ("to", stage.last)]
     for sent in stage.sends:
         back = ", its gradient comes back" if sent.gradient else ""
-        what = f"{sent.dtype}[{', '.join(map(str, sent.shape))}] to stage {sent.peer}{back}"
-        pairs.append(("sends", f"{sent.name} {what}"))
+        pairs.append(("sends", f"{sent.told} to stage {sent.peer}{back}"))
     for own in repeated(plan, [stage]):
         what = f"{words(own.ops)} of " if own.ops else ""
         pairs.append(("runs again", what + ", ".join(own.blocks)))

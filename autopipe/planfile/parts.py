@@ -2,7 +2,7 @@
 
     InputSpec, Read                     what a batch is like, and what Python read from it
     Place, Mesh, Batch, Boundary        where a rank runs, and how a step goes through the stages
-    Transfer, StagePlan                 what a stage holds, receives and sends
+    PartOf, Transfer, StagePlan         what a stage holds, receives and sends
     Sharding, Collective, BlockClass    how tensors lie over the ranks of tensor parallelism
     Memory, StagePrediction, Prediction, Alternative, PlannerNote    why it is this plan
 
@@ -109,19 +109,48 @@ class Boundary:
     depth: int
 
 
+WHOLE, IN_PARTS = "whole", "parts"
+TRANSFERS = (WHOLE, IN_PARTS)
+"""How a tensor that all tensor-parallel ranks have goes to a later stage: whole from each, or each
+sends a part (`PartOf`)."""
+
+
+@dataclass(frozen=True)
+class PartOf:
+    """The replicated tensor that tensor-parallel ranks send in parts, one of tp equal ones each.
+
+    Parts are along `dim`. The receivers gather them; its gradient comes back in parts too.
+    """
+
+    tensor: str
+    dim: int
+
+
 @dataclass(frozen=True)
 class Transfer:
-    """A tensor that enters or leaves a stage; `shape` is in `b`, the rows of a micro-batch."""
+    """A tensor that enters or leaves a stage, as each tensor-parallel rank sends it.
+
+    `shape` is in `b`, the rows of a micro-batch. `part_of` is the tensor that this one is a part
+    of, if it goes in parts; null: what each rank has of it goes, the whole of what is replicated.
+    """
 
     name: str
     shape: tuple[int | str, ...]
     dtype: str
     peer: int
     gradient: bool
+    part_of: PartOf | None = None
+
+    @property
+    def told(self) -> str:
+        """`h.3/add/1 float32[b, 64]`; `h.3/add/1 in parts of dim 1, each float32[b, 32]`."""
+        what = f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+        if self.part_of is None:
+            return f"{self.name} {what}"
+        return f"{self.part_of.tensor} in parts of dim {self.part_of.dim}, each {what}"
 
     def __str__(self) -> str:
-        shape = ", ".join(map(str, self.shape))
-        return f"{self.name} {self.dtype}[{shape}]{'' if self.gradient else ' without gradient'}"
+        return f"{self.told}{'' if self.gradient else ' without gradient'}"
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,15 @@ def _held(plan: Plan, columns: int) -> Iterator[str]:
 def _look(plan: Plan, index: int) -> Hashable:
     """Everything of a stage that is shown of it, the numbers in names aside."""
     stage = plan.stages[index]
-    sends = [replace(sent, name="", peer=sent.peer - index) for sent in stage.sends]
+    sends = [
+        replace(
+            sent,
+            name="",
+            peer=sent.peer - index,
+            part_of=sent.part_of and replace(sent.part_of, tensor=""),
+        )
+        for sent in stage.sends
+    ]
     again = [str(own) for own in repeated(plan, [stage])]
     names = re.sub(r"\d+", "", " ".join((stage.first, stage.last, *again)))
     return stage.nodes, len(stage.parameters), tuple(sends), names, len(stage.offload)
@@ -118,11 +126,8 @@ def _lines(text: str, columns: int) -> Iterator[str]:
 
 
 def _sent(sent: Transfer, columns: int) -> Iterator[str]:
-    shape = ", ".join(map(str, sent.shape))
     back = ", its gradient comes back" if sent.gradient else ""
-    yield from _lines(
-        f"sends {sent.name} {sent.dtype}[{shape}] to stage {sent.peer}{back}", columns
-    )
+    yield from _lines(f"sends {sent.told} to stage {sent.peer}{back}", columns)
 
 
 def _why(plan: Plan, columns: int, every: bool) -> Iterator[str]:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 
 from autopipe.ir import check
 from autopipe.ir.blocks import Block
-from autopipe.ir.dataflow import Dataflow, analyse, is_random
+from autopipe.ir.dataflow import Dataflow, analyse, gradient_values, is_random
 from autopipe.ir.graph import (
     Arg,
     Dim,
@@ -135,6 +135,30 @@ def whole_bytes(graph: Graph, node: Node, ranks: int) -> Dim:
     made, target = node.outputs[0], node.args[3]
     assert made is not None and isinstance(target, Placement)
     return made.bytes * (ranks if target.sharded else 1)
+
+
+def held_whole(
+    flow: Dataflow, local: Graph, sharding: Sharding, *, length: int | None = None
+) -> dict[Ref, Placement]:
+    """The tensors of a rank's graph that each rank has whole, and how their gradients lie: I or R.
+
+    Those of nodes that only a rank's graph has are left out, conversions aside: nobody says how
+    they lie.
+
+    Args:
+        flow: of the graph that was sharded, into `local`.
+        length: as `shard_graph` has it.
+    """
+    made = _Local(Model(flow, sharding.ranks, length), sharding, 0)
+    lies: dict[str, object] = {node.name: made.output(node) for node in flow.graph.nodes}
+    lies |= {node.name: node.args[3] for node in local.nodes if node.op == CONVERT}
+    carrying, found = gradient_values(local), dict[Ref, Placement]()
+    for node in local.nodes:
+        for whole in (I, R):
+            if lies.get(node.name) == whole:
+                own = (Ref(node.name, n) for n, spec in enumerate(node.outputs) if spec is not None)
+                found |= {ref: whole if ref in carrying else I for ref in own}
+    return found
 
 
 def replicated(sharding: Sharding) -> frozenset[str]:

@@ -9,20 +9,19 @@ so that every stage needs only the parameters that it has.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import metadata
-from itertools import chain
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
 
 from autopipe.errors import PlanError
 from autopipe.frontend.loss import Loss
 from autopipe.ir import fingerprint
 from autopipe.ir.blocks import Block, find_blocks
 from autopipe.ir.dataflow import analyse
-from autopipe.ir.graph import Graph, Ref, StateSpec, TensorSpec
+from autopipe.ir.graph import Graph, Ref
 from autopipe.ir.partition import Stage, partition
 from autopipe.planfile import programs
 from autopipe.planfile.contents import BATCH, ZERO, Plan
@@ -30,8 +29,9 @@ from autopipe.planfile.placements import Sharding
 from autopipe.rewriting.fused_attention import fused
 from autopipe.rewriting.loss_in_parts import in_parts
 from autopipe.schedules.instructions import Programs, splits
-from autopipe.sharding.local_graph import blocks_of, shard_graph, shardable
+from autopipe.sharding.local_graph import blocks_of, held_whole, shard_graph, shardable
 from autopipe.sharding.plan_io import read_back
+from autopipe.stages import sent_parts
 from autopipe.stages.loss_cut import apart
 from autopipe.stages.precision import PRECISIONS
 from autopipe.stages.whole_loss import WholeLoss
@@ -43,13 +43,16 @@ class Split:
     """A traced model cut into stages.
 
     `whole` is the loss of the whole batch, if the plan's loss is over it: then the graph is that of
-    `WholeLoss.rows`.
+    `WholeLoss.rows`. `plain` is the same with all tensors sent whole, if some go in parts; those to
+    the stages of `in_parts` do.
     """
 
     trace: Trace
     stages: tuple[Stage, ...]
     blocks: tuple[Block, ...]
     whole: WholeLoss | None = None
+    in_parts: sent_parts.InParts = field(default_factory=dict)
+    plain: Split | None = None
 
     @property
     def graph(self) -> Graph:
@@ -94,8 +97,8 @@ def cut_as_planned(
     Args:
         length: the plan's tokens of a row, if the sequence is a symbol.
     """
-    traced, blocks, whole = dealt_out(traced, plan, tp, sharding, length=length)
-    graph = traced.graph
+    local = dealt_out(traced, plan, tp, sharding, length=length)
+    graph = local.trace.graph
     starts = []
     for index, stage in enumerate(plan.stages):
         for word, name in (("first", stage.first), ("last", stage.last)):
@@ -118,8 +121,11 @@ def cut_as_planned(
             f"plan.stages[{len(ends) - 1}].last: the last stage ends with "
             f"{plan.stages[-1].last!r}, the model with {graph.nodes[-1].name!r}"
         )
-    stages = partition(analyse(graph), starts[1:])
-    for index, (own, written) in enumerate(zip(stages, plan.stages, strict=True)):
+    split = Split(local.trace, partition(analyse(graph), starts[1:]), local.blocks, local.whole)
+    if to := sent_parts.in_parts_of(plan):
+        dims = sent_parts.planned_dims(plan, graph, split.stages, local.held_whole)
+        split = _in_parts(split, to, dims, local)
+    for index, (own, written) in enumerate(zip(split.stages, plan.stages, strict=True)):
         parameters = [n for n in own.states if graph.states[n].kind == "parameter"]
         for word, expected_, found in (
             ("parameters", parameters, list(written.parameters)),
@@ -133,7 +139,22 @@ def cut_as_planned(
                     f"{written.last!r} has {len(expected_)} of them, the plan {len(found)}; they "
                     f"differ in {min(differing)}"
                 )
-    return Split(traced, stages, blocks, whole)
+    return split
+
+
+def _in_parts(plain: Split, to: sent_parts.InParts, dims: sent_parts.Dims, local: Dealt) -> Split:
+    """A split whose tensors go in parts, from one whose tensors go whole."""
+    graph, cuts, *_ = sent_parts.with_parts(
+        plain.graph, plain.stages, dims, local.held_whole, local.ranks
+    )
+    return Split(
+        replace(plain.trace, graph=graph),
+        partition(analyse(graph), cuts),
+        blocks_of(graph, plain.blocks),
+        plain.whole,
+        to,
+        plain,
+    )
 
 
 def _peers(transfers: Iterable[tuple[Ref, int]]) -> list[tuple[str, int]]:
@@ -186,25 +207,6 @@ def check_runs(plan: Plan, compute: Programs | None = None) -> None:
         )
 
 
-def unused_states(graph: Graph, model: nn.Module) -> dict[str, StateSpec]:
-    """The parameters and persistent buffers of a model that its graph does not read."""
-    known = {n for name, state in graph.states.items() for n in (name, *state.aliases)}
-    persistent = model.state_dict().keys()
-    tensors: dict[int, Tensor] = {}
-    names: dict[int, list[str]] = {}
-    parameters = model.named_parameters(remove_duplicate=False)
-    for name, tensor in chain(parameters, model.named_buffers(remove_duplicate=False)):
-        if name in persistent and name not in known:
-            tensors[id(tensor)] = tensor
-            names.setdefault(id(tensor), []).append(name)
-    found = {}
-    for key, (name, *others) in names.items():
-        kind = "parameter" if isinstance(tensors[key], nn.Parameter) else "buffer"
-        spec = TensorSpec(tuple(tensors[key].shape), tensors[key].dtype)
-        found[name] = StateSpec(spec, kind, False, tuple(others))
-    return found
-
-
 def other_versions(plan: Plan) -> list[str]:
     """The packages whose version differs from the plan's, one phrase each."""
     found = []
@@ -238,11 +240,18 @@ def check_loss(plan: Plan, loss: Loss | None) -> None:
 
 
 class Dealt(NamedTuple):
-    """What one tensor-parallel coordinate runs: its trace and blocks, and the batch's loss."""
+    """What one of `ranks` tensor-parallel coordinates runs.
+
+    Attributes:
+        whole: the batch's loss, if that is cut off.
+        held_whole: if the plan sends tensors in parts, those that may go so.
+    """
 
     trace: Trace
     blocks: tuple[Block, ...]
-    whole: WholeLoss | None
+    whole: WholeLoss | None = None
+    held_whole: sent_parts.Held = MappingProxyType({})
+    ranks: int = 1
 
 
 def dealt_out(
@@ -253,7 +262,7 @@ def dealt_out(
     *,
     length: int | None = None,
 ) -> Dealt:
-    """The graph that tensor-parallel coordinate `tp` runs, its blocks, and the batch's loss.
+    """What tensor-parallel coordinate `tp` runs.
 
     Args:
         length: as `cut_as_planned` has it.
@@ -268,33 +277,29 @@ def dealt_out(
     if plan.mesh.tp == 1:
         return Dealt(traced, blocks, whole)
     own = sharding or read_back(plan)
-    graph = shard_graph(shardable(graph), own, tp, length=length)
-    return Dealt(replace(traced, graph=graph), blocks_of(graph, blocks), whole)
+    flow = shardable(graph)
+    local = shard_graph(flow, own, tp, length=length)
+    held = held_whole(flow, local, own, length=length) if sent_parts.in_parts_of(plan) else {}
+    return Dealt(replace(traced, graph=local), blocks_of(local, blocks), whole, held, plan.mesh.tp)
 
 
-def split_for_evaluation(
-    found: Trace,
-    training: Split,
-    blocks: tuple[Block, ...] | None = None,
-    whole: WholeLoss | None = None,
-    when: str = "in evaluation",
-) -> Split:
+def split_for_evaluation(found: Dealt, training: Split, when: str = "in evaluation") -> Split:
     """Cut the evaluation graph so that every stage needs only the parameters that it has.
 
     So is cut the graph of training with rows of another length.
 
     A node is in the stage of the training node with its name, or in that of the node before it.
 
+    Tensors go in parts to the same stages as in training.
+
     Args:
-        blocks: the evaluation graph's blocks, if already found.
-        whole: the batch's loss of this graph, where that was cut off.
         when: the graph is run, for a refusal.
 
     Raises:
         PlanError: a stage would have no nodes, or would need parameters of another stage.
     """
-    graph, flow = found.graph, analyse(found.graph)
-    stages = training.stages
+    graph = found.trace.graph
+    flow, stages = analyse(graph), training.stages
     owner = {p: stage.index for stage in stages for p in range(stage.first, stage.stop)}
     planned = {node.name: owner[position] for position, node in enumerate(training.graph.nodes)}
     cuts: list[int] = []
@@ -311,8 +316,10 @@ def split_for_evaluation(
             "plan",
             hint="cut the model elsewhere",
         )
-    blocks = find_blocks(graph) if blocks is None else blocks
-    split = Split(found, partition(flow, cuts), blocks, whole)
+    split = Split(found.trace, partition(flow, cuts), found.blocks, found.whole)
+    if to := training.in_parts:
+        dims = sent_parts.all_dims(graph, split.stages, found.held_whole, found.ranks, to)
+        split = _in_parts(split, to, dims, found)
     for stage, trained in zip(split.stages, stages, strict=True):
         missing = [
             name

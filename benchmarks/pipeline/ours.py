@@ -16,9 +16,9 @@ from autopipe.ir.graph import Ref
 from autopipe.ir.partition import Stage
 from autopipe.joint.joint_graph import Layout
 from autopipe.joint.split_backward import split
-from autopipe.planners.model.eager_depths import choose
 from autopipe.planners.model.eager_period import EagerPipeline
 from autopipe.planners.model.eager_period import StageLink as Between
+from autopipe.planners.search.eager_depths import choose
 from autopipe.runtime.comm.transport import Transport
 from autopipe.runtime.step.engine import AutogradEngine, Engine, JointEngine
 from autopipe.runtime.step.executor import Executor

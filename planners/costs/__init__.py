@@ -16,4 +16,5 @@ Other rooms use: `profile.Costing`, `.need`, `tp_degrees.as_one_rank`, `plan_mem
     block_levels   the levels of blocks: which ops run again, bytes, seconds
     gathered       what ZeRO-3 gathers in one go
     plan_memory    exact bytes of a Plan
+    part_seconds   seconds of the conversions by which stages send tensors in parts
 """

@@ -24,13 +24,14 @@ from autopipe.planfile.parts import Boundary
 from autopipe.planners.costs.gathered import gathered_bytes
 from autopipe.planners.costs.stage_memory import memory, passing, sharing
 from autopipe.planners.costs.tp_degrees import Degree
-from autopipe.planners.model.eager_depths import choose, pipeline
 from autopipe.planners.model.memory import excess
+from autopipe.planners.search.eager_depths import choose, pipeline
 from autopipe.schedules.instructions import Instruction, holders
 from autopipe.stages import step_programs
 from autopipe.stages.dry_run import Known, Rehearsal, fake_state
 from autopipe.stages.lower import lower
 from autopipe.stages.recompute import within
+from autopipe.stages.sent_parts import Parted
 from autopipe.stages.whole_loss import WholeLoss
 from autopipe.util import numbers
 
@@ -46,6 +47,7 @@ class CutModel:
         wanted: how backwards run that autograd does not; None: autograd runs them.
         shards: over how many replicas parameters and gradients are sharded, as by ZeRO-3; 1: not.
         whole: the loss of the whole batch, if it is computed between two passes.
+        parted: what of the graph sends tensors in parts, if something does; the graph is its.
     """
 
     degree: Degree
@@ -56,6 +58,7 @@ class CutModel:
     wanted: Wanted | None
     shards: int
     whole: WholeLoss | None = field(default=None, repr=False)
+    parted: Parted | None = field(default=None, repr=False)
 
     @property
     def graph(self) -> Graph:

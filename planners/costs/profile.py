@@ -26,7 +26,7 @@ from autopipe.ir import op_costs, op_seconds
 from autopipe.ir.blocks import Block, owners
 from autopipe.ir.cut_points import Units
 from autopipe.ir.dataflow import Dataflow, obstacle
-from autopipe.ir.graph import Graph
+from autopipe.ir.graph import Graph, Ref
 from autopipe.ir.repeats import Short, Uneven, shortened
 from autopipe.planners.costs.asked_ops import within_asked, words_of
 from autopipe.planners.costs.block_levels import BlockLevels, Times, levels_of, may_run_again
@@ -95,6 +95,7 @@ class Costing:
         sending: what the nodes of the graph, or of a part of it, exchange with the other ranks.
         compiled: whether stages run compiled: memory-bound ops fused, the least bytes kept.
         forwards: how often a step runs each micro-batch forward.
+        dividing: the tensors of which each tensor-parallel rank may send a part.
     """
 
     flow: Dataflow
@@ -115,6 +116,7 @@ class Costing:
     sending: Sending | None = None
     compiled: bool = False
     forwards: int = 1
+    dividing: Collection[Ref] = ()
 
     @cached_property
     def timed(self) -> Problem:
@@ -142,7 +144,7 @@ class Costing:
             except Uneven:
                 pass
         parameters, frozen, constants, _ = states(flow, units, kept.low)
-        crossings = crossings_of(flow, units, kept.made_in)
+        crossings = crossings_of(flow, units, kept.made_in, self.dividing)
         levels = levels_of(short, inside, kept.levels, self.rows[0], self._may)
         if self._words:  # all of these ops, and no choice
             levels = [replace(own, found=own.found[-1:]) for own in levels]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import sympy
 import torch
@@ -27,9 +28,17 @@ from autopipe.sharding import collectives
 from autopipe.sharding.collectives import Planned
 from autopipe.sharding.column_linear import COLUMNS
 from autopipe.sharding.ilp import Axis, shard
-from autopipe.sharding.local_graph import blocks_of, sent_by, shard_graph, shardable, whole_bytes
+from autopipe.sharding.local_graph import (
+    blocks_of,
+    held_whole,
+    sent_by,
+    shard_graph,
+    shardable,
+    whole_bytes,
+)
 from autopipe.sharding.op import Model
 from autopipe.stages.precision import AUTOCAST, COMPUTED_LOW
+from autopipe.stages.sent_parts import Held, part_dim
 from autopipe.tracing.trace import Trace
 
 MOST = 16
@@ -54,6 +63,15 @@ class Degree:
     trace: Trace = field(repr=False)
     flow: Dataflow = field(repr=False)
     blocks: tuple[Block, ...]
+
+    @cached_property
+    def dividing(self) -> Held:
+        """The tensors of which each rank may send a part to a later stage."""
+        if self.sharding is None:
+            return {}
+        graph = self.trace.graph
+        held = held_whole(shardable(self.whole.graph), graph, self.sharding)
+        return {r: lies for r, lies in held.items() if part_dim(graph.spec(r), self.tp) is not None}
 
 
 def degrees(cluster: Cluster, asked: int | None, graph: Graph) -> tuple[tuple[int, ...], ...]:
@@ -227,19 +245,22 @@ def sending_seconds(
         graph: one rank's of so many, or a part of it.
         link: what joins the ranks.
 
-    On a ring (Patarasuk and Yuan, JPDC 2009): `placements.Move`.
     """
-
-    def seconds(move: Move | None, size: int) -> float:
-        if move is None:
-            return 0.0
-        return move.rounds * (ranks - 1) * link.latency + move.sent(size, ranks) / link.bandwidth
-
     found = []
     for (there, back), formula in exchanges(graph, ranks, precision):
-        size = at_batch(formula, rows)
-        found.append((seconds(there, size), seconds(back, size)))
+        way = at_batch(formula, rows), link, ranks
+        found.append((move_seconds(there, *way), move_seconds(back, *way)))
     return found
+
+
+def move_seconds(move: Move | None, size: float, link: Link, ranks: int) -> float:
+    """Seconds of a collective of a tensor of `size` bytes as a whole; 0 for none.
+
+    On a ring (Patarasuk and Yuan, JPDC 2009): `placements.Move`.
+    """
+    if move is None:
+        return 0.0
+    return move.rounds * (ranks - 1) * link.latency + move.sent(size, ranks) / link.bandwidth
 
 
 def as_first(tp: int) -> AbstractContextManager[None]:

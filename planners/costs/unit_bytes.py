@@ -47,12 +47,16 @@ def largest(flow: Dataflow, units: Units) -> tuple[int, ...]:
 
 
 def crossings_of(
-    flow: Dataflow, units: Units, made_in: Made
+    flow: Dataflow, units: Units, made_in: Made, dividing: Collection[Ref]
 ) -> Callable[[int], tuple[Crossing, ...]]:
     """For so many rows the tensors that leave the unit they are made in; those that go the same way
-    as one."""
+    as one.
+
+    Args:
+        dividing: those of which each tensor-parallel rank may send a part.
+    """
     carrying = gradient_values(flow.graph)
-    ways: dict[tuple[int, tuple[int, ...], bool], Counter[TensorSpec]] = defaultdict(Counter)
+    ways: dict[tuple[int, tuple[int, ...], bool, bool], Counter[TensorSpec]] = defaultdict(Counter)
     for value, users in flow.users.items():
         if not isinstance(value, Ref) or flow.local[flow.position(value)]:
             continue
@@ -60,7 +64,7 @@ def crossings_of(
         later = tuple(sorted({units.of(user) for user in users} - {producer}))
         if later:
             spec = replace(flow.graph.spec(value), dtype=made_in[value])
-            ways[producer, later, value in carrying][spec] += 1
+            ways[producer, later, value in carrying, value in dividing][spec] += 1
 
     def at(rows: int) -> tuple[Crossing, ...]:
         return tuple(

@@ -21,7 +21,7 @@ from autopipe.errors import AutopipeError, ModelError
 from autopipe.frontend import batch
 from autopipe.frontend.least_rows import ONE, Least
 from autopipe.planfile.contents import LOSS_OVER, ZERO
-from autopipe.planfile.parts import InputSpec
+from autopipe.planfile.parts import TRANSFERS, InputSpec
 from autopipe.planfile.programs import micro_batches as count_micro_batches
 from autopipe.planners.model.problem import WRITTEN, Constraints
 from autopipe.planners.search.registry import PLANNERS
@@ -39,7 +39,14 @@ WINDOW = 2
 """Receives posted ahead per boundary: one being filled while one is computed on."""
 
 
-def check_words(*, precision: str | None, planner: str, loss_over: str, zero: int | None) -> None:
+def check_words(
+    *,
+    precision: str | None,
+    planner: str,
+    loss_over: str,
+    zero: int | None,
+    transfers: str | None,
+) -> None:
     """Check the arguments that are one of a few words.
 
     Raises:
@@ -51,6 +58,8 @@ def check_words(*, precision: str | None, planner: str, loss_over: str, zero: in
     refuse_unknown("loss_over", loss_over, LOSS_OVER)
     if zero is not None:
         refuse_unknown("ZeRO stage", zero, ZERO)
+    if transfers is not None:
+        refuse_unknown("way of transfers", transfers, TRANSFERS)
 
 
 def loss_parts_of(asked: int | str | None) -> int | None:

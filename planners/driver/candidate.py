@@ -178,6 +178,7 @@ def _costing(job: Job, tp: int) -> tuple[Degree, Costing]:
         tp=tp,
         sending=sending,
         forwards=1 if traced.whole is None else 2,
+        dividing=degree.dividing,
     )
 
 

@@ -79,6 +79,7 @@ def plan(
     depth: int | None = None,
     memory: int | str | Sequence[int | str] | None = None,
     zero: int | None = None,
+    transfers: str | None = None,
     recompute: str | Sequence[str] | None = None,
     offload: str | Sequence[str] | None = None,
     planner: str = "dynamic",
@@ -123,6 +124,9 @@ def plan(
             number for each device.
         zero: 1 shards optimizer state over replicas, 2 gradients too, 3 also parameters; None:
             as much of it as memory asks for.
+        transfers: with tp, how a tensor that all tensor-parallel ranks have goes to a later stage:
+            "whole" from each rank, or "parts": each sends one, and the receivers gather them. None:
+            the faster way to each stage.
         recompute: blocks to recompute in backward: "all", "none", a class of them, or paths; or of
             all others the ops "attention" (its scores, softmax and dropout), "norms" or
             "activations"; or an op by a node's name, which means it in all blocks of a class.
@@ -155,7 +159,13 @@ def plan(
         AutopipeError: an argument cannot be met.
     """
     say, watch = say or (lambda line: None), watch or Stopwatch()
-    arguments.check_words(precision=precision, planner=planner, loss_over=loss_over, zero=zero)
+    arguments.check_words(
+        precision=precision,
+        planner=planner,
+        loss_over=loss_over,
+        zero=zero,
+        transfers=transfers,
+    )
     schedule, programs = arguments.schedule_of(schedule)
     if programs:
         pp, micro_batches = arguments.as_written(programs, pp, micro_batches)
@@ -163,8 +173,9 @@ def plan(
     asked = arguments.cluster_meant(cluster, (pp, dp, tp), say)
     limits = arguments.limits_of(memory, asked)
     arguments.check_host(offload, asked)
+    degrees = pp, dp, tp, micro_batches
     constraints = Constraints(
-        pp, dp, tp, micro_batches, schedule, limits, chunks, window, depth, zero, None, programs
+        *degrees, schedule, limits, chunks, window, depth, zero, None, programs, transfers
     )
     with watch("traced"):
         skeleton = bare(model, say)  # first: it may set the dtype that inputs are made in

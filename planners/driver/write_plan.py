@@ -5,11 +5,13 @@ Candidate, Answer --cut_model--> CutModel --dry_run--> StageBytes --> Plan --wit
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from autopipe.cluster.cluster import Cluster
 from autopipe.errors import ScheduleError
 from autopipe.ir import fingerprint
+from autopipe.ir.dataflow import analyse
 from autopipe.ir.graph import Ref
 from autopipe.ir.partition import Stage, partition
 from autopipe.joint.wanted import wanted
@@ -29,6 +31,7 @@ from autopipe.planfile.parts import (
     data_parallel,
 )
 from autopipe.planfile.predict import with_prediction
+from autopipe.planners.costs.part_seconds import with_conversions
 from autopipe.planners.costs.plan_memory import (
     CutModel,
     StageBytes,
@@ -38,6 +41,7 @@ from autopipe.planners.costs.plan_memory import (
     with_memory,
 )
 from autopipe.planners.costs.precision_of import products, whole_seconds
+from autopipe.planners.costs.tp_degrees import Degree
 from autopipe.planners.driver.arguments import WINDOW
 from autopipe.planners.driver.candidate import Candidate
 from autopipe.planners.driver.work import with_work
@@ -46,8 +50,10 @@ from autopipe.planners.model.problem import EAGER, WHOLE, Again, Constraints, De
 from autopipe.planners.search.best import Answer
 from autopipe.schedules.instructions import format_programs, splits
 from autopipe.schedules.registry import named
+from autopipe.sharding.local_graph import blocks_of
 from autopipe.sharding.plan_io import write_down
 from autopipe.stages.recompute import within
+from autopipe.stages.sent_parts import InParts, Parted, all_dims, with_parts
 from autopipe.tracing.source import versions
 from autopipe.util import dtypes
 
@@ -65,10 +71,16 @@ def write_plan(candidate: Candidate, answer: Answer) -> Plan:
         ScheduleError: a depth was asked for, and the schedule takes none.
     """
     job, constraints, decision = candidate.job, candidate.job.constraints, answer.decision
-    cut = cut_model(candidate, decision)
+    plain = partition(
+        candidate.degree.flow, [candidate.costing.units.starts[cut] for cut in decision.cuts]
+    )
+    cut = cut_model(candidate, answer, plain)
+    costing = candidate.costing
+    converting = with_conversions(answer.estimate, cut, costing.kinds, costing.forwards)
+    answer = replace(answer, estimate=converting)
     equal, known = candidate.counted().repeats_equal, job.known[candidate.tp]
     held = dry_run(cut, repeats_equal=equal, known=known)
-    plan = _without_bytes(candidate, answer, held)
+    plan = _without_bytes(candidate, answer, held, plain)
     limits = _limits(candidate.costing.machine, decision)
     factor = job.optimizer_factor
     if plan.schedule == EAGER and constraints.depth is None:
@@ -78,17 +90,26 @@ def write_plan(candidate: Candidate, answer: Answer) -> Plan:
     return with_prediction(plan)
 
 
-def cut_model(candidate: Candidate, decision: Decision) -> CutModel:
-    """The candidate's graph cut as decided."""
-    frame, starts = decision.config, candidate.costing.units.starts
+def cut_model(candidate: Candidate, answer: Answer, plain: Sequence[Stage]) -> CutModel:
+    """The candidate's graph cut as decided.
+
+    Args:
+        plain: the stages, with all that they send as each rank has it.
+    """
+    decision = answer.decision
+    frame, degree, stages, parted = decision.config, candidate.degree, tuple(plain), None
+    to = {s: dict[str, int]() for s, own in enumerate(answer.estimate.stages) if own.in_parts}
+    if to:
+        degree, parted = _in_parts(degree, plain, to)
+        stages = partition(degree.flow, parted.cuts)
     batch = Batch(candidate.job.traced.rows, frame.micro_batches)
     programs = candidate.job.constraints.programs
     halves = splits(programs) if programs else named(frame.schedule).splits
     again = sorted({again for blocks in decision.recompute for again in blocks})
     recomputable = candidate.counted().recomputable
     return CutModel(
-        degree=candidate.degree,
-        stages=tuple(partition(candidate.degree.flow, [starts[cut] for cut in decision.cuts])),
+        degree=degree,
+        stages=stages,
         rows=batch.microbatch_rows(frame.dp),
         recompute=tuple(_names(candidate, again)),
         precision=candidate.job.request.precision,
@@ -101,7 +122,21 @@ def cut_model(candidate: Candidate, decision: Decision) -> CutModel:
         ),
         shards=frame.dp if frame.fully_sharded else 1,
         whole=candidate.job.traced.whole,
+        parted=parted,
     )
+
+
+def _in_parts(degree: Degree, plain: Sequence[Stage], to: InParts) -> tuple[Degree, Parted]:
+    """The degree's graph with what goes in parts to these stages."""
+    graph, held = degree.trace.graph, degree.dividing
+    dims = all_dims(graph, plain, held, degree.tp, to)
+    parted = with_parts(graph, plain, dims, held, degree.tp)
+    return replace(
+        degree,
+        trace=replace(degree.trace, graph=parted.graph),
+        flow=analyse(parted.graph),
+        blocks=blocks_of(parted.graph, degree.blocks),
+    ), parted
 
 
 def _names(candidate: Candidate, again: Iterable[Again]) -> Iterator[str]:
@@ -114,7 +149,9 @@ def _names(candidate: Candidate, again: Iterable[Again]) -> Iterator[str]:
             yield from (nodes[position].name for position in counted.levels[block][level])
 
 
-def _without_bytes(candidate: Candidate, answer: Answer, held: StageBytes) -> Plan:
+def _without_bytes(
+    candidate: Candidate, answer: Answer, held: StageBytes, plain: Sequence[Stage]
+) -> Plan:
     """The plan but for bytes, eager depths and its prediction."""
     job, degree, decision = candidate.job, candidate.degree, answer.decision
     request, frame, whole = job.request, decision.config, job.traced.graph
@@ -142,7 +179,7 @@ def _without_bytes(candidate: Candidate, answer: Answer, held: StageBytes) -> Pl
         programs=tuple(format_programs(job.constraints.programs).splitlines()),
         boundaries=_boundaries(job.constraints, decision),
         blocks=classes,
-        stages=tuple(_stage(stage, held, answer, frame.zero) for stage in held.cut.stages),
+        stages=tuple(_stage(candidate, answer, held, own) for own in plain),
         prediction=Prediction(0.0, 0.0),
         planner=_note(candidate, answer),
         states=states,
@@ -212,9 +249,15 @@ def _limits(machine: Machine, decision: Decision) -> list[int]:
     return [groups[group].memory for group in decision.groups or range(decision.config.pp)]
 
 
-def _stage(stage: Stage, held: StageBytes, answer: Answer, zero: int) -> StagePlan:
-    """A stage by the names of its nodes, states and tensors; its bytes are still 0."""
-    graph, tensors = held.cut.graph, held.rehearsal.boundaries
+def _stage(candidate: Candidate, answer: Answer, held: StageBytes, plain: Stage) -> StagePlan:
+    """A stage by the names of its nodes, states and tensors; its bytes are still 0.
+
+    Args:
+        plain: the stage without conversions to parts and back.
+    """
+    graph, tensors, stage = held.cut.graph, held.rehearsal.boundaries, held.cut.stages[plain.index]
+    nodes = candidate.degree.trace.graph.nodes
+    parts = {} if held.cut.parted is None else held.cut.parted.parts
 
     def transfer(ref: Ref, peer: int, receiver: int) -> Transfer:
         dims = graph.spec(ref).shape
@@ -224,18 +267,19 @@ def _stage(stage: Stage, held: StageBytes, answer: Answer, zero: int) -> StagePl
             dtypes.name_of(tensors[ref].dtype),
             peer,
             receiver in tensors[ref].gradients,
+            parts.get(ref),
         )
 
     predicted = answer.estimate.stages[stage.index]
     return StagePlan(
-        first=graph.nodes[stage.first].name,
-        last=graph.nodes[stage.stop - 1].name,
-        nodes=len(stage.nodes),
+        first=nodes[plain.first].name,
+        last=nodes[plain.stop - 1].name,
+        nodes=len(plain.nodes),
         parameters=tuple(n for n in stage.states if graph.states[n].kind == "parameter"),
         receives=tuple(transfer(ref, peer, stage.index) for ref, peer in stage.receives),
         sends=tuple(transfer(ref, peer, peer) for ref, peer in stage.sends),
         recompute=within(graph, stage, held.cut.degree.blocks, held.cut.recompute),
-        zero=zero,
+        zero=answer.decision.config.zero,
         predicted=StagePrediction(
             predicted.forward_seconds, predicted.backward_seconds, Memory(0, 0, 0, 0, 0, 0)
         ),

@@ -28,6 +28,7 @@ from autopipe.planfile import predict, programs
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.placements import Move
 from autopipe.planners.costs.fused_costs import fused
+from autopipe.planners.costs.part_seconds import NONE, Conversions, conversions
 from autopipe.planners.costs.precision_of import computed_in
 from autopipe.planners.costs.tp_degrees import exchanges
 from autopipe.planners.formulas.from_sympy import of_sympy
@@ -65,17 +66,50 @@ def stage_seconds(found: PlannedStages) -> list[Seconds]:
     """
     placed = holders(programs.compute(found.plan))
     kinds = {rank: _kinds(found.plan, rank) for rank in set(placed)}
+    plain = found.split.plain or found.split
     nodes = {kind.device.kind: _Nodes(found, kind) for own in kinds.values() for kind in own}
+    parting = _conversions(found)
     here = {
         ROWS: found.plan.batch.microbatch_rows(found.plan.mesh.dp),
         TOKENS: found.traced.tokens,
         BANDWIDTH: links.farthest(found.plan.cluster).link.bandwidth,
     }
     seconds = []
-    for stage, rank in zip(found.split.stages, placed, strict=True):
-        own = [_gathering(found, stage, rank, nodes[k.device.kind].of(stage)) for k in kinds[rank]]
+    for stage, rank in zip(plain.stages, placed, strict=True):
+        own = [
+            _with_conversions(
+                _gathering(found, stage, rank, nodes[kind.device.kind].of(stage)),
+                parting[stage.index],
+                kind,
+                found.plan,
+            )
+            for kind in kinds[rank]
+        ]
         seconds.append(max(own, key=lambda each: sum(value(way, here) for way in each)))
     return seconds
+
+
+def _conversions(found: PlannedStages) -> list[Conversions]:
+    """Of each stage the conversions to parts and back."""
+    split, plan = found.split, found.plan
+    if split.plain is None:
+        return [NONE] * len(split.stages)
+    added = frozenset(split.graph.index.keys() - split.plain.graph.index.keys())
+    return conversions(split.graph, split.stages, added, plan.mesh.tp, plan.precision)
+
+
+def _with_conversions(own: Seconds, of: Conversions, kind: GroupKind, plan: Plan) -> Seconds:
+    """A stage's seconds with those of conversions to parts and back, which nothing hides."""
+    if not of.costs or kind.link is None:
+        return own
+    wire, ways = _wire(plan, kind.link), ([own.forward], [own.backward])
+    for roofs in op_seconds.roofs(of.costs, kind.device, of.dtypes):
+        for way, roof in zip(ways, roofs, strict=True):
+            way.append(_told(roof))
+    for moves, size in of.exchanges:
+        for way, move in zip(ways, moves, strict=True):
+            way.append(_sent(move, size, wire, plan.mesh.tp))
+    return Seconds(*(total(*way) for way in ways))
 
 
 def model_flops(found: PlannedStages) -> Expression:
@@ -100,10 +134,11 @@ class _Nodes:
     """The formulas of all nodes on one kind of device."""
 
     def __init__(self, found: PlannedStages, kind: GroupKind) -> None:
-        plan, graph = found.plan, found.split.graph
+        plain = found.split.plain or found.split
+        plan, graph = found.plan, plain.graph
         costs = op_costs.costs(graph)
         dtypes = computed_in(graph, costs, plan.precision)
-        owner = {p: b.path for b in found.split.blocks for p in range(b.first, b.stop)}
+        owner = {p: b.path for b in plain.blocks for p in range(b.first, b.stop)}
         if plan.compiled:
             costs = fused(graph, costs, [owner.get(p) for p in range(len(graph.nodes))])
         again = {name for stage in plan.stages for name in stage.recompute}
@@ -163,7 +198,7 @@ def _sent(move: Move | None, size: Dim, wire: tuple[float, Expression], ranks: i
 
 def _gathering(found: PlannedStages, stage: Stage, rank: int, own: Seconds) -> Seconds:
     """The seconds with what ZeRO gathers and scatters, as `planners.model.stage_costs`."""
-    plan, graph = found.plan, found.split.graph
+    plan, graph = found.plan, (found.split.plain or found.split).graph
     if not plan.scatters:
         return own
     states = [graph.states[name] for name in stage.states]
@@ -184,8 +219,8 @@ def _gathering(found: PlannedStages, stage: Stage, rank: int, own: Seconds) -> S
 
 def _edges(found: PlannedStages, stage: Stage) -> tuple[int, int]:
     """Bytes as they are read of the parameters of a stage's first and last block."""
-    graph = found.split.graph
-    owner = owners(found.split.blocks, stage.first, stage.stop)
+    plain = found.split.plain or found.split
+    graph, owner = plain.graph, owners(plain.blocks, stage.first, stage.stop)
 
     def read(positions: Iterable[int]) -> int:
         names = {v.name for p in positions for v in graph.nodes[p].values() if isinstance(v, State)}

@@ -5,8 +5,7 @@ seconds of a step and bytes of each stage, for one decision or for all ranges of
 Never found here: torch, graphs, searches.
 
 Other rooms use: `problem.Problem`, `.Config`, `.Decision`, `estimate.estimate`,
-`devices.machine_of`, `memory.bound`, `.estimate`, `.excess`, `keeping_less.costs`,
-`eager_depths.choose`.
+`devices.machine_of`, `memory.bound`, `.estimate`, `.excess`, `keeping_less.costs`.
 
     problem, devices                 what a planner may read                values
     range_tables                     sums over ranges of units
@@ -14,11 +13,11 @@ Other rooms use: `problem.Problem`, `.Config`, `.Decision`, `estimate.estimate`,
     recompute_sets, level_mixes      what runs again; levels of equal blocks
     offload_ways                     what blocks offload
     places                           what each stage is given
+    transfers                        how tensors come to a stage: whole, or in parts
     memory                           bytes of a stage: bound, estimate, does it fit
     stage_costs                      seconds of a stage
     keeping_less                     the cheapest of what makes a range fit
-    keeping_less                     the cheapest of what makes a range fit
     step_formula                     seconds of a step from those of its stages
     estimate                         the score of a decision                start reading here
-    eager_period, eager_depths       how far eager-1f1b runs ahead
+    eager_period                     the pace of eager-1f1b, by how far it runs ahead
 """

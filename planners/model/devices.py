@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
-from autopipe.cluster.cluster import Cluster
+from autopipe.cluster.cluster import Cluster, Link
 from autopipe.cluster.collective_time import Level, Levels, Topology, slowest
 from autopipe.cluster.datasheets import are_gpus
 from autopipe.cluster.tp_groups import GroupKind, TpGroup, distinct, nominal
@@ -58,6 +58,7 @@ class Machine:
         copying: bytes a second at which the slowest moves its own memory (`Cluster.copying`).
         means: of each device the numbers of the cluster's devices in its tensor-parallel group.
         spare: the number of the cluster's devices that are in no tensor-parallel group.
+        within: of each kind the link within its tensor-parallel groups; empty: of one device each.
         overlaps: whether ZeRO gathers and scatters while devices compute: NCCL does, in a stream of
             its own, a block ahead (as PyTorch FSDP, Zhao et al., VLDB 2023, section 3.3); over gloo
             it waits.
@@ -73,6 +74,7 @@ class Machine:
     spare: int = 0
     overlaps: bool = False
     hosts: tuple[float, ...] = ()
+    within: tuple[Link, ...] = ()
 
     @property
     def devices(self) -> int:
@@ -157,4 +159,5 @@ def machine_of(
         len(memory) - sum(map(len, means)),
         are_gpus(cluster.devices),
         tuple(kind.device.host for kind in kinds),
+        tuple(kind.link for kind in kinds if kind.link is not None),
     ), tuple(kinds)

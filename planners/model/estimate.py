@@ -36,9 +36,9 @@ from autopipe.planners.model.stage_costs import (
     copying,
     gathering,
     stage_seconds,
-    transfer_seconds,
 )
 from autopipe.planners.model.step_formula import floor_seconds, step_seconds, weights
+from autopipe.planners.model.transfers import arriving, gather_seconds, transfer_seconds
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class StageEstimate:
 
     `period` are the seconds that each further micro-batch takes: all of them, or, where transfers
     are hidden, those of computing or of the wire. `spent` are those of a micro-batch by what they
-    are for, transfers among them. `kind` is the number of its devices' kind.
+    are for, transfers among them, with what is gathered. `kind` is the number of its devices' kind.
+    `in_parts` is whether what divides comes to it in parts.
     """
 
     first: int
@@ -60,6 +61,7 @@ class StageEstimate:
     memory: Memory
     spent: Mapping[str, float]
     kind: int
+    in_parts: bool = False
 
 
 COMPUTING, AGAIN = "computing", "running blocks again"
@@ -200,7 +202,7 @@ def _stage(
     """One stage [first, last) of which these blocks keep less."""
     first, last = bounds
     profile = problem.profile(config.microbatch_rows(problem.batch))
-    ranges = tables(problem, profile).at(first, last)
+    ranges = arriving(tables(problem, profile).at(first, last), problem, config, place)
     kind = place.group.kind
 
     def saved(block: int, level: int = WHOLE) -> tuple[int, float]:
@@ -222,7 +224,10 @@ def _stage(
     seconds = stage_seconds(problem, config, place, ranges, extra, offloaded)
     waits = [float(wait) for wait in gathering(problem, config, place, ranges, extra)]
     copies = [float(wait) for wait in copying(problem, place, ranges, extra, offloaded)]
-    transfers = float(transfer_seconds(ranges, problem, config, place.before))
+    transfers = float(
+        transfer_seconds(ranges, problem, config, place.before)
+        + gather_seconds(ranges, problem, kind)
+    )
     forward, backward = float(ranges.forward[kind]), float(ranges.backward[kind])
     exchange = float(ranges.exchange[kind]) if ranges.exchange else 0.0
     found = StageEstimate(
@@ -243,6 +248,7 @@ def _stage(
             "transfers": transfers,
         },
         kind=kind,
+        in_parts=bool(ranges.parted > 0),
     )
     return _ScoredStage(found, seconds)
 

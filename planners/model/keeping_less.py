@@ -21,6 +21,7 @@ from autopipe.planners.model.problem import Config, Problem, splits
 from autopipe.planners.model.range_tables import Bytes, Tables
 from autopipe.planners.model.recompute_sets import RecomputeSets, recompute_sets
 from autopipe.planners.model.stage_costs import StageSeconds, stage_seconds
+from autopipe.planners.model.transfers import arriving
 
 
 class StageCosts(NamedTuple):
@@ -82,7 +83,7 @@ def costs(
         holding: what recomputed blocks count for in bytes. (A comparison with planners that count
             in another way passes theirs.)
     """
-    sets = sets_of(problem, config, place)
+    sets, ranges = sets_of(problem, config, place), arriving(ranges, problem, config, place)
     best = _of_way(problem, config, place, ranges, numbers, 0, holding)
     short = memory.excess(best.without, place.room) > 0
     if sets.ways.most == 1 or not short.any():

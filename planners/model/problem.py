@@ -57,12 +57,14 @@ class Crossing:
     """A tensor of `bytes` made in unit `producer`, used in later units `consumers` (ascending).
 
     Sent to each later stage with a consumer; with `gradient`, one of the same size comes back.
+    `divides`: each tensor-parallel rank has it whole, and may send a part of it.
     """
 
     bytes: int
     producer: int
     consumers: tuple[int, ...]
     gradient: bool
+    divides: bool = False
 
 
 Seconds = tuple[float, ...]
@@ -126,6 +128,7 @@ class Constraints:
     at every boundary: receives posted ahead, and the micro-batches in flight besides. `recompute`
     are recomputable blocks of the problem: those, and no others, run again, at these levels.
     `offload` are the numbers of those that offload what they keep, and no others.
+    `transfers` is one of `planfile.parts.TRANSFERS`: how tensors that divide go to later stages.
     `programs` is a schedule that the user has written: `schedule` is then `WRITTEN`, and pp and
     micro_batches are those it is for.
     """
@@ -142,6 +145,7 @@ class Constraints:
     zero: int | None = None
     recompute: tuple[Again, ...] | None = None
     programs: Programs = ()
+    transfers: str | None = None
     offload: tuple[int, ...] | None = None
 
 

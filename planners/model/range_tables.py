@@ -39,7 +39,9 @@ class Tables:
     the block of the range's first and last unit, with which a forward and a backward begin.
     `tied` are those of parameters that several units in no one block use, which stay. `largest` are
     bytes of the largest gradient that one of the range's units makes, `again` the most that the
-    backward of one of them makes a second time.
+    backward of one of them makes a second time. `parted` are those of the received bytes that may
+    come in parts, and `parted_gradient` those of them whose gradient goes back
+    (`planners.model.transfers`).
     """
 
     forward: tuple[Times, ...]
@@ -62,6 +64,8 @@ class Tables:
     received_gradient: Bytes
     sent: Bytes
     sent_gradient: Bytes
+    parted: Bytes
+    parted_gradient: Bytes
 
     def at(self, first: ArrayLike, end: ArrayLike) -> Tables:
         """The ranges [first, end), two index arrays of one shape, which the fields then have."""
@@ -103,6 +107,7 @@ def _tables(problem: Problem, rows: int) -> Tables:
     profile = problem.profile(rows)
     units, crossings = problem.units, profile.crossings
     returning = tuple(crossing for crossing in crossings if crossing.gradient)
+    dividing, dividing_back = (tuple(c for c in way if c.divides) for way in (crossings, returning))
     held = _of_states(
         units,
         problem.parameters,
@@ -133,6 +138,8 @@ def _tables(problem: Problem, rows: int) -> Tables:
         received_gradient=_fill(units, _received(units, returning)),
         sent=_fill(units, _sent(crossings)),
         sent_gradient=_fill(units, _sent(returning)),
+        parted=_fill(units, _received(units, dividing)),
+        parted_gradient=_fill(units, _received(units, dividing_back)),
     )
 
 

@@ -16,6 +16,9 @@ sum of theirs, each at its own fullest.
 
     t_s  = F + B + recompute + (R + R') / bandwidth + (2 * latency if R > 0)
 
+Between tensor-parallel groups R and R' may be less, for seconds of gathering
+(`planners.model.transfers`).
+
 F and B are those of the stage's kind of device, latency and bandwidth those of the link between its
 devices and those of the stage before it; what goes over a link that is shared takes turns. Summing
 the gradients of W over the stage's dp devices takes reduce_s (`cluster.collective_time`), of which
@@ -50,7 +53,6 @@ from typing import NamedTuple
 import numpy as np
 
 from autopipe.cluster.collective_time import (
-    Level,
     Levels,
     gradient_sum,
     half_sum,
@@ -59,6 +61,11 @@ from autopipe.planners.model.devices import DeviceGroup
 from autopipe.planners.model.places import StagePlace
 from autopipe.planners.model.problem import EAGER, Config, Problem, splits
 from autopipe.planners.model.range_tables import Bytes, Tables, Times
+from autopipe.planners.model.transfers import (
+    gather_seconds,
+    transfer_seconds,
+    wire_rate,
+)
 
 _Exchange = Callable[[float, Levels, int], float]
 
@@ -110,22 +117,6 @@ def _linear(exchange: _Exchange, sizes: int | Bytes | Times, levels: Levels, str
     least = exchange(0.0, levels, streams)
     each = (exchange(2.0**30, levels, streams) - least) / 2.0**30
     return np.asarray(least + each * sizes)
-
-
-def transfer_seconds(
-    ranges: Tables, problem: Problem, config: Config, before: Level | None
-) -> Times:
-    """Seconds in which a stage receives a micro-batch and sends its gradients back."""
-    if before is None:
-        return np.zeros_like(ranges.earlier)
-    moved = ranges.received + ranges.received_gradient
-    seconds = moved / wire_rate(problem, config, before)
-    return np.asarray(seconds + 2 * before.link.latency * (ranges.received > 0))
-
-
-def wire_rate(problem: Problem, config: Config, level: Level) -> float:
-    """Bytes a second for each of the devices of a stage."""
-    return level.wire(config.dp * problem.machine.streams).bandwidth
 
 
 class StageSeconds(NamedTuple):
@@ -201,11 +192,16 @@ def stage_seconds(
     recompute: float | Times,
     offloaded: int | Bytes = 0,
 ) -> StageSeconds:
-    """The seconds of a stage, with those that blocks take a second time or wait for the host."""
+    """The seconds of a stage, with those that blocks take a second time or wait for the host.
+
+    Args:
+        ranges: as what they receive arrives (`transfers.arriving`).
+    """
     kind = place.group.kind
     computing = ranges.forward[kind] + ranges.backward[kind] + recompute
     computing += sum(gathering(problem, config, place, ranges, recompute))
     computing += sum(copying(problem, place, ranges, recompute, offloaded))
+    computing += gather_seconds(ranges, problem, kind)
     whole = computing + transfer_seconds(ranges, problem, config, place.before)
     reduce = reduce_seconds(ranges, problem, config, place.group)
     if config.schedule != EAGER or place.before is None:

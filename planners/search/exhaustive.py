@@ -28,6 +28,7 @@ from autopipe.planners.model.range_tables import Bytes, Times, tables
 from autopipe.planners.model.recompute_sets import KeptLess
 from autopipe.planners.model.stage_costs import StageSeconds, stage_seconds
 from autopipe.planners.model.step_formula import floor_seconds, step_seconds, weights
+from autopipe.planners.model.transfers import arriving
 from autopipe.planners.search.best import Answer, best_answer
 from autopipe.planners.search.configs import configs
 from autopipe.planners.search.descent import TOLERANCE
@@ -132,7 +133,8 @@ class _StageRanges:
         self._problem = problem
         profile = profile_of(problem, config.dp, config.micro_batches)
         assert profile is not None, "a config has a profile"
-        ranges, kind = tables(problem, profile), place.group.kind
+        ranges = arriving(tables(problem, profile), problem, config, place)
+        kind = place.group.kind
         self._sets = _sets(problem, config, place)
         may = {again for blocks in self._sets for again in blocks}
         saves = {again: _parts(problem, profile.rows, kind, again) for again in may}

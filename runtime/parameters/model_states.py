@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autopipe.ir.graph import StateSpec, shape_at
+from autopipe.ir.graph import Graph, StateSpec, TensorSpec, shape_at
 from autopipe.planfile.parts import Place
 from autopipe.planfile.placements import I, Sharding
 from autopipe.runtime.parameters.export import FileTensor, export
@@ -104,3 +105,22 @@ class ModelStates:
         if isinstance(tensor, DTensor):  # rows of a part
             tensor = tensor.full_tensor()
         return collectives.whole(tensor, collectives.TENSOR_PARALLEL, lies)
+
+
+def unused_states(graph: Graph, model: nn.Module) -> dict[str, StateSpec]:
+    """The parameters and persistent buffers of a model that its graph does not read."""
+    known = {n for name, state in graph.states.items() for n in (name, *state.aliases)}
+    persistent = model.state_dict().keys()
+    tensors: dict[int, Tensor] = {}
+    names: dict[int, list[str]] = {}
+    parameters = model.named_parameters(remove_duplicate=False)
+    for name, tensor in chain(parameters, model.named_buffers(remove_duplicate=False)):
+        if name in persistent and name not in known:
+            tensors[id(tensor)] = tensor
+            names.setdefault(id(tensor), []).append(name)
+    found = {}
+    for key, (name, *others) in names.items():
+        kind = "parameter" if isinstance(tensors[key], nn.Parameter) else "buffer"
+        spec = TensorSpec(tuple(tensors[key].shape), tensors[key].dtype)
+        found[name] = StateSpec(spec, kind, False, tuple(others))
+    return found

@@ -21,6 +21,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
+from autopipe.emit.retrace import graph_of
 from autopipe.errors import AutopipeError, PlanError, ScheduleError
 from autopipe.frontend import user_lines
 from autopipe.ir.graph import Ref
@@ -30,7 +31,6 @@ from autopipe.schedules import deadlock
 from autopipe.schedules.instructions import FLOWS, Kind, Programs, format_programs, parse_programs
 from autopipe.stages.dry_run import CrossingTensor
 from autopipe.stages.lower import Lowered
-from autopipe.stages.retrace import graph_of
 from autopipe.util import dtypes
 
 

@@ -80,7 +80,7 @@ def write(path: Path, data: Any, draw: random.Random) -> None:
 def test_export(autopipe: Shell) -> None:
     """What is written is read by its readers; none of it is anything but data."""
     targets, exported, texts = [*LAUNCHERS, *RUNTIMES], 0, dict[str, set[str]]()
-    for draw in draws(4000, of=20):
+    for draw in draws(4000, of=16):
         target = draw.choice(targets)
         write(Path("plan.json"), draw.choice(PLANS), draw)
         words = ["--image", "i"] if target in ("kubeflow", "pytorchjob", "jobset") else []

@@ -9,7 +9,7 @@ import pytest
 
 from autopipe.interop.compare import compare
 from autopipe.planfile.contents import Plan
-from autopipe.planfile.parts import BlockClass
+from autopipe.planfile.parts import BlockClass, PartOf
 from tests.support.plans import chain
 from tests.support.shell import Shell
 
@@ -44,6 +44,16 @@ def test_the_same_training_in_another_way() -> None:
     what, how = names(PLAN, chain(4, 4, schedule="gpipe"))
     assert what == []
     assert {"pp", "schedule", "stages begin at", "cluster"} <= {*how}
+
+
+def test_what_goes_in_parts_is_a_way() -> None:
+    (sent,) = PLAN.stages[0].sends
+    part = replace(sent, part_of=PartOf(sent.name, 2))
+    first, *others = PLAN.stages
+    other = replace(PLAN, stages=(replace(first, sends=(part,)), *others))
+    found = compare(PLAN, other)
+    assert [entry.name for entry in found.how] == ["sent in parts"]
+    assert found.how[0].second == (f"{sent.name}, dim 2, to stage 1",)
 
 
 def test_micro_batches_are_a_way_unless_the_loss_is_of_each() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from jsonschema import Draft202012Validator
 from autopipe.errors import PlanError
 from autopipe.planfile import schema
 from autopipe.planfile.contents import FORMAT, Plan, check, on_edits, signed
-from autopipe.planfile.parts import Batch, Boundary, Prediction, StagePlan
+from autopipe.planfile.parts import Batch, Boundary, PartOf, Prediction, StagePlan
 from autopipe.util import codec
 from tests.support.plans import example_plan
 
@@ -91,6 +92,24 @@ def test_a_file_of_a_later_format(tmp_path: Path) -> None:
         f"plan.format: this autopipe reads format {FORMAT}, the file is format {FORMAT + 1}"
     )
     assert caught.value.hint == "make the plan again with `autopipe plan`"
+
+
+def test_a_plan_of_before_transfers_in_parts_sends_all_whole(tmp_path: Path) -> None:
+    """And nobody has changed it by hand."""
+    path = tmp_path / "plan.json"
+    signed(PLAN).save(path)
+    text = path.read_text()
+    assert '"part_of": null' in text
+    path.write_text(re.sub(r',\s*"part_of": null', "", text))
+    found = Plan.load(path)
+    assert found == signed(PLAN) and on_edits(found) is None
+
+
+def test_a_transfer_in_parts_that_was_written_by_hand_is_an_edit() -> None:
+    (sent,) = PLAN.stages[0].sends
+    first, *others = signed(PLAN).stages
+    part = replace(first, sends=(replace(sent, part_of=PartOf(sent.name, 2)),))
+    assert replace(signed(PLAN), stages=(part, *others)).edited == ("stages[].sends",)
 
 
 def test_peak_memory_is_the_sum_of_its_parts() -> None:

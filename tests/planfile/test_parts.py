@@ -3,7 +3,7 @@
 import pytest
 
 from autopipe.planfile.node_names import NodeName
-from autopipe.planfile.parts import Alternative
+from autopipe.planfile.parts import Alternative, PartOf, Transfer
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,13 @@ def test_why_another_mesh_is_not_the_plan(
     step: float | None, slower: float | None, cause: str, why: str
 ) -> None:
     assert Alternative(2, 1, 1, 4, "1f1b", step, slower, cause).why == why
+
+
+def test_what_goes_in_parts_is_told_by_the_whole_tensors_name() -> None:
+    whole = Transfer("h.3/add/1", ("b", 64), "float32", 1, True)
+    part = Transfer("h.3/add/1>part(1)", ("b", 32), "float32", 1, True, PartOf("h.3/add/1", 1))
+    assert whole.told == "h.3/add/1 float32[b, 64]"
+    assert part.told == "h.3/add/1 in parts of dim 1, each float32[b, 32]"
 
 
 @pytest.mark.parametrize(

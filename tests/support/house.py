@@ -33,13 +33,13 @@ MAY_IMPORT = {
     "runtime.comm": "schedules planfile sharding runtime.launch",
     "runtime.parameters": "util planfile ir frontend tracing sharding stages",
     "runtime.checkpoint": "util planfile ir runtime.parameters",
-    "runtime.step": "util schedules planfile ir frontend sharding stages joint "
+    "runtime.step": "util schedules planfile ir frontend sharding stages joint emit "
     "runtime.launch runtime.comm runtime.parameters runtime.checkpoint",
     "runtime.probe": "util cluster sharding",
     "runtime": "util schedules planfile report ir frontend tracing sharding stages "
     "runtime.launch runtime.comm runtime.parameters runtime.checkpoint runtime.step",
     "planners.costs": "util cluster schedules planfile ir tracing sharding stages joint "
-    "planners.model",
+    "planners.model planners.search",
     "planners.driver": "util cluster schedules planfile report ir frontend tracing sharding "
     "rewriting stages joint planners.model planners.search planners.costs runtime.probe",
     "planners.formulas": "util cluster schedules planfile scaling ir frontend tracing sharding "

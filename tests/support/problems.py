@@ -274,5 +274,33 @@ def rich_problem(seed: int) -> Problem:
     )
 
 
+def parted_problem(seed: int) -> Problem:
+    """A rich problem of tensor-parallel groups of two or four ranks, which may send some of what
+    crosses in parts and gather it on links of their own."""
+    rich, random = rich_problem(seed), Random(f"parts {seed}")
+    divides = [random.random() < 0.6 for _ in rich.profiles[0].crossings]
+    near, tp = rich.machine.topology.within[0], random.choice((2, 4))
+    own = [
+        Link(random.choice((0.0, near.latency)), near.bandwidth * random.choice((0.1, 1, 10)))
+        for _ in range(max(rich.machine.kinds) + 1)
+    ]
+    profiles = (
+        replace(
+            profile,
+            crossings=tuple(
+                replace(crossing, divides=may)
+                for crossing, may in zip(profile.crossings, divides, strict=True)
+            ),
+        )
+        for profile in rich.profiles
+    )
+    return replace(
+        rich,
+        machine=replace(rich.machine, streams=tp, within=tuple(own)),
+        profiles=tuple(profiles),
+        tp=tp,
+    )
+
+
 def _slower(seconds: tuple[float, ...], kind: int) -> tuple[float, ...]:
     return tuple(cost * (1 + 0.5 * kind) for cost in seconds)

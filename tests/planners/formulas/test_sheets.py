@@ -15,6 +15,7 @@ from autopipe.planners.formulas.sheets import sheets
 from autopipe.scaling import links
 from autopipe.scaling.evaluate import at
 from autopipe.scaling.sheet import PlanAt, Point
+from tests.support.part_stories import in_parts
 from tests.support.sheeted import CLUSTER, TOKENS, Language, Text, entropy, planned, sheeted
 from tests.support.zoo import ZOO
 
@@ -69,6 +70,15 @@ def test_a_rival_is_another_plan_and_its_sheet_is_proved() -> None:
     assert at(rival, Point(own, rival.rows, rival.tokens, BANDWIDTH)) is not None
 
 
+def test_a_sheet_knows_of_tensors_that_go_in_parts() -> None:
+    """It is proved: at the plan's own sizes its seconds and bytes are the plan's."""
+    own, case = in_parts("gpt", 2, "1f1b"), ZOO["gpt"]
+    file = ModelFile("m.py", case.model, case.inputs, case.loss, None, None, None, None)
+    sheet = sheets(own, file, lambda line: None, most=0).sheets[0]
+    bandwidth = links.farthest(own.cluster).link.bandwidth
+    same(at(sheet, Point(own.batch.rows, sheet.rows, sheet.tokens, bandwidth)), of_plan(own))
+
+
 def twice(outputs: Tensor, batch: Any) -> Tensor:
     return 2 * entropy(outputs, batch)
 
@@ -81,6 +91,7 @@ def test_another_model_is_refused() -> None:
 
 LONG: list[tuple[str, dict[str, Any]]] = [
     ("gpt", {"tp": 2, "pp": 2, "micro_batches": 4}),
+    ("gpt", {"tp": 2, "pp": 2, "micro_batches": 4, "transfers": "parts"}),
     ("gpt", {"pp": 4, "schedule": "zb-v", "micro_batches": 8}),
     ("gpt", {"pp": 1, "dp": 4, "zero": 3, "micro_batches": 2}),
     ("gpt", {"pp": 2, "dp": 2, "zero": 3, "micro_batches": 4}),

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from autopipe.planners.model.problem import Crossing, Problem, Profile, Saved, Shared
 from autopipe.planners.model.range_tables import Tables, dropped, tables
-from tests.support.problems import machine, random_problem, rich_problem
+from tests.support.problems import machine, parted_problem, random_problem, rich_problem
 
 Range = tuple[int, int]
 
@@ -92,6 +92,8 @@ def brute_force(problem: Problem, profile: Profile, i: int, j: int) -> tuple[flo
         sum(c.bytes for c in profile.crossings if received(c) and c.gradient),
         sum(c.bytes for c in profile.crossings if sent(c)),
         sum(c.bytes for c in profile.crossings if sent(c) and c.gradient),
+        sum(c.bytes for c in profile.crossings if received(c) and c.divides),
+        sum(c.bytes for c in profile.crossings if received(c) and c.divides and c.gradient),
     )
 
 
@@ -107,7 +109,7 @@ def saved(items: tuple[Saved, ...], i: int, j: int) -> int:
 @pytest.mark.parametrize("seed", range(40))
 def test_tables_are_sums_over_every_range(seed: int) -> None:
     """On as many kinds of devices as there are; every third second is one of exchanging."""
-    problem = (random_problem, rich_problem)[seed % 2](seed)
+    problem = (random_problem, rich_problem, parted_problem)[seed % 3](seed)
     kinds = problem.profiles[0].forward
     exchange = tuple(tuple(seconds / 3 for seconds in kind) for kind in kinds)
     exchanging = tuple(replace(profile, exchange=exchange) for profile in problem.profiles)

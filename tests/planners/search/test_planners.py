@@ -15,7 +15,7 @@ import pytest
 
 from autopipe.cluster.cluster import Link
 from autopipe.errors import AutopipeError, InfeasibleError
-from autopipe.planfile.parts import Alternative
+from autopipe.planfile.parts import TRANSFERS, Alternative
 from autopipe.planners.model import memory
 from autopipe.planners.model.estimate import estimate
 from autopipe.planners.model.problem import (
@@ -36,7 +36,13 @@ from autopipe.planners.search.registry import PLANNERS
 from autopipe.planners.search.uniform import even_cuts
 from autopipe.schedules.registry import SCHEDULES
 from tests.support.long import sampled, share
-from tests.support.problems import line, machine, random_problem, rich_problem
+from tests.support.problems import (
+    line,
+    machine,
+    parted_problem,
+    random_problem,
+    rich_problem,
+)
 
 Found = Answer | InfeasibleError
 Make = Callable[[int], Problem]
@@ -122,6 +128,15 @@ def test_dynamic_is_exhaustive(make: str, first: int) -> None:
     order of devices."""
     for seed in sampled(range(first, first + 50), of=20):
         same(found_in("dynamic", make, seed), found_in("exhaustive", make, seed))
+
+
+@pytest.mark.parametrize("transfers", [None, *TRANSFERS])
+def test_where_tensors_may_go_in_parts(transfers: str | None) -> None:
+    """To each stage by the faster way, or by that which is asked for. 40 problems, 5 by default."""
+    for seed in sampled(range(40), of=8):
+        asked = replace(parted_problem(seed), constraints=Constraints(transfers=transfers))
+        found = found_by("dynamic", asked)
+        same(found, found_by("exhaustive", asked))
 
 
 @pytest.mark.parametrize("make", ["plain", "rich"])

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from autopipe.emit.retrace import graph_of
 from autopipe.runtime.emitted import States, check_read, draw, low, parameter
 from autopipe.runtime.step.compile import compile_stage
 from autopipe.stages.recompute import Recomputed
-from autopipe.stages.retrace import graph_of
 from autopipe.stages.rng import stream
 
 # torch's own compiler warns itself: it asks for the .grad of tensors that have none.
