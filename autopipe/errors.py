@@ -52,6 +52,8 @@ class Uncaptured(CaptureError):
     Args:
         frames: those on the stack at that place, if it was not where the error is raised.
         module: the path of the module whose call it is, if no frame is known.
+        whole: whether the model's own forward may run as it is for it. Nothing of the model is cut
+            then, so only for what cannot be written otherwise.
     """
 
     def __init__(
@@ -61,10 +63,12 @@ class Uncaptured(CaptureError):
         hint: str | None = None,
         frames: Sequence[FrameType] = (),
         module: str = "",
+        whole: bool = False,
     ) -> None:
         super().__init__(message, hint=hint)
         self.frames = frames
         self.module = module
+        self.whole = whole
 
 
 class PlanError(AutopipeError):

@@ -115,6 +115,7 @@ class RefusedCalls(TorchFunctionMode):
                 f"{user_lines.here()}: runs under a transform of torch.func (vmap, grad, jvp), "
                 "which torch.export cannot capture with the model's own parameters",
                 hint="write the batched computation out: torch.einsum, matmul, broadcasting",
+                whole=True,
             )
         if func == _DATA:
             return args[0].detach()
@@ -152,6 +153,7 @@ def _tensor_hook(tensor: Tensor, hook: Any) -> None:
     raise Uncaptured(
         f"{user_lines.here()}: a hook on a gradient is set while the model runs; no graph has it",
         hint=AS_AN_OP,
+        whole=True,
     )
 
 
@@ -219,6 +221,7 @@ def _inner_gradient(*args: Any, **kwargs: Any) -> None:
         f"{user_lines.here()}: forward takes a gradient of its own, which is in no graph",
         hint="write the derivative out as ops of the forward, or put it into a "
         "torch.autograd.Function",
+        whole=True,
     )
 
 

@@ -21,7 +21,8 @@ from autopipe.planfile.regions import COMPILED, WHOLE
 
 
 def sites_of(error: Uncaptured, models: Sequence[nn.Module]) -> list[Site]:
-    """The calls around the place of an error, the innermost first; the last is the model's own.
+    """The calls around the place of an error, the innermost first; the model's own is left out
+    unless the error says otherwise.
 
     Args:
         models: the model, and others of the same modules that may have run in its place.
@@ -33,7 +34,8 @@ def sites_of(error: Uncaptured, models: Sequence[nn.Module]) -> list[Site]:
         while path:
             found.insert(0, Site(path, WHOLE))
             path = path.rpartition(".")[0]
-    return list(dict.fromkeys(reversed(found)))
+    own = Site("", WHOLE)
+    return [site for site in dict.fromkeys(reversed(found)) if error.whole or site != own]
 
 
 def _deepest(error: BaseException, paths: dict[int, str]) -> list[FrameType]:

@@ -92,7 +92,9 @@ SENTENCES = {
     f"must have same reduction dim, but got [2, 3] X [4, 4]. (it is traced with two rows){ITSELF}",
     Moody: ": Python reads a tensor here (__bool__), where the record of the model's reads has no "
     "further read\n"
-    "hint: the model reads other tensors each time it runs (state kept between calls?)",
+    "hint: the model reads other tensors each time it runs: it keeps a state between calls, or "
+    "goes through rows one by one (for row in x; x[rows, lengths - 1] does it for all, with rows = "
+    "torch.arange(len(x)))",
 }
 
 
