@@ -65,6 +65,7 @@ def words_of(plan: Plan) -> dict[str, Any]:
         "grad_dtype": plan.grad_dtype,
         "optimizer_dtype": plan.optimizer_dtype,
         "compile": plan.compiled,
+        "fuse_attention": plan.fused_attention,
         "zero": plan.zero,
         "recompute": _recomputed(plan) or "none",
         "offload": _offloaded(plan) or "off",

@@ -42,6 +42,9 @@ def check(
     compile: Annotated[
         bool | None, typer.Option("--compile/--no-compile", help="As `plan` has it.")
     ] = None,
+    fuse_attention: Annotated[
+        bool | None, typer.Option("--fuse-attention/--no-fuse-attention", help="As `plan` has it.")
+    ] = None,
     zero: Annotated[int | None, typer.Option(help="As `plan` has it.")] = None,
     transfers: Annotated[str | None, typer.Option(help="As `plan` has it.")] = None,
     recompute: Annotated[list[str] | None, typer.Option(help="As `plan` has it.")] = None,
@@ -72,6 +75,7 @@ def check(
         "chunks": chunks,
         "precision": precision,
         "compile": compile,
+        "fuse_attention": fuse_attention,
         "zero": zero,
         "transfers": transfers,
         "recompute": recompute,

@@ -74,6 +74,13 @@ def plan(
             "Default: on GPUs.",
         ),
     ] = None,
+    fuse_attention: Annotated[
+        bool | None,
+        typer.Option(
+            "--fuse-attention/--no-fuse-attention",
+            help="Run each attention that the model writes out as one op. Default: with --compile.",
+        ),
+    ] = None,
     zero: Annotated[
         int | None,
         typer.Option(
@@ -171,6 +178,7 @@ def plan(
         grad_dtype=grad_dtype,
         optimizer_dtype=optimizer_dtype,
         compile=compile,
+        fuse_attention=fuse_attention,
         zero=zero,
         transfers=transfers,
         recompute=recompute,

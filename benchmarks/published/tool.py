@@ -109,6 +109,7 @@ def own_layout(run: Run) -> Outcome:
             zero=min(run.sharding, 1) if run.sharding < 3 else 3,
             recompute=_recompute(run),
             compile=run.software.fused,
+            fuse_attention=False,  # the module writes it out where the run's software did
             sequence_parallel=run.sequence_parallel,
         )
     return outcome(plan, cluster)

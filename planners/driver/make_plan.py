@@ -15,11 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from autopipe.cluster.cluster import Cluster
-from autopipe.errors import PlanError
+from autopipe.errors import AutopipeError, PlanError
 from autopipe.frontend import batch
 from autopipe.frontend.least_rows import least_rows
 from autopipe.frontend.loss import Loss
@@ -67,6 +66,7 @@ def plan(
     grad_dtype: str | None = None,
     optimizer_dtype: str | None = None,
     compile: bool | None = None,
+    fuse_attention: bool | None = None,
     cluster: str | Path | Cluster | None = None,
     batch_size: int | None = None,
     pp: int | None = None,
@@ -113,6 +113,8 @@ def plan(
         compile: whether stages run through torch.compile: memory-bound ops are fused, and forward
             keeps only what products of matrices and attention need. None: on GPUs, unless the model
             has an op that cannot be compiled.
+        fuse_attention: whether attentions that the model writes out become one op each, which
+            computes the same to rounding (`rewriting.fused_attention`). None: in compiled stages.
         cluster: "local:4", "2x8xA100-80GB", a file, a `Cluster`; default: this machine.
         batch_size: rows of the whole batch; default: the example's, or 8 a device.
         pp, dp, tp, micro_batches: constraints; None leaves them to the planner.
@@ -190,6 +192,7 @@ def plan(
             optimizer_dtype,
         ),
         compiled=compile,
+        fuse_attention=fuse_attention,
         cluster=asked,
         batch_size=batch_size,
         constraints=constraints,
@@ -203,8 +206,14 @@ def plan(
         source=source,
     )
     traced = traced_model(request, skeleton, say, watch)
+    if fuse_attention and not traced.with_fused_attention().fused_attention:
+        raise AutopipeError(
+            "fuse_attention was asked for, and the model writes out no attention that amounts to "
+            "one op",
+            hint="leave it out; docs/guide.md says which stay as they are written",
+        )
     needed = need(traced.graph, request.precision)
-    if compile or (compile is None and torch.cuda.is_available()):
+    if request.may_fuse:
         needed |= need(traced.with_fused_attention().graph, request.precision)
     devices = arguments.measured(asked, needed, say)
     factor = optimizer_factor(optimizer_named(optimizer))

@@ -37,6 +37,7 @@ def replan(old: Plan, file: ModelFile, nodes: Sequence[int], source: str, say: S
         grad_dtype=old.grad_dtype,
         optimizer_dtype=old.optimizer_dtype,
         compile=old.compiled,
+        fuse_attention=old.fused_attention,
         loss_over=old.loss_over,
         lengths=old.lengths,
         source=source,

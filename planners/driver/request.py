@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from autopipe.cluster.cluster import Cluster
 from autopipe.cluster.spec import LocalSpec
 from autopipe.frontend.least_rows import Least
@@ -39,6 +41,8 @@ class PlanRequest:
         batch_size: rows of the whole batch; None: those of the example.
         constraints: what the search must keep to, limits of memory and a written schedule included.
         compiled: whether stages run compiled; None: the planner chooses.
+        fuse_attention: whether attentions that the model writes out are fused; None: where stages
+            run compiled.
         loss_parts: 0 for the loss as it is; None: the planner's choice.
         lengths: of rows, ascending; none were asked for.
         model, inputs, loss, optimizer, precision, grad_dtype, optimizer_dtype, recompute, offload,
@@ -53,6 +57,7 @@ class PlanRequest:
     grad_dtype: str = "fp32"
     optimizer_dtype: str = "fp32"
     compiled: bool | None = None
+    fuse_attention: bool | None = None
     cluster: Cluster | LocalSpec
     batch_size: int | None
     constraints: Constraints
@@ -64,6 +69,12 @@ class PlanRequest:
     loss_parts: int | None = None
     lengths: tuple[int, ...] = ()
     source: str | None = None
+
+    @property
+    def may_fuse(self) -> bool:
+        """Whether attentions may be fused: stages may run compiled, or it is asked for."""
+        compiled = torch.cuda.is_available() if self.compiled is None else self.compiled
+        return compiled if self.fuse_attention is None else self.fuse_attention
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,10 +167,12 @@ class Job:
     def on_engine(self, *, compiled: bool) -> Job:
         """The same question, with stages that run compiled or do not.
 
-        Compiled ones compute to rounding what the model does, and so attentions are fused for them.
+        Compiled ones compute to rounding what the model does, and so attentions are fused for them
+        unless that is asked otherwise.
         """
-        traced = self.traced.with_fused_attention() if compiled else self.traced
-        return replace(self, traced=traced, request=replace(self.request, compiled=compiled))
+        request = replace(self.request, compiled=compiled)
+        traced = self.traced.with_fused_attention() if request.may_fuse else self.traced
+        return replace(self, traced=traced, request=request)
 
     @property
     def constraints(self) -> Constraints:

@@ -70,6 +70,7 @@ def job_of(plan: Plan, file: ModelFile, traced: TracedAgain, say: Say) -> reques
         grad_dtype=plan.grad_dtype,
         optimizer_dtype=plan.optimizer_dtype,
         compiled=plan.compiled,
+        fuse_attention=plan.fused_attention,
         cluster=plan.cluster,
         batch_size=plan.batch.rows,
         constraints=Constraints(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autopipe
-from autopipe import Plan
+from autopipe import AutopipeError, Plan
 from autopipe.ir.graph import Graph, arguments
 from autopipe.report import facts
 from autopipe.rewriting.attentions import attentions
@@ -302,17 +302,18 @@ class Block(nn.Module):
         return x + self.outer(y.transpose(1, 2).reshape(x.shape))
 
 
+def planned(block: Callable[[], nn.Module] = Block, **options: Any) -> Plan:
+    """Four blocks on two processes."""
+    model, batch = nn.Sequential(*(block() for _ in range(4))), {"input": torch.randn(8, 64, WIDTH)}
+    return autopipe.plan(model, batch, loss=squares, cluster=machine(2), pp=2, **options)
+
+
+def squares(y: Tensor, batch: Any) -> Tensor:
+    return y.square().mean()
+
+
 def test_compiled_stages_are_planned_and_cut_with_it() -> None:
     """A run knows the model by the graph as traced, and fuses what the plan says."""
-
-    def model() -> nn.Module:
-        return nn.Sequential(*(Block() for _ in range(4)))
-
-    def planned(**options: Any) -> Plan:
-        batch = {"input": torch.randn(8, 64, WIDTH)}
-        loss = lambda y, batch: y.square().mean()  # noqa: E731
-        return autopipe.plan(model(), batch, loss=loss, cluster=machine(2), pp=2, **options)
-
     compiled, other = planned(compile=True), planned()
     assert compiled.fused_attention and not other.fused_attention
     assert compiled.fingerprint == other.fingerprint
@@ -320,3 +321,10 @@ def test_compiled_stages_are_planned_and_cut_with_it() -> None:
     held = [plan.stages[0].predicted.memory.activations for plan in (compiled, other)]
     scores = HEADS * 64 * 64 * 4
     assert held[0] + 2 * scores < held[1]  # of each block's scores those after the softmax, a row
+
+
+def test_it_is_done_or_left_as_it_is_asked_for() -> None:
+    assert not planned(compile=True, fuse_attention=False).fused_attention
+    assert planned(fuse_attention=True).fused_attention
+    with pytest.raises(AutopipeError, match="fuse_attention was asked for, and the model writes"):
+        planned(lambda: nn.Linear(WIDTH, WIDTH), fuse_attention=True)
