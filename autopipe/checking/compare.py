@@ -68,9 +68,9 @@ class TensorRow:
 def orders_kept(plan: Plan) -> bool:
     """Whether the plan changes the order of no sum of floats, so that every bit must be equal.
 
-    Tensor parallelism, compilers, a loss in parts, three replicas, ZeRO-2 and 3, which sum over
-    replicas before micro-batches, gradients that come together from several stages, and a loss over
-    a batch that is cut all the same do. So does torch.jit (`regions.COMPILED`).
+    Tensor parallelism, compilers, a loss in parts, fused attention, three replicas, ZeRO-2 and 3,
+    which sum over replicas before micro-batches, gradients that come together from several stages,
+    and a loss over a batch that is cut all the same do. So does torch.jit (`regions.COMPILED`).
     """
     readers: dict[str, int] = {}
     for stage in plan.stages:
@@ -81,7 +81,8 @@ def orders_kept(plan: Plan) -> bool:
         return False
     if any(region.why == COMPILED for region in plan.regions):
         return False
-    one = plan.mesh.tp == 1 and plan.mesh.dp <= 2 and not plan.compiled and not plan.loss_parts
+    rewritten = plan.compiled or plan.loss_parts or plan.fused_attention
+    one = plan.mesh.tp == 1 and plan.mesh.dp <= 2 and not rewritten
     return one and apart and not plan.scatters
 
 

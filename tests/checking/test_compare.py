@@ -44,6 +44,7 @@ def test_which_plans_keep_the_order_of_all_sums() -> None:
     assert orders_kept(plan)
     assert not orders_kept(replace(plan, compiled=True))
     assert not orders_kept(replace(plan, loss_parts=4))
+    assert not orders_kept(replace(plan, fused_attention=True))
     assert orders_kept(planned("keywords", 2, 2, 4))
     assert not orders_kept(planned("gpt2", 2, 1, 4))  # its embedding is tied to its head
     three = planned("keywords", 2, 2, 4, zero=3)
