@@ -62,11 +62,16 @@ class Dataflow:
         return self.graph.index[value.node] if isinstance(value, Ref) else -1
 
 
+def maker(graph: Graph, value: object) -> Node | None:
+    """The node that makes a value; None: it is an input, a state, or no value."""
+    return graph.nodes[graph.index[value.node]] if isinstance(value, Ref) else None
+
+
 def read_once(flow: Dataflow, value: object) -> Node | None:
     """The node that makes a value, if one node reads it and none writes it."""
     if not isinstance(value, Ref) or len(flow.users[value]) > 1:
         return None
-    return None if flow.root[value] in flow.writers else flow.graph.nodes[flow.position(value)]
+    return None if flow.root[value] in flow.writers else maker(flow.graph, value)
 
 
 @once

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from autopipe.ir.dataflow import Dataflow, analyse, gradient_values, is_random, read_once
+from autopipe.ir.dataflow import Dataflow, analyse, gradient_values, is_random, maker, read_once
 from autopipe.ir.graph import Graph, Input, Node, Ref, State, Value, arguments, once
 
 LOWEST = -1e4
@@ -223,9 +223,9 @@ def _masks(flow: Dataflow, value: object) -> bool:
 
 def _filled(graph: Graph, value: object, number: float) -> bool:
     """Whether a tensor is made of one number alone."""
-    if not isinstance(value, Ref):
+    node = maker(graph, value)
+    if node is None:
         return False
-    node = graph.nodes[graph.index[value.node]]
     if node.short in ("zeros", "zeros_like", "new_zeros"):
         return number == 0.0
     filled = node.short in ("full", "full_like", "new_full")
@@ -256,9 +256,9 @@ def _readers(flow: Dataflow, node: Node) -> list[Node]:
 
 def _turned(graph: Graph, value: Value) -> Value | None:
     """What a value is with its last two dims swapped."""
-    if not isinstance(value, Ref):
+    node = maker(graph, value)
+    if node is None:
         return None
-    node = graph.nodes[graph.index[value.node]]
     rank = len(graph.spec(value).shape)
     if node.short == "transpose":
         given = arguments(node)
@@ -278,9 +278,8 @@ def _number(graph: Graph, arg: object) -> float | None:
     if isinstance(arg, State) and arg.name in graph.constants:
         tensor = graph.constants[arg.name]
         return float(tensor) if tensor.ndim == 0 else None
-    if isinstance(arg, Ref):
-        node = graph.nodes[graph.index[arg.node]]
-        given = arguments(node) if node.short in ("full", "scalar_tensor") else {}
-        if not given.get("size"):
-            return _number(graph, given.get("fill_value", given.get("s")))
-    return None
+    node = maker(graph, arg)
+    given = arguments(node) if node and node.short in ("full", "scalar_tensor") else {}
+    if not given or given.get("size"):
+        return None
+    return _number(graph, given.get("fill_value", given.get("s")))

@@ -8,7 +8,8 @@ told of groups reads them as they are before, and keeps a quarter for backward h
 
 from __future__ import annotations
 
-from autopipe.ir.graph import Graph, Node, Ref, Value, arguments
+from autopipe.ir.dataflow import maker
+from autopipe.ir.graph import Graph, Node, Value, arguments
 
 _RESHAPES = frozenset("reshape view _unsafe_view".split())
 _REPEATING = _RESHAPES | {"clone", "contiguous", "expand", "unsqueeze"}
@@ -27,14 +28,9 @@ def before_repeat(graph: Graph, key: Value, value: Value) -> tuple[Value, Value]
     return (keys, values) if few == many else None
 
 
-def _maker(graph: Graph, value: object) -> Node | None:
-    """The node that makes a value; None: it is an input or a state."""
-    return graph.nodes[graph.index[value.node]] if isinstance(value, Ref) else None
-
-
 def _repeated(graph: Graph, value: Value) -> Value | None:
     """What was repeated along dim 1 to make a value."""
-    node, parts, made = _maker(graph, value), list[Node](), graph.spec(value).shape
+    node, parts, made = maker(graph, value), list[Node](), graph.spec(value).shape
     if node is None or len(made) != 4:
         return None
     if node.short == "repeat_interleave":
@@ -43,7 +39,7 @@ def _repeated(graph: Graph, value: Value) -> Value | None:
         return node.values()[0] if each else None
     while node is not None and node.short in _REPEATING:
         parts.append(node)
-        node = None if node.short == "unsqueeze" else _maker(graph, node.args[0])
+        node = None if node.short == "unsqueeze" else maker(graph, node.args[0])
     shorts = [part.short for part in parts if part.short not in ("clone", "contiguous")]
     if len(shorts) != 3 or shorts[0] not in _RESHAPES or shorts[1:] != ["expand", "unsqueeze"]:
         return None

@@ -206,7 +206,7 @@ def plan(
         source=source,
     )
     traced = traced_model(request, skeleton, say, watch)
-    if fuse_attention and not traced.with_fused_attention().fused_attention:
+    if fuse_attention and not traced.with_fused_attention.fused_attention:
         raise AutopipeError(
             "fuse_attention was asked for, and the model writes out no attention that amounts to "
             "one op",
@@ -214,7 +214,7 @@ def plan(
         )
     needed = need(traced.graph, request.precision)
     if request.may_fuse:
-        needed |= need(traced.with_fused_attention().graph, request.precision)
+        needed |= need(traced.with_fused_attention.graph, request.precision)
     devices = arguments.measured(asked, needed, say)
     factor = optimizer_factor(optimizer_named(optimizer))
     found = best_loss(Job(request, traced, devices, factor), watch, say)

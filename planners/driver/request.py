@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -119,6 +119,7 @@ class Traced:
         trace, flow, blocks = replace(self.trace, graph=graph), analyse(graph), find_blocks(graph)
         return replace(self, trace=trace, flow=flow, blocks=blocks)
 
+    @cached_property
     def with_fused_attention(self) -> Traced:
         """The same with each attention as one op, if it writes any out."""
         graph = fused(self.graph)
@@ -171,7 +172,7 @@ class Job:
         unless that is asked otherwise.
         """
         request = replace(self.request, compiled=compiled)
-        traced = self.traced.with_fused_attention() if request.may_fuse else self.traced
+        traced = self.traced.with_fused_attention if request.may_fuse else self.traced
         return replace(self, traced=traced, request=request)
 
     @property

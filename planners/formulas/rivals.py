@@ -95,7 +95,7 @@ def job_of(plan: Plan, file: ModelFile, traced: TracedAgain, say: Say) -> reques
     )
     factor = optimizer_factor(optimizer_named(made_by))
     model = with_parts(
-        model.with_fused_attention() if plan.fused_attention else model, plan.loss_parts
+        model.with_fused_attention if plan.fused_attention else model, plan.loss_parts
     )
     return request.Job(asked, model, plan.cluster, factor)
 
