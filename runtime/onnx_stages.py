@@ -98,7 +98,7 @@ def _cut(file: ModelFile, plan: Plan) -> tuple[Trace, Sequence[Stage]]:
     split = split_as_planned(training.trace, plan)
     example = batches.from_specs(plan.inputs, 2)
     found = trace_source(file.model, example, plan.inputs, file.loss, training=False, outputs=True)
-    stages = split_for_evaluation(Dealt(found, find_blocks(found.graph)), split).stages
+    stages = split_for_evaluation(Dealt(found, find_blocks(found.graph)), split).once
     return found, stages
 
 
@@ -122,7 +122,7 @@ def onnx_stage(
     made.args = ((*results[:outgoing], *results[outgoing + losses :]),)
     module.graph.eliminate_dead_code()
     takes: dict[str, Tensor] = {}
-    values: list[Ref | str] = [*(ref for ref, _ in stage.receives), *stage.inputs]
+    values: list[Ref | str] = [*stage.incoming, *stage.inputs]
     for value, node in zip(values, module.graph.find_nodes(op="placeholder"), strict=True):
         if node.users:
             takes[str(value)] = _example(graph, value, rows)

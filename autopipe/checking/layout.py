@@ -63,7 +63,7 @@ class RankLayout:
     def trained(self, name: str, whole: Tensor, place: Place) -> Tensor:
         """What a rank's optimizer has of a parameter, or of its gradient."""
         part, mesh = self.shard(name, whole, place), self.plan.mesh
-        if self.plan.zero == 0 or mesh.dp == 1:
+        if not self.plan.deals and not self.plan.scatters:
             return part
         if name in self.frozen and not self.plan.fully_sharded:
             return part

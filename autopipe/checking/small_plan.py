@@ -76,6 +76,7 @@ def words_of(plan: Plan) -> dict[str, Any]:
     if plan.mesh.tp > 1:
         words["transfers"] = IN_PARTS if in_parts_of(plan) else WHOLE
     if plan.mesh.pp > 1:
+        words["turns"] = plan.turns or "off"
         words |= {"schedule": plan.schedule, "window": plan.boundaries[0].window}
         if plan.schedule == "interleaved":
             words["chunks"] = len(plan.stages) // plan.mesh.pp
@@ -122,6 +123,9 @@ def planned(file: ModelFile, degrees: Degrees, words: dict[str, Any], say: Say) 
     Raises:
         AutopipeError: as `make_plan.plan`.
     """
+    taken = words.get("turns")
+    if isinstance(taken, tuple) and sum(taken) != degrees.pp:
+        words = words | {"turns": (1, degrees.pp - 1) if degrees.pp > 2 else "off"}
     return make_plan.plan(
         file.model,
         file.inputs,

@@ -47,6 +47,7 @@ def check(
     ] = None,
     zero: Annotated[int | None, typer.Option(help="As `plan` has it.")] = None,
     transfers: Annotated[str | None, typer.Option(help="As `plan` has it.")] = None,
+    turns: Annotated[str | None, typer.Option(help="As `plan` has it.")] = None,
     recompute: Annotated[list[str] | None, typer.Option(help="As `plan` has it.")] = None,
     offload: Annotated[list[str] | None, typer.Option(help="As `plan` has it.")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Rows of the whole batch.")] = None,
@@ -78,6 +79,7 @@ def check(
         "fuse_attention": fuse_attention,
         "zero": zero,
         "transfers": transfers,
+        "turns": turns,
         "recompute": recompute,
         "offload": offload,
         "loss_parts": loss_parts,
@@ -143,8 +145,11 @@ def _of_model(
         from autopipe.checking.check import check_model, check_plan
         from autopipe.checking.fit import usual_degrees
         from autopipe.frontend import model_file
+        from autopipe.planners.driver.arguments import turns_of
         from autopipe.planners.driver.make_plan import plan as make_plan
 
+    if taken := turns_of(words.get("turns")):
+        sizes, words = {"pp": sum(taken), **sizes}, {**words, "turns": taken}
     file = model_file.load(source)
     rows = batch or file.batch_size
     if cluster is None or cluster.startswith("local:"):

@@ -94,6 +94,13 @@ def plan(
             "receivers gather. Default: the faster."
         ),
     ] = None,
+    turns: Annotated[
+        str | None,
+        typer.Option(
+            help="Of each stage the ranks of a pipeline that take turns at it, as 1,2,1; or off: "
+            "one each. Default: what is faster."
+        ),
+    ] = None,
     recompute: Annotated[
         list[str] | None,
         typer.Option(
@@ -181,6 +188,7 @@ def plan(
         fuse_attention=fuse_attention,
         zero=zero,
         transfers=transfers,
+        turns=turns,
         recompute=recompute,
         offload=offload,
         memory=memory,

@@ -125,7 +125,7 @@ def _of_part(split: Split, plan: Plan, skeleton: nn.Module) -> dict[int, str]:
     rows = rows_of(plan)
     recompute = [path for stage in plan.stages for path in stage.recompute]
     rehearsal = rehearse(
-        graph, split.stages, blocks, rows, recompute=recompute, precision=plan.precision
+        graph, split.once, blocks, rows, recompute=recompute, precision=plan.precision
     )
     ranks = holders(programs.compute(plan))
     found: dict[int, str] = {}
@@ -138,7 +138,7 @@ def _of_part(split: Split, plan: Plan, skeleton: nn.Module) -> dict[int, str]:
                 {name: fake_state(graph, name) for name in stage.states},
                 plan.reads,
                 rows,
-                last=stage.index == len(split.stages) - 1,
+                last=stage.is_last(split.graph),
                 recompute=within(graph, stage, blocks, recompute),
                 precision=plan.precision,
             )

@@ -185,7 +185,7 @@ class _Writer:
         """The lines of the module's docstring, and of the stage's class."""
         stage, graph = self.stage, self.around.graph
         body = Body(graph, callee=lambda target: member(self.called[target]))
-        received = [_name_of(ref, body) for ref, _ in stage.receives]
+        received = [_name_of(ref, body) for ref in stage.incoming]
         inputs = [f"input_{path}" if path[:1].isdigit() else path for path in stage.inputs]
         arguments, names = _arguments([*received, *inputs])
         lines = body.write(self.code, arguments, names)
@@ -218,9 +218,11 @@ class _Writer:
         stage, around = self.stage, self.around
         given, made = specs_of(self.code)
         rows = []
-        for name, spec, (ref, source) in zip(arguments, given, stage.receives, strict=False):
+        for name, spec, ref in zip(arguments, given, stage.incoming, strict=False):
             back = stage.index in around.boundaries[ref].gradients
-            rows.append((name, spec, f"from stage {source}{', gradient back' * back}"))
+            peers = [str(source) for value, source in stage.receives if value == ref]
+            by = f"from stage{'s' * (len(peers) > 1)} {', '.join(peers)}"
+            rows.append((name, spec, f"{by}{', gradient back' * back}"))
         for name, spec in list(zip(arguments, given, strict=True))[len(rows) :]:
             rows.append((name, spec, "from the batch"))
         taken = len(rows)

@@ -12,7 +12,8 @@ from typing import Any
 from autopipe.interop.exported import Exported
 from autopipe.interop.layers import layers_of
 from autopipe.interop.unsaid import BLOCKS, Vocabulary, unsaid
-from autopipe.planfile.contents import ZERO, Plan
+from autopipe.planfile.consistency import ZERO
+from autopipe.planfile.contents import Plan
 from autopipe.util import json_text
 from autopipe.util.version import VERSION
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from autopipe.errors import AutopipeError
 from autopipe.planfile.contents import Plan
 
 
@@ -53,7 +54,16 @@ def layers_of(plan: Plan) -> Layers:
     """The layers of a plan: the members of its largest class of blocks, and of those as large.
 
     A model without repeated blocks has none.
+
+    Raises:
+        AutopipeError: ranks take turns at stages of the plan, of which no other tool has a word.
     """
+    if plan.turns:
+        raise AutopipeError(
+            f"ranks take turns at the plan's stages, {', '.join(map(str, plan.turns))} of them, "
+            "and no other tool has stages on several ranks of a pipeline",
+            hint="plan with --turns off",
+        )
     most = max((len(block.members) for block in plan.blocks), default=0)
     classes = [block for block in plan.blocks if len(block.members) > 1 or most == 1]
     members = [member for block in classes for member in block.members]

@@ -226,11 +226,20 @@ def gradient_values(graph: Graph) -> frozenset[Ref | State]:
 def written_parameters(graph: Graph) -> Mapping[str, Node]:
     """The parameters that forward writes, as a teacher's that follow a student's: each with the
     first node that does. They are frozen: of trained ones a trace refuses it."""
-    flow = analyse(graph)
+    return {
+        name: node
+        for name, node in written_states(graph).items()
+        if graph.states[name].kind == "parameter"
+    }
+
+
+def written_states(graph: Graph) -> Mapping[str, Node]:
+    """The parameters, buffers and constants that forward writes, each with the first node that
+    does."""
     return {
         root.name: graph.nodes[positions[0]]
-        for root, positions in flow.writers.items()
-        if isinstance(root, State) and graph.states[root.name].kind == "parameter"
+        for root, positions in analyse(graph).writers.items()
+        if isinstance(root, State)
     }
 
 

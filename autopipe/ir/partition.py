@@ -8,18 +8,23 @@
 
 A stage runs a range of node positions. It skips the range's local nodes (see `ir.dataflow`) that it
 does not need, and adds the local nodes from elsewhere that it needs.
+
+A stage that several ranks of a pipeline hold stands once for each of them, one behind the other:
+they take turns. Of n such ranks the i-th runs micro-batches i, i + n, i + 2n, ...
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from autopipe.errors import PlanError
 from autopipe.ir import check
-from autopipe.ir.dataflow import Dataflow
+from autopipe.ir.dataflow import Dataflow, written_states
 from autopipe.ir.graph import Graph, Input, Ref, State, Value, values_in
 
 
@@ -32,7 +37,8 @@ class Stage:
         nodes: the positions that it runs, in order, local nodes from elsewhere included.
         inputs: paths of the batch's leaves that it reads.
         states: names of the parameters, buffers and constants that it reads.
-        receives: tensors from earlier stages, each with the index of the stage that makes it.
+        receives: tensors from earlier stages, each with the index of the stage that makes it. Of
+            stages that take turns each is named.
         sends: tensors for later stages, each with the index of the stage that needs it.
         copied: received tensors that the stage writes in place.
     """
@@ -48,9 +54,18 @@ class Stage:
     copied: frozenset[Ref]
 
     @property
+    def incoming(self) -> tuple[Ref, ...]:
+        """The tensors that it receives, each once, in the order of `receives`."""
+        return tuple(dict.fromkeys(value for value, _ in self.receives))
+
+    @property
     def outgoing(self) -> tuple[Ref, ...]:
         """The tensors that it sends, each once, in the order of `sends`."""
         return tuple(dict.fromkeys(value for value, _ in self.sends))
+
+    def is_last(self, graph: Graph) -> bool:
+        """Whether it makes the graph's outputs."""
+        return self.stop == len(graph.nodes)
 
 
 def legal_cuts(flow: Dataflow) -> tuple[int, ...]:
@@ -187,6 +202,47 @@ def _needed(
     # The earliest maker first: the order in which both sides count a channel's tensors.
     order = sorted(received.items(), key=lambda item: (flow.position(item[0]), item[0].output))
     return positions, order
+
+
+def in_turns(stages: Sequence[Stage], turns: Sequence[int]) -> tuple[Stage, ...]:
+    """The stages of a partition, each as often as ranks of a pipeline take turns at it.
+
+    Two of them exchange tensors if there is a micro-batch that both run.
+
+    Args:
+        turns: of each stage the number of ranks.
+    """
+    firsts = [0, *accumulate(turns)]
+
+    def met(own: int, of: int, other: int) -> list[int]:
+        """The entries of stage `other` that share a micro-batch with the own-th of `of`."""
+        divisor = math.gcd(of, turns[other])
+        return [firsts[other] + i for i in range(turns[other]) if (i - own) % divisor == 0]
+
+    return tuple(
+        replace(
+            stage,
+            index=firsts[stage.index] + own,
+            receives=tuple((ref, i) for ref, s in stage.receives for i in met(own, of, s)),
+            sends=tuple((ref, i) for ref, s in stage.sends for i in met(own, of, s)),
+        )
+        for stage, of in zip(stages, turns, strict=True)
+        for own in range(of)
+    )
+
+
+def check_turns(graph: Graph) -> None:
+    """Refuse that ranks take turns at stages of a graph whose forward writes what it keeps.
+
+    Raises:
+        PlanError: names what is written, and where.
+    """
+    for name, node in written_states(graph).items():
+        raise PlanError(
+            f"forward writes {name!r} (at {node.place}), and of ranks that take turns at a stage "
+            "each would write its own",
+            hint="leave out turns: a stage on one rank, and turns of the pipeline, do",
+        )
 
 
 def owners(stages: Sequence[Stage], names: Iterable[str]) -> dict[str, tuple[int, ...]]:

@@ -81,7 +81,7 @@ def _layouts(
 
     arguments = [
         crossing(boundaries[ref], boundaries[ref].strides, stage.index in boundaries[ref].gradients)
-        for ref, _ in stage.receives
+        for ref in stage.incoming
     ]
     arguments += [
         Layout.dense(shape_at(graph.inputs[path], rows), graph.inputs[path].dtype, place)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,8 @@ from typing import Any
 from autopipe.cluster import cluster
 from autopipe.cluster.cluster import Cluster
 from autopipe.errors import PlanError
+from autopipe.planfile import consistency, turns
+from autopipe.planfile.consistency import Refuse
 from autopipe.planfile.parts import (
     Batch,
     BlockClass,
@@ -45,9 +46,6 @@ from autopipe.util import codec
 FORMAT = 3
 """The version of the file format; raised when a field changes its meaning."""
 
-ZERO = (0, 1, 2, 3)
-"""The ZeRO stages there are, by what they deal out; the least is preferred."""
-
 ROWS, MICRO_BATCH, BATCH = "rows", "micro-batch", "batch"
 LOSS_OVER = (ROWS, MICRO_BATCH, BATCH)
 """What a step's loss is over: a mean over all rows of the batch, however they are cut; the mean of
@@ -60,7 +58,8 @@ class Plan:
     """A decision about how to split one model over one cluster; see the module's picture.
 
     A pipeline of `mesh.pp` ranks holds `len(stages)` stages, each rank equally many: more than one
-    under the schedules interleaved and zb-v. `programs` are the lines of a schedule that the user
+    under the schedules interleaved and zb-v. A stage at which ranks take turns stands once for each
+    of them (`planfile.turns`). `programs` are the lines of a schedule that the user
     has written, `rank 0: 0F0 0F1 ...`; none for a schedule that has a name. `states` and
     `collectives` are those of what is in no block. `products` are the dtypes that the model itself
     multiplies matrices in, as keys of a device's `flops`; "fp32" where it says nothing. `compiled`:
@@ -120,6 +119,16 @@ class Plan:
         return tuple(path for path, mark in now.items() if self.made.get(path, mark) != mark)
 
     @property
+    def once(self) -> tuple[StagePlan, ...]:
+        """The stages, those at which ranks take turns once."""
+        return turns.each_once(self.stages)
+
+    @property
+    def turns(self) -> tuple[int, ...]:
+        """Of each stage the number of ranks of a pipeline that take turns; nothing: one each."""
+        return turns.of_each(self.stages)
+
+    @property
     def zero(self) -> int:
         """The ZeRO stage, one of `ZERO`: one for all stages of the pipeline."""
         return self.stages[0].zero
@@ -128,6 +137,11 @@ class Plan:
     def forwards(self) -> int:
         """How often a step runs each micro-batch forward; what is recomputed aside."""
         return 2 if self.loss_over == BATCH else 1
+
+    @property
+    def deals(self) -> bool:
+        """Whether ZeRO-1 deals out optimizer state: to replicas, and ranks that take turns."""
+        return self.zero == 1 and (self.mesh.dp > 1 or bool(self.turns))
 
     @property
     def scatters(self) -> bool:
@@ -213,10 +227,6 @@ def _marks(plan: Plan) -> dict[str, str]:
     return {path: hashlib.blake2b(text.encode(), digest_size=4).hexdigest() for path, text in texts}
 
 
-Refuse = Callable[[str, str, str], None]
-"""Raises the error for a part of a plan: its path, what was expected there, what was found."""
-
-
 def check(plan: Plan) -> None:
     """Refuse a plan whose parts contradict each other, naming the path of the part.
 
@@ -235,8 +245,9 @@ def check(plan: Plan) -> None:
             refuse(f"mesh.{name}", "a degree of at least 1", str(degree))
     if not stages or len(stages) % mesh.pp:
         refuse("stages", f"equally many on each of {mesh.pp} ranks (mesh.pp)", str(len(stages)))
-    if len(plan.boundaries) != len(stages) - 1:
-        refuse("boundaries", f"{len(stages) - 1}, one between stages", str(len(plan.boundaries)))
+    between = len(plan.once) - 1
+    if len(plan.boundaries) != between:
+        refuse("boundaries", f"{between}, one between stages", str(len(plan.boundaries)))
     if len(mesh.places) != world:
         refuse("mesh.places", f"{world} places (pp * dp * tp)", str(len(mesh.places)))
     for rank, place in enumerate(mesh.places):
@@ -247,7 +258,7 @@ def check(plan: Plan) -> None:
                 f"rank {rank} = (pp * {mesh.dp} + dp) * {mesh.tp} + tp",
                 f"rank {place.rank} at pp={place.pp} dp={place.dp} tp={place.tp}",
             )
-    _check_devices(plan, refuse)
+    consistency.check_devices(mesh, plan.cluster, refuse)
     if plan.loss_over not in LOSS_OVER:
         refuse("loss_over", f"one of {', '.join(LOSS_OVER)}", plan.loss_over)
     if list(plan.lengths) != sorted({*plan.lengths}) or min(plan.lengths, default=1) < 1:
@@ -267,8 +278,9 @@ def check(plan: Plan) -> None:
             refuse(f"boundaries[{index}].window", "at least 1", str(boundary.window))
         if boundary.depth < 0:
             refuse(f"boundaries[{index}].depth", "at least 0", str(boundary.depth))
-    _check_stages(plan, refuse)
-    _check_transfers(plan, refuse)
+    turns.check(stages, plan.schedule, plan.batch.micro_batches, refuse)
+    consistency.check_stages(stages, refuse)
+    consistency.check_transfers(stages, refuse)
     _check_work(plan, refuse)
 
 
@@ -282,63 +294,6 @@ def _check_work(plan: Plan, refuse: Refuse) -> None:
     for name in ("flops", "tokens"):
         if getattr(work, name) < 0:
             refuse(f"work.{name}", "at least 0", str(getattr(work, name)))
-
-
-def _check_stages(plan: Plan, refuse: Refuse) -> None:
-    """Each stage's figures are of stages that there are, and none is below zero."""
-    for index, stage in enumerate(plan.stages):
-        if stage.zero not in ZERO:
-            refuse(f"stages[{index}].zero", f"one of {ZERO}", str(stage.zero))
-        if stage.zero != plan.zero:
-            refuse(f"stages[{index}].zero", f"{plan.zero}, as of stage 0", str(stage.zero))
-        for part, figures in (("", stage.predicted), ("memory.", stage.predicted.memory)):
-            for name, figure in vars(figures).items():
-                if isinstance(figure, int | float) and figure < 0:
-                    refuse(f"stages[{index}].predicted.{part}{name}", "at least 0", str(figure))
-        for word in ("receives", "sends"):
-            for slot, transfer in enumerate(getattr(stage, word)):
-                low, high = (0, index) if word == "receives" else (index + 1, len(plan.stages))
-                if not low <= transfer.peer < high:
-                    side = "an earlier" if word == "receives" else "a later"
-                    refuse(
-                        f"stages[{index}].{word}[{slot}].peer",
-                        f"{side} stage",
-                        str(transfer.peer),
-                    )
-
-
-def _check_transfers(plan: Plan, refuse: Refuse) -> None:
-    """What a stage receives is what the other one sends, and nothing is sent to nobody."""
-    for word, other in (("sends", "receives"), ("receives", "sends")):
-        for index, stage in enumerate(plan.stages):
-            for slot, transfer in enumerate(getattr(stage, word)):
-                theirs = [
-                    t
-                    for t in getattr(plan.stages[transfer.peer], other)
-                    if t.name == transfer.name and t.peer == index
-                ]
-                if theirs != [replace(transfer, peer=index)]:
-                    refuse(
-                        f"stages[{index}].{word}[{slot}]",
-                        f"what stages[{transfer.peer}].{other} has",
-                        f"{transfer} here and {theirs[0] if theirs else 'nothing'} there",
-                    )
-
-
-def _check_devices(plan: Plan, refuse: Refuse) -> None:
-    """Every rank is on a device that the cluster has, and on one of its own."""
-    sizes, taken = plan.cluster.devices_per_node, dict[tuple[int, int], int]()
-    for rank, place in enumerate(plan.mesh.places):
-        here = f"mesh.places[{rank}]"
-        if not 0 <= place.node < len(sizes):
-            refuse(f"{here}.node", f"one of {len(sizes)} nodes, from 0", str(place.node))
-        if not 0 <= place.local < sizes[place.node]:
-            found = str(place.local)
-            refuse(f"{here}.local", f"one of the node's {sizes[place.node]} devices, from 0", found)
-        other = taken.setdefault((place.node, place.local), rank)
-        if other != rank:
-            where = f"node {place.node}, device {place.local}"
-            refuse(here, "a device of its own", f"{where}, which is rank {other}'s")
 
 
 def stage_file(plan: Plan, stage: int, part: int) -> str:

@@ -246,7 +246,8 @@ class StagePlan:
     `parameters` are under the model's own names; one that stands in two stages is tied, and its
     gradients are summed. `recompute` names the blocks that run a second time in backward, so that
     what they make is not kept, and of other blocks the nodes that do. `offload` names the blocks
-    that keep what they make for backward in the host's memory.
+    that keep what they make for backward in the host's memory. `turns` are the ranks of a pipeline
+    that take turns at it: it stands in the list as often (`planfile.turns`).
     """
 
     first: str
@@ -259,6 +260,7 @@ class StagePlan:
     zero: int
     predicted: StagePrediction
     offload: tuple[str, ...] = ()
+    turns: int = 1
 
     @property
     def blocks_again(self) -> tuple[str, ...]:

@@ -21,7 +21,8 @@ from autopipe.cluster import cluster
 from autopipe.cluster.collective_time import Topology, gradient_sum, half_sum, slowest
 from autopipe.planfile import programs
 from autopipe.planfile.contents import Plan
-from autopipe.planfile.parts import Prediction, Transfer
+from autopipe.planfile.parts import Prediction, StagePrediction, Transfer
+from autopipe.planfile.turns import taking_turns
 from autopipe.schedules import simulate
 from autopipe.schedules.instructions import Channel, Flow, holders
 from autopipe.schedules.simulate import Costs, Timeline
@@ -65,7 +66,7 @@ def costs(plan: Plan) -> Costs:
         [stage.forward_seconds for stage in predicted],
         [stage.backward_seconds for stage in predicted],
         reduce=[
-            wires.reduce(placed[index], stage.memory.gradients)
+            wires.reduce([placed[i] for i in taking_turns(plan.stages, index)], stage)
             for index, stage in enumerate(predicted)
         ],
         links=link,
@@ -126,16 +127,18 @@ class _Wires:
         ends = zip(self._replicas(source), self._replicas(target), strict=True)
         return slowest(self.topology.pair(*pair) for pair in ends).wire(mesh.dp * mesh.tp)
 
-    def reduce(self, pp: int, size: int) -> float:
+    def reduce(self, pps: Sequence[int], stage: StagePrediction) -> float:
         """Seconds in which a stage's gradients are summed (`cluster.collective_time`).
 
+        They are over its replicas, on the pipeline rank that has it or those that take turns.
         Under ZeRO-1 it is its two halves, of which the second begins the next step, and may be of
         fewer bits. Under ZeRO-2 every backward has had the first half; under ZeRO-3 both.
         """
-        mesh = self.plan.mesh
-        if mesh.dp == 1 or self.plan.fully_sharded:
+        mesh, size = self.plan.mesh, stage.memory.gradients
+        replicas = [device for pp in pps for device in self._replicas(pp)]
+        if len(replicas) == 1 or self.plan.fully_sharded:
             return 0.0
-        levels, zero = self.topology.levels(self._replicas(pp)), self.plan.zero
+        levels, zero = self.topology.levels(replicas), self.plan.zero
         copying = self.plan.cluster.copying
         if self.plan.scatters:
             whole = size * mesh.dp  # of which a rank holds its rows

@@ -6,8 +6,9 @@ from autopipe.errors import PlanError
 from autopipe.planfile.contents import Plan
 from autopipe.schedules import user_schedule
 from autopipe.schedules.instructions import Programs, holders
+from autopipe.schedules.lanes import sends_for
 from autopipe.schedules.registry import make
-from autopipe.schedules.transfers import Edge, insert, sends_for
+from autopipe.schedules.transfers import Edge, insert
 
 
 def compute(plan: Plan) -> Programs:
@@ -22,9 +23,14 @@ def compute(plan: Plan) -> Programs:
         depths = [boundary.depth for boundary in plan.boundaries]
         chunks = len(plan.stages) // plan.mesh.pp
         return make(
-            plan.schedule, plan.mesh.pp, m, chunks=chunks, depths=depths if any(depths) else ()
+            plan.schedule,
+            plan.mesh.pp,
+            m,
+            chunks=chunks,
+            depths=depths if any(depths) else (),
+            turns=plan.turns,
         )
-    programs = user_schedule.parse("\n".join(plan.programs))
+    programs = user_schedule.parse("\n".join(plan.programs), plan.turns)
     found = len(programs), len(holders(programs)), micro_batches(programs)
     asked = plan.mesh.pp, len(plan.stages), m
     for what, one, other in zip(("ranks", "stages", "micro-batches"), found, asked, strict=True):
@@ -57,7 +63,8 @@ def step(plan: Plan, computed: Programs | None = None) -> Programs:
         ScheduleError, PlanError: as `compute`.
     """
     windows = [boundary.window for boundary in plan.boundaries]
-    return insert(computed or compute(plan), edges(plan), windows, sends_ahead(plan))
+    compute_alone = computed or compute(plan)
+    return insert(compute_alone, edges(plan), windows, sends_ahead(plan), plan.turns)
 
 
 def sends_ahead(plan: Plan) -> int:

@@ -10,6 +10,7 @@ Yuan, JPDC 2009); all places together so 2 (n - 1) times the bytes.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from autopipe.cluster.cluster import Link
 from autopipe.cluster.collective_time import Topology
 from autopipe.planfile import predict, programs
 from autopipe.planfile.contents import Plan
+from autopipe.planfile.turns import taking_turns
 from autopipe.schedules.instructions import Flow, holders
 
 
@@ -63,6 +65,7 @@ def traffic(plan: Plan) -> Traffic | None:
     assert link is not None, "a checked cluster of several sites has the link"
 
     placed = holders(programs.compute(plan))
+    of_each = [len(taking_turns(plan.stages, index)) for index in range(len(plan.stages))]
     moved: Counter[Flow] = Counter()
     wires: Counter[tuple[int, int]] = Counter()
     pairs = set()
@@ -74,18 +77,23 @@ def traffic(plan: Plan) -> Traffic | None:
                 )
                 if where[source] == where[target]:
                     continue
-                total = size * plan.batch.micro_batches
+                both = math.lcm(of_each[channel.source], of_each[channel.target])
+                total = size * plan.batch.micro_batches // both
                 moved[channel.flow] += total
                 # All of a site send over one wire; nodes have as many as devices.
                 wires[(where[source], where[target]) if sites else (source, target)] += total
                 pairs.add((min(channel[:2]), max(channel[:2])))
 
     sums = whole = 0
-    for stage, pp in zip(plan.stages, placed, strict=True):
+    for index, stage in enumerate(plan.stages):
+        entries = taking_turns(plan.stages, index)
+        if index != entries[0]:
+            continue
         size = stage.predicted.memory.gradients * (mesh.dp if plan.scatters else 1)
         whole += size * mesh.tp
         for tp in range(mesh.tp):
-            over = len({where[mesh.rank(pp, dp, tp)] for dp in range(mesh.dp)})
+            ranks = [mesh.rank(placed[i], dp, tp) for i in entries for dp in range(mesh.dp)]
+            over = len({where[rank] for rank in ranks})
             rounds = 1 + (plan.gathered_share if plan.zero else 1.0)
             if plan.scatters:  # in every micro-batch; there ZeRO-3 gathers twice too
                 gathers = 2 * plan.batch.micro_batches if plan.fully_sharded else 1

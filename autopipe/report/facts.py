@@ -28,6 +28,9 @@ def decided(plan: Plan) -> list[tuple[str, str]]:
     stages = count(len(plan.stages), "pipeline stage")
     if len(plan.stages) > mesh.pp:
         stages += f" on {count(mesh.pp, 'rank')}"
+    if plan.turns:
+        each = ", ".join(map(str, plan.turns))
+        stages = f"{count(len(plan.once), 'pipeline stage')}, at which {each} ranks take turns"
     replicas = " on each replica" if mesh.dp > 1 else ""
     step = prediction.step_seconds
     pace = f", {numbers.rate(batch.rows / step)} rows/s" if step else ""

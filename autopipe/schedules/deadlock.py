@@ -18,7 +18,7 @@ that order waits on both sides for the other:
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -41,7 +41,9 @@ Lanes = Callable[[Channel], Hashable]
 ends. For example `lambda channel: 0`, one communicator for everything."""
 
 
-def check(programs: Programs, lanes: Lanes | None = None) -> None:
+def check(
+    programs: Programs, lanes: Lanes | None = None, placed: Sequence[int] | None = None
+) -> None:
     """Refuse programs that cannot run to their end, whatever the transport.
 
     The time it takes is linear in the number of instructions: about a microsecond for each.
@@ -49,6 +51,7 @@ def check(programs: Programs, lanes: Lanes | None = None) -> None:
     Args:
         lanes: for a transport whose channels share lanes; else each channel is a lane of its own.
             Stages on one rank need no transport, so channels between them are always apart.
+        placed: the rank of each stage, where a rank may have nothing to do; None: as `holders`.
 
     Raises:
         ScheduleError: one sentence that names ranks and instructions. One stands twice, on two
@@ -59,16 +62,21 @@ def check(programs: Programs, lanes: Lanes | None = None) -> None:
                 of rank 1; rank 1 waits at 1WAIT_F1<0 for 0SEND_F1>1, which comes after 0WAIT_B0<1
                 of rank 0
     """
-    run(graph(programs, lanes), lanes=lanes)
+    run(graph(programs, lanes, placed), lanes=lanes)
 
 
-def graph(programs: Programs, lanes: Lanes | None = None) -> EventGraph:
+def graph(
+    programs: Programs, lanes: Lanes | None = None, placed: Sequence[int] | None = None
+) -> EventGraph:
     """The graph of waits of programs that keep the rules.
+
+    Args:
+        lanes, placed: as of `check`.
 
     Raises:
         ScheduleError: as `check`, deadlock aside.
     """
-    holder = holders(programs)
+    holder = holders(programs) if placed is None else placed
     made, microbatches = tables(programs)
     for rank, (program, table) in enumerate(zip(programs, made, strict=True)):
         check_alone(rank, program, table)

@@ -17,7 +17,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from autopipe.errors import ScheduleError
-from autopipe.schedules.instructions import Instruction, Kind, Programs
+from autopipe.schedules.instructions import Instruction, Kind, Program, Programs
 
 
 def naive(ranks: int, micro_batches: int) -> Programs:
@@ -123,6 +123,67 @@ def eager_one_f_one_b(ranks: int, micro_batches: int, depths: Sequence[int]) -> 
     return tuple(programs)
 
 
+def one_f_one_b_in_turns(turns: Sequence[int], micro_batches: int) -> Programs:
+    """1F1B where ranks take turns at a stage that takes longer than the others.
+
+    Replicas of 1 and 2, the second stage taking twice as long, 1 being stage 1 on one rank and 2 on
+    the other:
+
+        rank 0: F0 F1 F2             B0--- F3 B1--- F4 B2---    B3---    B4---
+        rank 1:    F0--- B0--------- F2--- B2--------- F4--- B4---------
+        rank 2:       F1--- B1---------       F3--- B3---------
+
+    Each entry of a stage has a number of its own: the i-th of n runs micro-batches i, i + n, ...
+    How many micro-batches a rank holds is in `held_in_turns`. With one rank each it is
+    `one_f_one_b`. From "PipeDream" (Narayanan et al., SOSP 2019, sections 3.2 and 3.3), with a
+    flush after every step.
+
+    Args:
+        turns: of each stage the number of ranks.
+        micro_batches: how many; each rank needs one.
+
+    Raises:
+        ScheduleError: a stage has no rank, or more ranks than there are micro-batches.
+    """
+    for stage, ranks in enumerate(turns):
+        _at_least_one(ranks, micro_batches)
+        if ranks > micro_batches:
+            raise ScheduleError(
+                f"{ranks} ranks take turns at stage {stage}, and there are {micro_batches} "
+                "micro-batches",
+                hint=f"at least {ranks} micro-batches, or fewer ranks",
+            )
+    programs: list[Program] = []
+    for ranks, held in zip(turns, held_in_turns(turns, micro_batches), strict=True):
+        for own in range(ranks):
+            taken, entry = range(own, micro_batches, ranks), len(programs)
+            f, b = (
+                iter([Instruction(kind, entry, k) for k in taken])
+                for kind in (Kind.FORWARD, Kind.BACKWARD)
+            )
+            programs.append((*_turns(held - 1, f), *_turns(len(taken), f, b)))
+    return tuple(programs)
+
+
+def held_in_turns(turns: Sequence[int], micro_batches: int) -> tuple[int, ...]:
+    """The micro-batches that each rank of a stage holds, by `one_f_one_b_in_turns`.
+
+    Of n ranks each holds one, and their share of all that the next stage's ranks hold:
+
+        h_s = 1 + ceil(n_{s+1} h_{s+1} / n_s)         1 on the ranks of the last stage
+
+    With as many, ranks that are equally busy never wait once the pipeline is full. (PipeDream has
+    ceil(sum of n from the stage on / n_s), which may be less, and then they do.) With a rank each
+    it is p - s.
+    """
+    held: list[int] = []
+    behind = 0
+    for ranks in reversed(turns):
+        held.append(min(1 + -(-behind // ranks), -(-micro_batches // ranks)))
+        behind = ranks * held[-1]
+    return tuple(reversed(held))
+
+
 def interleaved(ranks: int, micro_batches: int, chunks: int) -> Programs:
     """1F1B with several chunks of the model on each rank: stage s is on rank s % ranks.
 
@@ -224,7 +285,7 @@ def zb_v(ranks: int, micro_batches: int) -> Programs:
     return tuple(programs)
 
 
-def forward_only(holders: Sequence[int], micro_batches: int) -> Programs:
+def forward_only(holders: Sequence[int], micro_batches: int, turns: Sequence[int] = ()) -> Programs:
     """Evaluation: forwards alone, nothing is kept.
 
     Two ranks with stages 0 and 2, and 1 and 3:
@@ -238,12 +299,14 @@ def forward_only(holders: Sequence[int], micro_batches: int) -> Programs:
     Args:
         holders: the rank of each stage.
         micro_batches: how many.
+        turns: of each stage the number of its entries in `holders`, which take turns.
 
     Raises:
         ScheduleError: there is no rank or no micro-batch.
     """
     ranks = 1 + max(holders, default=-1)
     _at_least_one(ranks, micro_batches)
+    taken = [(own, of) for of in turns for own in range(of)] or [(0, 1)] * len(holders)
     return tuple(
         tuple(
             Instruction(Kind.FORWARD, stage, k)
@@ -251,6 +314,7 @@ def forward_only(holders: Sequence[int], micro_batches: int) -> Programs:
             for stage, holder in enumerate(holders)
             if holder == rank
             for k in range(first, min(first + ranks, micro_batches))
+            if k % taken[stage][1] == taken[stage][0]
         )
         for rank in range(ranks)
     )

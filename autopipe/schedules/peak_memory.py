@@ -96,7 +96,9 @@ class _Walk:
         self.split = Kind.BACKWARD_WEIGHT in kinds
         self.waited: dict[int, set[Hashable]] = defaultdict(set)
         self.unsent: Counter[tuple[Flow, int]] = Counter()
-        self.targets = Counter(flow for flow, _ in sizes.leaving)
+        self.targets = Counter(
+            (flow, k) for kind, s, k, flow, _ in program if s == stage and kind is Kind.SEND
+        )
         self.outgoing = {flow: sum(_distinct(sizes.leaving, flow).values()) for flow in Flow}
         self.arrived = sum(_distinct(sizes.arriving, Flow.ACTIVATION).values())
         self.gradients = _distinct(sizes.arriving, Flow.GRADIENT)
@@ -107,14 +109,14 @@ class _Walk:
         sizes = self.sizes
         if flow is None or peer is None:
             if kind is Kind.FORWARD:
-                self.unsent[Flow.ACTIVATION, k] = self.targets[Flow.ACTIVATION]
+                self.unsent[Flow.ACTIVATION, k] = self.targets[Flow.ACTIVATION, k]
                 begins = {
                     "activations": sizes.kept + sizes.momentary,
                     "transfers": self.outgoing[Flow.ACTIVATION],
                 }
                 return begins, {"activations": sizes.momentary}
             if kind is Kind.BACKWARD or kind is Kind.BACKWARD_INPUT:
-                self.unsent[Flow.GRADIENT, k] = self.targets[Flow.GRADIENT]
+                self.unsent[Flow.GRADIENT, k] = self.targets[Flow.GRADIENT, k]
                 begins = {
                     "activations": sizes.fresh + sizes.again,
                     "transfers": self.outgoing[Flow.GRADIENT],

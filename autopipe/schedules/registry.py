@@ -19,6 +19,7 @@ from autopipe.schedules.generators import (
     interleaved,
     naive,
     one_f_one_b,
+    one_f_one_b_in_turns,
     zb_h1,
     zb_v,
 )
@@ -34,18 +35,20 @@ class Schedule:
         chunks: the stages on each rank; None if whoever asks says how many, 2 or more.
         splits: its backwards are in two halves, I and W.
         depths: it takes a depth for each boundary.
+        turns: ranks may take turns at a stage.
     """
 
     function: Callable[..., Programs]
     chunks: int | None = 1
     splits: bool = False
     depths: bool = False
+    turns: bool = False
 
 
 SCHEDULES: dict[str, Schedule] = {
     "naive": Schedule(naive),
     "gpipe": Schedule(gpipe),
-    "1f1b": Schedule(one_f_one_b),
+    "1f1b": Schedule(one_f_one_b, turns=True),
     "eager-1f1b": Schedule(eager_one_f_one_b, depths=True),
     "interleaved": Schedule(interleaved, chunks=None),
     "zb-h1": Schedule(zb_h1, splits=True),
@@ -68,7 +71,13 @@ def named(name: str) -> Schedule:
 
 
 def make(
-    name: str, ranks: int, micro_batches: int, *, chunks: int = 1, depths: Sequence[int] = ()
+    name: str,
+    ranks: int,
+    micro_batches: int,
+    *,
+    chunks: int = 1,
+    depths: Sequence[int] = (),
+    turns: Sequence[int] = (),
 ) -> Programs:
     """The compute programs of the schedule `name`.
 
@@ -77,12 +86,15 @@ def make(
         ranks, micro_batches: how many.
         chunks: the stages on each rank.
         depths: for eager-1f1b, one per boundary; none at all are zeros.
+        turns: for 1f1b, the ranks that take turns at each stage; none at all are ones.
 
     Raises:
         ScheduleError: there is no schedule of that name, or not of so many ranks, micro-batches or
-            chunks, or not with these depths.
+            chunks, or not with these depths or turns.
     """
     schedule = named(name)
+    if turns:
+        return _in_turns(name, ranks, micro_batches, turns)
     if schedule.chunks is None and chunks < 2:
         raise ScheduleError(
             f"schedule {name} puts at least 2 stages on each rank, found {chunks}",
@@ -104,6 +116,19 @@ def make(
     if schedule.depths:
         return schedule.function(ranks, micro_batches, depths or (0,) * (ranks - 1))
     return schedule.function(ranks, micro_batches)
+
+
+def _in_turns(name: str, ranks: int, micro_batches: int, turns: Sequence[int]) -> Programs:
+    if not named(name).turns:
+        raise ScheduleError(
+            f"schedule {name} has each stage on one rank, found turns {', '.join(map(str, turns))}",
+            hint="under 1f1b ranks may take turns at a stage",
+        )
+    if sum(turns) != ranks:
+        raise ScheduleError(
+            f"turns {', '.join(map(str, turns))} are {sum(turns)} ranks, found {ranks}"
+        )
+    return one_f_one_b_in_turns(turns, micro_batches)
 
 
 def in_flight(

@@ -18,16 +18,13 @@
 Why receives are posted ahead: a transport moves nothing until both ends are ready, so a receive
 that is posted when its tensor is needed costs the link's latency twice, and all of it exposed.
 
-A channel moves its tensors in the order in which the source makes them. Receives are posted in that
-order and waited for in the target's own, which may be another one; then as many are posted as the
-next one to be needed has before it.
+How far either end of a channel runs ahead is in `schedules.lanes`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 from autopipe.errors import ScheduleError
@@ -41,21 +38,7 @@ from autopipe.schedules.instructions import (
     Programs,
     holders,
 )
-
-SENDS_UNDER_WAY = 2
-"""How many sends of a channel between neighbours may be under way: one on the wire, one behind."""
-
-
-def sends_for(depths: Sequence[int]) -> int:
-    """How many sends of a channel may be under way, by what runs ahead on purpose.
-
-    Where something does, a wire is kept busy by the send behind the one it carries. Where nothing
-    does, a send is over long before the next one, and one tensor less of each channel is held.
-
-    Args:
-        depths: one per boundary, or none.
-    """
-    return SENDS_UNDER_WAY if any(depths) else 1
+from autopipe.schedules.lanes import SENDS_UNDER_WAY, Entries, Side, WireLane, lane_of
 
 
 class Edge(NamedTuple):
@@ -74,6 +57,7 @@ def insert(
     edges: Sequence[Edge],
     windows: Sequence[int],
     sends_ahead: int = SENDS_UNDER_WAY,
+    turns: Sequence[int] = (),
 ) -> Programs:
     """Compute programs with their transfers: what a rank runs in one step.
 
@@ -98,129 +82,54 @@ def insert(
         windows: for each boundary s|s+1 between stages, how many receives of a channel across it
             are posted ahead.
         sends_ahead: how many sends between neighbours may be under way, as `sends_for` says.
+        turns: of each stage the number of entries that it has in the programs, which take turns
+            at micro-batches and are one stage for the windows; nothing: one each.
 
     Raises:
         ScheduleError: an edge does not lead to a later stage or stands twice, a window is missing
             or smaller than 1, two stages exchange tensors of other micro-batches, or the programs
             have transfers already.
     """
-    _check(programs, edges, windows)
-    orders: dict[_Side, list[int]] = defaultdict(list)
+    entries = Entries.at(turns or (1,) * len(holders(programs)))
+    _check(programs, edges, windows, entries)
+    orders: dict[Side, list[int]] = defaultdict(list)
     for program in programs:
         for kind, stage, k, _, _ in program:
             if kind in FLOWS:
                 orders[stage, FLOWS[kind]].append(k)
     starts = _starts(programs, edges)
-    receives: dict[_Side, list[_WireLane]] = defaultdict(list)
-    sends: dict[_Side, list[_WireLane]] = defaultdict(list)
+    receives: dict[Side, list[WireLane]] = defaultdict(list)
+    sends: dict[Side, list[WireLane]] = defaultdict(list)
     for edge in sorted(edges):
         there = Channel(edge.source, edge.target, Flow.ACTIVATION)
-        lane = _lane(there, orders, starts, windows, sends_ahead)
+        lane = lane_of(there, orders, starts, windows, sends_ahead, entries)
         receives[edge.target, Flow.ACTIVATION].append(lane)
         sends[edge.source, Flow.ACTIVATION].append(lane)
         if edge.gradient:
             back = Channel(edge.target, edge.source, Flow.GRADIENT)
-            lane = _lane(back, orders, starts, windows, sends_ahead)
+            lane = lane_of(back, orders, starts, windows, sends_ahead, entries)
             # The furthest stage runs its backward first, so its gradient comes first.
             receives[edge.source, Flow.GRADIENT].insert(0, lane)
             sends[edge.target, Flow.GRADIENT].append(lane)
     return tuple(_around(program, receives, sends, starts) for program in programs)
 
 
-def window(channel: Channel, windows: Sequence[int]) -> int:
-    """How many receives of `channel` are posted ahead: the widest window of those it spans."""
-    low, high = sorted((channel.source, channel.target))
-    return max(windows[low:high])
-
-
-def sends_under_way(channel: Channel, sends_ahead: int = SENDS_UNDER_WAY) -> int:
-    """How many sends of `channel` may at least be under way: one more for each boundary it skips.
-
-    A pipeline runs that much further ahead of the far end of a skip connection.
-    """
-    return sends_ahead + abs(channel.target - channel.source) - 1
-
-
-_Side = tuple[int, Flow | None]  # a stage's forwards, its backwards, or what moves nothing
-
-
-class _WireLane(NamedTuple):
-    """A channel and how the tensors of one step pass through it.
-
-    Attributes:
-        sent: micro-batches, in the order of the source and so of the channel.
-        posted: how many receives have been posted when the target waits for its first tensor, its
-            second, ... and when it has them all.
-        bound: how many sends may be under way.
-        ready: when each receive has been posted, in the order of the channel, in a run of compute
-            alone (`_starts`).
-    """
-
-    channel: Channel
-    sent: list[int]
-    posted: list[int]
-    bound: int
-    ready: list[int]
-
-
-def _lane(
-    channel: Channel,
-    orders: dict[_Side, list[int]],
-    starts: dict[_Side, list[int]],
-    windows: Sequence[int],
-    sends_ahead: int,
-) -> _WireLane:
-    """Decide how far either end of a channel runs ahead of the other.
-
-    Receives are ahead by the window, or by all that comes before the next tensor that is needed.
-
-    The bound of sends stops a source that runs ahead, and for good where it holds up what the
-    target needs before it takes more. So look at a run of compute alone (`_starts`), count the
-    sends that no receive awaits at that moment, and allow as many and the next one. Each wait that
-    the bound makes is then for a receive that this run has posted by that time: transfers keep the
-    order of a run that exists and cannot lock it up, whatever the schedule, the skip connections
-    and the windows.
-    """
-    source, target = (channel.source, channel.flow), (channel.target, channel.flow)
-    sent, taken = orders[source], orders[target]
-    place = {k: number for number, k in enumerate(sent)}
-    for k in {*sent} ^ {*taken}:
-        one, other = channel[:2] if k in place else channel[1::-1]
-        raise ScheduleError(
-            f"stage {one} runs {channel.flow.value}{k}, and stage {other}, with which it exchanges "
-            "tensors, never does"
-        )
-    ahead = window(channel, windows)
-    wanted = (max(number + ahead, place[k] + 1) for number, k in enumerate(taken))
-    posted = [min(len(sent), count) for count in accumulate(wanted, max)] + [len(sent)]
-
-    bound, waits = sends_under_way(channel, sends_ahead), 0
-    for number, start in enumerate(starts[source]):
-        while waits < len(starts[target]) and starts[target][waits] <= start:
-            waits += 1
-        bound = max(bound, number - posted[waits] + 1)
-    ready = [-1] * posted[0]
-    for number, start in enumerate(starts[target]):
-        ready += [start] * (posted[number + 1] - posted[number])
-    return _WireLane(channel, sent, posted, bound, ready)
-
-
-def _starts(programs: Programs, edges: Sequence[Edge]) -> dict[_Side, list[int]]:
+def _starts(programs: Programs, edges: Sequence[Edge]) -> dict[Side, list[int]]:
     """When forwards and backwards start, in each stage's own order, if transfers take no time.
 
     Each compute instruction takes one unit and runs as soon as it may. The lists end early where
     the programs cannot run even so; `schedules.deadlock` says why.
     """
-    starts: dict[_Side, list[int]] = defaultdict(list)
-    ends: dict[_Side, dict[int, int]] = defaultdict(dict)
-    needs: dict[_Side, list[tuple[_Side, dict[int, int]]]] = defaultdict(list)
+    starts: dict[Side, list[int]] = defaultdict(list)
+    ends: dict[Side, dict[int, int]] = defaultdict(dict)
+    needs: dict[Side, list[tuple[Side, dict[int, int]]]] = defaultdict(list)
     for source, target, gradient in edges:
         forward = source, Flow.ACTIVATION
         needs[target, Flow.ACTIVATION].append((forward, ends[forward]))
         # Where no gradient comes back, the FREE before a backward waits for the forward's transfer.
         after = target, Flow.GRADIENT if gradient else Flow.ACTIVATION
         needs[source, Flow.GRADIENT].append((after, ends[after]))
-    waiting: dict[_Side, list[int]] = {}  # ranks, by what they wait for
+    waiting: dict[Side, list[int]] = {}  # ranks, by what they wait for
     clock, position = [0] * len(programs), [0] * len(programs)
     ready = list(range(len(programs)))
     while ready:
@@ -251,16 +160,17 @@ def _starts(programs: Programs, edges: Sequence[Edge]) -> dict[_Side, list[int]]
 
 def _around(
     program: Program,
-    receives: dict[_Side, list[_WireLane]],
-    sends: dict[_Side, list[_WireLane]],
-    starts: dict[_Side, list[int]],
+    receives: dict[Side, list[WireLane]],
+    sends: dict[Side, list[WireLane]],
+    starts: dict[Side, list[int]],
 ) -> Program:
     """One rank's program with what stands around each of its compute instructions."""
     last = {i.stage: i for i in program if i.kind in _FINAL}
     posts: list[Instruction] = []  # those ahead of everything, in the order of their WAITs
     body: list[Instruction] = []
     owed: dict[tuple[Channel, int], Instruction] = {}  # the FREE of each send under way
-    counts: dict[_Side, int] = defaultdict(int)
+    counts: dict[Side, int] = defaultdict(int)
+    gone: dict[Channel, int] = defaultdict(int)  # sends of each channel so far
 
     def free(channel: Channel, k: int) -> None:
         if (channel, k) in owed:
@@ -270,9 +180,12 @@ def _around(
         kind, stage, k, _, _ = compute
         flow = FLOWS.get(kind)
         side = stage, flow
-        number = counts[side]
-        counts[side] = number + 1
-        for (source, _, _), sent, posted, _, _ in receives[side]:
+        place = counts[side]
+        counts[side] = place + 1
+        for (source, _, _), sent, posted, _, _, _, comes in receives[side]:
+            number = place if comes is None else comes.get(k, -1)
+            if number < 0:
+                continue
             if number < posted[0]:
                 posts.append(Instruction(Kind.POST, stage, sent[number], flow, source))
             body.append(Instruction(Kind.WAIT, stage, k, flow, source))
@@ -281,24 +194,28 @@ def _around(
         if flow is Flow.GRADIENT:
             # Outputs may be views of received tensors, whose buffers return to the pool after
             # this backward. The gradient it takes came from there, so these sends are over.
-            for channel, _, _, _, _ in sends[stage, Flow.ACTIVATION]:
+            for channel, *_ in sends[stage, Flow.ACTIVATION]:
                 if (channel, k) in owed:
                     body.append(owed.pop((channel, k)))
         if compute is last.get(stage):
             body.append(Instruction(Kind.REDUCE, stage))
         body.append(compute)
-        for channel, sent, _, bound, _ in sends[side]:
+        for channel, sent, _, bound, _, leaves, _ in sends[side]:
+            number = place if leaves is None else leaves.get(k, -1)
+            if number < 0:
+                continue
+            gone[channel] = number + 1
             if number >= bound:
                 free(channel, sent[number - bound])
             body.append(Instruction(Kind.SEND, stage, k, flow, channel.target))
             owed[channel, k] = Instruction(Kind.FREE, stage, k, flow, channel.target)
         if flow is Flow.ACTIVATION and sends[side]:
             # A gradient that went before this forward is there by now, and its memory is wanted.
-            now = starts[side][number] if number < len(starts[side]) else -1
-            for channel, sent, _, bound, ready in sends[stage, Flow.GRADIENT]:
-                gone = counts[stage, Flow.GRADIENT]
-                if bound == 1 and 0 < gone <= len(ready) and ready[gone - 1] <= now:
-                    free(channel, sent[gone - 1])
+            now = starts[side][place] if place < len(starts[side]) else -1
+            for channel, sent, _, bound, ready, *_ in sends[stage, Flow.GRADIENT]:
+                last_sent = gone[channel] - 1
+                if bound == 1 and 0 <= last_sent < len(ready) and ready[last_sent] <= now:
+                    free(channel, sent[last_sent])
     end = [Instruction(Kind.STEP, min(last))] if last else []
     return (*posts, *body, *owed.values(), *end)
 
@@ -306,9 +223,11 @@ def _around(
 _FINAL = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)  # with the last of these, gradients are final
 
 
-def _check(programs: Programs, edges: Sequence[Edge], windows: Sequence[int]) -> None:
+def _check(
+    programs: Programs, edges: Sequence[Edge], windows: Sequence[int], entries: Entries
+) -> None:
     """Refuse what cannot be meant, so that the pass may trust its arguments."""
-    num_stages = len(holders(programs))
+    num_stages = len(entries.stages)
     seen: set[tuple[int, int]] = set()
     for edge in edges:
         if not 0 <= edge.source < edge.target < num_stages:
@@ -319,9 +238,10 @@ def _check(programs: Programs, edges: Sequence[Edge], windows: Sequence[int]) ->
         if edge[:2] in seen:
             raise ScheduleError(f"the edge {edge.source} -> {edge.target} is given twice")
         seen.add(edge[:2])
-    if len(windows) != num_stages - 1:
+    between = entries.stages[-1] if entries.stages else -1
+    if len(windows) != between:
         raise ScheduleError(
-            f"expected a window for each of {num_stages - 1} boundaries, found {len(windows)}"
+            f"expected a window for each of {between} boundaries, found {len(windows)}"
         )
     for boundary, ahead in enumerate(windows):
         if ahead < 1:

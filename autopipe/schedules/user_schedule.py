@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from autopipe.errors import ScheduleError
 from autopipe.schedules.instructions import (
     Instruction,
@@ -13,7 +15,7 @@ from autopipe.schedules.instructions import (
 )
 
 
-def parse(text: str) -> Programs:
+def parse(text: str, turns: Sequence[int] = ()) -> Programs:
     """A schedule that a user has written: compute alone, a line `rank R: ...` for each rank.
 
         # 1F1B on two ranks. Blank lines and what follows a # do not count.
@@ -23,6 +25,9 @@ def parse(text: str) -> Programs:
     Any order is taken in which each forward stands before its backward, be that whole (B) or in two
     halves (I, then W), with any number of stages on a rank. Whether ranks wait for each other for
     good is for `schedules.deadlock` to say, once transfers are in.
+
+    Args:
+        turns: of each stage the number of its entries, which take turns; nothing: one each.
 
     Raises:
         ScheduleError: a line or an instruction cannot be read or is no compute; a stage is on two
@@ -36,9 +41,11 @@ def parse(text: str) -> Programs:
         raise ScheduleError(
             "expected a schedule, found no instruction", hint="a line looks like `rank 0: 0F0 0B0`"
         )
-    for stage, rank in enumerate(holders(programs)):
+    ranks = holders(programs)
+    taken = [(own, of) for of in turns for own in range(of)] or [(0, 1)] * len(ranks)
+    for (stage, rank), (own, of) in zip(enumerate(ranks), taken, strict=False):
         there = set(programs[rank])
-        for k in range(last.microbatch + 1):
+        for k in range(own, last.microbatch + 1, of):
             f, b, i, w = (Instruction(kind, stage, k) for kind in _BEFORE)
             ends = w if i in there else b
             missing = next((needed for needed in (f, ends) if needed not in there), None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from importlib import metadata
 from types import MappingProxyType
 from typing import NamedTuple
@@ -22,9 +23,10 @@ from autopipe.ir import fingerprint
 from autopipe.ir.blocks import Block, find_blocks
 from autopipe.ir.dataflow import analyse
 from autopipe.ir.graph import Graph, Ref
-from autopipe.ir.partition import Stage, partition
+from autopipe.ir.partition import Stage, check_turns, in_turns, partition
 from autopipe.planfile import programs
-from autopipe.planfile.contents import BATCH, ZERO, Plan
+from autopipe.planfile.consistency import ZERO
+from autopipe.planfile.contents import BATCH, Plan
 from autopipe.planfile.placements import Sharding
 from autopipe.rewriting.fused_attention import fused
 from autopipe.rewriting.loss_in_parts import in_parts
@@ -42,22 +44,29 @@ from autopipe.tracing.trace import Trace
 class Split:
     """A traced model cut into stages.
 
-    `whole` is the loss of the whole batch, if the plan's loss is over it: then the graph is that of
-    `WholeLoss.rows`. `plain` is the same with all tensors sent whole, if some go in parts; those to
-    the stages of `in_parts` do.
+    `once` has each stage once, `stages` each as often as ranks of a pipeline take turns at it,
+    which `turns` says; nothing: one each. `whole` is the loss of the whole batch, if the plan's
+    loss is over it: then the graph is that of `WholeLoss.rows`. `plain` is the same with all
+    tensors sent whole, if some go in parts; those to the stages of `in_parts`, counted once, do.
     """
 
     trace: Trace
-    stages: tuple[Stage, ...]
+    once: tuple[Stage, ...]
     blocks: tuple[Block, ...]
     whole: WholeLoss | None = None
     in_parts: sent_parts.InParts = field(default_factory=dict)
     plain: Split | None = None
+    turns: tuple[int, ...] = ()
 
     @property
     def graph(self) -> Graph:
         """The traced model."""
         return self.trace.graph
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages of the plan's list."""
+        return in_turns(self.once, self.turns) if self.turns else self.once
 
 
 def split_as_planned(
@@ -99,31 +108,12 @@ def cut_as_planned(
     """
     local = dealt_out(traced, plan, tp, sharding, length=length)
     graph = local.trace.graph
-    starts = []
-    for index, stage in enumerate(plan.stages):
-        for word, name in (("first", stage.first), ("last", stage.last)):
-            if name not in graph.index:
-                raise PlanError(f"plan.stages[{index}].{word}: the model has no node {name!r}")
-        starts.append(graph.index[stage.first])
-    ends = [*(graph.index[stage.last] + 1 for stage in plan.stages)]
-    expected = [0, *ends[:-1]]
-    for index, (start_, end) in enumerate(zip(starts, expected, strict=True)):
-        if start_ != end:
-            rest = graph.nodes[end:]
-            expected_name = repr(rest[0].name) if rest else "nothing after the last node"
-            raise PlanError(
-                f"plan.stages[{index}].first: stage {index} begins with "
-                f"{plan.stages[index].first!r}, expected {expected_name}: the stages "
-                "must hold every node once, in order"
-            )
-    if ends[-1] != len(graph.nodes):
-        raise PlanError(
-            f"plan.stages[{len(ends) - 1}].last: the last stage ends with "
-            f"{plan.stages[-1].last!r}, the model with {graph.nodes[-1].name!r}"
-        )
-    split = Split(local.trace, partition(analyse(graph), starts[1:]), local.blocks, local.whole)
+    stages = partition(analyse(graph), _cuts(plan, graph))
+    if plan.turns:
+        check_turns(graph)
+    split = Split(local.trace, stages, local.blocks, local.whole, turns=plan.turns)
     if to := sent_parts.in_parts_of(plan):
-        dims = sent_parts.planned_dims(plan, graph, split.stages, local.held_whole)
+        dims = sent_parts.planned_dims(plan, graph, stages, local.held_whole)
         split = _in_parts(split, to, dims, local)
     for index, (own, written) in enumerate(zip(split.stages, plan.stages, strict=True)):
         parameters = [n for n in own.states if graph.states[n].kind == "parameter"]
@@ -142,10 +132,38 @@ def cut_as_planned(
     return split
 
 
+def _cuts(plan: Plan, graph: Graph) -> list[int]:
+    """The positions before which a plan cuts its graph.
+
+    Raises:
+        PlanError: it names a node that is not there, or its stages do not hold every node once.
+    """
+    bounds, index = [0], 0
+    for stage in plan.once:
+        for word, name in (("first", stage.first), ("last", stage.last)):
+            if name not in graph.index:
+                raise PlanError(f"plan.stages[{index}].{word}: the model has no node {name!r}")
+        if graph.index[stage.first] != bounds[-1]:
+            rest = graph.nodes[bounds[-1] :]
+            expected = repr(rest[0].name) if rest else "nothing after the last node"
+            raise PlanError(
+                f"plan.stages[{index}].first: stage {index} begins with {stage.first!r}, "
+                f"expected {expected}: the stages must hold every node once, in order"
+            )
+        bounds.append(graph.index[stage.last] + 1)
+        index += stage.turns
+    if bounds[-1] != len(graph.nodes):
+        raise PlanError(
+            f"plan.stages[{len(plan.stages) - 1}].last: the last stage ends with "
+            f"{plan.stages[-1].last!r}, the model with {graph.nodes[-1].name!r}"
+        )
+    return bounds[1:-1]
+
+
 def _in_parts(plain: Split, to: sent_parts.InParts, dims: sent_parts.Dims, local: Dealt) -> Split:
     """A split whose tensors go in parts, from one whose tensors go whole."""
     graph, cuts, *_ = sent_parts.with_parts(
-        plain.graph, plain.stages, dims, local.held_whole, local.ranks
+        plain.graph, plain.once, dims, local.held_whole, local.ranks
     )
     return Split(
         replace(plain.trace, graph=graph),
@@ -154,6 +172,7 @@ def _in_parts(plain: Split, to: sent_parts.InParts, dims: sent_parts.Dims, local
         plain.whole,
         to,
         plain,
+        plain.turns,
     )
 
 
@@ -194,10 +213,8 @@ def check_runs(plan: Plan, compute: Programs | None = None) -> None:
             )
     halves = splits(compute or programs.compute(plan))  # refuses an unknown schedule
     if plan.zero == 3 and halves:
-        raise PlanError(
-            f"{plan.schedule} and zero=3 do not go together: it gathers for both at once",
-            hint="plan with 1f1b, or with zero=1",
-        )
+        said = f"{plan.schedule} and zero=3 do not go together: it gathers for both at once"
+        raise PlanError(said, hint="plan with 1f1b, or with zero=1")
     away = next((index for index, stage in enumerate(plan.stages) if stage.offload), None)
     if away is not None and halves:
         raise PlanError(
@@ -299,7 +316,7 @@ def split_for_evaluation(found: Dealt, training: Split, when: str = "in evaluati
         PlanError: a stage would have no nodes, or would need parameters of another stage.
     """
     graph = found.trace.graph
-    flow, stages = analyse(graph), training.stages
+    flow, stages = analyse(graph), training.once
     owner = {p: stage.index for stage in stages for p in range(stage.first, stage.stop)}
     planned = {node.name: owner[position] for position, node in enumerate(training.graph.nodes)}
     cuts: list[int] = []
@@ -311,16 +328,14 @@ def split_for_evaluation(found: Dealt, training: Split, when: str = "in evaluati
         cuts += [position] * (index - current)
         current = index
     if len(set(cuts)) != len(stages) - 1:
-        raise PlanError(
-            f"{when} the model computes nothing in some stages, so that it cannot be run with this "
-            "plan",
-            hint="cut the model elsewhere",
-        )
+        said = f"{when} the model computes nothing in some stages, so that it cannot be run with"
+        raise PlanError(f"{said} this plan", hint="cut the model elsewhere")
     split = Split(found.trace, partition(flow, cuts), found.blocks, found.whole)
+    split = replace(split, turns=training.turns)
     if to := training.in_parts:
-        dims = sent_parts.all_dims(graph, split.stages, found.held_whole, found.ranks, to)
+        dims = sent_parts.all_dims(graph, split.once, found.held_whole, found.ranks, to)
         split = _in_parts(split, to, dims, found)
-    for stage, trained in zip(split.stages, stages, strict=True):
+    for stage, trained in zip(split.once, stages, strict=True):
         missing = [
             name
             for name in stage.states

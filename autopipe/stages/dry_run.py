@@ -81,6 +81,21 @@ class Rehearsal:
     stash: tuple[int, ...] = ()
     fresh: tuple[int, ...] = ()
 
+    def in_turns(self, turns: Sequence[int]) -> Rehearsal:
+        """The same with each stage as often as ranks take turns at it; nothing: once."""
+        if not turns:
+            return self
+        stages = [stage for stage, of in enumerate(turns) for _ in range(of)]
+
+        def taken(back: Mapping[int, Strides]) -> dict[int, Strides]:
+            return {entry: back[stage] for entry, stage in enumerate(stages) if stage in back}
+
+        figures = self.saved, self.recomputed, self.low, self.momentary, self.stash, self.fresh
+        return Rehearsal(
+            {r: replace(b, gradients=taken(b.gradients)) for r, b in self.boundaries.items()},
+            *(tuple(each[stage] for stage in stages) if each else () for each in figures),
+        )
+
 
 def rehearse(
     graph: Graph,

@@ -62,7 +62,7 @@ from autopipe.stages.rng import draw
 class Lowered:
     """A stage that runs: `module(*received, *inputs)` gives the tensors to send, then the results.
 
-    The order of the arguments is that of `stage.receives` and `stage.inputs`; of the results that
+    The order of the arguments is that of `stage.incoming` and `stage.inputs`; of the results that
     of `stage.outgoing`, and in the last stage of the graph's outputs. `low` names the parameters
     that want a copy in low precision for each step (`precision.arithmetic`), `ops` its nodes' ops.
     """
@@ -106,7 +106,7 @@ def lower(
     emitter = _Emitter(
         graph, reads, rows, torch.device(device), precision in AUTOCAST, frozenset(recompute)
     )
-    arguments: list[Value] = [ref for ref, _ in stage.receives]
+    arguments: list[Value] = [*stage.incoming]
     arguments += [Input(path) for path in stage.inputs]
     results: list[Arg] = [*stage.outgoing, *(graph.outputs if last else ())]
     runs = runs_of(graph, stage, blocks)

@@ -93,9 +93,9 @@ def all_dims(
 
 
 def in_parts_of(plan: Plan) -> InParts:
-    """What a plan sends in parts."""
+    """What a plan sends in parts, to its stages, each counted once."""
     found: dict[int, dict[str, int]] = {}
-    for index, stage in enumerate(plan.stages):
+    for index, stage in enumerate(plan.once):
         for transfer in stage.receives:
             if transfer.part_of is not None:
                 found.setdefault(index, {})[transfer.part_of.tensor] = transfer.part_of.dim
@@ -109,7 +109,7 @@ def planned_dims(plan: Plan, graph: Graph, stages: Sequence[Stage], held: Held) 
         PlanError: a tensor is not received, not whole on each rank, or does not divide.
     """
     found = {}
-    for index, (stage, planned) in enumerate(zip(stages, plan.stages, strict=True)):
+    for index, (stage, planned) in enumerate(zip(stages, plan.once, strict=True)):
         received = {str(ref): ref for ref, _ in stage.receives}
         for slot, transfer in enumerate(planned.receives):
             part = transfer.part_of

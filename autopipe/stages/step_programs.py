@@ -13,8 +13,9 @@ from autopipe.ir.graph import Ref
 from autopipe.ir.partition import Stage
 from autopipe.schedules import deadlock
 from autopipe.schedules.instructions import Flow, Instruction, Programs, holders
+from autopipe.schedules.lanes import SENDS_UNDER_WAY
 from autopipe.schedules.peak_memory import Sizes, fullest_moment
-from autopipe.schedules.transfers import SENDS_UNDER_WAY, Edge, insert
+from autopipe.schedules.transfers import Edge, insert
 from autopipe.stages.dry_run import CrossingTensor, Rehearsal
 
 
@@ -34,14 +35,19 @@ def step_programs(
     boundaries: Mapping[Ref, CrossingTensor],
     windows: Sequence[int],
     sends_ahead: int = SENDS_UNDER_WAY,
+    turns: Sequence[int] = (),
 ) -> Programs:
     """Make the programs of one training step or evaluation, proved free of deadlock.
+
+    Args:
+        turns: as `schedules.transfers.insert` has it.
 
     Raises:
         ScheduleError: the programs deadlock; the message is the circle of waits.
     """
-    programs = insert(compute, edges(stages, boundaries), windows, sends_ahead)
-    deadlock.check(programs)
+    programs = insert(compute, edges(stages, boundaries), windows, sends_ahead, turns)
+    # Of ranks that take turns one may have nothing to do in a batch of few micro-batches.
+    deadlock.check(programs, placed=range(len(stages)) if turns else None)
     return programs
 
 

@@ -16,18 +16,19 @@ from autopipe.ir.graph import Ref
 from autopipe.ir.partition import Stage
 from autopipe.joint.joint_graph import Layout
 from autopipe.joint.split_backward import split
+from autopipe.planners.costs.eager_depths import choose
 from autopipe.planners.model.eager_period import EagerPipeline
 from autopipe.planners.model.eager_period import StageLink as Between
-from autopipe.planners.search.eager_depths import choose
 from autopipe.runtime.comm.transport import Transport
 from autopipe.runtime.step.engine import AutogradEngine, Engine, JointEngine
 from autopipe.runtime.step.executor import Executor
 from autopipe.runtime.step.stage import Pool, StageRun, StepInput
 from autopipe.schedules import deadlock
 from autopipe.schedules.instructions import Programs, holders
+from autopipe.schedules.lanes import sends_for
 from autopipe.schedules.registry import SCHEDULES
 from autopipe.schedules.registry import make as make_schedule
-from autopipe.schedules.transfers import Edge, insert, sends_for
+from autopipe.schedules.transfers import Edge, insert
 from autopipe.stages.dry_run import CrossingTensor
 from autopipe.stages.lower import Lowered
 from benchmarks.pipeline.case import Case

@@ -11,21 +11,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from autopipe.errors import InfeasibleError
 from autopipe.ir.graph import Graph
-from autopipe.ir.partition import Stage
+from autopipe.ir.partition import Stage, in_turns
 from autopipe.ir.torch_private import fake_mode
 from autopipe.joint.dry_run_repeats import rehearse_deep
 from autopipe.joint.wanted import Wanted
 from autopipe.planfile import programs
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import Boundary
+from autopipe.planners.costs.eager_depths import choose, pipeline
 from autopipe.planners.costs.gathered import gathered_bytes
 from autopipe.planners.costs.stage_memory import memory, passing, sharing
 from autopipe.planners.costs.tp_degrees import Degree
 from autopipe.planners.model.memory import excess
-from autopipe.planners.search.eager_depths import choose, pipeline
 from autopipe.schedules.instructions import Instruction, holders
 from autopipe.stages import step_programs
 from autopipe.stages.dry_run import Known, Rehearsal, fake_state
@@ -41,7 +42,8 @@ class CutModel:
     """A model cut into stages, and how a micro-batch runs through them.
 
     Attributes:
-        stages: of a tensor-parallel rank's graph.
+        once: the stages of a tensor-parallel rank's graph.
+        turns: of each the ranks that take turns at it; nothing: one each.
         rows: of a micro-batch.
         recompute: paths of the blocks to recompute in backward, and names of nodes.
         wanted: how backwards run that autograd does not; None: autograd runs them.
@@ -51,7 +53,7 @@ class CutModel:
     """
 
     degree: Degree
-    stages: tuple[Stage, ...] = field(repr=False)
+    once: tuple[Stage, ...] = field(repr=False)
     rows: int
     recompute: tuple[str, ...]
     precision: str
@@ -59,6 +61,12 @@ class CutModel:
     shards: int
     whole: WholeLoss | None = field(default=None, repr=False)
     parted: Parted | None = field(default=None, repr=False)
+    turns: tuple[int, ...] = ()
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages of the plan's list."""
+        return in_turns(self.once, self.turns) if self.turns else self.once
 
     @property
     def graph(self) -> Graph:
@@ -98,7 +106,7 @@ def dry_run(cut: CutModel, *, repeats_equal: bool, known: Known) -> StageBytes:
     """
     rehearsal = rehearse_deep(
         cut.degree.flow,
-        cut.stages,
+        cut.once,
         cut.degree.blocks,
         cut.rows,
         recompute=cut.recompute,
@@ -106,7 +114,7 @@ def dry_run(cut: CutModel, *, repeats_equal: bool, known: Known) -> StageBytes:
         wanted=cut.wanted,
         even=repeats_equal,
         known=known,
-    )
+    ).in_turns(cut.turns)
     if cut.shards > 1:
         return _sharded(cut, rehearsal)
     return StageBytes(cut, rehearsal, (0,) * len(cut.stages))
@@ -128,7 +136,7 @@ def _sharded(cut: CutModel, rehearsal: Rehearsal) -> StageBytes:
                 states,
                 None,
                 cut.rows,
-                last=stage.index == len(cut.stages) - 1,
+                last=stage.is_last(graph),
                 recompute=within(graph, stage, blocks, cut.recompute),
                 precision=cut.precision,
             )
@@ -147,7 +155,12 @@ def with_memory(plan: Plan, held: StageBytes, optimizer_factor: float) -> Plan:
     compute = programs.compute(plan)
     moments = step_programs.fullest_moments(
         step_programs.step_programs(
-            compute, stages, rehearsal.boundaries, windows, programs.sends_ahead(plan)
+            compute,
+            stages,
+            rehearsal.boundaries,
+            windows,
+            programs.sends_ahead(plan),
+            plan.turns,
         ),
         stages,
         rehearsal,

@@ -36,7 +36,7 @@ def sharing(
     for stage in stages:
         for name in stage.states:
             ranks[name].add(placed[stage.index])
-    if plan.scatters or plan.mesh.dp == 1:
+    if not plan.deals:
         return dict.fromkeys(ranks, plan.mesh.dp)
     parted = replicated(sharding) if sharding is not None else ()
     return {
@@ -108,9 +108,9 @@ def passing(
         largest = max(gradients, default=0)
         return int(scattered_bytes(sum(gradients), largest, plan.mesh.dp)), None
     added = max(gradients, default=0) if plan.batch.micro_batches > 1 else 0
-    bucket = min(BUCKET_BYTES, sum(gradients)) if plan.mesh.dp > 1 else 0
-    dealt = plan.zero == 1 and plan.mesh.dp > 1
-    wide = 0 if dealt else sum(bytes_at(state.held, 1) for state in trained) - sum(gradients)
+    several = plan.mesh.dp > 1 or plan.turns
+    bucket = min(BUCKET_BYTES, sum(gradients)) if several else 0
+    wide = 0 if plan.deals else sum(bytes_at(state.held, 1) for state in trained) - sum(gradients)
     free = peak.total()
     return max(
         (added, None),

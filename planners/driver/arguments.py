@@ -20,7 +20,8 @@ from autopipe.cluster.spec import LocalSpec, parse
 from autopipe.errors import AutopipeError, ModelError
 from autopipe.frontend import batch
 from autopipe.frontend.least_rows import ONE, Least
-from autopipe.planfile.contents import LOSS_OVER, ZERO
+from autopipe.planfile.consistency import ZERO
+from autopipe.planfile.contents import LOSS_OVER
 from autopipe.planfile.parts import TRANSFERS, InputSpec
 from autopipe.planfile.programs import micro_batches as count_micro_batches
 from autopipe.planners.model.problem import WRITTEN, Constraints
@@ -31,6 +32,9 @@ from autopipe.schedules.instructions import Programs
 from autopipe.schedules.registry import SCHEDULES
 from autopipe.stages.precision import KEPT, PRECISIONS
 from autopipe.util.progress import Say
+
+AUTO, OFF = "auto", "off"
+"""Words of `--offload` and `--turns`: the planner chooses, and none."""
 
 ROWS_PER_DEVICE = 8
 """Rows of the batch for each device where nobody says how many."""
@@ -74,6 +78,22 @@ def loss_parts_of(asked: int | str | None) -> int | None:
     if not text.isdecimal():
         raise AutopipeError(f"loss_parts is {asked!r}", hint="auto, off, or a number of parts")
     return int(text)
+
+
+def turns_of(asked: str | Sequence[int] | None) -> tuple[int, ...] | None:
+    """The ranks that take turns at each stage; none: one each; None: the planner chooses.
+
+    Raises:
+        AutopipeError: it is neither numbers from 1 on nor one of the words.
+    """
+    if asked is None or asked == AUTO:
+        return None
+    if asked == OFF:
+        return ()
+    parts = asked.split(",") if isinstance(asked, str) else [str(number) for number in asked]
+    if not all(part.strip().isdecimal() and int(part) for part in parts):
+        raise AutopipeError(f"turns is {asked!r}", hint="auto, off, or of each stage a number: 1,2")
+    return tuple(map(int, parts))
 
 
 def usual_precision(cluster: Cluster | LocalSpec, model: nn.Module, say: Say) -> str:
@@ -256,10 +276,6 @@ def limits_of(
             hint="one limit for all devices, or one for each, as 80GiB,40GiB,40GiB",
         )
     return tuple(limits)
-
-
-AUTO, OFF = "auto", "off"
-"""Words of `--offload`: the planner chooses, and no block."""
 
 
 def check_host(offload: str | Sequence[str] | None, cluster: Cluster | LocalSpec) -> None:

@@ -16,10 +16,12 @@ from functools import partial
 
 from autopipe.cluster.cluster import Device
 from autopipe.cluster.tp_groups import GroupKind, slowest_kind, tp_groups
+from autopipe.errors import InfeasibleError
 from autopipe.ir.cut_points import find_units
-from autopipe.ir.dataflow import written_parameters
+from autopipe.ir.dataflow import written_parameters, written_states
 from autopipe.ir.graph import Graph
-from autopipe.planfile.contents import ZERO
+from autopipe.ir.partition import check_turns
+from autopipe.planfile.consistency import ZERO
 from autopipe.planners.costs.precision_of import whole_seconds
 from autopipe.planners.costs.profile import Costing, Profiled, Sending
 from autopipe.planners.costs.tp_degrees import Degree, as_first, as_one_rank, sending_seconds
@@ -135,6 +137,27 @@ def _zeros(graph: Graph, wanted: int | None) -> tuple[int, ...]:
     return (wanted,)
 
 
+def _with_turns(job: Job) -> Constraints:
+    """The constraints, without turns for a model whose stages cannot take any.
+
+    Raises:
+        PlanError: turns are asked for, and forward writes a state.
+        InfeasibleError: they are, and the loss is over the whole batch.
+    """
+    asked, traced = job.constraints, job.traced
+    if asked.turns:
+        check_turns(traced.graph)
+        if traced.whole is not None:
+            raise InfeasibleError(
+                "turns were asked for, and a loss over the whole batch: it wants the last stage on "
+                "one rank of a pipeline",
+                hint="leave out turns",
+            )
+    if traced.whole is not None or written_states(traced.graph):
+        return replace(asked, turns=())
+    return asked
+
+
 def _costing(job: Job, tp: int) -> tuple[Degree, Costing]:
     """The model at one degree, and what its problem is computed from."""
     request, traced, constraints = job.request, job.traced, job.constraints
@@ -145,7 +168,7 @@ def _costing(job: Job, tp: int) -> tuple[Degree, Costing]:
 
     dealt = tp_groups(job.cluster, tp, wanted=(constraints.pp or 1) * (constraints.dp or 1))
     wanted, sizes = _rows(job, len(dealt))
-    zeros = _zeros(graph, constraints.zero)
+    zeros, constraints = _zeros(graph, constraints.zero), _with_turns(job)
     degree = as_one_rank(
         tp,
         traced.trace,

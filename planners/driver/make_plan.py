@@ -80,6 +80,7 @@ def plan(
     memory: int | str | Sequence[int | str] | None = None,
     zero: int | None = None,
     transfers: str | None = None,
+    turns: str | Sequence[int] | None = None,
     recompute: str | Sequence[str] | None = None,
     offload: str | Sequence[str] | None = None,
     planner: str = "dynamic",
@@ -129,6 +130,8 @@ def plan(
         transfers: with tp, how a tensor that all tensor-parallel ranks have goes to a later stage:
             "whole" from each rank, or "parts": each sends one, and the receivers gather them. None:
             the faster way to each stage.
+        turns: of each stage the ranks of a pipeline that take turns at it, (1, 2) or "1,2"; "off":
+            one each. None: as many as make a step faster, under 1f1b (`planfile.turns`).
         recompute: blocks to recompute in backward: "all", "none", a class of them, or paths; or of
             all others the ops "attention" (its scores, softmax and dropout), "norms" or
             "activations"; or an op by a node's name, which means it in all blocks of a class.
@@ -162,22 +165,19 @@ def plan(
     """
     say, watch = say or (lambda line: None), watch or Stopwatch()
     arguments.check_words(
-        precision=precision,
-        planner=planner,
-        loss_over=loss_over,
-        zero=zero,
-        transfers=transfers,
+        precision=precision, planner=planner, loss_over=loss_over, zero=zero, transfers=transfers
     )
     schedule, programs = arguments.schedule_of(schedule)
     if programs:
         pp, micro_batches = arguments.as_written(programs, pp, micro_batches)
     parts = arguments.loss_parts_of(loss_parts)
-    asked = arguments.cluster_meant(cluster, (pp, dp, tp), say)
+    taken = arguments.turns_of(turns)
+    asked = arguments.cluster_meant(cluster, (sum(taken or ()) or pp, dp, tp), say)
     limits = arguments.limits_of(memory, asked)
     arguments.check_host(offload, asked)
-    degrees = pp, dp, tp, micro_batches
+    degrees, ahead = (pp, dp, tp, micro_batches), (chunks, window, depth)
     constraints = Constraints(
-        *degrees, schedule, limits, chunks, window, depth, zero, None, programs, transfers
+        *degrees, schedule, limits, *ahead, zero, None, programs, transfers, turns=taken
     )
     with watch("traced"):
         skeleton = bare(model, say)  # first: it may set the dtype that inputs are made in

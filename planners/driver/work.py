@@ -33,9 +33,11 @@ def with_work(plan: Plan, candidate: Candidate, answer: Answer) -> Plan:
         for pp in range(plan.mesh.pp)
     ]
     graph = candidate.job.traced.graph  # the whole model, not a tensor-parallel rank's
+    firsts = (stage.first for stage in plan.once)
+    spent = dict(zip(firsts, _spent(candidate, answer), strict=True))
     stages = tuple(
-        replace(stage, predicted=replace(stage.predicted, spent=spent))
-        for stage, spent in zip(plan.stages, _spent(candidate, answer), strict=True)
+        replace(stage, predicted=replace(stage.predicted, spent=spent[stage.first]))
+        for stage in plan.stages
     )
     flops = model_flops(graph, plan.precision, plan.batch.rows)
     if (whole := candidate.job.traced.whole) is not None:

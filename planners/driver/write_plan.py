@@ -109,7 +109,8 @@ def cut_model(candidate: Candidate, answer: Answer, plain: Sequence[Stage]) -> C
     recomputable = candidate.counted().recomputable
     return CutModel(
         degree=degree,
-        stages=stages,
+        once=stages,
+        turns=frame.turns,
         rows=batch.microbatch_rows(frame.dp),
         recompute=tuple(_names(candidate, again)),
         precision=candidate.job.request.precision,
@@ -155,6 +156,11 @@ def _without_bytes(
     """The plan but for bytes, eager depths and its prediction."""
     job, degree, decision = candidate.job, candidate.degree, answer.decision
     request, frame, whole = job.request, decision.config, job.traced.graph
+    each = [
+        own
+        for own, of in zip(plain, frame.turns or (1,) * len(plain), strict=True)
+        for _ in range(of)
+    ]
     graph = held.cut.graph
     classes, states, collectives = write_down(
         whole, degree.whole_blocks, degree.sharding, graph, held.cut.rows
@@ -179,7 +185,10 @@ def _without_bytes(
         programs=tuple(format_programs(job.constraints.programs).splitlines()),
         boundaries=_boundaries(job.constraints, decision),
         blocks=classes,
-        stages=tuple(_stage(candidate, answer, held, own) for own in plain),
+        stages=tuple(
+            _stage(candidate, answer, held, own, stage)
+            for own, stage in zip(each, held.cut.stages, strict=True)
+        ),
         prediction=Prediction(0.0, 0.0),
         planner=_note(candidate, answer),
         states=states,
@@ -249,13 +258,16 @@ def _limits(machine: Machine, decision: Decision) -> list[int]:
     return [groups[group].memory for group in decision.groups or range(decision.config.pp)]
 
 
-def _stage(candidate: Candidate, answer: Answer, held: StageBytes, plain: Stage) -> StagePlan:
+def _stage(
+    candidate: Candidate, answer: Answer, held: StageBytes, plain: Stage, stage: Stage
+) -> StagePlan:
     """A stage by the names of its nodes, states and tensors; its bytes are still 0.
 
     Args:
         plain: the stage without conversions to parts and back.
+        stage: it as it is in the plan's list.
     """
-    graph, tensors, stage = held.cut.graph, held.rehearsal.boundaries, held.cut.stages[plain.index]
+    graph, tensors = held.cut.graph, held.rehearsal.boundaries
     nodes = candidate.degree.trace.graph.nodes
     parts = {} if held.cut.parted is None else held.cut.parted.parts
 
@@ -270,7 +282,7 @@ def _stage(candidate: Candidate, answer: Answer, held: StageBytes, plain: Stage)
             parts.get(ref),
         )
 
-    predicted = answer.estimate.stages[stage.index]
+    predicted = answer.estimate.stages[plain.index]
     return StagePlan(
         first=nodes[plain.first].name,
         last=nodes[plain.stop - 1].name,
@@ -284,6 +296,7 @@ def _stage(candidate: Candidate, answer: Answer, held: StageBytes, plain: Stage)
             predicted.forward_seconds, predicted.backward_seconds, Memory(0, 0, 0, 0, 0, 0)
         ),
         offload=_offloading(stage, held.cut),
+        turns=(answer.decision.config.turns or {plain.index: 1})[plain.index],
     )
 
 

@@ -119,7 +119,7 @@ class PlannedStages:
         halves = splits(programs.compute(plan))
         return CutModel(
             degree=degree,
-            stages=partition(flow, cuts),
+            once=partition(flow, cuts),
             rows=rows,
             recompute=tuple(block for stage in plan.stages for block in stage.recompute),
             precision=plan.precision,

@@ -48,8 +48,14 @@ def sheets(plan: Plan, file: ModelFile, say: Say, most: int = MOST_RIVALS) -> Sh
     Raises:
         ModelError: the model cannot be captured.
         PlanError: it is not the plan's.
-        AutopipeError: the plan's sheet does not say what the plan does, or cannot: it offloads.
+        AutopipeError: the plan's sheet does not say what the plan does, or cannot: it offloads, or
+            ranks take turns.
     """
+    if plan.turns:
+        raise AutopipeError(
+            "ranks take turns at the plan's stages, and the page's formulas are of one rank each",
+            hint="autopipe report --no-sliders; or plan with --turns off",
+        )
     if any(stage.offload for stage in plan.stages):
         raise AutopipeError(
             "the plan's blocks offload what they keep, and no formula has yet what of these copies "

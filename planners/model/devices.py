@@ -95,6 +95,10 @@ class Machine:
         """All groups of so many devices."""
         return _groups(self, dp)
 
+    def levels(self, dp: int, group: int, groups: int) -> Levels:
+        """How the devices of so many groups of dp, from one on, sum gradients together."""
+        return self.topology.levels(range(group * dp, (group + groups) * dp))
+
     def link(self, dp: int, group: int, other: int) -> Level:
         """The slowest of the links between the devices of two groups, one to one."""
         return _link(self, dp, group, other)

@@ -26,7 +26,7 @@ slower than the computation. Measured over 5 ms one way (c = 8.5 ms with 256 KiB
 two stages, 16 micro-batches: 309, 224 and 211 ms a step with e = 0, 1 and 2.
 
 There are no other circles: simulated steps grow by just this for each micro-batch. But a step is
-also filled and drained; for that `planners.search.eager_depths` simulates what the law proposes.
+also filled and drained; for that `planners.costs.eager_depths` simulates what the law proposes.
 """
 
 from __future__ import annotations

@@ -23,9 +23,9 @@ from autopipe.planners.model.block_parts import compositions, figures
 from autopipe.planners.model.keeping_less import costs, sets_of
 from autopipe.planners.model.places import (
     StagePlace,
-    placement,
     places,
     profile_of,
+    ranks_of,
     stages_of,
 )
 from autopipe.planners.model.problem import WHOLE, Config, Decision, Problem
@@ -79,7 +79,7 @@ class Estimate:
         step_seconds: of the whole step.
         spent: where a device's seconds of a step go, on average, by what they are for.
         beyond: of each pipeline rank the bytes that it needs beyond what its devices may hold; less
-            than 0 where it leaves some.
+            than 0 where it leaves some. Of ranks that take turns the first is told alone.
         worst: the stages of the rank that needs most beyond it, or is nearest to it.
         limit: bytes that that rank's devices may hold.
     """
@@ -143,13 +143,13 @@ def estimate(problem: Problem, decision: Decision) -> Estimate:
     ]
     seconds = StageSeconds(*map(np.array, zip(*(stage.seconds for stage in stages), strict=True)))
     step = step_seconds(seconds, weights(problem, config), floor_seconds(problem, config))
-    ranks = placement(problem.constraints, config.schedule, config.pp, config.chunks)
-    held = [0] * config.pp
+    ranks = ranks_of(problem, config)
+    held = dict.fromkeys(sorted(ranks), 0)
     for stage, rank in zip(stages, ranks, strict=True):
         held[rank] += stage.estimate.memory.peak
-    limits = [found[ranks.index(rank)].group.memory for rank in range(config.pp)]
-    beyond = tuple(memory.excess(*pair) for pair in zip(held, limits, strict=True))
-    worst = max(range(config.pp), key=lambda rank: beyond[rank])
+    limits = {rank: found[ranks.index(rank)].group.memory for rank in held}
+    beyond = {rank: memory.excess(held[rank], limits[rank]) for rank in held}
+    worst = max(beyond, key=lambda rank: beyond[rank])
     spent: dict[str, float] = defaultdict(float)
     for stage in stages:
         for cause, amount in stage.estimate.spent.items():
@@ -160,7 +160,7 @@ def estimate(problem: Problem, decision: Decision) -> Estimate:
         stages=tuple(stage.estimate for stage in stages),
         step_seconds=float(step),
         spent=spent,
-        beyond=beyond,
+        beyond=tuple(beyond.values()),
         worst=tuple(s for s, rank in enumerate(ranks) if rank == worst),
         limit=limits[worst],
     )
@@ -218,9 +218,8 @@ def _stage(
         sets = sets_of(problem, config, place)
         held = int(sets.largest[compositions(problem).number[first, last]])
     offloaded, moving = sum(away), sum(away[-2:])
-    parts = memory.estimate(
-        ranges, problem, config, place.in_flight, dropped + offloaded, held, moving
-    )
+    kept = dropped + offloaded, held, moving
+    parts = memory.estimate(ranges, problem, place.shared(config), place.in_flight, *kept)
     seconds = stage_seconds(problem, config, place, ranges, extra, offloaded)
     waits = [float(wait) for wait in gathering(problem, config, place, ranges, extra)]
     copies = [float(wait) for wait in copying(problem, place, ranges, extra, offloaded)]

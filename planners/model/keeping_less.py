@@ -136,7 +136,7 @@ def _of_way(
     left = sets.ways.numbers[numbers, way]
     left = np.where(left < 0, numbers, left)  # a range without such a way
     offloaded = sets.ways.bytes[left]
-    without = memory.peak(memory.estimate(ranges, problem, config, place.in_flight))
+    without = memory.peak(memory.estimate(ranges, problem, place.shared(config), place.in_flight))
     held, stays = holding(place, sets.largest[numbers])
     held = np.maximum(held - ranges.again, 0)  # beyond what is made a second time anyway
     peaks = without - stays * offloaded + sets.ways.moving[left]

@@ -14,11 +14,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 from autopipe.cluster.collective_time import Level
 from autopipe.planners.model.devices import DeviceGroup
 from autopipe.planners.model.problem import FEWEST_CHUNKS, Config, Constraints, Problem, Profile
+from autopipe.schedules.generators import held_in_turns
 from autopipe.schedules.instructions import holders
 from autopipe.schedules.registry import flying, in_flight, make, named
 
@@ -32,12 +34,18 @@ class StagePlace(NamedTuple):
         before: the link from the devices of the stage before it; None: there is no such stage, or
             it is on the same devices.
         shares: how many stages share these devices' memory; each may use 1/shares of it.
+        turns: how many ranks of a pipeline take turns at it; `group` has the devices of all.
     """
 
     in_flight: int
     group: DeviceGroup
     before: Level | None
     shares: int
+    turns: int = 1
+
+    def shared(self, config: Config) -> Config:
+        """The config as to who shares the stage's parameters: ranks that take turns do, too."""
+        return config if self.turns == 1 else config._replace(dp=config.dp * self.turns)
 
     @property
     def room(self) -> int:
@@ -58,6 +66,8 @@ def chunks_of(constraints: Constraints, schedule: str, chunks: int = FEWEST_CHUN
 
 def stages_of(problem: Problem, config: Config) -> int:
     """The stages of a pipeline, those of all its ranks."""
+    if config.turns:
+        return len(config.turns)
     return config.pp * chunks_of(problem.constraints, config.schedule, config.chunks)
 
 
@@ -68,6 +78,8 @@ def in_flights(problem: Problem, config: Config) -> tuple[int, ...]:
     if asked.programs:
         ranks = holders(asked.programs)
         return tuple(flying(asked.programs[rank], stage) for stage, rank in enumerate(ranks))
+    if config.turns:
+        return held_in_turns(config.turns, config.micro_batches)
     chunks = chunks_of(asked, config.schedule, config.chunks)
     depths = (config.depth,) * (config.pp - 1) if named(config.schedule).depths else ()
     return tuple(
@@ -76,6 +88,13 @@ def in_flights(problem: Problem, config: Config) -> tuple[int, ...]:
         )
         for stage in range(config.pp * chunks)
     )
+
+
+def ranks_of(problem: Problem, config: Config) -> tuple[int, ...]:
+    """The rank of each stage of a pipeline, the first of those that take turns."""
+    if config.turns:
+        return (0, *accumulate(config.turns[:-1]))
+    return placement(problem.constraints, config.schedule, config.pp, config.chunks)
 
 
 @lru_cache(maxsize=256)
@@ -90,33 +109,44 @@ def placement(
 
 def places(problem: Problem, config: Config, groups: Sequence[int]) -> tuple[StagePlace, ...]:
     """What each stage is given if the pipeline's ranks have these groups of devices."""
-    ranks = placement(problem.constraints, config.schedule, config.pp, config.chunks)
     held = in_flights(problem, config)
-    row = [groups[rank] for rank in ranks]
+    row = [groups[rank] for rank in ranks_of(problem, config)]
+    turns = config.turns or (1,) * len(row)
     return tuple(
-        place_of(problem, config, stage, held[stage], group, row[stage - 1] if stage else None)
-        for stage, group in enumerate(row)
+        place_of(problem, config, held[stage], group, row[stage - 1] if stage else None, of)
+        for stage, (group, of) in enumerate(zip(row, turns, strict=True))
     )
 
 
 def place_of(
-    problem: Problem, config: Config, stage: int, held: int, group: int, earlier: int | None
+    problem: Problem,
+    config: Config,
+    held: int,
+    group: int,
+    earlier: int | None,
+    turns: int = 1,
 ) -> StagePlace:
     """What a stage is given.
 
     Args:
         held: its micro-batches in flight.
-        group, earlier: the numbers of its group of devices, and of the stage's before it.
+        group, earlier: the numbers of its group of devices, and of the stage's before it; of ranks
+            that take turns that of the first.
+        turns: how many ranks take turns at it, on devices that are all alike.
     """
     machine = problem.machine
     linked = earlier is not None and earlier != group
     own = machine.groups(config.dp)[group]
+    if turns > 1:
+        own = replace(own, levels=machine.levels(config.dp, group, turns))
     beyond = problem.seen_beyond(config)
+    last = group + turns - 1
     return StagePlace(
         held,
         replace(own, memory=own.memory - beyond) if beyond else own,
-        machine.link(config.dp, earlier, group) if earlier is not None and linked else None,
+        machine.link(config.dp, earlier, last) if earlier is not None and linked else None,
         chunks_of(problem.constraints, config.schedule, config.chunks),
+        turns,
     )
 
 

@@ -129,6 +129,7 @@ class Constraints:
     are recomputable blocks of the problem: those, and no others, run again, at these levels.
     `offload` are the numbers of those that offload what they keep, and no others.
     `transfers` is one of `planfile.parts.TRANSFERS`: how tensors that divide go to later stages.
+    `turns` are the ranks that take turns at each stage; of no number: each stage has one.
     `programs` is a schedule that the user has written: `schedule` is then `WRITTEN`, and pp and
     micro_batches are those it is for.
     """
@@ -147,6 +148,7 @@ class Constraints:
     programs: Programs = ()
     transfers: str | None = None
     offload: tuple[int, ...] | None = None
+    turns: tuple[int, ...] | None = None
 
 
 EAGER = "eager-1f1b"
@@ -230,7 +232,8 @@ class Config(NamedTuple):
 
     `pp` are the pipeline's ranks and `dp` its replicas; `zero` is the ZeRO stage. `depth` are the
     additional micro-batches in flight at every boundary, which eager-1f1b alone has. `chunks` are
-    the stages on each rank, of a schedule that leaves their number open: interleaved.
+    the stages on each rank, of a schedule that leaves their number open: interleaved. `turns` are
+    the ranks that take turns at each stage (`planfile.turns`), pp in all; nothing: one each.
     """
 
     pp: int
@@ -240,6 +243,7 @@ class Config(NamedTuple):
     schedule: str
     depth: int = 0
     chunks: int = FEWEST_CHUNKS
+    turns: tuple[int, ...] = ()
 
     @property
     def scatters(self) -> bool:
@@ -266,7 +270,8 @@ class Config(NamedTuple):
 class Decision:
     """A planner's answer: the config, the cuts, what is recomputed, and whose devices are whose.
 
-    A pipeline has one stage more than cuts; each of its pp ranks holds equally many.
+    A pipeline has one stage more than cuts; each of its pp ranks holds equally many, or some take
+    turns at one.
 
     Args:
         cuts: numbers of units, ascending: cuts[s] is the first unit of stage s + 1, so that stage s

@@ -39,6 +39,9 @@ of the stage has to its host. Computing leaves of these copies (`planners.model.
 
     max(0, O / host - F)   and   max(0, O / host - B - recompute)
 
+Of a stage at which d ranks take turns, a further micro-batch takes t_s / d, or ceil(m / d) / m of
+t_s where they do not have equally many.
+
 Under `eager-1f1b` windows are taken to hide the links: a further micro-batch takes only
 
     max(F + B + recompute, R / bandwidth, R' / bandwidth)
@@ -212,4 +215,6 @@ def stage_seconds(
         further = np.maximum(computing, carrying)
     # Split backwards are put off until all stages end together, and nothing hides behind another.
     hidden = 0.0 if splits(problem, config.schedule) else ranges.earlier
-    return StageSeconds(whole, np.asarray(further), np.maximum(reduce - hidden, 0.0))
+    taken = -(-config.micro_batches // place.turns)  # by the rank that has most
+    period = np.asarray(further * (taken / config.micro_batches))
+    return StageSeconds(whole, period, np.maximum(reduce - hidden, 0.0))

@@ -47,7 +47,7 @@ def bound(problem: Problem, config: Config, weights: Weights = weights) -> float
         waiting = float(2 * own.gathers + own.scatters)
         whole = max(whole, waiting) if problem.machine.overlaps else whole + waiting
     of_sum, of_largest = weights(problem, config)
-    stages = stages_of(problem, config)
+    stages = config.pp if config.turns else stages_of(problem, config)
     return whole * (of_sum + of_largest / stages)
 
 

@@ -47,6 +47,7 @@ def configs(problem: Problem) -> tuple[Config, ...]:
         InfeasibleError: the constraints contradict the devices, the units or the batch.
     """
     _check_halves(problem)
+    _check_turns(problem)
     meshes = _meshes(problem)
     asked = problem.constraints.micro_batches
     found = tuple(
@@ -68,6 +69,8 @@ def schedules(problem: Problem) -> tuple[str, ...]:
         InfeasibleError: the constraint names a schedule that does not exist.
     """
     asked = problem.constraints.schedule
+    if asked is None and problem.constraints.turns:
+        return CONSIDERED[:1]
     if asked is None:
         return CONSIDERED
     if asked not in (*SCHEDULES, WRITTEN):
@@ -87,7 +90,10 @@ def one_of(choices: Sequence[object]) -> str:
 def _variants(problem: Problem, pp: int, dp: int, m: int) -> Iterator[Config]:
     """The ways to run a mesh and its micro-batches."""
     asked = problem.constraints
-    zeros = [zero for zero in problem.zeros if dp > 1 or zero == problem.zeros[0]]
+    shared = dp * max(asked.turns or (1,)) > 1
+    zeros = [zero for zero in problem.zeros if shared or zero == problem.zeros[0]]
+    if asked.turns:
+        zeros = [zero for zero in zeros if zero <= 1]
     for zero in zeros:
         for name in schedules(problem):
             if splits(problem, name) and (zero == 3 or asked.offload):
@@ -96,7 +102,7 @@ def _variants(problem: Problem, pp: int, dp: int, m: int) -> Iterator[Config]:
                 continue  # without a pipeline they are all one
             for chunks in _chunks(problem, name, pp):
                 for depth in _depths(problem, name, pp, dp, m):
-                    yield Config(pp, dp, m, zero, name, depth, chunks)
+                    yield Config(pp, dp, m, zero, name, depth, chunks, asked.turns or ())
 
 
 def _chunks(problem: Problem, name: str, pp: int) -> Iterator[int]:
@@ -111,7 +117,8 @@ def _chunks(problem: Problem, name: str, pp: int) -> Iterator[int]:
     for chunks in sorted({*CHUNKS, *even}):
         found = chunks_of(problem.constraints, name, chunks)
         # A schedule with a number of its own, or that was asked for, has it whatever we say.
-        if pp * found <= problem.units and found not in seen:
+        stages = len(problem.constraints.turns or ()) or pp * found
+        if stages <= problem.units and found not in seen:
             seen.add(found)
             yield chunks
 
@@ -145,7 +152,8 @@ def _meshes(problem: Problem) -> list[tuple[int, int]]:
             raise InfeasibleError(f"{name}={degree} was asked for, and the least is 1")
     _check_devices(problem)
     chunks = min(chunks_of(asked, name) for name in schedules(problem))
-    pps = [asked.pp] if asked.pp is not None else range(1, min(devices, units // chunks) + 1)
+    ranks = sum(asked.turns) if asked.turns else asked.pp
+    pps = [ranks] if ranks is not None else range(1, min(devices, units // chunks) + 1)
     meshes = [
         (pp, dp)
         for pp in pps
@@ -157,7 +165,8 @@ def _meshes(problem: Problem) -> list[tuple[int, int]]:
         dividing = [mesh for mesh in meshes if mesh[1] in dealt]
         most = max((pp * dp for pp, dp in dividing), default=0)
         meshes = [(pp, dp) for pp, dp in dividing if pp * dp == most] or meshes
-    possible = [mesh for mesh in meshes if mesh[0] * chunks <= units]
+    stages = len(asked.turns or ())
+    possible = [mesh for mesh in meshes if (stages or mesh[0] * chunks) <= units]
     if not possible:
         pp, dp = meshes[0] if meshes else (asked.pp or 1, asked.dp or 1)
         raise InfeasibleError(
@@ -184,12 +193,44 @@ def _check_halves(problem: Problem) -> None:
         )
 
 
+def _check_turns(problem: Problem) -> None:
+    asked, machine = problem.constraints, problem.machine
+    if not asked.turns:
+        return
+    words = f"turns={','.join(map(str, asked.turns))} was asked for"
+    if min(asked.turns) < 1:
+        raise InfeasibleError(f"{words}, and each stage has a rank at least")
+    if asked.pp not in (None, sum(asked.turns)):
+        raise InfeasibleError(
+            f"{words}, which are {sum(asked.turns)} ranks of a pipeline, and pp={asked.pp}",
+            hint="leave out pp, or give turns that make as many ranks",
+        )
+    if asked.schedule not in (None, CONSIDERED[0]):
+        raise InfeasibleError(
+            f"{words}, and the schedule {asked.schedule}", hint=f"the schedule {CONSIDERED[0]}"
+        )
+    if not machine.alike:
+        raise InfeasibleError(
+            f"{words}, and devices differ: ranks that take turns are to be alike",
+            hint="leave out turns, or plan for devices of one kind and memory",
+        )
+    if min(problem.zeros) > 1:
+        raise InfeasibleError(f"{words}, and zero={problem.zeros[0]}", hint="zero 0 or 1")
+    if asked.micro_batches is not None and asked.micro_batches < max(asked.turns):
+        raise InfeasibleError(
+            f"{words}, and micro_batches={asked.micro_batches}: each rank that takes turns at a "
+            "stage needs one",
+            hint=f"micro_batches of at least {max(asked.turns)}",
+        )
+
+
 def _check_devices(problem: Problem) -> None:
     asked, devices, tp = problem.constraints, problem.machine.devices, problem.tp
-    pp, dp = asked.pp or 1, asked.dp or 1
+    pp, dp = sum(asked.turns) if asked.turns else asked.pp or 1, asked.dp or 1
     if pp * dp <= devices:
         return
-    words = [f"{name}={n}" for name, n in (("pp", asked.pp), ("dp", asked.dp)) if n is not None]
+    ranks = pp if asked.turns else asked.pp
+    words = [f"{name}={n}" for name, n in (("pp", ranks), ("dp", asked.dp)) if n is not None]
     if tp > 1:
         words.append(f"tp={tp}")
     hint = "leave out pp or dp, and the other one follows" if len(words) > 1 else None
@@ -208,7 +249,8 @@ def _micro_batches(problem: Problem, dp: int) -> list[int]:
     if problem.batch % dp:
         return []
     counts = (problem.batch // (dp * profile.rows) for profile in problem.profiles)
-    return sorted({m for m in counts if m > 0 and profile_of(problem, dp, m) is not None})
+    least = max(problem.constraints.turns or (1,))
+    return sorted({m for m in counts if m >= least and profile_of(problem, dp, m) is not None})
 
 
 def _indivisible(problem: Problem, degrees: list[int]) -> InfeasibleError:

@@ -38,10 +38,10 @@ from autopipe.planners.model import keeping_less, memory, step_formula
 from autopipe.planners.model.block_parts import compositions
 from autopipe.planners.model.estimate import Mesh, Scored
 from autopipe.planners.model.level_mixes import Numbers
-from autopipe.planners.model.places import StagePlace, in_flights, place_of, placement, profile_of
+from autopipe.planners.model.places import StagePlace, in_flights, place_of, profile_of, ranks_of
 from autopipe.planners.model.problem import Config, Decision, Problem
 from autopipe.planners.model.range_tables import Tables, tables
-from autopipe.planners.model.recompute_sets import RecomputeSets, chosen
+from autopipe.planners.model.recompute_sets import KeptLess, RecomputeSets, chosen
 from autopipe.planners.search import best as answer
 from autopipe.planners.search.best import Answer, best_answer
 from autopipe.planners.search.descent import Arc, Array, GroupsUsed, Layers, StagePath, best_path
@@ -114,22 +114,31 @@ def _fastest(
 
 def _decision(problem: Problem, config: Config, path: StagePath) -> Decision:
     """A path's cuts and groups, with the blocks that must keep less."""
-    ranks = placement(problem.constraints, config.schedule, config.pp, config.chunks)
+    ranks = ranks_of(problem, config)
     groups = dict(zip(ranks, path.groups, strict=True))
-    kept = [
-        chosen(problem, *taken, arc.sets, int(arc.recomputed[taken])) for arc, taken in path.ranges
-    ]
+    kept = [kept_less(problem, arc, taken) for arc, taken in path.ranges]
     return Decision(
         config,
         path.cuts,
         tuple(blocks.again for blocks in kept),
-        tuple(groups[rank] for rank in range(config.pp)),
+        () if config.turns else tuple(groups[rank] for rank in range(config.pp)),
         tuple(blocks.offload for blocks in kept),
     )
 
 
-def _arcs(problem: Problem, config: Config, objective: Objective) -> Layers:
-    """All that the stages of a config may be."""
+def kept_less(problem: Problem, arc: Arc, taken: tuple[int, int]) -> KeptLess:
+    """The blocks that keep less where an arc has a range of units."""
+    return chosen(problem, *taken, arc.sets, int(arc.recomputed[taken]))
+
+
+Priced = tuple[Array, Array, Array, Array, Numbers, RecomputeSets]
+"""What an `Arc` says that a place costs: from its seconds on."""
+
+
+def costing(
+    problem: Problem, config: Config, objective: Objective
+) -> Callable[[StagePlace], Priced]:
+    """What all ranges of units cost in a place, each place priced once."""
     profile = profile_of(problem, config.dp, config.micro_batches)
     assert profile is not None, "a config has a profile"
     ranges, numbers = tables(problem, profile), compositions(problem).number
@@ -137,7 +146,7 @@ def _arcs(problem: Problem, config: Config, objective: Objective) -> Layers:
     empty = units[:, None] >= units[None, :]
 
     @cache
-    def costing(place: StagePlace) -> tuple[Array, Array, Array, Array, Numbers, RecomputeSets]:
+    def priced(place: StagePlace) -> Priced:
         found = objective.costs(problem, config, place, ranges, numbers)
         beyond = memory.excess(found.peaks, place.room)
         misfit = (beyond > 0) | empty
@@ -150,22 +159,21 @@ def _arcs(problem: Problem, config: Config, objective: Objective) -> Layers:
             keeping_less.sets_of(problem, config, place),
         )
 
-    layers = []
-    for stage, (held, steps) in enumerate(
-        zip(in_flights(problem, config), _steps(problem, config), strict=True)
-    ):
-        layers.append(
-            [
-                Arc(
-                    source,
-                    target,
-                    group,
-                    *costing(place_of(problem, config, stage, held, group, earlier)),
-                )
-                for source, target, group, earlier in steps
-            ]
-        )
-    return layers
+    return priced
+
+
+def _arcs(problem: Problem, config: Config, objective: Objective) -> Layers:
+    """All that the stages of a config may be."""
+    priced = costing(problem, config, objective)
+    held, steps = in_flights(problem, config), _steps(problem, config)
+    turns = config.turns or (1,) * len(held)
+    return [
+        [
+            Arc(source, target, group, *priced(place_of(problem, config, n, group, earlier, of)))
+            for source, target, group, earlier in taken
+        ]
+        for n, taken, of in zip(held, steps, turns, strict=True)
+    ]
 
 
 _Step = tuple[GroupsUsed, GroupsUsed, int, int | None]
@@ -176,7 +184,7 @@ def _steps(problem: Problem, config: Config) -> list[list[_Step]]:
     """Of each stage all steps that any order of groups takes there."""
     known = classes(problem, config)
     if len(known) == 1:
-        ranks = placement(problem.constraints, config.schedule, config.pp, config.chunks)
+        ranks = ranks_of(problem, config)
         states = [GroupsUsed((stage,), 0) for stage in range(len(ranks) + 1)]
         earlier = [None, *ranks]
         return [

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from autopipe.errors import AutopipeError
 from autopipe.planners.model import memory
 from autopipe.planners.model.block_parts import figures
-from autopipe.planners.model.estimate import Mesh
+from autopipe.planners.model.estimate import Mesh, Scored, estimate
 from autopipe.planners.model.keeping_less import may_offload
 from autopipe.planners.model.places import StagePlace, places, profile_of, stages_of
 from autopipe.planners.model.problem import WHOLE, Again, Config, Decision, Problem, splits
@@ -74,6 +74,32 @@ def exhaustive(
             hint="the planner `dynamic` finds the same optimum; or fix pp, dp and micro_batches",
         )
     return best_answer(problem, _choose, incumbents=incumbents, mesh=mesh, thorough=True)
+
+
+def every_turns(problem: Problem, config: Config) -> Decision | None:
+    """As `in_turns.optimum`, by scoring every division of the ranks among stages."""
+    best: Scored | None = None
+    for turns in _divisions(config.pp, config.micro_batches):
+        uneven = any(config.micro_batches % of for of in turns)
+        if uneven or not 1 < len(turns) <= problem.units:
+            continue
+        decision = _choose(problem, config._replace(turns=turns))
+        found = Scored(decision, estimate(problem, decision))
+        if found.estimate.fits and (
+            best is None
+            or found.estimate.step_seconds < best.estimate.step_seconds * (1 - TOLERANCE)
+        ):
+            best = found
+    return None if best is None else best.decision
+
+
+def _divisions(ranks: int, most: int) -> Iterator[tuple[int, ...]]:
+    """All ways to divide ranks that stand in a row, at most so many together."""
+    if not ranks:
+        yield ()
+    for first in range(1, min(ranks, most) + 1):
+        for rest in _divisions(ranks - first, most):
+            yield (first, *rest)
 
 
 _Rank = tuple[float, float]
@@ -150,7 +176,8 @@ class _StageRanges:
             extra = sum((spent for _, spent in again), np.zeros_like(ranges.earlier))
             held, moving = np.where(dropped > 0, largest, 0), away[-2:].sum(axis=0)
             less = dropped + offloaded, held, moving
-            peaks = memory.peak(memory.estimate(ranges, problem, config, place.in_flight, *less))
+            shared = place.shared(config)
+            peaks = memory.peak(memory.estimate(ranges, problem, shared, place.in_flight, *less))
             beyond = np.maximum(memory.excess(peaks, place.room), 0)
             mine = *stage_seconds(problem, config, place, ranges, extra, offloaded), beyond
             if best is None:

@@ -9,6 +9,7 @@ from dataclasses import fields
 from autopipe.errors import InfeasibleError
 from autopipe.planfile.parts import Memory
 from autopipe.planners.model.estimate import Estimate, Scored
+from autopipe.planners.model.places import ranks_of
 from autopipe.planners.model.problem import Problem
 from autopipe.planners.search.configs import one_of
 from autopipe.planners.search.relax import Help
@@ -72,7 +73,8 @@ def binding(problem: Problem, best: Scored, roomy: Scored | None) -> str:
     seconds = [stage.period for stage in found.stages]
     slowest = max(range(decision.stages), key=lambda s: seconds[s])
     mean = sum(seconds) / len(seconds)
-    pace = f"stage {slowest} sets the pace with {numbers.seconds(seconds[slowest])} a micro-batch"
+    entry = ranks_of(problem, config)[slowest] if config.turns else slowest
+    pace = f"stage {entry} sets the pace with {numbers.seconds(seconds[slowest])} a micro-batch"
     if config.pp > 1 and mean > 0:
         pace += f", {percent(seconds[slowest] / mean - 1)} above the mean stage"
     reduce = found.spent["reducing gradients"]

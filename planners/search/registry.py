@@ -7,14 +7,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from autopipe.planners.model.estimate import Mesh
-from autopipe.planners.model.problem import Problem
+from autopipe.planners.model.problem import Config, Decision, Problem
 from autopipe.planners.search.best import Answer
 from autopipe.planners.search.dynamic import dynamic
-from autopipe.planners.search.exhaustive import exhaustive
+from autopipe.planners.search.exhaustive import every_turns, exhaustive
+from autopipe.planners.search.in_turns import improved, optimum
 from autopipe.planners.search.uniform import uniform
 
 
@@ -32,8 +34,22 @@ class Planner(Protocol):
     ) -> Answer: ...
 
 
+@dataclass(frozen=True)
+class _WithTurns:
+    """A planner, and what is faster where ranks take turns at a stage."""
+
+    planner: Planner
+    choose: Callable[[Problem, Config], Decision | None]
+
+    def __call__(
+        self, problem: Problem, incumbents: Sequence[float] = (), mesh: Mesh | None = None
+    ) -> Answer:
+        answer = self.planner(problem, incumbents, mesh)
+        return improved(problem, answer, self.choose, mesh)
+
+
 PLANNERS: dict[str, Planner] = {
-    "dynamic": dynamic,
-    "exhaustive": exhaustive,
+    "dynamic": _WithTurns(dynamic, optimum),
+    "exhaustive": _WithTurns(exhaustive, every_turns),
     "uniform": uniform,
 }

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from autopipe.errors import InfeasibleError
-from autopipe.planfile.contents import ZERO
+from autopipe.planfile.consistency import ZERO
 from autopipe.planners.model.devices import Machine
 from autopipe.planners.model.estimate import Scored
 from autopipe.planners.model.problem import Again, Decision, Problem

@@ -27,7 +27,7 @@ def filled(problem: Problem, decision: Decision) -> Decision:
     config = decision.config
     asked = problem.constraints
     fixed = asked.recompute is not None or bool(asked.offload)
-    if decision.stages == config.pp or fixed:
+    if decision.stages <= config.pp or fixed:
         return decision
     # What a stage holds is its own affair: two estimates have all that there is to choose from.
     before = estimate(problem, decision)

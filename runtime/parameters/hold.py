@@ -89,10 +89,9 @@ def _hold_whole(
     """Parameters whole on every rank: ZeRO 0 and 1."""
     mesh = part.plan.mesh
     groups = _groups(part, backend, partial, [range(mesh.dp)])
-    dealt = part.plan.zero == 1 and mesh.dp > 1
-    masters = _deal(part.split.graph, states, groups) if dealt else {}
+    masters = _deal(part.split.graph, states, groups) if part.plan.deals else {}
     parameters, stages = _parameters(part, states)
-    if dealt:
+    if part.plan.deals:
         return HeldParameters(states, OptimizerShards(parameters, groups, stages, masters), {})
     specs = part.split.graph.states
     low = {n: dtype for n in parameters if (dtype := specs[n].gradient) is not None}
@@ -180,7 +179,7 @@ def _lowered(part: RankPart, stage: Stage, states: Mapping[str, Tensor]) -> Lowe
         states,
         split.trace.reads,
         part.rows,
-        last=stage.index == len(split.stages) - 1,
+        last=stage.is_last(split.graph),
         device=part.device,
         recompute=part.plan.stages[stage.index].recompute,
         precision=part.plan.precision,

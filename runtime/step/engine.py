@@ -32,7 +32,7 @@ class Engine(Protocol):
     """What the executor asks of a stage.
 
     All tensors are on the rank's device. Arguments are what a stage receives, in the order of
-    `stage.receives`, then its inputs of the batch; results are `stage.outgoing`, then the graph's.
+    `stage.incoming`, then its inputs of the batch; results are `stage.outgoing`, then the graph's.
     """
 
     def forward(self, microbatch: int, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -31,7 +31,7 @@ def mean_loss(
     Args:
         results: of each micro-batch, if this rank has the last stage: the loss first, and its
             count where `counted`.
-        counted: each loss is a sum, over its count; otherwise a mean, and each replica counts 1.
+        counted: each loss is a sum, over its count; otherwise a mean, and each counts 1.
         tp: how many tensor-parallel ranks give the same micro-batches.
     """
     sums = torch.zeros(2, dtype=torch.float64)
@@ -44,7 +44,9 @@ def mean_loss(
         if counted:
             sums[0], sums[1] = total.double(), sum(float(result[1]) for result in results)
         else:
-            sums[0], sums[1] = (total / len(results)).double(), 1.0
+            # Ranks that take turns at the last stage may have other numbers of micro-batches.
+            sums[1] = len(results)
+            sums[0] = (total / len(results)).double() * sums[1]
     if world is not None:
         dist.all_reduce(sums, group=world)
     # Each tensor-parallel rank has told of the same micro-batches.
@@ -55,15 +57,17 @@ def gathered(
     split: Split,
     results: Sequence[Sequence[Tensor]],
     plan: Plan,
-    last: int,
+    lasts: Sequence[int],
+    micro_batches: int,
     world: dist.ProcessGroup | None,
 ) -> Any:
     """The outputs of all micro-batches of all replicas; every rank calls it.
 
     Args:
         split: traced with outputs.
-        last: the pipeline rank that has the last stage.
-        results: this rank's, of each micro-batch, if it has the last stage.
+        lasts: the pipeline ranks that take turns at the last stage.
+        micro_batches: how many a replica has.
+        results: this rank's, of each of its micro-batches, if it has the last stage.
         world: all ranks of the run; None: this one is alone.
 
     Returns:
@@ -73,11 +77,15 @@ def gathered(
     dims = [_rows_dim(split, output) for output in split.graph.outputs[-len(paths) :]]
     of_each: list[list[Tensor]] = []
     for dp in range(plan.mesh.dp):
-        source = plan.mesh.rank(last, dp)
-        mine = world is None or dist.get_rank(world) == source
-        columns = zip(zip(*results, strict=True), dims, strict=True) if mine else ()
-        own = [_joined(parts, dim) for parts, dim in columns]
-        of_each.append(own if world is None else _from(source, own, world))
+        found = []
+        for last in lasts[:micro_batches]:
+            source = plan.mesh.rank(last, dp)
+            mine = world is None or dist.get_rank(world) == source
+            columns = zip(zip(*results, strict=True), dims, strict=True) if mine else ()
+            own = [_joined(parts, dim) for parts, dim in columns]
+            found.append(own if world is None else _from(source, own, world))
+        shares = zip(zip(*found, strict=True), dims, strict=True)
+        of_each.append([_in_order(share, dim, micro_batches) for share, dim in shares])
     joined = [
         parts[0] if len(parts) == 1 else torch.cat(parts, dim or 0)
         for parts, dim in zip(zip(*of_each, strict=True), dims, strict=True)
@@ -88,6 +96,18 @@ def gathered(
 def _joined(parts: Sequence[Tensor], dim: int | None) -> Tensor:
     whole = [part.detach().cpu() for part in parts]
     return torch.stack(whole) if dim is None else torch.cat(whole, dim)
+
+
+def _in_order(shares: Sequence[Tensor], dim: int | None, micro_batches: int) -> Tensor:
+    """What ranks that take turns have of all micro-batches, in the order of these."""
+    ranks = len(shares)
+    if ranks == 1:
+        return shares[0]
+    parts = [
+        share.unbind() if dim is None else share.chunk(len(range(own, micro_batches, ranks)), dim)
+        for own, share in enumerate(shares)
+    ]
+    return _joined([parts[k % ranks][k // ranks] for k in range(micro_batches)], dim)
 
 
 def _rows_dim(split: Split, output: object) -> int | None:

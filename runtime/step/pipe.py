@@ -278,7 +278,8 @@ class Pipe(Kept):
         if not outputs:
             return loss
         own = [result[len(result) - beside :] for result in results]
-        return loss, gathered(split, own, self.plan, self._rank.part.placed[-1], self._world)
+        lasts = [self._rank.part.placed[s.index] for s in split.stages if s.is_last(split.graph)]
+        return loss, gathered(split, own, self.plan, lasts, parts.count, self._world)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:

@@ -131,12 +131,12 @@ def training(rank: Rank, rows: int, split: Split | None = None) -> Executor:
     split = planned if split is None else split
     rehearsal = rehearse(
         split.graph,
-        split.stages,
+        split.once,
         split.blocks,
         rows,
         recompute=[block for stage in plan.stages for block in stage.recompute],
         precision=plan.precision,
-    )
+    ).in_turns(plan.turns)
     task = _Task(split, rows, rehearsal, rank.compute, rank.emitted, trains=True)
     return _executor(rank, _prepare(rank, task), trains=True)
 
@@ -150,15 +150,11 @@ def evaluation(rank: Rank, split: Split, rows: int, micro_batches: int) -> Execu
     Raises:
         ScheduleError: the programs would wait for each other.
     """
+    plan = rank.part.plan
     rehearsal = rehearse(
-        split.graph,
-        split.stages,
-        split.blocks,
-        rows,
-        gradients=False,
-        precision=rank.part.plan.precision,
-    )
-    compute = forward_only(rank.part.placed, micro_batches)
+        split.graph, split.once, split.blocks, rows, gradients=False, precision=plan.precision
+    ).in_turns(plan.turns)
+    compute = forward_only(rank.part.placed, micro_batches, plan.turns)
     task = _Task(split, rows, rehearsal, compute, None, trains=False)
     return _executor(rank, _prepare(rank, task), trains=False)
 
@@ -187,8 +183,8 @@ def _programs(rank: Rank, task: _Task) -> Programs:
         return task.emitted.programs
     plan = rank.part.plan
     windows = [boundary.window for boundary in plan.boundaries]
-    boundaries = task.rehearsal.boundaries
-    return step_programs(task.compute, task.split.stages, boundaries, windows, sends_ahead(plan))
+    boundaries, ahead = task.rehearsal.boundaries, sends_ahead(plan)
+    return step_programs(task.compute, task.split.stages, boundaries, windows, ahead, plan.turns)
 
 
 def _first_pass(rank: Rank, task: _Task) -> Program | None:
@@ -279,7 +275,7 @@ def _engine(rank: Rank, task: _Task, lowered: Lowered) -> Engine:
 
 
 def _is_last(stage: Stage, split: Split) -> bool:
-    return stage.index == len(split.stages) - 1
+    return stage.is_last(split.graph)
 
 
 def _executor(rank: Rank, prepared: Prepared, *, trains: bool) -> Executor:

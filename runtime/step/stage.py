@@ -17,7 +17,7 @@ The stage holds what it sends until FREE. Backward adds to the parameters' `.gra
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -121,9 +121,10 @@ class StageRun:
         self._arrived: dict[int, dict[Ref, Tensor]] = defaultdict(dict)
         self._outgoing: dict[tuple[Flow, int], dict[Ref, Tensor]] = {}
         self._unsent: dict[tuple[Flow, int], int] = {}
+        self._sends: Counter[tuple[Flow, int]] = Counter()
         self._gradients: dict[int, dict[Ref, Tensor]] = defaultdict(dict)
         self._returning = [
-            ref for ref, _ in stage.receives if stage.index in boundaries[ref].gradients
+            ref for ref in stage.incoming if stage.index in boundaries[ref].gradients
         ]
         self._seeds: dict[torch.dtype, Tensor] = {}
 
@@ -136,6 +137,8 @@ class StageRun:
             Kind.BACKWARD_INPUT: self._backward_input,
             Kind.BACKWARD_WEIGHT: self._backward_weight,
         }
+        if instruction.kind is Kind.SEND:
+            self._sends[instruction.channel.flow, k] += 1
         if instruction.kind in compute:
             return partial(compute[instruction.kind], k)
         transfer = {
@@ -200,7 +203,7 @@ class StageRun:
         arrived = self._arrived[k]
         received = [
             arrived[ref].detach().requires_grad_(training and ref in self._returning)
-            for ref, _ in self.stage.receives
+            for ref in self.stage.incoming
         ]
         inputs = step.inputs(self.stage, k)
         self._count_all("transfers", self._outward)
@@ -234,7 +237,7 @@ class StageRun:
             made = self.engine.backward_input(k, seeds)
         back = {
             ref: gradient if gradient is not None else torch.zeros_like(self._arrived[k][ref])
-            for (ref, _), gradient in zip(self.stage.receives, made, strict=False)
+            for ref, gradient in zip(self.stage.incoming, made, strict=False)
             if ref in self._returning
         }
         if back and not self._accumulates:
@@ -277,9 +280,8 @@ class StageRun:
         """Hold tensors until every stage that needs one of them has it."""
         if not tensors:
             return
-        peers = self.stage.sends if flow is Flow.ACTIVATION else self.stage.receives
         self._outgoing[flow, k] = tensors
-        self._unsent[flow, k] = len({other for ref, other in peers if ref in tensors})
+        self._unsent[flow, k] = self._sends[flow, k]
 
     def _release(self, k: int, *, recycle: bool) -> None:
         arrived = self._arrived.pop(k, {})

@@ -11,8 +11,8 @@ from autopipe.cluster.cluster import Group, Link, NodeGroup
 from autopipe.planfile import predict
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import Batch, Boundary, Mesh, Place, Transfer
+from autopipe.planners.costs.eager_depths import pipeline
 from autopipe.planners.model.eager_period import StageLink as Between
-from autopipe.planners.search.eager_depths import pipeline
 from autopipe.schedules.instructions import Channel, Flow
 from tests.support.plans import chain, example_plan
 

@@ -8,7 +8,7 @@ from collections import defaultdict
 import pytest
 
 from autopipe.errors import ScheduleError
-from autopipe.schedules import transfers
+from autopipe.schedules import lanes, transfers
 from autopipe.schedules.deadlock import check
 from autopipe.schedules.generators import forward_only, gpipe, one_f_one_b
 from autopipe.schedules.instructions import (
@@ -20,8 +20,9 @@ from autopipe.schedules.instructions import (
     holders,
     parse_programs,
 )
+from autopipe.schedules.lanes import sends_under_way, window
 from autopipe.schedules.registry import SCHEDULES, make
-from autopipe.schedules.transfers import Edge, insert, sends_under_way, window
+from autopipe.schedules.transfers import Edge, insert
 from tests.support.long import sampled
 from tests.support.operations import lines
 
@@ -382,7 +383,7 @@ def test_with_a_bound_that_does_not_know_the_schedule_stages_lock_each_other_up(
     """
     arguments = one_f_one_b(10, 10), [*chain(10), Edge(0, 9, gradient=True)], [2] * 9
     check(insert(*arguments))
-    monkeypatch.setattr(transfers, "sends_under_way", lambda channel, ahead: 2)
+    monkeypatch.setattr(lanes, "sends_under_way", lambda channel, ahead: 2)
     check(insert(*arguments))
     monkeypatch.setattr(transfers, "_starts", lambda programs, edges: defaultdict(list))
     with pytest.raises(ScheduleError, match="deadlock: rank 0 waits at 0FREE_F"):

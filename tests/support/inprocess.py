@@ -38,8 +38,8 @@ from autopipe.runtime.step.executor import Executor
 from autopipe.runtime.step.memory_meter import Meter
 from autopipe.runtime.step.stage import Pool, StageRun, StepInput
 from autopipe.schedules.instructions import Programs, holders, splits
+from autopipe.schedules.lanes import sends_for
 from autopipe.schedules.registry import make
-from autopipe.schedules.transfers import sends_for
 from autopipe.stages import step_programs
 from autopipe.stages.dry_run import Rehearsal, rehearse
 from autopipe.stages.lower import lower

@@ -98,12 +98,12 @@ def memory_of_parameters_in_shards() -> None:
 
 
 def measured_as_planned(
-    name: str, m: int, schedule: str, precision: str, dp: int = 1, **more: Any
+    name: str, m: int, schedule: str, precision: str, dp: int = 1, pp: int = 2, **more: Any
 ) -> None:
     """Parameters, gradients, AdamW's two moments, activations and transfers of each stage: to the
     byte, but for AdamW's counters."""
     chunks = 2 if schedule == "interleaved" else None
-    plan = planned(name, 2, dp, m, schedule, chunks=chunks, precision=precision, **more)
+    plan = planned(name, pp, dp, m, schedule, chunks=chunks, precision=precision, **more)
     pipe = piped(name, plan)
     pipe.meter = Meter()
     optimizer = torch.optim.AdamW(pipe.parameters())

@@ -21,6 +21,7 @@ from tests.support import part_stories as part_stories
 from tests.support import pipe_stories as pipe_stories
 from tests.support import step_stories as step_stories
 from tests.support import tp_stories as tp_stories
+from tests.support import turn_stories as turn_stories
 from tests.support import zero_stories as zero_stories
 from tests.support.long import LONG
 from tests.support.pipes import LONG_STORIES, STORIES, once

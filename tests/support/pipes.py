@@ -220,7 +220,7 @@ def own(pipe: Pipe, name: str, whole: Tensor) -> Tensor:
     lies = read_back(plan).states.get(name, I)
     if lies.sharded:
         whole = own_part(whole, lies, plan.mesh.tp, place.tp)
-    if plan.zero == 0 or plan.mesh.dp == 1:
+    if not plan.deals and not plan.scatters:
         return whole
     if plan.scatters:  # over replicas alone
         return whole[slice(*own_rows(len(whole), plan.mesh.dp, place.dp))]

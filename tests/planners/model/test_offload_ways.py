@@ -63,7 +63,7 @@ def on(problem: Problem, limit: int, host: float, in_flight: int) -> tuple[Probl
     """The problem on one device of so many bytes, whose host's memory takes so many a second."""
     device = replace(machine(1, limit), hosts=(host,))
     problem = replace(problem, machine=device)
-    return problem, place_of(problem, STAGE, 0, in_flight, 0, None)
+    return problem, place_of(problem, STAGE, in_flight, 0, None)
 
 
 def seconds(problem: Problem, limit: int, host: float, in_flight: int = 8) -> float:

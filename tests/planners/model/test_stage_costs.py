@@ -49,7 +49,7 @@ def ranges(problem: Problem = PROBLEM, first: int = 1, last: int = 3) -> Tables:
 def given(problem: Problem, config: Config, stage: int) -> StagePlace:
     """A place in rank order."""
     held = in_flights(problem, config)[stage]
-    return place_of(problem, config, stage, held, stage, stage - 1 if stage else None)
+    return place_of(problem, config, held, stage, stage - 1 if stage else None)
 
 
 # Bytes.
@@ -301,7 +301,7 @@ def all_of_it(
     """One stage of all units on a device of so many bytes."""
     problem = replace(problem, machine=machine(1, limit))
     config = Config(1, 1, 4, 0, schedule)
-    place = place_of(problem, config, 0, in_flight, 0, None)
+    place = place_of(problem, config, in_flight, 0, None)
     every = ranges(problem, 0, problem.units)
     numbers = compositions(problem).number[0, problem.units]
     return costs(problem, config, place, every, numbers, holding)
@@ -394,7 +394,7 @@ def test_the_set_is_the_cheapest_that_fits(seed: int) -> None:
     problem = rich_problem(seed)
     m = problem.batch // problem.profiles[0].rows
     config = Config(1, 1, m, 0, "1f1b")
-    place = place_of(problem, config, 0, min(m, 3), 0, None)
+    place = place_of(problem, config, min(m, 3), 0, None)
     sets, numbers = sets_of(problem, config, place), compositions(problem).number
     every = tables(problem, problem.profiles[0])
     for i, j in zip(*np.triu_indices(problem.units + 1, k=1), strict=True):

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
+from autopipe.planners.costs.eager_depths import WORTH, choose
 from autopipe.planners.model.eager_period import EagerPipeline, StageLink, extra_bytes, period
-from autopipe.planners.search.eager_depths import WORTH, choose
 from autopipe.schedules.registry import make
 from autopipe.schedules.simulate import Costs, simulate
 from autopipe.schedules.transfers import Edge, insert

@@ -1,0 +1,75 @@
+"""Whether the parts of a plan agree with each other: stages, what they exchange, ranks on devices.
+
+Each check calls `refuse` with the path of what does not, what was expected there and what is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from autopipe.cluster.cluster import Cluster
+from autopipe.planfile.parts import Mesh, StagePlan
+
+ZERO = (0, 1, 2, 3)
+"""The ZeRO stages there are, by what they deal out; the least is preferred."""
+
+Refuse = Callable[[str, str, str], None]
+"""Raises the error for a part of a plan: its path, what was expected there, what was found."""
+
+
+def check_stages(stages: Sequence[StagePlan], refuse: Refuse) -> None:
+    """Each stage's figures are of stages that there are, and none is below zero."""
+    for index, stage in enumerate(stages):
+        if stage.zero not in ZERO:
+            refuse(f"stages[{index}].zero", f"one of {ZERO}", str(stage.zero))
+        if stage.zero != stages[0].zero:
+            refuse(f"stages[{index}].zero", f"{stages[0].zero}, as of stage 0", str(stage.zero))
+        for part, figures in (("", stage.predicted), ("memory.", stage.predicted.memory)):
+            for name, figure in vars(figures).items():
+                if isinstance(figure, int | float) and figure < 0:
+                    refuse(f"stages[{index}].predicted.{part}{name}", "at least 0", str(figure))
+        for word in ("receives", "sends"):
+            for slot, transfer in enumerate(getattr(stage, word)):
+                low, high = (0, index) if word == "receives" else (index + 1, len(stages))
+                if not low <= transfer.peer < high:
+                    side = "an earlier" if word == "receives" else "a later"
+                    refuse(
+                        f"stages[{index}].{word}[{slot}].peer",
+                        f"{side} stage",
+                        str(transfer.peer),
+                    )
+
+
+def check_transfers(stages: Sequence[StagePlan], refuse: Refuse) -> None:
+    """What a stage receives is what the other one sends, and nothing is sent to nobody."""
+    for word, other in (("sends", "receives"), ("receives", "sends")):
+        for index, stage in enumerate(stages):
+            for slot, transfer in enumerate(getattr(stage, word)):
+                theirs = [
+                    t
+                    for t in getattr(stages[transfer.peer], other)
+                    if t.name == transfer.name and t.peer == index
+                ]
+                if theirs != [replace(transfer, peer=index)]:
+                    refuse(
+                        f"stages[{index}].{word}[{slot}]",
+                        f"what stages[{transfer.peer}].{other} has",
+                        f"{transfer} here and {theirs[0] if theirs else 'nothing'} there",
+                    )
+
+
+def check_devices(mesh: Mesh, cluster: Cluster, refuse: Refuse) -> None:
+    """Every rank is on a device that the cluster has, and on one of its own."""
+    sizes, taken = cluster.devices_per_node, dict[tuple[int, int], int]()
+    for rank, place in enumerate(mesh.places):
+        here = f"mesh.places[{rank}]"
+        if not 0 <= place.node < len(sizes):
+            refuse(f"{here}.node", f"one of {len(sizes)} nodes, from 0", str(place.node))
+        if not 0 <= place.local < sizes[place.node]:
+            found = str(place.local)
+            refuse(f"{here}.local", f"one of the node's {sizes[place.node]} devices, from 0", found)
+        other = taken.setdefault((place.node, place.local), rank)
+        if other != rank:
+            where = f"node {place.node}, device {place.local}"
+            refuse(here, "a device of its own", f"{where}, which is rank {other}'s")

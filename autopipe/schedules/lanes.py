@@ -1,0 +1,169 @@
+"""How the tensors of one step pass through a channel: how far either end of it runs ahead.
+
+    sent      the micro-batches, in the order of the source
+    posted    how many receives stand ready when the target waits for its first, its second, ...
+    bound     how many sends may be under way
+
+A channel moves its tensors in the order in which the source makes them. Receives are posted in that
+order and waited for in the target's own, which may be another one; then as many are posted as the
+next one to be needed has before it. Between stages at which ranks take turns a channel has those
+micro-batches alone that both of its ends take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from autopipe.errors import ScheduleError
+from autopipe.schedules.instructions import Channel, Flow
+
+SENDS_UNDER_WAY = 2
+"""How many sends of a channel between neighbours may be under way: one on the wire, one behind."""
+
+
+def sends_for(depths: Sequence[int]) -> int:
+    """How many sends of a channel may be under way, by what runs ahead on purpose.
+
+    Where something does, a wire is kept busy by the send behind the one it carries. Where nothing
+    does, a send is over long before the next one, and one tensor less of each channel is held.
+
+    Args:
+        depths: one per boundary, or none.
+    """
+    return SENDS_UNDER_WAY if any(depths) else 1
+
+
+Side = tuple[int, Flow | None]
+"""A stage's forwards, its backwards, or what moves nothing."""
+
+
+class Entries(NamedTuple):
+    """Which stage each entry of the programs is of, and which micro-batches it takes."""
+
+    stages: tuple[int, ...]
+    own: tuple[int, ...]
+    of: tuple[int, ...]
+
+    @staticmethod
+    def at(turns: Sequence[int]) -> Entries:
+        """Of stages with so many entries each."""
+        found = [(stage, i, n) for stage, n in enumerate(turns) for i in range(n)]
+        return Entries(*zip(*found, strict=True)) if found else Entries((), (), ())
+
+    def taken(self, entry: int, microbatches: Sequence[int]) -> Sequence[int]:
+        """Those of some micro-batches that an entry takes."""
+        of = self.of[entry]
+        if of == 1:
+            return microbatches
+        return [k for k in microbatches if k % of == self.own[entry]]
+
+
+def window(channel: Channel, windows: Sequence[int]) -> int:
+    """How many receives of `channel` are posted ahead: the widest window of those it spans."""
+    low, high = sorted((channel.source, channel.target))
+    return max(windows[low:high])
+
+
+def sends_under_way(channel: Channel, sends_ahead: int = SENDS_UNDER_WAY) -> int:
+    """How many sends of `channel` may at least be under way: one more for each boundary it skips.
+
+    A pipeline runs that much further ahead of the far end of a skip connection.
+    """
+    return sends_ahead + abs(channel.target - channel.source) - 1
+
+
+class WireLane(NamedTuple):
+    """A channel and how the tensors of one step pass through it.
+
+    Attributes:
+        sent: micro-batches, in the order of the source and so of the channel.
+        posted: how many receives have been posted when the target waits for its first tensor, its
+            second, ... and when it has them all.
+        bound: how many sends may be under way.
+        ready: when each receive has been posted, in the order of the channel, in a run of compute
+            alone (`_starts`).
+        leaves, comes: of its micro-batches, the number of each in the source's order and in the
+            target's; None: it has all of theirs.
+    """
+
+    channel: Channel
+    sent: Sequence[int]
+    posted: list[int]
+    bound: int
+    ready: list[int]
+    leaves: Mapping[int, int] | None = None
+    comes: Mapping[int, int] | None = None
+
+
+def lane_of(
+    channel: Channel,
+    orders: dict[Side, list[int]],
+    starts: dict[Side, list[int]],
+    windows: Sequence[int],
+    sends_ahead: int,
+    entries: Entries,
+) -> WireLane:
+    """Decide how far either end of a channel runs ahead of the other.
+
+    Receives are ahead by the window, or by all that comes before the next tensor that is needed.
+
+    The bound of sends stops a source that runs ahead, and for good where it holds up what the
+    target needs before it takes more. So look at a run of compute alone (`_starts`), count the
+    sends that no receive awaits at that moment, and allow as many and the next one. Each wait that
+    the bound makes is then for a receive that this run has posted by that time: transfers keep the
+    order of a run that exists and cannot lock it up, whatever the schedule, the skip connections
+    and the windows.
+    """
+    source, target = (channel.source, channel.flow), (channel.target, channel.flow)
+    sent = entries.taken(channel.target, orders[source])
+    taken = entries.taken(channel.source, orders[target])
+    place = {k: number for number, k in enumerate(sent)}
+    for k in {*sent} ^ {*taken}:
+        one, other = channel[:2] if k in place else channel[1::-1]
+        raise ScheduleError(
+            f"stage {one} runs {channel.flow.value}{k}, and stage {other}, with which it exchanges "
+            "tensors, never does"
+        )
+    begun, wanting = (
+        _starts_of(sent, source, orders, starts),
+        _starts_of(taken, target, orders, starts),
+    )
+    near = channel._replace(
+        source=entries.stages[channel.source], target=entries.stages[channel.target]
+    )
+    ahead = window(near, windows)
+    wanted = (max(number + ahead, place[k] + 1) for number, k in enumerate(taken))
+    posted = [min(len(sent), count) for count in accumulate(wanted, max)] + [len(sent)]
+
+    bound, waits = sends_under_way(near, sends_ahead), 0
+    for number, start in enumerate(begun):
+        while waits < len(wanting) and wanting[waits] <= start:
+            waits += 1
+        bound = max(bound, number - posted[waits] + 1)
+    ready = [-1] * posted[0]
+    for number, start in enumerate(wanting):
+        ready += [start] * (posted[number + 1] - posted[number])
+    return WireLane(
+        channel,
+        sent,
+        posted,
+        bound,
+        ready,
+        None if sent is orders[source] else place,
+        None if taken is orders[target] else {k: number for number, k in enumerate(taken)},
+    )
+
+
+def _starts_of(
+    some: Sequence[int],
+    side: Side,
+    orders: dict[Side, list[int]],
+    starts: dict[Side, list[int]],
+) -> list[int]:
+    """When some of a side's micro-batches start, as far as that is known."""
+    if some is orders[side]:
+        return starts[side]
+    those = set(some)
+    return [start for k, start in zip(orders[side], starts[side], strict=False) if k in those]
