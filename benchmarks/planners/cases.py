@@ -30,10 +30,7 @@ Row = dict[str, Any]
 
 
 class PiperCase(NamedTuple):
-    """What Piper finds: seconds a micro-batch, None where nothing fits, in CPU seconds.
-
-    `unsupported` is what its plan has and autopipe's cannot have.
-    """
+    """What Piper finds: seconds a micro-batch, None where nothing fits, in CPU seconds."""
 
     devices: int
     gibibytes: int
@@ -41,18 +38,15 @@ class PiperCase(NamedTuple):
     objective: float | None
     cpu: float
     plan: str
-    unsupported: str = ""
 
-
-PER_STAGE = "a data-parallel degree for each stage"
 
 PIPER = (
     PiperCase(8, 4, 480, None, 0.06, "nothing fits"),
     PiperCase(8, 8, 480, 0.165856, 0.04, "tp 1 pp 8 dp 1, layers 6/4/4/4/4/4/5/6"),
     PiperCase(8, 80, 480, 0.123205, 0.04, "tp 1 pp 1 dp 8"),
     PiperCase(64, 80, 1920, 0.0156502, 0.42, "tp 1 pp 1 dp 64"),
-    PiperCase(16, 8, 960, 0.0829966, 0.10, "pp 11, dp 2/2/2/1/1/1/1/1/1/2/2", PER_STAGE),
-    PiperCase(64, 8, 1920, 0.0202006, 0.19, "pp 12, dp 16/6/4/4/4/4/2/2/2/5/5/10", PER_STAGE),
+    PiperCase(16, 8, 960, 0.0829966, 0.10, "pp 11, dp 2/2/2/1/1/1/1/1/1/2/2"),
+    PiperCase(64, 8, 1920, 0.0202006, 0.19, "pp 12, dp 16/6/4/4/4/4/2/2/2/5/5/10"),
 )
 """On bert32a100."""
 
@@ -60,7 +54,7 @@ PIPER = (
 class GalvatronCase(NamedTuple):
     """What Galvatron finds on eight devices: rows a second, in CPU seconds.
 
-    `unsupported` as above.
+    `unsupported` is what its plan has and autopipe's cannot have.
     """
 
     gibibytes: int
@@ -126,7 +120,7 @@ def of_piper(graph: piper.Graph, case: PiperCase) -> Row:
         "unit": "seconds a micro-batch",
         **{"theirs": case.objective, "ours": ours, "ratio": ratio, "feasible": ours is not None},
         **{"cpu_theirs": case.cpu, "cpu_ours": spent, "plan_theirs": case.plan, "plan_ours": plan},
-        **{"unsupported": case.unsupported, "wrong": wrong},
+        **{"unsupported": "", "wrong": wrong},
     }
 
 
@@ -159,7 +153,9 @@ def of_galvatron(costs: galvatron.Costs, case: GalvatronCase) -> Row:
 def _piper_plan(stages: list[piper.Stage]) -> str:
     layers = "/".join(str(len(stage.layers)) for stage in stages)
     again = "/".join(str(len(stage.recomputed)) for stage in stages)
-    degrees = f"tp {stages[0].tp} pp {len(stages)} dp {stages[0].dp}"
+    each = [stage.dp for stage in stages]
+    dp = each[0] if len({*each}) == 1 else "/".join(map(str, each))
+    degrees = f"tp {stages[0].tp} pp {len(stages)} dp {dp}"
     return f"{degrees}, layers {layers}, recomputed {again}"
 
 

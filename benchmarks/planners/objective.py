@@ -4,7 +4,10 @@ Piper: not the step is to be the shortest but its period, as in a pipeline that 
 transfer takes the time of both the stage that sends and the stage that receives, over the link
 between the first two groups:
 
-    step = m * max_s (t_s + reduce_s / m),     t_s = F + B + again + (R + R' + S + S') / bandwidth
+    step = m * max_s (t_s / d_s + reduce_s / m)
+    t_s  = F + B + again + (R + R' + S + S') / bandwidth
+
+with d_s the ranks that take turns at a stage.
 
 What a stage recomputes stays until the stage's last backward: of n micro-batches in flight a
 recomputed block saves the bytes of n - 1.
@@ -15,7 +18,7 @@ Galvatron: the planner's own step. What is recomputed is not counted at all.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -28,6 +31,7 @@ from autopipe.planners.model.places import StagePlace, places
 from autopipe.planners.model.problem import Config, Decision, Problem
 from autopipe.planners.model.range_tables import Bytes, Tables, tables
 from autopipe.planners.model.stage_costs import StageSeconds, reduce_seconds, wire_rate
+from autopipe.planners.search import in_turns
 from autopipe.planners.search.bound import bound
 from autopipe.planners.search.configs import configs
 from autopipe.planners.search.descent import TOLERANCE
@@ -62,8 +66,14 @@ def period_costs(
         sent = ranges.sent + ranges.sent_gradient
         whole = whole + sent / wire_rate(problem, config, place.before)
     reduce = reduce_seconds(ranges, problem, config, place.group)
-    period = np.asarray(whole + reduce / config.micro_batches)
+    period = np.asarray(whole / place.turns + reduce / config.micro_batches)
     return found._replace(seconds=StageSeconds(np.asarray(whole), period, 0 * reduce))
+
+
+def by_piper(after: int, of: int) -> tuple[int, int]:
+    """Of so many ranks the micro-batches in flight by Piper: the ranks from the stage on, shared
+    out, and rounded up for each stage alone."""
+    return -(-(after + of) // of), after + of
 
 
 def period_weights(problem: Problem, config: Config) -> tuple[float, float]:
@@ -102,9 +112,29 @@ def fastest(problem: Problem, objective: Objective) -> Found | None:
         if decision is not None:
             found[config] = Found(decision, step_seconds(problem, decision, objective))
             best = min(best, found[config].seconds)
+    divided = _in_turns(problem, objective)
+    if divided is not None and divided.seconds < best * (1 - TOLERANCE):
+        return divided
     # Of equals the first, as configs come in the order that decides.
     ties = (found[f] for f in every if f in found and found[f].seconds <= best * (1 + TOLERANCE))
     return next(ties, None)
+
+
+def _in_turns(problem: Problem, objective: Objective) -> Found | None:
+    """The same where ranks of one pipeline over all devices take turns, as far as they divide."""
+    ranks, m = problem.machine.devices, problem.batch
+    config = Config(ranks, 1, m, 0, in_turns.SCHEDULE)
+    if objective is not PIPER or ranks < 3:
+        return None
+    decision = in_turns.optimum(problem, config, objective, by_piper)
+    if decision is None:
+        return None
+    return Found(decision, step_seconds(problem, decision, objective))
+
+
+def _piper_flights(turns: Sequence[int]) -> list[int]:
+    """The micro-batches in flight at each stage by Piper."""
+    return [-(-sum(turns[stage:]) // of) for stage, of in enumerate(turns)]
 
 
 def step_seconds(problem: Problem, decision: Decision, objective: Objective) -> float:
@@ -112,11 +142,13 @@ def step_seconds(problem: Problem, decision: Decision, objective: Objective) -> 
     config, numbers = decision.config, compositions(problem).number
     bounds = (0, *decision.cuts, problem.units)
     every = tables(problem, problem.profile(problem.batch // (config.dp * config.micro_batches)))
+    placed = [
+        place if not config.turns else place._replace(in_flight=_piper_flights(config.turns)[s])
+        for s, place in enumerate(places(problem, config, decision.groups or range(config.pp)))
+    ]
     stages = [
         objective.costs(problem, config, place, every.at(first, end), numbers[first, end]).seconds
-        for place, first, end in zip(
-            places(problem, config, decision.groups), bounds, bounds[1:], strict=False
-        )
+        for place, first, end in zip(placed, bounds, bounds[1:], strict=False)
     ]
     of_sum, of_largest = objective.weights(problem, config)
     slowest = max(objective.floor(problem, config), *(float(stage.period) for stage in stages))

@@ -138,12 +138,13 @@ def _stages(graph: Graph, decision: Decision, tp: int) -> list[Stage]:
         if layer.variants[tp, False].in_flight > layer.variants[tp, True].in_flight
     ]
     bounds = (0, *decision.cuts, len(names))
+    turns = decision.config.turns or (1,) * decision.stages
     return [
         Stage(
             frozenset(names[first:last]),
-            decision.config.dp,
+            decision.config.dp * of,
             tp,
             frozenset(blocks[again.block] for again in own),
         )
-        for first, last, own in zip(bounds, bounds[1:], decision.recompute, strict=False)
+        for first, last, own, of in zip(bounds, bounds[1:], decision.recompute, turns, strict=False)
     ]
