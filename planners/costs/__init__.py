@@ -16,5 +16,6 @@ Other rooms use: `profile.Costing`, `.need`, `tp_degrees.as_one_rank`, `plan_mem
     block_levels   the levels of blocks: which ops run again, bytes, seconds
     gathered       what ZeRO-3 gathers in one go
     plan_memory    exact bytes of a Plan
+    eager_depths   how far eager-1f1b runs ahead, of a plan that is cut
     part_seconds   seconds of the conversions by which stages send tensors in parts
 """

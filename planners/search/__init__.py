@@ -5,13 +5,13 @@ smallest changes that would fit. Never found here: torch, and costs of its own: 
 scored by `planners.model`.
 
 Other rooms use: `registry.PLANNERS`, `best.Answer`, `.Outdone`, `.beside`, `bound.bounds`,
-`dynamic.fastest`, `eager_depths.choose`.
+`dynamic.fastest`.
 
     configs, device_orders           what there is to choose from
     bound, room_bound                what rules a config out before its cuts are tried
     dynamic, descent                 the exact planner
+    in_turns                         the same where ranks take turns at a stage
     exhaustive, uniform              its oracle, and the baseline
     best                             the best of all configs                start reading here
     alternatives, reasons, relax     what an answer or a refusal says
-    eager_depths                     how far eager-1f1b runs ahead, of a plan that is cut
 """
