@@ -130,7 +130,11 @@ def plan(
         ),
     ] = True,
     planner: Annotated[
-        str, typer.Option(help="How to search: dynamic, exhaustive or uniform.")
+        str,
+        typer.Option(
+            help="How to cut: dynamic (the fastest), exhaustive (the same, by trying all) or "
+            "uniform (equally many blocks a stage, as Megatron-LM)."
+        ),
     ] = "dynamic",
     loss_over: Annotated[
         str | None,

@@ -6,8 +6,8 @@
 
 A trace has what one run computes, for good: numbers from outside torch are constants in it, and so
 is what the model keeps in plain attributes. Some models draw a number that changes nothing
-(`if draw < self.layerdrop` where that is 0), or keep what they only look at (`self.last = hidden`):
-these make the same calls again.
+(`if draw < self.layerdrop` where that is 0), or keep what they only look at (`self.last = hidden`,
+or a word for `labels.dtype`): these make the same calls again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from autopipe.errors import CaptureError
@@ -152,7 +152,10 @@ class Draws(TorchFunctionMode):
 
 
 class _Noted(TorchFunctionMode):
-    """Notes calls with the numbers and the small tensors that go into them."""
+    """Notes calls with the numbers and the small tensors that go into them.
+
+    To ask what a tensor looks like (`x.dtype`, `x.shape`) computes nothing: that is no call.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,8 +169,11 @@ class _Noted(TorchFunctionMode):
             else marshal.dumps(tensor.detach().tolist(), BINARY)  # a text takes 20 times as long
             for tensor in tensors_in((args, kwargs or {}))
         ]
-        self.calls.append((str(func), repr(plain), *values))
-        return func(*args, **(kwargs or {}))
+        call = (str(func), repr(plain), *values)
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) or getattr(func, "__name__", "") != "__get__":
+            self.calls.append(call)
+        return result
 
 
 def _numpy() -> Any:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from autopipe.cluster import efficiency
+from benchmarks.published import deepspeed
 from benchmarks.published.rows import Run
 
 LARGE, WIDE = 8, 1.5
@@ -40,9 +41,10 @@ class Prediction:
     @classmethod
     def of(cls, run: Run, line: Mapping[str, Any]) -> Prediction:
         """The prediction of a row as it was printed."""
-        needed = line["needed_bytes"]
-        memory = counted(needed, run.memory_kind)
         capacity, parts = line["capacity_bytes"], line["bytes"]
+        needed, reserved = deepspeed.held(run, line["needed_bytes"], parts)
+        tensors = needed if run.memory_kind == "allocated" else reserved
+        memory = counted(tensors, run.memory_kind)
         return cls(run, line["predicted_step_s"], memory, needed, capacity, parts)
 
     @property

@@ -9,14 +9,15 @@
 
 Profiles are chosen from what the row itself says, never from how far off its prediction is.
 A row of fused kernels, by hand or by a compiler, is planned with compiled stages, others with eager
-ones.
+ones. A pipeline of software that deals its layers out evenly is planned with even cuts, the
+planner `uniform`; cuts of others are the planner's.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 Row = Mapping[str, str]
 """A row of a table by the names of its columns."""
@@ -29,10 +30,15 @@ class Software:
     Args:
         name: of the profile.
         fused: whether neighbouring pointwise ops are one kernel, or each its own.
+        even: whether a pipeline's stages get equally many layers, embedding and head counted as a
+            layer each where their number divides so alone.
+        deepspeed: whether the optimizer is DeepSpeed's, in a pipeline of Megatron-DeepSpeed's.
     """
 
     name: str
     fused: bool
+    even: bool = True
+    deepspeed: bool = False
 
 
 MEGATRON = Software("megatron", fused=True)
@@ -49,8 +55,28 @@ _ATTENTION_ALONE = r"torch|flash_attention\S*"
 """A column `attention` that names packages of kernels, and of no norm: `X + RMS kernel` does."""
 
 
+_OWN_CUTS = r"\(alpa\)|aleph-alpha"
+_DEEPSPEED = r"deepspeed|bigscience"
+
+
 def software_of(row: Row) -> Software:
-    """The profile of a row."""
+    """The profile of a row, by its kernels, its cuts and its optimizer.
+
+    Megatron-LM refuses layers that its stages do not divide (`arguments.py`), or counts embedding
+    and head as a layer each (`--account-for-embedding-in-pipeline-split`), as its zero-bubble fork
+    (Qi et al., 2024) and torchtitan do (`generate_llm_fqn_per_model_part`).
+    Megatron-DeepSpeed cuts by `type:transformer` (`gpt_model.py`, GPTModelPipe), BigScience's last
+    rows by `type:transformer|embedding` (bigscience, tr11-176B-ml/chronicles-prequel.md,
+    "Rebalancing layers"). Alpa looks for its cuts (Zheng et al., OSDI 2022, section 5); Scaling,
+    which is Aleph Alpha's, counts embedding, last norm and head as layers
+    (`pipe_partition_uniform`).
+    """
+    said = " ".join(row.get(name) or "" for name in (*_FIELDS, "schedule", "source")).lower()
+    even, deepspeed = not re.search(_OWN_CUTS, said), bool(re.search(_DEEPSPEED, said))
+    return replace(_profile(row), even=even, deepspeed=deepspeed)
+
+
+def _profile(row: Row) -> Software:
     said = " ".join(row.get(name) or "" for name in _FIELDS).lower()
     if re.search(_COMPILED, said):
         return COMPILED

@@ -106,6 +106,7 @@ def own_layout(run: Run) -> Outcome:
             **_asked(run, roomy(cluster)),
             **layout,
             **_schedule(run, Path(folder)),
+            planner="uniform" if run.software.even else "dynamic",
             zero=min(run.sharding, 1) if run.sharding < 3 else 3,
             recompute=_recompute(run),
             compile=run.software.fused,

@@ -91,6 +91,7 @@ def _theirs(recipe: Recipe, cluster: Cluster) -> Line:
         "micro_batches": layout.micro_batches,
         "schedule": "interleaved" if layout.chunks > 1 else "1f1b",
         "chunks": layout.chunks if layout.chunks > 1 else None,
+        "planner": "uniform" if layout.even else "dynamic",
         "zero": layout.zero,
         "recompute": layout.recompute,
         "sequence_parallel": layout.sequence_parallel,

@@ -33,13 +33,18 @@ class Unbuilt(Exception):
 
 @dataclass(frozen=True)
 class Layout:
-    """What experts chose; `unsaid` is what of it cannot be said to the tool, and stands for it."""
+    """What experts chose; `unsaid` is what of it cannot be said to the tool, and stands for it.
+
+    `even` is whether stages have equally many layers, as Megatron-LM deals them out where a recipe
+    writes no cuts.
+    """
 
     tp: int
     pp: int
     dp: int
     micro_batches: int
     chunks: int
+    even: bool
     zero: int
     sequence_parallel: bool
     recompute: str
@@ -103,7 +108,8 @@ def _layout(row: Row, gpus: int, batch: int) -> Layout | str:
     dp, left = divmod(gpus, tp * pp)
     if left or batch % (dp * size):
         return f"tp={tp} pp={pp} micro-batches of {size} do not divide {gpus} GPUs and {batch} rows"
-    unsaid = [] if _said(row, "layout") is None else ["its own cuts"]
+    even = _said(row, "layout") is None
+    unsaid = [] if even else ["its own cuts"]
     granularity = _said(row, "recompute_granularity")
     if granularity == "selective":
         unsaid.append("recompute selective as none")
@@ -116,6 +122,7 @@ def _layout(row: Row, gpus: int, batch: int) -> Layout | str:
         dp=dp,
         micro_batches=batch // (dp * size),
         chunks=_count(row, "virtual_pipeline_model_parallel_size") or 1,
+        even=even,
         zero=3 if fsdp else 1,
         sequence_parallel=_said(row, "sequence_parallel") == "True",
         recompute="all" if granularity == "full" else "none",

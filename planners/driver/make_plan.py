@@ -140,7 +140,8 @@ def plan(
         offload: blocks that keep what backward needs in the host's memory: "all", "off", a class
             of them, or paths; "auto": those for which that is quicker than running them again,
             where devices have a link to their host. None: as "off".
-        planner: "dynamic", "exhaustive" or "uniform".
+        planner: "dynamic": the fastest cuts; "exhaustive": the same, by trying all; "uniform":
+            equally many blocks a stage, as Megatron-LM deals them out.
         sequence_parallel: with tp, also consider shards of the batch's second dim between layers;
             they hold less, and take less time in norms and sums.
         loss_over: "rows": the loss must be one of the whole batch, however it is cut into

@@ -20,7 +20,7 @@ from autopipe.planfile.consistency import ZERO
 from autopipe.planners.model.devices import Machine
 from autopipe.planners.model.estimate import Scored
 from autopipe.planners.model.problem import Again, Decision, Problem
-from autopipe.util.numbers import percent
+from autopipe.util.numbers import percent, ranges
 
 Fastest = Callable[[Problem], Scored | None]
 """The fastest decision that fits; None: nothing fits."""
@@ -158,8 +158,8 @@ def _said(name: str, decision: Decision, problem: Problem) -> str:
     config = decision.config
     match name:
         case "recompute":
-            stages = [str(s) for s, blocks in enumerate(decision.recompute) if blocks]
-            return f"recomputation in stage{'s' if len(stages) > 1 else ''} {', '.join(stages)}"
+            stages = [s for s, blocks in enumerate(decision.recompute) if blocks]
+            return f"recomputation in stage{'s' if len(stages) > 1 else ''} {ranges(stages)}"
         case "devices":
             return f"{problem.machine.existing} devices"
         case "schedule":

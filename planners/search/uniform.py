@@ -1,12 +1,17 @@
 """Equal shares of blocks: what Megatron-LM does, and the baseline for the others.
 
-    blocks   0 1 2 3 4 5 6 over 3 stages  ->  0 1 2 | 3 4 | 5 6
+    6 blocks over 3 stages   e 0 1 | 2 3 | 4 5 h            e, h: units before and after the blocks
+    7 blocks over 3 stages   e 0 1 | 2 3 4 | 5 6 h          e and h as a block each: 9 over 3
+    8 blocks over 3 stages   e 0 1 2 | 3 4 5 | 6 7 h        neither divides
 
-The first stages get one block more if they do not divide (in Narayanan et al., SC21, section 2.2,
-they do). Units before the first block stay with the first stage, units after the last
-block with the last one, units between two blocks with the earlier one. A model with fewer blocks
-than stages is cut by its number of units instead. No cost is looked at for the cuts; mesh,
-micro-batches and schedule are the fastest that fit by the estimate.
+Where the number of blocks does not divide (in Narayanan et al., SC21, section 2.2, it does), what
+stands before and after them counts as a block each, if that divides: so do Megatron-LM's
+`--account-for-embedding-in-pipeline-split` and `--account-for-loss-in-pipeline-split`, DeepSpeed's
+`type:transformer|embedding`, and Llama 3, whose first and last stage have one layer less
+(Grattafiori et al., 2024, section 3.3.2). Else the first stages get one block more.
+Units between two blocks stay with the earlier one. A model with fewer blocks than stages is cut by
+its number of units instead. No cost is looked at for the cuts; mesh, micro-batches and schedule are
+the fastest that fit by the estimate.
 """
 
 from __future__ import annotations
@@ -35,9 +40,16 @@ def _choose(problem: Problem, config: Config) -> Decision:
 
 def even_cuts(problem: Problem, stages: int) -> tuple[int, ...]:
     """The cuts between so many equal shares, in units; there are at least as many units."""
-    if len(problem.blocks) >= stages:
-        starts = [first for first, _ in problem.blocks]
-    else:
-        starts = list(range(problem.units))
+    starts = _dealt_out(problem, stages)
     share, larger = divmod(len(starts), stages)
     return tuple(starts[stage * share + min(stage, larger)] for stage in range(1, stages))
+
+
+def _dealt_out(problem: Problem, stages: int) -> list[int]:
+    """The first unit of each thing that stages get equally many of."""
+    starts = [first for first, _ in problem.blocks]
+    if starts and len(starts) % stages:
+        end = problem.blocks[-1][1]
+        if starts[0] > 0 and end < problem.units and (len(starts) + 2) % stages == 0:
+            return [0, *starts, end]
+    return starts if len(starts) >= stages else [*range(problem.units)]

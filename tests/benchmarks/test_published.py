@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from autopipe.report import schedule_page
-from benchmarks.published import tool, workers, zero_bubble
+from benchmarks.published import deepspeed, tool, workers, zero_bubble
 from benchmarks.published.__main__ import readable
 from benchmarks.published.cluster import cluster_of, kind_of
 from benchmarks.published.rows import Run, Unsupported, read
@@ -139,6 +139,19 @@ def test_the_profile_is_what_the_row_says(says: dict[str, object], profile: str)
     assert read(row(**says)).software.name == profile
 
 
+@pytest.mark.parametrize(
+    ("says", "even"),
+    [
+        ({}, True),
+        ({"source": "bigscience train/tr11-176B-ml/chronicles-prequel.md"}, True),
+        ({"schedule": "1F1B (alpa)"}, False),
+        ({"source": "Aleph-Alpha/NeurIPS-WANT-submission"}, False),
+    ],
+)
+def test_layers_are_dealt_out_as_the_row_s_software_does(says: Row, even: bool) -> None:
+    assert read(row(**says)).software.even == even
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_zb_2p_has_no_bubble_inside(ranks: int) -> None:
     """With F = I = W and no transfers each rank computes from its first forward to its last W."""
@@ -184,6 +197,42 @@ def test_memory_is_scored_as_its_source_counts_it() -> None:
     assert counted(100 * gib, "allocated") == 100 * gib
     assert counted(100 * gib, "reserved") == pytest.approx(103.4 * gib)
     assert counted(100 * gib, "device") == pytest.approx(105.4 * gib)
+
+
+DEEPSPEED = {"opt_shard": "zero1", "source": "bigscience", "tp": 1, "pp": 4, "vocab": 50304}
+
+
+@pytest.mark.parametrize(
+    ("says", "gradients", "held"),
+    [
+        # A plan of 9 GB, 1 of them activations, 0.5 passing gradients. Two replicas; of 80e6
+        # parameters a bucket takes 0.16 GB, and a partition, 40e6 of the embedding's 50304 x 1024,
+        # 8 x 40e6 = 0.32: less than what passes.
+        ({"precision": "fp16"}, 0.16e9, (9e9, 9e9)),
+        # Of 1600e6 a bucket has 500e6, 1 GB; the step flattens 800e6 twice, 6 x 800e6 = 4.8 GB,
+        # beside 7.5 GB of states.
+        ({"precision": "fp16"}, 3.2e9, (7.5e9 + 4.8e9, 8.5e9 + 1e9 + 4.8e9)),
+        ({"precision": "bf16 (BF16 optimizer, fp32 grads)"}, 3.2e9, (9e9 + 1.6e9, 9e9 + 1.6e9)),
+        ({"precision": "fp16", "source": "Megatron-LM"}, 3.2e9, (9e9, 9e9)),
+    ],
+)
+def test_what_deepspeed_holds_of_gradients(
+    says: Row, gradients: float, held: tuple[float, float]
+) -> None:
+    parts = {**dict.fromkeys(deepspeed.STATES, 0), "activations": int(1e9), "passing": int(0.5e9)}
+    parts |= {"gradients": int(gradients), "optimizer": int(7.5e9 - gradients)}
+    run = read(row(**{**DEEPSPEED, **says}))
+    assert deepspeed.held(run, int(9e9), parts) == held
+
+
+def test_nvidia_smi_shows_what_the_allocator_reserves() -> None:
+    run = read(row(**DEEPSPEED, precision="fp16", mem_kind="nvidia-smi"))
+    parts = {**dict.fromkeys(deepspeed.STATES, 0), "activations": int(1.5e9), "passing": 0}
+    parts |= {"gradients": int(3.2e9), "optimizer": int(4.3e9)}
+    line = {"bytes": parts, "needed_bytes": int(9e9), "capacity_bytes": int(12e9)}
+    found = Prediction.of(run, {**line, "predicted_step_s": 1.0})
+    assert (found.needed, found.oom) == (12.3e9, True)
+    assert found.memory == pytest.approx(14.8e9 * 1.034 + 2 * 2**30)
 
 
 def test_rows_that_are_far_off_or_said_not_to_fit_are_shown() -> None:

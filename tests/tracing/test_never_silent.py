@@ -160,6 +160,24 @@ def test_a_buffer_that_the_first_call_makes_anew_is_a_cache():
     assert trace.unsteady == ("table",) and "table" not in trace.graph.states
 
 
+class Looks(Net):
+    """Keeps a word for its first rows, as classifiers of transformers do for their labels."""
+
+    def begin(self):
+        self.kind = None
+
+    def inside(self, hidden):
+        if self.kind is None:
+            self.kind = "floats" if hidden.dtype.is_floating_point and hidden.shape else "else"
+        return self.middle(hidden)
+
+
+def test_a_word_that_the_first_call_keeps_is_no_obstacle():
+    """Bug: ViT-H, too large to be run twice, was refused: its first call had asked for a dtype."""
+    assert unlike(built(Looks)) == []
+    assert trace_model(built(Looks), inputs, square).unsteady == ()
+
+
 class Unused(Net):
     """Draws, as models with layerdrop do, and never uses the number."""
 

@@ -363,6 +363,11 @@ def test_equal_units_are_cut_early_whatever_the_order_of_sums() -> None:
         ([(1, 3), (3, 5), (5, 7), (7, 9), (9, 11)], 2, (7,)),
         ([(1, 3), (3, 5), (5, 7), (7, 9), (9, 11)], 3, (5, 9)),
         ([(1, 3), (3, 5), (5, 7), (7, 9), (9, 11)], 5, (3, 5, 7, 9)),
+        # Four blocks over 3 stages: e and h count as a block each, as 6 things over 3 stages.
+        ([(1, 3), (3, 5), (5, 7), (7, 11)], 3, (3, 7)),
+        ([(1, 3), (3, 5), (5, 7), (7, 11)], 6, (1, 3, 5, 7, 11)),
+        # Nothing before the first block: it is 2 1 1 then.
+        ([(0, 3), (3, 5), (5, 7), (7, 11)], 3, (5, 7)),
         # Fewer blocks than stages: 12 units over 5 stages are 3 3 2 2 2.
         ([(1, 3)], 5, (3, 6, 8, 10)),
         ([], 4, (3, 6, 9)),

@@ -64,6 +64,14 @@ def test_recomputation() -> None:
     assert helps(replace(tight, machine=machine(1, 2639))) == []
 
 
+def test_recomputation_in_many_stages_is_said_in_short() -> None:
+    """Under gpipe both stages hold 4 x 1000 bytes of their block beside 800 of states."""
+    two = Constraints(pp=2, dp=1, schedule="gpipe", recompute=())
+    free = with_reruns(line((1.0,) * 4, devices=2, constraints=two))
+    found = helps(replace(free, machine=machine(2, 4800)))
+    assert found[0] == "recomputation in stages 0-1 (+100 % time)"
+
+
 def test_zero() -> None:
     """Two replicas hold 1640 bytes each; ZeRO-1 deals 800 of them out: 1240."""
     problem = asking(replace(FOUR, machine=machine(2, 1639)), dp=2)
