@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from autopipe.ir.graph import (
+    FUNCTION_OP,
     READ_OP,
     REGION_OP,
     Graph,
@@ -140,7 +141,7 @@ def written_by(node: Node) -> list[Value]:
 def is_random(node: Node) -> bool:
     """Whether a node draws random numbers."""
     short = node.short
-    if node.op == REGION_OP:
+    if node.op in (REGION_OP, FUNCTION_OP):
         return bool(arguments(node)["random"])
     if "dropout" in short:
         given = arguments(node)

@@ -62,6 +62,7 @@ __all__ = [
     "lend",
     "lists_as_one_read",
     "module_backward_hooks",
+    "no_function_modes",
     "no_modes",
     "no_saved_tensors_hooks",
     "outside_fake_mode",
@@ -136,6 +137,11 @@ def no_saved_tensors_hooks() -> Iterator[None]:
 def no_modes() -> AbstractContextManager[object]:
     """Within, no mode sees an op: no trace records it."""
     return cast(AbstractContextManager[object], _disable_current_modes())
+
+
+def no_function_modes() -> AbstractContextManager[object]:
+    """Within, no mode sees a call of torch, above all none that sets whether gradients are on."""
+    return cast(AbstractContextManager[object], torch._C.DisableTorchFunction())
 
 
 def outside_fake_mode() -> AbstractContextManager[object]:

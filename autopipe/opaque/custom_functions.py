@@ -4,11 +4,13 @@
 
 torch.export would inline its forward and lose its backward. The op calls `apply` itself, wherever
 it runs: in a trace, in a dry run without memory, on a rank. Each process knows the class behind the
-text from its own trace.
+text from its own trace. What one op cannot be (a Function that writes its input, is given a method
+or a list of tensors, or gives more than tensors) runs as it is in the call around it, a region.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,13 +18,13 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from autopipe.errors import CaptureError
+from autopipe.errors import AutopipeError, CaptureError, Uncaptured
 from autopipe.frontend import user_lines
 from autopipe.ir.torch_patches import replacing_custom_functions
-from autopipe.ir.torch_private import storage_key, version
+from autopipe.ir.torch_private import TorchDispatchMode, no_modes, storage_key, version
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -48,13 +50,21 @@ _PLACE = _Given()
 _known: dict[str, _Applied] = {}
 
 _library = torch.library.Library("autopipe", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("function(Tensor[] tensors, str call) -> Tensor[]")  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
+    "function(Tensor[] tensors, str call, bool random=False) -> Tensor[]"
+)
 
 
-def _run(tensors: Sequence[Tensor], call: str) -> list[Tensor]:
+def _run(tensors: Sequence[Tensor], call: str, random: bool = False) -> list[Tensor]:
     """Apply the Function; no result is in the memory of an argument, as the op's schema says."""
-    applied, given = _known[call], iter(tensors)
-    before = [version(tensor) for tensor in tensors]
+    applied = _known[call]
+    results = _results(applied, tensors)
+    theirs = {storage_key(tensor) for tensor in tensors}
+    return [r.clone() if storage_key(r) in theirs else r for r in results]
+
+
+def _results(applied: _Applied, tensors: Sequence[Tensor]) -> list[Tensor]:
+    given, before = iter(tensors), [version(tensor) for tensor in tensors]
     made = applied.apply(*(next(given) if a is _PLACE else a for a in applied.arguments))
     applied.single = isinstance(made, Tensor)
     results = [made] if isinstance(made, Tensor) else list(made)
@@ -62,8 +72,7 @@ def _run(tensors: Sequence[Tensor], call: str) -> list[Tensor]:
         raise _refusal(applied.kind, "gives something that is no tensor")
     if before != [version(tensor) for tensor in tensors]:
         raise _refusal(applied.kind, "writes its input in place")
-    theirs = {storage_key(tensor) for tensor in tensors}
-    return [r.clone() if storage_key(r) in theirs else r for r in results]
+    return results
 
 
 _library.impl("function", _run, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
@@ -91,11 +100,39 @@ def as_ops() -> Iterator[None]:
         if seen.setdefault(call, kind) is not kind:
             raise _refusal(kind, "is one of two of that name")
         _known[call] = _Applied(kind, apply, arguments)
-        made = torch.ops.autopipe.function.default(tensors, call)
+        random = (True,) if _draws(_known[call], tensors) else ()
+        made = torch.ops.autopipe.function.default(tensors, call, *random)
         return made[0] if _known[call].single else tuple(made)
 
     with replacing_custom_functions(applied):
         yield
+
+
+def _draws(applied: _Applied, tensors: Sequence[Tensor]) -> bool:
+    """Whether a Function draws random numbers, which come from a stream of its own then.
+
+    It is applied to copies, where no trace sees it.
+    """
+    with no_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]), _Drawing() as drawing:
+        try:
+            _results(applied, [tensor.detach().clone() for tensor in tensors])
+        except AutopipeError:
+            raise
+        except Exception:  # it reads values, which a trace answers, or fails there as well
+            return False
+    return bool(drawing.seen)
+
+
+class _Drawing(TorchDispatchMode):
+    """Sees whether random numbers are drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
 
 
 def _checkpointed(function: Callable[..., Any], keep_numbers: bool, *args: Any) -> Any:
@@ -111,7 +148,13 @@ def _checkpointed(function: Callable[..., Any], keep_numbers: bool, *args: Any) 
 
 def _check(kind: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     if kind.__module__.startswith("torch."):
-        raise _refusal(kind, "is torch's own, and not for one process alone")
+        raise CaptureError(
+            f"{user_lines.here()}: {kind.__module__}.{kind.__qualname__} is torch's own, and not "
+            "for one process alone",
+            hint="leave what is for several processes to autopipe",
+        )
+    if _closes_over_tensors(kind):
+        raise _refusal(kind, "reads a tensor or a module of the code around its class")
     for arg in (*args, *kwargs.values()):
         if not isinstance(arg, Tensor) and not _is_plain(arg):
             raise _refusal(kind, f"is given a {type(arg).__name__}")
@@ -128,11 +171,23 @@ def _is_plain(arg: Any) -> bool:
     return isinstance(arg, _PLAIN)
 
 
-def _refusal(kind: type, what: str) -> CaptureError:
-    return CaptureError(
+def _closes_over_tensors(kind: type) -> bool:
+    """Whether its code has tensors or modules of the function in which the class stands."""
+    for name in ("forward", "setup_context", "backward"):
+        code = inspect.unwrap(getattr(kind, name))
+        if inspect.isfunction(code):
+            around = inspect.getclosurevars(code).nonlocals.values()
+            if any(isinstance(value, Tensor | nn.Module) for value in around):
+                return True
+    return False
+
+
+def _refusal(kind: type, what: str) -> Uncaptured:
+    return Uncaptured(
         f"{user_lines.here()}: {kind.__module__}.{kind.__qualname__}, a custom autograd.Function, "
         f"{what}; in a graph it takes tensors, numbers, texts and lists or dicts of these two, and "
         "gives new tensors",
         hint="change its forward so, or register it as an op with torch.library.custom_op and "
         "register_autograd",
+        whole=True,
     )

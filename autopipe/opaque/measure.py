@@ -23,6 +23,7 @@ from autopipe.frontend import second_run
 from autopipe.frontend.unsaid import RefusedEffects
 from autopipe.ir.graph import tensors_in
 from autopipe.ir.torch_private import TorchDispatchMode, storage_key, version
+from autopipe.opaque.inner_gradients import InnerGradients
 from autopipe.opaque.origins import Origins
 from autopipe.opaque.sites import Site, SiteCall, Wider, left_in, standing_in
 from autopipe.opaque.states import first_names, named, states_of
@@ -211,7 +212,8 @@ class _Watching:
             told = to_text(parts_of((args, dict(kwargs)), given))
         except Unlike as error:
             raise Wider(site, str(error)) from error
-        before = {name: (tensor, version(tensor)) for name, tensor in named(self._model).items()}
+        own = named(self._model)
+        before = {name: (tensor, version(tensor)) for name, tensor in own.items()}
         versions = [version(tensor) for tensor in given]
         positions: dict[int, str | int] = {storage_key(t): n for t, n in self._owned(given)}
         state, attributes = second_run.states(), left_in(self._model, site)
@@ -219,8 +221,10 @@ class _Watching:
         def run(*, looking: bool) -> tuple[_Seen, Any]:
             states = dict.fromkeys(self._states[site])
             seen = _Seen(told, len(given), states=states, looked=looking)
+            known = [*given, *(own[name] for name in self._states[site])]
             with _counting(seen, positions), self.origins.within(site, given, states):
-                return seen, call.run(*args, **kwargs)
+                with InnerGradients(site, known):
+                    return seen, call.run(*args, **kwargs)
 
         try:
             seen, made = run(looking=True)

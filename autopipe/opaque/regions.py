@@ -224,9 +224,11 @@ def _called(running: Running, tensors: Sequence[Tensor], written: Sequence[Tenso
     """What the call gives; the buffers that it assigns are written.
 
     It writes copies: autograd keeps what it reads of them, and a later micro-batch may run before
-    this one's backward.
+    this one's backward. It is given views: a gradient that it takes itself ends there, in whatever
+    stage the rest has been computed.
     """
     region, model = running.region, _copy(running)
+    tensors = [tensor.view_as(tensor) for tensor in tensors]
     count = len(tensors) - len(region.states)
     homes = _homes(model)
     names = (*region.states, *region.written)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import sympy
@@ -34,7 +35,7 @@ from autopipe.opaque import branches, packed
 from autopipe.opaque.regions import Running, as_ops
 from autopipe.planfile.parts import InputSpec, Read
 from autopipe.tracing.low_precision import cast, parameters_in
-from autopipe.tracing.module_makes import left_by, restoring
+from autopipe.tracing.module_makes import left_by, restoring, runs_ahead
 from autopipe.tracing.stubs import standing_in
 from autopipe.tracing.user_checkpoints import marking
 from autopipe.tracing.value_guards import NeedsNumbers, ReadsParameter, record, replay
@@ -276,8 +277,9 @@ class _Look:
             names = changed()
         if names:
             with restoring(*self.program.parts):
-                first, second = (second_run.calls_of(self._again) for _ in range(2))
-            self.program.unsteady = names if first != second else ()
+                again = partial(second_run.calls_of, self._again)
+                first, *others = runs_ahead(self.program.parts, again)
+            self.program.unsteady = names if any(other != first for other in others) else ()
         self.program.unsteady += tuple(sorted(self.program.caches))
         return found
 

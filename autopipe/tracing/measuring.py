@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from autopipe.errors import AutopipeError, CaptureError
 from autopipe.frontend import batch as batches
 from autopipe.frontend import second_run
+from autopipe.frontend.assigned_buffers import buffers_of, put
 from autopipe.frontend.quiet import libraries_hushed
 from autopipe.frontend.transformers_adapter import eager_branches
 from autopipe.ir.torch_patches import replacing
@@ -95,33 +96,57 @@ class Measuring:
         with restoring(*eager.parts), torch.random.fork_rng(devices=[]):
             yield partial(self._once, eager, leaves)
 
-    def _once(self, eager: Program, leaves: Mapping[str, Any]) -> None:
+    def _once(self, eager: Program, leaves: Mapping[str, Any]) -> Any:
         wanted = [leaves[spec.path] for spec in self.specs if spec.dtype != "python"]
-        eager(*(leaf.clone() for leaf in wanted if isinstance(leaf, Tensor)))
+        return eager(*(leaf.clone() for leaf in wanted if isinstance(leaf, Tensor)))
 
     def _check_again(self, eager: Program) -> None:
         """Refuse a model that keeps something in plain attributes, and computes with it."""
-        run = partial(self._once, eager, self.leaves)
         with restoring(*eager.parts) as changed:
-            logs = []
-            for _ in range(2):
-                with torch.random.fork_rng(devices=[]):
-                    logs.append(self._calls_of(run, eager))
+            first = self._there_and_back(eager)
             names = changed()
-        if names and logs[0] != logs[1]:
-            raise CaptureError(
-                f"the model keeps {', '.join(names)} from one call to the next, and then computes "
-                "something else",
-                hint="keep it in a buffer, register_buffer, and write that in place",
-            )
+            if not names or _same(first, self._there_and_back(eager)):
+                return
+        raise CaptureError(
+            f"the model keeps {', '.join(names)} from one call to the next, and then computes "
+            "something else",
+            hint="keep it in a buffer, register_buffer, and write that in place",
+        )
 
-    def _calls_of(self, run: Callable[[], None], eager: Program) -> tuple[Hashable, ...]:
+    def _there_and_back(self, eager: Program) -> tuple[Hashable, list[Tensor | None]]:
+        """The calls of a forward, and gradients: a custom Function's backward may read what forward
+        has changed. Buffers are as before it."""
+        parameters, found = list(eager.parameters()), []
+        gradients = [parameter.grad for parameter in parameters]
+        buffers = {name: (own, own.clone()) for name, own in buffers_of(eager).items()}
+        for parameter in parameters:
+            parameter.grad = None
         try:
-            return second_run.calls_of(run)
+            with torch.random.fork_rng(devices=[]):
+                calls = second_run.calls_of(lambda: found.append(self._once(eager, self.leaves)))
+            loss = found[0][0] if isinstance(found[0], tuple) else found[0]
+            if loss.requires_grad:
+                loss.backward()
+            return calls, [parameter.grad for parameter in parameters]
         except AutopipeError:
             raise
         except Exception as error:  # the user's code may raise anything
             raise eager.refusal(error) from error
+        finally:
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            put(eager, {name: own for name, (own, _) in buffers.items()})
+            with torch.no_grad():
+                for own, was in buffers.values():
+                    own.copy_(was)
+
+
+def _same(one: tuple[Hashable, list[Any]], other: tuple[Hashable, list[Any]]) -> bool:
+    pairs = zip(one[1], other[1], strict=True)
+    return one[0] == other[0] and all(
+        a is b if a is None or b is None else torch.equal(a.to_dense(), b.to_dense())
+        for a, b in pairs
+    )
 
 
 def _as_code(chosen: Any, first: Any, second: Any, operands: Sequence[Any]) -> Any:

@@ -1,14 +1,14 @@
 """What modules are made of, as values that are equal only where nobody can tell them apart.
 
 Of sibling modules with equal makes `tracing.same_modules` compares the calls. `restoring` puts back
-what a module is made of after a run.
+what a module is made of after a run; `Counts` brings what it counts to where a long run does.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
@@ -181,7 +181,7 @@ def restoring(*models: nn.Module) -> Iterator[Callable[[], tuple[str, ...]]]:
     plain = {module: _plain_attributes(module) for model in models for module in model.modules()}
     objects = {id(value): value for known in plain.values() for value, _ in known.values()}
     held = {key: _held(value) for key, value in objects.items()}
-    inside = {key: dict(vars(objects[key])) for key, holds in held.items() if holds is not None}
+    inside = {key: _with_copies(vars(objects[key])) for key in held if held[key] is not None}
     names = {module: buffer_names(module) for module in plain}
     empty = [(module, n) for module in plain for n in names[module] if getattr(module, n) is None]
 
@@ -201,17 +201,11 @@ def restoring(*models: nn.Module) -> Iterator[Callable[[], tuple[str, ...]]]:
         for module, known in plain.items():
             for name in vars(module).keys() - known.keys() - INTERNAL:
                 delattr(module, name)
-            for name, (value, before) in known.items():
-                vars(module)[name] = value
-                if isinstance(value, list):
-                    value[:] = before
-                elif isinstance(value, dict | set):
-                    value.clear()
-                    value.update(before)
+            _put_back(vars(module), known)
         for key, items in inside.items():
             if _held(objects[key]) != held[key]:
                 vars(objects[key]).clear()
-                vars(objects[key]).update(items)
+                _put_back(vars(objects[key]), items)
         for module, registered in names.items():  # a first call may have registered some
             for name in buffer_names(module) - registered:
                 delattr(module, name)
@@ -222,6 +216,69 @@ def restoring(*models: nn.Module) -> Iterator[Callable[[], tuple[str, ...]]]:
                 put(model, known_buffers)
             for own, was in values:
                 own.copy_(was)
+
+
+AHEAD = (10, 1_000, 100_000)
+"""So many calls ahead a model is looked at that counts its calls: a warm-up may be over then."""
+
+
+class Counts:
+    """The numbers that modules, and objects in their attributes, keep now; and how long lists are.
+
+    counts = Counts(model)      self.step = 3
+    model(x)                    self.step = 4
+    counts.ahead(1_000)         self.step = 1_004
+    """
+
+    def __init__(self, *models: nn.Module) -> None:
+        modules = [module for model in models for module in model.modules()]
+        inside = [v for module in modules for v in vars(module).values() if _held(v) is not None]
+        self._spaces = [vars(holder) for holder in (*modules, *inside)]
+        self._before = self._now()
+        self._rises: dict[tuple[int, str], Any] | None = None
+
+    def _now(self) -> dict[tuple[int, str], Any]:
+        return {
+            (number, name): len(value) if isinstance(value, list) else value
+            for number, space in enumerate(self._spaces)
+            for name, value in space.items()
+            if name not in INTERNAL
+            if isinstance(value, int | float | list) and not isinstance(value, bool)
+        }
+
+    @property
+    def risen(self) -> bool:
+        """Whether any is another one by now."""
+        return any(self._before.get(key, value) != value for key, value in self._now().items())
+
+    def ahead(self, calls: int) -> None:
+        """Set those that have changed to what so many calls would have made of them since then.
+
+        What one call makes of them is what they are when this is called first.
+        """
+        if self._rises is None:
+            now, before = self._now(), self._before
+            self._rises = {k: v - before[k] for k, v in now.items() if before.get(k, v) != v}
+        for (number, name), rise in self._rises.items():
+            value = self._before[number, name] + calls * rise
+            kept = self._spaces[number][name]
+            if not isinstance(kept, list):
+                self._spaces[number][name] = value
+            elif rise > 0:
+                kept[:] = kept[:value] + kept[-1:] * (value - len(kept))
+
+
+def runs_ahead(models: Sequence[nn.Module], run: Callable[[], Hashable]) -> Iterator[Hashable]:
+    """What a first run gives, what a second one does, and others far ahead if anything counts."""
+    yield run()
+    counts = Counts(*models)
+    yield run()
+    for calls in AHEAD if counts.risen else ():
+        counts.ahead(calls)
+        try:
+            yield run()
+        except Exception as error:  # a table of the user's may be shorter
+            yield repr(error)
 
 
 @contextmanager
@@ -267,9 +324,23 @@ def _held(value: Any) -> Hashable:
 
 
 def _plain_attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """A module's own attributes and hooks, each with a copy if it is a list, a dict or a set."""
-    return {
-        name: (value, copy(value) if isinstance(value, list | dict | set) else None)
-        for name, value in vars(module).items()
-        if name not in INTERNAL or name == "training" or "hooks" in name
-    }
+    """A module's own attributes and hooks, as `_with_copies` gives them."""
+    own = vars(module)
+    wanted = [n for n in own if n not in INTERNAL or n == "training" or "hooks" in n]
+    return _with_copies({name: own[name] for name in wanted})
+
+
+def _with_copies(own: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Attributes, each with a copy if it is a list, a dict or a set."""
+    contained = {n: copy(v) for n, v in own.items() if isinstance(v, list | dict | set)}
+    return {name: (value, contained.get(name)) for name, value in own.items()}
+
+
+def _put_back(own: dict[str, Any], known: Mapping[str, tuple[Any, Any]]) -> None:
+    for name, (value, before) in known.items():
+        own[name] = value
+        if isinstance(value, list):
+            value[:] = before
+        elif isinstance(value, dict | set):
+            value.clear()
+            value.update(before)

@@ -7,7 +7,9 @@
     the plan    a block whose nodes are all marked is a recomputed block
 
 torch.export inlines the function and does not record that it is checkpointed. A checkpoint with
-`use_reentrant=True` is traced as one without (`opaque.custom_functions`).
+`use_reentrant=True` is traced as one without (`opaque.custom_functions`). No trace sees what one
+does with what it saves: an inner one saves its arguments through the outer one, which looks at
+them under `torch.no_grad()`, and export would leave gradients off from there on.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from autopipe.frontend import user_lines
 from autopipe.ir.blocks import Block
 from autopipe.ir.dataflow import Dataflow, obstacle
 from autopipe.ir.torch_patches import seeing_saved_tensors_hooks
+from autopipe.ir.torch_private import no_function_modes
 
 MARK = "autopipe.checkpoint.default"
 
@@ -49,6 +52,7 @@ def marking() -> Iterator[None]:
 
     def entered(hooks: saved_tensors_hooks) -> None:
         if type(hooks).__module__ == _HOME:
+            hooks.pack_hook = _unseen(hooks.pack_hook)
             open_.append(user_lines.here())
             mark_op(torch.empty(0), open_[0])
 
@@ -59,6 +63,14 @@ def marking() -> Iterator[None]:
 
     with seeing_saved_tensors_hooks(entered, left):
         yield
+
+
+def _unseen(pack: Callable[[Tensor], object]) -> Callable[[Tensor], object]:
+    def run(tensor: Tensor) -> object:
+        with no_function_modes():
+            return pack(tensor)
+
+    return run
 
 
 def wanted(

@@ -1,9 +1,12 @@
 """Run the first rows through the model and through its graph, and refuse a graph that differs.
 
     micro-batch 0    loss, each gradient, buffers      a branch, a hook, a custom backward lost
-    micro-batch 1    the same                          what is kept from one call to the next lost
+    micro-batch 1    the same, of other weights        what is kept from one call to the next lost
+    once more        far ahead, if it counts calls     what is another one after a warm-up
 
 Both have the same weights and run on the CPU, the graph as the module that a single stage runs.
+Between the two micro-batches weights move as an optimizer would move them: what forward has made of
+them, and keeps, is old then.
 They call the same kernels, so most results are equal bit by bit. A model whose runs would take more
 than a second (`MOST_FLOPS`), or whose weights take much memory (`MOST_BYTES`), is not run; it is
 refused if a second call of it was seen to make other calls of torch (`Trace.unsteady`).
@@ -11,9 +14,10 @@ refused if a second call of it was seen to make other calls of torch (`Trace.uns
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,13 +35,13 @@ from autopipe.ir.op_costs import costs
 from autopipe.ir.partition import partition
 from autopipe.ir.torch_private import TorchDispatchMode, is_fake
 from autopipe.planfile.parts import InputSpec
-from autopipe.planners.driver.outcomes import TOLERANCE, Outcome, compare
+from autopipe.planners.driver.outcomes import TOLERANCE, Outcome, compare, compare_ahead
 from autopipe.planners.driver.request import PlanRequest
 from autopipe.stages.lower import lower
 from autopipe.stages.precision import KEPT, kept
 from autopipe.tracing.export import Program
 from autopipe.tracing.low_precision import parameters_in
-from autopipe.tracing.module_makes import restoring
+from autopipe.tracing.module_makes import AHEAD, Counts, restoring
 from autopipe.tracing.source import parameter_bytes
 from autopipe.tracing.symbolic_sequence import AtLengths, shorter
 from autopipe.tracing.trace import Trace
@@ -73,8 +77,11 @@ def check(request: PlanRequest, skeleton: nn.Module, traced: Trace, example: Any
         both = model and _both(request, traced, model, _two(request, example, traced.inputs), say)
     if both:
         tolerance = TOLERANCE.get(KEPT.get(request.precision, torch.float32), 1e-4)
-        compare(traced, *both, tolerance)
-    elif traced.unsteady:
+        eager, found, ahead = both
+        compare(traced, eager, found, tolerance)
+        for calls, later in zip(AHEAD, ahead[1:], strict=False):
+            compare_ahead(traced, ahead[0], later, calls)
+    if traced.unsteady and not (both and found.losses[1:]):
         raise CaptureError(
             f"the model keeps {', '.join(traced.unsteady)} from one call to the next, and then "
             "computes something else; its graph is that of a first call",
@@ -113,12 +120,13 @@ def check_at_lengths(
 
 def _both(
     request: PlanRequest, traced: Trace, model: nn.Module, batches: Sequence[Any], say: Say
-) -> tuple[Outcome, Outcome] | None:
-    """What the model makes of two micro-batches, and what its graph does; None: it is not told."""
+) -> tuple[Outcome, Outcome, list[Outcome]] | None:
+    """What the model makes of two micro-batches, what its graph does, and what the model does with
+    its counts far ahead; None: it is not told."""
     kept = KEPT.get(request.precision)
     followers = {name: model.get_parameter(name) for name in written_parameters(traced.graph)}
     with ExitStack() as until:
-        until.enter_context(_as_it_was(model, followers))
+        until.enter_context(_as_it_was(model))
         if isinstance(request.loss, nn.Module):
             until.enter_context(restoring(request.loss))
         until.enter_context(parameters_in(model, kept))
@@ -127,26 +135,24 @@ def _both(
         program = Program(model, batches[0], request.loss, traced.inputs, kept=kept, eager=True)
         known = {**traced.graph.constants, **buffers_of(model), **followers}
         before = {name: tensor.detach().clone() for name, tensor in known.items()}
+        run = _Run(program, traced.inputs, lambda: {**buffers_of(model), **followers})
+        weights = Weights(model)
         try:
-            eager = _outcome(
-                program,
-                model,
-                batches,
-                traced.inputs,
-                lambda: {**buffers_of(model), **followers},
-            )
+            eager = _outcome(run, model, batches, weights)
         except Exception as error:  # whatever the model's own code raises
             say(f"the graph is not compared with the model, which raises {type(error).__name__}")
             return None
+        ahead = _far_ahead(run, model, batches, weights) if traced.unsteady else []
         try:
-            return eager, _of_graph(traced, model, before, batches)
+            return eager, _of_graph(traced, model, before, batches, weights), ahead
         except AutopipeError as error:  # a read that is another one in the second micro-batch
-            say(f"the graph is not compared with the model: {str(error).splitlines()[0]}")
-            return None
+            why = str(error).splitlines()[0]
         except RuntimeError as error:
             raise CaptureError(
                 f"the graph of the model fails where the model does not: {error}"
             ) from error
+        say(f"the graph is compared with the model in one micro-batch alone: {why}")
+        return eager, _of_graph(traced, model, before, batches[:1], weights), ahead
 
 
 def _two(request: PlanRequest, example: Any, specs: Sequence[InputSpec]) -> list[Any]:
@@ -171,18 +177,45 @@ def with_weights(request: PlanRequest, skeleton: nn.Module, graph: Graph) -> nn.
 
 
 @contextmanager
-def _as_it_was(model: nn.Module, followers: Mapping[str, nn.Parameter]) -> Iterator[None]:
+def _as_it_was(model: nn.Module) -> Iterator[None]:
     """Within, the model is in training and may change its state; it is restored at the end."""
     buffers = buffers_of(model)
-    before = {name: parameter.detach().clone() for name, parameter in followers.items()}
+    before = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
     with restoring(model):
         model.train()
         try:
             yield
         finally:
             put(model, buffers)
-            for name, parameter in followers.items():
-                parameter.detach().copy_(before[name])
+            for parameter, was in before:
+                parameter.detach().copy_(was)
+
+
+class Weights:
+    """The trained parameters of a model, in each of its micro-batches."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._own = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._of_each = [{name: p.detach().clone() for name, p in self._own.items()}]
+
+    @torch.no_grad()
+    def move(self, number: int, gradients: Mapping[str, Tensor | None]) -> None:
+        """Let the model have those of a micro-batch; `gradients` are those of the one before."""
+        if number == len(self._of_each):
+            self._of_each.append(
+                {name: _stepped(own, gradients.get(name)) for name, own in self._own.items()}
+            )
+        for name, own in self._own.items():
+            own.copy_(self._of_each[number][name])
+
+
+def _stepped(weight: Tensor, gradient: Tensor | None) -> Tensor:
+    """A weight after a step of an optimizer, by a quarter of its largest entry."""
+    most = 0.0 if gradient is None or not gradient.numel() else float(gradient.abs().max())
+    if gradient is None or not 0 < most < math.inf:
+        return weight.detach().clone()
+    far = 0.25 * (float(weight.abs().max()) or 1.0)
+    return weight.detach() - (far / most * gradient).to(weight.dtype)
 
 
 @contextmanager
@@ -208,23 +241,53 @@ class _SameNumbers(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@dataclass(frozen=True)
+class _Run:
+    """A model or its graph: `run` takes a batch's tensors, `states` gives what is kept now."""
+
+    run: Callable[..., Any]
+    specs: Sequence[InputSpec]
+    states: Callable[[], Mapping[str, Tensor]]
+
+
 def _outcome(
-    run: Any, model: nn.Module, batches: Sequence[Any], specs: Sequence[InputSpec], states: Any
+    run: _Run, model: nn.Module, batches: Sequence[Any], weights: Weights, first: int = 0
 ) -> Outcome:
-    """Run both micro-batches; `run` takes the tensors of one, `states` gives what is kept now."""
+    """Run micro-batches, the `first` of them with the weights of that one."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     found = Outcome()
-    for rows in batches:
+    for number, rows in enumerate(batches, first):
+        weights.move(number, found.gradients[-1] if found.gradients else {})
         leaves = batch.flatten(rows)
-        wanted = [leaves[spec.path] for spec in specs if spec.dtype != "python"]
-        results = run(*(leaf.clone() for leaf in wanted if isinstance(leaf, Tensor)))
+        wanted = [leaves[spec.path] for spec in run.specs if spec.dtype != "python"]
+        results = run.run(*(leaf.clone() for leaf in wanted if isinstance(leaf, Tensor)))
         results = results if isinstance(results, tuple) else (results,)
         loss = results[0]
         found.losses.append(
             torch.stack([part.detach().double().reshape(()) for part in results[:2]])
         )
         found.gradients.append(_gradients(loss, trained) if loss.requires_grad else {})
-        found.kept.append({name: state.detach().clone() for name, state in states().items()})
+        found.kept.append({name: state.detach().clone() for name, state in run.states().items()})
+    return found
+
+
+def _far_ahead(
+    run: _Run, model: nn.Module, batches: Sequence[Any], weights: Weights
+) -> list[Outcome]:
+    """The second micro-batch once more: with what the model counts as it is, and far ahead.
+
+    Nothing, if it counts nothing in Python; fewer, if it fails there.
+    """
+    counts, found = Counts(model), list[Outcome]()
+    frozen = [(p, p.detach().clone()) for p in model.parameters() if not p.requires_grad]
+    with restoring(model):
+        _outcome(run, model, batches[1:], weights, 1)
+        for calls in (0, *AHEAD) if counts.risen else ():
+            for parameter, was in frozen:
+                parameter.detach().copy_(was)
+            with restoring(model), suppress(Exception):  # a table of the user's may be shorter
+                counts.ahead(calls)
+                found.append(_outcome(run, model, batches[1:], weights, 1))
     return found
 
 
@@ -247,7 +310,11 @@ def _dense(gradient: Tensor | None) -> Tensor | None:
 
 
 def _of_graph(
-    traced: Trace, model: nn.Module, before: Mapping[str, Tensor], batches: Sequence[Any]
+    traced: Trace,
+    model: nn.Module,
+    before: Mapping[str, Tensor],
+    batches: Sequence[Any],
+    weights: Weights,
 ) -> Outcome:
     """What the graph makes of the same weights, lowered as one stage."""
     graph = traced.graph
@@ -259,4 +326,4 @@ def _of_graph(
     module = lower(graph, stage, blocks, states, traced.reads, ROWS, last=True).module
     taken = [spec for spec in traced.inputs if spec.path in stage.inputs]
     taken.sort(key=lambda spec: stage.inputs.index(spec.path))
-    return _outcome(module, model, batches, taken, lambda: own)
+    return _outcome(_Run(module, taken, lambda: own), model, batches, weights)

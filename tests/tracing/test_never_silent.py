@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from autopipe.errors import CaptureError, ModelError
 from autopipe.stages.lower import lower
@@ -936,3 +937,17 @@ def test_a_refusal_leaves_the_model_as_it_was():
         trace_model(model, inputs, square)
     assert model.head.calls is calls and model.head.calls == 0
     assert len(model.head._forward_hooks) == hooks
+
+
+class Nested(Net):
+    def inside(self, hidden):
+        def outer(h):
+            return checkpoint(self.middle, h.sin(), use_reentrant=False)
+
+        return checkpoint(outer, self.middle(hidden), use_reentrant=False)
+
+
+def test_a_checkpoint_in_another_one_keeps_gradients():
+    """Bug: the trace had gradients switched off from the inner one on: no parameter had any."""
+    assert unlike(built(Nested)) == []
+    assert unlike(built(Nested), cuts=["relu/1"]) == []

@@ -7,8 +7,10 @@ from torch import nn
 import autopipe
 from autopipe.errors import CaptureError
 from autopipe.planners.driver import against_eager
+from autopipe.planners.driver.outcomes import Outcome, compare
 from tests.support.inprocess import machine
 from tests.support.odd_models import Net, built, inputs, square
+from tests.support.staged import trace_model
 
 CALLS = []
 
@@ -240,3 +242,85 @@ def test_a_large_model_is_not_run(monkeypatch):
     monkeypatch.setattr(against_eager, "_both", None)
     monkeypatch.setattr(against_eager, "MOST_FLOPS", 0)
     planned(built(Net))
+
+
+class Warm(Net):
+    """Does otherwise once it has been called more often than planning calls it."""
+
+    def begin(self):
+        self.calls = 0
+
+    def inside(self, hidden):
+        self.calls += 1
+        return self.middle(hidden) * (2 if self.calls > 500 else 1)
+
+
+class WarmByAnObject(Net):
+    class Schedule:
+        def __init__(self):
+            self.seen = []
+
+        def over(self):
+            self.seen.append(1)
+            return len(self.seen) > 50
+
+    def begin(self):
+        self.schedule = self.Schedule()
+
+    def inside(self, hidden):
+        return self.middle(hidden) * (2 if self.schedule.over() else 1)
+
+
+@pytest.mark.parametrize("kind", [Warm, WarmByAnObject])
+def test_a_warm_up_that_is_counted_in_python_is_refused(kind):
+    """Bug: two calls do the same, and a run was trained on for good as if it were warming up."""
+    said = refusal(built(kind))
+    assert "on the same rows after 10" in said and "calls" in said
+    assert ("; it keeps calls" in said) == (kind is Warm)
+
+
+class TableOfWeights(Net):
+    """Keeps what its first call makes of weights."""
+
+    def begin(self):
+        self.table = None
+
+    def inside(self, hidden):
+        if self.table is None:
+            self.table = 4 * self.middle.weight.detach()
+        return self.middle(hidden) @ self.table
+
+
+class TableOfFrozenWeights(TableOfWeights):
+    def begin(self):
+        super().begin()
+        self.middle.requires_grad_(False)
+
+
+def test_a_table_that_a_first_call_makes_of_weights_is_refused_if_they_are_trained():
+    """Bug: weights were the same in both micro-batches, and the table was none of old weights."""
+    said = refusal(built(TableOfWeights))
+    assert "its loss in a second micro-batch is" in said and "it keeps table" in said
+    planned(built(TableOfFrozenWeights))
+
+
+@pytest.mark.parametrize(
+    ("of_model", "of_graph"),
+    [
+        ([torch.inf, 1.0], [torch.inf, 2.0]),
+        ([1.0, 1.0], [torch.nan, 1.0]),
+        ([1 + 1j, 1j], [1 + 1j, 2j]),
+    ],
+)
+def test_numbers_that_are_none_and_imaginary_ones_hide_no_difference(of_model, of_graph):
+    """Bug: of a tensor nothing was compared if an entry of the model's was infinite, nor any that
+    was none in the graph's alone, nor imaginary parts."""
+
+    def outcome(gradient):
+        gradients = [{"up.weight": torch.tensor(gradient)}]
+        return Outcome([torch.ones(1)], gradients, [{}])
+
+    traced = trace_model(built(Net), inputs, square)
+    compare(traced, outcome(of_model), outcome(of_model), 1e-4)
+    with pytest.raises(CaptureError, match="1 of its 1 gradients are other ones"):
+        compare(traced, outcome(of_model), outcome(of_graph), 1e-4)
