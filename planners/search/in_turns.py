@@ -51,7 +51,7 @@ CARRIED = -1
 """In the place of a group: no stage begins at this rank."""
 
 
-Law = Callable[[int, int], tuple[int, int]]
+InFlight = Callable[[int, int], tuple[int, int]]
 """The micro-batches in flight on each rank of a stage, and on all of them and after it together,
 from those after it and the number of its ranks."""
 
@@ -129,7 +129,7 @@ def _micro_batches(problem: Problem, dp: int) -> Iterator[int]:
 
 
 def optimum(
-    problem: Problem, config: Config, objective: Objective = STEP, law: Law = by_the_schedule
+    problem: Problem, config: Config, objective: Objective = STEP, law: InFlight = by_the_schedule
 ) -> Decision | None:
     """The decision that is the least by an objective, with its turns; None: nothing fits.
 
@@ -162,7 +162,7 @@ class _Begun(NamedTuple):
     after: int
 
 
-def _stages(config: Config, law: Law) -> list[list[_Begun]]:
+def _stages(config: Config, law: InFlight) -> list[list[_Begun]]:
     """Of each rank the stages that may begin there, whatever comes after them."""
     ranks, m = config.pp, config.micro_batches
     # One stage for all ranks is data parallelism, which is known by that name.
@@ -179,7 +179,7 @@ def _stages(config: Config, law: Law) -> list[list[_Begun]]:
     return found
 
 
-def _layers(problem: Problem, config: Config, objective: Objective, law: Law) -> Layers:
+def _layers(problem: Problem, config: Config, objective: Objective, law: InFlight) -> Layers:
     """Of each rank what may begin there: a stage on some of the ranks from it on, or none."""
     assert profile_of(problem, config.dp, config.micro_batches) is not None, "a config has one"
     priced, every = costing(problem, config, objective), _stages(config, law)
