@@ -1,7 +1,7 @@
 """The command line: for every case, probe the machine, plan, run the plan, print both.
 
 python -m benchmarks.honesty > rows.jsonl
-python -m benchmarks.honesty gpt/pp2 llama
+python -m benchmarks.honesty gpt/pp2 llama --precision bf16
 python -m benchmarks.honesty --table rows.jsonl
 """
 
@@ -35,6 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("names", nargs="*", help="parts of names; all cases")
     parser.add_argument("--tries", type=int, default=3, help="while other programs run")
+    parser.add_argument("--precision", default="fp32", help="of all cases: fp32, or bf16")
     parser.add_argument("--table", type=Path, help="the rows of an earlier run as a table")
     chosen = parser.parse_args(argv)
     if chosen.table:
@@ -45,28 +46,29 @@ def main(argv: list[str] | None = None) -> int:
     rows = []
     for case in CASES:
         if not chosen.names or any(name in case.name for name in chosen.names):
-            rows.append(quietly(case, machine, chosen.tries))
+            rows.append(quietly(case, machine, chosen.tries, chosen.precision))
             print(json.dumps(rows[-1]), flush=True)
     print(json.dumps(summary(rows)), flush=True)
     return 0
 
 
-def quietly(case: Case, machine: Machine, tries: int) -> Row:
+def quietly(case: Case, machine: Machine, tries: int, precision: str) -> Row:
     """The first try that nothing disturbed, else the one that was disturbed the least.
 
     How far off its prediction is, is not looked at.
     """
     found: list[Row] = []
     while len(found) < tries and (not found or found[-1]["disturbed"] > 1):
-        found.append(run(case, machine))
-    return {**min(found, key=lambda row: row["disturbed"]), "tries": len(found)}
+        found.append(run(case, machine, precision))
+    quietest = min(found, key=lambda row: row["disturbed"])
+    return {**quietest, "precision": precision, "tries": len(found)}
 
 
-def run(case: Case, machine: Machine) -> Row:
+def run(case: Case, machine: Machine, precision: str) -> Row:
     """One case: planned on the machine as it was last probed, run, and the machine probed again."""
     with cores(case.processes):
         before = machine.probed(case.processes)
-        plan = make(case, before)
+        plan = make(case, before, precision)
         measured, waited, held = train(case, plan)
         after = machine.probed(case.processes, again=True)
     drifted = drift(before.row[0], after.row[0])
@@ -108,7 +110,7 @@ class Machine:
         return self._last[processes]
 
 
-def make(case: Case, cluster: Cluster) -> Plan:
+def make(case: Case, cluster: Cluster, precision: str) -> Plan:
     """The case's plan; nothing is left to the planner but the cut."""
     file = MODELS[case.model]()
     return autopipe.plan(
@@ -124,6 +126,7 @@ def make(case: Case, cluster: Cluster) -> Plan:
         schedule=case.schedule,
         zero=case.zero,
         recompute="all" if case.recompute else (),
+        precision=precision,
     )
 
 
