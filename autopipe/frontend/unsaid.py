@@ -225,6 +225,15 @@ def _inner_gradient(*args: Any, **kwargs: Any) -> None:
     )
 
 
+def _function_behind(tensor: Tensor) -> None:
+    if tensor.requires_grad:
+        raise Uncaptured(
+            f"{user_lines.here()}: forward reads .grad_fn of a tensor, whose hooks are in no graph",
+            hint=AS_AN_OP,
+            whole=True,
+        )
+
+
 def _one_for_all(tensor: Tensor, index: Any, value: Any) -> bool:
     """Whether it is `x[mask] = w`, with x [b, s, h], a mask [b, s] and one trained w [h]."""
     masks = isinstance(index, Tensor) and index.dtype == torch.bool
@@ -272,6 +281,7 @@ _REFUSALS: dict[Any, Callable[..., None]] = {
     Tensor.register_hook: _tensor_hook,
     _SET_DATA: _data,
     torch.autograd.grad: _inner_gradient,
+    Tensor.grad_fn.__get__: _function_behind,  # type: ignore[union-attr]
     Tensor.__setitem__: _write_where,
     Tensor.index_put: _write_where,
     Tensor.index_put_: _write_where,

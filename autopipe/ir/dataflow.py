@@ -20,7 +20,6 @@ from dataclasses import dataclass
 import torch
 
 from autopipe.ir.graph import (
-    FUNCTION_OP,
     READ_OP,
     REGION_OP,
     Graph,
@@ -34,7 +33,7 @@ from autopipe.ir.graph import (
     resolve,
     values_in,
 )
-from autopipe.ir.opaque_ops import OPAQUE
+from autopipe.ir.opaque_ops import FUNCTION_OP, OPAQUE
 from autopipe.ir.torch_private import views, written_arguments
 
 

@@ -32,7 +32,6 @@ Dim: TypeAlias = int | sympy.Expr
 
 READ_OP = "autopipe.read.default"  # at which Python reads a value (`tracing.value_guards`)
 REGION_OP = "autopipe.region.default"  # a call of the user's own code (`opaque.regions`)
-FUNCTION_OP = "autopipe.function.default"  # one of the user's autograd (`opaque.custom_functions`)
 
 
 @dataclass(frozen=True, slots=True)

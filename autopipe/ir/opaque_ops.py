@@ -30,6 +30,8 @@ KERNELS = ("aten.lstm.input",)
 
 COND_OP = "autopipe.cond.default"  # functions of the user's (`opaque.branches`)
 
+FUNCTION_OP = "autopipe.function.default"  # one of the user's autograd (`opaque.custom_functions`)
+
 PACKED_OP = "autopipe.packed_rnn.default"  # `opaque.packed`
 
 OPAQUE = (*KERNELS, REGION_OP, COND_OP, PACKED_OP)

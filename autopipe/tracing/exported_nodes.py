@@ -267,6 +267,33 @@ def _check_writes(graph: Graph, allowed: Container[str]) -> None:
                 )
 
 
+def check_statistics(graph: Graph) -> Graph:
+    """The graph, if no norm in evaluation reads statistics that one in training writes later.
+
+    Its backward reads them once more, when a later micro-batch may have written them too.
+
+    Raises:
+        CaptureError: one does; names both of the user's lines.
+    """
+    flow = analyse(graph)
+    for position, node in enumerate(graph.nodes):
+        if node.short not in ("batch_norm", "instance_norm") or not node.grad or written_by(node):
+            continue
+        given = arguments(node)
+        for read in (given["running_mean"], given["running_var"]):
+            written = flow.writers.get(flow.root[read], ()) if isinstance(read, State) else ()
+            later = [p for p in written if p > position]
+            if later:
+                raise CaptureError(
+                    f"{node.place}: a norm in evaluation reads {read}, which "
+                    f"{graph.nodes[later[0]].place} writes later in the same forward; its backward "
+                    "would read what a later micro-batch has written",
+                    hint="call it first in training and then in evaluation, or give the one in "
+                    "evaluation copies of its statistics",
+                )
+    return graph
+
+
 def with_copies_beside(graph: Graph, assigned: Collection[str]) -> Graph:
     """The graph with each copy of an assigned buffer beside what it is copied from or for.
 

@@ -51,6 +51,7 @@ from autopipe.opaque.trees import Unlike
 from autopipe.planfile.node_names import NodeName
 from autopipe.planfile.parts import InputSpec
 from autopipe.tracing.exported_nodes import (
+    check_statistics,
     constant_of,
     handed_back,
     is_whole_slice,
@@ -98,7 +99,7 @@ def convert(
     """
     converter = _Converter(exported, model, specs, names_by_storage(twins))
     graph = check.after("from_export", converter.convert())
-    graph = check.after("projections", with_projections(graph))
+    graph = check.after("projections", check_statistics(with_projections(graph)))
     return check.after("assigned buffers", with_copies_beside(graph, assigned))
 
 

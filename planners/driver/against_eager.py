@@ -135,7 +135,7 @@ def _both(
         program = Program(model, batches[0], request.loss, traced.inputs, kept=kept, eager=True)
         known = {**traced.graph.constants, **buffers_of(model), **followers}
         before = {name: tensor.detach().clone() for name, tensor in known.items()}
-        run = _Compared(program, traced.inputs, lambda: {**buffers_of(model), **followers})
+        run = _Runnable(program, traced.inputs, lambda: {**buffers_of(model), **followers})
         weights = Weights(model)
         try:
             eager = _outcome(run, model, batches, weights)
@@ -242,7 +242,7 @@ class _SameNumbers(TorchDispatchMode):
 
 
 @dataclass(frozen=True)
-class _Compared:
+class _Runnable:
     """A model or its graph: `run` takes a batch's tensors, `states` gives what is kept now."""
 
     run: Callable[..., Any]
@@ -251,7 +251,7 @@ class _Compared:
 
 
 def _outcome(
-    run: _Compared, model: nn.Module, batches: Sequence[Any], weights: Weights, first: int = 0
+    run: _Runnable, model: nn.Module, batches: Sequence[Any], weights: Weights, first: int = 0
 ) -> Outcome:
     """Run micro-batches, the `first` of them with the weights of that one."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -272,7 +272,7 @@ def _outcome(
 
 
 def _far_ahead(
-    run: _Compared, model: nn.Module, batches: Sequence[Any], weights: Weights
+    run: _Runnable, model: nn.Module, batches: Sequence[Any], weights: Weights
 ) -> list[Outcome]:
     """The second micro-batch once more: with what the model counts as it is, and far ahead.
 
@@ -326,4 +326,4 @@ def _of_graph(
     module = lower(graph, stage, blocks, states, traced.reads, ROWS, last=True).module
     taken = [spec for spec in traced.inputs if spec.path in stage.inputs]
     taken.sort(key=lambda spec: stage.inputs.index(spec.path))
-    return _outcome(_Compared(module, taken, lambda: own), model, batches, weights)
+    return _outcome(_Runnable(module, taken, lambda: own), model, batches, weights)

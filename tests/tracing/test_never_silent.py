@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from autopipe.errors import CaptureError, ModelError
@@ -627,6 +628,42 @@ REFUSED = {
     PythonRandom: "the model computes with random numbers that are not torch's",
     NumpyRandom: "the model computes with random numbers that are not torch's",
 }
+
+
+class EvaluatesFirst(Net):
+    """Its backward reads the statistics that training has written by then: no version tells."""
+
+    def begin(self):
+        self.norm = nn.BatchNorm1d(8)
+
+    def inside(self, hidden):
+        norm = self.norm
+        fixed = F.batch_norm(hidden, norm.running_mean, norm.running_var)
+        return self.middle(norm(hidden) + fixed)
+
+
+def test_a_norm_in_evaluation_before_one_in_training_is_refused():
+    """Bug: under 1F1B its backward read what a later micro-batch had written, without a word."""
+    with pytest.raises(CaptureError, match=r"a norm in evaluation reads \[norm.running_mean\], wh"):
+        trace_model(built(EvaluatesFirst), inputs, square)
+
+
+class HookBehind(Net):
+    """A hook on the function that made a tensor, which is no hook of the tensor."""
+
+    def inside(self, hidden):
+        hidden = self.middle(hidden)
+        if hidden.grad_fn is not None:
+            hidden.grad_fn.register_prehook(lambda gradients: tuple(3 * g for g in gradients))
+        return hidden
+
+
+def test_a_hook_on_what_made_a_tensor_runs_as_it_is():
+    """Bug: it was dropped; only a model small enough to be compared with its graph was refused."""
+    (region,) = trace_model(built(HookBehind), inputs, square).regions
+    assert region.method == "inside" and "forward reads .grad_fn" in region.why
+    assert unlike(built(HookBehind)) == []
+    assert unlike(built(HookBehind), cuts=["relu/1"]) == []
 
 
 class InnerGradient(Net):
