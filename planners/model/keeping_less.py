@@ -143,12 +143,12 @@ def _of_way(
     missing = memory.excess(peaks, place.room)
     missing = np.where(missing > 0, missing + held, 0)
     recomputed = sets.cheapest(left, -(-missing // max(stays, 1)))
-    saves = sets.bytes[recomputed]
+    saves = sets.saved(recomputed)
     with_them = peaks - stays * saves + np.where(saves > 0, held, 0)
     # Where nothing fits anyway, what is nearest to it.
-    recomputed = np.where(with_them < peaks, recomputed, sets.starts[left])
+    recomputed = np.where(with_them < peaks, recomputed, sets.first(left))
     seconds = stage_seconds(
-        problem, config, place, ranges, sets.seconds[recomputed], offloaded=offloaded
+        problem, config, place, ranges, sets.spent(recomputed), offloaded=offloaded
     )
     return _OfWay(StageCosts(seconds, np.minimum(with_them, peaks), recomputed), without)
 

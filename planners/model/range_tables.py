@@ -18,6 +18,8 @@ from autopipe.planners.model.problem import Crossing, Problem, Profile, Saved, S
 
 Bytes = NDArray[np.int64]
 Times = NDArray[np.float64]
+Ranges = tuple[slice, slice]
+"""Some ranges of units: all that begin with some of them and end before some."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +73,10 @@ class Tables:
         """The ranges [first, end), two index arrays of one shape, which the fields then have."""
         index = np.asarray(first), np.asarray(end)
         return self._each(lambda whole: whole[index])
+
+    def some(self, which: Ranges) -> Tables:
+        """The ranges of a block of these, in that shape."""
+        return self._each(lambda whole: whole[which])
 
     def only(self, wanted: NDArray[np.bool_]) -> Tables:
         """Some of these ranges, in a row."""

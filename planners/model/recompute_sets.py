@@ -7,14 +7,14 @@ are there once. Of a set R of blocks with their levels, n micro-batches being in
     seconds  + sum of c_bl over R          bytes  - n * sum of d_bl over R  + max of d_bl, any b, l
 
 To fit, a set has to save some D a micro-batch: the cheapest is a knapsack. Blocks of a deep model
-are alike, so that many ranges of units have one composition (`planners.model.block_parts`). Of each
-composition all sets are made that no
-other one beats in both seconds and bytes (Pareto), one class after the other; a range looks up the
-first that saves enough. For L blocks of one class that run again whole or not there are L + 1 such
-sets. With more levels there are many: of more than `MOST_MIXES` ways to deal levels out to L equal
-blocks (`planners.model.level_mixes`) those are taken in which two levels stand that are neighbours
-on the lower convex hull of (d, c). Each of these is the cheapest for what it saves, so that what is
-found costs less than one block's step between two levels more than it must.
+are alike, so that many ranges of units have one composition (`planners.model.block_parts`). Of a
+composition all sets are made that no other one beats in both seconds and bytes (Pareto), one class
+after the other; a range looks up the first that saves enough. For L blocks of one class that run
+again whole or not there are L + 1 such sets. With more levels there are many: of more than
+`MOST_MIXES` ways to deal levels out to L equal blocks (`planners.model.level_mixes`) those are
+taken in which two levels stand that are neighbours on the lower convex hull of (d, c). Each of
+these is the cheapest for what it saves, so that what is found costs less than one block's step
+between two levels more than it must.
 
 In place of the largest block of the set the largest of the range is taken: so it is the same
 block whatever the set, and of equal blocks that is no difference.
@@ -22,11 +22,12 @@ block whatever the set, and of equal blocks that is no difference.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autopipe.planners.model.block_parts import (
     BlockPart,
@@ -43,67 +44,118 @@ from autopipe.planners.model.level_mixes import (
     of_parts,
     together,
 )
-from autopipe.planners.model.offload_ways import Ways, offload_ways, spread
+from autopipe.planners.model.offload_ways import Parts, Ways, offload_ways, spread
 from autopipe.planners.model.problem import Again, Problem
 from autopipe.planners.model.range_tables import Bytes, Times
 
+PLACES = 2**16
+"""Numbers that each composition has for its sets; most of them are of none."""
 
-@dataclass(frozen=True, eq=False)
+LAST = PLACES - 1
+"""The place of the last set of a composition, however many there are."""
+
+
 class RecomputeSets:
     """The sets of every composition, for one profile and one kind of device.
 
+    A set's number is its place among those of its composition, and `PLACES` times the number of
+    that. Both what sets save a micro-batch and what they cost ascend; the first saves nothing,
+    unless the user has fixed what is recomputed.
+
+    The sets of a composition are made when one of its ranges asks for one that is neither the first
+    nor the last: of most compositions none ever does.
+
     Args:
         largest: bytes of the largest part of each composition.
-        starts: where the sets of each composition begin in `bytes` and `seconds`, and the end of
-            the last.
-        bytes, seconds: what the sets save a micro-batch and what they cost, both ascending within a
-            composition; the first saves nothing, unless the user has fixed what is recomputed.
-        of_each: the sets of each composition.
         ways: how many blocks offload; compositions of what is left then are numbered on by them.
+        most_saved, most_spent: what the last set of each composition saves and costs.
+        nothing_first: whether the first set of each composition saves nothing and costs nothing.
+        make: makes the sets of a composition.
     """
 
-    largest: Bytes
-    starts: Numbers
-    bytes: Bytes
-    seconds: Times
-    of_each: tuple[Sets, ...]
-    ways: Ways
+    def __init__(
+        self,
+        largest: Bytes,
+        ways: Ways,
+        most_saved: Bytes,
+        most_spent: Times,
+        nothing_first: bool,
+        make: Callable[[int], Sets],
+    ) -> None:
+        self.largest, self.ways = largest, ways
+        self._most_saved, self._most_spent = most_saved, most_spent
+        self._reach = int(most_saved.max()) + 1
+        self._nothing_first, self._make = nothing_first, make
+        self._of_each: dict[int, Sets] = {}
+        # One row for all sets that are made, those of a composition side by side, in the order in
+        # which compositions were made; before them a set of nothing, for those that were not.
+        self._begins, self._turns = np.zeros((2, len(largest)), np.int64)
+        self._saved, self._spent, self._keys = (np.zeros(1, t) for t in (np.int64, float, np.int64))
+
+    def numbers(self, composition: int) -> range:
+        """The numbers of the sets of a composition."""
+        first = composition * PLACES
+        return range(first, first + len(self._of(composition).saved))
+
+    def first(self, compositions: Numbers) -> Numbers:
+        """The numbers of the first sets of compositions."""
+        return np.asarray(compositions * PLACES)
+
+    def saved(self, numbers: Numbers) -> Bytes:
+        """What sets save a micro-batch."""
+        return self._figures(numbers, self._saved, self._most_saved)
+
+    def spent(self, numbers: Numbers) -> Times:
+        """What sets cost."""
+        return self._figures(numbers, self._spent, self._most_spent)
 
     def counts(self, number: int) -> tuple[int, ...]:
         """Of a set, how many blocks of each of its composition's parts are at each of the part's
         levels (`part_levels`)."""
-        composition = self.composition(number)
-        row = self.of_each[composition].counts[number - self.starts[composition]]
-        return tuple(map(int, row))
-
-    def composition(self, number: int) -> int:
-        """The composition of a set."""
-        return int(np.searchsorted(self.starts, number, side="right")) - 1
+        composition, place = divmod(number, PLACES)
+        return tuple(map(int, self._of(composition).counts[-1 if place == LAST else place]))
 
     def cheapest(self, compositions: Numbers, needed: Bytes) -> Numbers:
         """The number of the first set of each composition that saves at least so many bytes.
 
         Where none does it is the last, which saves most.
         """
-        found = np.array(self.starts[compositions])
-        short = np.asarray(needed > self.bytes[found])
-        if short.any():  # mostly few are: only those are searched for
-            kinds, needs = np.asarray(compositions)[short], np.asarray(needed)[short]
-            keys = kinds * self._reach + np.minimum(needs, self._reach - 1)
-            first = np.searchsorted(self._keys, keys)
-            found[short] = np.minimum(first, self.starts[kinds + 1] - 1)
+        kinds, needs = np.asarray(compositions), np.asarray(needed)
+        beyond = needs > self._most_saved[kinds]
+        found = np.array(self.first(kinds) + np.where(beyond, LAST, 0))
+        asked = ~beyond & (needs > 0) if self._nothing_first else ~beyond
+        if asked.any():  # mostly few do: only those are searched for
+            kinds, needs = kinds[asked], np.maximum(needs[asked], 0)
+            self._have(kinds)
+            first = np.searchsorted(self._keys, self._turns[kinds] * self._reach + needs)
+            found[asked] += first - self._begins[kinds]
         return found
 
-    @cached_property
-    def _reach(self) -> int:
-        """More than any set saves."""
-        return int(self.bytes.max(initial=0)) + 2
+    def _figures(self, numbers: Numbers, made: NDArray[Any], most: NDArray[Any]) -> NDArray[Any]:
+        kinds, places = np.divmod(numbers, PLACES)
+        last = places == LAST
+        return np.where(last, most[kinds], made[self._begins[kinds] + np.where(last, 0, places)])
 
-    @cached_property
-    def _keys(self) -> Numbers:
-        """The sets' bytes, ascending over all compositions."""
-        owner = np.repeat(np.arange(len(self.starts) - 1), np.diff(self.starts))
-        return np.asarray(owner * self._reach + self.bytes)
+    def _of(self, composition: int) -> Sets:
+        self._have(np.array([composition]))
+        return self._of_each[composition]
+
+    def _have(self, compositions: Numbers) -> None:
+        """Make the sets of those that have none yet."""
+        new = np.unique(compositions[self._begins[compositions] == 0]).tolist()
+        if not new:
+            return
+        saved, spent, keys = [self._saved], [self._spent], [self._keys]
+        end = len(self._saved)
+        for composition in new:
+            found = self._of_each[composition] = self._make(composition)
+            turn = len(self._of_each)
+            self._begins[composition], self._turns[composition] = end, turn
+            end += len(found.saved)
+            saved.append(found.saved)
+            spent.append(found.spent)
+            keys.append(turn * self._reach + found.saved)
+        self._saved, self._spent, self._keys = map(np.concatenate, (saved, spent, keys))
 
 
 @lru_cache(maxsize=32)
@@ -119,21 +171,24 @@ def recompute_sets(
     """
     ways = offload_ways(problem, rows, kind, offloading)
     made, fixed = compositions(problem), problem.constraints.recompute
-    largest, starts = [], [0]
-    of_each: list[Sets] = []
+    every = (*(tuple(parts.items()) for parts in made.parts), *ways.left)
 
     @cache
-    def sets(parts: tuple[tuple[BlockPart, int], ...]) -> Sets:
+    def sets(parts: Parts) -> Sets:
         """Of a range those of all its blocks but the last are those of a shorter range."""
         return together(sets(parts[:-1]), of_equal(*parts[-1])) if parts else NOTHING
 
     @cache
-    def of_equal(part: BlockPart, count: int) -> Sets:
-        return of_parts(EqualParts(count, options(part)))
+    def most(parts: Parts) -> tuple[int, float]:
+        """What the last of `sets` saves and costs: of each part the last is in it."""
+        if not parts:
+            return 0, 0.0
+        (saved, spent), own = most(parts[:-1]), of_equal(*parts[-1])
+        return saved + int(own.saved[-1]), spent + float(own.spent[-1])
 
     @cache
-    def largest_of(part: BlockPart) -> int:
-        return max(one.size for one in options(part))
+    def of_equal(part: BlockPart, count: int) -> Sets:
+        return of_parts(EqualParts(count, options(part)))
 
     @cache
     def options(part: BlockPart) -> tuple[Option, ...]:
@@ -147,18 +202,20 @@ def recompute_sets(
             found.append(Option(size if may else 0, seconds, always))
         return tuple(found)
 
-    for parts in (*(tuple(parts.items()) for parts in made.parts), *ways.left):
-        found = sets(parts)
-        of_each.append(found)
-        largest.append(max((largest_of(part) for part, _ in parts), default=0))
-        starts.append(starts[-1] + len(found.saved))
+    @cache
+    def largest(part: BlockPart) -> int:
+        return max(one.size for one in options(part))
+
+    there = {part for parts in every for part, _ in parts}
+    given = any(o.always or o.size > 0 >= o.seconds for part in there for o in options(part))
+    last = list(map(most, every))
     return RecomputeSets(
-        np.array(largest, np.int64),
-        np.array(starts, np.int64),
-        np.concatenate([found.saved for found in of_each]),
-        np.concatenate([found.spent for found in of_each]),
-        tuple(of_each),
+        np.array([max((largest(p) for p, _ in parts), default=0) for parts in every], np.int64),
         ways,
+        np.array([saved for saved, _ in last], np.int64),
+        np.array([spent for _, spent in last]),
+        not given,
+        lambda composition: sets(every[composition]),
     )
 
 
@@ -180,7 +237,7 @@ def chosen(problem: Problem, first: int, last: int, sets: RecomputeSets, number:
     for block, (start, stop) in enumerate(problem.recomputable):
         if start < last and stop > first:
             there[made.classes.part(problem, block, first, last)].append(block)
-    columns, away = iter(sets.counts(number)), sets.ways.away[sets.composition(number)]
+    columns, away = iter(sets.counts(number)), sets.ways.away[number // PLACES]
     again, offload = list[Again](), list[int]()
     for (part, blocks), gone in zip(there.items(), away, strict=True):
         going = [blocks[place] for place in spread(gone, len(blocks))]

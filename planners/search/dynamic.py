@@ -31,8 +31,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autopipe.planners.model import keeping_less, memory, step_formula
 from autopipe.planners.model.block_parts import compositions
@@ -40,7 +42,7 @@ from autopipe.planners.model.estimate import Mesh, Scored
 from autopipe.planners.model.level_mixes import Numbers
 from autopipe.planners.model.places import StagePlace, in_flights, place_of, profile_of, ranks_of
 from autopipe.planners.model.problem import Config, Decision, Problem
-from autopipe.planners.model.range_tables import Tables, tables
+from autopipe.planners.model.range_tables import Ranges, Tables, tables
 from autopipe.planners.model.recompute_sets import KeptLess, RecomputeSets, chosen
 from autopipe.planners.search import best as answer
 from autopipe.planners.search.best import Answer, best_answer
@@ -135,10 +137,9 @@ Priced = tuple[Array, Array, Array, Array, Numbers, RecomputeSets]
 """What an `Arc` says that a place costs: from its seconds on."""
 
 
-def costing(
-    problem: Problem, config: Config, objective: Objective
-) -> Callable[[StagePlace], Priced]:
-    """What all ranges of units cost in a place, each place priced once."""
+def costing(problem: Problem, config: Config, objective: Objective) -> Callable[..., Priced]:
+    """What all ranges of units cost in a place, or those alone that the first stage may hold, or
+    the last; each place priced once."""
     profile = profile_of(problem, config.dp, config.micro_batches)
     assert profile is not None, "a config has a profile"
     ranges, numbers = tables(problem, profile), compositions(problem).number
@@ -146,16 +147,23 @@ def costing(
     empty = units[:, None] >= units[None, :]
 
     @cache
-    def priced(place: StagePlace) -> Priced:
-        found = objective.costs(problem, config, place, ranges, numbers)
+    def priced(place: StagePlace, first: bool = False, last: bool = False) -> Priced:
+        which = _ranges(first, last)
+        found = objective.costs(problem, config, place, ranges.some(which), numbers[which])
         beyond = memory.excess(found.peaks, place.room)
-        misfit = (beyond > 0) | empty
+        misfit = (beyond > 0) | empty[which]
+
+        def among_all(some: NDArray[Any], other: float) -> NDArray[Any]:
+            every = np.full(empty.shape, other, some.dtype)
+            every[which] = some
+            return every
+
         return (
-            np.where(misfit, np.inf, found.seconds.whole),
-            np.where(misfit, np.inf, found.seconds.period),
-            found.seconds.exposed,
-            np.where(empty, np.inf, beyond),
-            found.recomputed,
+            among_all(np.where(misfit, np.inf, found.seconds.whole), np.inf),
+            among_all(np.where(misfit, np.inf, found.seconds.period), np.inf),
+            among_all(found.seconds.exposed, np.inf),
+            among_all(np.where(empty[which], np.inf, beyond), np.inf),
+            among_all(found.recomputed, 0),
             keeping_less.sets_of(problem, config, place),
         )
 
@@ -167,13 +175,19 @@ def _arcs(problem: Problem, config: Config, objective: Objective) -> Layers:
     priced = costing(problem, config, objective)
     held, steps = in_flights(problem, config), _steps(problem, config)
     turns = config.turns or (1,) * len(held)
-    return [
-        [
-            Arc(source, target, group, *priced(place_of(problem, config, n, group, earlier, of)))
-            for source, target, group, earlier in taken
-        ]
-        for n, taken, of in zip(held, steps, turns, strict=True)
-    ]
+
+    def arc(stage: int, step: _Step) -> Arc:
+        source, target, group, earlier = step
+        place = place_of(problem, config, held[stage], group, earlier, turns[stage])
+        return Arc(source, target, group, *priced(place, stage == 0, stage == len(held) - 1))
+
+    return [[arc(stage, step) for step in taken] for stage, taken in enumerate(steps)]
+
+
+def _ranges(first: bool, last: bool) -> Ranges:
+    """The ranges of units that a stage may hold: the first begins with unit 0, the last ends with
+    the last unit."""
+    return slice(0, 1 if first else None), slice(-1 if last else None, None)
 
 
 _Step = tuple[GroupsUsed, GroupsUsed, int, int | None]

@@ -25,9 +25,9 @@ def least_estimate(problem: Problem, config: Config, in_flight: int) -> np.ndarr
     ranges, numbers = tables(problem, profile), compositions(problem).number
     sets = recompute_sets(problem, profile.rows, 0, not splits(problem, config.schedule))
     least = np.full(numbers.shape, np.iinfo(np.int64).max)
-    for number in range(len(sets.starts) - 1):
-        for chosen in range(sets.starts[number], sets.starts[number + 1]):
-            dropped = int(sets.bytes[chosen])
+    for number in range(len(sets.largest)):
+        for chosen in sets.numbers(number):
+            dropped = int(sets.saved(chosen))
             held = int(sets.largest[number]) if dropped else 0
             parts = memory.estimate(ranges, problem, config, in_flight, dropped, held)
             here = numbers == number

@@ -45,8 +45,8 @@ def found(problem: Problem, first: int, last: int, free: bool = True) -> list[tu
     """Bytes and seconds of the sets of a range."""
     sets = recompute_sets(problem, problem.profiles[0].rows, 0, free)
     number = compositions(problem).number[first, last]
-    own = slice(sets.starts[number], sets.starts[number + 1])
-    return list(zip(sets.bytes[own].tolist(), sets.seconds[own].tolist(), strict=True))
+    own = np.array(sets.numbers(number))
+    return list(zip(sets.saved(own).tolist(), sets.spent(own).tolist(), strict=True))
 
 
 def test_of_equal_blocks_only_their_number_matters() -> None:
@@ -70,7 +70,7 @@ def test_blocks_that_cost_as_much_as_a_whole_are_one_kind_however_units_divide_t
     assert known.classes.kinds == (0, 1)
     assert known.number[0, 2] == known.number[2, 3] != known.number[1, 2]
     sets = recompute_sets(problem, 1, 0, True)
-    (one,) = (row for row in range(*sets.starts[known.number[0, 3] :][:2]) if sets.bytes[row] == 10)
+    (one,) = (row for row in sets.numbers(known.number[0, 3]) if sets.saved(row) == 10)
     assert chosen(problem, 0, 3, sets, one).again == (Again(0),)
 
 
@@ -90,7 +90,7 @@ def test_the_cheapest_set_that_saves_enough_is_found_and_the_last_where_none_doe
     whole = compositions(problem).number[0, 3]
     needed = np.array([0, 1, 10, 11, 26, 36, 45, 46, 1000])
     rows = sets.cheapest(np.full_like(needed, whole), needed)
-    assert sets.bytes[rows].tolist() == [0, 10, 10, 25, 35, 45, 45, 45, 45]
+    assert sets.saved(rows).tolist() == [0, 10, 10, 25, 35, 45, 45, 45, 45]
 
 
 def test_a_set_is_made_of_blocks_again() -> None:
@@ -98,14 +98,14 @@ def test_a_set_is_made_of_blocks_again() -> None:
     problem = with_blocks(FOUR, (10, 20, 10, 20), (1.0, 1.5, 1.0, 1.5))
     sets = recompute_sets(problem, 1, 0, True)
     number = compositions(problem).number[0, 4]
-    for row in range(sets.starts[number], sets.starts[number + 1]):
+    for row in sets.numbers(number):
         blocks = chosen(problem, 0, 4, sets, row).again
-        assert sum((10, 20, 10, 20)[again.block] for again in blocks) == sets.bytes[row]
+        assert sum((10, 20, 10, 20)[again.block] for again in blocks) == sets.saved(row)
         assert blocks == tuple(sorted(blocks))
-    assert chosen(problem, 0, 4, sets, sets.starts[number]).again == ()
+    assert chosen(problem, 0, 4, sets, sets.numbers(number)[0]).again == ()
     # (10, 1.0) first, (20, 1.5) next: one of the second kind is block 1, of a range from 2 on 3.
     two = compositions(problem).number[2, 4]
-    (row,) = (r for r in range(sets.starts[two], sets.starts[two + 1]) if sets.bytes[r] == 20)
+    (row,) = (r for r in sets.numbers(two) if sets.saved(r) == 20)
     assert chosen(problem, 2, 4, sets, row).again == (Again(3),)
 
 
@@ -164,10 +164,24 @@ def test_the_sets_are_those_that_brute_force_leaves(seed: int) -> None:
         sets = recompute_sets(problem, profile.rows, 0, True)
         for first, last in combinations(range(problem.units + 1), 2):
             number = numbers[first, last]
-            own = slice(sets.starts[number], sets.starts[number + 1])
+            own = np.array(sets.numbers(number))
             expected = by_brute_force(problem, profile.rows, first, last)
-            assert sets.bytes[own].tolist() == [size for size, _ in expected]
-            assert sets.seconds[own].tolist() == pytest.approx([cost for _, cost in expected])
+            assert sets.saved(own).tolist() == [size for size, _ in expected]
+            assert sets.spent(own).tolist() == pytest.approx([cost for _, cost in expected])
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_where_no_set_saves_enough_the_last_is_known_before_any_is_made(seed: int) -> None:
+    """It saves, costs and is made of what the last set is that is made, bit by bit."""
+    problem = rich_problem(seed)
+    numbers = compositions(problem).number
+    sets = recompute_sets(problem, problem.profiles[0].rows, 0, True)
+    for first, last in combinations(range(problem.units + 1), 2):
+        asked = sets.cheapest(numbers[first, last], np.array(10**15))
+        saved, spent = int(sets.saved(asked)), float(sets.spent(asked))
+        made = sets.numbers(numbers[first, last])[-1]
+        assert (saved, spent) == (int(sets.saved(made)), float(sets.spent(made)))
+        assert sets.counts(int(asked)) == sets.counts(made)
 
 
 def with_levels(count: int, levels: Sequence[BlockLevel]) -> Problem:
@@ -187,8 +201,8 @@ def test_levels_of_equal_blocks_are_mixed() -> None:
     problem = with_levels(2, [BlockLevel(4, ((1.0,),)), BlockLevel(7, ((3.0,),))])
     assert found(problem, 0, 2) == [(0, 0), (4, 1), (8, 2), (11, 4), (14, 6), (17, 9), (20, 12)]
     sets = recompute_sets(problem, 1, 0, True)
-    start = sets.starts[compositions(problem).number[0, 2]]
-    named = [chosen(problem, 0, 2, sets, start + row).again for row in (1, 3, 5)]
+    numbers = sets.numbers(compositions(problem).number[0, 2])
+    named = [chosen(problem, 0, 2, sets, numbers[place]).again for place in (1, 3, 5)]
     assert named == [(Again(0, 0),), (Again(0, 1), Again(1, 0)), (Again(0, WHOLE), Again(1, 1))]
 
 

@@ -399,10 +399,10 @@ def test_the_set_is_the_cheapest_that_fits(seed: int) -> None:
     every = tables(problem, problem.profiles[0])
     for i, j in zip(*np.triu_indices(problem.units + 1, k=1), strict=True):
         found = costs(problem, config, place, every.at(i, j), numbers[i, j])
-        own = range(sets.starts[numbers[i, j]], sets.starts[numbers[i, j] + 1])
+        own = sets.numbers(numbers[i, j])
 
         def bytes_of(number: int, i: int = i, j: int = j) -> int:
-            dropped = int(sets.bytes[number])
+            dropped = int(sets.saved(number))
             held = int(sets.largest[numbers[i, j]]) if dropped else 0
             return int(
                 memory.peak(
@@ -412,7 +412,7 @@ def test_the_set_is_the_cheapest_that_fits(seed: int) -> None:
 
         fitting = [number for number in own if bytes_of(number) <= place.room]
         if fitting:
-            cheapest = min(fitting, key=lambda number: sets.seconds[number])
+            cheapest = min(fitting, key=lambda number: sets.spent(number))
             assert int(found.recomputed) == cheapest and found.peaks == bytes_of(cheapest)
         else:
             assert found.peaks == min(map(bytes_of, own))
