@@ -38,6 +38,21 @@ def put(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
         setattr(model.get_submodule(path), leaf, buffer)
 
 
+@contextmanager
+def as_before(*models: nn.Module) -> Iterator[None]:
+    """Within, models may write and assign their buffers; afterwards these are as they were."""
+    buffers = [(model, buffers_of(model)) for model in models]
+    values = [(own, own.detach().clone()) for _, known in buffers for own in known.values()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for model, known in buffers:
+                put(model, known)
+            for own, was in values:
+                own.copy_(was)
+
+
 @dataclass(frozen=True)
 class Assigned:
     """The names of the buffers that a run has assigned; `caches` are in no checkpoint."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from functools import cached_property, lru_cache, wraps
 from typing import Any, TypeAlias, TypeVar
 
@@ -299,7 +299,7 @@ def tensors_in(tree: object) -> Iterator[torch.Tensor]:
         for item in tree:
             yield from tensors_in(item)
     elif is_dataclass(tree) and not isinstance(tree, type):
-        yield from tensors_in([getattr(tree, own.name) for own in fields(tree)])
+        yield from tensors_in(object.__getstate__(tree))  # an attribute's own code may raise
 
 
 def swap(arg: Arg, values: Mapping[Value, Value]) -> Any:

@@ -243,7 +243,7 @@ def share_members(module: nn.Module, other: nn.Module) -> None:
 
 def buffer_names(module: nn.Module) -> set[str]:
     """The names of a module's own buffers, of those that are None as well."""
-    return set(module._buffers)
+    return set(module._buffers.keys())  # those of a scripted module can only be asked for keys
 
 
 def lend(module: nn.Module, name: str, tensor: torch.Tensor) -> None:

@@ -77,8 +77,10 @@ def _fields(tree: Any) -> Mapping[str, Any] | None:
         return found
     if isinstance(tree, type) or not is_dataclass(tree) or not all(f.init for f in fields(tree)):
         return None
-    own = {field.name: getattr(tree, field.name) for field in fields(tree)}
-    return own if getattr(tree, "__dict__", own).keys() <= own.keys() else None
+    names = [field.name for field in fields(tree)]
+    if getattr(tree, "__dict__", {}).keys() - names:
+        return None
+    return {name: getattr(tree, name) for name in names}
 
 
 def whole_of(parts: Any, tensors: Sequence[Tensor]) -> Any:

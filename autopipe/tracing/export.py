@@ -277,7 +277,7 @@ class _Look:
             names = changed()
         if names:
             with restoring(*self.program.parts):
-                again = partial(second_run.calls_of, self._again)
+                again = partial(second_run.calls_from_here, self._again, self.program.parts)
                 first, *others = runs_ahead(self.program.parts, again)
             self.program.unsteady = names if any(other != first for other in others) else ()
         self.program.unsteady += tuple(sorted(self.program.caches))

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopipe.frontend.assigned_buffers import buffers_of, put
+from autopipe.frontend.assigned_buffers import as_before
 from autopipe.ir.graph import tensors_in
 from autopipe.ir.torch_private import buffer_names, is_fake, storage_key
 
@@ -176,8 +176,13 @@ def restoring(*models: nn.Module) -> Iterator[Callable[[], tuple[str, ...]]]:
         a function that gives the names of the plain attributes that have changed by now, or that
         hold an object which has.
     """
-    buffers = [(model, buffers_of(model)) for model in models]
-    values = [(own, own.detach().clone()) for _, known in buffers for own in known.values()]
+    with as_before(*models), _restoring_attributes(models) as changed:
+        yield changed
+
+
+@contextmanager
+def _restoring_attributes(models: Sequence[nn.Module]) -> Iterator[Callable[[], tuple[str, ...]]]:
+    """As `restoring` has it, of all but the values of buffers."""
     plain = {module: _plain_attributes(module) for model in models for module in model.modules()}
     objects = {id(value): value for known in plain.values() for value, _ in known.values()}
     held = {key: _held(value) for key, value in objects.items()}
@@ -211,11 +216,6 @@ def restoring(*models: nn.Module) -> Iterator[Callable[[], tuple[str, ...]]]:
                 delattr(module, name)
         for module, name in empty:
             setattr(module, name, None)
-        with torch.no_grad():
-            for model, known_buffers in buffers:
-                put(model, known_buffers)
-            for own, was in values:
-                own.copy_(was)
 
 
 AHEAD = (10, 1_000, 100_000)

@@ -7,6 +7,7 @@ led nowhere.
 import inspect
 import random
 import warnings
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -250,6 +251,31 @@ def test_a_loss_finds_what_forward_has_left_in_an_attribute():
     model = built(LeavesALoss)
     assert unlike(model, lambda outputs, batch: square(outputs, batch) + 0.1 * model.extra) == []
     assert model.extra.grad_fn is not None, "eager has run; a trace of a copy leaves no mark"
+
+
+@dataclass
+class Layered:
+    """As configurations of transformers are whose layers differ."""
+
+    heads: int = 4
+    width: int = 8
+
+    def __getattribute__(self, name):
+        if name == "heads":
+            raise ValueError("ask the configuration of one layer")
+        return super().__getattribute__(name)
+
+
+def test_no_attribute_of_an_object_is_read_that_the_model_does_not_read():
+    """Bug: what forward has left was looked for by reading every field."""
+
+    class Configured(LeavesALoss):
+        def begin(self):
+            super().begin()
+            self.config = Layered()
+
+    model = built(Configured)
+    assert unlike(model, lambda outputs, batch: square(outputs, batch) + 0.1 * model.extra) == []
 
 
 class HooksAround(Net):

@@ -1,5 +1,7 @@
 """Planning runs a few rows through the model and its graph: what no rule foresaw differs here."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -135,6 +137,64 @@ def test_what_is_kept_and_not_read_is_no_obstacle(monkeypatch):
     planned(built(Noted))
     monkeypatch.setattr(against_eager, "MOST_BYTES", 0)
     planned(built(Noted))
+
+
+class LooksOnce(Net):
+    """Bug: its first call asks for a dtype, and makes no other call of torch for it."""
+
+    def begin(self):
+        self.config = SimpleNamespace(problem=None)
+
+    def inside(self, hidden):
+        if self.config.problem is None:
+            self.config.problem = "regression" if hidden.dtype is torch.float32 else "classes"
+        return self.middle(hidden)
+
+
+class LooksOnceBesideANorm(Net):
+    """Bug: its second call counts from 1 in a buffer, as its graph does."""
+
+    def begin(self):
+        self.config, self.norm = SimpleNamespace(problem=None), nn.BatchNorm1d(8)
+
+    def inside(self, hidden):
+        self.config.problem = "regression"
+        return self.norm(self.middle(hidden))
+
+
+class LooksOnceBesideADraw(Net):
+    """Bug: its second call drops other rows, as its graph does."""
+
+    def begin(self):
+        self.config = SimpleNamespace(problem=None)
+
+    def inside(self, hidden):
+        self.config.problem = "regression"
+        return hidden + self.middle(hidden) * (torch.rand(len(hidden), 1) < 0.5)
+
+
+LOOKS = [LooksOnce, LooksOnceBesideANorm, LooksOnceBesideADraw]
+
+
+@pytest.mark.parametrize("kind", LOOKS, ids=lambda kind: kind.__name__)
+def test_what_a_first_call_writes_into_a_config_is_no_obstacle(kind, monkeypatch):
+    """Models of transformers note what kind of labels they were given."""
+    planned(built(kind))
+    monkeypatch.setattr(against_eager, "MOST_BYTES", 0)
+    planned(built(kind))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_a_scripted_part_is_compared_as_all_others_are():
+    """Bug: the names of its buffers were asked for in a way that only nn.Module answers."""
+
+    class Scripted(Net):
+        def begin(self):
+            self.middle = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
+
+    said = []
+    planned(built(Scripted), said=said)
+    assert not [line for line in said if "not compared" in line]
 
 
 def test_a_loss_that_counts_its_calls_is_refused():
