@@ -89,7 +89,7 @@ def seeded(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
             torch.manual_seed(0)
             model = build().train()
         for module in model.modules():
-            for name in ("p", "drop_prob", "dropout"):
+            for name in ("p", "drop_prob", "drop_rate", "dropout"):
                 value = getattr(module, name, None)
                 if "drop" in f"{type(module).__name__}{name}".lower() and type(value) is float:
                     setattr(module, name, 0.0)
