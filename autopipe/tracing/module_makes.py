@@ -243,7 +243,7 @@ class Counts:
             for number, space in enumerate(self._spaces)
             for name, value in space.items()
             if name not in INTERNAL
-            if isinstance(value, int | float | list) and not isinstance(value, bool)
+            if type(value) in (int, float, list)  # a read of a trace is none of these
         }
 
     @property

@@ -17,7 +17,7 @@ The stage holds what it sends until FREE. Backward adds to the parameters' `.gra
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -121,7 +121,7 @@ class StageRun:
         self._arrived: dict[int, dict[Ref, Tensor]] = defaultdict(dict)
         self._outgoing: dict[tuple[Flow, int], dict[Ref, Tensor]] = {}
         self._unsent: dict[tuple[Flow, int], int] = {}
-        self._sends: Counter[tuple[Flow, int]] = Counter()
+        self._targets: dict[tuple[Flow, int], set[Channel]] = defaultdict(set)
         self._gradients: dict[int, dict[Ref, Tensor]] = defaultdict(dict)
         self._returning = [
             ref for ref in stage.incoming if stage.index in boundaries[ref].gradients
@@ -138,7 +138,7 @@ class StageRun:
             Kind.BACKWARD_WEIGHT: self._backward_weight,
         }
         if instruction.kind is Kind.SEND:
-            self._sends[instruction.channel.flow, k] += 1
+            self._targets[instruction.channel.flow, k].add(instruction.channel)
         if instruction.kind in compute:
             return partial(compute[instruction.kind], k)
         transfer = {
@@ -281,7 +281,7 @@ class StageRun:
         if not tensors:
             return
         self._outgoing[flow, k] = tensors
-        self._unsent[flow, k] = self._sends[flow, k]
+        self._unsent[flow, k] = len(self._targets[flow, k])
 
     def _release(self, k: int, *, recycle: bool) -> None:
         arrived = self._arrived.pop(k, {})

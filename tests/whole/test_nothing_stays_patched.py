@@ -92,7 +92,7 @@ def test_after_a_plan_and_a_run() -> None:
 
 
 def test_after_a_model_that_cannot_be_captured() -> None:
-    with pytest.raises(autopipe.CaptureError, match=r"autograd\.Function"):
+    with pytest.raises(autopipe.CaptureError, match="incorrect number of gradients"):
         autopipe.plan(
             Refused,
             cluster=machine(1),
