@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopipe import Pipe, Plan
-from autopipe.emit.emit import emit
 from autopipe.planfile import predict
 from autopipe.planfile.parts import Transfer
 from autopipe.runtime.step.stage import StageRun
@@ -25,7 +20,7 @@ from tests.support.long import sampled
 from tests.support.models import LENGTH, VOCABULARY, WIDTH, Block
 from tests.support.pipe_stories import measured_as_planned
 from tests.support.pipes import ZOO, piped, planned, story, together
-from tests.support.step_stories import bits
+from tests.support.step_stories import bits, files_run_as_planned
 from tests.support.zoo import Case, entropy, text
 
 
@@ -134,20 +129,7 @@ def parts_are_to_the_bit_the_whole() -> None:
 @story(4)
 def files_send_parts_too() -> None:
     """What `autopipe emit` writes of such a plan runs as the plan does."""
-    plan, case = in_parts("skipping", 2, "1f1b"), ZOO["skipping"]
-    folder: list[Any] = [None]
-    if dist.get_rank() == 0:
-        folder = [tempfile.mkdtemp()]
-        emit(case.model(), plan, Path(folder[0]), loss=case.loss, source="net.py")
-    dist.broadcast_object_list(folder)
-    batch = case.inputs(plan.batch.rows)
-    found = bits(piped("skipping", plan, emitted=folder[0]), batch)
-    expected = bits(piped("skipping", plan), batch)
-    assert found.keys() == expected.keys()
-    for key, tensor in expected.items():
-        assert torch.equal(found[key], tensor), key
-    if dist.get_rank() == 0:
-        shutil.rmtree(folder[0])
+    files_run_as_planned("skipping", in_parts("skipping", 2, "1f1b"))
 
 
 @story(4)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopipe import Pipe, Plan, PlanError
+from autopipe.emit.emit import emit
 from autopipe.runtime.parameters import buckets
 from autopipe.runtime.step.memory_meter import Meter
 from tests.support import masters
@@ -60,6 +64,21 @@ def bits(pipe: Pipe, batch: Any) -> dict[str, Tensor]:
     everyone: list[Any] = [None] * len(pipe.plan.mesh.places)
     dist.all_gather_object(everyone, mine)
     return {name: tensor for found in everyone for name, tensor in found.items()}
+
+
+def files_run_as_planned(name: str, plan: Plan) -> None:
+    """What `autopipe emit` writes of a plan gives its loss and gradients, to the bit."""
+    case, folder = ZOO[name], [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    if folder[0]:
+        emit(case.model(), plan, Path(folder[0]), loss=case.loss, source="net.py")
+    dist.broadcast_object_list(folder)
+    batch = case.inputs(plan.batch.rows)
+    found, expected = (bits(piped(name, plan, **of), batch) for of in ({"emitted": folder[0]}, {}))
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert torch.equal(found[key], tensor), key
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
 
 
 @story(2)

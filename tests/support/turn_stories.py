@@ -6,16 +6,11 @@ not equal to the bit; forwards are equal.
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from autopipe import Plan
-from autopipe.emit.emit import emit
 from tests.support.long import sampled
 from tests.support.pipe_stories import measured_as_planned
 from tests.support.pipes import (
@@ -27,7 +22,7 @@ from tests.support.pipes import (
     together,
     without_inductor,
 )
-from tests.support.step_stories import bits
+from tests.support.step_stories import files_run_as_planned
 
 
 def in_turns(name: str, turns: tuple[int, ...], dp: int = 1, m: int = 5, **more: Any) -> Plan:
@@ -96,20 +91,7 @@ def memory_in_turns() -> None:
 @story(3)
 def files_of_turns() -> None:
     """What `autopipe emit` writes of such a plan runs as the plan does."""
-    plan, case = in_turns("gpt", (1, 2)), ZOO["gpt"]
-    folder: list[Any] = [None]
-    if dist.get_rank() == 0:
-        folder = [tempfile.mkdtemp()]
-        emit(case.model(), plan, Path(folder[0]), loss=case.loss, source="net.py")
-    dist.broadcast_object_list(folder)
-    batch = case.inputs(plan.batch.rows)
-    found = bits(piped("gpt", plan, emitted=folder[0]), batch)
-    expected = bits(piped("gpt", plan), batch)
-    assert found.keys() == expected.keys()
-    for key, tensor in expected.items():
-        assert torch.equal(found[key], tensor), key
-    if dist.get_rank() == 0:
-        shutil.rmtree(folder[0])
+    files_run_as_planned("gpt", in_turns("gpt", (1, 2)))
 
 
 @story(4)
