@@ -126,7 +126,7 @@ def _of_part(split: Split, plan: Plan, skeleton: nn.Module) -> dict[int, str]:
     recompute = [path for stage in plan.stages for path in stage.recompute]
     rehearsal = rehearse(
         graph, split.once, blocks, rows, recompute=recompute, precision=plan.precision
-    )
+    ).in_turns(plan.turns)
     ranks = holders(programs.compute(plan))
     found: dict[int, str] = {}
     for stage in split.stages:

@@ -41,14 +41,15 @@ BINARY = 2
 
 
 def calls_from_here(run: Callable[[], object], models: Iterable[nn.Module]) -> tuple[Hashable, ...]:
-    """As `calls_of`, of a run after which buffers and random numbers are as before it.
+    """As `calls_of`, of a run after which buffers are as before it.
 
     What one run and the next differ in is then what Python keeps: a graph has the others.
 
     Args:
+        run: draws from torch's generator as it is, and leaves it so.
         models: whose buffers a run may write.
     """
-    with torch.random.fork_rng(devices=[]), as_before(*models):
+    with as_before(*models):
         return calls_of(run)
 
 

@@ -28,6 +28,7 @@ from autopipe.util import dims, dtypes
 
 BATCH, SEQUENCE = dims.symbols()
 """The symbols b and s: the rows of one micro-batch, and the tokens of a row."""
+
 Dim: TypeAlias = int | sympy.Expr
 
 READ_OP = "autopipe.read.default"  # at which Python reads a value (`tracing.value_guards`)

@@ -210,8 +210,10 @@ def in_turns(stages: Sequence[Stage], turns: Sequence[int]) -> tuple[Stage, ...]
     Two of them exchange tensors if there is a micro-batch that both run.
 
     Args:
-        turns: of each stage the number of ranks.
+        turns: of each stage the number of ranks; nothing: one each.
     """
+    if not turns:
+        return tuple(stages)
     firsts = [0, *accumulate(turns)]
 
     def met(own: int, of: int, other: int) -> list[int]:
@@ -241,7 +243,7 @@ def check_turns(graph: Graph) -> None:
         raise PlanError(
             f"forward writes {name!r} (at {node.place}), and of ranks that take turns at a stage "
             "each would write its own",
-            hint="leave out turns: a stage on one rank, and turns of the pipeline, do",
+            hint="leave out turns: a stage on one rank, and replicas of the pipeline, do",
         )
 
 

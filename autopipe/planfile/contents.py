@@ -279,6 +279,9 @@ def check(plan: Plan) -> None:
         if boundary.depth < 0:
             refuse(f"boundaries[{index}].depth", "at least 0", str(boundary.depth))
     turns.check(stages, plan.schedule, plan.batch.micro_batches, refuse)
+    if plan.turns and plan.loss_over == BATCH:
+        asked = f"{ROWS} or {MICRO_BATCH}, as ranks take turns at a stage"
+        refuse("loss_over", asked, plan.loss_over)
     consistency.check_stages(stages, refuse)
     consistency.check_transfers(stages, refuse)
     _check_work(plan, refuse)

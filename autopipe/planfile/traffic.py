@@ -65,7 +65,7 @@ def traffic(plan: Plan) -> Traffic | None:
     assert link is not None, "a checked cluster of several sites has the link"
 
     placed = holders(programs.compute(plan))
-    of_each = [len(taking_turns(plan.stages, index)) for index in range(len(plan.stages))]
+    entries = [taking_turns(plan.stages, index) for index in range(len(plan.stages))]
     moved: Counter[Flow] = Counter()
     wires: Counter[tuple[int, int]] = Counter()
     pairs = set()
@@ -77,7 +77,7 @@ def traffic(plan: Plan) -> Traffic | None:
                 )
                 if where[source] == where[target]:
                     continue
-                both = math.lcm(of_each[channel.source], of_each[channel.target])
+                both = math.lcm(*(len(entries[end]) for end in channel[:2]))
                 total = size * plan.batch.micro_batches // both
                 moved[channel.flow] += total
                 # All of a site send over one wire; nodes have as many as devices.
@@ -86,13 +86,12 @@ def traffic(plan: Plan) -> Traffic | None:
 
     sums = whole = 0
     for index, stage in enumerate(plan.stages):
-        entries = taking_turns(plan.stages, index)
-        if index != entries[0]:
+        if index != entries[index][0]:
             continue
         size = stage.predicted.memory.gradients * (mesh.dp if plan.scatters else 1)
         whole += size * mesh.tp
         for tp in range(mesh.tp):
-            ranks = [mesh.rank(placed[i], dp, tp) for i in entries for dp in range(mesh.dp)]
+            ranks = [mesh.rank(placed[i], dp, tp) for i in entries[index] for dp in range(mesh.dp)]
             over = len({where[rank] for rank in ranks})
             rounds = 1 + (plan.gathered_share if plan.zero else 1.0)
             if plan.scatters:  # in every micro-batch; there ZeRO-3 gathers twice too

@@ -17,7 +17,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from autopipe.errors import ScheduleError
-from autopipe.schedules.instructions import Instruction, Kind, Program, Programs
+from autopipe.schedules.instructions import Entries, Instruction, Kind, Program, Programs
 
 
 def naive(ranks: int, micro_batches: int) -> Programs:
@@ -126,7 +126,7 @@ def eager_one_f_one_b(ranks: int, micro_batches: int, depths: Sequence[int]) -> 
 def one_f_one_b_in_turns(turns: Sequence[int], micro_batches: int) -> Programs:
     """1F1B where ranks take turns at a stage that takes longer than the others.
 
-    Replicas of 1 and 2, the second stage taking twice as long, 1 being stage 1 on one rank and 2 on
+    Turns of 1 and 2, the second stage taking twice as long, 1 being stage 1 on one rank and 2 on
     the other:
 
         rank 0: F0 F1 F2             B0--- F3 B1--- F4 B2---    B3---    B4---
@@ -306,15 +306,14 @@ def forward_only(holders: Sequence[int], micro_batches: int, turns: Sequence[int
     """
     ranks = 1 + max(holders, default=-1)
     _at_least_one(ranks, micro_batches)
-    taken = [(own, of) for of in turns for own in range(of)] or [(0, 1)] * len(holders)
+    entries = Entries.at(turns or (1,) * len(holders))
     return tuple(
         tuple(
             Instruction(Kind.FORWARD, stage, k)
             for first in range(0, micro_batches, ranks)
             for stage, holder in enumerate(holders)
             if holder == rank
-            for k in range(first, min(first + ranks, micro_batches))
-            if k % taken[stage][1] == taken[stage][0]
+            for k in entries.taken(stage, range(first, min(first + ranks, micro_batches)))
         )
         for rank in range(ranks)
     )

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from autopipe.errors import ScheduleError
@@ -173,6 +174,28 @@ def holders(programs: Programs) -> tuple[int, ...]:
         if stage not in ranks:
             raise ScheduleError(f"stage {stage} stands on no rank, and stage {max(ranks)} does")
     return tuple(ranks[stage] for stage in sorted(ranks))
+
+
+class Entries(NamedTuple):
+    """Which stage each entry of the programs is of, and which micro-batches it takes: those whose
+    number divided by `of` leaves `own`."""
+
+    stages: tuple[int, ...]
+    own: tuple[int, ...]
+    of: tuple[int, ...]
+
+    @staticmethod
+    def at(turns: Sequence[int]) -> Entries:
+        """Of stages with so many entries each."""
+        found = [(stage, i, n) for stage, n in enumerate(turns) for i in range(n)]
+        return Entries(*zip(*found, strict=True)) if found else Entries((), (), ())
+
+    def taken(self, entry: int, microbatches: Sequence[int]) -> Sequence[int]:
+        """Those of some micro-batches that an entry takes."""
+        of = self.of[entry]
+        if of == 1:
+            return microbatches
+        return [k for k in microbatches if k % of == self.own[entry]]
 
 
 def splits(programs: Programs) -> bool:

@@ -17,7 +17,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from autopipe.errors import ScheduleError
-from autopipe.schedules.instructions import Channel, Flow
+from autopipe.schedules.instructions import Channel, Entries, Flow
 
 SENDS_UNDER_WAY = 2
 """How many sends of a channel between neighbours may be under way: one on the wire, one behind."""
@@ -37,27 +37,6 @@ def sends_for(depths: Sequence[int]) -> int:
 
 Side = tuple[int, Flow | None]
 """A stage's forwards, its backwards, or what moves nothing."""
-
-
-class Entries(NamedTuple):
-    """Which stage each entry of the programs is of, and which micro-batches it takes."""
-
-    stages: tuple[int, ...]
-    own: tuple[int, ...]
-    of: tuple[int, ...]
-
-    @staticmethod
-    def at(turns: Sequence[int]) -> Entries:
-        """Of stages with so many entries each."""
-        found = [(stage, i, n) for stage, n in enumerate(turns) for i in range(n)]
-        return Entries(*zip(*found, strict=True)) if found else Entries((), (), ())
-
-    def taken(self, entry: int, microbatches: Sequence[int]) -> Sequence[int]:
-        """Those of some micro-batches that an entry takes."""
-        of = self.of[entry]
-        if of == 1:
-            return microbatches
-        return [k for k in microbatches if k % of == self.own[entry]]
 
 
 def window(channel: Channel, windows: Sequence[int]) -> int:

@@ -31,6 +31,7 @@ from autopipe.errors import ScheduleError
 from autopipe.schedules.instructions import (
     FLOWS,
     Channel,
+    Entries,
     Flow,
     Instruction,
     Kind,
@@ -38,7 +39,7 @@ from autopipe.schedules.instructions import (
     Programs,
     holders,
 )
-from autopipe.schedules.lanes import SENDS_UNDER_WAY, Entries, Side, WireLane, lane_of
+from autopipe.schedules.lanes import SENDS_UNDER_WAY, Side, WireLane, lane_of
 
 
 class Edge(NamedTuple):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from autopipe.errors import ScheduleError
 from autopipe.schedules.instructions import (
+    Entries,
     Instruction,
     Kind,
     Program,
@@ -42,10 +43,10 @@ def parse(text: str, turns: Sequence[int] = ()) -> Programs:
             "expected a schedule, found no instruction", hint="a line looks like `rank 0: 0F0 0B0`"
         )
     ranks = holders(programs)
-    taken = [(own, of) for of in turns for own in range(of)] or [(0, 1)] * len(ranks)
-    for (stage, rank), (own, of) in zip(enumerate(ranks), taken, strict=False):
+    entries = Entries.at(turns or (1,) * len(ranks))
+    for stage, rank in zip(range(len(entries.stages)), ranks, strict=False):
         there = set(programs[rank])
-        for k in range(own, last.microbatch + 1, of):
+        for k in entries.taken(stage, range(last.microbatch + 1)):
             f, b, i, w = (Instruction(kind, stage, k) for kind in _BEFORE)
             ends = w if i in there else b
             missing = next((needed for needed in (f, ends) if needed not in there), None)

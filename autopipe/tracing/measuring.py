@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from autopipe.errors import AutopipeError, CaptureError
 from autopipe.frontend import batch as batches
 from autopipe.frontend import second_run
-from autopipe.frontend.assigned_buffers import buffers_of, put
+from autopipe.frontend.assigned_buffers import as_before
 from autopipe.frontend.quiet import libraries_hushed
 from autopipe.frontend.transformers_adapter import eager_branches
 from autopipe.ir.torch_patches import replacing
@@ -118,15 +118,17 @@ class Measuring:
         has changed. Buffers are as before it."""
         parameters, found = list(eager.parameters()), []
         gradients = [parameter.grad for parameter in parameters]
-        buffers = {name: (own, own.clone()) for name, own in buffers_of(eager).items()}
         for parameter in parameters:
             parameter.grad = None
         try:
-            with torch.random.fork_rng(devices=[]):
-                calls = second_run.calls_of(lambda: found.append(self._once(eager, self.leaves)))
-            loss = found[0][0] if isinstance(found[0], tuple) else found[0]
-            if loss.requires_grad:
-                loss.backward()
+            with as_before(eager):
+                with torch.random.fork_rng(devices=[]):
+                    calls = second_run.calls_of(
+                        lambda: found.append(self._once(eager, self.leaves))
+                    )
+                loss = found[0][0] if isinstance(found[0], tuple) else found[0]
+                if loss.requires_grad:
+                    loss.backward()
             return calls, [parameter.grad for parameter in parameters]
         except AutopipeError:
             raise
@@ -135,10 +137,6 @@ class Measuring:
         finally:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
-            put(eager, {name: own for name, (own, _) in buffers.items()})
-            with torch.no_grad():
-                for own, was in buffers.values():
-                    own.copy_(was)
 
 
 def _same(one: tuple[Hashable, list[Any]], other: tuple[Hashable, list[Any]]) -> bool:

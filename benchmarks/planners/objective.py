@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from autopipe.planfile.turns import TAKES_TURNS
 from autopipe.planners.model.block_parts import compositions
 from autopipe.planners.model.keeping_less import Holding, StageCosts, costs
 from autopipe.planners.model.level_mixes import Numbers
@@ -123,7 +124,7 @@ def fastest(problem: Problem, objective: Objective) -> Found | None:
 def _in_turns(problem: Problem, objective: Objective) -> Found | None:
     """The same where ranks of one pipeline over all devices take turns, as far as they divide."""
     ranks, m = problem.machine.devices, problem.batch
-    config = Config(ranks, 1, m, 0, in_turns.SCHEDULE)
+    config = Config(ranks, 1, m, 0, TAKES_TURNS)
     if objective is not PIPER or ranks < 3:
         return None
     decision = in_turns.optimum(problem, config, objective, by_piper)

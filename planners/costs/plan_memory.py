@@ -66,7 +66,7 @@ class CutModel:
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
         """The stages of the plan's list."""
-        return in_turns(self.once, self.turns) if self.turns else self.once
+        return in_turns(self.once, self.turns)
 
     @property
     def graph(self) -> Graph:

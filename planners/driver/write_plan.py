@@ -156,11 +156,8 @@ def _without_bytes(
     """The plan but for bytes, eager depths and its prediction."""
     job, degree, decision = candidate.job, candidate.degree, answer.decision
     request, frame, whole = job.request, decision.config, job.traced.graph
-    each = [
-        own
-        for own, of in zip(plain, frame.turns or (1,) * len(plain), strict=True)
-        for _ in range(of)
-    ]
+    turns = frame.turns or (1,) * len(plain)
+    each = [(own, of) for own, of in zip(plain, turns, strict=True) for _ in range(of)]
     graph = held.cut.graph
     classes, states, collectives = write_down(
         whole, degree.whole_blocks, degree.sharding, graph, held.cut.rows
@@ -186,8 +183,8 @@ def _without_bytes(
         boundaries=_boundaries(job.constraints, decision),
         blocks=classes,
         stages=tuple(
-            _stage(candidate, answer, held, own, stage)
-            for own, stage in zip(each, held.cut.stages, strict=True)
+            replace(_stage(candidate, answer, held, own, stage), turns=of)
+            for (own, of), stage in zip(each, held.cut.stages, strict=True)
         ),
         prediction=Prediction(0.0, 0.0),
         planner=_note(candidate, answer),
@@ -296,7 +293,6 @@ def _stage(
             predicted.forward_seconds, predicted.backward_seconds, Memory(0, 0, 0, 0, 0, 0)
         ),
         offload=_offloading(stage, held.cut),
-        turns=(answer.decision.config.turns or {plain.index: 1})[plain.index],
     )
 
 

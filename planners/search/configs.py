@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from autopipe.errors import InfeasibleError
+from autopipe.planfile.turns import TAKES_TURNS
 from autopipe.planners.model.places import chunks_of, profile_of
 from autopipe.planners.model.problem import EAGER, FEWEST_CHUNKS, WRITTEN, Config, Problem, splits
 from autopipe.planners.model.step_formula import floor_seconds
@@ -49,12 +50,10 @@ def configs(problem: Problem) -> tuple[Config, ...]:
     _check_halves(problem)
     _check_turns(problem)
     meshes = _meshes(problem)
-    asked = problem.constraints.micro_batches
     found = tuple(
         config
         for pp, dp in meshes
-        for m in _micro_batches(problem, dp)
-        if asked in (None, m)
+        for m in micro_batches(problem, dp)
         for config in _variants(problem, pp, dp, m)
     )
     if not found:
@@ -70,7 +69,7 @@ def schedules(problem: Problem) -> tuple[str, ...]:
     """
     asked = problem.constraints.schedule
     if asked is None and problem.constraints.turns:
-        return CONSIDERED[:1]
+        return (TAKES_TURNS,)
     if asked is None:
         return CONSIDERED
     if asked not in (*SCHEDULES, WRITTEN):
@@ -161,7 +160,7 @@ def _meshes(problem: Problem) -> list[tuple[int, int]]:
         if pp * dp <= devices
     ]
     if devices > SMALL:
-        dealt = {dp for dp in {dp for _, dp in meshes} if _micro_batches(problem, dp)}
+        dealt = {dp for dp in {dp for _, dp in meshes} if _profiled(problem, dp)}
         dividing = [mesh for mesh in meshes if mesh[1] in dealt]
         most = max((pp * dp for pp, dp in dividing), default=0)
         meshes = [(pp, dp) for pp, dp in dividing if pp * dp == most] or meshes
@@ -205,9 +204,9 @@ def _check_turns(problem: Problem) -> None:
             f"{words}, which are {sum(asked.turns)} ranks of a pipeline, and pp={asked.pp}",
             hint="leave out pp, or give turns that make as many ranks",
         )
-    if asked.schedule not in (None, CONSIDERED[0]):
+    if asked.schedule not in (None, TAKES_TURNS):
         raise InfeasibleError(
-            f"{words}, and the schedule {asked.schedule}", hint=f"the schedule {CONSIDERED[0]}"
+            f"{words}, and the schedule {asked.schedule}", hint=f"the schedule {TAKES_TURNS}"
         )
     if not machine.alike:
         raise InfeasibleError(
@@ -244,7 +243,13 @@ def _check_devices(problem: Problem) -> None:
     )
 
 
-def _micro_batches(problem: Problem, dp: int) -> list[int]:
+def micro_batches(problem: Problem, dp: int) -> list[int]:
+    """Each number of micro-batches that may be, fewest first."""
+    asked = problem.constraints.micro_batches
+    return [m for m in _profiled(problem, dp) if asked in (None, m)]
+
+
+def _profiled(problem: Problem, dp: int) -> list[int]:
     """Each number of micro-batches that has a profile, fewest first."""
     if problem.batch % dp:
         return []
@@ -256,7 +261,7 @@ def _micro_batches(problem: Problem, dp: int) -> list[int]:
 def _indivisible(problem: Problem, degrees: list[int]) -> InfeasibleError:
     sizes = one_of([profile.rows for profile in problem.profiles])
     asked = problem.constraints.micro_batches
-    counts = sorted({m for dp in degrees for m in _micro_batches(problem, dp)})
+    counts = sorted({m for dp in degrees for m in _profiled(problem, dp)})
     whole = f"a batch of {problem.batch} rows over dp={one_of(degrees)}"
     if asked is not None and counts:
         below = [m for m in counts if m < asked][-1:]

@@ -23,12 +23,13 @@ whose objective is the slowest stage alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
+from autopipe.planfile.turns import TAKES_TURNS
 from autopipe.planners.model.estimate import Mesh, Scored, estimate
 from autopipe.planners.model.places import place_of, profile_of
 from autopipe.planners.model.problem import Config, Decision, Problem
@@ -36,12 +37,10 @@ from autopipe.planners.search import reasons
 from autopipe.planners.search.alternatives import alternative
 from autopipe.planners.search.best import Answer
 from autopipe.planners.search.bound import bound
+from autopipe.planners.search.configs import micro_batches
 from autopipe.planners.search.descent import Arc, GroupsUsed, Layers, fastest
 from autopipe.planners.search.dynamic import STEP, Objective, costing, kept_less
 from autopipe.util.numbers import VISIBLE
-
-SCHEDULE = "1f1b"
-"""The schedule that ranks take turns under."""
 
 MOST_RANKS, MOST_CONFIGS = 16, 8
 """Ranks of the longest pipeline, and configs, that `improved` looks at: their ranges of ranks grow
@@ -104,28 +103,21 @@ def _configs(problem: Problem, step: float, mesh: Mesh | None) -> list[Config]:
     """The configs whose ranks may take turns, those of the least bounds first."""
     asked, machine = problem.constraints, problem.machine
     free = asked.turns is None and asked.pp is None and not asked.programs
-    if not free or asked.schedule not in (None, SCHEDULE) or not machine.alike:
+    if not free or asked.schedule not in (None, TAKES_TURNS) or not machine.alike:
         return []
     zeros = [zero for zero in problem.zeros if zero <= 1]
     found = [
-        Config(ranks, dp, m, zero, SCHEDULE)
+        Config(ranks, dp, m, zero, TAKES_TURNS)
         for ranks in range(3, min(MOST_RANKS, machine.devices) + 1)
         for dp in [machine.devices // ranks]
         if dp * ranks == machine.devices and asked.dp in (None, dp) and mesh in (None, (ranks, dp))
-        for m in _micro_batches(problem, dp)
+        for m in micro_batches(problem, dp)
+        if m > 1
         for zero in zeros[:1] + zeros[-1:]
     ]
     bounds = {config: bound(problem, config) for config in found}
     likely = [config for config in bounds if bounds[config] < step * (1 - VISIBLE)]
     return sorted(likely, key=lambda config: bounds[config])[:MOST_CONFIGS]
-
-
-def _micro_batches(problem: Problem, dp: int) -> Iterator[int]:
-    asked = problem.constraints.micro_batches
-    for profile in problem.profiles:
-        m, rest = divmod(problem.batch, dp * profile.rows)
-        if not rest and m > 1 and asked in (None, m):
-            yield m
 
 
 def optimum(

@@ -209,7 +209,7 @@ def _lower(rank: Rank, task: _Task, stage: Stage) -> Lowered:
         {name: rank.held.states[name] for name in stage.states},
         split.trace.reads,
         task.rows,
-        last=_is_last(stage, split),
+        last=stage.is_last(split.graph),
         device=part.device,
         recompute=plan.stages[stage.index].recompute if task.trains else (),
         precision=plan.precision,
@@ -249,7 +249,7 @@ def _engine(rank: Rank, task: _Task, lowered: Lowered) -> Engine:
             task.split.graph,
             lowered,
             task.rehearsal,
-            last=_is_last(lowered.stage, task.split),
+            last=lowered.stage.is_last(task.split.graph),
             precision=plan.precision,
             device=rank.part.device,
             wanted=how,
@@ -272,10 +272,6 @@ def _engine(rank: Rank, task: _Task, lowered: Lowered) -> Engine:
     copies = HostCopies(rank.part.device) if offload else None
     finish = {"finish": Compiler()} if plan.compiled else {}
     return JointEngine(module, joint, offloader=copies, **finish)
-
-
-def _is_last(stage: Stage, split: Split) -> bool:
-    return stage.is_last(split.graph)
 
 
 def _executor(rank: Rank, prepared: Prepared, *, trains: bool) -> Executor:

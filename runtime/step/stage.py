@@ -114,7 +114,7 @@ class StageRun:
         self._how = FP32
         self._accumulates = False
         self._owned = owned
-        self._outward = stage.outgoing
+        self._inward, self._outward = stage.incoming, stage.outgoing
         self._crossing: dict[Channel, list[tuple[Ref, CrossingTensor]]] = {}
         self._posted: dict[Transfer, list[tuple[Tensor, Handle]]] = {}
         self._sending: dict[Transfer, list[tuple[Tensor, Handle]]] = {}
@@ -123,9 +123,7 @@ class StageRun:
         self._unsent: dict[tuple[Flow, int], int] = {}
         self._targets: dict[tuple[Flow, int], set[Channel]] = defaultdict(set)
         self._gradients: dict[int, dict[Ref, Tensor]] = defaultdict(dict)
-        self._returning = [
-            ref for ref in stage.incoming if stage.index in boundaries[ref].gradients
-        ]
+        self._returning = [ref for ref in self._inward if stage.index in boundaries[ref].gradients]
         self._seeds: dict[torch.dtype, Tensor] = {}
 
     def call(self, instruction: Instruction) -> Callable[[StepInput], None]:
@@ -203,7 +201,7 @@ class StageRun:
         arrived = self._arrived[k]
         received = [
             arrived[ref].detach().requires_grad_(training and ref in self._returning)
-            for ref in self.stage.incoming
+            for ref in self._inward
         ]
         inputs = step.inputs(self.stage, k)
         self._count_all("transfers", self._outward)
@@ -237,7 +235,7 @@ class StageRun:
             made = self.engine.backward_input(k, seeds)
         back = {
             ref: gradient if gradient is not None else torch.zeros_like(self._arrived[k][ref])
-            for ref, gradient in zip(self.stage.incoming, made, strict=False)
+            for ref, gradient in zip(self._inward, made, strict=False)
             if ref in self._returning
         }
         if back and not self._accumulates:

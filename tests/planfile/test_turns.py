@@ -119,6 +119,7 @@ def test_what_takes_no_turns() -> None:
     plan = in_turns()
     for other, words in (
         (replace(plan, schedule="gpipe"), "plan.schedule: expected 1f1b, as ranks take turns"),
+        (replace(plan, loss_over="batch"), "plan.loss_over: expected rows or micro-batch"),
         (
             replace(plan, stages=tuple(replace(stage, zero=2) for stage in plan.stages)),
             r"plan.stages\[0\].zero: expected 0 or 1, as ranks take turns",

@@ -8,10 +8,11 @@ import pytest
 
 from autopipe.cluster.cluster import Link
 from autopipe.errors import InfeasibleError
+from autopipe.planfile.turns import TAKES_TURNS
 from autopipe.planners.model.estimate import estimate
 from autopipe.planners.model.problem import Config, Constraints, Problem
 from autopipe.planners.search.exhaustive import every_turns
-from autopipe.planners.search.in_turns import SCHEDULE, optimum
+from autopipe.planners.search.in_turns import optimum
 from autopipe.planners.search.registry import PLANNERS
 from tests.support.long import share
 from tests.support.problems import line, machine, random_problem, rich_problem
@@ -37,7 +38,7 @@ def test_the_division_of_ranks_is_that_of_brute_force(seed: int, rich: bool) -> 
         if rest:
             continue
         for zero in {min(problem.zeros), min(1, max(problem.zeros))} & {0, 1}:
-            config = Config(min(problem.machine.devices, 5), 1, m, zero, SCHEDULE)
+            config = Config(min(problem.machine.devices, 5), 1, m, zero, TAKES_TURNS)
             found, expected = optimum(problem, config), every_turns(problem, config)
             assert (found is None) == (expected is None)
             if found is None or expected is None:
@@ -56,7 +57,7 @@ def test_a_stage_that_takes_twice_as_long_gets_two_ranks() -> None:
     one rank each    T = 6,  M = 4    6 + 7 * 4 = 34 s
     turns (1, 2, 1)  T = 6,  M = 2    6 + 7 * 2 = 20 s
     """
-    free = Constraints(schedule=SCHEDULE, dp=1, micro_batches=8, zero=0)
+    free = Constraints(schedule=TAKES_TURNS, dp=1, micro_batches=8, zero=0)
     problem = line(
         (1.0, 4.0, 1.0), devices=4, batch=8, parameter=1000, memory=6000,
         link=Link(0.0, 1e12), constraints=free,
