@@ -26,8 +26,8 @@ from autopipe.checking.comparison import FirstNode
 from autopipe.checking.random_ops import Drawing, random_nodes
 from autopipe.checking.subject import SEED
 from autopipe.checking.unsplit import built
+from autopipe.eager.assigned_buffers import buffers_of
 from autopipe.frontend import batch as batches
-from autopipe.frontend.assigned_buffers import buffers_of
 from autopipe.frontend.model_file import ModelFile
 from autopipe.ir.blocks import find_blocks
 from autopipe.ir.dataflow import analyse

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from autopipe.checking.random_ops import Drawing, Unmatched
 from autopipe.checking.subject import SEED
+from autopipe.eager.assigned_buffers import buffers_of, put
 from autopipe.frontend import batch as batches
-from autopipe.frontend.assigned_buffers import buffers_of, put
 from autopipe.frontend.construct import on_cpu
 from autopipe.frontend.model_file import ModelFile
 from autopipe.opaque import branches

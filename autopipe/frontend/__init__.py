@@ -8,6 +8,5 @@ Never found here: making a graph (`tracing`), plans, processes.
 Other rooms use: `model_file.load`, `batch.flatten`, `.describe`, `.rows_of`, `.slice_rows`,
 `loss.Loss`, `.outputs_to_loss`, `optimizer.optimizer_factor`, `construct.build_fake`,
 `least_rows.least_rows`, `user_lines.here`, `.of_error`, `quiet.libraries_hushed`,
-`transformers_adapter.initialiser`, `.narrowed`, `contract.CONTRACT`; `tracing` alone:
-`unsaid.refused`, `assigned_buffers.written`, `custom_functions.as_ops`, `second_run.calls_of`.
+`transformers_adapter.initialiser`, `.narrowed`, `contract.CONTRACT`.
 """

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import flop_registry
 
+from autopipe.eager import second_run
+from autopipe.eager.unsaid import RefusedEffects
 from autopipe.errors import CaptureError
-from autopipe.frontend import second_run
-from autopipe.frontend.unsaid import RefusedEffects
 from autopipe.ir.graph import tensors_in
 from autopipe.ir.torch_private import TorchDispatchMode, storage_key, version
 from autopipe.opaque.inner_gradients import InnerGradients

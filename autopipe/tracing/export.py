@@ -10,16 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor, nn
 
+from autopipe.eager import assigned_buffers, second_run, unsaid
+from autopipe.eager.counts import runs_ahead
+from autopipe.eager.kept import left_by, restoring
 from autopipe.errors import AutopipeError, CaptureError, ModelError
-from autopipe.frontend import assigned_buffers, refusals, second_run, unsaid
 from autopipe.frontend import batch as batches
+from autopipe.frontend import refusals
 from autopipe.frontend.loss import Loss, SumCount, outputs_to_loss, plain_tree
 from autopipe.frontend.quiet import libraries_hushed
 from autopipe.frontend.transformers_adapter import eager_branches, without_cache
@@ -35,7 +37,6 @@ from autopipe.opaque import branches, packed
 from autopipe.opaque.regions import Running, as_ops
 from autopipe.planfile.parts import InputSpec, Read
 from autopipe.tracing.low_precision import cast, parameters_in
-from autopipe.tracing.module_makes import left_by, restoring, runs_ahead
 from autopipe.tracing.stubs import standing_in
 from autopipe.tracing.user_checkpoints import marking
 from autopipe.tracing.value_guards import NeedsNumbers, ReadsParameter, record, replay
@@ -277,8 +278,7 @@ class _Look:
             names = changed()
         if names:
             with restoring(*self.program.parts):
-                again = partial(second_run.calls_from_here, self._again, self.program.parts)
-                first, *others = runs_ahead(self.program.parts, again)
+                first, *others = runs_ahead(self.program.parts, self._again)
             self.program.unsteady = names if any(other != first for other in others) else ()
         self.program.unsteady += tuple(sorted(self.program.caches))
         return found

@@ -92,7 +92,7 @@ def convert(
         specs: the description of the batch that it was exported with.
         twins: modules with weights whose parameters stand for those of `model`, by name: what the
             user's loss gets hold of is the model itself, not its copy with fake parameters.
-        assigned: the buffers that modules assign (`frontend.assigned_buffers`).
+        assigned: the buffers that modules assign (`eager.assigned_buffers`).
 
     Raises:
         CaptureError: the program has what no graph can; the sentence names the user's line.

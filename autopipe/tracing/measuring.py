@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopipe.eager import second_run
+from autopipe.eager.assigned_buffers import as_before
+from autopipe.eager.kept import restoring
 from autopipe.errors import AutopipeError, CaptureError
 from autopipe.frontend import batch as batches
-from autopipe.frontend import second_run
-from autopipe.frontend.assigned_buffers import as_before
 from autopipe.frontend.quiet import libraries_hushed
 from autopipe.frontend.transformers_adapter import eager_branches
 from autopipe.ir.torch_patches import replacing
@@ -24,7 +25,6 @@ from autopipe.planfile.parts import InputSpec
 from autopipe.planfile.regions import Region
 from autopipe.tracing.export import Program
 from autopipe.tracing.low_precision import parameters_in
-from autopipe.tracing.module_makes import restoring
 
 
 @dataclass

@@ -16,13 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopipe.eager.frozen import FIXED, VALUES, frozen
 from autopipe.ir.torch_private import is_fake, storage_key, version
 from autopipe.opaque.trees import Unlike, distinct_tensors, parts_of, whole_of
 from autopipe.tracing.module_makes import (
-    FIXED,
-    VALUES,
     attributes_of,
-    frozen,
     look_of,
     modes,
     namespaces_of,

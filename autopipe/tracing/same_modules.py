@@ -36,13 +36,10 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
+from autopipe.eager.frozen import INTERNAL
 from autopipe.ir.torch_patches import watching_attributes
 from autopipe.tracing.module_calls import ModuleCall
-from autopipe.tracing.module_makes import (
-    INTERNAL,
-    alike_siblings,
-    candidates_of,
-)
+from autopipe.tracing.module_makes import alike_siblings, candidates_of
 from autopipe.util import shortcuts
 
 

@@ -24,11 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopipe.eager.frozen import frozen
 from autopipe.ir.blocks import Visit
 from autopipe.ir.graph import Node, Ref, State, Value, swap
 from autopipe.ir.torch_private import expression, storage_key
 from autopipe.opaque.trees import Unlike, distinct_tensors, parts_of, whole_of
-from autopipe.tracing.module_makes import frozen, modes
+from autopipe.tracing.module_makes import modes
 
 BEGIN = "autopipe.begin.default"
 END = "autopipe.end.default"

@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import nn
 
+from autopipe.eager import unsaid
 from autopipe.errors import AutopipeError, ModelError
 from autopipe.frontend import batch as batches
-from autopipe.frontend import unsaid
 from autopipe.frontend.loss import Loss, check_arguments
 from autopipe.ir.graph import SEQUENCE, Graph
 from autopipe.opaque.regions import known, named

@@ -23,9 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopipe.eager.assigned_buffers import buffers_of, put
+from autopipe.eager.counts import AHEAD, Counts
+from autopipe.eager.kept import restoring
 from autopipe.errors import AutopipeError, CaptureError
 from autopipe.frontend import batch
-from autopipe.frontend.assigned_buffers import buffers_of, put
 from autopipe.frontend.quiet import libraries_hushed
 from autopipe.frontend.transformers_adapter import eager_branches
 from autopipe.ir.blocks import find_blocks
@@ -41,7 +43,6 @@ from autopipe.stages.lower import lower
 from autopipe.stages.precision import KEPT, kept
 from autopipe.tracing.export import Program
 from autopipe.tracing.low_precision import parameters_in
-from autopipe.tracing.module_makes import AHEAD, Counts, restoring
 from autopipe.tracing.source import parameter_bytes
 from autopipe.tracing.symbolic_sequence import AtLengths, shorter
 from autopipe.tracing.trace import Trace

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopipe.eager.assigned_buffers import buffers_of
 from autopipe.errors import AutopipeError, ModelError
 from autopipe.frontend import batch
-from autopipe.frontend.assigned_buffers import buffers_of
 from autopipe.ir.blocks import find_blocks
 from autopipe.ir.dataflow import analyse, is_random
 from autopipe.ir.graph import Graph, shape_at

@@ -20,8 +20,9 @@ MAY_IMPORT = {
     "ir": "util cluster",
     "onnx_files": "",
     "frontend": "util planfile ir onnx_files",
-    "opaque": "util planfile ir frontend",
-    "tracing": "util planfile ir frontend opaque",
+    "eager": "planfile ir frontend",
+    "opaque": "util planfile ir frontend eager",
+    "tracing": "util planfile ir frontend eager opaque",
     "sharding": "util cluster planfile ir",
     "rewriting": "planfile ir sharding",
     "stages": "util schedules planfile ir frontend tracing sharding rewriting",
@@ -40,11 +41,11 @@ MAY_IMPORT = {
     "runtime.launch runtime.comm runtime.parameters runtime.checkpoint runtime.step",
     "planners.costs": "util cluster schedules planfile ir tracing sharding stages joint "
     "planners.model planners.search",
-    "planners.driver": "util cluster schedules planfile report ir frontend tracing sharding "
+    "planners.driver": "util cluster schedules planfile report ir frontend eager tracing sharding "
     "rewriting stages joint planners.model planners.search planners.costs runtime.probe",
     "planners.formulas": "util cluster schedules planfile scaling ir frontend tracing sharding "
     "stages joint planners.model planners.search planners.costs planners.driver",
-    "checking": "util cluster schedules planfile ir frontend opaque tracing sharding stages "
+    "checking": "util cluster schedules planfile ir frontend eager opaque tracing sharding stages "
     "planners.driver runtime.launch runtime.parameters runtime.step runtime",
     "terminal": "util planfile frontend runtime.launch",
     "cli": "terminal util schedules planfile report export interop frontend tracing emit checking "

@@ -2,10 +2,14 @@
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 
+import autopipe
+from autopipe.errors import CaptureError
 from autopipe.opaque.scripted import plain
+from tests.support.inprocess import machine
 from tests.support.staged import Step, differences, staged_step, trace_model
 
 ROWS, MICRO_BATCHES = 2, 3
@@ -45,6 +49,21 @@ def built(kind):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return kind().train()
+
+
+def planned(model, loss=square, said=None, **options):
+    """The plan for two devices; `said` gets the lines of progress."""
+    say = (said if said is not None else []).append
+    return autopipe.plan(
+        model, inputs, loss=loss, cluster=machine(2), batch_size=8, say=say, **options
+    )
+
+
+def refusal(model, loss=square, **options):
+    """The words in which planning refuses a model."""
+    with pytest.raises(CaptureError) as error:
+        planned(model, loss, **options)
+    return str(error.value)
 
 
 def eager(model, loss=square):

@@ -6,28 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-import autopipe
 from autopipe.errors import CaptureError
 from autopipe.planners.driver import against_eager
 from autopipe.planners.driver.outcomes import Outcome, compare
-from tests.support.inprocess import machine
-from tests.support.odd_models import Net, built, inputs, square
+from tests.support.odd_models import Net, built, inputs, planned, refusal, square
 from tests.support.staged import trace_model
 
 CALLS = []
-
-
-def planned(model, loss=square, said=None, **options):
-    say = (said if said is not None else []).append
-    return autopipe.plan(
-        model, inputs, loss=loss, cluster=machine(2), batch_size=8, say=say, **options
-    )
-
-
-def refusal(model, loss=square, **options):
-    with pytest.raises(CaptureError) as error:
-        planned(model, loss, **options)
-    return str(error.value)
 
 
 class Counter(Net):
@@ -196,7 +181,7 @@ def test_a_loss_that_counts_its_calls_is_refused():
 
 def test_a_gradient_that_only_eager_has_is_refused_at_the_parameter_before_it(monkeypatch):
     """As if a trace had lost a hook once more: the check needs to know nothing of hooks."""
-    from autopipe.frontend import unsaid
+    from autopipe.eager import unsaid
 
     class Reversed(Net):
         def inside(self, hidden):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import marshal
 import random
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from autopipe.eager.assigned_buffers import buffers_of
 from autopipe.errors import CaptureError
 from autopipe.frontend import user_lines
-from autopipe.frontend.assigned_buffers import as_before, buffers_of
 from autopipe.ir.graph import tensors_in
 from autopipe.ir.torch_private import is_fake, is_transformed, version
 from autopipe.planfile.parts import Read
@@ -38,19 +38,6 @@ SMALL = 4096
 
 BINARY = 2
 """Marshal's format in which equal values are equal bytes: later ones depend on references."""
-
-
-def calls_from_here(run: Callable[[], object], models: Iterable[nn.Module]) -> tuple[Hashable, ...]:
-    """As `calls_of`, of a run after which buffers are as before it.
-
-    What one run and the next differ in is then what Python keeps: a graph has the others.
-
-    Args:
-        run: draws from torch's generator as it is, and leaves it so.
-        models: whose buffers a run may write.
-    """
-    with as_before(*models):
-        return calls_of(run)
 
 
 def calls_of(run: Callable[[], object]) -> tuple[Hashable, ...]:

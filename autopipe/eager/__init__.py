@@ -1,0 +1,11 @@
+"""A run of the user's model as it is  ->  what it did that no graph can say.
+
+In: a model, and a function that runs it. Out: refusals with the user's line (a seed, a hook); the
+buffers that were assigned; what Python has kept for the next call, and whether that makes other
+calls of torch; the model as it was before.
+Never found here: making a graph (`tracing`), comparing one with the model (`planners.driver`).
+
+Other rooms use: `unsaid.refused`, `.check_model`, `assigned_buffers.written`, `.as_before`,
+`second_run.calls_of`, `.check_draws`, `holders.holders_of`, `kept.restoring`, `.left_by`,
+`counts.Counts`, `.runs_ahead`, `frozen.frozen`.
+"""

@@ -1,0 +1,83 @@
+"""What a model counts in Python, and what it does when the count is far ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from autopipe.eager.assigned_buffers import as_before
+from autopipe.eager.holders import holders_of
+from autopipe.eager.second_run import calls_of
+
+AHEAD = (10, 1_000, 100_000)
+"""So many calls ahead a model is looked at that counts its calls: a warm-up may be over then."""
+
+
+class Counts:
+    """The numbers that models keep now, and how long their lists are.
+
+    counts = Counts(model)      self.step = 3
+    model(x)                    self.step = 4
+    counts.ahead(1_000)         self.step = 1_004
+    """
+
+    def __init__(self, *models: nn.Module) -> None:
+        self._holders = holders_of(*models)
+        self._before = self._now()
+        self._rises: dict[tuple[int, Any], Any] | None = None
+
+    def _now(self) -> dict[tuple[int, Any], Any]:
+        return {
+            (number, name): len(value) if isinstance(value, list) else value
+            for number, holder in enumerate(self._holders)
+            for name, value in holder.values().items()
+            if type(value) in (int, float, list)  # a read of a trace is none of these
+        }
+
+    @property
+    def risen(self) -> bool:
+        """Whether any is another one by now."""
+        return any(self._before.get(key, value) != value for key, value in self._now().items())
+
+    def ahead(self, calls: int) -> None:
+        """Set those that have changed to what so many calls would have made of them since then.
+
+        What one call makes of them is what they are when this is called first.
+        """
+        if self._rises is None:
+            now, before = self._now(), self._before
+            self._rises = {k: v - before[k] for k, v in now.items() if before.get(k, v) != v}
+        for (number, name), rise in self._rises.items():
+            value = self._before[number, name] + calls * rise
+            own = self._holders[number].own
+            kept = own[name]
+            if not isinstance(kept, list):
+                own[name] = value
+            elif rise > 0:
+                kept[:] = kept[:value] + kept[-1:] * (value - len(kept))
+
+
+def runs_ahead(models: Sequence[nn.Module], run: Callable[[], object]) -> Iterator[Hashable]:
+    """The calls of torch of a run, of a second one, and of others far ahead if anything counts.
+
+    Buffers are as before in each: what runs differ in is what Python keeps, as a graph has buffers.
+
+    Args:
+        run: draws from torch's generator as it is, and leaves it so.
+    """
+
+    def calls() -> Hashable:
+        with as_before(*models):
+            return calls_of(run)
+
+    yield calls()
+    counts = Counts(*models)
+    yield calls()
+    for number in AHEAD if counts.risen else ():
+        counts.ahead(number)
+        try:
+            yield calls()
+        except Exception as error:  # a table of the user's may be shorter
+            yield repr(error)

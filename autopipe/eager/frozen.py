@@ -1,0 +1,43 @@
+"""Values of Python as others that are equal only where nobody can tell the first ones apart."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+INTERNAL = frozenset(vars(nn.Module())) | {"_is_full_backward_hook"}
+"""What every module has in its `__dict__`."""
+
+VALUES = (
+    *(bool, int, str, bytes, type(None), type(...)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
+)
+FIXED = (type, FunctionType, BuiltinFunctionType, ModuleType)
+"""What is the same if it is the same object: nobody changes a function by using it."""
+
+
+def frozen(value: Any, *, deep: bool = True) -> Hashable:
+    """A value that equals another's only if nobody can tell them apart."""
+    if isinstance(value, VALUES):
+        return type(value), value
+    if isinstance(value, float | complex):
+        return type(value), repr(value)  # 0.0 is not -0.0
+    if isinstance(value, tuple | list):
+        return type(value), tuple(frozen(item, deep=deep) for item in value)
+    if isinstance(value, dict):
+        items = [(frozen(k, deep=deep), frozen(v, deep=deep)) for k, v in value.items()]
+        return type(value), tuple(items)
+    if isinstance(value, (set, frozenset)):
+        return type(value), frozenset(frozen(item, deep=deep) for item in value)
+    if type(value) is partial:
+        parts = value.func, value.args, value.keywords, vars(value)
+        return partial, *(frozen(part, deep=deep) for part in parts)
+    if isinstance(value, FIXED) or not deep or isinstance(value, Tensor | nn.Module):
+        return type(value), id(value)
+    inside = getattr(value, "__dict__", None)
+    return type(value), id(value), frozen(dict(inside), deep=False) if inside else None

@@ -1,0 +1,233 @@
+"""Where a model's Python can keep something from one call to the next.
+
+    self.step += 1                  the attributes of a module, of an object of the user's in one
+    self.state["step"] += 1         a dict or a list in one
+    Net.step += 1                   the attributes of a class
+    global STEP; STEP += 1          the globals of the file that a class stands in
+    nonlocal step; step += 1        what a method closes over, its own attributes, its defaults
+
+An iterator keeps its place where nobody can look: what `next(self.ids)` changes is not found here.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, MutableMapping
+from dataclasses import dataclass
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+from torch import Tensor, nn
+
+from autopipe.eager.frozen import FIXED, INTERNAL, VALUES
+
+DEPTH = 3
+"""So far down objects, dicts and lists are looked into: `self.trainer.schedule.state["step"]`."""
+
+MOST = 1_000
+"""Entries of a list or a dict up to which they are looked at; of others the number is."""
+
+_CONTAINERS = (list, dict, set, OrderedDict, defaultdict, Counter)
+_PLAIN = (*VALUES, float, complex)
+_PASSED = (*_PLAIN, *FIXED, Tensor, nn.Module, property, staticmethod, classmethod)
+"""What keeps nothing, or is looked at by itself."""
+
+_GONE = object()
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Something that keeps values by name.
+
+    Attributes:
+        name: how the user finds it: `layers.0`, `Net`, `my_models`; nothing: the model itself.
+        own: its values. What is set or deleted here is so there.
+        inside: whether it is the value that `name` has, and not what has such names.
+        shared: whether code that is not the model's may keep values there too.
+    """
+
+    name: str
+    own: MutableMapping[Any, Any]
+    inside: bool = False
+    shared: bool = False
+
+    def label(self, key: Any) -> str:
+        """How the user finds one value."""
+        return self.name if self.inside else f"{self.name}.{key}".strip(".")
+
+    def values(self) -> dict[Any, Any]:
+        """What is kept there now, without what belongs to Python or to torch."""
+        if self.shared:
+            return {key: v for key, v in self.own.items() if _may_change(key, v)}
+        if self.inside:
+            return dict(self.own)
+        return {key: value for key, value in self.own.items() if key not in INTERNAL}
+
+
+def holders_of(*models: nn.Module) -> list[Holder]:
+    """All of them: those of modules, of their classes and files, and what stands in these."""
+    found: dict[int, Holder] = {}
+    for model in models:
+        for path, module in model.named_modules():
+            found.setdefault(id(module), Holder(path, vars(module)))
+    kinds = dict.fromkeys(base for m in models for one in m.modules() for base in type(one).__mro__)
+    files = {
+        kind.__module__ for kind in kinds if not _foreign(kind.__module__)
+    } & sys.modules.keys()
+    for file in sorted(files):
+        own = vars(sys.modules[file])
+        found[id(own)] = Holder(file, own, shared=True)
+        here = [v for v in list(own.values()) if getattr(v, "__module__", None) == file]
+        kinds |= dict.fromkeys(value for value in here if isinstance(value, type))
+        for value in here:
+            found |= _of_function(value)
+    for kind in kinds:
+        if not _foreign(kind.__module__):
+            found[id(kind)] = Holder(kind.__qualname__, _Attributes(kind, vars), shared=True)
+            for value in list(vars(kind).values()):
+                found |= _of_function(value)
+    pending = [(holder, DEPTH) for holder in found.values()]
+    while pending:
+        holder, depth = pending.pop()
+        for key, value in holder.values().items():
+            inside = _inside(value, shared=holder.shared)
+            if inside is not None and id(value) not in found:
+                below = Holder(holder.label(key), inside, inside=True)
+                found[id(value)] = below
+                pending += [(below, depth - 1)] if depth > 1 else []
+    return list(found.values())
+
+
+def _foreign(file: str) -> bool:
+    """Whether a file is torch's or Python's, in which no model of a user's keeps anything."""
+    package = file.partition(".")[0]
+    return package in {"torch", *sys.stdlib_module_names}
+
+
+def _may_change(key: Any, value: Any) -> bool:
+    """Whether a name of a class or a file may be one that a model counts with."""
+    if str(key).startswith("__"):
+        return False
+    if isinstance(value, list | dict | set):  # one that a library has made may load files by itself
+        return type(value) in _CONTAINERS
+    return isinstance(value, _PLAIN) or not isinstance(value, _PASSED)
+
+
+def _of_function(value: Any) -> dict[int, Holder]:
+    """What a function closes over, its attributes and what its defaults hold."""
+    function = getattr(value, "__func__", value)
+    if not isinstance(function, FunctionType):
+        return {}
+    name = function.__qualname__
+    found = {id(function): Holder(name, vars(function), inside=True)}
+    if function.__closure__:
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))
+        found[id(function.__closure__)] = Holder(name, _Cells(cells), inside=True)
+    for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+        inside = _inside(default, shared=True)
+        if inside is not None:
+            found[id(default)] = Holder(name, inside, inside=True)
+    return found
+
+
+def _inside(value: Any, *, shared: bool) -> MutableMapping[Any, Any] | None:
+    """What a dict, a list or an object keeps; None: nothing that a model counts with.
+
+    Args:
+        shared: whether it stands where objects of Python's own do too, such as a logger.
+    """
+    if isinstance(value, list | dict):
+        if type(value) not in _CONTAINERS or len(value) > MOST:
+            return None
+        return value if isinstance(value, dict) else _Items(value)
+    if isinstance(value, (*_PASSED, tuple, set, frozenset)):
+        return None
+    if shared and _foreign(type(value).__module__) and not isinstance(value, SimpleNamespace):
+        return None
+    slots = [
+        name
+        for base in type(value).__mro__
+        for name in _several(vars(base).get("__slots__", ()))
+        if name not in ("__dict__", "__weakref__")
+    ]
+    plain = getattr(value, "__dict__", None)
+    if slots and not plain:
+        return _Attributes(
+            value, lambda own: {n: getattr(own, n) for n in slots if hasattr(own, n)}
+        )
+    return plain if isinstance(plain, dict) and plain else None
+
+
+def _several(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+class _Attributes(MutableMapping[Any, Any]):
+    """Attributes that are set by `setattr`: of a class, and of an object with slots."""
+
+    def __init__(self, target: Any, read: Callable[[Any], Any]) -> None:
+        self._target, self._read = target, read
+
+    def __getitem__(self, name: Any) -> Any:
+        return self._read(self._target)[name]
+
+    def __setitem__(self, name: Any, value: Any) -> None:
+        setattr(self._target, name, value)
+
+    def __delitem__(self, name: Any) -> None:
+        delattr(self._target, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(list(self._read(self._target)))
+
+    def __len__(self) -> int:
+        return len(self._read(self._target))
+
+
+class _Cells(MutableMapping[Any, Any]):
+    """The variables that a function closes over."""
+
+    def __init__(self, cells: dict[str, Any]) -> None:
+        self._cells = cells
+
+    def __getitem__(self, name: Any) -> Any:
+        try:
+            return self._cells[name].cell_contents
+        except ValueError:  # not assigned yet
+            return _GONE
+
+    def __setitem__(self, name: Any, value: Any) -> None:
+        if value is not _GONE:
+            self._cells[name].cell_contents = value
+
+    def __delitem__(self, name: Any) -> None:
+        raise TypeError("a function closes over as many variables for good")
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._cells)
+
+    def __len__(self) -> int:
+        return len(self._cells)
+
+
+class _Items(MutableMapping[Any, Any]):
+    """The items of a list by their places."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self._items = items
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._items[place]
+
+    def __setitem__(self, place: Any, value: Any) -> None:
+        self._items[place] = value
+
+    def __delitem__(self, place: Any) -> None:
+        del self._items[place]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(range(len(self._items)))
+
+    def __len__(self) -> int:
+        return len(self._items)
