@@ -139,7 +139,11 @@ def table(rows: list[Row]) -> Iterator[str]:
 
 def main(argv: list[str] | None = None) -> int:
     """Plan every case that is asked for."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.field", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.field",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}; or rows for --table")
     parser.add_argument("--table", action="store_true", help="rows of an earlier run as a table")
     chosen = parser.parse_args(argv)

@@ -70,7 +70,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.published", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.published",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("rows", type=Path, help="a CSV of published runs, or of profiled times")
     parser.add_argument("--of", nargs="+", default=[""], help="tables whose name has such a word")
     parser.add_argument(

@@ -31,7 +31,11 @@ Line = dict[str, Any]
 
 def main(argv: list[str] | None = None) -> int:
     """Plan every recipe; the exit code is 1 if the free choice is slower than an expert's."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.recipes", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.recipes",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("recipes", type=Path, help="a CSV of recipes")
     parser.add_argument("--of", default="", help="those whose name has this in it")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")

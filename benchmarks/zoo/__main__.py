@@ -24,7 +24,11 @@ WAYS = ("pp2", "pp4", "tp2", "torch")
 
 def main(argv: list[str] | None = None) -> int:
     """Try what is asked for and not yet in the file."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.zoo", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.zoo",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add = parser.add_argument
     add("--to", type=Path, help="the file of rows; what stands in it is not tried again")
     add("--only", default="", help="parts of names, with commas between")

@@ -52,6 +52,11 @@ Formulas = tuple[Sequence[op_costs.NodeCost], Sequence[torch.dtype]]
 """The costs of a graph's nodes, and what each computes in."""
 
 
+AMPLE = 4
+"""So many times what a model and a batch keep is room for any division of them: stages add
+transfers, gradients in another dtype, a copy of what they sum."""
+
+
 class Profiled(NamedTuple):
     """A problem with its bytes, and what it leaves out.
 
@@ -138,8 +143,8 @@ class Costing:
                 timed, forward = self._timed if equal else self._timed_by(short)
                 alone = within_asked(flow, self.blocks, self._words, self._numbers)
                 may = may_run_again(flow, short, alone, forward[self.rows[0]][0])
-                saving = Saving(flow, short, self.precision, check, inside, self.compiled, may)
-                kept = saving.at(units, self.rows, again)
+                how = self.precision, check, inside, self.compiled, may, self._room
+                kept = Saving(flow, short, *how).at(units, self.rows, again)
                 break
             except Uneven:
                 pass
@@ -198,6 +203,16 @@ class Costing:
             for block in self.blocks
             if block.path in asked or obstacle(self.flow, range(block.first, block.stop)) is None
         ]
+
+    @property
+    def _room(self) -> float:
+        """Bytes that the fewest rows may keep so that no plan is in want of memory: the smallest
+        device holds the model and all that the whole batch keeps many times over."""
+        if self._words or self.offload:
+            return 0.0
+        model = sum(int(state.spec.bytes) for state in self.flow.graph.states.values())
+        held = (3 + self.optimizer_factor) * model
+        return (min(self.machine.memory) / AMPLE - held) * self.rows[0] / self.batch
 
     @property
     def _called_once(self) -> bool:

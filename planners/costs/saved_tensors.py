@@ -21,30 +21,28 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, fx
+from torch import fx
 
 from autopipe.ir.cut_points import Units
-from autopipe.ir.dataflow import Dataflow, analyse
-from autopipe.ir.graph import Graph, Ref, shape_at
+from autopipe.ir.dataflow import Dataflow
+from autopipe.ir.graph import Ref
 from autopipe.ir.opaque_ops import observing
-from autopipe.ir.partition import partition
 from autopipe.ir.repeats import Short, Storage, Uneven
-from autopipe.ir.torch_private import fake_mode, storage_key
-from autopipe.joint.joint_graph import CannotSplit, JointGraph, Layout, differentiate, storages
+from autopipe.joint.joint_graph import CannotSplit, JointGraph, storages
 from autopipe.joint.levels import OpLevel, levels
 from autopipe.joint.split_backward import Division, divide, needed
-from autopipe.joint.split_backward_layouts import seeds_of_loss
 from autopipe.joint.wanted import Wanted
-from autopipe.planners.costs.watched_run import POSITION, KeptStorage, Watch
+from autopipe.planners.costs.watched_run import POSITION, KeptStorage, watched_stage
 from autopipe.planners.model.problem import Saved
-from autopipe.stages.dry_run import fake_state
-from autopipe.stages.lower import Lowered, lower
 from autopipe.stages.op_tape import MADE
-from autopipe.stages.precision import arithmetic, computing, wide_statistics
+from autopipe.stages.precision import computing
 from autopipe.util.progress import phase
 
 Made = Mapping[Ref, torch.dtype]
 """What the graph's values are made in; in mixed precision that is not what the model says."""
+
+Levels = Mapping[str, tuple[OpLevel, ...]]
+"""Ways to keep less, by the paths of a short graph's blocks; their groups are its positions."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ class Seen:
         storages: those that autograd keeps, each with its bytes.
         made_in: what the nodes' results are made in, by the nodes' positions.
         copies: the parameters of which there are copies in low precision.
-        levels: of the short graph's blocks, by their paths; their groups are its positions.
+        levels: of compiled stages, if they are wanted.
         again: of each node of the short graph the bytes that backward has made a second time when
             it makes this node's so.
     """
@@ -64,7 +62,7 @@ class Seen:
     bytes: tuple[int, ...]
     made_in: Mapping[int, tuple[torch.dtype | None, ...]]
     copies: tuple[str, ...]
-    levels: Mapping[str, tuple[OpLevel, ...]]
+    levels: Levels
     again: NDArray[np.int64]
 
 
@@ -83,7 +81,7 @@ class KeptBytes(NamedTuple):
     again: dict[int, tuple[int, ...]]
     made_in: Made
     low: frozenset[str]
-    levels: Mapping[str, tuple[OpLevel, ...]]
+    levels: Levels
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,9 @@ class Saving:
         compiled: whether stages run compiled and keep the least (`joint.run_again`); else they keep
             what autograd saves.
         seconds: of the short graph's nodes that may run again, by position, what it takes with the
-            fewest rows; of those in blocks. Empty: levels are not wanted.
+            fewest rows; of those in blocks.
+        room: if the fewest rows keep no more bytes than these, nothing need run again, and there
+            are no levels. (Those of compiled stages come with what they keep.)
     """
 
     flow: Dataflow
@@ -106,6 +106,7 @@ class Saving:
     segments: Sequence[str | None]
     compiled: bool
     seconds: Mapping[int, float]
+    room: float
 
     def at(self, units: Units, rows: Sequence[int], again: NDArray[np.int64]) -> KeptBytes:
         """What is kept at each number of rows.
@@ -140,13 +141,15 @@ class Saving:
             for number, dtype in enumerate(first.made_in.get(kept[standing], ()))
             if dtype is not None
         }
-        low = set(first.copies)
+        low, levels = set(first.copies), first.levels
+        if not self.compiled and sum(own.bytes for own in sizes[rows[0]]) > self.room:
+            levels = eager_levels(self.short, self.precision, rows[0], self.segments, self.seconds)
         return KeptBytes(
             sizes,
             again_of,
             made_in,
             frozenset(n for n, known in self.short.states.items() if known in low),
-            first.levels,
+            levels,
         )
 
     def _observe(self, fewest: int, rows: int) -> Seen:
@@ -156,7 +159,7 @@ class Saving:
             rows,
             segments=self.segments,
             compiled=self.compiled,
-            seconds=self.seconds if rows == fewest else {},
+            seconds=self.seconds if self.compiled and rows == fewest else {},
         )
 
     def _by_unit(
@@ -228,45 +231,29 @@ def observe_saved(
     """Run a graph on tensors without memory; note which nodes make and which save each storage.
 
     Args:
-        segments, compiled, seconds: as `Saving` has them; without segments, there are no blocks.
+        segments, compiled: as `Saving` has them; without segments, there are no blocks.
+        seconds: as `Saving` has them, if levels of compiled stages are wanted.
 
     Raises:
         CannotSplit: the graph cannot be differentiated, and compiled stages are asked for.
         Uneven: blocks that should be alike do not make what looks the same.
     """
-    graph = short.graph
-    flow = analyse(graph)
-    (whole,) = partition(flow, ())
-    found: Mapping[str, tuple[OpLevel, ...]] = {}
-    again = np.zeros(len(graph.nodes), np.int64)
-    with fake_mode(), wide_statistics(node.op for node in graph.nodes):
-        states = {name: fake_state(graph, name) for name in whole.states}
-        inputs = [
-            torch.empty(shape_at(graph.inputs[path], rows), dtype=graph.inputs[path].dtype)
-            for path in whole.inputs
-        ]
-        lowered = lower(graph, whole, (), states, None, rows, last=True, precision=precision)
-        how = arithmetic(precision, "cpu", [states[name] for name in lowered.low])
-        copies = how.copies.values()
-        owned = {storage_key(tensor) for tensor in (*states.values(), *inputs, *copies)}
+    found: Levels = {}
+    nodes = len(short.graph.nodes)
+    again = np.zeros(nodes, np.int64)
+    with watched_stage(short, precision, rows, segments) as stage:
         name = f"counting what is kept of {rows} rows"
-        with phase(name, of=len(lowered.module.graph.nodes)) as done:
-            inside = segments or [None] * len(graph.nodes)
-            watching = partial(Watch, flow, lowered.module, owned, segments=inside)
-            watch = watching(done=done)
-            joint = partial(_joint, graph, lowered, inputs, precision)
+        with phase(name, of=len(stage.lowered.module.graph.nodes)) as done:
+            watch = stage.watch(done)
             if compiled:
-                made = joint(watch)
+                made = stage.joint(watch)
                 found = _levels(made, seconds, least=True)
                 division = divide(made, Wanted(halves=False, least=True))
                 watch.kept = _kept_by_graphs(division)
-                again = _made_again(division, len(graph.nodes))
+                again = _made_again(division, nodes)
             else:
-                with observing(watch.pack), computing(how):
-                    watch.run(*inputs)
-                with suppress(CannotSplit):  # then only whole blocks run again
-                    if seconds:
-                        found = _levels(joint(watching(done=lambda: None)), seconds, least=False)
+                with observing(watch.pack), computing(stage.arithmetic):
+                    watch.run(*stage.inputs)
     at = short.kept
     if not short.uniform({at[position]: look for position, look in watch.looks.items()}):
         raise Uneven
@@ -280,23 +267,29 @@ def observe_saved(
             at[position]: tuple(None if one is None else one.dtype for one in look)
             for position, look in watch.looks.items()
         },
-        tuple(lowered.low),
+        tuple(stage.lowered.low),
         found,
         again,
     )
 
 
-def _joint(
-    graph: Graph, lowered: Lowered, inputs: Sequence[Tensor], precision: str, watch: Watch
-) -> JointGraph:
-    """The joint graph of a whole model, its nodes marked by position and block."""
-    layouts = [Layout.of(x) for x in inputs]
-    return differentiate(lowered, layouts, seeds_of_loss(graph), precision, watch.run)
+def eager_levels(
+    short: Short,
+    precision: str,
+    rows: int,
+    segments: Sequence[str | None],
+    seconds: Mapping[int, float],
+) -> Levels:
+    """The levels of the blocks of stages that run as they are, as `Seen` has them.
+
+    Empty where the graph cannot be differentiated: then only whole blocks run again.
+    """
+    with watched_stage(short, precision, rows, segments) as stage, suppress(CannotSplit):
+        return _levels(stage.joint(stage.watch()), seconds, least=False)
+    return {}
 
 
-def _levels(
-    joint: JointGraph, seconds: Mapping[int, float], *, least: bool
-) -> dict[str, tuple[OpLevel, ...]]:
+def _levels(joint: JointGraph, seconds: Mapping[int, float], *, least: bool) -> Levels:
     def group(call: fx.Node) -> int | None:
         position: int = call.meta[POSITION]
         return position if position in seconds else None

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
-from autopipe.ir.dataflow import Dataflow
-from autopipe.ir.torch_private import storage_key
+from autopipe.ir.dataflow import Dataflow, analyse
+from autopipe.ir.graph import shape_at
+from autopipe.ir.partition import partition
+from autopipe.ir.repeats import Short
+from autopipe.ir.torch_private import fake_mode, storage_key
+from autopipe.joint.joint_graph import JointGraph, Layout, differentiate
+from autopipe.joint.split_backward_layouts import seeds_of_loss
+from autopipe.stages.dry_run import fake_state
+from autopipe.stages.lower import Lowered, lower
 from autopipe.stages.node_calls import NODE_NAME
 from autopipe.stages.op_tape import SEGMENT, marking
+from autopipe.stages.precision import Arithmetic, arithmetic, wide_statistics
 from autopipe.util.progress import Done
 
 POSITION = "autopipe_position"
@@ -99,3 +107,55 @@ def _look(made: Any) -> _TensorLook | None:
     if not isinstance(made, Tensor):
         return None
     return _TensorLook(tuple(made.shape), made.stride(), made.dtype, made.requires_grad)
+
+
+@dataclass
+class WatchedStage:
+    """A short graph as one stage on tensors without memory, to be run within `watched_stage`."""
+
+    flow: Dataflow
+    lowered: Lowered
+    inputs: list[Tensor]
+    arithmetic: Arithmetic
+    precision: str
+    segments: Sequence[str | None]
+    owned: set[int]
+
+    def watch(self, done: Done = lambda: None) -> Watch:
+        """What notes a run."""
+        return Watch(self.flow, self.lowered.module, self.owned, self.segments, done)
+
+    def joint(self, watch: Watch) -> JointGraph:
+        """The joint graph of the whole model, its nodes marked by position and block.
+
+        Raises:
+            CannotSplit: the graph cannot be differentiated.
+        """
+        layouts = [Layout.of(x) for x in self.inputs]
+        seeds = seeds_of_loss(self.flow.graph)
+        return differentiate(self.lowered, layouts, seeds, self.precision, watch.run)
+
+
+@contextmanager
+def watched_stage(
+    short: Short, precision: str, rows: int, segments: Sequence[str | None]
+) -> Iterator[WatchedStage]:
+    """Lower a short graph for so many rows.
+
+    Args:
+        segments: of each node its block; none: there are no blocks.
+    """
+    graph = short.graph
+    flow = analyse(graph)
+    (whole,) = partition(flow, ())
+    with fake_mode(), wide_statistics(node.op for node in graph.nodes):
+        states = {name: fake_state(graph, name) for name in whole.states}
+        inputs = [
+            torch.empty(shape_at(graph.inputs[path], rows), dtype=graph.inputs[path].dtype)
+            for path in whole.inputs
+        ]
+        lowered = lower(graph, whole, (), states, None, rows, last=True, precision=precision)
+        how = arithmetic(precision, "cpu", [states[name] for name in lowered.low])
+        owned = {storage_key(t) for t in (*states.values(), *inputs, *how.copies.values())}
+        inside = segments or [None] * len(graph.nodes)
+        yield WatchedStage(flow, lowered, inputs, how, precision, inside, owned)

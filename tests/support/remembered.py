@@ -25,7 +25,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.repeats import Short
 from autopipe.joint.dry_run_repeats import rehearse_deep
 from autopipe.planners.costs import plan_memory, saved_tensors
-from autopipe.planners.costs.saved_tensors import Seen, observe_saved
+from autopipe.planners.costs.saved_tensors import Levels, Seen, eager_levels, observe_saved
 from autopipe.planners.driver import make_plan
 from autopipe.stages.dry_run import Known, Rehearsal
 from autopipe.tracing.source import Source, trace_source
@@ -33,6 +33,7 @@ from autopipe.tracing.trace import Trace
 
 _LEARNT: dict[int, tuple[Graph, Known]] = {}  # the graph is kept, so that its id stays its own
 _SEEN: dict[bytes, Seen] = {}
+_LEVELS: dict[bytes, Levels] = {}
 _TRACES: dict[Hashable, Trace] = {}
 
 
@@ -53,9 +54,16 @@ def findings_remembered() -> Iterator[None]:
             _SEEN[asked] = observe_saved(short, precision, rows, **how)
         return _SEEN[asked]
 
+    def levels(*how: Any) -> Levels:
+        asked = pickle.dumps(how)
+        if asked not in _LEVELS:
+            _LEVELS[asked] = eager_levels(*how)
+        return _LEVELS[asked]
+
     with (
         patch.object(plan_memory, "rehearse_deep", rehearsed),
         patch.object(saved_tensors, "observe_saved", observed),
+        patch.object(saved_tensors, "eager_levels", levels),
     ):
         yield
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -49,7 +50,9 @@ def _of_timm() -> Iterator[Subject]:
 
 
 def _size(name: str) -> tuple[bool, bool, int, str]:
-    return any(w in name for w in BIG), not any(w in name for w in SMALL), len(name), name
+    """Large, or not known to be small; a number is one that begins so: 0 is in 002, not in 107."""
+    small = any(re.search(rf"(?<!\d){w}" if w.isdigit() else w, name) for w in SMALL)
+    return any(w in name for w in BIG), not small, len(name), name
 
 
 FEWER: tuple[dict[str, Any], ...] = (
@@ -108,8 +111,9 @@ def _of_torchvision() -> Iterator[Subject]:
 def _torchvision(name: str) -> Model:
     from torchvision import models
 
-    extra = {"init_weights": False} if name in ("inception_v3", "googlenet") else {}
-    side = 224 if "vit" in name else 299 if "inception" in name else 64
+    extra: dict[str, Any] = {"init_weights": False} if name in ("inception_v3", "googlenet") else {}
+    side = 299 if "inception" in name else 64
+    extra |= {"image_size": side} if "vit" in name else {}
     make = partial(models.get_model, name, weights=None, num_classes=CLASSES, **extra)
     return _classifier(seeded(make), side)
 
