@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -78,10 +79,10 @@ def holders_of(*models: nn.Module) -> list[Holder]:
     for file in sorted(files):
         own = vars(sys.modules[file])
         found[id(own)] = Holder(file, own, shared=True)
-        here = [v for v in list(own.values()) if getattr(v, "__module__", None) == file]
-        kinds |= dict.fromkeys(value for value in here if isinstance(value, type))
-        for value in here:
-            found |= _of_function(value)
+        for value in list(own.values()):
+            if isinstance(value, type | FunctionType) and value.__module__ == file:
+                found |= _of_function(value)
+                kinds |= {value: None} if isinstance(value, type) else {}
     for kind in kinds:
         if not _foreign(kind.__module__):
             found[id(kind)] = Holder(kind.__qualname__, _Attributes(kind, vars), shared=True)
@@ -116,7 +117,7 @@ def _may_change(key: Any, value: Any) -> bool:
 
 def _of_function(value: Any) -> dict[int, Holder]:
     """What a function closes over, its attributes and what its defaults hold."""
-    function = getattr(value, "__func__", value)
+    function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
     if not isinstance(function, FunctionType):
         return {}
     name = function.__qualname__
@@ -151,16 +152,28 @@ def _inside(value: Any, *, shared: bool) -> MutableMapping[Any, Any] | None:
         for name in _several(vars(base).get("__slots__", ()))
         if name not in ("__dict__", "__weakref__")
     ]
-    plain = getattr(value, "__dict__", None)
-    if slots and not plain:
-        return _Attributes(
-            value, lambda own: {n: getattr(own, n) for n in slots if hasattr(own, n)}
-        )
-    return plain if isinstance(plain, dict) and plain else None
+    plain = _field(value, "__dict__")
+    if isinstance(plain, dict) and (plain or not slots):
+        return plain
+    return _Attributes(value, partial(_fields, names=slots)) if slots else None
 
 
 def _several(slots: Any) -> tuple[str, ...]:
     return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _fields(value: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Those fields of an object that it has."""
+    found = ((name, _field(value, name)) for name in names)
+    return {name: own for name, own in found if own is not _GONE}
+
+
+def _field(value: Any, name: str) -> Any:
+    """A field of an object, read without running its class's own code."""
+    try:
+        return object.__getattribute__(value, name)
+    except AttributeError:
+        return _GONE
 
 
 class _Attributes(MutableMapping[Any, Any]):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from copy import copy
 from typing import Any
 
 from torch import nn
@@ -110,12 +111,12 @@ def _differs(value: Any, known: tuple[Any, Any] | None) -> bool:
     """Whether a value is another one than `_with_copies` has noted."""
     if known is None or value is not known[0]:
         return known is None or frozen(value, deep=False) != frozen(known[0], deep=False)
-    return known[1] is not None and len(value) != len(known[1])
+    return known[1] is not None and len(_entries(value)) != len(known[1])
 
 
 def _with_copies(own: Mapping[Any, Any]) -> dict[Any, tuple[Any, Any]]:
-    """Values, each with a copy if it is a list, a dict or a set."""
-    contained = {n: copy(v) for n, v in own.items() if isinstance(v, list | dict | set)}
+    """Values, each with its entries if it is a list, a dict or a set."""
+    contained = {n: _entries(v) for n, v in own.items() if isinstance(v, list | dict | set)}
     return {name: (value, contained.get(name)) for name, value in own.items()}
 
 
@@ -123,17 +124,24 @@ def _put_back(own: MutableMapping[Any, Any], known: Mapping[Any, tuple[Any, Any]
     for name, (value, before) in known.items():
         if name not in own or own[name] is not value:
             own[name] = value
-        if before is None or _items(value) == _items(before):
+        if before is None or _same(_entries(value), before):
             continue
         if isinstance(value, list):
             value[:] = before
         else:
             value.clear()
-            value.update(before)
+            pairs = zip(before[::2], before[1::2], strict=True)
+            value.update(pairs if isinstance(value, dict) else before)
 
 
-def _items(container: Any) -> list[Any]:
-    """Which objects a list, a dict or a set holds."""
+def _entries(container: Any) -> list[Any]:
+    """What a list or a set holds, of a dict keys and values in turn; runs no code of the user's."""
     if isinstance(container, dict):
-        return [(id(key), id(value)) for key, value in container.items()]
-    return [*map(id, container)]
+        kind = OrderedDict if isinstance(container, OrderedDict) else dict
+        return [part for pair in kind.items(container) for part in pair]
+    return [*container]
+
+
+def _same(entries: list[Any], before: list[Any]) -> bool:
+    """Whether these are the same objects."""
+    return len(entries) == len(before) and all(map(operator.is_, entries, before))

@@ -186,6 +186,34 @@ def test_a_warm_up_is_refused(kind, monkeypatch):
     assert f"the model keeps {KEPT[kind]} from one call to the next" in refusal(built(kind))
 
 
+class Touchy:
+    """Raises if it is asked for what it does not have."""
+
+    def __getattr__(self, name):
+        raise RuntimeError(f"touched {name}")
+
+
+class Mapped(dict):
+    """Raises if somebody goes through it."""
+
+    def items(self):
+        raise RuntimeError("went through")
+
+
+TOUCHY, MAPPED, FULL = Touchy(), Mapped(a=1), list(range(100_000))
+
+
+def test_no_code_of_the_users_runs_to_look_at_what_is_kept():
+    """Nor is a long list looked through; that it has grown is seen."""
+    model = built(Net)
+    model.touchy, model.later, model.full = TOUCHY, SimpleNamespace(), FULL
+    with restoring(model) as changed:
+        model.later.step = 1
+        FULL.append(0)
+        assert {"later", "full"} <= {*changed()}
+    assert not vars(model.later) and len(FULL) == 100_000
+
+
 def test_names_of_holders():
     """Torch's own classes and files keep nothing of a model's."""
     names = {holder.name for holder in holders_of(built(InADict))}
