@@ -71,6 +71,10 @@ class Uncaptured(CaptureError):
         self.whole = whole
 
 
+class RowsFixed(Uncaptured):
+    """A trace holds for some numbers of rows alone."""
+
+
 class PlanError(AutopipeError):
     """A plan file is truncated, of another format, of another model, or contradicts itself."""
 

@@ -23,7 +23,7 @@ def split_to_evaluate(
     batch: Any,
     outputs: bool,
 ) -> Split:
-    """The model in evaluation mode, traced on two rows of `batch` and cut as in training.
+    """The model in evaluation mode, traced on rows of `batch` and cut as in training.
 
     Args:
         outputs: whether its results are also what the model itself gives.
@@ -33,7 +33,7 @@ def split_to_evaluate(
         PlanError: a stage would need parameters of another one.
     """
     plan = part.plan
-    example = batches.two_rows(batch, plan.inputs)
+    example = batches.some_rows(batch, plan.inputs, plan.traced_rows)
     length = batches.length_in(plan.inputs, batches.flatten(batch))
     found = trace_source(
         model,
@@ -41,6 +41,7 @@ def split_to_evaluate(
         plan.inputs if length is None else batches.at_length(plan.inputs, length),
         loss,
         training=False,
+        symbolic=not plan.rows_fixed,
         outputs=outputs,
         kept=kept(plan.precision, plan.optimizer_dtype, plan.grad_dtype),
         regions=plan.regions,

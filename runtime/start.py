@@ -152,7 +152,7 @@ def join(plan: Plan) -> JoinedRank:
 
 
 def trace_planned(model: Source, inputs: Any, loss: Loss | None, plan: Plan) -> TracedModel:
-    """Trace the model in training, on two rows; no parameter is allocated.
+    """Trace the model in training; no parameter is allocated.
 
     Args:
         inputs: an example batch, or what makes one of so many rows; None: made from the plan.
@@ -161,11 +161,12 @@ def trace_planned(model: Source, inputs: Any, loss: Loss | None, plan: Plan) -> 
         ModelError: the model cannot be captured, or the example is not what the plan describes.
     """
     skeleton = bare(model)
-    example = inputs(2) if callable(inputs) else inputs
+    rows = plan.traced_rows
+    example = inputs(rows) if callable(inputs) else inputs
     if example is None:
-        example = batches.from_specs(plan.inputs, 2)
+        example = batches.from_specs(plan.inputs, rows)
     else:
-        example = batches.two_rows(example, plan.inputs)
+        example = batches.some_rows(example, plan.inputs, rows)
     how = kept(plan.precision, plan.optimizer_dtype, plan.grad_dtype)
     own = model if isinstance(model, nn.Module) else None
     try:
@@ -176,6 +177,7 @@ def trace_planned(model: Source, inputs: Any, loss: Loss | None, plan: Plan) -> 
             loss,
             reads=plan.reads,
             regions=plan.regions,
+            symbolic=not plan.rows_fixed,
             kept=how,
             own=own,
         )

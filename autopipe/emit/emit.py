@@ -100,10 +100,19 @@ def stages(model: Source, plan: Plan, loss: Loss | None) -> dict[str, str]:
             hint="run the plan as it is: autopipe run",
         )
     skeleton = bare(model)
-    example = batch.from_specs(plan.inputs, 2)
+    example = batch.from_specs(plan.inputs, plan.traced_rows)
     own = model if isinstance(model, nn.Module) else None
     how = kept(plan.precision, plan.optimizer_dtype, plan.grad_dtype)
-    traced = trace(skeleton, example, plan.inputs, loss, reads=plan.reads, kept=how, own=own)
+    traced = trace(
+        skeleton,
+        example,
+        plan.inputs,
+        loss,
+        reads=plan.reads,
+        symbolic=not plan.rows_fixed,
+        kept=how,
+        own=own,
+    )
     for node in traced.graph.nodes:
         if node.op == COND_OP:
             raise PlanError(

@@ -15,7 +15,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from autopipe.errors import CaptureError, Uncaptured
+from autopipe.errors import CaptureError, RowsFixed, Uncaptured
 from autopipe.frontend import user_lines
 from autopipe.ir.torch_private import DynamicOutputShapeException
 
@@ -81,9 +81,9 @@ def fixes_rows(error: Exception) -> bool:
     return "Constraints violated" in str(error)
 
 
-def fixed_rows(place: str, frames: Sequence[FrameType]) -> Uncaptured:
+def fixed_rows(place: str, frames: Sequence[FrameType]) -> RowsFixed:
     """The error for a trace that is valid only for some numbers of rows; it names the line."""
-    return Uncaptured(
+    return RowsFixed(
         f"{place + ': t' if place else 't'}he number of rows is fixed here, so what is traced with "
         "two rows does not hold for the rows of every micro-batch",
         hint="take the rows from x.shape[0], not from a number, as in view(2, -1); "

@@ -77,8 +77,9 @@ RULES: dict[str, Rule] = {}
 rule = entering(RULES)
 
 
-def _elements(spec: TensorSpec) -> Dim:
-    return sympy.prod(spec.shape)
+def _elements(spec: TensorSpec) -> sympy.Expr:
+    """An expression also where it is a number: a share of it is then exact."""
+    return sympy.sympify(sympy.prod(spec.shape))
 
 
 @rule("linear")
@@ -137,7 +138,7 @@ def _attention(node: Node, operands: Specs, made: TensorSpec) -> Dim:
     Dao 2023, section 3.1).
     """
     query, key = operands[0], operands[1]
-    scores = sympy.prod(query.shape[:-1]) * key.shape[-2]
+    scores = sympy.sympify(sympy.prod(query.shape[:-1]) * key.shape[-2])
     flops = 2 * scores * (query.shape[-1] + made.shape[-1])
     return flops / 2 if arguments(node)["is_causal"] else flops
 
@@ -193,7 +194,7 @@ def _dims(op: str, operands: Specs, made: TensorSpec) -> tuple[Dim, ...]:
         case "mm" | "bmm" | "matmul" if len(shapes[0]) > 1 and len(shapes[1]) > 1:
             return shapes[0][-2], shapes[0][-1], shapes[1][-1]
         case "_grouped_mm" if len(shapes[1]) == 3:
-            return shapes[0][-2] / shapes[1][0], shapes[0][-1], shapes[1][-1]
+            return sympy.sympify(shapes[0][-2]) / shapes[1][0], shapes[0][-1], shapes[1][-1]
         case "addmm" | "baddbmm":
             return shapes[1][-2], shapes[1][-1], shapes[2][-1]
         case "conv1d" | "conv2d" | "conv3d" | "convolution":

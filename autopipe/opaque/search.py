@@ -88,7 +88,7 @@ def _modules_around(site: Site) -> list[Site]:
 
 def _refusal(error: Uncaptured, wider: str) -> Uncaptured:
     first = f"{error.hint}; or " if error.hint else ""
-    return Uncaptured(
+    return type(error)(
         error.message,
         hint=f"{first}move these lines to a method, or to a module, that takes tensors and gives "
         f"tensors of fixed sizes: it then runs as it is{f' ({wider})' if wider else ''}",

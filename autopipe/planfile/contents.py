@@ -69,11 +69,13 @@ class Plan:
     at once, as the model does. `fused_attention`: each attention that the model writes out is one
     op. `loss_seconds` are those of a loss over the whole batch, between the two passes of a step.
     `lengths` are the tokens of a row that were asked for, ascending, the last one that of `inputs`;
-    without any, rows may be shorter all the same. `regions` run as the user wrote them. Under the
-    precisions bf16 and fp16, `grad_dtype` is what gradients are summed in, and `optimizer_dtype`
-    what the optimizer changes: fp32 master weights, or parameters of 16 bits. `work` is what a step
-    computes; null if that is not known, or no matrix product. `made` has a few digits of each part
-    as the planner has left it, by which `edited` finds what was changed since.
+    without any, rows may be shorter all the same. `regions` run as the user wrote them.
+    `rows_fixed`: the graph is one of micro-batches of as many rows as planned, and of no others.
+    Under the precisions bf16 and fp16, `grad_dtype` is what gradients are summed in, and
+    `optimizer_dtype` what the optimizer changes: fp32 master weights, or parameters of 16 bits.
+    `work` is what a step computes; null if that is not known, or no matrix product. `made` has a
+    few digits of each part as the planner has left it, by which `edited` finds what was changed
+    since.
     """
 
     format: int
@@ -109,6 +111,7 @@ class Plan:
     grad_dtype: str = "fp32"
     optimizer_dtype: str = "fp32"
     regions: tuple[Region, ...] = ()
+    rows_fixed: bool = False
     made: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -117,6 +120,11 @@ class Plan:
         now = _marks(self) if self.made else {}
         # A part that this version's planner marks and an older one's did not is left alone.
         return tuple(path for path, mark in now.items() if self.made.get(path, mark) != mark)
+
+    @property
+    def traced_rows(self) -> int:
+        """Rows of the batch that the model is traced on: two stand for any number of them."""
+        return self.batch.microbatch_rows(self.mesh.dp) if self.rows_fixed else 2
 
     @property
     def once(self) -> tuple[StagePlan, ...]:

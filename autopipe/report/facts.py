@@ -62,6 +62,7 @@ def decided(plan: Plan) -> list[tuple[str, str]]:
         *pairs,
         *([("idle", left)] if left else []),
         *([("runs as it is", f"{as_they_are}: not looked into")] if as_they_are else []),
+        *([("rows", f"of {plan.traced_rows} a micro-batch alone")] if plan.rows_fixed else []),
         *_asked(plan),
     ]
 

@@ -46,6 +46,7 @@ class Trace:
     `unsteady` are the plain attributes and caches because of which a second call makes other calls
     of torch.
     `regions` are the calls that run as they are.
+    `rows`: the graph is of micro-batches of so many alone; None: of any.
     """
 
     graph: Graph
@@ -54,6 +55,7 @@ class Trace:
     outputs: tuple[str, ...] = ()
     unsteady: tuple[str, ...] = ()
     regions: tuple[Region, ...] = ()
+    rows: int | None = None
 
 
 def trace(
@@ -213,4 +215,5 @@ class _Tracing:
             check_followers(graph, self.kept.dtype)
             graph = with_masters(graph, self.kept)
         used = tuple(one.region for one in graph.regions.values())
-        return Trace(graph, self.specs, tuple(reads), program.paths, program.unsteady, used)
+        rows = None if self.symbolic else batches.rows_of(self.specs, self.leaves)
+        return Trace(graph, self.specs, tuple(reads), program.paths, program.unsteady, used, rows)

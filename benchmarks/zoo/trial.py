@@ -141,17 +141,30 @@ class Tried:
             precision="fp32",
             cluster=machine(1, MEMORY),
             batch_size=ROWS * MICRO_BATCHES,
-            constraints=Constraints(),
+            constraints=Constraints(dp=1, micro_batches=MICRO_BATCHES),
             planner="dynamic",
             sequence_parallel=True,
             loss_over="micro-batch",
         )
 
-    @cached_property
+    @property
     def traced(self) -> Traced:
-        """As `autopipe.plan` traces it, and compares the graph with the model."""
-        skeleton = bare(self.request.model)
-        return traced_model(self.request, skeleton, lambda line: None, Stopwatch())
+        """As `autopipe.plan` traces it, and compares the graph with the model.
+
+        Raises:
+            Exception: what that raises.
+        """
+        if isinstance(self._traced, Exception):
+            raise self._traced
+        return self._traced
+
+    @cached_property
+    def _traced(self) -> Traced | Exception:
+        try:
+            skeleton = bare(self.request.model)
+            return traced_model(self.request, skeleton, lambda line: None, Stopwatch())
+        except Exception as error:  # a refusal, once for all ways to split it
+            return error
 
     def plan(self, pp: int, tp: int) -> Plan:
         """As `autopipe.plan` makes it."""

@@ -75,7 +75,7 @@ def check(request: PlanRequest, skeleton: nn.Module, traced: Trace, example: Any
         until.enter_context(eager_branches())
         until.enter_context(libraries_hushed(heard=False))
         model = with_weights(request, skeleton, traced.graph)
-        both = model and _both(request, traced, model, _two(request, example, traced.inputs), say)
+        both = model and _both(request, traced, model, _two(request, example, traced), say)
     if both:
         tolerance = TOLERANCE.get(KEPT.get(request.precision, torch.float32), 1e-4)
         eager, found, ahead = both
@@ -156,12 +156,14 @@ def _both(
         return eager, _of_graph(traced, model, before, batches[:1], weights), ahead
 
 
-def _two(request: PlanRequest, example: Any, specs: Sequence[InputSpec]) -> list[Any]:
+def _two(request: PlanRequest, example: Any, traced: Trace) -> list[Any]:
     """Two micro-batches: the one that was traced, and other rows if there are any."""
-    more = request.inputs(2 * ROWS) if callable(request.inputs) else example
-    rows = batch.flatten(batch.some_rows(more, specs, 2 * ROWS))
-    second = batch.slice_rows(specs, rows, ROWS, 2 * ROWS)
-    return [batch.two_rows(example, specs), batch.rebuild(more, second)]
+    specs, size = traced.inputs, traced.rows or ROWS
+    more = request.inputs(2 * size) if callable(request.inputs) else example
+    rows = batch.flatten(batch.some_rows(more, specs, 2 * size))
+    second = batch.slice_rows(specs, rows, size, 2 * size)
+    first = example if traced.rows is None else more
+    return [batch.some_rows(first, specs, size), batch.rebuild(more, second)]
 
 
 def with_weights(request: PlanRequest, skeleton: nn.Module, graph: Graph) -> nn.Module | None:
@@ -318,13 +320,13 @@ def _of_graph(
     weights: Weights,
 ) -> Outcome:
     """What the graph makes of the same weights, lowered as one stage."""
-    graph = traced.graph
+    graph, rows = traced.graph, traced.rows or ROWS
     own = {name: tensor.clone() for name, tensor in before.items()}
     named = {**dict(model.named_parameters()), **own}
     (stage,) = partition(analyse(graph), [])
     states = {name: named[name] for name in stage.states}
     blocks = find_blocks(graph)
-    module = lower(graph, stage, blocks, states, traced.reads, ROWS, last=True).module
+    module = lower(graph, stage, blocks, states, traced.reads, rows, last=True).module
     taken = [spec for spec in traced.inputs if spec.path in stage.inputs]
     taken.sort(key=lambda spec: stage.inputs.index(spec.path))
     return _outcome(_Runnable(module, taken, lambda: own), model, batches, weights)

@@ -213,7 +213,7 @@ def _rows(job: Job, devices: int) -> tuple[list[int], list[int]]:
     """
     traced, constraints = job.traced, job.constraints
     wanted = arguments.micro_batch_rows(traced.rows, devices, constraints, traced.least)
-    if constraints.programs or not job.beyond:
+    if constraints.programs or not job.beyond or traced.trace.rows is not None:
         return wanted, wanted
     free = replace(constraints, dp=None, micro_batches=None)
     return wanted, arguments.micro_batch_rows(traced.rows, devices, free, traced.least)

@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from autopipe.cluster.cluster import Cluster
-from autopipe.errors import AutopipeError, PlanError
+from autopipe.errors import AutopipeError, PlanError, RowsFixed
 from autopipe.frontend import batch
 from autopipe.frontend.least_rows import least_rows
 from autopipe.frontend.loss import Loss
@@ -238,16 +238,7 @@ def traced_model(request: PlanRequest, skeleton: nn.Module, say: Say, watch: Sto
     devices = request.cluster.num_devices
     rows = request.batch_size or arguments.rows_of(inputs, example, specs, devices)
     with watch("traced"), phase("tracing"):
-        two = batch.two_rows(example, specs)
-        trace = trace_source(
-            request.model,
-            two,
-            specs,
-            request.loss,
-            skeleton=skeleton,
-            kept=kept(request.precision, request.optimizer_dtype, request.grad_dtype),
-            say=say,
-        )
+        trace = _traced(request, skeleton, example, specs, rows, say)
         for place in dict.fromkeys(read.place for read in trace.reads if not read.checked):
             say(f"{place}: a number is read here that nothing depends on; a run does not read it")
         for region in trace.regions:
@@ -256,7 +247,8 @@ def traced_model(request: PlanRequest, skeleton: nn.Module, say: Say, watch: Sto
             check_heads(trace.graph, constraints.tp)
         against_eager.check(request, skeleton, trace, example, say)
         against_eager.check_at_lengths(request, skeleton, trace, example, say)
-        if min(rows, (constraints.dp or 2) * (constraints.micro_batches or 2)) > 1:
+        grouped = (constraints.dp or 2) * (constraints.micro_batches or 2)
+        if min(rows, grouped) > 1 and trace.rows is None:
             _check_loss(request, trace, example, specs, say)
         whole, fingerprinted = None, trace.graph
         if request.loss_over == BATCH:
@@ -276,6 +268,35 @@ def traced_model(request: PlanRequest, skeleton: nn.Module, say: Say, watch: Sto
     )
     say(f"traced: {found}")
     return found
+
+
+def _traced(
+    request: PlanRequest,
+    skeleton: nn.Module,
+    example: Any,
+    specs: Sequence[InputSpec],
+    rows: int,
+    say: Say,
+) -> Trace:
+    """The trace of any number of rows; of one number alone, where the model fixes it and it is
+    known."""
+    how = kept(request.precision, request.optimizer_dtype, request.grad_dtype)
+    at = partial(trace_source, request.model, specs=specs, loss=request.loss, skeleton=skeleton)
+    try:
+        return at(batch.two_rows(example, specs), kept=how, say=say)
+    except RowsFixed as refusal:
+        size = request.microbatch_rows(rows)
+        if size is None:
+            raise type(refusal)(
+                refusal.message,
+                hint=f"{refusal.hint}; or say how many rows a micro-batch has (--batch, --dp, "
+                '--micro-batches) and that its loss is its own (loss_over = "micro-batch"): the '
+                "graph is then one of so many",
+            ) from refusal
+        place = refusal.message.partition(": ")[0]
+        say(f"{place}: rows are fixed here; the graph is one of micro-batches of {size} rows alone")
+        more = _examples(request.inputs, example, specs)(size)
+        return at(batch.some_rows(more, specs, size), symbolic=False, kept=how, say=say)
 
 
 def _check_loss(

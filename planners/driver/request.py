@@ -23,6 +23,7 @@ from autopipe.frontend.optimizer import MakeOptimizer
 from autopipe.ir.blocks import Block, classes, find_blocks
 from autopipe.ir.dataflow import Dataflow, analyse
 from autopipe.ir.graph import Graph, bytes_at
+from autopipe.planfile.contents import MICRO_BATCH
 from autopipe.planners.costs.asked_ops import words_of
 from autopipe.planners.model.problem import Constraints
 from autopipe.rewriting.fused_attention import fused
@@ -75,6 +76,21 @@ class PlanRequest:
         """Whether attentions may be fused: stages may run compiled, or it is asked for."""
         compiled = torch.cuda.is_available() if self.compiled is None else self.compiled
         return compiled if self.fuse_attention is None else self.fuse_attention
+
+    def microbatch_rows(self, rows: int) -> int | None:
+        """The rows of a micro-batch, if all that they follow from is asked for.
+
+        A loss may see how rows are grouped, which no graph of one number of rows shows: it has to
+        be asked for by micro-batch.
+
+        Args:
+            rows: of the whole batch.
+        """
+        asked = self.constraints
+        if asked.dp is None or asked.micro_batches is None or self.loss_over != MICRO_BATCH:
+            return None
+        size, rest = divmod(rows, asked.dp * asked.micro_batches)
+        return size if size and not rest else None
 
 
 @dataclass(frozen=True, eq=False)

@@ -198,6 +198,7 @@ def _without_bytes(
         loss_seconds=_loss_seconds(candidate, answer),
         lengths=request.lengths,
         regions=degree.trace.regions,
+        rows_fixed=degree.trace.rows is not None,
     )
 
 

@@ -67,11 +67,20 @@ def divide(
         sharded: the batch is this data-parallel coordinate's part already.
 
     Raises:
-        ModelError: the rows do not divide.
+        ModelError: the rows do not divide, or not into micro-batches of as many as the plan fixes.
     """
     rows = batches.rows_of(plan.inputs, leaves)
     dp = 1 if sharded else plan.mesh.dp
-    if micro_batches is None and rows % dp == 0:
+    if plan.rows_fixed:
+        micro_batches = micro_batches or max(rows // (dp * plan.traced_rows), 1)
+        wanted = dp * micro_batches * plan.traced_rows
+        if rows != wanted:
+            raise ModelError(
+                f"the batch has {rows} rows, and the graph of this model is one of micro-batches "
+                f"of {plan.traced_rows} rows alone",
+                hint=f"give {wanted} rows",
+            )
+    elif micro_batches is None and rows % dp == 0:
         most = min(plan.batch.micro_batches, rows // dp)
         micro_batches = max(m for m in range(1, most + 1) if rows // dp % m == 0)
     count = micro_batches or 1

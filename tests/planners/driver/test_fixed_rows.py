@@ -1,0 +1,114 @@
+"""A model whose graph is another one for each number of rows is planned for the one it will get.
+
+    forward loops over rows      one op a row       batch 8, dp 1, 2 micro-batches: 4 rows, 4 ops
+
+The rows of a micro-batch are known where all that they follow from is asked for. A loss may see how
+rows are grouped, which such a graph does not show: it has to be asked for by micro-batch.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopipe
+from autopipe import Plan
+from autopipe.errors import CaptureError, ModelError
+from autopipe.frontend import batch as batches
+from autopipe.runtime.start import trace_planned
+from tests.support.inprocess import machine
+from tests.support.odd_models import ROWS, Net, built, inputs, square
+from tests.support.staged import Step, differences, staged_step
+
+KNOWN = {"dp": 1, "micro_batches": 2, "batch_size": 8, "loss_over": "micro-batch"}
+
+
+class RowByRow(Net):
+    """Each row is weighed by its place, and the rows become a list, and a tensor again.
+
+    In a method of its own it would run as it is (`opaque`); in forward it is the graph.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x).relu()
+        rows = [self.middle(row) / (1 + place) for place, row in enumerate(hidden)]
+        return self.down(torch.stack(rows).relu())
+
+
+class Listed(Net):
+    """Bug: LLaVA makes a list of pictures, and joins them again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.cat(list(self.middle(self.up(x).relu())[:, None])))
+
+
+class Numbered(Net):
+    """Another model for each number of rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        return self.down(self.middle(hidden).relu() if len(hidden) == 4 else hidden)
+
+
+KINDS = [RowByRow, Listed, Numbered]
+
+
+def planned(model: nn.Module, pp: int = 1, **how: object) -> Plan:
+    return autopipe.plan(model, inputs, loss=square, cluster=machine(pp), pp=pp, **{**KNOWN, **how})
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_split_it_computes_what_the_model_does(kind: type[Net], tmp_path) -> None:
+    model = built(kind)
+    plan = planned(model, pp=2)
+    assert plan.rows_fixed and plan.traced_rows == 4
+    plan.save(tmp_path / "plan.json")
+    trace = trace_planned(model, inputs, square, Plan.load(tmp_path / "plan.json")).trace
+    assert trace.rows == 4
+    batch, losses = inputs(8), []
+    cuts = [len(trace.graph.nodes) // 2]
+    found = staged_step(copy.deepcopy(model), trace, batch, cuts, 2)
+    for k in range(2):
+        rows = {name: tensor[4 * k : 4 * k + 4] for name, tensor in batch.items()}
+        losses.append(square(model(rows["x"]), rows))
+        (losses[-1] / 2).backward()
+    assert not differences(found, Step.of(losses, model), tolerance=1e-6)
+
+
+@pytest.mark.parametrize("left_out", ["dp", "micro_batches", "loss_over"])
+def test_where_the_rows_are_not_known_it_is_refused(left_out: str) -> None:
+    words = {name: value for name, value in KNOWN.items() if name != left_out}
+    with pytest.raises(CaptureError, match="the number of rows is fixed here") as error:
+        autopipe.plan(built(RowByRow), inputs, loss=square, cluster=machine(2), **words)
+    assert "say how many rows a micro-batch has (--batch, --dp, --micro-batches)" in str(
+        error.value
+    )
+
+
+def test_a_step_and_an_evaluation_are_of_as_many_rows() -> None:
+    model = built(RowByRow)
+    pipe = autopipe.parallelize(copy.deepcopy(model), planned(model), loss=square)
+    batch = inputs(8)
+    loss = pipe.step(batch)
+    rows = [{name: tensor[n : n + 4] for name, tensor in batch.items()} for n in (0, 4)]
+    assert loss.item() == pytest.approx(sum(square(model(r["x"]), r).item() for r in rows) / 2)
+    assert pipe.evaluate(batch).item() == pytest.approx(loss.item())
+    assert pipe.evaluate(inputs(4)).item() == pytest.approx(
+        square(model(inputs(4)["x"]), inputs(4)).item()
+    )
+    words = "the graph of this model is one of micro-batches of 4 rows alone"
+    with pytest.raises(ModelError, match=words) as error:
+        pipe.step(inputs(4))
+    assert "give 8 rows" in str(error.value)
+    with pytest.raises(ModelError, match=words):
+        pipe.evaluate(inputs(6))
+
+
+def test_a_graph_of_any_rows_stays_one() -> None:
+    """What is asked for makes no difference where the model fixes nothing."""
+    plan = planned(built(Net))
+    assert not plan.rows_fixed and plan.traced_rows == ROWS
+    assert batches.rows_of(plan.inputs, batches.flatten(inputs(6))) == 6
