@@ -1,6 +1,7 @@
 """What cannot be captured is refused in a sentence that names the user's own line."""
 
 import inspect
+import itertools
 from functools import partial
 
 import numpy as np
@@ -41,11 +42,12 @@ class Shapes(Model):
 
 
 class Moody(Model):
-    calls = 0
+    """Its count is in an iterator, which nothing puts back: others are refused by their names."""
+
+    calls = itertools.count(1)
 
     def body(self, x, hidden):
-        Moody.calls += 1
-        if Moody.calls > 1 and x.sum() > 0:  # here
+        if next(Moody.calls) > 1 and x.sum() > 0:  # here
             return hidden * 2
         return hidden
 
