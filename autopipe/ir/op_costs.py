@@ -336,7 +336,7 @@ def _touched(node: Node, operands: Specs, made: TensorSpec) -> Dim:
     """The elements that an op without a rule processes: of its result, or of what it reduces."""
     if node.op == "aten.embedding.default":
         return _elements(made)
-    every = [sympy.sympify(_elements(spec)) for spec in (made, *operands)]
+    every = [_elements(spec) for spec in (made, *operands)]
     lengths = (1, _MANY) if any(size.has(SEQUENCE) for size in every) else (1,)
     found = (
         max(every, key=lambda size: at_batch(size.subs(SEQUENCE, length), _MANY))

@@ -143,8 +143,10 @@ class Costing:
                 timed, forward = self._timed if equal else self._timed_by(short)
                 alone = within_asked(flow, self.blocks, self._words, self._numbers)
                 may = may_run_again(flow, short, alone, forward[self.rows[0]][0])
-                how = self.precision, check, inside, self.compiled, may, self._room
-                kept = Saving(flow, short, *how).at(units, self.rows, again)
+                saving = Saving(
+                    flow, short, self.precision, check, inside, self.compiled, may, self._room
+                )
+                kept = saving.at(units, self.rows, again)
                 break
             except Uneven:
                 pass

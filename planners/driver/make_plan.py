@@ -247,8 +247,7 @@ def traced_model(request: PlanRequest, skeleton: nn.Module, say: Say, watch: Sto
             check_heads(trace.graph, constraints.tp)
         against_eager.check(request, skeleton, trace, example, say)
         against_eager.check_at_lengths(request, skeleton, trace, example, say)
-        grouped = (constraints.dp or 2) * (constraints.micro_batches or 2)
-        if min(rows, grouped) > 1 and trace.rows is None:
+        if min(rows, (constraints.dp or 2) * (constraints.micro_batches or 2)) > 1:
             _check_loss(request, trace, example, specs, say)
         whole, fingerprinted = None, trace.graph
         if request.loss_over == BATCH:
@@ -287,7 +286,7 @@ def _traced(
     except RowsFixed as refusal:
         size = request.microbatch_rows(rows)
         if size is None:
-            raise type(refusal)(
+            raise RowsFixed(
                 refusal.message,
                 hint=f"{refusal.hint}; or say how many rows a micro-batch has (--batch, --dp, "
                 '--micro-batches) and that its loss is its own (loss_over = "micro-batch"): the '

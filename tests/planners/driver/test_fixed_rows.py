@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import autopipe
-from autopipe import Plan
+from autopipe import Plan, SumCount
 from autopipe.errors import CaptureError, ModelError
 from autopipe.frontend import batch as batches
 from autopipe.runtime.start import trace_planned
@@ -86,6 +86,16 @@ def test_where_the_rows_are_not_known_it_is_refused(left_out: str) -> None:
     assert "say how many rows a micro-batch has (--batch, --dp, --micro-batches)" in str(
         error.value
     )
+
+
+def test_a_sum_and_a_count_are_no_loss_of_a_micro_batch() -> None:
+    """Bug: the loss of such a graph was not looked at, and this one adds over the whole batch."""
+
+    def counted(outputs: Tensor, batch: dict[str, Tensor]) -> SumCount:
+        return SumCount(((outputs - batch["y"]) ** 2).sum(), torch.tensor(float(len(outputs))))
+
+    with pytest.raises(ModelError, match="the loss is a sum and a count"):
+        autopipe.plan(built(RowByRow), inputs, loss=counted, cluster=machine(1), **KNOWN)
 
 
 def test_a_step_and_an_evaluation_are_of_as_many_rows() -> None:
