@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from autopipe.eager.assigned_buffers import as_before
+from autopipe.eager.assigned_buffers import as_before, buffers_of
 from autopipe.eager.frozen import INTERNAL, frozen
 from autopipe.eager.holders import holders_of
 from autopipe.ir.graph import tensors_in
@@ -26,8 +26,12 @@ def restoring(*models: nn.Module) -> Iterator[Callable[[], tuple[str, ...]]]:
     Yields:
         a function that gives the names of what Python has kept by now that was not there before.
     """
-    with as_before(*models), _restoring_registered(models), _restoring_kept(models) as changed:
-        yield changed
+    with (
+        as_before(*models),
+        _restoring_registered(models) as registered,
+        _restoring_kept(models) as changed,
+    ):
+        yield lambda: (*changed(), *registered())
 
 
 @contextmanager
@@ -56,8 +60,12 @@ def _restoring_kept(models: Sequence[nn.Module]) -> Iterator[Callable[[], tuple[
 
 
 @contextmanager
-def _restoring_registered(models: Sequence[nn.Module]) -> Iterator[None]:
-    """The same of hooks and names of buffers, and of whether modules are in training."""
+def _restoring_registered(models: Sequence[nn.Module]) -> Iterator[Callable[[], tuple[str, ...]]]:
+    """The same of hooks and names of buffers, and of whether modules are in training.
+
+    Yields:
+        a function that gives the names of the buffers that there were not before.
+    """
     modules = [module for model in models for module in model.modules()]
     wanted = ["training", *(name for name in INTERNAL if "hooks" in name)]
     before = [
@@ -66,13 +74,18 @@ def _restoring_registered(models: Sequence[nn.Module]) -> Iterator[None]:
     ]
     names = {module: buffer_names(module) for module in modules}
     empty = [(module, n) for module in modules for n in names[module] if getattr(module, n) is None]
+    known = {name for model in models for name in buffers_of(model)}
+
+    def registered() -> tuple[str, ...]:
+        return tuple(n for model in models for n in buffers_of(model) if n not in known)
+
     try:
-        yield
+        yield registered
     finally:
-        for module, known in before:
-            _put_back(vars(module), known)
-        for module, registered in names.items():  # a first call may have registered some
-            for name in buffer_names(module) - registered:
+        for module, was in before:
+            _put_back(vars(module), was)
+        for module, first in names.items():  # a first call may have registered some
+            for name in buffer_names(module) - first:
                 delattr(module, name)
         for module, name in empty:
             setattr(module, name, None)

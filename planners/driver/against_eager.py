@@ -86,7 +86,7 @@ def check(request: PlanRequest, skeleton: nn.Module, traced: Trace, example: Any
         raise CaptureError(
             f"the model keeps {', '.join(traced.unsteady)} from one call to the next, and then "
             "computes something else; its graph is that of a first call",
-            hint="keep it in a buffer, register_buffer, and write that in place",
+            hint="keep it in a buffer that __init__ registers, and write that in place",
         )
 
 
