@@ -129,7 +129,22 @@ class RefusedCalls(TorchFunctionMode):
         refuse = _control_flow if is_control_flow(func) else _REFUSALS.get(func)
         if refuse is not None:
             refuse(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        made = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") != "__get__":  # looks at a shape, or takes a buffer
+            _check_dense((args, kwargs or {}, made))
+        return made
+
+
+def _check_dense(tree: Any) -> None:
+    for tensor in tensors_in(tree):
+        if tensor.layout != torch.strided:
+            kind = str(tensor.layout).removeprefix("torch.")
+            raise Uncaptured(
+                f"{user_lines.here()}: forward computes with a tensor of layout {kind}, and a "
+                "graph has dense tensors alone",
+                hint="keep its indices and values, and write the product out: "
+                "out.index_add(0, rows, values[:, None] * x[columns])",
+            )
 
 
 def _post_hook(tensor: Tensor, hook: Any) -> None:

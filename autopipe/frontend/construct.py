@@ -213,6 +213,8 @@ def fake_copy(model: nn.Module) -> nn.Module:
     for buffer in model.buffers():
         if buffer.is_meta and not is_fake(buffer):
             memo[id(buffer)] = fake_like(mode, buffer).to("cpu")
+        elif buffer.layout != torch.strided:  # copy.deepcopy knows some layouts alone
+            memo[id(buffer)] = buffer.detach().clone()
     for module in model.modules():
         for value in vars(module).values():
             if isinstance(value, torch.Tensor) and not value.is_leaf:

@@ -68,13 +68,18 @@ def _check_tensors(model: nn.Module) -> None:
                 hint="call the model once on a batch where it is built: with torch.no_grad(): "
                 "net(**inputs(2))",
             )
-    for name, buffer in model.named_buffers():
-        if buffer.layout != torch.strided:
-            kind = str(buffer.layout).removeprefix("torch.")
+    persistent = model.state_dict().keys()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.layout != torch.strided and name in persistent:
+            kind = str(tensor.layout).removeprefix("torch.")
+            what = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
             raise ModelError(
-                f"the buffer {name!r} is of layout {kind}, and stages have dense tensors alone",
-                hint="keep its indices and values as two buffers (x.new_zeros(...).index_add), or "
-                "tensor.to_dense()",
+                f"the {what} {name!r} is of layout {kind}, and checkpoints have dense tensors "
+                "alone",
+                hint="keep its values in a dense one, and make the sparse tensor of it in forward"
+                if what == "parameter"
+                else f"keep it out of them: register_buffer({name.rpartition('.')[2]!r}, ..., "
+                "persistent=False)",
             )
 
 

@@ -134,9 +134,12 @@ def _both(
         if any(is_random(node) for node in traced.graph.nodes):
             until.enter_context(_SameNumbers())
         program = Program(model, batches[0], request.loss, traced.inputs, kept=kept, eager=True)
-        known = {**traced.graph.constants, **buffers_of(model), **followers}
-        before = {name: tensor.detach().clone() for name, tensor in known.items()}
-        run = _Runnable(program, traced.inputs, lambda: {**buffers_of(model), **followers})
+        before = {
+            name: tensor.detach().clone()
+            for known in (traced.graph.constants, _dense_buffers(model), followers)
+            for name, tensor in known.items()
+        }
+        run = _Runnable(program, traced.inputs, lambda: {**_dense_buffers(model), **followers})
         weights = Weights(model)
         try:
             eager = _outcome(run, model, batches, weights)
@@ -154,6 +157,11 @@ def _both(
             ) from error
         say(f"the graph is compared with the model in one micro-batch alone: {why}")
         return eager, _of_graph(traced, model, before, batches[:1], weights), ahead
+
+
+def _dense_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that a graph may have; sparse ones are of calls that run as they are."""
+    return {n: b for n, b in buffers_of(model).items() if b.layout == torch.strided}
 
 
 def _two(request: PlanRequest, example: Any, specs: Sequence[InputSpec]) -> list[Any]:

@@ -70,7 +70,7 @@ class Step:
         return cls(
             [loss.detach() for loss in losses],
             {name: p.grad for name, p in model.named_parameters()},
-            dict(model.named_buffers()),
+            {name: b for name, b in model.named_buffers() if b.layout == torch.strided},
         )
 
 
