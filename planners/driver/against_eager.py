@@ -160,8 +160,9 @@ def _both(
 
 
 def _dense_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that a graph may have; sparse ones are of calls that run as they are."""
-    return {n: b for n, b in buffers_of(model).items() if b.layout == torch.strided}
+    """The buffers that a graph may have, each under its first name; sparse ones are of calls that
+    run as they are."""
+    return {n: b for n, b in model.named_buffers() if b.layout == torch.strided}
 
 
 def _two(request: PlanRequest, example: Any, specs: Sequence[InputSpec]) -> list[Any]:
