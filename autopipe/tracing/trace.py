@@ -14,7 +14,8 @@ from typing import Any
 from torch import nn
 
 from autopipe.eager import unsaid
-from autopipe.errors import AutopipeError, ModelError
+from autopipe.eager.kept import without_values
+from autopipe.errors import AutopipeError, CaptureError, ModelError, Uncaptured
 from autopipe.frontend import batch as batches
 from autopipe.frontend.loss import Loss, check_arguments
 from autopipe.ir.graph import SEQUENCE, Graph
@@ -113,6 +114,19 @@ def trace(
         return tracing.recorded(real) if reads is None else tracing.replayed(reads, real)
 
 
+_LIFTED = "a fake tensor in the exported program constant's list"
+"""What export says of a parameter, or of what was made of one, that is none of the model's own."""
+
+
+def _kept_outside(names: Sequence[str]) -> CaptureError:
+    return CaptureError(
+        f"the model keeps parameters, or what it has made of them, in {', '.join(names)}, which is "
+        "outside of its own parameters and buffers, and computes with them",
+        hint="read a parameter where it is registered, self.layer.weight; and register a copy as a "
+        "buffer: self.register_buffer(name, p.detach().clone())",
+    )
+
+
 @dataclass(frozen=True)
 class _Tracing:
     """One trace under construction.
@@ -200,10 +214,14 @@ class _Tracing:
 
     def export(self, reads: Sequence[Read], alike: Mapping[str, str]) -> Trace:
         """The trace with these reads, and with stubs for the modules in `alike`."""
-        exported = capture(
-            self.program, self.leaves, self.specs, reads=reads, alike=alike, symbolic=self.symbolic
-        )
         program = self.program
+        try:
+            exported = capture(
+                program, self.leaves, self.specs, reads=reads, alike=alike, symbolic=self.symbolic
+            )
+        except Uncaptured as error:
+            outside = without_values(program.model) if _LIFTED in error.message else []
+            raise _kept_outside(outside) if outside else error from error
         if program.otherwise is not None:
             raise program.otherwise
         graph = convert(exported, program.model, self.specs, program.twins, program.assigned)

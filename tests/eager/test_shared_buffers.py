@@ -24,9 +24,8 @@ class TwoNames(Net):
 
     def inside(self, hidden):
         hidden = self.middle(hidden)
-        made = hidden * self.second
         self.change(hidden.detach().mean(0))
-        return made
+        return hidden * self.second
 
 
 class Written(TwoNames):
