@@ -221,7 +221,9 @@ class _Tracing:
             )
         except Uncaptured as error:
             outside = without_values(program.model) if _LIFTED in error.message else []
-            raise _kept_outside(outside) if outside else error from error
+            if not outside:
+                raise
+            raise _kept_outside(outside) from error
         if program.otherwise is not None:
             raise program.otherwise
         graph = convert(exported, program.model, self.specs, program.twins, program.assigned)
