@@ -41,11 +41,13 @@ class Shapes(Model):
 
 
 class Moody(Model):
-    calls = 0
+    """Its count is in bytes, which nothing puts back: others are refused by their names."""
+
+    calls = bytearray(1)
 
     def body(self, x, hidden):
-        Moody.calls += 1
-        if Moody.calls > 1 and x.sum() > 0:  # here
+        Moody.calls[0] = min(Moody.calls[0] + 1, 255)
+        if Moody.calls[0] > 1 and x.sum() > 0:  # here
             return hidden * 2
         return hidden
 
