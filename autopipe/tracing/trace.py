@@ -18,6 +18,7 @@ from autopipe.eager.kept import without_values
 from autopipe.errors import AutopipeError, CaptureError, ModelError, Uncaptured
 from autopipe.frontend import batch as batches
 from autopipe.frontend.loss import Loss, check_arguments
+from autopipe.ir import check
 from autopipe.ir.graph import SEQUENCE, Graph
 from autopipe.opaque.regions import known, named
 from autopipe.opaque.search import with_regions
@@ -35,6 +36,7 @@ from autopipe.tracing.low_precision import (
 )
 from autopipe.tracing.measuring import Measuring
 from autopipe.tracing.same_modules import Likeness
+from autopipe.tracing.user_checkpoints import with_second_writes
 from autopipe.tracing.value_guards import NeedsNumbers
 from autopipe.util.progress import Say
 
@@ -228,6 +230,8 @@ class _Tracing:
             raise program.otherwise
         graph = convert(exported, program.model, self.specs, program.twins, program.assigned)
         graph = named(graph, program.regions)
+        if program.training:
+            graph = check.after("second writes", with_second_writes(graph, program.assigned))
         if self.kept is not None:
             check_operands(graph, self.kept.dtype)
             check_followers(graph, self.kept.dtype)
