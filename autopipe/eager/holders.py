@@ -92,7 +92,8 @@ def holders_of(*models: nn.Module) -> list[Holder]:
     while pending:
         holder, depth = pending.pop()
         for key, value in holder.values().items():
-            if not holder.shared and not _foreign(getattr(value, "__module__", None) or ""):
+            plain = type(value) is FunctionType and not holder.shared  # others' code is not run
+            if plain and not _foreign(value.__module__ or ""):
                 closed = {k: h for k, h in _of_function(value).items() if k not in found}
                 found |= closed
                 pending += [(below, depth - 1) for below in closed.values()] if depth > 1 else []
