@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from autopipe.errors import CaptureError
 from autopipe.frontend.user_lines import begins
+from autopipe.ir.torch_private import is_fake, no_function_modes, storage_key, version
 
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:
@@ -71,9 +72,10 @@ def written(model: nn.Module, names: Collection[str]) -> Iterator[Assigned]:
 
     Raises:
         CaptureError: a buffer that is no cache gets another shape or dtype, or is assigned outside
-            of the call of its own module.
+            of the call of its own module; or it is written, and other buffers are views of it.
     """
     before, found = buffers_of(model), Assigned()
+    versions = {name: version(buffer) for name, buffer in before.items()}
     try:
         with ExitStack() as until:
             for name in names:
@@ -85,23 +87,78 @@ def written(model: nn.Module, names: Collection[str]) -> Iterator[Assigned]:
             yield found
         after = buffers_of(model)
         changed = [name for name, buffer in before.items() if after.get(name) is not buffer]
+        _check_views(model, before, versions)
         # Of a large model a state dict takes a second: each of its tensors is detached.
         persistent = model.state_dict().keys() if changed else ()
         for name in changed:
             new = after.get(name)
             cache = new is not None and not _alike(new, before[name]) and name not in persistent
             (found.caches if cache else found.states).add(name)
+        _check_names(model, before, after, found.states)
         if outside := found.states & set(names):
             name = min(outside)
-            owner = model.get_submodule(name.rpartition(".")[0])
             raise CaptureError(
-                f"{begins(type(owner).forward)}: the buffer {name!r} is assigned, and not in the "
+                f"{_owner(model, name)}: the buffer {name!r} is assigned, and not in the "
                 "forward of its own module",
                 hint="write it in place, buffer.copy_(value), or assign it in its own module",
             )
     finally:  # also after an error: the model may be traced again
         now = buffers_of(model)
         put(model, {name: buffer for name, buffer in before.items() if now.get(name) is not buffer})
+
+
+def _check_names(
+    model: nn.Module,
+    before: Mapping[str, Tensor],
+    after: Mapping[str, Tensor],
+    assigned: Collection[str],
+) -> None:
+    """Refuse a buffer of several names of which some are given another tensor than the others."""
+    for name in sorted(assigned):
+        for other, buffer in before.items():
+            if buffer is before[name] and after.get(other) is not after.get(name):
+                raise CaptureError(
+                    f"{_owner(model, name)}: the buffer {name!r} is assigned, and {other!r}, which "
+                    "was the same tensor before, is another one then",
+                    hint=f"write it in place, buffer.copy_(value); or register {other!r} with a "
+                    "tensor of its own: .clone()",
+                )
+
+
+def _check_views(
+    model: nn.Module, buffers: Mapping[str, Tensor], versions: Mapping[str, int]
+) -> None:
+    """Refuse a buffer that is written and that another one is a view of: ranks have two tensors."""
+    written = {n: b for n, b in buffers.items() if version(b) != versions[n] and not is_fake(b)}
+    for name, buffer in written.items():
+        for other, view in buffers.items():
+            shares = view is not buffer and storage_key(view) == storage_key(buffer)
+            if shares and _overlap(buffer, view):
+                raise CaptureError(
+                    f"{_owner(model, name)}: forward writes the buffer {name!r}, and {other!r} is "
+                    "in the same memory; ranks have them as two tensors",
+                    hint=f"read {other!r} from {name!r} in forward, as a view of it; or register "
+                    "it with a tensor of its own: .clone()",
+                )
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors in one memory have any element of it in common."""
+    if one.dtype != other.dtype:
+        return True
+    with no_function_modes():  # what Python reads here is no read of the model's
+        marks = torch.zeros(one.untyped_storage().nbytes() // one.itemsize, dtype=torch.bool)
+        first, second = (
+            marks.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+            for tensor in (one, other)
+        )
+        first.fill_(True)
+        return bool(second.any())
+
+
+def _owner(model: nn.Module, name: str) -> str:
+    """Where the forward begins of the module that has a buffer."""
+    return begins(type(model.get_submodule(name.rpartition(".")[0])).forward)
 
 
 def _alike(new: Tensor, old: Tensor) -> bool:

@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 
 from autopipe.eager.assigned_buffers import as_before
-from autopipe.eager.holders import holders_of
+from autopipe.eager.holders import MOST, holders_of
+from autopipe.eager.iterators import Rewindable
 from autopipe.eager.second_run import calls_of
 
 AHEAD = (10, 1_000, 100_000)
@@ -16,7 +17,7 @@ AHEAD = (10, 1_000, 100_000)
 
 
 class Counts:
-    """The numbers that models keep now, and how long their lists are.
+    """The numbers that models keep now, how long their lists are, and what iterators have given.
 
     counts = Counts(model)      self.step = 3
     model(x)                    self.step = 4
@@ -30,10 +31,10 @@ class Counts:
 
     def _now(self) -> dict[tuple[int, Any], Any]:
         return {
-            (number, name): len(value) if isinstance(value, list) else value
+            (number, name): _count(value)
             for number, holder in enumerate(self._holders)
             for name, value in holder.values().items()
-            if type(value) in (int, float, list)  # a read of a trace is none of these
+            if type(value) in (int, float, list, Rewindable)  # a read of a trace is none of these
         }
 
     @property
@@ -53,10 +54,18 @@ class Counts:
             value = self._before[number, name] + calls * rise
             own = self._holders[number].own
             kept = own[name]
-            if not isinstance(kept, list):
+            if isinstance(kept, Rewindable):
+                kept.draw(min(value - len(kept.values), MOST))
+            elif not isinstance(kept, list):
                 own[name] = value
             elif rise > 0:
                 kept[:] = kept[:value] + kept[-1:] * (value - len(kept))
+
+
+def _count(value: Any) -> Any:
+    if isinstance(value, Rewindable):
+        return len(value.values)
+    return len(value) if isinstance(value, list) else value
 
 
 def runs_ahead(models: Sequence[nn.Module], run: Callable[[], object]) -> Iterator[Hashable]:

@@ -1,12 +1,12 @@
 """Where a model's Python can keep something from one call to the next.
 
-    self.step += 1                  the attributes of a module, of an object of the user's in one
-    self.state["step"] += 1         a dict or a list in one
-    Net.step += 1                   the attributes of a class
-    global STEP; STEP += 1          the globals of the file that a class stands in
-    nonlocal step; step += 1        what a method closes over, its own attributes, its defaults
-
-An iterator keeps its place where nobody can look: what `next(self.ids)` changes is not found here.
+self.step += 1                  the attributes of a module, of an object of the user's in one
+self.state["step"] += 1         a dict or a list in one
+Net.step += 1                   the attributes of a class
+global STEP; STEP += 1          the globals of the file that a class stands in
+nonlocal step; step += 1        what a method closes over, its own attributes, its defaults;
+                                a function in an attribute too
+next(self.ids)                  an iterator, wherever a value may be (`eager.iterators`)
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autopipe.eager.frozen import FIXED, INTERNAL, VALUES
+from autopipe.eager.iterators import Rewindable
 
 DEPTH = 3
 """So far down objects, dicts and lists are looked into: `self.trainer.schedule.state["step"]`."""
@@ -92,6 +93,11 @@ def holders_of(*models: nn.Module) -> list[Holder]:
     while pending:
         holder, depth = pending.pop()
         for key, value in holder.values().items():
+            plain = type(value) is FunctionType and not holder.shared  # others' code is not run
+            if plain and not _foreign(value.__module__ or ""):
+                closed = {k: h for k, h in _of_function(value).items() if k not in found}
+                found |= closed
+                pending += [(below, depth - 1) for below in closed.values()] if depth > 1 else []
             inside = _inside(value, shared=holder.shared)
             if inside is not None and id(value) not in found:
                 below = Holder(holder.label(key), inside, inside=True)
@@ -142,7 +148,7 @@ def _inside(value: Any, *, shared: bool) -> MutableMapping[Any, Any] | None:
         if type(value) not in _CONTAINERS or len(value) > MOST:
             return None
         return value if isinstance(value, dict) else _Items(value)
-    if isinstance(value, (*_PASSED, tuple, set, frozenset)):
+    if isinstance(value, (*_PASSED, tuple, set, frozenset, Rewindable)):
         return None
     if shared and _foreign(type(value).__module__) and not isinstance(value, SimpleNamespace):
         return None

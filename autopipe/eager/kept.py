@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from autopipe.eager.assigned_buffers import as_before
+from autopipe.eager.assigned_buffers import as_before, buffers_of
 from autopipe.eager.frozen import INTERNAL, frozen
-from autopipe.eager.holders import holders_of
+from autopipe.eager.holders import Holder, holders_of
+from autopipe.eager.iterators import Rewindable, is_iterator, place_of, put_at
 from autopipe.ir.graph import tensors_in
-from autopipe.ir.torch_private import buffer_names
+from autopipe.ir.torch_private import buffer_names, is_fake
 
 
 @contextmanager
@@ -27,14 +28,20 @@ def restoring(*models: nn.Module) -> Iterator[Callable[[], tuple[str, ...]]]:
     Yields:
         a function that gives the names of what Python has kept by now that was not there before.
     """
-    with as_before(*models), _restoring_registered(models), _restoring_kept(models) as changed:
-        yield changed
+    with (
+        as_before(*models),
+        _restoring_registered(models) as registered,
+        _restoring_kept(models) as changed,
+    ):
+        yield lambda: (*changed(), *registered())
 
 
 @contextmanager
 def _restoring_kept(models: Sequence[nn.Module]) -> Iterator[Callable[[], tuple[str, ...]]]:
     """As `restoring` has it, of all but what is registered with modules."""
-    before = [(holder, _with_copies(holder.values())) for holder in holders_of(*models)]
+    holders = holders_of(*models)
+    drawn = _drawn_from(holders)
+    before = [(holder, _with_copies(holder.values())) for holder in holders]
 
     def changed() -> tuple[str, ...]:
         return tuple(
@@ -54,11 +61,30 @@ def _restoring_kept(models: Sequence[nn.Module]) -> Iterator[Callable[[], tuple[
             for key in sorted(added, reverse=True) if holder.inside else added:
                 del holder.own[key]
             _put_back(holder.own, known)
+        for holder, key, watched in drawn:
+            holder.own[key] = watched.left()
+
+
+def _drawn_from(holders: Sequence[Holder]) -> list[tuple[Holder, Any, Rewindable]]:
+    """Let what is drawn from iterators be noted; where they are, and what stands there now."""
+    found = [
+        (holder, key, Rewindable(value))
+        for holder in holders
+        for key, value in holder.values().items()
+        if is_iterator(value)
+    ]
+    for holder, key, drawn in found:
+        holder.own[key] = drawn
+    return found
 
 
 @contextmanager
-def _restoring_registered(models: Sequence[nn.Module]) -> Iterator[None]:
-    """The same of hooks and names of buffers, and of whether modules are in training."""
+def _restoring_registered(models: Sequence[nn.Module]) -> Iterator[Callable[[], tuple[str, ...]]]:
+    """The same of hooks and names of buffers, and of whether modules are in training.
+
+    Yields:
+        a function that gives the names of the buffers that there were not before.
+    """
     modules = [module for model in models for module in model.modules()]
     wanted = ["training", *(name for name in INTERNAL if "hooks" in name)]
     before = [
@@ -67,16 +93,35 @@ def _restoring_registered(models: Sequence[nn.Module]) -> Iterator[None]:
     ]
     names = {module: buffer_names(module) for module in modules}
     empty = [(module, n) for module in modules for n in names[module] if getattr(module, n) is None]
+    known = {name for model in models for name in buffers_of(model)}
+
+    def registered() -> tuple[str, ...]:
+        return tuple(n for model in models for n in buffers_of(model) if n not in known)
+
     try:
-        yield
+        yield registered
     finally:
-        for module, known in before:
-            _put_back(vars(module), known)
-        for module, registered in names.items():  # a first call may have registered some
-            for name in buffer_names(module) - registered:
+        for module, was in before:
+            _put_back(vars(module), was)
+        for module, first in names.items():  # a first call may have registered some
+            for name in buffer_names(module) - first:
                 delattr(module, name)
         for module, name in empty:
             setattr(module, name, None)
+
+
+def without_values(model: nn.Module) -> list[str]:
+    """Where a model with fake parameters keeps tensors without values outside of its own.
+
+    `copies` for `self.copies = [p.clone() for p in self.parameters()]`.
+    """
+    found = {
+        holder.label(key): None
+        for holder in holders_of(model)
+        for key, value in holder.values().items()
+        if isinstance(value, Tensor) and is_fake(value)
+    }
+    return list(found)
 
 
 @contextmanager
@@ -111,19 +156,25 @@ def _differs(value: Any, known: tuple[Any, Any] | None) -> bool:
     """Whether a value is another one than `_with_copies` has noted."""
     if known is None or value is not known[0]:
         return known is None or frozen(value, deep=False) != frozen(known[0], deep=False)
-    return known[1] is not None and len(_entries(value)) != len(known[1])
+    if known[1] is None:
+        return False
+    place = place_of(value)
+    return bool(place != known[1] if place is not None else len(_entries(value)) != len(known[1]))
 
 
 def _with_copies(own: Mapping[Any, Any]) -> dict[Any, tuple[Any, Any]]:
-    """Values, each with its entries if it is a list, a dict or a set."""
+    """Values, each with its entries if it is a list, a dict or a set, or the place where it is."""
     contained = {n: _entries(v) for n, v in own.items() if isinstance(v, list | dict | set)}
-    return {name: (value, contained.get(name)) for name, value in own.items()}
+    return {name: (v, contained.get(name, place_of(v))) for name, v in own.items()}
 
 
 def _put_back(own: MutableMapping[Any, Any], known: Mapping[Any, tuple[Any, Any]]) -> None:
     for name, (value, before) in known.items():
         if name not in own or own[name] is not value:
             own[name] = value
+        if place_of(value) is not None:
+            put_at(value, before)
+            continue
         if before is None or _same(_entries(value), before):
             continue
         if isinstance(value, list):

@@ -165,7 +165,7 @@ class _Noted(TorchFunctionMode):
         values = [
             str(tensor.shape)
             if is_fake(tensor) or is_transformed(tensor) or tensor.numel() > SMALL
-            else marshal.dumps(tensor.detach().tolist(), BINARY)  # a text takes 20 times as long
+            else marshal.dumps(tensor.detach().to_dense().tolist(), BINARY)  # a text: 20 times
             for tensor in tensors_in((args, kwargs or {}))
         ]
         call = (str(func), repr(plain), *values)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
+from autopipe.eager.registered import new_parameters
 from autopipe.errors import CaptureError, Uncaptured
 from autopipe.frontend import user_lines
 from autopipe.frontend.refusals import depends_on_values
@@ -82,13 +83,13 @@ def _at(function: Any) -> str:
 
 
 @contextmanager
-def refused() -> Iterator[None]:
+def refused(model: nn.Module) -> Iterator[None]:
     """Refuse what the model does within; it runs on real inputs in here.
 
     Raises:
         CaptureError: names the user's line.
     """
-    with seeing_saved_tensors_hooks(_saving, lambda hooks: None), _Seeds():
+    with seeing_saved_tensors_hooks(_saving, lambda hooks: None), new_parameters(model), _Seeds():
         yield
 
 
@@ -128,7 +129,22 @@ class RefusedCalls(TorchFunctionMode):
         refuse = _control_flow if is_control_flow(func) else _REFUSALS.get(func)
         if refuse is not None:
             refuse(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        made = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") != "__get__":  # looks at a shape, or takes a buffer
+            _check_dense((args, kwargs or {}, made))
+        return made
+
+
+def _check_dense(tree: Any) -> None:
+    for tensor in tensors_in(tree):
+        if tensor.layout != torch.strided:
+            kind = str(tensor.layout).removeprefix("torch.")
+            raise Uncaptured(
+                f"{user_lines.here()}: forward computes with a tensor of layout {kind}, and a "
+                "graph has dense tensors alone",
+                hint="keep its indices and values, and write the product out: "
+                "out.index_add(0, rows, values[:, None] * x[columns])",
+            )
 
 
 def _post_hook(tensor: Tensor, hook: Any) -> None:
@@ -226,7 +242,7 @@ def _inner_gradient(*args: Any, **kwargs: Any) -> None:
 
 
 def _function_behind(tensor: Tensor) -> None:
-    if tensor.requires_grad:
+    if tensor.requires_grad and not tensor.is_leaf:
         raise Uncaptured(
             f"{user_lines.here()}: forward reads .grad_fn of a tensor, whose hooks are in no graph",
             hint=AS_AN_OP,

@@ -111,6 +111,13 @@ def describe(batch: object, other: object | None, rows: int, other_rows: int) ->
 def _describe(path: str, leaf: Leaf, other: Leaf, rows: int, other_rows: int) -> InputSpec:
     if not isinstance(leaf, Tensor):
         return InputSpec(path, (), "python", None, value=leaf)
+    if leaf.layout != torch.strided:
+        raise ModelError(
+            f"inputs({rows})[{path!r}] is of layout {str(leaf.layout).removeprefix('torch.')}, and "
+            "no rows can be cut from it for micro-batches",
+            hint="give its indices and values; or, if it is the same for all rows, let the model "
+            "keep it: register_buffer(name, tensor, persistent=False)",
+        )
     shape: list[int | str] = list(leaf.shape)
     batch_dim: int | None = None
     if isinstance(other, Tensor):

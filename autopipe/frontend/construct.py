@@ -39,6 +39,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopipe.errors import ModelError
 from autopipe.frontend import user_lines
+from autopipe.ir.graph import tensors_in
 from autopipe.ir.torch_private import constructing, fake_like, fake_mode, fake_parameter, is_fake
 from autopipe.util import numbers
 
@@ -202,8 +203,11 @@ def fake_copy(model: nn.Module) -> nn.Module:
 
     Tied parameters stay tied. The copy costs the bytes of the buffers only; one on the meta device,
     which has no values to copy, is fake too. What cannot be copied: a result that a module keeps
-    between calls, as `nn.utils.weight_norm` does, is fake; a scripted function is shared. A hook
-    that closes over a part of the model closes over its copy.
+    between calls, as `nn.utils.weight_norm` does, also in a list, is fake; a scripted function is
+    shared. A hook that closes over a part of the model closes over its copy.
+
+    Raises:
+        ModelError: a part cannot be copied, a generator for example; names the attribute.
     """
     mode = fake_mode()
     memo: dict[int, object] = {}
@@ -213,18 +217,44 @@ def fake_copy(model: nn.Module) -> nn.Module:
     for buffer in model.buffers():
         if buffer.is_meta and not is_fake(buffer):
             memo[id(buffer)] = fake_like(mode, buffer).to("cpu")
+        elif buffer.layout != torch.strided:  # copy.deepcopy knows some layouts alone
+            memo[id(buffer)] = buffer.detach().clone()
     for module in model.modules():
         for value in vars(module).values():
-            if isinstance(value, torch.Tensor) and not value.is_leaf:
-                memo[id(value)] = fake_like(mode, value.detach())
-            elif isinstance(value, torch.jit.ScriptFunction):
+            for result in tensors_in(value):
+                if not result.is_leaf:
+                    memo[id(result)] = fake_like(mode, result.detach())
+            if isinstance(value, torch.jit.ScriptFunction):
                 memo[id(value)] = value
     functions = [f for module in model.modules() for f in _functions_in(vars(module))]
     memo |= {id(function): _with_empty_cells(function) for function in functions}
-    made = copy.deepcopy(model, memo)
+    try:
+        made = copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError) as error:  # a generator, a lock, an open file
+        raise _not_copied(model, memo, error) from error
     for function in functions:
         _close_over(cast(FunctionType, memo[id(function)]), function, memo)
     return made
+
+
+def _not_copied(model: nn.Module, memo: Mapping[int, Any], error: Exception) -> ModelError:
+    """The error for a model that copy.deepcopy refuses; names the attribute."""
+    where = "the model"
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            try:
+                copy.deepcopy(value, dict(memo)) if name not in _TORCHS else None
+            except (TypeError, RuntimeError):
+                where = repr(f"{path}.{name}".lstrip("."))
+    return ModelError(
+        f"the model is given as a module, and {where} in it cannot be copied: {_reason(error)}",
+        hint="give the function that builds the model, which is called instead of copied; or keep "
+        "it outside of the model",
+    )
+
+
+_TORCHS = frozenset(vars(nn.Module()))
+"""What every module has in its `__dict__`: its parts are asked by themselves."""
 
 
 def _functions_in(own: Mapping[str, Any]) -> Iterator[FunctionType]:
@@ -245,11 +275,19 @@ def _with_empty_cells(function: FunctionType) -> FunctionType:
     return made
 
 
+def _another(value: Any) -> Any:
+    """Another iterator at the same place, which then goes on by itself; or the value."""
+    if isinstance(value, Iterator):
+        with suppress(TypeError):  # a generator
+            return copy.deepcopy(value)
+    return value
+
+
 def _close_over(made: FunctionType, function: FunctionType, memo: Mapping[int, Any]) -> None:
     """Let a copy of a function hold copies of what the model holds, and all else as it is."""
     for cell, old in zip(made.__closure__ or (), function.__closure__ or (), strict=True):
         with suppress(ValueError):  # nothing in it yet
-            cell.cell_contents = memo.get(id(old.cell_contents), old.cell_contents)
+            cell.cell_contents = memo.get(id(old.cell_contents), _another(old.cell_contents))
     made.__defaults__ = function.__defaults__ and tuple(
         memo.get(id(value), value) for value in function.__defaults__
     )

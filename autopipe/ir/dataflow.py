@@ -279,7 +279,7 @@ def obstacle(flow: Dataflow, positions: Sequence[int]) -> str | None:
         if node.op == REGION_OP:
             return f"{node.name} runs as it is, and may do otherwise the second time"
         if node.op in OPAQUE:
-            return f"{node.name} ({node.op}) keeps more for backward than can be foretold"
+            return f"{node.name} ({node.op}) reads or keeps what only its kernel knows"
         for value in node.values():
             root = flow.root[value]
             if isinstance(root, Ref) and root.node in inside:

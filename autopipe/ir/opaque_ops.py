@@ -1,8 +1,11 @@
-"""Ops whose fake kernel does not know what the real one keeps: the CPU's LSTM, and CTC.
+"""Ops whose fake kernel does not know what the real one reads or keeps: LSTM, istft, and CTC.
 
 The CPU's LSTM (oneDNN) keeps a workspace whose size only the kernel knows; under fake tensors it is
 empty, and a stage with an LSTM would be predicted at a tenth of its bytes. Such an op is run once
-for real, on zeros of the same shapes, and the bytes that this run saves are used.
+for real, on ones of the same shapes, and the bytes that this run saves are used.
+
+`torch.istft` reads whether its windows, laid over each other, are 0 anywhere. Tensors without
+values cannot say: what a kernel asks of them is answered as in that run.
 
 CTC, the loss of speech models, keeps a table [b, T, 2 L + 1], L the longest target of the batch:
 nobody can trace that. `ctc_loss` makes it as wide as targets are padded, 2 U + 1; its values are
@@ -16,16 +19,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from autopipe.ir.graph import REGION_OP, tensors_in
-from autopipe.ir.torch_private import outside_fake_mode, storage_key
+from autopipe.ir.torch_private import (
+    DataDependentOutputException,
+    TorchDispatchMode,
+    outside_fake_mode,
+    storage_key,
+)
 
-KERNELS = ("aten.lstm.input",)
+KERNELS = ("aten.lstm.input", "aten.istft.default")
 """The ops that `run` runs."""
 
 COND_OP = "autopipe.cond.default"  # functions of the user's (`opaque.branches`)
@@ -59,15 +67,62 @@ def observed() -> bool:
 
 def run(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run an opaque op on fake tensors, and pass to the observer what its real kernel saves."""
+    # Autocast decides what the kernel computes in, and so what it keeps.
+    low = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+
+    def real() -> _Real:
+        return _on_ones(op, low, _described(args))
+
     with torch.autograd.graph.saved_tensors_hooks(_same, _same):
-        result = op(*args, **kwargs)
+        try:
+            result = op(*args, **kwargs)
+        except DataDependentOutputException:
+            with _Answering(real().equal):
+                result = op(*args, **kwargs)
     if _packs and torch.is_grad_enabled():
-        operands = list(tensors_in(args))
-        # Autocast decides what the kernel computes in, and so what it keeps.
-        low = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-        saved, workspace = _kept(op, low, _described(args))
-        keep([operands[position] for position in saved], workspace, tensors_in(result))
+        operands, found = list(tensors_in(args)), real()
+        keep([operands[position] for position in found.saved], found.rest, tensors_in(result))
     return result
+
+
+class _Real(NamedTuple):
+    """What a run of a real kernel has shown.
+
+    Attributes:
+        saved: the positions of operands that it saves for backward.
+        rest: the bytes of all else that it saves.
+        equal: whether tensors were equal, each time that it asked.
+    """
+
+    saved: tuple[int, ...]
+    rest: int
+    equal: tuple[bool, ...]
+
+
+class _Answering(TorchDispatchMode):
+    """Answers what a kernel asks of tensors without values as in a run that has some."""
+
+    def __init__(self, equal: Iterable[bool]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._equal = iter(equal)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        asks = func is torch.ops.aten.equal.default
+        return next(self._equal) if asks else func(*args, **(kwargs or {}))
+
+
+class _Asked(TorchDispatchMode):
+    """Notes whether tensors were equal, each time that a kernel asks."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.equal: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.equal.default:
+            self.equal.append(found)
+        return found
 
 
 def keep(tensors: Sequence[Tensor], size: int, outputs: Iterable[Tensor]) -> None:
@@ -85,12 +140,10 @@ def keep(tensors: Sequence[Tensor], size: int, outputs: Iterable[Tensor]) -> Non
 
 
 @lru_cache(maxsize=256)
-def _kept(
-    op: Callable[..., Any], low: torch.dtype | None, described: tuple[Any, ...]
-) -> tuple[tuple[int, ...], int]:
-    """The positions of operands that the real kernel saves, and the bytes of all else it saves."""
+def _on_ones(op: Callable[..., Any], low: torch.dtype | None, described: tuple[Any, ...]) -> _Real:
+    """What the real kernel shows on ones: windows of zeros are none."""
     with outside_fake_mode(), torch.enable_grad():
-        args = _zeros(described)
+        args = _ones(described)
         positions = {storage_key(t): n for n, t in enumerate(tensors_in(args))}
         kept: dict[int, int] = {}
         alive: list[Tensor] = []
@@ -100,10 +153,11 @@ def _kept(
             kept[storage_key(tensor)] = tensor.untyped_storage().nbytes()
             return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, _same):
+        with torch.autograd.graph.saved_tensors_hooks(pack, _same), _Asked() as asked:
             op(*args)
     saved = sorted(positions[key] for key in kept if key in positions)
-    return tuple(saved), sum(size for key, size in kept.items() if key not in positions)
+    rest = sum(size for key, size in kept.items() if key not in positions)
+    return _Real(tuple(saved), rest, tuple(asked.equal))
 
 
 def _described(arg: Any) -> Any:
@@ -113,11 +167,11 @@ def _described(arg: Any) -> Any:
     return tuple(map(_described, arg)) if isinstance(arg, list | tuple) else arg
 
 
-def _zeros(described: Any) -> Any:
+def _ones(described: Any) -> Any:
     if isinstance(described, tuple) and described[:1] == ("tensor",):
         _, shape, dtype, gradient = described
-        return torch.zeros(shape, dtype=dtype, requires_grad=gradient)
-    return tuple(map(_zeros, described)) if isinstance(described, tuple) else described
+        return torch.ones(shape, dtype=dtype, requires_grad=gradient)
+    return tuple(map(_ones, described)) if isinstance(described, tuple) else described
 
 
 def _same(tensor: Tensor) -> Tensor:

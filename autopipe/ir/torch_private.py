@@ -331,5 +331,9 @@ def tensor_hooks(tensor: torch.Tensor) -> list[Callable[..., object]]:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """A key of a tensor's storage: equal for two tensors, real or fake, that share memory."""
-    return int(tensor.untyped_storage()._cdata)
+    """A key of a tensor's storage: equal for two tensors, real or fake, that share memory.
+
+    A sparse one is made of several tensors, and counts as its own.
+    """
+    dense = tensor.layout == torch.strided
+    return int(tensor.untyped_storage()._cdata) if dense else id(tensor)

@@ -197,7 +197,7 @@ def _refuse_opaque(module: nn.Module) -> None:
         for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
             for op in map(str, (node.target, *node.args)):
                 if op in OPAQUE:
-                    raise CannotSplit(f"{op} keeps for backward what only its real kernel knows")
+                    raise CannotSplit(f"{op} reads or keeps what only its real kernel knows")
 
 
 class _Step(nn.Module):

@@ -62,7 +62,7 @@ def _if_it_can(
     wanted: Wanted,
 ) -> _T | None:
     if any(graph.nodes[position].op in OPAQUE for position in lowered.stage.nodes):
-        return None  # it keeps for backward what only its real kernel knows
+        return None  # it reads or keeps what only its real kernel knows
     try:
         return make(lowered, *layouts, precision, wanted)
     except CannotSplit:

@@ -26,6 +26,7 @@ from autopipe.ir.torch_private import TorchDispatchMode, storage_key, version
 from autopipe.opaque.inner_gradients import InnerGradients
 from autopipe.opaque.origins import Origins
 from autopipe.opaque.sites import Site, SiteCall, Wider, left_in, standing_in
+from autopipe.opaque.sparse import bytes_of, is_sparse, owned
 from autopipe.opaque.states import first_names, named, states_of
 from autopipe.opaque.trees import Unlike, distinct_tensors, parts_of, returned, to_text
 from autopipe.planfile.regions import Region, Result
@@ -209,7 +210,7 @@ class _Watching:
         self.last = site = call.site
         given = distinct_tensors((args, kwargs))
         try:
-            told = to_text(parts_of((args, dict(kwargs)), given))
+            told = to_text(parts_of((args, dict(kwargs)), given, owned(self._model)))
         except Unlike as error:
             raise Wider(site, str(error)) from error
         own = named(self._model)
@@ -254,7 +255,8 @@ class _Watching:
 
     def _owned(self, given: Sequence[Tensor]) -> Iterator[tuple[Tensor, str | int]]:
         for tensor in named(self._model).values():
-            yield tensor, self._names[id(tensor)]
+            if not is_sparse(tensor):
+                yield tensor, self._names[id(tensor)]
         yield from ((tensor, number) for number, tensor in enumerate(given))
 
     def _note_writes(
@@ -264,7 +266,8 @@ class _Watching:
             own, count = before.get(name, (None, 0))
             if own is tensor and version(tensor) == count:
                 continue
-            if own is None or isinstance(own, nn.Parameter) or own.shape != tensor.shape:
+            kept = own is not None and own.shape == tensor.shape and not is_sparse(tensor)
+            if own is None or isinstance(own, nn.Parameter) or not kept:
                 raise Wider(site, f"it writes {name!r}, or gives it another shape")
             seen.written[self._names[id(own)]] = None
 
@@ -281,7 +284,7 @@ def _counting(seen: _Seen, positions: Mapping[int, str | int]) -> Iterator[None]
         if key in positions:
             seen.keeps.add(positions[key])
         else:
-            kept[key] = tensor.untyped_storage().nbytes()
+            kept[key] = bytes_of(tensor)
         return tensor
 
     looking = saved_tensors_hooks(pack, lambda tensor: tensor)
@@ -306,5 +309,5 @@ class _Ops(TorchDispatchMode):
             self._seen.flops += int(count(*args, **(kwargs or {}), out_val=made))
         for tensor in () if self._seen.looked else tensors_in(made):
             self._alive.append(tensor)
-            self._kept[storage_key(tensor)] = tensor.untyped_storage().nbytes()
+            self._kept[storage_key(tensor)] = bytes_of(tensor)
         return made

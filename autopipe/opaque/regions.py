@@ -15,29 +15,28 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from autopipe.errors import CaptureError, ModelError
+from autopipe.errors import CaptureError
 from autopipe.frontend import user_lines
 from autopipe.frontend.construct import fake_copy
 from autopipe.ir import opaque_ops
-from autopipe.ir.graph import BATCH, REGION_OP, Graph, Node
+from autopipe.ir.graph import REGION_OP, Graph, Node
 from autopipe.ir.torch_patches import one_process
 from autopipe.ir.torch_private import (
     is_fake,
     lend,
     no_saved_tensors_hooks,
-    storage_key,
 )
+from autopipe.opaque.results import as_measured, at_rows, inverse
 from autopipe.opaque.sites import Site, SiteCall, call, left_in, standing_in
+from autopipe.opaque.sparse import owned, to_device
 from autopipe.opaque.states import state_of
 from autopipe.opaque.trees import distinct_tensors, from_text, parts_of, returned, to_text, whole_of
 from autopipe.planfile.regions import Region, Result
-from autopipe.util import dims
 
 _library = torch.library.Library("autopipe", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
@@ -107,7 +106,7 @@ def as_ops(model: nn.Module, running: Sequence[Running], rows: Any) -> Iterator[
     def stand_in(asked: SiteCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         found = by_call.get((asked.site, asked.number))
         given = distinct_tensors((args, kwargs))
-        told = to_text(parts_of((args, dict(kwargs)), given))
+        told = to_text(parts_of((args, dict(kwargs)), given, owned(model)))
         if found is None or told != found.region.given:
             raise CaptureError(
                 f"{user_lines.here()}: {asked.site} is called otherwise than it was when its calls "
@@ -129,8 +128,8 @@ def _op(running: Running, model: nn.Module, given: Sequence[Tensor], rows: Any) 
         [*given, *states],
         written,
         rows,
-        _at(region.flops, rows),
-        _at(region.saved, rows),
+        at_rows(region.flops, rows),
+        at_rows(region.saved, rows),
         region.launches,
         region.random,
         running.key,
@@ -147,21 +146,6 @@ def _op(running: Running, model: nn.Module, given: Sequence[Tensor], rows: Any) 
 
 def _site(region: Region) -> Site:
     return Site(region.module, region.method)
-
-
-@cache
-def _line(size: int | str) -> tuple[int, int]:
-    """A size as (slope, base) of a line in the rows."""
-    found = dims.parse(size)
-    if isinstance(found, int):
-        return 0, found
-    return int(found.coeff(BATCH)), int(found.subs(BATCH, 0))
-
-
-def _at(size: int | str, rows: Any) -> Any:
-    """A size for so many rows, which may be a symbol of export."""
-    slope, base = _line(size)
-    return slope * rows + base if slope else base
 
 
 def _run(
@@ -184,7 +168,7 @@ def _run(
         return made
     with nullcontext() if running.region.seen else no_saved_tensors_hooks():
         made = _called(running, tensors, written)
-    return _as_measured(running.region, made, tensors, rows)
+    return as_measured(running.region, made, tensors, rows)
 
 
 _library.impl("region", _run, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
@@ -209,15 +193,11 @@ class _Shaped(torch.autograd.Function):
 
 
 def _empty(result: Result, rows: Any, tensors: Sequence[Tensor]) -> Tensor:
-    sizes = [_at(size, rows) for size in result.shape]
+    sizes = [at_rows(size, rows) for size in result.shape]
     like = next(tensor for tensor in tensors if is_fake(tensor))  # no read may take it for values
     shape = [sizes[dim] for dim in result.order]
     dense = like.new_empty(shape, dtype=getattr(torch, result.dtype), device=tensors[0].device)
-    return dense.permute(_inverse(result.order))
-
-
-def _inverse(order: Sequence[int]) -> list[int]:
-    return sorted(range(len(order)), key=order.__getitem__)
+    return dense.permute(inverse(result.order))
 
 
 def _called(running: Running, tensors: Sequence[Tensor], written: Sequence[Tensor]) -> Any:
@@ -235,7 +215,9 @@ def _called(running: Running, tensors: Sequence[Tensor], written: Sequence[Tenso
     copies = [own.clone() for own in written]
     for name, tensor in zip(names, (*tensors[count:], *copies), strict=True):
         _put(homes[name], tensor)
-    args, kwargs = whole_of(from_text(region.given), tensors[:count])
+    if tensors:
+        to_device(model, tensors[0].device)
+    args, kwargs = whole_of(from_text(region.given), tensors[:count], model)
     before = left_in(model, _site(region)) if region.left else {}
     with one_process() if torch.distributed.is_initialized() else nullcontext():
         made = call(model, _site(region))(*args, **kwargs)
@@ -287,64 +269,3 @@ def _found_homes(model: nn.Module) -> Homes:
 def _put(homes: Sequence[tuple[nn.Module, str]], tensor: Tensor) -> None:
     for module, leaf in homes:
         lend(module, leaf, tensor)
-
-
-def _as_measured(region: Region, made: Any, tensors: Sequence[Tensor], rows: int) -> list[Tensor]:
-    """The tensors of a result, in new memory, as the plan expects them.
-
-    Raises:
-        ModelError: they are others than those that were measured.
-    """
-    found = distinct_tensors(made)
-    shapes = [tuple(_at(size, rows) for size in result.shape) for result in region.results]
-    told = to_text(parts_of(made, found))
-    if told != region.gives or [tuple(tensor.shape) for tensor in found] != shapes:
-        raise ModelError(
-            f"{region.name}, which runs as it is, gives {_shown(found)} in this micro-batch, and "
-            f"{shapes} when it was planned: what follows expects these",
-            hint="give tensors whose sizes do not depend on values, padded for example",
-        )
-    taken = {storage_key(tensor) for tensor in tensors}
-    results = []
-    for tensor, result in zip(found, region.results, strict=True):
-        results.append(_fitting(region, tensor, result, tensors, taken))
-        taken.add(storage_key(results[-1]))
-    return results
-
-
-def _fitting(
-    region: Region, tensor: Tensor, result: Result, tensors: Sequence[Tensor], taken: set[int]
-) -> Tensor:
-    if storage_key(tensor) in taken:
-        tensor = tensor.clone()
-    tensor = tensor.to(getattr(torch, result.dtype))
-    dense = tensor.permute(result.order)
-    if not dense.is_contiguous():
-        tensor = dense.contiguous().permute(_inverse(result.order))
-    if tensor.requires_grad and not result.gradient:
-        raise ModelError(
-            f"{region.name}, which runs as it is, gives a tensor with a gradient in this "
-            "micro-batch, and had none when it was planned",
-            hint="detach it in all cases, or in none",
-        )
-    carrying = [given for given in tensors if given.requires_grad]
-    if torch.is_grad_enabled() and result.gradient and not tensor.requires_grad and carrying:
-        return _Attached.apply(tensor, *carrying)  # type: ignore[no-untyped-call,no-any-return]
-    return tensor
-
-
-class _Attached(torch.autograd.Function):
-    """A result that no input went into this time: others expect to send it a gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, *others: Tensor) -> Tensor:
-        ctx.others = len(others)
-        return tensor.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return (None,) * (1 + ctx.others)
-
-
-def _shown(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
-    return [tuple(tensor.shape) for tensor in tensors]

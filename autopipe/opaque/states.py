@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autopipe.opaque.sites import Site
+from autopipe.opaque.sparse import is_sparse
 from autopipe.planfile.regions import WHOLE
 
 
@@ -25,10 +26,11 @@ def named(model: nn.Module) -> dict[str, Tensor]:
 
 
 def first_names(model: nn.Module) -> dict[int, str]:
-    """The first name of each parameter and buffer, by its identity."""
+    """The first name of each parameter and buffer, by its identity; a sparse one is no state."""
     found: dict[int, str] = {}
     for name, tensor in named(model).items():
-        found.setdefault(id(tensor), name)
+        if not is_sparse(tensor):
+            found.setdefault(id(tensor), name)
     return found
 
 
@@ -49,6 +51,7 @@ def states_of(model: nn.Module, site: Site) -> list[str]:
             names[id(tensor)]
             for name, tensor in named(model).items()
             if name.startswith(prefix)
+            and id(tensor) in names
             and (whole or name.removeprefix(prefix).partition(".")[0] in words)
         )
     )

@@ -12,16 +12,21 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import reduce
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autopipe.errors import PlanError
 from autopipe.ir.graph import tensors_in
+from autopipe.opaque.sparse import is_sparse
+from autopipe.opaque.states import state_of
 from autopipe.util.dtypes import bytes_of, name_of
 
 _GOES = "goes into a module or comes out of it"
+
+_NOTHING: Mapping[int, str] = MappingProxyType({})
 
 
 class Unlike(Exception):
@@ -29,8 +34,9 @@ class Unlike(Exception):
 
 
 def distinct_tensors(tree: Any) -> list[Tensor]:
-    """The tensors in a tree of containers, in order, each once."""
-    return list({id(tensor): tensor for tensor in tensors_in(tree)}.values())
+    """The dense tensors in a tree of containers, in order, each once."""
+    dense = (tensor for tensor in tensors_in(tree) if not is_sparse(tensor))
+    return list({id(tensor): tensor for tensor in dense}.values())
 
 
 def returned(made: Any, left: Mapping[str, Tensor]) -> Any:
@@ -44,6 +50,12 @@ class Slot(NamedTuple):
     number: int
 
 
+class Own(NamedTuple):
+    """In a tree, the model's sparse tensor of this name."""
+
+    name: str
+
+
 class Struct(NamedTuple):
     """In a tree, an object of a dataclass or a named tuple, told by its fields alone."""
 
@@ -51,20 +63,28 @@ class Struct(NamedTuple):
     fields: Mapping[str, Any]
 
 
-def parts_of(tree: Any, tensors: Sequence[Tensor]) -> Any:
+def parts_of(tree: Any, tensors: Sequence[Tensor], own: Mapping[int, str] = _NOTHING) -> Any:
     """A tree of containers with a place where each of the tensors stands.
+
+    Args:
+        own: names of the model's sparse tensors, by their identity (`sparse.owned`).
 
     Raises:
         Unlike: something in the tree is no plain value.
     """
+    if isinstance(tree, Tensor) and is_sparse(tree):
+        if id(tree) not in own:
+            raise Unlike(f"a sparse tensor {_GOES}")
+        return Own(own[id(tree)])
     if isinstance(tree, Tensor):
         return Slot(next(n for n, tensor in enumerate(tensors) if tensor is tree))
-    if (own := _fields(tree)) is not None:
-        return Struct(type(tree), {name: parts_of(item, tensors) for name, item in own.items()})
+    if (fields := _fields(tree)) is not None:
+        told = {name: parts_of(item, tensors, own) for name, item in fields.items()}
+        return Struct(type(tree), told)
     if type(tree) in (tuple, list):
-        return type(tree)(parts_of(item, tensors) for item in tree)
+        return type(tree)(parts_of(item, tensors, own) for item in tree)
     if type(tree) is dict:
-        return {key: parts_of(item, tensors) for key, item in tree.items()}
+        return {key: parts_of(item, tensors, own) for key, item in tree.items()}
     if tree is None or isinstance(tree, bool | int | float | str | torch.dtype | torch.device):
         return tree
     raise Unlike(f"a {type(tree).__name__} {_GOES}")
@@ -83,16 +103,23 @@ def _fields(tree: Any) -> Mapping[str, Any] | None:
     return {name: getattr(tree, name) for name in names}
 
 
-def whole_of(parts: Any, tensors: Sequence[Tensor]) -> Any:
-    """The inverse of `parts_of`: the tree with tensors in its places."""
+def whole_of(parts: Any, tensors: Sequence[Tensor], model: nn.Module | None = None) -> Any:
+    """The inverse of `parts_of`: the tree with tensors in its places.
+
+    Args:
+        model: has what the tree names.
+    """
     if isinstance(parts, Slot):
         return tensors[parts.number]
+    if isinstance(parts, Own):
+        assert model is not None, "only calls that run as they are take any"
+        return state_of(model, parts.name)
     if isinstance(parts, Struct):
-        return parts.kind(**whole_of(parts.fields, tensors))
+        return parts.kind(**whole_of(parts.fields, tensors, model))
     if isinstance(parts, tuple | list):
-        return type(parts)(whole_of(item, tensors) for item in parts)
+        return type(parts)(whole_of(item, tensors, model) for item in parts)
     if isinstance(parts, dict):
-        return {key: whole_of(item, tensors) for key, item in parts.items()}
+        return {key: whole_of(item, tensors, model) for key, item in parts.items()}
     return parts
 
 
@@ -124,6 +151,8 @@ def from_text(text: str) -> Any:
 def _written(parts: Any) -> Any:
     if isinstance(parts, Slot):
         return {"tensor": parts.number}
+    if isinstance(parts, Own):
+        return {"own": parts.name}
     if isinstance(parts, Struct):
         return {"struct": [*_name(parts.kind), _written(parts.fields)]}
     if isinstance(parts, tuple):
@@ -182,6 +211,7 @@ def _dtype(name: Any) -> torch.dtype:
 _READ: dict[str, Callable[[Any], Any]] = {
     "struct": lambda told: _struct(*told),
     "tensor": lambda number: Slot(int(number)),
+    "own": lambda name: Own(str(name)),
     "tuple": lambda items: tuple(map(_read, items)),
     "dict": lambda items: {key: _read(item) for key, item in items.items()},
     "dtype": _dtype,

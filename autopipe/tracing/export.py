@@ -290,7 +290,7 @@ class _Look:
         def run() -> None:
             nonlocal changed
             changes = second_run.Changes(self.program.model)
-            with within, unsaid.refused():
+            with within, unsaid.refused(self.program.model):
                 self.run()
             changed = changes.seen()
 

@@ -110,7 +110,7 @@ class Measuring:
         raise CaptureError(
             f"the model keeps {', '.join(names)} from one call to the next, and then computes "
             "something else",
-            hint="keep it in a buffer, register_buffer, and write that in place",
+            hint="keep it in a buffer that __init__ registers, and write that in place",
         )
 
     def _there_and_back(self, eager: Program) -> tuple[Hashable, list[Tensor | None]]:

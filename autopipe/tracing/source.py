@@ -59,7 +59,7 @@ def bare(model: Source, say: Say | None = None) -> nn.Module:
 
 
 def _check_tensors(model: nn.Module) -> None:
-    """Refuse a model whose lazy layers have not been called yet, or with sparse buffers."""
+    """Refuse a model whose lazy layers have not been called yet, or what no rank can hold."""
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise ModelError(
@@ -68,13 +68,30 @@ def _check_tensors(model: nn.Module) -> None:
                 hint="call the model once on a batch where it is built: with torch.no_grad(): "
                 "net(**inputs(2))",
             )
+    trained = {
+        torch_private.storage_key(p): n for n, p in model.named_parameters() if p.requires_grad
+    }
     for name, buffer in model.named_buffers():
-        if buffer.layout != torch.strided:
-            kind = str(buffer.layout).removeprefix("torch.")
+        of = trained.get(torch_private.storage_key(buffer)) if buffer.numel() else None
+        if of is not None:
             raise ModelError(
-                f"the buffer {name!r} is of layout {kind}, and stages have dense tensors alone",
-                hint="keep its indices and values as two buffers (x.new_zeros(...).index_add), or "
-                "tensor.to_dense()",
+                f"the buffer {name!r} is in the memory of the parameter {of!r}, and changes as "
+                "that is trained; ranks have them as two tensors",
+                hint="read it from the parameter in forward, by .detach(); or register a copy: "
+                ".detach().clone()",
+            )
+    persistent = model.state_dict().keys()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.layout != torch.strided and name in persistent:
+            kind = str(tensor.layout).removeprefix("torch.")
+            what = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+            raise ModelError(
+                f"the {what} {name!r} is of layout {kind}, and checkpoints have dense tensors "
+                "alone",
+                hint="keep its values in a dense one, and make the sparse tensor of it in forward"
+                if what == "parameter"
+                else f"keep it out of them: register_buffer({name.rpartition('.')[2]!r}, ..., "
+                "persistent=False)",
             )
 
 

@@ -14,9 +14,11 @@ from typing import Any
 from torch import nn
 
 from autopipe.eager import unsaid
-from autopipe.errors import AutopipeError, ModelError
+from autopipe.eager.kept import without_values
+from autopipe.errors import AutopipeError, CaptureError, ModelError, Uncaptured
 from autopipe.frontend import batch as batches
 from autopipe.frontend.loss import Loss, check_arguments
+from autopipe.ir import check
 from autopipe.ir.graph import SEQUENCE, Graph
 from autopipe.opaque.regions import known, named
 from autopipe.opaque.search import with_regions
@@ -34,6 +36,7 @@ from autopipe.tracing.low_precision import (
 )
 from autopipe.tracing.measuring import Measuring
 from autopipe.tracing.same_modules import Likeness
+from autopipe.tracing.user_checkpoints import with_second_writes
 from autopipe.tracing.value_guards import NeedsNumbers
 from autopipe.util.progress import Say
 
@@ -113,6 +116,19 @@ def trace(
     )
     with parameters_in(model, low):
         return tracing.recorded(real) if reads is None else tracing.replayed(reads, real)
+
+
+_LIFTED = "a fake tensor in the exported program constant's list"
+"""What export says of a parameter, or of what was made of one, that is none of the model's own."""
+
+
+def _kept_outside(names: Sequence[str]) -> CaptureError:
+    return CaptureError(
+        f"the model keeps parameters, or what it has made of them, in {', '.join(names)}, which is "
+        "outside of its own parameters and buffers, and computes with them",
+        hint="read a parameter where it is registered, self.layer.weight; and register a copy as a "
+        "buffer: self.register_buffer(name, p.detach().clone())",
+    )
 
 
 @dataclass(frozen=True)
@@ -202,14 +218,22 @@ class _Tracing:
 
     def export(self, reads: Sequence[Read], alike: Mapping[str, str]) -> Trace:
         """The trace with these reads, and with stubs for the modules in `alike`."""
-        exported = capture(
-            self.program, self.leaves, self.specs, reads=reads, alike=alike, symbolic=self.symbolic
-        )
         program = self.program
+        try:
+            exported = capture(
+                program, self.leaves, self.specs, reads=reads, alike=alike, symbolic=self.symbolic
+            )
+        except Uncaptured as error:
+            outside = without_values(program.model) if _LIFTED in error.message else []
+            if not outside:
+                raise
+            raise _kept_outside(outside) from error
         if program.otherwise is not None:
             raise program.otherwise
         graph = convert(exported, program.model, self.specs, program.twins, program.assigned)
         graph = named(graph, program.regions)
+        if program.training:
+            graph = check.after("second writes", with_second_writes(graph, program.assigned))
         if self.kept is not None:
             check_operands(graph, self.kept.dtype)
             check_followers(graph, self.kept.dtype)

@@ -10,22 +10,33 @@ torch.export inlines the function and does not record that it is checkpointed. A
 `use_reentrant=True` is traced as one without (`opaque.custom_functions`). No trace sees what one
 does with what it saves: an inner one saves its arguments through the outer one, which looks at
 them under `torch.no_grad()`, and export would leave gradients off from there on.
+
+What a checkpointed function writes, it writes a second time when backward runs it again: plain
+PyTorch moves the statistics of a batch norm twice. So does the graph, in forward already:
+
+    norm/batch_norm/0 = batch_norm(x, ..., [norm.running_mean], [norm.running_var], True, ...)
+    norm/batch_norm/1 = the same, whose result nothing reads
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from autopipe.errors import CaptureError
 from autopipe.frontend import user_lines
 from autopipe.ir.blocks import Block
-from autopipe.ir.dataflow import Dataflow, obstacle
+from autopipe.ir.dataflow import Dataflow, analyse, obstacle, written_by
+from autopipe.ir.graph import REGION_OP, Graph, Node, Ref, State, Value, swap, values_in
 from autopipe.ir.torch_patches import seeing_saved_tensors_hooks
 from autopipe.ir.torch_private import no_function_modes
+from autopipe.planfile.node_names import NodeName
 
 MARK = "autopipe.checkpoint.default"
 
@@ -71,6 +82,137 @@ def _unseen(pack: Callable[[Tensor], object]) -> Callable[[Tensor], object]:
             return pack(tensor)
 
     return run
+
+
+_SAVES = frozenset(
+    (
+        "linear",
+        "batch_norm",
+        "matmul",
+        "mm",
+        "bmm",
+        "addmm",
+        "layer_norm",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+    )
+)
+"""Ops that surely save something: backward runs a checkpoint again up to the last that does."""
+
+
+def with_second_writes(graph: Graph, assigned: Collection[str] = ()) -> Graph:
+    """A training graph in which what checkpointed functions write is written twice.
+
+    Args:
+        assigned: the buffers that modules assign.
+
+    Raises:
+        CaptureError: a graph cannot say what the second run writes; names the line and the buffer.
+    """
+    if not any(node.again for node in graph.nodes):
+        return graph
+    flow, trained = analyse(graph), _trained(graph)
+    buffers = {State(name) for name in assigned}
+    copies = [n for n in graph.nodes if n.op == "aten.copy_.default" and n.args[0] in buffers]
+    calls: dict[tuple[str, ...], list[int]] = {}
+    for run in _checkpoints(graph.nodes, copies):
+        carrying = [position for position in run if position in trained]
+        if not carrying:
+            continue  # no gradient comes back: nothing runs again
+        _check_assigned(flow, run, copies)
+        for position in run:
+            node = graph.nodes[position]
+            states = [root for v in written_by(node) if isinstance(root := flow.root[v], State)]
+            if node.again and states and carrying[-1] >= position:  # else backward stops before it
+                for state in states:
+                    _check_second(flow, node, state, run[position - run.start :])
+                calls.setdefault(node.scopes, []).append(position)
+    after = {positions[-1]: [graph.nodes[p] for p in positions] for positions in calls.values()}
+    ordinals = Counter((node.scopes[-1:], node.short) for node in graph.nodes)
+    nodes: list[Node] = []
+    for position, node in enumerate(graph.nodes):
+        nodes += [node, *_once_more(after.get(position, ()), ordinals)]
+    return replace(graph, nodes=tuple(nodes))
+
+
+def _once_more(
+    nodes: Sequence[Node], ordinals: Counter[tuple[tuple[str, ...], str]]
+) -> Iterator[Node]:
+    """Nodes that write, a second time, by names of their own."""
+    values: dict[Value, Value] = {}
+    for node in nodes:
+        kind = node.scopes[-1:], node.short
+        name = str(NodeName("".join(node.scopes[-1:]), node.short, ordinals[kind]))
+        ordinals[kind] += 1
+        kwargs = {key: swap(arg, values) for key, arg in node.kwargs.items()}
+        yield replace(node, name=name, args=swap(node.args, values), kwargs=kwargs, grad=False)
+        values |= {Ref(node.name, n): Ref(name, n) for n in range(len(node.outputs))}
+
+
+def _checkpoints(nodes: Sequence[Node], copies: Container[Node]) -> Iterator[range]:
+    """The positions of each checkpoint's nodes; of several in a row on one line, those of all.
+
+    `copies` are of assigned buffers, which stand beside what they are copied from.
+    """
+    first, line = 0, ""
+    for position, node in enumerate(nodes):
+        if node.again != line and node not in copies:
+            if line:
+                yield range(first, position)
+            first, line = position, node.again
+    if line:
+        yield range(first, len(nodes))
+
+
+def _trained(graph: Graph) -> set[int]:
+    """The positions of the nodes that a gradient of the loss comes through."""
+    carrying: set[Value] = {State(name) for name, state in graph.states.items() if state.trainable}
+    made = set[int]()
+    for position, node in enumerate(graph.nodes):
+        if node.grad and node.op != "aten.detach.default" and carrying & set(node.values()):
+            made.add(position)
+            carrying |= {Ref(node.name, n) for n in range(len(node.outputs))}
+    needed, found = set(values_in(graph.outputs[:1])), set[int]()
+    for position in sorted(made, reverse=True):
+        node = graph.nodes[position]
+        if needed & {Ref(node.name, n) for n in range(len(node.outputs))}:
+            found.add(position)
+            needed |= set(node.values())
+    return found
+
+
+def _check_second(flow: Dataflow, node: Node, state: State, rest: range) -> None:
+    """Refuse a write that the second run of a checkpoint may make otherwise, or not at all.
+
+    Args:
+        rest: the positions from the node to the end of its checkpoint.
+    """
+    nodes, writers, depth = flow.graph.nodes, flow.writers[state], len(node.scopes)
+    alike = {value for value, root in flow.root.items() if root == state}
+    read = any(p not in writers and alike & set(n.values()) for p, n in enumerate(nodes))
+    calls = {(nodes[p].scopes, nodes[p].again) for p in writers}
+    saves = any(nodes[p].short in _SAVES and nodes[p].scopes[:depth] == node.scopes for p in rest)
+    if read or len(calls) > 1 or not saves or node.op == REGION_OP:
+        raise _refusal(node, state)
+
+
+def _check_assigned(flow: Dataflow, run: range, copies: Collection[Node]) -> None:
+    """Refuse a buffer that is assigned in a checkpoint: it is written at the end of its module."""
+    for node in copies:
+        source = node.args[1]
+        if isinstance(source, Ref) and flow.position(source) in run:
+            if len(flow.users[source]) == 1:  # else it is what the function gives
+                raise _refusal(node, node.args[0])
+
+
+def _refusal(node: Node, state: object) -> CaptureError:
+    return CaptureError(
+        f"{node.place}: {state} is written in a function that torch.utils.checkpoint runs again in "
+        "backward; what the second run makes of it is not in a graph",
+        hint="write it outside of that function, or leave the checkpoint out: autopipe chooses "
+        "what runs again",
+    )
 
 
 def wanted(

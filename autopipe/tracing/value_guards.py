@@ -201,10 +201,12 @@ class _Taint(TorchDispatchMode):
         self._storages: dict[int, Tensor] = {}  # by address; the tensor keeps the address taken
 
     def __call__(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage().data_ptr() in self._storages
+        return (
+            tensor.layout == torch.strided and tensor.untyped_storage().data_ptr() in self._storages
+        )
 
     def _mark(self, tensor: Tensor) -> None:
-        if not is_fake(tensor) and tensor.numel():
+        if not is_fake(tensor) and tensor.layout == torch.strided and tensor.numel():
             self._storages[tensor.untyped_storage().data_ptr()] = tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

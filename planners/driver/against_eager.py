@@ -86,7 +86,7 @@ def check(request: PlanRequest, skeleton: nn.Module, traced: Trace, example: Any
         raise CaptureError(
             f"the model keeps {', '.join(traced.unsteady)} from one call to the next, and then "
             "computes something else; its graph is that of a first call",
-            hint="keep it in a buffer, register_buffer, and write that in place",
+            hint="keep it in a buffer that __init__ registers, and write that in place",
         )
 
 
@@ -134,9 +134,12 @@ def _both(
         if any(is_random(node) for node in traced.graph.nodes):
             until.enter_context(_SameNumbers())
         program = Program(model, batches[0], request.loss, traced.inputs, kept=kept, eager=True)
-        known = {**traced.graph.constants, **buffers_of(model), **followers}
-        before = {name: tensor.detach().clone() for name, tensor in known.items()}
-        run = _Runnable(program, traced.inputs, lambda: {**buffers_of(model), **followers})
+        before = {
+            name: tensor.detach().clone()
+            for known in (traced.graph.constants, _dense_buffers(model), followers)
+            for name, tensor in known.items()
+        }
+        run = _Runnable(program, traced.inputs, lambda: {**_dense_buffers(model), **followers})
         weights = Weights(model)
         try:
             eager = _outcome(run, model, batches, weights)
@@ -154,6 +157,12 @@ def _both(
             ) from error
         say(f"the graph is compared with the model in one micro-batch alone: {why}")
         return eager, _of_graph(traced, model, before, batches[:1], weights), ahead
+
+
+def _dense_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that a graph may have, each under its first name; sparse ones are of calls that
+    run as they are."""
+    return {n: b for n, b in model.named_buffers() if b.layout == torch.strided}
 
 
 def _two(request: PlanRequest, example: Any, traced: Trace) -> list[Any]:

@@ -90,7 +90,7 @@ def _compare_later(traced: Trace, eager: Outcome, found: Outcome, tolerance: flo
         first = max([*off, _off(found.losses[0], eager.losses[0])])
         tolerance = min(tolerance, 8 * first + SAME)
     kept = f"; it keeps {', '.join(traced.unsteady)}" if traced.unsteady else ""
-    hint = "keep it in a buffer, register_buffer, and write that in place"
+    hint = "keep it in a buffer that __init__ registers, and write that in place"
     if _off(found.losses[1], eager.losses[1]) > tolerance:
         raise _refusal(
             f"its loss in a second micro-batch is {float(eager.losses[1][0]):.9g}, and "

@@ -297,7 +297,7 @@ def test_a_block_with_an_opaque_kernel_is_refused():
             return self.norm(self.lstm(x[:, None])[0][:, 0])
 
     found, model = found_of(in_a_row, Recurrent)
-    assert "keeps more for backward than can be foretold" in refusal(found, model)
+    assert "reads or keeps what only its kernel knows" in refusal(found, model)
 
 
 def test_a_path_that_is_no_block_of_the_stage_is_refused():

@@ -70,7 +70,7 @@ class Step:
         return cls(
             [loss.detach() for loss in losses],
             {name: p.grad for name, p in model.named_parameters()},
-            dict(model.named_buffers()),
+            {name: b for name, b in model.named_buffers() if b.layout == torch.strided},
         )
 
 
@@ -192,13 +192,17 @@ def sum_of(tensors):
 
 def differences(step: Step, other: Step, *, tolerance=0.0):
     """Names of what differs: losses and buffers in any bit, gradients by more than `tolerance`
-    of their largest entry."""
+    of their largest entry. A buffer that the first has not differs."""
     found = [
         f"loss {k}"
         for k, (a, b) in enumerate(zip(step.losses, other.losses, strict=True))
         if not torch.equal(a, b)
     ]
-    found += [name for name, b in other.buffers.items() if not torch.equal(step.buffers[name], b)]
+    found += [
+        name
+        for name, b in other.buffers.items()
+        if name not in step.buffers or not torch.equal(step.buffers[name], b)
+    ]
     for name, gradient in other.gradients.items():
         mine = step.gradients[name]
         if mine is None or gradient is None:

@@ -1,7 +1,6 @@
 """What cannot be captured is refused in a sentence that names the user's own line."""
 
 import inspect
-import itertools
 from functools import partial
 
 import numpy as np
@@ -42,12 +41,13 @@ class Shapes(Model):
 
 
 class Moody(Model):
-    """Its count is in an iterator, which nothing puts back: others are refused by their names."""
+    """Its count is in bytes, which nothing puts back: others are refused by their names."""
 
-    calls = itertools.count(1)
+    calls = bytearray(1)
 
     def body(self, x, hidden):
-        if next(Moody.calls) > 1 and x.sum() > 0:  # here
+        Moody.calls[0] = min(Moody.calls[0] + 1, 255)
+        if Moody.calls[0] > 1 and x.sum() > 0:  # here
             return hidden * 2
         return hidden
 

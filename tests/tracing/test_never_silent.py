@@ -715,7 +715,7 @@ def test_a_sparse_buffer_is_refused_by_its_name():
         ModelError, match="the buffer 'neighbours' is of layout sparse_coo"
     ) as error:
         bare(built(SparseTable))
-    assert "hint: keep its indices and values as two buffers" in str(error.value)
+    assert "hint: keep it out of them: register_buffer" in str(error.value)
 
 
 class Loops(Net):

@@ -1,0 +1,77 @@
+"""What a model registers while it runs: a parameter is refused, a buffer is a cache.
+
+    if self.scale is None:
+        self.scale = nn.Parameter(torch.ones(x.shape[-1]))      refused
+        self.proj = nn.Linear(x.shape[-1], 8)                   refused
+        self.register_buffer("table", make(x.shape[1]))         computed in every micro-batch
+
+An optimizer that is made before the first forward does not have such a parameter, one that is made
+after it does: the model itself does not say whether it is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from autopipe.errors import CaptureError
+from autopipe.frontend import user_lines
+
+
+@contextmanager
+def new_parameters(model: nn.Module) -> Iterator[None]:
+    """Refuse parameters that the model gets within, by themselves or in a new module.
+
+    A module that forward makes, calls and forgets is none of the model's.
+
+    Raises:
+        CaptureError: names the parameter and the user's line.
+    """
+    paths = {id(module): path for path, module in model.named_modules()}
+    own = {id(parameter) for parameter in model.parameters()}
+
+    def parameter(module: nn.Module, name: str, new: Any) -> None:
+        if id(module) in paths and isinstance(new, nn.Parameter) and id(new) not in own:
+            again = isinstance(getattr(module, name, None), nn.Parameter)
+            raise _refusal(f"{paths[id(module)]}.{name}".lstrip("."), again=again)
+
+    def part(module: nn.Module, name: str, new: Any) -> None:
+        if id(module) in paths and isinstance(new, nn.Module):
+            for inside, one in new.named_parameters():
+                if id(one) not in own:
+                    again = isinstance(getattr(module, name, None), nn.Module)
+                    path = f"{paths[id(module)]}.{name}.{inside}".lstrip(".")
+                    raise _refusal(path, again=again)
+
+    hooks = (
+        register_module_parameter_registration_hook(parameter),
+        register_module_module_registration_hook(part),
+    )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _refusal(name: str, *, again: bool) -> CaptureError:
+    if again:
+        return CaptureError(
+            f"{user_lines.here()}: forward puts another parameter in the place of {name!r}, and an "
+            "optimizer has the one that was there before",
+            hint="change it in the optimizer's step, or compute with a changed copy: "
+            "self.weight.clamp(...)",
+        )
+    return CaptureError(
+        f"{user_lines.here()}: forward makes the parameter {name!r} in its first call; an "
+        "optimizer that was made before does not train it, one that is made after does",
+        hint="make it in __init__, or call the model once on a batch where it is built: with "
+        "torch.no_grad(): net(**inputs(2))",
+    )

@@ -1,0 +1,97 @@
+"""What a call that ran as it is gives, as the tensors that the stages behind it expect."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopipe.errors import ModelError
+from autopipe.ir.graph import BATCH
+from autopipe.ir.torch_private import storage_key
+from autopipe.opaque.trees import distinct_tensors, parts_of, to_text
+from autopipe.planfile.regions import Region, Result
+from autopipe.util import dims
+
+
+@cache
+def _line(size: int | str) -> tuple[int, int]:
+    """A size as (slope, base) of a line in the rows."""
+    found = dims.parse(size)
+    if isinstance(found, int):
+        return 0, found
+    return int(found.coeff(BATCH)), int(found.subs(BATCH, 0))
+
+
+def at_rows(size: int | str, rows: Any) -> Any:
+    """A size for so many rows, which may be a symbol of export."""
+    slope, base = _line(size)
+    return slope * rows + base if slope else base
+
+
+def inverse(order: Sequence[int]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)
+
+
+def as_measured(region: Region, made: Any, tensors: Sequence[Tensor], rows: int) -> list[Tensor]:
+    """The tensors of a result, in new memory, as the plan expects them.
+
+    Raises:
+        ModelError: they are others than those that were measured.
+    """
+    found = distinct_tensors(made)
+    shapes = [tuple(at_rows(size, rows) for size in result.shape) for result in region.results]
+    told = to_text(parts_of(made, found))
+    if told != region.gives or [tuple(tensor.shape) for tensor in found] != shapes:
+        raise ModelError(
+            f"{region.name}, which runs as it is, gives {_shown(found)} in this micro-batch, and "
+            f"{shapes} when it was planned: what follows expects these",
+            hint="give tensors whose sizes do not depend on values, padded for example",
+        )
+    taken = {storage_key(tensor) for tensor in tensors}
+    results = []
+    for tensor, result in zip(found, region.results, strict=True):
+        results.append(_fitting(region, tensor, result, tensors, taken))
+        taken.add(storage_key(results[-1]))
+    return results
+
+
+def _fitting(
+    region: Region, tensor: Tensor, result: Result, tensors: Sequence[Tensor], taken: set[int]
+) -> Tensor:
+    if storage_key(tensor) in taken:
+        tensor = tensor.clone()
+    tensor = tensor.to(getattr(torch, result.dtype))
+    dense = tensor.permute(result.order)
+    if not dense.is_contiguous():
+        tensor = dense.contiguous().permute(inverse(result.order))
+    if tensor.requires_grad and not result.gradient:
+        raise ModelError(
+            f"{region.name}, which runs as it is, gives a tensor with a gradient in this "
+            "micro-batch, and had none when it was planned",
+            hint="detach it in all cases, or in none",
+        )
+    carrying = [given for given in tensors if given.requires_grad]
+    if torch.is_grad_enabled() and result.gradient and not tensor.requires_grad and carrying:
+        return _Attached.apply(tensor, *carrying)  # type: ignore[no-untyped-call,no-any-return]
+    return tensor
+
+
+class _Attached(torch.autograd.Function):
+    """A result that no input went into this time: others expect to send it a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, *others: Tensor) -> Tensor:
+        ctx.others = len(others)
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return (None,) * (1 + ctx.others)
+
+
+def _shown(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
+    return [tuple(tensor.shape) for tensor in tensors]
