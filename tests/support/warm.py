@@ -40,6 +40,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from autopipe.runtime.launch import spawn as cold
+from tests.support import garbage
 
 ROOT = Path(__file__).parents[2]
 
@@ -246,7 +247,7 @@ def _main(control: int) -> NoReturn:
     for name in LOADED:
         import_module(name)
     gc.collect()
-    gc.freeze()
+    garbage.rarely()
     code = 0
     try:
         _run(_serve(socket.socket(fileno=control)))
