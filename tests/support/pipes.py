@@ -25,6 +25,7 @@ import autopipe
 from autopipe import Pipe, Plan
 from autopipe.cluster.cluster import Cluster
 from autopipe.frontend import batch as batches
+from autopipe.ir.fingerprint import fingerprint
 from autopipe.ir.graph import Graph
 from autopipe.planfile import programs
 from autopipe.planfile.placements import I
@@ -36,8 +37,9 @@ from autopipe.schedules.instructions import holders
 from autopipe.sharding.collectives import own_part
 from autopipe.sharding.plan_io import read_back
 from autopipe.stages.dry_run import Known, Rehearsal, rehearse
+from autopipe.tracing import symbolic_sequence
 from autopipe.tracing.source import trace_source
-from autopipe.tracing.trace import Trace
+from autopipe.tracing.trace import Trace, trace
 from tests.support import zoo
 from tests.support.inprocess import machine
 from tests.support.models import CLASSES, WIDTH
@@ -79,31 +81,33 @@ def without_inductor() -> AbstractContextManager[object]:
 
 @contextmanager
 def once() -> Iterator[None]:
-    """Rehearse each kind of stage of a graph once in this process, and trace what evaluates once.
+    """Rehearse the stages of a graph once, and trace what evaluates and what is shorter once.
 
-    Plans find it once as well. Every pipe and every plan would find the same, and finding it takes
-    longer than the steps that stories tell of.
+    Plans find it once as well. Every pipe of every rank and every plan would find the same, and
+    finding it takes longer than the steps that stories tell of.
     """
     known: dict[int, tuple[Graph, Known]] = {}
-    evaluating: dict[str, Trace] = {}
 
     def rehearsed(graph: Graph, *args: Any, **kwargs: Any) -> Rehearsal:
         _, learnt = known.setdefault(id(graph), (graph, {}))
-        return rehearse(graph, *args, **kwargs, known=learnt)
+        name = f"rehearsed: {fingerprint(graph)} {args} {sorted(kwargs.items())}"
+        return kept(name, lambda: rehearse(graph, *args, **kwargs, known=learnt))
 
-    def traced(model: nn.Module, example: Any, specs: Any, *args: Any, **kwargs: Any) -> Trace:
+    def evaluating(model: nn.Module, example: Any, specs: Any, *args: Any, **kwargs: Any) -> Trace:
         name = f"{model.name_in_zoo} {kwargs.get('outputs')} {kwargs.get('kept')}"
-        name += f" {[spec.shape for spec in specs]}"
-        if name not in evaluating:
-            evaluating[name] = kept(
-                f"{name}, evaluating", lambda: trace_source(model, example, specs, *args, **kwargs)
-            )
-        return evaluating[name]
+        name += f" {[spec.shape for spec in specs]}, evaluating"
+        return kept(name, lambda: trace_source(model, example, specs, *args, **kwargs))
+
+    def shorter(model: Any, example: Any, specs: Any, *args: Any, **kwargs: Any) -> Trace:
+        name = f"{kwargs['own'].name_in_zoo} {kwargs.get('kept')} {[spec.shape for spec in specs]}"
+        name += f" {batches.fingerprint(batches.flatten(example))}, of other lengths"
+        return kept(name, lambda: trace(model, example, specs, *args, **kwargs))
 
     with (
         findings_remembered(),
         patch.object(prepare, "rehearse", rehearsed),
-        patch.object(cut_again, "trace_source", traced),
+        patch.object(cut_again, "trace_source", evaluating),
+        patch.object(symbolic_sequence, "trace", shorter),
     ):
         yield
 
