@@ -15,7 +15,8 @@ BIN    := .venv/bin
 COMPILE := $(BIN)/python -m compileall -q autopipe planners runtime benchmarks examples tests
 
 # Processes of `make test`. Each test file runs in one of them, in the order of tests/conftest.py.
-JOBS   ?= 2
+# One more than cores of a small machine: of what is told of processes much is waiting.
+JOBS   ?= 3
 
 PYTEST = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=20
 
