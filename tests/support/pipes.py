@@ -25,7 +25,6 @@ import autopipe
 from autopipe import Pipe, Plan
 from autopipe.cluster.cluster import Cluster
 from autopipe.frontend import batch as batches
-from autopipe.ir.fingerprint import fingerprint
 from autopipe.ir.graph import Graph
 from autopipe.planfile import programs
 from autopipe.planfile.placements import I
@@ -43,7 +42,7 @@ from autopipe.tracing.trace import Trace, trace
 from tests.support import zoo
 from tests.support.inprocess import machine
 from tests.support.models import CLASSES, WIDTH
-from tests.support.remembered import findings_remembered
+from tests.support.remembered import findings_remembered, name_of
 from tests.support.traces import kept
 from tests.support.zoo import Batch, Case
 
@@ -90,7 +89,7 @@ def once() -> Iterator[None]:
 
     def rehearsed(graph: Graph, *args: Any, **kwargs: Any) -> Rehearsal:
         _, learnt = known.setdefault(id(graph), (graph, {}))
-        name = f"rehearsed: {fingerprint(graph)} {args} {sorted(kwargs.items())}"
+        name = name_of("rehearsed by a rank", graph, args, sorted(kwargs.items()))
         return kept(name, lambda: rehearse(graph, *args, **kwargs, known=learnt))
 
     def evaluating(model: nn.Module, example: Any, specs: Any, *args: Any, **kwargs: Any) -> Trace:
