@@ -10,13 +10,15 @@ PYTHON ?= python3.11
 TORCH  := torch==2.13.0
 BIN    := .venv/bin
 
-# Where PYTHONDONTWRITEBYTECODE is set, each of many processes would compile all sources anew.
+# Where PYTHONDONTWRITEBYTECODE is set, each of many processes would compile all sources anew, and
+# each of pytest's own would rewrite all asserts.
 COMPILE := $(BIN)/python -m compileall -q autopipe planners runtime benchmarks examples tests
 
 # Processes of `make test`. Each test file runs in one of them, in the order of tests/conftest.py.
-JOBS   ?= 2
+# One more than cores of a small machine: of what is told of processes much is waiting.
+JOBS   ?= 3
 
-PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=20
+PYTEST = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=20
 
 .PHONY: demo test test-long lint clean
 

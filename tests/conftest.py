@@ -5,7 +5,6 @@ Tests marked `long` run where AUTOPIPE_LONG=1 asks for them (`make test-long`);
 """
 
 import atexit
-import gc
 import os
 import shutil
 import tempfile
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import garbage
 from tests.support.long import LONG
 
 # transformers asks its hub about a configuration it is handed; the zoo builds all of them itself.
@@ -31,9 +31,7 @@ os.environ["AUTOPIPE_SELF_CHECKS"] = "1"
 
 TESTS = Path(__file__).parent
 
-# Traces leave hundreds of thousands of objects in each process: collecting them at Python's own
-# pace takes a tenth of the time of all tests.
-gc.set_threshold(200_000, 50, 1000)
+garbage.rarely()
 
 LONGEST = (
     "benchmarks/test_chaos.py",
@@ -47,9 +45,12 @@ LONGEST = (
     "runtime/step/test_memory_meter.py",
     "tracing/test_stubs.py",
     "planners/search/test_planners.py",
-    "runtime/step/test_compile.py",
     "runtime/checkpoint/test_any_plan.py",
+    "sharding/test_strategies.py",
     "whole/test_transparency.py",
+    "planners/driver/test_engines.py",
+    "planners/driver/test_loss_parts.py",
+    "runtime/step/test_compile.py",
     "planners/formulas/test_model_costs.py",
     "cli/test_run.py",
     "runtime/test_parallelize.py",
@@ -79,3 +80,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             items[:] = kept
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.relative_to(TESTS).as_posix(), len(places)))
+
+
+def pytest_collection_finish() -> None:
+    """All modules of tests are imported by now, and stay."""
+    garbage.rarely()

@@ -223,7 +223,7 @@ def test_checkpoint(autopipe: Shell) -> None:
     there = Path("kept/step-00000001")
     there.mkdir(parents=True)
     codes = set()
-    for draw in draws(2000, of=20):
+    for draw in draws(2000, of=40):
         for other, data in files.items():
             (there / other).write_bytes(data)
         name = draw.choice(sorted(files))

@@ -1,5 +1,6 @@
 """A plan's cuts found again in a traced model, or refused with the field that is wrong."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import metadata
 from typing import Any
@@ -29,26 +30,33 @@ from tests.support.models import WIDTH
 from tests.support.pipes import ZOO, planned
 from tests.support.zoo import Case, entropy
 
-PLAN = planned("gpt", 2, 1, 2)
-FIRST, LAST = PLAN.stages
+Change = Callable[[Plan], Plan]
+"""What makes another plan of the right one."""
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    """GPT in two stages."""
+    return planned("gpt", 2, 1, 2)
 
 
 def bound(plan: Plan, name: str = "gpt") -> Split:
     return split_as_planned(traced(name)[0], plan)
 
 
-def stages(*stages: StagePlan) -> Plan:
-    return replace(PLAN, stages=stages)
+def stages(change: Callable[[StagePlan, StagePlan], tuple[StagePlan, ...]]) -> Change:
+    """Other stages, made of the two that are right."""
+    return lambda plan: replace(plan, stages=change(*plan.stages))
 
 
-def test_the_stages_are_the_plans() -> None:
-    split = bound(PLAN)
-    for stage, written in zip(split.stages, PLAN.stages, strict=True):
+def test_the_stages_are_the_plans(plan: Plan) -> None:
+    split = bound(plan)
+    for stage, written in zip(split.stages, plan.stages, strict=True):
         nodes = split.graph.nodes[stage.first : stage.stop]
         assert (nodes[0].name, nodes[-1].name) == (written.first, written.last)
         assert len(stage.nodes) == written.nodes
         assert [str(ref) for ref, _ in stage.sends] == [sent.name for sent in written.sends]
-    assert [block.path for block in split.blocks] == [*PLAN.blocks[0].members]
+    assert [block.path for block in split.blocks] == [*plan.blocks[0].members]
 
 
 def test_several_stages_on_a_rank() -> None:
@@ -57,91 +65,98 @@ def test_several_stages_on_a_rank() -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "sentence"),
+    ("change", "sentence"),
     [
         (
-            replace(PLAN, fingerprint="5f1d0c"),
+            lambda plan: replace(plan, fingerprint="5f1d0c"),
             "plan.fingerprint: the plan was made for another model",
         ),
         (
-            stages(FIRST, replace(LAST, first="nowhere")),
+            stages(lambda first, last: (first, replace(last, first="nowhere"))),
             "plan.stages[1].first: the model has no node 'nowhere'",
         ),
         (
-            stages(FIRST, replace(LAST, last="nowhere")),
+            stages(lambda first, last: (first, replace(last, last="nowhere"))),
             "plan.stages[1].last: the model has no node 'nowhere'",
         ),
         (
-            stages(FIRST, replace(LAST, first=FIRST.first)),
-            f"plan.stages[1].first: stage 1 begins with {FIRST.first!r}, expected {LAST.first!r}",
+            stages(lambda first, last: (first, replace(last, first=first.first))),
+            "plan.stages[1].first: stage 1 begins with {first.first!r}, expected {last.first!r}",
         ),
         (
-            stages(FIRST, replace(LAST, last=LAST.first)),
-            f"plan.stages[1].last: the last stage ends with {LAST.first!r}, the model with ",
+            stages(lambda first, last: (first, replace(last, last=last.first))),
+            "plan.stages[1].last: the last stage ends with {last.first!r}, the model with ",
         ),
         (
-            stages(replace(FIRST, last=LAST.last), LAST),
-            f"plan.stages[1].first: stage 1 begins with {LAST.first!r}, expected nothing after the",
+            stages(lambda first, last: (replace(first, last=last.last), last)),
+            "plan.stages[1].first: stage 1 begins with {last.first!r}, expected nothing after the",
         ),
         (
-            stages(replace(FIRST, parameters=FIRST.parameters[1:]), LAST),
-            f"plan.stages[0].parameters: the stage from {FIRST.first!r} to {FIRST.last!r} has "
-            f"{len(FIRST.parameters)} of them, the plan {len(FIRST.parameters) - 1}; they differ "
-            f"in {FIRST.parameters[0]}",
+            stages(lambda first, last: (replace(first, parameters=first.parameters[1:]), last)),
+            "plan.stages[0].parameters: the stage from {first.first!r} to {first.last!r} has "
+            "{all} of them, the plan {fewer}; they differ in {first.parameters[0]}",
         ),
         (
-            stages(replace(FIRST, sends=()), LAST),
+            stages(lambda first, last: (replace(first, sends=()), last)),
             "plan.stages[0].sends: the stage from ",
         ),
         (
-            stages(FIRST, replace(LAST, receives=(replace(LAST.receives[0], name="x"),))),
+            stages(
+                lambda first, last: (
+                    first,
+                    replace(last, receives=(replace(last.receives[0], name="x"),)),
+                )
+            ),
             "plan.stages[1].receives: the stage from ",
         ),
     ],
 )
-def test_a_plan_that_does_not_fit(plan: Plan, sentence: str) -> None:
+def test_a_plan_that_does_not_fit(plan: Plan, change: Change, sentence: str) -> None:
+    first, last = plan.stages
+    count = len(first.parameters)
     with pytest.raises(PlanError) as refused:
-        bound(plan)
-    assert str(refused.value).startswith(sentence)
+        bound(change(plan))
+    said = sentence.format(first=first, last=last, all=count, fewer=count - 1)
+    assert str(refused.value).startswith(said)
 
 
-def test_a_plan_of_another_model() -> None:
+def test_a_plan_of_another_model(plan: Plan) -> None:
     """The first node that differs; versions only if they differ."""
     was = "plan.fingerprint: the plan was made for another model or another loss"
     first = ". First difference: dropout/dropout/0 = "
     with pytest.raises(PlanError) as refused:
-        bound(PLAN, "dropout")
+        bound(plan, "dropout")
     assert refused.value.message.startswith(f"{was}{first}")
     assert refused.value.hint == "plan again with `autopipe plan`"
 
     versions = {"torch": "2.1.0", "sympy": metadata.version("sympy"), "gone": "7"}
     with pytest.raises(PlanError) as refused:
-        bound(replace(PLAN, versions=versions), "dropout")
+        bound(replace(plan, versions=versions), "dropout")
     assert refused.value.message.startswith(
         f"{was}, or with other versions (planned with torch 2.1.0, here {torch.__version__}; "
         f"planned with gone 7, here none){first}"
     )
 
 
-def test_the_loss_that_a_plan_was_made_with() -> None:
+def test_the_loss_that_a_plan_was_made_with(plan: Plan) -> None:
     """Or without: nobody has to read torch's traceback to find out."""
 
     def loss(outputs: Any, batch: Any) -> Any:
         return outputs
 
-    check_loss(replace(PLAN, loss=True), loss)
-    check_loss(replace(PLAN, loss=False), None)
+    check_loss(replace(plan, loss=True), loss)
+    check_loss(replace(plan, loss=False), None)
     for given in (loss, None):
-        check_loss(replace(PLAN, loss=None), given)
+        check_loss(replace(plan, loss=None), given)
     with pytest.raises(PlanError) as refused:
-        check_loss(replace(PLAN, loss=True), None)
+        check_loss(replace(plan, loss=True), None)
     assert str(refused.value) == (
         "plan.loss: the plan was made with a loss function, and none is given\n"
         "hint: parallelize(model, plan, loss=loss), with the loss that plan() was given; in a "
         "model file it is def loss(outputs, batch)"
     )
     with pytest.raises(PlanError) as refused:
-        check_loss(replace(PLAN, loss=False), loss)
+        check_loss(replace(plan, loss=False), loss)
     assert str(refused.value) == (
         "plan.loss: the plan was made without a loss function, and one is given\n"
         "hint: leave it out, as the model's own output is the loss; or plan again, with it"
@@ -159,45 +174,50 @@ def each(plan: Plan, **change: object) -> Plan:
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "eager-1f1b", "zb-h1"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16-autocast"])
 @pytest.mark.parametrize("zero", [0, 1])
-def test_what_runs(schedule: str, precision: str, zero: int) -> None:
-    check_runs(each(replace(PLAN, schedule=schedule, precision=precision), zero=zero))
+def test_what_runs(plan: Plan, schedule: str, precision: str, zero: int) -> None:
+    check_runs(each(replace(plan, schedule=schedule, precision=precision), zero=zero))
+
+
+WITH_A_STATE = BlockClass("h", ("h.0",), (Sharding("w", "S(0)"),))
 
 
 @pytest.mark.parametrize(
-    ("plan", "sentence"),
+    ("change", "sentence"),
     [
         (
-            replace(PLAN, precision="fp8"),
+            lambda plan: replace(plan, precision="fp8"),
             "plan.precision: 'fp8' was asked for; this version runs "
             "'fp32' or 'bf16' or 'fp16' or 'bf16-autocast' or 'fp16-autocast'",
         ),
         (
-            each(PLAN, zero=4),
+            lambda plan: each(plan, zero=4),
             "plan.stages[0].zero: 4 was asked for; this version runs 0 or 1 or 2 or 3 only",
         ),
         (
-            replace(PLAN, blocks=(BlockClass("h", ("h.0",), (Sharding("w", "S(0)"),)),)),
+            lambda plan: replace(
+                plan, blocks=(BlockClass("h", ("h.0",), (Sharding("w", "S(0)"),)),)
+            ),
             "plan.blocks[0].states: (Sharding(",
         ),
         (
-            stages(FIRST, replace(LAST, zero=1)),
+            stages(lambda first, last: (first, replace(last, zero=1))),
             "plan.stages[1].zero: 1, but 0 in stage 0; all stages of a pipeline are held alike",
         ),
         (
-            each(replace(PLAN, schedule="zb-h1"), zero=3),
+            lambda plan: each(replace(plan, schedule="zb-h1"), zero=3),
             "zb-h1 and zero=3 do not go together: it gathers for both at once",
         ),
     ],
 )
-def test_what_does_not(plan: Plan, sentence: str) -> None:
+def test_what_does_not(plan: Plan, change: Change, sentence: str) -> None:
     with pytest.raises(PlanError) as refused:
-        check_runs(plan)
+        check_runs(change(plan))
     assert str(refused.value).startswith(sentence)
 
 
-def test_a_schedule_that_is_none() -> None:
+def test_a_schedule_that_is_none(plan: Plan) -> None:
     with pytest.raises(ScheduleError, match="there is no schedule 'zb-h3'"):
-        check_runs(replace(PLAN, schedule="zb-h3"))
+        check_runs(replace(plan, schedule="zb-h3"))
 
 
 # Evaluation

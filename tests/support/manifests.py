@@ -12,19 +12,22 @@ import functools
 import json
 import os
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import yaml
-from kubeflow_trainer_api import models
 
 CRDS = os.environ.get("AUTOPIPE_CRDS")
 
-_TYPES = {
-    "TrainJob": models.TrainerV1alpha1TrainJob,
-    "JobSet": models.JobsetV1alpha2JobSet,
-}
+_TYPES = {"TrainJob": "TrainerV1alpha1TrainJob", "JobSet": "JobsetV1alpha2JobSet"}
+
+
+def _type(name: str) -> Any:
+    """Loaded when it is asked for: every process of a run collects who may ask, one does ask."""
+    return getattr(import_module("kubeflow_trainer_api.models"), name)
+
 
 _PYTORCH_JOB = {
     "": {"apiVersion", "kind", "metadata", "spec"},
@@ -47,7 +50,7 @@ def wrong(text: str) -> list[str]:
 def _by_types(found: dict[str, Any]) -> list[str]:
     if found["kind"] == "PyTorchJob":
         return _pytorch_job(found)
-    return _read(_TYPES[found["kind"]], found, found["kind"])
+    return _read(_type(_TYPES[found["kind"]]), found, found["kind"])
 
 
 def _read(of: Any, found: Any, where: str) -> list[str]:
@@ -90,7 +93,7 @@ def _pytorch_job(found: dict[str, Any]) -> list[str]:
         ]
         if not isinstance(replica.get("replicas"), int):
             lines.append(f"{where}.replicas: expected a number")
-        lines += _read(models.IoK8sApiCoreV1PodTemplateSpec, replica.get("template"), where)
+        lines += _read(_type("IoK8sApiCoreV1PodTemplateSpec"), replica.get("template"), where)
         containers = [each["name"] for each in replica["template"]["spec"]["containers"]]
         if "pytorch" not in containers:
             lines.append(f"{where}: no container is called pytorch")

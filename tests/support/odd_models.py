@@ -35,6 +35,41 @@ class Net(nn.Module):
         return self.middle(hidden)
 
 
+class Averaged(Net):
+    """`assign(self, value)` gives the buffer `average` a new value."""
+
+    def begin(self):
+        self.register_buffer("average", torch.zeros(8))
+
+    def inside(self, hidden):
+        hidden = self.middle(hidden)
+        mean = hidden.detach().mean(0)
+        before = hidden * self.average
+        self.assign(0.9 * self.average + 0.1 * mean)
+        return hidden + before + self.average
+
+
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, hidden):
+        self.calls = self.calls + 1
+        return self.layer(hidden) / self.calls
+
+
+class OfAPart(Net):
+    """Twice in one forward: the second call sees what the first has assigned."""
+
+    def begin(self):
+        self.head = Head()
+
+    def inside(self, hidden):
+        return self.head(self.head(hidden))
+
+
 def inputs(rows):
     """The first rows do not depend on how many follow."""
     drawn = torch.randn(64, 10, generator=torch.Generator().manual_seed(0))[:rows]

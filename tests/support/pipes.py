@@ -36,12 +36,13 @@ from autopipe.schedules.instructions import holders
 from autopipe.sharding.collectives import own_part
 from autopipe.sharding.plan_io import read_back
 from autopipe.stages.dry_run import Known, Rehearsal, rehearse
+from autopipe.tracing import symbolic_sequence
 from autopipe.tracing.source import trace_source
-from autopipe.tracing.trace import Trace
+from autopipe.tracing.trace import Trace, trace
 from tests.support import zoo
 from tests.support.inprocess import machine
 from tests.support.models import CLASSES, WIDTH
-from tests.support.remembered import findings_remembered
+from tests.support.remembered import findings_remembered, name_of
 from tests.support.traces import kept
 from tests.support.zoo import Batch, Case
 
@@ -79,31 +80,33 @@ def without_inductor() -> AbstractContextManager[object]:
 
 @contextmanager
 def once() -> Iterator[None]:
-    """Rehearse each kind of stage of a graph once in this process, and trace what evaluates once.
+    """Rehearse the stages of a graph once, and trace what evaluates and what is shorter once.
 
-    Plans find it once as well. Every pipe and every plan would find the same, and finding it takes
-    longer than the steps that stories tell of.
+    Plans find it once as well. Every pipe of every rank and every plan would find the same, and
+    finding it takes longer than the steps that stories tell of.
     """
     known: dict[int, tuple[Graph, Known]] = {}
-    evaluating: dict[str, Trace] = {}
 
     def rehearsed(graph: Graph, *args: Any, **kwargs: Any) -> Rehearsal:
         _, learnt = known.setdefault(id(graph), (graph, {}))
-        return rehearse(graph, *args, **kwargs, known=learnt)
+        name = name_of("rehearsed by a rank", graph, args, sorted(kwargs.items()))
+        return kept(name, lambda: rehearse(graph, *args, **kwargs, known=learnt))
 
-    def traced(model: nn.Module, example: Any, specs: Any, *args: Any, **kwargs: Any) -> Trace:
+    def evaluating(model: nn.Module, example: Any, specs: Any, *args: Any, **kwargs: Any) -> Trace:
         name = f"{model.name_in_zoo} {kwargs.get('outputs')} {kwargs.get('kept')}"
-        name += f" {[spec.shape for spec in specs]}"
-        if name not in evaluating:
-            evaluating[name] = kept(
-                f"{name}, evaluating", lambda: trace_source(model, example, specs, *args, **kwargs)
-            )
-        return evaluating[name]
+        name += f" {[spec.shape for spec in specs]}, evaluating"
+        return kept(name, lambda: trace_source(model, example, specs, *args, **kwargs))
+
+    def shorter(model: Any, example: Any, specs: Any, *args: Any, **kwargs: Any) -> Trace:
+        name = f"{kwargs['own'].name_in_zoo} {kwargs.get('kept')} {[spec.shape for spec in specs]}"
+        name += f" {batches.fingerprint(batches.flatten(example))}, of other lengths"
+        return kept(name, lambda: trace(model, example, specs, *args, **kwargs))
 
     with (
         findings_remembered(),
         patch.object(prepare, "rehearse", rehearsed),
-        patch.object(cut_again, "trace_source", traced),
+        patch.object(cut_again, "trace_source", evaluating),
+        patch.object(symbolic_sequence, "trace", shorter),
     ):
         yield
 

@@ -7,17 +7,20 @@ A plan observes what autograd keeps of its graph, and rehearses its stages. Both
 fake tensors, most of what a plan takes of a model that is traced; both depend on the graph and on
 what is handed to them with it, and on nothing else. What is asked for again is found by that.
 
+Findings are kept for all processes of a run of the tests, traces for the one that made them.
+
 Whoever asks what a plan decides may leave the traces to it too. Who asks how a model is traced, or
 whether two traces agree, does not.
 """
 
+import hashlib
 import pickle
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from torch import nn
+from torch import Tensor, nn
 
 from autopipe.frontend import batch as batches
 from autopipe.ir.dataflow import Dataflow
@@ -30,10 +33,10 @@ from autopipe.planners.driver import make_plan
 from autopipe.stages.dry_run import Known, Rehearsal
 from autopipe.tracing.source import Source, trace_source
 from autopipe.tracing.trace import Trace
+from tests.support.traces import kept
 
 _LEARNT: dict[int, tuple[Graph, Known]] = {}  # the graph is kept, so that its id stays its own
-_SEEN: dict[bytes, Seen] = {}
-_LEVELS: dict[bytes, Levels] = {}
+_TEXTS: dict[int, tuple[Graph, str]] = {}
 _TRACES: dict[Hashable, Trace] = {}
 
 
@@ -41,24 +44,25 @@ _TRACES: dict[Hashable, Trace] = {}
 def findings_remembered() -> Iterator[None]:
     """Observe each graph once for a number of rows, and rehearse each kind of its stages once.
 
-    What was found inside of one such block is known in the next ones of this process.
+    What was found inside of one such block is known in the next ones, in other processes too.
     """
 
     def rehearsed(flow: Dataflow, *args: Any, **kwargs: Any) -> Rehearsal:
         _, known = _LEARNT.setdefault(id(flow.graph), (flow.graph, {}))
-        return rehearse_deep(flow, *args, **{**kwargs, "known": known})
+        how = {name: value for name, value in kwargs.items() if name != "known"}
+        return kept(
+            name_of("rehearsed", flow.graph, args, how),
+            lambda: rehearse_deep(flow, *args, **how, known=known),
+        )
 
     def observed(short: Short, precision: str, rows: int, **how: Any) -> Seen:
-        asked = pickle.dumps((short, precision, rows, how))
-        if asked not in _SEEN:
-            _SEEN[asked] = observe_saved(short, precision, rows, **how)
-        return _SEEN[asked]
+        return kept(
+            name_of("observed", short, precision, rows, how),
+            lambda: observe_saved(short, precision, rows, **how),
+        )
 
     def levels(*how: Any) -> Levels:
-        asked = pickle.dumps(how)
-        if asked not in _LEVELS:
-            _LEVELS[asked] = eager_levels(*how)
-        return _LEVELS[asked]
+        return kept(name_of("levels", *how), lambda: eager_levels(*how))
 
     with (
         patch.object(plan_memory, "rehearse_deep", rehearsed),
@@ -66,6 +70,28 @@ def findings_remembered() -> Iterator[None]:
         patch.object(saved_tensors, "eager_levels", levels),
     ):
         yield
+
+
+def name_of(kind: str, *asked: Any) -> str:
+    """What is asked for by its text; one that has an address in it is this process's alone."""
+    return f"{kind}: {hashlib.sha256(' '.join(map(_text, asked)).encode()).hexdigest()}"
+
+
+def _text(asked: Any) -> str:
+    if isinstance(asked, Short):
+        parts = asked.graph, asked.kept, asked.like.tolist(), asked.runs, asked.states
+        return " ".join(map(_text, parts))
+    if not isinstance(asked, Graph):
+        return repr(asked)
+    if id(asked) not in _TEXTS:
+        held = {name: _digest(tensor) for name, tensor in asked.constants.items()}
+        parts = asked.inputs, asked.states, asked.nodes, asked.outputs, held, asked.regions
+        _TEXTS[id(asked)] = asked, repr(parts)
+    return _TEXTS[id(asked)][1]
+
+
+def _digest(tensor: Tensor) -> str:
+    return hashlib.sha256(pickle.dumps((tensor.dtype, tensor.tolist()))).hexdigest()
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """A fork of `warm` is to whoever watches it what a process is that was started by itself."""
 
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -70,14 +69,36 @@ def test_when_one_fails_the_others_end(tmp_path: Path) -> None:
 
 def test_a_parent_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "wait.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(60)")
-    parent = warm._Parent()
+    parent = warm._Parent(tmp_path / "parent")
     with (tmp_path / "out").open("w") as out:
         request = {"argv": ["wait.py"], "environ": {}, "folder": str(tmp_path)}
         pid = parent.ask(request, out.fileno(), out.fileno())
     while not (tmp_path / "out").read_text():
         time.sleep(0.01)
-    parent._process.send_signal(signal.SIGKILL)
+    assert (process := parent._process) is not None, "nobody listened there"
+    process.kill()
+    process.wait()
     parent.close()
+    ends(pid)
+
+
+def test_a_parent_serves_all_who_ask_and_ends_with_the_last(tmp_path: Path) -> None:
+    first, second = (warm._Parent(tmp_path / "parent") for _ in range(2))
+    assert (process := first._process) is not None and second._process is None
+    (tmp_path / "wait.py").write_text("import time; time.sleep(60)")
+    request = {"argv": ["wait.py"], "environ": {}, "folder": str(tmp_path)}
+    with open(os.devnull, "w") as nowhere:
+        files = (nowhere.fileno(), nowhere.fileno())
+        own, other = (parent.ask(request, *files) for parent in (first, second))
+    first.close()  # and what was forked for it ends
+    ends(own)
+    assert second.ask({"poll": other}) is None, "it still runs"
+    second.close()
+    assert process.wait(20) == 0
+    assert not (tmp_path / "parent").exists()
+
+
+def ends(pid: int) -> None:
     state = Path(f"/proc/{pid}/stat")
     deadline = time.monotonic() + 20
     while state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z":

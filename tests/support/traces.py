@@ -1,4 +1,4 @@
-"""Traces of the zoo's models, each made once for all processes of a run of the tests.
+"""Traces of the zoo's models and rehearsals of their stages, made once for a run of the tests.
 
     kept("gpt", make)  ->  Trace      as it was found in this process, or on disk, or else by `make`
 
@@ -12,29 +12,32 @@ import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 from autopipe.tracing.trace import Trace
+
+_Kept = TypeVar("_Kept")
 
 FOLDER = "AUTOPIPE_TEST_TRACES"
 """The variable that names the folder to every process of a run."""
 
-FOUND: dict[str, Trace] = {}
+FOUND: dict[str, Any] = {}
 """What this process has had so far, by name."""
 
 
-def kept(name: str, make: Callable[[], Trace]) -> Trace:
-    """The trace of that name: the same object at every call in a process.
+def kept(name: str, make: Callable[[], _Kept]) -> _Kept:
+    """What has that name: the same object at every call in a process.
 
     Args:
-        name: of a model of the zoo, and what else tells its trace from another.
-        make: traces the model; called where no process of this run has done so before.
+        name: of a model of the zoo, and what else tells its trace, or its rehearsal, from another.
+        make: makes it; called where no process of this run has done so before.
     """
     if name not in FOUND:
         FOUND[name] = _from_disk(name, make)
-    return FOUND[name]
+    return FOUND[name]  # type: ignore[no-any-return]
 
 
-def _from_disk(name: str, make: Callable[[], Trace]) -> Trace:
+def _from_disk(name: str, make: Callable[[], _Kept]) -> _Kept:
     if FOLDER not in os.environ:  # a process that was started with no environment of the tests
         return make()
     path = Path(os.environ[FOLDER], hashlib.sha256(name.encode()).hexdigest()[:32])
@@ -42,11 +45,13 @@ def _from_disk(name: str, make: Callable[[], Trace]) -> Trace:
         fcntl.flock(file, fcntl.LOCK_EX)  # ranks ask at the same time: one traces, the others wait
         file.seek(0)
         if said := file.read():
-            found = pickle.loads(said)
-            assert isinstance(found, Trace)
-            return found
+            return pickle.loads(said)  # type: ignore[no-any-return]
         made = make()
-        # A custom function is known only to the process that has traced it.
-        if all(not node.op.startswith("autopipe.function") for node in made.graph.nodes):
+        if not isinstance(made, Trace) or not _of_this_process(made):
             file.write(pickle.dumps(made))
     return made
+
+
+def _of_this_process(trace: Trace) -> bool:
+    """Whether it has a custom function, known only to the process that has traced it."""
+    return any(node.op.startswith("autopipe.function") for node in trace.graph.nodes)

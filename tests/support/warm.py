@@ -4,42 +4,50 @@
     start(["-m", "autopipe", "run", ...], environ)   one of them, as Popen starts it
 
 To import all that a rank needs takes 3 s and more, most of what many a test would take. Here one
-process does so once for all even ranks, and another for all odd ones (`_serve`). What is started is
-a fork of it: a process in its own right, which leads a session, has an exit code, and is killed,
-stopped and watched as any.
+process does so once for all even ranks of a run of the tests, and another for all odd ones
+(`_serve`). What is started is a fork of it: a process in its own right, which leads a session, has
+an exit code, and is killed, stopped and watched as any.
 
-    test --- parent of even ranks --+-- rank 0 --- its sidecar
-         |                          +-- rank 2 --- its sidecar
-         +-- parent of odd ranks ---+-- rank 1 ...
+    a test --------+-- parent of even ranks --+-- rank 0 --- its sidecar
+                   |                          +-- rank 2 --- its sidecar
+    another one ---+-- parent of odd ranks ---+-- rank 1 ...
 
 Two parents, since each has a seed of its own for the hashes of strings: ranks that go through a set
 in the order of its hashes differ here too, as they do for a user.
 
-Nobody but the forks computes: a parent has one thread, or it does not fork.
+Nobody but the forks computes: a parent has one thread, or it does not fork. The first process of
+pytest that asks for a parent starts it, the others find its socket in the folder of `traces`; it
+ends when nobody is left to ask.
 """
 
 from __future__ import annotations
 
 import atexit
 import ctypes
+import fcntl
 import functools
 import gc
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
 from autopipe.runtime.launch import spawn as cold
+from tests.support import garbage
+from tests.support.traces import FOLDER
 
 ROOT = Path(__file__).parents[2]
 
@@ -151,21 +159,22 @@ def spawn(
 
 
 class _Parent:
-    """One `_serve`; it ends with this process, and so do its forks."""
+    """A `_serve`; what it has forked for this process ends with this process.
 
-    def __init__(self) -> None:
+    Args:
+        place: of its socket. Where nobody listens there, a parent is started.
+    """
+
+    def __init__(self, place: Path) -> None:
         self._lock = threading.Lock()
-        self._own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        own = {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "random", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "tests.support.warm", str(other.fileno())]
-        with other:
-            self._process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env={**os.environ, **own},
-                stdin=subprocess.DEVNULL,
-                pass_fds=[other.fileno()],
-            )
+        self._own = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._process: subprocess.Popen[bytes] | None = None
+        with _alone(place):
+            try:
+                self._own.connect(str(place))
+            except (FileNotFoundError, ConnectionRefusedError):
+                self._process = _started(place)
+                self._own.connect(str(place))
         atexit.register(self.close)
 
     def ask(self, request: Mapping[str, object], *files: int) -> Any:
@@ -178,45 +187,103 @@ class _Parent:
 
     def close(self) -> None:
         self._own.close()
-        self._process.wait()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)  # others may still ask it
+            self._process = None
+
+
+def _started(place: Path) -> subprocess.Popen[bytes]:
+    """A parent that listens: who connects before it is ready waits for the first answer."""
+    place.unlink(missing_ok=True)
+    own = {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "random", "OMP_NUM_THREADS": "1"}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
+        door.bind(str(place))
+        door.listen()
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.support.warm", str(door.fileno()), str(place)],
+            cwd=ROOT,
+            env={**os.environ, **own},
+            stdin=subprocess.DEVNULL,
+            pass_fds=[door.fileno()],
+        )
+
+
+@contextmanager
+def _alone(place: Path) -> Iterator[None]:
+    """Within, no other process begins or ends a parent of this place."""
+    with place.with_suffix(".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 @functools.cache
 def _parent(odd: bool) -> _Parent:
-    return _Parent()
+    folder = os.environ.get(FOLDER) or tempfile.mkdtemp(prefix="autopipe-parents-")
+    return _Parent(Path(folder, "odd" if odd else "even"))
 
 
 # The parent, and what becomes of it in a fork
 
 
-def _serve(control: socket.socket) -> dict[str, Any]:
+def _serve(door: socket.socket, place: Path) -> list[str]:
     """Fork for each request; in the fork, return what is to be run. The parent never returns."""
-    children = set[int]()
+    asking: dict[socket.socket, set[int]] = {}
+    """Who asks, each with its forks."""
     while True:
-        said, files, _, _ = socket.recv_fds(control, _MOST, 2)
-        if not said:
-            for pid in children:
-                with suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
-            os._exit(0)
-        request = json.loads(said)
-        if "poll" in request:
-            pid, status = os.waitpid(request["poll"], os.WNOHANG)
-            children.discard(pid)
-            code = os.waitstatus_to_exitcode(status) if pid else None
-            control.send(json.dumps(code).encode())
-            continue
-        assert len(os.listdir("/proc/self/task")) == 1, "a fork would lack the other threads"
-        parent, pid = os.getpid(), os.fork()
-        if pid == 0:
-            os.setsid()  # before anybody knows its number, and may end the group
-            control.send(json.dumps(os.getpid()).encode())
-            control.close()
-            _begin(parent, files, request["environ"], request["folder"])
-            return request["argv"]
-        for file in files:
-            os.close(file)
-        children.add(pid)
+        for control in select.select([door, *asking], [], [])[0]:
+            if control is door:
+                asking[door.accept()[0]] = set()
+            elif (argv := _answered(control, asking, door)) is not None:
+                return argv
+        if not asking:
+            _leave(door, place)
+
+
+def _leave(door: socket.socket, place: Path) -> None:
+    """End, unless somebody has come to the door meanwhile."""
+    try:
+        with _alone(place):
+            if not select.select([door], [], [], 0)[0]:
+                place.unlink(missing_ok=True)
+                os._exit(0)
+    except FileNotFoundError:  # the run of the tests is over, and its folder is gone
+        os._exit(0)
+
+
+def _answered(
+    control: socket.socket, asking: dict[socket.socket, set[int]], door: socket.socket
+) -> list[str] | None:
+    """Answer a request. In a fork that was asked for: what is to be run."""
+    said, files, _, _ = socket.recv_fds(control, _MOST, 2)
+    children = asking[control]
+    if not said:
+        for pid in children:
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        del asking[control]
+        control.close()
+        return None
+    request = json.loads(said)
+    if "poll" in request:
+        pid, status = os.waitpid(request["poll"], os.WNOHANG)
+        children.discard(pid)
+        code = os.waitstatus_to_exitcode(status) if pid else None
+        control.send(json.dumps(code).encode())
+        return None
+    assert len(os.listdir("/proc/self/task")) == 1, "a fork would lack the other threads"
+    parent, pid = os.getpid(), os.fork()
+    if pid == 0:
+        os.setsid()  # before anybody knows its number, and may end the group
+        control.send(json.dumps(os.getpid()).encode())
+        for other in (door, *asking):
+            other.close()
+        _begin(parent, files, request["environ"], request["folder"])
+        argv: list[str] = request["argv"]
+        return argv
+    for file in files:
+        os.close(file)
+    children.add(pid)
+    return None
 
 
 def _begin(parent: int, files: list[int], environ: dict[str, str], folder: str) -> None:
@@ -242,14 +309,14 @@ def _run(argv: list[str]) -> None:
         runpy.run_path(argv[0], run_name="__main__")
 
 
-def _main(control: int) -> NoReturn:
+def _main(door: int, place: Path) -> NoReturn:
     for name in LOADED:
         import_module(name)
     gc.collect()
-    gc.freeze()
+    garbage.rarely()
     code = 0
     try:
-        _run(_serve(socket.socket(fileno=control)))
+        _run(_serve(socket.socket(fileno=door), place))
     except SystemExit as left:
         code = left.code if isinstance(left.code, int) else int(left.code is not None)
         if isinstance(left.code, str):
@@ -266,4 +333,4 @@ def _main(control: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    _main(int(sys.argv[1]))
+    _main(int(sys.argv[1]), Path(sys.argv[2]))

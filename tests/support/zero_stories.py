@@ -1,6 +1,7 @@
 """Stories of ZeRO beside tensor parallelism: what is dealt out is dealt out of a part.
 
-`zero_worker` tells of the sums themselves; here whole plans differ in their ZeRO stage alone.
+`zero1_stories` and the like tell of the sums themselves; here whole plans differ in their ZeRO
+stage alone.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.zero_worker import STORIES, Story, told
+from tests.support.world_stories import STORIES, Story
+from tests.support.zero_worker import told
 
 Tell = Callable[[int], Path]
 

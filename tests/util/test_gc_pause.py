@@ -3,10 +3,19 @@
 import gc
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
 from autopipe.util.gc_pause import loading, resting
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_frozen() -> Iterator[None]:
+    """As in a process that does not run tests (`tests.support.garbage`)."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
 
 
 def test_it_rests_inside_and_searches_outside() -> None:

@@ -8,30 +8,20 @@ from torch import Tensor, nn
 
 import autopipe
 from autopipe import Pipe, Plan
-from tests.support import masters
+from tests.support import masters, pipes
 from tests.support.inprocess import machine
 from tests.support.long import LONG, chosen
 from tests.support.models import WIDTH
-from tests.support.pipes import rows_of
+from tests.support.pipes import planned, rows_of
+from tests.support.remembered import traces_remembered
 from tests.support.zoo import ZOO, Case, noise
 
 MICRO_BATCHES = 2
 
 
-def piped(case: Case, model: nn.Module, precision: str, **words: str) -> Pipe:
-    """The model in one process, in micro-batches of two rows."""
-    rows = 2 * MICRO_BATCHES
-    plan = autopipe.plan(
-        model,
-        case.inputs,
-        loss=case.loss,
-        cluster=machine(1),
-        batch_size=rows,
-        micro_batches=MICRO_BATCHES,
-        precision=precision,
-        **words,
-    )
-    return autopipe.parallelize(model, plan, loss=case.loss)
+def piped(name: str, precision: str, **words: str) -> Pipe:
+    """A model of the zoo in one process, in micro-batches of two rows."""
+    return pipes.piped(name, planned(name, 1, 1, MICRO_BATCHES, precision=precision, **words))
 
 
 def parts(batch: Any) -> list[Any]:
@@ -47,7 +37,7 @@ def parts(batch: Any) -> list[Any]:
 def test_gradients_are_those_of_plain_torch(name: str, precision: str, dtype: torch.dtype) -> None:
     """Bit by bit, added in fp32; parameters that are frozen are held in 16 bits alone."""
     case = ZOO[name]
-    pipe, batch = piped(case, case.model(), precision), case.inputs(2 * MICRO_BATCHES)
+    pipe, batch = piped(name, precision), case.inputs(2 * MICRO_BATCHES)
     scale = pipe.loss_scale.scale if pipe.loss_scale is not None else 1.0
     expected = masters.step(case, case.model(), dtype, parts(batch), scale)
     mean = sum(expected.losses, torch.zeros(())) / MICRO_BATCHES
@@ -62,7 +52,7 @@ def test_gradients_are_those_of_plain_torch(name: str, precision: str, dtype: to
 def test_gradients_summed_in_16_bits_are_those_of_plain_torch() -> None:
     """In each of two steps; what the optimizer gets is in fp32 again, as the masters are."""
     case, dtype = ZOO["gpt"], torch.bfloat16
-    pipe, batch = piped(case, case.model(), "bf16", grad_dtype="bf16"), case.inputs(4)
+    pipe, batch = piped("gpt", "bf16", grad_dtype="bf16"), case.inputs(4)
     expected = masters.step(case, case.model(), dtype, parts(batch), summed=dtype)
     for _ in range(2):
         pipe.step(batch)
@@ -74,7 +64,7 @@ def test_gradients_summed_in_16_bits_are_those_of_plain_torch() -> None:
 def test_an_optimizer_of_16_bits_changes_parameters_of_16_bits() -> None:
     """No master weights: parameters, gradients and moments are those of `model.bfloat16()`."""
     case, dtype = ZOO["gpt"], torch.bfloat16
-    pipe, batch = piped(case, case.model(), "bf16", optimizer_dtype="bf16"), case.inputs(4)
+    pipe, batch = piped("gpt", "bf16", optimizer_dtype="bf16"), case.inputs(4)
     plain = case.model().to(dtype)
     optimizers = [torch.optim.AdamW(of.parameters()) for of in (pipe, plain)]
     for _ in range(2):
@@ -95,7 +85,7 @@ def test_training_follows_fp32() -> None:
     case, found = ZOO["gpt"], dict[str, list[float]]()
     batch = case.inputs(2 * MICRO_BATCHES)
     for precision in ("fp32", "bf16"):
-        pipe = piped(case, case.model(), precision)
+        pipe = piped("gpt", precision)
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=3e-3)
         found[precision] = []
         for _ in range(200 if LONG else 25):
@@ -121,7 +111,9 @@ class Slope(nn.Module):
 def test_a_step_that_bf16_does_not_resolve_is_made() -> None:
     """1 - 2**-12 is 1 in bf16; 64 such steps are 1 - 2**-6, which is not."""
     case = Case(Slope, lambda rows: {"x": torch.ones_like(noise(rows, WIDTH))})
-    pipe = piped(case, case.model(), "bf16")
+    options: Any = {"cluster": machine(1), "batch_size": 2 * MICRO_BATCHES, "precision": "bf16"}
+    plan = autopipe.plan(Slope, case.inputs, micro_batches=MICRO_BATCHES, **options)
+    pipe = autopipe.parallelize(Slope(), plan)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=2**-12)
     losses = []
     for _ in range(65):
@@ -137,10 +129,12 @@ def test_a_plan_says_what_it_is_in() -> None:
     case = ZOO["gpt"]
 
     def precision(cluster: object, model: Any = case.model) -> str:
-        options: Any = {"cluster": cluster, "loss": case.loss, "batch_size": 8}
+        mesh: Any = {"pp": 2, "dp": 1, "tp": 1, "micro_batches": 4, "compile": False}
+        options: Any = {"cluster": cluster, "loss": case.loss, "batch_size": 8, **mesh}
         plan: Plan = autopipe.plan(model, case.inputs, **options)
         return plan.precision
 
-    assert precision("1x2xA100-80GB") == "bf16"
-    assert precision("1x2xV100-32GB") == precision(machine(2)) == "fp32"
+    with traces_remembered():
+        assert precision("1x2xA100-80GB") == "bf16"
+        assert precision("1x2xV100-32GB") == precision(machine(2)) == "fp32"
     assert precision("1x2xA100-80GB", case.model().to(torch.bfloat16)) == "fp32"

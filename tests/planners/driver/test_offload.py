@@ -17,6 +17,8 @@ from autopipe.planfile.again import offloaded
 from autopipe.planfile.contents import Plan
 from tests.support.inprocess import machine
 
+pytestmark = pytest.mark.usefixtures("traces_remembered")
+
 WIDTH, TOKENS, BLOCKS = 64, 32, 8
 
 

@@ -7,7 +7,8 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,6 +68,27 @@ def start(folder: Path, codes: list[str], per_node: int = 8, host: str = "127.0.
 
 
 AT = "at step 7, forward of micro-batch 5"
+
+SILENT = "Timed out waiting 300000ms for recv operation to complete"
+LOSES_BOTH = f"time.sleep(3); dog._sidecar.kill(); {IS_KILLED}"
+
+WAITING = {
+    "nobody knows the cause": ([WAITS, WAITS, f"raise RuntimeError('{SILENT}')"], 2),
+    "a sidecar, too": ([WAITS, WAITS, LOSES_BOTH], 8),
+    "rank 0's sidecar, too": ([LOSES_BOTH, WAITS, WAITS], 8),
+    "stopped": ([WAITS, "import signal; os.kill(os.getpid(), signal.SIGSTOP)"], 8),
+    "gone too early": ([GOES, WAITS], 8),
+}
+"""Ranks of runs that end after seconds of silence, and how many of them are on a node."""
+
+
+@pytest.fixture(scope="module")
+def after(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Ended]]:
+    """What became of a run of `WAITING`; they wait side by side."""
+    folder = tmp_path_factory.mktemp("waiting")
+    with ThreadPoolExecutor(len(WAITING)) as pool:
+        runs = {name: pool.submit(start, folder, *case) for name, case in WAITING.items()}
+        yield lambda name: runs[name].result()
 
 
 def test_all_is_well(tmp_path: Path) -> None:
@@ -132,14 +154,10 @@ def test_the_consequence_of_a_death_is_not_its_cause(tmp_path: Path) -> None:
     assert ended.codes == [-15, 1, -9]
 
 
-def test_a_consequence_without_a_cause(tmp_path: Path) -> None:
+def test_a_consequence_without_a_cause(after: Callable[[str], Ended]) -> None:
     """Nobody knows better, so it is said where the run has ended."""
-    echo = "raise RuntimeError('Timed out waiting 300000ms for recv operation to complete')"
-    ended = start(tmp_path, [WAITS, WAITS, echo], per_node=2)
-    assert ended.errors == [
-        f"error: rank 2 (stage 2) failed {AT}: RuntimeError: "
-        "Timed out waiting 300000ms for recv operation to complete"
-    ]
+    ended = after("nobody knows the cause")
+    assert ended.errors == [f"error: rank 2 (stage 2) failed {AT}: RuntimeError: {SILENT}"]
     assert ended.codes == [-15, -15, 1]
 
 
@@ -150,15 +168,14 @@ def test_what_all_find_rank_0_says(tmp_path: Path) -> None:
     assert ended.err.count(f"\nOSError: disk gone\n{verdict}\n") == 3  # a note on all but rank 0
 
 
-def test_a_sidecar_that_is_killed_with_its_rank(tmp_path: Path) -> None:
+def test_a_sidecar_that_is_killed_with_its_rank(after: Callable[[str], Ended]) -> None:
     """What is left is the connection, which closes without a goodbye."""
-    both = f"time.sleep(3); dog._sidecar.kill(); {IS_KILLED}"
-    ended = start(tmp_path, [WAITS, WAITS, both])
+    ended = after("a sidecar, too")
     assert ended.errors == [
         f"error: rank 2 (stage 2) was lost, last seen {AT}: it is gone, and its watchdog with it"
     ]
     assert ended.codes == [-15, -15, -9]
-    ended = start(tmp_path, [both, WAITS, WAITS])
+    ended = after("rank 0's sidecar, too")
     (error,) = ended.errors
     assert error.startswith("error: rank 0") and error.endswith(": its watchdog is gone")
     assert ended.codes == [-9, -15, -15]
@@ -175,18 +192,18 @@ def test_a_launcher_that_ends_the_run(tmp_path: Path) -> None:
     assert start(tmp_path, [told] * 3) == Ended([-15] * 3, "")
 
 
-def test_a_rank_that_is_stopped(tmp_path: Path) -> None:
-    ended = start(tmp_path, [WAITS, "import signal; os.kill(os.getpid(), signal.SIGSTOP)"])
+def test_a_rank_that_is_stopped(after: Callable[[str], Ended]) -> None:
+    ended = after("stopped")
     assert ended.errors == [f"error: rank 1 (stage 1) froze {AT}: stopped for 5 s (SIGSTOP)"]
     assert ended.codes == [-15, -9]
 
 
-def test_a_rank_that_leaves_too_early(tmp_path: Path) -> None:
+def test_a_rank_that_leaves_too_early(after: Callable[[str], Ended]) -> None:
     """Its script has fewer batches, or says sys.exit: nobody is dead, and nobody gets on.
 
     Rank 0, the last to leave, would wait for rank 1, and rank 1 for rank 0.
     """
-    ended = start(tmp_path, [GOES, WAITS])
+    ended = after("gone too early")
     assert ended.errors == [
         "error: rank 0 (stage 0) left the run after step 7: it has ended, "
         f"but rank 1 (stage 1) is {AT}"

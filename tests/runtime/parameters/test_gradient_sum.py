@@ -1,6 +1,6 @@
 """One sum per parameter and step, in buckets; ranks that disagree on None would wait for ever.
 
-Sums over several ranks are told in `zero_worker`.
+Sums over several ranks are told in `gradient_stories`.
 """
 
 from collections.abc import Callable, Iterator

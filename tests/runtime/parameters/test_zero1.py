@@ -1,4 +1,4 @@
-"""Sharded optimizers leave the parameters of one process; the stories are in `zero_worker`."""
+"""Sharded optimizers leave the parameters of one process; `zero1_stories`, `zero2_stories`."""
 
 import pytest
 import torch

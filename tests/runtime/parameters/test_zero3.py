@@ -1,4 +1,4 @@
-"""A stage in shards trains as one process does; the stories are in `zero_worker`."""
+"""A stage in shards trains as one process does; the stories are in `zero3_stories`."""
 
 from tests.support.zero_told import Stories
 

@@ -1,0 +1,137 @@
+"""A loss that reads more than outputs: the model's parameters, its attributes, buffers of its own.
+
+Each of these was once trained on wrong gradients without a word, or refused with a sentence that
+led nowhere.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from autopipe.errors import CaptureError
+from tests.support.odd_models import Net, built, inputs, square, unlike
+from tests.support.staged import trace_model
+
+
+def test_a_loss_that_reads_the_models_parameters_trains_them():
+    """Bug: the graph has a copy of the model with fake parameters, the loss holds the model itself.
+
+    Its parameters came into the graph as constants: gradients without the penalty's part (49 % too
+    small), and a penalty that stayed what it was when the model was traced.
+    """
+    model = built(Net)
+
+    def penalised(outputs, batch):
+        return square(outputs, batch) + 0.1 * sum(p.norm() for p in model.parameters())
+
+    assert unlike(model, penalised) == []
+
+
+class Centred(Net):
+    def begin(self):
+        self.centres = nn.Parameter(torch.ones(4))
+
+    def loss(self, outputs, batch):
+        return ((outputs - batch["y"] - self.centres) ** 2).mean()
+
+
+def test_a_loss_that_is_a_method_of_the_model_trains_what_only_it_reads():
+    """Bug: the centres, which forward does not read, had no gradient at all."""
+    model = built(Centred)
+    assert unlike(model, model.loss) == []
+
+
+def test_a_loss_that_is_a_module_brings_its_buffers():
+    """Bug: they were taken for buffers of the model: "Sequential has no attribute `loss`"."""
+
+    class Weighted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("weights", torch.tensor([1.0, 2.0, 3.0, 4.0]))
+
+        def forward(self, outputs, batch):
+            return (self.weights * (outputs - batch["y"]) ** 2).mean()
+
+    assert unlike(built(Net), Weighted()) == []
+
+
+def test_a_loss_keeps_what_requires_a_gradient():
+    """Bug: the first look ran without gradients, where nothing requires one: "gives an int"."""
+
+    def loss(outputs, batch):
+        return sum(t.square().mean() for t in (outputs, batch["y"]) if t.requires_grad)
+
+    assert unlike(built(Net), loss) == []
+
+
+class LeavesALoss(Net):
+    """Leaves a loss of its own in an attribute, as mixtures of experts do."""
+
+    def begin(self):
+        self.extra = None
+
+    def inside(self, hidden):
+        hidden = self.middle(hidden)
+        self.extra = hidden.square().mean()
+        return hidden
+
+
+def test_a_loss_finds_what_forward_has_left_in_an_attribute():
+    """Bug: it found nothing, or what an earlier run had left; a copy of the model is traced."""
+    model = built(LeavesALoss)
+    assert unlike(model, lambda outputs, batch: square(outputs, batch) + 0.1 * model.extra) == []
+    assert model.extra.grad_fn is not None, "eager has run; a trace of a copy leaves no mark"
+
+
+@dataclass
+class Layered:
+    """As configurations of transformers are whose layers differ."""
+
+    heads: int = 4
+    width: int = 8
+
+    def __getattribute__(self, name):
+        if name == "heads":
+            raise ValueError("ask the configuration of one layer")
+        return super().__getattribute__(name)
+
+
+def test_no_attribute_of_an_object_is_read_that_the_model_does_not_read():
+    """Bug: what forward has left was looked for by reading every field."""
+
+    class Configured(LeavesALoss):
+        def begin(self):
+            super().begin()
+            self.config = Layered()
+
+    model = built(Configured)
+    assert unlike(model, lambda outputs, batch: square(outputs, batch) + 0.1 * model.extra) == []
+
+
+class ChangesTheBatch(Net):
+    def forward(self, x):
+        x.mul_(2)
+        return super().forward(x)
+
+
+def test_a_batch_that_the_model_changes_in_place_is_changed_for_the_loss_too():
+    def loss(outputs, batch):
+        batch["y"].mul_(2)
+        return square(outputs, batch) + outputs.mean() * batch["x"].mean()
+
+    assert unlike(built(ChangesTheBatch), loss) == []
+
+
+def test_a_loss_with_a_parameter_is_refused():
+    class Learnt(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(4))
+
+        def forward(self, outputs, batch):
+            return (self.scale * (outputs - batch["y"]) ** 2).mean()
+
+    with pytest.raises(CaptureError, match="the loss has a parameter, 'scale', which is none of"):
+        trace_model(built(Net), inputs, Learnt())
