@@ -11,14 +11,14 @@ from torch import nn
 
 from autopipe.eager.assigned_buffers import as_before
 from autopipe.eager.frozen import INTERNAL, frozen
-from autopipe.eager.holders import holders_of
+from autopipe.eager.holders import Part, holders_of, modules_among
 from autopipe.ir.graph import tensors_in
 from autopipe.ir.torch_private import buffer_names
 
 
 @contextmanager
-def restoring(*models: nn.Module) -> Iterator[Callable[[], tuple[str, ...]]]:
-    """Restore after the block what models keep: buffers, hooks, and what `holders_of` finds.
+def restoring(*parts: Part) -> Iterator[Callable[[], tuple[str, ...]]]:
+    """Restore after the block what models and losses keep: buffers, hooks, and all `holders_of`.
 
     What a model keeps from one call to the next is then as before its first; the hooks too that it
     registers in its first call, as it notes that it has done so.
@@ -26,14 +26,15 @@ def restoring(*models: nn.Module) -> Iterator[Callable[[], tuple[str, ...]]]:
     Yields:
         a function that gives the names of what Python has kept by now that was not there before.
     """
-    with as_before(*models), _restoring_registered(models), _restoring_kept(models) as changed:
-        yield changed
+    modules = modules_among(parts)
+    with as_before(*parts), _restoring_registered(modules) as hooks, _restoring_kept(parts) as kept:
+        yield lambda: (*kept(), *hooks())
 
 
 @contextmanager
-def _restoring_kept(models: Sequence[nn.Module]) -> Iterator[Callable[[], tuple[str, ...]]]:
+def _restoring_kept(parts: Sequence[Part]) -> Iterator[Callable[[], tuple[str, ...]]]:
     """As `restoring` has it, of all but what is registered with modules."""
-    before = [(holder, _with_copies(holder.values())) for holder in holders_of(*models)]
+    before = [(holder, _with_copies(holder.values())) for holder in holders_of(*parts)]
 
     def changed() -> tuple[str, ...]:
         return tuple(
@@ -56,9 +57,12 @@ def _restoring_kept(models: Sequence[nn.Module]) -> Iterator[Callable[[], tuple[
 
 
 @contextmanager
-def _restoring_registered(models: Sequence[nn.Module]) -> Iterator[None]:
+def _restoring_registered(
+    models: Sequence[nn.Module],
+) -> Iterator[Callable[[], tuple[str, ...]]]:
     """The same of hooks and names of buffers, and of whether modules are in training."""
-    modules = [module for model in models for module in model.modules()]
+    paths = {module: path for model in models for path, module in model.named_modules()}
+    modules = list(paths)
     wanted = ["training", *(name for name in INTERNAL if "hooks" in name)]
     before = [
         (module, _with_copies({n: vars(module)[n] for n in wanted if n in vars(module)}))
@@ -66,8 +70,17 @@ def _restoring_registered(models: Sequence[nn.Module]) -> Iterator[None]:
     ]
     names = {module: buffer_names(module) for module in modules}
     empty = [(module, n) for module in modules for n in names[module] if getattr(module, n) is None]
+
+    def changed() -> tuple[str, ...]:
+        return tuple(
+            f"{paths[module]}.{name}".strip(".").replace("._", ".")
+            for module, known in before
+            for name, (value, was) in known.items()
+            if vars(module)[name] is not value or (was is not None and _items(value) != _items(was))
+        )
+
     try:
-        yield
+        yield changed
     finally:
         for module, known in before:
             _put_back(vars(module), known)

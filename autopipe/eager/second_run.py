@@ -3,6 +3,7 @@
     random.random() < 0.5         after other seeds of Python's and numpy's generators
     self.count += 1               after its own first call
     if self.step < 10:            a buffer that each call changes
+    next(self.phases)             where nobody can look: an iterator, the clock
 
 A trace has what one run computes, for good: numbers from outside torch are constants in it, and so
 is what the model keeps in plain attributes. Some models draw a number that changes nothing
@@ -27,7 +28,7 @@ from autopipe.eager.assigned_buffers import buffers_of
 from autopipe.errors import CaptureError
 from autopipe.frontend import user_lines
 from autopipe.ir.graph import tensors_in
-from autopipe.ir.torch_private import is_fake, is_transformed, version
+from autopipe.ir.torch_private import is_fake, is_transformed, no_function_modes, version
 from autopipe.planfile.parts import Read
 
 RUNS = 8
@@ -42,9 +43,47 @@ BINARY = 2
 
 def calls_of(run: Callable[[], object]) -> tuple[Hashable, ...]:
     """The calls of torch that a run makes, with the numbers and small tensors that go into them."""
-    with _Noted() as noted:
+    with Noted() as noted:
         run()
     return tuple(noted.calls)
+
+
+def check_unseen(first: Sequence[Hashable], again: Callable[..., object]) -> None:
+    """Refuse a model whose second call is another one, though nothing is seen to have changed.
+
+    A second call may leave calls of the first out: these have filled a cache (`functools.cache`).
+
+    Args:
+        first: the calls of torch of a first run.
+        again: makes another run, with the buffers and the random numbers of the first, within what
+            a function gives.
+
+    Raises:
+        CaptureError: names the line at which it does otherwise.
+    """
+    second = Noted()
+    again(lambda: second)
+    position = _parting(first, second.calls)
+    if position == len(second.calls):
+        return
+    noted = Noted(until=position)  # what is kept has changed once more; the line has not
+    again(lambda: noted)
+    at = f"{noted.place}: " if noted.place else ""
+    raise CaptureError(
+        f"{at}the model computes something else here in a second call on the same rows, by what it "
+        "keeps where nobody can look (an iterator, a generator of random numbers that is no "
+        "torch's, a clock); its graph is that of a first call",
+        hint="count in a buffer, register_buffer, and write that in place; draw with torch",
+    )
+
+
+def _parting(first: Sequence[Hashable], second: Sequence[Hashable]) -> int:
+    """The position of the first call of `second` that `first` does not have, in order."""
+    left = iter(first)
+    for position, call in enumerate(second):
+        if call not in left:  # goes on behind the last one that was found
+            return position
+    return len(second)
 
 
 def check_draws(before: Hashable, run: Callable[[], object]) -> None:
@@ -150,29 +189,48 @@ class Draws(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Noted(TorchFunctionMode):
+class Noted(TorchFunctionMode):
     """Notes calls with the numbers and the small tensors that go into them.
+
+    `place` is the user's line at the call of number `until`.
 
     To ask what a tensor looks like (`x.dtype`, `x.shape`) computes nothing: that is no call.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, until: int = -1) -> None:
         super().__init__()
         self.calls: list[Hashable] = []
+        self.place = ""
+        self._until = until
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        plain = [a for a in (*args, *(kwargs or {}).values()) if isinstance(a, int | float | str)]
-        values = [
-            str(tensor.shape)
-            if is_fake(tensor) or is_transformed(tensor) or tensor.numel() > SMALL
-            else marshal.dumps(tensor.detach().tolist(), BINARY)  # a text takes 20 times as long
-            for tensor in tensors_in((args, kwargs or {}))
-        ]
+        plain = _plain((args, kwargs or {}))
+        with no_function_modes():  # to look at a value is no read of the model's
+            values = [
+                str(tensor.shape)
+                if is_fake(tensor) or is_transformed(tensor) or tensor.numel() > SMALL
+                else marshal.dumps(tensor.detach().tolist(), BINARY)  # texts take 20 times as long
+                for tensor in tensors_in((args, kwargs or {}))
+            ]
         call = (str(func), repr(plain), *values)
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor) or getattr(func, "__name__", "") != "__get__":
+            if len(self.calls) == self._until:
+                self.place = user_lines.here()
             self.calls.append(call)
         return result
+
+
+def _plain(arg: Any) -> Any:
+    """The numbers and texts of an argument; of anything else its kind."""
+    if isinstance(arg, tuple | list):
+        return [*map(_plain, arg)]
+    if isinstance(arg, dict):
+        return {key: _plain(value) for key, value in arg.items()}
+    if isinstance(arg, slice):
+        return [*map(_plain, (arg.start, arg.stop, arg.step))]
+    known = isinstance(arg, int | float | complex | str) or type(arg).__module__ == "numpy"
+    return arg if known and not isinstance(arg, Tensor) else type(arg).__name__
 
 
 def _numpy() -> Any:

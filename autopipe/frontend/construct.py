@@ -204,6 +204,9 @@ def fake_copy(model: nn.Module) -> nn.Module:
     which has no values to copy, is fake too. What cannot be copied: a result that a module keeps
     between calls, as `nn.utils.weight_norm` does, is fake; a scripted function is shared. A hook
     that closes over a part of the model closes over its copy.
+
+    Raises:
+        ModelError: the model holds what Python cannot copy: a generator, a lock, a pool of threads.
     """
     mode = fake_mode()
     memo: dict[int, object] = {}
@@ -221,7 +224,13 @@ def fake_copy(model: nn.Module) -> nn.Module:
                 memo[id(value)] = value
     functions = [f for module in model.modules() for f in _functions_in(vars(module))]
     memo |= {id(function): _with_empty_cells(function) for function in functions}
-    made = copy.deepcopy(model, memo)
+    try:
+        made = copy.deepcopy(model, memo)
+    except TypeError as error:
+        raise ModelError(
+            f"the model was given as a module, and Python cannot copy it: {error}",
+            hint="give the function that builds it in its place: plan(build, ...)",
+        ) from error
     for function in functions:
         _close_over(cast(FunctionType, memo[id(function)]), function, memo)
     return made
@@ -245,11 +254,18 @@ def _with_empty_cells(function: FunctionType) -> FunctionType:
     return made
 
 
-def _close_over(made: FunctionType, function: FunctionType, memo: Mapping[int, Any]) -> None:
-    """Let a copy of a function hold copies of what the model holds, and all else as it is."""
+def _close_over(made: FunctionType, function: FunctionType, memo: dict[int, Any]) -> None:
+    """Let a copy of a function hold copies of what the model holds, and all else as it is.
+
+    What removes a hook of the model's removes that of the copy.
+    """
     for cell, old in zip(made.__closure__ or (), function.__closure__ or (), strict=True):
         with suppress(ValueError):  # nothing in it yet
-            cell.cell_contents = memo.get(id(old.cell_contents), old.cell_contents)
+            value = old.cell_contents
+            handle = isinstance(value, torch.utils.hooks.RemovableHandle)
+            cell.cell_contents = (
+                copy.deepcopy(value, memo) if handle else memo.get(id(value), value)
+            )
     made.__defaults__ = function.__defaults__ and tuple(
         memo.get(id(value), value) for value in function.__defaults__
     )

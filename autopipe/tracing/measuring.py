@@ -121,7 +121,7 @@ class Measuring:
         for parameter in parameters:
             parameter.grad = None
         try:
-            with as_before(eager):
+            with as_before(*eager.parts):
                 with torch.random.fork_rng(devices=[]):
                     calls = second_run.calls_of(
                         lambda: found.append(self._once(eager, self.leaves))

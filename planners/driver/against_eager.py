@@ -128,7 +128,7 @@ def _both(
     followers = {name: model.get_parameter(name) for name in written_parameters(traced.graph)}
     with ExitStack() as until:
         until.enter_context(_as_it_was(model))
-        if isinstance(request.loss, nn.Module):
+        if request.loss is not None:
             until.enter_context(restoring(request.loss))
         until.enter_context(parameters_in(model, kept))
         if any(is_random(node) for node in traced.graph.nodes):

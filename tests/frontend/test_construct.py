@@ -176,3 +176,12 @@ def test_a_default_dtype_holds_for_the_model_and_ends_with_the_plan() -> None:
         )  # fmt: skip
         assert torch.get_default_dtype() == torch.float32
     assert plan.inputs[0].dtype == "float64" and plan.products == ("fp64",)
+
+
+def test_what_python_cannot_copy_is_refused_with_a_sentence():
+    """Bug: a traceback, "cannot pickle 'generator' object"."""
+    model = layers()
+    model.schedule = (n for n in range(3))
+    with pytest.raises(ModelError, match="Python cannot copy it: cannot pickle 'gen") as error:
+        fake_copy(model)
+    assert "hint: give the function that builds it" in str(error.value)

@@ -1,6 +1,7 @@
 """What cannot be captured is refused in a sentence that names the user's own line."""
 
 import inspect
+import itertools
 from functools import partial
 
 import numpy as np
@@ -41,11 +42,10 @@ class Shapes(Model):
 
 
 class Moody(Model):
-    calls = 0
+    calls = itertools.count()
 
     def body(self, x, hidden):
-        Moody.calls += 1
-        if Moody.calls > 1 and x.sum() > 0:  # here
+        if next(self.calls) > 0 and x.sum() > 0:  # here
             return hidden * 2
         return hidden
 
@@ -90,11 +90,10 @@ SENTENCES = {
     f"'undefined' is not defined (it is traced with two rows){ITSELF}",
     Shapes: " `return hidden @ torch.ones(4, 4)  # here`: the model raises RuntimeError: a and b "
     f"must have same reduction dim, but got [2, 3] X [4, 4]. (it is traced with two rows){ITSELF}",
-    Moody: ": Python reads a tensor here (__bool__), where the record of the model's reads has no "
-    "further read\n"
-    "hint: the model reads other tensors each time it runs: it keeps a state between calls, or "
-    "goes through rows one by one (for row in x; x[rows, lengths - 1] does it for all, with rows = "
-    "torch.arange(len(x)))",
+    Moody: ": the model computes something else here in a second call on the same rows, by what it "
+    "keeps where nobody can look (an iterator, a generator of random numbers that is no torch's, a "
+    "clock); its graph is that of a first call\n"
+    "hint: count in a buffer, register_buffer, and write that in place; draw with torch",
 }
 
 

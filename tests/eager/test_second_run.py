@@ -1,0 +1,157 @@
+"""A model whose second call is another one is refused, wherever it keeps what makes it so.
+
+Planning compares a small model with its graph in two micro-batches. A large one it does not, so
+here that comparison is left out.
+"""
+
+import functools
+import inspect
+import itertools
+import random
+import time
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from autopipe.planners.driver import against_eager
+from tests.support.odd_models import Net, built, planned, refusal, square, unlike
+
+
+class Phases(Net):
+    def begin(self):
+        self.phases = itertools.cycle([1.0, 2.0])
+
+    def inside(self, hidden):
+        return self.middle(hidden) * next(self.phases)  # here
+
+
+class Schedule(Net):
+    """A generator, below a list, of which no attribute changes."""
+
+    def begin(self):
+        self.schedules = [(0.5**n for n in itertools.count())]
+
+    def inside(self, hidden):
+        width = int(8 * next(self.schedules[0]))
+        return self.middle(hidden) + hidden[:, :width].sum(1, keepdim=True)  # here
+
+
+class PythonsOwn(Net):
+    def begin(self):
+        self.random = random.Random(0)
+
+    def inside(self, hidden):
+        return self.middle(hidden) * self.random.random()  # here
+
+
+class NumpysOwn(Net):
+    """A number of numpy's that is no float of Python's."""
+
+    def begin(self):
+        self.random = np.random.default_rng(0)
+
+    def inside(self, hidden):
+        return self.middle(hidden) * self.random.random(dtype=np.float32)  # here
+
+
+class Clock(Net):
+    def inside(self, hidden):
+        return self.middle(hidden) * time.perf_counter()  # here
+
+
+UNSEEN = (Phases, Schedule, PythonsOwn, NumpysOwn, Clock)
+
+
+@pytest.fixture
+def large(monkeypatch):
+    """Models are planned as large ones are: not compared with their graphs."""
+    monkeypatch.setattr(against_eager, "MOST_BYTES", 0)
+
+
+@pytest.mark.parametrize("kind", UNSEEN, ids=lambda kind: kind.__name__)
+def test_what_is_kept_where_nobody_can_look_is_refused_with_its_line(kind, large):
+    """Bug: nothing was seen to change, so there was no second run: constants of the graph."""
+    lines, first = inspect.getsourcelines(kind)
+    line = next(first + n for n, text in enumerate(lines) if "# here" in text)
+    said = refusal(partial(built, kind))
+    assert said.startswith(f"{__file__}:{line}: the model computes something else here in a second")
+
+
+class RemovesItsHook(Net):
+    def begin(self):
+        def once(layer, args, made):
+            handle.remove()
+            return made * 0.5
+
+        handle = self.middle.register_forward_hook(once)
+
+
+def test_a_hook_that_removes_itself_is_refused(large):
+    """Bug: all micro-batches ran as the first."""
+    assert "the model keeps middle.forward_hooks from one call to the" in refusal(
+        built(RemovesItsHook)
+    )
+
+
+class Warm:
+    """A loss that counts its calls."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, outputs, batch):
+        self.calls += 1
+        return square(outputs, batch) * min(1.0, self.calls / 4)
+
+
+def closing():
+    calls = [0]
+
+    def loss(outputs, batch):
+        calls[0] += 1
+        return square(outputs, batch) / calls[0]
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("loss", "name"), [(Warm(), "Warm.calls"), (closing(), "closing.<locals>.loss")]
+)
+def test_a_loss_that_counts_its_calls_is_refused(loss, name, large):
+    """Bug: only what a model keeps was looked at, and a loss that is a module."""
+    assert f"the model keeps {name} from one call to the next" in refusal(built(Net), loss)
+
+
+@functools.cache
+def table(width):
+    return torch.arange(float(width)).sin()
+
+
+class Remembers(Net):
+    def inside(self, hidden):
+        return self.middle(hidden) + table(hidden.shape[1])
+
+
+def test_a_cache_that_a_first_call_fills_is_no_obstacle(large):
+    """A second call makes fewer calls of torch, and the same ones."""
+    table.cache_clear()
+    planned(built(Remembers))
+
+
+class Plain(Net):
+    """A tensor that is no buffer, written in place: a graph writes it too."""
+
+    def begin(self):
+        self.calls = torch.zeros(())
+
+    def inside(self, hidden):
+        self.calls += 1
+        return self.middle(hidden) / self.calls
+
+
+def test_a_plain_tensor_that_is_written_in_place_is_put_back():
+    """Bug: looking at the model counted its calls, and the first micro-batch was the third."""
+    assert unlike(built(Plain)) == []
+    assert unlike(built(Plain), cuts=["relu/1"]) == []
