@@ -6,8 +6,10 @@ a parameter's gradient read           it holds what earlier micro-batches left
 random numbers seeded by the model    every random op of a graph has a stream of its own
 hooks on what autograd saves          they may change it
 x.data = y                            a tensor of a graph is made once
+x.apply_(f)                           Python computes each element
 
-`x.data` is read as `x.detach()`, its other name that a trace knows.
+Modes that forward enters stand in `unsaid_modes`. `x.data` is read as `x.detach()`, its other name
+that a trace knows.
 """
 
 from __future__ import annotations
@@ -169,12 +171,25 @@ def _freeze(tensor: Tensor, requires_grad: bool = True) -> None:
 
 
 def _gradient(tensor: Tensor) -> None:
-    if isinstance(tensor, nn.Parameter):
+    parameter = isinstance(tensor, nn.Parameter)
+    if parameter or (tensor.requires_grad and (tensor.is_leaf or tensor.retains_grad)):
         raise CaptureError(
-            f"{user_lines.here()}: forward reads the gradient of a parameter, which the "
-            "micro-batches before this one have left",
-            hint="read gradients in the optimizer",
+            f"{user_lines.here()}: forward reads the gradient of a "
+            f"{'parameter' if parameter else 'tensor'}, which the micro-batches before this one "
+            "have left",
+            hint="read gradients in the optimizer"
+            if parameter
+            else "torch.autograd.grad(..., create_graph=True) gives a gradient and leaves none",
         )
+
+
+def _elementwise(tensor: Tensor, *args: Any) -> None:
+    raise Uncaptured(
+        f"{user_lines.here()}: a function of Python's computes the elements of a tensor, which no "
+        "graph has",
+        hint="write it with ops of torch: torch.where(x > 0, a, b)",
+        whole=True,
+    )
 
 
 def _is_another_value(tensor: Tensor, value: Tensor) -> bool:
@@ -282,6 +297,8 @@ _REFUSALS: dict[Any, Callable[..., None]] = {
     _SET_DATA: _data,
     torch.autograd.grad: _inner_gradient,
     Tensor.grad_fn.__get__: _function_behind,  # type: ignore[union-attr]
+    Tensor.apply_: _elementwise,
+    Tensor.map_: _elementwise,
     Tensor.__setitem__: _write_where,
     Tensor.index_put: _write_where,
     Tensor.index_put_: _write_where,

@@ -15,7 +15,7 @@ import sympy
 import torch
 from torch import Tensor, nn
 
-from autopipe.eager import assigned_buffers, unsaid
+from autopipe.eager import assigned_buffers, unsaid, unsaid_modes
 from autopipe.eager.holders import Part
 from autopipe.eager.kept import left_by, restoring
 from autopipe.errors import CaptureError, ModelError
@@ -28,7 +28,9 @@ from autopipe.ir.graph import SEQUENCE
 from autopipe.ir.torch_patches import (
     averaging_by_tensors,
     counting_rows,
+    inference_without_gradients,
     leaving_modules_alone,
+    not_compiling,
     one_process,
 )
 from autopipe.ir.torch_private import quiet
@@ -106,7 +108,10 @@ class Program(nn.Module):
             leaving_modules_alone(),
             averaging_by_tensors(),
             counting_rows(),
+            inference_without_gradients(),
+            not_compiling(),
             unsaid.RefusedCalls(),
+            unsaid_modes.refused(),
             branches.as_ops(self.model),
             packed.as_ops(),
         ):
