@@ -55,6 +55,7 @@ class Program(nn.Module):
     Attributes:
         paths: the paths of these tensors; set by the first run.
         assigned: the buffers that the model assigns anew; each run adds those that it finds.
+        by_loss: the same of a loss that is a module.
         caches: the buffers that it fills in its first run, as `assigned_buffers` tells them.
         unsteady: the plain attributes and caches because of which a second run is another one.
         asked_for_others: not empty if it has asked whether there are other processes.
@@ -81,6 +82,7 @@ class Program(nn.Module):
         self.kept = kept
         self.paths: tuple[str, ...] = ()
         self.assigned: set[str] = set()  # changed in place: export undoes what a run assigns
+        self.by_loss: set[str] = set()
         self.caches: set[str] = set()
         self.unsteady: tuple[str, ...] = ()
         self.asked_for_others: Sequence[bool] = ()
@@ -124,7 +126,8 @@ class Program(nn.Module):
             outputs = self.model(*args, **kwargs)
         if self.kept is not None and self.loss is not None:
             outputs = cast(outputs, self.kept, torch.float32)
-        with left_by(self.model, self.twins if self.loss is not None else ()):
+        left = left_by(self.model, self.twins if self.loss is not None else ())
+        with left, self._buffers_written_by_loss():
             loss = outputs_to_loss(outputs, batch, self.loss, self.model)
         found = tuple(loss) if isinstance(loss, SumCount) else (loss,)
         if self._with_outputs:
@@ -157,6 +160,21 @@ class Program(nn.Module):
             yield
         self.assigned |= more.states
         self.caches |= more.caches
+
+    @contextmanager
+    def _buffers_written_by_loss(self) -> Iterator[None]:
+        if self._eager or not isinstance(self.loss, nn.Module):
+            yield
+            return
+        with assigned_buffers.written(self.loss, self.by_loss) as more:
+            yield
+        self.by_loss |= more.states
+        self.caches |= {f"loss.{name}" for name in more.caches}
+
+    @property
+    def all_assigned(self) -> tuple[int, int]:
+        """How many buffers are known to be assigned."""
+        return len(self.assigned), len(self.by_loss)
 
     def refusal(self, error: Exception) -> CaptureError:
         """The `CaptureError` or `ModelError` for an error that a run of the model raised."""
@@ -200,10 +218,10 @@ def capture(
                     dynamic_shapes=(dims,) if symbolic else None,
                 )
 
-        known = set(program.assigned)
+        known = program.all_assigned
         try:
             found = export()
-            return found if program.assigned == known else export()
+            return found if program.all_assigned == known else export()
         except ModelError:
             raise
         except Exception as error:  # export raises whatever the model's own code raises

@@ -80,10 +80,10 @@ class _Look:
         """The reads of a first run, after which buffers are as before, and the calls of torch that
         a second one is to make: buffers that are assigned are written from then on."""
         program = self.program
-        known = set(program.assigned)
+        known = program.all_assigned
         with as_before(*program.parts):
             found = self._watched(within, noted)
-        if program.assigned != known:
+        if program.all_assigned != known:
             noted.calls.clear()
             with as_before(*program.parts):
                 self._again(within, lambda: noted)

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.eager import second_run
-from autopipe.eager.assigned_buffers import as_before
+from autopipe.eager.assigned_buffers import as_before, buffers_of
 from autopipe.eager.kept import restoring
 from autopipe.errors import AutopipeError, CaptureError
 from autopipe.frontend import batch as batches
 from autopipe.frontend.quiet import libraries_hushed
 from autopipe.frontend.transformers_adapter import eager_branches
 from autopipe.ir.torch_patches import replacing
+from autopipe.ir.torch_private import version
 from autopipe.opaque.measure import Fails, Runs, measured
 from autopipe.opaque.sites import Site
 from autopipe.planfile.parts import InputSpec
@@ -127,8 +128,12 @@ class Measuring:
                         lambda: found.append(self._once(eager, self.leaves))
                     )
                 loss = found[0][0] if isinstance(found[0], tuple) else found[0]
+                buffers = buffers_of(self._model)
+                before = {name: version(buffer) for name, buffer in buffers.items()}
                 if loss.requires_grad:
                     loss.backward()
+                for name in (n for n, buffer in buffers.items() if version(buffer) != before[n]):
+                    raise _written(name)
             return calls, [parameter.grad for parameter in parameters]
         except AutopipeError:
             raise
@@ -137,6 +142,14 @@ class Measuring:
         finally:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
+
+
+def _written(name: str) -> CaptureError:
+    return CaptureError(
+        f"the buffer {name!r} is written in backward, by a hook, a custom Function or a checkpoint "
+        "that runs forward again: in a pipeline later micro-batches have read it by then",
+        hint="write buffers in forward, outside of checkpoints",
+    )
 
 
 def _same(one: tuple[Hashable, list[Any]], other: tuple[Hashable, list[Any]]) -> bool:
