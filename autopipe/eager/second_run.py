@@ -16,6 +16,7 @@ from __future__ import annotations
 import marshal
 import random
 import sys
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -28,7 +29,12 @@ from autopipe.eager.assigned_buffers import buffers_of
 from autopipe.errors import CaptureError
 from autopipe.frontend import user_lines
 from autopipe.ir.graph import tensors_in
-from autopipe.ir.torch_private import is_fake, is_transformed, no_function_modes, version
+from autopipe.ir.torch_private import (
+    is_fake,
+    is_transformed,
+    no_function_modes,
+    version,
+)
 from autopipe.planfile.parts import Read
 
 RUNS = 8
@@ -41,14 +47,18 @@ BINARY = 2
 """Marshal's format in which equal values are equal bytes: later ones depend on references."""
 
 
-def calls_of(run: Callable[[], object]) -> tuple[Hashable, ...]:
+Call = tuple[tuple[str, Any], ...]
+"""Of a call of torch the function with its numbers, and of each tensor its shape and its values."""
+
+
+def calls_of(run: Callable[[], object]) -> tuple[Call, ...]:
     """The calls of torch that a run makes, with the numbers and small tensors that go into them."""
     with Noted() as noted:
         run()
     return tuple(noted.calls)
 
 
-def check_unseen(first: Sequence[Hashable], again: Callable[..., object]) -> None:
+def check_unseen(first: Sequence[Call], again: Callable[..., object]) -> None:
     """Refuse a model whose second call is another one, though nothing is seen to have changed.
 
     A second call may leave calls of the first out: these have filled a cache (`functools.cache`).
@@ -77,13 +87,22 @@ def check_unseen(first: Sequence[Hashable], again: Callable[..., object]) -> Non
     )
 
 
-def _parting(first: Sequence[Hashable], second: Sequence[Hashable]) -> int:
+def _parting(first: Sequence[Call], second: Sequence[Call]) -> int:
     """The position of the first call of `second` that `first` does not have, in order."""
     left = iter(first)
     for position, call in enumerate(second):
-        if call not in left:  # goes on behind the last one that was found
+        if not any(_same(one, call) for one in left):  # goes on behind the last one that was found
             return position
     return len(second)
+
+
+def _same(one: Call, other: Call) -> bool:
+    """Whether two calls are the same, or the other has what the first run has made and kept."""
+    if one == other:
+        return True
+    pairs = list(zip(one[1:], other[1:], strict=False))
+    alike = one[0] == other[0] and len(one) == len(other)
+    return alike and all(a == b or (a[0] == b[0] and a[1] is None) for a, b in pairs)
 
 
 def check_draws(before: Hashable, run: Callable[[], object]) -> None:
@@ -190,7 +209,10 @@ class Draws(TorchFunctionMode):
 
 
 class Noted(TorchFunctionMode):
-    """Notes calls with the numbers and the small tensors that go into them.
+    """Notes calls with the numbers and the small tensors that go into them from outside.
+
+    Of what an earlier call has made no values are noted: they are known by that call, or are what
+    memory held before (`torch.empty`).
 
     `place` is the user's line at the call of number `until`.
 
@@ -199,26 +221,39 @@ class Noted(TorchFunctionMode):
 
     def __init__(self, until: int = -1) -> None:
         super().__init__()
-        self.calls: list[Hashable] = []
+        self.calls: list[Call] = []
         self.place = ""
         self._until = until
+        self._made: dict[int, weakref.ref[Tensor]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         plain = _plain((args, kwargs or {}))
         with no_function_modes():  # to look at a value is no read of the model's
-            values = [
-                str(tensor.shape)
-                if is_fake(tensor) or is_transformed(tensor) or tensor.numel() > SMALL
-                else marshal.dumps(tensor.detach().tolist(), BINARY)  # texts take 20 times as long
+            given = [
+                (str(tensor.shape), self._values(tensor))
                 for tensor in tensors_in((args, kwargs or {}))
             ]
-        call = (str(func), repr(plain), *values)
+        call = (str(func), repr(plain)), *given
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor) or getattr(func, "__name__", "") != "__get__":
             if len(self.calls) == self._until:
                 self.place = user_lines.here()
             self.calls.append(call)
+        name = getattr(func, "__name__", "")
+        for tensor in tensors_in((args, kwargs or {}) if name == "numpy" else ()):
+            self._made.pop(id(tensor), None)  # numpy may write it
+        for tensor in tensors_in(result):
+            self._made[id(tensor)] = weakref.ref(tensor)
         return result
+
+    def _values(self, tensor: Tensor) -> bytes | None:
+        """The values of a small tensor that no call before has made."""
+        if is_fake(tensor) or is_transformed(tensor) or tensor.numel() > SMALL:
+            return None
+        made = self._made.get(id(tensor))
+        if made is not None and made() is tensor:
+            return None
+        return marshal.dumps(tensor.detach().tolist(), BINARY)  # a text takes 20 times as long
 
 
 def _plain(arg: Any) -> Any:

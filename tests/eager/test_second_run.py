@@ -140,6 +140,20 @@ def test_a_cache_that_a_first_call_fills_is_no_obstacle(large):
     planned(built(Remembers))
 
 
+class FillsEmpty(Net):
+    """Makes memory of a size, in which any values may be, and writes some of them."""
+
+    def inside(self, hidden):
+        order = torch.empty(64)
+        order[::2] = torch.arange(32.0)
+        return self.middle(hidden) + order[:16:2]
+
+
+def test_what_memory_held_before_is_no_difference(large):
+    torch.full((64,), random.random())  # the next tensor of this size may lie there
+    planned(built(FillsEmpty))
+
+
 class Plain(Net):
     """A tensor that is no buffer, written in place: a graph writes it too."""
 
