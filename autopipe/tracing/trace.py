@@ -35,6 +35,7 @@ from autopipe.tracing.low_precision import (
 )
 from autopipe.tracing.measuring import Measuring
 from autopipe.tracing.same_modules import Likeness
+from autopipe.tracing.user_checkpoints import check_written_again
 from autopipe.tracing.value_guards import NeedsNumbers
 from autopipe.util.progress import Say
 
@@ -215,6 +216,7 @@ class _Tracing:
             raise program.otherwise
         graph = convert(exported, program.model, self.specs, program.twins, program.assigned)
         graph = named(graph, program.regions)
+        check_written_again(graph)
         if self.kept is not None:
             check_operands(graph, self.kept.dtype)
             check_followers(graph, self.kept.dtype)

@@ -21,9 +21,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from autopipe.errors import CaptureError
 from autopipe.frontend import user_lines
 from autopipe.ir.blocks import Block
-from autopipe.ir.dataflow import Dataflow, obstacle
+from autopipe.ir.dataflow import Dataflow, analyse, obstacle, written_by
+from autopipe.ir.graph import Graph, Ref, State, Value, values_in
 from autopipe.ir.torch_patches import seeing_saved_tensors_hooks
 from autopipe.ir.torch_private import no_function_modes
 
@@ -71,6 +73,57 @@ def _unseen(pack: Callable[[Tensor], object]) -> Callable[[Tensor], object]:
             return pack(tensor)
 
     return run
+
+
+def written_again(flow: Dataflow) -> dict[str, str]:
+    """The buffers that checkpoints write, each with the user's line.
+
+    Eager writes them a second time in backward, as it runs a checkpoint again; a plan does not. A
+    batch norm's statistics then move once a micro-batch, and nothing that is trained depends on it.
+    """
+    states = flow.graph.states
+    return {
+        root.name: node.place
+        for node in flow.graph.nodes
+        if node.again
+        for root in map(flow.root.__getitem__, written_by(node))
+        if isinstance(root, State) and states[root.name].kind == "buffer"
+    }
+
+
+def check_written_again(graph: Graph) -> None:
+    """Refuse a model whose result depends on a buffer that a checkpoint writes.
+
+    Raises:
+        CaptureError: names the buffer and the user's line.
+    """
+    flow = analyse(graph)
+    places = written_again(flow)
+    for name, place in places.items():
+        if _reaches_result(flow, State(name)):
+            raise CaptureError(
+                f"{place}: a checkpoint writes the buffer {name!r}; torch runs it again in "
+                "backward and writes it twice, a plan once, and the loss depends on it",
+                hint="write it outside of the checkpoint",
+            )
+
+
+def _reaches_result(flow: Dataflow, state: State) -> bool:
+    """Whether a result is computed from a buffer; a norm in training reads none to compute its."""
+    made: dict[str, list[Value]] = {}
+    for value in flow.root:
+        if isinstance(value, Ref):
+            made.setdefault(value.node, []).append(value)
+    reached: set[Value] = {state}
+    for node in flow.graph.nodes:
+        read = {flow.root[value] for value in node.values()}
+        norm = node.short in ("batch_norm", "instance_norm")
+        if norm:
+            read -= {flow.root[value] for value in written_by(node)}
+        if read & reached:
+            reached |= {flow.root[value] for value in made.get(node.name, ())}
+            reached |= {flow.root[value] for value in written_by(node)}
+    return any(flow.root.get(value) in reached for value in values_in(flow.graph.outputs))
 
 
 def wanted(

@@ -269,6 +269,8 @@ def traced_model(request: PlanRequest, skeleton: nn.Module, say: Say, watch: Sto
     for name, module in skeleton.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             say(f"{name}: its gradients are sparse in one process, and dense in a plan")
+    for name, place in user_checkpoints.written_again(flow).items():
+        say(f"{place}: the checkpoint writes {name} twice in one process, and once in a plan")
     recompute = _recompute(request, flow, blocks, say)
     offload = _offload(request, blocks)
     found = Traced(

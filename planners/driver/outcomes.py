@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from autopipe.errors import CaptureError
+from autopipe.ir.dataflow import analyse
 from autopipe.ir.graph import Graph, State
 from autopipe.tracing.trace import Trace
+from autopipe.tracing.user_checkpoints import written_again
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
 """How far a result may be off, as a share of its largest entry: sums in another order."""
@@ -64,9 +66,10 @@ def compare(traced: Trace, eager: Outcome, found: Outcome, tolerance: float) -> 
             "entry, they agree",
             "what follows there changes a gradient and not the result",
         )
+    apart = {*traced.unsteady, *written_again(analyse(graph))}
     for number, (states, others) in enumerate(zip(eager.kept, found.kept, strict=False)):
         for name, state in states.items():
-            if name in others.keys() - traced.unsteady and _off(others[name], state) > tolerance:
+            if name in others.keys() - apart and _off(others[name], state) > tolerance:
                 what = graph.states[name].kind if name in graph.states else "buffer"
                 raise _refusal(
                     f"its {what} {name!r} is another one by its graph after micro-batch {number}",
