@@ -124,6 +124,7 @@ class _Parts:
         lazy = is_lazy(parameter)  # a first call will give it its shape, in place
         if lazy or not isinstance(parameter, nn.Parameter) or is_fake(parameter):
             return None
+        _check_kind(name, parameter)
         if self.until == "registered":
             return self._fake(parameter)
         self.held += parameter.numel() * parameter.element_size()
@@ -154,6 +155,19 @@ class _Parts:
             fake = fake_parameter(self.mode, parameter)
             known = self.made[id(parameter)] = weakref.ref(parameter), fake
         return known[1]
+
+
+def _check_kind(name: str, parameter: nn.Parameter) -> None:
+    """Refuse a parameter whose class has a say in what torch computes of it."""
+    for kind in type(parameter).__mro__:
+        if kind.__module__.startswith("torch."):
+            return
+        if {"__torch_function__", "__torch_dispatch__"} & vars(kind).keys():
+            raise ModelError(
+                f"the parameter {name!r} is a {kind.__name__}, a class of tensors that overrides "
+                "functions of torch; a graph has plain tensors",
+                hint="keep a plain nn.Parameter, and compute in forward what the class does",
+            )
 
 
 def _root(error: BaseException) -> BaseException:
@@ -206,11 +220,13 @@ def fake_copy(model: nn.Module) -> nn.Module:
     that closes over a part of the model closes over its copy.
 
     Raises:
-        ModelError: the model holds what Python cannot copy: a generator, a lock, a pool of threads.
+        ModelError: the model holds what Python cannot copy: a generator, a lock, a pool of threads;
+            or a parameter of a class that overrides torch's functions.
     """
     mode = fake_mode()
     memo: dict[int, object] = {}
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
+        _check_kind(name, parameter)
         known = is_fake(parameter)
         memo[id(parameter)] = parameter if known else fake_parameter(mode, parameter)
     for buffer in model.buffers():

@@ -194,6 +194,13 @@ def _checkpointed(function: Callable[..., Any], keep_numbers: bool, *args: Any) 
 
 
 def _check(kind: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    if kind.__name__ == "BackwardHookFunction":
+        raise CaptureError(
+            f"{user_lines.here()}: a backward hook is set on every module, by torch.nn.modules."
+            "module.register_module_full_backward_hook or its like; it may change gradients, and "
+            "is in no graph",
+            hint="set it on the modules it is meant for, which then run as they are",
+        )
     if kind.__module__.startswith("torch."):
         raise CaptureError(
             f"{user_lines.here()}: {kind.__module__}.{kind.__qualname__} is torch's own, and not "

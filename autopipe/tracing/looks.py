@@ -12,12 +12,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from autopipe.eager import second_run, unsaid
 from autopipe.eager.assigned_buffers import as_before
 from autopipe.eager.compared_runs import compared_runs
+from autopipe.eager.kept import restoring
 from autopipe.errors import AutopipeError, CaptureError, ModelError
+from autopipe.frontend import refusals
 from autopipe.frontend.quiet import libraries_hushed
 from autopipe.frontend.transformers_adapter import eager_branches
 from autopipe.ir.torch_private import DynamicOutputShapeException, quiet
@@ -153,7 +156,24 @@ def _record(
                 return _Look(program, tensors, True).reads(nullcontext)
     except AutopipeError:
         raise
-    except Exception as error:  # whatever the model's own code raises
+    except Exception as error:  # whatever the model's own code raises, or torch where one looks
+        if _goes_well(program, tensors):
+            raise refusals.in_a_trace(error, program.loss) from error
         raise program.refusal(error) from error
     finally:
         program.model = fake
+
+
+def _goes_well(program: Program, tensors: Sequence[Tensor]) -> bool:
+    """Whether a model that has its weights runs where nobody looks at its calls."""
+    plain = Program(
+        *(program.model, program.batch, program.loss, program.specs),
+        kept=program.kept,
+        eager=True,
+    )
+    with restoring(*program.parts), torch.random.fork_rng(devices=[]):
+        try:
+            plain(*[tensor.clone() for tensor in tensors])
+        except Exception:  # it raises by itself
+            return False
+    return True

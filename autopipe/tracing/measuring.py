@@ -21,7 +21,7 @@ from autopipe.frontend.transformers_adapter import eager_branches
 from autopipe.ir.torch_patches import replacing
 from autopipe.ir.torch_private import version
 from autopipe.opaque.measure import Fails, Runs, measured
-from autopipe.opaque.sites import Site
+from autopipe.opaque.sites import Site, Wider
 from autopipe.planfile.parts import InputSpec
 from autopipe.planfile.regions import Region
 from autopipe.tracing.export import Program
@@ -77,8 +77,9 @@ class Measuring:
             self._check_again(eager)
             try:
                 return measured(model, sites, runs, why)
-            except Fails as failed:
-                raise eager.refusal(failed.error) from failed
+            except Fails as failed:  # the model has just run, without anybody looking
+                raised = f"it raises {type(failed.error).__name__} where it is measured"
+                raise Wider(failed.site, raised) from failed
 
     @cached_property
     def _model(self) -> nn.Module:

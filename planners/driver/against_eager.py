@@ -77,7 +77,9 @@ def check(request: PlanRequest, skeleton: nn.Module, traced: Trace, example: Any
         model = with_weights(request, skeleton, traced.graph)
         both = model and _both(request, traced, model, _two(request, example, traced.inputs), say)
     if both:
-        tolerance = TOLERANCE.get(KEPT.get(request.precision, torch.float32), 1e-4)
+        low = KEPT.get(request.precision, torch.float32)
+        made = {s.dtype for node in traced.graph.nodes for s in node.outputs if s is not None}
+        tolerance = max(TOLERANCE.get(dtype, 1e-4) for dtype in {low, *made})
         eager, found, ahead = both
         compare(traced, eager, found, tolerance)
         for calls, later in zip(AHEAD, ahead[1:], strict=False):
