@@ -216,7 +216,8 @@ class Noted(TorchFunctionMode):
 
     `place` is the user's line at the call of number `until`.
 
-    To ask what a tensor looks like (`x.dtype`, `x.shape`) computes nothing: that is no call.
+    To ask what a tensor looks like (`x.dtype`, `x.shape`), or where it
+    lies, computes nothing: that is no call.
     """
 
     def __init__(self, until: int = -1) -> None:
@@ -235,7 +236,8 @@ class Noted(TorchFunctionMode):
             ]
         call = (str(func), repr(plain)), *given
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) or getattr(func, "__name__", "") != "__get__":
+        looks = getattr(func, "__name__", "") in ("__get__", "untyped_storage")
+        if isinstance(result, Tensor) or not looks:
             if len(self.calls) == self._until:
                 self.place = user_lines.here()
             self.calls.append(call)

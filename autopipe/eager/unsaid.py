@@ -242,11 +242,12 @@ def _inner_gradient(*args: Any, **kwargs: Any) -> None:
 
 def _function_behind(tensor: Tensor) -> None:
     if isinstance(tensor, nn.Parameter):  # torch asks, where one is registered
-        raise CaptureError(
+        raise Uncaptured(
             f"{user_lines.here()}: forward makes a parameter of shape {tuple(tensor.shape)}, which "
             "no optimizer was given",
             hint="make it in __init__, or call the model once where it is built: with "
             "torch.no_grad(): net(**inputs(2))",
+            whole=True,
         )
     if tensor.requires_grad:
         raise Uncaptured(

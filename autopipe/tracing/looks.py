@@ -105,8 +105,8 @@ class _Look:
 
         found = record(run, self.run, numbers=self.numbers)
         second_run.check_draws(before, self._again)
-        if changed and found:
-            self.program.otherwise = second_run.other_reads(found, self._again)
+        again = second_run.other_reads(found, self._again) if changed and found else None
+        self.program.otherwise = again  # of this look alone: the one before had other regions
         return found
 
     def _again(self, within: Within = nullcontext, noted: Within = nullcontext) -> tuple[Read, ...]:

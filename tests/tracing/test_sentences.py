@@ -65,6 +65,39 @@ def test_a_parameter_made_in_forward_is_called_so():
     )
 
 
+class MakesALayer(Net):
+    def inside(self, hidden):
+        return self.middle(nn.LayerNorm(8)(hidden))
+
+
+class WritesAt(Net):
+    """A queue, as MoCo has it, whose place Python reads: both in a call that runs as it is."""
+
+    def begin(self):
+        self.register_buffer("queue", torch.randn(8, 8))
+        self.register_buffer("at", torch.zeros(1, dtype=torch.long))
+
+    def inside(self, hidden):
+        at = int(self.at)
+        with torch.no_grad():
+            self.queue[at : at + hidden.shape[0]] = hidden
+            self.at[0] = (at + hidden.shape[0]) % 8
+        return self.middle(hidden) + hidden @ self.queue.clone()
+
+
+class SortsByNumpy(Net):
+    def inside(self, hidden):
+        order = torch.from_numpy(hidden.detach().numpy().argsort(axis=1))
+        return self.middle(hidden).gather(1, order)
+
+
+@pytest.mark.parametrize("kind", [MakesALayer, WritesAt, SortsByNumpy])
+def test_what_no_trace_can_have_runs_as_it_is(kind):
+    """Each was refused, by what an earlier look had found or by what autopipe asks itself."""
+    assert len(trace_model(built(kind), inputs, square).regions) == 1
+    assert unlike(built(kind)) == []
+
+
 def test_a_backward_hook_on_all_modules_is_called_so():
     """Bug: "BackwardHookFunction is torch's own, and not for one process alone"."""
     hook = register_module_full_backward_hook(lambda *_: None)
