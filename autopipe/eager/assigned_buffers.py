@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopipe.eager.holders import Part, modules_among, tensors_of
 from autopipe.errors import CaptureError
 from autopipe.frontend.user_lines import begins
 from autopipe.ir.torch_private import is_fake, no_function_modes, storage_key, version
@@ -40,10 +41,12 @@ def put(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
 
 
 @contextmanager
-def as_before(*models: nn.Module) -> Iterator[None]:
-    """Within, models may write and assign their buffers; afterwards these are as they were."""
-    buffers = [(model, buffers_of(model)) for model in models]
+def as_before(*parts: Part) -> Iterator[None]:
+    """Within, buffers may be written and assigned, and other tensors that are kept be written in
+    place, as a graph does both; afterwards they are as they were."""
+    buffers = [(model, buffers_of(model)) for model in modules_among(parts)]
     values = [(own, own.detach().clone()) for _, known in buffers for own in known.values()]
+    others = [(own, version(own), own.detach().clone()) for own in tensors_of(*parts)]
     try:
         yield
     finally:
@@ -52,6 +55,9 @@ def as_before(*models: nn.Module) -> Iterator[None]:
                 put(model, known)
             for own, was in values:
                 own.copy_(was)
+            for own, count, was in others:
+                if version(own) != count:
+                    own.copy_(was)
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
-from torch import nn
-
 from autopipe.eager.assigned_buffers import as_before
-from autopipe.eager.holders import MOST, holders_of
+from autopipe.eager.holders import MOST, Part, holders_of
 from autopipe.eager.iterators import Rewindable
 from autopipe.eager.second_run import calls_of
 
@@ -24,8 +22,8 @@ class Counts:
     counts.ahead(1_000)         self.step = 1_004
     """
 
-    def __init__(self, *models: nn.Module) -> None:
-        self._holders = holders_of(*models)
+    def __init__(self, *parts: Part) -> None:
+        self._holders = holders_of(*parts)
         self._before = self._now()
         self._rises: dict[tuple[int, Any], Any] | None = None
 
@@ -68,7 +66,7 @@ def _count(value: Any) -> Any:
     return len(value) if isinstance(value, list) else value
 
 
-def runs_ahead(models: Sequence[nn.Module], run: Callable[[], object]) -> Iterator[Hashable]:
+def runs_ahead(parts: Sequence[Part], run: Callable[[], object]) -> Iterator[Hashable]:
     """The calls of torch of a run, of a second one, and of others far ahead if anything counts.
 
     Buffers are as before in each: what runs differ in is what Python keeps, as a graph has buffers.
@@ -78,11 +76,11 @@ def runs_ahead(models: Sequence[nn.Module], run: Callable[[], object]) -> Iterat
     """
 
     def calls() -> Hashable:
-        with as_before(*models):
+        with as_before(*parts):
             return calls_of(run)
 
     yield calls()
-    counts = Counts(*models)
+    counts = Counts(*parts)
     yield calls()
     for number in AHEAD if counts.risen else ():
         counts.ahead(number)

@@ -7,22 +7,26 @@ global STEP; STEP += 1          the globals of the file that a class stands in
 nonlocal step; step += 1        what a method closes over, its own attributes, its defaults;
                                 a function in an attribute too
 next(self.ids)                  an iterator, wherever a value may be (`eager.iterators`)
+
+What changes elsewhere (a clock, bytes) is found by a second run (`second_run.check_unseen`).
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from autopipe.eager.frozen import FIXED, INTERNAL, VALUES
 from autopipe.eager.iterators import Rewindable
+from autopipe.ir.torch_private import is_fake
 
 DEPTH = 3
 """So far down objects, dicts and lists are looked into: `self.trainer.schedule.state["step"]`."""
@@ -67,9 +71,41 @@ class Holder:
         return {key: value for key, value in self.own.items() if key not in INTERNAL}
 
 
-def holders_of(*models: nn.Module) -> list[Holder]:
+Part = nn.Module | Callable[..., Any]
+"""What a user hands over: a model, or a loss, which may be a function or an object."""
+
+MOST_ELEMENTS = 2**22
+"""Of a tensor up to which it is put back; larger ones of a user's file are rather data."""
+
+
+def modules_among(parts: Iterable[Part]) -> list[nn.Module]:
+    """Those parts that are modules."""
+    return [part for part in parts if isinstance(part, nn.Module)]
+
+
+def tensors_of(*parts: Part) -> list[Tensor]:
+    """The tensors that Python keeps beside parameters and buffers, each once."""
+    kept = (value for holder in holders_of(*parts) for value in list(holder.own.values()))
+    found = {id(value): value for value in kept if isinstance(value, Tensor)}
+    return [t for t in found.values() if _is_written_to(t) and t.numel() <= MOST_ELEMENTS]
+
+
+def _is_written_to(tensor: Tensor) -> bool:
+    """Whether a model may write a tensor in place, and it has values."""
+    beside = isinstance(tensor, nn.Parameter) or is_fake(tensor) or tensor.is_inference()
+    return not beside and tensor.layout == torch.strided and not tensor.is_meta
+
+
+def holders_of(*parts: Part) -> list[Holder]:
     """All of them: those of modules, of their classes and files, and what stands in these."""
     found: dict[int, Holder] = {}
+    models = modules_among(parts)
+    for part in parts:
+        if not isinstance(part, nn.Module):
+            found |= _of_function(part)
+            own = getattr(getattr(part, "__self__", part), "__dict__", None)
+            if isinstance(own, dict) and not isinstance(part, FunctionType | nn.Module):
+                found[id(own)] = Holder(type(getattr(part, "__self__", part)).__qualname__, own)
     for model in models:
         for path, module in model.named_modules():
             found.setdefault(id(module), Holder(path, vars(module)))

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 from autopipe.eager.assigned_buffers import as_before, buffers_of
 from autopipe.eager.frozen import INTERNAL, frozen
-from autopipe.eager.holders import Holder, holders_of
+from autopipe.eager.holders import Holder, Part, holders_of, modules_among
 from autopipe.eager.iterators import Rewindable, is_iterator, place_of, put_at
 from autopipe.ir.graph import tensors_in
 from autopipe.ir.torch_private import buffer_names, is_fake
 
 
 @contextmanager
-def restoring(*models: nn.Module) -> Iterator[Callable[[], tuple[str, ...]]]:
-    """Restore after the block what models keep: buffers, hooks, and what `holders_of` finds.
+def restoring(*parts: Part) -> Iterator[Callable[[], tuple[str, ...]]]:
+    """Restore after the block what models and losses keep: buffers, hooks, and all `holders_of`.
 
     What a model keeps from one call to the next is then as before its first; the hooks too that it
     registers in its first call, as it notes that it has done so.
@@ -29,17 +29,17 @@ def restoring(*models: nn.Module) -> Iterator[Callable[[], tuple[str, ...]]]:
         a function that gives the names of what Python has kept by now that was not there before.
     """
     with (
-        as_before(*models),
-        _restoring_registered(models) as registered,
-        _restoring_kept(models) as changed,
+        as_before(*parts),
+        _restoring_registered(modules_among(parts)) as registered,
+        _restoring_kept(parts) as kept,
     ):
-        yield lambda: (*changed(), *registered())
+        yield lambda: (*kept(), *registered())
 
 
 @contextmanager
-def _restoring_kept(models: Sequence[nn.Module]) -> Iterator[Callable[[], tuple[str, ...]]]:
+def _restoring_kept(parts: Sequence[Part]) -> Iterator[Callable[[], tuple[str, ...]]]:
     """As `restoring` has it, of all but what is registered with modules."""
-    holders = holders_of(*models)
+    holders = holders_of(*parts)
     drawn = _drawn_from(holders)
     before = [(holder, _with_copies(holder.values())) for holder in holders]
 
@@ -83,9 +83,10 @@ def _restoring_registered(models: Sequence[nn.Module]) -> Iterator[Callable[[], 
     """The same of hooks and names of buffers, and of whether modules are in training.
 
     Yields:
-        a function that gives the names of the buffers that there were not before.
+        a function that gives the names of the buffers that there were not before, and of hooks.
     """
-    modules = [module for model in models for module in model.modules()]
+    paths = {module: path for model in models for path, module in model.named_modules()}
+    modules = list(paths)
     wanted = ["training", *(name for name in INTERNAL if "hooks" in name)]
     before = [
         (module, _with_copies({n: vars(module)[n] for n in wanted if n in vars(module)}))
@@ -95,11 +96,17 @@ def _restoring_registered(models: Sequence[nn.Module]) -> Iterator[Callable[[], 
     empty = [(module, n) for module in modules for n in names[module] if getattr(module, n) is None]
     known = {name for model in models for name in buffers_of(model)}
 
-    def registered() -> tuple[str, ...]:
-        return tuple(n for model in models for n in buffers_of(model) if n not in known)
+    def changed() -> tuple[str, ...]:
+        hooks = (
+            f"{paths[module]}.{name}".strip(".").replace("._", ".")
+            for module, own in before
+            for name, (value, was) in own.items()
+            if vars(module)[name] is not value or (was and not _same(_entries(value), was))
+        )
+        return (*hooks, *(n for model in models for n in buffers_of(model) if n not in known))
 
     try:
-        yield registered
+        yield changed
     finally:
         for module, was in before:
             _put_back(vars(module), was)

@@ -3,6 +3,7 @@
     random.random() < 0.5         after other seeds of Python's and numpy's generators
     self.count += 1               after its own first call
     if self.step < 10:            a buffer that each call changes
+    time.time() % 2 < 1           what is in no attribute: a clock, bytes, a file
 
 A trace has what one run computes, for good: numbers from outside torch are constants in it, and so
 is what the model keeps in plain attributes. Some models draw a number that changes nothing
@@ -15,6 +16,7 @@ from __future__ import annotations
 import marshal
 import random
 import sys
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -27,7 +29,12 @@ from autopipe.eager.assigned_buffers import buffers_of
 from autopipe.errors import CaptureError
 from autopipe.frontend import user_lines
 from autopipe.ir.graph import tensors_in
-from autopipe.ir.torch_private import is_fake, is_transformed, version
+from autopipe.ir.torch_private import (
+    is_fake,
+    is_transformed,
+    no_function_modes,
+    version,
+)
 from autopipe.planfile.parts import Read
 
 RUNS = 8
@@ -40,11 +47,62 @@ BINARY = 2
 """Marshal's format in which equal values are equal bytes: later ones depend on references."""
 
 
-def calls_of(run: Callable[[], object]) -> tuple[Hashable, ...]:
+Call = tuple[tuple[str, Any], ...]
+"""Of a call of torch the function with its numbers, and of each tensor its shape and its values."""
+
+
+def calls_of(run: Callable[[], object]) -> tuple[Call, ...]:
     """The calls of torch that a run makes, with the numbers and small tensors that go into them."""
-    with _Noted() as noted:
+    with Noted() as noted:
         run()
     return tuple(noted.calls)
+
+
+def check_unseen(first: Sequence[Call], again: Callable[..., object]) -> None:
+    """Refuse a model whose second call is another one, though nothing is seen to have changed.
+
+    A second call may leave calls of the first out: these have filled a cache (`functools.cache`).
+
+    Args:
+        first: the calls of torch of a first run.
+        again: makes another run, with the buffers and the random numbers of the first, within what
+            a function gives.
+
+    Raises:
+        CaptureError: names the line at which it does otherwise.
+    """
+    second = Noted()
+    again(lambda: second)
+    position = _parting(first, second.calls)
+    if position == len(second.calls):
+        return
+    noted = Noted(until=position)  # what is kept has changed once more; the line has not
+    again(lambda: noted)
+    at = f"{noted.place}: " if noted.place else ""
+    raise CaptureError(
+        f"{at}the model computes something else here in a second call on the same rows: it "
+        "keeps something outside of attributes and variables (bytes, a file), or reads a clock; a "
+        "graph is that of a first call",
+        hint="count in a buffer, register_buffer, and write that in place; draw with torch",
+    )
+
+
+def _parting(first: Sequence[Call], second: Sequence[Call]) -> int:
+    """The position of the first call of `second` that `first` does not have, in order."""
+    left = iter(first)
+    for position, call in enumerate(second):
+        if not any(_same(one, call) for one in left):  # goes on behind the last one that was found
+            return position
+    return len(second)
+
+
+def _same(one: Call, other: Call) -> bool:
+    """Whether two calls are the same, or the other has what the first run has made and kept."""
+    if one == other:
+        return True
+    pairs = list(zip(one[1:], other[1:], strict=False))
+    alike = one[0] == other[0] and len(one) == len(other)
+    return alike and all(a == b or (a[0] == b[0] and a[1] is None) for a, b in pairs)
 
 
 def check_draws(before: Hashable, run: Callable[[], object]) -> None:
@@ -150,29 +208,69 @@ class Draws(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Noted(TorchFunctionMode):
-    """Notes calls with the numbers and the small tensors that go into them.
+class Noted(TorchFunctionMode):
+    """Notes calls with the numbers and the small tensors that go into them from outside.
 
-    To ask what a tensor looks like (`x.dtype`, `x.shape`) computes nothing: that is no call.
+    Of what an earlier call has made no values are noted: they are known by that call, or are what
+    memory held before (`torch.empty`).
+
+    `place` is the user's line at the call of number `until`.
+
+    To ask what a tensor looks like (`x.dtype`, `x.shape`), or where it
+    lies, computes nothing: that is no call.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, until: int = -1) -> None:
         super().__init__()
-        self.calls: list[Hashable] = []
+        self.calls: list[Call] = []
+        self.place = ""
+        self._until = until
+        self._made: dict[int, weakref.ref[Tensor]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        plain = [a for a in (*args, *(kwargs or {}).values()) if isinstance(a, int | float | str)]
-        values = [
-            str(tensor.shape)
-            if is_fake(tensor) or is_transformed(tensor) or tensor.numel() > SMALL
-            else marshal.dumps(tensor.detach().to_dense().tolist(), BINARY)  # a text: 20 times
-            for tensor in tensors_in((args, kwargs or {}))
-        ]
-        call = (str(func), repr(plain), *values)
+        plain = _plain((args, kwargs or {}))
+        with no_function_modes():  # to look at a value is no read of the model's
+            given = [
+                (str(tensor.shape), self._values(tensor))
+                for tensor in tensors_in((args, kwargs or {}))
+            ]
+        call = (str(func), repr(plain)), *given
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) or getattr(func, "__name__", "") != "__get__":
+        looks = getattr(func, "__name__", "") in ("__get__", "untyped_storage")
+        if isinstance(result, Tensor) or not looks:
+            if len(self.calls) == self._until:
+                self.place = user_lines.here()
             self.calls.append(call)
+        name = getattr(func, "__name__", "")
+        for tensor in tensors_in((args, kwargs or {}) if name == "numpy" else ()):
+            self._made.pop(id(tensor), None)  # numpy may write it
+        for tensor in tensors_in(result):
+            self._made[id(tensor)] = weakref.ref(tensor)
         return result
+
+    def _values(self, tensor: Tensor) -> bytes | None:
+        """The values of a small tensor that no call before has made; parameters keep theirs."""
+        if isinstance(tensor, nn.Parameter) or is_fake(tensor):
+            return None
+        if is_transformed(tensor) or tensor.numel() > SMALL:
+            return None
+        made = self._made.get(id(tensor))
+        if made is not None and made() is tensor:
+            return None
+        dense = tensor.detach().to_dense()
+        return marshal.dumps(dense.tolist(), BINARY)  # a text takes 20 times as long
+
+
+def _plain(arg: Any) -> Any:
+    """The numbers and texts of an argument; of anything else its kind."""
+    if isinstance(arg, tuple | list):
+        return [*map(_plain, arg)]
+    if isinstance(arg, dict):
+        return {key: _plain(value) for key, value in arg.items()}
+    if isinstance(arg, slice):
+        return [*map(_plain, (arg.start, arg.stop, arg.step))]
+    known = isinstance(arg, int | float | complex | str) or type(arg).__module__ == "numpy"
+    return arg if known and not isinstance(arg, Tensor) else type(arg).__name__
 
 
 def _numpy() -> Any:

@@ -3,11 +3,13 @@
 a hook on a gradient                  a graph has no backward of its own
 a parameter frozen or freed           which are trained is decided before the first forward
 a parameter's gradient read           it holds what earlier micro-batches left
-random numbers seeded by the model    every random op of a graph has a stream of its own
+random numbers seeded by the model    every random op has a stream of its own (`seeds`)
 hooks on what autograd saves          they may change it
 x.data = y                            a tensor of a graph is made once
+x.apply_(f)                           Python computes each element
 
-`x.data` is read as `x.detach()`, its other name that a trace knows.
+Modes that forward enters stand in `unsaid_modes`. `x.data` is read as `x.detach()`, its other name
+that a trace knows.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from autopipe.eager.registered import new_parameters
+from autopipe.eager.seeds import RefusedSeeds
 from autopipe.errors import CaptureError, Uncaptured
 from autopipe.frontend import user_lines
 from autopipe.frontend.refusals import depends_on_values
@@ -29,7 +32,6 @@ from autopipe.ir import opaque_ops
 from autopipe.ir.graph import tensors_in
 from autopipe.ir.torch_patches import seeing_saved_tensors_hooks
 from autopipe.ir.torch_private import (
-    TorchDispatchMode,
     is_control_flow,
     is_transformed,
     module_backward_hooks,
@@ -89,7 +91,11 @@ def refused(model: nn.Module) -> Iterator[None]:
     Raises:
         CaptureError: names the user's line.
     """
-    with seeing_saved_tensors_hooks(_saving, lambda hooks: None), new_parameters(model), _Seeds():
+    with (
+        seeing_saved_tensors_hooks(_saving, lambda hooks: None),
+        new_parameters(model),
+        RefusedSeeds(),
+    ):
         yield
 
 
@@ -185,12 +191,25 @@ def _freeze(tensor: Tensor, requires_grad: bool = True) -> None:
 
 
 def _gradient(tensor: Tensor) -> None:
-    if isinstance(tensor, nn.Parameter):
+    parameter = isinstance(tensor, nn.Parameter)
+    if parameter or (tensor.requires_grad and (tensor.is_leaf or tensor.retains_grad)):
         raise CaptureError(
-            f"{user_lines.here()}: forward reads the gradient of a parameter, which the "
-            "micro-batches before this one have left",
-            hint="read gradients in the optimizer",
+            f"{user_lines.here()}: forward reads the gradient of a "
+            f"{'parameter' if parameter else 'tensor'}, which the micro-batches before this one "
+            "have left",
+            hint="read gradients in the optimizer"
+            if parameter
+            else "torch.autograd.grad(..., create_graph=True) gives a gradient and leaves none",
         )
+
+
+def _elementwise(tensor: Tensor, *args: Any) -> None:
+    raise Uncaptured(
+        f"{user_lines.here()}: a function of Python's computes the elements of a tensor, which no "
+        "graph has",
+        hint="write it with ops of torch: torch.where(x > 0, a, b)",
+        whole=True,
+    )
 
 
 def _is_another_value(tensor: Tensor, value: Tensor) -> bool:
@@ -298,6 +317,8 @@ _REFUSALS: dict[Any, Callable[..., None]] = {
     _SET_DATA: _data,
     torch.autograd.grad: _inner_gradient,
     Tensor.grad_fn.__get__: _function_behind,  # type: ignore[union-attr]
+    Tensor.apply_: _elementwise,
+    Tensor.map_: _elementwise,
     Tensor.__setitem__: _write_where,
     Tensor.index_put: _write_where,
     Tensor.index_put_: _write_where,
@@ -316,24 +337,3 @@ class RefusedEffects(TorchFunctionMode):
         if refuse is not None:
             refuse(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
-
-
-class _Seeds(TorchDispatchMode):
-    """Refuses random ops whose numbers the model itself has seeded."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._seed = torch.initial_seed()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            own = kwargs.get("generator") is not None
-            if own or torch.initial_seed() != self._seed:
-                which = "from a generator of its own" if own else "after a seed that it sets itself"
-                raise CaptureError(
-                    f"{user_lines.here()}: the model draws random numbers {which}; in a plan every "
-                    "random op draws anew from a seed of run, step and micro-batch",
-                    hint="draw fixed numbers once, in __init__, and keep them with register_buffer",
-                )
-        return func(*args, **kwargs)

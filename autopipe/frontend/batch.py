@@ -60,6 +60,8 @@ def rebuild(batch: object, leaves: Mapping[str, Any]) -> Any:
             return {k: walk(v, f"{path}.{k}" if path else str(k)) for k, v in tree.items()}
         if isinstance(tree, Sequence) and not isinstance(tree, str):
             items = [walk(v, f"{path}.{i}" if path else str(i)) for i, v in enumerate(tree)]
+            if hasattr(tree, "_fields"):  # a named tuple
+                return type(tree)(*items)
             return tuple(items) if isinstance(tree, tuple) else items
         return leaves[path or "0"]
 

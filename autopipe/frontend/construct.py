@@ -125,6 +125,7 @@ class _Parts:
         lazy = is_lazy(parameter)  # a first call will give it its shape, in place
         if lazy or not isinstance(parameter, nn.Parameter) or is_fake(parameter):
             return None
+        _check_kind(name, parameter)
         if self.until == "registered":
             return self._fake(parameter)
         self.held += parameter.numel() * parameter.element_size()
@@ -155,6 +156,19 @@ class _Parts:
             fake = fake_parameter(self.mode, parameter)
             known = self.made[id(parameter)] = weakref.ref(parameter), fake
         return known[1]
+
+
+def _check_kind(name: str, parameter: nn.Parameter) -> None:
+    """Refuse a parameter whose class has a say in what torch computes of it."""
+    for kind in type(parameter).__mro__:
+        if kind.__module__.startswith("torch."):
+            return
+        if {"__torch_function__", "__torch_dispatch__"} & vars(kind).keys():
+            raise ModelError(
+                f"the parameter {name!r} is a {kind.__name__}, a class of tensors that overrides "
+                "functions of torch; a graph has plain tensors",
+                hint="keep a plain nn.Parameter, and compute in forward what the class does",
+            )
 
 
 def _root(error: BaseException) -> BaseException:
@@ -207,11 +221,13 @@ def fake_copy(model: nn.Module) -> nn.Module:
     shared. A hook that closes over a part of the model closes over its copy.
 
     Raises:
-        ModelError: a part cannot be copied, a generator for example; names the attribute.
+        ModelError: a part cannot be copied, a generator for example; names the attribute. Or a
+            parameter is of a class that overrides torch's functions.
     """
     mode = fake_mode()
     memo: dict[int, object] = {}
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
+        _check_kind(name, parameter)
         known = is_fake(parameter)
         memo[id(parameter)] = parameter if known else fake_parameter(mode, parameter)
     for buffer in model.buffers():
@@ -275,19 +291,23 @@ def _with_empty_cells(function: FunctionType) -> FunctionType:
     return made
 
 
-def _another(value: Any) -> Any:
-    """Another iterator at the same place, which then goes on by itself; or the value."""
+def _another(value: Any, memo: dict[int, Any]) -> Any:
+    """Another iterator at the same place, which then goes on by itself; what removes a hook of the
+    model's, of the copy; or the value."""
+    if isinstance(value, torch.utils.hooks.RemovableHandle):
+        return copy.deepcopy(value, memo)
     if isinstance(value, Iterator):
         with suppress(TypeError):  # a generator
             return copy.deepcopy(value)
     return value
 
 
-def _close_over(made: FunctionType, function: FunctionType, memo: Mapping[int, Any]) -> None:
+def _close_over(made: FunctionType, function: FunctionType, memo: dict[int, Any]) -> None:
     """Let a copy of a function hold copies of what the model holds, and all else as it is."""
     for cell, old in zip(made.__closure__ or (), function.__closure__ or (), strict=True):
         with suppress(ValueError):  # nothing in it yet
-            cell.cell_contents = memo.get(id(old.cell_contents), _another(old.cell_contents))
+            value = old.cell_contents
+            cell.cell_contents = memo.get(id(value), _another(value, memo))
     made.__defaults__ = function.__defaults__ and tuple(
         memo.get(id(value), value) for value in function.__defaults__
     )

@@ -15,6 +15,8 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+from torch import nn
+
 from autopipe.errors import CaptureError, RowsFixed, Uncaptured
 from autopipe.frontend import user_lines
 from autopipe.ir.torch_private import DynamicOutputShapeException
@@ -67,6 +69,16 @@ def in_a_trace(error: Exception, loss: Callable[..., Any] | None) -> CaptureErro
     """The error for code that runs on real values and fails on a trace's values."""
     if isinstance(error, DynamicOutputShapeException):
         return depends_on_values(user_lines.of_error(error))
+    outside = _OUTSIDE.search(str(error))
+    if outside is not None:
+        part = outside[1].rpartition(".")[0].removeprefix("model").lstrip(".")
+        return CaptureError(
+            f"{part or 'the model'} computes with a tensor that is none of the model's parameters "
+            "and buffers: that of a module in a plain list or dict, which torch does not know "
+            "either, or one that was computed from parameters and kept",
+            hint="nn.ModuleList, nn.ModuleDict, nn.ParameterList and register_buffer make them the "
+            "model's",
+        )
     in_loss = _passes(error, loss)
     whose, kind = ("loss(outputs, batch)", CaptureError) if in_loss else ("the model", Uncaptured)
     return kind(
@@ -74,6 +86,10 @@ def in_a_trace(error: Exception, loss: Callable[..., Any] | None) -> CaptureErro
         hint="while a model is captured its tensors have shapes and no values: nothing outside "
         "torch can compute with them",
     )
+
+
+_OUTSIDE = re.compile(r"a fake tensor in the exported program const.* attribute: ([\w.]+)\.", re.S)
+"""What export says of a constant that has no values."""
 
 
 def fixes_rows(error: Exception) -> bool:
@@ -144,7 +160,8 @@ _SIZES = "torch.fx.experimental.symbolic_shapes"
 
 
 def _passes(error: Exception, function: Callable[..., Any] | None) -> bool:
-    code = getattr(function, "__code__", None)
+    own = type(function).forward if isinstance(function, nn.Module) else function
+    code = getattr(own, "__code__", None)
     frames: Iterable[Any] = traceback.walk_tb(error.__traceback__)
     return code is not None and any(frame.f_code is code for frame, _ in frames)
 

@@ -7,6 +7,8 @@
     averaging_by_tensors         forward of batch norms        with momentum=None
     counting_rows                Python's len                  of a tensor is a symbol in a trace
     one_process                  distributed.is_initialized    ranks trace what was planned
+    inference_without_gradients  inference_mode                export takes no note of it
+    not_compiling                compiler.is_compiling         a trace has eager's branches
     replacing                    a function of Python's        torch.cond, packed sequences
 
 Patches that touch private names stand in `ir.torch_private`; those of transformers in
@@ -16,6 +18,7 @@ Patches that touch private names stand in `ir.torch_private`; those of transform
 from __future__ import annotations
 
 import builtins
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -175,6 +178,44 @@ def counting_rows() -> Iterator[None]:
         return of.shape[0] if isinstance(of, Tensor) and of.ndim else own(of)
 
     with patched(builtins, "len", asked):
+        yield
+
+
+@contextmanager
+def inference_without_gradients() -> Iterator[None]:
+    """Within, `torch.inference_mode` switches gradients off, or on again, and does no more.
+
+    Export keeps no note of it: what was computed within would have gradients in a graph.
+    """
+    kind: Any = torch.inference_mode
+
+    def enter(self: Any) -> None:
+        mode = torch.no_grad() if self.mode else torch.enable_grad()
+        vars(self).setdefault("instead", []).append(mode)
+        mode.__enter__()
+
+    def leave(self: Any, *error: Any) -> None:
+        self.instead.pop().__exit__(*error)
+
+    with patched(kind, "__enter__", enter), patched(kind, "__exit__", leave):
+        yield
+
+
+@contextmanager
+def not_compiling() -> Iterator[None]:
+    """Within, code that is not torch's own is told that it is neither compiled nor exported.
+
+    A trace is to have the branches that eager execution takes; torch's own code must know better.
+    """
+
+    def asked(question: Callable[[], bool]) -> bool:
+        caller = sys._getframe(3)  # behind `_asking` and `_asked_instead`
+        torchs = caller.f_globals.get("__name__", "").partition(".")[0] == "torch"
+        return torchs and bool(own_of(question)())
+
+    with ExitStack() as until:
+        for question in (torch.compiler.is_compiling, torch.compiler.is_exporting):
+            until.enter_context(replacing(question, partial(asked, question)))
         yield
 
 

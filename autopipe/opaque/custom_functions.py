@@ -24,7 +24,13 @@ from torch.utils.checkpoint import checkpoint
 from autopipe.errors import AutopipeError, CaptureError, Uncaptured
 from autopipe.frontend import user_lines
 from autopipe.ir.torch_patches import replacing_custom_functions
-from autopipe.ir.torch_private import TorchDispatchMode, no_modes, storage_key, version
+from autopipe.ir.torch_private import (
+    TorchDispatchMode,
+    no_function_modes,
+    no_modes,
+    storage_key,
+    version,
+)
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -96,7 +102,8 @@ def as_ops() -> Iterator[None]:
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
         arguments = tuple(_PLACE if isinstance(arg, Tensor) else arg for arg in args)
         name = f"{kind.__module__}.{kind.__qualname__}"
-        call = f"{name}({', '.join(map(repr, arguments))})"
+        held = [f"{key}={value!r}" for key, value in _held(kind).items()]
+        call = f"{name}({', '.join([*map(repr, arguments), *held])})"
         if seen.setdefault(call, kind) is not kind:
             raise _refusal(kind, "is one of two of that name")
         _known[call] = _Applied(kind, apply, arguments)
@@ -112,15 +119,55 @@ def _draws(applied: _Applied, tensors: Sequence[Tensor]) -> bool:
     """Whether a Function draws random numbers, which come from a stream of its own then.
 
     It is applied to copies, where no trace sees it.
+
+    Raises:
+        CaptureError: its backward writes what it was given.
     """
-    with no_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]), _Drawing() as drawing:
+    copies = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
+    with no_modes(), no_function_modes(), torch.random.fork_rng(devices=[]):
         try:
-            _results(applied, [tensor.detach().clone() for tensor in tensors])
+            with _Drawing() as drawing:
+                results = _results(applied, copies)
+            written = _written_by_backward(results, copies)
         except AutopipeError:
             raise
         except Exception:  # it reads values, which a trace answers, or fails there as well
             return False
+    if written:
+        raise CaptureError(
+            f"{user_lines.here()}: the backward of {applied.kind.__module__}."
+            f"{applied.kind.__qualname__} writes a tensor that its forward is given: in a pipeline "
+            "later micro-batches have read it by then",
+            hint="write buffers in forward, or give the sum of gradients to the optimizer",
+        )
     return bool(drawing.seen)
+
+
+def _written_by_backward(results: Sequence[Tensor], given: Sequence[Tensor]) -> bool:
+    made = [result for result in results if result.requires_grad]
+    wanted = [tensor for tensor in given if tensor.requires_grad]
+    before = [version(tensor) for tensor in given]
+    if made:
+        gradients = [torch.ones_like(result) for result in made]
+        torch.autograd.grad(made, wanted, gradients, allow_unused=True)
+    return before != [version(tensor) for tensor in given]
+
+
+def _held(kind: type) -> dict[str, Any]:
+    """The numbers and texts that the code of a Function reads of its class and of its file.
+
+    A run reads them whenever it calls the Function; where a model changes them, its graph is that
+    of one call.
+    """
+    found = {}
+    for method in ("forward", "setup_context", "backward"):
+        code = inspect.unwrap(getattr(kind, method))
+        if inspect.isfunction(code) and not code.__module__.startswith("torch."):
+            for name in code.__code__.co_names:
+                value = getattr(kind, name, code.__globals__.get(name))
+                if type(value) in (bool, int, float, str):
+                    found[name] = value
+    return dict(sorted(found.items()))
 
 
 class _Drawing(TorchDispatchMode):
@@ -147,6 +194,13 @@ def _checkpointed(function: Callable[..., Any], keep_numbers: bool, *args: Any) 
 
 
 def _check(kind: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    if kind.__name__ == "BackwardHookFunction":
+        raise CaptureError(
+            f"{user_lines.here()}: a backward hook is set on every module, by torch.nn.modules."
+            "module.register_module_full_backward_hook or its like; it may change gradients, and "
+            "is in no graph",
+            hint="set it on the modules it is meant for, which then run as they are",
+        )
     if kind.__module__.startswith("torch."):
         raise CaptureError(
             f"{user_lines.here()}: {kind.__module__}.{kind.__qualname__} is torch's own, and not "

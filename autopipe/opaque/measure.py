@@ -29,7 +29,7 @@ from autopipe.opaque.sites import Site, SiteCall, Wider, left_in, standing_in
 from autopipe.opaque.sparse import bytes_of, is_sparse, owned
 from autopipe.opaque.states import first_names, named, states_of
 from autopipe.opaque.trees import Unlike, distinct_tensors, parts_of, returned, to_text
-from autopipe.planfile.regions import Region, Result
+from autopipe.planfile.regions import WHOLE, Region, Result
 from autopipe.util.dtypes import name_of
 
 _NO_HOOKS = ("saved tensor hooks", "that doesn't have storage")
@@ -203,7 +203,9 @@ class _Watching:
         self._model = model
         self._states = states
         self._names = first_names(model)
-        self.origins = Origins(self._names)
+        everything = left_in(model, Site("", WHOLE)).items()
+        kept = {id(tensor): name for name, tensor in everything if tensor.grad_fn is not None}
+        self.origins = Origins(self._names, kept)
 
     def called(self, call: SiteCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a call, and note what it does."""
@@ -214,6 +216,8 @@ class _Watching:
         except Unlike as error:
             raise Wider(site, str(error)) from error
         own = named(self._model)
+        if any(isinstance(t, nn.Parameter) and id(t) not in self._names for t in own.values()):
+            raise Wider(site, "its module has other parameters for this call (functional_call)")
         before = {name: (tensor, version(tensor)) for name, tensor in own.items()}
         versions = [version(tensor) for tensor in given]
         positions: dict[int, str | int] = {storage_key(t): n for t, n in self._owned(given)}

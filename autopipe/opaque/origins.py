@@ -13,6 +13,8 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from autopipe.errors import CaptureError
+from autopipe.frontend import user_lines
 from autopipe.ir.graph import tensors_in
 from autopipe.opaque.sites import Site, Wider
 
@@ -22,14 +24,17 @@ class Origins(TorchFunctionMode):
 
     Args:
         names: of the model's parameters and buffers, by their identity.
+        kept: of tensors that modules keep beside them, with gradients of what they were made from.
 
     Raises:
         Wider: one crosses the boundary of a site otherwise than as argument or result.
+        CaptureError: a site reads one that was computed from parameters before the run.
     """
 
-    def __init__(self, names: Mapping[int, str]) -> None:
+    def __init__(self, names: Mapping[int, str], kept: Mapping[int, str]) -> None:
         super().__init__()
         self._names = names
+        self._kept = kept
         self._outside: dict[int, Tensor] = {}
         self._inside: dict[int, tuple[Tensor, Site]] = {}
         self._left: dict[int, tuple[Tensor, str, dict[str, Tensor]]] = {}
@@ -80,6 +85,12 @@ class Origins(TorchFunctionMode):
                 read[name] = tensor
             elif key in self._inside:
                 raise Wider(self._inside[key][1], "a tensor that it makes is read by other code")
+        elif key in self._kept and key not in self._given:
+            raise CaptureError(
+                f"{user_lines.here()}: the model reads {self._kept[key]!r}, computed from "
+                "parameters when the model was built; no graph has the way back to them",
+                hint="compute it in forward",
+            )
         elif key in self._names:
             self._states[self._names[key]] = None
         elif key in self._outside and key not in self._given:

@@ -7,19 +7,18 @@ values that Python reads are recorded in a first run and replayed (`tracing.valu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor, nn
 
-from autopipe.eager import assigned_buffers, second_run, unsaid
-from autopipe.eager.counts import runs_ahead
+from autopipe.eager import assigned_buffers, unsaid, unsaid_modes
+from autopipe.eager.holders import Part
 from autopipe.eager.kept import left_by, restoring
-from autopipe.errors import AutopipeError, CaptureError, ModelError
+from autopipe.errors import CaptureError, ModelError
 from autopipe.frontend import batch as batches
 from autopipe.frontend import refusals
 from autopipe.frontend.loss import Loss, SumCount, outputs_to_loss, plain_tree
@@ -29,17 +28,19 @@ from autopipe.ir.graph import SEQUENCE
 from autopipe.ir.torch_patches import (
     averaging_by_tensors,
     counting_rows,
+    inference_without_gradients,
     leaving_modules_alone,
+    not_compiling,
     one_process,
 )
-from autopipe.ir.torch_private import DynamicOutputShapeException, quiet
+from autopipe.ir.torch_private import quiet
 from autopipe.opaque import branches, packed
 from autopipe.opaque.regions import Running, as_ops
 from autopipe.planfile.parts import InputSpec, Read
-from autopipe.tracing.low_precision import cast, parameters_in
+from autopipe.tracing.low_precision import cast
 from autopipe.tracing.stubs import standing_in
 from autopipe.tracing.user_checkpoints import marking
-from autopipe.tracing.value_guards import NeedsNumbers, ReadsParameter, record, replay
+from autopipe.tracing.value_guards import replay
 from autopipe.util import dims, dtypes
 
 
@@ -54,6 +55,7 @@ class Program(nn.Module):
     Attributes:
         paths: the paths of these tensors; set by the first run.
         assigned: the buffers that the model assigns anew; each run adds those that it finds.
+        by_loss: the same of a loss that is a module.
         caches: the buffers that it fills in its first run, as `assigned_buffers` tells them.
         unsteady: the plain attributes and caches because of which a second run is another one.
         asked_for_others: not empty if it has asked whether there are other processes.
@@ -80,6 +82,7 @@ class Program(nn.Module):
         self.kept = kept
         self.paths: tuple[str, ...] = ()
         self.assigned: set[str] = set()  # changed in place: export undoes what a run assigns
+        self.by_loss: set[str] = set()
         self.caches: set[str] = set()
         self.unsteady: tuple[str, ...] = ()
         self.asked_for_others: Sequence[bool] = ()
@@ -107,7 +110,10 @@ class Program(nn.Module):
             leaving_modules_alone(),
             averaging_by_tensors(),
             counting_rows(),
+            inference_without_gradients(),
+            not_compiling(),
             unsaid.RefusedCalls(),
+            unsaid_modes.refused(),
             branches.as_ops(self.model),
             packed.as_ops(),
         ):
@@ -120,7 +126,8 @@ class Program(nn.Module):
             outputs = self.model(*args, **kwargs)
         if self.kept is not None and self.loss is not None:
             outputs = cast(outputs, self.kept, torch.float32)
-        with left_by(self.model, self.twins if self.loss is not None else ()):
+        left = left_by(self.model, self.twins if self.loss is not None else ())
+        with left, self._buffers_written_by_loss():
             loss = outputs_to_loss(outputs, batch, self.loss, self.model)
         found = tuple(loss) if isinstance(loss, SumCount) else (loss,)
         if self._with_outputs:
@@ -140,9 +147,9 @@ class Program(nn.Module):
         return 1
 
     @property
-    def parts(self) -> tuple[nn.Module, ...]:
-        """The model, and the loss if it is a module."""
-        return (self.model, self.loss) if isinstance(self.loss, nn.Module) else (self.model,)
+    def parts(self) -> tuple[Part, ...]:
+        """The model, and the loss if there is one."""
+        return (self.model,) if self.loss is None else (self.model, self.loss)
 
     @contextmanager
     def _buffers_written(self) -> Iterator[None]:
@@ -153,6 +160,21 @@ class Program(nn.Module):
             yield
         self.assigned |= more.states
         self.caches |= more.caches
+
+    @contextmanager
+    def _buffers_written_by_loss(self) -> Iterator[None]:
+        if self._eager or not isinstance(self.loss, nn.Module):
+            yield
+            return
+        with assigned_buffers.written(self.loss, self.by_loss) as more:
+            yield
+        self.by_loss |= more.states
+        self.caches |= {f"loss.{name}" for name in more.caches}
+
+    @property
+    def all_assigned(self) -> tuple[int, int]:
+        """How many buffers are known to be assigned."""
+        return len(self.assigned), len(self.by_loss)
 
     def refusal(self, error: Exception) -> CaptureError:
         """The `CaptureError` or `ModelError` for an error that a run of the model raised."""
@@ -173,14 +195,14 @@ def capture(
     """Export `program`, whose parameters are fake, on the example batch `leaves`.
 
     Args:
-        reads: the recorded reads of a run (`look`).
+        reads: the recorded reads of a run (`looks.look`).
         alike: path of each module replaced by a stub -> path of its equal (`tracing.stubs`).
         symbolic: whether dims given as text in the specs become symbols, or the example's sizes.
 
     Raises:
         CaptureError: torch.export cannot capture the model; the message names the user's line.
     """
-    tensors = _tensors(leaves, specs)
+    tensors = tensors_of(leaves, specs)
     described = [spec for spec in specs if spec.dtype != "python"]
     dims = tuple(_dynamic(*pair) for pair in zip(described, tensors, strict=True))
     # Export warns of what autopipe handles: attributes set in forward, LSTM's flat weights.
@@ -196,10 +218,10 @@ def capture(
                     dynamic_shapes=(dims,) if symbolic else None,
                 )
 
-        known = set(program.assigned)
+        known = program.all_assigned
         try:
             found = export()
-            return found if program.assigned == known else export()
+            return found if program.all_assigned == known else export()
         except ModelError:
             raise
         except Exception as error:  # export raises whatever the model's own code raises
@@ -208,31 +230,7 @@ def capture(
             raise refusals.in_a_trace(error, program.loss) from error
 
 
-def look(
-    program: Program,
-    leaves: Mapping[str, Any],
-    specs: Sequence[InputSpec],
-    *,
-    within: AbstractContextManager[object],
-    real: Callable[[], nn.Module] | None,
-    numbers: bool = False,
-) -> tuple[Read, ...]:
-    """Run `program` once on real inputs, and record the values that Python reads.
-
-    Args:
-        within: a context manager that is entered for the run.
-        real: builds the model with its weights, for a read that depends on one; None: cannot.
-        numbers: as for `value_guards.record`.
-
-    Raises:
-        NeedsNumbers: as `value_guards.record`.
-        CaptureError: a read cannot be answered; the message names the user's line.
-    """
-    with eager_branches(), libraries_hushed(heard=True):
-        return _record(program, _tensors(leaves, specs), within, real, numbers)
-
-
-def _tensors(leaves: Mapping[str, Any], specs: Sequence[InputSpec]) -> list[Tensor]:
+def tensors_of(leaves: Mapping[str, Any], specs: Sequence[InputSpec]) -> list[Tensor]:
     """The batch's tensors, with a copy of a tensor that occurs twice.
 
     Export would merge the two into one input of the graph: labels would become the tokens.
@@ -255,95 +253,3 @@ def _dynamic(spec: InputSpec, tensor: Tensor) -> dict[int, Any]:
                 known = torch.export.Dim("rows")
             found[number] = known if factor == 1 else int(factor) * known
     return found
-
-
-@dataclass
-class _Look:
-    """Runs of a program on real inputs, whose reads are recorded.
-
-    `numbers` is as for `value_guards.record`.
-    """
-
-    program: Program
-    tensors: Sequence[Tensor]
-    numbers: bool
-
-    def run(self) -> None:
-        self.program(*[tensor.clone() for tensor in self.tensors])
-
-    def reads(self, within: AbstractContextManager[object]) -> tuple[Read, ...]:
-        """The reads of a run; the program learns what makes a second run another one."""
-        with restoring(*self.program.parts) as changed:
-            found = self._watched(within)
-            names = changed()
-        if names:
-            with restoring(*self.program.parts):
-                first, *others = runs_ahead(self.program.parts, self._again)
-            self.program.unsteady = names if any(other != first for other in others) else ()
-        self.program.unsteady += tuple(sorted(self.program.caches))
-        return found
-
-    def _watched(self, within: AbstractContextManager[object]) -> tuple[Read, ...]:
-        """The reads of a run that does nothing that no graph can say."""
-        before, changed = second_run.states(), False
-
-        def run() -> None:
-            nonlocal changed
-            changes = second_run.Changes(self.program.model)
-            with within, unsaid.refused(self.program.model):
-                self.run()
-            changed = changes.seen()
-
-        found = record(run, self.run, numbers=self.numbers)
-        second_run.check_draws(before, self._again)
-        again = second_run.other_reads(found, self._again) if changed and found else None
-        self.program.otherwise = again
-        return found
-
-    def _again(self) -> tuple[Read, ...]:
-        return record(self.run, self.run, numbers=self.numbers)
-
-
-def _record(
-    program: Program,
-    tensors: Sequence[Tensor],
-    within: AbstractContextManager[object],
-    real: Callable[[], nn.Module] | None,
-    numbers: bool,
-) -> tuple[Read, ...]:
-    look = _Look(program, tensors, numbers)
-    try:
-        with quiet(), second_run.restored():
-            return look.reads(within)
-    except ReadsParameter as found:
-        if real is None:
-            raise CaptureError(
-                f"{found.place}: Python reads a value here that depends on the model's weights, "
-                "which are not at hand",
-                hint="express the branch as a computation (torch.where), or plan where the whole "
-                "model fits in memory",
-            ) from found
-    except (ModelError, NeedsNumbers):
-        raise
-    except DynamicOutputShapeException as error:
-        raise program.refusal(error) from error
-    except Exception as error:  # whatever the model's own code raises
-        # Perhaps for the lack of values alone: some kernels have no version for fake tensors.
-        if real is None:
-            raise program.refusal(error) from error
-    fake, program.model = program.model, real()
-    program.twins += (program.model,)
-    try:
-        with parameters_in(program.model, program.kept):
-            if program.model.training != program.training:
-                program.model.train(program.training)
-            try:
-                return look.reads(nullcontext())
-            except NeedsNumbers:
-                return _Look(program, tensors, True).reads(nullcontext())
-    except AutopipeError:
-        raise
-    except Exception as error:  # whatever the model's own code raises
-        raise program.refusal(error) from error
-    finally:
-        program.model = fake

@@ -157,9 +157,9 @@ def constant_of(
     at = f"{places[0]}: " if places and places[0] else ""
     if not isinstance(value, Tensor) or is_fake(value):
         raise CaptureError(
-            f"{at}the model keeps {target.removeprefix('model.')} from one call to the next "
-            "outside its buffers",
-            hint="register it with register_buffer",
+            f"{at}the model keeps {target.removeprefix('model.')}, which is no buffer and was "
+            "computed from parameters or from a batch before",
+            hint="compute it in forward, or register it with register_buffer",
         )
     if value.requires_grad:
         raise CaptureError(

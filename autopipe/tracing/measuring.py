@@ -12,15 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.eager import second_run
-from autopipe.eager.assigned_buffers import as_before
+from autopipe.eager.assigned_buffers import as_before, buffers_of
 from autopipe.eager.kept import restoring
 from autopipe.errors import AutopipeError, CaptureError
 from autopipe.frontend import batch as batches
 from autopipe.frontend.quiet import libraries_hushed
 from autopipe.frontend.transformers_adapter import eager_branches
 from autopipe.ir.torch_patches import replacing
+from autopipe.ir.torch_private import version
 from autopipe.opaque.measure import Fails, Runs, measured
-from autopipe.opaque.sites import Site
+from autopipe.opaque.sites import Site, Wider
 from autopipe.planfile.parts import InputSpec
 from autopipe.planfile.regions import Region
 from autopipe.tracing.export import Program
@@ -76,8 +77,9 @@ class Measuring:
             self._check_again(eager)
             try:
                 return measured(model, sites, runs, why)
-            except Fails as failed:
-                raise eager.refusal(failed.error) from failed
+            except Fails as failed:  # the model has just run, without anybody looking
+                raised = f"it raises {type(failed.error).__name__} where it is measured"
+                raise Wider(failed.site, raised) from failed
 
     @cached_property
     def _model(self) -> nn.Module:
@@ -121,14 +123,18 @@ class Measuring:
         for parameter in parameters:
             parameter.grad = None
         try:
-            with as_before(eager):
+            with as_before(*eager.parts):
                 with torch.random.fork_rng(devices=[]):
                     calls = second_run.calls_of(
                         lambda: found.append(self._once(eager, self.leaves))
                     )
                 loss = found[0][0] if isinstance(found[0], tuple) else found[0]
+                buffers = buffers_of(self._model)
+                before = {name: version(buffer) for name, buffer in buffers.items()}
                 if loss.requires_grad:
                     loss.backward()
+                for name in (n for n, buffer in buffers.items() if version(buffer) != before[n]):
+                    raise _written(name)
             return calls, [parameter.grad for parameter in parameters]
         except AutopipeError:
             raise
@@ -137,6 +143,14 @@ class Measuring:
         finally:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
+
+
+def _written(name: str) -> CaptureError:
+    return CaptureError(
+        f"the buffer {name!r} is written in backward, by a hook, a custom Function or a checkpoint "
+        "that runs forward again: in a pipeline later micro-batches have read it by then",
+        hint="write buffers in forward, outside of checkpoints",
+    )
 
 
 def _same(one: tuple[Hashable, list[Any]], other: tuple[Hashable, list[Any]]) -> bool:

@@ -68,6 +68,15 @@ def _check_tensors(model: nn.Module) -> None:
                 hint="call the model once on a batch where it is built: with torch.no_grad(): "
                 "net(**inputs(2))",
             )
+        if any(
+            stride == 0 and size > 1
+            for stride, size in zip(parameter.stride(), parameter.shape, strict=True)
+        ):
+            raise ModelError(
+                f"{name!r} is an expanded tensor: several of its entries are one in memory, which "
+                "no optimizer can change",
+                hint="make the small tensor the parameter, and expand it in forward",
+            )
     trained = {
         torch_private.storage_key(p): n for n, p in model.named_parameters() if p.requires_grad
     }

@@ -7,7 +7,7 @@ model, batch --look--> reads, equal modules --capture--> ExportedProgram --conve
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import nn
 
 from autopipe.eager import unsaid
 from autopipe.eager.kept import without_values
-from autopipe.errors import AutopipeError, CaptureError, ModelError, Uncaptured
+from autopipe.errors import AutopipeError, CaptureError, ModelError
 from autopipe.frontend import batch as batches
 from autopipe.frontend.loss import Loss, check_arguments
 from autopipe.ir import check
@@ -25,8 +25,9 @@ from autopipe.opaque.search import with_regions
 from autopipe.opaque.trees import Unlike
 from autopipe.planfile.parts import InputSpec, Read
 from autopipe.planfile.regions import Region
-from autopipe.tracing.export import Program, capture, look
+from autopipe.tracing.export import Program, capture
 from autopipe.tracing.from_export import convert
+from autopipe.tracing.looks import look
 from autopipe.tracing.low_precision import (
     SixteenBits,
     check_followers,
@@ -209,12 +210,18 @@ class _Tracing:
         """The values that Python reads in a run, and the modules that are alike."""
         program, leaves, specs = self.program, self.leaves, self.specs
         for foretell in (True, False):
-            likeness = Likeness(program.model, foretell=foretell)
-            within = likeness.watching()
+            proofs: list[Likeness] = []  # of the first run, and of a second one that is compared
+
+            def within(
+                proofs: list[Likeness] = proofs, foretell: bool = foretell
+            ) -> AbstractContextManager[object]:
+                proofs.append(Likeness(program.model, foretell=foretell))
+                return proofs[-1].watching()
+
             reads = look(program, leaves, specs, within=within, real=real, numbers=numbers)
-            if not likeness.misled:
+            if not proofs[0].misled:
                 break
-        return reads, likeness.alike
+        return reads, proofs[0].alike
 
     def export(self, reads: Sequence[Read], alike: Mapping[str, str]) -> Trace:
         """The trace with these reads, and with stubs for the modules in `alike`."""
@@ -223,8 +230,9 @@ class _Tracing:
             exported = capture(
                 program, self.leaves, self.specs, reads=reads, alike=alike, symbolic=self.symbolic
             )
-        except Uncaptured as error:
-            outside = without_values(program.model) if _LIFTED in error.message else []
+        except CaptureError as error:
+            lifted = _LIFTED in str(error.__cause__)
+            outside = without_values(program.model) if lifted else []
             if not outside:
                 raise
             raise _kept_outside(outside) from error

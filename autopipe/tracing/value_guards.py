@@ -10,7 +10,7 @@ tracing, (2) recorded, and (3) checked on every micro-batch by a node in the gra
              each leaves `autopipe::read(tensor, i)` in the graph.
     check    at run time that node compares the tensor with the record.
 
-A number that nothing depends on (`tracing.logged_reads`) leaves no node: nothing needs a check.
+A number that nothing depends on (`eager.logged_reads`) leaves no node: nothing needs a check.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from autopipe.eager.logged_reads import Looked, used
 from autopipe.errors import AutopipeError, CaptureError, ModelError
 from autopipe.frontend import refusals, user_lines
 from autopipe.ir.graph import tensors_in
@@ -39,7 +40,6 @@ from autopipe.ir.torch_private import (
 )
 from autopipe.opaque.custom_functions import as_ops
 from autopipe.planfile.parts import Read
-from autopipe.tracing.logged_reads import Looked, used
 
 
 class ReadsParameter(Exception):

@@ -77,7 +77,9 @@ def check(request: PlanRequest, skeleton: nn.Module, traced: Trace, example: Any
         model = with_weights(request, skeleton, traced.graph)
         both = model and _both(request, traced, model, _two(request, example, traced), say)
     if both:
-        tolerance = TOLERANCE.get(KEPT.get(request.precision, torch.float32), 1e-4)
+        low = KEPT.get(request.precision, torch.float32)
+        made = {s.dtype for node in traced.graph.nodes for s in node.outputs if s is not None}
+        tolerance = max(TOLERANCE.get(dtype, 1e-4) for dtype in {low, *made})
         eager, found, ahead = both
         compare(traced, eager, found, tolerance)
         for calls, later in zip(AHEAD, ahead[1:], strict=False):
@@ -128,7 +130,7 @@ def _both(
     followers = {name: model.get_parameter(name) for name in written_parameters(traced.graph)}
     with ExitStack() as until:
         until.enter_context(_as_it_was(model))
-        if isinstance(request.loss, nn.Module):
+        if request.loss is not None:
             until.enter_context(restoring(request.loss))
         until.enter_context(parameters_in(model, kept))
         if any(is_random(node) for node in traced.graph.nodes):

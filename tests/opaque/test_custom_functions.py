@@ -9,8 +9,9 @@ from torch.utils.checkpoint import checkpoint
 
 from autopipe.errors import CaptureError
 from autopipe.ir.dataflow import is_random
+from autopipe.planners.driver import against_eager
 from tests.support.autograd_functions import Double
-from tests.support.odd_models import Net, built, inputs, square, unlike
+from tests.support.odd_models import Net, built, inputs, refusal, square, unlike
 from tests.support.staged import trace_model
 
 
@@ -290,3 +291,55 @@ def test_one_that_draws_random_numbers_has_a_stream_of_its_own():
     assert is_random(node)
     quiet = trace_model(built(Adversary), inputs, square).graph
     assert not any(map(is_random, quiet.nodes))
+
+
+class KeepsGradients(torch.autograd.Function):
+    """Its backward keeps the mean of gradients in a buffer, by which the next forward divides."""
+
+    @staticmethod
+    def forward(ctx, x, mean):
+        ctx.mean = mean
+        return x / (1 + mean)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.mean.add_(gradient.abs().mean())
+        return gradient, None
+
+
+class ByLastGradients(Net):
+    def begin(self):
+        self.register_buffer("mean", torch.zeros(()))
+
+    def inside(self, hidden):
+        return KeepsGradients.apply(self.middle(hidden), self.mean)
+
+
+def test_a_backward_that_writes_a_buffer_is_refused():
+    """Bug: two micro-batches had gone forward before the first backward, and nobody said so."""
+    with pytest.raises(CaptureError, match="KeepsGradients writes a tensor that its forward is gi"):
+        trace_model(built(ByLastGradients), inputs, square)
+
+
+class ByStrength(torch.autograd.Function):
+    strength = 1.0
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ByStrength.strength
+
+
+class Anneals(Net):
+    def inside(self, hidden):
+        ByStrength.strength += 1
+        return ByStrength.apply(self.middle(hidden))
+
+
+def test_a_number_that_only_backward_reads_is_part_of_the_call(monkeypatch):
+    """Bug: forward made the same calls each time, so the strength of the first one was kept."""
+    monkeypatch.setattr(against_eager, "MOST_BYTES", 0)
+    assert "the model keeps ByStrength.strength from one call to the" in refusal(built(Anneals))

@@ -531,6 +531,25 @@ def test_it_is_not_run_again_in_another_stage_nor_in_backward():
     assert not analyse(traced.graph).local[position]
 
 
+class ByLastGradients(Net):
+    """A hook keeps the size of gradients, by which the next forward divides."""
+
+    def begin(self):
+        self.register_buffer("size", torch.ones(()))
+        self.middle.register_full_backward_hook(
+            lambda layer, inner, outer: self.size.copy_(1 + outer[0].abs().sum()) and None
+        )
+
+    def inside(self, hidden):
+        return self.middle(hidden) / self.size
+
+
+def test_a_hook_that_writes_a_buffer_in_backward_is_refused():
+    """Bug: what it wrote was lost; a large model was trained on the first size for good."""
+    with pytest.raises(CaptureError, match="the buffer 'size' is written in backward, by a hook"):
+        trace_model(built(ByLastGradients), inputs, square)
+
+
 def test_trees_come_back_from_their_text():
     tree = (
         (Slot(0), None, [Slot(1), 2.5]),

@@ -92,11 +92,10 @@ SENTENCES = {
     f"'undefined' is not defined (it is traced with two rows){ITSELF}",
     Shapes: " `return hidden @ torch.ones(4, 4)  # here`: the model raises RuntimeError: a and b "
     f"must have same reduction dim, but got [2, 3] X [4, 4]. (it is traced with two rows){ITSELF}",
-    Moody: ": Python reads a tensor here (__bool__), where the record of the model's reads has no "
-    "further read\n"
-    "hint: the model reads other tensors each time it runs: it keeps a state between calls, or "
-    "goes through rows one by one (for row in x; x[rows, lengths - 1] does it for all, with rows = "
-    "torch.arange(len(x)))",
+    Moody: ": the model computes something else here in a second call on the same rows: it keeps "
+    "something outside of attributes and variables (bytes, a file), or reads a clock; a graph is "
+    "that of a first call\n"
+    "hint: count in a buffer, register_buffer, and write that in place; draw with torch",
 }
 
 

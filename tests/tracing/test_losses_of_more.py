@@ -11,8 +11,17 @@ import torch
 from torch import nn
 
 from autopipe.errors import CaptureError
-from tests.support.odd_models import Net, built, inputs, square, unlike
-from tests.support.staged import trace_model
+from tests.support.odd_models import (
+    MICRO_BATCHES,
+    ROWS,
+    Net,
+    built,
+    eager,
+    inputs,
+    square,
+    unlike,
+)
+from tests.support.staged import differences, staged_step, trace_model
 
 
 def test_a_loss_that_reads_the_models_parameters_trains_them():
@@ -55,6 +64,26 @@ def test_a_loss_that_is_a_module_brings_its_buffers():
             return (self.weights * (outputs - batch["y"]) ** 2).mean()
 
     assert unlike(built(Net), Weighted()) == []
+
+
+def test_a_loss_that_assigns_its_buffer_keeps_the_value():
+    """Bug: it was 1 in each micro-batch; only what the model assigns was seen."""
+
+    class Normalised(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.ones(()))
+
+        def forward(self, outputs, batch):
+            loss = square(outputs, batch)
+            self.mean = 0.5 * self.mean + 0.5 * loss.detach()
+            return loss / self.mean
+
+    for cuts in ([], ["relu/1"]):
+        trace = trace_model(model := built(Net), inputs, Normalised())
+        batch = inputs(ROWS * MICRO_BATCHES)
+        found = staged_step(model, trace, batch, cuts, MICRO_BATCHES)
+        assert differences(found, eager(model, Normalised()), tolerance=1e-5) == []
 
 
 def test_a_loss_keeps_what_requires_a_gradient():

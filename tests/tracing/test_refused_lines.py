@@ -226,6 +226,14 @@ def test_what_no_graph_can_say_is_refused_with_its_line(kind):
         assert str(again.value) == str(error.value)
 
 
+def test_a_seed_that_torch_has_by_chance_is_refused_as_any_other():
+    """Bug: it was compared with the seed that torch had before, and was traced as no seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        with pytest.raises(CaptureError, match="after a seed that it sets itself"):
+            trace_model(built(Seeded), inputs, square)
+
+
 NEEDS_A_REGION = [TensorHook, InnerGradient, DataSet]
 
 

@@ -135,8 +135,19 @@ class Assigned(Averaged):
         return self.middle(hidden)
 
 
+class ReadOutside(Counted):
+    def inside(self, hidden):
+        return super().inside(hidden).tanh() / (1 + self.average)
+
+
 @pytest.mark.parametrize(
-    "kind, name", [(Read, "average"), (Shared, "norm.num_batches_tracked"), (Assigned, "average")]
+    "kind, name",
+    [
+        (Read, "average"),
+        (ReadOutside, "average"),
+        (Shared, "norm.num_batches_tracked"),
+        (Assigned, "average"),
+    ],
 )
 def test_what_the_second_run_makes_otherwise_is_refused_by_name(kind, name, size):
     """Bug: of a large model, not a word."""

@@ -1,0 +1,179 @@
+"""Run a program on real inputs before it is traced: what Python reads from tensors, and keeps.
+
+A program whose parameters are fake is run as it is. Where a read depends on a weight, or a kernel
+has no version for tensors without values, the model is built with its weights, and that one is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopipe.eager import second_run, seeds, unsaid
+from autopipe.eager.assigned_buffers import as_before
+from autopipe.eager.compared_runs import compared_runs
+from autopipe.eager.kept import restoring
+from autopipe.errors import AutopipeError, CaptureError, ModelError
+from autopipe.frontend import refusals
+from autopipe.frontend.quiet import libraries_hushed
+from autopipe.frontend.transformers_adapter import eager_branches
+from autopipe.ir.torch_private import DynamicOutputShapeException, quiet
+from autopipe.planfile.parts import InputSpec, Read
+from autopipe.tracing.export import Program, tensors_of
+from autopipe.tracing.low_precision import parameters_in
+from autopipe.tracing.value_guards import NeedsNumbers, ReadsParameter, record
+
+Within = Callable[[], AbstractContextManager[object]]
+"""Makes what a run of a program happens in."""
+
+
+def look(
+    program: Program,
+    leaves: Mapping[str, Any],
+    specs: Sequence[InputSpec],
+    *,
+    within: Within,
+    real: Callable[[], nn.Module] | None,
+    numbers: bool = False,
+) -> tuple[Read, ...]:
+    """Run `program` on real inputs, and record the values that Python reads.
+
+    Args:
+        within: makes what a run happens in: the first one, then a second one.
+        real: builds the model with its weights, for a read that depends on one; None: cannot.
+        numbers: as for `value_guards.record`.
+
+    Raises:
+        NeedsNumbers: as `value_guards.record`.
+        CaptureError: a read cannot be answered; the message names the user's line.
+    """
+    with eager_branches(), libraries_hushed(heard=True), seeds.known():
+        return _record(program, tensors_of(leaves, specs), within, real, numbers)
+
+
+@dataclass
+class _Look:
+    """Runs of a program on real inputs, whose reads are recorded.
+
+    `numbers` is as for `value_guards.record`.
+    """
+
+    program: Program
+    tensors: Sequence[Tensor]
+    numbers: bool
+
+    def run(self) -> None:
+        self.program(*[tensor.clone() for tensor in self.tensors])
+
+    def reads(self, within: Within) -> tuple[Read, ...]:
+        """The reads of a run; the program learns what makes a second run another one."""
+        parts = self.program.parts
+        first, again = partial(self._first, within), partial(self._again, within)
+        found, self.program.unsteady = compared_runs(parts, first, again, self._again)
+        self.program.unsteady += tuple(sorted(self.program.caches))
+        return found
+
+    def _first(self, within: Within, noted: second_run.Noted) -> tuple[Read, ...]:
+        """The reads of a first run, after which buffers are as before, and the calls of torch that
+        a second one is to make: buffers that are assigned are written from then on."""
+        program = self.program
+        known = program.all_assigned
+        with as_before(*program.parts):
+            found = self._watched(within, noted)
+        if program.all_assigned != known:
+            noted.calls.clear()
+            with as_before(*program.parts):
+                self._again(within, lambda: noted)
+        return found
+
+    def _watched(self, within: Within, noted: second_run.Noted) -> tuple[Read, ...]:
+        """The reads of a run that does nothing that no graph can say."""
+        before, changed = second_run.states(), False
+
+        def run() -> None:
+            nonlocal changed
+            changes = second_run.Changes(self.program.model)
+            with within(), unsaid.refused(self.program.model), noted:
+                self.run()
+            changed = changes.seen()
+
+        found = record(run, self.run, numbers=self.numbers)
+        second_run.check_draws(before, self._again)
+        again = second_run.other_reads(found, self._again) if changed and found else None
+        self.program.otherwise = again  # of this look alone: the one before had other regions
+        return found
+
+    def _again(self, within: Within = nullcontext, noted: Within = nullcontext) -> tuple[Read, ...]:
+        def run() -> None:
+            with within(), noted():
+                self.run()
+
+        return record(run, self.run, numbers=self.numbers)
+
+
+def _record(
+    program: Program,
+    tensors: Sequence[Tensor],
+    within: Within,
+    real: Callable[[], nn.Module] | None,
+    numbers: bool,
+) -> tuple[Read, ...]:
+    look = _Look(program, tensors, numbers)
+    try:
+        with quiet(), second_run.restored():
+            return look.reads(within)
+    except ReadsParameter as found:
+        if real is None:
+            raise CaptureError(
+                f"{found.place}: Python reads a value here that depends on the model's weights, "
+                "which are not at hand",
+                hint="express the branch as a computation (torch.where), or plan where the whole "
+                "model fits in memory",
+            ) from found
+    except (ModelError, NeedsNumbers):
+        raise
+    except DynamicOutputShapeException as error:
+        raise program.refusal(error) from error
+    except Exception as error:  # whatever the model's own code raises
+        # Perhaps for the lack of values alone: some kernels have no version for fake tensors.
+        if real is None:
+            raise program.refusal(error) from error
+    fake, program.model = program.model, real()
+    program.twins += (program.model,)
+    try:
+        with parameters_in(program.model, program.kept):
+            if program.model.training != program.training:
+                program.model.train(program.training)
+            try:
+                return look.reads(nullcontext)
+            except NeedsNumbers:
+                return _Look(program, tensors, True).reads(nullcontext)
+    except AutopipeError:
+        raise
+    except Exception as error:  # whatever the model's own code raises, or torch where one looks
+        if _goes_well(program, tensors):
+            raise refusals.in_a_trace(error, program.loss) from error
+        raise program.refusal(error) from error
+    finally:
+        program.model = fake
+
+
+def _goes_well(program: Program, tensors: Sequence[Tensor]) -> bool:
+    """Whether a model that has its weights runs where nobody looks at its calls."""
+    plain = Program(
+        *(program.model, program.batch, program.loss, program.specs),
+        kept=program.kept,
+        eager=True,
+    )
+    with restoring(*program.parts), torch.random.fork_rng(devices=[]):
+        try:
+            plain(*[tensor.clone() for tensor in tensors])
+        except Exception:  # it raises by itself
+            return False
+    return True

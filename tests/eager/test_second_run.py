@@ -1,0 +1,161 @@
+"""A model whose second call is another one is refused, wherever it keeps what makes it so.
+
+Planning compares a small model with its graph in two micro-batches. A large one it does not, so
+here that comparison is left out.
+"""
+
+import functools
+import inspect
+import random
+import tempfile
+import time
+from functools import partial
+
+import pytest
+import torch
+
+from autopipe.planners.driver import against_eager
+from tests.support.odd_models import Net, built, planned, refusal, square, unlike
+
+
+class Clock(Net):
+    def inside(self, hidden):
+        return self.middle(hidden) * time.perf_counter()  # here
+
+
+class Bytes(Net):
+    def begin(self):
+        self.calls = bytearray(1)
+
+    def inside(self, hidden):
+        self.calls[0] += 1
+        return self.middle(hidden) * self.calls[0]  # here
+
+
+class Numbers:
+    """An iterator of the user's, whose place is in a file."""
+
+    def __init__(self):
+        self.file = tempfile.TemporaryFile()
+
+    def __next__(self):
+        self.file.write(b".")
+        return self.file.tell()
+
+
+class InAFile(Net):
+    def begin(self):
+        self.numbers = Numbers()
+
+    def inside(self, hidden):
+        return self.middle(hidden) * next(self.numbers)  # here
+
+
+UNSEEN = (Clock, Bytes, InAFile)
+
+
+@pytest.fixture
+def large(monkeypatch):
+    """Models are planned as large ones are: not compared with their graphs."""
+    monkeypatch.setattr(against_eager, "MOST_BYTES", 0)
+
+
+@pytest.mark.parametrize("kind", UNSEEN, ids=lambda kind: kind.__name__)
+def test_what_is_kept_outside_of_attributes_is_refused_with_its_line(kind, large):
+    """Bug: nothing was seen to change, so there was no second run: constants of the graph."""
+    lines, first = inspect.getsourcelines(kind)
+    line = next(first + n for n, text in enumerate(lines) if "# here" in text)
+    said = refusal(partial(built, kind))
+    assert said.startswith(f"{__file__}:{line}: the model computes something else here in a second")
+
+
+class RemovesItsHook(Net):
+    def begin(self):
+        def once(layer, args, made):
+            handle.remove()
+            return made * 0.5
+
+        handle = self.middle.register_forward_hook(once)
+
+
+def test_a_hook_that_removes_itself_is_refused(large):
+    """Bug: all micro-batches ran as the first."""
+    assert "the model keeps middle.forward_hooks from one call to the" in refusal(
+        built(RemovesItsHook)
+    )
+
+
+class Warm:
+    """A loss that counts its calls."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, outputs, batch):
+        self.calls += 1
+        return square(outputs, batch) * min(1.0, self.calls / 4)
+
+
+def closing():
+    calls = [0]
+
+    def loss(outputs, batch):
+        calls[0] += 1
+        return square(outputs, batch) / calls[0]
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("loss", "name"), [(Warm(), "Warm.calls"), (closing(), "closing.<locals>.loss")]
+)
+def test_a_loss_that_counts_its_calls_is_refused(loss, name, large):
+    """Bug: only what a model keeps was looked at, and a loss that is a module."""
+    assert f"the model keeps {name} from one call to the next" in refusal(built(Net), loss)
+
+
+@functools.cache
+def table(width):
+    return torch.arange(float(width)).sin()
+
+
+class Remembers(Net):
+    def inside(self, hidden):
+        return self.middle(hidden) + table(hidden.shape[1])
+
+
+def test_a_cache_that_a_first_call_fills_is_no_obstacle(large):
+    """A second call makes fewer calls of torch, and the same ones."""
+    table.cache_clear()
+    planned(built(Remembers))
+
+
+class FillsEmpty(Net):
+    """Makes memory of a size, in which any values may be, and writes some of them."""
+
+    def inside(self, hidden):
+        order = torch.empty(64)
+        order[::2] = torch.arange(32.0)
+        return self.middle(hidden) + order[:16:2]
+
+
+def test_what_memory_held_before_is_no_difference(large):
+    torch.full((64,), random.random())  # the next tensor of this size may lie there
+    planned(built(FillsEmpty))
+
+
+class Plain(Net):
+    """A tensor that is no buffer, written in place: a graph writes it too."""
+
+    def begin(self):
+        self.calls = torch.zeros(())
+
+    def inside(self, hidden):
+        self.calls += 1
+        return self.middle(hidden) / self.calls
+
+
+def test_a_plain_tensor_that_is_written_in_place_is_put_back():
+    """Bug: looking at the model counted its calls, and the first micro-batch was the third."""
+    assert unlike(built(Plain)) == []
+    assert unlike(built(Plain), cuts=["relu/1"]) == []
