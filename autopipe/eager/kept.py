@@ -101,7 +101,7 @@ def _restoring_registered(models: Sequence[nn.Module]) -> Iterator[Callable[[], 
             f"{paths[module]}.{name}".strip(".").replace("._", ".")
             for module, own in before
             for name, (value, was) in own.items()
-            if vars(module)[name] is not value or (was and not _same(_entries(value), was))
+            if vars(module)[name] is not value or not (was is None or _same(_entries(value), was))
         )
         return (*hooks, *(n for model in models for n in buffers_of(model) if n not in known))
 
