@@ -101,19 +101,41 @@ def holders_of(*parts: Part) -> list[Holder]:
     found: dict[int, Holder] = {}
     models = modules_among(parts)
     for part in parts:
-        if not isinstance(part, nn.Module):
-            found |= _of_function(part)
-            own = getattr(getattr(part, "__self__", part), "__dict__", None)
-            if isinstance(own, dict) and not isinstance(part, FunctionType | nn.Module):
-                found[id(own)] = Holder(type(getattr(part, "__self__", part)).__qualname__, own)
-    for model in models:
-        for path, module in model.named_modules():
-            found.setdefault(id(module), Holder(path, vars(module)))
-    kinds = dict.fromkeys(base for m in models for one in m.modules() for base in type(one).__mro__)
-    files = {
-        kind.__module__ for kind in kinds if not _foreign(kind.__module__)
-    } & sys.modules.keys()
-    for file in sorted(files):
+        own = _of_modules(part) if isinstance(part, nn.Module) else _of_loss(part)
+        found = {**own, **found}  # the model's names come first
+    found |= _of_code([module for model in models for module in model.modules()])
+    pending = [(holder, DEPTH) for holder in found.values()]
+    while pending:
+        holder, depth = pending.pop()
+        below = {key: one for key, one in _below(holder).items() if key not in found}
+        found |= below
+        pending += [(one, depth - 1) for one in below.values()] if depth > 1 else []
+    return list(found.values())
+
+
+def _of_modules(model: nn.Module) -> dict[int, Holder]:
+    return {id(module): Holder(path, vars(module)) for path, module in model.named_modules()}
+
+
+def _of_loss(loss: Callable[..., Any]) -> dict[int, Holder]:
+    """Those of a function, or of the object that is called or whose method it is."""
+    while isinstance(loss, partial):
+        loss = loss.func
+    target = getattr(loss, "__self__", loss)
+    if isinstance(target, FunctionType):
+        return _of_function(target)
+    if isinstance(target, nn.Module):
+        return _of_modules(target)
+    own = getattr(target, "__dict__", None)
+    return {id(own): Holder(type(target).__qualname__, own)} if isinstance(own, dict) else {}
+
+
+def _of_code(modules: Sequence[nn.Module]) -> dict[int, Holder]:
+    """Those of the modules' classes, of the files that these stand in, and of functions there."""
+    found: dict[int, Holder] = {}
+    kinds = dict.fromkeys(base for module in modules for base in type(module).__mro__)
+    files = {kind.__module__ for kind in kinds if not _foreign(kind.__module__)}
+    for file in sorted(files & sys.modules.keys()):
         own = vars(sys.modules[file])
         found[id(own)] = Holder(file, own, shared=True)
         for value in list(own.values()):
@@ -125,21 +147,20 @@ def holders_of(*parts: Part) -> list[Holder]:
             found[id(kind)] = Holder(kind.__qualname__, _Attributes(kind, vars), shared=True)
             for value in list(vars(kind).values()):
                 found |= _of_function(value)
-    pending = [(holder, DEPTH) for holder in found.values()]
-    while pending:
-        holder, depth = pending.pop()
-        for key, value in holder.values().items():
-            plain = type(value) is FunctionType and not holder.shared  # others' code is not run
-            if plain and not _foreign(value.__module__ or ""):
-                closed = {k: h for k, h in _of_function(value).items() if k not in found}
-                found |= closed
-                pending += [(below, depth - 1) for below in closed.values()] if depth > 1 else []
-            inside = _inside(value, shared=holder.shared)
-            if inside is not None and id(value) not in found:
-                below = Holder(holder.label(key), inside, inside=True)
-                found[id(value)] = below
-                pending += [(below, depth - 1)] if depth > 1 else []
-    return list(found.values())
+    return found
+
+
+def _below(holder: Holder) -> dict[int, Holder]:
+    """Those of functions, dicts, lists and objects that stand in one."""
+    found: dict[int, Holder] = {}
+    for key, value in holder.values().items():
+        plain = type(value) is FunctionType and not holder.shared  # others' code is not run
+        if plain and not _foreign(value.__module__ or ""):
+            found |= _of_function(value)
+        inside = _inside(value, shared=holder.shared)
+        if inside is not None:
+            found.setdefault(id(value), Holder(holder.label(key), inside, inside=True))
+    return found
 
 
 def _foreign(file: str) -> bool:

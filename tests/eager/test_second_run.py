@@ -102,7 +102,12 @@ def closing():
 
 
 @pytest.mark.parametrize(
-    ("loss", "name"), [(Warm(), "Warm.calls"), (closing(), "closing.<locals>.loss")]
+    ("loss", "name"),
+    [
+        (Warm(), "Warm.calls"),
+        (closing(), "closing.<locals>.loss"),
+        (partial(closing()), "closing.<locals>.loss"),
+    ],
 )
 def test_a_loss_that_counts_its_calls_is_refused(loss, name, large):
     """Bug: only what a model keeps was looked at, and a loss that is a module."""
