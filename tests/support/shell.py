@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -175,6 +176,8 @@ def rank(*argv: str, folder: Path, environ: dict[str, str]) -> Callable[[], Said
         with out, err:
             return Said(process.wait(timeout=60), _text(out), _talk(_text(err)))
 
+    for file in (out, err):
+        weakref.finalize(ended, file.close)  # of a rank whose end nobody asks for
     return ended
 
 
