@@ -20,6 +20,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import torch
+
 from benchmarks.zoo import trial
 from benchmarks.zoo.odd import common
 from benchmarks.zoo.subject import Subject
@@ -81,7 +83,13 @@ def tried(
 
 
 def _warm(ways: tuple[str, ...]) -> None:
-    """Load what tracing, planning and running import late, 1 to 2 s, so that no fork has to."""
+    """Load what tracing, planning and running import late, 1 to 2 s, so that no fork has to.
+
+    Backward starts a thread for each device at its first run, after which no fork can run it. None
+    is seen here: a GPU is hidden, and what fake tensors announce in its place comes later.
+    """
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
     for _ in trial.rows(next(common.subjects()), ways):
         pass
     gc.collect()
