@@ -31,11 +31,13 @@ class Model:
         build: the same weights at every call, in training mode.
         inputs: a batch of so many rows; the first rows do not depend on how many follow.
         loss: of outputs and batch; None: the output itself, or its `.loss`.
+        loss_over: as `autopipe plan --loss-over` has it; a sum and a count are over the batch.
     """
 
     build: Callable[[], nn.Module]
     inputs: Callable[[int], Batch]
     loss: Loss | None = None
+    loss_over: str = "micro-batch"
 
     def eager(self, model: nn.Module, batch: Batch) -> Tensor:
         """The loss of one micro-batch as plain PyTorch computes it; of (sum, count) the sum."""

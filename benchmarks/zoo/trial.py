@@ -144,7 +144,7 @@ class Tried:
             constraints=Constraints(dp=1, micro_batches=MICRO_BATCHES),
             planner="dynamic",
             sequence_parallel=True,
-            loss_over="micro-batch",
+            loss_over=self.model.loss_over,
         )
 
     @property

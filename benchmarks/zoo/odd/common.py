@@ -70,13 +70,15 @@ LOSSES: dict[Inputs, Loss] = {
 ODD: dict[str, Subject] = {}
 
 
-def odd(inputs: Inputs = vectors, loss: Loss | None = None) -> Callable[[Kind], Kind]:
+def odd(
+    inputs: Inputs = vectors, loss: Loss | None = None, loss_over: str = "micro-batch"
+) -> Callable[[Kind], Kind]:
     """Put a class in the table, with its batches and its loss (default: that of the batches)."""
 
     def mark(kind: Kind) -> Kind:
         file = kind.__module__.rpartition(".")[2]
         name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", kind.__name__).lower()
-        made = partial(_made, kind, inputs, loss or LOSSES[inputs])
+        made = partial(_made, kind, inputs, loss or LOSSES[inputs], loss_over)
         ODD[f"odd/{name}/{file}"] = Subject(f"odd/{name}/{file}", made)
         return kind
 
@@ -88,8 +90,8 @@ def own_loss(outputs: Any, batch: Any) -> Any:
     return outputs
 
 
-def _made(kind: type[nn.Module], inputs: Inputs, loss: Loss) -> Model:
-    return Model(seeded(kind), inputs, None if loss is own_loss else loss)
+def _made(kind: type[nn.Module], inputs: Inputs, loss: Loss, loss_over: str) -> Model:
+    return Model(seeded(kind), inputs, None if loss is own_loss else loss, loss_over)
 
 
 class Net(nn.Module):

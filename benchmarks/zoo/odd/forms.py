@@ -160,7 +160,7 @@ def sum_and_count(outputs: Any, batch: Any) -> SumCount:
     return SumCount(((outputs - batch["y"]) ** 2).sum(), (batch["y"] > -9).sum())
 
 
-@odd(vectors, sum_and_count)
+@odd(vectors, sum_and_count, "rows")
 class SumAndCount(Net):
     """A loss of a sum and a count."""
 
