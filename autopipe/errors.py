@@ -71,6 +71,10 @@ class Uncaptured(CaptureError):
         self.whole = whole
 
 
+class OtherBranch(Uncaptured):
+    """Other rows of the user's take another branch of the model than the ones it is traced with."""
+
+
 class RowsFixed(Uncaptured):
     """A trace holds for some numbers of rows alone."""
 

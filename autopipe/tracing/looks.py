@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from autopipe.eager import second_run, seeds, unsaid
 from autopipe.eager.assigned_buffers import as_before
 from autopipe.eager.compared_runs import compared_runs
 from autopipe.eager.kept import restoring
-from autopipe.errors import AutopipeError, CaptureError, ModelError
+from autopipe.errors import AutopipeError, CaptureError, ModelError, OtherBranch
 from autopipe.frontend import refusals
 from autopipe.frontend.quiet import libraries_hushed
 from autopipe.frontend.transformers_adapter import eager_branches
@@ -27,16 +27,20 @@ from autopipe.ir.torch_private import DynamicOutputShapeException, quiet
 from autopipe.planfile.parts import InputSpec, Read
 from autopipe.tracing.export import Program, tensors_of
 from autopipe.tracing.low_precision import parameters_in
-from autopipe.tracing.value_guards import NeedsNumbers, ReadsParameter, record
+from autopipe.tracing.value_guards import NeedsNumbers, ReadsParameter, Taint, record
 
 Within = Callable[[], AbstractContextManager[object]]
 """Makes what a run of a program happens in."""
+
+Others = Callable[[], Sequence[Tensor]]
+"""Makes a batch's tensors, of as many rows as the program was made with."""
 
 
 def look(
     program: Program,
     leaves: Mapping[str, Any],
     specs: Sequence[InputSpec],
+    others: Others | None = None,
     *,
     within: Within,
     real: Callable[[], nn.Module] | None,
@@ -45,28 +49,32 @@ def look(
     """Run `program` on real inputs, and record the values that Python reads.
 
     Args:
+        others: other rows, for which Python is to read the same where it reads anything.
         within: makes what a run happens in: the first one, then a second one.
         real: builds the model with its weights, for a read that depends on one; None: cannot.
         numbers: as for `value_guards.record`.
 
     Raises:
+        OtherBranch: it reads something else.
         NeedsNumbers: as `value_guards.record`.
         CaptureError: a read cannot be answered; the message names the user's line.
     """
     with eager_branches(), libraries_hushed(heard=True), seeds.known():
-        return _record(program, tensors_of(leaves, specs), within, real, numbers)
+        look = _Look(program, tensors_of(leaves, specs), numbers, others)
+        return _record(look, within, real)
 
 
 @dataclass
 class _Look:
     """Runs of a program on real inputs, whose reads are recorded.
 
-    `numbers` is as for `value_guards.record`.
+    `numbers` is as for `value_guards.record`, `others` as for `look`.
     """
 
     program: Program
     tensors: Sequence[Tensor]
     numbers: bool
+    others: Others | None
 
     def run(self) -> None:
         self.program(*[tensor.clone() for tensor in self.tensors])
@@ -103,28 +111,44 @@ class _Look:
                 self.run()
             changed = changes.seen()
 
-        found = record(run, self.run, numbers=self.numbers)
+        taint = Taint()  # of buffers, which are put back only behind all of these runs
+        found = record(run, self.run, numbers=self.numbers, taint=taint)
         second_run.check_draws(before, self._again)
-        again = second_run.other_reads(found, self._again) if changed and found else None
-        self.program.otherwise = again  # of this look alone: the one before had other regions
+        again = partial(self._again, taint=taint)
+        other = second_run.other_reads(found, again) if changed and found else None
+        self.program.otherwise = other  # of this look alone: the one before had other regions
+        if self.others is not None and any(read.checked for read in found):
+            self._hold_others(found, self.others(), taint)
         return found
 
-    def _again(self, within: Within = nullcontext, noted: Within = nullcontext) -> tuple[Read, ...]:
+    def _hold_others(self, found: Sequence[Read], others: Sequence[Tensor], taint: Taint) -> None:
+        """Refuse reads of which other rows have others."""
+
+        def run() -> None:
+            self.program(*[tensor.clone() for tensor in others])
+
+        try:
+            record(run, run, numbers=self.numbers, expected=found, taint=taint)
+        except (OtherBranch, ReadsParameter):
+            raise
+        except Exception:  # a user's model that fails on these rows does so in the run, and is told
+            return
+
+    def _again(
+        self,
+        within: Within = nullcontext,
+        noted: Within = nullcontext,
+        taint: Taint | None = None,
+    ) -> tuple[Read, ...]:
         def run() -> None:
             with within(), noted():
                 self.run()
 
-        return record(run, self.run, numbers=self.numbers)
+        return record(run, self.run, numbers=self.numbers, taint=taint)
 
 
-def _record(
-    program: Program,
-    tensors: Sequence[Tensor],
-    within: Within,
-    real: Callable[[], nn.Module] | None,
-    numbers: bool,
-) -> tuple[Read, ...]:
-    look = _Look(program, tensors, numbers)
+def _record(look: _Look, within: Within, real: Callable[[], nn.Module] | None) -> tuple[Read, ...]:
+    program, tensors = look.program, look.tensors
     try:
         with quiet(), second_run.restored():
             return look.reads(within)
@@ -153,7 +177,7 @@ def _record(
             try:
                 return look.reads(nullcontext)
             except NeedsNumbers:
-                return _Look(program, tensors, True).reads(nullcontext)
+                return replace(look, numbers=True).reads(nullcontext)
     except AutopipeError:
         raise
     except Exception as error:  # whatever the model's own code raises, or torch where one looks

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -116,6 +116,7 @@ def trace_source(
     symbolic: bool = True,
     outputs: bool = False,
     kept: SixteenBits | None = None,
+    others: Callable[[], object] | None = None,
     say: Say | None = None,
 ) -> Trace:
     """Trace a model; allocate its weights only if Python reads a value that depends on one.
@@ -149,6 +150,7 @@ def trace_source(
         outputs=outputs,
         kept=kept,
         own=model if isinstance(model, nn.Module) else None,
+        others=others,
         say=say,
     )
 

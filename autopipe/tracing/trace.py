@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from autopipe.eager import unsaid
 from autopipe.eager.kept import without_values
-from autopipe.errors import AutopipeError, CaptureError, ModelError
+from autopipe.errors import AutopipeError, CaptureError, ModelError, OtherBranch
 from autopipe.frontend import batch as batches
 from autopipe.frontend.loss import Loss, check_arguments
 from autopipe.ir import check
@@ -25,9 +25,9 @@ from autopipe.opaque.search import with_regions
 from autopipe.opaque.trees import Unlike
 from autopipe.planfile.parts import InputSpec, Read
 from autopipe.planfile.regions import Region
-from autopipe.tracing.export import Program, capture
+from autopipe.tracing.export import Program, capture, tensors_of
 from autopipe.tracing.from_export import convert
-from autopipe.tracing.looks import look
+from autopipe.tracing.looks import Others, look
 from autopipe.tracing.low_precision import (
     SixteenBits,
     check_followers,
@@ -76,6 +76,7 @@ def trace(
     outputs: bool = False,
     kept: SixteenBits | None = None,
     own: nn.Module | None = None,
+    others: Callable[[], object] | None = None,
     say: Say | None = None,
 ) -> Trace:
     """Trace a model with fake parameters (`construct.fake_copy`, `.build_fake`).
@@ -94,6 +95,8 @@ def trace(
         kept: how the model is trained in 16 bits (`low_precision`); None: as it is built.
         own: the user's module that `model` is a copy of, if it was given as one: the loss may hold
             it, and read its parameters.
+        others: makes a batch of as many other rows; a call in which Python reads something else of
+            these runs as it is.
         say: receives one line of progress text at a time.
 
     Raises:
@@ -113,7 +116,9 @@ def trace(
     program.twins = () if own is None else (own,)
     program.training = training
     tracing = _Tracing(
-        program, leaves, tuple(specs), tuple(regions), symbolic, kept, say or (lambda line: None)
+        *(program, leaves, tuple(specs), tuple(regions), symbolic, kept),
+        say or (lambda line: None),
+        others and (lambda: tensors_of(batches.flatten(others()), specs)),
     )
     with parameters_in(model, low):
         return tracing.recorded(real) if reads is None else tracing.replayed(reads, real)
@@ -147,6 +152,7 @@ class _Tracing:
     symbolic: bool
     kept: SixteenBits | None
     say: Say
+    others: Others | None
 
     def use(self, regions: Sequence[Region]) -> None:
         """Let these calls be ops of the trace."""
@@ -155,6 +161,14 @@ class _Tracing:
 
     def recorded(self, real: Callable[[], nn.Module] | None) -> Trace:
         """The trace, with the reads of a first run, and with regions where it needs them."""
+        try:
+            return self.with_regions(real)
+        except OtherBranch as error:  # no call in which it is read can run as it is
+            self.say(f"{error.message}: a micro-batch of such rows is refused in the run")
+            return replace(self, others=None).with_regions(real)
+
+    def with_regions(self, real: Callable[[], nn.Module] | None) -> Trace:
+        """The trace with the regions that it needs; most need none."""
         program = self.program
 
         def with_these(regions: tuple[Region, ...]) -> Trace:
@@ -218,7 +232,9 @@ class _Tracing:
                 proofs.append(Likeness(program.model, foretell=foretell))
                 return proofs[-1].watching()
 
-            reads = look(program, leaves, specs, within=within, real=real, numbers=numbers)
+            reads = look(
+                *(program, leaves, specs, self.others), within=within, real=real, numbers=numbers
+            )
             if not proofs[0].misled:
                 break
         return reads, proofs[0].alike

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from autopipe.eager.logged_reads import Looked, used
-from autopipe.errors import AutopipeError, CaptureError, ModelError
+from autopipe.errors import AutopipeError, CaptureError, ModelError, OtherBranch
 from autopipe.frontend import refusals, user_lines
 from autopipe.ir.graph import tensors_in
 from autopipe.ir.torch_private import (
@@ -138,11 +138,17 @@ def _compare(tensor: Tensor, read: Read) -> None:
 
 
 class _Recording(TorchFunctionMode):
-    """Answers reads with their real values and records them."""
+    """Answers reads with their real values and records them; refuses one that is not expected."""
 
-    def __init__(self, tainted: Callable[[Tensor], bool], numbers: bool) -> None:
+    def __init__(
+        self,
+        tainted: Callable[[Tensor], bool],
+        numbers: bool,
+        expected: Sequence[Read] | None = None,
+    ) -> None:
         super().__init__()
         self.reads: list[Read] = []
+        self._expected = expected
         self._tainted = tainted
         self._numbers = numbers
 
@@ -163,6 +169,7 @@ class _Recording(TorchFunctionMode):
         if unknown:
             raise ReadsParameter(place)
         self.reads.append(Read(name, _value(name, tensor), place))
+        self._hold(len(self.reads) - 1)
         return _READERS[name](tensor)
 
     def _unknown(self, tensor: Tensor) -> bool:
@@ -174,7 +181,22 @@ class _Recording(TorchFunctionMode):
         if unknown:
             raise ReadsParameter(read.place)
         self.reads[index] = replace(read, checked=True)
+        self._hold(index)
         return read.value
+
+    def _hold(self, index: int) -> None:
+        """Refuse a read that is another one than expected, at the place where it is used."""
+        if self._expected is None:
+            return
+        read = self.reads[index]
+        known = self._expected[index] if index < len(self._expected) else None
+        if known is None or repr((known.kind, known.value)) != repr((read.kind, read.value)):
+            first = "nothing" if known is None else repr(known.value)
+            raise OtherBranch(
+                f"{read.place}: Python reads {first} from a tensor here of the first two rows, and "
+                f"{read.value!r} of the next two",
+                hint="make the branch part of the computation (torch.where)",
+            )
 
 
 def _zero(tensor: Tensor) -> bool | int | float:
@@ -189,7 +211,7 @@ def _as_text(tensor: Tensor, form: str) -> str:
     return format(_zero(tensor), form) if tensor.ndim == 0 else object.__format__(tensor, "")
 
 
-class _Taint(TorchDispatchMode):
+class Taint(TorchDispatchMode):
     """Tracks real tensors that a fake one was written into: their values are meaningless.
 
     out = torch.zeros(3)        # real
@@ -219,21 +241,29 @@ class _Taint(TorchDispatchMode):
 
 
 def record(
-    run: Callable[[], object], again: Callable[[], object], *, numbers: bool = False
+    run: Callable[[], object],
+    again: Callable[[], object],
+    *,
+    numbers: bool = False,
+    expected: Sequence[Read] | None = None,
+    taint: Taint | None = None,
 ) -> tuple[Read, ...]:
     """Record the reads of one run of the model, in order; the global random state is restored.
 
     Args:
         again: runs the model a second time, if some numbers were read but never used.
         numbers: whether to treat all numbers that are read as used.
+        expected: the reads of another run, which these are to be equal to.
+        taint: of an earlier run, whose writes into buffers are still there.
 
     Raises:
+        OtherBranch: they are not; raised in the model's own code.
         NeedsNumbers: the model fails on placeholders for numbers; pass `numbers=True`.
         ReadsParameter: a read depends on a parameter, and the parameters are fake.
         CaptureError: a custom autograd.Function cannot be one op (`opaque.custom_functions`).
     """
-    taint = _Taint()
-    recording = _Recording(taint, numbers)
+    taint = taint or Taint()
+    recording = _Recording(taint, numbers, expected)
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), as_ops():
         try:
             with lists_as_one_read(), taint, recording:

@@ -37,6 +37,7 @@ from autopipe.ir.op_costs import costs
 from autopipe.ir.partition import partition
 from autopipe.ir.torch_private import TorchDispatchMode, is_fake
 from autopipe.planfile.parts import InputSpec
+from autopipe.planners.driver.examples import ROWS, examples, second
 from autopipe.planners.driver.outcomes import TOLERANCE, Outcome, compare, compare_ahead
 from autopipe.planners.driver.request import PlanRequest
 from autopipe.stages.lower import lower
@@ -47,9 +48,6 @@ from autopipe.tracing.source import parameter_bytes
 from autopipe.tracing.symbolic_sequence import AtLengths, shorter
 from autopipe.tracing.trace import Trace
 from autopipe.util.progress import Say, phase
-
-ROWS = 2
-"""Of a micro-batch; the trace was made with as many."""
 
 MOST_FLOPS = 1e10
 """Operations of the graph's forward on these rows; all runs together are about eight of it."""
@@ -170,11 +168,13 @@ def _dense_buffers(model: nn.Module) -> dict[str, Tensor]:
 def _two(request: PlanRequest, example: Any, traced: Trace) -> list[Any]:
     """Two micro-batches: the one that was traced, and other rows if there are any."""
     specs, size = traced.inputs, traced.rows or ROWS
-    more = request.inputs(2 * size) if callable(request.inputs) else example
-    rows = batch.flatten(batch.some_rows(more, specs, 2 * size))
-    second = batch.slice_rows(specs, rows, size, 2 * size)
-    first = example if traced.rows is None else more
-    return [batch.some_rows(first, specs, size), batch.rebuild(more, second)]
+    first = example
+    if traced.rows is not None:
+        first = examples(request.inputs, example, specs)(2 * size)
+    return [
+        batch.some_rows(first, specs, size),
+        second(request.inputs, example, specs, size),
+    ]
 
 
 def with_weights(request: PlanRequest, skeleton: nn.Module, graph: Graph) -> nn.Module | None:

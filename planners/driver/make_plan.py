@@ -9,7 +9,7 @@ Plan            best_loss       the loss whole, or in parts (`planners.driver.lo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ from autopipe.planners.driver import (
     arguments,
     loss_grouping,
 )
+from autopipe.planners.driver.examples import examples, second
 from autopipe.planners.driver.loss_parts import best_loss
 from autopipe.planners.driver.request import Job, PlanRequest, Traced
 from autopipe.planners.model.problem import Constraints
@@ -252,7 +253,7 @@ def traced_model(request: PlanRequest, skeleton: nn.Module, say: Say, watch: Sto
         whole, fingerprinted = None, trace.graph
         if request.loss_over == BATCH:
             whole = apart(trace.graph)
-            more = _examples(inputs, example, specs)
+            more = examples(inputs, example, specs)
             against_whole.check(request, skeleton, trace, whole, more, say)
             trace = replace(trace, graph=whole.rows)
         flow, blocks = analyse(trace.graph), find_blocks(trace.graph)
@@ -281,8 +282,9 @@ def _traced(
     known."""
     how = kept(request.precision, request.optimizer_dtype, request.grad_dtype)
     at = partial(trace_source, request.model, specs=specs, loss=request.loss, skeleton=skeleton)
+    others = partial(second, request.inputs, example, specs)
     try:
-        return at(batch.two_rows(example, specs), kept=how, say=say)
+        return at(batch.two_rows(example, specs), others=others, kept=how, say=say)
     except RowsFixed as refusal:
         size = request.microbatch_rows(rows)
         if size is None:
@@ -294,7 +296,7 @@ def _traced(
             ) from refusal
         place = refusal.message.partition(": ")[0]
         say(f"{place}: rows are fixed here; the graph is one of micro-batches of {size} rows alone")
-        more = _examples(request.inputs, example, specs)(size)
+        more = examples(request.inputs, example, specs)(size)
         return at(batch.some_rows(more, specs, size), symbolic=False, kept=how, say=say)
 
 
@@ -302,13 +304,8 @@ def _check_loss(
     request: PlanRequest, trace: Trace, example: Any, specs: Sequence[InputSpec], say: Say
 ) -> None:
     """Refuse a loss that changes when the batch is cut into replicas and micro-batches."""
-    more = _examples(request.inputs, example, specs)
+    more = examples(request.inputs, example, specs)
     loss_grouping.check(trace, more, request.loss, request.loss_over, say)
-
-
-def _examples(inputs: Any, example: Any, specs: Sequence[InputSpec]) -> Callable[[int], Any]:
-    """Makes a batch of so many rows."""
-    return inputs if callable(inputs) else partial(batch.some_rows, example, specs)
 
 
 def _recompute(

@@ -111,14 +111,14 @@ def eager(model, loss=square):
     return Step.of(losses, model)
 
 
-def unlike(model, loss=square, cuts=()):
+def unlike(model, loss=square, cuts=(), **options):
     """Names of what a model's graph computes otherwise than the model, to rounding.
 
     The loss may hold `model` itself, as it does where a user builds the model in a script.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        trace = trace_model(model, inputs, loss)
+        trace = trace_model(model, inputs, loss, **options)
         own = copy.deepcopy(plain(model))  # before eager has changed its buffers
         found = staged_step(own, trace, inputs(ROWS * MICRO_BATCHES), cuts, MICRO_BATCHES)
         return differences(found, eager(model, loss), tolerance=1e-5)

@@ -1,0 +1,123 @@
+"""Branches that a model takes by values of its rows: other rows may take another one.
+
+planning runs the model on the first two rows, and again on the next two
+Python reads the same of both          one branch, which each micro-batch is held to
+it reads something else                the call in which it does runs as it is
+"""
+
+import pytest
+import torch
+from torch import nn
+
+from autopipe.errors import ModelError
+from tests.support.odd_models import Net, built, inputs, planned, square, unlike
+from tests.support.staged import trace_model
+
+
+def others():
+    return {name: rows[2:] for name, rows in inputs(4).items()}
+
+
+class FixedPoint(Net):
+    """Iterates until little changes: so many times as the rows want."""
+
+    def inside(self, hidden):
+        state = torch.zeros_like(hidden)
+        for _ in range(30):
+            new = torch.tanh(self.middle(state) + hidden)
+            if (new - state).abs().max() < 1e-4:
+                break
+            state = new
+        return state
+
+
+class BySign(Net):
+    def inside(self, hidden):
+        hidden = self.middle(hidden)
+        return hidden * 2 if hidden.sum().item() > self.border else hidden
+
+    border = 0.0
+
+
+class Warmed(nn.Module):
+    """As the ranges of I-BERT: the first call finds a range, later ones move it."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("most", torch.zeros(1))
+
+    def forward(self, hidden):
+        found = hidden.detach().abs().max().reshape(1)
+        if self.most.item() == 0:
+            self.most.add_(found)
+        else:
+            self.most.mul_(0.9).add_(0.1 * found)
+        return hidden / self.most.clone()
+
+
+class Ranged(Net):
+    def begin(self):
+        self.range = Warmed()
+
+    def inside(self, hidden):
+        return self.range(self.middle(hidden))
+
+
+class Deep(Net):
+    """A branch in a module of a list, which runs as it is; what is around is traced."""
+
+    def begin(self):
+        self.parts = nn.ModuleList(FixedPoint() for _ in range(2))
+        self.ends = nn.Linear(4, 8)
+
+    def inside(self, hidden):
+        for part in self.parts:
+            hidden = hidden + self.ends(part(hidden[:, :6]))
+        return hidden
+
+
+def border():
+    """A number between what the first two rows give and the next two."""
+    model = built(BySign)
+    with torch.no_grad():
+        sums = [model.middle(model.up(x).relu()).sum() for x in inputs(4)["x"].split(2)]
+    return float(sum(sums) / 2)
+
+
+@pytest.mark.parametrize("kind", [FixedPoint, BySign, Deep])
+def test_a_branch_that_changes_with_the_rows_runs_as_it_is(kind, monkeypatch):
+    """Bug: the run ended with "Python read False from a tensor here when the model was traced"."""
+    monkeypatch.setattr(BySign, "border", border())
+    assert len(trace_model(built(kind), inputs, square, others=others).regions) == (
+        2 if kind is Deep else 1
+    )
+    assert unlike(built(kind), others=others) == []
+    assert unlike(built(kind), cuts=["down/linear/0"], others=others) == []
+    assert planned(built(kind)).regions
+
+
+def test_a_branch_that_changes_with_a_buffer_runs_as_it_is():
+    """Bug: what a run without weights had written into the buffer was forgotten, and zero read."""
+    assert unlike(built(Ranged), others=others) == []
+
+
+def test_a_branch_that_all_rows_take_is_traced():
+    assert trace_model(built(BySign), inputs, square, others=lambda: inputs(2)).regions == ()
+
+
+class AtTheTop(Net):
+    def forward(self, x):
+        hidden = self.middle(self.up(x).relu())
+        return self.down(hidden * 2 if x[0, 0] > 0 else hidden)
+
+
+def test_of_a_branch_of_the_whole_model_the_first_is_planned():
+    """Nothing would be cut if the whole model ran as it is: its micro-batches are held to one."""
+    said = []
+    rows = inputs(4)["x"]
+    assert (rows[0, 0] > 0) != (rows[2, 0] > 0)
+    trace = trace_model(built(AtTheTop), inputs, square, others=others, say=said.append)
+    assert trace.regions == ()
+    assert any("a micro-batch of such rows is refused in the run" in line for line in said)
+    with pytest.raises(ModelError, match="in this micro-batch"):
+        unlike(built(AtTheTop), others=others)
