@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -188,17 +188,31 @@ def inference_without_gradients() -> Iterator[None]:
     Export keeps no note of it: what was computed within would have gradients in a graph.
     """
     kind: Any = torch.inference_mode
+    own_enter, own_leave = kind.__enter__, kind.__exit__
 
     def enter(self: Any) -> None:
-        mode = torch.no_grad() if self.mode else torch.enable_grad()
-        vars(self).setdefault("instead", []).append(mode)
-        mode.__enter__()
+        entered = vars(self).setdefault("instead", [])
+        if _is_torchs(sys._getframe(1)):  # fake tensors are made so: it is no model's wish
+            entered.append(None)
+            own_enter(self)
+            return
+        entered.append(torch.no_grad() if self.mode else torch.enable_grad())
+        entered[-1].__enter__()
 
     def leave(self: Any, *error: Any) -> None:
-        self.instead.pop().__exit__(*error)
+        mode = self.instead.pop()
+        own_leave(self, *error) if mode is None else mode.__exit__(*error)
 
     with patched(kind, "__enter__", enter), patched(kind, "__exit__", leave):
         yield
+
+
+def _is_torchs(frame: FrameType) -> bool:
+    """Whether code is torch's own; a decorator's is its function's."""
+    file = frame.f_globals.get("__name__", "")
+    if file == "torch.utils._contextlib":
+        file = getattr(frame.f_locals.get("func"), "__module__", "")
+    return str(file).partition(".")[0] == "torch"
 
 
 @contextmanager
@@ -210,8 +224,7 @@ def not_compiling() -> Iterator[None]:
 
     def asked(question: Callable[[], bool]) -> bool:
         caller = sys._getframe(3)  # behind `_asking` and `_asked_instead`
-        torchs = caller.f_globals.get("__name__", "").partition(".")[0] == "torch"
-        return torchs and bool(own_of(question)())
+        return _is_torchs(caller) and bool(own_of(question)())
 
     with ExitStack() as until:
         for question in (torch.compiler.is_compiling, torch.compiler.is_exporting):

@@ -59,7 +59,9 @@ def look(
         NeedsNumbers: as `value_guards.record`.
         CaptureError: a read cannot be answered; the message names the user's line.
     """
-    with eager_branches(), libraries_hushed(heard=True), seeds.known():
+    # TorchScript optimizes a function in its second call, which makes other ops of it.
+    scripted = torch.jit.optimized_execution(False)  # type: ignore[attr-defined]
+    with eager_branches(), libraries_hushed(heard=True), seeds.known(), scripted:
         look = _Look(program, tensors_of(leaves, specs), numbers, others)
         return _record(look, within, real)
 
@@ -112,9 +114,12 @@ class _Look:
             changed = changes.seen()
 
         taint = Taint()  # of buffers, which are put back only behind all of these runs
+        again, known = partial(self._again, taint=taint), self.program.all_assigned
         found = record(run, self.run, numbers=self.numbers, taint=taint)
-        second_run.check_draws(before, self._again)
-        again = partial(self._again, taint=taint)
+        if self.program.all_assigned != known:
+            again()  # the first has found buffers to be assigned; a later run writes them
+            changed = True
+        second_run.check_draws(before, again)
         other = second_run.other_reads(found, again) if changed and found else None
         self.program.otherwise = other  # of this look alone: the one before had other regions
         if self.others is not None and any(read.checked for read in found):
