@@ -258,9 +258,9 @@ class _Watching:
         return made
 
     def _owned(self, given: Sequence[Tensor]) -> Iterator[tuple[Tensor, str | int]]:
-        for tensor in named(self._model).values():
-            if not is_sparse(tensor):
-                yield tensor, self._names[id(tensor)]
+        for name, tensor in named(self._model).items():
+            if not is_sparse(tensor):  # one that a call before has assigned has its own name
+                yield tensor, self._names.get(id(tensor), name)
         yield from ((tensor, number) for number, tensor in enumerate(given))
 
     def _note_writes(
@@ -273,7 +273,7 @@ class _Watching:
             kept = own is not None and own.shape == tensor.shape and not is_sparse(tensor)
             if own is None or isinstance(own, nn.Parameter) or not kept:
                 raise Wider(site, f"it writes {name!r}, or gives it another shape")
-            seen.written[self._names[id(own)]] = None
+            seen.written[self._names.get(id(own), name)] = None
 
 
 @contextmanager
