@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -135,17 +136,30 @@ def _check_views(
     model: nn.Module, buffers: Mapping[str, Tensor], versions: Mapping[str, int]
 ) -> None:
     """Refuse a buffer that is written and that another one is a view of: ranks have two tensors."""
-    written = {n: b for n, b in buffers.items() if version(b) != versions[n] and not is_fake(b)}
-    for name, buffer in written.items():
-        for other, view in buffers.items():
-            shares = view is not buffer and storage_key(view) == storage_key(buffer)
-            if shares and _overlap(buffer, view):
-                raise CaptureError(
-                    f"{_owner(model, name)}: forward writes the buffer {name!r}, and {other!r} is "
-                    "in the same memory; ranks have them as two tensors",
-                    hint=f"read {other!r} from {name!r} in forward, as a view of it; or register "
-                    "it with a tensor of its own: .clone()",
-                )
+    for name, other in _sharing(buffers):
+        buffer, view = buffers[name], buffers[other]
+        written = version(buffer) != versions[name] and not is_fake(buffer)
+        if written and _overlap(buffer, view):
+            raise CaptureError(
+                f"{_owner(model, name)}: forward writes the buffer {name!r}, and {other!r} is "
+                "in the same memory; ranks have them as two tensors",
+                hint=f"read {other!r} from {name!r} in forward, as a view of it; or register "
+                "it with a tensor of its own: .clone()",
+            )
+
+
+def _sharing(buffers: Mapping[str, Tensor]) -> list[tuple[str, str]]:
+    """The names of two buffers in one memory that are not one tensor, in either order."""
+    places: dict[int, list[str]] = {}
+    with no_function_modes():  # a large model has thousands
+        for name, buffer in buffers.items():
+            places.setdefault(storage_key(buffer), []).append(name)
+    return [
+        (one, other)
+        for names in places.values()
+        for one, other in permutations(names, 2)
+        if buffers[one] is not buffers[other]
+    ]
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
