@@ -112,8 +112,8 @@ def _torchvision(name: str) -> Model:
     from torchvision import models
 
     extra: dict[str, Any] = {"init_weights": False} if name in ("inception_v3", "googlenet") else {}
-    side = 299 if "inception" in name else 64
-    extra |= {"image_size": side} if "vit" in name else {}
+    side = {"inception_v3": 299, "maxvit_t": 224}.get(name, 64)  # which these have by themselves
+    extra |= {"image_size": side} if name.startswith("vit") else {}
     make = partial(models.get_model, name, weights=None, num_classes=CLASSES, **extra)
     return _classifier(seeded(make), side)
 
