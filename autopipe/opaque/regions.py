@@ -47,6 +47,8 @@ _library.define(  # type: ignore[no-untyped-call]
 _numbers = itertools.count()
 _running: dict[str, Running] = {}
 _copies = threading.local()
+_copying = threading.Lock()
+"""Fake tensors of one model are copied by one thread at a time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,7 +242,8 @@ def _copy(running: Running) -> nn.Module:
     """
     copies: dict[int, nn.Module] = vars(_copies).setdefault("by_number", {})
     if running.number not in copies:
-        made = fake_copy(running.model)
+        with _copying:
+            made = fake_copy(running.model)
         if made.training != running.training:
             made.train(running.training)
         copies[running.number] = made
