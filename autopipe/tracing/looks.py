@@ -123,14 +123,17 @@ class _Look:
         other = second_run.other_reads(found, again) if changed and found else None
         self.program.otherwise = other  # of this look alone: the one before had other regions
         if self.others is not None and any(read.checked for read in found):
-            self._hold_others(found, self.others(), taint)
+            self._hold_others(found, self.others(), within, taint)
         return found
 
-    def _hold_others(self, found: Sequence[Read], others: Sequence[Tensor], taint: Taint) -> None:
+    def _hold_others(
+        self, found: Sequence[Read], others: Sequence[Tensor], within: Within, taint: Taint
+    ) -> None:
         """Refuse reads of which other rows have others."""
 
         def run() -> None:
-            self.program(*[tensor.clone() for tensor in others])
+            with within():
+                self.program(*[tensor.clone() for tensor in others])
 
         try:
             record(run, run, numbers=self.numbers, expected=found, taint=taint)
