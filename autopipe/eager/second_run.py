@@ -29,12 +29,7 @@ from autopipe.eager.assigned_buffers import buffers_of
 from autopipe.errors import CaptureError
 from autopipe.frontend import user_lines
 from autopipe.ir.graph import tensors_in
-from autopipe.ir.torch_private import (
-    is_fake,
-    is_transformed,
-    no_function_modes,
-    version,
-)
+from autopipe.ir.torch_private import is_fake, is_transformed, no_function_modes, version
 from autopipe.planfile.parts import Read
 
 RUNS = 8
@@ -216,8 +211,8 @@ class Noted(TorchFunctionMode):
 
     `place` is the user's line at the call of number `until`.
 
-    To ask what a tensor looks like (`x.dtype`, `x.shape`), or where it
-    lies, computes nothing: that is no call.
+    To ask what a tensor looks like (`x.dtype`, `x.shape`), or where it lies, computes nothing: that
+    is no call.
     """
 
     def __init__(self, until: int = -1) -> None:
@@ -236,12 +231,11 @@ class Noted(TorchFunctionMode):
             ]
         call = (str(func), repr(plain)), *given
         result = func(*args, **(kwargs or {}))
-        looks = getattr(func, "__name__", "") in ("__get__", "untyped_storage")
-        if isinstance(result, Tensor) or not looks:
+        name = getattr(func, "__name__", "")
+        if isinstance(result, Tensor) or name not in ("__get__", "untyped_storage"):
             if len(self.calls) == self._until:
                 self.place = user_lines.here()
             self.calls.append(call)
-        name = getattr(func, "__name__", "")
         for tensor in tensors_in((args, kwargs or {}) if name == "numpy" else ()):
             self._made.pop(id(tensor), None)  # numpy may write it
         for tensor in tensors_in(result):
