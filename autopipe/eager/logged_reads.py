@@ -15,6 +15,8 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import Tensor
+
 Use = Callable[[], "bool | int | float"]
 
 
@@ -90,8 +92,14 @@ for _name, _function in {**_TURNED_TO, **_REST}.items():
     setattr(Looked, f"__{_name}__", _asking(_function))
 
 
+_WITHOUT = (Tensor, str)
+"""Arguments that are no placeholders, and have none inside."""
+
+
 def used(tree: Any) -> Any:
     """Replace each placeholder in a tree of arguments by its number, which counts as used."""
+    if tree is None or isinstance(tree, _WITHOUT):  # most of them
+        return tree
     if type(tree) is Looked:
         return tree._use()
     if type(tree) in (list, tuple):

@@ -35,6 +35,7 @@ from autopipe.ir.torch_private import (
     is_control_flow,
     is_transformed,
     module_backward_hooks,
+    no_function_modes,
     tensor_hooks,
 )
 
@@ -142,15 +143,15 @@ class RefusedCalls(TorchFunctionMode):
 
 
 def _check_dense(tree: Any) -> None:
-    for tensor in tensors_in(tree):
-        if tensor.layout != torch.strided:
-            kind = str(tensor.layout).removeprefix("torch.")
-            raise Uncaptured(
-                f"{user_lines.here()}: forward computes with a tensor of layout {kind}, and a "
-                "graph has dense tensors alone",
-                hint="keep its indices and values, and write the product out: "
-                "out.index_add(0, rows, values[:, None] * x[columns])",
-            )
+    with no_function_modes():  # to look at a layout is no call of the model's
+        sparse = next((one.layout for one in tensors_in(tree) if one.layout != torch.strided), None)
+    if sparse is not None:
+        raise Uncaptured(
+            f"{user_lines.here()}: forward computes with a tensor of layout "
+            f"{str(sparse).removeprefix('torch.')}, and a graph has dense tensors alone",
+            hint="keep its indices and values, and write the product out: "
+            "out.index_add(0, rows, values[:, None] * x[columns])",
+        )
 
 
 def _post_hook(tensor: Tensor, hook: Any) -> None:

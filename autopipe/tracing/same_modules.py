@@ -38,6 +38,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopipe.eager.frozen import INTERNAL
 from autopipe.ir.torch_patches import watching_attributes
+from autopipe.ir.torch_private import no_function_modes
 from autopipe.tracing.module_calls import ModuleCall
 from autopipe.tracing.module_makes import alike_siblings, candidates_of
 from autopipe.util import shortcuts
@@ -104,7 +105,8 @@ class Likeness:
                 self.running.doubt()
                 self._calls[path].append(object())
                 return
-            self.running = ModuleCall(module, (args, kwargs))
+            with no_function_modes():  # what is looked at here is no call of the model's
+                self.running = ModuleCall(module, (args, kwargs))
 
         return begin
 
@@ -121,7 +123,8 @@ class Likeness:
             if call is None or call.module is not module:
                 return
             self.running = None
-            done = call.finish(output)
+            with no_function_modes():
+                done = call.finish(output)
             self._calls[path].append(done)
             known = next((kind for kind in kinds if kind.done == done), None)
             if known is not None:
@@ -144,9 +147,10 @@ class Likeness:
         def forward(*args: Any, **kwargs: Any) -> Any:
             call, self.running = self.running, None  # what is asked here is not the module's doing
             if self._foretell and call is not None and call.module is module:
-                call.likely = [kind for kind in kinds if call.goes_as(kind)]
-                likely = call.likely[0] if len(call.likely) == 1 and not sure else None
-                made = likely.results_like() if likely is not None and likely.proved else None
+                with no_function_modes():
+                    call.likely = [kind for kind in kinds if call.goes_as(kind)]
+                    likely = call.likely[0] if len(call.likely) == 1 and not sure else None
+                    made = likely.results_like() if likely is not None and likely.proved else None
                 if likely is not None and made is not None:
                     self._foretold += 1
                     self.running = call
@@ -205,7 +209,8 @@ class _Log(TorchFunctionMode):
         if call is not None:
             if getattr(func, "__name__", "") in UNCERTAIN:
                 call.doubt()
-            call.calls(func, args, kwargs or {}, result)
+            with no_function_modes():
+                call.calls(func, args, kwargs or {}, result)
         return result
 
 
