@@ -6,8 +6,8 @@ has no version for tensors without values, the model is built with its weights, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -59,11 +59,31 @@ def look(
         NeedsNumbers: as `value_guards.record`.
         CaptureError: a read cannot be answered; the message names the user's line.
     """
+    with _surroundings():
+        look = _Look(program, tensors_of(leaves, specs), numbers, others)
+        return _record(look, within, real)
+
+
+def glance(
+    program: Program, leaves: Mapping[str, Any], specs: Sequence[InputSpec], *, within: Within
+) -> tuple[Read, ...]:
+    """The reads of one run of a `program` that was looked at when it was planned.
+
+    Raises:
+        Exception: a read depends on a parameter; or what the model's code raises without values.
+    """
+    look = _Look(program, tensors_of(leaves, specs), numbers=False, others=None)
+    with _surroundings(), quiet(), second_run.restored():
+        with restoring(*program.parts), as_before(*program.parts):
+            return look.again(within)
+
+
+@contextmanager
+def _surroundings() -> Iterator[None]:
     # TorchScript optimizes a function in its second call, which makes other ops of it.
     scripted = torch.jit.optimized_execution(False)  # type: ignore[attr-defined]
     with eager_branches(), libraries_hushed(heard=True), seeds.known(), scripted:
-        look = _Look(program, tensors_of(leaves, specs), numbers, others)
-        return _record(look, within, real)
+        yield
 
 
 @dataclass
@@ -84,8 +104,8 @@ class _Look:
     def reads(self, within: Within) -> tuple[Read, ...]:
         """The reads of a run; the program learns what makes a second run another one."""
         parts = self.program.parts
-        first, again = partial(self._first, within), partial(self._again, within)
-        found, self.program.unsteady = compared_runs(parts, first, again, self._again)
+        first, again = partial(self._first, within), partial(self.again, within)
+        found, self.program.unsteady = compared_runs(parts, first, again, self.again)
         self.program.unsteady += tuple(sorted(self.program.caches))
         return found
 
@@ -99,7 +119,7 @@ class _Look:
         if program.all_assigned != known:
             noted.calls.clear()
             with as_before(*program.parts):
-                self._again(within, lambda: noted)
+                self.again(within, lambda: noted)
         return found
 
     def _watched(self, within: Within, noted: second_run.Noted) -> tuple[Read, ...]:
@@ -114,7 +134,7 @@ class _Look:
             changed = changes.seen()
 
         taint = Taint()  # of buffers, which are put back only behind all of these runs
-        again, known = partial(self._again, taint=taint), self.program.all_assigned
+        again, known = partial(self.again, taint=taint), self.program.all_assigned
         found = record(run, self.run, numbers=self.numbers, taint=taint)
         if self.program.all_assigned != known:
             again()  # the first has found buffers to be assigned; a later run writes them
@@ -142,12 +162,14 @@ class _Look:
         except Exception:  # a user's model that fails on these rows does so in the run, and is told
             return
 
-    def _again(
+    def again(
         self,
         within: Within = nullcontext,
         noted: Within = nullcontext,
         taint: Taint | None = None,
     ) -> tuple[Read, ...]:
+        """The reads of another run, or of one of which nothing else is asked."""
+
         def run() -> None:
             with within(), noted():
                 self.run()

@@ -7,7 +7,7 @@ model, batch --look--> reads, equal modules --capture--> ExportedProgram --conve
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import nn
 
 from autopipe.eager import unsaid
 from autopipe.eager.kept import without_values
-from autopipe.errors import AutopipeError, CaptureError, ModelError, OtherBranch
+from autopipe.errors import CaptureError, ModelError, OtherBranch
 from autopipe.frontend import batch as batches
 from autopipe.frontend.loss import Loss, check_arguments
 from autopipe.ir import check
@@ -27,7 +27,7 @@ from autopipe.planfile.parts import InputSpec, Read
 from autopipe.planfile.regions import Region
 from autopipe.tracing.export import Program, capture, tensors_of
 from autopipe.tracing.from_export import convert
-from autopipe.tracing.looks import Others, look
+from autopipe.tracing.looks import Others, glance, look
 from autopipe.tracing.low_precision import (
     SixteenBits,
     check_followers,
@@ -121,7 +121,12 @@ def trace(
         others and (lambda: tensors_of(batches.flatten(others()), specs)),
     )
     with parameters_in(model, low):
-        return tracing.recorded(real) if reads is None else tracing.replayed(reads, real)
+        return tracing.recorded(real) if reads is None else tracing.replayed(reads)
+
+
+def _answer(read: Read) -> tuple[str, str]:
+    """What a branch follows from, as text: nan is no other nan."""
+    return read.kind, repr(read.value) if read.checked else ""
 
 
 _LIFTED = "a fake tensor in the exported program constant's list"
@@ -194,15 +199,27 @@ class _Tracing:
             reads, alike = self.compared(real, numbers=True)
         return self.with_stand_ins(reads, alike)
 
-    def replayed(self, reads: Sequence[Read], real: Callable[[], nn.Module] | None) -> Trace:
-        """The trace with an earlier one's reads; without reads, a run finds the equal modules."""
+    def replayed(self, reads: Sequence[Read]) -> Trace:
+        """The trace with an earlier one's reads."""
         self.use(self.regions)
-        alike: Mapping[str, str] = {}
-        if not reads and Likeness(self.program.model).candidates:
-            with suppress(AutopipeError, NeedsNumbers):
-                found, equal = self.compared(real)
-                alike = {} if found else equal
-        return self.with_stand_ins(reads, alike)
+        return self.with_stand_ins(reads, self.alike_as_planned(reads))
+
+    def alike_as_planned(self, reads: Sequence[Read]) -> Mapping[str, str]:
+        """The modules that are alike in one run; none if Python reads there what is not planned."""
+        program = self.program
+        for foretell in (True, False):
+            likeness = Likeness(program.model, foretell=foretell)
+            if not likeness.candidates:
+                break
+            try:
+                found = glance(program, self.leaves, self.specs, within=likeness.watching)
+            except Exception:  # whatever the user's model raises: the trace that follows says it
+                break
+            if [*map(_answer, found)] != [*map(_answer, reads)]:
+                break
+            if not likeness.misled:
+                return likeness.alike
+        return {}
 
     def with_stand_ins(self, reads: Sequence[Read], alike: Mapping[str, str]) -> Trace:
         """Try to export with stubs for equal modules; fall back to a full export.
