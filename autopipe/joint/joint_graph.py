@@ -122,7 +122,7 @@ def differentiate(
     given = {n: seed for n, seed in enumerate(seeds) if seed is not None}
     tape = Tape()
     step = _Step(lowered, tuple(given), precision, tape, run or lowered.module)
-    with fake_mode(), wide_statistics(lowered.ops), torch.enable_grad(), _uncached(), quiet():
+    with fake_mode(), wide_statistics(lowered.wide), torch.enable_grad(), _uncached(), quiet():
         states = {name: _fake(state) for name, state in step.states()}
         leaves = [layout.empty() for layout in (*arguments, *given.values())]
         for tensor in (*states.values(), *leaves):

@@ -24,7 +24,7 @@ from autopipe.ir.partition import Stage
 from autopipe.ir.stage_classes import kind_of
 from autopipe.ir.torch_private import fake_mode
 from autopipe.stages.lower import lower
-from autopipe.stages.precision import arithmetic, computing, wide_statistics
+from autopipe.stages.precision import arithmetic, computing, saves_wide, wide_statistics
 from autopipe.stages.recompute import check_recompute, within
 from autopipe.stages.saved_storages import SavedStorages
 from autopipe.util.progress import phase
@@ -178,7 +178,7 @@ class _Rehearsing:
         """The rehearsal, and the arrivals to which no gradient flowed back."""
         with (
             fake_mode(),
-            wide_statistics(n.op for n in self.graph.nodes),
+            wide_statistics(saves_wide(self.graph.nodes, self.precision)),
             torch.set_grad_enabled(self.gradients),
             phase("rehearsing stages", of=len(self.stages)) as done,
         ):

@@ -53,7 +53,7 @@ from autopipe.stages.node_calls import (
     take,
     under_autocast,
 )
-from autopipe.stages.precision import AUTOCAST, LOWERED, low
+from autopipe.stages.precision import AUTOCAST, LOWERED, low, saves_wide
 from autopipe.stages.recompute import Recomputed, check_recompute, runs_of
 from autopipe.stages.rng import draw
 
@@ -64,14 +64,15 @@ class Lowered:
 
     The order of the arguments is that of `stage.incoming` and `stage.inputs`; of the results that
     of `stage.outgoing`, and in the last stage of the graph's outputs. `low` names the parameters
-    that want a copy in low precision for each step (`precision.arithmetic`), `ops` its nodes' ops.
+    that want a copy in low precision for each step (`precision.arithmetic`), `wide` whether norms
+    save more than they compute in (`precision.saves_wide`).
     """
 
     stage: Stage
     module: fx.GraphModule
     rows: int
     low: tuple[str, ...] = ()
-    ops: frozenset[str] = frozenset()
+    wide: bool = False
 
 
 def lower(
@@ -144,8 +145,8 @@ def lower(
         setattr(root.get_submodule(parent), leaf, module)
     _install(root, stage, states)  # again: a piece has only those that it reads itself
     module = fx.GraphModule(root, outer, class_name=f"Stage{stage.index}")
-    ops = frozenset(graph.nodes[position].op for position in stage.nodes)
-    return Lowered(stage, module, rows, tuple(emitter.low), ops)
+    wide = saves_wide((graph.nodes[position] for position in stage.nodes), precision)
+    return Lowered(stage, module, rows, tuple(emitter.low), wide)
 
 
 def parameters_of(module: nn.Module, names: Sequence[str]) -> list[nn.Parameter]:

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from autopipe.errors import AutopipeError
-from autopipe.ir.graph import StateSpec, bytes_at
+from autopipe.ir.graph import Node, StateSpec, bytes_at
 from autopipe.ir.torch_private import TorchDispatchMode
 from autopipe.tracing.low_precision import MASTER, SixteenBits
 
@@ -179,9 +179,16 @@ _NORMS = (
 )
 
 
-def wide_statistics(ops: Iterable[str]) -> AbstractContextManager[object]:
-    """`WideStatistics` if one of the ops may be a norm; it slows down all ops within."""
-    return WideStatistics() if any("norm" in op for op in ops) else nullcontext()
+def saves_wide(nodes: Iterable[Node], precision: str) -> bool:
+    """Whether one of these nodes may be a norm of 16 bits, which saves statistics in fp32."""
+    norms = [node for node in nodes if "norm" in node.op]
+    made = {spec.dtype for node in norms for spec in node.outputs if spec is not None}
+    return bool(norms) and (precision != "fp32" or not made.isdisjoint(KEPT.values()))
+
+
+def wide_statistics(wanted: bool) -> AbstractContextManager[object]:
+    """`WideStatistics` if `saves_wide` says so; it slows down all ops within."""
+    return WideStatistics() if wanted else nullcontext()
 
 
 class WideStatistics(TorchDispatchMode):

@@ -21,7 +21,7 @@ from autopipe.stages.dry_run import fake_state
 from autopipe.stages.lower import Lowered, lower
 from autopipe.stages.node_calls import NODE_NAME
 from autopipe.stages.op_tape import SEGMENT, marking
-from autopipe.stages.precision import Arithmetic, arithmetic, wide_statistics
+from autopipe.stages.precision import Arithmetic, arithmetic, saves_wide, wide_statistics
 from autopipe.util.progress import Done
 
 POSITION = "autopipe_position"
@@ -148,7 +148,7 @@ def watched_stage(
     graph = short.graph
     flow = analyse(graph)
     (whole,) = partition(flow, ())
-    with fake_mode(), wide_statistics(node.op for node in graph.nodes):
+    with fake_mode(), wide_statistics(saves_wide(graph.nodes, precision)):
         states = {name: fake_state(graph, name) for name in whole.states}
         inputs = [
             torch.empty(shape_at(graph.inputs[path], rows), dtype=graph.inputs[path].dtype)

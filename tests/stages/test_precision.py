@@ -2,6 +2,7 @@
 
 import copy
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from autopipe.stages.precision import (
     computing,
     current,
     low,
+    saves_wide,
     wide_statistics,
 )
 from tests.support.long import chosen
@@ -316,11 +318,26 @@ def test_small_gradients_survive_fp16_with_a_loss_scale():
     torch.testing.assert_close(kept, exact, rtol=1e-2, atol=0)
 
 
-def test_statistics_are_looked_after_only_where_a_norm_may_be():
-    """The mode stands in the way of every op: a model without norms goes without."""
-    assert isinstance(
-        wide_statistics(["aten.linear.default", "aten.layer_norm.default"]), WideStatistics
-    )
-    assert not isinstance(
-        wide_statistics(["aten.linear.default", "aten.relu.default"]), WideStatistics
-    )
+def test_statistics_are_looked_after_only_where_a_norm_may_be_in_16_bits():
+    """The mode stands in the way of every op: a model without such norms goes without."""
+
+    def modes(model, precision):
+        nodes = trace_model(Mean(model), lambda b: {"x": torch.ones(b, 8)}).graph.nodes
+        return type(wide_statistics(saves_wide(nodes, precision)))
+
+    norm = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    assert modes(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), "bf16-autocast") is nullcontext
+    assert modes(norm, "fp32") is nullcontext
+    assert modes(norm, "bf16-autocast") is WideStatistics
+    assert modes(Lowest(norm), "fp32") is WideStatistics
+
+
+class Lowest(nn.Module):
+    """A model that casts to bf16 itself."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner.bfloat16()
+
+    def forward(self, x):
+        return self.inner(x.bfloat16())
