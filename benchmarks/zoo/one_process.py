@@ -19,7 +19,7 @@ from autopipe.planfile.placements import Sharding
 from autopipe.sharding.collectives import together
 from autopipe.sharding.plan_io import read_back
 from autopipe.stages.bind import split_as_planned
-from autopipe.stages.dry_run import rehearse
+from autopipe.stages.dry_run import Known, rehearse
 from autopipe.stages.lower import lower
 from autopipe.stages.rng import stream
 from autopipe.stages.step_programs import step_programs
@@ -46,12 +46,16 @@ class Result:
     regrouped: frozenset[str] = frozenset()
 
 
-def in_stages(plan: Plan, trace: Trace, model: nn.Module, batch: Any) -> Result:
-    """A step of a plan without tensor parallelism: a thread for each rank, with its executor."""
+def in_stages(plan: Plan, trace: Trace, model: nn.Module, batch: Any, known: Known) -> Result:
+    """A step of a plan without tensor parallelism: a thread for each rank, with its executor.
+
+    Args:
+        known: what planning has rehearsed, which ranks of a real run rehearse once more.
+    """
     split = split_as_planned(trace, plan)
     graph, rows = split.graph, plan.batch.microbatch_rows(1)
     again = tuple(block for stage in plan.stages for block in stage.recompute)
-    rehearsal = rehearse(graph, split.stages, split.blocks, rows, recompute=again)
+    rehearsal = rehearse(graph, split.stages, split.blocks, rows, recompute=again, known=known)
     cut = inprocess.Cut(
         "", split.trace, analyse(graph), split.blocks, split.stages, rehearsal, rows, again
     )

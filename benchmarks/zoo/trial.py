@@ -8,18 +8,18 @@ Tried(subject)      built, traced once
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from autopipe.errors import AutopipeError
 from autopipe.frontend import batch as batches
 from autopipe.ir.dataflow import is_random
+from autopipe.ir.fingerprint import fingerprint
 from autopipe.ir.graph import Graph
 from autopipe.planfile.contents import Plan
 from autopipe.planners.costs.tp_degrees import check_heads
@@ -27,14 +27,18 @@ from autopipe.planners.driver.loss_parts import best_loss
 from autopipe.planners.driver.make_plan import traced_model
 from autopipe.planners.driver.request import Job, PlanRequest, Traced
 from autopipe.planners.model.problem import Constraints
+from autopipe.runtime.start import trace_planned
 from autopipe.sharding.plan_io import read_back
+from autopipe.stages.dry_run import Known
 from autopipe.tracing.source import bare
+from autopipe.tracing.trace import Trace
 from autopipe.util.stopwatch import Stopwatch
 from benchmarks.zoo import theirs
 from benchmarks.zoo.compare import CLOSE, compared, rounded
 from benchmarks.zoo.one_process import Result, dealt_out, in_stages
 from benchmarks.zoo.processes import in_processes
 from benchmarks.zoo.subject import Model, Subject
+from benchmarks.zoo.versions import doubled, nudged
 from tests.support.inprocess import machine
 
 ROWS, MICRO_BATCHES = 2, 2
@@ -129,6 +133,8 @@ class Tried:
     def __init__(self, subject: Subject, model: Model) -> None:
         self.subject, self.model = subject, model
         self.batch = model.inputs(ROWS * MICRO_BATCHES)
+        self._plans: dict[tuple[int, int], Plan] = {}
+        self._rehearsed: defaultdict[int, Known] = defaultdict(dict)
 
     @cached_property
     def request(self) -> PlanRequest:
@@ -166,14 +172,25 @@ class Tried:
         except Exception as error:  # a refusal, once for all ways to split it
             return error
 
+    @property
+    def trace(self) -> Trace:
+        """What its plans are run on."""
+        return self.traced.trace
+
     def plan(self, pp: int, tp: int) -> Plan:
-        """As `autopipe.plan` makes it."""
+        """As `autopipe.plan` makes it, once."""
+        if (pp, tp) not in self._plans:
+            self._plans[pp, tp] = self._planned(pp, tp)
+        return self._plans[pp, tp]
+
+    def _planned(self, pp: int, tp: int) -> Plan:
         if tp > 1:
             check_heads(self.traced.graph, tp)
         cluster = machine(pp * tp, MEMORY)
         constraints = Constraints(pp, 1, tp, MICRO_BATCHES, "1f1b")
         request = replace(self.request, cluster=cluster, constraints=constraints)
-        return best_loss(Job(request, self.traced, cluster, 0.0), Stopwatch(), lambda line: None)
+        job = Job(request, self.traced, cluster, 0.0, known=self._rehearsed)
+        return best_loss(job, Stopwatch(), lambda line: None)
 
     @cached_property
     def eager(self) -> Result:
@@ -188,19 +205,13 @@ class Tried:
         return Result(losses, gradients, dict(model.named_buffers(remove_duplicate=False)))
 
     @cached_property
-    def doubled(self) -> Tried:
-        """The same model in fp64, in which a mistake stays and what roundings made is gone."""
-        build, inputs = self.model.build, self.model.inputs
-        model = replace(
-            self.model,
-            build=lambda: build().double(),
-            inputs=lambda rows: tree_map(_double, inputs(rows)),
-        )
-        return Tried(self.subject, model)
+    def doubled(self) -> Doubled:
+        """The same model by the same plans in fp64."""
+        return Doubled(self)
 
     def micro_batch(self, k: int) -> Any:
         """Micro-batch k."""
-        specs = self.traced.trace.inputs
+        specs = self.trace.inputs
         leaves = batches.flatten(self.model.inputs(ROWS * MICRO_BATCHES))
         return batches.rebuild(
             self.batch, batches.slice_rows(specs, leaves, k * ROWS, (k + 1) * ROWS)
@@ -209,22 +220,23 @@ class Tried:
     @property
     def close(self) -> float:
         """How far a sum in another order may be off."""
-        made = (spec for node in self.traced.graph.nodes for spec in node.outputs)
+        made = (spec for node in self.trace.graph.nodes for spec in node.outputs)
         low = any(spec is not None and spec.dtype in LOW for spec in made)
         return CLOSE_IN_16_BITS if low else CLOSE
 
     @property
     def random(self) -> bool:
         """Whether the model draws random numbers, which no split draws as plain PyTorch does."""
-        return any(is_random(node) for node in self.traced.graph.nodes)
+        return any(is_random(node) for node in self.trace.graph.nodes)
 
     def run(self, plan: Plan, processes: bool = False) -> Result:
         """A step by the plan, all its ranks in this process or each in its own."""
         if processes:
             return in_processes(plan, self.model, dict(self.model.build().named_parameters()))
-        trace = self.traced.trace  # processes trace it once more, each for itself
-        run = dealt_out if plan.mesh.tp > 1 else in_stages
-        return run(plan, trace, self.model.build(), self.batch)
+        trace, model = self.trace, self.model.build()  # processes trace it anew
+        if plan.mesh.tp > 1:
+            return dealt_out(plan, trace, model, self.batch)
+        return in_stages(plan, trace, model, self.batch, self._rehearsed[1])
 
     @cached_property
     def reference(self) -> tuple[str, Result]:
@@ -252,8 +264,7 @@ class Tried:
         For models that fp64 does not take whole: torch multiplies groups in no such dtype, and
         norms may cast to fp32.
         """
-        model = replace(self.model, build=lambda: nudged(self.model.build()))
-        _, nearby = Tried(self.subject, model).reference
+        _, nearby = Tried(self.subject, nudged(self.model)).reference
         _, expected = self.reference
         own, off = compared(nearby, expected)[0], compared(found, expected)[0]
         return off <= own and off <= ROUNDINGS
@@ -277,7 +288,7 @@ class Tried:
             gradient=worst,
             bitwise=bitwise,
             unexplained=", ".join(left[:4]),
-            dealt=dealt(plan, self.traced.graph) if plan.mesh.tp > 1 else None,
+            dealt=dealt(plan, self.trace.graph) if plan.mesh.tp > 1 else None,
             reference=name,
             predicted=sum(stage.predicted.memory.activations for stage in plan.stages),
             counted=found.saved,
@@ -297,21 +308,30 @@ class Tried:
         return Row(name, "torch", outcome, cause, worst, bitwise, reference="eager")
 
 
-def nudged(model: nn.Module) -> nn.Module:
-    """The model with each weight's last place off by one, up or down."""
-    draws = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.is_floating_point():
-                up = torch.randint(2, weight.shape, generator=draws).bool()
-                way = torch.where(up, torch.inf, -torch.inf).to(weight.dtype)
-                weight.copy_(torch.nextafter(weight, way))
-    return model
+class Doubled(Tried):
+    """A model by its plans in fp64, in which a mistake stays and what roundings made is gone.
 
+    It is traced as a rank traces it that has such a plan: no look at what Python reads is repeated.
+    """
 
-def _double(leaf: Any) -> Any:
-    floats = isinstance(leaf, Tensor) and leaf.is_floating_point()
-    return leaf.double() if floats else leaf
+    def __init__(self, single: Tried) -> None:
+        super().__init__(single.subject, doubled(single.model))
+        self._single = single
+
+    def _planned(self, pp: int, tp: int) -> Plan:
+        plan = self._in_doubles(self._single.plan(pp, tp))
+        return replace(plan, fingerprint=fingerprint(self.trace.graph))
+
+    @cached_property
+    def trace(self) -> Trace:  # type: ignore[override]
+        """By any of its plans: they are of one graph."""
+        plan = self._in_doubles(next(iter(self._single._plans.values())))
+        return trace_planned(self.model.build, self.batch, self.model.loss, plan).trace
+
+    def _in_doubles(self, plan: Plan) -> Plan:
+        double = {"float32": "float64"}
+        inputs = [replace(spec, dtype=double.get(spec.dtype, spec.dtype)) for spec in plan.inputs]
+        return replace(plan, inputs=tuple(inputs))
 
 
 def dealt(plan: Plan, graph: Graph) -> float:
