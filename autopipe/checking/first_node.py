@@ -31,8 +31,9 @@ from autopipe.frontend import batch as batches
 from autopipe.frontend.model_file import ModelFile
 from autopipe.ir.blocks import find_blocks
 from autopipe.ir.dataflow import analyse
-from autopipe.ir.graph import Graph, Node, State, tensors_in
+from autopipe.ir.graph import Graph, Node, State
 from autopipe.ir.partition import partition
+from autopipe.ir.tensors import tensors_in
 from autopipe.planfile.contents import Plan
 from autopipe.planners.driver.outcomes import last_reader
 from autopipe.stages.lower import lower

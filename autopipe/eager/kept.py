@@ -14,7 +14,7 @@ from autopipe.eager.assigned_buffers import as_before, buffers_of
 from autopipe.eager.frozen import INTERNAL, frozen
 from autopipe.eager.holders import Holder, Part, holders_of, modules_among
 from autopipe.eager.iterators import Rewindable, is_iterator, place_of, put_at
-from autopipe.ir.graph import tensors_in
+from autopipe.ir.tensors import tensors_in
 from autopipe.ir.torch_private import buffer_names, is_fake
 
 

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from autopipe.eager.assigned_buffers import buffers_of
 from autopipe.errors import CaptureError
 from autopipe.frontend import user_lines
-from autopipe.ir.graph import tensors_in
+from autopipe.ir.tensors import tensors_in
 from autopipe.ir.torch_private import is_fake, is_transformed, no_function_modes, version
 from autopipe.planfile.parts import Read
 

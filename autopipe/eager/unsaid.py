@@ -29,7 +29,7 @@ from autopipe.errors import CaptureError, Uncaptured
 from autopipe.frontend import user_lines
 from autopipe.frontend.refusals import depends_on_values
 from autopipe.ir import opaque_ops
-from autopipe.ir.graph import tensors_in
+from autopipe.ir.tensors import tensors_in
 from autopipe.ir.torch_patches import seeing_saved_tensors_hooks
 from autopipe.ir.torch_private import (
     is_control_flow,

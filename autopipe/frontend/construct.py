@@ -39,7 +39,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopipe.errors import ModelError
 from autopipe.frontend import user_lines
-from autopipe.ir.graph import tensors_in
+from autopipe.ir.tensors import tensors_in
 from autopipe.ir.torch_private import constructing, fake_like, fake_mode, fake_parameter, is_fake
 from autopipe.util import numbers
 

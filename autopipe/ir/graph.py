@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, wraps
 from typing import Any, TypeAlias, TypeVar
 
@@ -288,19 +288,6 @@ def _collect(arg: Arg, found: list[Value]) -> None:
     elif isinstance(arg, tuple):
         for item in arg:
             _collect(item, found)
-
-
-def tensors_in(tree: object) -> Iterator[torch.Tensor]:
-    """The tensors in nested lists, tuples, mappings and dataclasses, in order, repeats included."""
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, Mapping):
-        yield from tensors_in(tuple(tree.values()))
-    elif isinstance(tree, list | tuple):
-        for item in tree:
-            yield from tensors_in(item)
-    elif is_dataclass(tree) and not isinstance(tree, type):
-        yield from tensors_in(object.__getstate__(tree))  # an attribute's own code may raise
 
 
 def swap(arg: Arg, values: Mapping[Value, Value]) -> Any:

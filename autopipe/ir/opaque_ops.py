@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from autopipe.ir.graph import REGION_OP, tensors_in
+from autopipe.ir.graph import REGION_OP
+from autopipe.ir.tensors import tensors_in
 from autopipe.ir.torch_private import (
     DataDependentOutputException,
     TorchDispatchMode,

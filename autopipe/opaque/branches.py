@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopipe.errors import CaptureError
 from autopipe.frontend import user_lines
-from autopipe.ir.graph import tensors_in
+from autopipe.ir.tensors import tensors_in
 from autopipe.ir.torch_patches import replacing
 from autopipe.ir.torch_private import TorchDispatchMode, is_fake, no_modes, tree_map, version
 from autopipe.opaque.states import first_names, state_of

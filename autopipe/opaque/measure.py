@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from autopipe.eager import second_run
 from autopipe.eager.unsaid import RefusedEffects
 from autopipe.errors import CaptureError
-from autopipe.ir.graph import tensors_in
+from autopipe.ir.tensors import tensors_in
 from autopipe.ir.torch_private import TorchDispatchMode, storage_key, version
 from autopipe.opaque.inner_gradients import InnerGradients
 from autopipe.opaque.origins import Origins

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopipe.errors import CaptureError
 from autopipe.frontend import user_lines
-from autopipe.ir.graph import tensors_in
+from autopipe.ir.tensors import tensors_in
 from autopipe.opaque.sites import Site, Wider
 
 

@@ -22,7 +22,7 @@ from torch.nn.utils import rnn
 from autopipe.errors import Uncaptured
 from autopipe.frontend import user_lines
 from autopipe.ir import opaque_ops
-from autopipe.ir.graph import tensors_in
+from autopipe.ir.tensors import tensors_in
 from autopipe.ir.torch_patches import own_of, patched, replacing
 from autopipe.ir.torch_private import is_fake
 

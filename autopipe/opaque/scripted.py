@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from autopipe.errors import CaptureError, Uncaptured
 from autopipe.frontend import user_lines
-from autopipe.ir.graph import tensors_in
+from autopipe.ir.tensors import tensors_in
 from autopipe.ir.torch_private import is_fake
 
 _AS_IT_WAS = "use the module that it was made from"

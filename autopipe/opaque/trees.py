@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.errors import PlanError
-from autopipe.ir.graph import tensors_in
+from autopipe.ir.tensors import tensors_in
 from autopipe.opaque.sparse import is_sparse
 from autopipe.opaque.states import state_of
 from autopipe.util.dtypes import bytes_of, name_of

@@ -29,11 +29,10 @@ from torch.overrides import TorchFunctionMode
 from autopipe.eager.logged_reads import Looked, used
 from autopipe.errors import AutopipeError, CaptureError, ModelError, OtherBranch
 from autopipe.frontend import refusals, user_lines
-from autopipe.ir.graph import tensors_in
+from autopipe.ir.tensors import of_unknown_size, tensors_in
 from autopipe.ir.torch_private import (
     DataDependentOutputException,
     TorchDispatchMode,
-    expression,
     is_fake,
     lists_as_one_read,
     written_arguments,
@@ -310,7 +309,7 @@ class _Replaying(TorchFunctionMode):
             return _as_text(*args)
         if name not in _READERS or not args or not isinstance(args[0], Tensor):
             made = func(*used(args), **used(kwargs or {}))
-            if any(map(_of_unknown_size, tensors_in(made))):
+            if any(map(of_unknown_size, tensors_in(made))):
                 raise refusals.depends_on_values(user_lines.here())
             return made
         index, self._next = self._next, self._next + 1
@@ -338,13 +337,3 @@ class _Replaying(TorchFunctionMode):
                 "reads were recorded, and does not while it is traced",
                 hint="the model reads other tensors each time it runs (state kept between calls?)",
             )
-
-
-def _of_unknown_size(tensor: Tensor) -> bool:
-    """Whether a size of a traced tensor is a symbol that stands for values of another tensor."""
-    sizes: Sequence[Any] = tensor.shape
-    return any(
-        isinstance(size, torch.SymInt)
-        and any(symbol.name.startswith("u") for symbol in expression(size).free_symbols)
-        for size in sizes
-    )

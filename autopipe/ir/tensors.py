@@ -1,0 +1,51 @@
+"""The tensors in nested arguments and results, and how their sizes are known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
+from functools import cache
+from typing import Any
+
+import sympy
+import torch
+
+from autopipe.ir.torch_private import expression
+
+
+def tensors_in(tree: object) -> Iterator[torch.Tensor]:
+    """The tensors in nested lists, tuples, mappings and dataclasses, in order, repeats included."""
+    found: list[torch.Tensor] = []
+    _collect_tensors(tree, found)
+    return iter(found)
+
+
+_WITHOUT = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
+"""Types that most arguments have and that hold no tensors."""
+
+
+def _collect_tensors(tree: object, found: list[torch.Tensor]) -> None:
+    kind = type(tree)
+    if kind in _WITHOUT:
+        return
+    if isinstance(tree, torch.Tensor):
+        found.append(tree)
+    elif kind is tuple or kind is list or isinstance(tree, list | tuple):
+        for item in tree:  # type: ignore[attr-defined]
+            _collect_tensors(item, found)
+    elif isinstance(tree, Mapping):
+        for item in tree.values():
+            _collect_tensors(item, found)
+    elif is_dataclass(tree) and not isinstance(tree, type):
+        _collect_tensors(object.__getstate__(tree), found)  # an attribute's own code may raise
+
+
+def of_unknown_size(tensor: torch.Tensor) -> bool:
+    """Whether a size of a traced tensor is a symbol that stands for values of another tensor."""
+    sizes: Sequence[Any] = tensor.shape
+    return any(isinstance(s, torch.SymInt) and _of_values(expression(s)) for s in sizes)
+
+
+@cache
+def _of_values(size: sympy.Expr) -> bool:
+    return any(symbol.name.startswith("u") for symbol in size.free_symbols)
