@@ -10,7 +10,7 @@ from autopipe.planfile.contents import Plan
 from autopipe.planfile.placements import Sharding
 from autopipe.runtime.parameters.part import RankPart
 from autopipe.stages.bind import Split, dealt_out, split_for_evaluation
-from autopipe.stages.precision import kept
+from autopipe.tracing.low_precision import kept_by
 from autopipe.tracing.source import Source, trace_source
 from autopipe.tracing.symbolic_sequence import AtLengths
 
@@ -43,7 +43,7 @@ def split_to_evaluate(
         training=False,
         symbolic=not plan.rows_fixed,
         outputs=outputs,
-        kept=kept(plan.precision, plan.optimizer_dtype, plan.grad_dtype),
+        kept=kept_by(plan),
         regions=plan.regions,
     )
     return split_for_evaluation(dealt_out(found, plan, part.place.tp, sharding), part.split)
@@ -67,5 +67,5 @@ def split_at_length(
 def traces_at_lengths(model: Source, loss: Loss | None, plan: Plan) -> AtLengths:
     """The traces of a planned model for rows that are shorter than planned."""
     example = batches.from_specs(plan.inputs, 2)
-    how = kept(plan.precision, plan.optimizer_dtype, plan.grad_dtype)
+    how = kept_by(plan)
     return AtLengths(model, plan.inputs, example, loss, how, plan.reads)

@@ -53,9 +53,8 @@ from autopipe.stages.bind import (
     check_runs,
     split_as_planned,
 )
-from autopipe.stages.precision import kept
-from autopipe.tracing.source import Source, bare
-from autopipe.tracing.trace import Trace, trace
+from autopipe.tracing.source import Source, bare, trace_as_planned
+from autopipe.tracing.trace import Trace
 from autopipe.util import allocator
 
 
@@ -167,20 +166,8 @@ def trace_planned(model: Source, inputs: Any, loss: Loss | None, plan: Plan) -> 
         example = batches.from_specs(plan.inputs, rows)
     else:
         example = batches.some_rows(example, plan.inputs, rows)
-    how = kept(plan.precision, plan.optimizer_dtype, plan.grad_dtype)
-    own = model if isinstance(model, nn.Module) else None
     try:
-        traced = trace(
-            skeleton,
-            example,
-            plan.inputs,
-            loss,
-            reads=plan.reads,
-            regions=plan.regions,
-            symbolic=not plan.rows_fixed,
-            kept=how,
-            own=own,
-        )
+        traced = trace_as_planned(model, skeleton, example, loss, plan)
     except ModelError as error:
         planned = f"is it {plan.source or 'the model of the plan'}, as it was planned?"
         error.hint = planned if error.hint is None else f"{planned} if so: {error.hint}"

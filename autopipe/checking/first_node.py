@@ -38,10 +38,9 @@ from autopipe.planfile.contents import Plan
 from autopipe.planners.driver.outcomes import last_reader
 from autopipe.stages.lower import lower
 from autopipe.stages.node_calls import NODE_NAME
-from autopipe.stages.precision import KEPT
 from autopipe.stages.rng import stream
 from autopipe.tracing.export import Program
-from autopipe.tracing.low_precision import parameters_in
+from autopipe.tracing.low_precision import KEPT, parameters_in
 from autopipe.tracing.trace import Trace
 
 CLOSE = 1e-5

@@ -31,9 +31,9 @@ from autopipe.frontend.construct import on_cpu
 from autopipe.frontend.model_file import ModelFile
 from autopipe.opaque import branches
 from autopipe.planfile.contents import BATCH, Plan
-from autopipe.stages.precision import AUTOCAST, kept
+from autopipe.stages.precision import AUTOCAST
 from autopipe.tracing.export import Program
-from autopipe.tracing.low_precision import MASTER, lower, parameters_in
+from autopipe.tracing.low_precision import MASTER, kept_by, lower, parameters_in
 
 
 @dataclass
@@ -77,7 +77,7 @@ class Unsplit:
         self.model = built(file)
         self._file = file
         self._plan = plan
-        self._kept = kept(plan.precision, plan.optimizer_dtype, plan.grad_dtype)
+        self._kept = kept_by(plan)
         if self._kept is not None and self._kept.optimizer == self._kept.dtype:
             lower(self.model, self._kept.dtype)
         self._ask = names

@@ -30,10 +30,8 @@ from autopipe.sharding.collectives import Planned
 from autopipe.stages.bind import Split, check_loss, check_runs, split_as_planned
 from autopipe.stages.dry_run import fake_state, rehearse
 from autopipe.stages.lower import lower
-from autopipe.stages.precision import kept
 from autopipe.stages.recompute import within
-from autopipe.tracing.source import Source, bare
-from autopipe.tracing.trace import trace
+from autopipe.tracing.source import Source, bare, trace_as_planned
 from autopipe.util import atomic_file, codec
 
 
@@ -101,18 +99,7 @@ def stages(model: Source, plan: Plan, loss: Loss | None) -> dict[str, str]:
         )
     skeleton = bare(model)
     example = batch.from_specs(plan.inputs, plan.traced_rows)
-    own = model if isinstance(model, nn.Module) else None
-    how = kept(plan.precision, plan.optimizer_dtype, plan.grad_dtype)
-    traced = trace(
-        skeleton,
-        example,
-        plan.inputs,
-        loss,
-        reads=plan.reads,
-        symbolic=not plan.rows_fixed,
-        kept=how,
-        own=own,
-    )
+    traced = trace_as_planned(model, skeleton, example, loss, plan)
     for node in traced.graph.nodes:
         if node.op == COND_OP:
             raise PlanError(

@@ -37,10 +37,7 @@ from torch import Tensor
 from autopipe.errors import AutopipeError
 from autopipe.ir.graph import Node, StateSpec, bytes_at
 from autopipe.ir.torch_private import TorchDispatchMode
-from autopipe.tracing.low_precision import MASTER, SixteenBits
-
-KEPT: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""The precisions in which parameters, activations and products are all of one 16-bit dtype."""
+from autopipe.tracing.low_precision import KEPT
 
 AUTOCAST: Mapping[str, torch.dtype] = {
     "bf16-autocast": torch.bfloat16,
@@ -50,20 +47,6 @@ AUTOCAST: Mapping[str, torch.dtype] = {
 
 PRECISIONS = ("fp32", *KEPT, *AUTOCAST)
 """All that can be asked for."""
-
-
-def kept(precision: str, optimizer: str = "fp32", gradients: str = "fp32") -> SixteenBits | None:
-    """How a model is traced in a precision; None: as it is built.
-
-    Args:
-        optimizer, gradients: as `Plan.optimizer_dtype` and `Plan.grad_dtype`.
-    """
-    if precision not in KEPT:
-        return None
-    wide = {"fp32": MASTER}
-    return SixteenBits(
-        KEPT[precision], *({**KEPT, **wide}[word] for word in (optimizer, gradients))
-    )
 
 
 LOWERED = frozenset(

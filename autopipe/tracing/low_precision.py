@@ -10,7 +10,7 @@ model itself casts (`.float()` around a norm or a loss) is done as it says.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
@@ -24,6 +24,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.op_costs import RULES
 from autopipe.ir.op_seconds import rate_name
 from autopipe.ir.torch_private import tree_map
+from autopipe.planfile.contents import Plan
 from autopipe.util import dtypes
 
 _Tree = TypeVar("_Tree")
@@ -45,6 +46,29 @@ class SixteenBits(NamedTuple):
     dtype: torch.dtype
     optimizer: torch.dtype = MASTER
     gradients: torch.dtype = MASTER
+
+
+KEPT: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""The precisions in which parameters, activations and products are all of one 16-bit dtype."""
+
+
+def kept(precision: str, optimizer: str = "fp32", gradients: str = "fp32") -> SixteenBits | None:
+    """How a model is traced in a precision; None: as it is built.
+
+    Args:
+        optimizer, gradients: as `Plan.optimizer_dtype` and `Plan.grad_dtype`.
+    """
+    if precision not in KEPT:
+        return None
+    wide = {"fp32": MASTER}
+    return SixteenBits(
+        KEPT[precision], *({**KEPT, **wide}[word] for word in (optimizer, gradients))
+    )
+
+
+def kept_by(plan: Plan) -> SixteenBits | None:
+    """How a plan's model is traced."""
+    return kept(plan.precision, plan.optimizer_dtype, plan.grad_dtype)
 
 
 WIDE = (

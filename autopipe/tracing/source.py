@@ -24,9 +24,10 @@ from autopipe.frontend.loss import Loss
 from autopipe.frontend.quiet import libraries_hushed
 from autopipe.ir import torch_private
 from autopipe.opaque.scripted import plain
+from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import InputSpec
 from autopipe.planfile.regions import Region
-from autopipe.tracing.low_precision import SixteenBits
+from autopipe.tracing.low_precision import SixteenBits, kept_by
 from autopipe.tracing.trace import Trace, trace
 from autopipe.util import numbers
 from autopipe.util.progress import Say
@@ -152,6 +153,31 @@ def trace_source(
         own=model if isinstance(model, nn.Module) else None,
         others=others,
         say=say,
+    )
+
+
+def trace_as_planned(
+    model: Source, skeleton: nn.Module, example: Any, loss: Loss | None, plan: Plan
+) -> Trace:
+    """Trace a model in training as it was planned.
+
+    Args:
+        skeleton: the result of `bare`.
+        example: a batch of `Plan.traced_rows` rows.
+
+    Raises:
+        ModelError: as `trace.trace`.
+    """
+    return trace(
+        skeleton,
+        example,
+        plan.inputs,
+        loss,
+        reads=plan.reads,
+        regions=plan.regions,
+        symbolic=not plan.rows_fixed,
+        kept=kept_by(plan),
+        own=model if isinstance(model, nn.Module) else None,
     )
 
 

@@ -41,9 +41,8 @@ from autopipe.planners.driver.examples import ROWS, examples, second
 from autopipe.planners.driver.outcomes import TOLERANCE, Outcome, compare, compare_ahead
 from autopipe.planners.driver.request import PlanRequest
 from autopipe.stages.lower import lower
-from autopipe.stages.precision import KEPT, kept
 from autopipe.tracing.export import Program
-from autopipe.tracing.low_precision import parameters_in
+from autopipe.tracing.low_precision import KEPT, kept, parameters_in
 from autopipe.tracing.source import parameter_bytes
 from autopipe.tracing.symbolic_sequence import AtLengths, shorter
 from autopipe.tracing.trace import Trace

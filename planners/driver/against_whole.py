@@ -24,8 +24,8 @@ from autopipe.ir.partition import partition
 from autopipe.planners.driver.against_eager import one_thread, with_weights
 from autopipe.planners.driver.request import PlanRequest
 from autopipe.stages.lower import Lowered, lower
-from autopipe.stages.precision import KEPT
 from autopipe.stages.whole_loss import WholeLoss
+from autopipe.tracing.low_precision import KEPT
 from autopipe.tracing.trace import Trace
 from autopipe.util.progress import Say
 

@@ -30,7 +30,8 @@ from autopipe.report import schedule_page
 from autopipe.runtime.probe.probe import local_cluster, local_processes
 from autopipe.schedules.instructions import Programs
 from autopipe.schedules.registry import SCHEDULES
-from autopipe.stages.precision import KEPT, PRECISIONS
+from autopipe.stages.precision import PRECISIONS
+from autopipe.tracing.low_precision import KEPT
 from autopipe.util.progress import Say
 
 AUTO, OFF = "auto", "off"

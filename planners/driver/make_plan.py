@@ -42,9 +42,9 @@ from autopipe.planners.driver.request import Job, PlanRequest, Traced
 from autopipe.planners.model.problem import Constraints
 from autopipe.stages.bind import check_runs
 from autopipe.stages.loss_cut import apart
-from autopipe.stages.precision import kept
 from autopipe.stages.recompute import blocks_meant
 from autopipe.tracing import user_checkpoints
+from autopipe.tracing.low_precision import kept
 from autopipe.tracing.source import Source, bare, keeping_default_dtype, trace_source
 from autopipe.tracing.trace import Trace
 from autopipe.util.gc_pause import resting

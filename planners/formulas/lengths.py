@@ -23,7 +23,7 @@ from autopipe.planners.driver import arguments
 from autopipe.schedules.instructions import splits
 from autopipe.sharding.plan_io import read_back
 from autopipe.stages.bind import Split, cut_as_planned
-from autopipe.stages.precision import kept
+from autopipe.tracing.low_precision import kept_by
 from autopipe.tracing.source import trace_source
 from autopipe.tracing.symbolic_sequence import trace_lengths
 from autopipe.tracing.trace import Trace
@@ -67,7 +67,7 @@ def traced_again(plan: Plan, file: ModelFile) -> TracedAgain:
     """
     example, specs = arguments.example_of(file.inputs)
     two = batch.two_rows(example, specs)
-    how = kept(plan.precision, plan.optimizer_dtype, plan.grad_dtype)
+    how = kept_by(plan)
     found = trace_lengths(file.model, two, specs, file.loss, how)
     tokens = batch.length_of(specs) or 0
     traced = TracedAgain(found.trace, tokens, found.why)

@@ -45,7 +45,8 @@ from autopipe.planners.costs.tp_degrees import (
 )
 from autopipe.planners.driver import arguments
 from autopipe.sharding.local_graph import shard_graph, shardable
-from autopipe.stages.precision import PRECISIONS, kept
+from autopipe.stages.precision import PRECISIONS
+from autopipe.tracing.low_precision import kept
 from autopipe.tracing.source import Source
 from autopipe.tracing.symbolic_sequence import Lengths, trace_lengths
 from autopipe.util.gc_pause import resting

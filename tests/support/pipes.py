@@ -28,15 +28,14 @@ from autopipe.frontend import batch as batches
 from autopipe.ir.graph import Graph
 from autopipe.planfile import programs
 from autopipe.planfile.placements import I
-from autopipe.planners.driver import make_plan
-from autopipe.runtime import cut_again, start
+from autopipe.runtime import cut_again
 from autopipe.runtime.parameters.row_shards import own_rows
 from autopipe.runtime.step import prepare
 from autopipe.schedules.instructions import holders
 from autopipe.sharding.collectives import own_part
 from autopipe.sharding.plan_io import read_back
 from autopipe.stages.dry_run import Known, Rehearsal, rehearse
-from autopipe.tracing import symbolic_sequence
+from autopipe.tracing import source, symbolic_sequence
 from autopipe.tracing.source import trace_source
 from autopipe.tracing.trace import Trace, trace
 from tests.support import zoo
@@ -142,10 +141,7 @@ def traced_once(name: str) -> Iterator[None]:
 
         return found
 
-    with (
-        patch.object(make_plan, "trace_source", again(make_plan.trace_source)),
-        patch.object(start, "trace", again(start.trace)),
-    ):
+    with patch.object(source, "trace", again(source.trace)):
         yield
 
 
