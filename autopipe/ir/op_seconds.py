@@ -38,7 +38,7 @@ import torch
 from numpy.typing import NDArray
 
 from autopipe.cluster.cluster import Device
-from autopipe.cluster.measured import KERNELS
+from autopipe.cluster.measured import KERNELS, kernel_in
 from autopipe.errors import AutopipeError
 from autopipe.ir.graph import BATCH, Dim
 from autopipe.ir.op_costs import ATTENTIONS, LIKE, NodeCost
@@ -158,7 +158,7 @@ def roofs(
     dtypes = dtypes or [cost.dtype for cost in formulas]
     rates = np.array([_rate(device, d, c) for d, c in zip(dtypes, formulas, strict=True)])
     shares = np.array([_share(cost.dims, device.half) for cost in formulas], object)
-    paces = _paces(formulas, device, rates, rates * shares)
+    paces = _paces(formulas, dtypes, device, rates, rates * shares)
     found = []
     for cost, there, there_rate, back, back_rate in zip(formulas, *paces, strict=True):
         ways = (
@@ -209,7 +209,7 @@ def _timed(
     shares = _evaluate([_share(cost.dims, device.half) for cost in formulas], rows)
     rates = np.array([_rate(device, d, c) for d, c in zip(dtypes, formulas, strict=True)])
     forward_starts, forward_rates, backward_starts, backward_rates = _paces(
-        formulas, device, rates, rates * shares
+        formulas, dtypes, device, rates, rates * shares
     )
     forward_passes, backward_passes = (
         _evaluate([cost.passes[way] for cost in formulas], rows) / device.bandwidth
@@ -248,27 +248,31 @@ def _check_kernels(device: str, names: tuple[str, ...]) -> None:
 
 def _paces(
     formulas: Sequence[NodeCost],
+    dtypes: Sequence[torch.dtype],
     device: Device,
     rates: NDArray[np.float64],
     matmuls: NDArray[np.float64],
 ) -> tuple[NDArray[np.float64], ...]:
     """Start-up seconds and rates of each node, forward and backward.
 
-    A kernel's measured rate is for fp32. In another dtype, a kernel that multiplies matrices gets
-    the speed-up of a matmul; any other is as fast in 16 bits as in 32, to which a CPU converts it,
-    and half as fast in 64.
+    A kernel's measured rate is for fp32. In another dtype, a kernel that multiplies matrices has a
+    rate of its own (`measured.kernel_in`), or gets the speed-up of a matmul; any other is as fast
+    in 16 bits as in 32, to which a CPU converts it, and half as fast in 64.
     """
     found = []
     for way in (0, 1):
         starts = np.array([cost.launches[way] * device.launch for cost in formulas])
         own = matmuls.copy()
         for number, cost in enumerate(formulas):
-            kernel = device.kernels.get(cost.kernel)
+            own_name = kernel_in(cost.kernel, rate_name(dtypes[number]))
+            kernel = device.kernels.get(own_name) or device.kernels.get(cost.kernel)
             if kernel is None or not cost.launches[way]:
                 continue
             pace = kernel.backward if way else kernel.forward
             starts[number] = pace.start
-            if pace.rate and cost.dims:
+            if pace.rate and own_name != cost.kernel and own_name in device.kernels:
+                own[number] = pace.rate
+            elif pace.rate and cost.dims:
                 own[number] = pace.rate * rates[number] / device.flops.get("fp32", rates[number])
             elif pace.rate:
                 own[number] = pace.rate * min(1.0, 4 / cost.dtype.itemsize)

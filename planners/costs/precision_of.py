@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from autopipe.cluster.cluster import Device
-from autopipe.cluster.measured import KERNELS, Need
+from autopipe.cluster.measured import KERNELS, Need, kernel_in
 from autopipe.ir import op_costs, op_seconds
 from autopipe.ir.graph import Graph
 from autopipe.stages.precision import AUTOCAST, COMPUTED_LOW
@@ -23,9 +23,10 @@ def whole_seconds(graph: Graph, device: Device, precision: str, rows: int = 1) -
 def need(graph: Graph, precision: str) -> Need:
     """The figures of a device that the graph's seconds follow from."""
     formulas = op_costs.costs(graph)
-    pairs = zip(formulas, computed_in(graph, formulas, precision), strict=True)
-    dtypes = {op_seconds.rate_name(dtype) for formula, dtype in pairs if formula.dims}
-    kernels = {formula.kernel for formula in formulas}
+    names = [op_seconds.rate_name(dtype) for dtype in computed_in(graph, formulas, precision)]
+    pairs = [*zip(formulas, names, strict=True)]
+    dtypes = {dtype for formula, dtype in pairs if formula.dims}
+    kernels = {kernel_in(formula.kernel, dtype) for formula, dtype in pairs}
     return Need(tuple(sorted(dtypes)), tuple(sorted(kernels & {*KERNELS})))
 
 

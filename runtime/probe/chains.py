@@ -83,14 +83,14 @@ def kernels(names: Sequence[str], budget: Budget) -> dict[str, Found]:
 
 def _pair(subject: Subject, budget: Budget, of: int) -> tuple[Chain, Chain]:
     """Chains of few rows and of many, or of as many as may be, of one of so many subjects."""
-    function, device = subject.make(budget.device), budget.device
+    function, device = subject.function(budget.device), budget.device
     few, many = subject.rows
     sizes = [few]
     while sizes[-1] < many:
         sizes.append(min(many, 4 * sizes[-1]))
 
     def rows(step: int) -> Tensor:
-        return torch.rand(sizes[step], *subject.shape, device=device)
+        return torch.rand(sizes[step], *subject.shape, dtype=subject.dtype, device=device)
 
     def one(step: int) -> Callable[[], object]:
         chain = Chain(function, rows(step), 1)

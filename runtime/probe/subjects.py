@@ -6,11 +6,13 @@ Each is a function of one tensor to another of the same shape, so that a chain o
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from autopipe.cluster.measured import MULTIPLYING, kernel_in
 
 Function = Callable[[Tensor], Tensor]
 
@@ -23,12 +25,19 @@ class Subject:
         make: the function, of one tensor to another of the same shape.
         rows: few, which is nearly all start, and many.
         operations: of a row, forward and backward; None: one an element.
+        dtype: of the tensors, and of the function's parameters.
     """
 
     make: Callable[[torch.device], Function]
     shape: tuple[int, ...]
     rows: tuple[int, int] = (4, 512)
     operations: tuple[float, float] | None = None
+    dtype: torch.dtype = torch.float32
+
+    def function(self, device: torch.device) -> Function:
+        """The function, with parameters of the dtype."""
+        made = self.make(device)
+        return made.to(self.dtype) if isinstance(made, nn.Module) else made
 
 
 def _plain(function: Function) -> Callable[[torch.device], Function]:
@@ -44,13 +53,19 @@ def _convolution(device: torch.device) -> Function:
 
 
 def _recurrent(device: torch.device) -> Function:
-    lstm = nn.LSTM(256, 256, batch_first=True, device=device)
+    return _Recurrent(device)
 
-    def run(x: Tensor) -> Tensor:
-        found: Tensor = lstm(x)[0]
+
+class _Recurrent(nn.Module):
+    """An LSTM of 256, without its states."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(256, 256, batch_first=True, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.lstm(x)[0]
         return found
-
-    return run
 
 
 def _norm(device: torch.device) -> Function:
@@ -83,7 +98,7 @@ _FILTERS = 2.0 * 16 * 16 * 64 * 64 * 9
 _CELLS = 2.0 * 32 * (256 + 256) * 1024
 _SEQUENCES = (_HEADS, _TOKENS, _HEAD)
 
-SUBJECTS: dict[str, Subject] = {
+_IN_FP32: dict[str, Subject] = {
     "linear": Subject(_linear, (4, 64), (1, 2), (0.0, 0.0)),
     "conv2d": Subject(_convolution, (64, 16, 16), (1, 8), (_FILTERS, 2 * _FILTERS)),
     "lstm": Subject(_recurrent, (32, 256), (1, 8), (_CELLS, 2 * _CELLS)),
@@ -106,5 +121,9 @@ SUBJECTS: dict[str, Subject] = {
     "sigmoid": Subject(_plain(torch.sigmoid), (512,)),
     "exp": Subject(_plain(lambda x: torch.exp(-x)), (512,)),
     "pow": Subject(_plain(lambda x: torch.pow(x, 3.0)), (512,)),
+}
+
+SUBJECTS = _IN_FP32 | {
+    kernel_in(name, "bf16"): replace(_IN_FP32[name], dtype=torch.bfloat16) for name in MULTIPLYING
 }
 """By the names of `measured.KERNELS`."""

@@ -318,6 +318,15 @@ def test_a_kernel_in_another_dtype(kernel, dims, dtype, expected):
     assert seconds([one], 1, device)[0] == pytest.approx([expected])
 
 
+def test_a_kernel_with_a_pace_of_its_own_in_bf16() -> None:
+    """Torch's attention is slower in bf16 on a CPU than in fp32, though matmuls are quicker."""
+    own, low = (Kernel(Pace(0.0, rate), Pace(0.0, rate)) for rate in (5e8, 2.5e8))
+    kernels = {"attention": own, "attention in bf16": low}
+    device = replace(DEVICE, flops={"fp32": 1e9, "bf16": 4e9}, kernels=kernels)
+    both = [replace(product(d), kernel="attention") for d in (torch.float32, torch.bfloat16)]
+    assert seconds(both, 1, device)[0] == pytest.approx([2.0, 4.0])
+
+
 def test_a_relative_has_been_measured() -> None:
     assert set(LIKE.values()) <= set(KERNELS)
 
