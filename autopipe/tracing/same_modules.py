@@ -19,8 +19,9 @@ all that goes into it is: the code, the shapes of arguments and parameters, attr
 For the same reason a long row of siblings need not all run. After two that were alike, another one
 that finds what they found (arguments, globals, the attributes that they read) returns tensors that
 look like theirs; so a deep model is looked at in the time of a short one. Siblings 1, 2, 4, 8 ...
-and the last one run all the same. If one of them does otherwise than it should by what it finds,
-as a layer that asks an iterator, then no sibling is told by another, and the model runs again.
+and the last one run all the same; in a later run of the model the first two and the last do. If one
+of them does otherwise than it should by what it finds, as a layer that asks an iterator, then no
+sibling is told by another, and the model runs again.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Likeness:
         misled: whether a sibling was told by another, and should not have been: `alike` is void.
     """
 
-    def __init__(self, model: nn.Module, *, foretell: bool = True) -> None:
+    def __init__(self, model: nn.Module, *, foretell: bool = True, later: bool = False) -> None:
         self.alike: dict[str, str] = {}
         self.misled = False
         self.running: ModuleCall | None = None
@@ -66,6 +67,7 @@ class Likeness:
         }
         self._calls: dict[str, list[Hashable]] = defaultdict(list)
         self._foretell = foretell
+        self._later = later
         self._foretold = 0
 
     @contextmanager
@@ -80,7 +82,8 @@ class Likeness:
                 kinds: list[ModuleCall] = []
                 for number, path in enumerate(siblings):
                     module, _ = self.candidates[path]
-                    sure = number & (number - 1) == 0 or number == len(siblings) - 1
+                    sure = number in (0, 1, len(siblings) - 1)
+                    sure |= not self._later and number & (number - 1) == 0
                     module.forward = self._forward(module, kinds, sure)
                     until.callback(delattr, module, "forward")
                     begin, end = self._begin(path, module), self._end(path, kinds)

@@ -246,7 +246,7 @@ class _Tracing:
             def within(
                 proofs: list[Likeness] = proofs, foretell: bool = foretell
             ) -> AbstractContextManager[object]:
-                proofs.append(Likeness(program.model, foretell=foretell))
+                proofs.append(Likeness(program.model, foretell=foretell, later=bool(proofs)))
                 return proofs[-1].watching()
 
             reads = look(
