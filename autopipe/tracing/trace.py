@@ -125,7 +125,7 @@ def trace(
 
 
 def _answer(read: Read) -> tuple[str, str]:
-    """What a branch follows from, as text: nan is no other nan."""
+    """What a branch follows from; the value as text, for nan equals nan there."""
     return read.kind, repr(read.value) if read.checked else ""
 
 
