@@ -37,7 +37,7 @@ import sympy
 import torch
 from numpy.typing import NDArray
 
-from autopipe.cluster.cluster import Device
+from autopipe.cluster.cluster import Device, Kernel
 from autopipe.cluster.measured import KERNELS, kernel_in
 from autopipe.errors import AutopipeError
 from autopipe.ir.graph import BATCH, Dim
@@ -259,18 +259,18 @@ def _paces(
     rate of its own (`measured.kernel_in`), or gets the speed-up of a matmul; any other is as fast
     in 16 bits as in 32, to which a CPU converts it, and half as fast in 64.
     """
+    measured = [_measured(device, *pair) for pair in zip(formulas, dtypes, strict=True)]
     found = []
     for way in (0, 1):
         starts = np.array([cost.launches[way] * device.launch for cost in formulas])
         own = matmuls.copy()
         for number, cost in enumerate(formulas):
-            own_name = kernel_in(cost.kernel, rate_name(dtypes[number]))
-            kernel = device.kernels.get(own_name) or device.kernels.get(cost.kernel)
+            kernel, in_dtype = measured[number]
             if kernel is None or not cost.launches[way]:
                 continue
             pace = kernel.backward if way else kernel.forward
             starts[number] = pace.start
-            if pace.rate and own_name != cost.kernel and own_name in device.kernels:
+            if pace.rate and in_dtype:
                 own[number] = pace.rate
             elif pace.rate and cost.dims:
                 own[number] = pace.rate * rates[number] / device.flops.get("fp32", rates[number])
@@ -278,6 +278,14 @@ def _paces(
                 own[number] = pace.rate * min(1.0, 4 / cost.dtype.itemsize)
         found += [starts, own]
     return tuple(found)
+
+
+def _measured(device: Device, cost: NodeCost, dtype: torch.dtype) -> tuple[Kernel | None, bool]:
+    """The measured pace of a node's kernel, and whether it is one of another dtype than fp32."""
+    own = kernel_in(cost.kernel, rate_name(dtype))
+    if own != cost.kernel and own in device.kernels:
+        return device.kernels[own], True
+    return device.kernels.get(cost.kernel), False
 
 
 @lru_cache(maxsize=2**12)

@@ -25,13 +25,12 @@ _WITHOUT = frozenset({type(None), bool, int, float, str, torch.dtype, torch.devi
 
 
 def _collect_tensors(tree: object, found: list[torch.Tensor]) -> None:
-    kind = type(tree)
-    if kind in _WITHOUT:
+    if type(tree) in _WITHOUT:
         return
     if isinstance(tree, torch.Tensor):
         found.append(tree)
-    elif kind is tuple or kind is list or isinstance(tree, list | tuple):
-        for item in tree:  # type: ignore[attr-defined]
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
             _collect_tensors(item, found)
     elif isinstance(tree, Mapping):
         for item in tree.values():

@@ -48,6 +48,10 @@ from autopipe.util import shortcuts
 class Likeness:
     """The proof in the making, and when the run is over its result.
 
+    Args:
+        foretell: whether siblings may be told by others instead of running.
+        later: whether the model has been looked at before, so that fewer siblings need run.
+
     Attributes:
         alike: from the path of a module to that of the first of its siblings that it is like.
         candidates: the modules that may be, by path, each with what it is made of.

@@ -172,7 +172,7 @@ class Tried:
         except Exception as error:  # a refusal, once for all ways to split it
             return error
 
-    @property
+    @cached_property
     def trace(self) -> Trace:
         """What its plans are run on."""
         return self.traced.trace
@@ -323,7 +323,7 @@ class Doubled(Tried):
         return replace(plan, fingerprint=fingerprint(self.trace.graph))
 
     @cached_property
-    def trace(self) -> Trace:  # type: ignore[override]
+    def trace(self) -> Trace:
         """By any of its plans: they are of one graph."""
         plan = self._in_doubles(next(iter(self._single._plans.values())))
         return trace_planned(self.model.build, self.batch, self.model.loss, plan).trace

@@ -52,10 +52,6 @@ def _convolution(device: torch.device) -> Function:
     return nn.Conv2d(64, 64, 3, padding=1, device=device)
 
 
-def _recurrent(device: torch.device) -> Function:
-    return _Recurrent(device)
-
-
 class _Recurrent(nn.Module):
     """An LSTM of 256, without its states."""
 
@@ -101,7 +97,7 @@ _SEQUENCES = (_HEADS, _TOKENS, _HEAD)
 _IN_FP32: dict[str, Subject] = {
     "linear": Subject(_linear, (4, 64), (1, 2), (0.0, 0.0)),
     "conv2d": Subject(_convolution, (64, 16, 16), (1, 8), (_FILTERS, 2 * _FILTERS)),
-    "lstm": Subject(_recurrent, (32, 256), (1, 8), (_CELLS, 2 * _CELLS)),
+    "lstm": Subject(_Recurrent, (32, 256), (1, 8), (_CELLS, 2 * _CELLS)),
     "attention": Subject(_attention(), _SEQUENCES, (1, 4), (_SCORES, 2.5 * _SCORES)),
     "causal attention": Subject(
         _attention(causal=True), _SEQUENCES, (1, 4), (_SCORES / 2, 1.25 * _SCORES)
