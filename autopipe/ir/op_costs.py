@@ -48,6 +48,8 @@ class NodeCost:
         dims: (m, k, n) of its matmul; empty if it is no matmul.
         kernel: the key of its measured rate in `Device.kernels`; empty if it has none.
         gradients: bytes that backward accumulates into the gradients of parameters.
+        casts: how many of these gradients are cast to the dtype of their sums, and the bytes that
+            this moves; where ops run one by one.
         model_flops: operations that MFU counts (Chowdhery et al., PaLM, 2022, appendix B): of
             products, convolutions and attention, forward and backward, each once; else 0.
         passes: (forward, backward) bytes that elementwise kernels within the op move besides.
@@ -62,6 +64,7 @@ class NodeCost:
     dims: tuple[Dim, ...] = ()
     kernel: str = ""
     gradients: Dim = sympy.Integer(0)
+    casts: tuple[int, Dim] = (0, sympy.Integer(0))
     model_flops: Dim = sympy.Integer(0)
     passes: tuple[Dim, Dim] = (sympy.Integer(0), sympy.Integer(0))
 
@@ -312,23 +315,21 @@ def _whole_cost(graph: Graph, node: Node, carrying: frozenset[Ref | State]) -> N
         back_flops = flops * sympy.Rational(5, 2)
     else:
         back_flops = flops * matrices
-    moved_back = written + read + gradients
-    trained = {v for v in values if isinstance(v, State) and v in carrying}
-    added = sum((graph.states[state.name].summed.bytes for state in trained), nothing)
-    launches = 1, len(wanted)
-    if node.op == REGION_OP:
-        launches = arguments(node)["launches"], arguments(node)["launches"]
+    trained = [graph.states[v.name] for v in {*values} if isinstance(v, State) and v in carrying]
+    cast = [state for state in trained if state.summed != state.spec]
+    inside = arguments(node)["launches"] if node.op == REGION_OP else 0
     return NodeCost(
         flops,
         read + written,
         back_flops,
-        moved_back,
-        launches,
+        written + read + gradients,
+        (inside, inside) if inside else (1, len(wanted)),
         dtype,
         dims,
         kernel,
-        added,
-        ahead * (1 + matrices),
+        gradients=sum((state.summed.bytes for state in trained), nothing),
+        casts=(len(cast), sum((s.spec.bytes + s.summed.bytes for s in cast), nothing)),
+        model_flops=ahead * (1 + matrices),
     )
 
 

@@ -17,7 +17,8 @@ tensors are read and one is written.
     seconds = ... + 3 * gradients / bandwidth
 
 That holds from the second micro-batch on. The first one writes its gradients to memory that is in
-no cache; the same cost is used for it.
+no cache; the same cost is used for it. A gradient in 16 bits that is added to a sum in fp32 is cast
+before, by a kernel of its own.
 
 The passes of elementwise kernels within an op that multiplies come on top, at the bandwidth.
 
@@ -166,8 +167,8 @@ def roofs(
             (
                 cost.backward_flops / back_rate,
                 cost.backward_bytes,
-                cost.passes[1] + ADDING * cost.gradients,
-                back,
+                cost.passes[1] + ADDING * cost.gradients + cost.casts[1],
+                back + cost.casts[0] * device.launch,
             ),
         )
         forward, backward = (
@@ -217,11 +218,13 @@ def _timed(
     )
     forward = np.maximum(forward_flops / forward_rates, forward_bytes / device.bandwidth)
     backward = np.maximum(backward_flops / backward_rates, backward_bytes / device.bandwidth)
+    casts = np.array([cost.casts[0] for cost in formulas])
+    cast = _evaluate([cost.casts[1] for cost in formulas], rows)
     return _Timed(
         forward + forward_passes,
         backward + backward_passes,
-        ADDING * added / device.bandwidth,
-        (forward_starts, backward_starts),
+        (ADDING * added + cast) / device.bandwidth,
+        (forward_starts, backward_starts + casts * device.launch),
     )
 
 

@@ -10,12 +10,14 @@ Between two products (or attentions, draws, collectives) of one block, all ops a
     backward   the same, and the gradients of what it reads; what forward did not keep runs again
                in the kernel, which moves nothing
 
-The kernel's cost stands at its first node; the others cost nothing. A view moves nothing.
+The kernel's cost stands at its first node; the others cost nothing. A view moves nothing. Gradients
+leave a compiled stage as they are, and are added to their sums without a cast before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 import sympy
@@ -38,7 +40,7 @@ def fused(
         costs: of the nodes one by one (`op_costs.costs`).
         segments: of each node the block that it is in; no kernel spans two.
     """
-    found = list(costs)
+    found = [replace(cost, casts=(0, NOTHING)) if cost.casts[0] else cost for cost in costs]
     read_by = _readers(graph)
     for kernel in _kernels(graph, costs, segments):
         first, *rest = kernel

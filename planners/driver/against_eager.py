@@ -42,7 +42,7 @@ from autopipe.planners.driver.outcomes import TOLERANCE, Outcome, compare, compa
 from autopipe.planners.driver.request import PlanRequest
 from autopipe.stages.lower import lower
 from autopipe.tracing.export import Program
-from autopipe.tracing.low_precision import KEPT, kept, parameters_in
+from autopipe.tracing.low_precision import KEPT, parameters_in
 from autopipe.tracing.source import parameter_bytes
 from autopipe.tracing.symbolic_sequence import AtLengths, shorter
 from autopipe.tracing.trace import Trace
@@ -107,9 +107,8 @@ def check_at_lengths(
     if not others:
         return
     specs = traced.inputs
-    how = kept(request.precision, request.optimizer_dtype, request.grad_dtype)
     two = batch.two_rows(example, specs)
-    traces = AtLengths(request.model, specs, two, request.loss, how)
+    traces = AtLengths(request.model, specs, two, request.loss, request.sixteen_bits)
     with phase("tracing other lengths", of=len(others)) as done:
         for length in others:
             rows = shorter(two, specs, length)

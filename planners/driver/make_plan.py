@@ -44,7 +44,6 @@ from autopipe.stages.bind import check_runs
 from autopipe.stages.loss_cut import apart
 from autopipe.stages.recompute import blocks_meant
 from autopipe.tracing import user_checkpoints
-from autopipe.tracing.low_precision import kept
 from autopipe.tracing.source import Source, bare, keeping_default_dtype, trace_source
 from autopipe.tracing.trace import Trace
 from autopipe.util.gc_pause import resting
@@ -280,11 +279,11 @@ def _traced(
 ) -> Trace:
     """The trace of any number of rows; of one number alone, where the model fixes it and it is
     known."""
-    how = kept(request.precision, request.optimizer_dtype, request.grad_dtype)
     at = partial(trace_source, request.model, specs=specs, loss=request.loss, skeleton=skeleton)
+    at = partial(at, kept=request.sixteen_bits, say=say)
     others = partial(second, request.inputs, example, specs)
     try:
-        return at(batch.two_rows(example, specs), others=others, kept=how, say=say)
+        return at(batch.two_rows(example, specs), others=others)
     except RowsFixed as refusal:
         size = request.microbatch_rows(rows)
         if size is None:
@@ -297,7 +296,7 @@ def _traced(
         place = refusal.message.partition(": ")[0]
         say(f"{place}: rows are fixed here; the graph is one of micro-batches of {size} rows alone")
         more = examples(request.inputs, example, specs)(size)
-        return at(batch.some_rows(more, specs, size), symbolic=False, kept=how, say=say)
+        return at(batch.some_rows(more, specs, size), symbolic=False)
 
 
 def _check_loss(

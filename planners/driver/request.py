@@ -29,6 +29,7 @@ from autopipe.planners.model.problem import Constraints
 from autopipe.rewriting.fused_attention import fused
 from autopipe.stages.dry_run import Known
 from autopipe.stages.whole_loss import WholeLoss
+from autopipe.tracing.low_precision import SixteenBits, kept
 from autopipe.tracing.source import Source
 from autopipe.tracing.trace import Trace
 
@@ -76,6 +77,11 @@ class PlanRequest:
         """Whether attentions may be fused: stages may run compiled, or it is asked for."""
         compiled = torch.cuda.is_available() if self.compiled is None else self.compiled
         return compiled if self.fuse_attention is None else self.fuse_attention
+
+    @property
+    def sixteen_bits(self) -> SixteenBits | None:
+        """The 16-bit dtypes that the model is traced in; None: as it is built."""
+        return kept(self.precision, self.optimizer_dtype, self.grad_dtype)
 
     def microbatch_rows(self, rows: int) -> int | None:
         """The rows of a micro-batch, if all that they follow from is asked for.
