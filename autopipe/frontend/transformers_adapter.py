@@ -15,6 +15,8 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import lru_cache
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from autopipe.errors import ModelError
@@ -89,17 +91,26 @@ def eager_branches() -> Iterator[None]:
 
             until.callback(losses.__setitem__, _CTC, losses[_CTC])
             losses[_CTC] = opaque_ops.of_labels
-        for name, module in list(sys.modules.items()):
-            if not name.startswith("transformers"):
-                continue
-            if name.startswith("transformers.integrations.moe"):
-                continue
-            for flag in _ASKED_WHILE_TRACING:
-                asked = getattr(module, "__dict__", {}).get(flag)
-                if callable(asked):
-                    until.callback(setattr, module, flag, asked)
-                    setattr(module, flag, _yes if name == _CACHES else _no)
+        for module, flag in _asking(len(sys.modules)):
+            until.callback(setattr, module, flag, getattr(module, flag))
+            setattr(module, flag, _yes if module.__name__ == _CACHES else _no)
         yield
+
+
+@lru_cache(maxsize=1)
+def _asking(loaded: int) -> tuple[tuple[ModuleType, str], ...]:
+    """Modules of the library, and the functions in them that say whether a trace runs.
+
+    Args:
+        loaded: how many modules are loaded: several thousand, too many to look through each time.
+    """
+    return tuple(
+        (module, flag)
+        for name, module in list(sys.modules.items())
+        if name.startswith("transformers") and not name.startswith("transformers.integrations.moe")
+        for flag in _ASKED_WHILE_TRACING
+        if callable(getattr(module, "__dict__", {}).get(flag))
+    )
 
 
 def _yes(*args: object, **kwargs: object) -> bool:
