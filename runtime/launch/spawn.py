@@ -130,11 +130,12 @@ def free_port() -> int:
     """A port of this machine that nobody listens on.
 
     Below those that Linux gives to connections by itself (from 32768 on): until rank 0 listens, one
-    of them could be given to any.
+    of them could be given to any. Whoever has seeded `random` alike gets another one all the same.
     """
+    draw = random.SystemRandom()
     while True:
         with suppress(OSError):
-            with socket.create_server(("127.0.0.1", random.randrange(20000, 32768))) as server:
+            with socket.create_server(("127.0.0.1", draw.randrange(20000, 32768))) as server:
                 return int(server.getsockname()[1])
 
 

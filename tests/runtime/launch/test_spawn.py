@@ -1,6 +1,7 @@
 """That `--local N` starts what it says, tells what became of it, and leaves nothing behind."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -205,3 +206,13 @@ def test_handlers_are_put_back() -> None:
 def test_no_processes() -> None:
     with pytest.raises(LaunchError, match="at least 1 local process, found 0"):
         spawn(0, [])
+
+
+def test_two_programs_of_one_seed_find_ports_of_their_own() -> None:
+    """Both at once took one port, and the later one's rank 0 could not listen there."""
+
+    def found() -> list[int]:
+        random.seed(0)
+        return [processes.free_port() for _ in range(3)]
+
+    assert found() != found()
