@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from autopipe.errors import ModelError
 from autopipe.frontend.model_file import ModelFile
+from autopipe.planfile import turns
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import StagePrediction
 from autopipe.runtime.destinations import NOWHERE, Destinations, MemorySnapshot
@@ -174,8 +175,11 @@ class _Readings:
     def whole(self, told: Metrics, optimizer: torch.optim.Optimizer) -> Metrics:
         """The last step's metrics with what ranks and optimizer know; every rank calls it."""
         pipe = self.pipe
-        both = [stage.forward_seconds + stage.backward_seconds for stage in self.latest.values()]
-        computed = pipe.plan.batch.micro_batches * math.fsum(both)
+        stages, count = pipe.plan.stages, pipe.plan.batch.micro_batches
+        computed = math.fsum(
+            turns.rounds(stages, index, count) * (own.forward_seconds + own.backward_seconds)
+            for index, own in self.latest.items()
+        )
         held = sum(stage.memory.peak for stage in (self.memory or {}).values())
         world = dist.group.WORLD if len(pipe.plan.mesh.places) > 1 else None
         bubble, peak = over_ranks(1 - computed / self.last, held, world)

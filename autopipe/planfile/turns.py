@@ -48,6 +48,12 @@ def taking_turns(stages: Sequence[StagePlan], index: int) -> tuple[int, ...]:
     return (index,)
 
 
+def rounds(stages: Sequence[StagePlan], index: int, micro_batches: int) -> int:
+    """Of so many micro-batches the number that an entry runs."""
+    entries = taking_turns(stages, index)
+    return len(range(index - entries[0], micro_batches, len(entries)))
+
+
 def check(
     stages: Sequence[StagePlan],
     schedule: str,

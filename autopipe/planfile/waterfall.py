@@ -24,9 +24,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import fields, replace
+from functools import partial
 from itertools import accumulate, pairwise
 
-from autopipe.planfile import predict, programs
+from autopipe.planfile import predict, programs, turns
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import StagePrediction
 from autopipe.planfile.work import Spent
@@ -76,21 +77,22 @@ def waterfall(plan: Plan) -> dict[str, float]:
     return computed | {name: b - a for name, (a, b) in zip(WAITED, pairwise(ends), strict=True)}
 
 
-def _shares(plan: Plan) -> list[float]:
-    """Of each stage the share that its rank has in the mean device."""
-    ranks = holders(programs.compute(plan))
+def _mean(plan: Plan, seconds: Iterable[float]) -> float:
+    """Seconds of the mean device in a step, of those that each stage takes for a micro-batch.
+
+    Devices count by their peaks, and a stage for the micro-batches that it runs.
+    """
+    ranks, count = holders(programs.compute(plan)), plan.batch.micro_batches
     peaks = plan.work.peaks if plan.work is not None else (1.0,) * plan.mesh.pp
-    return [peaks[rank] / sum(peaks) for rank in ranks]
+    return math.fsum(
+        each * turns.rounds(plan.stages, stage, count) * peaks[rank] / sum(peaks)
+        for stage, (rank, each) in enumerate(zip(ranks, seconds, strict=True))
+    )
 
 
 def _computed(plan: Plan) -> dict[str, float]:
     """What the mean device computes for in a step."""
-    micro_batches, stages = plan.batch.micro_batches, [stage.predicted for stage in plan.stages]
-    shares = _shares(plan)
-
-    def mean(seconds: Iterable[float]) -> float:
-        return micro_batches * math.fsum(s * n for s, n in zip(shares, seconds, strict=True))
-
+    stages, mean = [stage.predicted for stage in plan.stages], partial(_mean, plan)
     known = [stage.spent for stage in stages if stage.spent is not None]
     both = [stage.forward_seconds + stage.backward_seconds for stage in stages]
     if plan.work is None or not all(map(_told, stages)):
@@ -110,11 +112,11 @@ def _told(stage: StagePrediction) -> bool:
 
 def _ends(plan: Plan) -> tuple[float, float, float, float]:
     """The seconds of the step: even, free, unsummed and as it is."""
-    costs, shares, step = predict.costs(plan), _shares(plan), programs.step(plan)
-    stages, each = len(shares), len(shares) // plan.mesh.pp
+    costs, step, stages = predict.costs(plan), programs.step(plan), len(plan.stages)
+    count, of_rank = plan.batch.micro_batches, stages // plan.mesh.pp
     forward, backward = (
-        [math.fsum(s * n for s, n in zip(shares, seconds, strict=True)) / each] * stages
-        for seconds in (costs.forward, costs.backward)
+        [mean / of_rank / turns.rounds(plan.stages, stage, count) for stage in range(stages)]
+        for mean in (_mean(plan, costs.forward), _mean(plan, costs.backward))
     )
     none = [0.0] * stages
     walks = (

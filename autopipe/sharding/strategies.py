@@ -86,7 +86,7 @@ def pointwise(op: Op) -> Iterator[Strategy]:
         yield Strategy({first: P}, P)
     elif op.name in ("add", "sub") and len(op.inputs) == len(op.node.args):
         yield Strategy(dict.fromkeys(op.inputs, P), P)
-    elif op.name in ("mul", "div"):
+    elif op.name in ("mul", "div") and op.arguments.get("rounding_mode") is None:
         a, b = op.node.args[:2]
         for scaled, by in ((a, b), (b, a))[: 1 if op.name == "div" else 2]:
             if scaled in carrying and scaled != by:

@@ -39,9 +39,10 @@ def bound(problem: Problem, config: Config, weights: Weights = weights) -> float
     """
     whole = _whole_seconds(problem, config.microbatch_rows(problem.batch))
     if config.scatters and problem.machine.alike:
-        summed = sum(parameter.bytes for parameter in problem.parameters)
-        read = summed - sum(copy.bytes for copy in problem.copies)
-        read += sum(parameter.bytes for parameter in problem.frozen)
+        held = sum(parameter.bytes for parameter in problem.parameters)
+        low = held - sum(copy.bytes for copy in problem.copies)
+        summed = low if problem.low_gradients else held
+        read = low + sum(parameter.bytes for parameter in problem.frozen)
         group = problem.machine.groups(config.dp)[0]
         own = exchanged(read, summed, problem, config, group)
         waiting = float(2 * own.gathers + own.scatters)

@@ -12,35 +12,8 @@ import pytest
 from autopipe.errors import PlanError
 from autopipe.planfile import predict, programs, turns
 from autopipe.planfile.contents import Plan, check
-from autopipe.planfile.parts import Boundary, StagePlan, Transfer
 from autopipe.schedules.instructions import format_programs
-from tests.support.plans import chain
-
-
-def in_turns(micro_batches: int = 4) -> Plan:
-    """Three stages on four ranks, two of them at the second stage."""
-    plain = chain(4, micro_batches)
-    (sent,) = plain.stages[0].sends
-    a, b, _, d = plain.stages
-
-    def entry(of: StagePlan, first: str, turns: int, sources: str, targets: str) -> StagePlan:
-        def transfers(peers: str) -> tuple[Transfer, ...]:
-            return tuple(replace(sent, peer=int(peer)) for peer in peers)
-
-        return replace(
-            of, first=first, turns=turns, receives=transfers(sources), sends=transfers(targets)
-        )
-
-    return replace(
-        plain,
-        boundaries=(Boundary(2, 0),) * 2,
-        stages=(
-            entry(a, "a", 1, "", "12"),
-            entry(b, "b", 2, "0", "3"),
-            entry(b, "b", 2, "0", "3"),
-            entry(d, "d", 1, "12", ""),
-        ),
-    )
+from tests.support.plans import chain, in_turns
 
 
 def test_the_entries_of_each_stage() -> None:
@@ -51,6 +24,10 @@ def test_the_entries_of_each_stage() -> None:
     assert chain(3, 4).turns == ()
     assert turns.taking_turns(chain(3, 4).stages, 1) == (1,)
     check(plan)
+
+
+def test_how_many_micro_batches_each_runs() -> None:
+    assert [turns.rounds(in_turns().stages, entry, 5) for entry in range(4)] == [5, 3, 2, 5]
 
 
 def test_the_programs_of_a_plan() -> None:

@@ -12,7 +12,7 @@ from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import Mesh, Place
 from autopipe.planfile.waterfall import COMPUTED, WAITED, mfu, tokens_per_second, waterfall
 from autopipe.planfile.work import Spent, Work
-from tests.support.plans import chain
+from tests.support.plans import chain, in_turns
 
 PARTS = Spent(1.5e-3, 0.5e-3, 0.25e-3, recompute=0.4e-3, exchange=0.2e-3, gathering=0.15e-3)
 """3 ms: a forward of 1 and a backward of 2, as `chain` has it."""
@@ -108,6 +108,16 @@ def test_unlike_devices_count_by_their_peaks() -> None:
     assert mfu(plan) == pytest.approx(6e9 / 4e12 / step)
     assert found["matmuls_at_peak"] / step == pytest.approx(mfu(plan))
     assert found["other_ops"] == pytest.approx(2 * 0.5e-3 * (3 / 4 * 1 + 1 / 4 * 2))
+
+
+def test_ranks_that_take_turns_compute_in_theirs_alone() -> None:
+    """The middle stage takes twice as long, on two ranks: all four compute for 8 * 3 = 4 * 6 ms,
+    and all else is waiting for the first and the last micro-batch."""
+    plan = told(in_turns(8), Work(6e9, (1e12,) * 4, "bf16", False), 1, 2, 2, 1)
+    parts = waterfall(plan)
+    assert sum(parts[name] for name in COMPUTED) == pytest.approx(24e-3)
+    assert sum(parts.values()) == pytest.approx(plan.prediction.step_seconds, rel=1e-12)
+    assert parts["filling"] > 0
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "interleaved", "zb-v"])

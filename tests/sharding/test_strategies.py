@@ -207,6 +207,7 @@ OPS: dict[str, tuple[str, Callable[..., Tensor], tuple[tuple[int, ...], ...], se
     "a number less": ("sub", lambda x: 1 - x.exp() - 1, (), {"SS"}),
     "times alpha": ("add", lambda x, w: torch.add(x, w, alpha=3), ((12,),), {"PPP", "SSS", "SRS"}),
     "divided": ("div", lambda x, w: x / (w + 9), ((8, 1),), {"PRP", "SSS", "SRS"}),
+    "rounded down": ("div", lambda x: torch.div(x, 0.3, rounding_mode="floor") + x, (), {"SS"}),
     "squared": ("mul", lambda x: x * x, (), {"SS"}),
     "where": ("where", lambda x, w: torch.where(x > 0, x, w), ((12,),), {"SSSS", "SSRS"}),
 }

@@ -183,3 +183,29 @@ def on(cluster: str | Cluster, places: list[tuple[int, int]]) -> Plan:
     assert isinstance(found, Cluster)
     own = tuple(Place(rank, rank, 0, 0, *at, "A100-80GB") for rank, at in enumerate(places))
     return replace(plan, cluster=found, mesh=replace(plan.mesh, places=own))
+
+
+def in_turns(micro_batches: int = 4) -> Plan:
+    """Three stages on four ranks, two of them at the second stage."""
+    plain = chain(4, micro_batches)
+    (sent,) = plain.stages[0].sends
+    a, b, _, d = plain.stages
+
+    def entry(of: StagePlan, first: str, turns: int, sources: str, targets: str) -> StagePlan:
+        def transfers(peers: str) -> tuple[Transfer, ...]:
+            return tuple(replace(sent, peer=int(peer)) for peer in peers)
+
+        return replace(
+            of, first=first, turns=turns, receives=transfers(sources), sends=transfers(targets)
+        )
+
+    return replace(
+        plain,
+        boundaries=(Boundary(2, 0),) * 2,
+        stages=(
+            entry(a, "a", 1, "", "12"),
+            entry(b, "b", 2, "0", "3"),
+            entry(b, "b", 2, "0", "3"),
+            entry(d, "d", 1, "12", ""),
+        ),
+    )

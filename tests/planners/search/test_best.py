@@ -46,8 +46,11 @@ def answers(make: Callable[[int], Problem], count: int) -> list[tuple[Problem, A
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_nothing_is_faster_than_a_frames_bound(make: Callable[[int], Problem]) -> None:
-    """Else a config would not be tried that has the best plan."""
-    for seed in sampled(range(25), of=6):
+    """Else a config would not be tried that has the best plan.
+
+    In 39, 99 and 138 gradients of 16 bits are scattered: their bound was of twice the bytes.
+    """
+    for seed in (*sampled(range(25), of=6), 39, 99, 138):
         problem = make(seed)
         for config in configs(problem):
             found = estimate(problem, choose(problem, config))
