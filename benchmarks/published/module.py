@@ -87,12 +87,33 @@ class FeedForward(nn.Module):
         return self.down(F.gelu(up) if self.gate is None else F.silu(self.gate(x)) * up)
 
 
-class Layer(nn.Module):
-    def __init__(self, model: Model, dropout: float, flash: bool) -> None:
+class RMSNorm(nn.Module):
+    """Op by op and in fp32, as LLaMA's own code has it (facebookresearch/llama, llama/model.py):
+    software without a kernel for it, and torch before 2.4."""
+
+    def __init__(self, width: int) -> None:
         super().__init__()
-        norm = nn.RMSNorm if model.llama else nn.LayerNorm
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        made = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return made.type_as(x) * self.weight
+
+
+def norm_of(run: Run) -> type[nn.RMSNorm | RMSNorm | nn.LayerNorm]:
+    """The kind of norm that a run's layers have."""
+    if not run.model.llama:
+        return nn.LayerNorm
+    return nn.RMSNorm if run.software.fused else RMSNorm
+
+
+class Layer(nn.Module):
+    def __init__(self, run: Run, dropout: float) -> None:
+        super().__init__()
+        model, norm = run.model, norm_of(run)
         self.norm1, self.norm2 = norm(model.hidden), norm(model.hidden)
-        self.attention = Attention(model, dropout, flash)
+        self.attention = Attention(model, dropout, run.attention.startswith("flash"))
         self.feed_forward, self.dropout = FeedForward(model), nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -115,9 +136,8 @@ class Transformer(nn.Module):
         self.tokens = nn.Embedding(model.vocab, model.hidden)
         self.positions = None if model.llama else nn.Embedding(model.seq, model.hidden)
         self.dropout = nn.Dropout(dropout)
-        flash = run.attention.startswith("flash")
-        self.layers = nn.ModuleList([Layer(model, dropout, flash) for _ in range(model.layers)])
-        self.norm = (nn.RMSNorm if model.llama else nn.LayerNorm)(model.hidden)
+        self.layers = nn.ModuleList([Layer(run, dropout) for _ in range(model.layers)])
+        self.norm = norm_of(run)(model.hidden)
         self.head = nn.Linear(model.hidden, model.vocab, bias=False)
         if model.tied:
             self.head.weight = self.tokens.weight

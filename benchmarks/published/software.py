@@ -50,9 +50,10 @@ _FIELDS = ("software", "framework", "extra", "notes", "attention", "opt_shard")
 
 _COMPILED = r"compil|inductor"
 _FUSED = r"megatron|\bte\b|transformer.?engine|nemo|(?<!un)fused|rms kernel|distributed optimizer"
-_UNFUSED = r"fsdp|ddp\b|hugging"
-_ATTENTION_ALONE = r"torch|flash_attention\S*"
-"""A column `attention` that names packages of kernels, and of no norm: `X + RMS kernel` does."""
+_UNFUSED = r"fsdp|hugging"
+_ATTENTION_ALONE = r"torch|fused|flash_attention\S*"
+"""A column `attention` that names kernels, and of no norm (`X + RMS kernel` does): that of the
+softmax, as `fused` alone, says nothing of other ops."""
 
 
 _OWN_CUTS = r"\(alpa\)|aleph-alpha"
@@ -77,12 +78,15 @@ def software_of(row: Row) -> Software:
 
 
 def _profile(row: Row) -> Software:
-    said = " ".join(row.get(name) or "" for name in _FIELDS).lower()
+    attention = (row.get("attention") or "").strip().lower()
+    alone = re.fullmatch(_ATTENTION_ALONE, attention)
+    others = " ".join(row.get(name) or "" for name in _FIELDS if name != "attention").lower()
+    said = others if alone else f"{others} {attention}"
     if re.search(_COMPILED, said):
         return COMPILED
     if re.search(_FUSED, said):
         return MEGATRON
-    if re.fullmatch(_ATTENTION_ALONE, (row.get("attention") or "").strip().lower()):
+    if alone:
         return EAGER
     ranks = any((row.get(name) or "1").strip() not in ("1", "") for name in ("tp", "pp"))
     return MEGATRON if ranks and not re.search(_UNFUSED, said) else EAGER

@@ -132,6 +132,9 @@ def test_links_are_those_that_the_row_counts() -> None:
         ({"opt_shard": "FSDP2 (zero3)", "extra": "2D compile"}, "compiled"),
         ({"tp": 1, "pp": 1, "attention": "flash (TE)"}, "megatron"),
         ({"tp": 1, "pp": 1, "attention": "unfused, ALiBi"}, "eager"),
+        ({"attention": "fused"}, "eager"),  # the softmax alone
+        ({"attention": "flash_attention2 + RMS kernel"}, "megatron"),
+        ({"notes": "torch's DDP below 18 B"}, "megatron"),
         ({"tp": 1, "pp": 1, "framework": "NeMo 25.02"}, "megatron"),
     ],
 )
