@@ -83,10 +83,8 @@ def gradient_sum(size: float, levels: Levels, streams: int, zero: int, copying: 
     """
     if not levels:
         return 0.0
-    if zero:
-        wire = _ringed(size, levels, streams, 2, lambda link: link.gathering)
-    else:
-        wire = all_reduce(size, levels, streams)
+    halves = 2 * all_gather(size, levels, streams)  # rings both; an all-reduce may be a tree
+    wire = halves if zero else all_reduce(size, levels, streams)
     return wire + _COPIES[zero] * size / copying
 
 

@@ -10,8 +10,9 @@ from autopipe.eager.holders import MOST, Part, holders_of
 from autopipe.eager.iterators import Rewindable
 from autopipe.eager.second_run import calls_of
 
-AHEAD = (10, 1_000, 100_000)
-"""So many calls ahead a model is looked at that counts its calls: a warm-up may be over then."""
+AHEAD = (3, 10, 30, 100, 300, 1_000, 10_000, 100_000)
+"""So many calls ahead a model is looked at that counts its calls: a warm-up may be over then, or a
+phase have begun that ends again. One that begins and ends between two of these is not seen."""
 
 
 class Counts:

@@ -193,7 +193,8 @@ def _stage_bytes(plan: Plan, stage: StagePlan, formulas: StageFormulas) -> Stage
     if plan.scatters:  # what comes and goes in a backward is as large whatever the rows
         return StageStates(held, 0, 0)
     held -= memory.passing
-    bucket = min(BUCKET_BYTES, memory.gradients) if plan.mesh.dp > 1 else 0
+    bucket = max(BUCKET_BYTES, formulas.largest) if plan.mesh.dp > 1 else 0
+    bucket = min(bucket, memory.gradients)
     return StageStates(held, formulas.largest, max(bucket, formulas.wide))
 
 

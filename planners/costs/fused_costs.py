@@ -24,7 +24,7 @@ import sympy
 
 from autopipe.ir.dataflow import gradient_values, is_random
 from autopipe.ir.graph import READ_OP, Dim, Graph, Node, Ref, State, Value, resolve, values_in
-from autopipe.ir.op_costs import ATTENTIONS, NodeCost
+from autopipe.ir.op_costs import NodeCost
 from autopipe.ir.opaque_ops import OPAQUE
 from autopipe.ir.torch_private import views
 
@@ -66,8 +66,7 @@ def _kernels(
 def _fuses(node: Node, cost: NodeCost) -> bool:
     return (
         node.op.startswith("aten.")
-        and not cost.dims
-        and cost.kernel not in ATTENTIONS
+        and not cost.model_flops
         and node.op not in (READ_OP, *OPAQUE)
         and not is_random(node)
     )

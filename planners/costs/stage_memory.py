@@ -104,12 +104,12 @@ def passing(
     """
     trained = [state for name in names if (state := graph.states[name]).trainable]
     gradients = [bytes_at(state.summed, 1) for state in trained]
+    largest = max(gradients, default=0)
     if plan.scatters:
-        largest = max(gradients, default=0)
         return int(scattered_bytes(sum(gradients), largest, plan.mesh.dp)), None
-    added = max(gradients, default=0) if plan.batch.micro_batches > 1 else 0
+    added = largest if plan.batch.micro_batches > 1 else 0
     several = plan.mesh.dp > 1 or plan.turns
-    bucket = min(BUCKET_BYTES, sum(gradients)) if several else 0
+    bucket = min(max(BUCKET_BYTES, largest), sum(gradients)) if several else 0
     wide = 0 if plan.deals else sum(bytes_at(state.held, 1) for state in trained) - sum(gradients)
     free = peak.total()
     return max(

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from autopipe.cluster.cluster import Cluster, Device, Group, Link, NodeGroup
-from autopipe.cluster.collective_time import Level, Topology, all_gather, all_reduce, gradient_sum
+from autopipe.cluster.collective_time import (
+    Level,
+    Topology,
+    all_gather,
+    all_reduce,
+    gradient_sum,
+    half_sum,
+)
 
 NEAR, FAR, WAN = Link(1e-6, 100.0), Link(1e-3, 10.0), Link(1.0, 1.0)
 DEVICE = Device("made up", 1, {"fp32": 1.0}, 1.0, 0.0, "by hand")
@@ -44,6 +51,16 @@ def test_gradients_are_copied_beside_the_wire() -> None:
     assert gradient_sum(400, ring, 1, zero=0, copying=1000.0) == 8.0 + 2 * 0.4
     assert gradient_sum(400, ring, 1, zero=1, copying=1000.0) == pytest.approx(40.0 + 6 * 0.4)
     assert gradient_sum(400, (), 1, zero=1, copying=1000.0) == 0.0
+
+
+@pytest.mark.parametrize("ranks", [2, 16, 1024])
+def test_zero_1_is_two_halves_of_which_no_tree_saves_latencies(ranks: int) -> None:
+    """n - 1 latencies each, where an all-reduce of many ranks has 2 log2 n of them."""
+    many = (Level(ranks, Link(1.0, 1e12)),)
+    half = half_sum(0.0, many, 1, copying=1e12)
+    assert half == ranks - 1
+    assert gradient_sum(0.0, many, 1, zero=1, copying=1e12) == 2 * half
+    assert all_reduce(0.0, many) <= 2 * half
 
 
 def test_a_rank_alone_sends_nothing() -> None:

@@ -75,3 +75,23 @@ def test_products_cost_what_they_did(graph):
     own = op_costs.costs(graph)
     made = fused(graph, own, [None] * len(graph.nodes))
     assert [cost for cost in made if cost.dims] == [cost for cost in own if cost.dims]
+
+
+class Upwards(nn.Module):
+    """Products whose matmul has no dims here: a transposed convolution and an einsum."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.weight = nn.ConvTranspose2d(4, 8, 2), nn.Parameter(torch.zeros(8, 8))
+
+    def forward(self, x):
+        return torch.einsum("bchw,cd->bdhw", self.up(x).relu(), self.weight).square().mean()
+
+
+def test_a_product_without_dims_is_no_part_of_a_kernel():
+    """Its operations were lost in one, and with them the time that they take."""
+    graph = trace_model(Upwards(), lambda rows: (torch.zeros(rows, 4, 3, 3),)).graph
+    own = op_costs.costs(graph)
+    made = fused(graph, own, [None] * len(graph.nodes))
+    assert sum(bool(cost.model_flops) for cost in own) == 2
+    assert [cost.model_flops for cost in made] == [cost.model_flops for cost in own]

@@ -1,6 +1,7 @@
 """`plan`: what is asked, what is found where nothing is asked, and what is refused."""
 
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,17 @@ from autopipe.cluster.measured import Need
 from autopipe.planfile import programs
 from autopipe.planfile.parts import Boundary, Prediction
 from autopipe.planfile.predict import with_prediction
+from autopipe.planners.costs import stage_memory
 from autopipe.planners.costs.profile import Costing, Profiled
 from autopipe.planners.driver import arguments as asked
 from autopipe.planners.driver import refine
 from autopipe.planners.driver.arguments import WINDOW
 from autopipe.planners.driver.candidate import Candidate
 from autopipe.planners.search.best import Answer
-from autopipe.schedules.instructions import holders
+from autopipe.schedules.instructions import Kind, holders
 from autopipe.schedules.registry import make
 from autopipe.tracing.source import trace_source
-from tests.support.inprocess import machine
+from tests.support.inprocess import machine, traced
 from tests.support.zoo import ZOO
 
 CASE = ZOO["gpt"]
@@ -428,6 +430,15 @@ def test_the_instruction_at_which_a_device_is_fullest() -> None:
     assert many.memory.passing == 0
     (first, last) = planned(pp=2, micro_batches=4, schedule="1f1b").stages
     assert (first.predicted.fullest, last.predicted.fullest) == ("0F1", "1B1")
+
+
+def test_a_parameter_larger_than_a_bucket_is_copied_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a bucket for itself, beside what is left of the activations: nothing here."""
+    plan, graph = planned(pp=1, dp=2, micro_batches=1), traced("gpt")[0].graph
+    largest = max(4 * p.numel() for p in CASE.model().parameters())
+    monkeypatch.setattr(stage_memory, "BUCKET_BYTES", largest - 1)
+    found = stage_memory.passing(graph, graph.states, Counter(), plan)
+    assert found == (largest, Kind.REDUCE)
 
 
 def test_zero_3_gathers_masters_in_sixteen_bits() -> None:
