@@ -5,7 +5,9 @@ a channel in the same order. Then the graph of waits (`schedules.event_graph`): 
 or what is left holds a circle, which is the deadlock and is followed in words. A transport that
 buffers or completes early only takes edges away from that graph, hence the proof holds for gloo,
 for NCCL with one communicator per channel, and for queues between threads. REDUCE and STEP add no
-edges: sums wait for each other only in STEP, after which no rank has anything to do.
+edges: sums wait for each other only in STEP, after which no rank has anything to do. Under ZeRO-2
+and 3 replicas also wait for each other within a step, to scatter gradients and to gather
+parameters; they run equal programs, so an order of one is an order of all.
 
 Why channels are not to share a communicator. Receives are posted ahead, so of two transfers in
 opposite directions each rank has its receive in line before its send; a lane that runs them in
