@@ -12,9 +12,9 @@ Four values pass between them:
     Profiled.repeats_equal   whether repeated blocks were seen to make tensors that look the same;
                              if not, the dry run of 3 runs each of them
     Estimate.spare           bytes of the fullest device that the estimate leaves free
-    Problem.beyond           by schedule and ZeRO stage, exact bytes minus estimated ones: where
-                             those do not fit, 3 searches again with them, and asks for more than
-                             `spare`
+    Problem.beyond           by schedule and ZeRO stage, bytes that the search may not use: where a
+                             plan's exact bytes do not fit, 3 adds what they have too many, or one
+                             more than `spare` if that is more, and searches again
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Where the estimate is wrong: exact bytes and the longest path correct what the search chose.
 
-    plan_that_fits    exact bytes of the plan do not fit  ->  search again, the estimate raised by
-                                                              the difference
+    plan_that_fits    exact bytes of the plan do not fit  ->  search again, with less room by what
+                                                              is too much, or more
     recomputing_less  a rank of several stages has room left  ->  recompute fewer blocks
     fastest_by_path   the longest path of the plan A is longer than estimated  ->  write the meshes
                       B, C ... that are estimated below it, and take the one with the shortest path

@@ -4,13 +4,14 @@
     bound        rule out a mesh before its cuts          sums over units: no cuts, no transfers
     estimate     search: every range of units at once     sums over ranges (`range_tables.Tables`)
     exact        the plan that is written                 the plan's programs, instruction by
-                                                          instruction (`driver.write_plan`)
+                                                          instruction (`costs.plan_memory`)
 
     bound - ROUNDED <= estimate            for every range, and every set of recomputed blocks
 
 The exact bytes need a dry run of the model, so they are computed elsewhere. Where they are above
-the estimate, the search is repeated with the difference in `Problem.beyond`. All three are
-compared with a device's limit by `excess`.
+a device's limit, the search is repeated with less room on every device (`Problem.beyond`), by what
+was too much and by enough to rule out that very plan. All three are compared with a device's limit
+by `excess`.
 
 **Estimate.** Let stage s hold the units [i, j), n of m micro-batches being in flight. Over that
 range `Tables` has W trainable, Z frozen and C constant bytes, A bytes saved for backward, R bytes

@@ -183,8 +183,8 @@ class Problem:
         largest: of each unit the bytes of the largest gradient that it makes, beside the sum that
             it is added to; empty where that is not counted.
         low_gradients: gradients of masters are summed in 16 bits, as wide as `copies`.
-        beyond: by schedule and ZeRO stage, bytes that a plan's programs were seen to hold beyond
-            the estimate.
+        beyond: by schedule and ZeRO stage, bytes of each device that a search may not use, because
+            the exact bytes of a plan that used them did not fit (`driver.refine.plan_that_fits`).
         offloads: whether backwards are graphs, in which blocks may offload what they keep.
     """
 
@@ -213,7 +213,7 @@ class Problem:
         return next(profile for profile in self.profiles if profile.rows == rows)
 
     def seen_beyond(self, config: Config) -> int:
-        """Bytes that a plan of such a config was seen to hold beyond the estimate."""
+        """Bytes of each device that plans of such a config may not use: see `beyond`."""
         return self.beyond.get((config.schedule, config.zero), 0)
 
 
