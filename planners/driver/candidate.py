@@ -76,7 +76,7 @@ class Candidate:
         return self.costing.compiled
 
     def least_step(self) -> tuple[Config, float]:
-        """The frame with the lowest bound on its step, and that bound in seconds.
+        """The config with the lowest bound on its step, and that bound in seconds.
 
         Raises:
             InfeasibleError: the constraints contradict each other.
@@ -103,7 +103,7 @@ class Candidate:
 
         Args:
             problem: the counted one, or a stricter one.
-            incumbents, mesh: as `best_answer` has `rivals` and `mesh`.
+            incumbents, mesh: as of `best_answer`.
 
         Raises:
             InfeasibleError: nothing fits, or (Outdone) nothing that is among the best two.

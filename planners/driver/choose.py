@@ -216,11 +216,11 @@ def searched(candidates: Mapping[int, Candidate]) -> Searched:
             refusals[tp] = error
     order = sorted(least, key=lambda tp: (least[tp][1], tp))
     for tp in order:
-        incumbents, (frame, seconds) = incumbents_of(answers.values()), least[tp]
+        incumbents, (config, seconds) = incumbents_of(answers.values()), least[tp]
         # Degree 1 is always searched: its data parallelism alone is among the alternatives.
         outdone = tp > 1 and out_of_the_best_two(seconds, incumbents)
         if outdone:
-            refusals[tp] = Outdone(frame, seconds, None)
+            refusals[tp] = Outdone(config, seconds, None)
             continue
         try:
             problem = candidates[tp].counted(check=tp == order[0]).problem

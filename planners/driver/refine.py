@@ -128,8 +128,8 @@ def _others(plan: Plan, answer: Answer, candidates: Mapping[int, Candidate]) -> 
     for tp, candidate in candidates.items():
         with suppress(InfeasibleError):  # of this degree there is none
             every = bounds(candidate.timed)
-            for frame, least in sorted(every.items(), key=lambda pair: pair[1]):
-                steps.setdefault((frame.pp, frame.dp, tp), least)
+            for config, least in sorted(every.items(), key=lambda pair: pair[1]):
+                steps.setdefault((config.pp, config.dp, tp), least)
     for mesh, step in steps.items():
         if step < plan.prediction.step_seconds and mesh != _degrees_of(plan):
             if mesh[2] in candidates:

@@ -97,31 +97,31 @@ def cut_model(candidate: Candidate, answer: Answer, plain: Sequence[Stage]) -> C
         plain: the stages, with all that they send as each rank has it.
     """
     decision = answer.decision
-    frame, degree, stages, parted = decision.config, candidate.degree, tuple(plain), None
+    config, degree, stages, parted = decision.config, candidate.degree, tuple(plain), None
     to = {s: dict[str, int]() for s, own in enumerate(answer.estimate.stages) if own.in_parts}
     if to:
         degree, parted = _in_parts(degree, plain, to)
         stages = partition(degree.flow, parted.cuts)
-    batch = Batch(candidate.job.traced.rows, frame.micro_batches)
+    batch = Batch(candidate.job.traced.rows, config.micro_batches)
     programs = candidate.job.constraints.programs
-    halves = splits(programs) if programs else named(frame.schedule).splits
+    halves = splits(programs) if programs else named(config.schedule).splits
     again = sorted({again for blocks in decision.recompute for again in blocks})
     recomputable = candidate.counted().recomputable
     return CutModel(
         degree=degree,
         once=stages,
-        turns=frame.turns,
-        rows=batch.microbatch_rows(frame.dp),
+        turns=config.turns,
+        rows=batch.microbatch_rows(config.dp),
         recompute=tuple(_names(candidate, again)),
         precision=candidate.job.request.precision,
         wanted=wanted(
             halves,
             compiled=candidate.compiled,
             by_op=any(level != WHOLE for _, level in again),
-            gathers=frame.fully_sharded,
+            gathers=config.fully_sharded,
             offload={recomputable[block] for blocks in decision.offload for block in blocks},
         ),
-        shards=frame.dp if frame.fully_sharded else 1,
+        shards=config.dp if config.fully_sharded else 1,
         whole=candidate.job.traced.whole,
         parted=parted,
     )
@@ -155,8 +155,8 @@ def _without_bytes(
 ) -> Plan:
     """The plan but for bytes, eager depths and its prediction."""
     job, degree, decision = candidate.job, candidate.degree, answer.decision
-    request, frame, whole = job.request, decision.config, job.traced.graph
-    turns = frame.turns or (1,) * len(plain)
+    request, config, whole = job.request, decision.config, job.traced.graph
+    turns = config.turns or (1,) * len(plain)
     each = [(own, of) for own, of in zip(plain, turns, strict=True) for _ in range(of)]
     graph = held.cut.graph
     classes, states, collectives = write_down(
@@ -172,13 +172,13 @@ def _without_bytes(
         reads=degree.trace.reads,
         cluster=job.cluster,
         mesh=_mesh(job.cluster, candidate.costing.machine, decision, degree.tp),
-        batch=Batch(job.traced.rows, frame.micro_batches),
+        batch=Batch(job.traced.rows, config.micro_batches),
         precision=request.precision,
         grad_dtype=request.grad_dtype,
         optimizer_dtype=request.optimizer_dtype,
         compiled=candidate.compiled,
         optimizer=request.optimizer if isinstance(request.optimizer, str) else "custom",
-        schedule=frame.schedule,
+        schedule=config.schedule,
         programs=tuple(format_programs(job.constraints.programs).splitlines()),
         boundaries=_boundaries(job.constraints, decision),
         blocks=classes,
@@ -305,13 +305,13 @@ def _offloading(stage: Stage, cut: CutModel) -> tuple[str, ...]:
 
 def _mesh(cluster: Cluster, machine: Machine, decision: Decision, tp: int) -> Mesh:
     """Every rank's place: pipeline rank `pp` has the devices of its group, in their order."""
-    frame, places = decision.config, []
-    for pp, group in enumerate(decision.groups or range(frame.pp)):
-        for part in range(frame.dp * tp):
+    config, places = decision.config, []
+    for pp, group in enumerate(decision.groups or range(config.pp)):
+        for part in range(config.dp * tp):
             replica, tp_rank = divmod(part, tp)
-            devices = machine.means[group * frame.dp + replica]
+            devices = machine.means[group * config.dp + replica]
             node, local, device = cluster.device_at(devices[tp_rank])
             name = "cpu" if device.kind == "cpu" else f"cuda:{local}"
-            rank = pp * frame.dp * tp + part
+            rank = pp * config.dp * tp + part
             places.append(Place(rank, pp, replica, tp_rank, node, local, name))
-    return Mesh(frame.pp, frame.dp, tp, tuple(places))
+    return Mesh(config.pp, config.dp, tp, tuple(places))
