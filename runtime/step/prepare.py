@@ -126,7 +126,7 @@ def training(rank: Rank, rows: int, split: Split | None = None) -> Executor:
     if split is not None and split is not planned and rank.emitted is not None:
         raise PlanError(
             "the batch has rows of another length than planned, and emitted files are of one",
-            hint="leave --emitted out",
+            hint="run the plan itself: autopipe run plan.json",
         )
     split = planned if split is None else split
     rehearsal = rehearse(
