@@ -76,7 +76,12 @@ def run(
         Path | None, typer.Option(help="Write what every rank did when, for ui.perfetto.dev.")
     ] = None,
     log_every: Annotated[
-        int | None, typer.Option(min=1, help="Say the loss every so many steps.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Say the loss every so many steps; --metrics, --tensorboard, --wandb and --record "
+            "get the figures of those alone.",
+        ),
     ] = None,
     keep_going: Annotated[
         bool, typer.Option("--keep-going", help="Go on even if the loss is nan or infinite.")
