@@ -71,11 +71,12 @@ rank."""
 def named_filling(schedule: str, ranks: int, micro_batches: int, chunks: int) -> float:
     """f of a schedule that has a name.
 
-    Where its own law is known it is not counted. ZB-H1 idles (p - 1) (F + B - W) (Qi et al., "Zero
-    Bubble Pipeline Parallelism", 2023, section 2.3), and W more for each micro-batch that there is
-    less than p; ZB-V as long from 2 p micro-batches on. An interleaved pipeline idles (p - 1)
-    (F + B) / v where p divides m (Narayanan et al., SC 2021, section 2.2.2), and all but one of a
-    micro-batch's chunks more for each that there is less than p.
+    Where its own law is known it is not counted; B is the whole backward, I and W are its halves.
+    ZB-H1 idles (p - 1) (F + I - W) (Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section
+    2.3), and W more for each micro-batch that there is less than p. ZB-V idles half as long from
+    2 p micro-batches on: each of its chunks has half of a rank's layers. An interleaved pipeline
+    idles (p - 1) (F + B) / v where p divides m (Narayanan et al., SC 2021, section 2.2.2), and all
+    but one of a micro-batch's chunks more for each that there is less than p.
     """
     if ranks == 1:
         return 1.0
