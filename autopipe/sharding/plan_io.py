@@ -72,7 +72,7 @@ def write_down(
 def _sent(
     local: Graph, ranks: int, rows: int, blocks: Sequence[Block]
 ) -> dict[str, list[Collective]]:
-    """The collectives in each block, by the block's path; None: those outside all blocks."""
+    """The collectives in each block, by the block's path; "": those outside all blocks."""
     carrying = gradient_values(local)
     inside = {
         node.name: block.path

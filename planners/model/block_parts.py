@@ -37,8 +37,8 @@ class BlockClasses:
     Args:
         kinds: of each block the number of its class: those of one class cost alike in every part.
         firsts: of each class the number of its first block.
-        wholes: of each class what a whole block is: a part of the first class whose blocks cost as
-            much, wherever units divide them.
+        wholes: for each class, the part that stands for one of its whole blocks; classes whose
+            whole blocks cost the same share one.
     """
 
     kinds: tuple[int, ...]

@@ -50,7 +50,8 @@ class Answer:
         decision: the best decision it knows. Ties go to fewer stages, then more replicas, fewer
             micro-batches, less ZeRO, then `1f1b`.
         estimate: what that costs.
-        bound_seconds: by the estimate no plan under the same constraints takes less for a step.
+        bound_seconds: by the estimate no plan without turns, under the same constraints, takes
+            less for a step.
         binding: a sentence on what keeps the step from being faster.
         alternatives: the best decision of each other mesh: those that fit, fastest first, then
             those of which a bound was enough, then those that do not fit, the nearest first.
@@ -175,7 +176,13 @@ def _best(every: Iterable[Config], scored: Mapping[Config, Scored]) -> Scored | 
 
 
 class _Looked(NamedTuple):
-    """The configs that were tried, and of those with too little room the units that find none."""
+    """The configs that were looked at.
+
+    Args:
+        scored: those that were searched.
+        too_full: those ruled out by the memory bound, with the number of units that fit on no
+            stage.
+    """
 
     scored: dict[Config, Scored]
     too_full: dict[Config, int]

@@ -1,7 +1,7 @@
 """Lists the configs that the constraints leave: meshes, micro-batches, ZeRO stages, schedules.
 
-    config = (pp, dp, micro_batches, zero, schedule, depth)     left to a planner: the cuts, what is
-                                                                recomputed, whose devices
+    config = (pp, dp, micro_batches, zero, schedule, depth, chunks, turns)
+    left to a planner: the cuts, what is recomputed, whose devices
 
 On up to SMALL devices every mesh is looked at, so that one may win that leaves some idle; on more,
 those alone that leave the fewest. Micro-batches are equal and of a size that has a profile.

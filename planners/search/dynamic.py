@@ -1,8 +1,8 @@
 """The fastest plan, exactly, by dynamic programs over stages from the last one backwards.
 
-**Variables.** A config (pp, dp, m, zero, schedule, depth) is fixed: configs are tried one after the
-other. Left are the cuts 0 = c_0 < c_1 < ... < c_p = n of n units into p stages, the group of
-devices g_s that holds stage s, and the blocks R_s that are recomputed in it.
+**Variables.** A config (pp, dp, m, zero, schedule, depth, chunks, turns) is fixed: configs are
+tried one after the other. Left are the cuts 0 = c_0 < c_1 < ... < c_p = n of n units into p stages,
+the group of devices g_s that holds stage s, and the blocks R_s that are recomputed in it.
 
 **Constraints.** Stage s holds in_flight(s) micro-batches, a number that its place alone decides;
 no group holds two stages, and those of one class are used in rank order;

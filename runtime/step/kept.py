@@ -49,9 +49,9 @@ class Kept:
         """This rank's parameters and persistent buffers; all ranks' together are the model's.
 
         A tied tensor has all its names; what forward does not use is with rank 0. Every rank calls
-        it: what is sharded over tensor-parallel ranks, or under ZeRO-1, is gathered first. Under
-        ZeRO-3 the rest are DTensors, of which each rank has its part. Of parameters that forward
-        reads in 16 bits it has the fp32 masters.
+        it: what is sharded over tensor-parallel ranks, or under ZeRO-1 and 2, is gathered first.
+        Under ZeRO-3 the rest are DTensors, of which each rank has its part. Of parameters that
+        forward reads in 16 bits it has the fp32 masters.
         """
         self._gradients.gather()
         return self._own.state_dict(self._gradients.master)

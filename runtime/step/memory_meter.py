@@ -64,7 +64,8 @@ class _Counted:
     """A saved tensor; its storage is counted once however many ops have saved it."""
 
     def __init__(self, meter: Meter, stage: int, tensor: Tensor) -> None:
-        # Not itself: an op that keeps its own output would keep its node alive, and that this.
+        # A detached alias. A saved output would hold its grad_fn, which holds this object: a cycle,
+        # and `__del__` would never run.
         self.tensor = tensor.detach()
         self._meter = meter
         self._stage = stage

@@ -243,7 +243,8 @@ class Pipe(Kept):
     ) -> Tensor | tuple[Tensor, Any]:
         """The mean loss of a batch in evaluation mode, a tensor of no dims on every rank's CPU.
 
-        The batch's rows need to divide by the data-parallel degree only.
+        The batch's rows need to divide by the data-parallel degree only; under a plan whose graph
+        is of one number of rows (`rows_fixed`), by that number too.
 
         Args:
             outputs: whether to give, after the loss, what the model itself gave for the whole

@@ -228,8 +228,8 @@ class StageRun:
         for number, result in enumerate(self.results.get(k, ())):
             is_loss = number == 0 and isinstance(result, Tensor)
             seeds.append(self._seed(result, step) if is_loss else None)
-        # They come as what was saved goes, in autograd's order: counted as if there was room for
-        # both, which is the most that it can be and what a plan predicts.
+        # Autograd frees saved tensors while it makes these gradients, in an order we do not know.
+        # Both are counted in full: an upper bound, and what the plan predicts.
         self._count_all("transfers", self._returning)
         with self._stream(k, step), self._keeping((), ()):  # recomputed blocks save anew
             made = self.engine.backward_input(k, seeds)
