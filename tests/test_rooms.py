@@ -1,6 +1,7 @@
 """Imports run downhill between rooms: `tests/support/house.py` has the table; read it first."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -132,3 +133,46 @@ def test_the_public_names() -> None:
     assert expected <= set(autopipe.__all__)
     assert all(getattr(autopipe, name).__doc__ for name in autopipe.__all__)
     assert callable(autopipe.plan), "no module of the package is called `plan`"
+
+
+def listed(room: str) -> Iterator[tuple[str, str | None]]:
+    """Module and name of all that a room's `__init__` lists as what other rooms use.
+
+    `.name` is of the module before it; what has no dot is a module.
+    """
+    said = ast.get_docstring(ast.parse(FILES[f"{room}.__init__"].read_text())) or ""
+    module = ""
+    for text in re.findall(r"Other rooms use: (.*?)\.(?:\s|$)", said, flags=re.S):
+        for word in re.findall(r"`([^`]+)`", text):
+            before, dot, name = word.rpartition(".")
+            module = (before or module) if dot else word
+            yield f"{room}.{module}", name if dot else None
+
+
+def defined(module: str) -> set[str]:
+    """The names that a module itself defines, not those that it imports."""
+    names = set()
+    for node in ast.parse(FILES[module].read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return names
+
+
+@pytest.mark.parametrize("room", MAY_IMPORT)
+def test_what_other_rooms_use_is_there(room: str) -> None:
+    found = list(listed(room))
+    assert [module for module, _ in found if module not in FILES] == []
+    assert [
+        f"{module} has no {name}"
+        for module, name in found
+        if name is not None and name not in defined(module)
+    ] == []
+
+
+def test_the_lists_of_what_other_rooms_use_are_read() -> None:
+    words = set(listed("stages"))
+    assert {("stages.lower", "lower"), ("stages.lower", "Lowered")} <= words
+    assert ("checking.comparison", None) in listed("checking")

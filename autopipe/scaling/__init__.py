@@ -9,6 +9,6 @@ Never found here: torch, a search, how a formula was found.
     bytes     the most of what a rank holds at its moments             moments
     link      what of both depends on the farthest link                links
 
-Other rooms use: `expressions`, `sheet.Sheet`, `.Point`, `.PlanAt`, `make.sheet_of`,
-`.StageFormulas`, `evaluate.at`, `links`, `stops.Stops`, `.stops_of`, `moments.Numbering`.
+Other rooms use: `expressions`, `sheet.Sheet`, `make.sheet_of`, `.StageFormulas`, `links`,
+`stops.Stops`, `.stops_of`, `moments.Numbering`.
 """

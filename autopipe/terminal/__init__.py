@@ -4,7 +4,7 @@ In: typer's options, lines of talk, progress, file names as they were typed. Out
 stderr; usage errors as sentences.
 Never found here: what a command does (`cli`), how a plan is shown (`report`).
 
-Other rooms use: all files; `cli` alone.
+Only `cli` uses it, and any of its files.
 
     commands   makes a function a command: errors, exit codes, the options that all have
     console    what is said, and whether: --quiet, --debug

@@ -5,6 +5,6 @@ In: a module (or the function that builds one), an example batch and the user's 
 micro-batch; or a `CaptureError` with the user's line.
 Never found here: costs, cuts, shards.
 
-Other rooms use: `source.trace_source`, `.bare`, `.Source`, `trace.Trace`, `trace.trace`,
+Other rooms use: `source.trace_source`, `.bare`, `.Source`, `trace.Trace`,
 `symbolic_sequence.trace_lengths`, `user_checkpoints.wanted`, `value_guards.check`.
 """

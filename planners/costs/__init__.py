@@ -4,8 +4,8 @@ In: a traced model, the machine, a tensor-parallel degree; later the stages of a
 Out: `planners.model.problem.Problem`; for stages that are cut, the bytes that their run will hold.
 Tensors here have no memory. Never found here: searches, a user's words.
 
-Other rooms use: `profile.Costing`, `.need`, `tp_degrees.as_one_rank`, `plan_memory.dry_run`,
-`.with_memory`, `.check_fits`, `saved_tensors.observe_saved`.
+Other rooms use: `profile.Costing`, `precision_of.need`, `tp_degrees.as_one_rank`,
+`plan_memory.dry_run`, `.with_memory`, `.check_fits`, `saved_tensors.observe_saved`.
 
     tp_degrees     the model as one tensor-parallel rank runs it
     profile        a graph -> the planner's Problem

@@ -5,8 +5,8 @@ says what would fit. With `planners.costs` the rooms of `planners/` that know to
 Never found here: how a planner searches (`planners.search`), what a stage costs by the estimate
 (`planners.model`), processes that train (`runtime`).
 
-Other rooms use: `make_plan.plan`, `replan.replan`, and `planners.formulas` what makes a `Job` of a
-plan and searches it.
+Other rooms use: `make_plan.plan`, `replan.replan`, `arguments`, `outcomes`,
+`against_eager.one_thread`, `request.Job`, `candidate.Candidate`, `refine.plan_that_fits`.
 
     request        what was asked, what was traced, both on devices       values
     make_plan      `plan`: its phases in order                            start reading here

@@ -6,5 +6,5 @@ shards, by the plan's ZeRO stage; gradients summed over ranks; a state dict or a
 Never found here: activations, transfers between stages, the order of a step.
 
 Other rooms use: `part.RankPart`, `materialize.materialize`, `hold.hold`, `gradient_sum.total_norm`,
-`buckets.BUCKET_BYTES`, `model_states.ModelStates`, `loss_scale.LossScale`.
+`model_states.ModelStates`, `loss_scale.LossScale`.
 """
