@@ -165,10 +165,10 @@ def one_f_one_b_in_turns(turns: Sequence[int], micro_batches: int) -> Programs:
     return tuple(programs)
 
 
-def held_in_turns(turns: Sequence[int], micro_batches: int) -> tuple[int, ...]:
-    """The micro-batches that each rank of a stage holds, by `one_f_one_b_in_turns`.
+def held_before(behind: int, ranks: int) -> int:
+    """The micro-batches that each of a stage's ranks holds, if so many are held behind the stage.
 
-    Of n ranks each holds one, and their share of all that the next stage's ranks hold:
+    Each holds one, and its share of all that the ranks of the next stage hold together:
 
         h_s = 1 + ceil(n_{s+1} h_{s+1} / n_s)         1 on the ranks of the last stage
 
@@ -176,10 +176,15 @@ def held_in_turns(turns: Sequence[int], micro_batches: int) -> tuple[int, ...]:
     ceil(sum of n from the stage on / n_s), which may be less, and then they do.) With a rank each
     it is p - s.
     """
+    return 1 + -(-behind // ranks)
+
+
+def held_in_turns(turns: Sequence[int], micro_batches: int) -> tuple[int, ...]:
+    """The micro-batches that each rank of a stage holds, by `one_f_one_b_in_turns`."""
     held: list[int] = []
     behind = 0
     for ranks in reversed(turns):
-        held.append(min(1 + -(-behind // ranks), -(-micro_batches // ranks)))
+        held.append(min(held_before(behind, ranks), -(-micro_batches // ranks)))
         behind = ranks * held[-1]
     return tuple(reversed(held))
 

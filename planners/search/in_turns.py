@@ -40,6 +40,7 @@ from autopipe.planners.search.bound import bound
 from autopipe.planners.search.configs import micro_batches
 from autopipe.planners.search.descent import Arc, GroupsUsed, Layers, fastest
 from autopipe.planners.search.dynamic import STEP, Objective, costing, kept_less
+from autopipe.schedules.generators import held_before
 from autopipe.util.numbers import VISIBLE
 
 MOST_RANKS, MOST_CONFIGS = 16, 8
@@ -56,8 +57,8 @@ from those after it and the number of its ranks."""
 
 
 def by_the_schedule(after: int, of: int) -> tuple[int, int]:
-    """As `schedules.generators.held_in_turns`."""
-    held = 1 + -(-after // of)
+    """As 1f1b has it."""
+    held = held_before(after, of)
     return held, of * held
 
 
