@@ -12,10 +12,9 @@ from autopipe.scaling import links
 from autopipe.scaling.expressions import BANDWIDTH, ROWS, TOKENS, value
 from autopipe.scaling.moments import Numbering
 from autopipe.scaling.sheet import Sheet
-from autopipe.schedules.instructions import Instruction, Kind, holders, parse
+from autopipe.schedules.instructions import COMPUTE, Instruction, Kind, holders, parse
 from autopipe.schedules.peak_memory import walk
 from autopipe.schedules.phrases import short
-from autopipe.schedules.simulate import COMPUTE
 from autopipe.util import numbers
 
 MOST_RANKS = 8

@@ -13,9 +13,9 @@ from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import Batch
 from autopipe.report.draw_text import LETTERS
 from autopipe.report.recorded import Lanes, Slice
-from autopipe.schedules.instructions import Instruction, Kind, holders
+from autopipe.schedules.instructions import COMPUTE, Instruction, Kind, holders
 from autopipe.schedules.phrases import describe
-from autopipe.schedules.simulate import COMPUTE, Timeline
+from autopipe.schedules.simulate import Timeline
 from autopipe.util import numbers
 
 MOST_BOXES = 3000

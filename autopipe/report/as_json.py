@@ -13,9 +13,9 @@ from autopipe.planfile import predict, programs
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.waterfall import mfu, tokens_per_second, waterfall
 from autopipe.report import fullest
-from autopipe.schedules.instructions import holders
+from autopipe.schedules.instructions import COMPUTE, holders
 from autopipe.schedules.registry import flying
-from autopipe.schedules.simulate import COMPUTE, Timeline
+from autopipe.schedules.simulate import Timeline
 from autopipe.util import codec
 
 Figures = dict[str, Any]

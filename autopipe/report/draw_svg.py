@@ -15,9 +15,9 @@ from html import escape
 
 from autopipe.report import colours
 from autopipe.report.draw_text import LETTERS, stages
-from autopipe.schedules.instructions import Flow
+from autopipe.schedules.instructions import COMPUTE, Flow
 from autopipe.schedules.phrases import describe
-from autopipe.schedules.simulate import COMPUTE, Timeline, TimelineSpan
+from autopipe.schedules.simulate import Timeline, TimelineSpan
 from autopipe.util import numbers
 
 _LEFT, _RIGHT = 96, 24  # pixels around the rows

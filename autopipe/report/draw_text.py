@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from autopipe.schedules.instructions import Instruction, Kind
-from autopipe.schedules.simulate import COMPUTE, Moved, Timeline
+from autopipe.schedules.instructions import COMPUTE, Instruction, Kind
+from autopipe.schedules.simulate import Moved, Timeline
 
 
 def draw(

@@ -8,10 +8,9 @@ from autopipe.cluster import datasheets
 from autopipe.cluster.cluster import Device
 from autopipe.planfile import predict, programs
 from autopipe.planfile.contents import Plan
-from autopipe.schedules.instructions import Kind, holders, parse
+from autopipe.schedules.instructions import COMPUTE, Kind, holders, parse
 from autopipe.schedules.phrases import short
 from autopipe.schedules.registry import flying as in_flight
-from autopipe.schedules.simulate import COMPUTE
 from autopipe.util import numbers
 from autopipe.util.numbers import Amount, count, ranges
 

@@ -14,10 +14,10 @@ from autopipe.planfile.parts import Batch
 from autopipe.report import draw_text as picture
 from autopipe.report import paper
 from autopipe.schedules import user_schedule
-from autopipe.schedules.instructions import Programs, holders
+from autopipe.schedules.instructions import COMPUTE, Programs, holders
 from autopipe.schedules.lanes import sends_for
 from autopipe.schedules.registry import SCHEDULES, flying, make
-from autopipe.schedules.simulate import COMPUTE, Costs, LinkTime, Timeline, simulate
+from autopipe.schedules.simulate import Costs, LinkTime, Timeline, simulate
 from autopipe.schedules.transfers import Edge, insert
 from autopipe.util import numbers
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
-from autopipe.schedules.instructions import Channel, Instruction, holders
-from autopipe.schedules.simulate import COMPUTE, Timeline
+from autopipe.schedules.instructions import COMPUTE, Channel, Instruction, holders
+from autopipe.schedules.simulate import Timeline
 
 
 class Event(NamedTuple):

@@ -4,7 +4,7 @@ In: the name of a schedule or the text of one, and the edges between stages. Out
 instructions for each rank, with its transfers; the proof that they run to their end; when each
 instruction starts and ends. Never found here: torch, tensors, processes, and what a stage computes.
 
-Other rooms use: `registry.make`, `.SCHEDULES`, `instructions.Program`, `.holders`,
-`transfers.insert`, `deadlock.check`, `simulate.simulate`,
+Other rooms use: `registry.make`, `.SCHEDULES`, `generators.held_before`, `instructions.Program`,
+`.COMPUTE`, `.holders`, `transfers.insert`, `deadlock.check`, `simulate.simulate`,
 `peak_memory.fullest_moment`, `.walk`, `user_schedule`, `phrases.describe`.
 """

@@ -52,6 +52,12 @@ FLOWS = {
 }
 """What a compute instruction takes from its neighbours on one side and makes for the other."""
 
+COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+"""The instructions that keep a device busy."""
+
+FINAL = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+"""These add to the gradients of parameters: with the last of them, those of a stage are final."""
+
 _RECEIVING = (Kind.POST, Kind.WAIT)  # these name the source as their peer, the others the target
 _WHOLE = (Kind.REDUCE, Kind.STEP)  # these are of all micro-batches together
 

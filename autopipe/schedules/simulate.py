@@ -19,6 +19,7 @@ from autopipe.errors import ScheduleError
 from autopipe.schedules import deadlock
 from autopipe.schedules.event_graph import Delays, EventGraph
 from autopipe.schedules.instructions import (
+    COMPUTE,
     FLOWS,
     Channel,
     Flow,
@@ -172,10 +173,6 @@ class Timeline:
     def bubble(self) -> float:
         """The share of the step for which the mean rank does not compute."""
         return sum(self.bubbles) / len(self.bubbles) if self.bubbles else 0.0
-
-
-COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-"""The instructions that keep a device busy."""
 
 
 def simulate(programs: Programs, costs: Costs, lanes: deadlock.Lanes | None = None) -> Timeline:

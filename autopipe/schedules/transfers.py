@@ -29,6 +29,8 @@ from typing import NamedTuple
 
 from autopipe.errors import ScheduleError
 from autopipe.schedules.instructions import (
+    COMPUTE,
+    FINAL,
     FLOWS,
     Channel,
     Entries,
@@ -166,7 +168,7 @@ def _around(
     starts: dict[Side, list[int]],
 ) -> Program:
     """One rank's program with what stands around each of its compute instructions."""
-    last = {i.stage: i for i in program if i.kind in _FINAL}
+    last = {i.stage: i for i in program if i.kind in FINAL}
     posts: list[Instruction] = []  # those ahead of everything, in the order of their WAITs
     body: list[Instruction] = []
     owed: dict[tuple[Channel, int], Instruction] = {}  # the FREE of each send under way
@@ -196,8 +198,7 @@ def _around(
             # Outputs may be views of received tensors, whose buffers return to the pool after
             # this backward. The gradient it takes came from there, so these sends are over.
             for channel, *_ in sends[stage, Flow.ACTIVATION]:
-                if (channel, k) in owed:
-                    body.append(owed.pop((channel, k)))
+                free(channel, k)
         if compute is last.get(stage):
             body.append(Instruction(Kind.REDUCE, stage))
         body.append(compute)
@@ -219,9 +220,6 @@ def _around(
                     free(channel, sent[last_sent])
     end = [Instruction(Kind.STEP, min(last))] if last else []
     return (*posts, *body, *owed.values(), *end)
-
-
-_FINAL = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)  # with the last of these, gradients are final
 
 
 def _check(
@@ -252,11 +250,8 @@ def _check(
             )
     for program in programs:
         for instruction in program:
-            if instruction.kind not in _COMPUTE:
+            if instruction.kind not in COMPUTE:
                 raise ScheduleError(
                     f"expected compute instructions alone, found {instruction}: "
                     "these programs have their transfers already"
                 )
-
-
-_COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)

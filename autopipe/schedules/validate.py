@@ -30,7 +30,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopipe.errors import ScheduleError
-from autopipe.schedules.instructions import Channel, Flow, Instruction, Kind, Program, Programs
+from autopipe.schedules.instructions import (
+    COMPUTE,
+    FINAL,
+    Channel,
+    Flow,
+    Instruction,
+    Kind,
+    Program,
+    Programs,
+)
 
 Ints = NDArray[np.int64]
 Line = tuple[Kind, int, Flow | None, int | None]  # an instruction without its micro-batch
@@ -112,8 +121,6 @@ _NEIGHBOURS: dict[tuple[Kind, Flow | None], tuple[tuple[Kind, ...], tuple[Kind, 
 }
 """What stands before an instruction, and what after it: of its stage, peer and micro-batch."""
 
-_COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-
 
 def _check_side(
     program: Program, table: ProgramTable, line: Line, kinds: Sequence[Kind], side: str
@@ -126,7 +133,7 @@ def _check_side(
     other = np.full_like(own, -1)
     for near in kinds:
         number = table.lines.get(
-            (near, stage, *((None, None) if near in _COMPUTE else (flow, peer)))
+            (near, stage, *((None, None) if near in COMPUTE else (flow, peer)))
         )
         if number is not None:
             other = np.where(other < 0, table.place[number], other)
@@ -142,16 +149,13 @@ def _check_side(
     position, instruction = int(own[column]), program[own[column]]
     if missing[column]:
         need = instruction._replace(kind=kinds[-1])
-        if need.kind in _COMPUTE:
+        if need.kind in COMPUTE:
             need = need._replace(flow=None, peer=None)
         yield position, f"{instruction} needs {need} {side} it, which is missing"
     else:
         found = "after" if side == "before" else "before"
         need = program[other[column]]
         yield position, f"{instruction} needs {need} {side} it, which stands {found} it"
-
-
-_FINAL = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)  # these add to the gradients of parameters
 
 
 def _check_last(program: Program, position: int) -> Iterator[tuple[int, str]]:
@@ -162,7 +166,7 @@ def _check_last(program: Program, position: int) -> Iterator[tuple[int, str]]:
         if rest:
             yield position, f"{rest[0]} stands after {instruction}, which ends a program"
         return
-    left = [other for other in rest if other.stage == stage and other.kind in _FINAL]
+    left = [other for other in rest if other.stage == stage and other.kind in FINAL]
     if not left:
         yield position, f"{instruction} needs the last backward of stage {stage} after it"
     elif len(left) > 1:
@@ -180,7 +184,7 @@ def check_sums(programs: Programs, made: Sequence[ProgramTable]) -> None:
     if not any(line[0] in (Kind.REDUCE, Kind.STEP) for table in made for line in table.lines):
         return
     for rank, table in enumerate(made):
-        backward = {line[1] for line in table.lines if line[0] in _FINAL}
+        backward = {line[1] for line in table.lines if line[0] in FINAL}
         summed = {line[1] for line in table.lines if line[0] is Kind.REDUCE}
         for stage in sorted(backward - summed):
             missing = Instruction(Kind.REDUCE, stage)

@@ -16,8 +16,8 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 
 from autopipe.schedules import registry
-from autopipe.schedules.instructions import Instruction, Kind, Programs
-from autopipe.schedules.simulate import COMPUTE, Costs, LinkTime, Timeline, simulate
+from autopipe.schedules.instructions import COMPUTE, Instruction, Kind, Programs
+from autopipe.schedules.simulate import Costs, LinkTime, Timeline, simulate
 
 COLUMNS = frozenset(("p", "m", "T_F_ms", "T_B_ms", "T_W_ms", "T_comm_ms", "layers"))
 """By which a table of profiled times is known."""

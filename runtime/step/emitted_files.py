@@ -28,7 +28,7 @@ from autopipe.ir.graph import Ref
 from autopipe.planfile import programs as of_plan
 from autopipe.planfile.contents import Plan, stage_file
 from autopipe.schedules import deadlock
-from autopipe.schedules.instructions import FLOWS, Kind, Programs, format_programs, parse_programs
+from autopipe.schedules.instructions import COMPUTE, Programs, format_programs, parse_programs
 from autopipe.stages.dry_run import CrossingTensor
 from autopipe.stages.lower import Lowered
 from autopipe.util import dtypes
@@ -69,7 +69,7 @@ class Emitted:
         lines = [line.partition("#")[0] for line in _read(path).splitlines()]
         with _named(path):
             programs = parse_programs("\n".join(lines))
-            found = tuple(tuple(i for i in program if i.kind in _COMPUTE) for program in programs)
+            found = tuple(tuple(i for i in program if i.kind in COMPUTE) for program in programs)
             plan = replace(plan, programs=tuple(format_programs(found).splitlines()))
             compute = of_plan.compute(plan)
             check_whole(programs, of_plan.step(plan, compute))
@@ -123,9 +123,6 @@ class Emitted:
         module.register_forward_hook(partial(_check_results, path, expected))
         # No GraphModule: whoever works on the code of a stage asks for one.
         return replace(lowered, module=cast(fx.GraphModule, module))
-
-
-_COMPUTE = (*FLOWS, Kind.BACKWARD_WEIGHT)
 
 
 def check_whole(found: Programs, expected: Programs) -> None:

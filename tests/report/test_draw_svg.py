@@ -7,8 +7,8 @@ import pytest
 from autopipe.report import colours
 from autopipe.report.draw_svg import svg
 from autopipe.schedules.generators import gpipe, one_f_one_b, zb_v
-from autopipe.schedules.instructions import parse_programs
-from autopipe.schedules.simulate import COMPUTE, Costs, LinkTime, simulate
+from autopipe.schedules.instructions import COMPUTE, parse_programs
+from autopipe.schedules.simulate import Costs, LinkTime, simulate
 from autopipe.schedules.transfers import Edge, insert
 
 
