@@ -138,7 +138,6 @@ class GradientSum:
         self._shared = [n for n, p in parameters.items() if p.requires_grad and n in groups]
         self._stages = {stage: set(self._shared) & set(names) for stage, names in stages.items()}
         self._to_come = self._holders()
-        self._used: set[str] = set()
         self._learnt: _Learnt | None = None
         self._pending: list[Callable[[], object]] = []
         for name in self._shared:
@@ -221,10 +220,10 @@ class GradientSum:
     def _learn(self) -> _Learnt:
         """Agree, group by group, on what gets a gradient on any rank, and make buckets of that."""
         learnt = _Learnt(self._trainable())
-        self._used = {n for n in self._shared if self._parameters[n].grad is not None}
+        used = {n for n in self._shared if self._parameters[n].grad is not None}
         for group, names in by_group(self._shared, self._groups).items():
-            expected = agreed(group, names, self._parameters, self._used)
-            queue = BucketQueue(group, expected[::-1], self._parameters, self._used, self._begin)
+            expected = agreed(group, names, self._parameters, used)
+            queue = BucketQueue(group, expected[::-1], self._parameters, used, self._begin)
             learnt.queues.append(queue)
             learnt.of |= dict.fromkeys(queue.names, queue)
         return learnt
