@@ -54,11 +54,6 @@ class Moment(NamedTuple):
     held: Held
 
 
-def footprint(program: Program, sizes: Mapping[int, Sizes]) -> Held:
-    """What a rank holds at its program's fullest moment, all its stages together."""
-    return fullest_moment(program, sizes).held
-
-
 def fullest_moment(program: Program, sizes: Mapping[int, Sizes]) -> Moment:
     """The first instruction at which a rank holds most, all its stages together."""
     peak, most = Moment(None, Counter()), 0

@@ -77,13 +77,6 @@ StageMoment = tuple[Counter[str], Instruction | None]
 many."""
 
 
-def footprints(
-    programs: Programs, stages: Sequence[Stage], rehearsal: Rehearsal
-) -> tuple[Counter[str], ...]:
-    """For each stage, bytes of "activations" and "transfers" at the peak of its rank."""
-    return tuple(held for held, _ in fullest_moments(programs, stages, rehearsal))
-
-
 def fullest_moments(
     programs: Programs, stages: Sequence[Stage], rehearsal: Rehearsal
 ) -> tuple[StageMoment, ...]:

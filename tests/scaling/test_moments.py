@@ -7,12 +7,12 @@ import pytest
 from autopipe.planfile import programs
 from autopipe.scaling.moments import OWN, Numbering, moments
 from autopipe.schedules.instructions import holders
-from autopipe.schedules.peak_memory import footprint
+from autopipe.schedules.peak_memory import fullest_moment
 from tests.support.plans import chain
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), [(1, 3), (2, 1), (3, 5)])
-def test_the_largest_moment_is_the_footprint(stages: int, micro_batches: int) -> None:
+def test_the_largest_moment_is_the_walks_fullest(stages: int, micro_batches: int) -> None:
     plan = chain(stages, micro_batches)
     numbering, step = Numbering.of(plan), programs.step(plan)
     random.seed(0)
@@ -27,4 +27,4 @@ def test_the_largest_moment_is_the_footprint(stages: int, micro_batches: int) ->
                 sum(values[number] * times for form in moment.values() for number, times in form)
                 for moment in found
             ]
-            assert max(held) == footprint(program, sizes).total()
+            assert max(held) == fullest_moment(program, sizes).held.total()

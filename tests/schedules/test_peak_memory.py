@@ -2,10 +2,9 @@
 
 from collections import Counter
 
-from autopipe.schedules import peak_memory as walked
 from autopipe.schedules.generators import gpipe, one_f_one_b
 from autopipe.schedules.instructions import Flow, parse_programs
-from autopipe.schedules.peak_memory import Sizes
+from autopipe.schedules.peak_memory import Sizes, fullest_moment
 from autopipe.schedules.transfers import Edge, insert
 
 F, B = Flow.ACTIVATION, Flow.GRADIENT
@@ -22,9 +21,9 @@ def program(text):
 
 
 def footprint(program, sizes):
-    """Of a rank with one stage, by kind alone."""
-    stage = program[0].stage
-    return Counter({kind: n for (_, kind), n in walked.footprint(program, {stage: sizes}).items()})
+    """What a rank with one stage holds at its fullest moment, by kind alone."""
+    held = fullest_moment(program, {program[0].stage: sizes}).held
+    return Counter({kind: n for (_, kind), n in held.items()})
 
 
 def test_the_first_stage_of_two():
@@ -114,7 +113,7 @@ def test_a_split_backward_lets_go_in_two_halves():
     )
     first = program("0POST_B0<1 0F0 0SEND_F0>1 0WAIT_B0<1 0I0 0FREE_F0>1 0W0")
     assert footprint(first, split) == {"activations": 105, "transfers": 20}
-    assert str(walked.fullest_moment(first, {0: split}).at) == "0I0"
+    assert str(fullest_moment(first, {0: split}).at) == "0I0"
     # Of two micro-batches whose W comes late, the stash of one lies below the other's peak.
     two = program("0F0 0I0 0F1 0I1 0W0 0W1")
     alone = Sizes(kept=100, arriving={}, leaving={}, stash=35, fresh=5)
@@ -136,8 +135,9 @@ def test_two_stages_on_one_rank_are_full_together():
     """Stage 0 keeps 100, stage 3 keeps 60; when stage 3 runs, stage 0 holds two micro-batches."""
     (rank,) = parse_programs("rank 0: 0F0 0F1 3F0 3B0 0B0 3F1 3B1 0B1")
     one, other = (Sizes(kept=size, arriving={}, leaving={}) for size in (100, 60))
-    assert str(walked.fullest_moment(rank, {0: one, 3: other}).at) == "3F0"
-    assert +walked.footprint(rank, {0: one, 3: other}) == {
+    at, held = fullest_moment(rank, {0: one, 3: other})
+    assert str(at) == "3F0"
+    assert +held == {
         (0, "activations"): 200,
         (3, "activations"): 60,
     }

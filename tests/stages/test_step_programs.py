@@ -2,7 +2,7 @@
 
 from autopipe.schedules.generators import forward_only
 from autopipe.schedules.instructions import Flow, Kind, holders
-from autopipe.schedules.peak_memory import footprint
+from autopipe.schedules.peak_memory import fullest_moment
 from autopipe.schedules.transfers import Edge
 from autopipe.stages import step_programs
 from tests.support.inprocess import cut
@@ -48,13 +48,13 @@ def test_stages_of_a_rank_are_full_together():
     programs = found.programs("zb-v", 4, chunks=2)
     ranks = holders(programs)
     assert ranks == (0, 1, 1, 0)
-    held = step_programs.footprints(programs, found.stages, found.rehearsal)
+    moments = step_programs.fullest_moments(programs, found.stages, found.rehearsal)
     for rank, program in enumerate(programs):
         own = [stage for stage in found.stages if ranks[stage.index] == rank]
         sizes = {stage.index: step_programs.sizes(found.rehearsal, stage) for stage in own}
-        together = footprint(program, sizes)
-        assert sum(held[stage.index].total() for stage in own) == together.total()
-        alone = [footprint(program, {index: size}).total() for index, size in sizes.items()]
+        together = fullest_moment(program, sizes).held
+        assert sum(moments[stage.index][0].total() for stage in own) == together.total()
+        alone = [fullest_moment(program, {i: size}).held.total() for i, size in sizes.items()]
         assert max(alone) < together.total() <= sum(alone)
 
 

@@ -77,9 +77,9 @@ def test_it_computes_what_one_process_does_and_holds_what_was_counted(
         assert torch.equal(made.gradients[parameter], gradient), parameter
 
     programs = found.programs(schedule, count)
-    predicted = step_programs.footprints(programs, found.stages, found.rehearsal)
+    predicted = step_programs.fullest_moments(programs, found.stages, found.rehearsal)
     for executor in made.executors:
         assert executor.meter is not None
         for stage in executor.stages:
             for kind in ("activations", "transfers"):
-                assert executor.meter.at_peak[stage, kind] == predicted[stage][kind]
+                assert executor.meter.at_peak[stage, kind] == predicted[stage][0][kind]

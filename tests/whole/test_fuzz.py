@@ -33,7 +33,7 @@ from autopipe.runtime.step.memory_meter import Meter
 from autopipe.runtime.step.stage import Pool, StageRun, StepInput
 from autopipe.schedules import deadlock as proof
 from autopipe.schedules.instructions import Instruction, Kind, Program, Programs
-from autopipe.schedules.peak_memory import footprint
+from autopipe.schedules.peak_memory import fullest_moment
 from autopipe.schedules.transfers import insert
 from autopipe.stages.dry_run import CrossingTensor
 from autopipe.stages.step_programs import edges
@@ -204,7 +204,7 @@ def check(case: Case, ranks: Sequence[Rank], losses: Sequence[tuple[Tensor, ...]
         free = [id(buffer) for buffers in rank.pool.free.values() for buffer in buffers]
         assert rank.pool.out == 0 and len(free) == len(set(free)), f"buffers of rank {number}"
         weighed = {run.stage.index: sizes(case, run.stage) for run in rank.runs}
-        predicted = footprint(program, weighed)
+        predicted = fullest_moment(program, weighed).held
         assert +rank.meter.at_peak == +predicted, f"memory of rank {number}"
         assert rank.meter.now.total() == 0, f"rank {number} still holds something"
 

@@ -140,14 +140,14 @@ def held_as_predicted(found: Cut, schedule: str, micro_batches: int, **shape: in
     batch = ZOO[found.name].inputs(ROWS * micro_batches)
     made = run(found, batch, micro_batches=micro_batches, schedule=schedule, metered=True, **shape)
     programs = found.programs(schedule, micro_batches, **shape)
-    predicted = step_programs.footprints(programs, found.stages, found.rehearsal)
+    predicted = step_programs.fullest_moments(programs, found.stages, found.rehearsal)
     for executor in made.executors:
         meter = executor.meter
         assert meter is not None
         for stage in executor.stages:
             for kind in ("activations", "transfers"):
                 held = meter.at_peak[stage, kind]
-                assert held == predicted[stage][kind], f"{found}: stage {stage}, {kind}"
+                assert held == predicted[stage][0][kind], f"{found}: stage {stage}, {kind}"
         assert meter.now.total() == 0, f"{found}: something is still held"
 
 
