@@ -28,7 +28,7 @@ from autopipe.planners.costs.tp_degrees import Degree, as_first, as_one_rank, se
 from autopipe.planners.driver import arguments
 from autopipe.planners.driver.request import Job
 from autopipe.planners.model.devices import machine_of
-from autopipe.planners.model.estimate import Mesh
+from autopipe.planners.model.estimate import PipelineDegrees
 from autopipe.planners.model.places import chunks_of
 from autopipe.planners.model.problem import EAGER, Config, Constraints, Problem
 from autopipe.planners.search.best import Answer
@@ -97,7 +97,10 @@ class Candidate:
         return self._counted
 
     def search(
-        self, problem: Problem, incumbents: Sequence[float] = (), mesh: Mesh | None = None
+        self,
+        problem: Problem,
+        incumbents: Sequence[float] = (),
+        mesh: PipelineDegrees | None = None,
     ) -> Answer:
         """The answer of the planner that was asked for.
 

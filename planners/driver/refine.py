@@ -24,7 +24,7 @@ from autopipe.planners.costs.plan_memory import Overflow
 from autopipe.planners.costs.tp_degrees import as_first
 from autopipe.planners.driver.candidate import Candidate
 from autopipe.planners.driver.write_plan import write_plan
-from autopipe.planners.model.estimate import Mesh, Scored, estimate
+from autopipe.planners.model.estimate import PipelineDegrees, Scored, estimate
 from autopipe.planners.search import reasons
 from autopipe.planners.search.best import Answer
 from autopipe.planners.search.bound import bounds
@@ -38,11 +38,13 @@ believed."""
 MOST_WRITTEN = 10
 """Other meshes that are written down to compare their longest paths."""
 
-Degrees = tuple[int, int, int]
-"""Stages, replicas, tensor-parallel parts."""
+MeshDegrees = tuple[int, int, int]
+"""Pipeline ranks, replicas, tensor-parallel ranks."""
 
 
-def plan_that_fits(candidate: Candidate, answer: Answer, mesh: Mesh | None = None) -> Plan:
+def plan_that_fits(
+    candidate: Candidate, answer: Answer, mesh: PipelineDegrees | None = None
+) -> Plan:
     """The answer as a plan; where its exact bytes do not fit, the next answer that does.
 
     Args:
@@ -114,12 +116,14 @@ def fastest_by_path(plan: Plan, answer: Answer, candidates: Mapping[int, Candida
     return fastest_of(written, plan.planner.bound_seconds, answer.alternatives)
 
 
-def _degrees_of(of: Plan | Alternative) -> Degrees:
+def _degrees_of(of: Plan | Alternative) -> MeshDegrees:
     mesh = of.mesh if isinstance(of, Plan) else of
     return mesh.pp, mesh.dp, mesh.tp
 
 
-def _others(plan: Plan, answer: Answer, candidates: Mapping[int, Candidate]) -> Iterator[Degrees]:
+def _others(
+    plan: Plan, answer: Answer, candidates: Mapping[int, Candidate]
+) -> Iterator[MeshDegrees]:
     """Other meshes that may be faster than the plan: those with an estimate first, then those with
     a bound alone."""
     steps = {
@@ -137,7 +141,7 @@ def _others(plan: Plan, answer: Answer, candidates: Mapping[int, Candidate]) -> 
 
 
 def fastest_of(
-    written: Mapping[Degrees, Plan], bound: float, estimated: Sequence[Alternative]
+    written: Mapping[MeshDegrees, Plan], bound: float, estimated: Sequence[Alternative]
 ) -> Plan:
     """The plan with the shortest longest path, and the others as its alternatives.
 

@@ -20,7 +20,7 @@ from autopipe.planners.driver.candidate import Candidate, candidate_at
 from autopipe.planners.driver.loss_parts import with_parts
 from autopipe.planners.driver.refine import plan_that_fits
 from autopipe.planners.formulas.lengths import TracedAgain
-from autopipe.planners.model.estimate import Mesh
+from autopipe.planners.model.estimate import PipelineDegrees
 from autopipe.planners.model.problem import Constraints, Problem
 from autopipe.tracing import user_checkpoints
 from autopipe.util.progress import Say, phase
@@ -124,7 +124,7 @@ def _searched(plan: Plan, job: request.Job) -> Iterator[Plan]:
 
 
 def _plan(
-    candidate: Candidate, mesh: Mesh | None, problem: Problem | None = None
+    candidate: Candidate, mesh: PipelineDegrees | None, problem: Problem | None = None
 ) -> Iterator[Plan]:
     """The best plan of a mesh, or of a problem, where there is one."""
     with suppress(InfeasibleError, AutopipeError):

@@ -107,8 +107,8 @@ class Estimate:
         return -max(self.beyond)
 
 
-Mesh = tuple[int, int]
-"""Stages and replicas."""
+PipelineDegrees = tuple[int, int]
+"""Of a config: pipeline ranks, replicas."""
 
 
 class Scored(NamedTuple):
@@ -118,8 +118,8 @@ class Scored(NamedTuple):
     estimate: Estimate
 
     @property
-    def mesh(self) -> Mesh:
-        """Stages and replicas."""
+    def mesh(self) -> PipelineDegrees:
+        """Pipeline ranks, replicas."""
         return self.decision.config[:2]
 
 

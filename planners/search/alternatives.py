@@ -11,18 +11,18 @@ import math
 from collections.abc import Mapping
 
 from autopipe.planfile.parts import Alternative
-from autopipe.planners.model.estimate import Mesh, Scored
+from autopipe.planners.model.estimate import PipelineDegrees, Scored
 from autopipe.planners.model.problem import Config, Problem
 from autopipe.planners.search import reasons
 
 
-def by_mesh(scored: Mapping[Config, Scored]) -> dict[Mesh, Scored]:
+def by_mesh(scored: Mapping[Config, Scored]) -> dict[PipelineDegrees, Scored]:
     """The fastest that fits of each mesh; where none does, the one that is nearest to it."""
 
     def order(found: Scored) -> tuple[float, float]:
         return found.estimate.overflow, found.estimate.step_seconds
 
-    found: dict[Mesh, Scored] = {}
+    found: dict[PipelineDegrees, Scored] = {}
     for one in scored.values():
         known = found.get(one.mesh)
         if known is None or order(one) < order(known):
@@ -40,7 +40,7 @@ def alternatives_of(
     those of its mesh that were: then its bound is told."""
     rest = [found for mesh, found in by_mesh(scored).items() if mesh != best.mesh]
     fitting = {found.mesh: found for found in rest if found.estimate.fits}
-    quicker: dict[Mesh, Config] = {}
+    quicker: dict[PipelineDegrees, Config] = {}
     for config, seconds in untried.items():
         mesh = config[:2]
         known = fitting[mesh].estimate.step_seconds if mesh in fitting else math.inf

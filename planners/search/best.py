@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from autopipe.errors import InfeasibleError
 from autopipe.planfile.parts import Alternative
-from autopipe.planners.model.estimate import Estimate, Mesh, Scored, estimate
+from autopipe.planners.model.estimate import Estimate, PipelineDegrees, Scored, estimate
 from autopipe.planners.model.problem import Config, Decision, Problem
 from autopipe.planners.search import reasons
 from autopipe.planners.search.alternatives import alternative, alternatives_of, bounded, by_mesh
@@ -86,7 +86,7 @@ def best_answer(
     choice: Choice,
     *,
     incumbents: Sequence[float] = (),
-    mesh: Mesh | None = None,
+    mesh: PipelineDegrees | None = None,
     fitting: Fitting | None = None,
     heuristic: str | None = None,
     thorough: bool = False,
@@ -203,7 +203,7 @@ def _tried(
     """Configs by their bounds, until none of the so many best meshes can be another."""
     scored: dict[Config, Scored] = {}
     too_full: dict[Config, int] = {}
-    quickest: dict[Mesh, float] = {}
+    quickest: dict[PipelineDegrees, float] = {}
     with phase("searching meshes and schedules", of=len(least)) as done:
         for config in sorted(least, key=lambda config: least[config]):
             if _outdone(least[config], (*incumbents, *quickest.values()), meshes):
@@ -237,7 +237,7 @@ def out_of_the_best_two(seconds: float, incumbents: Sequence[float]) -> bool:
 def _nearest_of_rest(looked: _Looked, untried: Iterable[Config]) -> Iterable[Config]:
     """Of each mesh of which nothing else will be told the config that has most nearly room."""
     told = {config[:2] for config in (*looked.scored, *untried)}
-    nearest: dict[Mesh, Config] = {}
+    nearest: dict[PipelineDegrees, Config] = {}
     for config in sorted(looked.too_full, key=lambda config: looked.too_full[config]):
         if config[:2] not in told:
             nearest.setdefault(config[:2], config)

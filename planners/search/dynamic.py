@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 
 from autopipe.planners.model import keeping_less, memory, step_formula
 from autopipe.planners.model.block_parts import compositions
-from autopipe.planners.model.estimate import Mesh, Scored
+from autopipe.planners.model.estimate import PipelineDegrees, Scored
 from autopipe.planners.model.level_mixes import Numbers
 from autopipe.planners.model.places import StagePlace, in_flights, place_of, profile_of, ranks_of
 from autopipe.planners.model.problem import Config, Decision, Problem
@@ -74,7 +74,9 @@ STEP = Objective()
 """The seconds of a step by `planners.model.step_formula`."""
 
 
-def dynamic(problem: Problem, incumbents: Sequence[float] = (), mesh: Mesh | None = None) -> Answer:
+def dynamic(
+    problem: Problem, incumbents: Sequence[float] = (), mesh: PipelineDegrees | None = None
+) -> Answer:
     """Plan exactly, where each rank has one stage; where it has several, each stage gets an equal
     share of its device and the devices stand in rank order, and what only other shares or another
     order would fit is not found.

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from autopipe.errors import AutopipeError
 from autopipe.planners.model import memory
 from autopipe.planners.model.block_parts import figures
-from autopipe.planners.model.estimate import Mesh, Scored, estimate
+from autopipe.planners.model.estimate import PipelineDegrees, Scored, estimate
 from autopipe.planners.model.keeping_less import may_offload
 from autopipe.planners.model.places import StagePlace, places, profile_of, stages_of
 from autopipe.planners.model.problem import WHOLE, Again, Config, Decision, Problem, splits
@@ -48,7 +48,7 @@ Blocks = tuple[Again, ...]
 
 
 def exhaustive(
-    problem: Problem, incumbents: Sequence[float] = (), mesh: Mesh | None = None
+    problem: Problem, incumbents: Sequence[float] = (), mesh: PipelineDegrees | None = None
 ) -> Answer:
     """Plan by scoring every candidate.
 

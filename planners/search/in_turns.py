@@ -30,7 +30,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autopipe.planfile.turns import TAKES_TURNS
-from autopipe.planners.model.estimate import Mesh, Scored, estimate
+from autopipe.planners.model.estimate import PipelineDegrees, Scored, estimate
 from autopipe.planners.model.places import place_of, profile_of
 from autopipe.planners.model.problem import Config, Decision, Problem
 from autopipe.planners.search import reasons
@@ -66,7 +66,7 @@ def improved(
     problem: Problem,
     answer: Answer,
     choose: Callable[[Problem, Config], Decision | None],
-    mesh: Mesh | None = None,
+    mesh: PipelineDegrees | None = None,
 ) -> Answer:
     """The answer, or a visibly faster one whose ranks take turns.
 
@@ -100,7 +100,7 @@ def improved(
     return answer
 
 
-def _configs(problem: Problem, step: float, mesh: Mesh | None) -> list[Config]:
+def _configs(problem: Problem, step: float, mesh: PipelineDegrees | None) -> list[Config]:
     """The configs whose ranks may take turns, those of the least bounds first."""
     asked, machine = problem.constraints, problem.machine
     free = asked.turns is None and asked.pp is None and not asked.programs

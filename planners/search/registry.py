@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from autopipe.planners.model.estimate import Mesh
+from autopipe.planners.model.estimate import PipelineDegrees
 from autopipe.planners.model.problem import Config, Decision, Problem
 from autopipe.planners.search.best import Answer
 from autopipe.planners.search.dynamic import dynamic
@@ -30,7 +30,10 @@ class Planner(Protocol):
     """
 
     def __call__(
-        self, problem: Problem, incumbents: Sequence[float] = (), mesh: Mesh | None = None
+        self,
+        problem: Problem,
+        incumbents: Sequence[float] = (),
+        mesh: PipelineDegrees | None = None,
     ) -> Answer: ...
 
 
@@ -42,7 +45,10 @@ class _WithTurns:
     choose: Callable[[Problem, Config], Decision | None]
 
     def __call__(
-        self, problem: Problem, incumbents: Sequence[float] = (), mesh: Mesh | None = None
+        self,
+        problem: Problem,
+        incumbents: Sequence[float] = (),
+        mesh: PipelineDegrees | None = None,
     ) -> Answer:
         answer = self.planner(problem, incumbents, mesh)
         return improved(problem, answer, self.choose, mesh)

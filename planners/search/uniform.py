@@ -18,13 +18,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopipe.planners.model.estimate import Mesh, settle
+from autopipe.planners.model.estimate import PipelineDegrees, settle
 from autopipe.planners.model.places import stages_of
 from autopipe.planners.model.problem import Config, Decision, Problem
 from autopipe.planners.search.best import Answer, best_answer
 
 
-def uniform(problem: Problem, incumbents: Sequence[float] = (), mesh: Mesh | None = None) -> Answer:
+def uniform(
+    problem: Problem, incumbents: Sequence[float] = (), mesh: PipelineDegrees | None = None
+) -> Answer:
     """Plan by equal shares of blocks.
 
     Raises:
