@@ -47,7 +47,7 @@ START = 2000
 would outweigh all else in a small model; the planner's estimate includes the latency."""
 
 
-class Axis(NamedTuple):
+class AxisCosts(NamedTuple):
     """The ranks over which a graph is sharded, their device and their link."""
 
     ranks: int
@@ -69,7 +69,7 @@ class Axis(NamedTuple):
 def shard(
     flow: Dataflow,
     blocks: Sequence[Block],
-    axis: Axis,
+    axis: AxisCosts,
     rows: int,
     *,
     sequence: bool = False,
@@ -86,13 +86,13 @@ def shard(
         AutopipeError: there is no solution; that is a bug, since everything can be replicated.
     """
     model = Model(flow, axis.ranks)
-    names = ModelNames(model, blocks if alike else ())
-    choices = choices_of(model, names, sequence)
-    costs = conversion_costs(model, names, axis, rows, memory=sequence)
-    return _solve(model, names, choices, costs, axis, rows)
+    variables = Variables(model, blocks if alike else ())
+    choices = choices_of(model, variables, sequence)
+    costs = strategy_costs(model, variables, axis, rows, memory=sequence)
+    return _solve(model, variables, choices, costs, axis, rows)
 
 
-class ModelNames:
+class Variables:
     """The variable of each node and state: one for all in the same place of a class of blocks."""
 
     def __init__(self, model: Model, blocks: Sequence[Block]) -> None:
@@ -139,7 +139,7 @@ Choices = dict[Hashable, dict[Positional, None]]
 """The strategies of each variable."""
 
 
-def choices_of(model: Model, names: ModelNames, sequence: bool) -> Choices:
+def choices_of(model: Model, variables: Variables, sequence: bool) -> Choices:
     """What each variable can be; a state takes no inputs."""
     graph, found = model.graph, Choices()
     asked = demands(model)
@@ -151,7 +151,7 @@ def choices_of(model: Model, names: ModelNames, sequence: bool) -> Choices:
             each = [S(dim) for dim in range(len(state.spec.shape))]
             wanted = dict.fromkeys([*each, *asked.get(value, ())])
             lies += [p for p in wanted if model.can_shard(value, p)]
-        variable = names.of(value)
+        variable = variables.of(value)
         found.setdefault(variable, {}).update(dict.fromkeys(((), lie) for lie in lies))
         shards[variable] |= dict.fromkeys(lie for lie in lies if lie.sharded)
     for path, spec in graph.inputs.items():
@@ -160,11 +160,11 @@ def choices_of(model: Model, names: ModelNames, sequence: bool) -> Choices:
         if sequence and len(spec.shape) > 1 and model.can_shard(leaf, S(1)):
             shards[leaf] = {S(1): None}
     for node in graph.nodes:
-        if node.name not in names.enough:
+        if node.name not in variables.enough:
             continue
-        variable = names.nodes[node.name]
+        variable = variables.nodes[node.name]
         own = found.setdefault(variable, {})
-        for strategy in strategies(model, node, lambda value: shards[names.of(value)]):
+        for strategy in strategies(model, node, lambda value: shards[variables.of(value)]):
             own[tuple(strategy.inputs.values()), strategy.output] = None
             if strategy.output.sharded:
                 shards[variable][strategy.output] = None
@@ -176,7 +176,7 @@ Conversions = dict[tuple[Placement, Placement], int]
 
 
 def _solve(
-    model: Model, names: ModelNames, choices: Choices, costs: Costs, axis: Axis, rows: int
+    model: Model, variables: Variables, choices: Choices, costs: Costs, axis: AxisCosts, rows: int
 ) -> Sharding:
     program = IntegerProgram()
     x = {
@@ -186,14 +186,14 @@ def _solve(
     choices[_RESULTS], x[_RESULTS] = {((I,), I): None}, [program.variable(0.0)]
     for of_one in x.values():
         program.sums(of_one, [], 1, 1)
-    _convert_once(program, model, names, choices, x, axis, rows)
+    _convert_once(program, model, variables, choices, x, axis, rows)
     values = program.solve()
     picked = {
         variable: max(zip(of_one, choices[variable], strict=True), key=lambda p: values[p[0]])[1]
         for variable, of_one in x.items()
     }
-    states = {name: picked[variable][1] for name, variable in names.states.items()}
-    nodes = {name: picked[variable] for name, variable in names.nodes.items()}
+    states = {name: picked[variable][1] for name, variable in variables.states.items()}
+    nodes = {name: picked[variable] for name, variable in variables.nodes.items()}
     return Sharding(
         axis.ranks,
         {name: placement for name, placement in states.items() if placement != I},
@@ -204,10 +204,10 @@ def _solve(
 def _convert_once(
     program: IntegerProgram,
     model: Model,
-    names: ModelNames,
+    variables: Variables,
     choices: Choices,
     x: dict[Hashable, list[int]],
-    axis: Axis,
+    axis: AxisCosts,
     rows: int,
 ) -> None:
     """Add the conversions to a program: e for each reader of a value, z for all readers together.
@@ -217,8 +217,8 @@ def _convert_once(
     edges: dict[tuple[Hashable, Want], Conversions] = {}
     together: Counter[tuple[Hashable, tuple[Want, ...]]] = Counter()
     example: dict[Hashable, Value] = {}
-    for value, wants in _users(model, names).items():
-        maker = names.of(value), value.output if isinstance(value, Ref) else 0
+    for value, wants in _users(model, variables).items():
+        maker = variables.of(value), value.output if isinstance(value, Ref) else 0
         example.setdefault(maker, value)
         together[maker, tuple(wants)] += 1
         for want in wants:
@@ -274,19 +274,19 @@ def _edge(
     return edge
 
 
-def _users(model: Model, names: ModelNames) -> dict[Value, dict[Want, None]]:
+def _users(model: Model, variables: Variables) -> dict[Value, dict[Want, None]]:
     """Who reads each value; the graph's results do, as they are."""
     users: dict[Value, dict[Want, None]] = defaultdict(dict)
     for node in model.graph.nodes:
         for position, value in enumerate(model.tensors(node)):
-            users[value][names.nodes[node.name], position] = None
+            users[value][variables.nodes[node.name], position] = None
     for value in dict.fromkeys(values_in(model.graph.outputs)):
         users[value][_RESULTS, 0] = None
     return users
 
 
 def _conversion(
-    model: Model, axis: Axis, value: Value, rows: int, source: Placement, target: Placement
+    model: Model, axis: AxisCosts, value: Value, rows: int, source: Placement, target: Placement
 ) -> float:
     """Seconds of a conversion of a value and of its gradient."""
     spec = model.graph.spec(value)
@@ -305,8 +305,8 @@ def is_strided(shape: Sequence[int], placement: Placement) -> bool:
     return placement.segments != 1 or math.prod(shape[: placement.dim]) > 1
 
 
-def conversion_costs(
-    model: Model, names: ModelNames, axis: Axis, rows: int, *, memory: bool = False
+def strategy_costs(
+    model: Model, variables: Variables, axis: AxisCosts, rows: int, *, memory: bool = False
 ) -> Costs:
     """Seconds of a variable's strategy, all that have the variable taken together.
 
@@ -319,14 +319,14 @@ def conversion_costs(
     device = replace(axis.device, launch=0.0, bandwidth=bandwidth)
     forward, backward = op_seconds.seconds(op_costs.costs(graph), rows, device)
     for node, both in zip(graph.nodes, forward + backward, strict=True):
-        computing[names.nodes[node.name]] += float(both)
+        computing[variables.nodes[node.name]] += float(both)
     holding: dict[Hashable, float] = defaultdict(float)
     members: Counter[Hashable] = Counter()
     for name, state in graph.states.items():
         if state.kind == "parameter":
-            holding[names.of(State(name))] += bytes_at(state.spec, rows)
-            members[names.of(State(name))] += 1
-    matrices = {names.of(State(n)) for n, s in graph.states.items() if len(s.spec.shape) > 1}
+            holding[variables.of(State(name))] += bytes_at(state.spec, rows)
+            members[variables.of(State(name))] += 1
+    matrices = {variables.of(State(n)) for n, s in graph.states.items() if len(s.spec.shape) > 1}
 
     def seconds(variable: Hashable, choice: Positional) -> float:
         inputs, output = choice

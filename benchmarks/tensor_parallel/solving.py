@@ -15,7 +15,7 @@ from time import process_time
 from autopipe.cluster.spec import parse
 from autopipe.ir.blocks import find_blocks
 from autopipe.ir.dataflow import analyse
-from autopipe.sharding.ilp import Axis, shard
+from autopipe.sharding.ilp import AxisCosts, shard
 from tests.support.staged import trace_model
 
 
@@ -43,10 +43,10 @@ def main() -> None:
     flow, blocks = analyse(graph), find_blocks(graph)
     cluster = parse("8xH100-80GB")
     assert not hasattr(cluster, "processes")
-    shard(flow, blocks, Axis(2, cluster.within, cluster.row[0]), 4)  # imports
+    shard(flow, blocks, AxisCosts(2, cluster.within, cluster.row[0]), 4)  # imports
     for tp in asked.tp:
         for alike in (True, False):
-            axis = Axis(tp, cluster.within, cluster.row[0])
+            axis = AxisCosts(tp, cluster.within, cluster.row[0])
             began = process_time()
             found = shard(flow, blocks, axis, 4, alike=alike)
             row = {

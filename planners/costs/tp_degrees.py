@@ -27,7 +27,7 @@ from autopipe.planfile.placements import Move, Sharding
 from autopipe.sharding import collectives
 from autopipe.sharding.collectives import Planned
 from autopipe.sharding.column_linear import COLUMNS
-from autopipe.sharding.ilp import Axis, shard
+from autopipe.sharding.ilp import AxisCosts, shard
 from autopipe.sharding.local_graph import (
     blocks_of,
     held_whole,
@@ -140,7 +140,7 @@ def as_one_rank(
     """
     if slowest.link is None:
         return Degree(tp, traced, blocks, None, traced, flow, blocks)
-    axis = Axis(tp, slowest.link, slowest.device)
+    axis = AxisCosts(tp, slowest.link, slowest.device)
     flow = shardable(traced.graph)
     sharding = shard(flow, blocks, axis, rows, sequence=sequence)
     _check_divides(flow, sharding, cluster)

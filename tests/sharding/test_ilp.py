@@ -15,7 +15,14 @@ from autopipe.ir.blocks import find_blocks
 from autopipe.ir.dataflow import Dataflow, analyse, gradient_values
 from autopipe.ir.graph import Graph, Ref, State, Value, at_batch, bytes_at, values_in
 from autopipe.planfile.placements import I, Move, Placement, R, Sharding, moves
-from autopipe.sharding.ilp import Axis, ModelNames, choices_of, conversion_costs, is_strided, shard
+from autopipe.sharding.ilp import (
+    AxisCosts,
+    Variables,
+    choices_of,
+    is_strided,
+    shard,
+    strategy_costs,
+)
 from autopipe.sharding.local_graph import sent_by, shard_graph, whole_bytes
 from autopipe.sharding.op import Model
 from tests.support.long import chosen
@@ -135,10 +142,10 @@ class Shared(nn.Module):
         return (y.matmul(self.a) * y.matmul(self.b)).sum()
 
 
-def seconds_of(flow: Dataflow, on: Axis, sharding: Sharding) -> float:
+def seconds_of(flow: Dataflow, on: AxisCosts, sharding: Sharding) -> float:
     """What the program minimizes, summed up over one assignment."""
     graph, model = flow.graph, Model(flow, on.ranks)
-    costs = conversion_costs(model, ModelNames(model, ()), on, ROWS)
+    costs = strategy_costs(model, Variables(model, ()), on, ROWS)
     total, made = 0.0, {}
     for name in graph.states:
         lies = sharding.states.get(name, I)
@@ -159,7 +166,7 @@ def seconds_of(flow: Dataflow, on: Axis, sharding: Sharding) -> float:
 
 
 def _conversion(
-    model: Model, on: Axis, value: Value, source: Placement, target: Placement
+    model: Model, on: AxisCosts, value: Value, source: Placement, target: Placement
 ) -> float:
     differentiable = value in model.carrying
     if not differentiable:
@@ -177,11 +184,11 @@ def _conversion(
     return 1e-3 * size / on.link.bandwidth + seconds
 
 
-def cheapest(flow: Dataflow, on: Axis) -> float:
+def cheapest(flow: Dataflow, on: AxisCosts) -> float:
     """The least of all assignments; those that cost too much by half are not seen to the end."""
     graph, model = flow.graph, Model(flow, on.ranks)
-    names = ModelNames(model, ())
-    choices, costs = choices_of(model, names, False), conversion_costs(model, names, on, ROWS)
+    variables = Variables(model, ())
+    choices, costs = choices_of(model, variables, False), strategy_costs(model, variables, on, ROWS)
     best = float("inf")
 
     def go(at: int, made: dict[Value, Placement], paid: frozenset[object], total: float) -> None:
@@ -196,7 +203,7 @@ def cheapest(flow: Dataflow, on: Axis) -> float:
             return
         if at < len(graph.states):
             maker: Value = State(list(graph.states)[at])
-            variable, read = names.of(maker), ()
+            variable, read = variables.of(maker), ()
         else:
             node = graph.nodes[at - len(graph.states)]
             maker, variable, read = Ref(node.name), node.name, tuple(dict.fromkeys(node.values()))

@@ -14,7 +14,7 @@ from autopipe.ir.graph import State
 from autopipe.ir.partition import partition
 from autopipe.sharding import collectives
 from autopipe.sharding.collectives import own_part, together
-from autopipe.sharding.ilp import Axis, Sharding, shard
+from autopipe.sharding.ilp import AxisCosts, Sharding, shard
 from autopipe.sharding.local_graph import shard_graph
 from autopipe.stages.lower import lower
 from autopipe.stages.rng import stream
@@ -24,9 +24,9 @@ RATES = {"fp32": 1e12, "bf16": 1e12}
 DEVICE = Device("made up", 2**30, RATES, 1e12, 1e-6, "made up for tests")
 
 
-def axis(ranks: int) -> Axis:
+def axis(ranks: int) -> AxisCosts:
     """So many equal ranks."""
-    return Axis(ranks, Link(1e-6, 1e11), DEVICE)
+    return AxisCosts(ranks, Link(1e-6, 1e11), DEVICE)
 
 
 class Meeting:
