@@ -36,8 +36,8 @@ from autopipe.planfile.parts import (
     PlannerNote,
     Prediction,
     Read,
-    Sharding,
     StagePlan,
+    WrittenPlacement,
 )
 from autopipe.planfile.regions import Region
 from autopipe.planfile.work import Work
@@ -97,7 +97,7 @@ class Plan:
     stages: tuple[StagePlan, ...]
     prediction: Prediction
     planner: PlannerNote
-    states: tuple[Sharding, ...] = ()
+    states: tuple[WrittenPlacement, ...] = ()
     collectives: tuple[Collective, ...] = ()
     products: tuple[str, ...] = ("fp32",)
     compiled: bool = False

@@ -1,9 +1,9 @@
 """The parts of a plan, each a frozen dataclass: one leaf of the batch, one stage, one transfer, ...
 
-    InputSpec, Read                     what a batch is like, and what Python read from it
-    Place, Mesh, Batch, Boundary        where a rank runs, and how a step goes through the stages
-    PartOf, Transfer, StagePlan         what a stage holds, receives and sends
-    Sharding, Collective, BlockClass    how tensors lie over the ranks of tensor parallelism
+    InputSpec, Read                             what a batch is like, and what Python read from it
+    Place, Mesh, Batch, Boundary                where a rank runs, how a step goes through stages
+    PartOf, Transfer, StagePlan                 what a stage holds, receives and sends
+    WrittenPlacement, Collective, BlockClass    how tensors lie over the ranks of tensor parallelism
     Memory, StagePrediction, Prediction, Alternative, PlannerNote    why it is this plan
 
 Seconds and bytes are the only units. `planfile.contents` puts them together.
@@ -154,7 +154,7 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class Sharding:
+class WrittenPlacement:
     """How a parameter lies over the tensor-parallel ranks, or what a node makes: `S(0)`, `P`.
 
     Of a node `inputs` are the placements of the distinct tensors that it reads, in their order.
@@ -190,7 +190,7 @@ class BlockClass:
 
     name: str
     members: tuple[str, ...]
-    states: tuple[Sharding, ...] = ()
+    states: tuple[WrittenPlacement, ...] = ()
     collectives: tuple[Collective, ...] = ()
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.node_names import NodeName
-from autopipe.planfile.parts import Collective, Sharding
+from autopipe.planfile.parts import Collective, WrittenPlacement
 from autopipe.planfile.placements import Placement, parse
 
 _PRODUCTS = {"linear": 0, "matmul": 0, "mm": 0, "addmm": 1, "conv1d": 0, "conv2d": 0, "conv3d": 0}
@@ -26,7 +26,7 @@ _PRODUCTS = {"linear": 0, "matmul": 0, "mm": 0, "addmm": 1, "conv1d": 0, "conv2d
 _TOKENWISE = ("layer_norm", "rms_norm", "dropout", "add")
 
 
-def word(sharding: Sharding) -> str | None:
+def word(sharding: WrittenPlacement) -> str | None:
     """Megatron-LM's word for a node's sharding; None: there is no word."""
     node = NodeName.of(sharding.name)
     op = node.op if node is not None else ""
@@ -69,7 +69,7 @@ def describe(plan: Plan) -> Iterator[str]:
 
 
 def _part(
-    title: str, states: Sequence[Sharding], collectives: Sequence[Collective]
+    title: str, states: Sequence[WrittenPlacement], collectives: Sequence[Collective]
 ) -> Iterator[str]:
     named = {
         node.module or "itself": found

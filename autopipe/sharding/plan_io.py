@@ -20,15 +20,14 @@ from autopipe.ir.dataflow import gradient_values
 from autopipe.ir.graph import Graph, at_batch
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.node_names import NodeName
-from autopipe.planfile.parts import BlockClass, Collective
-from autopipe.planfile.parts import Sharding as Written
+from autopipe.planfile.parts import BlockClass, Collective, WrittenPlacement
 from autopipe.planfile.placements import Placement, Sharding, parse
 from autopipe.sharding.local_graph import blocks_of, sent_by, whole_bytes
 
 
 def write_down(
     graph: Graph, blocks: Sequence[Block], sharding: Sharding | None, local: Graph, rows: int
-) -> tuple[tuple[BlockClass, ...], tuple[Written, ...], tuple[Collective, ...]]:
+) -> tuple[tuple[BlockClass, ...], tuple[WrittenPlacement, ...], tuple[Collective, ...]]:
     """The plan's block classes with their placements, and the placements outside blocks.
 
     Blocks of one structure with different shardings, as the first often has, are two classes;
@@ -40,25 +39,25 @@ def write_down(
         local: the graph of the first rank, with the conversions.
         rows: rows of a micro-batch.
     """
-    inside: dict[str, list[Written]] = defaultdict(list)
-    outside: list[Written] = []
+    inside: dict[str, list[WrittenPlacement]] = defaultdict(list)
+    outside: list[WrittenPlacement] = []
     home = {node.name: b.path for b in blocks for node in graph.nodes[b.first : b.stop]}
     if sharding is not None:
         paths = {block.prefix: block.path for block in reversed(blocks)}
         for name, lies in sharding.states.items():
             prefix = next((p for p in paths if name.startswith(p)), None)
             if prefix is None:
-                outside.append(Written(name, str(lies)))
+                outside.append(WrittenPlacement(name, str(lies)))
             else:
-                inside[paths[prefix]].append(Written(name.removeprefix(prefix), str(lies)))
+                inside[paths[prefix]].append(WrittenPlacement(name.removeprefix(prefix), str(lies)))
         for name, (inputs, output) in sharding.nodes.items():
             texts = tuple(map(str, inputs))
             if name in home:
                 own = name.removeprefix(home[name]).removeprefix(".")
-                inside[home[name]].append(Written(own, str(output), texts))
+                inside[home[name]].append(WrittenPlacement(own, str(output), texts))
             else:
-                outside.append(Written(name, str(output), texts))
-    members: dict[tuple[str, tuple[Written, ...]], list[str]] = defaultdict(list)
+                outside.append(WrittenPlacement(name, str(output), texts))
+    members: dict[tuple[str, tuple[WrittenPlacement, ...]], list[str]] = defaultdict(list)
     for block in blocks:
         members[block.kind, tuple(inside[block.path])].append(block.path)
     sent = _sent(local, sharding.ranks if sharding is not None else 1, rows, blocks)
@@ -115,7 +114,7 @@ def read_back(plan: Plan) -> Sharding:
     return Sharding(plan.mesh.tp, states, nodes)
 
 
-def _all(plan: Plan) -> Iterator[tuple[str, str, Written]]:
+def _all(plan: Plan) -> Iterator[tuple[str, str, WrittenPlacement]]:
     for index, written in enumerate(plan.states):
         yield f"states[{index}]", "", written
     for number, block in enumerate(plan.blocks):

@@ -25,7 +25,7 @@ import yaml
 from autopipe.interop.layers import layers_of
 from autopipe.interop.targets import RUNTIMES
 from autopipe.planfile.contents import Plan, check
-from autopipe.planfile.parts import BlockClass, Mesh, Place, Sharding
+from autopipe.planfile.parts import BlockClass, Mesh, Place, WrittenPlacement
 from autopipe.schedules.registry import SCHEDULES
 from tests.support.plans import chain
 from tests.support.scripts import check_script
@@ -57,9 +57,9 @@ def planned(
     (group,) = plan.cluster.nodes[0].groups
     node = replace(plan.cluster.nodes[0], groups=(replace(group, count=pp * dp * tp),))
     states = (
-        Sharding("up.weight", "S(0)"),
-        Sharding("up/linear/0", "S(2)", ("I", "S(0)")),
-        Sharding("down/linear/0", "P", ("S(2)", "S(1)")),
+        WrittenPlacement("up.weight", "S(0)"),
+        WrittenPlacement("up/linear/0", "S(2)", ("I", "S(0)")),
+        WrittenPlacement("down/linear/0", "P", ("S(2)", "S(1)")),
     )
     return replace(
         plan,

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from autopipe.planfile.parts import Sharding
+from autopipe.planfile.parts import WrittenPlacement
 from autopipe.report.megatron_terms import describe, word
 from tests.support.sharded_plan import PLAN, written
 
@@ -12,22 +12,22 @@ from tests.support.sharded_plan import PLAN, written
 @pytest.mark.parametrize(
     ("sharding", "expected"),
     [
-        (Sharding("mlp.up/linear/0", "S(2)", ("R", "S(0)")), "column"),
-        (Sharding("c_attn/addmm/0", "S(1, 3)", ("S(0, 3)", "R", "S(1, 3)")),
+        (WrittenPlacement("mlp.up/linear/0", "S(2)", ("R", "S(0)")), "column"),
+        (WrittenPlacement("c_attn/addmm/0", "S(1, 3)", ("S(0, 3)", "R", "S(1, 3)")),
          "column, in 3 segments"),
-        (Sharding("qkv/linear/0", "S(2, 8+2+2)", ("R", "S(0, 8+2+2)")),
+        (WrittenPlacement("qkv/linear/0", "S(2, 8+2+2)", ("R", "S(0, 8+2+2)")),
          "column, in segments of 8+2+2"),
-        (Sharding("mlp.down/linear/0", "P", ("S(2)", "S(1)", "P")), "row"),
-        (Sharding("wte/embedding/0", "P", ("S(0)", "I")), "vocabulary"),
-        (Sharding("wte/embedding/0", "S(2)", ("S(1)", "I")), "hidden"),
-        (Sharding("wte/embedding/0", "S(1)", ("R", "S(1)")), "sequence"),
-        (Sharding("ln/layer_norm/0", "S(1)", ("S(1)", "R", "R")), "sequence"),
-        (Sharding("loss()/cross_entropy_loss/0", "I", ("S(1)", "I")), "vocabulary"),
-        (Sharding("attn/softmax/0", "S(1)", ("S(1)",)), None),
-        (Sharding("mlp.up.weight", "S(0)"), None),
+        (WrittenPlacement("mlp.down/linear/0", "P", ("S(2)", "S(1)", "P")), "row"),
+        (WrittenPlacement("wte/embedding/0", "P", ("S(0)", "I")), "vocabulary"),
+        (WrittenPlacement("wte/embedding/0", "S(2)", ("S(1)", "I")), "hidden"),
+        (WrittenPlacement("wte/embedding/0", "S(1)", ("R", "S(1)")), "sequence"),
+        (WrittenPlacement("ln/layer_norm/0", "S(1)", ("S(1)", "R", "R")), "sequence"),
+        (WrittenPlacement("loss()/cross_entropy_loss/0", "I", ("S(1)", "I")), "vocabulary"),
+        (WrittenPlacement("attn/softmax/0", "S(1)", ("S(1)",)), None),
+        (WrittenPlacement("mlp.up.weight", "S(0)"), None),
     ],
 )  # fmt: skip
-def test_words(sharding: Sharding, expected: str | None) -> None:
+def test_words(sharding: WrittenPlacement, expected: str | None) -> None:
     assert word(sharding) == expected
 
 

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from autopipe.errors import PlanError
-from autopipe.planfile.parts import BlockClass
-from autopipe.planfile.parts import Sharding as Written
+from autopipe.planfile.parts import BlockClass, WrittenPlacement
 from autopipe.sharding.plan_io import read_back
 from tests.support.long import chosen
 from tests.support.sharded_plan import PLAN, written
@@ -24,8 +23,8 @@ def test_blocks_that_are_dealt_out_alike_are_written_once() -> None:
     plan, _ = written("gpt")
     assert [len(block.members) for block in plan.blocks] == [4]
     (block,) = plan.blocks
-    assert Written("qkv.weight", "S(0, 3)") in block.states
-    assert Written("out/linear/0", "P", ("S(2)", "S(1)", "P")) in block.states
+    assert WrittenPlacement("qkv.weight", "S(0, 3)") in block.states
+    assert WrittenPlacement("out/linear/0", "P", ("S(2)", "S(1)", "P")) in block.states
     sent = [(c.tensor, c.forward, c.backward) for c in block.collectives]
     assert sorted(sent) == [
         ("down/linear/0", "all-reduce", ""),
@@ -36,7 +35,7 @@ def test_blocks_that_are_dealt_out_alike_are_written_once() -> None:
 
 
 def test_a_placement_that_is_none() -> None:
-    wrong = BlockClass("h.0", ("h.0",), (Written("w", "S(0)"), Written("v", "Q")))
+    wrong = BlockClass("h.0", ("h.0",), (WrittenPlacement("w", "S(0)"), WrittenPlacement("v", "Q")))
     with pytest.raises(PlanError) as refused:
         read_back(replace(PLAN, mesh=replace(PLAN.mesh, tp=2), blocks=(wrong,)))
     assert str(refused.value).startswith("plan.blocks[0].states[1]: 'Q' is no placement")

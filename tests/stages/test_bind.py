@@ -14,7 +14,7 @@ from autopipe.frontend import batch as batches
 from autopipe.ir.blocks import find_blocks
 from autopipe.ir.dataflow import analyse
 from autopipe.ir.partition import partition
-from autopipe.planfile.parts import BlockClass, Sharding, StagePlan
+from autopipe.planfile.parts import BlockClass, StagePlan, WrittenPlacement
 from autopipe.stages.bind import (
     Dealt,
     Split,
@@ -178,7 +178,7 @@ def test_what_runs(plan: Plan, schedule: str, precision: str, zero: int) -> None
     check_runs(each(replace(plan, schedule=schedule, precision=precision), zero=zero))
 
 
-WITH_A_STATE = BlockClass("h", ("h.0",), (Sharding("w", "S(0)"),))
+WITH_A_STATE = BlockClass("h", ("h.0",), (WrittenPlacement("w", "S(0)"),))
 
 
 @pytest.mark.parametrize(
@@ -195,9 +195,9 @@ WITH_A_STATE = BlockClass("h", ("h.0",), (Sharding("w", "S(0)"),))
         ),
         (
             lambda plan: replace(
-                plan, blocks=(BlockClass("h", ("h.0",), (Sharding("w", "S(0)"),)),)
+                plan, blocks=(BlockClass("h", ("h.0",), (WrittenPlacement("w", "S(0)"),)),)
             ),
-            "plan.blocks[0].states: (Sharding(",
+            "plan.blocks[0].states: (WrittenPlacement(",
         ),
         (
             stages(lambda first, last: (first, replace(last, zero=1))),

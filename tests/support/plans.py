@@ -23,10 +23,10 @@ from autopipe.planfile.parts import (
     PlannerNote,
     Prediction,
     Read,
-    Sharding,
     StagePlan,
     StagePrediction,
     Transfer,
+    WrittenPlacement,
 )
 from autopipe.planfile.work import Spent, Work
 
@@ -78,7 +78,9 @@ def example_plan() -> Plan:
         programs=(),
         work=Work(1.56e12, (312e12, 312e12), "bf16", measured=False, tokens=96),
         boundaries=(Boundary(window=2, depth=0),),
-        blocks=(BlockClass("block", ("block.0", "block.1"), (Sharding("up.weight", "S(0)"),)),),
+        blocks=(
+            BlockClass("block", ("block.0", "block.1"), (WrittenPlacement("up.weight", "S(0)"),)),
+        ),
         stages=(
             StagePlan(
                 first="embed/embedding/0",
