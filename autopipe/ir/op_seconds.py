@@ -71,24 +71,6 @@ def rate_name(dtype: torch.dtype) -> str:
     return _RATE.get(dtype, dtype_names.name_of(dtype) if dtype.is_floating_point else "fp32")
 
 
-def kernel_seconds(
-    device: Device,
-    dtype: str,
-    flops: float,
-    size: float,
-    dims: Sequence[float] = (),
-    launches: int = 1,
-) -> float:
-    """Seconds of `launches` kernels of known sizes that compute `flops` and move `size` bytes.
-
-    Args:
-        dtype: a key of `device.flops`.
-        dims: (m, k, n) of a matmul.
-    """
-    rate: float = device.flops[dtype] * reached(dims, device.half)
-    return max(flops / rate, size / device.bandwidth) + launches * device.launch
-
-
 def seconds(
     formulas: Sequence[NodeCost],
     rows: int,

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from autopipe.cluster.cluster import Device
-from autopipe.ir.op_seconds import kernel_seconds
+from autopipe.ir.op_seconds import reached
 
 SCHEDSTAT = Path("/proc/self/schedstat")
 
@@ -48,16 +48,15 @@ def waited(schedstat: str) -> float:
 
 
 def drift(before: Device, after: Device) -> float:
-    """The larger change of the two figures that most of a step depends on, as a ratio - 1.
+    """The larger change of the two figures that most of a step depends on, as a ratio - 1."""
+    pairs = zip(_figures(before), _figures(after), strict=True)
+    return max((now / then - 1 for then, now in pairs), key=abs)
 
-    They are the seconds of a matmul of middling dims, and of moving bytes.
-    """
-    dims = (512, 512, 512)
-    changes = [
-        kernel_seconds(after, "fp32", *work) / kernel_seconds(before, "fp32", *work) - 1
-        for work in ((2.0 * 512**3, 0.0, dims), (0.0, 2.0**26))
-    ]
-    return max(changes, key=abs)
+
+def _figures(device: Device) -> tuple[float, float]:
+    """The seconds of a matmul of middling dims, and of moving bytes."""
+    rate = device.flops["fp32"] * reached((512, 512, 512), device.half)
+    return 2.0 * 512**3 / rate + device.launch, 2.0**26 / device.bandwidth + device.launch
 
 
 def disturbed(waited: float, drifted: float) -> float:
