@@ -45,7 +45,7 @@ from autopipe.runtime.parameters.part import RankPart
 from autopipe.runtime.step.emitted_files import Emitted
 from autopipe.runtime.step.same_batch import check_same_plan
 from autopipe.schedules.instructions import Programs, holders
-from autopipe.schedules.transfers import Edge
+from autopipe.schedules.transfers import Edge, edges_of
 from autopipe.sharding import collectives
 from autopipe.sharding.plan_io import read_back
 from autopipe.stages.bind import (
@@ -280,7 +280,8 @@ def _own_rows(sharding: Sharding, rank: int, name: str, tensor: Tensor) -> Tenso
     return collectives.own_part(tensor.detach(), lies, sharding.ranks, rank).clone().contiguous()
 
 
-def _edges(stages: Sequence[Stage]) -> list[Edge]:
+def _edges(stages: Sequence[Stage]) -> tuple[Edge, ...]:
     """Every pair of stages that exchange tensors, as if all gradients came back."""
-    pairs = {(stage.index, target) for stage in stages for _, target in stage.sends}
-    return [Edge(source, target, gradient=True) for source, target in sorted(pairs)]
+    return edges_of(
+        Edge(stage.index, target, gradient=True) for stage in stages for _, target in stage.sends
+    )

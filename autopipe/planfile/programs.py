@@ -8,7 +8,7 @@ from autopipe.schedules import user_schedule
 from autopipe.schedules.instructions import Programs, holders
 from autopipe.schedules.lanes import sends_for
 from autopipe.schedules.registry import make
-from autopipe.schedules.transfers import Edge, insert
+from autopipe.schedules.transfers import Edge, edges_of, insert
 
 
 def compute(plan: Plan) -> Programs:
@@ -46,11 +46,11 @@ def micro_batches(programs: Programs) -> int:
 
 def edges(plan: Plan) -> tuple[Edge, ...]:
     """Which stage sends to which, and whether gradients come back."""
-    found: dict[tuple[int, int], bool] = {}
-    for index, stage in enumerate(plan.stages):
-        for sent in stage.sends:
-            found[index, sent.peer] = found.get((index, sent.peer), False) or sent.gradient
-    return tuple(Edge(source, target, back) for (source, target), back in sorted(found.items()))
+    return edges_of(
+        Edge(index, sent.peer, sent.gradient)
+        for index, stage in enumerate(plan.stages)
+        for sent in stage.sends
+    )
 
 
 def step(plan: Plan, computed: Programs | None = None) -> Programs:

@@ -5,6 +5,6 @@ instructions for each rank, with its transfers; the proof that they run to their
 instruction starts and ends. Never found here: torch, tensors, processes, and what a stage computes.
 
 Other rooms use: `registry.make`, `.SCHEDULES`, `generators.held_before`, `instructions.Program`,
-`.COMPUTE`, `.holders`, `transfers.insert`, `deadlock.check`, `simulate.simulate`,
+`.COMPUTE`, `.holders`, `transfers.insert`, `.edges_of`, `deadlock.check`, `simulate.simulate`,
 `peak_memory.fullest_moment`, `.walk`, `user_schedule`, `phrases.describe`.
 """

@@ -24,7 +24,7 @@ How far either end of a channel runs ahead is in `schedules.lanes`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from autopipe.errors import ScheduleError
@@ -53,6 +53,17 @@ class Edge(NamedTuple):
     source: int
     target: int
     gradient: bool
+
+
+def edges_of(sent: Iterable[Edge]) -> tuple[Edge, ...]:
+    """One edge for each pair of stages, in order, from the edges that single tensors make.
+
+    Gradients come back along it if that of any tensor does.
+    """
+    found: dict[tuple[int, int], bool] = {}
+    for source, target, gradient in sent:
+        found[source, target] = found.get((source, target), False) or gradient
+    return tuple(Edge(*pair, gradient) for pair, gradient in sorted(found.items()))
 
 
 def insert(

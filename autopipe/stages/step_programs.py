@@ -15,18 +15,17 @@ from autopipe.schedules import deadlock
 from autopipe.schedules.instructions import Flow, Instruction, Programs, holders
 from autopipe.schedules.lanes import SENDS_UNDER_WAY
 from autopipe.schedules.peak_memory import Sizes, fullest_moment
-from autopipe.schedules.transfers import Edge, insert
+from autopipe.schedules.transfers import Edge, edges_of, insert
 from autopipe.stages.dry_run import CrossingTensor, Rehearsal
 
 
 def edges(stages: Sequence[Stage], boundaries: Mapping[Ref, CrossingTensor]) -> tuple[Edge, ...]:
     """Which stage sends to which, and whether gradients come back."""
-    found: dict[tuple[int, int], bool] = {}
-    for stage in stages:
-        for ref, target in stage.sends:
-            back = target in boundaries[ref].gradients
-            found[stage.index, target] = found.get((stage.index, target), False) or back
-    return tuple(Edge(source, target, back) for (source, target), back in sorted(found.items()))
+    return edges_of(
+        Edge(stage.index, target, target in boundaries[ref].gradients)
+        for stage in stages
+        for ref, target in stage.sends
+    )
 
 
 def step_programs(
