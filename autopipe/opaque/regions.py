@@ -208,19 +208,23 @@ def _called(running: Running, tensors: Sequence[Tensor], written: Sequence[Tenso
     It writes copies: autograd keeps what it reads of them, and a later micro-batch may run before
     this one's backward. It is given views: a gradient that it takes itself ends there, in whatever
     stage the rest has been computed.
+
+    Its backward may run its code again, as a checkpoint does, or read what the forward has left in
+    attributes: it finds the tensors and the attributes of its own micro-batch, whichever ran since.
     """
     region, model = running.region, _copy(running)
     tensors = [tensor.view_as(tensor) for tensor in tensors]
     count = len(tensors) - len(region.states)
     homes = _homes(model)
-    names = (*region.states, *region.written)
     copies = [own.clone() for own in written]
-    for name, tensor in zip(names, (*tensors[count:], *copies), strict=True):
-        _put(homes[name], tensor)
+    lent = dict(zip((*region.states, *region.written), (*tensors[count:], *copies), strict=True))
+    _lend(homes, lent)
     if tensors:
         to_device(model, tensors[0].device)
     args, kwargs = whole_of(from_text(region.given), tensors[:count], model)
     before = left_in(model, _site(region)) if region.left else {}
+    attributes = _attributes(model, region)
+    were = [{**own} for own in attributes]
     with one_process() if torch.distributed.is_initialized() else nullcontext():
         made = call(model, _site(region))(*args, **kwargs)
     for name, own in zip(region.written, written, strict=True):
@@ -228,7 +232,26 @@ def _called(running: Running, tensors: Sequence[Tensor], written: Sequence[Tenso
             own.copy_(state_of(model, name))
     now = left_in(model, _site(region)) if region.left else {}
     left = {n: now[n] for n in region.left if n in now and now[n] is not before.get(n)}
-    return returned(made, left)
+    set_here = [
+        {name: value for name, value in own.items() if was.get(name, own) is not value}
+        for own, was in zip(attributes, were, strict=True)
+    ]
+
+    def restore(_: Tensor) -> None:
+        _lend(homes, lent)
+        for own, values in zip(attributes, set_here, strict=True):
+            own.update(values)
+
+    found = returned(made, left)
+    for tensor in distinct_tensors(found):
+        if tensor.requires_grad:
+            tensor.register_hook(restore)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _attributes(model: nn.Module, region: Region) -> list[dict[str, Any]]:
+    """The attributes of the modules that a region's call runs, to be changed."""
+    return [vars(module) for module in model.get_submodule(region.module).modules()]
 
 
 Homes = Mapping[str, Sequence[tuple[nn.Module, str]]]
@@ -236,9 +259,9 @@ Homes = Mapping[str, Sequence[tuple[nn.Module, str]]]
 
 
 def _copy(running: Running) -> nn.Module:
-    """This thread's own copy of the model, whose tensors stay lent until the next call.
+    """This thread's own copy of the model, whose tensors stay lent until the next call or backward.
 
-    Backward may run its code again (a checkpoint), and ranks may be threads of one process.
+    Ranks may be threads of one process.
     """
     copies: dict[int, nn.Module] = vars(_copies).setdefault("by_number", {})
     if running.number not in copies:
@@ -269,6 +292,8 @@ def _found_homes(model: nn.Module) -> Homes:
     return {name: [*map(home, alike)] for alike in names.values() for name in alike}
 
 
-def _put(homes: Sequence[tuple[nn.Module, str]], tensor: Tensor) -> None:
-    for module, leaf in homes:
-        lend(module, leaf, tensor)
+def _lend(homes: Homes, lent: Mapping[str, Tensor]) -> None:
+    """Put tensors in the place of a copy's own."""
+    for name, tensor in lent.items():
+        for module, leaf in homes[name]:
+            lend(module, leaf, tensor)

@@ -83,7 +83,7 @@ class _Timing(NamedTuple):
 class Costing:
     """The problem of splitting a graph over a machine, in two steps: seconds, and then bytes.
 
-    Seconds are enough to bound the step of each frame. Bytes take runs of the graph, so they are
+    Seconds are enough to bound the step of each config. Bytes take runs of the graph, so they are
     computed only for the degrees that these bounds leave in the search.
 
     Args:

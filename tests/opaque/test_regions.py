@@ -19,8 +19,25 @@ from autopipe.opaque.trees import Slot, Struct, Unlike, from_text, to_text
 from autopipe.stages.dry_run import rehearse
 from autopipe.stages.saved_storages import SavedStorages
 from autopipe.tracing.trace import trace
-from tests.support.odd_models import Net, built, inputs, square, unlike
-from tests.support.staged import differences, lowered, split, staged_step, trace_model
+from tests.support.odd_models import (
+    MICRO_BATCHES,
+    ROWS,
+    Net,
+    built,
+    eager,
+    inputs,
+    square,
+    unlike,
+)
+from tests.support.staged import (
+    Step,
+    differences,
+    lowered,
+    micro_batches,
+    split,
+    staged_step,
+    trace_model,
+)
 
 
 class Mapped(Net):
@@ -453,6 +470,65 @@ def test_lines_of_the_models_own_forward_make_all_of_it_run_as_it_is():
     model = built(InTheModelItself)
     assert [region.name for region in trace_model(model, inputs, square).regions] == ["forward()"]
     assert unlike(model) == []
+
+
+class Again(torch.autograd.Function):
+    """A checkpoint as diffusion models have it: backward runs a method once more."""
+
+    @staticmethod
+    def forward(ctx, run, x, *parameters):
+        ctx.run, ctx.x, ctx.parameters = run, x, parameters
+        with torch.no_grad():
+            return run(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.x.detach().requires_grad_()
+        with torch.enable_grad():
+            made = ctx.run(x.view_as(x))
+        return None, *torch.autograd.grad(made, (x, *ctx.parameters), gradient, allow_unused=True)
+
+
+class Checkpointed(Net):
+    def inside(self, hidden):
+        return Again.apply(self.normed, hidden, *self.middle.parameters())
+
+    def normed(self, hidden):
+        return hidden + self.middle(hidden).tanh()
+
+
+class Normed(nn.Linear):
+    """Its backward hook reads what forward has left in it."""
+
+    def __init__(self):
+        super().__init__(8, 8)
+        self.register_full_backward_hook(lambda own, given, _: (given[0] * own.scale,))
+
+    def forward(self, x):
+        self.scale = x.detach().abs().mean()
+        return super().forward(x)
+
+
+class HookReadsWhatIsLeft(Net):
+    def begin(self):
+        self.middle = Normed()
+
+
+@pytest.mark.parametrize("kind", [Checkpointed, HookReadsWhatIsLeft])
+def test_backward_finds_what_its_own_forward_had(kind):
+    """All forwards first. Bug: the tensors of the last micro-batch stood in the module, those that
+    a checkpoint was given were others, and their gradients were none."""
+    model = built(kind)
+    trace = trace_model(model, inputs, square)
+    assert trace.regions
+    own, losses = copy.deepcopy(model), []
+    for leaves in micro_batches(trace, inputs(ROWS * MICRO_BATCHES), MICRO_BATCHES):
+        if not losses:
+            (only,) = lowered(trace, own, (), ROWS)
+        losses.append(only.module(*(leaves[path] for path in only.stage.inputs))[0])
+    for loss in losses:
+        (loss / MICRO_BATCHES).backward()
+    assert differences(Step.of(losses, own), eager(model), tolerance=1e-6) == []
 
 
 class DrawsInPython(Net):
