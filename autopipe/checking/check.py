@@ -37,6 +37,8 @@ from autopipe.frontend import model_file
 from autopipe.frontend.model_file import ModelFile
 from autopipe.frontend.quiet import libraries_hushed
 from autopipe.frontend.transformers_adapter import eager_branches
+from autopipe.ir.dataflow import is_random
+from autopipe.ir.graph import REGION_OP
 from autopipe.planfile.contents import BATCH, Plan
 from autopipe.planners.driver.against_eager import one_thread
 from autopipe.runtime.launch.spawn import spawn
@@ -226,7 +228,7 @@ def _compare(
         try:
             _check_draws(file, plan, drawn[0], names)
         except Unmatched:
-            return replace(found, failure=_UNMATCHED)
+            return _unmatched(found, traced())
         say(f"two steps of {ranks} ranks, and of the unsplit model")
         with phase(f"running {ranks} ranks"):
             code = (start or spawn)(ranks, ["check", str(folder)])
@@ -242,15 +244,24 @@ def _compare(
             try:
                 rows = compared(unsplit, plan, drawn, split.read(folder, ranks), wide)
             except Unmatched:
-                return replace(found, failure=_UNMATCHED)
+                return _unmatched(found, traced())
         found = replace(found, rows=tuple(rows))
         return found if found.right else replace(found, first=_first(rows, sized, traced, drawn[0]))
 
 
-_UNMATCHED = (
-    "the model does not draw random numbers once for each random node of its graph: one of them is "
-    "lost, or its numbers are used by nobody"
-)
+def _unmatched(found: Comparison, traced: Trace) -> Comparison:
+    """What is told where the model draws otherwise than its graph.
+
+    Raises:
+        Unrepeatable: a call that runs as it is draws, and nobody knows how often.
+    """
+    if any(is_random(node) and node.op == REGION_OP for node in traced.graph.nodes):
+        raise Unrepeatable
+    why = (
+        "the model does not draw random numbers once for each random node of its graph: one of "
+        "them is lost, or its numbers are used by nobody"
+    )
+    return replace(found, failure=why)
 
 
 def _first(rows: Sequence[TensorRow], sized: Sized, traced: Callable[[], Trace], batch: Any) -> Any:

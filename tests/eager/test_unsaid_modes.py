@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopipe.errors import CaptureError
@@ -121,3 +122,26 @@ def test_a_gradient_that_an_activation_was_left_is_not_read():
     """Bug: without a backward there is none: each micro-batch was as the first."""
     with pytest.raises(CaptureError, match="forward reads the gradient of a tensor, which the mic"):
         trace_model(built(ReadsTheLastGradient), inputs, square)
+
+
+class SameNumbersTwice(Net):
+    def inside(self, hidden):
+        state = torch.get_rng_state()
+        first = F.dropout(self.middle(hidden))
+        torch.set_rng_state(state)
+        return first - F.dropout(hidden)
+
+
+class Forked(Net):
+    def inside(self, hidden):
+        with torch.random.fork_rng(devices=[]):
+            first = F.dropout(self.middle(hidden))
+        return first - F.dropout(hidden)
+
+
+@pytest.mark.parametrize("kind", [SameNumbersTwice, Forked])
+def test_a_state_of_random_numbers_that_forward_sets(kind):
+    """Bug: the two draws were ops of a graph, with a stream each, and were never the same."""
+    (region,) = trace_model(built(kind), inputs, square).regions
+    assert (region.module, region.method) == ("", "inside")
+    assert "sets the state of torch's random numbers" in region.why
