@@ -10,9 +10,13 @@ from autopipe.eager.holders import MOST, Part, holders_of
 from autopipe.eager.iterators import Rewindable
 from autopipe.eager.second_run import calls_of
 
-AHEAD = (3, 10, 30, 100, 300, 1_000, 10_000, 100_000)
+ROUND = 100, 1_000, 10_000
+"""Counts that many phases and periods end at: a warm-up of 1000 calls, a penalty in every 100th."""
+
+AHEAD = (*range(1, 9), 30, *(count - gap for count in ROUND for gap in (3, 2, 1)), 100_000)
 """So many calls ahead a model is looked at that counts its calls: a warm-up may be over then, or a
-phase have begun that ends again. One that begins and ends between two of these is not seen."""
+phase have begun that ends again. When these are added, a model has been called one to three times.
+What comes and goes between two of these is not seen."""
 
 
 class Counts:

@@ -2,11 +2,13 @@
 
     self.last = x.mean().item()          kept: nothing depends on it
     print(f"{x.mean().item():.3f}")      made into text: nothing depends on it
+    self.heads[str(task.item())](x)      made into text: a layer depends on it
     if x.mean().item() > 3: ...          used: a branch of the graph stands on it
     y = x * scale.item()                 used: it is in the graph
 
 While a model's reads are recorded, such a number is a `Looked`: it reports any use other than to
-keep it or to format it as text. A number that is never used needs no check at run time.
+keep it or to format it as text. A number that is never used needs no check at run time. Whether a
+text matters is seen from the layers (`LayersUsed`) of two runs that show different numbers.
 """
 
 from __future__ import annotations
@@ -15,9 +17,15 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-Use = Callable[[], "bool | int | float"]
+from autopipe.eager.second_run import plain_of
+from autopipe.ir.tensors import tensors_in
+
+Number = bool | int | float
+Use = Callable[[], Number]
 
 
 class Looked:
@@ -32,7 +40,7 @@ class Looked:
 
     __slots__ = ("_text", "_use")
 
-    def __init__(self, use: Use, text: bool | int | float) -> None:
+    def __init__(self, use: Use, text: Number) -> None:
         self._use = use
         self._text = text
 
@@ -53,6 +61,41 @@ class Looked:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._use(), name)
+
+
+def itself(number: Number) -> Number:
+    """The number that was read, to be shown."""
+    return number
+
+
+def another(number: Number) -> Number:
+    """Another number of the same kind."""
+    return not number if isinstance(number, bool) else number + 1
+
+
+def zero(tensor: Tensor) -> Number:
+    """A zero in place of an unknown number, to be formatted as text."""
+    if tensor.dtype == torch.bool:
+        return False
+    return 0.0 if tensor.dtype.is_floating_point else 0
+
+
+def as_text(tensor: Tensor, form: str) -> str:
+    """The result of `f"{tensor:.3f}"` for an unknown number."""
+    return format(zero(tensor), form) if tensor.ndim == 0 else object.__format__(tensor, "")
+
+
+class LayersUsed(TorchFunctionMode):
+    """Notes the parameters and the numbers that calls of torch are given, call by call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[list[int], str]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [id(t) for t in tensors_in((args, kwargs)) if isinstance(t, nn.Parameter)]
+        self.calls.append((given, repr(plain_of((args, kwargs or {})))))
+        return func(*args, **(kwargs or {}))
 
 
 def _asking(operation: Callable[..., Any]) -> Callable[..., Any]:

@@ -223,7 +223,7 @@ class Noted(TorchFunctionMode):
         self._made: dict[int, weakref.ref[Tensor]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        plain = _plain((args, kwargs or {}))
+        plain = plain_of((args, kwargs or {}))
         with no_function_modes():  # to look at a value is no read of the model's
             given = [
                 (str(tensor.shape), self._values(tensor))
@@ -255,14 +255,14 @@ class Noted(TorchFunctionMode):
         return marshal.dumps(dense.tolist(), BINARY)  # a text takes 20 times as long
 
 
-def _plain(arg: Any) -> Any:
+def plain_of(arg: Any) -> Any:
     """The numbers and texts of an argument; of anything else its kind."""
     if isinstance(arg, tuple | list):
-        return [*map(_plain, arg)]
+        return [*map(plain_of, arg)]
     if isinstance(arg, dict):
-        return {key: _plain(value) for key, value in arg.items()}
+        return {key: plain_of(value) for key, value in arg.items()}
     if isinstance(arg, slice):
-        return [*map(_plain, (arg.start, arg.stop, arg.step))]
+        return [*map(plain_of, (arg.start, arg.stop, arg.step))]
     known = isinstance(arg, int | float | complex | str) or type(arg).__module__ == "numpy"
     return arg if known and not isinstance(arg, Tensor) else type(arg).__name__
 

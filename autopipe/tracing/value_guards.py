@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from autopipe.eager.logged_reads import Looked, used
+from autopipe.eager import logged_reads
+from autopipe.eager.logged_reads import Number, used
 from autopipe.errors import AutopipeError, CaptureError, ModelError, OtherBranch
 from autopipe.frontend import refusals, user_lines
 from autopipe.ir.tensors import of_unknown_size, tensors_in
@@ -50,7 +51,8 @@ class ReadsParameter(Exception):
 
 
 class NeedsNumbers(Exception):
-    """The model fails on the placeholders for the numbers it reads (`logged_reads.Looked`)."""
+    """The model fails on the placeholders for the numbers it reads (`logged_reads.Looked`), or
+    other layers run where these show other numbers."""
 
 
 def _truth(tensor: Tensor) -> bool:
@@ -67,6 +69,7 @@ _READERS: Mapping[str, Callable[[Tensor], Any]] = {
     "__index__": int,
     "__float__": float,
     "item": Tensor.item,
+    "__format__": Tensor.item,
     "tolist": Tensor.tolist,
 }
 
@@ -144,10 +147,11 @@ class _Recording(TorchFunctionMode):
         tainted: Callable[[Tensor], bool],
         numbers: bool,
         expected: Sequence[Read] | None = None,
+        shown: Callable[[Number], Number] = logged_reads.itself,
     ) -> None:
         super().__init__()
         self.reads: list[Read] = []
-        self._expected = expected
+        self._expected, self._shown = expected, shown
         self._tainted = tainted
         self._numbers = numbers
 
@@ -155,16 +159,22 @@ class _Recording(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         args, kwargs = used(args), used(kwargs or {})
         known = bool(args) and isinstance(args[0], Tensor)
-        if name == "__format__" and known and self._unknown(args[0]):
-            return _as_text(*args)
+        if name == "__format__" and known and (self._unknown(args[0]) or args[0].ndim):
+            return logged_reads.as_text(*args) if self._unknown(args[0]) else func(*args)
+        if name == "__format__" and known:
+            number = args[0].item()
+            self.reads.append(Read(name, number, user_lines.here(), checked=self._numbers))
+            self._hold(len(self.reads) - 1)
+            return format(self._shown(number), args[1])
         if name not in _READERS or not known:
             return func(*args, **kwargs)
         tensor = _subject(name, args, kwargs)
         unknown, place = self._unknown(tensor), user_lines.here()
         if name == "item" and not self._numbers:
-            value = _zero(tensor) if unknown else tensor.item()
+            value = logged_reads.zero(tensor) if unknown else tensor.item()
             self.reads.append(Read(name, value, place, checked=False))
-            return Looked(partial(self._use, len(self.reads) - 1, unknown), value)
+            use = partial(self._use, len(self.reads) - 1, unknown)
+            return logged_reads.Looked(use, self._shown(value))
         if unknown:
             raise ReadsParameter(place)
         self.reads.append(Read(name, _value(name, tensor), place))
@@ -196,18 +206,6 @@ class _Recording(TorchFunctionMode):
                 f"{read.value!r} of the next two",
                 hint="make the branch part of the computation (torch.where)",
             )
-
-
-def _zero(tensor: Tensor) -> bool | int | float:
-    """A zero in place of an unknown number, to be formatted as text."""
-    if tensor.dtype == torch.bool:
-        return False
-    return 0.0 if tensor.dtype.is_floating_point else 0
-
-
-def _as_text(tensor: Tensor, form: str) -> str:
-    """The result of `f"{tensor:.3f}"` for an unknown number."""
-    return format(_zero(tensor), form) if tensor.ndim == 0 else object.__format__(tensor, "")
 
 
 class Taint(TorchDispatchMode):
@@ -268,15 +266,21 @@ def record(
             with lists_as_one_read(), taint, recording:
                 run()
             if any(not read.checked for read in recording.reads):
-                # A number may be kept for the next call, and used there.
-                with lists_as_one_read(), taint, _Recording(taint, numbers):
-                    again()
-        except (AutopipeError, ReadsParameter):
+                # A number may be kept for the next call, and used there; or a text choose a layer.
+                layers = []
+                for shown in (logged_reads.itself, logged_reads.another):
+                    seeing = _Recording(taint, numbers, shown=shown)
+                    with lists_as_one_read(), taint, seeing, logged_reads.LayersUsed() as of_it:
+                        again()
+                    layers.append(of_it.calls)
+                if layers[0] != layers[1]:
+                    raise NeedsNumbers
+        except (AutopipeError, ReadsParameter, NeedsNumbers):
             raise
         except DataDependentOutputException as error:
             raise ReadsParameter(user_lines.of_error(error)) from error
         except Exception as error:  # whatever the model's own code raises
-            if not numbers and any(read.kind == "item" for read in recording.reads):
+            if not numbers and any(read.kind in ("item", "__format__") for read in recording.reads):
                 raise NeedsNumbers from error
             raise
     return tuple(recording.reads)
@@ -305,8 +309,8 @@ class _Replaying(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name == "__format__" and is_fake(args[0]):
-            return _as_text(*args)
+        if name == "__format__" and is_fake(args[0]) and not self._is_next(name):
+            return logged_reads.as_text(*args)
         if name not in _READERS or not args or not isinstance(args[0], Tensor):
             made = func(*used(args), **used(kwargs or {}))
             if any(map(of_unknown_size, tensors_in(made))):
@@ -326,7 +330,14 @@ class _Replaying(TorchFunctionMode):
         read = self._reads[index]
         if read.checked:
             read_op(_subject(name, args, kwargs or {}), index)
+        if name == "__format__":
+            return format(read.value, args[1])
         return json.loads(read.value) if isinstance(read.value, str) else read.value
+
+    def _is_next(self, kind: str) -> bool:
+        """Whether the record goes on with a read of this kind at this line."""
+        following = self._reads[self._next : self._next + 1]
+        return any((r.kind, r.place) == (kind, user_lines.here()) for r in following)
 
     def check_all_read(self) -> None:
         """Refuse a run with fewer reads than the record."""

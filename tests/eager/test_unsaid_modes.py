@@ -145,3 +145,14 @@ def test_a_state_of_random_numbers_that_forward_sets(kind):
     (region,) = trace_model(built(kind), inputs, square).regions
     assert (region.module, region.method) == ("", "inside")
     assert "sets the state of torch's random numbers" in region.why
+
+
+class SeededWithin(Net):
+    def inside(self, hidden):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            return self.middle(hidden) + torch.randn(8)
+
+
+def test_a_seed_within_a_fork_is_the_models_own():
+    assert unlike(built(SeededWithin)) == []

@@ -330,3 +330,33 @@ def test_float_is_used_whatever_becomes_of_it():
     with pytest.raises(ModelError) as error:
         module.module(torch.zeros(2, 3))
     assert str(error.value).endswith("(torch.where); a number for a log is read by .item()")
+
+
+class Heads(nn.Module):
+    """A task has a layer of its own, which is found by a text."""
+
+    def __init__(self, key):
+        super().__init__()
+        self.key = key
+        self.heads = nn.ModuleDict({f"task {k}": nn.Linear(3, 3) for k in range(2)})
+
+    def forward(self, x, task):
+        return self.heads[self.key(task[0])](x).sum()
+
+
+@pytest.mark.parametrize(
+    "key", [lambda task: "task " + str(task.item()), lambda task: f"task {task}"]
+)
+def test_a_number_whose_text_chooses_a_layer_is_checked(key):
+    """Bug: a text was taken for a log, and every task trained the head of the first."""
+    model = Heads(key)
+
+    def inputs(rows, of=1):
+        return ones(rows) | {"task": torch.full((rows,), of)}
+
+    found = trace_model(model, inputs)
+    assert [(read.value, read.checked) for read in found.reads] == [(1, True)]
+    (only,) = lowered(found, model, (), 2)
+    other = inputs(2, of=0)
+    with pytest.raises(ModelError, match="Python read 1 from a tensor here.* and reads 0 in this"):
+        only.module(*(other[path] for path in only.stage.inputs))

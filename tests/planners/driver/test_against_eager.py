@@ -309,8 +309,32 @@ class WarmByAnObject(Net):
 def test_a_warm_up_that_is_counted_in_python_is_refused(kind):
     """Bug: two calls do the same, and a run was trained on for good as if it were warming up."""
     said = refusal(built(kind))
-    assert "on the same rows after 10" in said and "calls" in said
+    assert f"on the same rows after {997 if kind is Warm else 97} more calls" in said
     assert ("; it keeps calls" in said) == (kind is Warm)
+
+
+class Phase(Warm):
+    def inside(self, hidden):
+        self.calls += 1
+        return self.middle(hidden) * (2 if 3 <= self.calls < 8 else 1)
+
+
+class EachFourth(Warm):
+    def inside(self, hidden):
+        self.calls += 1
+        return self.middle(hidden) * (2 if self.calls % 4 == 0 else 1)
+
+
+class EachHundredth(Warm):
+    def inside(self, hidden):
+        self.calls += 1
+        return self.middle(hidden) * (2 if self.calls % 100 == 0 else 1)
+
+
+@pytest.mark.parametrize("kind", [Phase, EachFourth, EachHundredth])
+def test_so_is_a_phase_and_what_comes_again(kind):
+    """Bug: a count was looked at 10, 1000 and 100 000 calls ahead, and nowhere between."""
+    assert "more calls, or gradients are others; it keeps calls" in refusal(built(kind))
 
 
 class TableOfWeights(Net):
