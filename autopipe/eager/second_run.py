@@ -18,7 +18,7 @@ import random
 import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -29,11 +29,15 @@ from autopipe.eager.assigned_buffers import buffers_of
 from autopipe.errors import CaptureError
 from autopipe.frontend import user_lines
 from autopipe.ir.tensors import tensors_in
+from autopipe.ir.torch_patches import patched
 from autopipe.ir.torch_private import is_fake, is_transformed, no_function_modes, version
 from autopipe.planfile.parts import Read
 
 RUNS = 8
 """Runs with other seeds."""
+
+EXTREMES = 0.0, 1 - 2**-53
+"""The least and the most that a draw from 0 to 1 gives."""
 
 SMALL = 4096
 """Elements of a tensor up to which its values count as part of a call."""
@@ -119,6 +123,9 @@ def check_draws(before: Hashable, run: Callable[[], object]) -> None:
         for seed in range(RUNS):
             _seed(seed)
             logs.add(calls_of(run))
+        for share in EXTREMES:  # of a rare event no seed may tell: random.random() < 0.01
+            with _drawing(share):
+                logs.add(calls_of(run))
         place = _line_of_python(run) or draws.place
     if len(logs) > 1:
         raise CaptureError(
@@ -279,6 +286,20 @@ def states() -> Hashable:
         return random.getstate(), None
     _, keys, position, *_ = numpy.get_state()
     return random.getstate(), (keys.tobytes(), position)
+
+
+@contextmanager
+def _drawing(share: float) -> Iterator[None]:
+    """Within, what draws from 0 to 1 gives this number."""
+
+    def of_shape(*shape: Any) -> Any:
+        return _numpy().uniform(share, share, shape[0] if len(shape) == 1 else shape or None)
+
+    with ExitStack() as until:
+        until.enter_context(patched(random, "random", lambda: share))
+        for name in ("rand", "random", "random_sample") if _numpy() is not None else ():
+            until.enter_context(patched(_numpy(), name, of_shape))
+        yield
 
 
 def _seed(seed: int) -> None:

@@ -238,12 +238,12 @@ class _Cutting:
 def _of_nodes(graph: Graph, nodes: tuple[Node, ...], outputs: tuple[Arg, ...]) -> Graph:
     """The graph with these nodes, and the states that they read."""
     read = {v.name for node in nodes for v in node.values() if isinstance(v, State)}
-    return Graph(
-        graph.inputs,
-        {name: state for name, state in graph.states.items() if name in read},
-        nodes,
-        outputs,
-        {name: constant for name, constant in graph.constants.items() if name in read},
+    return replace(
+        graph,
+        states={name: state for name, state in graph.states.items() if name in read},
+        nodes=nodes,
+        outputs=outputs,
+        constants={name: own for name, own in graph.constants.items() if name in read},
     )
 
 

@@ -43,11 +43,15 @@ class Microbatches:
     seeds: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
 
     def inputs(self, stage: Stage, k: int, device: torch.device) -> list[Tensor]:
-        """What a stage takes of micro-batch `k`, [rows, ...] each, on `device`."""
+        """What a stage takes of micro-batch `k`, [rows, ...] each, on `device`.
+
+        Forward may write it in place. All are views of one batch, whose version autograd counts:
+        `data` has one of its own, or a write in one micro-batch would spoil what others keep.
+        """
         start = self.first + k * self.rows
         cut = batches.slice_rows(self.plan.inputs, self.leaves, start, start + self.rows)
         return [
-            self.seeds[path][k] if path in self.seeds else _tensor(cut[path]).to(device)
+            self.seeds[path][k] if path in self.seeds else _tensor(cut[path]).data.to(device)
             for path in stage.inputs
         ]
 

@@ -26,6 +26,7 @@ from tests.support.odd_models import (
     built,
     eager,
     inputs,
+    planned,
     square,
     unlike,
 )
@@ -529,6 +530,16 @@ def test_backward_finds_what_its_own_forward_had(kind):
     for loss in losses:
         (loss / MICRO_BATCHES).backward()
     assert differences(Step.of(losses, own), eager(model), tolerance=1e-6) == []
+
+
+def test_a_loss_over_the_whole_batch_runs_it_twice():
+    """Bug: the graph of the first pass had no regions, and planning ended in a KeyError."""
+
+    def together(outputs, batch):
+        return square(outputs, batch) + outputs.mean(0).square().sum()
+
+    plan = planned(built(SomeRows), together, loss_over="batch", pp=2, micro_batches=2)
+    assert plan.loss_over == "batch" and plan.regions
 
 
 class DrawsInPython(Net):

@@ -108,6 +108,18 @@ class NumpyRandom(Net):
         return self.middle(hidden) + torch.from_numpy(noise)  # here
 
 
+class RareInPython(Net):
+    """No seed of the first few draws so small a number."""
+
+    def inside(self, hidden):
+        return hidden if random.random() < 0.001 else self.middle(hidden)  # here
+
+
+class RareInNumpy(Net):
+    def inside(self, hidden):
+        return self.middle(hidden) if np.random.rand() < 0.999 else hidden  # here
+
+
 class CountsAndReads(Net):
     def begin(self):
         self.register_buffer("step", torch.zeros((), dtype=torch.long))
@@ -165,6 +177,8 @@ REFUSED = {
     Generator: "the model draws random numbers from a generator of its own",
     PythonRandom: "the model computes with random numbers that are not torch's",
     NumpyRandom: "the model computes with random numbers that are not torch's",
+    RareInPython: "the model computes with random numbers that are not torch's",
+    RareInNumpy: "the model computes with random numbers that are not torch's",
 }
 
 

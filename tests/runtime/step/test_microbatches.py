@@ -56,6 +56,21 @@ def test_rows(
     assert cut(plan, rows, replica, micro_batches, sharded) == expected
 
 
+def test_a_micro_batch_may_be_written_while_others_are_in_flight(plan: Plan) -> None:
+    """x.mul_(2) of the second writes the same batch: autograd refused the backward of the first."""
+    rows, weight = torch.arange(8.0)[:, None], torch.ones(1, requires_grad=True)
+    spec = replace(plan.inputs[0], shape=("b", 1), dtype="float32")
+    alone = replace(plan, inputs=(spec,))
+    stage = replace(split_as_planned(traced("gpt")[0], plan).stages[0], inputs=(spec.path,))
+    parts = Microbatches(alone, {spec.path: rows}, 0, 2, 4)
+    (first,), (second,) = (parts.inputs(stage, k, CPU) for k in (0, 1))
+    loss = (weight * first).sum()
+    second.mul_(2)
+    loss.backward()
+    assert weight.grad is not None and weight.grad.item() == 0 + 1
+    assert rows.flatten().tolist() == [0, 1, 4, 6, 4, 5, 6, 7]  # as in eager, the batch is changed
+
+
 def test_rows_that_do_not_divide(plan: Plan) -> None:
     with pytest.raises(ModelError) as refused:
         cut(plan, 12, 0, 4, False)
