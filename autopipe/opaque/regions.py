@@ -117,6 +117,9 @@ def as_ops(model: nn.Module, running: Sequence[Running], rows: Any) -> Iterator[
             )
         return _op(found, model, given, rows)
 
+    for one in running:
+        if not one.region.states:  # its tensors may have values while those of others have none
+            _copy(one)  # of the model as it is, not with calls that are stood in for
     with standing_in(model, tuple(dict.fromkeys(site for site, _ in by_call)), stand_in):
         yield
 

@@ -23,7 +23,7 @@ from autopipe.schedules.generators import (
     zb_h1,
     zb_v,
 )
-from autopipe.schedules.instructions import Kind, Program, Programs, holders
+from autopipe.schedules.instructions import FINAL, Kind, Program, Programs, holders
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ class Schedule:
         splits: its backwards are in two halves, I and W.
         depths: it takes a depth for each boundary.
         turns: ranks may take turns at a stage.
+        holds_all: a stage may hold all micro-batches of a step at once, however many there are;
+            else, once a rank holds one for each rank and chunk, it lets one go for each that comes.
     """
 
     function: Callable[..., Programs]
@@ -43,11 +45,12 @@ class Schedule:
     splits: bool = False
     depths: bool = False
     turns: bool = False
+    holds_all: bool = False
 
 
 SCHEDULES: dict[str, Schedule] = {
     "naive": Schedule(naive),
-    "gpipe": Schedule(gpipe),
+    "gpipe": Schedule(gpipe, holds_all=True),
     "1f1b": Schedule(one_f_one_b, turns=True),
     "eager-1f1b": Schedule(eager_one_f_one_b, depths=True),
     "interleaved": Schedule(interleaved, chunks=None),
@@ -153,7 +156,7 @@ def _in_flight(
     name: str, ranks: int, micro_batches: int, chunks: int, depths: tuple[int, ...]
 ) -> tuple[int, ...]:
     """`in_flight` of all stages: a planner asks for the same few thousands of times."""
-    if name != "gpipe":  # once so many are there, all others let one go for each that comes
+    if not named(name).holds_all:
         most = ranks * chunks + sum(depth for depth in depths if depth > 0)
         micro_batches = min(micro_batches, most)
     programs = make(name, ranks, micro_batches, chunks=chunks, depths=depths)
@@ -171,6 +174,6 @@ def flying(program: Program, stage: int) -> int:
             if instruction.kind is Kind.FORWARD:
                 held += 1
                 peak = max(peak, held)
-            elif instruction.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+            elif instruction.kind in FINAL:
                 held -= 1
     return peak

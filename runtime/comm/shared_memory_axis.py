@@ -29,6 +29,7 @@ from torch import Tensor
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import Place
 from autopipe.runtime.comm.group_axis import GroupAxis
+from autopipe.runtime.launch.world import TIMEOUT
 
 SLOT = 2**20
 """Bytes of a rank's slot; what is longer goes in several turns."""
@@ -101,20 +102,31 @@ class SharedAxis(GroupAxis):
         return whole[begin : begin + parts[self.rank].numel()].clone()
 
     def _meet(self, mine: Tensor) -> list[Tensor]:
-        """The slots of all ranks, in each what it has brought; good until the turn after next."""
+        """The slots of all ranks, in each what it has brought; good until the turn after next.
+
+        Raises:
+            TimeoutError: a rank does not come; nobody else watches where the process group is the
+                user's.
+        """
         self._turn += 1
         slots, step = self._slots[self._turn % 2], _LINE // self._said.itemsize
         own = mine.contiguous().view(torch.uint8)
         slots[self.rank][: own.numel()] = own
         self._said[self.rank * step] = self._turn
+        until = time.monotonic() + TIMEOUT
         for rank in range(self.size):
             spins = 0
             while self._said[rank * step] < self._turn:
                 spins += 1
                 if spins < _SPINS:
                     os.sched_yield()
-                else:
-                    time.sleep(_NAP)
+                    continue
+                time.sleep(_NAP)
+                if time.monotonic() > until:
+                    raise TimeoutError(
+                        f"rank {rank} of a tensor-parallel group of {self.size} has not come to "
+                        f"collective {self._turn} within {TIMEOUT:g} s"
+                    )
         return [slot.view(mine.dtype) for slot in slots]
 
 

@@ -55,6 +55,8 @@ class Ready:
                 assert length is not None, "a batch without a sequence is as planned"
                 self._splits[key] = self._at_length(batch, length)
             self._forget()
+        elif key != next(iter(self._splits)):
+            self._splits[key] = self._splits.pop(key)  # the one used last is let go last
         return self._splits[key]
 
     def executor(self, split: Split, rows: int, count: int, *, trains: bool) -> Executor:
@@ -79,7 +81,7 @@ class Ready:
         return self._losses[id(split)]
 
     def _forget(self) -> None:
-        """Keep the planned split and the `LENGTHS` made last, and what runs them."""
+        """Keep the planned split and the `LENGTHS` used last, and what runs them."""
         while len(self._splits) > LENGTHS + 1:
             gone = self._splits.pop([*self._splits][1])
             self._losses.pop(id(gone), None)

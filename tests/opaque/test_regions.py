@@ -542,6 +542,28 @@ def test_a_loss_over_the_whole_batch_runs_it_twice():
     assert plan.loss_over == "batch" and plan.regions
 
 
+class OfTheBatch(nn.Module):
+    """Has no parameters, and is given none of what depends on them."""
+
+    def forward(self, x):
+        return x[x[:, 0] > -9].mean(0)
+
+
+class ReadsTheBatchAlone(Net):
+    def begin(self):
+        self.part = OfTheBatch()
+
+    def forward(self, x):
+        return super().forward(x + self.part(x))
+
+
+def test_a_call_that_reads_the_batch_alone():
+    """Bug: its tensors had values where the rest had none, and the call stood in for itself."""
+    (region,) = trace_model(built(ReadsTheBatchAlone), inputs, square).regions
+    assert region.module == "part"
+    assert unlike(built(ReadsTheBatchAlone)) == []
+
+
 class DrawsInPython(Net):
     def inside(self, hidden):
         return torch.vmap(torch.sin)(hidden) * random.random()

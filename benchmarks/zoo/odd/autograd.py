@@ -83,6 +83,27 @@ class NewStyle(torch.autograd.Function):
         return gradient * x.cos().clamp(-0.5, 0.5)
 
 
+class RunAgain(torch.autograd.Function):
+    """A checkpoint by hand, as guided diffusion has it: it is given a method and its parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Any, x: Tensor, *parameters: Tensor) -> Tensor:
+        """What `run` gives; nothing of it is kept."""
+        ctx.run, ctx.x, ctx.parameters = run, x, parameters
+        with torch.no_grad():
+            found: Tensor = run(x)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        """From a second run."""
+        x = ctx.x.detach().requires_grad_()
+        with torch.enable_grad():
+            made = ctx.run(x.view_as(x))
+        wanted = (x, *ctx.parameters)
+        return None, *torch.autograd.grad(made, wanted, gradient, allow_unused=True)
+
+
 @odd()
 class CustomFunction(Net):
     """Its own autograd.Function."""
@@ -198,6 +219,19 @@ class Reentrant(Net):
 
     def inside(self, hidden: Tensor) -> Tensor:
         return checkpoint(lambda h: self.first(h).relu(), hidden, use_reentrant=True)
+
+
+@odd()
+class CheckpointByFunction(Net):
+    """Checkpoints by a Function of its own."""
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        found: Tensor = RunAgain.apply(self.kept, hidden, *self.first.parameters())
+        return found
+
+    def kept(self, hidden: Tensor) -> Tensor:
+        """What runs twice."""
+        return hidden + self.first(hidden).tanh()
 
 
 @odd()

@@ -118,6 +118,18 @@ def test_a_stranger_who_calls() -> None:
         assert listener.fileno() == -1
 
 
+def test_a_rank_that_may_open_no_socket_has_a_card_that_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It raised, and the others waited for its card."""
+
+    def refused(*_: object) -> None:
+        raise PermissionError("a sandbox")
+
+    monkeypatch.setattr(cma_links.socket.socket, "bind", refused)
+    assert cma_links.listen() == (Card(None, 0, b""), None)
+
+
 def main(folder: Path, scenes: list[Scene]) -> None:
     """Say what transport this rank has in each scene, after all stories were told over it.
 
