@@ -317,13 +317,13 @@ def _whole_cost(graph: Graph, node: Node, carrying: frozenset[Ref | State]) -> N
         back_flops = flops * matrices
     trained = [graph.states[v.name] for v in {*values} if isinstance(v, State) and v in carrying]
     cast = [state for state in trained if state.summed != state.spec]
-    inside = arguments(node)["launches"] if node.op == REGION_OP else 0
+    own = arguments(node)["launches"] if node.op == REGION_OP else None
     return NodeCost(
         flops,
         read + written,
         back_flops,
         written + read + gradients,
-        (inside, inside) if inside else (1, len(wanted)),
+        (1, len(wanted)) if own is None else (own, own),
         dtype,
         dims,
         kernel,

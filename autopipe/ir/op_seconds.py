@@ -149,8 +149,8 @@ def roofs(
             (
                 cost.backward_flops / back_rate,
                 cost.backward_bytes,
-                cost.passes[1] + ADDING * cost.gradients + cost.casts[1],
-                back + cost.casts[0] * device.launch,
+                cost.passes[1] + _added(cost),
+                back,
             ),
         )
         forward, backward = (
@@ -178,15 +178,9 @@ def _timed(
 ) -> _Timed:
     """As `seconds`, in parts."""
     _check_kernels(device.kind, tuple(device.kernels))
-    forward_flops, forward_bytes, backward_flops, backward_bytes, added = (
+    forward_flops, forward_bytes, backward_flops, backward_bytes = (
         _evaluate([getattr(cost, name) for cost in formulas], rows)
-        for name in (
-            "forward_flops",
-            "forward_bytes",
-            "backward_flops",
-            "backward_bytes",
-            "gradients",
-        )
+        for name in ("forward_flops", "forward_bytes", "backward_flops", "backward_bytes")
     )
     dtypes = dtypes or [cost.dtype for cost in formulas]
     shares = _evaluate([_share(cost.dims, device.half) for cost in formulas], rows)
@@ -200,18 +194,21 @@ def _timed(
     )
     forward = np.maximum(forward_flops / forward_rates, forward_bytes / device.bandwidth)
     backward = np.maximum(backward_flops / backward_rates, backward_bytes / device.bandwidth)
-    casts = np.array([cost.casts[0] for cost in formulas])
-    cast = _evaluate([cost.casts[1] for cost in formulas], rows)
     return _Timed(
         forward + forward_passes,
         backward + backward_passes,
-        (ADDING * added + cast) / device.bandwidth,
-        (forward_starts, backward_starts + casts * device.launch),
+        _evaluate([_added(cost) for cost in formulas], rows) / device.bandwidth,
+        (forward_starts, backward_starts),
     )
 
 
 ADDING = 3
 """How often a gradient's bytes move when it is accumulated: two reads and one write."""
+
+
+def _added(cost: NodeCost) -> Dim:
+    """Bytes that move where the gradients of parameters are cast and accumulated."""
+    return ADDING * cost.gradients + cost.casts[1]
 
 
 @lru_cache(maxsize=64)
@@ -238,7 +235,7 @@ def _paces(
     rates: NDArray[np.float64],
     matmuls: NDArray[np.float64],
 ) -> tuple[NDArray[np.float64], ...]:
-    """Start-up seconds and rates of each node, forward and backward.
+    """Start-up seconds and rates of each node, forward and backward, which also casts gradients.
 
     A kernel's measured rate is for fp32. In another dtype, a kernel that multiplies matrices has a
     rate of its own (`measured.kernel_in`), or gets the speed-up of a matmul; any other is as fast
@@ -261,6 +258,8 @@ def _paces(
                 own[number] = pace.rate * rates[number] / device.flops.get("fp32", rates[number])
             elif pace.rate:
                 own[number] = pace.rate * min(1.0, 4 / cost.dtype.itemsize)
+        if way:
+            starts += [cost.casts[0] * device.launch for cost in formulas]
         found += [starts, own]
     return tuple(found)
 

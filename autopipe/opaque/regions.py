@@ -32,7 +32,7 @@ from autopipe.ir.torch_private import (
     no_saved_tensors_hooks,
 )
 from autopipe.opaque.results import as_measured, at_rows, inverse
-from autopipe.opaque.sites import Site, SiteCall, call, left_in, standing_in
+from autopipe.opaque.sites import Site, SiteCall, call, standing_in
 from autopipe.opaque.sparse import owned, to_device
 from autopipe.opaque.states import state_of
 from autopipe.opaque.trees import distinct_tensors, from_text, parts_of, returned, to_text, whole_of
@@ -225,36 +225,35 @@ def _called(running: Running, tensors: Sequence[Tensor], written: Sequence[Tenso
     if tensors:
         to_device(model, tensors[0].device)
     args, kwargs = whole_of(from_text(region.given), tensors[:count], model)
-    before = left_in(model, _site(region)) if region.left else {}
-    attributes = _attributes(model, region)
-    were = [{**own} for own in attributes]
+    inner = dict(model.get_submodule(region.module).named_modules(prefix=region.module))
+    before = {path: {**vars(module)} for path, module in inner.items()}
     with one_process() if torch.distributed.is_initialized() else nullcontext():
         made = call(model, _site(region))(*args, **kwargs)
     for name, own in zip(region.written, written, strict=True):
         with torch.no_grad():
             own.copy_(state_of(model, name))
-    now = left_in(model, _site(region)) if region.left else {}
-    left = {n: now[n] for n in region.left if n in now and now[n] is not before.get(n)}
-    set_here = [
-        {name: value for name, value in own.items() if was.get(name, own) is not value}
-        for own, was in zip(attributes, were, strict=True)
-    ]
+    set_here = {
+        path: {n: v for n, v in vars(module).items() if before[path].get(n, before) is not v}
+        for path, module in inner.items()
+    }
+    named = {
+        f"{path}.{name}".lstrip("."): value
+        for path, values in set_here.items()
+        for name, value in values.items()
+        if isinstance(value, Tensor)
+    }
+    left = {name: named[name] for name in region.left if name in named}
 
     def restore(_: Tensor) -> None:
         _lend(homes, lent)
-        for own, values in zip(attributes, set_here, strict=True):
-            own.update(values)
+        for path, values in set_here.items():
+            inner[path].__dict__.update(values)
 
     found = returned(made, left)
     for tensor in distinct_tensors(found):
         if tensor.requires_grad:
             tensor.register_hook(restore)  # type: ignore[no-untyped-call]
     return found
-
-
-def _attributes(model: nn.Module, region: Region) -> list[dict[str, Any]]:
-    """The attributes of the modules that a region's call runs, to be changed."""
-    return [vars(module) for module in model.get_submodule(region.module).modules()]
 
 
 Homes = Mapping[str, Sequence[tuple[nn.Module, str]]]

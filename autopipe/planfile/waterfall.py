@@ -22,7 +22,7 @@ step would lose:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from itertools import accumulate, pairwise
@@ -77,22 +77,25 @@ def waterfall(plan: Plan) -> dict[str, float]:
     return computed | {name: b - a for name, (a, b) in zip(WAITED, pairwise(ends), strict=True)}
 
 
-def _mean(plan: Plan, seconds: Iterable[float]) -> float:
-    """Seconds of the mean device in a step, of those that each stage takes for a micro-batch.
-
-    Devices count by their peaks, and a stage for the micro-batches that it runs.
-    """
+def _weights(plan: Plan) -> list[float]:
+    """Of each stage its weight in the mean device: the micro-batches that it runs, times the share
+    that its rank's peak has in all of them."""
     ranks, count = holders(programs.compute(plan)), plan.batch.micro_batches
     peaks = plan.work.peaks if plan.work is not None else (1.0,) * plan.mesh.pp
-    return math.fsum(
-        each * turns.rounds(plan.stages, stage, count) * peaks[rank] / sum(peaks)
-        for stage, (rank, each) in enumerate(zip(ranks, seconds, strict=True))
-    )
+    return [
+        turns.rounds(plan.stages, stage, count) * peaks[rank] / sum(peaks)
+        for stage, rank in enumerate(ranks)
+    ]
+
+
+def _mean(weights: Sequence[float], seconds: Iterable[float]) -> float:
+    """Seconds of the mean device in a step, of those that each stage takes for a micro-batch."""
+    return math.fsum(weight * own for weight, own in zip(weights, seconds, strict=True))
 
 
 def _computed(plan: Plan) -> dict[str, float]:
     """What the mean device computes for in a step."""
-    stages, mean = [stage.predicted for stage in plan.stages], partial(_mean, plan)
+    stages, mean = [stage.predicted for stage in plan.stages], partial(_mean, _weights(plan))
     known = [stage.spent for stage in stages if stage.spent is not None]
     both = [stage.forward_seconds + stage.backward_seconds for stage in stages]
     if plan.work is None or not all(map(_told, stages)):
@@ -112,11 +115,12 @@ def _told(stage: StagePrediction) -> bool:
 
 def _ends(plan: Plan) -> tuple[float, float, float, float]:
     """The seconds of the step: even, free, unsummed and as it is."""
-    costs, step, stages = predict.costs(plan), programs.step(plan), len(plan.stages)
-    count, of_rank = plan.batch.micro_batches, stages // plan.mesh.pp
+    costs, step, weights = predict.costs(plan), programs.step(plan), _weights(plan)
+    stages, count = len(plan.stages), plan.batch.micro_batches
+    of_rank = stages // plan.mesh.pp
     forward, backward = (
         [mean / of_rank / turns.rounds(plan.stages, stage, count) for stage in range(stages)]
-        for mean in (_mean(plan, costs.forward), _mean(plan, costs.backward))
+        for mean in (_mean(weights, costs.forward), _mean(weights, costs.backward))
     )
     none = [0.0] * stages
     walks = (

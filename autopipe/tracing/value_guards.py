@@ -159,14 +159,14 @@ class _Recording(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         args, kwargs = used(args), used(kwargs or {})
         known = bool(args) and isinstance(args[0], Tensor)
-        if name == "__format__" and known and (self._unknown(args[0]) or args[0].ndim):
-            return logged_reads.as_text(*args) if self._unknown(args[0]) else func(*args)
-        if name == "__format__" and known:
+        if name == "__format__" and known and self._unknown(args[0]):
+            return logged_reads.as_text(*args)
+        if name == "__format__" and known and args[0].ndim == 0:
             number = args[0].item()
             self.reads.append(Read(name, number, user_lines.here(), checked=self._numbers))
             self._hold(len(self.reads) - 1)
             return format(self._shown(number), args[1])
-        if name not in _READERS or not known:
+        if name not in _READERS or name == "__format__" or not known:
             return func(*args, **kwargs)
         tensor = _subject(name, args, kwargs)
         unknown, place = self._unknown(tensor), user_lines.here()

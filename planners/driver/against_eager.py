@@ -49,7 +49,8 @@ from autopipe.tracing.trace import Trace
 from autopipe.util.progress import Say, phase
 
 MOST_FLOPS = 1e10
-"""Operations of the graph's forward on these rows; all runs together are about eight of it."""
+"""Operations of the graph's forward on these rows; all runs together are about eight of it, of a
+model that counts its calls three for each place of `AHEAD` besides."""
 
 MOST_BYTES = 2**27
 """Bytes of the model's parameters."""

@@ -360,3 +360,21 @@ def test_a_number_whose_text_chooses_a_layer_is_checked(key):
     other = inputs(2, of=0)
     with pytest.raises(ModelError, match="Python read 1 from a tensor here.* and reads 0 in this"):
         only.module(*(other[path] for path in only.stage.inputs))
+
+
+class SlicesAndLogs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x):
+        hidden = self.layer(x)
+        wide = (x[0] > 0).sum().item()
+        self.last = hidden.norm().item()
+        return hidden[:, :wide].mean()
+
+
+def test_a_number_that_is_used_leaves_a_log_beside_it_unchecked():
+    """Bug: two runs that show other numbers were told apart by the one that torch was given."""
+    found = trace_model(SlicesAndLogs(), ones)
+    assert [read.checked for read in found.reads] == [True, False]

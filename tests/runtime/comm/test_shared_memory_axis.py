@@ -20,6 +20,7 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(GroupAxis, "__init__", alone)
     monkeypatch.setattr(shared_memory_axis, "TIMEOUT", 0.01)
+    # No group is opened: `alone` asks none.
     axis = SharedAxis(None, mmap.mmap(-1, 2 * (64 + 2 * SLOT)))  # type: ignore[arg-type]
     with pytest.raises(TimeoutError) as error:
         axis.all_reduce(torch.ones(4), "sum")
