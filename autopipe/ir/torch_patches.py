@@ -3,6 +3,7 @@
     replacing_custom_functions   autograd.Function.apply       its backward would be lost
     seeing_saved_tensors_hooks   saved_tensors_hooks           where a checkpoint begins and ends
     watching_attributes          nn.Module's attribute access  what a module's code reads
+    seeing_sets                  nn.Module's __setattr__       what forward sets in a module
     leaving_modules_alone        nn.Module.to                  where it changes nothing
     averaging_by_tensors         forward of batch norms        with momentum=None
     counting_rows                Python's len                  of a tensor is a symbol in a trace
@@ -107,6 +108,22 @@ def watching_attributes(
             ("__delattr__", removing),
         ):
             until.enter_context(patched(nn.Module, name, function))
+        yield
+
+
+@contextmanager
+def seeing_sets(noted: Callable[[nn.Module, str], None]) -> Iterator[None]:
+    """Within, `noted` is called after an attribute of a module is set.
+
+    A value that is set to what it has been shows in no comparison.
+    """
+    before = nn.Module.__setattr__
+
+    def changing(self: nn.Module, name: str, value: Any) -> None:
+        before(self, name, value)
+        noted(self, name)
+
+    with patched(nn.Module, "__setattr__", changing):
         yield
 
 

@@ -26,7 +26,8 @@ from autopipe.frontend import user_lines
 from autopipe.ir.tensors import tensors_in
 from autopipe.ir.torch_patches import replacing
 from autopipe.ir.torch_private import TorchDispatchMode, is_fake, no_modes, tree_map, version
-from autopipe.opaque.states import first_names, state_of
+from autopipe.opaque.sites import state_of
+from autopipe.opaque.states import first_names
 from autopipe.opaque.trees import Unlike, distinct_tensors, parts_of, whole_of
 
 _library = torch.library.Library("autopipe", "FRAGMENT")  # type: ignore[no-untyped-call]

@@ -8,7 +8,7 @@ values. The model has its weights: how many rows an expert gets depends on them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,12 +22,12 @@ from autopipe.eager import second_run
 from autopipe.eager.unsaid import RefusedEffects
 from autopipe.errors import CaptureError
 from autopipe.ir.tensors import tensors_in
-from autopipe.ir.torch_private import TorchDispatchMode, storage_key, version
+from autopipe.ir.torch_private import TorchDispatchMode, no_function_modes, storage_key, version
 from autopipe.opaque.inner_gradients import InnerGradients
 from autopipe.opaque.origins import Origins
 from autopipe.opaque.sites import Site, SiteCall, Wider, left_in, standing_in
 from autopipe.opaque.sparse import bytes_of, is_sparse, owned
-from autopipe.opaque.states import first_names, named, states_of
+from autopipe.opaque.states import ChangedStates, SetBefore, first_names, named, states_of
 from autopipe.opaque.trees import Unlike, distinct_tensors, parts_of, returned, to_text
 from autopipe.planfile.regions import WHOLE, Region, Result
 from autopipe.util.dtypes import name_of
@@ -38,17 +38,19 @@ _NO_HOOKS = ("saved tensor hooks", "that doesn't have storage")
 
 @dataclass
 class _Seen:
-    """What one call has shown, in one run.
+    """What one call has shown, in one run; `given` and `finds` as a `Region` has them.
 
-    `made` is what it returns; `left` has the tensors in attributes that others read after it.
+    `made` is what it returns; `left` has the tensors in attributes that others read after it;
+    `written` has the bytes of the buffers that it writes.
     """
 
     given: str
+    finds: str
     tensors: int
     made: Any = None
     left: dict[str, Tensor] = field(default_factory=dict)
     states: dict[str, None] = field(default_factory=dict)
-    written: dict[str, None] = field(default_factory=dict)
+    written: dict[str, int] = field(default_factory=dict)
     random: bool = False
     flops: int = 0
     saved: int = 0
@@ -126,25 +128,29 @@ def _region(site: Site, number: int, every: Sequence[_Seen], rows: int, why: str
     left = sorted(set[str]().union(*(seen.left for seen in every)))
     for seen in every:
         seen.left = {name: seen.left[name] for name in left if name in seen.left}
+    if any(seen.finds != one.finds for seen in every):
+        raise Wider(site, "what forward sets in its modules differs from one call to the next")
     if any((seen.given, seen.gives) != (one.given, one.gives) for seen in every):
         raise Wider(site, "its arguments or results differ from one call to the next")
-    written = sorted(set[str]().union(*(seen.written for seen in every)))
+    written = {name: size for seen in every for name, size in seen.written.items()}
     states = dict.fromkeys(n for seen in every for n in seen.states if n not in written)
     places = {name: one.tensors + n for n, name in enumerate(states)}
     keeps = set[str | int]().union(*(seen.keeps for seen in every))
     alike = [one, *others]
+    copies = sum(size for name, size in written.items() if name in keeps)  # a call has its own
     return Region(
         *(site.module, site.method, number, why, one.given, one.gives),
         tuple(states),
-        tuple(written),
+        tuple(sorted(written)),
         tuple(_result(site, n, every, rows) for n in range(len(one.results))),
         any(seen.random for seen in every),
         _rising(max(seen.flops for seen in alike), twice.flops, rows),
-        _rising(max(seen.saved for seen in alike), twice.saved, rows),
+        _rising(max(seen.saved for seen in alike) + copies, twice.saved + copies, rows),
         tuple(sorted(n for kept in keeps if isinstance(n := places.get(kept, kept), int))),  # type: ignore[arg-type]
         max(seen.launches for seen in every),
         all(seen.looked for seen in every),
         tuple(left),
+        one.finds,
     )
 
 
@@ -185,7 +191,11 @@ def _run(model: nn.Module, sites: Sequence[Site], run: Run) -> dict[tuple[Site, 
     with run as called, torch.enable_grad():
         watching = _Watching(model, {site: states_of(model, site) for site in sites})
         try:
-            with watching.origins, standing_in(model, sites, watching.called):
+            with (
+                watching.sets.noting(),
+                watching.origins,
+                standing_in(model, sites, watching.called),
+            ):
                 called()
         except (Wider, CaptureError):
             raise
@@ -203,6 +213,7 @@ class _Watching:
         self._model = model
         self._states = states
         self._names = first_names(model)
+        self.sets = SetBefore(model)
         everything = left_in(model, Site("", WHOLE)).items()
         kept = {id(tensor): name for name, tensor in everything if tensor.grad_fn is not None}
         self.origins = Origins(self._names, kept)
@@ -218,16 +229,22 @@ class _Watching:
         own = named(self._model)
         if any(isinstance(t, nn.Parameter) and id(t) not in self._names for t in own.values()):
             raise Wider(site, "its module has other parameters for this call (functional_call)")
-        before = {name: (tensor, version(tensor)) for name, tensor in own.items()}
+        with no_function_modes():  # to look at a buffer is no read of the model's
+            before = ChangedStates(self._model, self._states[site])
         versions = [version(tensor) for tensor in given]
+        finds = self.sets.before(site)
         positions: dict[int, str | int] = {storage_key(t): n for t, n in self._owned(given)}
         state, attributes = second_run.states(), left_in(self._model, site)
 
         def run(*, looking: bool) -> tuple[_Seen, Any]:
             states = dict.fromkeys(self._states[site])
-            seen = _Seen(told, len(given), states=states, looked=looking)
+            seen = _Seen(told, finds, len(given), states=states, looked=looking)
             known = [*given, *(own[name] for name in self._states[site])]
-            with _counting(seen, positions), self.origins.within(site, given, states):
+            with (
+                self.sets.inside(),
+                _counting(seen, positions),
+                self.origins.within(site, given, states),
+            ):
                 with InnerGradients(site, known):
                     return seen, call.run(*args, **kwargs)
 
@@ -245,7 +262,8 @@ class _Watching:
             )
         if versions != [version(tensor) for tensor in given]:
             raise Wider(site, "it writes a tensor that it is given")
-        self._note_writes(site, seen, before)
+        with no_function_modes():
+            self._note_writes(site, seen, before.changed())
         seen.made = made
         try:
             results, _ = seen.results, seen.gives
@@ -264,16 +282,13 @@ class _Watching:
         yield from ((tensor, number) for number, tensor in enumerate(given))
 
     def _note_writes(
-        self, site: Site, seen: _Seen, before: Mapping[str, tuple[Tensor, int]]
+        self, site: Site, seen: _Seen, changed: Iterable[tuple[str, Tensor | None, Tensor]]
     ) -> None:
-        for name, tensor in named(self._model).items():
-            own, count = before.get(name, (None, 0))
-            if own is tensor and version(tensor) == count:
-                continue
+        for name, own, tensor in changed:
             kept = own is not None and own.shape == tensor.shape and not is_sparse(tensor)
             if own is None or isinstance(own, nn.Parameter) or not kept:
                 raise Wider(site, f"it writes {name!r}, or gives it another shape")
-            seen.written[self._names.get(id(own), name)] = None
+            seen.written[self._names.get(id(own), name)] = bytes_of(tensor)
 
 
 @contextmanager

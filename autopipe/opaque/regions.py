@@ -32,9 +32,9 @@ from autopipe.ir.torch_private import (
     no_saved_tensors_hooks,
 )
 from autopipe.opaque.results import as_measured, at_rows, inverse
-from autopipe.opaque.sites import Site, SiteCall, call, standing_in
+from autopipe.opaque.sites import Site, SiteCall, call, standing_in, state_of
 from autopipe.opaque.sparse import owned, to_device
-from autopipe.opaque.states import state_of
+from autopipe.opaque.states import differ, put
 from autopipe.opaque.trees import distinct_tensors, from_text, parts_of, returned, to_text, whole_of
 from autopipe.planfile.regions import Region, Result
 
@@ -109,11 +109,12 @@ def as_ops(model: nn.Module, running: Sequence[Running], rows: Any) -> Iterator[
         found = by_call.get((asked.site, asked.number))
         given = distinct_tensors((args, kwargs))
         told = to_text(parts_of((args, dict(kwargs)), given, owned(model)))
-        if found is None or told != found.region.given:
+        if found is None or told != found.region.given or differ(model, found.region.finds):
             raise CaptureError(
                 f"{user_lines.here()}: {asked.site} is called otherwise than it was when its calls "
                 "were measured",
-                hint="what it is given besides tensors must be the same in each micro-batch",
+                hint="what it is given besides tensors, and what forward sets in its modules, must "
+                "be the same in each micro-batch",
             )
         return _op(found, model, given, rows)
 
@@ -225,6 +226,7 @@ def _called(running: Running, tensors: Sequence[Tensor], written: Sequence[Tenso
     if tensors:
         to_device(model, tensors[0].device)
     args, kwargs = whole_of(from_text(region.given), tensors[:count], model)
+    put(model, region.finds)
     inner = dict(model.get_submodule(region.module).named_modules(prefix=region.module))
     before = {path: {**vars(module)} for path, module in inner.items()}
     with one_process() if torch.distributed.is_initialized() else nullcontext():

@@ -119,6 +119,12 @@ def call(model: nn.Module, site: Site) -> Callable[..., Any]:
     return found
 
 
+def state_of(model: nn.Module, name: str) -> Any:
+    """The parameter or buffer of a name."""
+    path, _, leaf = name.rpartition(".")
+    return getattr(model.get_submodule(path), leaf)
+
+
 def left_in(model: nn.Module, site: Site) -> dict[str, Tensor]:
     """The tensors in plain attributes of a site's module and of those in it, by their names."""
     modules = model.get_submodule(site.module).named_modules(prefix=site.module)

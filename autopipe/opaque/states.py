@@ -1,19 +1,27 @@
-"""The parameters and buffers that a call may read: some experts get no row in one run.
+"""What a call may read of the model: parameters and buffers, and attributes that forward has set.
 
-the call of a module      all that are in it
+the call of a module      all parameters and buffers in it: some experts get no row in one run
 the call of a method      those that its code has a name for, or the methods that it calls
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dis
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from types import CodeType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from autopipe.eager.holders import MOST_ELEMENTS
+from autopipe.ir.torch_patches import seeing_sets
+from autopipe.ir.torch_private import version
 from autopipe.opaque.sites import Site
 from autopipe.opaque.sparse import is_sparse
+from autopipe.opaque.trees import Unlike, from_text, parts_of, to_text
 from autopipe.planfile.regions import WHOLE
 
 
@@ -34,12 +42,6 @@ def first_names(model: nn.Module) -> dict[int, str]:
     return found
 
 
-def state_of(model: nn.Module, name: str) -> Any:
-    """The parameter or buffer of a name."""
-    path, _, leaf = name.rpartition(".")
-    return getattr(model.get_submodule(path), leaf)
-
-
 def states_of(model: nn.Module, site: Site) -> list[str]:
     """The names of the parameters and buffers that a call may read."""
     module = model.get_submodule(site.module)
@@ -57,14 +59,136 @@ def states_of(model: nn.Module, site: Site) -> list[str]:
     )
 
 
+class ChangedStates:
+    """Which parameters and buffers of a model are others, or have other values, after a call.
+
+    Args:
+        states: those that the call may read; buffers among them are compared by their values, as
+            batch norm and `.data` write beside the versions of autograd.
+    """
+
+    def __init__(self, model: nn.Module, states: Sequence[str]) -> None:
+        self._model = model
+        own = named(model)
+        self._versions = {name: (tensor, version(tensor)) for name, tensor in own.items()}
+        self._values = {name: own[name].clone() for name in states if _is_small_buffer(own[name])}
+
+    def changed(self) -> Iterator[tuple[str, Tensor | None, Tensor]]:
+        """The name of each, what it was and what it is."""
+        for name, tensor in named(self._model).items():
+            own, count = self._versions.get(name, (None, 0))
+            values = self._values.get(name)
+            same = own is tensor and version(tensor) == count
+            if not same or (values is not None and not torch.equal(tensor, values)):
+                yield name, own, tensor
+
+
+def _is_small_buffer(tensor: Tensor) -> bool:
+    beside = isinstance(tensor, nn.Parameter) or is_sparse(tensor)
+    return not beside and tensor.numel() <= MOST_ELEMENTS
+
+
+class SetBefore:
+    """What a forward puts into attributes of modules before a call that reads them.
+
+        self.part.mode = "tanh"; h = self.part(h)      {"part.mode": "tanh"}
+        self.part.eval(); h = self.part(h)             {"part.training": False, ...}
+        block.H, block.W = h, w; x = block(x)          {"block.H": 14, "block.W": 14}
+
+    Args:
+        model: is about to run.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._known: dict[tuple[nn.Module, str], None] = {}
+        self._inside = False
+
+    def noting(self) -> AbstractContextManager[None]:
+        """The forward runs within."""
+        return seeing_sets(self._note)
+
+    def _note(self, module: nn.Module, name: str) -> None:
+        if not self._inside:
+            self._known[module, name] = None
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """A call runs within: what it sets itself is its own."""
+        self._inside = True
+        try:
+            yield
+        finally:
+            self._inside = False
+
+    def before(self, site: Site) -> str:
+        """The plain values that a site's modules have of these and may read, as text."""
+        named = self._model.get_submodule(site.module).named_modules(prefix=site.module)
+        paths = {module: path for path, module in named}
+        found = {
+            f"{paths[module]}.{name}".lstrip("."): vars(module)[name]
+            for module, name in self._known
+            if module in paths and name in vars(module) and _may_read([*paths], name)
+        }
+        return to_text({name: found[name] for name in sorted(found) if _is_plain(found[name])})
+
+
+def differ(model: nn.Module, finds: str) -> bool:
+    """Whether a model's attributes are others than `SetBefore.before` has told."""
+    told = from_text(finds)
+    now = {name: _home(model, name) for name in told}
+    return any(own.get(leaf, now) != told[name] for name, (own, leaf) in now.items())
+
+
+def put(model: nn.Module, finds: str) -> None:
+    """Let a model's attributes be what `SetBefore.before` has told."""
+    for name, value in from_text(finds).items():
+        own, leaf = _home(model, name)
+        own[leaf] = value
+
+
+def _home(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+    path, _, leaf = name.rpartition(".")
+    return vars(model.get_submodule(path)), leaf
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        to_text(parts_of(value, ()))
+    except (Unlike, StopIteration):  # a tensor has its origin (`origins`)
+        return False
+    return True
+
+
+def _may_read(modules: Sequence[nn.Module], attribute: str) -> bool:
+    """Whether code of one of the modules reads an attribute of this name."""
+    kinds = {base for module in modules for base in type(module).__mro__} - {*nn.Module.__mro__}
+    return attribute == "training" or any(
+        one.argval == attribute and one.opname.startswith("LOAD_")  # getattr(self, "mode") too
+        for kind in kinds
+        for method in vars(kind).values()
+        for code in _nested(getattr(inspect.unwrap(_plain(method)), "__code__", None))
+        for one in dis.get_instructions(code)
+    )
+
+
+def _plain(method: Any) -> Any:
+    """The function of a property, a static or a class method."""
+    return getattr(method, "fget", None) or getattr(method, "__func__", method)
+
+
+def _nested(code: Any) -> Iterator[CodeType]:
+    """The code of a function, and of those within it."""
+    if isinstance(code, CodeType):
+        yield code
+        for inner in code.co_consts:
+            yield from _nested(inner)
+
+
 def _words(kind: type, method: str, known: set[str]) -> Iterator[str]:
     """The names and texts in the code of a method and of the methods whose names are in it."""
     known.add(method)
-    code = getattr(getattr(kind, method, None), "__code__", None)
-    pending = [code] if isinstance(code, CodeType) else []
-    while pending:
-        one = pending.pop()
-        pending += [inner for inner in one.co_consts if isinstance(inner, CodeType)]
+    for one in _nested(getattr(getattr(kind, method, None), "__code__", None)):
         yield from (text.partition(".")[0] for text in one.co_consts if isinstance(text, str))
         for word in one.co_names:
             yield word

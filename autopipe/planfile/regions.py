@@ -19,6 +19,10 @@ COMPILED = "torch.jit has compiled it"
 derivatives of its own, so two runs of one model agree to rounding alone."""
 
 
+NOTHING = '{"dict": {}}'
+"""No attributes, as `opaque.trees.to_text` writes them."""
+
+
 @dataclass(frozen=True)
 class Result:
     """A tensor that a region gives; `shape` is in `b`, the rows of a micro-batch.
@@ -55,6 +59,9 @@ class Region:
             does not run where anybody looks).
         left: the attributes, by their names in the model, in which it leaves tensors that are read
             after it; `gives` and `results` have them too.
+        finds: the plain values that forward has put into attributes of its modules before it, by
+            their names in the model, as `opaque.trees.to_text` writes them: `part.mode = "tanh"`,
+            `part.eval()`.
     """
 
     module: str
@@ -73,6 +80,7 @@ class Region:
     launches: int
     seen: bool = True
     left: tuple[str, ...] = ()
+    finds: str = NOTHING
 
     @property
     def name(self) -> str:

@@ -515,6 +515,69 @@ class HookReadsWhatIsLeft(Net):
         self.middle = Normed()
 
 
+class Moody(nn.Module):
+    """Computes by what stands in its attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.mood, self.size = None, (0, 0)
+
+    def forward(self, hidden):
+        rows = (hidden[:, 0] > -100).nonzero().flatten()
+        made = self.norm(self.layer(hidden[rows]))
+        made = made.tanh() if self.mood == "calm" else made
+        return hidden.index_copy(0, rows, made * self.size[0])
+
+
+class SetsAttributes(Net):
+    def begin(self):
+        self.part = Moody()
+
+    def inside(self, hidden):
+        self.part.mood, self.part.size = "calm", (2, 3)
+        hidden = self.part(hidden)
+        self.part.mood, self.part.size = None, (3, 2)
+        return self.part(hidden)
+
+
+class Evaluates(Net):
+    def begin(self):
+        self.part = Moody()
+        self.part.size = 1, 1
+
+    def inside(self, hidden):
+        made = self.part(hidden)
+        self.part.eval()
+        made = made + self.part(hidden)
+        self.part.train()
+        return made
+
+
+@pytest.mark.parametrize("kind", [SetsAttributes, Evaluates])
+def test_a_call_finds_what_forward_has_set_before_it(kind):
+    """Bug: each had what the first model had, and running statistics were no written buffers."""
+    first, second = trace_model(built(kind), inputs, square).regions
+    assert first.finds != second.finds
+    assert unlike(built(kind)) == []
+    assert unlike(built(kind), cuts=["relu/1"]) == []
+
+
+class SetsAnother(Net):
+    """Another value with each number of rows."""
+
+    def begin(self):
+        self.part = Moody()
+
+    def inside(self, hidden):
+        self.part.size = 1 / len(hidden), 0
+        return self.part(hidden)
+
+
+def test_what_differs_from_one_micro_batch_to_the_next_widens_the_call():
+    assert regions_of(SetsAnother) == ["inside()"]
+
+
 @pytest.mark.parametrize("kind", [Checkpointed, HookReadsWhatIsLeft])
 def test_backward_finds_what_its_own_forward_had(kind):
     """All forwards first. Bug: the tensors of the last micro-batch stood in the module, those that
