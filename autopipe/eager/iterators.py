@@ -64,12 +64,18 @@ def is_iterator(value: Any) -> bool:
     return own and isinstance(value, Iterator) and not isinstance(value, io.IOBase)
 
 
+def is_generator(value: Any) -> bool:
+    """Whether a value is a generator of random numbers whose place can be told."""
+    own = isinstance(value, random.Random) and not isinstance(value, random.SystemRandom)
+    return own or _of_numpy(value) is not None
+
+
 def place_of(value: Any) -> Any:
     """Where an iterator or a generator of random numbers is, as a value; None: it is neither."""
     if isinstance(value, Rewindable):
         return len(value.values)
     if isinstance(value, random.Random):
-        return value.getstate()
+        return None if isinstance(value, random.SystemRandom) else value.getstate()
     read_and_write = _of_numpy(value)
     return pickle.dumps(read_and_write[0]()) if read_and_write else None
 

@@ -1,24 +1,19 @@
 """Run a model again, to see whether it then makes other calls of torch.
 
-    random.random() < 0.5         after other seeds of Python's and numpy's generators
     self.count += 1               after its own first call
     if self.step < 10:            a buffer that each call changes
     time.time() % 2 < 1           what is in no attribute: a clock, bytes, a file
 
-A trace has what one run computes, for good: numbers from outside torch are constants in it, and so
-is what the model keeps in plain attributes. Some models draw a number that changes nothing
-(`if draw < self.layerdrop` where that is 0), or keep what they only look at (`self.last = hidden`,
-or a word for `labels.dtype`): these make the same calls again.
+A trace has what one run computes, for good: what the model keeps in plain attributes is a constant
+in it, as are random numbers from outside torch (`eager.draws`). Some models keep what they only
+look at (`self.last = hidden`, or a word for `labels.dtype`): these make the same calls again.
 """
 
 from __future__ import annotations
 
 import marshal
-import random
-import sys
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -29,15 +24,8 @@ from autopipe.eager.assigned_buffers import buffers_of
 from autopipe.errors import CaptureError
 from autopipe.frontend import user_lines
 from autopipe.ir.tensors import tensors_in
-from autopipe.ir.torch_patches import patched
 from autopipe.ir.torch_private import is_fake, is_transformed, no_function_modes, version
 from autopipe.planfile.parts import Read
-
-RUNS = 8
-"""Runs with other seeds."""
-
-EXTREMES = 0.0, 1 - 2**-53
-"""The least and the most that a draw from 0 to 1 gives."""
 
 SMALL = 4096
 """Elements of a tensor up to which its values count as part of a call."""
@@ -104,38 +92,6 @@ def _same(one: Call, other: Call) -> bool:
     return alike and all(a == b or (a[0] == b[0] and a[1] is None) for a, b in pairs)
 
 
-def check_draws(before: Hashable, run: Callable[[], object]) -> None:
-    """Refuse a model that has drawn numbers outside torch, if what it computes depends on them.
-
-    Args:
-        before: `states` before it ran.
-        run: runs the model once more.
-
-    Raises:
-        CaptureError: names the line that draws; with numpy, the next one that calls torch.
-    """
-    if states() == before:
-        return
-    logs, draws = set(), Draws()
-    with restored():
-        with draws:
-            run()
-        for seed in range(RUNS):
-            _seed(seed)
-            logs.add(calls_of(run))
-        for share in EXTREMES:  # of a rare event no seed may tell: random.random() < 0.01
-            with _drawing(share):
-                logs.add(calls_of(run))
-        place = _line_of_python(run) or draws.place
-    if len(logs) > 1:
-        raise CaptureError(
-            f"{place}: the model computes with random numbers that are not torch's "
-            "(Python's random or numpy.random); they would be constants of its graph",
-            hint="draw with torch, and use the number in torch: "
-            "torch.where(torch.rand(()) < 0.5, self.layer(x), x)",
-        )
-
-
 class Changes:
     """Whether a run draws random numbers, or changes buffers, so that the next one may be another.
 
@@ -177,37 +133,6 @@ def other_reads(first: Sequence[Read], again: Callable[[], Sequence[Read]]) -> C
                 "initialise, call the model once for in model()",
             )
     return None
-
-
-def _line_of_python(run: Callable[[], object]) -> str:
-    """The user's line at which Python's generator is drawn from; empty if it is not."""
-    places: list[str] = []
-
-    def seen(frame: Any, event: str, called: Any) -> None:
-        if event == "c_call" and isinstance(getattr(called, "__self__", None), random.Random):
-            places.append(user_lines.here())
-
-    before = sys.getprofile()
-    sys.setprofile(seen)
-    try:
-        run()
-    finally:
-        sys.setprofile(before)
-    return places[0] if places else ""
-
-
-class Draws(TorchFunctionMode):
-    """Finds the first call of torch before which a number was drawn; `place` is its line."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.place = ""
-        self._before = states()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self.place and states() != self._before:
-            self.place = user_lines.here()
-        return func(*args, **(kwargs or {}))
 
 
 class Noted(TorchFunctionMode):
@@ -272,50 +197,3 @@ def plain_of(arg: Any) -> Any:
         return [*map(plain_of, (arg.start, arg.stop, arg.step))]
     known = isinstance(arg, int | float | complex | str) or type(arg).__module__ == "numpy"
     return arg if known and not isinstance(arg, Tensor) else type(arg).__name__
-
-
-def _numpy() -> Any:
-    """numpy.random, if anything has imported it."""
-    return sys.modules.get("numpy.random")
-
-
-def states() -> Hashable:
-    """The states of Python's generator and of numpy's."""
-    numpy = _numpy()
-    if numpy is None:
-        return random.getstate(), None
-    _, keys, position, *_ = numpy.get_state()
-    return random.getstate(), (keys.tobytes(), position)
-
-
-@contextmanager
-def _drawing(share: float) -> Iterator[None]:
-    """Within, what draws from 0 to 1 gives this number."""
-
-    def of_shape(*shape: Any) -> Any:
-        return _numpy().uniform(share, share, shape[0] if len(shape) == 1 else shape or None)
-
-    with ExitStack() as until:
-        until.enter_context(patched(random, "random", lambda: share))
-        for name in ("rand", "random", "random_sample") if _numpy() is not None else ():
-            until.enter_context(patched(_numpy(), name, of_shape))
-        yield
-
-
-def _seed(seed: int) -> None:
-    random.seed(seed)
-    if _numpy() is not None:
-        _numpy().seed(seed)
-
-
-@contextmanager
-def restored() -> Iterator[None]:
-    """Within, both generators may be drawn from; afterwards they are as before."""
-    before, numpy = random.getstate(), _numpy()
-    arrays = numpy.get_state() if numpy is not None else None
-    try:
-        yield
-    finally:
-        random.setstate(before)
-        if arrays is not None:
-            numpy.set_state(arrays)

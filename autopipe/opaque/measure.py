@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import flop_registry
 
-from autopipe.eager import second_run
+from autopipe.eager.draws import Generators
 from autopipe.eager.unsaid import RefusedEffects
 from autopipe.errors import CaptureError
 from autopipe.ir.tensors import tensors_in
@@ -214,6 +214,7 @@ class _Watching:
         self._states = states
         self._names = first_names(model)
         self.sets = SetBefore(model)
+        self._generators = Generators(model)
         everything = left_in(model, Site("", WHOLE)).items()
         kept = {id(tensor): name for name, tensor in everything if tensor.grad_fn is not None}
         self.origins = Origins(self._names, kept)
@@ -234,7 +235,7 @@ class _Watching:
         versions = [version(tensor) for tensor in given]
         finds = self.sets.before(site)
         positions: dict[int, str | int] = {storage_key(t): n for t, n in self._owned(given)}
-        state, attributes = second_run.states(), left_in(self._model, site)
+        drawn, attributes = self._generators.places(), left_in(self._model, site)
 
         def run(*, looking: bool) -> tuple[_Seen, Any]:
             states = dict.fromkeys(self._states[site])
@@ -254,7 +255,7 @@ class _Watching:
             if not any(words in str(error) for words in _NO_HOOKS):
                 raise
             seen, made = run(looking=False)
-        if second_run.states() != state:
+        if self._generators.places() != drawn:
             raise CaptureError(
                 f"{site} draws from Python's random or from numpy.random, whose numbers differ "
                 "from rank to rank",

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from autopipe.eager import second_run, seeds, unsaid
 from autopipe.eager.assigned_buffers import as_before
 from autopipe.eager.compared_runs import compared_runs
+from autopipe.eager.draws import Generators
 from autopipe.eager.kept import restoring
 from autopipe.errors import AutopipeError, CaptureError, ModelError, OtherBranch
 from autopipe.frontend import refusals
@@ -73,7 +74,7 @@ def glance(
         Exception: a read depends on a parameter; or what the model's code raises without values.
     """
     look = _Look(program, tensors_of(leaves, specs), numbers=False, others=None)
-    with _surroundings(), quiet(), second_run.restored():
+    with _surroundings(), quiet(), Generators().restored():
         with restoring(*program.parts), as_before(*program.parts):
             return look.again(within)
 
@@ -124,7 +125,8 @@ class _Look:
 
     def _watched(self, within: Within, noted: second_run.Noted) -> tuple[Read, ...]:
         """The reads of a run that does nothing that no graph can say."""
-        before, changed = second_run.states(), False
+        drawn, changed = Generators(*self.program.parts), False
+        before = drawn.places()
 
         def run() -> None:
             nonlocal changed
@@ -139,7 +141,7 @@ class _Look:
         if self.program.all_assigned != known:
             again()  # the first has found buffers to be assigned; a later run writes them
             changed = True
-        second_run.check_draws(before, again)
+        drawn.check(before, again)
         other = second_run.other_reads(found, again) if changed and found else None
         self.program.otherwise = other  # of this look alone: the one before had other regions
         if self.others is not None and any(read.checked for read in found):
@@ -180,7 +182,7 @@ class _Look:
 def _record(look: _Look, within: Within, real: Callable[[], nn.Module] | None) -> tuple[Read, ...]:
     program, tensors = look.program, look.tensors
     try:
-        with quiet(), second_run.restored():
+        with quiet(), Generators().restored():
             return look.reads(within)
     except ReadsParameter as found:
         if real is None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from autopipe.eager import second_run
 from autopipe.eager.assigned_buffers import as_before, buffers_of
+from autopipe.eager.draws import Generators
 from autopipe.eager.kept import restoring
 from autopipe.errors import AutopipeError, CaptureError
 from autopipe.frontend import batch as batches
@@ -69,7 +70,7 @@ class Measuring:
             parameters_in(model, program.kept),
             eager_branches(),
             libraries_hushed(heard=False),
-            second_run.restored(),
+            Generators().restored(),
             replacing(torch.cond, _as_code),
         ):
             if model.training != program.training:

@@ -1,4 +1,4 @@
-"""Iterators and generators of random numbers that a model draws from are seen, and put back."""
+"""Iterators that a model draws from are seen, and put back; generators of random numbers too."""
 
 import itertools
 import random
@@ -71,19 +71,6 @@ class InAFunction(Net):
         return self.middle(hidden) * self.scale()
 
 
-class OwnRandom(Net):
-    def begin(self):
-        self.numbers = random.Random(0)
-
-    def inside(self, hidden):
-        return self.middle(hidden) * (1 + self.numbers.random())
-
-
-class OwnNumpy(OwnRandom):
-    def begin(self):
-        self.numbers = np.random.default_rng(0)
-
-
 @pytest.mark.parametrize(
     "kind, name",
     [
@@ -93,8 +80,6 @@ class OwnNumpy(OwnRandom):
         (Listed, "numbers"),
         (InADict, "state"),
         (InAFunction, "InAFunction.begin.<locals>.<lambda>"),
-        (OwnRandom, "numbers"),
-        (OwnNumpy, "numbers"),
     ],
 )
 def test_a_model_that_computes_with_what_it_draws_is_refused_by_name(kind, name, size):

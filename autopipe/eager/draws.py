@@ -1,0 +1,224 @@
+"""Random numbers that a model draws outside of torch: from Python's and numpy's generators.
+
+    random.random(), numpy.random.rand()     one for all
+    self.rng = random.Random(0)              one of the model's, wherever it keeps it
+    from random import random                a method of one
+
+In a graph they would be constants. Some models draw one that changes nothing (`if draw <
+self.layerdrop` where that is 0): these make the same calls of torch whatever is drawn.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import BuiltinFunctionType, MethodType
+from typing import Any
+
+from torch.overrides import TorchFunctionMode
+
+from autopipe.eager.holders import Part, holders_of
+from autopipe.eager.iterators import is_generator, place_of, put_at
+from autopipe.eager.second_run import calls_of
+from autopipe.errors import CaptureError
+from autopipe.frontend import user_lines
+from autopipe.ir.torch_patches import patched
+
+RUNS = 8
+"""Runs with other seeds."""
+
+EXTREMES = 0.0, 1 - 2**-53
+"""The least and the most that a draw from 0 to 1 gives."""
+
+
+class Generators:
+    """Those of Python's random and of numpy.random, and those that a model keeps.
+
+    Args:
+        parts: the model and its loss; none: those of Python and numpy alone.
+    """
+
+    def __init__(self, *parts: Part) -> None:
+        self._kept = [
+            (holder, key, value)
+            for holder in holders_of(*parts)
+            for key, value in holder.values().items()
+            if is_generator(_generator(value))
+        ]
+        found = [*(module.random for module in _modules()), *(value for *_, value in self._kept)]
+        generators = {id(one): one for one in map(_generator, found) if is_generator(one)}
+        self._all = list(generators.values())
+
+    def places(self) -> Hashable:
+        """Where all of them are."""
+        return tuple(map(place_of, self._all))
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Within, they may be drawn from; afterwards they are as before."""
+        before = [place_of(one) for one in self._all]
+        try:
+            yield
+        finally:
+            for one, place in zip(self._all, before, strict=True):
+                put_at(one, place)
+
+    def check(self, before: Hashable, run: Callable[[], object]) -> None:
+        """Refuse a model that has drawn from any, if what it computes depends on the numbers.
+
+        Args:
+            before: `places` before it ran.
+            run: runs the model once more.
+
+        Raises:
+            CaptureError: names the line that draws; with numpy, the next one that calls torch.
+        """
+        if self.places() == before:
+            return
+        logs, draws = set(), _Draws(self)
+        with self.restored():
+            with draws:
+                run()
+            for seed in range(RUNS):
+                for one in self._all:
+                    _seed(one, seed)
+                logs.add(calls_of(run))
+            for share in EXTREMES:  # of a rare event no seed may tell: random.random() < 0.01
+                with self._giving(share):
+                    logs.add(calls_of(run))
+            place = _line_of_python(run) or draws.place
+        if len(logs) > 1:
+            raise CaptureError(
+                f"{place}: the model computes with random numbers that are not torch's "
+                "(Python's random or numpy.random); they would be constants of its graph",
+                hint="draw with torch, and use the number in torch: "
+                "torch.where(torch.rand(()) < 0.5, self.layer(x), x)",
+            )
+
+    @contextmanager
+    def _giving(self, share: float) -> Iterator[None]:
+        """Within, a draw gives the least or the most that it may, wherever the code asks for it."""
+        with ExitStack() as until:
+            for module in _modules():
+                extreme = _Extreme(share, _generator(module.random))
+                for name in DRAWS & vars(module).keys():
+                    until.enter_context(patched(module, name, getattr(extreme, name)))
+            for one in self._all:
+                if isinstance(one, random.Random):  # its expovariate() asks its random()
+                    until.enter_context(patched(one, "random", lambda: share))
+            for holder, key, value in self._kept:
+                extreme = _Extreme(share, _generator(value))
+                until.callback(holder.own.__setitem__, key, value)
+                holder.own[key] = extreme if extreme.own is value else extreme.like(value)
+            yield
+
+
+DRAWS = frozenset(
+    ("random", "random_sample", "rand", "uniform", "randrange", "randint", "integers", "choice")
+)
+"""The methods by which code lets something happen now and then."""
+
+
+class _Extreme:
+    """Stands in for a generator: its draws are the least, or the most, that they may be.
+
+    Draws of other kinds (`normal`, `shuffle`) are the generator's own.
+    """
+
+    def __init__(self, share: float, own: Any) -> None:
+        self._share = share
+        self.own = own
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.own, name)
+
+    def like(self, method: Any) -> Any:
+        """The method of the same name."""
+        return getattr(self, method.__name__) if method.__name__ in DRAWS else method
+
+    def random(self, size: Any = None, **_: Any) -> Any:
+        return _filled(self._share, size)
+
+    random_sample = random
+
+    def rand(self, *shape: int) -> Any:
+        return _filled(self._share, shape or None)
+
+    def uniform(self, low: Any = 0.0, high: Any = 1.0, size: Any = None) -> Any:
+        return _filled(low + (high - low) * self._share, size)
+
+    def randrange(self, start: int, stop: int | None = None, step: int = 1) -> Any:
+        return self._among(range(start) if stop is None else range(start, stop, step))
+
+    def randint(self, low: int, high: Any = None, size: Any = None, dtype: Any = int) -> Any:
+        endpoint = isinstance(self.own, random.Random)
+        return self.integers(low, high, size, dtype, endpoint)
+
+    def integers(
+        self, low: int, high: Any = None, size: Any = None, dtype: Any = int, endpoint: bool = False
+    ) -> Any:
+        whole = range(low) if high is None else range(low, high)
+        return _filled(self._among(range(whole.start, whole.stop + endpoint)), size)
+
+    def choice(self, items: Any, size: Any = None, replace: bool = True, p: Any = None) -> Any:
+        return _filled(self._among(range(items) if isinstance(items, int) else items), size)
+
+    def _among(self, items: Any) -> Any:
+        return items[int(self._share * len(items))]
+
+
+def _filled(value: Any, size: Any) -> Any:
+    return value if size is None else sys.modules["numpy"].full(size, value)
+
+
+class _Draws(TorchFunctionMode):
+    """Finds the first call of torch before which a number was drawn; `place` is its line."""
+
+    def __init__(self, generators: Generators) -> None:
+        super().__init__()
+        self.place = ""
+        self._generators = generators
+        self._before = generators.places()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.place and self._generators.places() != self._before:
+            self.place = user_lines.here()
+        return func(*args, **(kwargs or {}))
+
+
+def _line_of_python(run: Callable[[], object]) -> str:
+    """The user's line at which a generator of Python's is drawn from; empty if none is."""
+    places: list[str] = []
+
+    def seen(frame: Any, event: str, called: Any) -> None:
+        if event == "c_call" and isinstance(_generator(called), random.Random):
+            places.append(user_lines.here())
+
+    before = sys.getprofile()
+    sys.setprofile(seen)
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+    return places[0] if places else ""
+
+
+def _generator(value: Any) -> Any:
+    """The generator that a method is of; anything else is itself."""
+    method = isinstance(value, BuiltinFunctionType | MethodType)
+    return getattr(value, "__self__", value) if method else value
+
+
+def _modules() -> list[Any]:
+    """Python's random, and numpy's if anything has imported it."""
+    return [random, *(sys.modules[name] for name in ("numpy.random",) if name in sys.modules)]
+
+
+def _seed(generator: Any, seed: int) -> None:
+    if hasattr(generator, "seed"):
+        generator.seed(seed)
+    else:  # a numpy.random.Generator
+        bits = generator.bit_generator
+        bits.state = type(bits)(seed).state
