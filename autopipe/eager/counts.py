@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 from autopipe.eager.assigned_buffers import as_before
-from autopipe.eager.holders import MOST, Part, holders_of
-from autopipe.eager.iterators import Rewindable
+from autopipe.eager.contents import (
+    CONTAINERS,
+    ahead,
+    is_as,
+    measure,
+    put_back,
+    raised,
+    rise_of,
+)
+from autopipe.eager.holders import Part, holders_of
 from autopipe.eager.second_run import calls_of
 
 ROUND = 100, 1_000, 10_000
@@ -20,7 +29,7 @@ What comes and goes between two of these is not seen."""
 
 
 class Counts:
-    """The numbers that models keep now, how long their lists are, and what iterators have given.
+    """The numbers that models keep, how much their containers hold and their iterators have given.
 
     counts = Counts(model)      self.step = 3
     model(x)                    self.step = 4
@@ -30,14 +39,21 @@ class Counts:
     def __init__(self, *parts: Part) -> None:
         self._holders = holders_of(*parts)
         self._before = self._now()
+        self._lists = {
+            (number, name): [*value]
+            for number, holder in enumerate(self._holders)
+            for name, value in holder.values().items()
+            if type(value) in (list, deque)
+        }
         self._rises: dict[tuple[int, Any], Any] | None = None
+        self._fronts: dict[tuple[int, Any], bool] = {}
 
     def _now(self) -> dict[tuple[int, Any], Any]:
         return {
-            (number, name): _count(value)
+            (number, name): measured
             for number, holder in enumerate(self._holders)
             for name, value in holder.values().items()
-            if type(value) in (int, float, list, Rewindable)  # a read of a trace is none of these
+            if (measured := measure(value)) is not None
         }
 
     @property
@@ -52,23 +68,26 @@ class Counts:
         """
         if self._rises is None:
             now, before = self._now(), self._before
-            self._rises = {k: v - before[k] for k, v in now.items() if before.get(k, v) != v}
-        for (number, name), rise in self._rises.items():
-            value = self._before[number, name] + calls * rise
-            own = self._holders[number].own
+            rises = {key: rise_of(before.get(key, value), value) for key, value in now.items()}
+            self._rises = {k: rise for k, rise in rises.items() if before.get(k, now[k]) != now[k]}
+            self._fronts = {key: self._loses_its_front(key) for key in self._lists.keys() & rises}
+        for key, rise in self._rises.items():
+            own, name = self._holders[key[0]].own, key[1]
+            if rise is None or name not in own:
+                continue
             kept = own[name]
-            if isinstance(kept, Rewindable):
-                kept.draw(min(value - len(kept.values), MOST))
-            elif not isinstance(kept, list):
-                own[name] = value
-            elif rise > 0:
-                kept[:] = kept[:value] + kept[-1:] * (value - len(kept))
+            if type(kept) in (list, deque) and rise < 0:
+                was, gone = self._lists[key], -rise * calls
+                put_back(kept, was[gone:] if self._fronts[key] else was[: max(0, len(was) - gone)])
+            elif type(kept) not in CONTAINERS or rise > 0:
+                value = raised(kept, ahead(self._before[key], rise, calls))
+                if value is not kept:
+                    own[name] = value
 
-
-def _count(value: Any) -> Any:
-    if isinstance(value, Rewindable):
-        return len(value.values)
-    return len(value) if isinstance(value, list) else value
+    def _loses_its_front(self, key: tuple[int, Any]) -> bool:
+        """Whether a list has lost what stood first in it: a schedule, by `pop(0)`."""
+        now = [*self._holders[key[0]].own[key[1]]]
+        return is_as(now, self._lists[key][-len(now) :] if now else [])
 
 
 def runs_ahead(parts: Sequence[Part], run: Callable[[], object]) -> Iterator[Hashable]:

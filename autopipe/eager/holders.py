@@ -1,7 +1,7 @@
 """Where a model's Python can keep something from one call to the next.
 
 self.step += 1                  the attributes of a module, of an object of the user's in one
-self.state["step"] += 1         a dict or a list in one
+self.state["step"] += 1         a dict, a list or a tuple in one
 Net.step += 1                   the attributes of a class
 global STEP; STEP += 1          the globals of the file that a class stands in
 nonlocal step; step += 1        what a method closes over, its own attributes, its defaults;
@@ -14,7 +14,6 @@ What changes elsewhere (a clock, bytes) is found by a second run (`second_run.ch
 from __future__ import annotations
 
 import sys
-from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopipe.eager.contents import CONTAINERS, MOST, MOST_ELEMENTS
 from autopipe.eager.frozen import FIXED, INTERNAL, VALUES
 from autopipe.eager.iterators import Rewindable
 from autopipe.ir.torch_private import is_fake
@@ -31,10 +31,6 @@ from autopipe.ir.torch_private import is_fake
 DEPTH = 3
 """So far down objects, dicts and lists are looked into: `self.trainer.schedule.state["step"]`."""
 
-MOST = 1_000
-"""Entries of a list or a dict up to which they are looked at; of others the number is."""
-
-_CONTAINERS = (list, dict, set, OrderedDict, defaultdict, Counter)
 _PLAIN = (*VALUES, float, complex)
 _PASSED = (*_PLAIN, *FIXED, Tensor, nn.Module, property, staticmethod, classmethod)
 """What keeps nothing, or is looked at by itself."""
@@ -73,9 +69,6 @@ class Holder:
 
 Part = nn.Module | Callable[..., Any]
 """What a user hands over: a model, or a loss, which may be a function or an object."""
-
-MOST_ELEMENTS = 2**22
-"""Of a tensor up to which it is put back; larger ones of a user's file are rather data."""
 
 
 def modules_among(parts: Iterable[Part]) -> list[nn.Module]:
@@ -174,7 +167,7 @@ def _may_change(key: Any, value: Any) -> bool:
     if str(key).startswith("__"):
         return False
     if isinstance(value, list | dict | set):  # one that a library has made may load files by itself
-        return type(value) in _CONTAINERS
+        return type(value) in CONTAINERS
     return isinstance(value, _PLAIN) or not isinstance(value, _PASSED)
 
 
@@ -202,11 +195,14 @@ def _inside(value: Any, *, shared: bool) -> MutableMapping[Any, Any] | None:
         shared: whether it stands where objects of Python's own do too, such as a logger.
     """
     if isinstance(value, list | dict):
-        if type(value) not in _CONTAINERS or len(value) > MOST:
+        if type(value) not in CONTAINERS or len(value) > MOST:
             return None
         return value if isinstance(value, dict) else _Items(value)
-    if isinstance(value, (*_PASSED, tuple, set, frozenset, Rewindable)):
+    if isinstance(value, (*_PASSED, set, frozenset, Rewindable)):
         return None
+    if isinstance(value, tuple):
+        plain = len(value) > MOST or all(isinstance(item, _PLAIN) for item in value)
+        return None if plain else _Fixed(value)
     if shared and _foreign(type(value).__module__) and not isinstance(value, SimpleNamespace):
         return None
     slots = [
@@ -290,7 +286,7 @@ class _Cells(MutableMapping[Any, Any]):
 class _Items(MutableMapping[Any, Any]):
     """The items of a list by their places."""
 
-    def __init__(self, items: list[Any]) -> None:
+    def __init__(self, items: Any) -> None:
         self._items = items
 
     def __getitem__(self, place: Any) -> Any:
@@ -307,3 +303,13 @@ class _Items(MutableMapping[Any, Any]):
 
     def __len__(self) -> int:
         return len(self._items)
+
+
+class _Fixed(_Items):
+    """Those of a tuple, which stay."""
+
+    def __setitem__(self, place: Any, value: Any) -> None:
+        pass
+
+    def __delitem__(self, place: Any) -> None:
+        pass

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import operator
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,9 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from autopipe.eager.assigned_buffers import as_before, buffers_of
+from autopipe.eager.contents import content_of, is_as, put_back
 from autopipe.eager.frozen import INTERNAL, frozen
 from autopipe.eager.holders import Holder, Part, holders_of, modules_among
-from autopipe.eager.iterators import Rewindable, is_iterator, place_of, put_at
+from autopipe.eager.iterators import Rewindable, is_iterator
 from autopipe.ir.tensors import tensors_in
 from autopipe.ir.torch_private import buffer_names, is_fake
 
@@ -41,7 +40,7 @@ def _restoring_kept(parts: Sequence[Part]) -> Iterator[Callable[[], tuple[str, .
     """As `restoring` has it, of all but what is registered with modules."""
     holders = holders_of(*parts)
     drawn = _drawn_from(holders)
-    before = [(holder, _with_copies(holder.values())) for holder in holders]
+    before = [(holder, _with_contents(holder.values())) for holder in holders]
 
     def changed() -> tuple[str, ...]:
         return tuple(
@@ -89,7 +88,7 @@ def _restoring_registered(models: Sequence[nn.Module]) -> Iterator[Callable[[], 
     modules = list(paths)
     wanted = ["training", *(name for name in INTERNAL if "hooks" in name)]
     before = [
-        (module, _with_copies({n: vars(module)[n] for n in wanted if n in vars(module)}))
+        (module, _with_contents({n: vars(module)[n] for n in wanted if n in vars(module)}))
         for module in modules
     ]
     names = {module: buffer_names(module) for module in modules}
@@ -101,7 +100,7 @@ def _restoring_registered(models: Sequence[nn.Module]) -> Iterator[Callable[[], 
             f"{paths[module]}.{name}".strip(".").replace("._", ".")
             for module, own in before
             for name, (value, was) in own.items()
-            if vars(module)[name] is not value or not (was is None or _same(_entries(value), was))
+            if vars(module)[name] is not value or not is_as(value, was)
         )
         return (*hooks, *(n for model in models for n in buffers_of(model) if n not in known))
 
@@ -160,46 +159,18 @@ _MISSING = object()
 
 
 def _differs(value: Any, known: tuple[Any, Any] | None) -> bool:
-    """Whether a value is another one than `_with_copies` has noted."""
+    """Whether a value is another one than `_with_contents` has noted."""
     if known is None or value is not known[0]:
         return known is None or frozen(value, deep=False) != frozen(known[0], deep=False)
-    if known[1] is None:
-        return False
-    place = place_of(value)
-    return bool(place != known[1] if place is not None else len(_entries(value)) != len(known[1]))
+    return not is_as(value, known[1])
 
 
-def _with_copies(own: Mapping[Any, Any]) -> dict[Any, tuple[Any, Any]]:
-    """Values, each with its entries if it is a list, a dict or a set, or the place where it is."""
-    contained = {n: _entries(v) for n, v in own.items() if isinstance(v, list | dict | set)}
-    return {name: (v, contained.get(name, place_of(v))) for name, v in own.items()}
+def _with_contents(own: Mapping[Any, Any]) -> dict[Any, tuple[Any, Any]]:
+    return {name: (value, content_of(value)) for name, value in own.items()}
 
 
 def _put_back(own: MutableMapping[Any, Any], known: Mapping[Any, tuple[Any, Any]]) -> None:
-    for name, (value, before) in known.items():
+    for name, (value, content) in known.items():
         if name not in own or own[name] is not value:
             own[name] = value
-        if place_of(value) is not None:
-            put_at(value, before)
-            continue
-        if before is None or _same(_entries(value), before):
-            continue
-        if isinstance(value, list):
-            value[:] = before
-        else:
-            value.clear()
-            pairs = zip(before[::2], before[1::2], strict=True)
-            value.update(pairs if isinstance(value, dict) else before)
-
-
-def _entries(container: Any) -> list[Any]:
-    """What a list or a set holds, of a dict keys and values in turn; runs no code of the user's."""
-    if isinstance(container, dict):
-        kind = OrderedDict if isinstance(container, OrderedDict) else dict
-        return [part for pair in kind.items(container) for part in pair]
-    return [*container]
-
-
-def _same(entries: list[Any], before: list[Any]) -> bool:
-    """Whether these are the same objects."""
-    return len(entries) == len(before) and all(map(operator.is_, entries, before))
+        put_back(value, content)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopipe.eager.holders import MOST_ELEMENTS
+from autopipe.eager.contents import MOST_ELEMENTS
 from autopipe.ir.torch_patches import seeing_sets
 from autopipe.ir.torch_private import version
 from autopipe.opaque.sites import Site

@@ -1,6 +1,7 @@
 """What cannot be captured is refused in a sentence that names the user's own line."""
 
 import inspect
+from array import array
 from functools import partial
 
 import numpy as np
@@ -43,7 +44,7 @@ class Shapes(Model):
 class Moody(Model):
     """Its count is in bytes, which nothing puts back: others are refused by their names."""
 
-    calls = bytearray(1)
+    calls = array("i", [0])
 
     def body(self, x, hidden):
         Moody.calls[0] = min(Moody.calls[0] + 1, 255)

@@ -1,0 +1,157 @@
+"""What changes inside of a value that stays the same object, put back; how much a value is.
+
+value               content                  measure
+a list, a dict,
+a set, a deque      what it holds            how much it holds
+an array            its values               its values
+an iterator         how much it has given    how much it has given
+random numbers      the generator's state
+a tuple             (stays as it is)         the measures of what it holds
+a number            (stays as it is)         the number
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Collection
+from contextlib import suppress
+from typing import Any
+
+from autopipe.eager.iterators import Rewindable, place_of, put_at
+
+MOST_ELEMENTS = 2**22
+"""Of a tensor or an array up to which it is put back; larger ones are rather data."""
+
+MOST = 1_000
+"""Entries up to which what a container holds is looked at; of others the number is."""
+
+_CONTAINERS = (list, dict, set, deque)
+CONTAINERS = (*_CONTAINERS, OrderedDict, defaultdict, Counter)
+"""Types of containers that run no code of a library's own."""
+
+
+def content_of(value: Any) -> Any:
+    """A value's content, to compare and to put back; None: nothing changes inside."""
+    if isinstance(value, _CONTAINERS):
+        return _entries(value)
+    if isinstance(value, bytearray):
+        return bytes(value)
+    if _is_array(value):
+        return value.copy() if value.size <= MOST_ELEMENTS and value.flags.writeable else None
+    return place_of(value)
+
+
+def is_as(value: Any, content: Any) -> bool:
+    """Whether a value has the content that it had."""
+    if content is None:
+        return True
+    if isinstance(value, _CONTAINERS):
+        now = _entries(value)
+        return len(now) == len(content) and all(map(operator.is_, now, content))
+    if _is_array(value):
+        return bool(value.shape == content.shape and value.tobytes() == content.tobytes())
+    return bool(content_of(value) == content)
+
+
+def put_back(value: Any, content: Any) -> None:
+    """Let a value have the content that it had."""
+    if is_as(value, content):
+        return
+    if isinstance(value, list | bytearray):
+        value[:] = content
+    elif isinstance(value, dict):
+        value.clear()
+        value.update(zip(content[::2], content[1::2], strict=True))
+    elif isinstance(value, set | deque):
+        value.clear()
+        (value.update if isinstance(value, set) else value.extend)(content)
+    elif _is_array(value):
+        value[...] = content
+    else:
+        put_at(value, content)
+
+
+def measure(value: Any) -> Any:
+    """How much a value is, as a number or a tuple of measures; None: nothing that is counted."""
+    if type(value) in (int, float):  # a read of a trace is none of these
+        return value
+    if type(value) in CONTAINERS:
+        return len(value)
+    if isinstance(value, Rewindable):
+        return len(value.values)
+    if isinstance(value, tuple):
+        return tuple(map(measure, value)) if len(value) <= MOST else None
+    if (_is_array(value) and value.size <= MOST) or _is_number(value):
+        return _nested(value.tolist()) if value.dtype.kind in "iuf" else None
+    return None
+
+
+def ahead(before: Any, rise: Any, calls: int) -> Any:
+    """What a measure is after so many calls that raise it so far."""
+    if isinstance(rise, tuple):
+        return tuple(ahead(b, r, calls) for b, r in zip(before, rise, strict=True))
+    return before if rise is None else before + calls * rise
+
+
+def rise_of(before: Any, after: Any) -> Any:
+    """How far a measure has risen; None: it is nothing that rises."""
+    if isinstance(before, tuple) and isinstance(after, tuple):
+        return tuple(map(rise_of, before, after)) if len(before) == len(after) else None
+    if before is None or after is None or isinstance(before, tuple) or isinstance(after, tuple):
+        return None
+    return after - before
+
+
+def raised(value: Any, to: Any) -> Any:
+    """A value of this measure: the same one with more in it, or another number."""
+    if isinstance(value, Rewindable):
+        value.draw(min(to - len(value.values), MOST))
+    elif isinstance(value, list | deque):
+        items = [*value, *[*value][-1:] * (to - len(value))]
+        value.clear()
+        value.extend(items[:to])
+    elif isinstance(value, dict):
+        last = [*value.values()][-1] if value else None
+        value.update(dict.fromkeys(_others(value, to), last))
+    elif isinstance(value, set):
+        value.update(_others(value, to))
+    elif isinstance(value, tuple):
+        made = [one if t is None else raised(one, t) for one, t in zip(value, to, strict=True)]
+        return value._make(made) if hasattr(value, "_make") else tuple(made)
+    elif _is_array(value):
+        value[...] = to
+    else:
+        with suppress(OverflowError):  # of numpy's small integers
+            return type(value)(to)
+    return value
+
+
+def _others(known: Collection[Any], count: int) -> list[int]:
+    """As many numbers as are missing to this count of entries."""
+    new = (number for number in itertools.count() if number not in known)
+    return list(itertools.islice(new, max(0, count - len(known))))
+
+
+def _entries(container: Any) -> list[Any]:
+    """What one holds, of a dict keys and values in turn; runs no code of the user's."""
+    if isinstance(container, dict):
+        kind = OrderedDict if isinstance(container, OrderedDict) else dict
+        return [part for pair in kind.items(container) for part in pair]
+    return [*container]
+
+
+def _nested(values: Any) -> Any:
+    return tuple(map(_nested, values)) if isinstance(values, list) else values
+
+
+def _is_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def _is_number(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.number)

@@ -1,0 +1,192 @@
+"""What a model counts in Python is seen wherever it counts, though two calls do the same."""
+
+from collections import Counter, deque
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from autopipe.eager.contents import content_of, is_as, measure, put_back, raised
+from autopipe.eager.counts import Counts
+from autopipe.planners.driver import against_eager
+from tests.support.odd_models import Net, built, inputs, planned, refusal
+
+
+@pytest.fixture(params=["small", "large"])
+def size(request, monkeypatch):
+    """A large model is not run while planning."""
+    if request.param == "large":
+        monkeypatch.setattr(against_eager, "MOST_FLOPS", 0)
+
+
+class Warm(Net):
+    """Does otherwise after fifty calls; `counted` counts them."""
+
+    def inside(self, hidden):
+        return self.middle(hidden) * (2 if self.counted() > 50 else 1)
+
+
+class InADeque(Warm):
+    def begin(self):
+        self.kept = deque(maxlen=64)
+
+    def counted(self):
+        self.kept.append(1.0)
+        return len(self.kept)
+
+
+class InASet(Warm):
+    def begin(self):
+        self.kept = set()
+
+    def counted(self):
+        self.kept.add(len(self.kept))
+        return len(self.kept)
+
+
+class InADict(Warm):
+    def begin(self):
+        self.kept = {}
+
+    def counted(self):
+        self.kept[len(self.kept)] = True
+        return len(self.kept)
+
+
+class InACounter(Warm):
+    def begin(self):
+        self.kept = Counter()
+
+    def counted(self):
+        self.kept["calls"] += 1
+        return self.kept["calls"]
+
+
+class InATuple(Warm):
+    def begin(self):
+        self.kept = 0, ("calls", 0)
+
+    def counted(self):
+        _, (name, calls) = self.kept
+        self.kept = 0, (name, calls + 1)
+        return calls
+
+
+class InAListOfATuple(Warm):
+    def begin(self):
+        self.kept = ("calls", [0])
+
+    def counted(self):
+        self.kept[1][0] += 1
+        return self.kept[1][0]
+
+
+class Step(NamedTuple):
+    calls: int
+    name: str
+
+
+class InANamedTuple(Warm):
+    def begin(self):
+        self.kept = Step(0, "warm")
+
+    def counted(self):
+        self.kept = self.kept._replace(calls=self.kept.calls + 1)
+        return self.kept.calls
+
+
+class InAnArray(Warm):
+    def begin(self):
+        self.kept = np.zeros((2, 2))
+
+    def counted(self):
+        self.kept[1] += 1
+        return self.kept[1, 1]
+
+
+class InANumber(Warm):
+    def begin(self):
+        self.kept = np.int64(0)
+
+    def counted(self):
+        self.kept += 1
+        return self.kept
+
+
+class FromTheFront(Net):
+    """A schedule that is consumed."""
+
+    def begin(self):
+        self.kept = [1.0] * 5 + [0.5] * 2000
+
+    def inside(self, hidden):
+        return self.middle(hidden) * self.kept.pop(0)
+
+
+class FromTheEnd(FromTheFront):
+    def inside(self, hidden):
+        self.kept.pop()
+        return self.middle(hidden) * (2 if len(self.kept) < 1900 else 1)
+
+
+@pytest.mark.parametrize("kind", [*Warm.__subclasses__(), FromTheFront, FromTheEnd])
+def test_a_count_is_seen_wherever_it_is_kept(kind, size):
+    """Bug: a run was trained on for good as if it were warming up."""
+    assert "keeps kept" in refusal(built(kind))
+
+
+class Logs(Net):
+    def begin(self):
+        self.seen, self.last, self.sums = deque(maxlen=3), {}, np.zeros(2)
+
+    def inside(self, hidden):
+        self.seen.append(hidden)
+        self.last[len(self.last)] = hidden
+        self.sums += len(hidden)
+        return self.middle(hidden)
+
+
+def test_what_is_counted_for_a_log_is_no_obstacle(size):
+    model = built(Logs)
+    planned(model)
+    assert not model.seen and not model.last and not model.sums.any(), "planning has put it back"
+
+
+@pytest.mark.parametrize(
+    ("value", "change", "to", "far"),
+    [
+        ([1, 2], lambda v: v.append(3), 5, [1, 2, 3, 3, 3]),
+        (deque([1, 2], 4), lambda v: v.append(3), 9, deque([3, 3, 3, 3])),
+        ({3, 4}, lambda v: v.add(0), 5, {0, 1, 2, 3, 4}),
+        ({"a": 1}, lambda v: v.update(b=2), 3, {"a": 1, "b": 2, 0: 2}),
+        (bytearray(b"a"), lambda v: v.append(1), None, None),
+        (np.ones(2), lambda v: np.add(v, 1, out=v), (4, 4), np.full(2, 4.0)),
+    ],
+)
+def test_contents_are_put_back_and_counted_on(value, change, to, far):
+    before, kind = content_of(value), type(value)
+    change(value)
+    assert not is_as(value, before)
+    if to is not None:
+        assert raised(value, to) is value and measure(value) == (4 if kind is deque else to)
+        assert np.array_equal(value, far) if kind is np.ndarray else value == far
+    put_back(value, before)
+    assert is_as(value, before) and content_of(value) is not None
+
+
+def test_a_small_integer_of_numpy_stays_where_it_cannot_follow():
+    assert raised(np.int8(3), 100_000) == 3
+    assert raised(np.int8(3), 100) == np.int8(100)
+    assert raised((1, "a", (2.0,)), (5, None, (3.0,))) == (5, "a", (3.0,))
+
+
+def test_counts_are_set_as_if_calls_had_made_them():
+    model = built(InADict)
+    counts = Counts(model)
+    with torch.no_grad():
+        model(inputs(2)["x"])
+    assert counts.risen
+    for calls in (30, 3, 300):
+        counts.ahead(calls)
+        assert len(model.kept) >= calls
