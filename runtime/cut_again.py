@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from autopipe.frontend import batch as batches
+from autopipe.frontend import row_length
 from autopipe.frontend.loss import Loss
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.placements import Sharding
@@ -34,11 +35,11 @@ def split_to_evaluate(
     """
     plan = part.plan
     example = batches.some_rows(batch, plan.inputs, plan.traced_rows)
-    length = batches.length_in(plan.inputs, batches.flatten(batch))
+    length = row_length.length_in(plan.inputs, batches.flatten(batch))
     found = trace_source(
         model,
         example,
-        plan.inputs if length is None else batches.at_length(plan.inputs, length),
+        plan.inputs if length is None else row_length.at_length(plan.inputs, length),
         loss,
         training=False,
         symbolic=not plan.rows_fixed,

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from autopipe.frontend import batch as batches
+from autopipe.frontend import row_length
 from autopipe.planfile.contents import Plan
 
 
@@ -61,8 +62,8 @@ def rows_of(batch: Any, plan: Plan, *, sharded: bool) -> int:
 
 def length_share(batch: Any, plan: Plan) -> float:
     """The tokens of a row of a batch over those that are planned; 1 where rows are no sequences."""
-    found = batches.length_in(plan.inputs, batches.flatten(batch))
-    planned = batches.length_of(plan.inputs)
+    found = row_length.length_in(plan.inputs, batches.flatten(batch))
+    planned = row_length.length_of(plan.inputs)
     return 1.0 if found is None or planned is None else found / planned
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from autopipe.frontend.batch import flatten, of_specs
 from autopipe.frontend.model_file import ModelFile
 from autopipe.planfile.contents import Plan
 from autopipe.tracing.symbolic_sequence import shorter
@@ -65,12 +66,14 @@ def write(folder: Path, subject: CheckJob, plan: Plan, file: ModelFile) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(SEED, "inputs", step))
             batch = file.inputs(plan.batch.rows)
-            batches.append(shorter(batch, plan.inputs, length) if length else batch)
+            batch = shorter(batch, plan.inputs, length) if length else batch
+            batches.append(flatten(batch))  # its classes may be of the model file
     torch.save(batches, folder / "batches.pt")
 
 
 def read(folder: Path) -> tuple[CheckJob, Plan, list[Any]]:
     """The subject, the plan and a batch for each step."""
     subject = codec.load(CheckJob, folder / "subject.json", root="subject")
-    batches = torch.load(folder / "batches.pt", weights_only=False)
-    return subject, Plan.load(folder / "plan.json"), batches
+    plan = Plan.load(folder / "plan.json")
+    leaves = torch.load(folder / "batches.pt", weights_only=False)
+    return subject, plan, [of_specs(plan.inputs, one) for one in leaves]

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections import namedtuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.errors import ModelError
-from autopipe.ir.graph import SEQUENCE
+from autopipe.frontend.row_length import at_length, length_in, length_of
 from autopipe.planfile.parts import InputSpec
 from autopipe.util import dims, dtypes
 
@@ -32,24 +33,32 @@ def flatten(batch: object) -> dict[str, Leaf]:
         ModelError: a leaf is neither a tensor nor a Python number, text or None.
     """
     leaves: dict[str, Leaf] = {}
-
-    def walk(tree: object, path: str) -> None:
-        if isinstance(tree, Mapping):
-            for key, item in tree.items():
-                walk(item, f"{path}.{key}" if path else str(key))
-        elif isinstance(tree, Sequence) and not isinstance(tree, str):
-            for position, item in enumerate(tree):
-                walk(item, f"{path}.{position}" if path else str(position))
-        elif tree is None or isinstance(tree, Tensor | bool | int | float | str):
-            leaves[path or "0"] = tree
-        else:
+    for path, leaf, _ in _walk(batch):
+        if not (leaf is None or isinstance(leaf, Tensor | bool | int | float | str)):
             raise ModelError(
-                f"batch[{path!r}] is a {type(tree).__name__}; a batch holds tensors, numbers, "
+                f"batch[{path!r}] is a {type(leaf).__name__}; a batch holds tensors, numbers, "
                 "text and None in dicts, tuples and lists"
             )
-
-    walk(batch, "")
+        leaves[path or "0"] = leaf
     return leaves
+
+
+def _walk(
+    tree: object, path: str = "", within: tuple[str, ...] = ()
+) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
+    """The leaves, each with its path and the kinds of the containers that it stands in."""
+    if isinstance(tree, Mapping):
+        kind = "numbered" if all(isinstance(key, int) for key in tree) else "dict"
+        items = tree.items()
+    elif isinstance(tree, Sequence) and not isinstance(tree, str):
+        kind = "tuple" if isinstance(tree, tuple) else "list"
+        kind = " ".join(("named", *tree._fields)) if hasattr(tree, "_fields") else kind
+        items = dict(enumerate(tree)).items()
+    else:
+        yield path, tree, within
+        return
+    for key, item in items:
+        yield from _walk(item, f"{path}.{key}" if path else str(key), (*within, kind))
 
 
 def rebuild(batch: object, leaves: Mapping[str, Any]) -> Any:
@@ -77,19 +86,36 @@ def from_specs(specs: Sequence[InputSpec], rows: int) -> Any:
         else:
             shape = [dims.size_at(entry, rows) for entry in spec.shape]
             leaves[spec.path] = torch.full(shape, spec.low or 0, dtype=getattr(torch, spec.dtype))
-    return unflatten(leaves)
+    return of_specs(specs, leaves)
 
 
-def unflatten(leaves: Mapping[str, Any]) -> Any:
-    """Build a tree from leaves by path; a level whose keys are all numbers becomes a tuple."""
-    if list(leaves) == ["0"]:
-        return (leaves["0"],)
-    heads: dict[str, dict[str, Any]] = {}
-    for path, leaf in leaves.items():
+def of_specs(specs: Sequence[InputSpec], leaves: Mapping[str, Any]) -> Any:
+    """The batch that is described so, of these leaves; a class of the user's is a plain one."""
+    return _unflatten({spec.path: (spec.within, leaves[spec.path]) for spec in specs})
+
+
+def _unflatten(leaves: Mapping[str, tuple[Sequence[str], Any]]) -> Any:
+    """A tree from leaves by path, each with the kinds of its containers: none for those that paths
+    tell, a tuple where all keys are numbers and else a dict."""
+    levels: dict[str, dict[str, Any]] = {}
+    kind = ""
+    for path, (kinds, leaf) in leaves.items():
         head, _, rest = path.partition(".")
-        heads.setdefault(head, {})[rest] = leaf
-    tree = {head: rest[""] if "" in rest else unflatten(rest) for head, rest in heads.items()}
-    return tuple(tree.values()) if all(head.isdigit() for head in tree) else tree
+        kind, *below = kinds or [""]
+        levels.setdefault(head, {})[rest] = below, leaf
+    tree = {
+        head: level[""][1] if "" in level else _unflatten(level) for head, level in levels.items()
+    }
+    match kind.split() or ["tuple" if all(map(str.isdigit, tree)) else "dict"]:
+        case ["numbered"]:
+            return {int(key): item for key, item in tree.items()}
+        case ["list"]:
+            return [*tree.values()]
+        case ["tuple"]:
+            return tuple(tree.values())
+        case ["named", *fields]:
+            return namedtuple("Batch", fields)(*tree.values())
+    return tree
 
 
 def describe(batch: object, other: object | None, rows: int, other_rows: int) -> list[InputSpec]:
@@ -105,9 +131,13 @@ def describe(batch: object, other: object | None, rows: int, other_rows: int) ->
             f"inputs({rows}) has the entries {list(leaves)}, inputs({other_rows}) has "
             f"{list(others)}: they must be the same"
         )
-    return [
-        _describe(path, leaf, others.get(path), rows, other_rows) for path, leaf in leaves.items()
-    ]
+    kinds = {path or "0": within for path, _, within in _walk(batch)}
+    found = []
+    for path, leaf in leaves.items():
+        spec = _describe(path, leaf, others.get(path), rows, other_rows)
+        told = tuple("tuple" if key.isdigit() else "dict" for key in path.split("."))
+        found.append(spec if kinds[path] in ((), told) else replace(spec, within=kinds[path]))
+    return found
 
 
 def _describe(path: str, leaf: Leaf, other: Leaf, rows: int, other_rows: int) -> InputSpec:
@@ -201,62 +231,6 @@ def rows_of(specs: Sequence[InputSpec], leaves: Mapping[str, Leaf]) -> int:
     if rows is None:
         raise ModelError("no entry of the batch has a batch dim, so it cannot be cut into rows")
     return rows
-
-
-SHORTEST = 8
-"""The fewest tokens of a row for a sequence whose length may change."""
-
-
-def _of_tokens(specs: Sequence[InputSpec]) -> tuple[InputSpec, int] | None:
-    """The first two-dim tensor of whole numbers in a batch, and the dim beside its rows."""
-    for spec in specs:
-        if spec.batch_dim is not None and len(spec.shape) == 2 and spec.low is not None:
-            size = spec.shape[1 - spec.batch_dim]
-            if isinstance(size, int) and size >= SHORTEST:
-                return spec, 1 - spec.batch_dim
-    return None
-
-
-def length_of(specs: Sequence[InputSpec]) -> int | None:
-    """Tokens of a row in a batch; None if no dim looks like a sequence."""
-    found = _of_tokens(specs)
-    return None if found is None else dims.size_at(found[0].shape[found[1]], 1)
-
-
-def length_in(specs: Sequence[InputSpec], leaves: Mapping[str, Leaf]) -> int | None:
-    """Tokens of a row in a batch that is described so, but for its length; None: it has none."""
-    found = _of_tokens(specs)
-    if found is None:
-        return None
-    leaf = leaves.get(found[0].path)
-    return leaf.shape[found[1]] if isinstance(leaf, Tensor) and leaf.ndim == 2 else None
-
-
-def lengthened(specs: Sequence[InputSpec], length: int) -> list[InputSpec]:
-    """The description of a batch with `s` in place of its sequence dims of size `length`."""
-
-    def entry(spec: InputSpec, number: int, size: int | str) -> int | str:
-        behind = spec.batch_dim is not None and number == spec.batch_dim + 1
-        whole = spec.dtype == "bool" or spec.low is not None
-        return str(SEQUENCE) if size == length and (whole or behind) else size
-
-    return [
-        replace(spec, shape=tuple(entry(spec, n, size) for n, size in enumerate(spec.shape)))
-        for spec in specs
-    ]
-
-
-def at_length(specs: Sequence[InputSpec], length: int) -> Sequence[InputSpec]:
-    """The description of a batch whose rows have `length` tokens, from that of longer ones."""
-    longest = length_of(specs)
-    if longest is None or length == longest:
-        return specs
-    return [
-        replace(
-            spec, shape=tuple(length if entry == str(SEQUENCE) else entry for entry in spec.shape)
-        )
-        for spec in lengthened(specs, longest)
-    ]
 
 
 def slice_rows(

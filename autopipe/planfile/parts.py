@@ -30,7 +30,8 @@ class InputSpec:
     `path` is the leaf's place in the batch tree: `input_ids`, `0`, `image.mask`. A tensor has a
     `shape` whose entries are integers or expressions in `b`, the rows of a micro-batch, and a
     `batch_dim` (None: every micro-batch gets the whole tensor). Integer tensors carry the bounds
-    seen while tracing. A leaf that is no tensor has `dtype` "python" and its `value`.
+    seen while tracing. A leaf that is no tensor has `dtype` "python" and its `value`. `within` are
+    the containers it stands in (`dict`, `list`, `named x y`), where `path` does not tell them.
     """
 
     path: str
@@ -40,6 +41,7 @@ class InputSpec:
     low: int | None = None
     high: int | None = None
     value: bool | int | float | str | None = None
+    within: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

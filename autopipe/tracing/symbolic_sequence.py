@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from autopipe.errors import CaptureError, ModelError
 from autopipe.frontend import batch as batches
+from autopipe.frontend import row_length
 from autopipe.frontend.loss import Loss
 from autopipe.ir.graph import SEQUENCE
 from autopipe.planfile.parts import InputSpec, Read
@@ -57,7 +58,7 @@ def trace_lengths(
     Args and raises: as `source.trace_source`.
     """
     length, why = (
-        batches.length_of(specs),
+        row_length.length_of(specs),
         "no tensor of whole numbers has one dim besides its rows",
     )
     run = partial(trace_source, model, loss=loss, kept=kept)
@@ -75,7 +76,7 @@ _Run = Callable[[Any, Sequence[InputSpec]], Trace]
 
 def _symbolic(run: _Run, example: Any, specs: Sequence[InputSpec], length: int) -> Lengths | None:
     """The trace for all lengths up to the example's, or to one token less; None: there is none."""
-    long = batches.lengthened(specs, length)
+    long = row_length.lengthened(specs, length)
     # At full length `table[:s]` may be the whole table, which is another program.
     for longest in (length, length - 1):
         with suppress(CaptureError):  # of the model itself: then a trace of one length tells
@@ -114,8 +115,8 @@ class AtLengths:
         Raises:
             ModelError: the model cannot be run at this length; names the user's line.
         """
-        specs = batches.at_length(self._specs, length)
-        longest = batches.length_of(self._specs)
+        specs = row_length.at_length(self._specs, length)
+        longest = row_length.length_of(self._specs)
         assert longest is not None, "a batch without a sequence has one length"
         if not self._tried:
             self._tried = True
@@ -143,9 +144,9 @@ class AtLengths:
 
 def shorter(example: Any, specs: Sequence[InputSpec], length: int) -> Any:
     """A batch that is described so, with only the first `length` tokens of every row."""
-    leaves, longest = batches.flatten(example), batches.length_of(specs)
+    leaves, longest = batches.flatten(example), row_length.length_of(specs)
     assert longest is not None, "a batch without a sequence has one length"
-    for spec in batches.lengthened(specs, longest):
+    for spec in row_length.lengthened(specs, longest):
         leaf = leaves[spec.path]
         for number, entry in enumerate(spec.shape):
             if isinstance(leaf, Tensor) and entry == str(SEQUENCE):

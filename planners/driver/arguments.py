@@ -18,7 +18,7 @@ from autopipe.cluster.datasheets import are_gpus
 from autopipe.cluster.measured import Need
 from autopipe.cluster.spec import LocalSpec, parse
 from autopipe.errors import AutopipeError, ModelError
-from autopipe.frontend import batch
+from autopipe.frontend import batch, row_length
 from autopipe.frontend.least_rows import ONE, Least
 from autopipe.planfile.consistency import ZERO
 from autopipe.planfile.contents import LOSS_OVER
@@ -235,7 +235,7 @@ def lengths_of(inputs: Any, lengths: Sequence[int]) -> tuple[int, ...]:
     """
     if not lengths:
         return ()
-    there = batch.length_of(example_of(inputs)[1])
+    there = row_length.length_of(example_of(inputs)[1])
     asked = f"lengths {', '.join(map(str, sorted(lengths)))} were asked for"
     if there is None:
         raise ModelError(

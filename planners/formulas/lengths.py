@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from autopipe.errors import PlanError
-from autopipe.frontend import batch
+from autopipe.frontend import batch, row_length
 from autopipe.frontend.model_file import ModelFile
 from autopipe.ir import fingerprint
 from autopipe.ir.dataflow import analyse
@@ -69,7 +69,7 @@ def traced_again(plan: Plan, file: ModelFile) -> TracedAgain:
     two = batch.two_rows(example, specs)
     how = kept_by(plan)
     found = trace_lengths(file.model, two, specs, file.loss, how)
-    tokens = batch.length_of(specs) or 0
+    tokens = row_length.length_of(specs) or 0
     traced = TracedAgain(found.trace, tokens, found.why)
     if found.longest is not None and not _is_of(plan, traced):
         # A table as long as the row is read whole at full length, which is another program.

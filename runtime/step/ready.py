@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from autopipe.frontend import batch as batches
+from autopipe.frontend import row_length
 from autopipe.frontend.least_rows import check_rows
 from autopipe.runtime.step.executor import Executor
 from autopipe.runtime.step.prepare import Rank, evaluation, training
@@ -35,7 +36,7 @@ class Ready:
     ) -> None:
         self._rank, self._learn = rank, learn
         self._at_length, self._evaluation = at_length, evaluation
-        self._planned = batches.length_of(rank.part.plan.inputs)
+        self._planned = row_length.length_of(rank.part.plan.inputs)
         self._splits: dict[Key, Split] = {(self._planned, None): rank.part.split}
         self._executors: dict[tuple[int, int, int], Executor] = {}
         self._losses: dict[int, BatchLoss] = {}
@@ -46,7 +47,7 @@ class Ready:
         Raises:
             ModelError: the model cannot be run at this length; names the user's line.
         """
-        length = batches.length_in(self._rank.part.plan.inputs, batches.flatten(batch))
+        length = row_length.length_in(self._rank.part.plan.inputs, batches.flatten(batch))
         key = length, outputs
         if key not in self._splits:
             if outputs is not None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from autopipe.errors import ModelError, PlanError
-from autopipe.frontend import batch
+from autopipe.frontend import batch, row_length
 from autopipe.planfile.contents import BATCH, Plan
 from autopipe.planfile.parts import Place
 from autopipe.util import codec
@@ -67,7 +67,7 @@ def check_same(
         rows = batch.rows_of(plan.inputs, leaves)
     except ModelError as error:
         rows, refusal = -1, error
-    length = batch.length_in(plan.inputs, leaves) or 0
+    length = row_length.length_in(plan.inputs, leaves) or 0
     mine = torch.tensor([batch.fingerprint(leaves) if contents else 0, rows, length])
     found = list(torch.empty(len(plan.mesh.places), 3, dtype=mine.dtype))
     dist.all_gather(found, mine, group=world)

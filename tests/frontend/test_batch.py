@@ -1,11 +1,15 @@
 """Batches taken apart, described, checked, cut into rows and bound to a forward."""
 
+from collections import Counter
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import nn
 
 from autopipe.errors import ModelError
 from autopipe.frontend import batch as batches
+from autopipe.frontend import row_length
 from autopipe.planfile.parts import InputSpec
 
 
@@ -50,7 +54,7 @@ def test_a_leaf_that_is_no_tensor_number_or_text_is_refused():
 def test_what_grows_with_the_rows_is_the_batch():
     assert SPECS == [
         InputSpec("ids", ("b", 3), "int64", 0, low=-1, high=4),
-        InputSpec("image.pixels.0", ("b", 2), "float32", 0),
+        InputSpec("image.pixels.0", ("b", 2), "float32", 0, within=("dict", "dict", "list")),
         InputSpec("image.mask", (4,), "bool", None, low=1, high=1),
         InputSpec("windows", (5, "2*b"), "float32", 1),  # 4 columns at 2 rows, 6 at 3
         InputSpec("mode", (), "python", None, value="train"),
@@ -164,11 +168,15 @@ LONG = batches.describe(sentences(2, 12), sentences(3, 12), 2, 3)
 
 
 def test_rows_may_be_shorter_than_described_all_by_the_same():
-    assert batches.length_of(LONG) == 12
+    assert row_length.length_of(LONG) == 12
     leaves = batches.flatten(sentences(4, 9))
-    assert batches.length_in(LONG, leaves) == 9
+    assert row_length.length_in(LONG, leaves) == 9
     assert batches.rows_of(LONG, leaves) == 4
-    assert [spec.shape for spec in batches.at_length(LONG, 9)] == [("b", 9), ("b", 1, 9), ("b", 3)]
+    assert [spec.shape for spec in row_length.at_length(LONG, 9)] == [
+        ("b", 9),
+        ("b", 1, 9),
+        ("b", 3),
+    ]
     leaves["mask"] = sentences(4, 12)["mask"]
     with pytest.raises(ModelError) as error:
         batches.rows_of(LONG, leaves)
@@ -211,10 +219,33 @@ def test_a_batch_from_its_description_fits_it():
     assert made["ids"].min() == -1, "an index must be one the model allows"
 
 
-def test_a_tree_from_paths():
-    assert batches.unflatten({"a.0": 1, "a.1.x": 2, "b": 3}) == {"a": (1, {"x": 2}), "b": 3}
-    assert batches.unflatten({"0": 1}) == (1,)
-    assert batches.unflatten({"0": 1, "1.0": 2}) == (1, (2,))
+class Pair(NamedTuple):
+    first: object
+    second: object
+
+
+@pytest.mark.parametrize(
+    ("batch", "told"),
+    [
+        ({"a": (1, {"x": 2}), "b": 3}, {(): 3}),
+        ((1, (2,)), {(): 2}),
+        ({"a": [1, (2,)], "b": 3}, {("dict", "list"): 1, ("dict", "list", "tuple"): 1, (): 1}),
+        ([{0: 1, 2: 3}], {("list", "numbered"): 2}),
+        ({"0": 1, "1": 2}, {("dict",): 2}),
+        (Pair(1, [2]), {("named first second",): 1, ("named first second", "list"): 1}),
+    ],
+)
+def test_a_tree_comes_back_from_its_description(batch, told):
+    """Bug: lists came back as tuples on ranks, which traced other branches, and named tuples
+    without their names."""
+    specs = batches.describe(batch, None, 2, 3)
+    assert Counter(spec.within for spec in specs) == told
+    made = batches.from_specs(specs, 3)
+    assert made == batch and (type(made) is type(batch) or made.first == 1)
+
+
+def test_a_tensor_alone_is_the_first_argument():
+    assert len(batches.from_specs(batches.describe(torch.zeros(2), None, 2, 3), 4)[0]) == 4
 
 
 def test_fingerprints_tell_values_apart():

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from autopipe import ModelError, Pipe
-from autopipe.frontend import batch as batches
+from autopipe.frontend import row_length
 from autopipe.runtime.step import ready
 from tests.support.models import LENGTH
 from tests.support.pipes import ZOO, close, drawn, piped, planned, refused, rows_of, story
@@ -95,4 +95,4 @@ def longer_rows_and_evaluation() -> None:
     beside("gpt", pipe, (7, 8, 9, 7, LENGTH), bitwise=True)
     assert len(pipe._prepared._splits) == 3, "those made last, and the planned one"
     ready.LENGTHS = kept
-    assert batches.length_of(pipe.plan.inputs) == LENGTH
+    assert row_length.length_of(pipe.plan.inputs) == LENGTH

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.frontend import batch
-from autopipe.frontend.batch import length_of, lengthened
+from autopipe.frontend.row_length import length_of, lengthened
 from autopipe.ir.graph import SEQUENCE
 from autopipe.tracing.source import trace_source
 from autopipe.tracing.symbolic_sequence import Lengths, trace_lengths
