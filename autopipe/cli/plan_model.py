@@ -36,6 +36,9 @@ def plan(
     micro_batches: Annotated[
         int | None, typer.Option(min=1, help="Equal parts of a replica's rows in a step.")
     ] = None,
+    micro_batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Rows of each, in place of their number.")
+    ] = None,
     schedule: Annotated[
         str | None,
         typer.Option(help="naive, gpipe, 1f1b, eager-1f1b, interleaved, zb-h1, zb-v, or a file."),
@@ -181,6 +184,7 @@ def plan(
         dp=dp,
         tp=tp,
         micro_batches=micro_batches,
+        micro_batch_size=micro_batch_size,
         schedule=schedule,
         chunks=chunks,
         window=window,

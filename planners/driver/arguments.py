@@ -19,12 +19,11 @@ from autopipe.cluster.measured import Need
 from autopipe.cluster.spec import LocalSpec, parse
 from autopipe.errors import AutopipeError, ModelError
 from autopipe.frontend import batch, row_length
-from autopipe.frontend.least_rows import ONE, Least
 from autopipe.planfile.consistency import ZERO
 from autopipe.planfile.contents import LOSS_OVER
 from autopipe.planfile.parts import TRANSFERS, InputSpec
 from autopipe.planfile.programs import micro_batches as count_micro_batches
-from autopipe.planners.model.problem import WRITTEN, Constraints
+from autopipe.planners.model.problem import WRITTEN
 from autopipe.planners.search.registry import PLANNERS
 from autopipe.report import schedule_page
 from autopipe.runtime.probe.probe import local_cluster, local_processes
@@ -316,35 +315,3 @@ def _parsed(memory: str) -> int:
     power = "KMGT".index(letter.upper()) + 1 if letter else 0
     unit: int = (1024 if binary else 1000) ** power
     return round(float(number) * unit)
-
-
-def micro_batch_rows(
-    rows: int, devices: int, constraints: Constraints, least: Least = ONE
-) -> list[int]:
-    """The rows of micro-batches that some mesh could use.
-
-    Raises:
-        AutopipeError: the rows do not divide into what was asked for.
-        ModelError: none has the rows that the model needs.
-    """
-    asked = {"dp": constraints.dp, "micro_batches": constraints.micro_batches}
-    parts = (constraints.dp or 1) * (constraints.micro_batches or 1)
-    there_are = (constraints.pp or 1) * (constraints.dp or 1) <= devices
-    if rows % parts and there_are:
-        into = " x ".join(f"{name}={count}" for name, count in asked.items() if count)
-        below = rows - rows % parts
-        raise AutopipeError(
-            f"a batch of {rows} rows does not divide into {into} equal parts",
-            hint=f"a batch of {f'{below} or ' if below else ''}{below + parts} rows does",
-        )
-    sizes = set()
-    for dp in range(1, devices + 1):
-        if constraints.dp not in (None, dp) or rows % dp:
-            continue
-        share = rows // dp
-        counts = [constraints.micro_batches] if constraints.micro_batches else range(1, share + 1)
-        sizes |= {share // count for count in counts if share % count == 0}
-    found = sorted(sizes) or [rows]
-    if found[-1] < least.rows:
-        raise least.refusal(found[-1])
-    return [size for size in found if size >= least.rows]

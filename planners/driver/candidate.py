@@ -26,7 +26,7 @@ from autopipe.planners.costs.precision_of import whole_seconds
 from autopipe.planners.costs.profile import Costing, Profiled, Sending
 from autopipe.planners.costs.tp_degrees import Degree, as_first, as_one_rank, sending_seconds
 from autopipe.planners.driver import arguments
-from autopipe.planners.driver.request import Job
+from autopipe.planners.driver.request import Job, micro_batch_rows
 from autopipe.planners.model.devices import machine_of
 from autopipe.planners.model.estimate import PipelineDegrees
 from autopipe.planners.model.places import chunks_of
@@ -215,11 +215,11 @@ def _rows(job: Job, devices: int) -> tuple[list[int], list[int]]:
     constraints on dp and micro-batches. A written schedule fixes the number of micro-batches.
     """
     traced, constraints = job.traced, job.constraints
-    wanted = arguments.micro_batch_rows(traced.rows, devices, constraints, traced.least)
+    wanted = micro_batch_rows(traced.rows, devices, constraints, traced.least)
     if constraints.programs or not job.beyond or traced.trace.rows is not None:
         return wanted, wanted
-    free = replace(constraints, dp=None, micro_batches=None)
-    return wanted, arguments.micro_batch_rows(traced.rows, devices, free, traced.least)
+    free = replace(constraints, dp=None, micro_batches=None, micro_batch_size=None)
+    return wanted, micro_batch_rows(traced.rows, devices, free, traced.least)
 
 
 def _least_stages(constraints: Constraints) -> int:

@@ -141,7 +141,8 @@ def best_plan(job: Job, watch: Stopwatch, slower_than: Searched | None = None) -
     try:
         return _written(_first_that_answer(job, watch, slower_than))
     except InfeasibleError:
-        if job.beyond or (job.constraints.dp, job.constraints.micro_batches) == (None, None):
+        asked = job.constraints
+        if job.beyond or (asked.dp, asked.micro_batches, asked.micro_batch_size) == (None,) * 3:
             raise
     return best_plan(replace(job, beyond=True), watch, slower_than)  # which says what would fit
 

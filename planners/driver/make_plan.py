@@ -73,6 +73,7 @@ def plan(
     dp: int | None = None,
     tp: int | None = None,
     micro_batches: int | None = None,
+    micro_batch_size: int | None = None,
     schedule: str | None = None,
     chunks: int | None = None,
     window: int | None = None,
@@ -119,6 +120,7 @@ def plan(
         cluster: "local:4", "2x8xA100-80GB", a file, a `Cluster`; default: this machine.
         batch_size: rows of the whole batch; default: the example's, or 8 a device.
         pp, dp, tp, micro_batches: constraints; None leaves them to the planner.
+        micro_batch_size: rows of a micro-batch, in place of their number.
         schedule: one of `schedules.registry.SCHEDULES`, or a file that one is written in.
         chunks: stages on each rank, for the schedule interleaved.
         window, depth: at every boundary, the receives posted ahead and, for eager-1f1b, the
@@ -178,7 +180,9 @@ def plan(
     arguments.check_host(offload, asked)
     degrees, ahead = (pp, dp, tp, micro_batches), (chunks, window, depth)
     constraints = Constraints(
-        *degrees, schedule, limits, *ahead, zero, None, programs, transfers, turns=taken
+        *(*degrees, schedule, limits, *ahead, zero, None, programs, transfers),
+        turns=taken,
+        micro_batch_size=micro_batch_size,
     )
     with watch("traced"):
         skeleton = bare(model, say)  # first: it may set the dtype that inputs are made in
@@ -289,9 +293,9 @@ def _traced(
         if size is None:
             raise RowsFixed(
                 refusal.message,
-                hint=f"{refusal.hint}; or say how many rows a micro-batch has (--batch, --dp, "
-                '--micro-batches) and that its loss is its own (loss_over = "micro-batch"): the '
-                "graph is then one of so many",
+                hint=f"{refusal.hint}; or say how many rows a micro-batch has "
+                '(--micro-batch-size) and that its loss is its own (loss_over = "micro-batch"): '
+                "the graph is then one of so many",
             ) from refusal
         place = refusal.message.partition(": ")[0]
         say(f"{place}: rows are fixed here; the graph is one of micro-batches of {size} rows alone")

@@ -17,7 +17,8 @@ import torch
 
 from autopipe.cluster.cluster import Cluster
 from autopipe.cluster.spec import LocalSpec
-from autopipe.frontend.least_rows import Least
+from autopipe.errors import AutopipeError
+from autopipe.frontend.least_rows import ONE, Least
 from autopipe.frontend.loss import Loss
 from autopipe.frontend.optimizer import MakeOptimizer
 from autopipe.ir.blocks import Block, classes, find_blocks
@@ -26,6 +27,7 @@ from autopipe.ir.graph import Graph, bytes_at
 from autopipe.planfile.contents import MICRO_BATCH
 from autopipe.planners.costs.asked_ops import words_of
 from autopipe.planners.model.problem import Constraints
+from autopipe.planners.search.configs import one_of
 from autopipe.rewriting.fused_attention import fused
 from autopipe.stages.dry_run import Known
 from autopipe.stages.whole_loss import WholeLoss
@@ -93,7 +95,11 @@ class PlanRequest:
             rows: of the whole batch.
         """
         asked = self.constraints
-        if asked.dp is None or asked.micro_batches is None or self.loss_over != MICRO_BATCH:
+        if self.loss_over != MICRO_BATCH:
+            return None
+        if asked.micro_batch_size is not None:
+            return None if rows % asked.micro_batch_size else asked.micro_batch_size
+        if asked.dp is None or asked.micro_batches is None:
             return None
         size, rest = divmod(rows, asked.dp * asked.micro_batches)
         return size if size and not rest else None
@@ -201,3 +207,46 @@ class Job:
     def constraints(self) -> Constraints:
         """What the search must keep to."""
         return self.request.constraints
+
+
+def micro_batch_rows(
+    rows: int, devices: int, constraints: Constraints, least: Least = ONE
+) -> list[int]:
+    """The rows of micro-batches that some mesh could use.
+
+    Raises:
+        AutopipeError: the rows do not divide into what was asked for.
+        ModelError: none has the rows that the model needs.
+    """
+    size = constraints.micro_batch_size
+    asked = {"dp": constraints.dp, "micro_batches": constraints.micro_batches}
+    into = " x ".join(f"{name}={count}" for name, count in asked.items() if count)
+    parts = (constraints.dp or 1) * (constraints.micro_batches or 1) * (size or 1)
+    there_are = (constraints.pp or 1) * (constraints.dp or 1) <= devices
+    if rows % parts and there_are:
+        over = f" over {into}" if into else ""
+        equal = f"{into} equal parts" if size is None else f"micro-batches of {size} rows{over}"
+        below = rows - rows % parts
+        raise AutopipeError(
+            f"a batch of {rows} rows does not divide into {equal}",
+            hint=f"a batch of {f'{below} or ' if below else ''}{below + parts} rows does",
+        )
+    sizes = set()
+    for dp in range(1, devices + 1):
+        if constraints.dp not in (None, dp) or rows % dp:
+            continue
+        share = rows // dp
+        counts = [constraints.micro_batches] if constraints.micro_batches else range(1, share + 1)
+        sizes |= {share // count for count in counts if share % count == 0}
+    found = sorted(sizes) or [rows]
+    if size is not None:
+        if there_are and size not in found:
+            raise AutopipeError(
+                f"micro_batch_size={size} was asked for, and {into} of a batch of {rows} rows "
+                f"makes micro-batches of {one_of(found)} rows",
+                hint=f"leave out one of them, or a batch of {parts} rows",
+            )
+        found = [size]
+    if found[-1] < least.rows:
+        raise least.refusal(found[-1])
+    return [each for each in found if each >= least.rows]

@@ -124,6 +124,7 @@ class Again(NamedTuple):
 class Constraints:
     """What the user has fixed; None leaves it to the planner.
 
+    `micro_batch_size` are the rows of a micro-batch, from which their number follows in each mesh.
     `chunks` are the stages on each rank under the schedule interleaved; `window` and `depth` hold
     at every boundary: receives posted ahead, and the micro-batches in flight besides. `recompute`
     are recomputable blocks of the problem: those, and no others, run again, at these levels.
@@ -149,6 +150,7 @@ class Constraints:
     transfers: str | None = None
     offload: tuple[int, ...] | None = None
     turns: tuple[int, ...] | None = None
+    micro_batch_size: int | None = None
 
 
 EAGER = "eager-1f1b"

@@ -145,7 +145,7 @@ def _depths(problem: Problem, name: str, pp: int, dp: int, m: int) -> Iterator[i
 def _meshes(problem: Problem) -> list[tuple[int, int]]:
     """All (pp, dp), fewest stages first, then most replicas."""
     asked, devices, units = problem.constraints, problem.machine.devices, problem.units
-    for name in ("pp", "dp", "tp", "micro_batches"):
+    for name in ("pp", "dp", "tp", "micro_batches", "micro_batch_size"):
         degree = getattr(asked, name)
         if degree is not None and degree < 1:
             raise InfeasibleError(f"{name}={degree} was asked for, and the least is 1")
@@ -253,14 +253,17 @@ def _profiled(problem: Problem, dp: int) -> list[int]:
     """Each number of micro-batches that has a profile, fewest first."""
     if problem.batch % dp:
         return []
-    counts = (problem.batch // (dp * profile.rows) for profile in problem.profiles)
+    asked = problem.constraints.micro_batch_size
+    rows = (profile.rows for profile in problem.profiles if asked in (None, profile.rows))
+    counts = (problem.batch // (dp * size) for size in rows)
     least = max(problem.constraints.turns or (1,))
     return sorted({m for m in counts if m >= least and profile_of(problem, dp, m) is not None})
 
 
 def _indivisible(problem: Problem, degrees: list[int]) -> InfeasibleError:
-    sizes = one_of([profile.rows for profile in problem.profiles])
-    asked = problem.constraints.micro_batches
+    size, asked = problem.constraints.micro_batch_size, problem.constraints.micro_batches
+    rows = [size] if size is not None else [profile.rows for profile in problem.profiles]
+    sizes = one_of(rows)
     counts = sorted({m for dp in degrees for m in _profiled(problem, dp)})
     whole = f"a batch of {problem.batch} rows over dp={one_of(degrees)}"
     if asked is not None and counts:
@@ -271,7 +274,7 @@ def _indivisible(problem: Problem, degrees: list[int]) -> InfeasibleError:
             f"micro-batches of {sizes} rows",
             hint=f"the nearest that does is micro_batches={one_of(below + above)}",
         )
-    least = degrees[0] * min(profile.rows for profile in problem.profiles)
+    least = degrees[0] * min(rows)
     below_rows = problem.batch // least * least
     batches = [rows for rows in (below_rows, below_rows + least) if rows > 0]
     return InfeasibleError(

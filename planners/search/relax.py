@@ -1,7 +1,7 @@
 """Where nothing fits: the smallest changes that would, each of them tried.
 
 asked for            tried in its place
-recompute=...        any blocks                 micro_batches=1    any number
+recompute=...        any blocks                 micro_batches=1    any number, any size
 zero=0               zero 1, zero 3             schedule=gpipe     any
 pp=2                 any number of stages       these devices      1, 2, 4 ... more of the last,
                                                                    until they are enough, and
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from autopipe.errors import InfeasibleError
 from autopipe.planfile.consistency import ZERO
@@ -113,7 +113,7 @@ def _changes(problem: Problem) -> Iterator[tuple[str, list[Problem]]]:
     zeros = _more_zeros(problem)
     if zeros:
         yield "zero", [replace(problem, zeros=(zero,)) for zero in zeros]
-    for name in ("micro_batches", "schedule", "pp", "dp"):
+    for name in ("micro_batches", "micro_batch_size", "schedule", "pp", "dp"):
         if getattr(asked, name) is not None and not asked.programs:
             yield name, [replace(problem, constraints=replace(asked, **{name: None}))]  # type: ignore[arg-type]
 
@@ -129,7 +129,7 @@ def _free(problem: Problem) -> Iterator[Problem]:
     zeros = (*problem.zeros, *_more_zeros(problem))
     free = replace(asked, recompute=None)
     if not asked.programs:
-        free = replace(free, micro_batches=None, pp=None, dp=None)
+        free = replace(free, micro_batches=None, micro_batch_size=None, pp=None, dp=None)
     yield replace(problem, constraints=free, zeros=zeros)
     if not asked.programs and asked.schedule is not None:
         yield replace(problem, constraints=replace(free, schedule=None), zeros=zeros)
@@ -143,7 +143,14 @@ def _differs(name: str, decision: Decision, problem: Problem) -> bool:
         return recomputed != set(asked.recompute or ())
     if name == "zero":
         return config.zero not in problem.zeros
-    return bool(getattr(config, name) != getattr(asked, name))
+    return bool(_degree(name, decision, problem) != getattr(asked, name))
+
+
+def _degree(name: str, decision: Decision, problem: Problem) -> Any:
+    """What a decision has made of a constraint of this name."""
+    if name == "micro_batch_size":
+        return decision.config.microbatch_rows(problem.batch)
+    return getattr(decision.config, name)
 
 
 def _fitting(problem: Problem, fastest: Fastest) -> Scored | None:
@@ -166,7 +173,7 @@ def _said(name: str, decision: Decision, problem: Problem) -> str:
             return f"the schedule {config.schedule}"
         case "zero":
             return f"zero {config.zero}"
-    return f"{name}={getattr(config, name)}"
+    return f"{name}={_degree(name, decision, problem)}"
 
 
 def _together(words: Sequence[str]) -> str:

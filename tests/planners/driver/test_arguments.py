@@ -8,7 +8,8 @@ from torch import nn
 
 from autopipe.errors import AutopipeError
 from autopipe.frontend.optimizer import optimizer_factor
-from autopipe.planners.driver.arguments import limits_of, micro_batch_rows
+from autopipe.planners.driver.arguments import limits_of
+from autopipe.planners.driver.request import micro_batch_rows
 from autopipe.planners.model.problem import Constraints
 from tests.support.inprocess import machine
 
@@ -31,8 +32,14 @@ def test_micro_batches_have_rows_that_some_mesh_divides_the_batch_into() -> None
     assert micro_batch_rows(12, 2, Constraints()) == [1, 2, 3, 4, 6, 12]
     assert micro_batch_rows(12, 2, Constraints(dp=2)) == [1, 2, 3, 6]
     assert micro_batch_rows(12, 2, Constraints(dp=2, micro_batches=3)) == [2]
+    assert micro_batch_rows(12, 2, Constraints(micro_batch_size=3)) == [3]
+    assert micro_batch_rows(12, 2, Constraints(dp=2, micro_batches=3, micro_batch_size=2)) == [2]
     with pytest.raises(AutopipeError, match="12 rows does not divide into dp=2 x micro_batches=4"):
         micro_batch_rows(12, 2, Constraints(dp=2, micro_batches=4))
+    with pytest.raises(AutopipeError, match="into micro-batches of 4 rows over dp=2"):
+        micro_batch_rows(12, 2, Constraints(dp=2, micro_batch_size=4))
+    with pytest.raises(AutopipeError, match="micro_batches=3 of a batch of 12 rows makes micro-b"):
+        micro_batch_rows(12, 2, Constraints(dp=2, micro_batches=3, micro_batch_size=1))
 
 
 @pytest.mark.parametrize(

@@ -83,9 +83,13 @@ def test_where_the_rows_are_not_known_it_is_refused(left_out: str) -> None:
     words = {name: value for name, value in KNOWN.items() if name != left_out}
     with pytest.raises(CaptureError, match="the number of rows is fixed here") as error:
         autopipe.plan(built(RowByRow), inputs, loss=square, cluster=machine(2), **words)
-    assert "say how many rows a micro-batch has (--batch, --dp, --micro-batches)" in str(
-        error.value
-    )
+    assert "say how many rows a micro-batch has (--micro-batch-size)" in str(error.value)
+
+
+def test_the_size_of_a_micro_batch_is_enough() -> None:
+    size = {"micro_batch_size": 4, "loss_over": "micro-batch", "batch_size": 8}
+    plan = autopipe.plan(built(RowByRow), inputs, loss=square, cluster=machine(2), **size)
+    assert plan.rows_fixed and plan.traced_rows == 4
 
 
 def test_a_sum_and_a_count_are_no_loss_of_a_micro_batch() -> None:

@@ -179,6 +179,11 @@ def test_ties_are_won_by_what_comes_first() -> None:
             "the nearest that does is micro_batches=3 or 6",
         ),
         (
+            Constraints(pp=1, dp=4, micro_batch_size=2),
+            "a batch of 12 rows over dp=4 does not divide into micro-batches of 2 rows",
+            "a batch of 8 or 16 rows divides",
+        ),
+        (
             Constraints(pp=1, dp=5),
             "a batch of 12 rows over dp=5 does not divide into micro-batches of 1, 2 or 4 rows",
             "a batch of 10 or 15 rows divides",

@@ -93,6 +93,7 @@ def test_micro_batches() -> None:
     )
     problem = replace(FOUR, profiles=(one_row, four_rows), machine=machine(1, 1640))
     assert helps(asking(problem, micro_batches=1)) == ["micro_batches=4"]
+    assert helps(asking(problem, micro_batch_size=4)) == ["micro_batch_size=1"]
 
 
 def test_schedule() -> None:
