@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autopipe.errors import ModelError
 from autopipe.ir.graph import BATCH
-from autopipe.ir.torch_private import storage_key
+from autopipe.ir.torch_private import is_fake, storage_key
 from autopipe.opaque.trees import distinct_tensors, parts_of, to_text
 from autopipe.planfile.regions import Region, Result
 from autopipe.util import dims
@@ -40,9 +40,15 @@ def as_measured(region: Region, made: Any, tensors: Sequence[Tensor], rows: int)
     """The tensors of a result, in new memory, as the plan expects them.
 
     Raises:
-        ModelError: they are others than those that were measured.
+        ModelError: they are others than those that were measured, or of other parameters.
     """
     found = distinct_tensors(made)
+    if any(map(is_fake, found)):  # the copy of the model whose code runs has no weights of its own
+        raise ModelError(
+            f"{region.name}, which runs as it is, reads parameters in this micro-batch that it has "
+            "not read when it was planned",
+            hint="choose among modules in the forward of a module that has all of them",
+        )
     shapes = [tuple(at_rows(size, rows) for size in result.shape) for result in region.results]
     told = to_text(parts_of(made, found))
     if told != region.gives or [tuple(tensor.shape) for tensor in found] != shapes:

@@ -1,7 +1,8 @@
 """What a call may read of the model: parameters and buffers, and attributes that forward has set.
 
 the call of a module      all parameters and buffers in it: some experts get no row in one run
-the call of a method      those that its code has a name for, or the methods that it calls
+the call of a method      those that its code has a name for, or the methods that it calls; all
+                          in its module where it looks them up otherwise (`getattr`)
 """
 
 from __future__ import annotations
@@ -42,12 +43,21 @@ def first_names(model: nn.Module) -> dict[int, str]:
     return found
 
 
+LOOKUPS = frozenset(
+    "getattr vars __dict__ get_submodule get_parameter get_buffer modules named_modules children "
+    "named_children parameters named_parameters buffers named_buffers _modules _parameters "
+    "_buffers".split()
+)
+"""Names by which code comes at any of a module's states, as `getattr(self, f"head{task}")` does."""
+
+
 def states_of(model: nn.Module, site: Site) -> list[str]:
     """The names of the parameters and buffers that a call may read."""
     module = model.get_submodule(site.module)
     prefix = f"{site.module}." if site.module else ""
     names, whole = first_names(model), site.method == WHOLE
     words = set[str]() if whole else set(_words(type(module), site.method, set()))
+    whole = whole or bool(words & LOOKUPS)
     return list(
         dict.fromkeys(
             names[id(tensor)]

@@ -563,6 +563,42 @@ def test_a_call_finds_what_forward_has_set_before_it(kind):
     assert unlike(built(kind), cuts=["relu/1"]) == []
 
 
+class InTurn(Net):
+    """A buffer says which head runs; while it is measured, the first one."""
+
+    def begin(self):
+        self.register_buffer("turn", torch.tensor(0))
+        self.head0, self.head1, self.head2 = (nn.Linear(8, 8) for _ in range(3))
+
+    def inside(self, hidden):
+        hidden = getattr(self, f"head{self.turn.item()}")(hidden)
+        self.turn.add_(1).remainder_(3)
+        return torch.vmap(torch.sin)(hidden)
+
+
+def test_a_method_may_look_its_modules_up_by_name():
+    """Bug: a traceback; only what had been read while it was measured had values."""
+    assert unlike(built(InTurn)) == []
+    assert unlike(built(InTurn), cuts=["relu/1"]) == []
+
+
+class ThroughAList(InTurn):
+    def begin(self):
+        super().begin()
+        self.heads = [self.head0, self.head1, self.head2]
+
+    def inside(self, hidden):
+        hidden = self.heads[self.turn.item()](hidden)
+        self.turn.add_(1).remainder_(3)
+        return torch.vmap(torch.sin)(hidden)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_what_it_reads_first_in_a_later_micro_batch_is_an_error():
+    with pytest.raises(ModelError, match="reads parameters in this micro-batch that it has not"):
+        unlike(built(ThroughAList))
+
+
 class SetsAnother(Net):
     """Another value with each number of rows."""
 
