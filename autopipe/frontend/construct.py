@@ -40,7 +40,14 @@ from torch.overrides import TorchFunctionMode
 from autopipe.errors import ModelError
 from autopipe.frontend import user_lines
 from autopipe.ir.tensors import tensors_in
-from autopipe.ir.torch_private import constructing, fake_like, fake_mode, fake_parameter, is_fake
+from autopipe.ir.torch_private import (
+    constructing,
+    fake_like,
+    fake_mode,
+    fake_parameter,
+    is_fake,
+    storage_key,
+)
 from autopipe.util import numbers
 
 Factory = Callable[[], nn.Module]
@@ -217,8 +224,9 @@ def fake_copy(model: nn.Module) -> nn.Module:
 
     Tied parameters stay tied. The copy costs the bytes of the buffers only; one on the meta device,
     which has no values to copy, is fake too. What cannot be copied: a result that a module keeps
-    between calls, as `nn.utils.weight_norm` does, also in a list, is fake; a scripted function is
-    shared. A hook that closes over a part of the model closes over its copy.
+    between calls, as `nn.utils.weight_norm` does, also in a list, is fake, as is a tensor in the
+    memory of a trained parameter, which changes with it; a scripted function is shared. A hook that
+    closes over a part of the model closes over its copy.
 
     Raises:
         ModelError: a part cannot be copied, a generator for example; names the attribute. Or a
@@ -235,10 +243,12 @@ def fake_copy(model: nn.Module) -> nn.Module:
             memo[id(buffer)] = fake_like(mode, buffer).to("cpu")
         elif buffer.layout != torch.strided:  # copy.deepcopy knows some layouts alone
             memo[id(buffer)] = buffer.detach().clone()
+    trained = {storage_key(p) for p in model.parameters() if p.requires_grad and not is_fake(p)}
     for module in model.modules():
         for value in vars(module).values():
             for result in tensors_in(value):
-                if not result.is_leaf:
+                aliased = not isinstance(result, nn.Parameter) and storage_key(result) in trained
+                if not result.is_leaf or aliased:
                     memo[id(result)] = fake_like(mode, result.detach())
             if isinstance(value, torch.jit.ScriptFunction):
                 memo[id(value)] = value

@@ -129,3 +129,28 @@ def test_a_view_of_a_trained_parameter_is_refused_by_name(given, size):
         "hint: read it from the parameter in forward, by .detach(); or register a copy: "
         ".detach().clone()"
     )
+
+
+class Anchored(Net):
+    """Its anchor follows the weight."""
+
+    def begin(self):
+        self.anchors = [self.middle.weight.detach()]
+
+    def inside(self, hidden):
+        return self.middle(hidden) @ self.anchors[0]
+
+
+@pytest.mark.parametrize("given", [Anchored, built(Anchored)], ids=["a function", "a model"])
+def test_so_is_one_in_an_attribute_that_forward_reads(given, size):
+    """Bug: of a large model it stayed as it was built, if the model was given and not built."""
+    assert "keeps parameters, or what it has made of them, in anchors" in refusal(given)
+
+
+class AnchoredForLater(Anchored):
+    def inside(self, hidden):
+        return self.middle(hidden)
+
+
+def test_one_that_forward_does_not_read_is_no_obstacle(size):
+    planned(built(AnchoredForLater))
