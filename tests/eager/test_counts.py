@@ -9,15 +9,7 @@ import torch
 
 from autopipe.eager.contents import content_of, is_as, measure, put_back, raised
 from autopipe.eager.counts import Counts
-from autopipe.planners.driver import against_eager
 from tests.support.odd_models import Net, built, inputs, planned, refusal
-
-
-@pytest.fixture(params=["small", "large"])
-def size(request, monkeypatch):
-    """A large model is not run while planning."""
-    if request.param == "large":
-        monkeypatch.setattr(against_eager, "MOST_FLOPS", 0)
 
 
 class Warm(Net):

@@ -11,15 +11,7 @@ from torch.nn import functional as F
 from autopipe.eager.iterators import Rewindable, place_of, put_at
 from autopipe.eager.kept import restoring
 from autopipe.errors import ModelError
-from autopipe.planners.driver import against_eager
 from tests.support.odd_models import Net, built, inputs, planned, refusal, unlike
-
-
-@pytest.fixture(params=["small", "large"])
-def size(request, monkeypatch):
-    """A large model is not run while planning."""
-    if request.param == "large":
-        monkeypatch.setattr(against_eager, "MOST_FLOPS", 0)
 
 
 class Drawing(Net):

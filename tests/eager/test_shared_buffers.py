@@ -4,15 +4,7 @@ import pytest
 import torch
 
 from autopipe.errors import ModelError
-from autopipe.planners.driver import against_eager
 from tests.support.odd_models import Net, built, planned, refusal, unlike
-
-
-@pytest.fixture(params=["small", "large"])
-def size(request, monkeypatch):
-    """A large model is not run while planning."""
-    if request.param == "large":
-        monkeypatch.setattr(against_eager, "MOST_FLOPS", 0)
 
 
 class TwoNames(Net):
