@@ -9,6 +9,7 @@
     counting_rows                Python's len                  of a tensor is a symbol in a trace
     one_process                  distributed.is_initialized    ranks trace what was planned
     inference_without_gradients  inference_mode                export takes no note of it
+    seeing_grad_modes            torch.autocast                export loses no_grad inside of it
     not_compiling                compiler.is_compiling         a trace has eager's branches
     replacing                    a function of Python's        torch.cond, packed sequences
 
@@ -31,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 
 
 @contextmanager
@@ -73,20 +75,27 @@ def seeing_saved_tensors_hooks(
     `torch.utils.checkpoint` hides what it saves behind such hooks. Its function cannot be replaced:
     users and libraries have imported copies of the name.
     """
-    enter, leave = saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__
+    with _around(saved_tensors_hooks, entered, left):
+        yield
 
-    def on_enter(self: saved_tensors_hooks) -> None:
+
+@contextmanager
+def _around(
+    kind: Any, entered: Callable[[Any], None], left: Callable[[Any], None]
+) -> Iterator[None]:
+    """Within, these are called before an object of a class is entered, and after it is left."""
+    enter, leave = kind.__enter__, kind.__exit__
+
+    def on_enter(self: Any) -> Any:
         entered(self)
-        enter(self)
+        return enter(self)
 
-    def on_exit(self: saved_tensors_hooks, *error: Any) -> None:
-        leave(self, *error)
+    def on_exit(self: Any, *error: Any) -> Any:
+        made = leave(self, *error)
         left(self)
+        return made
 
-    with (
-        patched(saved_tensors_hooks, "__enter__", on_enter),
-        patched(saved_tensors_hooks, "__exit__", on_exit),
-    ):
+    with patched(kind, "__enter__", on_enter), patched(kind, "__exit__", on_exit):
         yield
 
 
@@ -221,6 +230,28 @@ def inference_without_gradients() -> Iterator[None]:
         own_leave(self, *error) if mode is None else mode.__exit__(*error)
 
     with patched(kind, "__enter__", enter), patched(kind, "__exit__", leave):
+        yield
+
+
+@contextmanager
+def seeing_grad_modes(changed: Callable[[bool | None], None]) -> Iterator[None]:
+    """Within, `changed` is told where gradients go on or off inside of `torch.autocast`, and None
+    where that ends, for export has no note of it; a `torch.no_grad()` there would be lost."""
+    inside: list[bool] = []
+
+    class Seeing(TorchFunctionMode):
+        def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+            made = func(*args, **(kwargs or {}))
+            if inside and getattr(func, "__name__", "") == "_set_grad_enabled":
+                inside[0] = True
+                changed(torch.is_grad_enabled())
+            return made
+
+    def left(autocast: torch.autocast) -> None:
+        if inside.pop() and not inside:
+            changed(None)
+
+    with _around(torch.autocast, lambda autocast: inside.append(False), left), Seeing():
         yield
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -64,7 +64,7 @@ from autopipe.tracing.exported_nodes import (
     with_projections,
 )
 from autopipe.tracing.stubs import BEGIN, END, STAND_IN, Span
-from autopipe.tracing.user_checkpoints import MARK
+from autopipe.tracing.user_checkpoints import GRAD, MARK
 from autopipe.util import dims
 
 _DROPPED = "aten._assert", "aten.sym_constrain_range", "aten._functional_assert"
@@ -115,6 +115,7 @@ class _Converter:
     states: dict[str, StateSpec] = field(default_factory=dict)
     spans: dict[int, Span] = field(default_factory=dict)
     again: str = ""
+    grad: str = ""
 
     def convert(self) -> Graph:
         inputs: dict[str, TensorSpec] = {}
@@ -181,7 +182,7 @@ class _Converter:
     def _call(self, node: fx.Node, env: dict[fx.Node, Any], region: _Region) -> Any:
         target = node.target
         if target is operator.getitem:
-            return self._getitem(node, env)
+            return env[node.args[0]][node.args[1]]  # type: ignore[index]
         value = node.meta.get("val")
         if isinstance(value, int | float | torch.SymInt | torch.SymFloat | torch.SymBool):
             return self._scalar(value, node)
@@ -194,9 +195,11 @@ class _Converter:
         scopes = scopes_of(node) or region.scopes
         if name in (BEGIN, END, STAND_IN):
             return self._stand_in(name, args[0], int(args[1]), scopes)
-        if name == MARK:
-            self.again = str(args[1])
+        if name in (MARK, GRAD):
+            setattr(self, "again" if name == MARK else "grad", str(args[1]))
             return None
+        if region.autocast is not None and self.grad:
+            region = replace(region, grad=self.grad == "on")
         if name in ("wrap_with_set_grad_enabled", "wrap_with_autocast"):
             return self._wrapped(name, node, env, _Region(scopes, region.grad, region.autocast))
         sparse = sparse_argument(target)
@@ -288,10 +291,6 @@ class _Converter:
             for placeholder, operand in zip(placeholders, operands, strict=True)
         }
         return self._inline(graph_module, inner, region)
-
-    def _getitem(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
-        parts, position = env[node.args[0]], node.args[1]  # type: ignore[index]
-        return parts[position]
 
     def _scalar(self, value: Any, node: fx.Node) -> Any:
         if isinstance(value, bool | int | float):

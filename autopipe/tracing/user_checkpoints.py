@@ -34,11 +34,14 @@ from autopipe.frontend import user_lines
 from autopipe.ir.blocks import Block
 from autopipe.ir.dataflow import Dataflow, analyse, obstacle, written_by
 from autopipe.ir.graph import REGION_OP, Graph, Node, Ref, State, Value, swap, values_in
-from autopipe.ir.torch_patches import seeing_saved_tensors_hooks
+from autopipe.ir.torch_patches import seeing_grad_modes, seeing_saved_tensors_hooks
 from autopipe.ir.torch_private import no_function_modes
 from autopipe.planfile.node_names import NodeName
 
 MARK = "autopipe.checkpoint.default"
+
+GRAD = "autopipe.grad.default"
+"""Marks where gradients go on or off inside of torch.autocast."""
 
 _HOME = "torch.utils.checkpoint"
 
@@ -53,9 +56,20 @@ def _(nothing: Tensor, place: str) -> None:
     return None
 
 
+@torch.library.custom_op("autopipe::grad", mutates_args=())
+def grad_op(nothing: Tensor, mode: str) -> None:
+    """Marks in a traced graph that gradients are "on" or "off" in an autocast, or its end ("")."""
+
+
+@grad_op.register_fake
+def _(nothing: Tensor, mode: str) -> None:
+    return None
+
+
 @contextmanager
 def marking() -> Iterator[None]:
-    """Within, a trace has a mark before and after each checkpointed call.
+    """Within, a trace has a mark before and after each checkpointed call, and where gradients go on
+    or off inside of torch.autocast.
 
     `mark_op` is traced where the saved-tensors hooks of a checkpoint are entered and left.
     """
@@ -72,7 +86,10 @@ def marking() -> Iterator[None]:
             open_.pop()
             mark_op(torch.empty(0), open_[0] if open_ else "")
 
-    with seeing_saved_tensors_hooks(entered, left):
+    def changed(enabled: bool | None) -> None:
+        grad_op(torch.empty(0), "" if enabled is None else "on" if enabled else "off")
+
+    with seeing_saved_tensors_hooks(entered, left), seeing_grad_modes(changed):
         yield
 
 
