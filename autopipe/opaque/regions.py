@@ -30,6 +30,7 @@ from autopipe.ir.torch_private import (
     is_fake,
     lend,
     no_saved_tensors_hooks,
+    version,
 )
 from autopipe.opaque.results import as_measured, at_rows, inverse
 from autopipe.opaque.sites import Site, SiteCall, call, standing_in, state_of
@@ -223,20 +224,28 @@ def _called(running: Running, tensors: Sequence[Tensor], written: Sequence[Tenso
     copies = [own.clone() for own in written]
     lent = dict(zip((*region.states, *region.written), (*tensors[count:], *copies), strict=True))
     _lend(homes, lent)
+    versions = [(copied, version(copied)) for copied in copies]
     if tensors:
         to_device(model, tensors[0].device)
     args, kwargs = whole_of(from_text(region.given), tensors[:count], model)
-    put(model, region.finds)
     inner = dict(model.get_submodule(region.module).named_modules(prefix=region.module))
+    latest: dict[str, dict[str, Any]] = vars(_copies).setdefault("latest", {}).get(id(model), {})
+    _set(inner, latest)  # a backward may have come back to those of an earlier micro-batch
+    put(model, region.finds)
     before = {path: {**vars(module)} for path, module in inner.items()}
     with one_process() if torch.distributed.is_initialized() else nullcontext():
         made = call(model, _site(region))(*args, **kwargs)
-    for name, own in zip(region.written, written, strict=True):
+    for name, own, (copied, known) in zip(region.written, written, versions, strict=True):
+        now = state_of(model, name)
+        beside = now is copied and version(now) == known  # as batch norm writes its statistics
         with torch.no_grad():
-            own.copy_(state_of(model, name))
+            (own.data if beside else own).copy_(now)
     set_here = {
         path: {n: v for n, v in vars(module).items() if before[path].get(n, before) is not v}
         for path, module in inner.items()
+    }
+    vars(_copies)["latest"][id(model)] = {
+        path: latest.get(path, {}) | values for path, values in set_here.items()
     }
     named = {
         f"{path}.{name}".lstrip("."): value
@@ -248,14 +257,18 @@ def _called(running: Running, tensors: Sequence[Tensor], written: Sequence[Tenso
 
     def restore(_: Tensor) -> None:
         _lend(homes, lent)
-        for path, values in set_here.items():
-            inner[path].__dict__.update(values)
+        _set(inner, set_here)
 
     found = returned(made, left)
     for tensor in distinct_tensors(found):
         if tensor.requires_grad:
             tensor.register_hook(restore)  # type: ignore[no-untyped-call]
     return found
+
+
+def _set(inner: Mapping[str, nn.Module], values: Mapping[str, Mapping[str, Any]]) -> None:
+    for path, own in values.items():
+        inner[path].__dict__.update(own)
 
 
 Homes = Mapping[str, Sequence[tuple[nn.Module, str]]]

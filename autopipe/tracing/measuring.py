@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from autopipe.eager import second_run
 from autopipe.eager.assigned_buffers import as_before, buffers_of
+from autopipe.eager.counts import AHEAD, Counts
 from autopipe.eager.draws import Generators
 from autopipe.eager.kept import restoring
-from autopipe.errors import AutopipeError, CaptureError
+from autopipe.errors import AutopipeError, CaptureError, ModelError
 from autopipe.frontend import batch as batches
 from autopipe.frontend.quiet import libraries_hushed
 from autopipe.frontend.transformers_adapter import eager_branches
@@ -108,13 +109,24 @@ class Measuring:
         with restoring(*eager.parts) as changed:
             first = self._there_and_back(eager)
             names = changed()
-            if not names or _same(first, self._there_and_back(eager)):
+            if not names or all(_same(first, other) for other in self._others_ahead(eager)):
                 return
         raise CaptureError(
             f"the model keeps {', '.join(names)} from one call to the next, and then computes "
             "something else",
             hint="keep it in a buffer that __init__ registers, and write that in place",
         )
+
+    def _others_ahead(self, eager: Program) -> Iterator[tuple[Hashable, list[Any]]]:
+        """A second run, and others far ahead if anything counts (`counts.runs_ahead`)."""
+        counts = Counts(*eager.parts)
+        yield self._there_and_back(eager)
+        for number in AHEAD if counts.risen else ():
+            counts.ahead(number)
+            try:
+                yield self._there_and_back(eager)
+            except ModelError as error:  # a table of the user's may be shorter
+                yield str(error), []
 
     def _there_and_back(self, eager: Program) -> tuple[Hashable, list[Tensor | None]]:
         """The calls of a forward, and gradients: a custom Function's backward may read what forward

@@ -614,7 +614,61 @@ def test_what_differs_from_one_micro_batch_to_the_next_widens_the_call():
     assert regions_of(SetsAnother) == ["inside()"]
 
 
-@pytest.mark.parametrize("kind", [Checkpointed, HookReadsWhatIsLeft])
+class NormedTwice(Net):
+    """A batch norm in the part that runs as it is, and in the graph: a critic with a penalty."""
+
+    def begin(self):
+        self.norm = nn.BatchNorm1d(8)
+
+    def inside(self, hidden):
+        return self.norm(self.middle(hidden)) + self.slope(hidden)
+
+    def slope(self, hidden):
+        made = self.norm(hidden).tanh()
+        (slope,) = torch.autograd.grad(made.square().sum(), hidden, create_graph=True)
+        return slope
+
+
+class Numbered(Net):
+    """Counts in Python, for a log."""
+
+    def begin(self):
+        self.part = Numbers()
+
+    def inside(self, hidden):
+        return self.part(hidden)
+
+
+class Numbers(nn.Module):
+    seen = []
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.calls = nn.Linear(8, 8), 0
+
+    def forward(self, hidden):
+        self.calls += 1
+        self.seen.append(self.calls)
+        return hidden + torch.vmap(torch.sin)(self.layer(hidden))
+
+
+def test_a_backward_does_not_take_a_count_back():
+    """F0 F1 B0 F2 ... Bug: a forward counted on from where the last backward had been."""
+    model = built(Numbered)
+    trace = trace_model(model, inputs, square)
+    (only,) = lowered(trace, model, (), ROWS)
+    parts = micro_batches(trace, inputs(ROWS * 5), 5)
+    Numbers.seen.clear()
+    earlier = None
+    for leaves in parts:
+        loss = only.module(*(leaves[path] for path in only.stage.inputs))[0]
+        if earlier is not None:
+            earlier.backward()
+        earlier = loss
+    assert Numbers.seen == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("kind", [Checkpointed, HookReadsWhatIsLeft, NormedTwice])
 def test_backward_finds_what_its_own_forward_had(kind):
     """All forwards first. Bug: the tensors of the last micro-batch stood in the module, those that
     a checkpoint was given were others, and their gradients were none."""
@@ -668,6 +722,17 @@ class DrawsInPython(Net):
         return torch.vmap(torch.sin)(hidden) * random.random()
 
 
+class LaterInPython(Net):
+    """Each of its first calls does the same."""
+
+    def begin(self):
+        self.calls = 0
+
+    def inside(self, hidden):
+        self.calls += 1
+        return torch.vmap(torch.sin)(self.middle(hidden)) * (2 if self.calls > 40 else 1)
+
+
 class Backward(Net):
     def inside(self, hidden):
         self.middle(hidden.detach()).sum().backward()
@@ -686,6 +751,7 @@ REFUSED = {
     DrawsInPython: "random",
     Backward: "forward runs a backward of its own",
     Counts: "the model keeps calls from one call to the next, and then computes something else",
+    LaterInPython: "the model keeps calls from one call to the next, and then computes",
 }
 
 
