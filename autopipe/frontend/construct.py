@@ -248,7 +248,7 @@ def fake_copy(model: nn.Module) -> nn.Module:
         for value in vars(module).values():
             for result in tensors_in(value):
                 aliased = not isinstance(result, nn.Parameter) and storage_key(result) in trained
-                if not result.is_leaf or aliased:
+                if not result.is_leaf or aliased or is_fake(result):
                     memo[id(result)] = fake_like(mode, result.detach())
             if isinstance(value, torch.jit.ScriptFunction):
                 memo[id(value)] = value
@@ -256,7 +256,7 @@ def fake_copy(model: nn.Module) -> nn.Module:
     memo |= {id(function): _with_empty_cells(function) for function in functions}
     try:
         made = copy.deepcopy(model, memo)
-    except (TypeError, RuntimeError) as error:  # a generator, a lock, an open file
+    except Exception as error:  # whatever is said of a generator, a lock, an open file, a logger
         raise _not_copied(model, memo, error) from error
     for function in functions:
         _close_over(cast(FunctionType, memo[id(function)]), function, memo)
@@ -270,7 +270,7 @@ def _not_copied(model: nn.Module, memo: Mapping[int, Any], error: Exception) -> 
         for name, value in vars(module).items():
             try:
                 copy.deepcopy(value, dict(memo)) if name not in _TORCHS else None
-            except (TypeError, RuntimeError):
+            except Exception:
                 where = repr(f"{path}.{name}".lstrip("."))
     return ModelError(
         f"the model is given as a module, and {where} in it cannot be copied: {_reason(error)}",

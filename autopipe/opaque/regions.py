@@ -77,6 +77,9 @@ def known(regions: Sequence[Region], model: nn.Module, *, training: bool) -> tup
     """Let the op know regions of a model."""
     found = tuple(Running(region, model, training, next(_numbers)) for region in regions)
     _running.update({running.key: running for running in found})
+    for one in found:
+        if not one.region.states:  # in a trace its tensors may have values where others have none,
+            _copy(one)  # and nothing can be copied there
     return found
 
 
@@ -119,9 +122,6 @@ def as_ops(model: nn.Module, running: Sequence[Running], rows: Any) -> Iterator[
             )
         return _op(found, model, given, rows)
 
-    for one in running:
-        if not one.region.states:  # its tensors may have values while those of others have none
-            _copy(one)  # of the model as it is, not with calls that are stood in for
     with standing_in(model, tuple(dict.fromkeys(site for site, _ in by_call)), stand_in):
         yield
 

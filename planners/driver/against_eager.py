@@ -150,9 +150,10 @@ def _both(
             return eager, _of_graph(traced, model, before, batches, weights), ahead
         except AutopipeError as error:  # a read that is another one in the second micro-batch
             why = str(error).splitlines()[0]
-        except RuntimeError as error:
+        except Exception as error:  # of torch, or of the user's code that runs as it is
             raise CaptureError(
-                f"the graph of the model fails where the model does not: {error}"
+                "the graph of the model fails where the model does not: "
+                f"{type(error).__name__}: {error}"
             ) from error
         say(f"the graph is compared with the model in one micro-batch alone: {why}")
         return eager, _of_graph(traced, model, before, batches[:1], weights), ahead

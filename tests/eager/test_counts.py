@@ -1,6 +1,8 @@
 """What a model counts in Python is seen wherever it counts, though two calls do the same."""
 
+import logging
 from collections import Counter, deque
+from logging.handlers import BufferingHandler
 from typing import NamedTuple
 
 import numpy as np
@@ -9,6 +11,7 @@ import torch
 
 from autopipe.eager.contents import content_of, is_as, measure, put_back, raised
 from autopipe.eager.counts import Counts
+from autopipe.errors import ModelError
 from tests.support.odd_models import Net, built, inputs, planned, refusal
 
 
@@ -182,3 +185,30 @@ def test_counts_are_set_as_if_calls_had_made_them():
     for calls in (30, 3, 300):
         counts.ahead(calls)
         assert len(model.kept) >= calls
+
+
+class OnAParameter(Warm):
+    def begin(self):
+        self.middle.weight.calls = 0
+
+    def counted(self):
+        self.middle.weight.calls += 1
+        return self.middle.weight.calls
+
+
+def test_what_the_users_code_raises_in_the_graph_is_no_traceback():
+    """Parameters of a rank are others, without what the user has put on them."""
+    assert "the graph of the model fails where the model does not: Attribu" in refusal(OnAParameter)
+    assert "the graph of the model fails" in refusal(built(OnAParameter))
+
+
+class WithAHandler(Net):
+    def begin(self):
+        self.handler = BufferingHandler(8)
+        self.handler.buffer.append(logging.Logger("own"))
+
+
+def test_a_part_that_cannot_be_copied_is_named():
+    """Bug: a traceback, for it is no TypeError that says so."""
+    with pytest.raises(ModelError, match="'handler' in it cannot be copied: "):
+        planned(built(WithAHandler))
