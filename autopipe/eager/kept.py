@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -62,6 +63,31 @@ def _restoring_kept(parts: Sequence[Part]) -> Iterator[Callable[[], tuple[str, .
             _put_back(holder.own, known)
         for holder, key, watched in drawn:
             holder.own[key] = watched.left()
+
+
+@contextmanager
+def caches_empty(*parts: Part) -> Iterator[None]:
+    """Within, what `functools.lru_cache` has kept is made anew, and afterwards nothing is kept.
+
+    A table that a cached function makes is no constant of a graph then, but made in it, whoever has
+    called the model before.
+    """
+    values = (value for holder in holders_of(*parts) for value in holder.values().values())
+    functions = [function for function in values if isinstance(function, _Cached)]
+
+    def clear() -> None:
+        for function in functions:
+            function.cache_clear()
+
+    clear()
+    try:
+        yield
+    finally:
+        clear()
+
+
+_Cached = type(lru_cache(int))
+"""The class of what `functools.lru_cache` and `functools.cache` make."""
 
 
 def _drawn_from(holders: Sequence[Holder]) -> list[tuple[Holder, Any, Rewindable]]:

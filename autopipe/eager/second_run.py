@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import marshal
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -62,6 +63,8 @@ def check_unseen(first: Sequence[Call], again: Callable[..., object]) -> None:
     again(lambda: second)
     position = _parting(first, second.calls)
     if position == len(second.calls):
+        if len(first) != len(second.calls):
+            _check_left_out(first, second.calls)
         return
     noted = Noted(until=position)  # what is kept has changed once more; the line has not
     again(lambda: noted)
@@ -72,6 +75,22 @@ def check_unseen(first: Sequence[Call], again: Callable[..., object]) -> None:
         "graph is that of a first call",
         hint="count in a buffer, register_buffer, and write that in place; draw with torch",
     )
+
+
+def _check_left_out(first: Sequence[Call], second: Sequence[Call]) -> None:
+    """Refuse random numbers that a first call keeps for good: a graph draws them anew."""
+    counts = Counter(call[0] for call in first)
+    counts.subtract(call[0] for call in second)
+    for (function, _), count in counts.items():
+        if count > 0 and any(word in function for word in _RANDOM):
+            raise CaptureError(
+                f"the model draws random numbers in a first call ({function}) and keeps them; in a "
+                "graph each call draws its own",
+                hint="draw them in __init__, and keep them with register_buffer",
+            )
+
+
+_RANDOM = "rand", "normal", "uniform", "bernoulli", "multinomial", "exponential", "dropout"
 
 
 def _parting(first: Sequence[Call], second: Sequence[Call]) -> int:

@@ -208,7 +208,7 @@ class WithAHandler(Net):
         self.handler.buffer.append(logging.Logger("own"))
 
 
-def test_a_part_that_cannot_be_copied_is_named():
+def test_what_cannot_be_copied_is_a_sentence():
     """Bug: a traceback, for it is no TypeError that says so."""
-    with pytest.raises(ModelError, match="'handler' in it cannot be copied: "):
+    with pytest.raises(ModelError, match="in it cannot be copied: "):
         planned(built(WithAHandler))

@@ -14,8 +14,11 @@ from functools import partial
 import pytest
 import torch
 
+from autopipe.ir.fingerprint import fingerprint
 from autopipe.planners.driver import against_eager
-from tests.support.odd_models import Net, built, planned, refusal, square, unlike
+from autopipe.runtime.start import trace_planned
+from tests.support.odd_models import Net, built, inputs, planned, refusal, square, unlike
+from tests.support.staged import trace_model
 
 
 class Clock(Net):
@@ -150,3 +153,48 @@ def test_a_plain_tensor_that_is_written_in_place_is_put_back():
     """Bug: looking at the model counted its calls, and the first micro-batch was the third."""
     assert unlike(built(Plain)) == []
     assert unlike(built(Plain), cuts=["relu/1"]) == []
+
+
+@functools.lru_cache
+def angles(count):
+    return torch.arange(float(count)).cos()
+
+
+class Tables(Net):
+    """Tables of positions, made in a first call; a count beside them, for a log."""
+
+    def begin(self):
+        self.calls = 0
+
+    @functools.cache  # noqa: B019
+    def table(self, count):
+        return torch.arange(float(count)).sin()
+
+    def inside(self, hidden):
+        self.calls += 1
+        return self.middle(hidden) + self.table(8) + angles(8)
+
+
+def test_a_table_that_a_cached_function_keeps_is_made_in_the_graph(large):
+    """Bug: a constant of the plan's graph, which a rank computed: it refused the plan."""
+    model = built(Tables)
+    plan = planned(model)
+    assert angles.cache_info().currsize == Tables.table.cache_info().currsize == 0
+    assert unlike(built(Tables)) == []
+    graphs = [trace_planned(built(Tables), inputs, square, plan).trace.graph for _ in range(2)]
+    graphs.append(trace_model(built(Tables), inputs, square).graph)
+    assert len(set(map(fingerprint, graphs))) == 1 and not graphs[0].constants
+
+
+@functools.lru_cache
+def noise(count):
+    return torch.rand(count)
+
+
+class Noise(Net):
+    def inside(self, hidden):
+        return self.middle(hidden) * noise(8)
+
+
+def test_random_numbers_that_one_keeps_are_refused():
+    assert "draws random numbers in a first call" in refusal(Noise)
