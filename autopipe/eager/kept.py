@@ -72,18 +72,24 @@ def caches_empty(*parts: Part) -> Iterator[None]:
     A table that a cached function makes is no constant of a graph then, but made in it, whoever has
     called the model before.
     """
-    values = (value for holder in holders_of(*parts) for value in holder.values().values())
-    functions = [function for function in values if isinstance(function, _Cached)]
-
-    def clear() -> None:
-        for function in functions:
-            function.cache_clear()
-
-    clear()
+    functions = _cached_functions(parts)
+    for function in functions:
+        function.cache_clear()
     try:
         yield
     finally:
-        clear()
+        for function in functions:
+            function.cache_clear()
+
+
+def results_cached(*parts: Part) -> int:
+    """How many results functions keep by now that the model may call."""
+    return sum(function.cache_info().currsize for function in _cached_functions(parts))
+
+
+def _cached_functions(parts: Sequence[Part]) -> list[Any]:
+    values = (value for holder in holders_of(*parts) for value in holder.values().values())
+    return [function for function in values if isinstance(function, _Cached)]
 
 
 _Cached = type(lru_cache(int))

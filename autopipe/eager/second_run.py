@@ -46,7 +46,9 @@ def calls_of(run: Callable[[], object]) -> tuple[Call, ...]:
     return tuple(noted.calls)
 
 
-def check_unseen(first: Sequence[Call], again: Callable[..., object]) -> None:
+def check_unseen(
+    first: Sequence[Call], again: Callable[..., object], *, filled: bool = False
+) -> None:
     """Refuse a model whose second call is another one, though nothing is seen to have changed.
 
     A second call may leave calls of the first out: these have filled a cache (`functools.cache`).
@@ -55,6 +57,7 @@ def check_unseen(first: Sequence[Call], again: Callable[..., object]) -> None:
         first: the calls of torch of a first run.
         again: makes another run, with the buffers and the random numbers of the first, within what
             a function gives.
+        filled: whether a cached function has kept results of the first run.
 
     Raises:
         CaptureError: names the line at which it does otherwise.
@@ -63,7 +66,7 @@ def check_unseen(first: Sequence[Call], again: Callable[..., object]) -> None:
     again(lambda: second)
     position = _parting(first, second.calls)
     if position == len(second.calls):
-        if len(first) != len(second.calls):
+        if filled:
             _check_left_out(first, second.calls)
         return
     noted = Noted(until=position)  # what is kept has changed once more; the line has not
