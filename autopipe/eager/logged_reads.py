@@ -8,7 +8,7 @@
 
 While a model's reads are recorded, such a number is a `Looked`: it reports any use other than to
 keep it or to format it as text. A number that is never used needs no check at run time. Whether a
-text matters is seen from the layers (`LayersUsed`) of two runs that show different numbers.
+text matters is seen from the layers (`LayersUsed`) of runs that show different numbers (`SHOWN`).
 """
 
 from __future__ import annotations
@@ -68,9 +68,23 @@ def itself(number: Number) -> Number:
     return number
 
 
-def another(number: Number) -> Number:
+def next_one(number: Number) -> Number:
     """Another number of the same kind."""
     return not number if isinstance(number, bool) else number + 1
+
+
+def far_above(number: Number) -> Number:
+    """One that is larger than any that a text is compared with, and longer."""
+    return True if isinstance(number, bool) else 1_000 * abs(number) + 1_000
+
+
+def far_below(number: Number) -> Number:
+    """One below those."""
+    return False if isinstance(number, bool) else -far_above(number)
+
+
+SHOWN = itself, next_one, far_above, far_below
+"""What stands in the place of a number that is made into text, in a run each."""
 
 
 def zero(tensor: Tensor) -> Number:

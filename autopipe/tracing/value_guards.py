@@ -268,12 +268,12 @@ def record(
             if any(not read.checked for read in recording.reads):
                 # A number may be kept for the next call, and used there; or a text choose a layer.
                 layers = []
-                for shown in (logged_reads.itself, logged_reads.another):
+                for shown in logged_reads.SHOWN:
                     seeing = _Recording(taint, numbers, shown=shown)
                     with lists_as_one_read(), taint, seeing, logged_reads.LayersUsed() as of_it:
                         again()
                     layers.append(of_it.calls)
-                if layers[0] != layers[1]:
+                if any(calls != layers[0] for calls in layers):
                     raise NeedsNumbers
         except (AutopipeError, ReadsParameter, NeedsNumbers):
             raise

@@ -362,6 +362,31 @@ def test_a_number_whose_text_chooses_a_layer_is_checked(key):
         only.module(*(other[path] for path in only.stage.inputs))
 
 
+class Scaled(nn.Module):
+    """The scale follows from a text."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.layer, self.scale = nn.Linear(3, 3), scale
+
+    def forward(self, x, task):
+        return self.layer(x).sum() * (2 if self.scale(task[0]) else 1)
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [
+        lambda task: len(str(task.item())) > 3,
+        lambda task: int(f"{task}") > 30,
+        lambda task: f"{task.item():+d}".startswith("-"),
+    ],
+)
+def test_so_is_one_whose_text_is_measured_or_compared(scale):
+    """Bug: a next number gave the same text but for its last digit."""
+    found = trace_model(Scaled(scale), lambda rows: ones(rows) | {"task": torch.ones(rows).long()})
+    assert [(read.value, read.checked) for read in found.reads] == [(1, True)]
+
+
 class SlicesAndLogs(nn.Module):
     def __init__(self):
         super().__init__()
