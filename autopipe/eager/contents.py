@@ -15,15 +15,21 @@ from __future__ import annotations
 import itertools
 import operator
 import sys
+from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection
 from contextlib import suppress
+from datetime import timedelta
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 from autopipe.eager.iterators import Rewindable, place_of, put_at
 
 MOST_ELEMENTS = 2**22
 """Of a tensor or an array up to which it is put back; larger ones are rather data."""
+
+_NUMBERS = (int, float, Fraction, Decimal, timedelta)
 
 MOST = 1_000
 """Entries up to which what a container holds is looked at; of others the number is."""
@@ -37,7 +43,7 @@ def content_of(value: Any) -> Any:
     """A value's content, to compare and to put back; None: nothing changes inside."""
     if isinstance(value, _CONTAINERS):
         return _entries(value)
-    if isinstance(value, bytearray):
+    if isinstance(value, bytearray | array):
         return bytes(value)
     if _is_array(value):
         return value.copy() if value.size <= MOST_ELEMENTS and value.flags.writeable else None
@@ -62,6 +68,9 @@ def put_back(value: Any, content: Any) -> None:
         return
     if isinstance(value, list | bytearray):
         value[:] = content
+    elif isinstance(value, array):
+        del value[:]
+        value.frombytes(content)
     elif isinstance(value, dict):
         value.clear()
         value.update(zip(content[::2], content[1::2], strict=True))
@@ -76,10 +85,12 @@ def put_back(value: Any, content: Any) -> None:
 
 def measure(value: Any) -> Any:
     """How much a value is, as a number or a tuple of measures; None: nothing that is counted."""
-    if type(value) in (int, float):  # a read of a trace is none of these
+    if type(value) in _NUMBERS:  # a read of a trace is none of these
         return value
-    if type(value) in CONTAINERS:
+    if type(value) in CONTAINERS or type(value) is str:
         return len(value)
+    if isinstance(value, array):
+        return tuple(value) if value.typecode != "u" and len(value) <= MOST else None
     if isinstance(value, Rewindable):
         return len(value.values)
     if isinstance(value, tuple):
@@ -109,6 +120,10 @@ def raised(value: Any, to: Any) -> Any:
     """A value of this measure: the same one with more in it, or another number."""
     if isinstance(value, Rewindable):
         value.draw(min(to - len(value.values), MOST))
+    elif isinstance(value, str):
+        return value + value[-1:] * (to - len(value))
+    elif isinstance(value, array):
+        value[:] = array(value.typecode, to)
     elif isinstance(value, list | deque):
         items = [*value, *[*value][-1:] * (to - len(value))]
         value.clear()
@@ -123,6 +138,8 @@ def raised(value: Any, to: Any) -> Any:
         return value._make(made) if hasattr(value, "_make") else tuple(made)
     elif _is_array(value):
         value[...] = to
+    elif isinstance(value, timedelta):
+        return to
     else:
         with suppress(OverflowError):  # of numpy's small integers
             return type(value)(to)

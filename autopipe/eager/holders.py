@@ -28,7 +28,7 @@ from autopipe.eager.frozen import FIXED, INTERNAL, VALUES
 from autopipe.eager.iterators import Rewindable
 from autopipe.ir.torch_private import is_fake
 
-DEPTH = 3
+DEPTH = 5
 """So far down objects, dicts and lists are looked into: `self.trainer.schedule.state["step"]`."""
 
 _PLAIN = (*VALUES, float, complex)
@@ -195,9 +195,9 @@ def _inside(value: Any, *, shared: bool) -> MutableMapping[Any, Any] | None:
         shared: whether it stands where objects of Python's own do too, such as a logger.
     """
     if isinstance(value, list | dict):
-        if type(value) not in CONTAINERS or len(value) > MOST:
+        if len(value) > MOST or (shared and type(value) not in CONTAINERS):
             return None
-        return value if isinstance(value, dict) else _Items(value)
+        return _Entries(value) if isinstance(value, dict) else _Items(value)
     if isinstance(value, (*_PASSED, set, frozenset, Rewindable)):
         return None
     if isinstance(value, tuple):
@@ -303,6 +303,28 @@ class _Items(MutableMapping[Any, Any]):
 
     def __len__(self) -> int:
         return len(self._items)
+
+
+class _Entries(MutableMapping[Any, Any]):
+    """Those of a dict, without the code of a class of the user's."""
+
+    def __init__(self, entries: dict[Any, Any]) -> None:
+        self._entries = entries
+
+    def __getitem__(self, key: Any) -> Any:
+        return dict.__getitem__(self._entries, key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        dict.__setitem__(self._entries, key, value)
+
+    def __delitem__(self, key: Any) -> None:
+        dict.__delitem__(self._entries, key)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([*dict.keys(self._entries)])
+
+    def __len__(self) -> int:
+        return dict.__len__(self._entries)
 
 
 class _Fixed(_Items):

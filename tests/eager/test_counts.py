@@ -1,7 +1,10 @@
 """What a model counts in Python is seen wherever it counts, though two calls do the same."""
 
 import logging
+from array import array
 from collections import Counter, deque
+from datetime import timedelta
+from fractions import Fraction
 from logging.handlers import BufferingHandler
 from typing import NamedTuple
 
@@ -98,6 +101,58 @@ class InAnArray(Warm):
     def counted(self):
         self.kept[1] += 1
         return self.kept[1, 1]
+
+
+class InAText(Warm):
+    def begin(self):
+        self.kept = ""
+
+    def counted(self):
+        self.kept += "."
+        return len(self.kept)
+
+
+class InAFraction(Warm):
+    def begin(self):
+        self.kept = Fraction(0)
+
+    def counted(self):
+        self.kept += Fraction(1, 2)
+        return self.kept
+
+
+class InATime(Warm):
+    def begin(self):
+        self.kept = timedelta()
+
+    def counted(self):
+        self.kept += timedelta(seconds=1)
+        return self.kept.total_seconds()
+
+
+class InNumbersOfC(Warm):
+    def begin(self):
+        self.kept = array("i", [0])
+
+    def counted(self):
+        self.kept[0] += 1
+        return self.kept[0]
+
+
+class Meter(dict):
+    """A dict with code of its own."""
+
+    def update(self, value):
+        self["count"] = self.get("count", 0) + 1
+        return self["count"]
+
+
+class InAMeter(Warm):
+    def begin(self):
+        self.kept = Meter(count=0)
+
+    def counted(self):
+        return self.kept.update(1.0)
 
 
 class InANumber(Warm):

@@ -8,7 +8,7 @@ import functools
 import inspect
 import random
 import time
-from array import array
+from ctypes import c_int
 from functools import partial
 
 import pytest
@@ -28,11 +28,11 @@ class Clock(Net):
 
 class Bytes(Net):
     def begin(self):
-        self.calls = array("i", [0])
+        self.calls = c_int(0)
 
     def inside(self, hidden):
-        self.calls[0] += 1
-        return self.middle(hidden) * self.calls[0]  # here
+        self.calls.value += 1
+        return self.middle(hidden) * self.calls.value  # here
 
 
 UNSEEN = (Clock, Bytes)

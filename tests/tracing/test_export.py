@@ -1,7 +1,7 @@
 """What cannot be captured is refused in a sentence that names the user's own line."""
 
 import inspect
-from array import array
+from ctypes import c_int
 from functools import partial
 
 import numpy as np
@@ -42,13 +42,13 @@ class Shapes(Model):
 
 
 class Moody(Model):
-    """Its count is in bytes, which nothing puts back: others are refused by their names."""
+    """Its count is a number of C, which nothing puts back: others are refused by their names."""
 
-    calls = array("i", [0])
+    calls = c_int(0)
 
     def body(self, x, hidden):
-        Moody.calls[0] = min(Moody.calls[0] + 1, 255)
-        if Moody.calls[0] > 1 and x.sum() > 0:  # here
+        Moody.calls.value = min(Moody.calls.value + 1, 255)
+        if Moody.calls.value > 1 and x.sum() > 0:  # here
             return hidden * 2
         return hidden
 
