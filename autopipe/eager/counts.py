@@ -17,7 +17,7 @@ from autopipe.eager.contents import (
     rise_of,
 )
 from autopipe.eager.holders import Part, holders_of
-from autopipe.eager.second_run import calls_of
+from autopipe.eager.second_run import Call, calls_of
 
 ROUND = 100, 1_000, 10_000
 """Counts that many phases and periods end at: a warm-up of 1000 calls, a penalty in every 100th."""
@@ -26,6 +26,13 @@ AHEAD = (*range(1, 9), 30, *(count - gap for count in ROUND for gap in (3, 2, 1)
 """So many calls ahead a model is looked at that counts its calls: a warm-up may be over then, or a
 phase have begun that ends again. When these are added, a model has been called one to three times.
 What comes and goes between two of these is not seen."""
+
+
+FURTHER = 8
+"""Calls that a small model is run for which keeps something that nothing can set ahead."""
+
+SMALL = 500
+"""Calls of torch in a run of such a model."""
 
 
 class Counts:
@@ -91,7 +98,8 @@ class Counts:
 
 
 def runs_ahead(parts: Sequence[Part], run: Callable[[], object]) -> Iterator[Hashable]:
-    """The calls of torch of a run, of a second one, and of others far ahead if anything counts.
+    """The calls of torch of a run, of a second one, and of others far ahead if anything counts;
+    else of a few more.
 
     Buffers are as before in each: what runs differ in is what Python keeps, as a graph has buffers.
 
@@ -99,13 +107,16 @@ def runs_ahead(parts: Sequence[Part], run: Callable[[], object]) -> Iterator[Has
         run: draws from torch's generator as it is, and leaves it so.
     """
 
-    def calls() -> Hashable:
+    def calls() -> tuple[Call, ...]:
         with as_before(*parts):
             return calls_of(run)
 
-    yield calls()
+    first = calls()
+    yield first
     counts = Counts(*parts)
     yield calls()
+    for _ in range(FURTHER) if not counts.risen and len(first) <= SMALL else ():
+        yield calls()
     for number in AHEAD if counts.risen else ():
         counts.ahead(number)
         try:

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopipe.eager.assigned_buffers import buffers_of, put
-from autopipe.eager.counts import AHEAD, Counts
+from autopipe.eager.assigned_buffers import as_before, buffers_of, put
+from autopipe.eager.counts import AHEAD, FURTHER, Counts
 from autopipe.eager.kept import restoring
 from autopipe.errors import AutopipeError, CaptureError
 from autopipe.frontend import batch
@@ -80,8 +80,8 @@ def check(request: PlanRequest, skeleton: nn.Module, traced: Trace, example: Any
         tolerance = max(TOLERANCE.get(dtype, 1e-4) for dtype in {low, *made})
         eager, found, ahead = both
         compare(traced, eager, found, tolerance)
-        for calls, later in zip(AHEAD, ahead[1:], strict=False):
-            compare_ahead(traced, ahead[0], later, calls)
+        for calls in sorted(ahead) if 0 in ahead else ():
+            compare_ahead(traced, ahead[0], ahead[calls], calls)
     if traced.unsteady and not (both and found.losses[1:]):
         raise CaptureError(
             f"the model keeps {', '.join(traced.unsteady)} from one call to the next, and then "
@@ -120,7 +120,7 @@ def check_at_lengths(
 
 def _both(
     request: PlanRequest, traced: Trace, model: nn.Module, batches: Sequence[Any], say: Say
-) -> tuple[Outcome, Outcome, list[Outcome]] | None:
+) -> tuple[Outcome, Outcome, dict[int, Outcome]] | None:
     """What the model makes of two micro-batches, what its graph does, and what the model does with
     its counts far ahead; None: it is not told."""
     kept = KEPT.get(request.precision)
@@ -145,7 +145,7 @@ def _both(
         except Exception as error:  # whatever the model's own code raises
             say(f"the graph is not compared with the model, which raises {type(error).__name__}")
             return None
-        ahead = _far_ahead(run, model, batches, weights) if traced.unsteady else []
+        ahead = _far_ahead(run, model, batches, weights) if traced.unsteady else {}
         try:
             return eager, _of_graph(traced, model, before, batches, weights), ahead
         except AutopipeError as error:  # a read that is another one in the second micro-batch
@@ -287,21 +287,27 @@ def _outcome(
 
 def _far_ahead(
     run: _Runnable, model: nn.Module, batches: Sequence[Any], weights: Weights
-) -> list[Outcome]:
-    """The second micro-batch once more: with what the model counts as it is, and far ahead.
-
-    Nothing, if it counts nothing in Python; fewer, if it fails there.
-    """
-    counts, found = Counts(model), list[Outcome]()
+) -> dict[int, Outcome]:
+    """The second micro-batch once more, by how many calls later: with what the model counts set far
+    ahead, and in a few more calls (`FURTHER`); without those in which it fails."""
+    counts, found = Counts(model), dict[int, Outcome]()
     frozen = [(p, p.detach().clone()) for p in model.parameters() if not p.requires_grad]
+
+    def once(calls: int) -> None:
+        for parameter, was in frozen:
+            parameter.detach().copy_(was)
+        with suppress(Exception):  # a table of the user's may be shorter
+            found[calls] = _outcome(run, model, batches[1:], weights, 1)
+
     with restoring(model):
         _outcome(run, model, batches[1:], weights, 1)
-        for calls in (0, *AHEAD) if counts.risen else ():
-            for parameter, was in frozen:
-                parameter.detach().copy_(was)
-            with restoring(model), suppress(Exception):  # a table of the user's may be shorter
+        for calls in (each for each in AHEAD if each > FURTHER and counts.risen):
+            with restoring(model):
                 counts.ahead(calls)
-                found.append(_outcome(run, model, batches[1:], weights, 1))
+                once(calls)
+        for calls in range(FURTHER + 1):
+            with as_before(model):
+                once(calls)
     return found
 
 

@@ -186,6 +186,25 @@ def test_a_count_is_seen_wherever_it_is_kept(kind, size):
     assert "keeps kept" in refusal(built(kind))
 
 
+class InALinkedList(Net):
+    """Nothing can set it ahead: it is called a few times more."""
+
+    def begin(self):
+        self.kept = None
+
+    def inside(self, hidden):
+        self.kept = (self.kept,)
+        length, rest = 0, self.kept
+        while rest is not None:
+            length, (rest,) = length + 1, rest
+        return self.middle(hidden) * (2 if length > 5 else 1)
+
+
+def test_what_nothing_can_set_ahead_is_called_a_few_times(size):
+    """Bug: two calls did the same, and it was planned."""
+    assert "keeps kept" in refusal(built(InALinkedList))
+
+
 class Logs(Net):
     def begin(self):
         self.seen, self.last, self.sums = deque(maxlen=3), {}, np.zeros(2)
