@@ -29,10 +29,10 @@ from autopipe.eager.iterators import Rewindable, place_of, put_at
 MOST_ELEMENTS = 2**22
 """Of a tensor or an array up to which it is put back; larger ones are rather data."""
 
-_NUMBERS = (int, float, Fraction, Decimal, timedelta)
-
 MOST = 1_000
 """Entries up to which what a container holds is looked at; of others the number is."""
+
+_NUMBERS = (int, float, Fraction, Decimal, timedelta)
 
 _CONTAINERS = (list, dict, set, deque)
 CONTAINERS = (*_CONTAINERS, OrderedDict, defaultdict, Counter)
@@ -72,8 +72,9 @@ def put_back(value: Any, content: Any) -> None:
         del value[:]
         value.frombytes(content)
     elif isinstance(value, dict):
-        value.clear()
-        value.update(zip(content[::2], content[1::2], strict=True))
+        kind = _kind_of(value)
+        kind.clear(value)
+        kind.update(value, zip(content[::2], content[1::2], strict=True))
     elif isinstance(value, set | deque):
         value.clear()
         (value.update if isinstance(value, set) else value.extend)(content)
@@ -122,8 +123,6 @@ def raised(value: Any, to: Any) -> Any:
         value.draw(min(to - len(value.values), MOST))
     elif isinstance(value, str):
         return value + value[-1:] * (to - len(value))
-    elif isinstance(value, array):
-        value[:] = array(value.typecode, to)
     elif isinstance(value, list | deque):
         items = [*value, *[*value][-1:] * (to - len(value))]
         value.clear()
@@ -136,13 +135,22 @@ def raised(value: Any, to: Any) -> Any:
     elif isinstance(value, tuple):
         made = [one if t is None else raised(one, t) for one, t in zip(value, to, strict=True)]
         return value._make(made) if hasattr(value, "_make") else tuple(made)
-    elif _is_array(value):
-        value[...] = to
     elif isinstance(value, timedelta):
         return to
     else:
-        with suppress(OverflowError):  # of numpy's small integers
-            return type(value)(to)
+        with suppress(OverflowError):  # small integers of C and of numpy stay where they are
+            return _number(value, to)
+    return value
+
+
+def _number(value: Any, to: Any) -> Any:
+    """A number of this measure, or the same array of them."""
+    if isinstance(value, array):
+        value[:] = array(value.typecode, to)
+    elif _is_array(value):
+        value[...] = to
+    else:
+        return type(value)(to)
     return value
 
 
@@ -155,9 +163,13 @@ def _others(known: Collection[Any], count: int) -> list[int]:
 def _entries(container: Any) -> list[Any]:
     """What one holds, of a dict keys and values in turn; runs no code of the user's."""
     if isinstance(container, dict):
-        kind = OrderedDict if isinstance(container, OrderedDict) else dict
-        return [part for pair in kind.items(container) for part in pair]
+        return [part for pair in _kind_of(container).items(container) for part in pair]
     return [*container]
+
+
+def _kind_of(container: dict[Any, Any]) -> Any:
+    """The class of Python's whose code a dict of any class is read and written by."""
+    return OrderedDict if isinstance(container, OrderedDict) else dict
 
 
 def _nested(values: Any) -> Any:

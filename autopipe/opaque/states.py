@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dis
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import CodeType
 from typing import Any
@@ -22,7 +22,7 @@ from autopipe.ir.torch_patches import seeing_sets
 from autopipe.ir.torch_private import version
 from autopipe.opaque.sites import Site
 from autopipe.opaque.sparse import is_sparse
-from autopipe.opaque.trees import Unlike, from_text, parts_of, to_text
+from autopipe.opaque.trees import Unlike, from_text, parts_of, to_text, whole_of
 from autopipe.planfile.regions import WHOLE
 
 
@@ -140,19 +140,19 @@ class SetBefore:
             for module, name in self._known
             if module in paths and name in vars(module) and _may_read([*paths], name)
         }
-        return to_text({name: found[name] for name in sorted(found) if _is_plain(found[name])})
+        return _as_text({name: found[name] for name in sorted(found) if _is_plain(found[name])})
 
 
 def differ(model: nn.Module, finds: str) -> bool:
     """Whether a model's attributes are others than `SetBefore.before` has told."""
-    told = from_text(finds)
-    now = {name: _home(model, name) for name in told}
-    return any(own.get(leaf, now) != told[name] for name, (own, leaf) in now.items())
+    homes = {name: _home(model, name) for name in from_text(finds)}
+    now = {name: own.get(leaf, own) for name, (own, leaf) in homes.items()}
+    return not all(map(_is_plain, now.values())) or _as_text(now) != finds
 
 
 def put(model: nn.Module, finds: str) -> None:
     """Let a model's attributes be what `SetBefore.before` has told."""
-    for name, value in from_text(finds).items():
+    for name, value in whole_of(from_text(finds), ()).items():
         own, leaf = _home(model, name)
         own[leaf] = value
 
@@ -160,6 +160,10 @@ def put(model: nn.Module, finds: str) -> None:
 def _home(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
     path, _, leaf = name.rpartition(".")
     return vars(model.get_submodule(path)), leaf
+
+
+def _as_text(values: Mapping[str, Any]) -> str:
+    return to_text(parts_of(dict(values), ()))
 
 
 def _is_plain(value: Any) -> bool:

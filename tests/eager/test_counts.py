@@ -230,6 +230,9 @@ def test_what_is_counted_for_a_log_is_no_obstacle(size):
         ({3, 4}, lambda v: v.add(0), 5, {0, 1, 2, 3, 4}),
         ({"a": 1}, lambda v: v.update(b=2), 3, {"a": 1, "b": 2, 0: 2}),
         (bytearray(b"a"), lambda v: v.append(1), None, None),
+        (Counter("aab"), lambda v: v.update("c"), None, None),
+        (Meter(count=0), lambda v: v.update(1.0), None, None),
+        (array("b", [1]), lambda v: v.append(3), (4, 5), array("b", [4, 5])),
         (np.ones(2), lambda v: np.add(v, 1, out=v), (4, 4), np.full(2, 4.0)),
     ],
 )
@@ -246,6 +249,8 @@ def test_contents_are_put_back_and_counted_on(value, change, to, far):
 
 def test_a_small_integer_of_numpy_stays_where_it_cannot_follow():
     assert raised(np.int8(3), 100_000) == 3
+    assert raised(array("b", [3]), (100_000,)) == array("b", [3])
+    assert raised(np.ones(1, np.int8), (100_000,)).dtype == np.int8
     assert raised(np.int8(3), 100) == np.int8(100)
     assert raised((1, "a", (2.0,)), (5, None, (3.0,))) == (5, "a", (3.0,))
 

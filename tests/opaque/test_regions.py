@@ -544,6 +544,11 @@ class HookReadsWhatIsLeft(Net):
         self.middle = Normed()
 
 
+@dataclass
+class Form:
+    scale: int
+
+
 class Moody(nn.Module):
     """Computes by what stands in its attributes."""
 
@@ -551,12 +556,13 @@ class Moody(nn.Module):
         super().__init__()
         self.layer, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
         self.mood, self.size = None, (0, 0)
+        self.form = Form(1)
 
     def forward(self, hidden):
         rows = (hidden[:, 0] > -100).nonzero().flatten()
         made = self.norm(self.layer(hidden[rows]))
         made = made.tanh() if self.mood == "calm" else made
-        return hidden.index_copy(0, rows, made * self.size[0])
+        return hidden.index_copy(0, rows, made * self.size[0] / self.form.scale)
 
 
 class SetsAttributes(Net):
@@ -564,7 +570,7 @@ class SetsAttributes(Net):
         self.part = Moody()
 
     def inside(self, hidden):
-        self.part.mood, self.part.size = "calm", (2, 3)
+        self.part.mood, self.part.size, self.part.form = "calm", (2, 3), Form(3)
         hidden = self.part(hidden)
         self.part.mood, self.part.size = None, (3, 2)
         return self.part(hidden)
