@@ -66,20 +66,21 @@ def _restoring_kept(parts: Sequence[Part]) -> Iterator[Callable[[], tuple[str, .
 
 
 @contextmanager
-def caches_empty(*parts: Part) -> Iterator[None]:
-    """Within, what `functools.lru_cache` has kept is made anew, and afterwards nothing is kept.
+def caches_put_back(*parts: Part) -> Iterator[None]:
+    """Within, functions may keep results by `functools.lru_cache`; afterwards those that have kept
+    some within have none.
 
-    A table that a cached function makes is no constant of a graph then, but made in it, whoever has
-    called the model before.
+    A table that a cached function makes is no constant of a graph then, but made in it: a rank,
+    which has not called the model before, makes it too. Functions that forward does not call keep
+    what they have: a user's file may have others.
     """
-    functions = _cached_functions(parts)
-    for function in functions:
-        function.cache_clear()
+    before = [(function, function.cache_info().currsize) for function in _cached_functions(parts)]
     try:
         yield
     finally:
-        for function in functions:
-            function.cache_clear()
+        for function, size in before:
+            if function.cache_info().currsize != size:
+                function.cache_clear()
 
 
 def results_cached(*parts: Part) -> int:

@@ -19,7 +19,7 @@ from autopipe.eager import second_run, seeds, unsaid
 from autopipe.eager.assigned_buffers import as_before
 from autopipe.eager.compared_runs import compared_runs
 from autopipe.eager.draws import Generators
-from autopipe.eager.kept import restoring
+from autopipe.eager.kept import caches_put_back, restoring
 from autopipe.errors import AutopipeError, CaptureError, ModelError, OtherBranch
 from autopipe.frontend import refusals
 from autopipe.frontend.quiet import libraries_hushed
@@ -74,7 +74,7 @@ def glance(
         Exception: a read depends on a parameter; or what the model's code raises without values.
     """
     look = _Look(program, tensors_of(leaves, specs), numbers=False, others=None)
-    with _surroundings(), quiet(), Generators().restored():
+    with _surroundings(), quiet(), Generators().restored(), caches_put_back(*program.parts):
         with restoring(*program.parts), as_before(*program.parts):
             return look.again(within)
 
@@ -182,7 +182,7 @@ class _Look:
 def _record(look: _Look, within: Within, real: Callable[[], nn.Module] | None) -> tuple[Read, ...]:
     program, tensors = look.program, look.tensors
     try:
-        with quiet(), Generators().restored():
+        with quiet(), Generators().restored(), caches_put_back(*program.parts):
             return look.reads(within)
     except ReadsParameter as found:
         if real is None:

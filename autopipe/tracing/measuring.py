@@ -15,7 +15,7 @@ from autopipe.eager import second_run
 from autopipe.eager.assigned_buffers import as_before, buffers_of
 from autopipe.eager.counts import AHEAD, Counts
 from autopipe.eager.draws import Generators
-from autopipe.eager.kept import restoring
+from autopipe.eager.kept import caches_put_back, restoring
 from autopipe.errors import AutopipeError, CaptureError, ModelError
 from autopipe.frontend import batch as batches
 from autopipe.frontend.quiet import libraries_hushed
@@ -68,6 +68,7 @@ class Measuring:
         runs = Runs(rows, first, twice, others)
         with (
             restoring(model),
+            caches_put_back(*eager.parts),
             parameters_in(model, program.kept),
             eager_branches(),
             libraries_hushed(heard=False),

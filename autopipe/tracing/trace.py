@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from autopipe.eager import unsaid
-from autopipe.eager.kept import caches_empty, without_values
+from autopipe.eager.kept import caches_put_back, without_values
 from autopipe.errors import CaptureError, ModelError, OtherBranch
 from autopipe.frontend import batch as batches
 from autopipe.frontend.loss import Loss, check_arguments
@@ -260,7 +260,7 @@ class _Tracing:
         """The trace with these reads, and with stubs for the modules in `alike`."""
         program = self.program
         try:
-            with caches_empty(*program.parts):
+            with caches_put_back(*program.parts):
                 exported = capture(
                     *(program, self.leaves, self.specs),
                     reads=reads,

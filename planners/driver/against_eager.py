@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from autopipe.eager.assigned_buffers import as_before, buffers_of, put
 from autopipe.eager.counts import AHEAD, FURTHER, Counts
-from autopipe.eager.kept import restoring
+from autopipe.eager.kept import caches_put_back, restoring
 from autopipe.errors import AutopipeError, CaptureError
 from autopipe.frontend import batch
 from autopipe.frontend.quiet import libraries_hushed
@@ -195,7 +195,7 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
     """Within, the model is in training and may change its state; it is restored at the end."""
     buffers = buffers_of(model)
     before = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
-    with restoring(model):
+    with restoring(model), caches_put_back(model):
         model.train()
         try:
             yield

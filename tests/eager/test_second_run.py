@@ -181,9 +181,22 @@ def test_a_table_that_a_cached_function_keeps_is_made_in_the_graph(large):
     plan = planned(model)
     assert angles.cache_info().currsize == Tables.table.cache_info().currsize == 0
     assert unlike(built(Tables)) == []
+    angles.cache_clear()  # plain PyTorch has called it
     graphs = [trace_planned(built(Tables), inputs, square, plan).trace.graph for _ in range(2)]
     graphs.append(trace_model(built(Tables), inputs, square).graph)
     assert len(set(map(fingerprint, graphs))) == 1 and not graphs[0].constants
+
+
+@functools.lru_cache
+def rows_of_a_file():
+    return object()
+
+
+def test_what_forward_does_not_call_is_kept():
+    """Bug: every cached function of the model's file was cleared, and ranks planned anew."""
+    before = rows_of_a_file()
+    planned(built(Tables))
+    assert rows_of_a_file() is before
 
 
 @functools.lru_cache
