@@ -6,6 +6,6 @@ calls of torch; the model as it was before.
 Never found here: making a graph (`tracing`), comparing one with the model (`planners.driver`).
 
 Other rooms use: `unsaid.refused`, `.check_model`, `assigned_buffers.written`, `.as_before`,
-`second_run.calls_of`, `draws.Generators`, `kept.restoring`, `.left_by`, `counts.Counts`,
-`frozen.frozen`.
+`second_run.calls_of`, `draws.Generators`, `kept.restoring`, `.caches_put_back`, `.left_by`,
+`counts.Counts`, `contents.MOST_ELEMENTS`, `frozen.frozen`.
 """

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from autopipe.eager.counts import runs_ahead
 from autopipe.eager.holders import Part
-from autopipe.eager.kept import restoring, results_cached
+from autopipe.eager.kept import Caches, restoring
 from autopipe.eager.second_run import Noted, check_unseen
 
 T = TypeVar("T")
@@ -35,11 +35,11 @@ def compared_runs(
         CaptureError: a second run is another one, and nothing is seen to have changed.
     """
     with restoring(*parts) as changed:
-        noted, cached = Noted(), results_cached(*parts)
+        noted, caches = Noted(), Caches(*parts)
         found = first(noted)
         names = changed()
         if not names:
-            check_unseen(noted.calls, again, filled=results_cached(*parts) > cached)
+            check_unseen(noted.calls, again, filled=bool(caches.filled()))
     if not names:
         return found, ()
     with restoring(*parts):

@@ -7,6 +7,7 @@ an array            its values               its values
 an iterator         how much it has given    how much it has given
 random numbers      the generator's state
 a tuple             (stays as it is)         the measures of what it holds
+a text              (stays as it is)         its length
 a number            (stays as it is)         the number
 """
 

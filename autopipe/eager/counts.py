@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from autopipe.eager.assigned_buffers import as_before
 from autopipe.eager.contents import (
@@ -19,6 +19,8 @@ from autopipe.eager.contents import (
 from autopipe.eager.holders import Part, holders_of
 from autopipe.eager.second_run import Call, calls_of
 
+T = TypeVar("T")
+
 ROUND = 100, 1_000, 10_000
 """Counts that many phases and periods end at: a warm-up of 1000 calls, a penalty in every 100th."""
 
@@ -26,7 +28,6 @@ AHEAD = (*range(1, 9), 30, *(count - gap for count in ROUND for gap in (3, 2, 1)
 """So many calls ahead a model is looked at that counts its calls: a warm-up may be over then, or a
 phase have begun that ends again. When these are added, a model has been called one to three times.
 What comes and goes between two of these is not seen."""
-
 
 FURTHER = 8
 """Calls that a small model is run for which keeps something that nothing can set ahead."""
@@ -91,6 +92,16 @@ class Counts:
                 if value is not kept:
                     own[name] = value
 
+    def runs(self, run: Callable[[], T]) -> Iterator[T | str]:
+        """What a run gives, each time with counts farther ahead, if any has risen; of one that
+        fails the error, as a table of the user's may be shorter."""
+        for number in AHEAD if self.risen else ():
+            self.ahead(number)
+            try:
+                yield run()
+            except Exception as error:  # whatever the user's code raises
+                yield repr(error)
+
     def _loses_its_front(self, key: tuple[int, Any]) -> bool:
         """Whether a list has lost what stood first in it: a schedule, by `pop(0)`."""
         now = [*self._holders[key[0]].own[key[1]]]
@@ -117,9 +128,4 @@ def runs_ahead(parts: Sequence[Part], run: Callable[[], object]) -> Iterator[Has
     yield calls()
     for _ in range(FURTHER) if not counts.risen and len(first) <= SMALL else ():
         yield calls()
-    for number in AHEAD if counts.risen else ():
-        counts.ahead(number)
-        try:
-            yield calls()
-        except Exception as error:  # a table of the user's may be shorter
-            yield repr(error)
+    yield from counts.runs(calls)

@@ -74,23 +74,25 @@ def caches_put_back(*parts: Part) -> Iterator[None]:
     which has not called the model before, makes it too. Functions that forward does not call keep
     what they have: a user's file may have others.
     """
-    before = [(function, function.cache_info().currsize) for function in _cached_functions(parts)]
+    caches = Caches(*parts)
     try:
         yield
     finally:
-        for function, size in before:
-            if function.cache_info().currsize != size:
-                function.cache_clear()
+        for function in caches.filled():
+            function.cache_clear()
 
 
-def results_cached(*parts: Part) -> int:
-    """How many results functions keep by now that the model may call."""
-    return sum(function.cache_info().currsize for function in _cached_functions(parts))
+class Caches:
+    """The functions that a model may call and that keep their results, with how many each has."""
 
+    def __init__(self, *parts: Part) -> None:
+        values = (value for holder in holders_of(*parts) for value in holder.values().values())
+        functions = [value for value in values if isinstance(value, _Cached)]
+        self._sizes = [(function, function.cache_info().currsize) for function in functions]
 
-def _cached_functions(parts: Sequence[Part]) -> list[Any]:
-    values = (value for holder in holders_of(*parts) for value in holder.values().values())
-    return [function for function in values if isinstance(function, _Cached)]
+    def filled(self) -> list[Any]:
+        """Those that have another number by now."""
+        return [f for f, size in self._sizes if f.cache_info().currsize != size]
 
 
 _Cached = type(lru_cache(int))

@@ -270,7 +270,7 @@ def _not_copied(model: nn.Module, memo: Mapping[int, Any], error: Exception) -> 
         for name, value in vars(module).items():
             try:
                 copy.deepcopy(value, dict(memo)) if name not in _TORCHS else None
-            except Exception:
+            except Exception:  # it is among those that cannot be copied
                 where = repr(f"{path}.{name}".lstrip("."))
     return ModelError(
         f"the model is given as a module, and {where} in it cannot be copied: {_reason(error)}",

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from autopipe.eager import second_run
 from autopipe.eager.assigned_buffers import as_before, buffers_of
-from autopipe.eager.counts import AHEAD, Counts
+from autopipe.eager.counts import Counts
 from autopipe.eager.draws import Generators
 from autopipe.eager.kept import caches_put_back, restoring
-from autopipe.errors import AutopipeError, CaptureError, ModelError
+from autopipe.errors import AutopipeError, CaptureError
 from autopipe.frontend import batch as batches
 from autopipe.frontend.quiet import libraries_hushed
 from autopipe.frontend.transformers_adapter import eager_branches
@@ -118,16 +118,11 @@ class Measuring:
             hint="keep it in a buffer that __init__ registers, and write that in place",
         )
 
-    def _others_ahead(self, eager: Program) -> Iterator[tuple[Hashable, list[Any]]]:
-        """A second run, and others far ahead if anything counts (`counts.runs_ahead`)."""
+    def _others_ahead(self, eager: Program) -> Iterator[tuple[Hashable, list[Any]] | str]:
+        """A second run, and others far ahead if anything counts (`Counts.runs`)."""
         counts = Counts(*eager.parts)
         yield self._there_and_back(eager)
-        for number in AHEAD if counts.risen else ():
-            counts.ahead(number)
-            try:
-                yield self._there_and_back(eager)
-            except ModelError as error:  # a table of the user's may be shorter
-                yield str(error), []
+        yield from counts.runs(partial(self._there_and_back, eager))
 
     def _there_and_back(self, eager: Program) -> tuple[Hashable, list[Tensor | None]]:
         """The calls of a forward, and gradients: a custom Function's backward may read what forward
@@ -167,7 +162,9 @@ def _written(name: str) -> CaptureError:
     )
 
 
-def _same(one: tuple[Hashable, list[Any]], other: tuple[Hashable, list[Any]]) -> bool:
+def _same(one: tuple[Hashable, list[Any]], other: tuple[Hashable, list[Any]] | str) -> bool:
+    if isinstance(other, str):  # it has failed
+        return False
     pairs = zip(one[1], other[1], strict=True)
     return one[0] == other[0] and all(
         a is b if a is None or b is None else torch.equal(a.to_dense(), b.to_dense())

@@ -6,7 +6,8 @@
     the graph   block's nodes, `again` the user's line
     the plan    a block whose nodes are all marked is a recomputed block
 
-torch.export inlines the function and does not record that it is checkpointed. A checkpoint with
+torch.export inlines the function and does not record that it is checkpointed; nor that gradients go
+off inside of torch.autocast, which has marks of its own (`autopipe::grad`). A checkpoint with
 `use_reentrant=True` is traced as one without (`opaque.custom_functions`). No trace sees what one
 does with what it saves: an inner one saves its arguments through the outer one, which looks at
 them under `torch.no_grad()`, and export would leave gradients off from there on.
