@@ -39,8 +39,9 @@ from autopipe.frontend.quiet import libraries_hushed
 from autopipe.frontend.transformers_adapter import eager_branches
 from autopipe.ir.dataflow import is_random
 from autopipe.ir.graph import REGION_OP
-from autopipe.planfile.contents import BATCH, Plan
+from autopipe.planfile.contents import BATCH, ROWS, Plan
 from autopipe.planners.driver.against_eager import one_thread
+from autopipe.rewriting.label_counts import label_counts
 from autopipe.runtime.launch.spawn import spawn
 from autopipe.runtime.start import trace_planned
 from autopipe.tracing.source import keeping_default_dtype
@@ -238,9 +239,10 @@ def _compare(
             what = f"the split model does not run (exit code {code})"
             return replace(found, failure=what, refused=code == MISTAKE)
         with phase("running the unsplit model"), one_thread(), _as_planned():
-            unsplit, wide = Unsplit(file, plan, names), None
+            labels = label_counts(traced().graph) if plan.loss_over == ROWS else None
+            unsplit, wide = Unsplit(file, plan, names, labels), None
             if plan.precision != "fp32" and not orders_kept(plan):
-                wide = Unsplit(file, _in_fp32(plan), names)
+                wide = Unsplit(file, _in_fp32(plan), names, labels)
             try:
                 rows = compared(unsplit, plan, drawn, split.read(folder, ranks), wide)
             except Unmatched:
@@ -295,7 +297,7 @@ def _check_draws(file: ModelFile, plan: Plan, batch: Any, names: Callable[[], li
     """
     if plan.mesh.tp > 1 or plan.loss_over == BATCH:
         with phase("looking for random numbers"), one_thread(), _as_planned():
-            unsplit = Unsplit(file, plan, names)
+            unsplit = Unsplit(file, plan, names, None)
             unsplit.step(batch, 1.0)
         if unsplit.draws:
             raise Unrepeatable

@@ -5,11 +5,12 @@
     gradients                                     added over micro-batches, then over replicas
     the optimizer                                 one step by the gradients that the split has found
 
-Nothing of tracing, of graphs or of the runtime computes here: parameters of 16 bits are cast copies
-of the model's own, autocast is torch's. The optimizer takes the split's gradients once they have
-been compared. Where they are equal bit by bit that changes nothing; elsewhere it keeps rounding out
-of the comparison of parameters, as Adam makes a whole step of a gradient that is nothing but
-rounding, and lets the second step begin where the split's begins.
+Nothing of tracing, of graphs or of the runtime computes here, but the numbers of labels that losses
+are means over; planning has compared these with halves of a batch. Parameters of 16 bits are cast
+copies of the model's own, autocast is torch's. The optimizer takes the split's gradients once they
+have been compared. Where they are equal bit by bit that changes nothing; elsewhere it keeps
+rounding out of the comparison of parameters, as Adam makes a whole step of a gradient that is
+nothing but rounding, and lets the second step begin where the split's begins.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from autopipe.frontend.construct import on_cpu
 from autopipe.frontend.model_file import ModelFile
 from autopipe.opaque import branches
 from autopipe.planfile.contents import BATCH, Plan
+from autopipe.rewriting.label_counts import LabelCounts
+from autopipe.runtime.step.microbatches import LabelWeights, LossWeights, Microbatches
 from autopipe.stages.precision import AUTOCAST
 from autopipe.tracing.export import Program
 from autopipe.tracing.low_precision import MASTER, kept_by, lower, parameters_in
@@ -64,6 +67,7 @@ class Unsplit:
     Args:
         names: gives the random nodes of the model's graph, in its order; asked for if the model
             draws random numbers.
+        labels: those of the graph that its loss is a mean over.
 
     Attributes:
         model: with the parameters of now.
@@ -73,7 +77,13 @@ class Unsplit:
             their own.
     """
 
-    def __init__(self, file: ModelFile, plan: Plan, names: Callable[[], Sequence[str]]) -> None:
+    def __init__(
+        self,
+        file: ModelFile,
+        plan: Plan,
+        names: Callable[[], Sequence[str]],
+        labels: LabelCounts | None,
+    ) -> None:
         self.model = built(file)
         self._file = file
         self._plan = plan
@@ -81,6 +91,7 @@ class Unsplit:
         if self._kept is not None and self._kept.optimizer == self._kept.dtype:
             lower(self.model, self._kept.dtype)
         self._ask = names
+        self._weights = LabelWeights(labels, labels)
         self._names: Sequence[str] | None = None
         self.frozen = {n: p for n, p in self.model.named_parameters() if not p.requires_grad}
         self._of_replicas = [self._now()] * plan.mesh.dp  # never written: a replica gets copies
@@ -120,16 +131,18 @@ class Unsplit:
         with parameters_in(self.model, low):
             program = Program(self.model, batch, self._file.loss, plan.inputs, kept=low, eager=True)
             leaves = batches.flatten(batch)
+            every = Microbatches(plan, leaves, 0, rows, dp * count)
+            weights = self._weights.of(every)
             for replica in range(dp):
                 self._put(self._of_replicas[replica])
                 own: dict[str, Tensor] = {}
                 for k in range(replica * count, (replica + 1) * count):
                     part = batches.slice_rows(plan.inputs, leaves, k * rows, (k + 1) * rows)
-                    results.append(self._micro_batch(program, part, k, scale))
+                    results.append(self._micro_batch(program, part, k, weights.loss(k) * scale))
                     _add(own, self._taken())
                 self._of_replicas[replica] = self._now()
                 _add(total, own)
-        return self._ended(total, results, scale)
+        return self._ended(total, results, weights, scale)
 
     def _now(self) -> dict[str, Tensor]:
         """Copies of what forward may write."""
@@ -175,10 +188,13 @@ class Unsplit:
             found = self._forward(program, tensors, k)
         results = found if isinstance(found, tuple) else (found,)
         loss = results[0]
-        seed = 1.0 / (plan.batch.rows if len(results) > 1 else math.prod(self._parts))
         if loss.requires_grad:
-            loss.backward(torch.full_like(loss, seed * scale))
+            loss.backward(torch.full_like(loss, 1.0 / self._share(results) * scale))
         return tuple(result.detach() for result in results)
+
+    def _share(self, results: Sequence[Tensor]) -> int:
+        """The number of which the gradient of a micro-batch's loss is one over."""
+        return self._plan.batch.rows if len(results) > 1 else math.prod(self._parts)
 
     def _forward(self, program: Program, tensors: Sequence[Tensor], k: int) -> Any:
         dtype = AUTOCAST.get(self._plan.precision)
@@ -210,13 +226,20 @@ class Unsplit:
         return found
 
     def _ended(
-        self, total: dict[str, Tensor], results: Sequence[tuple[Tensor, ...]], scale: float
+        self,
+        total: dict[str, Tensor],
+        results: Sequence[tuple[Tensor, ...]],
+        weights: LossWeights,
+        scale: float,
     ) -> WholeStep:
         self._steps += 1
         counted = len(results[0]) > 1
-        sums = torch.stack([result[0].double() for result in results]).sum()
-        counts = sum(float(result[1]) for result in results) if counted else float(len(results))
-        factor = (self._plan.batch.rows / counts if counts else 0.0) if counted else 1.0
+        # Of no labels a mean is nan, and weighs nothing.
+        of = ((weights.loss(k), result[0].double()) for k, result in enumerate(results))
+        weighed = [loss * weight if weight else torch.zeros_like(loss) for weight, loss in of]
+        counts = [float(r[1]) if counted else weights.count(k) for k, r in enumerate(results)]
+        divisor = weights.divisor(sum(counts))
+        factor = self._share(results[0]) / divisor if divisor else 0.0
         if self._kept is not None and self._kept.optimizer == MASTER:
             total = {name: gradient.float() for name, gradient in total.items()}
         for gradient in total.values():
@@ -224,7 +247,8 @@ class Unsplit:
         if scale != 1.0 and not all(bool(g.isfinite().all()) for g in total.values()):
             total = {}  # fp16 has overflowed: a step that is passed over
         norm = nn.utils.get_total_norm([*total.values()])
-        return WholeStep((sums / counts).to(results[0][0].dtype), total, norm, self._of_replicas)
+        loss = (torch.stack(weighed).sum() / divisor).to(results[0][0].dtype)
+        return WholeStep(loss, total, norm, self._of_replicas)
 
 
 def _add(total: dict[str, Tensor], more: Mapping[str, Tensor]) -> None:

@@ -256,6 +256,18 @@ def once(find: Callable[[Graph], _T]) -> Callable[[Graph], _T]:
     return found
 
 
+def of_nodes(graph: Graph, nodes: tuple[Node, ...], outputs: tuple[Arg, ...]) -> Graph:
+    """The graph with these nodes, and the states that these read."""
+    read = {v.name for node in nodes for v in node.values() if isinstance(v, State)}
+    return replace(
+        graph,
+        states={name: state for name, state in graph.states.items() if name in read},
+        nodes=nodes,
+        outputs=outputs,
+        constants={name: own for name, own in graph.constants.items() if name in read},
+    )
+
+
 def short_name(op: str) -> str:
     """`linear` for `aten.linear.default`, `mul` for Python's `mul`."""
     return op.split(".")[1] if "." in op else op

@@ -115,7 +115,8 @@ def vocabulary_loss_backward(
     rows, words = _rows(x, weight), target.reshape(-1)
     counting = words != ignored
     scale = gradient.to(total.dtype)
-    each = counting * (scale / counting.sum() if reduction == MEAN else scale)
+    # Of no word at all the loss is nan and the gradient zero, as in torch.
+    each = counting * (scale / counting.sum().clamp(min=1) if reduction == MEAN else scale)
     of_x, of_weight, of_bias = _gradients(x, weight, wanted)
     sums = torch.zeros_like(rows, dtype=total.dtype) if wanted[0] else None
     for first, part in _parts(rows, weight, bias, width):

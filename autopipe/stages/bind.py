@@ -26,9 +26,10 @@ from autopipe.ir.graph import Graph, Ref
 from autopipe.ir.partition import Stage, check_turns, in_turns, partition
 from autopipe.planfile import programs
 from autopipe.planfile.consistency import ZERO
-from autopipe.planfile.contents import BATCH, Plan
+from autopipe.planfile.contents import BATCH, ROWS, Plan
 from autopipe.planfile.placements import Sharding
 from autopipe.rewriting.fused_attention import fused
+from autopipe.rewriting.label_counts import LabelCounts, label_counts
 from autopipe.rewriting.loss_in_parts import in_parts
 from autopipe.schedules.instructions import Programs, splits
 from autopipe.sharding.local_graph import blocks_of, held_whole, shard_graph, shardable
@@ -46,14 +47,16 @@ class Split:
 
     `once` has each stage once, `stages` each as often as ranks of a pipeline take turns at it,
     which `turns` says; nothing: one each. `whole` is the loss of the whole batch, if the plan's
-    loss is over it: then the graph is that of `WholeLoss.rows`. `plain` is the same with all
-    tensors sent whole, if some go in parts; those to the stages of `in_parts`, counted once, do.
+    loss is over it: then the graph is that of `WholeLoss.rows`. `labels`: it is a mean over them.
+    `plain` is the same with all tensors sent whole, if some go in parts; those to the stages of
+    `in_parts`, counted once, do.
     """
 
     trace: Trace
     once: tuple[Stage, ...]
     blocks: tuple[Block, ...]
     whole: WholeLoss | None = None
+    labels: LabelCounts | None = None
     in_parts: sent_parts.InParts = field(default_factory=dict)
     plain: Split | None = None
     turns: tuple[int, ...] = ()
@@ -108,10 +111,10 @@ def cut_as_planned(
     """
     local = dealt_out(traced, plan, tp, sharding, length=length)
     graph = local.trace.graph
-    stages = partition(analyse(graph), _cuts(plan, graph))
     if plan.turns:
         check_turns(graph)
-    split = Split(local.trace, stages, local.blocks, local.whole, turns=plan.turns)
+    stages = partition(analyse(graph), _cuts(plan, graph))
+    split = local.split(stages, plan.turns)
     if to := sent_parts.in_parts_of(plan):
         dims = sent_parts.planned_dims(plan, graph, stages, local.held_whole)
         split = _in_parts(split, to, dims, local)
@@ -165,15 +168,9 @@ def _in_parts(plain: Split, to: sent_parts.InParts, dims: sent_parts.Dims, local
     graph, cuts, *_ = sent_parts.with_parts(
         plain.graph, plain.once, dims, local.held_whole, local.ranks
     )
-    return Split(
-        replace(plain.trace, graph=graph),
-        partition(analyse(graph), cuts),
-        blocks_of(graph, plain.blocks),
-        plain.whole,
-        to,
-        plain,
-        plain.turns,
-    )
+    traced, once = replace(plain.trace, graph=graph), partition(analyse(graph), cuts)
+    blocks = blocks_of(graph, plain.blocks)
+    return replace(plain, trace=traced, once=once, blocks=blocks, in_parts=to, plain=plain)
 
 
 def _peers(transfers: Iterable[tuple[Ref, int]]) -> list[tuple[str, int]]:
@@ -246,8 +243,7 @@ def check_loss(plan: Plan, loss: Loss | None) -> None:
     if plan.loss and loss is None:
         raise PlanError(
             "plan.loss: the plan was made with a loss function, and none is given",
-            hint="parallelize(model, plan, loss=loss), with the loss that plan() was given; in a "
-            "model file it is def loss(outputs, batch)",
+            hint="parallelize(model, plan, loss=loss); in a model file, def loss(outputs, batch)",
         )
     if plan.loss is False and loss is not None:
         raise PlanError(
@@ -260,15 +256,20 @@ class Dealt(NamedTuple):
     """What one of `ranks` tensor-parallel coordinates runs.
 
     Attributes:
-        whole: the batch's loss, if that is cut off.
+        whole, labels: as `Split` has them.
         held_whole: if the plan sends tensors in parts, those that may go so.
     """
 
     trace: Trace
     blocks: tuple[Block, ...]
     whole: WholeLoss | None = None
+    labels: LabelCounts | None = None
     held_whole: sent_parts.Held = MappingProxyType({})
     ranks: int = 1
+
+    def split(self, stages: tuple[Stage, ...], turns: tuple[int, ...]) -> Split:
+        """The trace, cut into stages."""
+        return Split(self.trace, stages, self.blocks, self.whole, self.labels, turns=turns)
 
 
 def dealt_out(
@@ -287,27 +288,27 @@ def dealt_out(
     Raises:
         ModelError: the plan's loss is over the whole batch, and this graph's cannot be.
     """
-    whole = apart(traced.graph, len(traced.outputs)) if plan.loss_over == BATCH else None
+    others = len(traced.outputs)
+    whole = apart(traced.graph, others) if plan.loss_over == BATCH else None
+    labels = label_counts(traced.graph, others) if plan.loss_over == ROWS else None
     graph = traced.graph if whole is None else whole.rows
     graph = in_parts(fused(graph) if plan.fused_attention else graph, plan.loss_parts)
     traced, blocks = replace(traced, graph=graph), find_blocks(graph)
     if plan.mesh.tp == 1:
-        return Dealt(traced, blocks, whole)
+        return Dealt(traced, blocks, whole, labels)
     own = sharding or read_back(plan)
     flow = shardable(graph)
     local = shard_graph(flow, own, tp, length=length)
     held = held_whole(flow, local, own, length=length) if sent_parts.in_parts_of(plan) else {}
-    return Dealt(replace(traced, graph=local), blocks_of(local, blocks), whole, held, plan.mesh.tp)
+    blocks, traced = blocks_of(local, blocks), replace(traced, graph=local)
+    return Dealt(traced, blocks, whole, labels, held, plan.mesh.tp)
 
 
 def split_for_evaluation(found: Dealt, training: Split, when: str = "in evaluation") -> Split:
     """Cut the evaluation graph so that every stage needs only the parameters that it has.
 
     So is cut the graph of training with rows of another length.
-
     A node is in the stage of the training node with its name, or in that of the node before it.
-
-    Tensors go in parts to the same stages as in training.
 
     Args:
         when: the graph is run, for a refusal.
@@ -330,8 +331,7 @@ def split_for_evaluation(found: Dealt, training: Split, when: str = "in evaluati
     if len(set(cuts)) != len(stages) - 1:
         said = f"{when} the model computes nothing in some stages, so that it cannot be run with"
         raise PlanError(f"{said} this plan", hint="cut the model elsewhere")
-    split = Split(found.trace, partition(flow, cuts), found.blocks, found.whole)
-    split = replace(split, turns=training.turns)
+    split = found.split(partition(flow, cuts), training.turns)
     if to := training.in_parts:
         dims = sent_parts.all_dims(graph, split.once, found.held_whole, found.ranks, to)
         split = _in_parts(split, to, dims, found)

@@ -25,6 +25,7 @@ from autopipe.ir.graph import (
     State,
     TensorSpec,
     Value,
+    of_nodes,
     swap,
     values_in,
 )
@@ -212,7 +213,7 @@ class _Cutting:
             waiting += new
         nodes = (*(graph.nodes[p] for p in sorted(needed)), *more)
         seeds = {e.gradient: e.spec for e in embeddings if e.gradient is not None}
-        return _of_nodes(
+        return of_nodes(
             replace(graph, inputs={**graph.inputs, **seeds}), nodes, (Ref(more[-1].name), *results)
         )
 
@@ -229,22 +230,10 @@ class _Cutting:
             for node in (graph.nodes[p] for p in sorted(self.of_loss))
         )
         inputs = {**graph.inputs, **{e.path: e.spec for e in of.values()}}
-        found = _of_nodes(replace(graph, inputs=inputs), nodes, swap(tuple(results), values))
+        found = of_nodes(replace(graph, inputs=inputs), nodes, swap(tuple(results), values))
         read = {v.path for n in nodes for v in n.values() if isinstance(v, Input)}
         read |= {v.path for v in values_in(found.outputs) if isinstance(v, Input)}
         return replace(found, inputs={p: s for p, s in found.inputs.items() if p in read})
-
-
-def _of_nodes(graph: Graph, nodes: tuple[Node, ...], outputs: tuple[Arg, ...]) -> Graph:
-    """The graph with these nodes, and the states that they read."""
-    read = {v.name for node in nodes for v in node.values() if isinstance(v, State)}
-    return replace(
-        graph,
-        states={name: state for name, state in graph.states.items() if name in read},
-        nodes=nodes,
-        outputs=outputs,
-        constants={name: own for name, own in graph.constants.items() if name in read},
-    )
 
 
 def _surrogate(of: Sequence[tuple[Value, Embedding]], place: str) -> list[Node]:

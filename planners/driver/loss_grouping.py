@@ -46,7 +46,9 @@ from autopipe.ir.graph import (
 )
 from autopipe.planfile.contents import BATCH as OVER_BATCH
 from autopipe.planfile.contents import MICRO_BATCH
+from autopipe.rewriting.label_counts import LabelCounts, label_counts
 from autopipe.stages.loss_tail import loss_nodes
+from autopipe.tracing.source import keeping_default_dtype
 from autopipe.tracing.trace import Trace
 from autopipe.util.progress import Say
 
@@ -100,7 +102,8 @@ def check(
 
 def _looked_at(traced: Trace, example: Callable[[int], Any], loss: Loss | None) -> str | None:
     """The reason why a loss could not be checked; None if it was."""
-    tail = _tail(analyse(traced.graph))
+    labels = label_counts(traced.graph)
+    tail = _tail(analyse(labels.beside(traced.graph) if labels is not None else traced.graph))
     needed = sum(tail.bytes(node) for node in tail.nodes)
     if needed > MOST_BYTES:
         return f"at {ROWS} rows its last part takes {needed / 2**20:.0f} MiB"
@@ -121,22 +124,36 @@ def _looked_at(traced: Trace, example: Callable[[int], Any], loss: Loss | None) 
                 break
             if not all(map(math.isfinite, (number for value in values for number in value))):
                 break
-            if _adds_up(values):
+            if _adds_up(values, labels):
                 return None
             found = found or (values, others)
         if found is not None:
-            raise _refusal(*found, tail.nodes[-1].place or begins(loss))
+            raise _refusal(*found, labels, tail.nodes[-1].place or begins(loss))
     return None
 
 
 Values: TypeAlias = tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]
-"""The loss of all rows and those of the halves: `(mean,)`, or `(sum, count)`."""
+"""The loss of all rows and those of the halves: `(mean,)` or `(sum, count)`; with labels, `(mean,
+divisor, count)` of these."""
 
 
-def _adds_up(values: Values) -> bool:
+def _adds_up(values: Values, labels: LabelCounts | None) -> bool:
+    if labels is not None:
+        values = _means(values) if labels.term else _sums(values)
     whole, one, other = values
     share = 0.5 if len(whole) == 1 else 1.0
     return all(_close(w, share * (a + b)) for w, a, b in zip(whole, one, other, strict=True))
+
+
+def _means(values: Values) -> Values:
+    whole, one, other = values
+    return whole[:1], one[:1], other[:1]
+
+
+def _sums(values: Values) -> Values:
+    """Means over labels as sums and counts; of no label a mean is nan, and weighs nothing."""
+    whole, one, other = ((m * n if n else 0.0, count) for m, n, count in values)
+    return whole, one, other
 
 
 def _close(value: float, expected: float) -> bool:
@@ -154,9 +171,16 @@ _OTHERWISE = (
     "--micro-batches 1 --dp 1 leaves the batch whole"
 )
 
+_TOGETHER = (
+    'loss_over = "batch" computes it over all rows of the batch, in two passes; ' + _OTHERWISE
+)
 
-def _refusal(values: Values, others: Values, place: str) -> ModelError:
+
+def _refusal(values: Values, others: Values, labels: LabelCounts | None, place: str) -> ModelError:
     """What the loss does, by its values for two draws of random numbers."""
+    uneven = labels is not None and labels.term and values[1][2] != values[2][2]
+    if labels is not None:
+        values, others = _means(values), _means(others)
     whole, one, other = values
     shown = [
         f"{value[0]:.4g}" if len(value) == 1 else f"({value[0]:.4g}, {value[1]:.4g})"
@@ -168,15 +192,15 @@ def _refusal(values: Values, others: Values, place: str) -> ModelError:
     elif _close(whole[0], one[0] + other[0]):
         what = "it is a sum over rows"
         hint = f"return a mean, or autopipe.SumCount(total, count); {_OTHERWISE}"
+    elif uneven:
+        what = "one of its terms is a mean over labels, of which rows have unequally many"
+        hint = _TOGETHER
     elif _close(_share_of_the_first(values), _share_of_the_first(others)):
         what = "rows weigh unequally in it, as in a mean over unequally many tokens"
         hint = f"return autopipe.SumCount(total, count); {_OTHERWISE}"
     else:
         what = "it compares rows with each other"
-        hint = (
-            'loss_over = "batch" computes it over all rows of the batch, in two passes; '
-            + _OTHERWISE
-        )
+        hint = _TOGETHER
     return ModelError(
         f"{place + ': ' if place else ''}the loss of {ROWS} rows is {shown[0]}, of their halves "
         f"{shown[1]} and {shown[2]} (tried on made-up numbers): {what}, so its value would depend "
@@ -232,11 +256,13 @@ class _Tail:
             return lambda value, spec: _rows(whole[value], spec, first, minor).clone()
 
         half = ROWS // 2
-        return (
-            self._run(ROWS, leaves, draw),
-            self._run(half, halves[0], part(0)),
-            self._run(half, halves[1], part(half)),
-        )
+        with keeping_default_dtype():
+            torch.set_default_dtype(torch.float64)  # of what the loss makes from numbers
+            return (
+                self._run(ROWS, leaves, draw),
+                self._run(half, halves[0], part(0)),
+                self._run(half, halves[1], part(half)),
+            )
 
     @torch.no_grad()
     def _run(

@@ -246,3 +246,10 @@ def total_norm(
     if group is not None:
         dist.all_reduce(square, group=group)
     return square.sqrt()
+
+
+def multiply(parameters: Iterable[nn.Parameter], factor: Tensor | float) -> None:
+    """Multiply the gradients that there are, in place."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor)

@@ -86,12 +86,13 @@ class Executor:
         for run in self.stages.values():
             run.meter = meter
 
-    def run(self, step: StepInput) -> list[tuple[Tensor, ...]]:
+    def run(self, step: StepInput) -> dict[int, tuple[Tensor, ...]]:
         """Run one step.
 
         Returns:
-            The graph's results of each micro-batch, on the rank's device: the loss, of no dims, and
-            its count or the model's outputs after it. Empty if this rank has not the last stage.
+            The graph's results of each micro-batch, by its number, on the rank's device: the loss,
+            of no dims, and its count or the model's outputs after it. Empty if this rank has not
+            the last stage.
         """
         watch, record = self.watch, self.record
         seconds = [0.0] * len(self._keys)
@@ -110,7 +111,7 @@ class Executor:
                     record(instruction, began, ended)
         self.seconds = defaultdict(float, zip(self._keys, seconds, strict=True))
         results = [run.results for run in self.stages.values() if run.results]
-        return [found[k] for found in results for k in sorted(found)]
+        return {k: found[k] for found in results for k in sorted(found)}
 
     def idle(self) -> None:
         """Let go of receive buffers: another executor, of rows of another length, runs next."""

@@ -1,22 +1,38 @@
-"""A batch as a rank sees it: which rows are its own, in micro-batches.
+"""A batch as a rank sees it: which rows are its own, in micro-batches, and what their losses weigh.
 
 16 rows, dp 2, 4 micro-batches       replica 0: rows 0-1 2-3 4-5 6-7
                                      replica 1: rows 8-9 10-11 12-13 14-15
+
+Losses weigh alike, but where they are means over labels (`rewriting.label_counts`):
+
+    labels kept   8 of 8    6 of 8    2 of 8        16 of the batch's 24
+    weight        1         0.75      0.25          summed: 2
+    loss          sum of weight * loss / 2          each label weighs alike
+    backward      begins with weight / 3, and gradients are multiplied by 3 / 2 after the step
+
+Every rank knows before the step that there are 3 micro-batches; the 2 is known when the step ends.
+Where no label is left out, all of it is as for any other mean, bit by bit.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from autopipe.errors import ModelError
 from autopipe.frontend import batch as batches
-from autopipe.ir.partition import Stage
+from autopipe.ir.dataflow import analyse
+from autopipe.ir.graph import shape_at
+from autopipe.ir.partition import Stage, partition
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import Place
+from autopipe.rewriting.label_counts import LabelCounts
+from autopipe.stages.lower import Lowered, lower
 
 
 @dataclass(frozen=True)
@@ -41,6 +57,12 @@ class Microbatches:
     count: int
     sharded: bool = False
     seeds: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
+
+    def of_all_replicas(self) -> Microbatches:
+        """The micro-batches of all replicas, if the batch has them; else this one's."""
+        if self.sharded:
+            return self
+        return replace(self, first=0, count=self.plan.mesh.dp * self.count)
 
     def inputs(self, stage: Stage, k: int, device: torch.device) -> list[Tensor]:
         """What a stage takes of micro-batch `k`, [rows, ...] each, on `device`.
@@ -97,6 +119,105 @@ def divide(
         )
     first = 0 if sharded else place.dp * (rows // dp)
     return Microbatches(plan, leaves, first, rows // parts, count, sharded)
+
+
+@dataclass(frozen=True)
+class LossWeights:
+    """The weights of micro-batches' losses, and what the sum of them is divided by.
+
+    Attributes:
+        losses: by micro-batch, what its loss weighs; empty: 1 each.
+        counts: by micro-batch, what is summed over the batch; empty: 1 each, or the loss's own.
+        least, more: the sum of counts is divided by as max(sum, least) + more.
+    """
+
+    losses: Sequence[float] = ()
+    counts: Sequence[float] = ()
+    least: float = 0.0
+    more: float = 0.0
+
+    def loss(self, k: int) -> float:
+        """What the loss of micro-batch `k` weighs."""
+        return self.losses[k] if self.losses else 1.0
+
+    def count(self, k: int) -> float:
+        """What micro-batch `k` adds to the count."""
+        return self.counts[k] if self.counts else 1.0
+
+    def divisor(self, count: float) -> float:
+        """What weighted losses are divided by, from the sum of counts."""
+        return max(count, self.least) + self.more
+
+
+EVEN = LossWeights()
+
+
+class LabelWeights:
+    """Weighs a rank's micro-batches by the labels that the loss is a mean over.
+
+    Args:
+        labels: of the graph that is run.
+        planned: of the longest rows, whose labels are the unit where replicas have batches of
+            their own: their rows may be of other lengths.
+        weighs: whether the rank has the last stage; no other needs the weights.
+    """
+
+    def __init__(
+        self, labels: LabelCounts | None, planned: LabelCounts | None, *, weighs: bool = True
+    ) -> None:
+        self._found, self._planned, self._weighs = labels, planned, weighs
+        self._lowered = cache(self._lower)
+
+    def of(self, parts: Microbatches) -> LossWeights:
+        """The weights of a rank's micro-batches.
+
+        Raises:
+            ModelError: a term of the loss is a mean over labels, of which they have unequally many.
+        """
+        found, planned = self._found, self._planned
+        if found is None or planned is None:
+            return EVEN
+        if found.term:
+            every = parts.of_all_replicas()
+            _check_even([count for _, count in self._counted(every)], found.place)
+            return EVEN
+        unit = math.prod(shape_at((planned if parts.sharded else found).labels, parts.rows))
+        made = self._counted(parts) if self._weighs else []
+        return LossWeights(
+            [divisor / unit for divisor, _ in made],
+            [count / unit for _, count in made],
+            found.least / unit,
+            found.more / unit,
+        )
+
+    def _counted(self, parts: Microbatches) -> list[tuple[float, float]]:
+        """The divisor and the count of each micro-batch."""
+        lowered, cpu = self._lowered(parts.rows), torch.device("cpu")
+        found = []
+        for k in range(parts.count):
+            # Copies, as the code of a loss may write to its labels.
+            inputs = [tensor.clone() for tensor in parts.inputs(lowered.stage, k, cpu)]
+            divisor, count = map(float, lowered.module(*inputs))
+            found.append((divisor, count))
+        return found
+
+    def _lower(self, rows: int) -> Lowered:
+        assert self._found is not None
+        graph = self._found.graph
+        (stage,) = partition(analyse(graph), [])
+        return lower(graph, stage, (), graph.constants, (), rows, last=True)
+
+
+def _check_even(counts: Sequence[float], place: str) -> None:
+    """Refuse micro-batches of unequally many labels."""
+    for k, count in enumerate(counts):
+        if count != counts[0]:
+            raise ModelError(
+                f"{place + ': ' if place else ''}this mean over labels is one of several terms of "
+                f"the loss. Micro-batch 0 has {counts[0]:.0f} labels, micro-batch {k} {count:.0f}: "
+                "the mean of their losses is not the loss of the batch",
+                hint='loss_over = "micro-batch" takes the mean of each micro-batch\'s own loss',
+            )
 
 
 def _tensor(leaf: batches.Leaf) -> Tensor:

@@ -6,7 +6,7 @@ replica 1, last stage    micro-batches 2, 3  --cat-->  rows 4..7  --+--> rows 0.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,42 +15,47 @@ from torch import Tensor
 
 from autopipe.ir.graph import BATCH, Input, Ref, State
 from autopipe.planfile.contents import Plan
+from autopipe.runtime.step.microbatches import LossWeights
 from autopipe.stages.bind import Split
 
 
 def mean_loss(
-    results: Sequence[Sequence[Tensor]],
+    results: Mapping[int, Sequence[Tensor]],
+    weights: LossWeights,
     counted: bool,
     tp: int,
     world: dist.ProcessGroup | None,
 ) -> tuple[Tensor, float]:
-    """The mean loss of the whole batch, a tensor of no dims on the CPU, and its count.
+    """The mean loss of the whole batch, a tensor of no dims on the CPU, and its divisor.
 
     Every rank calls it, and every rank gets both.
 
     Args:
-        results: of each micro-batch, if this rank has the last stage: the loss first, and its
-            count where `counted`.
-        counted: each loss is a sum, over its count; otherwise a mean, and each counts 1.
+        results: of each of its micro-batches, by number, if this rank has the last stage: the loss
+            first, and its count where `counted`.
+        counted: each loss is a sum, over its count; otherwise a mean.
         tp: how many tensor-parallel ranks give the same micro-batches.
     """
     sums = torch.zeros(2, dtype=torch.float64)
     dtype = torch.float32
     if results:
-        dtype = results[0][0].dtype
-        total = results[0][0].cpu()
-        for result in results[1:]:
-            total = total + result[0].cpu()
+        losses = {k: result[0].cpu() for k, result in results.items()}
+        dtype = next(iter(losses.values())).dtype
+        # Of no labels the loss is nan, and weighs nothing.
+        weighed = sum(losses[k] * weights.loss(k) for k in losses if weights.loss(k))
+        counts = sum(float(r[1]) if counted else weights.count(k) for k, r in results.items())
         if counted:
-            sums[0], sums[1] = total.double(), sum(float(result[1]) for result in results)
-        else:
-            # Ranks that take turns at the last stage may have other numbers of micro-batches.
-            sums[1] = len(results)
-            sums[0] = (total / len(results)).double() * sums[1]
+            sums[0] = weighed
+        elif counts:
+            # Rounded as the mean of this rank's losses. Ranks that take turns at the last stage
+            # may have other numbers of micro-batches.
+            sums[0] = torch.as_tensor(weighed / counts, dtype=dtype).double() * counts
+        sums[1] = counts
     if world is not None:
         dist.all_reduce(sums, group=world)
     # Each tensor-parallel rank has told of the same micro-batches.
-    return (sums[0] / sums[1]).to(dtype), float(sums[1]) / tp
+    total, divisor = float(sums[0]) / tp, weights.divisor(float(sums[1]) / tp)
+    return (torch.tensor(total, dtype=torch.float64) / divisor).to(dtype), divisor
 
 
 def gathered(

@@ -8,7 +8,7 @@ pipe.clip_grad_norm_(1.0); optimizer.step()
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal, overload
 
@@ -23,14 +23,14 @@ from autopipe.ir.partition import Stage
 from autopipe.planfile.parts import StagePrediction
 from autopipe.planfile.placements import I
 from autopipe.runtime.launch.watchdog import Watchdog
-from autopipe.runtime.parameters.gradient_sum import total_norm
+from autopipe.runtime.parameters.gradient_sum import multiply, total_norm
 from autopipe.runtime.parameters.loss_scale import LossScale
 from autopipe.runtime.parameters.model_states import ModelStates
 from autopipe.runtime.step import measured
 from autopipe.runtime.step.executor import Executor, Record
 from autopipe.runtime.step.kept import Kept
 from autopipe.runtime.step.memory_meter import Meter
-from autopipe.runtime.step.microbatches import Microbatches, divide
+from autopipe.runtime.step.microbatches import EVEN, LossWeights, Microbatches, divide
 from autopipe.runtime.step.outputs import gathered, mean_loss
 from autopipe.runtime.step.prepare import Rank
 from autopipe.runtime.step.ready import Ready
@@ -177,7 +177,7 @@ class Pipe(Kept):
         if split.whole is not None:
             loss = self._two_passes(executor, split, parts, scale)
         else:
-            loss = self._one_pass(executor, parts, scale)
+            loss = self._one_pass(executor, split, parts, scale)
         if self.loss_scale is not None:
             self._kept = self.loss_scale.unscale(list(self.parameters()), self._world)
         self._project()
@@ -196,17 +196,19 @@ class Pipe(Kept):
                 op, rest = state.projection
                 resolve(op)(parameter, *rest)
 
-    def _one_pass(self, executor: Executor, parts: Microbatches, scale: float) -> Tensor:
+    def _one_pass(
+        self, executor: Executor, split: Split, parts: Microbatches, scale: float
+    ) -> Tensor:
         """Forward and backward of each micro-batch, and of its own loss."""
-        total_rows = parts.rows * parts.count * self.plan.mesh.dp
-        counted = len(self._split.graph.outputs) == 2
-        # A mean is seeded with its share of the batch. A sum is seeded with one over a count that
-        # every rank knows before the step, the rows, and set right by the true count after it.
-        seed = 1.0 / (total_rows if counted else parts.count * self.plan.mesh.dp)
-        results = self._run(executor, parts, seed * scale)
-        loss, count = mean_loss(results, counted, self.plan.mesh.tp, self._world)
-        if counted and count != total_rows:
-            _scale(self.parameters(), total_rows / count if count else 0.0)
+        counted = len(split.graph.outputs) == 2
+        # Losses are seeded with one over what every rank knows before the step, the number of
+        # micro-batches or, of sums, of rows, and set right after it by what they do add up to.
+        expected = parts.count * self.plan.mesh.dp * (parts.rows if counted else 1)
+        weights = self._prepared.weights(split).of(parts)
+        results = self._run(executor, parts, 1.0 / expected * scale, weights)
+        loss, divisor = mean_loss(results, weights, counted, self.plan.mesh.tp, self._world)
+        if divisor != expected:
+            multiply(self.parameters(), expected / divisor if divisor else 0.0)
         return loss
 
     def _two_passes(
@@ -223,11 +225,12 @@ class Pipe(Kept):
         scored = LossOfStep((), {})
         with loss.holding(parts.rows * parts.count, meter if results else None):
             if results:
-                scored = loss.score(parts, results, (self.seed, self.steps), scale, meter)
+                numbers = self.seed, self.steps
+                scored = loss.score(parts, [*results.values()], numbers, scale, meter)
             self._run(executor, replace(parts, seeds=scored.seeds), 1.0)
         executor.include(first)
-        found = [scored.results] if results else []
-        return mean_loss(found, loss.whole.counted, self.plan.mesh.tp, self._world)[0]
+        found = {0: scored.results} if results else {}
+        return mean_loss(found, EVEN, loss.whole.counted, self.plan.mesh.tp, self._world)[0]
 
     @overload
     def evaluate(self, batch: Any, *, sharded: bool = False) -> Tensor: ...
@@ -267,18 +270,20 @@ class Pipe(Kept):
         executor = self._prepared.executor(split, parts.rows, parts.count, trains=False)
         self._gradients.gather()
         beside = len(split.trace.outputs)
+        weights = self._prepared.weights(split).of(parts)
         if split.whole is None:
-            results = self._run(executor, parts, 0.0)
-            counted, losses = len(split.graph.outputs) - beside == 2, results
+            results = losses = self._run(executor, parts, 0.0)
+            counted = len(split.graph.outputs) - beside == 2
         else:
             of_batch = self._prepared.loss(split)
             results = self._run(executor, replace(parts, seeds=of_batch.nothing(parts)), 0.0)
             numbers, counted = (self.seed, self.steps), of_batch.whole.counted
-            losses = [of_batch.score(parts, results, numbers, None).results] if results else []
-        loss, _ = mean_loss(losses, counted, self.plan.mesh.tp, self._world)
+            every = [*results.values()]
+            losses = {0: of_batch.score(parts, every, numbers, None).results} if every else {}
+        loss, _ = mean_loss(losses, weights, counted, self.plan.mesh.tp, self._world)
         if not outputs:
             return loss
-        own = [result[len(result) - beside :] for result in results]
+        own = [result[len(result) - beside :] for result in results.values()]
         lasts = [self._rank.part.placed[s.index] for s in split.stages if s.is_last(split.graph)]
         return loss, gathered(split, own, self.plan, lasts, parts.count, self._world)
 
@@ -296,7 +301,7 @@ class Pipe(Kept):
         lies, first = self._own.sharding.states, self.place.tp == 0
         counted = [g for name, g in owned if first or lies.get(name, I) != I]
         norm = total_norm(counted, self._world, self._rank.part.device)
-        _scale(self.parameters(), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        multiply(self.parameters(), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
 
     def measured(
@@ -324,14 +329,14 @@ class Pipe(Kept):
                 yield tensor
 
     def _run(
-        self, executor: Executor, parts: Microbatches, seed: float
-    ) -> list[tuple[Tensor, ...]]:
+        self, executor: Executor, parts: Microbatches, seed: float, weights: LossWeights = EVEN
+    ) -> dict[int, tuple[Tensor, ...]]:
         """The results of each micro-batch, if this rank has the last stage."""
         device = self._rank.part.device
         executor.meter = self.meter
         executor.record = self.record
         stream = (self.seed, self.steps, self.place.dp * parts.count)
-        step = StepInput(lambda stage, k: parts.inputs(stage, k, device), seed, stream)
+        step = StepInput(lambda stage, k: parts.inputs(stage, k, device), seed, stream, weights)
         results = executor.run(step)
         self._watchdog.between()
         return results
@@ -341,9 +346,3 @@ class Pipe(Kept):
     ) -> None:
         plan, place, world = self.plan, self.place, self._world
         check_same(plan, place, world, leaves, sharded=sharded, contents=contents)
-
-
-def _scale(parameters: Iterable[nn.Parameter], factor: Tensor | float) -> None:
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.mul_(factor)

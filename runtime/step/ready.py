@@ -9,6 +9,7 @@ from autopipe.frontend import batch as batches
 from autopipe.frontend import row_length
 from autopipe.frontend.least_rows import check_rows
 from autopipe.runtime.step.executor import Executor
+from autopipe.runtime.step.microbatches import LabelWeights
 from autopipe.runtime.step.prepare import Rank, evaluation, training
 from autopipe.runtime.step.whole_loss import BatchLoss
 from autopipe.schedules.instructions import Program
@@ -40,6 +41,7 @@ class Ready:
         self._splits: dict[Key, Split] = {(self._planned, None): rank.part.split}
         self._executors: dict[tuple[int, int, int], Executor] = {}
         self._losses: dict[int, BatchLoss] = {}
+        self._weights: dict[int, LabelWeights] = {}
 
     def split(self, batch: Any, outputs: bool | None = None) -> Split:
         """The model for rows as long as a batch's; `outputs`: as `Key` has it.
@@ -81,10 +83,20 @@ class Ready:
             self._losses[id(split)] = BatchLoss(self._rank.part, split, self._rank.replicas)
         return self._losses[id(split)]
 
+    def weights(self, split: Split) -> LabelWeights:
+        """What weighs the micro-batches' losses of a split."""
+        if id(split) not in self._weights:
+            own = {stage.index for stage in self._rank.part.stages}
+            last = any(s.is_last(split.graph) for s in split.stages if s.index in own)
+            planned = self._rank.part.split.labels
+            self._weights[id(split)] = LabelWeights(split.labels, planned, weighs=last)
+        return self._weights[id(split)]
+
     def _forget(self) -> None:
         """Keep the planned split and the `LENGTHS` used last, and what runs them."""
         while len(self._splits) > LENGTHS + 1:
             gone = self._splits.pop([*self._splits][1])
             self._losses.pop(id(gone), None)
+            self._weights.pop(id(gone), None)
             kept = {key: made for key, made in self._executors.items() if key[0] != id(gone)}
             self._executors = kept

@@ -32,6 +32,7 @@ from autopipe.ir.torch_private import storage_key
 from autopipe.runtime.comm.transport import Handle, Transport
 from autopipe.runtime.step.engine import Engine, JointEngine
 from autopipe.runtime.step.memory_meter import Meter
+from autopipe.runtime.step.microbatches import EVEN, LossWeights
 from autopipe.schedules.instructions import Channel, Flow, Instruction, Kind
 from autopipe.stages.dry_run import CrossingTensor
 from autopipe.stages.precision import FP32, Arithmetic, computing
@@ -47,11 +48,13 @@ class StepInput:
             [rows, ...] each, on the rank's device.
         seed: the gradient of each micro-batch's loss, a number: its share of the whole batch.
         stream: the run's seed, the step, and the global number of micro-batch 0.
+        weights: multiply the seed.
     """
 
     inputs: Callable[[Stage, int], Sequence[Tensor]]
     seed: float
     stream: tuple[int, int, int]
+    weights: LossWeights = EVEN
 
 
 @dataclass
@@ -124,7 +127,7 @@ class StageRun:
         self._targets: dict[tuple[Flow, int], set[Channel]] = defaultdict(set)
         self._gradients: dict[int, dict[Ref, Tensor]] = defaultdict(dict)
         self._returning = [ref for ref in self._inward if stage.index in boundaries[ref].gradients]
-        self._seeds: dict[torch.dtype, Tensor] = {}
+        self._seeds: dict[tuple[torch.dtype, float], Tensor] = {}
 
     def call(self, instruction: Instruction) -> Callable[[StepInput], None]:
         """What an instruction does in a step, with all that can be known before it."""
@@ -227,7 +230,7 @@ class StageRun:
         seeds: list[Tensor | None] = [gradients.get(ref) for ref in self._outward]
         for number, result in enumerate(self.results.get(k, ())):
             is_loss = number == 0 and isinstance(result, Tensor)
-            seeds.append(self._seed(result, step) if is_loss else None)
+            seeds.append(self._seed(result, k, step) if is_loss else None)
         # Autograd frees saved tensors while it makes these gradients, in an order we do not know.
         # Both are counted in full: an upper bound, and what the plan predicts.
         self._count_all("transfers", self._returning)
@@ -255,11 +258,12 @@ class StageRun:
             for ref, gradient in back.items()
         }
 
-    def _seed(self, loss: Tensor, step: StepInput) -> Tensor:
-        """The gradient of a loss; the same tensor for all micro-batches."""
-        if loss.dtype not in self._seeds:
-            self._seeds[loss.dtype] = torch.full_like(loss, step.seed)
-        return self._seeds[loss.dtype]
+    def _seed(self, loss: Tensor, k: int, step: StepInput) -> Tensor:
+        """The gradient of a micro-batch's loss; the same tensor for all that weigh alike."""
+        key = loss.dtype, step.weights.loss(k) * step.seed
+        if key not in self._seeds:
+            self._seeds[key] = torch.full_like(loss, key[1])
+        return self._seeds[key]
 
     def _backward_weight(self, k: int, step: StepInput) -> None:
         with self._stream(k, step):

@@ -137,9 +137,10 @@ def test_no_tensor_has_all_logits_and_none_of_a_part_is_kept() -> None:
 
 
 def test_no_word_that_counts() -> None:
-    """A mean of nothing is nan, as torch's; a sum is 0."""
+    """A mean of nothing is nan, as torch's, with gradients of zero; a sum is 0."""
     x, weight, _, target = drawn()
     nothing = torch.full_like(target, IGNORED)
+    assert not any(gradient.any() for gradient in gradients(parted(nothing), x, weight)[1:])
     assert parted(nothing)(x, weight).isnan() and whole(nothing)(x, weight).isnan()
     assert parted(nothing, 2)(x, weight) == 0
 

@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "runtime.comm": "schedules planfile sharding runtime.launch",
     "runtime.parameters": "util planfile ir frontend tracing sharding stages",
     "runtime.checkpoint": "util planfile ir runtime.parameters",
-    "runtime.step": "util schedules planfile ir frontend sharding stages joint emit "
+    "runtime.step": "util schedules planfile ir frontend sharding rewriting stages joint emit "
     "runtime.launch runtime.comm runtime.parameters runtime.checkpoint",
     "runtime.probe": "util cluster sharding",
     "runtime": "util schedules planfile report ir frontend tracing sharding stages "
@@ -45,8 +45,8 @@ MAY_IMPORT = {
     "rewriting stages joint planners.model planners.search planners.costs runtime.probe",
     "planners.formulas": "util cluster schedules planfile scaling ir frontend tracing sharding "
     "stages joint planners.model planners.search planners.costs planners.driver",
-    "checking": "util cluster schedules planfile ir frontend eager opaque tracing sharding stages "
-    "planners.driver runtime.launch runtime.parameters runtime.step runtime",
+    "checking": "util cluster schedules planfile ir frontend eager opaque tracing sharding "
+    "rewriting stages planners.driver runtime.launch runtime.parameters runtime.step runtime",
     "terminal": "util planfile frontend runtime.launch",
     "cli": "terminal util schedules planfile report export interop frontend tracing emit checking "
     "runtime.launch runtime.probe runtime.checkpoint runtime planners.driver planners.formulas "

@@ -291,7 +291,7 @@ def step(
         assert isinstance(transport, LocalTransport)
         try:
             with torch.set_grad_enabled(training):
-                results = executor.run(StepInput(inputs_of, seed, (0, number, 0)))
+                results = [*executor.run(StepInput(inputs_of, seed, (0, number, 0))).values()]
             transport.close()
         except BaseException as error:
             transport.abort(error)

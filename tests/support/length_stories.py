@@ -70,13 +70,20 @@ def lengths_over_tensor_parts_and_replicas() -> None:
 
 @story(2)
 def replicas_may_have_rows_of_unlike_length() -> None:
-    """Each goes through a pipeline of its own; the loss is the mean of both."""
+    """Each goes through a pipeline of its own; the loss is the mean over the labels of both."""
     plan = planned("gpt", 1, 2, 2)
     pipe, model = piped("gpt", plan), ZOO["gpt"].model()
     whole = drawn("gpt", plan.batch.rows, 0)
-    own = [cut(rows_of(whole, 4 * n, 4 * n + 4), length) for n, length in enumerate((7, LENGTH))]
-    losses = [ZOO["gpt"].eager(model, part) for part in own]
-    close(pipe.step(own[pipe.place.dp], sharded=True), sum(losses) / 2)
+    lengths = 7, LENGTH
+    own = [cut(rows_of(whole, 4 * n, 4 * n + 4), length) for n, length in enumerate(lengths)]
+    losses = [
+        ZOO["gpt"].eager(model, part) * length for part, length in zip(own, lengths, strict=True)
+    ]
+    expected = sum(losses) / sum(lengths)
+    expected.backward()
+    close(pipe.step(own[pipe.place.dp], sharded=True), expected)
+    for key, parameter in pipe.named_parameters():
+        close(parameter.grad, model.get_parameter(key).grad, key, 5e-5)
     with refused(ModelError, "rows of", "tokens", "must be given the same"):
         pipe.step(cut(whole, (7, 9)[pipe.place.dp]))
 

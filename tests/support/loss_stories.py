@@ -1,4 +1,4 @@
-"""Stories of losses that are computed from parts of the vocabulary, beside one process."""
+"""Stories of losses beside one process: from parts of the vocabulary, of unequally many labels."""
 
 from __future__ import annotations
 
@@ -41,3 +41,24 @@ def parts_of_a_loss_on_two_ranks() -> None:
         assert head["transformer.wte.weight" if name == "gpt2" else "lm_head.weight"] == "S(0)"
         together(name, piped(name, plan))
     together("llama", piped("llama", planned("llama", 1, 2, 2, zero=3, loss_parts=3)))
+
+
+@story(2)
+def labels_of_a_batch_weigh_alike() -> None:
+    """Micro-batches have unequally many labels, one has none: as in one process, in one go."""
+    for name, schedule in sampled((("gaps", "1f1b"), ("masked", "zb-h1")), of=2):
+        plan = planned(name, 2, 1, 4, schedule)
+        pipe, model = piped(name, plan), ZOO[name].model()
+        batch = ZOO[name].inputs(plan.batch.rows)
+        with torch.no_grad():
+            expected = whole_loss(name, model, batch)
+        close(pipe.evaluate(batch), expected)
+        together(name, pipe)
+
+
+@story(2)
+def labels_on_replicas_and_shards_weigh_alike() -> None:
+    """Of one micro-batch each; with gradients in shards; under a vocabulary in halves."""
+    together("gaps", piped("gaps", planned("gaps", 1, 2, 1)))
+    together("masked", piped("masked", planned("masked", 1, 2, 2, zero=1)))
+    together("gaps", piped("gaps", planned("gaps", 1, 1, 2, tp=2, loss_parts=2)))

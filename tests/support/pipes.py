@@ -38,7 +38,7 @@ from autopipe.stages.dry_run import Known, Rehearsal, rehearse
 from autopipe.tracing import source, symbolic_sequence
 from autopipe.tracing.source import trace_source
 from autopipe.tracing.trace import Trace, trace
-from tests.support import zoo
+from tests.support import models, zoo
 from tests.support.inprocess import machine
 from tests.support.models import CLASSES, WIDTH
 from tests.support.remembered import findings_remembered, name_of
@@ -52,6 +52,8 @@ ZOO = {
         lambda rows: {"input": zoo.noise(rows, WIDTH), "labels": zoo.integers(rows, below=CLASSES)},
         zoo.entropy,
     ),
+    "gaps": Case(lambda: models.GPT(0.0), zoo.gaps, zoo.entropy),
+    "masked": Case(lambda: models.GPT(0.0), zoo.gaps, zoo.masked_entropy),
 }
 Story = Callable[[], None]
 STORIES: dict[int, list[Story]] = {2: [], 3: [], 4: [], 8: []}

@@ -135,7 +135,8 @@ def step(case: Case) -> StepInput:
 
 def in_one_row(case: Case, ranks: Sequence[Rank], row: Program) -> list[tuple[Tensor, ...]]:
     """Run all ranks with one executor."""
-    return Executor([run for rank in ranks for run in rank.runs], row, Unsummed()).run(step(case))
+    whole = Executor([run for rank in ranks for run in rank.runs], row, Unsummed())
+    return [*whole.run(step(case)).values()]
 
 
 def in_threads(
@@ -145,7 +146,7 @@ def in_threads(
 
     def work(rank: Rank, program: Program) -> list[tuple[Tensor, ...]]:
         try:
-            return Executor(rank.runs, program, Unsummed()).run(step(case))
+            return [*Executor(rank.runs, program, Unsummed()).run(step(case)).values()]
         except BaseException as error:
             rank.transport.abort(error)
             raise

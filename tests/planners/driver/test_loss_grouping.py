@@ -73,6 +73,10 @@ def tokens_counted(outputs, batch):
 FINE = {
     "mean over rows": lambda o, b: F.cross_entropy(o, b["label"]),
     "mean over all numbers": lambda o, b: (o - b["x"]).square().mean(),
+    "mean over labels": tokens,
+    "mean over classes that weigh": lambda o, b: F.cross_entropy(
+        o, b["label"], torch.arange(1.0, 7.0)
+    ),
     "sum and count": tokens_counted,
     "mean of each row's sum": lambda o, b: (o - b["x"]).square().sum(1).mean(),
     "sum over rows, divided": lambda o, b: o.square().sum() / o.shape[0],
@@ -99,9 +103,14 @@ REFUSED = {
         f"return a mean, or autopipe.SumCount(total, count); {OTHERWISE}",
     ),
     "uneven": (
-        tokens,
+        lambda o, b: o.square().mean(1) @ b["label"].float() / b["label"].sum().sqrt() ** 2,
         "rows weigh unequally in it, as in a mean over unequally many tokens",
         f"return autopipe.SumCount(total, count); {OTHERWISE}",
+    ),
+    "uneven beside another term": (
+        lambda o, b: tokens(o, b) + o.square().mean(),
+        "one of its terms is a mean over labels, of which rows have unequally many",
+        TOGETHER,
     ),
     "negatives": (negatives, "it compares rows with each other", TOGETHER),
     "spread over rows": (

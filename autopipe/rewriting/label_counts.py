@@ -1,0 +1,205 @@
+"""Find losses that are a mean over labels, and make the graph that counts these labels.
+
+    loss    labels, logits --cross_entropy(ignore_index=-100)--> mean --*0.5--> loss
+            mask, errors ----(errors * mask).sum() / mask.sum()-> mean --------> loss
+    counts  labels --ne(-100), sum--> count                or   mask --sum--> count
+
+Micro-batches may have unequally many labels. The loss of the whole batch is then not the mean of
+their losses, but
+
+    loss = sum over micro-batches k of  loss_k * divisor_k / divisor      divisor = f(count)
+                                                                          count = sum of count_k
+
+with f(count) = count, or max(count, least) + more where the model's code guards a count of zero.
+The labels come with the batch, so each divisor is known before the model has run.
+
+A mean over labels may also be a term of a loss, beside the balance of a mixture's experts. Nothing
+weighs such a term alone: it is right as long as micro-batches have as many labels as one another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import sympy
+import torch
+
+from autopipe.ir import check
+from autopipe.ir.dataflow import Dataflow, analyse, is_random
+from autopipe.ir.graph import (
+    BATCH,
+    Arg,
+    Dim,
+    Graph,
+    Node,
+    Ref,
+    State,
+    TensorSpec,
+    Value,
+    arguments,
+    of_nodes,
+    short_name,
+)
+from autopipe.sharding.vocabulary_loss import MEAN
+
+
+@dataclass(frozen=True)
+class LabelCounts:
+    """The labels that a loss, or a term of it, is a mean over.
+
+    Attributes:
+        graph: computes from the batch alone `(divisor, count)` of a micro-batch, two scalars.
+        labels: shape and dtype of what is counted; its elements are all there can be.
+        least, more: the divisor is max(count, least) + more.
+        place: the user's line that computes the mean.
+        term: it is one of several terms of the loss.
+    """
+
+    graph: Graph
+    labels: TensorSpec
+    least: float
+    more: float
+    place: str
+    term: bool = False
+
+    def beside(self, graph: Graph) -> Graph:
+        """The graph whose loss it is, with divisor and count as results after the others."""
+        own = (node for node in self.graph.nodes if node.name not in graph.index)
+        outputs = (*graph.outputs, *self.graph.outputs)
+        return replace(graph, nodes=(*graph.nodes, *own), outputs=outputs)
+
+
+LOSSES = frozenset("cross_entropy_loss nll_loss nll_loss_nd nll_loss2d".split())
+_MOVES = frozenset("view reshape squeeze clone alias contiguous to _to_copy".split())
+_LINEAR = frozenset("mul div neg add sub".split())
+"""Ops that, with numbers beside the loss, keep a mean a mean."""
+
+
+class _Divisor(NamedTuple):
+    """A loss's divisor, the sum in it, what is counted, and how one comes from the other."""
+
+    value: Value
+    sum: Value
+    labels: Value
+    least: float = 0.0
+    more: float = 0.0
+
+
+def label_counts(graph: Graph, others: int = 0) -> LabelCounts | None:
+    """Find the labels that a graph's loss is a mean over; None: it is no such mean.
+
+    Args:
+        others: how many of the graph's results follow the loss.
+    """
+    if len(graph.outputs) != 1 + others:
+        return None
+    flow = analyse(graph)
+    mean = _made_by(flow, graph.outputs[0])
+    if mean is not None and mean.short in LOSSES:
+        return _of_labels(flow, mean)
+    if mean is not None and mean.short == "div" and not mean.kwargs:
+        found, above = _divisor(flow, mean.args[1]), _made_by(flow, mean.args[0])
+        if found is not None and above is not None and above.short == "sum":
+            return _counting(flow, found, mean, ())
+    terms = (_of_labels(flow, node) for node in graph.nodes if node.short in LOSSES)
+    return next((replace(term, term=True) for term in terms if term is not None), None)
+
+
+def _made_by(flow: Dataflow, value: object) -> Node | None:
+    """The node that makes what a value is a multiple of."""
+    while isinstance(value, Ref) and flow.root[value] not in flow.writers:
+        node = flow.graph.nodes[flow.position(value)]
+        linear = node.short in _LINEAR and not {"rounding_mode", "alpha"} & node.kwargs.keys()
+        if node.values() != node.args[:1] or not (linear or node.short in _MOVES):
+            return node
+        value = node.args[0]
+    return None
+
+
+def _of_labels(flow: Dataflow, loss: Node) -> LabelCounts | None:
+    """The labels of a cross-entropy but those that it ignores; each weighs as its class does."""
+    given = arguments(loss)
+    labels, weight = given["target"], given["weight"]
+    spec = flow.graph.spec(labels)
+    if given["reduction"] != MEAN or spec.dtype.is_floating_point:
+        return None
+    nodes: list[Node] = []
+
+    def add(op: str, *args: Arg, shape: Sequence[Dim] = spec.shape, dtype: torch.dtype) -> Ref:
+        made, name = TensorSpec(tuple(shape), dtype), f"label_counts/{short_name(op)}/{len(nodes)}"
+        nodes.append(Node(name, op, args, {}, (made,), packed=False, scopes=(), place=""))
+        return Ref(name)
+
+    counted = torch.int64
+    kept = add("aten.ne.Scalar", labels, given["ignore_index"], dtype=torch.bool)
+    if weight is not None:
+        counted = flow.graph.spec(weight).dtype
+        classes = add("aten.mul.Tensor", labels, kept, dtype=spec.dtype)
+        each = add("aten.take.default", weight, classes, dtype=counted)
+        kept = add("aten.mul.Tensor", each, kept, dtype=counted)
+    count = add("aten.sum.default", kept, shape=(), dtype=counted)
+    return _counting(flow, _Divisor(count, count, labels), loss, tuple(nodes))
+
+
+def _divisor(flow: Dataflow, divisor: object) -> _Divisor | None:
+    """A sum over rows of something in the batch, kept from being zero or not."""
+    value, least, plus = divisor, 0.0, 0.0
+    while isinstance(value, Ref) and isinstance(divisor, Ref):
+        node = flow.graph.nodes[flow.position(value)]
+        given = arguments(node)
+        if node.short == "sum":
+            (labels,) = node.values()
+            has_rows = BATCH in _symbols(flow.graph.spec(labels))
+            one = node.outputs[0] is not None and not node.outputs[0].shape
+            return _Divisor(divisor, value, labels, least, plus) if has_rows and one else None
+        if node.short in ("clamp", "clamp_min") and given.get("max") is None and not least:
+            least = given["min"]
+            number = isinstance(least, int | float)
+        elif node.short == "add" and not (least or plus):
+            plus = given["other"]
+            number = isinstance(plus, int | float) and "alpha" not in node.kwargs
+        else:
+            number = node.short in _MOVES
+        if not number or node.values() != node.args[:1]:
+            return None
+        value = node.args[0]
+    return None
+
+
+def _symbols(spec: TensorSpec) -> set[sympy.Basic]:
+    return {s for dim in spec.shape if isinstance(dim, sympy.Expr) for s in dim.free_symbols}
+
+
+def _counting(
+    flow: Dataflow, found: _Divisor, loss: Node, more: tuple[Node, ...]
+) -> LabelCounts | None:
+    """The graph of the counts; None: it needs what the model computes, or draws."""
+    graph, made = flow.graph, {node.name for node in more}
+    end = graph.index[loss.name]
+    waiting = [v for node in more for v in node.values()] + [found.value, found.sum]
+    needed: set[int] = set()
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, State) and graph.states[value.name].kind != "constant":
+            return None
+        if isinstance(value, Ref) and value.node in made:
+            continue
+        writers = flow.writers.get(flow.root[value], ())
+        if any(p >= end for p in writers):
+            return None
+        for position in {flow.position(value), *writers} - {-1} - needed:
+            if not _repeats(graph.nodes[position]):
+                return None
+            needed.add(position)
+            waiting += graph.nodes[position].values()
+    nodes = (*(graph.nodes[p] for p in sorted(needed)), *more)
+    counts = check.after("label_counts", of_nodes(graph, nodes, (found.value, found.sum)))
+    labels = graph.spec(found.labels)
+    return LabelCounts(counts, labels, found.least, found.more, loss.place)
+
+
+def _repeats(node: Node) -> bool:
+    """Whether torch alone computes a node, and the same once more."""
+    return not (node.op.startswith("autopipe.") or is_random(node))

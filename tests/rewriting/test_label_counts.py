@@ -1,0 +1,164 @@
+"""Which losses are a mean over labels, and how many labels each of four rows has."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import autopipe
+from autopipe.frontend import batch as batches
+from autopipe.planfile.contents import Plan
+from autopipe.rewriting.label_counts import LabelCounts, label_counts
+from autopipe.runtime.step.microbatches import LabelWeights, Microbatches
+from tests.support.inprocess import machine
+from tests.support.staged import trace_model
+
+WORDS, WIDTH, LENGTH = 10, 4, 6
+
+Loss = Callable[[Tensor, dict[str, Tensor]], Any]
+
+
+class Model(nn.Module):
+    """Logits [b, s, WORDS] of tokens [b, s]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embedding(tokens).tanh())
+
+
+def inputs(rows: int) -> dict[str, Tensor]:
+    """Rows of 6, 4, 2, 0, 6, .. labels; their mask says the same."""
+    words = torch.arange(rows * LENGTH).reshape(rows, LENGTH) % WORDS
+    kept = torch.arange(LENGTH) < LENGTH - 2 * torch.arange(rows)[:, None] % 8
+    return {
+        "tokens": words,
+        "labels": words.flip(1).masked_fill(~kept, -100),
+        "kept": kept.float(),
+    }
+
+
+def of(loss: Loss) -> LabelCounts | None:
+    return label_counts(trace_model(Model(), inputs, loss).graph)
+
+
+def entropies(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.transpose(1, 2), labels.clamp(min=0), reduction="none")
+
+
+def shifted(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Each word is to tell the next one, as in transformers."""
+    labels = F.pad(batch["labels"], (0, 1), value=-100)[:, 1:].contiguous()
+    return F.cross_entropy(logits.float().view(-1, WORDS), labels.view(-1), ignore_index=-100)
+
+
+def without_some(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    labels = batch["labels"].clone()
+    labels[labels == 3] = -100
+    return F.cross_entropy(logits.transpose(1, 2), labels)
+
+
+def masked(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    kept = batch["kept"]
+    return (entropies(logits, batch["labels"]) * kept).sum() / kept.sum()
+
+
+def guarded(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    kept = batch["kept"]
+    return 2 * (entropies(logits, batch["labels"]) * kept).sum() / (kept.sum().clamp(min=1) + 1e-3)
+
+
+ALL = [6, 4, 2, 0]
+COUNTED: dict[str, tuple[Loss, list[int]]] = {
+    "as it is": (lambda o, b: F.cross_entropy(o.transpose(1, 2), b["labels"]), ALL),
+    "a multiple": (
+        lambda o, b: 0.5 * F.cross_entropy(o.flatten(0, 1), b["labels"].flatten()) / 3 - 1,
+        ALL,
+    ),
+    "of logarithms": (
+        lambda o, b: F.nll_loss(o.log_softmax(2).transpose(1, 2), b["labels"]), ALL,
+    ),
+    "smooth": (
+        lambda o, b: F.cross_entropy(o.transpose(1, 2), b["labels"], label_smoothing=0.1),
+        ALL,
+    ),
+    "of classes that weigh": (
+        lambda o, b: F.cross_entropy(o.transpose(1, 2), b["labels"], torch.arange(1.0, 1 + WORDS)),
+        [21, 22, 15, 0],
+    ),
+    "shifted": (shifted, [5, 3, 1, 0]),
+    "without some": (without_some, [5, 4, 2, 0]),
+    "masked": (masked, ALL),
+    "guarded": (guarded, ALL),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    """Says which rows of a batch are a micro-batch's: one each."""
+    return autopipe.plan(
+        Model, inputs, loss=masked, cluster=machine(1), batch_size=4, micro_batches=4, dp=1
+    )
+
+
+@pytest.mark.parametrize(("loss", "expected"), COUNTED.values(), ids=COUNTED)
+def test_labels_of_each_row_are_counted(loss: Loss, expected: list[int], plan: Plan) -> None:
+    """Counts, and what the losses of single rows are divided by."""
+    found = of(loss)
+    assert found is not None and not found.term
+    parts = Microbatches(plan, batches.flatten(inputs(4)), first=0, rows=1, count=4)
+    weights, unit = LabelWeights(found, found).of(parts), LENGTH
+    assert [unit * count for count in weights.counts] == pytest.approx(expected)
+    divisors = [max(n, 1) + 1e-3 if loss is guarded else n for n in expected]
+    assert [unit * weight for weight in weights.losses] == pytest.approx(divisors)
+
+
+@pytest.mark.parametrize(("loss", "expected"), COUNTED.values(), ids=COUNTED)
+def test_weighted_losses_are_that_of_the_batch(loss: Loss, expected: list[int]) -> None:
+    """The equation of the module's docstring, of three rows that have labels."""
+    found, model, batch = of(loss), Model(), inputs(3)
+    assert found is not None
+    with torch.no_grad():
+        whole = float(loss(model(batch["tokens"]), batch))
+        rows = [{name: leaf[k : k + 1] for name, leaf in batch.items()} for k in range(3)]
+        each = [float(loss(model(row["tokens"]), row)) for row in rows]
+
+    def divisor(count: int) -> float:
+        return max(count, found.least) + found.more
+
+    summed = sum(one * divisor(n) for one, n in zip(each, expected, strict=False))
+    assert summed / divisor(sum(expected[:3])) == pytest.approx(whole, rel=1e-4)
+
+
+NOT_COUNTED: dict[str, Loss] = {
+    "over rows": lambda o, b: o.square().mean(),
+    "a sum": lambda o, b: F.cross_entropy(o.transpose(1, 2), b["labels"], reduction="sum"),
+    "of probabilities": lambda o, b: F.cross_entropy(
+        o.transpose(1, 2), F.one_hot(b["tokens"], WORDS).transpose(1, 2).float()
+    ),
+    "of labels that the model makes": lambda o, b: F.cross_entropy(
+        o.transpose(1, 2), o.argmax(2)
+    ),
+    "by a root": lambda o, b: o.sum() / b["kept"].sum().sqrt(),
+    "a mean of means": lambda o, b: (
+        (entropies(o, b["labels"]) * b["kept"]).sum(1) / (b["kept"].sum(1) + 1)
+    ).mean(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("loss", NOT_COUNTED.values(), ids=NOT_COUNTED)
+def test_any_other_loss_is_no_mean_over_labels(loss: Loss) -> None:
+    assert of(loss) is None
+
+
+def test_a_term_of_a_loss_is_told_apart() -> None:
+    def loss(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(logits.transpose(1, 2), batch["labels"]) + logits.square().mean()
+
+    found = of(loss)
+    assert found is not None and found.term
