@@ -44,13 +44,13 @@ LAUNCH = 5e-6
 RESERVE = 2 * 2**30
 """Bytes of a GPU that hold no tensor: CUDA's context, libraries, NCCL's buffers."""
 
-FRAGMENTED = 0.034
+FRAGMENTED = 0.038
 """What the caching allocator has and cannot use, as a share of what tensors hold: sizes rounded up,
-gaps that nothing fits into, and here also what ops hold while they run.
+and gaps that nothing fits into.
 
-The median over 35 published runs of the measured peak over the bytes that are predicted of their
-layouts; from -7 % to +8 %, so that a plan which fills a device may still run out of memory there
-(benchmarks/published). `--memory` leaves more.
+Measured by others in 37 runs of Megatron-LM on B200: the median of peak reserved over peak
+allocated bytes; from 2.8 to 9.3 %, so that a plan which fills a device may still run out of memory
+there (MooreThreads/SimuMax, docs/b200/b200_release_v1.2_summary.json). `--memory` leaves more.
 """
 
 GIB = 2**30

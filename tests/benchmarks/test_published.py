@@ -195,11 +195,11 @@ def test_a_sweep_is_held_to_its_best_or_to_its_order() -> None:
 
 
 def test_memory_is_scored_as_its_source_counts_it() -> None:
-    """100 GiB of tensors: 3.4 % of gaps besides, and 2 GiB of what is no tensor."""
+    """100 GiB of tensors: 3.8 % of gaps besides, and 2 GiB of what is no tensor."""
     gib = 2**30
     assert counted(100 * gib, "allocated") == 100 * gib
-    assert counted(100 * gib, "reserved") == pytest.approx(103.4 * gib)
-    assert counted(100 * gib, "device") == pytest.approx(105.4 * gib)
+    assert counted(100 * gib, "reserved") == pytest.approx(103.8 * gib)
+    assert counted(100 * gib, "device") == pytest.approx(105.8 * gib)
 
 
 DEEPSPEED = {"opt_shard": "zero1", "source": "bigscience", "tp": 1, "pp": 4, "vocab": 50304}
@@ -235,7 +235,7 @@ def test_nvidia_smi_shows_what_the_allocator_reserves() -> None:
     line = {"bytes": parts, "needed_bytes": int(9e9), "capacity_bytes": int(12e9)}
     found = Prediction.of(run, {**line, "predicted_step_s": 1.0})
     assert (found.needed, found.oom) == (12.3e9, True)
-    assert found.memory == pytest.approx(14.8e9 * 1.034 + 2 * 2**30)
+    assert found.memory == pytest.approx(14.8e9 * 1.038 + 2 * 2**30)
 
 
 def test_rows_that_are_far_off_or_said_not_to_fit_are_shown() -> None:

@@ -496,8 +496,7 @@ def test_a_loss_that_was_there_at_planning(autopipe: Shell) -> None:
     autopipe.write("net.py", changed("def loss(", "def no_loss("))
     assert autopipe("run", "plan.json", "--steps", "1").error == (
         "plan.loss: the plan was made with a loss function, and none is given\n\n"
-        "hint: parallelize(model, plan, loss=loss), with the loss that plan() was given; in a "
-        "model file it is def loss(outputs, batch)"
+        "hint: parallelize(model, plan, loss=loss); in a model file, def loss(outputs, batch)"
     )
 
 

@@ -44,7 +44,7 @@ def test_a_preset_is_the_share_of_the_datasheet_that_programs_reach() -> None:
     # Terabytes of a datasheet are 1e12 bytes; taken for 2**40 they would be 10 % too many.
     assert device.bandwidth == pytest.approx(0.9 * 2.039e12)
     # torch reports 79.1 GiB of the nominal 80; CUDA's context has two, the allocator its losses.
-    assert device.memory == pytest.approx(77.1 / 1.034 * 2**30, abs=1)
+    assert device.memory == pytest.approx(77.1 / 1.038 * 2**30, abs=1)
     cluster = cluster_of("2x8xA100-80GB")
     assert cluster.within.bandwidth == pytest.approx(0.88 * 300e9)
     assert cluster.between.bandwidth == pytest.approx(0.88 * 25e9)

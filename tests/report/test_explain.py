@@ -19,9 +19,9 @@ schedule   1f1b; a step's 8 rows (96 tokens) go through in 4 micro-batches, of b
 predicted  15 ms a step, 532 rows/s; a device waits 20 % of it (the bubble)
 speed      3,190 tokens/s/GPU; 51.8 TFLOP/s/GPU, an MFU of 16.6 % (bf16 datasheet: 312 TFLOP/s);
            87.1 GPU hours a billion tokens
-memory     18.5 KiB of the 74.6 GiB that tensors may fill, on the fullest device (stage 0)
+memory     18.5 KiB of the 74.3 GiB that tensors may fill, on the fullest device (stage 0)
 holding    at B0 of stage 0, in KiB: 4.0 parameters, 4.0 gradients, 8.0 optimizer state, 2.0
-           activations (2 micro-batches in flight), 0.5 transfers; besides, 4.5 GiB of margin
+           activations (2 micro-batches in flight), 0.5 transfers; besides, 4.8 GiB of margin
 recompute  1 block run a second time in backward
 
 where a step goes, on the mean device (the optimizer's own is not counted):
@@ -65,12 +65,12 @@ predicted  15 ms a step, 532 rows/s; a device waits 20 % of
 speed      3,190 tokens/s/GPU; 51.8 TFLOP/s/GPU, an MFU of
            16.6 % (bf16 datasheet: 312 TFLOP/s); 87.1 GPU
            hours a billion tokens
-memory     18.5 KiB of the 74.6 GiB that tensors may fill,
+memory     18.5 KiB of the 74.3 GiB that tensors may fill,
            on the fullest device (stage 0)
 holding    at B0 of stage 0, in KiB: 4.0 parameters, 4.0
            gradients, 8.0 optimizer state, 2.0 activations
            (2 micro-batches in flight), 0.5 transfers;
-           besides, 4.5 GiB of margin
+           besides, 4.8 GiB of margin
 recompute  1 block run a second time in backward
 
 where a step goes, on the mean device (the optimizer's own
@@ -93,7 +93,7 @@ stage  weights  grads  optimizer  activations  transfers
 forward, backward: of one micro-batch; bubble: share of a
 step in which the device does not compute; peak, in KiB: a
 device's fullest moment, the sum of the columns after it
-tensors may fill 74.6 GiB of A100-80GB; the rest is a margin
+tensors may fill 74.3 GiB of A100-80GB; the rest is a margin
 for CUDA's context and what the allocator loses
 
 one step of a pipeline, to scale:
@@ -135,9 +135,9 @@ split      31 pipeline stages (pp) x 1 replica (dp) x 1 tensor part (tp), on all
 schedule   1f1b; a step's 64 rows go through in 64 micro-batches, of b = 1 row each
 predicted  282 ms a step, 227 rows/s; a device waits 32 % of it (the bubble)
 speed      7.32 rows/s/GPU
-memory     70.0 GiB of the 74.6 GiB that tensors may fill, on the fullest device (stage 0)
+memory     70.0 GiB of the 74.3 GiB that tensors may fill, on the fullest device (stage 0)
 holding    in GiB: 20.0 parameters, 20.0 gradients, 10.0 optimizer state, 19.0 activations (31
-           micro-batches in flight), 1.0 transfers; besides, 4.5 GiB of margin
+           micro-batches in flight), 1.0 transfers; besides, 4.8 GiB of margin
 recompute  1 block run a second time in backward
 
 where a step goes, on the mean device (the optimizer's own is not counted):

@@ -152,8 +152,7 @@ def test_the_loss_that_a_plan_was_made_with(plan: Plan) -> None:
         check_loss(replace(plan, loss=True), None)
     assert str(refused.value) == (
         "plan.loss: the plan was made with a loss function, and none is given\n"
-        "hint: parallelize(model, plan, loss=loss), with the loss that plan() was given; in a "
-        "model file it is def loss(outputs, batch)"
+        "hint: parallelize(model, plan, loss=loss); in a model file, def loss(outputs, batch)"
     )
     with pytest.raises(PlanError) as refused:
         check_loss(replace(plan, loss=False), loss)
