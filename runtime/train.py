@@ -12,6 +12,7 @@ from time import perf_counter
 
 import torch
 import torch.distributed as dist
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from autopipe.errors import ModelError
 from autopipe.frontend.model_file import ModelFile
@@ -126,7 +127,9 @@ def train(
             show(told)
             if metrics and (step + 1) % (log_every or 1) == 0:
                 log(readings.whole(told, optimizer))
-            if scheduler is not None:
+            if isinstance(scheduler, ReduceLROnPlateau):
+                scheduler.step(readings.losses[-1])
+            elif scheduler is not None:
                 scheduler.step()
             if keeper.after_step():
                 break

@@ -6,7 +6,8 @@ loss(outputs, batch) -> Tensor | SumCount          the output itself, or its .lo
 batches(batch_size, shard=0, num_shards=1)         inputs(batch_size), for every step
 batches = DataLoader(...)                          or a list: whole batches
 optimizer(parameters) -> Optimizer                 AdamW; optimizer(named_parameters): with names
-scheduler(optimizer) -> LRScheduler                the learning rate stays; else stepped every step
+scheduler(optimizer) -> LRScheduler                the learning rate stays; else stepped every step,
+                                                   ReduceLROnPlateau with the step's loss
 batch_size = 32                                    8 a device
 max_grad_norm = 1.0                                gradients are not clipped
 loss_over = "batch" or "micro-batch"               "rows": whatever the micro-batches are

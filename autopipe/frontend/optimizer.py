@@ -1,9 +1,9 @@
-"""Make an optimizer from a name or a user's function, and measure the bytes of its state."""
+"""Make an optimizer from a name or a user's function, and measure what it holds and steps apart."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,20 @@ from autopipe.errors import AutopipeError
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 Named = tuple[str, nn.Parameter]
+
+ELEMENT, TENSOR, MODEL = "element", "tensor", "model"
+"""What an optimizer changes by its gradient alone: each element (AdamW), each parameter as a whole
+(Muon, Adafactor, LAMB), or all parameters together (Prodigy)."""
+
+SIZE = 64
+"""Rows and columns of the parameters that optimizers are measured on."""
+
+STEPS = 3
+"""Steps of them: at the first, a momentum has no past that differs."""
+
+APART = 0.02
+"""Two changes differ from this share of the largest on: beyond rounding, and below what it makes to
+take half a matrix for one (6 % and more of torch's Muon and Adafactor)."""
 
 CUSTOM = "custom"
 """The name that a plan records for an optimizer given as a function."""
@@ -40,9 +54,69 @@ def optimizer_named(optimizer: str | MakeOptimizer) -> MakeOptimizer:
     return lambda parameters: kind(parameters)  # type: ignore[call-arg]
 
 
+def stepped_apart(make: MakeOptimizer) -> str:
+    """The smallest thing that an optimizer changes by its gradient alone.
+
+    Two parameters are stepped together, and then one of them alone, whole or in halves of its rows
+    or columns: ranks have such parts of it under ZeRO and tensor parallelism.
+
+    Returns:
+        `ELEMENT`, `TENSOR` or `MODEL`.
+
+    Raises:
+        AutopipeError: it cannot step them.
+    """
+    try:
+        return _stepped_apart(make)
+    except AutopipeError:
+        raise
+    except Exception as error:  # whatever the user's function raises
+        raise AutopipeError(
+            f"optimizer: steps of two parameters of {SIZE} x {SIZE}, by dense gradients, end in "
+            f"{type(error).__name__}: {error}",
+            hint="a run calls optimizer.step(), on each rank for its own parameters",
+        ) from error
+
+
+def _stepped_apart(make: MakeOptimizer) -> str:
+    draw = torch.Generator().manual_seed(0)
+    one, other, *drawn = (torch.randn(SIZE, SIZE, generator=draw) for _ in range(2 + 2 * STEPS))
+    mine, theirs = drawn[:STEPS], drawn[STEPS:]
+    changed = _change(make, one, mine, other, theirs)
+    if _differ(_change(make, one, mine, other), changed):
+        return MODEL
+    for dim in (0, 1):
+        halves = (
+            _change(make, one.chunk(2, dim)[n], [g.chunk(2, dim)[n] for g in mine], other)
+            for n in (0, 1)
+        )
+        if _differ(torch.cat([*halves], dim), changed):
+            return TENSOR
+    return ELEMENT
+
+
+def _change(
+    make: MakeOptimizer,
+    value: Tensor,
+    gradients: Sequence[Tensor],
+    other: Tensor,
+    others: Sequence[Tensor | None] = (None,) * STEPS,
+) -> Tensor:
+    """What steps change in a parameter, beside another one with gradients or without."""
+    own, second = nn.Parameter(value.clone()), nn.Parameter(other.clone())
+    optimizer = make([own, second])
+    for own.grad, second.grad in zip(gradients, others, strict=True):
+        optimizer.step()
+    return own.detach() - value
+
+
+def _differ(found: Tensor, expected: Tensor) -> bool:
+    return bool((found - expected).abs().max() > APART * expected.abs().max())
+
+
 def optimizer_factor(make: MakeOptimizer) -> float:
     """Bytes of optimizer state per byte of parameter, measured by one step on a small parameter."""
-    parameter = nn.Parameter(torch.zeros(64, 64))
+    parameter = nn.Parameter(torch.zeros(SIZE, SIZE))
     parameter.grad = torch.zeros_like(parameter)
     optimizer = make([parameter])
     optimizer.step()

@@ -38,7 +38,7 @@ from autopipe.planners.driver import (
 )
 from autopipe.planners.driver.examples import examples, second
 from autopipe.planners.driver.loss_parts import best_loss
-from autopipe.planners.driver.request import Job, PlanRequest, Traced
+from autopipe.planners.driver.request import Job, PlanRequest, Traced, as_optimizer_allows
 from autopipe.planners.model.problem import Constraints
 from autopipe.stages.bind import check_runs
 from autopipe.stages.loss_cut import apart
@@ -184,6 +184,7 @@ def plan(
         turns=taken,
         micro_batch_size=micro_batch_size,
     )
+    constraints = as_optimizer_allows(constraints, optimizer, say)
     with watch("traced"):
         skeleton = bare(model, say)  # first: it may set the dtype that inputs are made in
     request = PlanRequest(

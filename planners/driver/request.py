@@ -20,7 +20,13 @@ from autopipe.cluster.spec import LocalSpec
 from autopipe.errors import AutopipeError
 from autopipe.frontend.least_rows import ONE, Least
 from autopipe.frontend.loss import Loss
-from autopipe.frontend.optimizer import MakeOptimizer
+from autopipe.frontend.optimizer import (
+    ELEMENT,
+    MODEL,
+    MakeOptimizer,
+    optimizer_named,
+    stepped_apart,
+)
 from autopipe.ir.blocks import Block, classes, find_blocks
 from autopipe.ir.dataflow import Dataflow, analyse
 from autopipe.ir.graph import Graph, bytes_at
@@ -34,6 +40,7 @@ from autopipe.stages.whole_loss import WholeLoss
 from autopipe.tracing.low_precision import SixteenBits, kept
 from autopipe.tracing.source import Source
 from autopipe.tracing.trace import Trace
+from autopipe.util.progress import Say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,6 +214,35 @@ class Job:
     def constraints(self) -> Constraints:
         """What the search must keep to."""
         return self.request.constraints
+
+
+def as_optimizer_allows(
+    constraints: Constraints, optimizer: str | MakeOptimizer, say: Say
+) -> Constraints:
+    """The constraints under which an optimizer changes parameters as it does in one process.
+
+    Raises:
+        AutopipeError: parts were asked for of what it changes as a whole; torch.optim has none of
+            this name; or it cannot step.
+    """
+    apart = stepped_apart(optimizer_named(optimizer))
+    if apart == ELEMENT:
+        return constraints
+    whole = "all parameters together" if apart == MODEL else "each parameter as a whole"
+    names = ("zero", "tp", "pp")[: 3 if apart == MODEL else 2]
+    for name in names:
+        asked, one = getattr(constraints, name), int(name != "zero")
+        if asked not in (None, one):
+            raise AutopipeError(
+                f"{name}={asked} was asked for, and the optimizer changes {whole}: of the part "
+                "that a rank would have it makes something else",
+                hint=f"{name}={one}, or an optimizer that changes each element by its own "
+                "gradient, as AdamW and SGD do",
+            )
+    without = "ZeRO or tensor parallelism" + " or pipelines" * (apart == MODEL)
+    say(f"optimizer: it changes {whole}, and no rank gets a part of that: without {without}")
+    kept = replace(constraints, zero=0, tp=1)
+    return replace(kept, pp=1) if apart == MODEL else kept
 
 
 def micro_batch_rows(

@@ -78,7 +78,8 @@ class LossScale:
 
 def _overflown(gradients: list[Tensor], world: dist.ProcessGroup | None) -> bool:
     # The largest entry is infinite or no number if any entry is; a sum might overflow by itself.
-    largest = [torch.linalg.vector_norm(gradient, torch.inf).float() for gradient in gradients]
+    held = [gradient for gradient in gradients if gradient.numel()]  # a shard may have no rows
+    largest = [torch.linalg.vector_norm(gradient, torch.inf).float() for gradient in held]
     finite = torch.stack(largest).isfinite().all() if largest else torch.tensor(True)
     found = (~finite).float()
     if world is not None:

@@ -38,6 +38,9 @@ class Sum(Protocol):
 Watch = Callable[[int], None]
 """Told the position of each instruction in the program before it runs."""
 
+Results = dict[int, tuple[Tensor, ...]]
+"""What the graph returns of each micro-batch, by its number."""
+
 Record = Callable[[Instruction, float, float], None]
 """Told when each instruction began and ended, in seconds of `perf_counter`."""
 
@@ -86,7 +89,7 @@ class Executor:
         for run in self.stages.values():
             run.meter = meter
 
-    def run(self, step: StepInput) -> dict[int, tuple[Tensor, ...]]:
+    def run(self, step: StepInput) -> Results:
         """Run one step.
 
         Returns:

@@ -8,8 +8,9 @@ pipe.clip_grad_norm_(1.0); optimizer.step()
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, overload
 
 import torch
@@ -27,7 +28,7 @@ from autopipe.runtime.parameters.gradient_sum import multiply, total_norm
 from autopipe.runtime.parameters.loss_scale import LossScale
 from autopipe.runtime.parameters.model_states import ModelStates
 from autopipe.runtime.step import measured
-from autopipe.runtime.step.executor import Executor, Record
+from autopipe.runtime.step.executor import Executor, Record, Results
 from autopipe.runtime.step.kept import Kept
 from autopipe.runtime.step.memory_meter import Meter
 from autopipe.runtime.step.microbatches import EVEN, LossWeights, Microbatches, divide
@@ -83,6 +84,7 @@ class Pipe(Kept):
         self._split = rank.part.split
         self._gradients = rank.held.gradients
         self._world = world
+        self._check_same = partial(check_same, self.plan, self.place, world)
         self._prepared = Ready(rank, at_length, evaluation, watchdog.learn)
         self.seed = seed
         self._watchdog = watchdog
@@ -162,7 +164,7 @@ class Pipe(Kept):
 
     def _step(self, batch: Any, sharded: bool) -> Tensor:
         leaves = batches.flatten(batch)
-        self._check_same(leaves, sharded, contents=not self._compared)
+        self._check_same(leaves, sharded=sharded, contents=not self._compared)
         wanted = self.plan.batch.micro_batches
         parts = divide(self.plan, self.place, leaves, wanted, sharded=sharded)
         split = self._prepared.split(batch)
@@ -220,8 +222,8 @@ class Pipe(Kept):
         """
         loss, first, meter = self._prepared.loss(split), executor.first, self.meter
         assert first is not None
-        with torch.no_grad(), buffers_restored(split.graph, self._rank.held.states):
-            results = self._run(first, replace(parts, seeds=loss.nothing(parts)), 0.0)
+        with torch.no_grad():
+            results = self._forward(first, split, replace(parts, seeds=loss.nothing(parts)))
         scored = LossOfStep((), {})
         with loss.holding(parts.rows * parts.count, meter if results else None):
             if results:
@@ -263,7 +265,7 @@ class Pipe(Kept):
 
     def _evaluate(self, batch: Any, sharded: bool, outputs: bool) -> Tensor | tuple[Tensor, Any]:
         leaves = batches.flatten(batch)
-        self._check_same(leaves, sharded, contents=not self._evaluated)
+        self._check_same(leaves, sharded=sharded, contents=not self._evaluated)
         self._evaluated = True
         split = self._prepared.split(batch, outputs)
         parts = divide(self.plan, self.place, leaves, None, sharded=sharded)
@@ -271,15 +273,15 @@ class Pipe(Kept):
         self._gradients.gather()
         beside = len(split.trace.outputs)
         weights = self._prepared.weights(split).of(parts)
-        if split.whole is None:
-            results = losses = self._run(executor, parts, 0.0)
-            counted = len(split.graph.outputs) - beside == 2
-        else:
-            of_batch = self._prepared.loss(split)
-            results = self._run(executor, replace(parts, seeds=of_batch.nothing(parts)), 0.0)
-            numbers, counted = (self.seed, self.steps), of_batch.whole.counted
-            every = [*results.values()]
+        of_batch = self._prepared.loss(split) if split.whole is not None else None
+        if of_batch is not None:
+            parts = replace(parts, seeds=of_batch.nothing(parts))
+        results = losses = self._forward(executor, split, parts)
+        counted = len(split.graph.outputs) - beside == 2
+        if of_batch is not None:
+            every, numbers = [*results.values()], (self.seed, self.steps)
             losses = {0: of_batch.score(parts, every, numbers, None).results} if every else {}
+            counted = of_batch.whole.counted
         loss, _ = mean_loss(losses, weights, counted, self.plan.mesh.tp, self._world)
         if not outputs:
             return loss
@@ -328,9 +330,14 @@ class Pipe(Kept):
             if isinstance(tensor, nn.Parameter):
                 yield tensor
 
+    def _forward(self, executor: Executor, split: Split, parts: Microbatches) -> Results:
+        """The results of a pass without backward, which leaves buffers as they are."""
+        with buffers_restored(split.graph, self._rank.held.states):
+            return self._run(executor, parts, 0.0)
+
     def _run(
         self, executor: Executor, parts: Microbatches, seed: float, weights: LossWeights = EVEN
-    ) -> dict[int, tuple[Tensor, ...]]:
+    ) -> Results:
         """The results of each micro-batch, if this rank has the last stage."""
         device = self._rank.part.device
         executor.meter = self.meter
@@ -340,9 +347,3 @@ class Pipe(Kept):
         results = executor.run(step)
         self._watchdog.between()
         return results
-
-    def _check_same(
-        self, leaves: Mapping[str, batches.Leaf], sharded: bool, *, contents: bool
-    ) -> None:
-        plan, place, world = self.plan, self.place, self._world
-        check_same(plan, place, world, leaves, sharded=sharded, contents=contents)

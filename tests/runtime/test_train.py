@@ -119,6 +119,18 @@ def test_a_norm_that_is_none(load: Load) -> None:
         load("max_grad_norm = 0\n")
 
 
+def test_a_plateau_is_one_of_the_losses(load: Load, capsys: pytest.CaptureFixture[str]) -> None:
+    """The scheduler that asks for a metric gets the loss of the step, the same on every rank."""
+    pipe, file = load(
+        "class Told(torch.optim.lr_scheduler.ReduceLROnPlateau):\n"
+        "    def step(self, metrics): print('seen', metrics); super().step(metrics)\n"
+        "def scheduler(optimizer): return Told(optimizer)\n"
+    )
+    measured, _ = run(pipe, file, 3)
+    seen = [line for line in capsys.readouterr().out.splitlines() if line.startswith("seen ")]
+    assert seen == [f"seen {loss}" for loss in measured.losses]
+
+
 def test_a_scheduler_is_stepped_with_the_optimizer(load: Load) -> None:
     """Rates 0.1, 0.05, 0.025, ...: those of a plain loop, and not one of them twice."""
     pipe, file = load(

@@ -37,6 +37,19 @@ class Block(nn.Module):
         return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
 
 
+class Counting(nn.Module):
+    """Counts its calls in a buffer, in evaluation too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, features: Tensor) -> Tensor:
+        self.calls += 1
+        return self.second(self.first(features).relu())
+
+
 class GPT(nn.Module):
     """tokens [b, s] -> logits [b, VOCABULARY, s]; dropout wherever GPT-2 has it."""
 

@@ -181,7 +181,7 @@ def what_a_model_gives_in_evaluation() -> None:
 @story(2)
 def evaluation_leaves_training_untouched() -> None:
     """Buffers, gradients, dropout's numbers: one pipe evaluates, the other does not."""
-    for name in ("dropout", "unet"):
+    for name in ("dropout", "unet", "calls"):
         plan, case = planned(name, 2, 1, 2), ZOO[name]
         one, other = piped(name, plan), piped(name, plan)
         for number in range(2):

@@ -53,6 +53,7 @@ ZOO = {
         zoo.entropy,
     ),
     "gaps": Case(lambda: models.GPT(0.0), zoo.gaps, zoo.entropy),
+    "calls": Case(models.Counting, zoo.vectors, zoo.entropy),
     "masked": Case(lambda: models.GPT(0.0), zoo.gaps, zoo.masked_entropy),
 }
 Story = Callable[[], None]

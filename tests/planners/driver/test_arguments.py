@@ -7,9 +7,17 @@ import torch
 from torch import nn
 
 from autopipe.errors import AutopipeError
-from autopipe.frontend.optimizer import optimizer_factor
+from autopipe.frontend.optimizer import (
+    ELEMENT,
+    MODEL,
+    TENSOR,
+    MakeOptimizer,
+    optimizer_factor,
+    stepped_apart,
+    without_names,
+)
 from autopipe.planners.driver.arguments import limits_of
-from autopipe.planners.driver.request import micro_batch_rows
+from autopipe.planners.driver.request import as_optimizer_allows, micro_batch_rows
 from autopipe.planners.model.problem import Constraints
 from tests.support.inprocess import machine
 
@@ -57,3 +65,91 @@ def test_optimizer_factor(
 ) -> None:
     """Adam keeps two moments of a parameter, momentum one; the step's number is not counted."""
     assert optimizer_factor(make) == factor
+
+
+class Lamb(torch.optim.Optimizer):
+    """Each parameter moves as far as a share of its own norm, as by You et al., 2020."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for parameter in self.trained():
+            assert parameter.grad is not None
+            ratio = parameter.norm() / parameter.grad.norm()
+            parameter -= 1e-3 * ratio * parameter.grad
+
+    def trained(self) -> list[nn.Parameter]:
+        every = (p for group in self.param_groups for p in group["params"])
+        return [parameter for parameter in every if parameter.grad is not None]
+
+
+class Together(Lamb):
+    """All parameters move by the same number, as Prodigy's do."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        norm = sum(p.grad.square().sum() for p in self.trained() if p.grad is not None)
+        for parameter in self.trained():
+            assert parameter.grad is not None
+            parameter -= parameter.grad / norm
+
+
+def by_layer(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """A lower rate for each earlier layer; takes names."""
+    rates = [{"params": [p], "lr": 0.1 ** int(name.split(".")[0])} for name, p in named]
+    return torch.optim.SGD(rates, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (torch.optim.AdamW, ELEMENT),
+        (lambda parameters: torch.optim.SGD(parameters, momentum=0.9, nesterov=True), ELEMENT),
+        (torch.optim.RMSprop, ELEMENT),
+        (without_names(by_layer), ELEMENT),
+        (torch.optim.Muon, TENSOR),
+        (torch.optim.Adafactor, TENSOR),
+        (Lamb, TENSOR),
+        (Together, MODEL),
+    ],
+)
+def test_what_an_optimizer_changes_apart(make: MakeOptimizer, expected: str) -> None:
+    """An element by its own gradient, or a parameter, or all of them."""
+    assert stepped_apart(make) == expected
+
+
+def test_an_optimizer_gets_no_parts_of_what_it_changes_as_a_whole() -> None:
+    """ZeRO's shards of a matrix and a tensor-parallel rank's part are no matrix to Muon."""
+    said: list[str] = []
+    free = Constraints(pp=2)
+    assert as_optimizer_allows(free, "adamw", said.append) == free
+    assert said == []
+    assert as_optimizer_allows(free, "muon", said.append) == Constraints(pp=2, zero=0, tp=1)
+    assert said == [
+        "optimizer: it changes each parameter as a whole, and no rank gets a part of that: without "
+        "ZeRO or tensor parallelism"
+    ]
+    assert as_optimizer_allows(Constraints(), Together, said.append) == Constraints(
+        1, None, 1, zero=0
+    )
+    for asked, make, name in (
+        (Constraints(zero=1), "muon", "zero=1"),
+        (Constraints(tp=2), Lamb, "tp=2"),
+        (Constraints(pp=2), Together, "pp=2"),
+    ):
+        with pytest.raises(AutopipeError) as refused:
+            as_optimizer_allows(asked, make, said.append)
+        assert refused.value.message.startswith(f"{name} was asked for, and the optimizer changes ")
+        assert refused.value.hint is not None and "AdamW and SGD" in refused.value.hint
+
+
+def test_an_optimizer_that_cannot_step() -> None:
+    with pytest.raises(AutopipeError) as refused:
+        as_optimizer_allows(Constraints(), "lbfgs", print)
+    assert str(refused.value) == (
+        "optimizer: steps of two parameters of 64 x 64, by dense gradients, end in TypeError: "
+        "LBFGS.step() missing 1 required positional argument: 'closure'\n"
+        "hint: a run calls optimizer.step(), on each rank for its own parameters"
+    )

@@ -37,6 +37,14 @@ def test_large_entries_are_no_overflow() -> None:
     assert LossScale().unscale([parameter([3e38, 3e38])])
 
 
+def test_a_shard_may_have_no_rows() -> None:
+    """Of a parameter of one row, one of two replicas holds none."""
+    weights = [parameter([]), parameter([2.0])]
+    assert LossScale(scale=2.0).unscale(weights)
+    assert weights[1].grad == torch.tensor([1.0])
+    assert not LossScale().unscale([parameter([]), parameter([torch.inf])])
+
+
 def test_the_scale_grows_after_enough_good_steps_in_a_row() -> None:
     loss_scale = LossScale(scale=4.0)
     for _ in range(INTERVAL):
