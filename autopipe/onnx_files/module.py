@@ -2,7 +2,7 @@
 
     initializers of floats that a node multiplies or adds      parameters, by their own names
     running means and variances, constants of floats           buffers
-    small constants of integers                                sizes (`onnx_files.values`)
+    small constants of integers, an axis among them            sizes (`onnx_files.values`)
     other constants of integers                                buffers
 
 A name as `layers.0.mlp.weight` makes submodules, as in the model that the file was exported from.
@@ -133,7 +133,8 @@ class OnnxModule(nn.Module):
 
     def _keep(self, name: str, array: np.ndarray[Any, Any], *, trained: bool) -> None:
         """Hold a constant of the file: as sizes, as a parameter or as a buffer."""
-        if array.dtype == np.int64 and array.ndim < 2 and array.size <= MOST_SIZES:
+        few = array.ndim < 2 and array.size <= MOST_SIZES
+        if few and array.dtype == np.int64 or array.size == 1 and array.dtype == np.int32:
             self._known[name] = array
             return
         home: nn.Module = self

@@ -62,6 +62,8 @@ def _flatten(node: NodeOf, inputs: Sequence[Value]) -> Value:
 
 
 def _transpose(node: NodeOf, inputs: Sequence[Value]) -> Value:
+    if is_sizes(inputs[0]):  # of the ends that a Pad takes, in pairs
+        return np.transpose(inputs[0], node.get("perm"))  # type: ignore[arg-type]
     x = as_tensor(inputs[0])
     return x.permute(node.get("perm") or tuple(reversed(range(x.ndim))))
 
@@ -212,6 +214,16 @@ def _pad(node: NodeOf, inputs: Sequence[Value]) -> Value:
     return F.pad(x, order, names[mode], value if mode == "constant" else None)
 
 
+def _one_hot(node: NodeOf, inputs: Sequence[Value]) -> Value:
+    index, (count,) = as_tensor(inputs[0]), ints(node, inputs[1])
+    off, on = as_tensor(inputs[2]).unbind()
+    axis = node.get("axis", -1)
+    index = torch.where(index < 0, index + count, index).unsqueeze(axis)
+    shape = [1] * index.ndim
+    shape[axis] = count
+    return torch.where(index == torch.arange(count).reshape(shape), on, off)
+
+
 def _trilu(node: NodeOf, inputs: Sequence[Value]) -> Value:
     x = as_tensor(inputs[0])
     diagonal = ints(node, inputs[1])[0] if len(inputs) > 1 and inputs[1] is not None else 0
@@ -264,18 +276,18 @@ def _blocks(x: Tensor, block: int) -> Tensor:
 def _resize(node: NodeOf, inputs: Sequence[Value]) -> Value:
     x, mode = as_tensor(inputs[0]), node.get("mode", "nearest")
     how = node.get("coordinate_transformation_mode", "half_pixel")
+    torchs = {
+        "linear": {3: "linear", 4: "bilinear", 5: "trilinear"}.get(x.ndim),
+        # Torch's cubic is the one with this coefficient; ONNX's default is another.
+        "cubic": "bicubic" if x.ndim == 4 and node.get("cubic_coeff_a") == -0.75 else None,
+    }.get(mode)
+    smooth = torchs and how in ("half_pixel", "pytorch_half_pixel", "align_corners")
     nearest = mode == "nearest" and how == "asymmetric" and node.get("nearest_mode") == "floor"
-    linear = mode == "linear" and how in ("half_pixel", "pytorch_half_pixel", "align_corners")
-    if not (nearest or linear) or x.ndim != 4 or len(inputs) < 3:
+    if not (nearest or smooth) or len(inputs) < 3 or node.get("antialias", 0):
         raise node.refuse(f"mode={mode!r} with {how!r} is not read")
-    kind: dict[str, Any] = (
-        {"mode": "nearest"}
-        if nearest
-        else {
-            "mode": "bilinear",
-            "align_corners": how == "align_corners",
-        }
-    )
+    kind: dict[str, Any] = {"mode": "nearest"}
+    if smooth:
+        kind = {"mode": torchs, "align_corners": how == "align_corners"}
     if len(inputs) > 3 and inputs[3] is not None:
         return F.interpolate(x, size=ints(node, inputs[3])[2:], **kind)
     scales = as_tensor(inputs[2]).tolist()
@@ -304,6 +316,7 @@ SHAPES: dict[str, Function] = {
     "Range": _range,
     "ConstantOfShape": _full,
     "Pad": _pad,
+    "OneHot": _one_hot,
     "Trilu": _trilu,
     "CumSum": _cumulated,
     "ArgMax": _largest,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper, save
@@ -27,6 +28,7 @@ from autopipe.onnx_files.source import as_module
 from tests.support import warm
 from tests.support.long import chosen
 from tests.support.shell import Shell
+from tests.support.staged import trace_model
 from tests.support.zoo import ZOO
 
 EXPORTED = "gpt unet lstm resnet frozen dict mask picked keywords counted".split()
@@ -203,3 +205,76 @@ def test_what_is_no_onnx_file(tmp_path: Path) -> None:
         as_module(str(tmp_path / "net.onnx"))
     with pytest.raises(ModelError, match="there is no ONNX file"):
         as_module(str(tmp_path / "other.onnx"))
+
+
+def by_an_older_exporter(path: Path) -> None:
+    """What torch's exporter by TorchScript writes of a pad, a cumsum, a one-hot and an upsampling.
+
+    The ends of the pad are pairs that it turns round and reverses itself: as numbers, they may be
+    sizes.
+    """
+    constants = {
+        "ends": np.array([0, 0, 0, 0, 1, 2, 0, 1]),
+        "pairs": np.array([-1, 2]),
+        "flat": np.array([-1]),
+        "last": np.array([-1]),
+        "far": np.array([-(2**63) + 1]),
+        "zeroth": np.array([0]),
+        "axis": np.array(3, dtype=np.int32),
+        "five": np.array([5]),
+        "off and on": np.array([0.0, 1.0], dtype=np.float32),
+        "twice": np.array([1, 1, 2, 2], dtype=np.float32),
+        "none": np.array([], dtype=np.float32),
+    }
+    cubic = {
+        "mode": "cubic",
+        "cubic_coeff_a": -0.75,
+        "coordinate_transformation_mode": "half_pixel",
+    }
+    nodes = [
+        helper.make_node("Reshape", ["ends", "pairs"], ["in pairs"]),
+        helper.make_node("Slice", ["in pairs", "last", "far", "zeroth", "last"], ["reversed"]),
+        helper.make_node("Transpose", ["reversed"], ["turned"], perm=[1, 0]),
+        helper.make_node("Reshape", ["turned", "flat"], ["in a row"]),
+        helper.make_node("Cast", ["in a row"], ["pads"], to=TensorProto.INT64),
+        helper.make_node("Pad", ["x", "pads"], ["padded"], mode="constant"),
+        helper.make_node("CumSum", ["padded", "axis"], ["summed"]),
+        helper.make_node("Resize", ["summed", "none", "twice"], ["y"], **cubic),
+        helper.make_node("OneHot", ["label", "five", "off and on"], ["hot"]),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "by an older exporter",
+        [
+            helper.make_tensor_value_info("x", TensorProto.FLOAT, ["rows", 2, 3, 4]),
+            helper.make_tensor_value_info("label", TensorProto.INT64, ["rows"]),
+        ],
+        [
+            helper.make_tensor_value_info("y", TensorProto.FLOAT, ["rows", 2, "h", "w"]),
+            helper.make_tensor_value_info("hot", TensorProto.FLOAT, ["rows", 5]),
+        ],
+        [numpy_helper.from_array(a, n) for n, a in constants.items()],
+    )
+    opsets = [helper.make_opsetid("", 17)]
+    save(helper.make_model(graph, opset_imports=opsets, ir_version=9), path)
+
+
+def test_what_an_older_exporter_writes(tmp_path: Path) -> None:
+    """As onnxruntime computes it; in a trace the ends of the pad are numbers."""
+    by_an_older_exporter(tmp_path / "net.onnx")
+    given = {"x": torch.randn(3, 2, 3, 4), "label": torch.tensor([4, -1, 0])}
+    session = onnxruntime.InferenceSession(str(tmp_path / "net.onnx"))
+    expected = session.run(["y", "hot"], {name: t.numpy() for name, t in given.items()})
+    model = package.from_onnx(tmp_path / "net.onnx")
+    for found, other in zip(model(**given).values(), expected, strict=True):
+        assert found.shape == other.shape
+        assert torch.allclose(found, torch.from_numpy(other), rtol=1e-5, atol=1e-5)
+
+    def inputs(rows: int) -> dict[str, Tensor]:
+        return {"x": torch.zeros(rows, 2, 3, 4), "label": torch.zeros(rows, dtype=torch.int64)}
+
+    def loss(outputs: dict[str, Tensor], batch: object) -> Tensor:
+        return outputs["y"].mean() + outputs["hot"].mean()
+
+    ops = [node.short for node in trace_model(model, inputs, loss).graph.nodes]
+    assert {"pad", "cumsum"} <= {*ops}
