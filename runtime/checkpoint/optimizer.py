@@ -5,8 +5,9 @@
     param_groups           lr, betas, ...                  JSON data, by the names in each group
 
 A shard's state is sharded as the shard is. So what one plan has written, another one reads as it
-reads the parameter. A state of another shape (the rows' and columns' means of Adafactor) could not
-be cut otherwise, and is refused.
+reads the parameter. What was in the parameter's dtype is in that of now, which is another one where
+fp32 masters have come or gone: an optimizer takes no two. A state of another shape (the rows' and
+columns' means of Adafactor) could not be cut otherwise, and is refused.
 """
 
 from __future__ import annotations
@@ -125,13 +126,19 @@ def restore(
                     found = stored.number(name, key)
                     state[key] = found.to(parameter.device) if counted_there else found
                 else:
-                    dtype = NAMES[first.dtype]
-                    made = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-                    flat = made.view(1) if made.ndim == 0 else made
-                    stored.fill(own[name], key, flat)
-                    state[key] = made
+                    state[key] = _read(own[name], key, parameter, stored)
             if state:
                 optimizer.state[parameter] = state
+
+
+def _read(own: OwnTensor, key: str, parameter: nn.Parameter, stored: Stored) -> Tensor:
+    """A state of the parameter's shape; in its dtype, if it had the one that was saved with it."""
+    had = NAMES[stored.chunks[own.name, key][0][1].dtype]
+    theirs = {NAMES[chunk.dtype] for _, chunk in stored.chunks.get((own.name, ""), ())}
+    dtype = parameter.dtype if had in theirs else had
+    made = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    stored.fill(own, key, made.view(1) if made.ndim == 0 else made)
+    return made
 
 
 def _written(
