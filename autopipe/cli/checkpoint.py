@@ -158,7 +158,7 @@ def _check_words(action: Action, given: set[str]) -> None:
 def _newest(folder: Path) -> Stored:
     """The checkpoint at a path, or the newest one in it."""
     with loading():
-        from autopipe.runtime.checkpoint.recover import candidates
+        from autopipe.runtime.checkpoint.folder import candidates
         from autopipe.runtime.checkpoint.stored import Stored
 
     found = candidates(folder)
@@ -178,7 +178,7 @@ def _one_before(folder: Path) -> Iterator[None]:
     try:
         yield
     except DamagedError as error:
-        from autopipe.runtime.checkpoint.recover import candidates
+        from autopipe.runtime.checkpoint.folder import candidates
 
         newest, *earlier = candidates(folder)
         if error.hint is None and earlier and str(newest) in error.message:

@@ -27,7 +27,6 @@ from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import Place
 from autopipe.runtime.checkpoint import folder as folders
 from autopipe.runtime.checkpoint.content import Content, rank_file, restore, values
-from autopipe.runtime.checkpoint.recover import candidates, recover
 from autopipe.runtime.checkpoint.stored import Stored
 from autopipe.runtime.checkpoint.write import RankFile, write
 
@@ -220,7 +219,7 @@ class Checkpoints:
         """What there is to load, the best first, after an earlier run's remains are put right."""
         if not folders.is_one(self._folder):
             recover(self._folder, self._keep)
-        return candidates(self._folder)
+        return folders.candidates(self._folder)
 
     def _from_first(self, make: Callable[[], Made]) -> Made:
         return from_first(make, self._place.rank, self._world)
@@ -241,6 +240,25 @@ class Checkpoints:
         found = found.cuda() if "nccl" in dist.get_backend(self._world) else found
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self._world)
         return tuple(map(bool, found.tolist()))
+
+
+def recover(folder: Path, keep: int) -> None:
+    """Finish or remove what earlier runs have left behind; one rank calls it, before any saves."""
+    for partial in folders.partials(folder):
+        whole = partial.with_name(partial.name.partition(".")[0])
+        if not whole.exists() and _is_complete(partial):
+            folders.commit(partial, keep)
+        else:
+            folders.remove(partial)
+
+
+def _is_complete(partial: Path) -> bool:
+    """Whether all ranks' files are there: each wrote its manifest last."""
+    try:
+        Stored.open(partial)
+    except CheckpointError:
+        return False
+    return True
 
 
 def from_first(make: Callable[[], Made], rank: int, world: dist.ProcessGroup | None) -> Made:

@@ -12,8 +12,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from autopipe.errors import CheckpointError
 from autopipe.runtime.checkpoint import optimizer as optimizer_state
+from autopipe.runtime.checkpoint import scheduler as scheduler_state
 from autopipe.runtime.checkpoint.layout import OwnTensor
-from autopipe.runtime.checkpoint.plain import fence, like, plain
+from autopipe.runtime.checkpoint.plain import fence
 from autopipe.runtime.checkpoint.stored import Stored
 from autopipe.runtime.checkpoint.write import RankFile, Written
 
@@ -60,9 +61,8 @@ def rank_file(
         tensors += [w for w in optimizer_state.tensors(*found) if w.state]
         training["optimizer"] = optimizer_state.values(*found)
     if content.scheduler is not None:
-        state = content.scheduler.state_dict()
-        kind = training["schedule"] = type(content.scheduler).__name__
-        training["scheduler"] = plain(state, kind)
+        training["schedule"] = type(content.scheduler).__name__
+        training["scheduler"] = scheduler_state.values(content.scheduler)
     return RankFile(step, rank, ranks, tuple(map(_still, tensors)), training)
 
 
@@ -87,7 +87,7 @@ def restore(content: Content, stored: Stored) -> None:
             optimizer_state.restore(content.optimizer, content.named, content.own, stored)
     if content.scheduler is not None:
         with fence(f"{stored.folder}: the schedule's state"):
-            _restore_scheduler(content.scheduler, content.optimizer, stored)
+            scheduler_state.restore(content.scheduler, content.optimizer, content.named, stored)
 
 
 def values(stored: Stored, shard: int, shards: int) -> Mapping[str, Any]:
@@ -95,30 +95,6 @@ def values(stored: Stored, shard: int, shards: int) -> Mapping[str, Any]:
     with fence(f"{stored.folder}: the state of the run"):
         every: list[Mapping[str, Any]] = [one.training["values"] for one in stored.manifests]
         return next((found for found in every if found["shard"] == [shard, shards]), every[0])
-
-
-def _restore_scheduler(scheduler: LRScheduler, optimizer: Optimizer | None, stored: Stored) -> None:
-    """From a rank whose optimizer had as many groups: a schedule has a rate for each of them."""
-    kind, there = type(scheduler).__name__, stored.manifests[0].training.get("schedule")
-    if there is not None and not (isinstance(there, str) and there.isidentifier()):
-        raise ValueError(f"no schedule is called {there!r}")
-    if there not in (None, kind):
-        raise CheckpointError(
-            f"{stored.folder} has the state of {there}, and the schedule is {kind}",
-            hint="resume with the schedule that the run was started with, or take its weights "
-            "alone by --weights",
-        )
-    groups = len(scheduler.optimizer.param_groups if optimizer is None else optimizer.param_groups)
-    for one in stored.manifests:
-        data = one.training.get("scheduler")
-        had = one.training.get("optimizer")
-        if data is not None and (had is None or len(had["groups"]) == groups):
-            scheduler.load_state_dict(like(scheduler.state_dict(), data))
-            return
-    raise CheckpointError(
-        f"{stored.folder} has no state of a schedule for {groups} groups of parameters",
-        hint="resume with the model file that the run was started with",
-    )
 
 
 def _still(written: Written) -> Written:

@@ -57,10 +57,15 @@ def is_one(folder: Path) -> bool:
     return (folder / manifest_name(0)).is_file()
 
 
+def candidates(folder: Path) -> list[Path]:
+    """The checkpoints to resume from, the best one first: the folder itself, or those in it."""
+    return [folder] if is_one(folder) else [path for _, path in found(folder)]
+
+
 def commit(partial: Path, keep: int) -> Path:
     """Make a checkpoint of a partial folder that all ranks have written, and let go of old ones.
 
-    One rank calls it. If it is killed, `recover` does what is left.
+    One rank calls it. If it is killed, `checkpoints.recover` does what is left.
 
     Returns:
         Where the checkpoint is now.

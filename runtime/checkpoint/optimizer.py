@@ -33,6 +33,8 @@ _COUNTERS = ("step", "mu_product", "eta", "mu")
 """States that torch's optimizers have without dims, where a parameter has none either."""
 
 Named = Mapping[str, nn.Parameter]
+Groups = Sequence[Sequence[str]]
+"""The names of the parameters in each group of a rank's optimizer."""
 
 
 def tensors(optimizer: Optimizer, named: Named, own: Mapping[str, OwnTensor]) -> list[Written]:
@@ -53,18 +55,19 @@ def tensors(optimizer: Optimizer, named: Named, own: Mapping[str, OwnTensor]) ->
 
 def values(optimizer: Optimizer, named: Named, own: Mapping[str, OwnTensor]) -> dict[str, Any]:
     """What an optimizer has beside tensors: its groups, and states that are no tensors."""
-    names = {id(parameter): name for name, parameter in named.items()}
     kind = type(optimizer).__name__
     groups = [
         {
-            "names": [names[id(p)] for p in group["params"] if id(p) in names],
+            "names": names,
             "options": {
                 key: plain(value, f"{kind}.param_groups[{number}].{key}")
                 for key, value in group.items()
                 if key not in ("params", "param_names")
             },
         }
-        for number, group in enumerate(optimizer.param_groups)
+        for number, (names, group) in enumerate(
+            zip(groups_of(optimizer, named), optimizer.param_groups, strict=True)
+        )
     ]
     others = {
         name: found
@@ -73,6 +76,56 @@ def values(optimizer: Optimizer, named: Named, own: Mapping[str, OwnTensor]) -> 
         if (found := _no_tensors(optimizer.state.get(parameter, {}), f"{kind}.state[{name!r}]"))
     }
     return {"kind": kind, "groups": groups, "states": others}
+
+
+def groups_of(optimizer: Optimizer, named: Named) -> list[list[str]]:
+    """The names in each group of this rank's optimizer."""
+    names = {id(parameter): name for name, parameter in named.items()}
+    return [
+        [names[id(p)] for p in group["params"] if id(p) in names]
+        for group in optimizer.param_groups
+    ]
+
+
+def origins(here: Groups, there: Sequence[Groups]) -> list[list[tuple[int, int]]]:
+    """In which groups the parameters of each group were: ranks of `there`, and numbers of groups.
+
+    A rank that had the same groups is the only one; a group without parameters that are known has
+    what had its place on a rank with as many groups, if there is one.
+
+    >>> origins([["a", "c"], ["b"]], [[["a"], ["b"]], [["c"], ["d"]]])
+    [[(0, 0), (1, 0)], [(0, 1)]]
+    """
+    alike = [rank for rank, groups in enumerate(there) if groups == here]
+    if alike:
+        return [[(alike[0], number)] for number in range(len(here))]
+    places = {
+        name: (rank, number)
+        for rank, groups in enumerate(there)
+        for number, names in enumerate(groups)
+        for name in names
+    }
+    as_many = [rank for rank, groups in enumerate(there) if len(groups) == len(here)][:1]
+    return [
+        list(dict.fromkeys(places[name] for name in names if name in places))
+        or [(rank, number) for rank in as_many]
+        for number, names in enumerate(here)
+    ]
+
+
+def agreed(found: Sequence[Any], names: Sequence[str], what: str) -> Any:
+    """The one thing that the parameters of a group have found.
+
+    Raises:
+        CheckpointError: they have found several.
+    """
+    if any(other != found[0] for other in found):
+        raise CheckpointError(
+            f"the optimizer has {names[0]!r} and others in one group, and in the checkpoint they "
+            f"had different {what}",
+            hint="group the parameters as the run that was saved did",
+        )
+    return found[0]
 
 
 def kind_of(stored: Stored) -> str | None:
@@ -113,7 +166,7 @@ def restore(
         )
     saved = _saved(stored)
     others = {name: states for one in saved for name, states in one["states"].items()}
-    _groups(optimizer, named, [group for one in saved for group in one["groups"]], saved)
+    _regroup(optimizer, named, [one["groups"] for one in saved])
     for group in optimizer.param_groups:
         counted_there = bool(group.get("capturable") or group.get("fused"))
         for name, parameter in _of(group["params"], named):
@@ -177,26 +230,14 @@ def _of(parameters: Sequence[nn.Parameter], named: Named) -> Iterator[tuple[str,
             yield names[id(parameter)], parameter
 
 
-def _groups(
-    optimizer: Optimizer,
-    named: Named,
-    saved: Sequence[Mapping[str, Any]],
-    ranks: Sequence[Mapping[str, Any]],
+def _regroup(
+    optimizer: Optimizer, named: Named, saved: Sequence[Sequence[Mapping[str, Any]]]
 ) -> None:
-    """Give each group the options that its parameters had; an empty one those of its place."""
-    options = {name: group["options"] for group in saved for name in group["names"]}
-    here = len(optimizer.param_groups)
-    alike = next((one["groups"] for one in ranks if len(one["groups"]) == here), None)
-    for number, group in enumerate(optimizer.param_groups):
-        names = [name for name, _ in _of(group["params"], named)]
-        known = [options[name] for name in names if name in options]
-        for other in known[1:]:
-            if other != known[0]:
-                raise CheckpointError(
-                    f"the optimizer has {names[0]!r} and others in one group, and in the "
-                    "checkpoint they had different options",
-                    hint="group the parameters as the run that was saved did",
-                )
-        chosen = known[0] if known else alike[number]["options"] if alike else {}
-        for key, value in chosen.items():
+    """Give each group the options that its parameters had in the groups of the ranks that saved."""
+    here = groups_of(optimizer, named)
+    places = origins(here, [[group["names"] for group in groups] for groups in saved])
+    for group, names, of in zip(optimizer.param_groups, here, places, strict=True):
+        found = [saved[rank][number]["options"] for rank, number in of]
+        options = agreed(found, names, "options") if found else {}
+        for key, value in options.items():
             group[key] = like(group.get(key), value)

@@ -66,6 +66,11 @@ def fence(what: str) -> Iterator[None]:
         raise DamagedError(f"{what} is none that this version has written: {error!r}") from error
 
 
+def has_words(data: Any) -> bool:
+    """Whether JSON data that `plain` made stands for a mapping whose keys are words."""
+    return isinstance(data, dict) and set(data) not in ({_PAIRS}, {_TENSOR})
+
+
 def like(present: Any, data: Any) -> Any:
     """JSON data that `plain` made, in the types of the present state."""
     if isinstance(data, dict) and set(data) == {_TENSOR}:

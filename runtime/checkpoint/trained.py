@@ -15,7 +15,7 @@ from torch import Tensor
 
 from autopipe.ir.graph import Graph
 from autopipe.runtime.checkpoint.checkpoints import from_first
-from autopipe.runtime.checkpoint.recover import candidates
+from autopipe.runtime.checkpoint.folder import candidates
 from autopipe.runtime.checkpoint.stored import Stored
 from autopipe.runtime.checkpoint.whole import tensors, whole
 from autopipe.runtime.parameters import weights

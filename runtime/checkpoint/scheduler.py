@@ -1,0 +1,168 @@
+"""A schedule's state, and back into one whose optimizer has other groups of parameters.
+
+    base_lrs, _last_lr, ...    an entry for each group           goes where the parameters go
+    last_epoch, ...            on every rank the same            as it is
+    _schedulers                states of schedules, in a list    each of them so
+
+Every rank has the groups of its own parameters, so as many and such entries as no other rank may
+have. A rank whose groups are those of a rank that saved takes all of that one's state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from autopipe.errors import CheckpointError
+from autopipe.runtime.checkpoint.optimizer import Groups, agreed, groups_of, origins
+from autopipe.runtime.checkpoint.plain import has_words, like, plain
+from autopipe.runtime.checkpoint.stored import Stored
+
+_BY_GROUP = {
+    *("base_lrs", "_last_lr", "min_lrs", "max_lrs"),
+    *("base_momentums", "max_momentums", "lr_lambdas"),
+}
+"""Lists of torch's schedules that have an entry for each group."""
+
+_FOR_ALL = {"_milestones"}
+"""Lists of torch's schedules that have not, and may be as long by chance."""
+
+
+def values(scheduler: LRScheduler) -> Any:
+    """The state of a schedule, as JSON data.
+
+    Raises:
+        CheckpointError: a part of it cannot be kept.
+    """
+    return plain(scheduler.state_dict(), type(scheduler).__name__)
+
+
+def restore(
+    scheduler: LRScheduler,
+    optimizer: Optimizer | None,
+    named: Mapping[str, nn.Parameter],
+    stored: Stored,
+) -> None:
+    """Give a schedule the state that it has in a checkpoint, with a rate for each group of here.
+
+    Args:
+        optimizer: the schedule's; None: it is asked for its own.
+
+    Raises:
+        CheckpointError: the checkpoint is of another schedule, or has no state for these groups.
+    """
+    kind, there = type(scheduler).__name__, stored.manifests[0].training.get("schedule")
+    if there is not None and not (isinstance(there, str) and there.isidentifier()):
+        raise ValueError(f"no schedule is called {there!r}")
+    if there not in (None, kind):
+        raise CheckpointError(
+            f"{stored.folder} has the state of {there}, and the schedule is {kind}",
+            hint="resume with the schedule that the run was started with, or take its weights "
+            "alone by --weights",
+        )
+    here = groups_of(scheduler.optimizer if optimizer is None else optimizer, named)
+    saved = [
+        (_groups(one.training), one.training["scheduler"])
+        for one in stored.manifests
+        if one.training.get("scheduler") is not None
+    ]
+    if not saved:
+        raise CheckpointError(
+            f"{stored.folder} has no state of a schedule",
+            hint="resume with the model file that the run was started with",
+        )
+    saved = [one for one in saved if one[0] == here][:1] or saved
+    owners = [groups for groups, _ in saved]
+    regrouping = _Regrouping(here, owners, origins(here, owners), stored.folder)
+    state = regrouping.value(kind, values(scheduler), [state for _, state in saved])
+    scheduler.load_state_dict(like(scheduler.state_dict(), state))
+
+
+def _groups(training: Mapping[str, Any]) -> list[list[str]]:
+    """The groups of the optimizer that a rank has saved beside its schedule, if it has."""
+    had = training.get("optimizer")
+    return [group["names"] for group in had["groups"]] if had else []
+
+
+@dataclass(frozen=True)
+class _Regrouping:
+    """States of a schedule from ranks with other groups, as one for the groups of this rank.
+
+    Attributes:
+        here: this rank's groups.
+        there: those of each rank that a state is from.
+        places: what `origins` says of them.
+    """
+
+    here: Groups
+    there: Sequence[Groups]
+    places: Sequence[Sequence[tuple[int, int]]]
+    folder: Path
+
+    def value(self, path: str, present: Any, found: Sequence[Any]) -> Any:
+        """A part of the state.
+
+        Args:
+            path: of the part, as in `SequentialLR._schedulers[0].base_lrs`.
+            present: the part in this rank's own schedule, which has just been made.
+            found: the part in the state of each rank of `there`.
+
+        Raises:
+            CheckpointError: which it is for these groups cannot be known.
+        """
+        key, first = path.rpartition(".")[2], found[0]
+        by_group = key in _BY_GROUP
+        if all(has_words(one) and one.keys() == first.keys() for one in found):
+            own = present if isinstance(present, dict) else {}
+            return {
+                word: self.value(f"{path}.{word}", own.get(word), [one[word] for one in found])
+                for word in first
+            }
+        if all(isinstance(one, list) for one in found):
+            alike = all(len(one) == len(first) for one in found)
+            if alike and not by_group and all(has_words(part) for one in found for part in one):
+                own = dict(enumerate(present)) if isinstance(present, list) else {}
+                return [
+                    self.value(f"{path}[{number}]", own.get(number), parts)
+                    for number, parts in enumerate(zip(*found, strict=True))
+                ]
+            if key not in _FOR_ALL and self._fits(present, found):
+                return self._entries(path, present, found)
+        # As text: what is not a number does not equal itself.
+        if len({repr(one) for one in found}) > 1:
+            raise self._unknown(f"{path} was not the same on all ranks")
+        if by_group and len(first) != len(self.here):
+            raise self._unknown(f"{path} is of {len(first)} groups, and here are {len(self.here)}")
+        return first
+
+    def _fits(self, present: Any, found: Sequence[list[Any]]) -> bool:
+        """Whether a list has an entry for each group, here and on every rank that saved."""
+        lists, groups = (present, *found), (self.here, *self.there)
+        return isinstance(present, list) and [*map(len, lists)] == [*map(len, groups)]
+
+    def _entries(self, path: str, present: list[Any], found: Sequence[list[Any]]) -> list[Any]:
+        """A list with the entries that the parameters of each group had."""
+        made = [
+            agreed([found[rank][number] for rank, number in of], names, path) if of else own
+            for own, names, of in zip(present, self.here, self.places, strict=True)
+        ]
+        by_group = path.rpartition(".")[2] in _BY_GROUP or len(present) != len(found[0])
+        if not by_group and made != found[0] and all(one == found[0] for one in found):
+            raise self._unknown(f"{path} may have an entry for each group, or be one list for all")
+        return made
+
+    def _unknown(self, why: str) -> CheckpointError:
+        weights = "or take its weights alone by --weights"
+        return CheckpointError(
+            f"{self.folder}: {why}; what is right for this rank's groups of parameters cannot be "
+            "known",
+            hint=f"resume under the plan in that folder, {weights}"
+            if any(self.there)
+            else f"save the optimizer with its schedule, for it has the names, {weights}",
+        )
