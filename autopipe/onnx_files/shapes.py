@@ -193,8 +193,8 @@ def _full(node: NodeOf, inputs: Sequence[Value]) -> Value:
     value = 0.0 if given is None else given.item()
     dtype = torch.float32 if given is None else torch.from_numpy(np.array(given)).dtype
     shape = ints(node, inputs[0])
-    if dtype == torch.int64 and len(shape) == 1 and type(shape[0]) is int:
-        return sizes([value] * shape[0])
+    if dtype == torch.int64 and len(shape) == 1 and isinstance(shape[0], int | np.integer):
+        return sizes([value] * int(shape[0]))
     return torch.full(shape, value, dtype=dtype)
 
 
@@ -215,9 +215,15 @@ def _pad(node: NodeOf, inputs: Sequence[Value]) -> Value:
 
 
 def _one_hot(node: NodeOf, inputs: Sequence[Value]) -> Value:
-    index, (count,) = as_tensor(inputs[0]), ints(node, inputs[1])
+    (count,), axis = ints(node, inputs[1]), node.get("axis", -1)
+    if is_sizes(inputs[0]) and is_sizes(inputs[2]) and axis == -1:  # how often a Tile repeats
+        off, on = ints(node, inputs[2])
+        rows = [
+            [on if n == k % count else off for n in range(count)] for k in ints(node, inputs[0])
+        ]
+        return np.stack([sizes(row) for row in rows])
+    index = as_tensor(inputs[0])
     off, on = as_tensor(inputs[2]).unbind()
-    axis = node.get("axis", -1)
     index = torch.where(index < 0, index + count, index).unsqueeze(axis)
     shape = [1] * index.ndim
     shape[axis] = count
