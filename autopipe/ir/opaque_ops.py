@@ -81,8 +81,8 @@ def run(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             with _Answering(real().equal):
                 result = op(*args, **kwargs)
     if _packs and torch.is_grad_enabled():
-        operands, found = list(tensors_in(args)), real()
-        keep([operands[position] for position in found.saved], found.rest, tensors_in(result))
+        seen, found = list(tensors_in((args, result))), real()
+        keep([seen[position] for position in found.saved], found.rest, tensors_in(result))
     return result
 
 
@@ -90,7 +90,8 @@ class _Real(NamedTuple):
     """What a run of a real kernel has shown.
 
     Attributes:
-        saved: the positions of operands that it saves for backward.
+        saved: the positions of what it saves for backward among its operands and results. The next
+            op may save a result, too: the bytes of both are those of one storage.
         rest: the bytes of all else that it saves.
         equal: whether tensors were equal, each time that it asked.
     """
@@ -145,7 +146,6 @@ def _on_ones(op: Callable[..., Any], low: torch.dtype | None, described: tuple[A
     """What the real kernel shows on ones: windows of zeros are none."""
     with outside_fake_mode(), torch.enable_grad():
         args = _ones(described)
-        positions = {storage_key(t): n for n, t in enumerate(tensors_in(args))}
         kept: dict[int, int] = {}
         alive: list[Tensor] = []
 
@@ -155,7 +155,11 @@ def _on_ones(op: Callable[..., Any], low: torch.dtype | None, described: tuple[A
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, _same), _Asked() as asked:
-            op(*args)
+            made = op(*args)
+        # A result may lie in an operand.
+        positions: dict[int, int] = {}
+        for position, tensor in enumerate(tensors_in((args, made))):
+            positions.setdefault(storage_key(tensor), position)
     saved = sorted(positions[key] for key in kept if key in positions)
     rest = sum(size for key, size in kept.items() if key not in positions)
     return _Real(tuple(saved), rest, tuple(asked.equal))
