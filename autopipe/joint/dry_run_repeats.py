@@ -209,7 +209,7 @@ class _DeepRehearsing:
         return found if joint is None else joint.instead(stages, found)
 
 
-ADDED = "saved", "low", "stash", "fresh"
+ADDED = "saved", "stash", "fresh"
 """The byte counts to which one more group adds."""
 
 

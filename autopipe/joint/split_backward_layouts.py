@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -24,7 +24,6 @@ from autopipe.joint.split_backward import Held, Joint, held, split
 from autopipe.joint.wanted import HALVES, Wanted
 from autopipe.stages.dry_run import CrossingTensor, Known, Rehearsal, fake_state
 from autopipe.stages.lower import Lowered, lower
-from autopipe.stages.precision import copy_bytes
 from autopipe.stages.recompute import check_recompute, within
 
 _T = TypeVar("_T")
@@ -106,13 +105,6 @@ def seeds_of_loss(graph: Graph, place: torch.device | str = "cpu") -> list[Layou
     return [Layout.dense((), graph.spec(loss).dtype, place), *[None] * (len(graph.outputs) - 1)]
 
 
-class _StageHolds(NamedTuple):
-    """What a stage's joint graph holds, if it has one, and bytes of copies in low precision."""
-
-    held: Held | None
-    low: int
-
-
 @dataclass(frozen=True)
 class JointDryRun:
     """What the joint graphs of stages hold; equal stages are looked at once.
@@ -137,7 +129,7 @@ class JointDryRun:
         momentary = list(rehearsal.momentary)
         stash, fresh = [0] * len(stages), [0] * len(stages)
         for stage in stages:
-            found = self._of(stage, rehearsal, last=stage.index == len(stages) - 1).held
+            found = self._of(stage, rehearsal, last=stage.index == len(stages) - 1)
             if found is not None:
                 i = stage.index
                 saved[i], stash[i], fresh[i] = found.kept, found.stash, found.fresh
@@ -162,21 +154,20 @@ class JointDryRun:
         """
         own = within(self.graph, stage, self.blocks, self.recompute)
         check_recompute(self.graph, stage, self.blocks, own)
-        found = self._of(stage, Rehearsal({}, (), (), (), ()), last=True)
-        if found.held is None:
+        found = self._of(stage, Rehearsal({}, (), (), ()), last=True)
+        if found is None:
             return None
-        held = found.held
         return Rehearsal(
             {},
-            (held.kept,),
-            (held.again + held.moving,),
-            (found.low,),
-            (held.moving,),
-            (held.stash,),
-            (held.fresh,),
+            (found.kept,),
+            (found.again + found.moving,),
+            (found.moving,),
+            (found.stash,),
+            (found.fresh,),
         )
 
-    def _of(self, stage: Stage, rehearsal: Rehearsal, *, last: bool) -> _StageHolds:
+    def _of(self, stage: Stage, rehearsal: Rehearsal, *, last: bool) -> Held | None:
+        """What a stage's joint graph holds; None: it has none."""
         graph, blocks, rows, precision = self.graph, self.blocks, self.rows, self.precision
         own = within(graph, stage, blocks, self.recompute)
         kind = kind_of(graph, stage, blocks, own, last=last)
@@ -198,12 +189,9 @@ class JointDryRun:
                     recompute=own,
                     precision=precision,
                 )
-            self.known[key] = _StageHolds(
-                _if_it_can(held, graph, lowered, layouts, precision, self.wanted),
-                sum(copy_bytes(graph.states[name]) for name in lowered.low),
-            )
-        found: _StageHolds = self.known[key]
-        if offload and found.held is None:
+            self.known[key] = _if_it_can(held, graph, lowered, layouts, precision, self.wanted)
+        found: Held | None = self.known[key]
+        if offload and found is None:
             raise cannot_offload(stage)
         return found
 

@@ -65,7 +65,6 @@ class Rehearsal:
                                           + |##### block 3 again #####|
                                                        |-----|  recomputed
 
-        low: the step's copies of parameters in low precision, all micro-batches together.
         momentary: how much more than `saved` is held at the fullest moment of a forward. A branch
             that no gradient comes back through, such as a prediction that only a mask is made of,
             keeps what an op saves until its results are gone.
@@ -76,7 +75,6 @@ class Rehearsal:
     boundaries: Mapping[Ref, CrossingTensor]
     saved: tuple[int, ...]
     recomputed: tuple[int, ...]
-    low: tuple[int, ...]
     momentary: tuple[int, ...]
     stash: tuple[int, ...] = ()
     fresh: tuple[int, ...] = ()
@@ -90,7 +88,7 @@ class Rehearsal:
         def taken(back: Mapping[int, Strides]) -> dict[int, Strides]:
             return {entry: back[stage] for entry, stage in enumerate(stages) if stage in back}
 
-        figures = self.saved, self.recomputed, self.low, self.momentary, self.stash, self.fresh
+        figures = self.saved, self.recomputed, self.momentary, self.stash, self.fresh
         return Rehearsal(
             {r: replace(b, gradients=taken(b.gradients)) for r, b in self.boundaries.items()},
             *(tuple(each[stage] for stage in stages) if each else () for each in figures),
@@ -138,7 +136,6 @@ class _Forward:
 
     made: tuple[tuple[CrossingTensor, bool], ...]
     saved: int
-    low: int
     momentary: int
 
 
@@ -204,7 +201,6 @@ class _Rehearsing:
             self.boundaries,
             tuple(forward.saved for forward in forwards),
             tuple(recomputed),
-            tuple(forward.low for forward in forwards),
             tuple(forward.momentary for forward in forwards),
         )
         return found, unused
@@ -263,7 +259,6 @@ class _Rehearsing:
                 for t in outgoing
             ),
             kept.now,
-            sum(copy.untyped_storage().nbytes() for copy in copies),
             kept.most - kept.now,
         )
         loss = made[len(outgoing)] if last else None

@@ -15,15 +15,15 @@ In mixed precision a parameter that goes to a matrix product goes there as this 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from dataclasses import dataclass
+from typing import Any
 
 import sympy
 import torch
 from torch import Tensor, fx, nn
 
 from autopipe.ir.blocks import Block, next_call
-from autopipe.ir.dataflow import analyse, is_random, rewritten_reads
+from autopipe.ir.dataflow import is_random, rewritten_reads
 from autopipe.ir.graph import (
     READ_OP,
     REGION_OP,
@@ -53,7 +53,7 @@ from autopipe.stages.node_calls import (
     take,
     under_autocast,
 )
-from autopipe.stages.precision import AUTOCAST, LOWERED, low, saves_wide
+from autopipe.stages.precision import copied, low, read_as_copies, saves_wide
 from autopipe.stages.recompute import Recomputed, check_recompute, runs_of
 from autopipe.stages.rng import draw
 
@@ -104,9 +104,7 @@ def lower(
     """
     root = nn.Module()
     _install(root, stage, states)
-    emitter = _Emitter(
-        graph, reads, rows, torch.device(device), precision in AUTOCAST, frozenset(recompute)
-    )
+    emitter = _Emitter(graph, reads, rows, torch.device(device), precision, frozenset(recompute))
     arguments: list[Value] = [*stage.incoming]
     arguments += [Input(path) for path in stage.inputs]
     results: list[Arg] = [*stage.outgoing, *(graph.outputs if last else ())]
@@ -145,8 +143,9 @@ def lower(
         setattr(root.get_submodule(parent), leaf, module)
     _install(root, stage, states)  # again: a piece has only those that it reads itself
     module = fx.GraphModule(root, outer, class_name=f"Stage{stage.index}")
-    wide = saves_wide((graph.nodes[position] for position in stage.nodes), precision)
-    return Lowered(stage, module, rows, tuple(emitter.low), wide)
+    nodes = [graph.nodes[position] for position in stage.nodes]
+    wide = saves_wide(nodes, precision)
+    return Lowered(stage, module, rows, copied(graph, nodes, precision), wide)
 
 
 def parameters_of(module: nn.Module, names: Sequence[str]) -> list[nn.Parameter]:
@@ -181,17 +180,15 @@ class _Piece:
 class _Emitter:
     """Writes nodes into an fx graph for one number of rows and one device.
 
-    `low` are the names of the parameters that nodes read as copies; under `autocast` products of
-    matrices do. The nodes `again` are marked for joint graphs.
+    In `precision` nodes read copies of parameters. The nodes `again` are marked for joint graphs.
     """
 
     graph: Graph
     reads: Sequence[Read] | None
     rows: int
     device: torch.device
-    autocast: bool
+    precision: str
     again: frozenset[str]
-    low: dict[str, None] = field(default_factory=dict)
 
     def piece(
         self, root: nn.Module, home: str, nodes: Sequence[Node], wanted: set[Value]
@@ -250,10 +247,9 @@ class _Emitter:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         clone = torch.ops.aten.clone.default
         rewritten = rewritten_reads(self.graph).get(node.name, ())
-        copied = {v: v.name for v in node.values() if self._goes_as_copy(v, node)}
-        self.low.update(dict.fromkeys(copied.values()))
+        copies = read_as_copies(self.graph, node, self.precision)
         own = {v: into.call_function(clone, (env[v],)) for v in rewritten}
-        own |= {v: into.call_function(low, (env[v],)) for v in copied}  # none that is rewritten
+        own |= {v: into.call_function(low, (env[v],)) for v in copies}  # none that is rewritten
         env = {**env, **own} if own else env
         if not node.grad:
             # Inside torch.no_grad(): what comes in from outside must not carry a gradient through.
@@ -265,16 +261,6 @@ class _Emitter:
         if node.op == REGION_OP:
             args = (*args[:-1], self.graph.regions[args[-1]].key)
         return args, {key: self.argument(arg, env) for key, arg in node.kwargs.items()}
-
-    def _goes_as_copy(self, value: Value, node: Node) -> TypeGuard[State]:
-        """Whether a node reads a copy of a value: of a master weight, or under autocast."""
-        if not isinstance(value, State) or value in analyse(self.graph).writers:
-            return False  # a copy for the whole step would miss what forward writes
-        state = self.graph.states[value.name]
-        if state.master is not None:
-            return True
-        lowered = self.autocast and node.autocast is None and node.short in LOWERED
-        return lowered and state.kind == "parameter" and state.spec.dtype == torch.float32
 
     def _call(
         self, into: fx.Graph, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]

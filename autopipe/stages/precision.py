@@ -35,7 +35,8 @@ import torch
 from torch import Tensor
 
 from autopipe.errors import AutopipeError
-from autopipe.ir.graph import Node, StateSpec, bytes_at
+from autopipe.ir.dataflow import analyse
+from autopipe.ir.graph import Graph, Node, State, StateSpec, bytes_at
 from autopipe.ir.torch_private import TorchDispatchMode
 from autopipe.tracing.low_precision import KEPT
 
@@ -118,6 +119,25 @@ def _copy(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 def copy_dtype(precision: str) -> torch.dtype | None:
     """The dtype of the copies that a step makes of parameters; None: it makes none."""
     return KEPT.get(precision) or AUTOCAST.get(precision)
+
+
+def copied(graph: Graph, nodes: Iterable[Node], precision: str) -> tuple[str, ...]:
+    """The names of the parameters that nodes read as copies in 16 bits, in the order of use."""
+    names = (value.name for node in nodes for value in read_as_copies(graph, node, precision))
+    return tuple(dict.fromkeys(names))
+
+
+def read_as_copies(graph: Graph, node: Node, precision: str) -> list[State]:
+    """The parameters that a node reads as copies: of master weights, or under autocast."""
+    lowered = precision in AUTOCAST and node.autocast is None and node.short in LOWERED
+
+    def as_copy(state: StateSpec) -> bool:
+        cast = lowered and state.kind == "parameter" and state.spec.dtype == torch.float32
+        return cast or state.master is not None
+
+    states = [v for v in dict.fromkeys(node.values()) if isinstance(v, State)]
+    # A copy for the whole step would miss what forward writes.
+    return [v for v in states if as_copy(graph.states[v.name]) and v not in analyse(graph).writers]
 
 
 def copy_bytes(state: StateSpec) -> int:

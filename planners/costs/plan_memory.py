@@ -31,6 +31,7 @@ from autopipe.schedules.instructions import Instruction, holders
 from autopipe.stages import step_programs
 from autopipe.stages.dry_run import Known, Rehearsal, fake_state
 from autopipe.stages.lower import lower
+from autopipe.stages.precision import copied, copy_bytes
 from autopipe.stages.recompute import within
 from autopipe.stages.sent_parts import Parted
 from autopipe.stages.whole_loss import WholeLoss
@@ -81,11 +82,14 @@ class StageBytes:
     Attributes:
         rehearsal: the tensors between stages, and the bytes that a micro-batch takes.
         gathered: by stage, the most bytes that ZeRO-3 gathers at once; 0 without it.
+        low: by stage, the parameters of which a step has copies in 16 bits, for all of its
+            micro-batches. Nothing under ZeRO-3: they come and go with what it gathers.
     """
 
     cut: CutModel
     rehearsal: Rehearsal
     gathered: tuple[int, ...]
+    low: tuple[tuple[str, ...], ...]
 
 
 class Overflow(InfeasibleError):
@@ -117,14 +121,13 @@ def dry_run(cut: CutModel, *, repeats_equal: bool, known: Known) -> StageBytes:
     ).in_turns(cut.turns)
     if cut.shards > 1:
         return _sharded(cut, rehearsal)
-    return StageBytes(cut, rehearsal, (0,) * len(cut.stages))
+    nodes = cut.graph.nodes
+    low = (copied(cut.graph, (nodes[n] for n in s.nodes), cut.precision) for s in cut.stages)
+    return StageBytes(cut, rehearsal, (0,) * len(cut.stages), tuple(low))
 
 
 def _sharded(cut: CutModel, rehearsal: Rehearsal) -> StageBytes:
-    """The dry run under ZeRO-3, from one without.
-
-    Parameters come and go, and so do their copies in low precision.
-    """
+    """The dry run under ZeRO-3, from one without: parameters come and go."""
     graph, blocks, gathered = cut.graph, cut.degree.blocks, []
     for stage in cut.stages:
         with fake_mode():
@@ -141,7 +144,7 @@ def _sharded(cut: CutModel, rehearsal: Rehearsal) -> StageBytes:
                 precision=cut.precision,
             )
         gathered.append(gathered_bytes(graph, lowered, states, cut.shards))
-    return StageBytes(cut, replace(rehearsal, low=(0,) * len(cut.stages)), tuple(gathered))
+    return StageBytes(cut, rehearsal, tuple(gathered), ((),) * len(cut.stages))
 
 
 def with_memory(plan: Plan, held: StageBytes, optimizer_factor: float) -> Plan:
@@ -172,7 +175,8 @@ def with_memory(plan: Plan, held: StageBytes, optimizer_factor: float) -> Plan:
         on_rank = [s for s in stages if placed[s.index] == placed[stage.index]]
         earlier = {name for s in on_rank if s.index < stage.index for name in s.states}
         own = {name: over[name] for name in stage.states if name not in earlier}
-        copies = rehearsal.low[stage.index]
+        low = {name for s in on_rank for name in held.low[s.index]}
+        copies = sum(copy_bytes(held.cut.graph.states[name]) for name in own if name in low)
         if stage is max(on_rank, key=lambda s: held.gathered[s.index]):  # one runs at a time
             copies += held.gathered[stage.index]
         if held.cut.whole is not None and stage is stages[-1]:

@@ -115,7 +115,6 @@ def test_in_low_precision_the_halves_keep_less() -> None:
     )
     for before, after in zip(wide.saved, mixed.saved, strict=True):
         assert after < before
-    assert mixed.low == low.low != (0, 0)
 
 
 def test_what_runs_again_runs_in_the_first_half_and_stays_for_the_second() -> None:
