@@ -1,8 +1,9 @@
 """What a step took in each stage of a rank, in the terms in which a plan predicts it.
 
 forward, backward     seconds of a micro-batch
-memory                bytes: parameters, gradients, optimizer state, buffers; activations and
-                      transfers at the fullest moment of the step, if a `Meter` counted them
+memory                bytes: parameters, their copies in 16 bits, gradients, optimizer state,
+                      buffers; activations and transfers at the fullest moment of the step, if a
+                      `Meter` counted them
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from autopipe.runtime.step.executor import Executor
 from autopipe.runtime.step.memory_meter import Meter
 from autopipe.runtime.step.prepare import Rank
 from autopipe.schedules.instructions import Kind
-from autopipe.stages.precision import copy_bytes
 
 BACKWARD = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
@@ -46,8 +46,10 @@ def stages_of_step(
         forward, backward = _seconds(stage, executor)
         activations = peak.get((stage.index, "activations"), 0)
         transfers = peak.get((stage.index, "transfers"), 0)
-        gathered = rank.held.gathered[fullest].most if stage.index == fullest else 0
-        memory = _memory(rank, own, optimizer, activations, transfers, gathered)
+        copies = executor.stages[stage.index].how.copies
+        low = _bytes(copies[key] for n in own if (key := id(rank.held.states[n])) in copies)
+        low += rank.held.gathered[fullest].most if stage.index == fullest else 0
+        memory = _memory(rank, own, optimizer, activations, transfers, low)
         found[stage.index] = StagePrediction(forward, backward, memory)
     return found
 
@@ -66,7 +68,7 @@ def _memory(
     optimizer: torch.optim.Optimizer | None,
     activations: int,
     transfers: int,
-    gathered: int,
+    copies: int,
 ) -> Memory:
     """Bytes of the states of these names, beside those that a step holds."""
     states, specs = rank.held.states, rank.part.split.graph.states
@@ -77,8 +79,7 @@ def _memory(
     # read is there while it is gathered.
     fully = bool(rank.held.gathered)
     held = shards if fully else states
-    masters = [n for n in names if specs[n].master is not None and not fully]
-    dealt = {n for n in masters if states[n].dtype != specs[n].master}
+    dealt = {n for n in names if not fully and specs[n].master not in (None, states[n].dtype)}
     parameters = [n for n in names if specs[n].kind == "parameter"]
 
     def gradient(name: str) -> int:
@@ -93,7 +94,7 @@ def _memory(
         buffers=_bytes(states[n] for n in names if specs[n].kind != "parameter"),
         activations=activations,
         transfers=transfers,
-        copies=sum(copy_bytes(specs[n]) for n in masters) + gathered,
+        copies=copies,
     )
 
 

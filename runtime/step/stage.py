@@ -87,7 +87,7 @@ class StageRun:
     """One stage of one pipeline.
 
     `results` are the loss and what else the graph returns, of each micro-batch, detached and on the
-    rank's device; only the last stage has any.
+    rank's device; only the last stage has any. `how` is what the last step was computed in.
 
     Args:
         stage: what it receives and sends.
@@ -114,7 +114,7 @@ class StageRun:
         if isinstance(engine, JointEngine):
             engine.hold = partial(self._count, "activations")
         self.results: dict[int, tuple[Tensor, ...]] = {}
-        self._how = FP32
+        self.how = FP32
         self._accumulates = False
         self._owned = owned
         self._inward, self._outward = stage.incoming, stage.outgoing
@@ -153,7 +153,7 @@ class StageRun:
     def begin(self, how: Arithmetic) -> None:
         """A step begins, to be computed in `how`; no parameter has a gradient yet."""
         self.results.clear()
-        self._how = how
+        self.how = how
         self._seeds.clear()
         self._accumulates = False
 
@@ -276,7 +276,7 @@ class StageRun:
         return stream(run, number, first + k)
 
     def _computing(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._how is FP32 else computing(self._how)
+        return nullcontext() if self.how is FP32 else computing(self.how)
 
     def _leave(self, flow: Flow, k: int, tensors: dict[Ref, Tensor]) -> None:
         """Hold tensors until every stage that needs one of them has it."""
@@ -318,7 +318,7 @@ class StageRun:
     ) -> AbstractContextManager[None]:
         if self.meter is None:
             return nullcontext()
-        owned = (*self._owned, *self._how.copies.values(), *received, *inputs)
+        owned = (*self._owned, *self.how.copies.values(), *received, *inputs)
         return self.meter.keeping(self.stage.index, owned)
 
     def _count_all(self, kind: str, refs: Iterable[Ref], sign: int = 1) -> None:

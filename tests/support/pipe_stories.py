@@ -48,11 +48,17 @@ def memory_is_what_was_planned() -> None:
 
 @story(2)
 def memory_in_sixteen_bits() -> None:
-    """Seven models, one by default: a step holds what was planned of bf16 with master weights."""
+    """Seven models, one by default: a step holds what was planned of bf16 with master weights.
+
+    Bugs: a tied weight's copy was planned for both stages of a rank; those of autocast were not
+    counted in the run.
+    """
     cases = ("mask", "gpt", "unet", "llama", "resnet", "t5", "gpt2")
     for name in sampled(cases, of=7):
         measured_as_planned(name, 4, "1f1b", "bf16")
     measured_as_planned("gpt", 4, "zb-h1", "bf16")
+    for precision in ("bf16", "bf16-autocast"):
+        measured_as_planned("gpt2", 4, "zb-v", precision)
 
 
 @story(2)
