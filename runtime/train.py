@@ -31,7 +31,8 @@ from autopipe.runtime.step.memory_meter import Meter
 from autopipe.runtime.step.pipe import Pipe
 
 WARM_UP = 2
-"""Steps that allocate what later ones use again: their bytes are counted, their seconds are not."""
+"""Steps that allocate what later ones use again: their bytes are counted, their seconds are not. So
+it is of those after them, until one has kept its gradients: fp16 often begins with overflows."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,8 @@ def train(
 ) -> Measured:
     """Train for `steps` steps, or as long as the batches last.
 
-    Every rank calls it; rank 0 talks. Bytes are counted in the second step, seconds in those after
-    it: the first one also allocates. A run of fewer steps is measured in those it has.
+    Every rank calls it; rank 0 talks. Bytes are counted in the first steps (`WARM_UP`), seconds in
+    those after them. A run of fewer steps is measured in those it has.
 
     Args:
         trace: where to write what every rank did when in the last steps, for ui.perfetto.dev.
@@ -102,7 +103,7 @@ def train(
         opened(metrics if talks else NOWHERE, plan, first, say) as log,
     ):
         for step, batch in enumerate(islice(feed, left), start=first):
-            pipe.meter = Meter() if step - first < WARM_UP else None
+            pipe.meter = Meter() if readings.warming else None
             if recorder is not None:
                 recorder.begin(step + 1)
             began = perf_counter()
@@ -119,7 +120,7 @@ def train(
                 keeper.before_update()
                 optimizer.step()
             elapsed = perf_counter() - began
-            readings.add(step - first, seconds, optimizer)
+            readings.add(seconds, optimizer)
             rows = rows_of(batch, plan, sharded=file.sharded)
             length = length_share(batch, plan)
             told = of_step(plan, step + 1, readings.losses[-1], elapsed, rows, length)
@@ -149,10 +150,13 @@ def train(
 class _Readings:
     """What this rank has measured so far: bytes in the first steps, seconds in those after them.
 
-    `last` and `latest` are the last step's seconds and what its stages took.
+    `steps` are those so far, `kept` is whether one has kept its gradients. `last` and `latest` are
+    the last step's seconds and what its stages took.
     """
 
     pipe: Pipe
+    steps: int = 0
+    kept: bool = False
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     compute: list[dict[int, StagePrediction]] = field(default_factory=list)
@@ -160,10 +164,15 @@ class _Readings:
     latest: dict[int, StagePrediction] = field(default_factory=dict)
     last: float = 0.0
 
-    def add(self, step: int, seconds: float, optimizer: torch.optim.Optimizer) -> None:
+    @property
+    def warming(self) -> bool:
+        """Whether bytes are counted in the step that comes, on every rank alike."""
+        return self.steps < WARM_UP or not self.kept
+
+    def add(self, seconds: float, optimizer: torch.optim.Optimizer) -> None:
         """Take down the step that has just ended; its gradients were there after `seconds`."""
         self.last = seconds
-        if step < WARM_UP:
+        if self.warming:
             self.latest = self.pipe.measured(optimizer)
             fuller = self.memory or {}  # rows may be shorter from one step to the next
             self.memory = {
@@ -174,6 +183,7 @@ class _Readings:
             self.latest = self.pipe.measured()
             self.seconds.append(seconds)
             self.compute.append(self.latest)
+        self.steps, self.kept = self.steps + 1, self.kept or self.pipe.kept
 
     def whole(self, told: Metrics, optimizer: torch.optim.Optimizer) -> Metrics:
         """The last step's metrics with what ranks and optimizer know; every rank calls it."""

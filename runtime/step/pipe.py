@@ -59,6 +59,7 @@ class Pipe(Kept):
         meter: counts the bytes of the steps that come, if there is one.
         record: as an `Executor` has it.
         loss_scale: under fp16.
+        kept: whether the last step's gradients were; not if they overflowed.
         steps: how many were made, in this run and in those that it goes on from.
     """
 
@@ -77,7 +78,7 @@ class Pipe(Kept):
         self.stages: tuple[Stage, ...] = rank.part.stages
         self.meter: Meter | None = None
         self.record: Record | None = None
-        self._kept = True  # the last step's gradients; not if they overflowed
+        self.kept = True
         self.loss_scale = LossScale() if copy_dtype(self.plan.precision) == torch.float16 else None
         self._rank = rank
         self._own = own
@@ -181,7 +182,7 @@ class Pipe(Kept):
         else:
             loss = self._one_pass(executor, split, parts, scale)
         if self.loss_scale is not None:
-            self._kept = self.loss_scale.unscale(list(self.parameters()), self._world)
+            self.kept = self.loss_scale.unscale(list(self.parameters()), self._world)
         self._project()
         return loss
 
@@ -297,7 +298,7 @@ class Pipe(Kept):
         `torch.nn.utils.clip_grad_norm_` does for one process; infinity after a step of fp16 whose
         gradients overflowed, and are dropped.
         """
-        if not self._kept:
+        if not self.kept:
             return torch.tensor(torch.inf)
         owned = self._gradients.owned_gradients().items()
         lies, first = self._own.sharding.states, self.place.tp == 0

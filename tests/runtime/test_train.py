@@ -1,6 +1,7 @@
 """The loop of `autopipe run`, in one process: how long it goes on, what it says and measures."""
 
 import json
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from autopipe.frontend.model_file import ModelFile
 from autopipe.planfile.parts import StagePrediction
 from autopipe.runtime.destinations import Destinations
 from autopipe.runtime.keeping import Keeping
-from autopipe.runtime.train import Measured, train
+from autopipe.runtime.train import WARM_UP, Measured, train
 from tests.support.inprocess import machine
 
 MODEL = """\
@@ -299,6 +300,21 @@ def test_a_run_of_few_steps_is_measured_too(load: Load, steps: int) -> None:
     assert stage.forward_seconds > 0 and stage.backward_seconds > 0
     assert measured.step_seconds > 2 * (stage.forward_seconds + stage.backward_seconds) * 0.5
     assert isinstance(stage, StagePrediction)
+
+
+def test_bytes_of_fp16_are_those_of_a_step_without_an_overflow(load: Load) -> None:
+    """Bug: they were counted in the first two steps alone. Where both overflowed the run said that
+    it had no gradients, and no optimizer state."""
+    pipe, file = load("", precision="fp16")
+    assert pipe.loss_scale is not None
+    pipe.loss_scale.scale = 2.0**24
+    measured, _ = run(pipe, file, 20)
+    overflows = 24 - math.log2(pipe.loss_scale.scale)
+    assert WARM_UP <= overflows < 19
+    (stage,), planned = measured.stages, pipe.plan.stages[0].predicted.memory
+    counters = 4 * len([*pipe.parameters()])  # AdamW's, of its steps
+    assert stage.memory.gradients == planned.gradients > 0
+    assert stage.memory.optimizer == planned.optimizer + counters
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
