@@ -31,7 +31,8 @@ class Metrics:
             their peak in these seconds.
         bubble: the share of the step, before its update, for which the mean rank did not compute.
             None on GPUs, where the host's times are those of queueing.
-        peak_bytes: of the fullest rank when it is fullest, as counted in the run's first steps.
+        peak_bytes: of the fullest rank when it is fullest, as counted in the run's first steps:
+            `Memory.seen`.
         learning_rate: of the update; where parameters have several, the first of rank 0's.
         grad_norm: of all gradients together, before they were clipped; where they are clipped.
         loss_scale: under fp16, after the step: half of the one before if gradients overflowed.

@@ -137,11 +137,12 @@ def _stages(plan: Plan, measured: MeasuredRun) -> Iterator[Advice]:
 
 def _bytes(plan: Plan, measured: MeasuredRun) -> Iterator[Advice]:
     rank = fullest.fullest(plan)
-    held = sum(measured.stages[stage].memory.peak for stage in rank.stages)
-    if not held or not rank.held:
+    held = sum(measured.stages[stage].memory.seen for stage in rank.stages)
+    planned = sum(plan.stages[stage].predicted.memory.seen for stage in rank.stages)
+    if not held or not planned:
         return
-    more = held / rank.held - 1
-    told = f"the fullest device held {memory(held)}, planned were {memory(rank.held)}"
+    more = held / planned - 1
+    told = f"the fullest device held {memory(held)}, planned were {memory(planned)}"
     if more >= APART:
         yield Advice(told, "lower --memory by as much, and plan again")
     elif more <= -APART:

@@ -110,7 +110,8 @@ def _held(
     states = sum(m.peak - m.activations - m.transfers - m.passing for m in memories)
     near = peak >= NEAR * room
     top = 1.08 * max(room, peak) if near else FAR * peak
-    seen = sum(measured.stages[s].memory.peak for s in stages) if measured is not None else 0
+    seen = sum(measured.stages[s].memory.seen for s in stages) if measured is not None else 0
+    planned = sum(memory.seen for memory in memories)
 
     def y(size: float) -> float:
         return round(1000 * size / top, 1)
@@ -125,7 +126,7 @@ def _held(
         numbers.memory(room),
         numbers.memory(peak),
         numbers.memory(states),
-        numbers.memory(seen) if seen else "",
+        f"{numbers.memory(seen)} of {numbers.memory(planned)} that a run sees" if seen else "",
         _words(plan.stages[stages[0]].predicted.fullest),
         line,
         y(states),

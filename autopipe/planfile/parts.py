@@ -200,13 +200,11 @@ class BlockClass:
 class Memory:
     """Bytes of one stage, by what they are for, at the fullest moment of the device it is on.
 
-    A device that holds several stages has the sum of theirs; what two of them share counts with the
-    first. `parameters` are those that the optimizer changes; `copies` are those in 16 bits beside
-    them and, under ZeRO-3, what is gathered whole. `activations` are those saved from forward to
-    backward for all micro-batches in flight, received tensors included; `transfers` are the buffers
-    of receives posted ahead and of sends under way. `passing` is what a backward makes beside all
-    that: a gradient on its way into its sum, buckets that are summed over ranks. A run that
-    measures itself does not see it.
+    A device of several stages has the sum of theirs; what two of them share counts with the first.
+    `parameters` are those that the optimizer changes; `copies` are those in 16 bits beside them
+    and, under ZeRO-3, what is gathered whole. `activations` are saved from forward to backward for
+    all micro-batches in flight, received tensors included; `transfers` are receives posted ahead
+    and sends under way; `passing` are gradients on their way to sums, and buckets of them.
     """
 
     parameters: int
@@ -223,6 +221,11 @@ class Memory:
         """All of them."""
         return sum(vars(self).values())
 
+    @property
+    def seen(self) -> int:
+        """Those that a run counts, too: it does not see what is passing."""
+        return self.peak - self.passing
+
 
 @dataclass(frozen=True)
 class StagePrediction:
@@ -230,8 +233,7 @@ class StagePrediction:
 
     Under ZeRO-3 a forward gathers the stage's parameters, and a backward does; it scatters their
     gradients, under ZeRO-2 too: the seconds are with that. `spent` says what they go to, or null.
-    `fullest` is the instruction of the device's program at which its bytes are these, `0B3`;
-    empty where nobody has said.
+    `fullest` is the instruction at which the device's bytes are these, `0B3`; empty: unknown.
     """
 
     forward_seconds: float

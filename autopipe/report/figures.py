@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 from autopipe.planfile import predict, programs
@@ -185,8 +186,8 @@ def compare(
         planned_step, measured_step: seconds.
         bubbles: for each stage, the measured share of the step in which its device is idle.
     """
-    amount = numbers.Amount(max(stage.memory.peak for stage in (*planned, *measured)))
-    parts = [PARTS[name] for name in ("peak", "activations", "transfers")]
+    amount = numbers.Amount(max(stage.memory.seen for stage in (*planned, *measured)))
+    parts = [attrgetter(part) for part in ("seen", "activations", "transfers")]
     rows = []
     for index, (before, after) in enumerate(zip(planned, measured, strict=True)):
         rows.append(
@@ -203,7 +204,7 @@ def compare(
     meanings = {
         "forward, backward": "seconds of one micro-batch",
         f"peak ({amount.unit})": "bytes at the device's fullest moment, of which activations and "
-        "transfers are parts",
+        "transfers are parts; without gradients on their way to sums, which a run does not see",
     }
     if bubbles:
         meanings["bubble"] = "share of a step in which the device did not compute, as measured"

@@ -75,12 +75,13 @@ def test_what_is_on_the_page_of_a_plan_in_its_order() -> None:
 
 
 def run_of(plan: Plan) -> Recording:
-    """A run in which all took twice as long as planned, and held as much."""
+    """A run in which all took twice as long as planned, and held as much, as far as it sees."""
     stages = tuple(
         replace(
             stage.predicted,
             forward_seconds=2 * stage.predicted.forward_seconds,
             backward_seconds=2 * stage.predicted.backward_seconds,
+            memory=replace(stage.predicted.memory, passing=0),
         )
         for stage in plan.stages
     )
@@ -101,6 +102,19 @@ def test_a_run_stands_beside_its_plan() -> None:
     assert "most of the difference is computing" in text
     assert text.count('class="lane"') == 4, "two ranks, planned and measured"
     assert "backward of micro-batch 0, stage 1: 500\N{NO-BREAK SPACE}ms" in text
+
+
+def test_what_a_run_does_not_see_is_not_missing_in_it() -> None:
+    """Bug: gradients on their way were planned and never measured: "there is room for more"."""
+    plan = chain(2, 4)
+    stages = tuple(
+        replace(s, predicted=replace(s.predicted, memory=Memory(4096, 0, 0, 0, 0, 0, 4096)))
+        for s in plan.stages
+    )
+    plan = predict.with_prediction(replace(plan, stages=stages))
+    text = text_of(plan, "run", run_of(plan)).replace("\N{NO-BREAK SPACE}", " ")
+    assert "there is room for more rows" not in text
+    assert text.count("measured 4.0 KiB of 4.0 KiB that a run sees") == len(stages)
 
 
 def test_a_loss_is_a_line_from_its_first_to_its_last_step() -> None:
