@@ -61,11 +61,14 @@ def rows_of(batch: Any, plan: Plan, *, sharded: bool) -> int:
     return rows * plan.mesh.dp if sharded else rows
 
 
-def length_share(batch: Any, plan: Plan) -> float:
-    """The tokens of a row of a batch over those that are planned; 1 where rows are no sequences."""
-    found = row_length.length_in(plan.inputs, batches.flatten(batch))
+def length_share(length: float, plan: Plan) -> float:
+    """The tokens of a row over those that are planned; 1 where rows are no sequences.
+
+    Args:
+        length: as `Pipe.row_length`.
+    """
     planned = row_length.length_of(plan.inputs)
-    return 1.0 if found is None or planned is None else found / planned
+    return length / planned if length and planned else 1.0
 
 
 def of_step(

@@ -122,7 +122,7 @@ def train(
             elapsed = perf_counter() - began
             readings.add(seconds, optimizer)
             rows = rows_of(batch, plan, sharded=file.sharded)
-            length = length_share(batch, plan)
+            length = length_share(pipe.row_length, plan)
             told = of_step(plan, step + 1, readings.losses[-1], elapsed, rows, length)
             told = replace(told, grad_norm=norm)
             show(told)

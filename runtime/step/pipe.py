@@ -60,6 +60,7 @@ class Pipe(Kept):
         record: as an `Executor` has it.
         loss_scale: under fp16.
         kept: whether the last step's gradients were; not if they overflowed.
+        row_length: tokens of a row in the last step, of all replicas the mean; 0: there are none.
         steps: how many were made, in this run and in those that it goes on from.
     """
 
@@ -78,7 +79,7 @@ class Pipe(Kept):
         self.stages: tuple[Stage, ...] = rank.part.stages
         self.meter: Meter | None = None
         self.record: Record | None = None
-        self.kept = True
+        self.kept, self.row_length = True, 0.0
         self.loss_scale = LossScale() if copy_dtype(self.plan.precision) == torch.float16 else None
         self._rank = rank
         self._own = own
@@ -165,7 +166,7 @@ class Pipe(Kept):
 
     def _step(self, batch: Any, sharded: bool) -> Tensor:
         leaves = batches.flatten(batch)
-        self._check_same(leaves, sharded=sharded, contents=not self._compared)
+        self.row_length = self._check_same(leaves, sharded=sharded, contents=not self._compared)
         wanted = self.plan.batch.micro_batches
         parts = divide(self.plan, self.place, leaves, wanted, sharded=sharded)
         split = self._prepared.split(batch)
@@ -177,10 +178,8 @@ class Pipe(Kept):
             parameter.grad = None
         self._gradients.gather()
         scale = self.loss_scale.scale if self.loss_scale is not None else 1.0
-        if split.whole is not None:
-            loss = self._two_passes(executor, split, parts, scale)
-        else:
-            loss = self._one_pass(executor, split, parts, scale)
+        passes = self._one_pass if split.whole is None else self._two_passes
+        loss = passes(executor, split, parts, scale)
         if self.loss_scale is not None:
             self.kept = self.loss_scale.unscale(list(self.parameters()), self._world)
         self._project()

@@ -51,23 +51,26 @@ def check_same(
     *,
     sharded: bool,
     contents: bool,
-) -> None:
+) -> float:
     """Refuse, on every rank, batches that differ between ranks which must be given the same.
 
     Args:
         contents: compare every value, and not the number of rows alone.
 
+    Returns:
+        The tokens of a row, of all replicas the mean; 0 where rows are no sequences.
+
     Raises:
         ModelError: they differ, or the batch does not fit the plan on some rank.
     """
+    length = row_length.length_in(plan.inputs, leaves) or 0
     if world is None:
-        return
+        return length
     refusal: ModelError | None = None
     try:
         rows = batch.rows_of(plan.inputs, leaves)
     except ModelError as error:
         rows, refusal = -1, error
-    length = row_length.length_in(plan.inputs, leaves) or 0
     mine = torch.tensor([batch.fingerprint(leaves) if contents else 0, rows, length])
     found = list(torch.empty(len(plan.mesh.places), 3, dtype=mine.dtype))
     dist.all_gather(found, mine, group=world)
@@ -101,3 +104,4 @@ def check_same(
                 "and the parts of all data-parallel coordinates, must have as many",
                 hint="nothing of this step was sent; give every rank the same batch",
             )
+    return sum(int(theirs[2]) for theirs in found) / len(found)  # replicas have as many ranks

@@ -82,6 +82,7 @@ def replicas_may_have_rows_of_unlike_length() -> None:
     expected = sum(losses) / sum(lengths)
     expected.backward()
     close(pipe.step(own[pipe.place.dp], sharded=True), expected)
+    assert pipe.row_length == sum(lengths) / 2, "what tokens of a second are counted by"
     for key, parameter in pipe.named_parameters():
         close(parameter.grad, model.get_parameter(key).grad, key, 5e-5)
     with refused(ModelError, "rows of", "tokens", "must be given the same"):
