@@ -4,6 +4,11 @@
     running means and variances, constants of floats           buffers
     small constants of integers, an axis among them            sizes (`onnx_files.values`)
     other constants of integers                                buffers
+    a matrix that equals another one, or its transpose         the same parameter: a tied weight
+
+Exporters turn round the weights of linear layers while they write them, and so write a weight twice
+that an embedding has too, and one of several layers for each of them. Trained as two it would be
+another model than the one exported.
 
 A name as `layers.0.mlp.weight` makes submodules, as in the model that the file was exported from.
 """
@@ -76,6 +81,7 @@ class OnnxModule(nn.Module):
         self._file = path.name
         self._known: dict[str, Sizes] = {}
         self._paths: dict[str, str] = {}
+        self._tied: dict[str, tuple[str, bool]] = {}
         inputs = _inputs(graph)
         self.entries = tuple(_entry(value, self._file) for value in inputs)
         self._names = tuple(value.name for value in inputs)
@@ -84,8 +90,13 @@ class OnnxModule(nn.Module):
         said = len(known) == 1 and known[0].HasField("shape")
         self.dims = len(known[0].shape.dim) if said else None
         trained = _trained(graph)
+        matrices = _Matrices()
         for tensor in graph.initializer:
-            self._keep(tensor.name, _array(tensor, path), trained=tensor.name in trained)
+            array = _array(tensor, path)
+            if tensor.name in trained and (tie := matrices.tie(tensor.name, array)):
+                self._tied[tensor.name] = self._paths[tie[0]], tie[1]
+            else:
+                self._keep(tensor.name, array, trained=tensor.name in trained)
         self._steps = tuple(self._step(node, version, path) for node in graph.node)
         self._steps = tuple(step for step in self._steps if step.node.op != "Constant")
 
@@ -94,6 +105,8 @@ class OnnxModule(nn.Module):
         values: dict[str, Value] = {"": None, **self._known}
         values |= dict(zip(self._names, (given[entry.name] for entry in self.entries), strict=True))
         values |= {name: self._state(path) for name, path in self._paths.items()}
+        for name, (path, turned) in self._tied.items():
+            values[name] = self._state(path).t() if turned else self._state(path)
         for step in self._steps:
             found = step.function(step.node, [values[name] for name in step.reads])
             made = found if isinstance(found, tuple) else (found,)
@@ -151,6 +164,29 @@ class OnnxModule(nn.Module):
         else:
             home.register_buffer(last, tensor)
         self._paths[name] = ".".join((*parents, last))
+
+
+class _Matrices:
+    """Finds matrices that equal others, or others transposed."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Any, list[tuple[str, np.ndarray[Any, Any]]]] = {}
+
+    def tie(self, name: str, array: np.ndarray[Any, Any]) -> tuple[str, bool] | None:
+        """The name of an earlier matrix that this one equals, and whether transposed."""
+        if array.ndim != 2 or array.size < 2 or (array == array.flat[0]).all():
+            return None  # of ones or zeros many are alike, and none is another one
+        for same, turned in ((array, False), (array.T, True)):
+            for other, seen in self._seen.get(_ends(same), ()):
+                if np.array_equal(same, seen):
+                    return other, turned
+        self._seen.setdefault(_ends(array), []).append((name, array))
+        return None
+
+
+def _ends(array: np.ndarray[Any, Any]) -> tuple[Any, ...]:
+    """What tells most matrices apart without reading all of them."""
+    return array.shape, array.dtype.str, float(array[0, 0]), float(array[-1, -1])
 
 
 def from_onnx(path: str | Path) -> nn.Module:

@@ -287,3 +287,37 @@ def test_what_an_older_exporter_writes(tmp_path: Path) -> None:
 
     ops = [node.short for node in trace_model(model, inputs, loss).graph.nodes]
     assert {"pad", "cumsum"} <= {*ops}
+
+
+class Tied(nn.Module):
+    """An embedding that is the last layer too, and a layer that runs twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.layer = nn.Embedding(12, 6), nn.Linear(6, 6)
+        self.first = self.second = nn.Linear(6, 6)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embedding(words).mean(1)
+        return self.second(self.layer(self.first(x).tanh()).tanh()) @ self.embedding.weight.T
+
+
+def test_a_weight_that_is_written_twice_is_one(tmp_path: Path) -> None:
+    """The exporter writes what linear layers multiply by transposed, once for each that does."""
+    own, words = Tied(), torch.tensor([[0, 3, 11], [5, 5, 1]])
+    rows = {0: torch.export.Dim("rows")}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(
+            own, (words,), tmp_path / "net.onnx", dynamic_shapes=(rows,), verbose=False
+        )
+    read = package.from_onnx(tmp_path / "net.onnx")
+    for model in (own, read):
+        model(words).square().mean().backward()
+    mine = sorted((p.grad for p in read.parameters() if p.grad is not None), key=_size)
+    theirs = sorted((p.grad for p in own.parameters() if p.grad is not None), key=_size)
+    assert [_size(grad) for grad in mine] == pytest.approx([_size(grad) for grad in theirs])
+
+
+def _size(gradient: Tensor) -> float:
+    return float(gradient.norm())
