@@ -13,13 +13,13 @@ their losses, but
 with f(count) = count, or max(count, least) + more where the model's code guards a count of zero.
 The labels come with the batch, so each divisor is known before the model has run.
 
-A mean over labels may also be a term of a loss, beside the balance of a mixture's experts. Nothing
-weighs such a term alone: it is right as long as micro-batches have as many labels as one another.
+Means over labels may also be terms of a loss, beside the balance of a mixture's experts. Nothing
+weighs such terms alone: they are right as long as micro-batches have as many labels as one another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -41,20 +41,22 @@ from autopipe.ir.graph import (
     arguments,
     of_nodes,
     short_name,
+    values_in,
 )
 from autopipe.sharding.vocabulary_loss import MEAN
 
 
 @dataclass(frozen=True)
 class LabelCounts:
-    """The labels that a loss, or a term of it, is a mean over.
+    """The labels that a loss, or terms of it, are means over.
 
     Attributes:
-        graph: computes from the batch alone `(divisor, count)` of a micro-batch, two scalars.
+        graph: computes from the batch alone `(divisor, count)` of a micro-batch, two scalars; or
+            the counts of all terms.
         labels: shape and dtype of what is counted; its elements are all there can be.
         least, more: the divisor is max(count, least) + more.
         place: the user's line that computes the mean.
-        term: it is one of several terms of the loss.
+        terms: the means are terms of the loss, beside others or each other.
     """
 
     graph: Graph
@@ -62,10 +64,10 @@ class LabelCounts:
     least: float
     more: float
     place: str
-    term: bool = False
+    terms: bool = False
 
     def beside(self, graph: Graph) -> Graph:
-        """The graph whose loss it is, with divisor and count as results after the others."""
+        """The graph whose loss it is, with these results after the others."""
         own = (node for node in self.graph.nodes if node.name not in graph.index)
         outputs = (*graph.outputs, *self.graph.outputs)
         return replace(graph, nodes=(*graph.nodes, *own), outputs=outputs)
@@ -103,8 +105,35 @@ def label_counts(graph: Graph, others: int = 0) -> LabelCounts | None:
         found, above = _divisor(flow, mean.args[1]), _made_by(flow, mean.args[0])
         if found is not None and above is not None and above.short == "sum":
             return _counting(flow, found, mean, ())
-    terms = (_of_labels(flow, node) for node in graph.nodes if node.short in LOSSES)
-    return next((replace(term, term=True) for term in terms if term is not None), None)
+    means = (graph.nodes[p] for p in sorted(_before(flow, graph.outputs[:1])))
+    terms = [_of_labels(flow, node) for node in means if node.short in LOSSES]
+    return _together(graph, [term for term in terms if term is not None])
+
+
+def _before(flow: Dataflow, results: Iterable[object]) -> set[int]:
+    """The positions of the nodes from which results are computed."""
+    found: set[int] = set()
+    waiting = [flow.position(v) for v in values_in(tuple(results)) if isinstance(v, Ref)]
+    while waiting:
+        position = waiting.pop()
+        if position not in found:
+            found.add(position)
+            read = flow.graph.nodes[position].values()
+            waiting += [flow.position(v) for v in read if isinstance(v, Ref)]
+            waiting += flow.before[position]
+    return found
+
+
+def _together(graph: Graph, terms: Sequence[LabelCounts]) -> LabelCounts | None:
+    """The counts of all terms of a loss."""
+    if not terms:
+        return None
+    nodes = {node.name: node for term in terms for node in term.graph.nodes}
+    last = len(graph.nodes)
+    order = sorted(nodes, key=lambda name: graph.index.get(name, last))  # what is added stays last
+    counts = tuple(term.graph.outputs[1] for term in terms)
+    made = of_nodes(graph, tuple(nodes[name] for name in order), counts)
+    return replace(terms[0], graph=check.after("label_counts", made), terms=True)
 
 
 def _made_by(flow: Dataflow, value: object) -> Node | None:
@@ -128,7 +157,8 @@ def _of_labels(flow: Dataflow, loss: Node) -> LabelCounts | None:
     nodes: list[Node] = []
 
     def add(op: str, *args: Arg, shape: Sequence[Dim] = spec.shape, dtype: torch.dtype) -> Ref:
-        made, name = TensorSpec(tuple(shape), dtype), f"label_counts/{short_name(op)}/{len(nodes)}"
+        made = TensorSpec(tuple(shape), dtype)
+        name = f"label_counts/{loss.name}/{short_name(op)}/{len(nodes)}"
         nodes.append(Node(name, op, args, {}, (made,), packed=False, scopes=(), place=""))
         return Ref(name)
 

@@ -134,12 +134,12 @@ def _looked_at(traced: Trace, example: Callable[[int], Any], loss: Loss | None) 
 
 Values: TypeAlias = tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]
 """The loss of all rows and those of the halves: `(mean,)` or `(sum, count)`; with labels, `(mean,
-divisor, count)` of these."""
+divisor, count)` of these, or the mean and the counts of its terms."""
 
 
 def _adds_up(values: Values, labels: LabelCounts | None) -> bool:
     if labels is not None:
-        values = _means(values) if labels.term else _sums(values)
+        values = _means(values) if labels.terms else _sums(values)
     whole, one, other = values
     share = 0.5 if len(whole) == 1 else 1.0
     return all(_close(w, share * (a + b)) for w, a, b in zip(whole, one, other, strict=True))
@@ -178,7 +178,7 @@ _TOGETHER = (
 
 def _refusal(values: Values, others: Values, labels: LabelCounts | None, place: str) -> ModelError:
     """What the loss does, by its values for two draws of random numbers."""
-    uneven = labels is not None and labels.term and values[1][2] != values[2][2]
+    uneven = labels is not None and labels.terms and values[1][1:] != values[2][1:]
     if labels is not None:
         values, others = _means(values), _means(others)
     whole, one, other = values

@@ -177,9 +177,8 @@ class LabelWeights:
         found, planned = self._found, self._planned
         if found is None or planned is None:
             return EVEN
-        if found.term:
-            every = parts.of_all_replicas()
-            _check_even([count for _, count in self._counted(every)], found.place)
+        if found.terms:
+            _check_even(self._counted(parts.of_all_replicas()), found.place)
             return EVEN
         unit = math.prod(shape_at((planned if parts.sharded else found).labels, parts.rows))
         made = self._counted(parts) if self._weighs else []
@@ -190,15 +189,14 @@ class LabelWeights:
             found.more / unit,
         )
 
-    def _counted(self, parts: Microbatches) -> list[tuple[float, float]]:
-        """The divisor and the count of each micro-batch."""
+    def _counted(self, parts: Microbatches) -> list[tuple[float, ...]]:
+        """The divisor and the count of each micro-batch, or the counts of terms."""
         lowered, cpu = self._lowered(parts.rows), torch.device("cpu")
         found = []
         for k in range(parts.count):
             # Copies, as the code of a loss may write to its labels.
             inputs = [tensor.clone() for tensor in parts.inputs(lowered.stage, k, cpu)]
-            divisor, count = map(float, lowered.module(*inputs))
-            found.append((divisor, count))
+            found.append(tuple(map(float, lowered.module(*inputs))))
         return found
 
     def _lower(self, rows: int) -> Lowered:
@@ -208,13 +206,15 @@ class LabelWeights:
         return lower(graph, stage, (), graph.constants, (), rows, last=True)
 
 
-def _check_even(counts: Sequence[float], place: str) -> None:
+def _check_even(counts: Sequence[tuple[float, ...]], place: str) -> None:
     """Refuse micro-batches of unequally many labels."""
-    for k, count in enumerate(counts):
-        if count != counts[0]:
+    for k, own in enumerate(counts):
+        for count, first in zip(own, counts[0], strict=True):
+            if count == first:
+                continue
             raise ModelError(
                 f"{place + ': ' if place else ''}this mean over labels is one of several terms of "
-                f"the loss. Micro-batch 0 has {counts[0]:.0f} labels, micro-batch {k} {count:.0f}: "
+                f"the loss. Micro-batch 0 has {first:.0f} labels, micro-batch {k} {count:.0f}: "
                 "the mean of their losses is not the loss of the batch",
                 hint='loss_over = "micro-batch" takes the mean of each micro-batch\'s own loss',
             )

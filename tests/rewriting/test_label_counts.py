@@ -1,6 +1,7 @@
 """Which losses are a mean over labels, and how many labels each of four rows has."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,10 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autopipe
+from autopipe import ModelError
 from autopipe.frontend import batch as batches
 from autopipe.planfile.contents import Plan
 from autopipe.rewriting.label_counts import LabelCounts, label_counts
-from autopipe.runtime.step.microbatches import LabelWeights, Microbatches
+from autopipe.runtime.step.microbatches import EVEN, LabelWeights, Microbatches
 from tests.support.inprocess import machine
 from tests.support.staged import trace_model
 
@@ -110,7 +112,7 @@ def plan() -> Plan:
 def test_labels_of_each_row_are_counted(loss: Loss, expected: list[int], plan: Plan) -> None:
     """Counts, and what the losses of single rows are divided by."""
     found = of(loss)
-    assert found is not None and not found.term
+    assert found is not None and not found.terms
     parts = Microbatches(plan, batches.flatten(inputs(4)), first=0, rows=1, count=4)
     weights, unit = LabelWeights(found, found).of(parts), LENGTH
     assert [unit * count for count in weights.counts] == pytest.approx(expected)
@@ -156,9 +158,18 @@ def test_any_other_loss_is_no_mean_over_labels(loss: Loss) -> None:
     assert of(loss) is None
 
 
-def test_a_term_of_a_loss_is_told_apart() -> None:
+def test_terms_of_a_loss_are_told_apart(plan: Plan) -> None:
+    """Each mean of several counts for itself; what the loss does not read is none."""
+
     def loss(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        return F.cross_entropy(logits.transpose(1, 2), batch["labels"]) + logits.square().mean()
+        turned, later = logits.transpose(1, 2), F.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+        ahead = F.cross_entropy(turned, later)
+        return F.cross_entropy(turned, batch["labels"]) + 0.1 * ahead + logits.square().mean()
 
     found = of(loss)
-    assert found is not None and found.term
+    assert found is not None and found.terms and len(found.graph.outputs) == 2
+    assert {node.short for node in found.graph.nodes} <= {"pad", "slice", "ne", "sum"}
+    one_row = Microbatches(plan, batches.flatten(inputs(1)), first=0, rows=1, count=1)
+    assert LabelWeights(found, found).of(one_row) == EVEN
+    with pytest.raises(ModelError, match="Micro-batch 0 has 5 labels, micro-batch 1 3"):
+        LabelWeights(found, found).of(replace(one_row, leaves=batches.flatten(inputs(2)), count=2))
