@@ -26,10 +26,11 @@ from torch import Tensor, nn
 from autopipe.eager.assigned_buffers import as_before, buffers_of, put
 from autopipe.eager.counts import AHEAD, FURTHER, Counts
 from autopipe.eager.kept import caches_put_back, restoring
-from autopipe.errors import AutopipeError, CaptureError
+from autopipe.errors import AutopipeError, CaptureError, ModelError
 from autopipe.frontend import batch
 from autopipe.frontend.quiet import libraries_hushed
 from autopipe.frontend.transformers_adapter import eager_branches
+from autopipe.frontend.user_lines import of_error
 from autopipe.ir.blocks import find_blocks
 from autopipe.ir.dataflow import analyse, is_random, written_parameters
 from autopipe.ir.graph import Graph, at_batch
@@ -37,7 +38,7 @@ from autopipe.ir.op_costs import costs
 from autopipe.ir.partition import partition
 from autopipe.ir.torch_private import TorchDispatchMode, is_fake
 from autopipe.planfile.parts import InputSpec
-from autopipe.planners.driver.examples import ROWS, examples, second
+from autopipe.planners.driver.examples import ROWS, two
 from autopipe.planners.driver.outcomes import TOLERANCE, Outcome, compare, compare_ahead
 from autopipe.planners.driver.request import PlanRequest
 from autopipe.stages.lower import lower
@@ -73,7 +74,8 @@ def check(request: PlanRequest, skeleton: nn.Module, traced: Trace, example: Any
         until.enter_context(eager_branches())
         until.enter_context(libraries_hushed(heard=False))
         model = with_weights(request, skeleton, traced.graph)
-        both = model and _both(request, traced, model, _two(request, example, traced), say)
+        batches = two(request.inputs, example, traced)
+        both = model and _both(request, traced, model, batches, say)
     if both:
         low = KEPT.get(request.precision, torch.float32)
         made = {s.dtype for node in traced.graph.nodes for s in node.outputs if s is not None}
@@ -142,6 +144,8 @@ def _both(
         weights = Weights(model)
         try:
             eager = _outcome(run, model, batches, weights)
+        except IndexError as error:
+            raise _beyond(error) from error
         except Exception as error:  # whatever the model's own code raises
             say(f"the graph is not compared with the model, which raises {type(error).__name__}")
             return None
@@ -159,22 +163,19 @@ def _both(
         return eager, _of_graph(traced, model, before, batches[:1], weights), ahead
 
 
+def _beyond(error: IndexError) -> ModelError:
+    """The error for a batch that the model cannot run: no rank could."""
+    return ModelError(
+        f"{of_error(error) or 'the model'}: on a batch as `inputs` gives it, it raises "
+        f"{type(error).__name__}: {error}",
+        hint="a token, a label, or a position in a long row is beyond the table it is looked up in",
+    )
+
+
 def _dense_buffers(model: nn.Module) -> dict[str, Tensor]:
     """The buffers that a graph may have, each under its first name; sparse ones are of calls that
     run as they are."""
     return {n: b for n, b in model.named_buffers() if b.layout == torch.strided}
-
-
-def _two(request: PlanRequest, example: Any, traced: Trace) -> list[Any]:
-    """Two micro-batches: the one that was traced, and other rows if there are any."""
-    specs, size = traced.inputs, traced.rows or ROWS
-    first = example
-    if traced.rows is not None:
-        first = examples(request.inputs, example, specs)(2 * size)
-    return [
-        batch.some_rows(first, specs, size),
-        second(request.inputs, example, specs, size),
-    ]
 
 
 def with_weights(request: PlanRequest, skeleton: nn.Module, graph: Graph) -> nn.Module | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from autopipe.frontend import batch
 from autopipe.planfile.parts import InputSpec
+from autopipe.tracing.trace import Trace
 
 ROWS = 2
 """Of a micro-batch that a model is traced with."""
@@ -26,3 +27,10 @@ def second(inputs: Any, example: Any, specs: Sequence[InputSpec], rows: int = RO
     more = inputs(2 * rows) if callable(inputs) else example
     leaves = batch.flatten(batch.some_rows(more, specs, 2 * rows))
     return batch.rebuild(more, batch.slice_rows(specs, leaves, rows, 2 * rows))
+
+
+def two(inputs: Any, example: Any, traced: Trace) -> list[Any]:
+    """Two micro-batches: the one that was traced, and other rows if there are any."""
+    specs, size = traced.inputs, traced.rows or ROWS
+    first = example if traced.rows is None else examples(inputs, example, specs)(2 * size)
+    return [batch.some_rows(first, specs, size), second(inputs, example, specs, size)]

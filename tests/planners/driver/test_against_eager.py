@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from autopipe.errors import CaptureError
+import autopipe
+from autopipe.errors import CaptureError, ModelError
 from autopipe.planners.driver import against_eager
 from autopipe.planners.driver.outcomes import Outcome, compare
+from tests.support.inprocess import machine
 from tests.support.odd_models import Net, built, inputs, planned, refusal, square
 from tests.support.staged import trace_model
 
@@ -270,6 +272,32 @@ def test_a_model_that_plain_torch_cannot_run_on_these_rows_is_planned_with_a_lin
         patch.setattr(against_eager, "with_weights", late)
         planned(model, said=said)
     assert "the graph is not compared with the model, which raises ArithmeticError" in said
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(10, 4), nn.Linear(4, 4)
+
+    def forward(self, words):
+        return self.head(self.table(words)).square().mean()
+
+
+def test_a_batch_that_the_model_cannot_run_is_refused():
+    """Fake tensors look nothing up: a rank would have met it in its first step."""
+    with pytest.raises(ModelError) as refused:
+        autopipe.plan(
+            Words,
+            lambda rows: {"words": torch.full((rows, 3), 10)},
+            cluster=machine(1),
+            batch_size=4,
+        )
+    line = Words.forward.__code__.co_firstlineno + 1
+    assert str(refused.value) == (
+        f"{__file__}:{line} `return self.head(self.table(words)).square().mean()`: on a batch as "
+        "`inputs` gives it, it raises IndexError: index out of range in self\n"
+        "hint: a token, a label, or a position in a long row is beyond the table it is looked up in"
+    )
 
 
 def test_a_large_model_is_not_run(monkeypatch):
