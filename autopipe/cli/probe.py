@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from autopipe.terminal import console
 from autopipe.terminal.commands import Json, command
-from autopipe.terminal.console import say
 
 
 @command("autopipe probe -o machine.json")
@@ -31,10 +31,10 @@ def probe(
     from autopipe.runtime.probe.probe import local_cluster, local_processes
     from autopipe.util import codec
 
-    found = local_cluster(processes or local_processes(), say, again=again, estimate=False)
+    found = local_cluster(processes or local_processes(), console.say, again=again, estimate=False)
     if output is not None:
         codec.save(found, output)
     if output is None or json:
-        print(codec.dumps(found), end="")
+        console.show_text(codec.dumps(found))
     else:
         print(output)

@@ -114,6 +114,8 @@ def with_talk(function: Callable[..., None]) -> Callable[..., None]:
                 block.enter_context(command_hushed())
             if not console.quiet():
                 block.enter_context(bars.showing())
+            if kwargs.get("json"):
+                block.enter_context(console.data_alone())
             try:
                 function(*args, **kwargs)
             except KeyboardInterrupt as error:

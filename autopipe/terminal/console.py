@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TextIO
 
 from autopipe.util import self_checks
 
 
 @dataclass
 class _Manner:
-    """The options of the current command line: `--debug`, `--quiet`."""
+    """The options of the current command line: `--debug`, `--quiet`; where data alone goes."""
 
     debug: bool = False
     quiet: bool = False
+    data: TextIO | None = None
 
 
 _manner = _Manner()
@@ -55,6 +58,22 @@ def tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+@contextmanager
+def data_alone() -> Iterator[None]:
+    """Within, stdout gets what `show` prints alone: what a model file prints goes to stderr."""
+    _manner.data = sys.stdout
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _manner.data = None
+
+
 def show(data: Any) -> None:
     """Print one JSON object to stdout."""
-    print(json.dumps(data, indent=2, allow_nan=False))
+    show_text(json.dumps(data, indent=2, allow_nan=False) + "\n")
+
+
+def show_text(text: str) -> None:
+    """Print data that is text already to stdout."""
+    print(text, end="", file=_manner.data or sys.stdout)

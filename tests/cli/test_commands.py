@@ -162,6 +162,15 @@ def test_costs_prints_formulas(autopipe: Shell, four: str) -> None:
     assert "bytes sent" in rank.out and "bytes sent" not in said.out
 
 
+def test_data_is_alone_on_stdout(autopipe: Shell, four: str) -> None:
+    """What a model file prints is on stderr then."""
+    autopipe.write("net.py", "print('hello')\n" + NET)
+    said = autopipe("plan", "net.py", "--cluster", four, "--json")
+    assert json.loads(said.out)["file"] == "plan.json"
+    assert "hello\n" in said.err
+    assert "hello" in autopipe("plan", "net.py", "--cluster", four).out
+
+
 def test_explain_prints_the_plan(autopipe: Shell, four: str) -> None:
     arguments = "--pp 2 --dp 2 --schedule 1f1b --cluster".split()
     assert autopipe("plan", "net.py", *arguments, four).code == 0
