@@ -7,10 +7,12 @@ replicas.)
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from autopipe.interop.exported import Exported
 from autopipe.interop.layers import layers_of
+from autopipe.interop.precisions import EVERY, FP32, bits
 from autopipe.interop.unsaid import BLOCKS, Vocabulary, unsaid
 from autopipe.planfile.consistency import ZERO
 from autopipe.planfile.contents import Plan
@@ -22,14 +24,17 @@ WORDS = Vocabulary(
     pipeline=False,
     zero=frozenset(ZERO),
     recompute=BLOCKS,
+    precisions=EVERY,
     own_model=True,
 )
+
+AUTOCAST = {"bf16-autocast": "bfloat16", "fp16-autocast": "float16"}
 
 
 def config(plan: Plan) -> Exported:
     """The configuration; stages of a pipeline are code with DeepSpeed (PipelineModule)."""
     mesh, batch, layers = plan.mesh, plan.batch, layers_of(plan)
-    missing = [*unsaid(plan, WORDS, layers)]
+    missing = [*unsaid(plan, replace(WORDS, gradients=_gradients(plan)), layers)]
     again = sorted({block for stage in plan.stages for block in stage.blocks_again})
     if again:
         missing.append(
@@ -40,12 +45,41 @@ def config(plan: Plan) -> Exported:
         "train_batch_size": batch.rows,
         "train_micro_batch_size_per_gpu": batch.microbatch_rows(mesh.dp),
         "gradient_accumulation_steps": batch.micro_batches,
-        "zero_optimization": {"stage": plan.zero if mesh.dp > 1 else 0},
+        "zero_optimization": {"stage": plan.zero if _deals(plan) else 0},
     }
-    if plan.precision in ("bf16", "fp16"):
-        data[plan.precision] = {"enabled": True}
+    data.update(_precision(plan))
     if mesh.tp > 1:
         data["tensor_parallel"] = {"autotp_size": mesh.tp}
     written = f"autopipe {VERSION}, for DeepSpeed 0.19"
     data["autopipe"] = {"written_by": written, "cannot_express": missing}
     return Exported(json_text.layout(data), tuple(missing))
+
+
+def _gradients(plan: Plan) -> frozenset[str]:
+    """What it can sum gradients in: without ZeRO, only what it computes in."""
+    if plan.precision in AUTOCAST:
+        return FP32
+    own = frozenset({bits(plan.precision)})
+    return own | FP32 if _deals(plan) else own
+
+
+def _precision(plan: Plan) -> dict[str, Any]:
+    """Its words for what is computed in 16 bits, and for sums of gradients: by itself 16 bits too.
+
+    No module is safe in low precision: those that are have gradients summed in 16 bits.
+    """
+    if plan.precision in AUTOCAST:
+        kind = AUTOCAST[plan.precision]
+        words = {"enabled": True, "dtype": kind, "lower_precision_safe_modules": []}
+        return {"torch_autocast": words}
+    if plan.precision == "fp32":
+        return {}
+    found: dict[str, Any] = {plan.precision: {"enabled": True}}
+    if _deals(plan):
+        found["data_types"] = {"grad_accum_dtype": plan.grad_dtype}
+    return found
+
+
+def _deals(plan: Plan) -> bool:
+    """Whether ZeRO is on."""
+    return plan.zero > 0 and plan.mesh.dp > 1

@@ -15,7 +15,8 @@ import yaml
 
 from autopipe.interop.exported import Exported, head
 from autopipe.interop.layers import layers_of
-from autopipe.interop.megatron import recomputation, sequence_parallel
+from autopipe.interop.megatron import precision, recomputation, sequence_parallel
+from autopipe.interop.precisions import KEPT
 from autopipe.interop.unsaid import Vocabulary, kinds_of_ranks, unsaid
 from autopipe.planfile.contents import Plan
 
@@ -27,6 +28,8 @@ WORDS = Vocabulary(
     zero=frozenset({0, 1}),
     selective=True,
     devices=True,
+    precisions=KEPT,
+    gradients=KEPT,
 )
 
 
@@ -43,8 +46,8 @@ def config(plan: Plan) -> Exported:
         "sequence_parallel": sequence_parallel(plan),
         "use_distributed_optimizer": plan.zero == 1 and mesh.dp > 1,
     }
-    if plan.precision in ("bf16", "fp16"):
-        system["precision"] = {plan.precision: True}
+    if low := precision(plan):
+        system["precision"] = low
     if mesh.pp > 1 and layers.total and len(plan.stages) == mesh.pp:
         system["hetero"] = {
             "enable_hetero": True,

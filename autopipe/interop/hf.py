@@ -7,12 +7,14 @@ parallelism_config.py and commands/config/config_args.py.)
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import yaml
 
 from autopipe.interop.exported import Exported, head, printable
 from autopipe.interop.layers import Layers, layers_of
+from autopipe.interop.precisions import AUTOCAST, FP32, KEPT, bits, nearest
 from autopipe.interop.recomputed import recomputes_all
 from autopipe.interop.unsaid import NONE, Vocabulary, unsaid
 from autopipe.planfile.contents import Plan
@@ -44,8 +46,12 @@ ACCELERATE = Vocabulary(
 def distributed_config(plan: Plan) -> Exported:
     """What `DistributedConfig.from_dict` reads; other keys it passes over."""
     mesh, layers = plan.mesh, layers_of(plan)
-    missing = [*unsaid(plan, TRANSFORMERS, layers)]
     replicas = mesh.dp if mesh.pp == 1 else 1
+    # Without replicas it has the dtype that the model is loaded in.
+    has = FP32 | {"bf16"} if replicas > 1 else frozenset({plan.precision})
+    missing = [*unsaid(plan, replace(TRANSFORMERS, precisions=has), layers)]
+    if replicas == 1 and plan.precision != "fp32":
+        missing.append(f"the precision {plan.precision}: the trainer's, or the loaded model's")
     if replicas < mesh.dp:
         missing.append(f"{mesh.dp} replicas of a pipeline: it has replicas or stages, not both")
     data: dict[str, Any] = {
@@ -54,7 +60,7 @@ def distributed_config(plan: Plan) -> Exported:
         "fsdp_size": replicas if plan.fully_sharded else 1,
         "dp_replicate_size": 1 if plan.fully_sharded else replicas,
     }
-    if plan.precision == "bf16" and replicas > 1:
+    if replicas > 1 and nearest(plan.precision, has) == "bf16":
         data["fsdp_mixed_precision"] = True
     if mesh.tp > 1:
         data["tp_plan"], others = tensor_plan(plan)
@@ -90,16 +96,19 @@ def tensor_plan(plan: Plan) -> tuple[dict[str, str], list[str]]:
 def accelerate_config(plan: Plan) -> Exported:
     """What `accelerate launch --config_file` reads."""
     mesh, layers = plan.mesh, layers_of(plan)
-    missing = unsaid(plan, ACCELERATE, layers)
     # It shards over replicas wherever there is tensor parallelism.
     sharded = mesh.dp > 1 and (plan.zero == 3 or mesh.tp > 1)
+    low = bits(plan.precision)
+    # What is sharded is gathered in its mixed precision, and its gradients summed; else it casts.
+    has = replace(ACCELERATE, precisions=KEPT if sharded else AUTOCAST)
+    missing = unsaid(plan, replace(has, gradients=frozenset({low})) if sharded else has, layers)
     if sharded and plan.zero != 3:
         missing += (f"ZeRO-{plan.zero} beside tensor parallelism: it shards parameters too",)
     nodes = len(mesh.processes_per_node)
     data: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": _distributed_type(plan, sharded),
-        "mixed_precision": plan.precision if plan.precision in ("bf16", "fp16") else "no",
+        "mixed_precision": low if low != "fp32" else "no",
         "num_machines": nodes,
         "num_processes": len(mesh.places),
         "machine_rank": 0,

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 from autopipe.interop.exported import Exported, head
 from autopipe.interop.layers import Layers, layers_of
+from autopipe.interop.precisions import KEPT, nearest
 from autopipe.interop.recomputed import recomputes_all, selected
 from autopipe.interop.unsaid import Vocabulary, unsaid
 from autopipe.planfile.contents import Plan
@@ -27,6 +28,8 @@ WORDS = Vocabulary(
     schedules=frozenset({"1f1b", "interleaved"}),
     zero=frozenset({0, 1, 3}),
     selective=True,
+    precisions=KEPT,
+    gradients=KEPT,
 )
 
 
@@ -36,7 +39,8 @@ def arguments(plan: Plan) -> Exported:
     missing = unsaid(plan, WORDS, layers)
     lines = "".join(f"    {shlex.join(words)}\n" for words in _arguments(plan, layers))
     use = 'In bash: source THIS, then pretrain_gpt.py "${PARALLEL[@]}" and the model\'s arguments.'
-    top = head("Megatron-LM core 0.16", missing, use)
+    more = "Megatron-FSDP refuses CUDA_DEVICE_MAX_CONNECTIONS=1: leave it unset, or higher."
+    top = head("Megatron-LM core 0.16", missing, use, *([more] if plan.fully_sharded else []))
     return Exported(f"{top}# shellcheck disable=SC2034,SC2148\nPARALLEL=(\n{lines})\n", missing)
 
 
@@ -52,13 +56,14 @@ def _arguments(plan: Plan, layers: Layers) -> Iterator[tuple[str, ...]]:
         yield ("--sequence-parallel",)
     yield "--micro-batch-size", str(batch.microbatch_rows(mesh.dp))
     yield "--global-batch-size", str(batch.rows)
-    if plan.precision in ("bf16", "fp16"):
-        yield (f"--{plan.precision}",)
+    for name in precision(plan):
+        yield (f"--{name.replace('_', '-')}",)
     if plan.zero == 1 and mesh.dp > 1:
         yield ("--use-distributed-optimizer",)
     if plan.fully_sharded:
         yield ("--use-megatron-fsdp",)
         yield "--data-parallel-sharding-strategy", "optim_grads_params"
+        yield "--ckpt-format", "fsdp_dtensor"
     for name, value in recomputation(plan, layers).items():
         words = value if isinstance(value, list) else [str(value)]
         yield f"--{name.replace('_', '-')}", *words
@@ -69,6 +74,20 @@ def layout(layers: Layers) -> str:
     stages = ["t" if n == 1 else f"t*{n}" if n else "" for n in layers.counts]
     stages[0], stages[-1] = f"E{stages[0]}", f"{stages[-1]}L"
     return "|".join(stages)
+
+
+def precision(plan: Plan) -> dict[str, bool]:
+    """Megatron's switches for what it computes in, and sums gradients in.
+
+    By itself it sums gradients of bf16 in fp32, those of fp16 in fp16.
+    """
+    low = nearest(plan.precision, KEPT)
+    found = {} if low == "fp32" else {low: True}
+    if low == "fp16" and plan.grad_dtype == "fp32":
+        found["accumulate_allreduce_grads_in_fp32"] = True
+    if low == "bf16" and plan.grad_dtype == "bf16":
+        found["grad_reduce_in_bf16"] = True
+    return found
 
 
 def recomputation(plan: Plan, layers: Layers) -> dict[str, str | int | list[str]]:

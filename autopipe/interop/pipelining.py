@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from autopipe.interop.exported import Exported
 from autopipe.interop.layers import layers_of
+from autopipe.interop.precisions import EVERY, KEPT
 from autopipe.interop.unsaid import BLOCKS, Vocabulary, unsaid
 from autopipe.planfile import programs
 from autopipe.planfile.contents import Plan
@@ -23,6 +24,9 @@ WORDS = Vocabulary(
     recompute=BLOCKS,
     tensors=True,
     devices=True,
+    precisions=EVERY,
+    gradients=KEPT,
+    optimizer=KEPT,
     own_model=True,
 )
 

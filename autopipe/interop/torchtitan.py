@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from autopipe.interop.exported import Exported, head
 from autopipe.interop.layers import layers_of
+from autopipe.interop.precisions import FP32, nearest
 from autopipe.interop.recomputed import recomputes_all
 from autopipe.interop.unsaid import ALL, Vocabulary, unsaid
 from autopipe.planfile.contents import Plan
@@ -32,7 +34,13 @@ WORDS = Vocabulary(
 def configs(plan: Plan) -> Exported:
     """The two configurations, for a model of torchtitan's whose modules have the plan's names."""
     layers, mesh, batch = layers_of(plan), plan.mesh, plan.batch
-    missing = unsaid(plan, WORDS, layers)
+    words = _words(plan)
+    missing = unsaid(plan, words, layers)
+    if plan.precision.startswith("bf16") and words.precisions == FP32:
+        missing += (
+            "bf16 beside pp or tp without ZeRO-3: mixed_precision_param acts only with "
+            "data_parallel_shard_degree > 1, or on replicas alone",
+        )
     sharded = plan.fully_sharded
     parallelism: dict[str, Any] = {
         "data_parallel_replicate_degree": 1 if sharded else mesh.dp,
@@ -57,8 +65,10 @@ def configs(plan: Plan) -> Exported:
     training: dict[str, Any] = {
         "local_batch_size": batch.rows // mesh.dp,
         "global_batch_size": batch.rows,
-        "mixed_precision_param": "bfloat16" if plan.precision == "bf16" else "float32",
+        "mixed_precision_param": _NAMES.get(nearest(plan.precision, words.precisions), "float32"),
     }
+    if plan.optimizer_dtype == "bf16":
+        training["dtype"] = "bfloat16"
     text = (
         head("torchtitan 0.3", missing, *use)
         + "from torchtitan.config import ParallelismConfig, TrainingConfig\n\n"
@@ -67,6 +77,24 @@ def configs(plan: Plan) -> Exported:
         + _call("TRAINING", "TrainingConfig", training)
     )
     return Exported(text, missing)
+
+
+_NAMES = {"bf16": "bfloat16", "bf16-autocast": "bfloat16"}
+
+
+def _words(plan: Plan) -> Vocabulary:
+    """What it can say on the plan's mesh: its mixed precision is FSDP's, or autocast, or nothing.
+
+    Its `dtype` is of parameters, gradients and optimizer state alike, on any mesh.
+    """
+    if plan.optimizer_dtype == "bf16":
+        low = frozenset({"bf16"})
+        return replace(WORDS, precisions=FP32 | low, gradients=low, optimizer=FP32 | low)
+    if plan.fully_sharded:
+        return replace(WORDS, precisions=FP32 | {"bf16"})
+    if plan.mesh.pp * plan.mesh.tp == 1:
+        return replace(WORDS, precisions=FP32 | {"bf16-autocast"})
+    return WORDS
 
 
 def _call(name: str, of: str, values: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from autopipe.interop.exported import printable
 from autopipe.interop.layers import Layers
+from autopipe.interop.precisions import FP32, unlike
 from autopipe.interop.recomputed import ops_again, recomputes_all, selected
 from autopipe.planfile.again import folded, offloaded
 from autopipe.planfile.contents import BATCH, MICRO_BATCH, Plan
@@ -38,6 +39,9 @@ class Vocabulary:
         selective: that parts of all layers run again, by Megatron-LM's names.
         tensors: which tensors are dealt out over tensor-parallel ranks.
         devices: that pipeline ranks have devices of unlike kinds.
+        precisions: of the plan's own words.
+        gradients: the dtypes that it sums gradients in.
+        optimizer: those of what its optimizer changes; fp32: parameters, or their masters.
         own_model: it runs the user's own model, not a model of its own that is alike.
     """
 
@@ -53,6 +57,9 @@ class Vocabulary:
     selective: bool = False
     tensors: bool = False
     devices: bool = False
+    precisions: frozenset[str] = FP32
+    gradients: frozenset[str] = FP32
+    optimizer: frozenset[str] = FP32
     own_model: bool = False
 
 
@@ -76,10 +83,7 @@ def _sentences(plan: Plan, words: Vocabulary, layers: Layers) -> Iterator[str]:
     if away := offloaded(plan):
         of = f"{len(away)} of {layers.total} layers" if layers.total else f"{len(away)} blocks"
         yield f"offload of what {of} keep for backward to the host's memory: {folded(away)}"
-    if plan.grad_dtype != "fp32":
-        yield f"sums of gradients in {plan.grad_dtype}"
-    if plan.optimizer_dtype != "fp32":
-        yield f"an optimizer of parameters in {plan.optimizer_dtype}, without fp32 master weights"
+    yield from unlike(plan, words.precisions, words.gradients, words.optimizer)
     if plan.loss_parts:
         yield f"a loss in {plan.loss_parts} parts of the vocabulary, whose logits are never whole"
     if mesh.tp > 1 and not words.tensors:

@@ -135,8 +135,8 @@ _KNOWN = {
     "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--num-layers",
     "--pipeline-model-parallel-layout", "--sequence-parallel", "--micro-batch-size",
     "--global-batch-size", "--bf16", "--fp16", "--use-distributed-optimizer", "--use-megatron-fsdp",
-    "--data-parallel-sharding-strategy", "--recompute-granularity", "--recompute-method",
-    "--recompute-num-layers", "--recompute-modules",
+    "--data-parallel-sharding-strategy", "--ckpt-format", "--recompute-granularity",
+    "--recompute-method", "--recompute-num-layers", "--recompute-modules",
 }  # fmt: skip
 
 
