@@ -26,7 +26,9 @@ def report(
     ],
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--out", help="The page to write; report.html beside the plan or run."),
+        typer.Option(
+            "-o", "--out", help="The page to write; plan.html of plan.json, report.html in a run."
+        ),
     ] = None,
     sliders: Annotated[
         bool,

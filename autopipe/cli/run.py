@@ -136,11 +136,9 @@ def run(
             raise typer.Exit(_start_pod(pod, loaded, signals, log_dir))
         if replan and checkpoints is not None:
             loaded = _planned_anew(loaded, source, world, local, checkpoints)
-        if local is not None:
-            launch.check_world(launch.World(0, local, 0, local, 0, "", 0), len(loaded.mesh.places))
-        elif world is not None or len(loaded.mesh.places) > 1:
-            alone = launch.World(0, 1, 0, 1, 0, "", 0)
-            launch.check_world(world or alone, len(loaded.mesh.places))
+        here = launch.World(0, local or 1, 0, local or 1, 0, "", 0)
+        asking = here if local is not None or world is None else world
+        launch.check_world(asking, len(loaded.mesh.places), str(plan))
         if local is not None and (local > 1 or log_dir is not None) and world is None:
             signals = asked.SIGNALS if kept is not None else ()
             raise typer.Exit(launch.spawn(local, sys.argv[1:], forwarded=signals, log_dir=log_dir))

@@ -108,7 +108,13 @@ def ran(action: Callable[[], Any], what: str) -> Any:
     try:
         return action()
     except SyntaxError as error:
-        raise ModelError(f"{error.filename}:{error.lineno}: {error.msg}") from error
+        if "null bytes" in str(error.msg):
+            raise ModelError(
+                f"{error.filename or what}: {error.msg}",
+                hint="is it Python source in UTF-8, and was it copied whole?",
+            ) from error
+        place = ":".join(str(part) for part in (error.filename or what, error.lineno) if part)
+        raise ModelError(f"{place}: {error.msg}") from error
     except SystemExit as error:
         raise ModelError(
             f"{of_error(error)}: "

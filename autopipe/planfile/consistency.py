@@ -5,7 +5,7 @@ Each check calls `refuse` with the path of what does not, what was expected ther
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from autopipe.cluster.cluster import Cluster
@@ -13,6 +13,9 @@ from autopipe.planfile.parts import Mesh, StagePlan
 
 ZERO = (0, 1, 2, 3)
 """The ZeRO stages there are, by what they deal out; the least is preferred."""
+
+MOST = 1e30
+"""What any figure of a plan is below by far, and sums of such figures are finite."""
 
 Refuse = Callable[[str, str, str], None]
 """Raises the error for a part of a plan: its path, what was expected there, what was found."""
@@ -25,10 +28,9 @@ def check_stages(stages: Sequence[StagePlan], refuse: Refuse) -> None:
             refuse(f"stages[{index}].zero", f"one of {ZERO}", str(stage.zero))
         if stage.zero != stages[0].zero:
             refuse(f"stages[{index}].zero", f"{stages[0].zero}, as of stage 0", str(stage.zero))
-        for part, figures in (("", stage.predicted), ("memory.", stage.predicted.memory)):
-            for name, figure in vars(figures).items():
-                if isinstance(figure, int | float) and figure < 0:
-                    refuse(f"stages[{index}].predicted.{part}{name}", "at least 0", str(figure))
+        predicted = stage.predicted
+        for part, figures in (("", predicted), ("memory.", predicted.memory)):
+            check_figures(vars(figures), f"stages[{index}].predicted.{part}", refuse)
         for word in ("receives", "sends"):
             for slot, transfer in enumerate(getattr(stage, word)):
                 low, high = (0, index) if word == "receives" else (index + 1, len(stages))
@@ -39,6 +41,20 @@ def check_stages(stages: Sequence[StagePlan], refuse: Refuse) -> None:
                         f"{side} stage",
                         str(transfer.peer),
                     )
+
+
+def check_figures(figures: Mapping[str, object], path: str, refuse: Refuse) -> None:
+    """Those that are numbers are at least 0, and none is so large that their sums are infinite.
+
+    Args:
+        path: what stands before their names.
+    """
+    for name, figure in figures.items():
+        if isinstance(figure, int | float):
+            if figure < 0:
+                refuse(f"{path}{name}", "at least 0", str(figure))
+            if figure > MOST:
+                refuse(f"{path}{name}", f"at most {MOST:g}", f"{figure:g}")
 
 
 def check_transfers(stages: Sequence[StagePlan], refuse: Refuse) -> None:

@@ -296,15 +296,16 @@ def check(plan: Plan) -> None:
 
 
 def _check_work(plan: Plan, refuse: Refuse) -> None:
-    """Each pipeline rank has a peak, and nothing is below zero."""
+    """Each pipeline rank has a peak, and no figure is below zero or beyond any."""
     work, pp = plan.work, plan.mesh.pp
+    consistency.check_figures({"loss_seconds": plan.loss_seconds}, "", refuse)
+    consistency.check_figures({"step_seconds": plan.prediction.step_seconds}, "prediction.", refuse)
     if work is None:
         return
     if len(work.peaks) != pp or min(work.peaks) <= 0:
         refuse("work.peaks", f"{pp} rates above 0, one for each rank of mesh.pp", str(work.peaks))
-    for name in ("flops", "tokens"):
-        if getattr(work, name) < 0:
-            refuse(f"work.{name}", "at least 0", str(getattr(work, name)))
+    peaks = {f"peaks[{rank}]": peak for rank, peak in enumerate(work.peaks)}
+    consistency.check_figures({**vars(work), "measured": None, **peaks}, "work.", refuse)
 
 
 def stage_file(plan: Plan, stage: int, part: int) -> str:

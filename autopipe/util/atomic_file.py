@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import shutil
@@ -43,7 +44,7 @@ def writing(path: Path) -> Iterator[BinaryIO]:
     except OSError as error:
         raise AutopipeError(
             f"{path} cannot be written: {error.strerror}",
-            hint="is the folder there, and are you allowed to write in it?",
+            hint=_hint(error, "is the folder there, and are you allowed to write in it?"),
         ) from error
     finally:
         temporary.unlink(missing_ok=True)
@@ -71,11 +72,20 @@ def folder(path: Path) -> Iterator[Path]:
             os.replace(old, path)
         raise AutopipeError(
             f"{path} cannot be written: {error.strerror}",
-            hint="is the folder above it there, and are you allowed to write in it?",
+            hint=_hint(error, "is the folder above it there, and are you allowed to write in it?"),
         ) from error
     finally:
         shutil.rmtree(beside, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
+
+
+def _hint(error: OSError, otherwise: str) -> str:
+    """What to do about an error of the system's."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "make room on its disk, or name a folder on another one"
+    if error.errno == errno.EISDIR:
+        return "it is a folder: name a file in it"
+    return otherwise
 
 
 def wait_for(path: Path, seconds: float) -> None:
@@ -131,7 +141,7 @@ def _try(folder: Path, path: Path) -> None:
     except OSError as error:
         raise AutopipeError(
             f"{path} cannot be written: no file can be made in {folder}: {error.strerror}",
-            hint="name a folder in which you may write",
+            hint=_hint(error, "name a folder in which you may write"),
         ) from error
 
 

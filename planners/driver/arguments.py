@@ -17,7 +17,7 @@ from autopipe.cluster.cluster import Cluster
 from autopipe.cluster.datasheets import are_gpus
 from autopipe.cluster.measured import Need
 from autopipe.cluster.spec import LocalSpec, parse
-from autopipe.errors import AutopipeError, ModelError
+from autopipe.errors import AutopipeError, ModelError, ScheduleError
 from autopipe.frontend import batch, row_length
 from autopipe.planfile.consistency import ZERO
 from autopipe.planfile.contents import LOSS_OVER
@@ -27,10 +27,11 @@ from autopipe.planners.model.problem import WRITTEN
 from autopipe.planners.search.registry import PLANNERS
 from autopipe.report import schedule_page
 from autopipe.runtime.probe.probe import local_cluster, local_processes
-from autopipe.schedules.instructions import Programs
+from autopipe.schedules.instructions import Programs, holders
 from autopipe.schedules.registry import SCHEDULES
 from autopipe.stages.precision import PRECISIONS
 from autopipe.tracing.low_precision import KEPT
+from autopipe.util.numbers import count
 from autopipe.util.progress import Say
 
 AUTO, OFF = "auto", "off"
@@ -146,15 +147,28 @@ def refuse_unknown(what: str, asked: str | int, known: Iterable[str | int]) -> N
         )
 
 
-def schedule_of(schedule: str | None) -> tuple[str | None, Programs]:
+def schedule_of(schedule: str | None, chunks: int | None) -> tuple[str | None, Programs]:
     """A schedule's name, and its programs if it is one from a file (`WRITTEN`).
 
+    Args:
+        chunks: as asked for.
+
     Raises:
-        ScheduleError: the file holds no schedule.
+        ScheduleError: the file holds no schedule, or the schedule has other stages on each rank.
     """
+    programs: Programs = ()
     if schedule is None or schedule in SCHEDULES:
-        return schedule, ()
-    return WRITTEN, schedule_page.from_file(Path(schedule))
+        has = None if schedule is None else SCHEDULES[schedule].chunks
+    else:
+        programs = schedule_page.from_file(Path(schedule))
+        has = len(holders(programs)) // len(programs)
+    if has is not None and chunks not in (None, has):
+        raise ScheduleError(
+            f"chunks={chunks} was asked for, and {schedule} puts {count(has, 'stage')} on each "
+            "rank",
+            hint="schedule='interleaved' takes any number from 2 on",
+        )
+    return WRITTEN if programs else schedule, programs
 
 
 def as_written(programs: Programs, pp: int | None, micro_batches: int | None) -> tuple[int, int]:
@@ -296,7 +310,7 @@ def check_host(offload: str | Sequence[str] | None, cluster: Cluster | LocalSpec
 
 
 def _bytes(memory: int | str) -> int:
-    """Bytes from a number or text: 24GiB, 24GB, 512MiB, 1000000.
+    """Bytes from a number or text: 24GiB, 24GB, 512MiB, 1000000, 640 bytes.
 
     Raises:
         AutopipeError: the text is no size.
@@ -308,7 +322,8 @@ def _bytes(memory: int | str) -> int:
 
 
 def _parsed(memory: str) -> int:
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", memory, re.IGNORECASE)
+    figure, unit_of = r"(\d+(?:\.\d+)?)", r"(?:([KMGT]?)(i?)B?|bytes?)"
+    found = re.fullmatch(rf"\s*{figure}\s*{unit_of}\s*", memory, re.IGNORECASE)
     if found is None:
         raise AutopipeError(f"memory {memory!r} is no size", hint="24GiB, 512MB or bytes")
     number, letter, binary = found.groups()

@@ -170,7 +170,7 @@ def plan(
     arguments.check_words(
         precision=precision, planner=planner, loss_over=loss_over, zero=zero, transfers=transfers
     )
-    schedule, programs = arguments.schedule_of(schedule)
+    schedule, programs = arguments.schedule_of(schedule, chunks)
     if programs:
         pp, micro_batches = arguments.as_written(programs, pp, micro_batches)
     parts = arguments.loss_parts_of(loss_parts)

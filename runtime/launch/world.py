@@ -14,6 +14,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+import shlex
 import socket
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
@@ -159,19 +160,23 @@ def _scontrol(*arguments: str) -> str:
         ) from error
 
 
-def check_world(world: World, expected: int) -> None:
+def check_world(world: World, expected: int, plan: str = "plan.json") -> None:
     """Refuse to go on with another number of processes than the plan's.
+
+    Args:
+        plan: its file, for the commands that the error names.
 
     Raises:
         LaunchError: `world.size` is not `expected`.
     """
     if world.size != expected:
+        file = shlex.quote(plan)
         raise LaunchError(
             f"the plan is for {expected} processes, found {world.size} "
             f"(this is rank {world.rank}, on node {world.node})",
-            hint=f"torchrun --nproc-per-node {expected} -m autopipe run plan.json\n"
-            f"  or: autopipe run plan.json --local {expected}\n"
-            f"  or: srun -n {expected} autopipe run plan.json",
+            hint=f"torchrun --nproc-per-node {expected} -m autopipe run {file}\n"
+            f"  or: autopipe run {file} --local {expected}\n"
+            f"  or: srun -n {expected} autopipe run {file}",
         )
 
 

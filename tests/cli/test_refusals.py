@@ -51,6 +51,11 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> str:
             "depth=2 was asked for, and 1f1b takes none\n\nhint: schedule='eager-1f1b' does",
         ),
         (
+            "--schedule 1f1b --chunks 2",
+            "chunks=2 was asked for, and 1f1b puts 1 stage on each rank\n\n"
+            "hint: schedule='interleaved' takes any number from 2 on",
+        ),
+        (
             "--precision fp8",
             "there is no precision 'fp8'\n\n"
             "hint: one of fp32, bf16, fp16, bf16-autocast, fp16-autocast",
@@ -574,11 +579,12 @@ def test_a_run_that_cannot_be(
 @pytest.mark.parametrize(("found", "arguments"), [(1, ""), (3, "--local 3")])
 def test_another_number_of_processes(found: int, arguments: str, autopipe: Shell) -> None:
     autopipe.plan(4, "--pp", "2", "--dp", "2")
-    assert autopipe("run", "plan.json", *arguments.split()).error == (
+    Path("plan.json").rename("my plan.json")
+    assert autopipe("run", "my plan.json", *arguments.split()).error == (
         f"the plan is for 4 processes, found {found} (this is rank 0, on node 0)"
-        "\n\nhint: torchrun --nproc-per-node 4 -m autopipe run plan.json\n"
-        "  or: autopipe run plan.json --local 4\n"
-        "  or: srun -n 4 autopipe run plan.json"
+        "\n\nhint: torchrun --nproc-per-node 4 -m autopipe run 'my plan.json'\n"
+        "  or: autopipe run 'my plan.json' --local 4\n"
+        "  or: srun -n 4 autopipe run 'my plan.json'"
     )
 
 

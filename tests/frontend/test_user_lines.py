@@ -1,16 +1,19 @@
 """The user's line, whatever stands between it and us."""
 
 import contextlib
+from pathlib import Path
 
+import pytest
 import torch
 
+from autopipe.errors import ModelError
 from autopipe.frontend import user_lines
 
 TORCH = torch.nn.functional.__file__
 
 
 def test_the_line_that_runs_now():
-    assert user_lines.here() == f"{__file__}:13"
+    assert user_lines.here() == f"{__file__}:16"
 
 
 def test_the_line_an_exception_came_through_with_its_text():
@@ -19,7 +22,7 @@ def test_the_line_an_exception_came_through_with_its_text():
     except RuntimeError as error:
         found = user_lines.of_error(error)
     assert found == (
-        f"{__file__}:18 `torch.nn.Linear(3, 3)(torch.ones(4))  # raises deep inside torch`"
+        f"{__file__}:21 `torch.nn.Linear(3, 3)(torch.ones(4))  # raises deep inside torch`"
     )
 
 
@@ -50,3 +53,17 @@ def test_whose_a_file_is():
     others += [f"/home/me/.venv/lib/python3.11/{kind}-packages/a/b.py" for kind in ("site", "dist")]
     assert [user_lines.is_own_code(name) for name in own] == [True] * len(own)
     assert [user_lines.is_own_code(name) for name in others] == [False] * len(others)
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        (b"import torch\0\n", "^{path}: source code .*null bytes\nhint: is it Python source"),
+        (b"import torch\n(\n", r"^{path}:2: '\(' was never closed"),
+    ],
+)
+def test_a_file_that_is_no_python(source: bytes, sentence: str, tmp_path: Path) -> None:
+    path = tmp_path / "net.py"
+    path.write_bytes(source)
+    with pytest.raises(ModelError, match=sentence.format(path=path)):
+        user_lines.ran(lambda: compile(path.read_bytes(), str(path), "exec"), str(path))

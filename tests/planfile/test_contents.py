@@ -20,6 +20,8 @@ from autopipe.util import codec
 from tests.support.plans import example_plan
 
 PLAN = example_plan()
+assert PLAN.work is not None
+WORK = PLAN.work
 
 
 def changed(part: str, **fields: Any) -> Plan:
@@ -182,6 +184,15 @@ SENT, RECEIVED = PLAN.stages[0].sends[0], PLAN.stages[1].receives[0]
         (
             with_stage(0, predicted=replace(PLAN.stages[0].predicted, forward_seconds=-1.0)),
             "stages[0].predicted.forward_seconds: expected at least 0, found -1.0",
+        ),
+        (
+            with_stage(1, predicted=replace(PLAN.stages[1].predicted, backward_seconds=1e308)),
+            "stages[1].predicted.backward_seconds: expected at most 1e+30, found 1e+308",
+        ),
+        (replace(PLAN, loss_seconds=-1.0), "loss_seconds: expected at least 0, found -1.0"),
+        (
+            replace(PLAN, work=replace(WORK, peaks=(1e308, 1e308))),
+            "work.peaks[0]: expected at most 1e+30, found 1e+308",
         ),
         (
             with_stage(0, sends=(replace(SENT, peer=0),)),

@@ -26,10 +26,15 @@ def test_a_disk_that_is_full_leaves_the_old_file_and_nothing_else(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(AutopipeError, match="file cannot be written: No space left on device"):
+    with pytest.raises(AutopipeError, match="No space left on device\nhint: make room on its"):
         atomic_file.write("new", path)
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_folder_in_the_place_of_the_file(tmp_path: Path) -> None:
+    with pytest.raises(AutopipeError, match="Is a directory\nhint: it is a folder: name a file"):
+        atomic_file.write("new", tmp_path)
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:

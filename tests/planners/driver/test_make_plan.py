@@ -173,6 +173,9 @@ def test_who_adds_the_shortfall_gets_a_plan(monkeypatch: pytest.MonkeyPatch) -> 
 def test_memory_in_words() -> None:
     assert planned(pp=2, memory="24GiB") == planned(pp=2)
     assert planned(pp=2, memory="900MiB").planner.limits == (900 * 2**20,)
+    assert planned(pp=2, memory="943718400 bytes").planner.limits == (900 * 2**20,)
+    with pytest.raises(AutopipeError, match=r"memory '3 Mbytes' is no size\nhint: 24GiB, "):
+        planned(memory="3 Mbytes")
     with pytest.raises(AutopipeError, match=r"memory 'plenty' is no size\nhint: 24GiB, "):
         planned(memory="plenty")
 
@@ -246,6 +249,10 @@ def test_the_optimizers_memory(name: Any, factor: int) -> None:
         ({"recompute": "blocks.9"}, "no block and no class of blocks 'blocks.9'"),
         ({"pp": 2, "schedule": "zb-h1", "zero": 3}, "zb-h1 and zero=3 do not go together"),
         ({"pp": 2, "schedule": "1f1b", "depth": 1}, "depth=1 was asked for, and 1f1b takes none"),
+        (
+            {"pp": 2, "schedule": "zb-v", "chunks": 3},
+            "chunks=3 was asked for, and zb-v puts 2 stages on each rank\nhint: schedule='inter",
+        ),
     ],
 )
 def test_refused(options: dict[str, Any], words: str) -> None:
