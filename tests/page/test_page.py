@@ -159,6 +159,12 @@ def test_it_needs_nothing_besides_itself() -> None:
     assert "default-src 'none'" in text
 
 
+def test_words_in_a_picture_of_memory_have_a_ground() -> None:
+    """Where states are small they would stand across the outline of what comes and goes."""
+    rule = re.search(r"\.inside \{([^}]*)\}", text_of(example_plan()))
+    assert rule is not None and "background: color-mix(in srgb, var(--page)" in rule[1]
+
+
 def test_of_many_micro_batches_the_first_are_drawn() -> None:
     text = text_of(predict.with_prediction(chain(16, 256)))
     assert re.search(r"These are the first \d+ of 256 micro-batches\.", text)
