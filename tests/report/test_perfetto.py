@@ -271,7 +271,7 @@ def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(AutopipeError, match="folder cannot be written: Is a directory") as refused:
         perfetto.save(tmp_path / "folder", FORWARD, {})
-    assert refused.value.hint == "is the folder there, and are you allowed to write in it?"
+    assert refused.value.hint == "it is a folder: name a file in it"
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
     with pytest.raises(AutopipeError, match="No such file or directory"):
         perfetto.save(tmp_path / "none" / "trace.json", FORWARD, {})

@@ -25,7 +25,7 @@ def model() -> nn.Module:
         num_hidden_layers=LAYERS,
         num_attention_heads=2,
         num_key_value_heads=2,
-        vocab_size=32,
+        vocab_size=64,
     )
     return transformers.LlamaForCausalLM(config)  # type: ignore[no-any-return]
 
