@@ -2,8 +2,9 @@
 
 In: the model's graph, whole, and what a plan says is to be done otherwise.
 Out: a graph with a loss in parts of its vocabulary, or with attentions as single ops; what a run
-knows the model by is the graph before.
+knows the model by is the graph before. Or a small graph, which counts the labels of a loss.
 Never found here: shards, stages, the choice whether to rewrite.
 
-Other rooms use: `loss_in_parts.in_parts`, `.usual_parts`, `logits.heads`, `fused_attention.fused`.
+Other rooms use: `loss_in_parts.in_parts`, `.usual_parts`, `logits.heads`, `fused_attention.fused`,
+`label_counts.label_counts`, `.LabelCounts`.
 """
