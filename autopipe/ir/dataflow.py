@@ -14,7 +14,7 @@ tables) are cheaper to recompute in a later stage than to send.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,6 +60,21 @@ class Dataflow:
     def position(self, value: Value) -> int:
         """The position of the node that makes a value; -1 for the batch's leaves and the states."""
         return self.graph.index[value.node] if isinstance(value, Ref) else -1
+
+    def just_before(self, position: int) -> list[int]:
+        """The positions of the nodes that one reads, and of the writers that it must follow."""
+        read = self.graph.nodes[position].values()
+        return [*(self.position(v) for v in read if isinstance(v, Ref)), *self.before[position]]
+
+    def with_all_before(self, positions: Iterable[int]) -> set[int]:
+        """These positions, and those of all nodes that must have run before their nodes."""
+        found, waiting = set[int](), [*positions]
+        while waiting:
+            position = waiting.pop()
+            if position not in found:
+                found.add(position)
+                waiting += self.just_before(position)
+        return found
 
 
 def maker(graph: Graph, value: object) -> Node | None:

@@ -19,7 +19,7 @@ weighs such terms alone: they are right as long as micro-batches have as many la
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -43,6 +43,7 @@ from autopipe.ir.graph import (
     short_name,
     values_in,
 )
+from autopipe.rewriting.logits import LOSSES
 from autopipe.sharding.vocabulary_loss import MEAN
 
 
@@ -73,7 +74,7 @@ class LabelCounts:
         return replace(graph, nodes=(*graph.nodes, *own), outputs=outputs)
 
 
-LOSSES = frozenset("cross_entropy_loss nll_loss nll_loss_nd nll_loss2d".split())
+_MEANS = LOSSES | {"nll_loss2d"}
 _MOVES = frozenset("view reshape squeeze clone alias contiguous to _to_copy".split())
 _LINEAR = frozenset("mul div neg add sub".split())
 """Ops that, with numbers beside the loss, keep a mean a mean."""
@@ -99,29 +100,16 @@ def label_counts(graph: Graph, others: int = 0) -> LabelCounts | None:
         return None
     flow = analyse(graph)
     mean = _made_by(flow, graph.outputs[0])
-    if mean is not None and mean.short in LOSSES:
+    if mean is not None and mean.short in _MEANS:
         return _of_labels(flow, mean)
     if mean is not None and mean.short == "div" and not mean.kwargs:
         found, above = _divisor(flow, mean.args[1]), _made_by(flow, mean.args[0])
         if found is not None and above is not None and above.short == "sum":
             return _counting(flow, found, mean, ())
-    means = (graph.nodes[p] for p in sorted(_before(flow, graph.outputs[:1])))
-    terms = [_of_labels(flow, node) for node in means if node.short in LOSSES]
+    results = [flow.position(v) for v in values_in(graph.outputs[:1]) if isinstance(v, Ref)]
+    means = (graph.nodes[p] for p in sorted(flow.with_all_before(results)))
+    terms = [_of_labels(flow, node) for node in means if node.short in _MEANS]
     return _together(graph, [term for term in terms if term is not None])
-
-
-def _before(flow: Dataflow, results: Iterable[object]) -> set[int]:
-    """The positions of the nodes from which results are computed."""
-    found: set[int] = set()
-    waiting = [flow.position(v) for v in values_in(tuple(results)) if isinstance(v, Ref)]
-    while waiting:
-        position = waiting.pop()
-        if position not in found:
-            found.add(position)
-            read = flow.graph.nodes[position].values()
-            waiting += [flow.position(v) for v in read if isinstance(v, Ref)]
-            waiting += flow.before[position]
-    return found
 
 
 def _together(graph: Graph, terms: Sequence[LabelCounts]) -> LabelCounts | None:

@@ -29,7 +29,7 @@ from autopipe.sharding.vocabulary_loss import MEAN, SUM
 OF_ROWS = frozenset("view _unsafe_view reshape flatten contiguous clone slice".split())
 """Ops that can move or leave out rows of logits, and would do so with the rows of x."""
 
-_LOSSES = frozenset("cross_entropy_loss nll_loss nll_loss_nd".split())
+LOSSES = frozenset("cross_entropy_loss nll_loss nll_loss_nd".split())
 _CASTS = frozenset("to _to_copy".split())
 _TURNS = frozenset("transpose permute".split())
 _TRANSPOSES = _TURNS | {"t", "numpy_T"}
@@ -63,7 +63,7 @@ class Head:
 def heads(graph: Graph) -> tuple[Head, ...]:
     """The losses of products, in order."""
     flow = analyse(graph)
-    found = (_head(flow, node) for node in graph.nodes if node.short in _LOSSES)
+    found = (_head(flow, node) for node in graph.nodes if node.short in LOSSES)
     return tuple(head for head in found if head is not None)
 
 

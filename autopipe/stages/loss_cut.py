@@ -78,9 +78,8 @@ def _with_local(flow: Dataflow, behind: frozenset[int], results: Sequence[Arg]) 
         position = waiting.pop()
         if flow.local[position]:
             found.add(position)
-        read = flow.graph.nodes[position].values()
-        before = [*(flow.position(v) for v in read if isinstance(v, Ref)), *flow.before[position]]
         if position in found:
+            before = flow.just_before(position)
             waiting += [p for p in before if flow.local[p] and p not in found]
     return frozenset(found)
 
@@ -202,15 +201,7 @@ class _Cutting:
         graph, flow = self.flow.graph, self.flow
         wanted = [flow.position(v) for v in values_in(results) if v in flow.root]
         needed = {p for p in range(len(graph.nodes)) if p not in self.behind and not flow.local[p]}
-        waiting = [*needed, *(p for p in wanted if p >= 0)]
-        needed |= {p for p in wanted if p >= 0}
-        while waiting:
-            position = waiting.pop()
-            read = graph.nodes[position].values()
-            before = [*(flow.position(v) for v in read if isinstance(v, Ref))]
-            new = [p for p in (*before, *flow.before[position]) if p not in needed]
-            needed.update(new)
-            waiting += new
+        needed = flow.with_all_before([*needed, *(p for p in wanted if p >= 0)])
         nodes = (*(graph.nodes[p] for p in sorted(needed)), *more)
         seeds = {e.gradient: e.spec for e in embeddings if e.gradient is not None}
         return of_nodes(

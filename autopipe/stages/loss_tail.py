@@ -65,14 +65,8 @@ def _walked(flow: Dataflow, results: Iterable[object]) -> LossNodes:
         if _is_last(graph, node):
             last.add(position)
             continue
-        waiting += _before(flow, position)
+        waiting += flow.just_before(position)
     return LossNodes(frozenset(needed), frozenset(last))
-
-
-def _before(flow: Dataflow, position: int) -> list[int]:
-    """The positions of the nodes that must have run before one."""
-    values = flow.graph.nodes[position].values()
-    return [*(flow.position(v) for v in values if isinstance(v, Ref)), *flow.before[position]]
 
 
 def _is_last(graph: Graph, node: Node) -> bool:
@@ -101,15 +95,10 @@ def tail(flow: Dataflow, results: Sequence[object]) -> frozenset[int]:
         results: the loss, or a sum and a count.
     """
     found = _walked(flow, results)
-    before = set(found.last)
-    waiting = list(found.last)
-    while waiting:
-        new = [p for p in _before(flow, waiting.pop()) if p not in before]
-        before.update(new)
-        waiting += new
+    before = flow.with_all_before(found.last)
     behind: set[int] = set()
     for position in range(len(flow.graph.nodes)):
-        depends = any(p in behind for p in _before(flow, position))
+        depends = any(p in behind for p in flow.just_before(position))
         if depends or (position in found.needed and position not in before):
             if not flow.local[position] and not (
                 not depends and _row_by_row(flow, flow.graph.nodes[position])
