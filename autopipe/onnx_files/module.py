@@ -174,12 +174,13 @@ class _Matrices:
 
     def tie(self, name: str, array: np.ndarray[Any, Any]) -> tuple[str, bool] | None:
         """The name of an earlier matrix that this one equals, and whether transposed."""
-        if array.ndim != 2 or array.size < 2 or (array == array.flat[0]).all():
-            return None  # of ones or zeros many are alike, and none is another one
+        if array.ndim != 2 or not array.size:
+            return None
         for same, turned in ((array, False), (array.T, True)):
             for other, seen in self._seen.get(_ends(same), ()):
                 if np.array_equal(same, seen):
-                    return other, turned
+                    # Of ones or zeros many are alike, and none is another one.
+                    return None if (seen == seen.flat[0]).all() else (other, turned)
         self._seen.setdefault(_ends(array), []).append((name, array))
         return None
 
