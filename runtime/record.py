@@ -3,7 +3,8 @@
     pipe, step k    recorder.begin(k); recorder.record(instruction, began, ended) ...
     at the end      write(path, recorder, ...)        every rank; rank 0 gets all and writes
 
-Times are those of the host. An instruction that only queues work on a GPU ends when it is queued.
+Times are those of what computes, on the clock of the host: on a GPU an instruction has begun and
+ended when the GPU's stream came to it (`step.executor.Clock`).
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Recorder:
         self._steps.append((number, []))
 
     def record(self, instruction: Instruction, began: float, ended: float) -> None:
-        """An instruction has run, in seconds of this rank's clock; an `Executor.record`."""
+        """When an instruction ran, in seconds of this rank's clock; an `Executor.record`."""
         self._steps[-1][1].append((instruction, began, ended))
 
     def steps(self, offset: float = 0.0) -> tuple[TrackedStep, ...]:

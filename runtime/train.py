@@ -27,6 +27,7 @@ from autopipe.runtime.metrics import Metrics, length_share, of_step, over_ranks,
 from autopipe.runtime.progress import figure, progress_shown
 from autopipe.runtime.record import Recorder, write
 from autopipe.runtime.sinks import opened
+from autopipe.runtime.step.executor import clock_of
 from autopipe.runtime.step.memory_meter import Meter
 from autopipe.runtime.step.pipe import Pipe
 
@@ -93,7 +94,7 @@ def train(
     recorder = Recorder() if trace is not None else None
     pipe.record = recorder.record if recorder is not None else None
     feed = Feed(pipe, file, epochs, say)
-    readings = _Readings(pipe)
+    readings, clock = _Readings(pipe), clock_of(pipe.device)
     keeper = Keeper(pipe, optimizer, scheduler, feed, saving, say)
     first = pipe.steps if saving is not None else 0
     left = None if steps is None else max(0, steps - first)
@@ -106,10 +107,10 @@ def train(
             pipe.meter = Meter() if readings.warming else None
             if recorder is not None:
                 recorder.begin(step + 1)
-            began = perf_counter()
+            began, around = perf_counter(), [clock.mark()]
             with recorded(snapshot, step + 1, pipe.place):
                 loss = pipe.step(batch, sharded=file.sharded)
-                seconds = perf_counter() - began  # what a plan predicts ends with the gradients
+                around.append(clock.mark())  # what a plan predicts ends with the gradients
                 readings.losses.append(float(loss))
                 if (gone := _gone(readings.losses)) is not None:
                     if not keep_going:
@@ -119,8 +120,8 @@ def train(
                 norm = None if limit is None else float(pipe.clip_grad_norm_(limit))
                 keeper.before_update()
                 optimizer.step()
+            readings.add(clock.seconds(around), optimizer)
             elapsed = perf_counter() - began
-            readings.add(seconds, optimizer)
             rows = rows_of(batch, plan, sharded=file.sharded)
             length = length_share(pipe.row_length, plan)
             told = of_step(plan, step + 1, readings.losses[-1], elapsed, rows, length)
@@ -169,9 +170,10 @@ class _Readings:
         """Whether bytes are counted in the step that comes, on every rank alike."""
         return self.steps < WARM_UP or not self.kept
 
-    def add(self, seconds: float, optimizer: torch.optim.Optimizer) -> None:
-        """Take down the step that has just ended; its gradients were there after `seconds`."""
-        self.last = seconds
+    def add(self, around: Sequence[float], optimizer: torch.optim.Optimizer) -> None:
+        """Take down a step: when it began, and when its gradients were there, in seconds."""
+        began, ended = around
+        self.last = ended - began
         if self.warming:
             self.latest = self.pipe.measured(optimizer)
             fuller = self.memory or {}  # rows may be shorter from one step to the next
@@ -181,7 +183,7 @@ class _Readings:
             }
         else:
             self.latest = self.pipe.measured()
-            self.seconds.append(seconds)
+            self.seconds.append(self.last)
             self.compute.append(self.latest)
         self.steps, self.kept = self.steps + 1, self.kept or self.pipe.kept
 
@@ -199,7 +201,7 @@ class _Readings:
         rate = optimizer.param_groups[0].get("lr")
         return replace(
             told,
-            bubble=bubble if pipe.place.device == "cpu" else None,
+            bubble=bubble,
             peak_bytes=peak,
             learning_rate=None if rate is None else float(rate),
             loss_scale=None if pipe.loss_scale is None else pipe.loss_scale.scale,

@@ -153,7 +153,8 @@ def transport_for(
         remark = few_queues(len(groups), os.environ)
         if remark is not None:
             print(f"rank {rank}: {remark[0]}\nhint: {remark[1]}", file=sys.stderr, flush=True)
-        return NcclTransport(stages, rank, groups)
+        loading = GlooTransport(stages, rank, make_groups(pipelines, timeout))
+        return NcclTransport(stages, rank, groups, loading)
     if choice.transport == "direct":
         links = make_links(pipelines, edges)
         if not isinstance(links, str):

@@ -4,11 +4,10 @@
     begin     device <── host      begins
     fetched                        the tensors, in new memory of the device
 
-What is copied are storages, whole; tensors that share one share its copy. On a GPU copies run in a
+What is copied are storages, whole; tensors that share one share its copy. What is in the host's
+memory already (the seeds that a GPU's attention keeps) stays as it is. On a GPU copies run in a
 stream of their own, beside what computes, and to host memory that is page-locked; on a CPU, where
 the device's memory is the host's, they are made at once, and memory is counted as on a GPU.
-
-The part for GPUs (`_Beside`) has never run on one: it was written where there was none.
 """
 
 from __future__ import annotations
@@ -36,10 +35,11 @@ class _Placed(NamedTuple):
 class Sent:
     """Tensors that were sent to the host: their looks, and the copies of their storages.
 
-    `away` are the storages until they have left, `back` their new memory from `begin` on.
+    A tensor in place of its look was there already. `away` are the storages until they have left,
+    `back` their new memory from `begin` on.
     """
 
-    looks: tuple[_Placed, ...]
+    looks: tuple[_Placed | Tensor, ...]
     copies: list[Tensor]
     bytes: int
     away: list[Tensor] = field(default_factory=list)
@@ -121,7 +121,7 @@ class HostCopies:
 
         What was sent before has left, for what is computed from now on.
         """
-        storages = {_place(tensor): tensor.untyped_storage() for tensor in tensors}
+        storages = {_place(t): t.untyped_storage() for t in tensors if t.device == self._device}
         numbers = {key: number for number, key in enumerate(storages)}
         looks = tuple(
             _Placed(
@@ -131,6 +131,8 @@ class HostCopies:
                 tuple(tensor.shape),
                 tensor.stride(),
             )
+            if tensor.device == self._device
+            else tensor
             for tensor in tensors
         )
         away = [
@@ -166,7 +168,9 @@ class HostCopies:
         storages = [bytes.untyped_storage() for bytes in sent.back]
         sent.back = []
         return tuple(
-            torch.empty(0, dtype=look.dtype, device=self._device).set_(
+            look
+            if isinstance(look, Tensor)
+            else torch.empty(0, dtype=look.dtype, device=self._device).set_(
                 storages[look.storage],
                 look.offset,
                 look.shape,

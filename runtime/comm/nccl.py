@@ -22,16 +22,23 @@ after what the current stream has been given so far (for `post`: the last use of
 memory of a tensor that has been waited for can be used again by whatever the current stream does
 next, and the host never stops.
 
+Nothing of the first run of a program goes over a lane. A GPU loads a kernel when it is first used,
+and may stand still for that (CUDA Programming Guide, "Lazy Loading", "Potential Hazards"); a kernel
+of NCCL's that receives runs until its tensor has come, which may be made only after what follows
+the kernel to be loaded: a run that posts ahead hung in its first step on an H200. `loading`, gloo
+through host memory, keeps no GPU waiting.
+
 A lane has no tags: tensors are matched by order alone, in slot order within a micro-batch. All
 communicators are made and warmed at the start, by all ranks in one global order: one that is made
 lazily waits for its peer in the middle of a step, which is a deadlock of its own. Sums of gradients
 go through other groups.
 
-Not run on hardware so far: lane order, matching and the calls are tested over gloo.
+What runs here on CPUs, in tests, is the order of lanes, their matching and the calls, over gloo.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -41,7 +48,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopipe.runtime.comm.transport import DONE, Handle, Mailbox, as_bytes, incoming, outgoing
+from autopipe.runtime.comm.transport import (
+    DONE,
+    Handle,
+    Mailbox,
+    Transport,
+    as_bytes,
+    incoming,
+    outgoing,
+)
 from autopipe.runtime.launch.world import TIMEOUT
 from autopipe.schedules.instructions import Channel, Flow
 from autopipe.schedules.transfers import Edge
@@ -100,23 +115,31 @@ def make_lanes(
     Returns:
         The lanes that this rank is an end of.
     """
-    limit, rank = timedelta(seconds=timeout), dist.get_rank()
+    rank = dist.get_rank()
     made: dict[Lane, dist.ProcessGroup] = {}
     for lane in (lane for stages in pipelines for lane in lanes(stages, edges)):
-        options = _options() if backend == "nccl" else None
         ends = sorted((lane.source, lane.target))
-        group = dist.new_group(ends, limit, backend, pg_options=options)
+        group = _group(ends, device, backend, timedelta(seconds=timeout))
         if rank in ends:
             _warm(lane, group, rank, device)
             made[lane] = group
     return made
 
 
-def _options() -> dist.ProcessGroupNCCL.Options:
+def _group(
+    ends: list[int], device: torch.device, backend: str, limit: timedelta
+) -> dist.ProcessGroup:
+    if backend != "nccl":
+        made: dist.ProcessGroup = dist.new_group(ends, limit, backend)
+        return made
     # Of high priority: between two blocks of a computation, not after all of them.
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.config.max_ctas = MAX_CTAS
-    return options
+    with warnings.catch_warnings():
+        # torch says that the options' own limit, which has no public name, gives way to this one.
+        warnings.filterwarnings("ignore", "backend_options._timeout was specified")
+        made = dist.new_group(ends, limit, backend, pg_options=options, device_id=device)
+    return made
 
 
 def _warm(lane: Lane, group: dist.ProcessGroup, rank: int, device: torch.device) -> None:
@@ -170,11 +193,20 @@ class NcclTransport:
         stages: the global rank of each stage of this pipeline.
         rank: this process's own.
         groups: as `make_lanes` makes them; the transport owns them from here on.
+        loading: of the same ranks; the transport owns it too.
+
+    Attributes:
+        loading: carries tensors in place of this one while the GPU may be loading kernels.
     """
 
     def __init__(
-        self, stages: Sequence[int], rank: int, groups: Mapping[Lane, dist.ProcessGroup]
+        self,
+        stages: Sequence[int],
+        rank: int,
+        groups: Mapping[Lane, dist.ProcessGroup],
+        loading: Transport,
     ) -> None:
+        self.loading = loading
         self._stages = tuple(stages)
         self._ends = {lane: _End(group, _other(rank, lane)) for lane, group in groups.items()}
         self._own = Mailbox()
@@ -206,6 +238,7 @@ class NcclTransport:
     def close(self) -> None:
         """As `Transport.close`; the groups of all lanes are closed."""
         self._own.close()
+        self.loading.close()
         while self._ends:
             dist.destroy_process_group(self._ends.popitem()[1].group)
 

@@ -4,17 +4,23 @@
 0B3         gradients.begin(0), and then that   of a backward in halves at W
 0REDUCE     gradients.arm(0)                    stage 0's next backward is its last
 0STEP       gradients.finish()                  all sums are there
+
+A clock marks the moments between instructions. On a GPU, which runs behind the host, a mark is an
+event in the stream that computes: instructions take its seconds, not those of asking for them.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from time import perf_counter
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
+from autopipe.runtime.comm.transport import Transport
 from autopipe.runtime.step.memory_meter import Meter
 from autopipe.runtime.step.stage import StageRun, StepInput
 from autopipe.schedules.instructions import Instruction, Kind, Program
@@ -42,7 +48,53 @@ Results = dict[int, tuple[Tensor, ...]]
 """What the graph returns of each micro-batch, by its number."""
 
 Record = Callable[[Instruction, float, float], None]
-"""Told when each instruction began and ended, in seconds of `perf_counter`."""
+"""Told after a run when each instruction began and ended, in seconds of `perf_counter`."""
+
+
+class Clock(Protocol):
+    """Marks moments of what a device computes."""
+
+    def mark(self) -> Any:
+        """The moment at which all that was asked of the device by now is done."""
+
+    def seconds(self, marks: Sequence[Any]) -> list[float]:
+        """The marks as seconds of `perf_counter`; returns when the last one has come.
+
+        Their differences are exact whenever it is called; what they are, if it is called at once.
+        """
+
+
+class _HostClock:
+    """A CPU has done what it was asked for."""
+
+    def mark(self) -> float:
+        return perf_counter()
+
+    def seconds(self, marks: Sequence[float]) -> list[float]:
+        return list(marks)
+
+
+class _StreamClock:
+    """Marks are events in the current stream of a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def mark(self) -> torch.cuda.Event:
+        mark = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        mark.record(torch.cuda.current_stream(self._device))
+        return mark
+
+    def seconds(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
+        last = marks[-1]
+        last.synchronize()
+        end = perf_counter()
+        return [end - mark.elapsed_time(last) / 1e3 for mark in marks]
+
+
+def clock_of(device: torch.device) -> Clock:
+    """The clock of a rank's device."""
+    return _StreamClock(device) if device.type == "cuda" else _HostClock()
 
 
 class Executor:
@@ -53,9 +105,10 @@ class Executor:
         program: its instructions, as `schedules.transfers.insert` makes them.
         gradients: None for evaluation.
         begin: what a step that begins now computes in.
+        clock: of the rank's device; None: of a CPU.
+        usual: carries tensors from the second run on; None: what the stages have.
 
     Attributes:
-        seconds: of the last run, by stage and kind of instruction.
         first: runs before it in a step of two passes (`step.whole_loss`).
     """
 
@@ -65,19 +118,21 @@ class Executor:
         program: Program,
         gradients: Sum | None,
         begin: Callable[[], Arithmetic] = lambda: FP32,
+        clock: Clock | None = None,
+        usual: Transport | None = None,
     ) -> None:
         self.stages = {run.stage.index: run for run in stages}
         self.program = program
-        self.seconds: Mapping[tuple[int, Kind], float] = {}
         self.watch: Watch | None = None
         self.record: Record | None = None
         self.first: Executor | None = None
         self._gradients = gradients
         self._begin = begin
+        self._clock = clock or _HostClock()
+        self._marks: list[Any] = []
+        self._usual = usual
         # Looked up once: a pipeline of small micro-batches would notice.
-        keys = list(dict.fromkeys((i.stage, i.kind) for i in program))
-        self._calls = [(self._call(i), i, keys.index((i.stage, i.kind))) for i in program]
-        self._keys = keys
+        self._calls = [self._call(i) for i in program]
 
     @property
     def meter(self) -> Meter | None:
@@ -97,22 +152,23 @@ class Executor:
             of no dims, and its count or the model's outputs after it. Empty if this rank has not
             the last stage.
         """
-        watch, record = self.watch, self.record
-        seconds = [0.0] * len(self._keys)
+        watch, mark = self.watch, self._clock.mark
         how = self._begin()
         for run in self.stages.values():
             run.begin(how)
+        marks = [mark()]
         with all_sums_finished():
-            for position, (call, instruction, key) in enumerate(self._calls):
+            for position, call in enumerate(self._calls):
                 if watch is not None:
                     watch(position)
-                began = perf_counter()
                 call(step)
-                ended = perf_counter()
-                seconds[key] += ended - began
-                if record is not None:
-                    record(instruction, began, ended)
-        self.seconds = defaultdict(float, zip(self._keys, seconds, strict=True))
+                marks.append(mark())
+        self._marks = marks
+        for run in self.stages.values():
+            run.transport = self._usual or run.transport
+        if self.record is not None:
+            for instruction, (began, ended) in self._spans():
+                self.record(instruction, began, ended)
         results = [run.results for run in self.stages.values() if run.results]
         return {k: found[k] for found in results for k in sorted(found)}
 
@@ -121,11 +177,19 @@ class Executor:
         for run in self.stages.values():
             run.pool.free.clear()
 
-    def include(self, first: Executor) -> None:
-        """Count the seconds of a pass that has run before this one with its own."""
-        both = {*self.seconds, *first.seconds}
-        summed = {key: self.seconds[key] + first.seconds[key] for key in both}
-        self.seconds = defaultdict(float, summed)
+    @property
+    def seconds(self) -> Mapping[tuple[int, Kind], float]:
+        """Of the last step, by stage and kind of instruction; 0 for what is in no program."""
+        found: dict[tuple[int, Kind], float] = defaultdict(float)
+        for executor in (self, self.first):
+            for instruction, (began, ended) in executor._spans() if executor is not None else ():
+                found[instruction.stage, instruction.kind] += ended - began
+        return found
+
+    def _spans(self) -> Iterator[tuple[Instruction, tuple[float, float]]]:
+        """When each instruction of the last run began and ended."""
+        moments = self._clock.seconds(self._marks) if self._marks else ()
+        return zip(self.program, pairwise(moments), strict=False)
 
     def _call(self, instruction: Instruction) -> Callable[[StepInput], None]:
         kind, stage, sums = instruction.kind, instruction.stage, self._gradients

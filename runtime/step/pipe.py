@@ -56,6 +56,7 @@ class Pipe(Kept):
         seed: of dropout and every other random number of the run.
 
     Attributes:
+        device: where this rank's tensors are.
         meter: counts the bytes of the steps that come, if there is one.
         record: as an `Executor` has it.
         loss_scale: under fp16.
@@ -76,6 +77,7 @@ class Pipe(Kept):
     ) -> None:
         self.plan = rank.part.plan
         self.place = rank.part.place
+        self.device = rank.part.device
         self.stages: tuple[Stage, ...] = rank.part.stages
         self.meter: Meter | None = None
         self.record: Record | None = None
@@ -102,7 +104,7 @@ class Pipe(Kept):
         a training script should not have to know which stages have parameters.
         """
         own = [parameter for _, parameter in self.named_parameters()]
-        yield from own or [nn.Parameter(torch.empty(0, device=self._rank.part.device))]
+        yield from own or [nn.Parameter(torch.empty(0, device=self.device))]
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's buffers under the model's own names."""
@@ -230,7 +232,6 @@ class Pipe(Kept):
                 numbers = self.seed, self.steps
                 scored = loss.score(parts, [*results.values()], numbers, scale, meter)
             self._run(executor, replace(parts, seeds=scored.seeds), 1.0)
-        executor.include(first)
         found = {0: scored.results} if results else {}
         return mean_loss(found, EVEN, loss.whole.counted, self.plan.mesh.tp, self._world)[0]
 
@@ -302,7 +303,7 @@ class Pipe(Kept):
         owned = self._gradients.owned_gradients().items()
         lies, first = self._own.sharding.states, self.place.tp == 0
         counted = [g for name, g in owned if first or lies.get(name, I) != I]
-        norm = total_norm(counted, self._world, self._rank.part.device)
+        norm = total_norm(counted, self._world, self.device)
         multiply(self.parameters(), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
 
@@ -339,11 +340,11 @@ class Pipe(Kept):
         self, executor: Executor, parts: Microbatches, seed: float, weights: LossWeights = EVEN
     ) -> Results:
         """The results of each micro-batch, if this rank has the last stage."""
-        device = self._rank.part.device
         executor.meter = self.meter
         executor.record = self.record
         stream = (self.seed, self.steps, self.place.dp * parts.count)
-        step = StepInput(lambda stage, k: parts.inputs(stage, k, device), seed, stream, weights)
+        inputs = partial(parts.inputs, device=self.device)
+        step = StepInput(inputs, seed, stream, weights)
         results = executor.run(step)
         self._watchdog.between()
         return results

@@ -28,13 +28,14 @@ from autopipe.joint.wanted import wanted
 from autopipe.planfile.again import by_op, offloaded
 from autopipe.planfile.programs import sends_ahead
 from autopipe.runtime.comm.host_copies import HostCopies
+from autopipe.runtime.comm.nccl import NcclTransport
 from autopipe.runtime.comm.transport import Transport
 from autopipe.runtime.parameters.hold import HeldParameters
 from autopipe.runtime.parameters.part import RankPart
 from autopipe.runtime.step.compile import Compiler, compile_stage
 from autopipe.runtime.step.emitted_files import Emitted
 from autopipe.runtime.step.engine import AutogradEngine, Engine, GatheredEngine, JointEngine
-from autopipe.runtime.step.executor import Executor
+from autopipe.runtime.step.executor import Executor, clock_of
 from autopipe.runtime.step.stage import Pool, StageRun
 from autopipe.schedules.generators import forward_only
 from autopipe.schedules.instructions import Program, Programs, splits
@@ -277,16 +278,18 @@ def _engine(rank: Rank, task: _Task, lowered: Lowered) -> Engine:
 def _executor(rank: Rank, prepared: Prepared, *, trains: bool) -> Executor:
     """What runs the rank's program over its prepared stages."""
     device, states = rank.part.device, rank.held.states
-    pool = Pool(device)
+    pool, transport = Pool(device), rank.transport
+    begins = transport.loading if isinstance(transport, NcclTransport) else transport
     runs, low = [], list[str]()
     for lowered, engine in zip(prepared.lowered, prepared.engines, strict=True):
         stage = lowered.stage
         owned = [states[name] for name in stage.states]
-        runs.append(StageRun(stage, prepared.boundaries, engine, rank.transport, owned, pool))
+        runs.append(StageRun(stage, prepared.boundaries, engine, begins, owned, pool))
         low += lowered.low if not rank.held.gathered else ()
     parameters = [states[name] for name in dict.fromkeys(low)]
     begin = partial(arithmetic, rank.part.plan.precision, device, parameters)
-    made = Executor(runs, prepared.program, rank.held.gradients if trains else None, begin)
+    sums, clock = rank.held.gradients if trains else None, clock_of(device)
+    made = Executor(runs, prepared.program, sums, begin, clock, rank.transport)
     if prepared.first is not None:
-        made.first = Executor(runs, prepared.first, None, begin)
+        made.first = Executor(runs, prepared.first, None, begin, clock)
     return made

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from autopipe.runtime.comm.choose import TRANSPORTS, VARIABLE, transport_for
+from autopipe.runtime.comm.gloo import GlooTransport, make_groups
 from autopipe.runtime.comm.nccl import NcclTransport, make_lanes
 from autopipe.runtime.comm.transport import Handle, Transport
 from autopipe.runtime.launch.world import start, world_from
@@ -354,7 +355,8 @@ def main(transport: str, folder: Path) -> None:
             made = transport_for(cpu, [STAGES], EDGES, timeout=30)
         else:  # one-way lanes as on NCCL, with gloo underneath
             groups = make_lanes([STAGES], EDGES, cpu, backend="gloo", timeout=30)
-            made = NcclTransport(STAGES, world.rank, groups)
+            loading = GlooTransport(STAGES, world.rank, make_groups([STAGES], timeout=30))
+            made = NcclTransport(STAGES, world.rank, groups, loading)
         for story in STORIES if transport in TRANSPORTS else IN_ORDER:
             result = folder / f"{story.__name__}.{world.rank}"
             try:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from autopipe.runtime.comm.nccl import Lane, NcclTransport, few_queues, lanes
+from autopipe.runtime.comm.threads import local_network
 from autopipe.runtime.launch.world import World, start
 from autopipe.schedules.instructions import Channel
 from autopipe.schedules.transfers import Edge
@@ -81,7 +82,8 @@ def test_slots_are_taken_in_order() -> None:
     empty = torch.empty(0)
     world = World(0, 1, 0, 1, 0, "127.0.0.1", 0)
     with start(world, timeout=30):
-        transport = NcclTransport([0, 1], 0, {Lane(0, 1, on(0, 1)): dist.group.WORLD})
+        groups = {Lane(0, 1, on(0, 1)): dist.group.WORLD}
+        transport = NcclTransport([0, 1], 0, groups, local_network([0, 1])[0])
         for channel, slot in ((on(0, 1), 0), (on(0, 1), 1), (on(0, 1), 0)):
             transport.send(empty, channel, slot).wait()
         for channel, slot in ((on(0, 1), 2),):

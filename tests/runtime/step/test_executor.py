@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from autopipe.runtime.comm.threads import local_network
 from autopipe.runtime.step.executor import Executor
 from autopipe.schedules.instructions import Instruction, Kind
 from tests.support import inprocess
@@ -58,10 +59,28 @@ def test_reductions_begin_before_the_last_backward_and_end_with_the_step() -> No
     programs = split.programs("1f1b", 3)
     made, _ = ready(split, programs)
     made[0] = Executor(list(made[0].stages.values()), programs[0], Told())
-    made[0].record = lambda instruction, *_: told.append(str(instruction))
+    made[0].watch = lambda position: told.append(str(programs[0][position]))
     step(made, split, ZOO["gpt"].inputs(3 * ROWS), 1 / 3)
     shown = [word for word in told if word in ("0B1", "0B2", "arm 0", "finish")]
     assert shown == ["0B1", "arm 0", "0B2", "finish"]
+
+
+def test_the_first_run_may_go_over_another_transport() -> None:
+    """As on GPUs, which load kernels in it: NCCL's must not be waiting there meanwhile."""
+    split = cut("gpt", 2)
+    programs = split.programs("1f1b", 2)
+    made, _ = ready(split, programs)
+    usual = local_network([0, 1])
+    first = [executor.stages[rank].transport for rank, executor in enumerate(made)]
+    for rank, executor in enumerate(made):
+        runs = [executor.stages[rank]]
+        made[rank] = Executor(runs, programs[rank], inprocess.Unsummed(), usual=usual[rank])
+    used, losses = [], []
+    for _ in range(3):
+        used.append([executor.stages[rank].transport for rank, executor in enumerate(made)])
+        losses.append(step(made, split, ZOO["gpt"].inputs(2 * ROWS), 1 / 2))
+    assert used == [first, usual, usual]
+    assert losses[0] == losses[1] == losses[2]
 
 
 def test_an_error_in_one_stage_ends_all() -> None:
