@@ -166,6 +166,11 @@ class Cluster:
         return tuple(group.device for node in self.nodes for group in node.groups)
 
     @property
+    def has_gpus(self) -> bool:
+        """Whether some device is one: all that is no CPU."""
+        return any(device.kind != "cpu" for device in self.devices)
+
+    @property
     def row(self) -> list[Device]:
         """The device of each rank."""
         return [

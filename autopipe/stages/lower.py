@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopipe.ir.blocks import Block, next_call
-from autopipe.ir.dataflow import is_random, rewritten_reads
+from autopipe.ir.dataflow import analyse, is_random, rewritten_reads
 from autopipe.ir.graph import (
     READ_OP,
     REGION_OP,
@@ -44,6 +44,7 @@ from autopipe.ir.partition import Stage
 from autopipe.ir.torch_private import in_graph_module
 from autopipe.planfile.parts import Read
 from autopipe.planfile.placements import Placement
+from autopipe.rewriting.gpu_kernels import kernel_of
 from autopipe.stages.node_calls import (
     NODE_NAME,
     check_read,
@@ -268,7 +269,7 @@ class _Emitter:
         if node.op == READ_OP and self.reads is not None:
             read = self.reads[args[1]]
             return into.call_function(check_read, (args[0], read.kind, read.value, read.place))
-        op, auto = resolve(node.op), node.autocast
+        op, auto = self._op(node), node.autocast
         around = () if auto is None else (auto.device_type, auto.dtype, auto.enabled)
         given: tuple[Any, ...] = (op, *args)
         if self.reads is None and node.op in KERNELS:  # on fake tensors, which draw nothing
@@ -281,7 +282,18 @@ class _Emitter:
         if node.name in self.again:
             call = given[0] if given[0] is op else given[0].__name__
             given = (repeated, call, *given[1:])
-        return into.call_function(given[0], given[1:], kwargs)
+        return into.call_function(kernel_of(given[0]), given[1:], kwargs)
+
+    def _op(self, node: Node) -> Any:
+        """The op of a node; a view becomes a reshape, unless its memory is written in place.
+
+        Kernels of a GPU give other strides than those of the CPU that the model was traced for,
+        such as attention's, and then what was a view there has to copy.
+        """
+        op, flow = resolve(node.op), analyse(self.graph)
+        if op is torch.ops.aten.view.default and flow.root[Ref(node.name)] not in flow.writers:
+            return torch.ops.aten.reshape.default
+        return op
 
 
 def _identifier(text: str) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from autopipe.ir.opaque_ops import run as run_opaque
 from autopipe.planfile.parts import Read
+from autopipe.rewriting.gpu_kernels import kernel_of
 from autopipe.stages import gathering
 from autopipe.stages.op_tape import ASKED, marking
 from autopipe.stages.rng import draw
@@ -41,7 +42,7 @@ def under_autocast(
 ) -> Any:
     """An op under the autocast that the model itself had around it."""
     with torch.autocast(device_type, dtype=dtype, enabled=enabled):
-        return op(*args, **kwargs)
+        return kernel_of(op)(*args, **kwargs)
 
 
 def draw_under_autocast(
@@ -72,7 +73,7 @@ def repeated(call: Any, *args: Any, **kwargs: Any) -> Any:
         call: an op; or, as code has no word for a function of ours, its name.
     """
     with marking(ASKED, True):
-        return _OURS.get(call, call)(*args, **kwargs)
+        return kernel_of(_OURS.get(call, call))(*args, **kwargs)
 
 
 _OURS = {call.__name__: call for call in (draw, draw_under_autocast, under_autocast)}

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from autopipe.rewriting.gpu_kernels import kernel_of
 from autopipe.stages import op_tape
 from autopipe.util.seeding import seed
 
@@ -66,7 +67,7 @@ def draw(op: Callable[..., Any], node: str, *args: Any, **kwargs: Any) -> Any:
     key = current()
     if op_tape.running() is not None or key is None:
         with op_tape.marking(DRAWN, node):
-            return op(*args, **kwargs)
+            return kernel_of(op)(*args, **kwargs)
     number = seed(*key, node)
     with _generators:
         own = _drawn_from()

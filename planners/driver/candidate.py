@@ -10,7 +10,8 @@ other meshes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -34,6 +35,7 @@ from autopipe.planners.model.problem import EAGER, Config, Constraints, Problem
 from autopipe.planners.search.best import Answer
 from autopipe.planners.search.bound import bounds
 from autopipe.planners.search.registry import PLANNERS
+from autopipe.rewriting.gpu_kernels import for_gpus
 from autopipe.stages.gathering import check_written
 from autopipe.util.progress import phase
 from autopipe.util.stopwatch import Stopwatch
@@ -70,6 +72,12 @@ class Candidate:
         """Ranks of a tensor-parallel group."""
         return self.degree.tp
 
+    @contextmanager
+    def on_first_rank(self) -> Iterator[None]:
+        """Within, stages are run, without memory, as by its first tensor-parallel rank."""
+        with as_first(self.tp), for_gpus(self.job.cluster.has_gpus):
+            yield
+
     @property
     def compiled(self) -> bool:
         """Whether stages run compiled."""
@@ -92,7 +100,7 @@ class Candidate:
         """
         if self._counted is None:
             name = f"counting bytes, {self.tp} tensor-parallel"
-            with self.watch("costs"), phase(name), as_first(self.tp):
+            with self.watch("costs"), phase(name), self.on_first_rank():
                 self._counted = self.costing.profiled(check=check)
         return self._counted
 

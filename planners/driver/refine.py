@@ -21,7 +21,6 @@ from autopipe.errors import InfeasibleError
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import Alternative
 from autopipe.planners.costs.plan_memory import Overflow
-from autopipe.planners.costs.tp_degrees import as_first
 from autopipe.planners.driver.candidate import Candidate
 from autopipe.planners.driver.write_plan import write_plan
 from autopipe.planners.model.estimate import PipelineDegrees, Scored, estimate
@@ -56,7 +55,7 @@ def plan_that_fits(
     problem = candidate.counted().problem
     while True:
         try:
-            with candidate.watch("rehearsed"), as_first(candidate.tp):
+            with candidate.watch("rehearsed"), candidate.on_first_rank():
                 return write_plan(candidate, answer)
         except Overflow as overflow:
             # So much less that this very answer is none: else it would come again, byte by byte.
@@ -82,7 +81,7 @@ def recomputing_less(plan: Plan, answer: Answer, candidate: Candidate) -> Plan:
     decision = filled(problem, answer.decision)
     if decision == answer.decision:
         return plan
-    with suppress(Overflow), candidate.watch("rehearsed"), as_first(candidate.tp):
+    with suppress(Overflow), candidate.watch("rehearsed"), candidate.on_first_rank():
         scored = estimate(problem, decision)
         bound = min(answer.bound_seconds, scored.step_seconds)
         less = replace(answer, decision=decision, estimate=scored, bound_seconds=bound)

@@ -64,7 +64,7 @@ MOST_ALTERNATIVES = 8
 def write_plan(candidate: Candidate, answer: Answer) -> Plan:
     """The plan that an answer to a candidate's problem makes.
 
-    Runs as the candidate's first tensor-parallel rank (`tp_degrees.as_first`).
+    Runs as the candidate's first tensor-parallel rank (`Candidate.on_first_rank`).
 
     Raises:
         Overflow: a rank's programs hold more than its device may.

@@ -20,6 +20,7 @@ from autopipe.ir.graph import bytes_at
 from autopipe.planners.costs.plan_memory import dry_run
 from autopipe.planners.costs.tp_degrees import as_first
 from autopipe.planners.formulas.lengths import PlannedStages
+from autopipe.rewriting.gpu_kernels import for_gpus
 from autopipe.scaling.expressions import ROWS, TOKENS, Expression, product, total
 from autopipe.stages.step_programs import sizes
 from autopipe.util.progress import phase
@@ -65,7 +66,8 @@ def stage_bytes(found: PlannedStages) -> list[StageSizes]:
     rows = found.plan.batch.microbatch_rows(found.plan.mesh.dp)
     tokens = found.traced.tokens if found.traced.symbolic else 0
     run = cache(lambda rows, tokens: _dry_run(found, rows, tokens))
-    with phase("bytes at other sizes"), as_first(found.plan.mesh.tp):
+    gpus = found.plan.cluster.has_gpus
+    with phase("bytes at other sizes"), as_first(found.plan.mesh.tp), for_gpus(gpus):
         lengths = (tokens, tokens // 2) if tokens else (0,)
         try:  # what most models keep is a straight line in the tokens, too
             return _fitted(found, run, (rows, 2 * rows), lengths)

@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "planners.driver": "util cluster schedules planfile report ir frontend eager tracing sharding "
     "rewriting stages joint planners.model planners.search planners.costs runtime.probe",
     "planners.formulas": "util cluster schedules planfile scaling ir frontend tracing sharding "
-    "stages joint planners.model planners.search planners.costs planners.driver",
+    "rewriting stages joint planners.model planners.search planners.costs planners.driver",
     "checking": "util cluster schedules planfile ir frontend eager opaque tracing sharding "
     "rewriting stages planners.driver runtime.launch runtime.parameters runtime.step runtime",
     "terminal": "util planfile frontend runtime.launch",

@@ -1,0 +1,107 @@
+"""What a GPU computes by other kernels than a CPU, so that it keeps other bytes for backward.
+
+    dropout      CPU    x * noise             keeps the noise, in the dtype of x
+                 GPU    one kernel            keeps a mask, a byte an element
+    attention    CPU    written out, where    keeps scores and weights [heads, s, t] in fp32
+                        it has dropout, a
+                        mask with a gradient,
+                        or values of another
+                        width than its keys
+                 GPU    flash or memory-      keeps its result and a number a row
+                        efficient attention
+
+A plan for GPUs is made where there may be none, on fake tensors of a CPU. Within `for_gpus` stages
+call what a GPU would: ops of torch's CUDA backend, whose results and saved tensors are known, as
+to their looks, everywhere.
+
+Sources: ATen's Dropout.cpp (`is_fused_kernel_acceptable`), and sdp_utils.cpp of its CUDA backend
+for what each kernel of attention takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_aten = torch.ops.aten
+_DROPOUT, _ATTENTION = _aten.dropout.default, _aten.scaled_dot_product_attention.default
+_WIDEST = 256
+"""The most columns of a head that flash attention takes."""
+
+_for_gpus: ContextVar[bool] = ContextVar("for_gpus", default=False)
+
+
+@contextmanager
+def for_gpus(wanted: bool) -> Iterator[None]:
+    """Within, rehearsals are of GPUs, if `wanted`."""
+    token = _for_gpus.set(wanted)
+    try:
+        yield
+    finally:
+        _for_gpus.reset(token)
+
+
+def kernel_of(op: Any) -> Any:
+    """What computes an op in a rehearsal: itself, or what a GPU has in its place."""
+    return _KERNELS.get(op, op) if _for_gpus.get() else op
+
+
+def gpu_dropout(x: Tensor, p: float, train: bool) -> Tensor:
+    """As aten.dropout."""
+    if not train or not 0 < p < 1:
+        return _as_tensor(_DROPOUT(x, p, train))
+    return _as_tensor(_aten.native_dropout.default(x, p, train)[0])
+
+
+def gpu_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """As aten.scaled_dot_product_attention: query [b, h, s, d], key [b, h, t, d], value [.., e].
+
+    What a GPU has no fused kernel for is written out there too.
+    """
+    width, learns = query.shape[-1], attn_mask is not None and attn_mask.requires_grad
+    alike = width == value.shape[-1]
+    if query.ndim == 4 and (dropout_p or learns or not alike):
+        if attn_mask is None and alike and query.dtype.itemsize == 2 and width <= _WIDEST:
+            flash = _aten._scaled_dot_product_flash_attention.default
+            return _as_tensor(flash(query, key, value, dropout_p, is_causal, scale=scale)[0])
+        aligned = all(size * query.dtype.itemsize % 16 == 0 for size in (width, value.shape[-1]))
+        if aligned and not enable_gqa:
+            efficient = _aten._scaled_dot_product_efficient_attention.default
+            bias = None if attn_mask is None else _bias(attn_mask, query, key)
+            made = efficient(query, key, value, bias, True, dropout_p, is_causal, scale=scale)
+            return _as_tensor(made[0])
+    given = query, key, value, attn_mask, dropout_p, is_causal
+    return _as_tensor(_ATTENTION(*given, scale=scale, enable_gqa=enable_gqa))
+
+
+def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """What is added to the scores [b, h, s, t]; a mask of bools becomes a tensor of its own."""
+    if mask.dtype == torch.bool:
+        mask = mask.to(query.dtype)
+    return mask.expand(*query.shape[:-1], key.shape[-2])
+
+
+def _as_tensor(made: Any) -> Tensor:
+    assert isinstance(made, Tensor)
+    return made
+
+
+_KERNELS: Mapping[Any, Callable[..., Tensor]] = {
+    _DROPOUT: gpu_dropout,
+    _ATTENTION: gpu_attention,
+}
