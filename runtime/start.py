@@ -143,6 +143,8 @@ def join(plan: Plan) -> JoinedRank:
     device = _device(place)
     if device.type == "cpu":
         allocator.keep()
+    else:  # not on the CPU: a process that has set a GPU holds memory on it
+        torch.cuda.set_device(device)
     alone = len(plan.mesh.places) == 1
     world = None if alone else dist.group.WORLD
     check_same_plan(plan, world)

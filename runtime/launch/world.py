@@ -189,7 +189,7 @@ def start(world: World, timeout: float = TIMEOUT, *, rank: int | None = None) ->
         rank: this process's rank in the group, where the plan gives it another one.
 
     At its end rank 0 waits for the other ranks: their store lives in its process. Every rank has to
-    come in within `timeout` seconds. The processes of a node share out its cores and its GPUs.
+    come in within `timeout` seconds. The processes of a node share out its cores.
 
     Raises:
         LaunchError: rank 0's host has no address, or gloo would announce one of this host that the
@@ -202,8 +202,6 @@ def start(world: World, timeout: float = TIMEOUT, *, rank: int | None = None) ->
         resolve(world.master_addr)  # torch would look for it until the timeout
     device = interface(world, os.environ)
     torch.set_num_threads(max(1, cores() // world.local_size))
-    if torch.cuda.is_available():
-        torch.cuda.set_device(world.local_rank % torch.cuda.device_count())
     limit = timedelta(seconds=timeout)
     # As torch's own rendezvous does: torchrun says so if its agent listens there in rank 0's stead.
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from autopipe.planfile import programs
 from autopipe.runtime import start
@@ -34,6 +36,21 @@ def test_each_fact_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = piped("gpt", plan)
     pipe.step(ZOO["gpt"].inputs(4))
     assert calls == {"compute": 1, "read_back": 1, "holders": 1}
+
+
+@pytest.mark.parametrize(("bound", "used"), [("cpu", []), ("cuda:2", [2])])
+def test_only_a_rank_on_a_gpu_uses_one(
+    bound: str, used: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan for the processor leaves the GPUs of its machine alone."""
+    found: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: found.append(device.index))
+    plan = planned("gpt", 1, 1, 2)
+    place = replace(plan.mesh.places[0], device=bound, local=2)
+    joined = start.join(replace(plan, mesh=replace(plan.mesh, places=(place,))))
+    assert (found, joined.device) == (used, torch.device(bound))
 
 
 def test_a_checked_plan_says_where_stages_stand() -> None:
