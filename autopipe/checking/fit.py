@@ -157,7 +157,8 @@ def usual_degrees(
 
     Args:
         asked: of pp, tp, dp and micro_batches those that were asked for.
-        cluster: "local:N", whose processes a pipeline takes that nobody has given a degree.
+        cluster: "local:N" or "cpu:N", whose processes a pipeline takes that nobody has given a
+            degree.
         rows: of the batch; None: two for each micro-batch.
         words: other constraints; a pipeline of several stages on a rank says so here.
 

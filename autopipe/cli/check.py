@@ -152,7 +152,7 @@ def _of_model(
         sizes, words = {"pp": sum(taken), **sizes}, {**words, "turns": taken}
     file = model_file.load(source)
     rows = batch or file.batch_size
-    if cluster is None or cluster.startswith("local:"):
+    if cluster is None or cluster.startswith(("local:", "cpu:")):
         return check_model(source, usual_degrees(sizes, cluster, rows, words), words, say)
     more: dict[str, Any] = {**sizes, **words}
     made = make_plan(

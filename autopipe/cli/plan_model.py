@@ -123,7 +123,11 @@ def plan(
     ] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Rows of the whole batch.")] = None,
     cluster: Annotated[
-        str | None, typer.Option(help="local:4, 2x8xA100-80GB, or a file; this machine.")
+        str | None,
+        typer.Option(
+            help="local:4, cpu:4 (processes on this machine's processor), 2x8xA100-80GB, or a "
+            "file. Default: this machine."
+        ),
     ] = None,
     sequence: Annotated[
         bool,

@@ -21,6 +21,9 @@ def probe(
         Path | None,
         typer.Option("-o", "--output", help="Write a cluster file, for `plan --cluster FILE`."),
     ] = None,
+    cpu: Annotated[
+        bool, typer.Option("--cpu", help="Measure the processor, whether or not there are GPUs.")
+    ] = False,
     again: Annotated[bool, typer.Option(help="Measure even if there is a record.")] = False,
     json: Json = False,
 ) -> None:
@@ -28,10 +31,11 @@ def probe(
 
     What is printed is JSON without --output in any case; with both, it is printed as well.
     """
-    from autopipe.runtime.probe.probe import local_cluster, local_processes
+    from autopipe.runtime.probe.probe import local_cluster, this_machine
     from autopipe.util import codec
 
-    found = local_cluster(processes or local_processes(), console.say, again=again, estimate=False)
+    here = this_machine(processes, cpu=cpu)
+    found = local_cluster(here, console.say, again=again, estimate=False)
     if output is not None:
         codec.save(found, output)
     if output is None or json:

@@ -5,7 +5,7 @@
     A100-80GB                        1 device                node 0 [ 0  1  2 .. 7 ]  within
     2xA100-80GB+4xA100-40GB          a node of each                    |  between
     4x1x2xA100-80GB@30ms,1Gbit/s     4 sites, far apart      node 1 [ 8  9 10 .. 15]
-    local:4                          4 processes here                  :  across
+    local:4, cpu:4                   4 processes here                  :  across
     cluster.json                     anything else           node 2 [16 17 18 .. 23]  another site
 
 Rates are those that programs reach, not those that datasheets promise; `Device.source` says which

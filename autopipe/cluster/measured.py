@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from autopipe.cluster.cluster import Cluster, Device, Group, Kernel, Link, NodeGroup, Pace, check
 from autopipe.cluster.collective_time import Level, all_gather, all_reduce
+from autopipe.cluster.spec import LocalSpec
 from autopipe.errors import AutopipeError
 
 DTYPES = ("fp32", "bf16", "fp16", "fp64")
@@ -131,19 +132,19 @@ def checked(record: Record) -> Record:
                 f"record.figures.{name}: expected {_LENGTHS.get(name, 'no such figure')} values, "
                 f"found {len(found.values)}"
             )
-    check(cluster_of({**_ANY, **record.figures}, 2, _LENGTHS, "cpu", 1, ""))
+    check(cluster_of({**_ANY, **record.figures}, LocalSpec(2), _LENGTHS, "cpu", 1, ""))
     return record
 
 
 def cluster_of(
     found: Mapping[str, Found],
-    processes: int,
+    local: LocalSpec,
     names: Iterable[str],
     kind: str,
     memory: int,
     source: str,
 ) -> Cluster:
-    """So many processes on this machine as a cluster, with the figures `names` of those found.
+    """Processes on this machine as a cluster, with the figures `names` of those found.
 
     Args:
         found: has values of fp32, memory and launch, and of several processes messages. Another
@@ -166,8 +167,8 @@ def cluster_of(
         kernels={name: _kernel(found[name].values) for name in names if name in KERNELS},
         rough=_reasons({name: found[name].rough for name in asked if found[name].rough}),
     )
-    link = _link(found, processes, device)
-    return Cluster(f"local:{processes}", (NodeGroup(1, (Group(processes, device),)),), link, link)
+    link = _link(found, local.processes, device)
+    return Cluster(local.name, (NodeGroup(1, (Group(local.processes, device),)),), link, link)
 
 
 def _reasons(rough: Mapping[str, str]) -> tuple[str, ...]:

@@ -3,6 +3,8 @@
 [[[sites x] nodes x] devices x] kind  [+ more nodes]  [@ latency, rate]
 
 A100-80GB    2x8xA100-80GB    2xA100-80GB+4xA100-40GB    4x1x2xA100-80GB@30ms,1Gbit/s
+
+Of this machine it only says how many processes: local:4, or cpu:4 for its processor.
 """
 
 from __future__ import annotations
@@ -20,14 +22,20 @@ from autopipe.util import codec
 
 @dataclass(frozen=True)
 class LocalSpec:
-    """`processes` processes on this machine; a probe turns it into a `Cluster`."""
+    """`processes` processes on this machine; a probe turns it into a `Cluster`.
+
+    Args:
+        cpu: on its processor, whether or not it has GPUs; else a process has a GPU where there are
+            any.
+    """
 
     processes: int
+    cpu: bool = False
 
     @property
     def name(self) -> str:
         """The cluster's."""
-        return f"local:{self.processes}"
+        return f"{'cpu' if self.cpu else 'local'}:{self.processes}"
 
     @property
     def num_devices(self) -> int:
@@ -44,8 +52,9 @@ def parse(spec: str) -> Cluster | LocalSpec:
     """
     if spec.endswith(".json"):
         return _from_file(Path(spec))
-    if spec.startswith("local:"):
-        return LocalSpec(_count(spec, spec.removeprefix("local:"), "processes"))
+    where, colon, processes = spec.partition(":")
+    if colon and where in ("local", "cpu"):
+        return LocalSpec(_count(spec, processes, "processes"), cpu=where == "cpu")
     described, _, far = spec.partition("@")
     nodes: list[NodeGroup] = []
     sheets: list[datasheets.Datasheet] = []
@@ -129,8 +138,8 @@ def _far(spec: str, text: str) -> Link:
 
 _FORMS = (
     "2x8xA100-80GB (nodes x devices x kind), 8xH100-80GB, 2xA100-80GB+4xA100-40GB (a node of "
-    "each), 4x1x2xA100-80GB@30ms,1Gbit/s (sites), local:4 (processes on this machine) or a .json "
-    "file"
+    "each), 4x1x2xA100-80GB@30ms,1Gbit/s (sites), local:4 (processes on this machine), cpu:4 (on "
+    "its processor) or a .json file"
 )
 
 
@@ -156,10 +165,12 @@ def _known_kind(spec: str, term: str, asked: str) -> str:
 
 def _meant(term: str) -> str | None:
     """What a term was probably to say, as a question with the right form; None: nobody knows."""
-    here = re.fullmatch(r"(?:(\d+)\s*[x*]?\s*)?(?:local|cuda|gpu|cpu)[a-z]*\W*(\d*)", term, re.I)
+    here = re.fullmatch(r"(?:(\d+)\s*[x*]?\s*)?(local|cuda|gpu|cpu)[a-z]*\W*(\d*)", term, re.I)
     number = re.fullmatch(r"\d{1,2}", term)
     if here is not None or number is not None:
-        count = term if here is None else here[2] or here[1] or "N"
+        count = term if here is None else here[3] or here[1] or "N"
+        if here is not None and here[2].lower() == "cpu":
+            return f"did you mean cpu:{count} ({count} processes on this machine's processor)?"
         every = "; without --cluster it is all of them" if count == "N" else ""
         return f"did you mean local:{count} ({count} of this machine's devices{every})?"
     found = re.fullmatch(r"((?:\d+\s*[x*]\s*){1,3})?(?!\d+x)([\w-]+?)(?::(\d+))?", term)

@@ -26,7 +26,7 @@ from autopipe.planfile.programs import micro_batches as count_micro_batches
 from autopipe.planners.model.problem import WRITTEN
 from autopipe.planners.search.registry import PLANNERS
 from autopipe.report import schedule_page
-from autopipe.runtime.probe.probe import local_cluster, local_processes
+from autopipe.runtime.probe.probe import local_cluster, this_machine
 from autopipe.schedules.instructions import Programs, holders
 from autopipe.schedules.registry import SCHEDULES
 from autopipe.stages.precision import PRECISIONS
@@ -203,11 +203,12 @@ def cluster_meant(
         asked = 1
         for degree in degrees:
             asked *= degree or 1
-        found: Cluster | LocalSpec = LocalSpec(asked if any(degrees) else local_processes())
+        found: Cluster | LocalSpec = this_machine(asked if any(degrees) else None)
     else:
         found = parse(str(cluster))
     if isinstance(found, LocalSpec):
-        say(f"cluster: local:{found.processes}, this machine")
+        whose = "'s processor" if found.cpu else ""
+        say(f"cluster: {found.name}, this machine{whose}")
     return found
 
 
@@ -217,7 +218,7 @@ def measured(found: Cluster | LocalSpec, need: Need, say: Say) -> Cluster:
     Raises:
         AutopipeError: as `probe.local_cluster`.
     """
-    return found if isinstance(found, Cluster) else local_cluster(found.processes, say, need=need)
+    return found if isinstance(found, Cluster) else local_cluster(found, say, need=need)
 
 
 def example_of(inputs: Any) -> tuple[Any, list[InputSpec]]:

@@ -117,7 +117,7 @@ def plan(
             has an op that cannot be compiled.
         fuse_attention: whether attentions that the model writes out become one op each, which
             computes the same to rounding (`rewriting.fused_attention`). None: in compiled stages.
-        cluster: "local:4", "2x8xA100-80GB", a file, a `Cluster`; default: this machine.
+        cluster: "local:4", "cpu:4", "2x8xA100-80GB", a file, a `Cluster`; default: this machine.
         batch_size: rows of the whole batch; default: the example's, or 8 a device.
         pp, dp, tp, micro_batches: constraints; None leaves them to the planner.
         micro_batch_size: rows of a micro-batch, in place of their number.

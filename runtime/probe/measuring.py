@@ -143,7 +143,7 @@ LATER = 1.0
 
 
 def _take_part(rank: int, request: Request) -> None:
-    cuda = torch.cuda.is_available()
+    cuda = torch.cuda.is_available()  # `workers` hides GPUs where the processor is measured
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)

@@ -36,10 +36,12 @@ from autopipe.cluster.measured import (
     cluster_of,
     figures,
 )
+from autopipe.cluster.spec import LocalSpec
 from autopipe.errors import AutopipeError, LaunchError
 from autopipe.runtime.probe import chains, microbench
 from autopipe.runtime.probe.workers import cores, measure
 from autopipe.util import codec
+from autopipe.util.numbers import count
 from autopipe.util.progress import Say
 
 METHOD = "4"
@@ -56,24 +58,30 @@ SETTINGS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_
 """Variables by which a user decides how fast torch computes."""
 
 
-def local_processes() -> int:
-    """How many processes this machine is for: one a GPU, or 2 without."""
-    return torch.cuda.device_count() or 2
+def this_machine(processes: int | None = None, *, cpu: bool = False) -> LocalSpec:
+    """So many processes here; None: as many as it is for, one a GPU, or 2 on its processor.
+
+    Args:
+        cpu: on its processor, whether or not it has GPUs.
+    """
+    gpus = 0 if cpu else torch.cuda.device_count()
+    return LocalSpec(processes or gpus or 2, cpu)
 
 
 def local_cluster(
-    processes: int,
+    local: LocalSpec,
     say: Say | None = None,
     *,
     need: Need = EVERYTHING,
     again: bool = False,
     estimate: bool = True,
 ) -> Cluster:
-    """This machine as a cluster of `processes` devices; measured as far as it was not before.
+    """This machine as a cluster of a device a process; measured as far as it was not before.
 
-    On a machine with GPUs there is one process a GPU. Without, each process has an equal part of
-    the cores and is said to have an equal part of the installed memory, whatever else may be
-    using it. A single process has no link: its own memory stands for it.
+    On a machine with GPUs there is one process a GPU. Without, or where the processor is asked for,
+    each process has an equal part of the cores and is said to have an equal part of the installed
+    memory, whatever else may be using it. A single process has no link: its own memory stands for
+    it.
 
     What was measured is kept in `$XDG_CACHE_HOME/autopipe` or `~/.cache/autopipe`. What cannot be
     measured is estimated, and `Device.rough` says so.
@@ -88,15 +96,15 @@ def local_cluster(
         LaunchError: nothing could be measured, and no estimate will do.
     """
     say = say or _silent
-    key = _key(processes)
+    key = _key(local)
     path = _cache_path(key)
     record = _read(path, key)
-    names = _names(need, processes)
+    names = _names(need, local)
     known = {} if again else {n: record.figures[n] for n in names if n in record.figures}
     if len(known) == len(names):
         say(f"rates of this machine: measured before, read from {path}")
     else:
-        found = _missing(known, names, processes, say)
+        found = _missing(known, names, local, say)
         whole = {name: one for name, one in found.items() if one.values}
         if not (whole or known or estimate):
             raise LaunchError(
@@ -108,7 +116,7 @@ def local_cluster(
             record = replace(record, figures={**record.figures, **whole}, day=today)
             _keep(record, path, say)
         known |= found
-    cluster = _cluster(known, names, processes, record.day)
+    cluster = _cluster(known, names, local, record.day)
     if cluster.devices[0].rough:
         say(f"rough, and so are predictions: {'; '.join(cluster.devices[0].rough)}")
     return cluster
@@ -120,54 +128,62 @@ def probe(processes: int, say: Say | None = None) -> tuple[Device, Link]:
     Raises:
         AutopipeError: less than one process, or more than there are GPUs.
     """
-    names = _names(EVERYTHING, processes)
-    found = _missing({}, names, processes, say or _silent)
-    cluster = _cluster(found, names, processes, date.today().isoformat())
+    local = LocalSpec(processes)
+    names = _names(EVERYTHING, local)
+    found = _missing({}, names, local, say or _silent)
+    cluster = _cluster(found, names, local, date.today().isoformat())
     return cluster.devices[0], cluster.within
 
 
-def _names(need: Need, processes: int) -> tuple[str, ...]:
-    gpus = torch.cuda.device_count()
+def _gpus(local: LocalSpec) -> list[str]:
+    """The GPUs that processes run on, by name; none: they run on the processor."""
+    found = 0 if local.cpu else torch.cuda.device_count()
+    return [torch.cuda.get_device_name(i) for i in range(found)]
+
+
+def _names(need: Need, local: LocalSpec) -> tuple[str, ...]:
+    gpus, processes = len(_gpus(local)), local.processes
     if processes < 1:
         raise AutopipeError(f"asked to measure {processes} processes, at least 1 is needed")
     if gpus and processes > gpus:
         raise AutopipeError(
-            f"asked for {processes} processes, found {gpus} GPUs", hint=f"use local:{gpus}"
+            f"asked for {processes} processes, found {count(gpus, 'GPU')}",
+            hint=f"use local:{gpus}, or cpu:{processes} for processes on its processor",
         )
     return figures(need, processes, bool(gpus))
 
 
 def _missing(
-    known: Mapping[str, Found], names: tuple[str, ...], processes: int, say: Say
+    known: Mapping[str, Found], names: tuple[str, ...], local: LocalSpec, say: Say
 ) -> dict[str, Found]:
     """What is not known yet, measured."""
     half = known[DTYPES[0]].values[1] if DTYPES[0] in known else None
-    return measure(processes, [name for name in names if name not in known], half, say)
+    return measure(local, [name for name in names if name not in known], half, say)
 
 
 def _cluster(
-    known: Mapping[str, Found], names: tuple[str, ...], processes: int, day: str
+    known: Mapping[str, Found], names: tuple[str, ...], local: LocalSpec, day: str
 ) -> Cluster:
-    gpus = torch.cuda.device_count()
+    gpus = _gpus(local)
     source = (
-        f"measured on {_processor()}, {cores()} cores, {processes} processes, "
+        f"measured on {_processor()}, {cores()} cores, {local.processes} processes, "
         f"torch {torch.__version__}, {day}"
     )
-    kind = torch.cuda.get_device_name() if gpus else "cpu"
-    found = {**known, **_stand_ins(known, processes)}
-    return cluster_of(found, processes, names, kind, _memory(processes, gpus > 0), source)
+    found = {**known, **_stand_ins(known, local)}
+    kind, memory = gpus[0] if gpus else "cpu", _memory(local.processes, bool(gpus))
+    return cluster_of(found, local, names, kind, memory, source)
 
 
 # --- What could not be measured ------------------------------------------------------------------
 
 
-def _stand_ins(known: Mapping[str, Found], processes: int) -> dict[str, Found]:
+def _stand_ins(known: Mapping[str, Found], local: LocalSpec) -> dict[str, Found]:
     """Estimates of the figures that no cluster can be without, each with what it is."""
     lost = {name: found.rough for name, found in known.items() if not found.values}
     stand_ins: dict[str, Found] = {}
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda" if _gpus(local) else "cpu")
     # So many processes would share what this one has for itself.
-    crowd = 1.0 if device.type == "cuda" else max(1.0, processes / cores())
+    crowd = 1.0 if device.type == "cuda" else max(1.0, local.processes / cores())
     looks: dict[str, Callable[[microbench.Budget], Found]] = {
         DTYPES[0]: lambda budget: microbench.matmuls(torch.float32, budget),
         MEMORY: microbench.memory,
@@ -197,16 +213,18 @@ def _stand_ins(known: Mapping[str, Found], processes: int) -> dict[str, Found]:
 # --- The record ----------------------------------------------------------------------------------
 
 
-def _key(processes: int) -> dict[str, str]:
-    """The circumstances in which a measurement holds."""
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+def _key(local: LocalSpec) -> dict[str, str]:
+    """The circumstances in which a measurement holds.
+
+    Those of a processor are the same beside GPUs as without any.
+    """
     settings = (f"{name}={os.environ[name]}" for name in SETTINGS if os.environ.get(name))
     return {
         "processor": _processor(),
         "cores": str(cores()),
-        "gpus": ", ".join(gpus),
+        "gpus": ", ".join(_gpus(local)),
         "torch": str(torch.__version__),
-        "processes": str(processes),
+        "processes": str(local.processes),
         "settings": ", ".join(settings),
         "method": METHOD,
     }

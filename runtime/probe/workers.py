@@ -35,6 +35,7 @@ from autopipe.cluster.measured import (
     WHOLE,
     Found,
 )
+from autopipe.cluster.spec import LocalSpec
 from autopipe.errors import LaunchError
 from autopipe.runtime.probe.measuring import PREFIX, Request, budget, groups
 from autopipe.runtime.probe.microbench import STRETCH
@@ -68,19 +69,21 @@ _OF_A_PEER = "gloo/transport"
 """In the complaint of a process whose peer has gone: that is no cause."""
 
 
-def measure(processes: int, names: Sequence[str], half: float | None, say: Say) -> dict[str, Found]:
-    """The figures, measured by so many processes at once; those that could not be have no values.
+def measure(
+    local: LocalSpec, names: Sequence[str], half: float | None, say: Say
+) -> dict[str, Found]:
+    """The figures, measured by all processes at once; those that could not be have no values.
 
     Args:
         half: the second value of fp32 (`measured.Found`), where that is not asked for.
     """
-    say(_heading(processes, sum(budget(group) for group in groups(names))))
+    say(_heading(local.processes, sum(budget(group) for group in groups(names))))
     found: dict[str, Found] = {}
     left, began = groups(names), time.monotonic()
     with phase("measuring this machine", of=len(names)) as done:
         while left:
             try:
-                for more in _answers(processes, left, half):
+                for more in _answers(local, left, half):
                     found |= more
                     if DTYPES[0] in more and more[DTYPES[0]].values:
                         half = more[DTYPES[0]].values[1]
@@ -105,7 +108,7 @@ class _Never(LaunchError):
 
 
 def _answers(
-    processes: int, left: Sequence[tuple[str, ...]], half: float | None
+    local: LocalSpec, left: Sequence[tuple[str, ...]], half: float | None
 ) -> Iterator[dict[str, Found]]:
     """What is found, group after group.
 
@@ -115,23 +118,25 @@ def _answers(
     names = tuple(name for group in left for name in group)
     try:
         with tempfile.TemporaryDirectory(prefix="autopipe-", ignore_cleanup_errors=True) as folder:
-            threads = max(1, cores() // processes)
-            crowd = max(1.0, processes * threads / cores())
-            request = Request(processes, names, half, threads, crowd, folder)
+            threads = max(1, cores() // local.processes)
+            crowd = max(1.0, local.processes * threads / cores())
+            request = Request(local.processes, names, half, threads, crowd, folder)
             log = Path(folder, "log")
-            with _begun(request, log) as worker:
+            with _begun(request, log, _environment(threads, local.cpu)) as worker:
                 yield from _read(worker, log, left)
     except OSError as error:
         raise _Never(f"no process can be started to measure it: {error}") from error
 
 
 @contextmanager
-def _begun(request: Request, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def _begun(
+    request: Request, log: Path, environment: Mapping[str, str]
+) -> Iterator[subprocess.Popen[bytes]]:
     """The process that starts the others; within the block, and no longer."""
     with open(log, "wb") as errors:
         worker = subprocess.Popen(
             [*COMMAND, json.dumps(asdict(request))],
-            env=_environment(request.threads),
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -203,12 +208,18 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-def _environment(threads: int) -> dict[str, str]:
-    """The environment of what measures: autopipe can be imported, and gloo talks over loopback."""
+def _environment(threads: int, cpu: bool) -> dict[str, str]:
+    """The environment of what measures: autopipe can be imported, and gloo talks over loopback.
+
+    Args:
+        cpu: the processor is to be measured, whatever GPUs there are.
+    """
     environment = dict(os.environ)
     path = (str(_HOME), environment.get("PYTHONPATH"))
     environment["PYTHONPATH"] = os.pathsep.join(part for part in path if part)
     environment["OMP_NUM_THREADS"] = str(threads)
+    if cpu:
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # to torch there it is a machine without GPUs
     # Else gloo looks up the name of the host, which not every machine can answer.
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if loopback:

@@ -81,5 +81,6 @@ def test_without_a_plan_it_is_a_pipeline_of_two() -> None:
     assert usual_degrees({}, None, 32, {}) == degrees(2, 1, 1, 4, 8)
     assert usual_degrees({"dp": 2}, None, None, {}) == degrees(1, 2, 1, 2)
     assert usual_degrees({"tp": 2}, "local:4", None, {}) == degrees(2, 1, 2)
+    assert usual_degrees({"tp": 2}, "cpu:4", None, {}) == degrees(2, 1, 2)
     with pytest.raises(AutopipeError, match="are 2 processes, and local:4 has 4"):
         usual_degrees({"pp": 2}, "local:4", None, {})

@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from autopipe.cluster.cluster import Cluster
+from autopipe.cluster.spec import LocalSpec
 from autopipe.planfile.contents import Plan
 from autopipe.runtime.probe import probe
 from autopipe.schedules.registry import SCHEDULES
@@ -46,9 +47,9 @@ def test_plan_needs_no_argument_but_the_model(
 ) -> None:
     """This machine's rates are in the cache; measuring them is test_probe's."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(probe, "measure", lambda processes, names, half, say: measured(names))
+    monkeypatch.setattr(probe, "measure", lambda local, names, half, say: measured(names))
     monkeypatch.setattr(probe.torch.cuda, "device_count", lambda: 0)
-    probe.local_cluster(2)
+    probe.local_cluster(probe.this_machine(2))
 
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "net.py").write_text(NET)
@@ -199,19 +200,21 @@ def test_explain_writes_a_page_for_a_browser(autopipe: Shell) -> None:
 
 def test_probe_writes_a_cluster_file(autopipe: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     def local_cluster(
-        processes: int, say: Callable[[str], None], again: bool, estimate: bool
+        local: LocalSpec, say: Callable[[str], None], again: bool, estimate: bool
     ) -> Cluster:
         assert not estimate
-        say(f"measuring {processes}")
-        return machine(processes)
+        say(f"measuring {local.name}")
+        return machine(local.processes)
 
     monkeypatch.setattr(probe, "local_cluster", local_cluster)
     said = autopipe("probe", "--processes", "3")
-    assert (said.code, said.err) == (0, "measuring 3\n")
+    assert (said.code, said.err) == (0, "measuring local:3\n")
     assert json.loads(said.out)["name"] == "local:3"
     said = autopipe("probe", "--processes", "3", "-o", "three.json")
     assert (said.code, said.out) == (0, "three.json\n")
     assert autopipe("plan", "net.py", "--cluster", "three.json").code == 0
+    assert autopipe("probe", "--processes", "4", "--cpu").err == "measuring cpu:4\n"
+    assert autopipe("probe", "--cpu").err == "measuring cpu:2\n"
 
 
 # --- simulate

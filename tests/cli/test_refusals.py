@@ -73,6 +73,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> str:
         ),
         ("--cluster gone.json", "gone.json: no such file, asked for the cluster"),
         ("--cluster local:x", "'local:x': expected a number of processes, found 'x'"),
+        ("--cluster 4xcpu", "'4xcpu': no device 'cpu' is known\n\nhint: did you mean cpu:4 (4 pro"),
         (
             "--cluster 0xA100-80GB",
             "'0xA100-80GB': expected at least 1 for the devices in a node, found 0\n\nhint: 2x8x",

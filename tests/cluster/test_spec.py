@@ -34,6 +34,8 @@ def test_nodes_x_devices_x_kind(spec: str, per_node: list[int], kind: str) -> No
 
 def test_local_is_left_to_the_probe() -> None:
     assert parse("local:4") == LocalSpec(processes=4)
+    assert parse("cpu:4") == LocalSpec(processes=4, cpu=True)
+    assert [LocalSpec(4).name, LocalSpec(4, cpu=True).name] == ["local:4", "cpu:4"]
 
 
 def test_a_preset_is_the_share_of_the_datasheet_that_programs_reach() -> None:
@@ -57,6 +59,8 @@ def test_a_preset_is_the_share_of_the_datasheet_that_programs_reach() -> None:
         ("-2xA100-80GB", "'-2xA100-80GB': expected at least 1 for the devices in a node, found -2"),
         ("local:0", "'local:0': expected at least 1 for the processes, found 0"),
         ("local:two", "'local:two': expected a number of processes, found 'two'"),
+        ("cpu:0", "'cpu:0': expected at least 1 for the processes, found 0"),
+        ("cpu:", "'cpu:': expected a number of processes, found ''"),
         ("8xA100", "'8xA100': no device 'A100' is known"),
         ("2x2x2x2xL4", "'2x2x2x2xL4': no device '2xL4' is known"),
         (
@@ -102,6 +106,9 @@ def meant(*specs: str) -> str:
         ("cuda:2", "did you mean local:2 (2 of this machine's devices)?"),
         ("8xgpu", "did you mean local:8 (8 of this machine's devices)?"),
         ("2", "did you mean local:2 (2 of this machine's devices)?"),
+        ("4xCPU", "did you mean cpu:4 (4 processes on this machine's processor)?"),
+        ("cpus:4", "did you mean cpu:4 (4 processes on this machine's processor)?"),
+        ("cpu", "did you mean cpu:N (N processes on this machine's processor)?"),
         (
             "gpu",
             "did you mean local:N (N of this machine's devices; without --cluster it is all of "

@@ -15,6 +15,7 @@ import autopipe
 from autopipe import AutopipeError, InfeasibleError, ModelError, Plan, ScheduleError
 from autopipe.cluster.cluster import Cluster, Device, Group, Link, NodeGroup
 from autopipe.cluster.measured import Need
+from autopipe.cluster.spec import LocalSpec
 from autopipe.planfile import programs
 from autopipe.planfile.parts import Boundary, Prediction
 from autopipe.planfile.predict import with_prediction
@@ -202,24 +203,28 @@ GPT_KERNELS = (
 
 def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a cluster: as many processes as the degrees ask for, else as there are devices."""
-    probed: list[int] = []
+    probed: list[str] = []
     needs: list[Need] = []
 
-    def local_cluster(processes: int, say: object, need: Need) -> Cluster:
-        probed.append(processes)
+    def local_cluster(local: LocalSpec, say: object, need: Need) -> Cluster:
+        probed.append(local.name)
         needs.append(need)
-        return machine(processes)
+        return replace(machine(local.processes), name=local.name)
 
     monkeypatch.setattr(asked, "local_cluster", local_cluster)
-    monkeypatch.setattr(asked, "local_processes", lambda: 2)
+    monkeypatch.setattr(asked, "this_machine", lambda processes: LocalSpec(processes or 2))
     said: list[str] = []
     planned(cluster=None, tp=None, say=said.append)
     planned(cluster=None, pp=2, dp=2)
     planned(cluster="local:3", pp=3)
-    assert probed == [2, 4, 3]
+    plan = planned(cluster="cpu:3", pp=3, say=said.append)
+    assert probed == ["local:2", "local:4", "local:3", "cpu:3"]
     assert set(needs) == {Need(("fp32",), GPT_KERNELS)}
     assert said[0] == "cluster: local:2, this machine"
     assert said[1].startswith("traced: 77 nodes, ") and said[1].endswith("blocks: 4 of blocks.0")
+    assert "cluster: cpu:3, this machine's processor" in said
+    assert plan.cluster.name == "cpu:3"
+    assert {place.device for place in plan.mesh.places} == {"cpu"}
 
 
 def test_a_cluster_nobody_has() -> None:

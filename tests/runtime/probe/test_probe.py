@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 
 from autopipe.cluster.cluster import Cluster, Kernel, Link, Pace, check
 from autopipe.cluster.measured import KERNELS, Found, Need
+from autopipe.cluster.spec import LocalSpec
 from autopipe.errors import AutopipeError, LaunchError
 from autopipe.runtime.probe import probe
 from tests.support.inprocess import measured
@@ -28,7 +30,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     found: list[list[str]] = []
 
     def measure(
-        processes: int, names: Sequence[str], half: float | None, say: probe.Say
+        local: LocalSpec, names: Sequence[str], half: float | None, say: probe.Say
     ) -> dict[str, Found]:
         found.append([*names])
         say("measured")
@@ -49,16 +51,19 @@ def losing(monkeypatch: pytest.MonkeyPatch, *lost: str, why: str = "out of time"
     """Measuring finds everything but these."""
 
     def measure(
-        processes: int, names: Sequence[str], half: float | None, say: probe.Say
+        local: LocalSpec, names: Sequence[str], half: float | None, say: probe.Say
     ) -> dict[str, Found]:
         return measured(names) | {name: Found((), why) for name in lost if name in names}
 
     monkeypatch.setattr(probe, "measure", measure)
 
 
-def said(processes: int = 2, need: Need = SMALL, again: bool = False) -> tuple[Cluster, list[str]]:
+def said(
+    processes: int = 2, need: Need = SMALL, again: bool = False, cpu: bool = False
+) -> tuple[Cluster, list[str]]:
     lines: list[str] = []
-    return probe.local_cluster(processes, lines.append, need=need, again=again), lines
+    local = LocalSpec(processes, cpu)
+    return probe.local_cluster(local, lines.append, need=need, again=again), lines
 
 
 def test_figures_become_a_cluster(asked: object, cache: Path) -> None:
@@ -99,7 +104,7 @@ def test_a_later_need_measures_what_is_missing(asked: list[list[str]], cache: Pa
 
 
 def test_without_a_need_all_is_measured(asked: list[list[str]], cache: Path) -> None:
-    probe.local_cluster(2)
+    probe.local_cluster(LocalSpec(2))
     assert asked == [[*FIVE, *KERNELS, "bf16", "fp16", "fp64"]]
 
 
@@ -246,11 +251,65 @@ def test_where_nothing_could_be_measured_a_probe_is_refused(
 ) -> None:
     losing(monkeypatch, *FIVE, "gelu", why="no memory")
     with pytest.raises(LaunchError) as refused:
-        probe.local_cluster(2, need=SMALL, estimate=False)
+        probe.local_cluster(LocalSpec(2), need=SMALL, estimate=False)
     assert str(refused.value) == (
         "nothing of this machine could be measured: no memory\n"
         "hint: describe the machine in a cluster file instead, or try fewer processes"
     )
+
+
+# --- The processor of a machine with a GPU
+
+
+@pytest.fixture
+def gpu(asked: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine has one, which nobody asks for anything."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
+
+
+def test_a_processor_beside_a_gpu_is_a_processor(
+    asked: list[list[str]], cache: Path, gpu: None
+) -> None:
+    found, _ = said(cpu=True)
+    check(found)
+    assert asked == [[*FIVE, "gelu"]]
+    assert (found.name, found.num_devices, found.row[0].kind) == ("cpu:2", 2, "cpu")
+    assert found.row[0].memory == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def test_a_processor_is_measured_once_with_and_without_gpus(
+    asked: list[list[str]], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_any_name, _ = said()
+    assert said(cpu=True)[0] == replace(by_any_name, name="cpu:2")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    said(cpu=True)
+    assert len(asked) == 1
+
+
+def test_what_was_lost_of_a_processor_is_looked_at_there(
+    cache: Path, gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losing(monkeypatch, *FIVE, "gelu", why="no memory")
+    monkeypatch.setattr(probe, "QUICK", 0.05)
+    check(said(cpu=True)[0])  # on a GPU that is not there it would fail
+
+
+def test_more_processes_than_gpus_may_be_meant_for_the_processor(cache: Path, gpu: None) -> None:
+    with pytest.raises(AutopipeError) as refused:
+        said(4)
+    assert str(refused.value) == (
+        "asked for 4 processes, found 1 GPU\n"
+        "hint: use local:1, or cpu:4 for processes on its processor"
+    )
+
+
+def test_how_many_processes_this_machine_is_for(gpu: None) -> None:
+    assert probe.this_machine() == LocalSpec(1)
+    assert probe.this_machine(cpu=True) == LocalSpec(2, cpu=True)
+    assert probe.this_machine(3) == LocalSpec(3)
 
 
 def test_no_processes() -> None:
@@ -260,4 +319,4 @@ def test_no_processes() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts the GPUs instead")
 def test_without_a_gpu_this_machine_is_for_two_processes() -> None:
-    assert probe.local_processes() == 2
+    assert probe.this_machine() == LocalSpec(2)

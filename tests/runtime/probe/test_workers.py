@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from autopipe.cluster.measured import EVERYTHING, Found, Need, Record, checked, figures
+from autopipe.cluster.spec import LocalSpec
 from autopipe.planfile.contents import Plan
 from autopipe.runtime.probe import measuring, workers
 from tests.support.shell import Shell
@@ -71,7 +72,7 @@ def measure(
 ) -> tuple[dict[str, Found], list[str]]:
     monkeypatch.setattr(workers, "COMMAND", workers.command(QUICK + story + "measuring.main()"))
     lines: list[str] = []
-    return workers.measure(processes, names, 16.0, lines.append), lines
+    return workers.measure(LocalSpec(processes), names, 16.0, lines.append), lines
 
 
 def test_the_figures_are_those_of_some_computer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,6 +171,20 @@ def test_a_plan_is_made_whatever_hangs(
     assert "memory: " in said.err and "fp32: " not in said.err.split("rough")[0]
 
 
+def test_gpus_are_hidden_from_what_measures_the_processor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The story tells what it sees as the sentence with which it ends."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    story = "import os; sys.exit(f\"sees {os.environ['CUDA_VISIBLE_DEVICES'] or 'none'}\")\n"
+    monkeypatch.setattr(workers, "COMMAND", workers.command(story))
+    sees = []
+    for cpu in (False, True):
+        found = workers.measure(LocalSpec(2, cpu), ["fp32"], None, lambda line: None)
+        sees.append(found["fp32"].rough.rpartition(": ")[2])
+    assert sees == ["sees 0", "sees none"]
+
+
 def test_processes_that_never_begin_are_not_asked_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     found, talk = measure(monkeypatch, ["fp32", "tanh"], "sys.exit('no torch')\n")
     why = "the processes that measure ended: no torch"
@@ -193,7 +208,7 @@ def test_ctrl_c_leaves_no_process_and_no_record(tmp_path: Path) -> None:
     program = (
         "from autopipe.runtime.probe import probe, workers\n"
         f"workers.COMMAND = workers.command({HANGS + 'measuring.main()'!r})\n"
-        "probe.local_cluster(2, lambda line: print(line, flush=True))\n"
+        "probe.local_cluster(probe.this_machine(2), lambda line: print(line, flush=True))\n"
     )
     environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
     child = subprocess.Popen(
