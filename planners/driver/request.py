@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from autopipe.cluster.cluster import Cluster
+from autopipe.cluster.datasheets import are_gpus
 from autopipe.cluster.spec import LocalSpec
 from autopipe.errors import AutopipeError
 from autopipe.frontend.least_rows import ONE, Least
@@ -84,8 +85,15 @@ class PlanRequest:
     @property
     def may_fuse(self) -> bool:
         """Whether attentions may be fused: stages may run compiled, or it is asked for."""
-        compiled = torch.cuda.is_available() if self.compiled is None else self.compiled
+        compiled = self._on_gpus if self.compiled is None else self.compiled
         return compiled if self.fuse_attention is None else self.fuse_attention
+
+    @property
+    def _on_gpus(self) -> bool:
+        """Whether stages are to run on GPUs: on this machine, wherever there are any."""
+        if isinstance(self.cluster, LocalSpec):
+            return torch.cuda.is_available() and not self.cluster.cpu
+        return are_gpus(self.cluster.devices)
 
     @property
     def sixteen_bits(self) -> SixteenBits | None:

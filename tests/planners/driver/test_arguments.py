@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from autopipe.cluster.cluster import Cluster
+from autopipe.cluster.spec import LocalSpec, parse
 from autopipe.errors import AutopipeError
 from autopipe.frontend.optimizer import (
     ELEMENT,
@@ -16,8 +18,8 @@ from autopipe.frontend.optimizer import (
     stepped_apart,
     without_names,
 )
-from autopipe.planners.driver.arguments import limits_of
-from autopipe.planners.driver.request import as_optimizer_allows, micro_batch_rows
+from autopipe.planners.driver.arguments import limits_of, usual_precision
+from autopipe.planners.driver.request import PlanRequest, as_optimizer_allows, micro_batch_rows
 from autopipe.planners.model.problem import Constraints
 from tests.support.inprocess import machine
 
@@ -34,6 +36,47 @@ def test_a_limit_for_each_device() -> None:
     assert limits_of("80GB,40GB", machine(2)) == (80 * 10**9, 40 * 10**9)
     with pytest.raises(AutopipeError, match="3 limits were given for the 2 devices"):
         limits_of([1, 2, 3], machine(2))
+
+
+@pytest.mark.parametrize("here", [False, True])
+@pytest.mark.parametrize(
+    ("cluster", "fuses"),
+    [
+        (LocalSpec(2, cpu=True), (False, False)),
+        (LocalSpec(1), (False, True)),
+        (machine(2), (False, False)),
+        (parse("2xA100-80GB"), (True, True)),
+    ],
+)
+def test_attentions_are_fused_on_the_gpus_of_the_cluster(
+    cluster: Cluster | LocalSpec,
+    fuses: tuple[bool, bool],
+    here: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whether the plan is made on a machine that has one says nothing of another one's."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: here)
+    request = PlanRequest(
+        model=nn.Identity,
+        inputs=None,
+        loss=None,
+        optimizer="sgd",
+        precision="fp32",
+        cluster=cluster,
+        batch_size=None,
+        constraints=Constraints(),
+        planner="dynamic",
+        sequence_parallel=True,
+        loss_over="rows",
+    )
+    assert request.may_fuse == fuses[here]
+
+
+def test_on_a_processor_it_is_fp32() -> None:
+    said: list[str] = []
+    assert usual_precision(LocalSpec(2, cpu=True), nn.Linear(2, 2), said.append) == "fp32"
+    assert usual_precision(parse("2xA100-80GB"), nn.Linear(2, 2), said.append) == "bf16"
+    assert len(said) == 1
 
 
 def test_micro_batches_have_rows_that_some_mesh_divides_the_batch_into() -> None:
