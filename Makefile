@@ -1,6 +1,6 @@
 # Everything runs in .venv, which the first target that needs it makes and later ones find made.
 #
-#   make demo        plan examples/gpt.py for 4 processes on this machine, and train it
+#   make demo        plan examples/gpt.py for 4 processes on this machine's processor, and train it
 #   make test        the tests; of long sweeps a sample
 #   make test-long   the tests, and every sweep whole
 #   make lint        ruff and mypy
@@ -24,7 +24,7 @@ PYTEST = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(JOBS) --dis
 
 demo: .venv/installed
 	@mkdir -p demo
-	$(BIN)/autopipe plan examples/gpt.py --cluster local:4 --pp 2 --dp 2 -o demo/plan.json
+	$(BIN)/autopipe plan examples/gpt.py --cluster cpu:4 --pp 2 --dp 2 -o demo/plan.json
 	$(BIN)/autopipe run demo/plan.json --local 4 --steps 40
 
 test: .venv/installed-dev

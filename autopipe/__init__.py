@@ -1,6 +1,6 @@
 """autopipe: split an unmodified PyTorch model over several devices, and train it there.
 
-plan = autopipe.plan(model, inputs, cluster="local:4")
+plan = autopipe.plan(model, inputs, cluster="cpu:4")
 pipe = autopipe.parallelize(model, plan)
 loss = pipe.step(batch)
 

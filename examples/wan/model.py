@@ -6,7 +6,7 @@
 
 Sizes and sources come from the environment, so that the same file runs on a laptop:
 
-    WIDTH=64 LAYERS=4 CONTEXT=64 autopipe plan model.py --cluster local:4 --pp 4
+    WIDTH=64 LAYERS=4 CONTEXT=64 autopipe plan model.py --cluster cpu:4 --pp 4
     SOURCES=/data/web:0.7,/data/code:0.3      folders of text with their shares of all tokens
 """
 

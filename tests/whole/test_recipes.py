@@ -155,7 +155,7 @@ def test_four_sites_on_one_host(tmp_path: Path) -> None:
     """The recipe's own script with small sizes; then its plan runs on four processes."""
     shutil.copy(EXAMPLES / "wan/model.py", tmp_path)
     script = str(EXAMPLES / "wan/sites.sh")
-    sizes = {**SMALL, "CLUSTER": "local:4", "STAGES": "4", "STEPS": "2"}
+    sizes = {**SMALL, "CLUSTER": "cpu:4", "STAGES": "4", "STEPS": "2"}
     run("bash", script, "localhost", folder=tmp_path, **sizes)
     check_script((tmp_path / "train.sh").read_text())
     trained = ("run", "plan.json", "--local", "4", "--steps", "2")
