@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 
 from autopipe.errors import PlanError
 from autopipe.ir.blocks import Block, classes, owners
@@ -190,9 +190,9 @@ class _Run:
         self._arithmetic = precision.current()
         self._stream = rng.current()
         self._saved = 0
-        self._arguments: Node | None = None
+        self._arguments: _Held | None = None
         self._given: tuple[nn.Parameter | bool, ...] = ()
-        self._values: dict[int, Tensor | Node] = {}
+        self._values: dict[int, Tensor | _Held] = {}
 
     def number(self, tensor: Tensor) -> tuple[_Run, int]:
         """Replace a saved tensor by this run and the tensor's number."""
@@ -207,19 +207,19 @@ class _Run:
                 tensor if isinstance(tensor, nn.Parameter) else tensor.requires_grad
                 for tensor in arguments
             )
-            self._arguments = _hold(*(tensor.detach() for tensor in arguments))
+            self._arguments = _Held(*(tensor.detach() for tensor in arguments))
 
     def value(self, number: int) -> Tensor:
         """The saved tensor of this number; a second request recomputes the block once more."""
         if number not in self._values:
             self._values = self._again()
         held = self._values.pop(number)
-        return held if isinstance(held, Tensor) else held.saved_tensors[0]  # type: ignore[attr-defined]
+        return held if isinstance(held, Tensor) else held.tensors[0]
 
-    def _again(self) -> dict[int, Tensor | Node]:
+    def _again(self) -> dict[int, Tensor | _Held]:
         """Run the block and take what it saves, by number; the arguments are held already."""
         assert self._arguments is not None
-        kept = self._arguments.saved_tensors  # type: ignore[attr-defined]
+        kept = self._arguments.tensors
         arguments = [
             given if isinstance(given, nn.Parameter) else tensor.detach().requires_grad_(given)
             for tensor, given in zip(kept, self._given, strict=True)
@@ -245,7 +245,7 @@ class _Run:
         assert len(made) == self._saved, f"{len(made)} tensors saved again of {self._saved}"
         held = {storage_key(tensor) for tensor in kept}
         return {
-            number: tensor if storage_key(tensor) in held else _hold(tensor)
+            number: tensor if storage_key(tensor) in held else _Held(tensor)
             for number, tensor in enumerate(made)
         }
 
@@ -259,7 +259,7 @@ def _never(_: None) -> Tensor:
     raise AssertionError("no backward goes through a second run")
 
 
-class _Hold(torch.autograd.Function):
+class _Saving(torch.autograd.Function):
     """Saves tensors so that outer hooks see them."""
 
     @staticmethod
@@ -268,9 +268,17 @@ class _Hold(torch.autograd.Function):
         return torch.empty(0)
 
 
-def _hold(*tensors: Tensor) -> Node:
-    """A node of its own in autograd's graph, whose `saved_tensors` these are while it lives."""
-    with torch.enable_grad():
-        carrier = torch.empty(0, requires_grad=True)
-        node: Node = _Hold.apply(carrier, *tensors).grad_fn  # type: ignore[no-untyped-call]
-    return node
+class _Held:
+    """Tensors that outer hooks see as saved, for as long as this lives."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        with torch.enable_grad():
+            carrier = torch.empty(0, requires_grad=True)
+            # The result and not its `grad_fn`: up to torch 2.12 that lets go what it has saved as
+            # soon as the result is gone.
+            self._result: Tensor = _Saving.apply(carrier, *tensors)  # type: ignore[no-untyped-call]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        kept: tuple[Tensor, ...] = self._result.grad_fn.saved_tensors  # type: ignore[union-attr]
+        return kept
