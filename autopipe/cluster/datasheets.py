@@ -7,8 +7,11 @@ high, for matrices half of which is zero. `autopipe probe` measures instead of r
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
 
 from autopipe.cluster.cluster import Device
 from autopipe.cluster.efficiency import GIB, MATMUL_SHARE, STEADY, STEADY_NEWER, usable
@@ -383,20 +386,33 @@ DEVICES: dict[str, Datasheet] = {
 
 
 def are_gpus(devices: Iterable[Device]) -> bool:
-    """Whether all devices are GPUs of the datasheets."""
-    return all(device.kind in DEVICES for device in devices)
+    """Whether all devices are GPUs: those of the datasheets, and what was measured as none."""
+    return all(device.kind != "cpu" for device in devices)
+
+
+@cache
+def sheet_of(kind: str) -> Datasheet | None:
+    """The datasheet of a kind of device, which may be called as its driver calls it.
+
+    NVIDIA A100-SXM4-80GB     A100-80GB          NVIDIA GeForce RTX 4090     RTX4090
+    NVIDIA GH200 480GB        GH200              NVIDIA RTX A5000            none
+    """
+    words = re.findall("[A-Z0-9]+", kind.upper())
+    said = {*words, *map("".join, pairwise(words))}
+    known = [name for name in DEVICES if said.issuperset(name.upper().split("-"))]
+    return DEVICES[max(known, key=len)] if known else None
 
 
 def peak(device: Device, dtype: str) -> float | None:
     """Operations a second in a dtype by the datasheet of the device's kind; None: it has none."""
-    sheet = DEVICES.get(device.kind)
+    sheet = sheet_of(device.kind)
     return sheet.flops.get(dtype) if sheet is not None else None
 
 
 def margin(device: Device) -> int | None:
     """Bytes that are kept from tensors (`efficiency.usable`): CUDA's context, fragments, what ops
     hold while they run. None: the device's memory is not that of its datasheet."""
-    sheet = DEVICES.get(device.kind)
+    sheet = sheet_of(device.kind)
     if sheet is None or usable(sheet.memory) != device.memory:
         return None
     return round(sheet.memory) - device.memory

@@ -2,6 +2,8 @@
 
     dropout      CPU    x * noise             keeps the noise, in the dtype of x
                  GPU    one kernel            keeps a mask, a byte an element
+    RMS norm     CPU    written out           keeps three tensors in fp32
+                 GPU    one kernel            keeps its argument, and a number a row
     attention    CPU    written out, where    keeps scores and weights [heads, s, t] in fp32
                         it has dropout, a
                         mask with a gradient,
@@ -14,13 +16,13 @@ A plan for GPUs is made where there may be none, on fake tensors of a CPU. Withi
 call what a GPU would: ops of torch's CUDA backend, whose results and saved tensors are known, as
 to their looks, everywhere.
 
-Sources: ATen's Dropout.cpp (`is_fused_kernel_acceptable`), and sdp_utils.cpp of its CUDA backend
-for what each kernel of attention takes.
+Sources: ATen's Dropout.cpp (`is_fused_kernel_acceptable`), layer_norm.cpp (`rms_norm_symint`), and
+sdp_utils.cpp of its CUDA backend for what each kernel of attention takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -30,6 +32,7 @@ from torch import Tensor
 
 _aten = torch.ops.aten
 _DROPOUT, _ATTENTION = _aten.dropout.default, _aten.scaled_dot_product_attention.default
+_RMS_NORM = _aten.rms_norm.default
 _WIDEST = 256
 """The most columns of a head that flash attention takes."""
 
@@ -56,6 +59,20 @@ def gpu_dropout(x: Tensor, p: float, train: bool) -> Tensor:
     if not train or not 0 < p < 1:
         return _as_tensor(_DROPOUT(x, p, train))
     return _as_tensor(_aten.native_dropout.default(x, p, train)[0])
+
+
+def gpu_rms_norm(
+    x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """As aten.rms_norm.
+
+    The kernel itself runs on GPUs alone. A layer norm without a bias keeps what it keeps, and a
+    second number a row.
+    """
+    if x.is_complex() or (weight is not None and weight.dtype != x.dtype):
+        return _as_tensor(_RMS_NORM(x, shape, weight, eps))
+    small = torch.finfo(x.dtype).eps if eps is None else eps
+    return _as_tensor(_aten.native_layer_norm.default(x, shape, weight, None, small)[0])
 
 
 def gpu_attention(
@@ -103,5 +120,6 @@ def _as_tensor(made: Any) -> Tensor:
 
 _KERNELS: Mapping[Any, Callable[..., Tensor]] = {
     _DROPOUT: gpu_dropout,
+    _RMS_NORM: gpu_rms_norm,
     _ATTENTION: gpu_attention,
 }

@@ -100,10 +100,15 @@ def turns_of(asked: str | Sequence[int] | None) -> tuple[int, ...] | None:
 def usual_precision(cluster: Cluster | LocalSpec, model: nn.Module, say: Say) -> str:
     """The precision where nobody asks for one: bf16 for an fp32 model on GPUs that have it."""
     dtypes = {parameter.dtype for parameter in model.parameters()}
-    if isinstance(cluster, LocalSpec) or dtypes != {torch.float32}:
+    if dtypes != {torch.float32}:
         return "fp32"
-    have = all("bf16" in device.flops for device in cluster.devices)
-    if not have or not are_gpus(cluster.devices):
+    if isinstance(cluster, LocalSpec):
+        gpus = torch.cuda.is_available() and not cluster.cpu
+        have = gpus and torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        devices = cluster.devices
+        have = are_gpus(devices) and all("bf16" in device.flops for device in devices)
+    if not have:
         return "fp32"
     say("precision: bf16 with fp32 master weights; --precision asks for another")
     return "bf16"

@@ -92,7 +92,7 @@ class ParameterShards(GradientShards):
         if not whole.ndim:
             return super().master(name)
         return DTensor.from_local(
-            self.shards()[name].detach(),
+            self.shards()[name].detach().to(self._mesh.device_type),
             self._mesh,
             [Shard(0)],
             run_check=False,
@@ -102,8 +102,10 @@ class ParameterShards(GradientShards):
 
     @cached_property
     def _mesh(self) -> DeviceMesh:
-        device = next(iter(self._parameters.values())).device.type
-        return DeviceMesh.from_group(self._replicas, device)
+        # Of ranks that share a GPU the group is gloo's, in which DTensor's own gather of tensors on
+        # a GPU ends the process (torch 2.11).
+        backend = dist.get_backend(self._replicas)
+        return DeviceMesh.from_group(self._replicas, "cpu" if backend == "gloo" else "cuda")
 
 
 class GatheredStage:

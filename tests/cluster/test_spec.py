@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from autopipe.cluster import datasheets
 from autopipe.cluster.cluster import Cluster, Link
 from autopipe.cluster.spec import LocalSpec, parse
 from autopipe.errors import AutopipeError
@@ -161,3 +162,22 @@ def test_sites_share_the_link_that_is_given() -> None:
     assert str(cluster).endswith(
         "between sites: 30 ms, 0.125 GB/s, shared by all that a site sends"
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "sheet"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100-80GB"),
+        ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
+        ("NVIDIA A100 80GB PCIe", "A100-PCIe-80GB"),
+        ("NVIDIA GeForce RTX 4090", "RTX4090"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA RTX A5000", None),
+        ("cpu", None),
+        *((kind, kind) for kind in datasheets.DEVICES),
+    ],
+)
+def test_a_measured_gpu_has_the_datasheet_of_its_name(kind: str, sheet: str | None) -> None:
+    found = None if sheet is None else datasheets.DEVICES[sheet]
+    assert datasheets.sheet_of(kind) is found

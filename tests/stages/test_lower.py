@@ -191,3 +191,25 @@ def test_in_mixed_precision_linears_take_copies_and_norms_do_not():
         for layer in ("qkv", "out", "up", "down")
         for kind in ("weight", "bias")
     ]
+
+
+class Rows(nn.Module):
+    """A batch norm gives other strides on fake tensors, for which `contiguous` is a no-op."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        y = self.norm(self.first(x).transpose(1, 2)).transpose(1, 2)
+        return self.last(y.contiguous().view(-1, 6)).square().mean()
+
+
+def test_a_view_copies_where_kernels_give_other_strides():
+    """As attention of a GPU does, in the evaluation of a multi-head attention."""
+    model = Rows()
+    found = trace_model(model, lambda rows: {"x": torch.randn(rows, 4, 6)})
+    batch = {"x": torch.randn(4, 4, 6)}
+    assert not any("contiguous" in node.op for node in found.graph.nodes)
+    (stage,) = lowered(found, model, [], 4)
+    assert stage.module(batch["x"])[0].equal(model(**batch))

@@ -83,7 +83,8 @@ def test_a_pair_is_as_slow_as_the_device_that_is_slower_in_this_precision() -> N
     def step(*devices: Device) -> float:
         node = NodeGroup(1, tuple(Group(1, device) for device in devices))
         cluster = Cluster("two", (node,), Link(1e-6, 1e9), Link(1e-6, 1e9))
-        return planned(cluster=cluster, dp=2, micro_batches=1).prediction.step_seconds
+        found = planned(cluster=cluster, dp=2, micro_batches=1, precision="fp32")
+        return found.prediction.step_seconds
 
     assert step(slow, quick) == pytest.approx(step(slow, slow))
     assert step(quick, quick) < step(slow, quick) / 2

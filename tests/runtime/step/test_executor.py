@@ -1,5 +1,8 @@
 """The loop over a rank's program: which stage it calls, what it tells, and how it fails."""
 
+from collections.abc import Sequence
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -43,6 +46,33 @@ def test_it_tells_where_it_is_and_how_long_it_took() -> None:
     for stage, executor in enumerate(made):
         assert executor.seconds[stage, Kind.FORWARD] > 0
         assert executor.seconds[stage, Kind.BACKWARD] > 0
+
+
+def test_instructions_take_the_seconds_of_the_clock() -> None:
+    """A GPU's marks are events; here the clock goes on by a second with each mark."""
+    split = cut("gpt", 2)
+    programs = split.programs("1f1b", 3)
+    made, _ = ready(split, programs)
+
+    class Ticking:
+        ticks = 0.0
+
+        def mark(self) -> float:
+            self.ticks += 1.0
+            return self.ticks
+
+        def seconds(self, marks: Sequence[float]) -> list[float]:
+            return [10.0 + mark for mark in marks]
+
+    spans: list[tuple[Instruction, float, float]] = []
+    made[0] = Executor(
+        list(made[0].stages.values()), programs[0], inprocess.Unsummed(), clock=Ticking()
+    )
+    made[0].record = lambda *span: spans.append(span)
+    step(made, split, ZOO["gpt"].inputs(3 * ROWS), 1 / 3)
+    first = 11.0 + np.arange(len(programs[0]))
+    assert spans == [(i, t, t + 1) for i, t in zip(programs[0], first, strict=True)]
+    assert made[0].seconds[0, Kind.FORWARD] == made[0].seconds[0, Kind.BACKWARD] == 3.0
 
 
 def test_reductions_begin_before_the_last_backward_and_end_with_the_step() -> None:

@@ -112,3 +112,19 @@ def test_a_block_that_a_plan_offloads_has_to_be_there() -> None:
     with pytest.raises(PlanError, match=r"stages\[0\].offload: 'blocks.9' is no block") as refusal:
         piped("gpt", edited).step(ZOO["gpt"].inputs(plan.batch.rows))
     assert refusal.value.hint == "its blocks are blocks.0, blocks.1, blocks.2, blocks.3"
+
+
+def test_what_is_on_the_host_already_is_not_copied() -> None:
+    """The seed of a GPU's attention is; the device is taken for it here."""
+    device, there = torch.arange(6.0).reshape(2, 3).t(), torch.empty(4, device="meta")
+    copies = HostCopies(torch.device("cpu"))
+    held = [0]
+    copies.hold = lambda bytes: held.append(held[-1] + bytes)
+    sent = copies.send([device, there])
+    copies.settle()
+    assert sent.bytes == 24 and held[-1] == 0
+    copies.begin(sent)
+    back, same = copies.fetched(sent)
+    assert same is there and back.equal(device) and back.stride() == device.stride()
+    copies.let_go(sent)
+    assert held[-1] == 0
