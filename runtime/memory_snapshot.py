@@ -1,4 +1,4 @@
-"""What a GPU's memory holds in one step, with the Python lines that asked for it.
+"""What a GPU's memory holds: the most of a run, and in one step what, and who asked for it.
 
     run1/snapshot-rank00003.pickle       to be dropped onto https://pytorch.org/memory_viz
 
@@ -12,12 +12,36 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from autopipe.planfile.parts import Place
 from autopipe.runtime.destinations import MemorySnapshot
 from autopipe.util import atomic_file
+
+
+class GpuBytes(NamedTuple):
+    """The most that tensors held of a GPU, and that torch's allocator had of it."""
+
+    allocated: int
+    reserved: int
+
+
+def most_bytes(device: torch.device, world: dist.ProcessGroup | None) -> GpuBytes | None:
+    """The fullest GPU's, of this process's life; None on CPUs. Every rank calls it.
+
+    Args:
+        world: of gloo, all ranks of the run; None for a rank that is alone.
+    """
+    if device.type != "cuda":
+        return None
+    own = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    most = torch.tensor(own, dtype=torch.int64)
+    if world is not None:
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=world)
+    return GpuBytes(*most.tolist())
 
 
 @contextmanager

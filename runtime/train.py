@@ -22,7 +22,7 @@ from autopipe.planfile.parts import StagePrediction
 from autopipe.runtime.destinations import NOWHERE, Destinations, MemorySnapshot
 from autopipe.runtime.feed import Feed
 from autopipe.runtime.keeping import Keeper, Keeping
-from autopipe.runtime.memory_snapshot import recorded
+from autopipe.runtime.memory_snapshot import GpuBytes, most_bytes, recorded
 from autopipe.runtime.metrics import Metrics, length_share, of_step, over_ranks, rows_of
 from autopipe.runtime.progress import figure, progress_shown
 from autopipe.runtime.record import Recorder, write
@@ -40,13 +40,14 @@ it is of those after them, until one has kept its gradients: fp16 often begins w
 class Measured:
     """What a run has measured: each stage's worst rank, the median step, and on rank 0 of a traced
     run the share of a step that each stage's rank did not compute. `stopped`: a signal has ended it
-    early."""
+    early. `gpu`: of the fullest one; None on CPUs."""
 
     stages: tuple[StagePrediction, ...]
     step_seconds: float
     losses: tuple[float, ...]
     bubbles: tuple[float, ...] = ()
     stopped: bool = False
+    gpu: GpuBytes | None = None
 
 
 def train(
@@ -221,7 +222,10 @@ class _Readings:
             for stage, held in self.memory.items()
         }
         step_seconds = statistics.median(self.seconds or [self.last])
-        return Measured(_by_stage(own, self.pipe.plan), step_seconds, tuple(self.losses), bubbles)
+        stages, losses = _by_stage(own, self.pipe.plan), tuple(self.losses)
+        world = dist.group.WORLD if len(self.pipe.plan.mesh.places) > 1 else None
+        gpu = most_bytes(self.pipe.device, world)
+        return Measured(stages, step_seconds, losses, bubbles, gpu=gpu)
 
 
 def _gone(losses: Sequence[float]) -> ModelError | None:

@@ -32,6 +32,7 @@ def report(
     from autopipe.report import paper
     from autopipe.report.figures import compare
     from autopipe.runtime.progress import figure
+    from autopipe.util.numbers import Amount
 
     if not measured.stages:
         tell(f"{source}: batches({plan.batch.rows}) gave no batch, so there was no step")
@@ -46,6 +47,12 @@ def report(
             paper.width(),
         )
         print(table, end="")
+        if measured.gpu is not None:
+            amount = Amount(measured.gpu.reserved)
+            print(
+                f"the fullest GPU: tensors held {amount.of(measured.gpu.allocated)} at most, what "
+                f"ops make on the way among them; torch reserved {amount.of(measured.gpu.reserved)}"
+            )
     if trace is not None:
         say(f"{trace}: open it at https://ui.perfetto.dev")
     if save is not None and measured.losses:

@@ -166,7 +166,10 @@ CALLS = 3
 Dims = tuple[int, int, int]
 
 ON_CPU: tuple[Dims, ...] = ((32, 1024, 1024), (128, 256, 256), (256, 384, 1536), (1024, 768, 768))
-ON_GPU: tuple[Dims, ...] = ((256, 1024, 1024), (1024, 2048, 2048), (4096, 4096, 4096))
+ON_GPU: tuple[Dims, ...] = ((16384, 2048, 2048), (4096, 4096, 4096), (8192, 4096, 16384))
+"""Large ones: of a layer of 256 rows an H200 spends all its time on starts, which are measured
+apart, and a rate that was fitted through it made layers of 16,384 rows 1.2 to 3.9 times as long as
+they are; through these, of 16,384 x 2048 x 5632 and larger ones, it is within 7 %."""
 
 SCALES = (16, 8, 4, 2, 1)
 """By which dims are divided first, and in the end."""

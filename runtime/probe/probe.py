@@ -44,7 +44,7 @@ from autopipe.util import codec
 from autopipe.util.numbers import count
 from autopipe.util.progress import Say
 
-METHOD = "4"
+METHOD = "5"
 """Of measuring: another one makes other figures, and records of before are measured anew."""
 
 QUICK = 0.5

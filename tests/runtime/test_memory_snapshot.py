@@ -15,7 +15,7 @@ from autopipe.errors import AutopipeError
 from autopipe.frontend.model_file import ModelFile
 from autopipe.planfile.parts import Place
 from autopipe.runtime.destinations import MemorySnapshot, snapshot_of
-from autopipe.runtime.memory_snapshot import recorded
+from autopipe.runtime.memory_snapshot import GpuBytes, most_bytes, recorded
 from autopipe.runtime.train import train
 from tests.support.inprocess import machine
 from tests.support.plans import example_plan
@@ -187,3 +187,11 @@ def test_a_plan_for_cpus_is_refused_before_anything_starts(
         "hint: `autopipe explain PLAN` has the bytes of each stage"
     )
     assert shell.files() == before
+
+
+def test_the_most_that_a_gpu_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU there is no allocator to ask."""
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 9)
+    assert most_bytes(torch.device("cuda", 0), None) == GpuBytes(7, 9)
+    assert most_bytes(torch.device("cpu"), None) is None
