@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from autopipe.errors import AutopipeError, CaptureError, Uncaptured
 from autopipe.frontend import user_lines
@@ -94,10 +94,11 @@ def as_ops() -> Iterator[None]:
     seen: dict[str, type] = {}
 
     def applied(kind: type, apply: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-        if kind.__module__.startswith(("torch._", "autopipe.")):  # how ops of a library run
-            return apply(*args, **kwargs)
-        if kind.__module__ == "torch.utils.checkpoint":
+        if kind is CheckpointFunction:
             return _checkpointed(*args)
+        # How ops of a library run, and how a checkpoint holds its arguments (torch 2.11).
+        if kind.__module__.startswith(("torch._", "torch.utils.checkpoint", "autopipe.")):
+            return apply(*args, **kwargs)
         _check(kind, args, kwargs)
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
         arguments = tuple(_PLACE if isinstance(arg, Tensor) else arg for arg in args)
