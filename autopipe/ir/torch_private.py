@@ -7,6 +7,7 @@
   meta parameter with a CPU input are refused, and their kernels save other tensors for backward.
 * `SymInt.node.expr`, the only way from an exported size to the sympy expression behind it;
 * `TorchDispatchMode` and an op's `_schema`, to see every op a model runs and what it writes;
+* the decomposition of an LSTM, which gives fake tensors of a wrong shape before torch 2.13;
 * a tensor's `_version`, which counts writes to it, and `_base`, what it is a view of;
 * `tree_map` (torch.utils._pytree), to cast the tensors in whatever a model takes and gives;
 * a module's `_parameters`, `_buffers` and `_modules`, for two modules that hold the same ones;
@@ -30,6 +31,7 @@ from typing import Any, cast
 import sympy
 import torch
 from torch import fx, nn
+from torch._decomp import decompositions
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -91,6 +93,17 @@ def _in_code(base: str, target: str) -> str:
 # For good: fx writes `self.lambda`, which is no Python, wherever a module of a graph is made or
 # copied. Of all other names this is what it writes itself.
 fx.graph._format_target = _in_code
+
+
+def _lstm_layer(*args: Any, **kwargs: Any) -> Any:
+    results, states = _one_layer_lstm(*args, **kwargs)
+    return results, tuple(h.squeeze(0) if h.ndim == 3 else h for h in states)
+
+
+# For good: of fake tensors torch 2.11 and 2.12 make an LSTM's last states [layers, 1, b, h].
+if torch.__version__ < "2.13":
+    _one_layer_lstm: Any = decompositions.one_layer_lstm
+    vars(decompositions)["one_layer_lstm"] = _lstm_layer
 
 
 _TAKEN = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph()))) - frozenset(dir(nn.Module()))
@@ -233,10 +246,8 @@ def viewed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def share_members(module: nn.Module, other: nn.Module) -> None:
-    """Make `module` share the dicts of parameters, buffers and submodules with `other`.
-
-    A tensor replaced in one of them is replaced in both: two calls of one module stay one module.
-    """
+    """Make `module` share the dicts of parameters, buffers and submodules with `other`: a tensor
+    replaced in one of them is replaced in both, and two calls of one module stay one module."""
     module._parameters, module._buffers = other._parameters, other._buffers
     module._modules = other._modules
 
