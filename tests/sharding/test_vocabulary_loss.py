@@ -98,7 +98,7 @@ def test_one_part_in_bf16_is_the_whole_to_the_bit_of_its_weights_gradient() -> N
 
 def observed(run: Callable[[], Any]) -> list[Any]:
     """The ops that a call runs, those within ops of ours too, with the shapes that they read."""
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as seen:
         run()
     return list(seen.events())
 
