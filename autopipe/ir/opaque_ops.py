@@ -12,6 +12,9 @@ nobody can trace that. `ctc_loss` makes it as wide as targets are padded, 2 U + 
 the same:
 
     F.ctc_loss(log_probs [T, b, C], targets [b, U], lengths [b], target_lengths [b])
+
+A cross-entropy of probabilities fixes the number of rows in a trace, before torch 2.13. There it is
+traced as the ops that its kernel runs (`soft_cross_entropy`).
 """
 
 from __future__ import annotations
@@ -304,3 +307,32 @@ def of_labels(
         reduction,
         zero_infinity,
     )
+
+
+def is_soft(input: Any = None, target: Any = None, *rest: Any, **kwargs: Any) -> bool:
+    """Whether a call of F.cross_entropy is one that `soft_cross_entropy` is to compute."""
+    given = isinstance(input, Tensor) and isinstance(target, Tensor) and len(rest) < 2
+    plain = kwargs.get("size_average") is None and kwargs.get("reduce") is None
+    return torch.__version__ < "2.13" and given and plain and target.is_floating_point()
+
+
+def soft_cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    **kwargs: Any,
+) -> Tensor:
+    """What F.cross_entropy computes of probabilities; its arguments."""
+    dim = min(input.dim() - 1, 1)
+    words = input.shape[dim]
+    if label_smoothing:
+        target = target * (1 - label_smoothing) + label_smoothing / words
+    terms = F.log_softmax(input, dim) * target
+    if weight is not None:
+        terms = terms * weight.view(-1, *[1] * (input.dim() - dim - 1))
+    if reduction == "none":
+        return -terms.sum(dim)
+    return -terms.sum() / (input.numel() // words) if reduction == "mean" else -terms.sum()
