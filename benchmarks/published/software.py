@@ -9,8 +9,11 @@
 
 Profiles are chosen from what the row itself says, never from how far off its prediction is.
 A row of fused kernels, by hand or by a compiler, is planned with compiled stages, others with eager
-ones. A pipeline of software that deals its layers out evenly is planned with even cuts, the
-planner `uniform`; cuts of others are the planner's.
+ones. Compiled stages of autopipe run dropout again rather than keep what it made; Megatron-LM keeps
+its mask and its result, of scores too, 34 + 5 as/h bytes of a layer's sbh in all (Korthikanti et
+al., 2022, section 4.1), which is what eager stages keep: its bytes are those of eager ones. A
+pipeline of software that deals its layers out evenly is planned with even cuts, the planner
+`uniform`; cuts of others are the planner's.
 """
 
 from __future__ import annotations
@@ -33,15 +36,17 @@ class Software:
         even: whether a pipeline's stages get equally many layers, embedding and head counted as a
             layer each where their number divides so alone.
         deepspeed: whether the optimizer is DeepSpeed's, in a pipeline of Megatron-DeepSpeed's.
+        keeps_dropout: whether fused kernels keep what a dropout made.
     """
 
     name: str
     fused: bool
     even: bool = True
     deepspeed: bool = False
+    keeps_dropout: bool = False
 
 
-MEGATRON = Software("megatron", fused=True)
+MEGATRON = Software("megatron", fused=True, keeps_dropout=True)
 COMPILED = Software("compiled", fused=True)
 EAGER = Software("eager", fused=False)
 

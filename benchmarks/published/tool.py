@@ -89,11 +89,21 @@ def own_layout(run: Run) -> Outcome:
     """What the tool says of the layout that ran.
 
     Devices have memory without end here, so that a layout that is said not to fit has a step too.
+    Where the run's fused kernels keep what eager ones do, seconds are of compiled stages, and bytes
+    of stages that run op by op.
 
     Raises:
         Unsupported: the tool has not what the run used.
         AutopipeError: the tool refuses the model or the layout.
     """
+    found = _layout(run, compiled=run.software.fused)
+    if not (run.software.fused and run.dropout and run.software.keeps_dropout):
+        return found
+    kept = _layout(run, compiled=False)
+    return dataclasses.replace(found, needed=kept.needed, bytes=kept.bytes)
+
+
+def _layout(run: Run, *, compiled: bool) -> Outcome:
     cluster = _cluster(run)
     with tempfile.TemporaryDirectory() as folder:
         layout: Asked = {
@@ -109,7 +119,7 @@ def own_layout(run: Run) -> Outcome:
             planner="uniform" if run.software.even else "dynamic",
             zero=min(run.sharding, 1) if run.sharding < 3 else 3,
             recompute=_recompute(run),
-            compile=run.software.fused,
+            compile=compiled,
             fuse_attention=False,  # the module writes it out where the run's software did
             sequence_parallel=run.sequence_parallel,
         )

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from autopipe.errors import LaunchError
 from autopipe.runtime.comm.cma_links import make_links
 from autopipe.runtime.comm.cma_transport import DirectTransport
-from autopipe.runtime.comm.gloo import GlooTransport, make_groups
+from autopipe.runtime.comm.gloo import GlooTransport, in_one_group, make_groups
 from autopipe.runtime.comm.nccl import NcclTransport, few_queues, make_lanes
 from autopipe.runtime.comm.threads import local_network
 from autopipe.runtime.comm.transport import Transport
@@ -153,7 +153,10 @@ def transport_for(
         remark = few_queues(len(groups), os.environ)
         if remark is not None:
             print(f"rank {rank}: {remark[0]}\nhint: {remark[1]}", file=sys.stderr, flush=True)
-        loading = GlooTransport(stages, rank, make_groups(pipelines, timeout))
+        # A step or a few go over it: not worth a socket to every rank for each way.
+        assert dist.group.WORLD is not None
+        shared = in_one_group(stages, dist.group.WORLD)
+        loading = GlooTransport(stages, rank, shared, owned=False)
         return NcclTransport(stages, rank, groups, loading)
     if choice.transport == "direct":
         links = make_links(pipelines, edges)

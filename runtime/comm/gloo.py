@@ -71,17 +71,26 @@ def make_groups(pipelines: Sequence[Sequence[int]], timeout: float = TIMEOUT) ->
     return {way: dist.new_group(timeout=limit, backend="gloo") for way in used}
 
 
+def in_one_group(stages: Sequence[int], group: dist.ProcessGroup) -> Groups:
+    """One group, of all ranks, for every way: slower, and no more sockets than it has."""
+    return dict.fromkeys(ways(stages), group)
+
+
 class GlooTransport:
     """One rank's end of one pipeline; tensors on a GPU pass through host memory.
 
     Args:
         stages: the global rank of each stage of this pipeline.
         rank: this process's own.
-        groups: as `make_groups` makes them; the transport owns them from here on.
+        groups: as `make_groups` or `in_one_group` makes them.
+        owned: whether they are the transport's own from here on, to be closed with it.
     """
 
-    def __init__(self, stages: Sequence[int], rank: int, groups: Groups) -> None:
+    def __init__(
+        self, stages: Sequence[int], rank: int, groups: Groups, *, owned: bool = True
+    ) -> None:
         self._stages = tuple(stages)
+        self._owned = owned
         self._rank = rank
         self._groups = dict(groups)
         self._own = Mailbox()
@@ -114,9 +123,9 @@ class GlooTransport:
         return _GlooHandle(work, data, None)
 
     def close(self) -> None:
-        """As `Transport.close`; the groups of all ways are closed."""
+        """As `Transport.close`; the groups of all ways are closed, if they are its own."""
         self._own.close()
-        while self._groups:
+        while self._owned and self._groups:
             dist.destroy_process_group(self._groups.popitem()[1])
 
     def _route(self, channel: Channel) -> _Route:

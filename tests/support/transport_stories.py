@@ -16,10 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from autopipe.runtime.comm.choose import TRANSPORTS, VARIABLE, transport_for
-from autopipe.runtime.comm.gloo import GlooTransport, make_groups
+from autopipe.runtime.comm.gloo import GlooTransport, in_one_group
 from autopipe.runtime.comm.nccl import NcclTransport, make_lanes
 from autopipe.runtime.comm.transport import Handle, Transport
 from autopipe.runtime.launch.world import start, world_from
@@ -327,7 +328,8 @@ STORIES: tuple[Story, ...] = (
 
 
 def told(transport: str, folder: Path) -> Path:
-    """All stories over "gloo", "direct" or "lanes", told once by a process per rank."""
+    """All stories over "gloo", "shared" (gloo in one group), "direct" or "lanes", told once by a
+    process per rank."""
     (folder / "code").write_text(str(warm.spawn(RANKS, [__file__, transport, str(folder)])))
     return folder
 
@@ -350,14 +352,18 @@ def main(transport: str, folder: Path) -> None:
     with start(world, timeout=30):
         made: Transport
         cpu = torch.device("cpu")
+        assert dist.group.WORLD is not None
+        one = in_one_group(STAGES, dist.group.WORLD)
+        shared = GlooTransport(STAGES, world.rank, one, owned=False)
         if transport in TRANSPORTS:
             os.environ[VARIABLE] = transport
             made = transport_for(cpu, [STAGES], EDGES, timeout=30)
+        elif transport == "shared":
+            made = shared
         else:  # one-way lanes as on NCCL, with gloo underneath
             groups = make_lanes([STAGES], EDGES, cpu, backend="gloo", timeout=30)
-            loading = GlooTransport(STAGES, world.rank, make_groups([STAGES], timeout=30))
-            made = NcclTransport(STAGES, world.rank, groups, loading)
-        for story in STORIES if transport in TRANSPORTS else IN_ORDER:
+            made = NcclTransport(STAGES, world.rank, groups, shared)
+        for story in IN_ORDER if transport == "lanes" else STORIES:
             result = folder / f"{story.__name__}.{world.rank}"
             try:
                 story(made, world.rank)

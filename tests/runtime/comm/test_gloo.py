@@ -8,9 +8,10 @@ from autopipe.runtime.comm.gloo import ways
 from tests.support.transport_stories import STAGES, STORIES, Story, check, told
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return told("gloo", tmp_path_factory.mktemp("gloo"))
+@pytest.fixture(scope="module", params=["gloo", "shared"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a group for each way, and with one for all."""
+    return told(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.mark.parametrize("story", STORIES)
