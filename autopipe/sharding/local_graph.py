@@ -81,6 +81,7 @@ def shard_graph(
     for node in flow.graph.nodes:
         made.add(node)
     graph = flow.graph
+    outputs = tuple(made.result(output) for output in graph.outputs)  # these may add nodes
     whole = replace(
         graph,
         states={
@@ -88,7 +89,7 @@ def shard_graph(
             for name, state in graph.states.items()
         },
         nodes=tuple(made.nodes),
-        outputs=tuple(made.result(output) for output in graph.outputs),
+        outputs=outputs,
     )
     return check.after("local_graph", fuse(whole))
 

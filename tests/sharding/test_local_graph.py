@@ -1,5 +1,6 @@
 """The graph of one rank computes what the whole does, with the same names."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,9 +10,9 @@ from torch.nn import functional as F
 
 from autopipe.ir.blocks import find_blocks
 from autopipe.ir.dataflow import analyse
-from autopipe.ir.graph import shape_at
+from autopipe.ir.graph import Ref, shape_at
 from autopipe.ir.partition import partition
-from autopipe.planfile.placements import S, Sharding
+from autopipe.planfile.placements import I, S, Sharding
 from autopipe.sharding.collectives import CONVERT
 from autopipe.sharding.local_graph import shard_graph
 from autopipe.stages.lower import lower
@@ -180,3 +181,24 @@ def test_dropout_leaves_replicated_parameters_equal() -> None:
         lies = sharding.states.get(name)
         if lies is None or not lies.sharded:
             assert torch.equal(tensor, second[name]), name
+
+
+def test_a_result_that_lies_in_parts_is_gathered_by_a_node_of_the_graph() -> None:
+    """What a loss over the batch reads is a result of the graph, and may be a layer's parts.
+
+    The head's 127 words are dealt out, and nothing in the graph reads its logits.
+    """
+    torch.manual_seed(0)
+    trace = trace_model(Words(), words, told_apart)
+    (head,) = (node for node in trace.graph.nodes if node.name == "head/linear/0")
+    stop = trace.graph.index[head.name] + 1
+    graph = replace(trace.graph, nodes=trace.graph.nodes[:stop], outputs=(Ref(head.name),))
+    states = {"head.weight": S(0), "head.bias": S(0)}
+    sharding = Sharding(2, states, {head.name: ((I, S(0), S(0)), S(2))})
+    for rank, part in enumerate((64, 63)):
+        local = shard_graph(analyse(graph), sharding, rank)
+        gathering = local.nodes[-1]
+        assert gathering.op == CONVERT and gathering.name == "head/linear/0>I"
+        assert local.outputs == (Ref(gathering.name),)
+        assert shape_at(local.spec(Ref(head.name)), 2) == (2, 12, part)
+        assert shape_at(local.spec(local.outputs[0]), 2) == (2, 12, 127)
