@@ -137,7 +137,8 @@ def trace_source(
                 f"them; they take {numbers.memory(needed)}, and {numbers.memory(found)} are free",
                 hint="express the branch as a computation (torch.where)",
             )
-        return plain(model())
+        with torch.random.fork_rng(devices=[]):  # a seed in it is of its weights, not of draws
+            return plain(model())
 
     return trace(
         skeleton,

@@ -10,10 +10,12 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopipe.errors import CaptureError, ModelError
+from autopipe.frontend.batch import describe
 from autopipe.frontend.construct import fake_copy
 from autopipe.ir import torch_private
 from autopipe.ir.graph import READ_OP
 from autopipe.planfile.parts import Read
+from autopipe.tracing.source import trace_source
 from autopipe.tracing.trace import trace
 from autopipe.tracing.value_guards import check
 from tests.support.staged import lowered, one_micro_batch, trace_model
@@ -82,6 +84,22 @@ def test_a_read_of_what_depends_on_a_weight_is_made_with_the_real_model():
         return bool(hidden.sum() > -1e9)
 
     assert text(traced(read)) == [("__bool__", True)]
+
+
+def test_a_model_whose_file_seeds_before_it_builds_is_built_anew_for_a_read():
+    """Bug: a `torch.manual_seed(0)` in the user's `model()` was taken for one in forward, and the
+    dropout behind the read was refused with a hint that led nowhere."""
+
+    class Dropping(Reader):
+        def forward(self, x):
+            return super().forward(nn.functional.dropout(x))
+
+    def seeded():
+        torch.manual_seed(0)
+        return Dropping(lambda m, x, hidden: bool(hidden.sum() > -1e9))
+
+    found = trace_source(seeded, ones(2), describe(ones(2), ones(3), 2, 3), None)
+    assert text(found) == [("__bool__", True)]
 
 
 @pytest.mark.parametrize("kind", ["if", "tolist", "numpy"])
