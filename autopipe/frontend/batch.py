@@ -229,7 +229,11 @@ def rows_of(specs: Sequence[InputSpec], leaves: Mapping[str, Leaf]) -> int:
         ):
             raise refusal
     if rows is None:
-        raise ModelError("no entry of the batch has a batch dim, so it cannot be cut into rows")
+        raise ModelError(
+            "no entry of the batch has a batch dim, so it cannot be cut into rows",
+            hint="def inputs(batch_size): a tensor of it has batch_size rows, "
+            "as torch.randn(batch_size, 8) has",
+        )
     return rows
 
 

@@ -100,7 +100,16 @@ def _read(value: Any, whose: str, place: str, hint: str | None) -> Tensor | SumC
             hint="return the one scalar that is to be minimised, or "
             "autopipe.SumCount(total, count)",
         )
-    raise ModelError(f"{whose} gives {_described(value)}; {EXPECTED}", hint=hint)
+    raise ModelError(f"{whose} gives {_described(value)}; {EXPECTED}", hint=hint or _way_out(value))
+
+
+def _way_out(value: Any) -> str:
+    """What makes a loss of a thing that is none."""
+    if isinstance(value, Tensor):
+        return "return its mean over the rows: .mean()"
+    if isinstance(value, int | float):
+        return "return the tensor itself, without .item() or float()"
+    return "does it end without a `return`?" if value is None else "return the scalar tensor alone"
 
 
 def _counted(value: Any) -> bool:
@@ -141,8 +150,9 @@ def _described(value: Any) -> str:
         return f"a scalar of {dtypes.name_of(value.dtype)}"
     if isinstance(value, Tensor):
         return f"a tensor of shape ({', '.join(map(_size, value.shape))})"
-    article = "an" if type(value).__name__[0].lower() in "aeio" else "a"
-    return "nothing" if value is None else f"{article} {type(value).__name__}"
+    name = value.__class__.__name__  # a number that is read while one looks says what it is
+    article = "an" if name[0].lower() in "aeio" else "a"
+    return "nothing" if value is None else f"{article} {name}"
 
 
 def _size(size: int | torch.SymInt) -> str:

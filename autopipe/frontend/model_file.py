@@ -290,7 +290,9 @@ def _guarded(function: Callable[..., Any], what: str, gives: str | None = None) 
         if gives is not None and not isinstance(result, _RESULTS[gives]):
             raise ModelError(
                 f"{what}() returned {result!r}, expected {gives}",
-                hint="does it end without a `return`?" if result is None else None,
+                hint="does it end without a `return`?"
+                if result is None
+                else f"def {what.rpartition(' ')[2]}(...): return an object of it",
             )
         return result
 
@@ -304,7 +306,7 @@ def _by_path(path: Path) -> ModuleType:
         what = ", it is a folder" if path.is_dir() else ""
         raise ModelError(f"there is no model file {str(path)!r}{what}", hint=hint)
     if path.suffix != ".py":
-        raise ModelError(f"{path} is no Python file")
+        raise ModelError(f"{path} is no Python file", hint="autopipe plan model.py")
     name = f"autopipe_model_{path.stem}"
     loader = _FromText(name, str(path.absolute()))
     spec = importlib.util.spec_from_file_location(name, loader.path, loader=loader)

@@ -92,10 +92,17 @@ def told(what: str) -> Iterator[None]:
         yield
     except AutopipeError:
         raise
+    except SystemExit as error:
+        place = of_error(error)
+        raise ModelError(
+            f"{place + ': ' if place else ''}{what}() ends the program (exit code {error.code})",
+            hint="let it raise an error that says what is missing",
+        ) from error
     except Exception as error:  # the user's code may raise anything
         place = of_error(error)
         raise ModelError(
-            f"{place + ': ' if place else ''}{what}() raised {type(error).__name__}: {error}"
+            f"{place + ': ' if place else ''}{what}() raised {type(error).__name__}: {error}",
+            hint=f"does {what.rpartition(' ')[2]}() go well by itself? --debug shows all calls",
         ) from error
 
 
@@ -114,7 +121,9 @@ def ran(action: Callable[[], Any], what: str) -> Any:
                 hint="is it Python source in UTF-8, and was it copied whole?",
             ) from error
         place = ":".join(str(part) for part in (error.filename or what, error.lineno) if part)
-        raise ModelError(f"{place}: {error.msg}") from error
+        raise ModelError(
+            f"{place}: {error.msg}", hint=f"python -m py_compile {what} shows where"
+        ) from error
     except SystemExit as error:
         raise ModelError(
             f"{of_error(error)}: "
@@ -125,5 +134,16 @@ def ran(action: Callable[[], Any], what: str) -> Any:
     except Exception as error:  # the user's code may raise anything
         place = of_error(error)
         raise ModelError(
-            f"{place or what}: {what} cannot be run: {type(error).__name__}: {error}"
+            f"{place or what}: {what} cannot be run: {type(error).__name__}: {error}",
+            hint=_missing(error) or "does it go well by itself? --debug shows all calls",
         ) from error
+
+
+def _missing(error: Exception) -> str | None:
+    """What to do where a file imports what Python does not find."""
+    if not isinstance(error, ModuleNotFoundError) or error.name is None:
+        return None
+    return (
+        f"install what has {error.name} beside autopipe, or name its folder: PYTHONPATH=FOLDER "
+        "autopipe ..."
+    )

@@ -231,13 +231,17 @@ def _read(path: Path) -> onnx.ModelProto:
             f"{path} is read by onnx, which is not installed", hint="pip install onnx"
         ) from error
     if not path.is_file():
-        raise ModelError(f"there is no ONNX file {str(path)!r}")
+        raise ModelError(f"there is no ONNX file {str(path)!r}", hint="check the path")
     try:
         model = onnx.load(str(path))
         onnx.checker.check_model(str(path))
     except Exception as error:  # protobuf and the checker raise of every kind
         reason = str(error).strip().partition("\n")[0]
-        raise ModelError(f"{path} is no ONNX file that can be read: {reason}") from error
+        raise ModelError(
+            f"{path} is no ONNX file that can be read: {reason}",
+            hint="was it copied whole, with the files of weights beside it? "
+            "torch.onnx.export(model, inputs, FILE) writes one",
+        ) from error
     return inliner.inline_local_functions(model)
 
 

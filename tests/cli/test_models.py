@@ -42,11 +42,17 @@ class Square(torch.autograd.Function):
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        pytest.param("def model(:\n", "{path}:1: invalid syntax", id="syntax"),
+        pytest.param(
+            "def model(:\n",
+            "{path}:1: invalid syntax\n\nhint: python -m py_compile net.py shows where",
+            id="syntax",
+        ),
         pytest.param(
             "import torch\nimport nothing_of_that_name\n",
             "{path}:2 `import nothing_of_that_name`: net.py cannot be run: ModuleNotFoundError: "
-            "No module named 'nothing_of_that_name'",
+            "No module named 'nothing_of_that_name'\n\n"
+            "hint: install what has nothing_of_that_name beside autopipe, or name its folder: "
+            "PYTHONPATH=FOLDER autopipe ...",
             id="import",
         ),
         pytest.param(
@@ -63,8 +69,22 @@ class Square(torch.autograd.Function):
         pytest.param(
             changed("return Net()", "raise OSError('no weights')"),
             f"{{path}}:{LINE['    return Net()']} `raise OSError('no weights')`: "
-            "net.py: model() raised OSError: no weights",
+            "net.py: model() raised OSError: no weights\n\n"
+            "hint: does model() go well by itself? --debug shows all calls",
             id="model raises",
+        ),
+        pytest.param(
+            changed("return Net()", "raise SystemExit(3)"),
+            f"{{path}}:{LINE['    return Net()']} `raise SystemExit(3)`: "
+            "net.py: model() ends the program (exit code 3)\n\n"
+            "hint: let it raise an error that says what is missing",
+            id="model ends the program",
+        ),
+        pytest.param(
+            changed("return Net()", "return Net"),
+            "net.py: model() returned <class 'autopipe_model_net.Net'>, expected nn.Module\n\n"
+            "hint: def model(...): return an object of it",
+            id="model gives its class",
         ),
         pytest.param(
             changed("return Net()", "Net()"),
@@ -105,14 +125,23 @@ class Square(torch.autograd.Function):
         ),
         pytest.param(
             NET.replace("randn(batch_size", "randn(4"),
-            "no entry of the batch has a batch dim, so it cannot be cut into rows",
+            "no entry of the batch has a batch dim, so it cannot be cut into rows\n\n"
+            "hint: def inputs(batch_size): a tensor of it has batch_size rows",
             id="no dim grows",
         ),
         pytest.param(
             changed(".mean()", ""),
             f"{{path}}:{LINE['def loss(outputs, batch):']}: loss(outputs, batch) gives a tensor of "
-            "shape (2, 4); a loss is a scalar tensor or autopipe.SumCount(sum, count)",
+            "shape (2, 4); a loss is a scalar tensor or autopipe.SumCount(sum, count)\n\n"
+            "hint: return its mean over the rows: .mean()",
             id="loss is a vector",
+        ),
+        pytest.param(
+            changed(".mean()", ".mean().item()"),
+            f"{{path}}:{LINE['def loss(outputs, batch):']}: loss(outputs, batch) gives a float; "
+            "a loss is a scalar tensor or autopipe.SumCount(sum, count)\n\n"
+            "hint: return the tensor itself, without .item() or float()",
+            id="loss is a number",
         ),
         pytest.param(
             changed('batch["target"]', 'batch["label"]'),
@@ -187,7 +216,9 @@ def test_no_model_file(autopipe: Shell) -> None:
         (
             "shop.window:build",
             "{folder}/shop/window.py:2 `import nothing_of_that_name`: shop.window cannot be run: "
-            "ModuleNotFoundError: No module named 'nothing_of_that_name'",
+            "ModuleNotFoundError: No module named 'nothing_of_that_name'\n\n"
+            "hint: install what has nothing_of_that_name beside autopipe, or name its folder: "
+            "PYTHONPATH=FOLDER autopipe ...",
         ),
         (
             "shop/window.py:build",

@@ -89,16 +89,16 @@ def test_a_pair_that_may_be_read_in_two_ways_is_refused(read, pair, things):
 
 
 @pytest.mark.parametrize(
-    ("outputs", "found"),
+    ("outputs", "found", "hint"),
     [
-        (torch.ones(2, 3), "a tensor of shape (2, 3)"),
-        (None, "nothing"),
-        ({"logits": ONE}, "nothing"),
-        ((torch.ones(2), ONE), "a tuple"),
-        (0.5, "a float"),
+        (torch.ones(2, 3), "a tensor of shape (2, 3)", "return its mean over the rows: .mean()"),
+        (None, "nothing", "does it end without a `return`?"),
+        ({"logits": ONE}, "nothing", ""),
+        ((torch.ones(2), ONE), "a tuple", "return the scalar tensor alone"),
+        (0.5, "a float", "return the tensor itself, without .item() or float()"),
     ],
 )
-def test_anything_else_is_no_loss(outputs, found):
+def test_anything_else_is_no_loss(outputs, found, hint):
     is_one = "a loss is a scalar tensor or autopipe.SumCount(sum, count)"
     with pytest.raises(ModelError) as error:
         of(outputs)
@@ -108,7 +108,8 @@ def test_anything_else_is_no_loss(outputs, found):
     if not isinstance(outputs, dict):
         with pytest.raises(ModelError) as error:
             returned(outputs)
-        assert str(error.value) == f"{HERE}:{LINE}: loss(outputs, batch) gives {found}; {is_one}"
+        whole = f"{HERE}:{LINE}: loss(outputs, batch) gives {found}; {is_one}\nhint: {hint}"
+        assert str(error.value) == whole
 
 
 def of_three(logits, ids, mask):

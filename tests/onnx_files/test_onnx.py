@@ -201,8 +201,9 @@ def test_refusals(tmp_path: Path, op: str, domain: str, dims: Sequence[Any], err
 
 def test_what_is_no_onnx_file(tmp_path: Path) -> None:
     (tmp_path / "net.onnx").write_text("hello")
-    with pytest.raises(ModelError, match="net.onnx is no ONNX file that can be read"):
+    with pytest.raises(ModelError, match="net.onnx is no ONNX file that can be read") as error:
         as_module(str(tmp_path / "net.onnx"))
+    assert str(error.value.hint).startswith("was it copied whole")
     with pytest.raises(ModelError, match="there is no ONNX file"):
         as_module(str(tmp_path / "other.onnx"))
 
