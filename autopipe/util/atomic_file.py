@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import shlex
 import shutil
 import tempfile
 import time
@@ -112,7 +113,10 @@ def check_folder(path: Path) -> None:
     """
     folder = path.resolve().parent
     if not folder.is_dir():
-        raise AutopipeError(f"{path} cannot be written: there is no folder {folder}")
+        raise AutopipeError(
+            f"{path} cannot be written: there is no folder {folder}",
+            hint=f"mkdir -p {shlex.quote(str(folder))}",
+        )
     _try(folder, path)
 
 

@@ -154,7 +154,8 @@ def _named(path: Path) -> Iterator[None]:
     try:
         yield
     except AutopipeError as error:
-        raise type(error)(f"{path}: {error.message}", hint=error.hint) from error
+        hint = error.hint or "mend the file, or emit it again, with --force"
+        raise type(error)(f"{path}: {error.message}", hint=hint) from error
 
 
 @contextmanager
@@ -162,12 +163,18 @@ def _told(path: Path) -> Iterator[None]:
     """Errors of an edited file in the block as one sentence."""
     try:
         yield
+    except AutopipeError:
+        raise
     except SyntaxError as error:
-        raise PlanError(f"{error.filename}:{error.lineno}: {error.msg}") from error
+        raise PlanError(
+            f"{error.filename}:{error.lineno}: {error.msg}",
+            hint=f"python -m py_compile {path.name} shows where; or emit it again, with --force",
+        ) from error
     except Exception as error:  # whatever has been written there
         place = user_lines.of_error(error)
         raise PlanError(
-            f"{place or path}: {path.name} cannot be run: {type(error).__name__}: {error}"
+            f"{place or path}: {path.name} cannot be run: {type(error).__name__}: {error}",
+            hint="mend that line, or emit the file again, with --force",
         ) from error
 
 

@@ -394,6 +394,18 @@ def test_a_stage_that_cannot_be(edit: Edit, old: str, new: str, said: str) -> No
     with pytest.raises(PlanError, match=re.escape(said)) as error:
         case("gpt", 2).run(folder)
     assert str(folder / "stage_1.py") in str(error.value)
+    if "cannot be run" in said or "syntax" in said:
+        assert "emit" in str(error.value.hint)
+
+
+def test_a_stage_that_is_gone(edit: Edit) -> None:
+    """Bug: it was told as `stage_1.py cannot be run: PlanError: ...`, with the hint within."""
+    folder = edit("stage_1.py", "import torch", "import torch")
+    (folder / "stage_1.py").unlink()
+    with pytest.raises(PlanError) as error:
+        case("gpt", 2).run(folder)
+    assert error.value.message.endswith("stage_1.py: no such file in the emitted folder")
+    assert error.value.hint == "emit it again, with --force"
 
 
 def test_a_stage_that_gives_what_nobody_has_room_for(edit: Edit) -> None:

@@ -40,6 +40,9 @@ def test_a_folder_in_the_place_of_the_file(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(AutopipeError, match="cannot be written: No such file or directory"):
         atomic_file.write("", tmp_path / "nowhere" / "file")
+    with pytest.raises(AutopipeError) as error:
+        atomic_file.check_folder(tmp_path / "no where" / "file")
+    assert error.value.hint == f"mkdir -p '{tmp_path / 'no where'}'"
 
 
 # --- what is asked before long work
