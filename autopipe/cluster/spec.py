@@ -16,7 +16,7 @@ from pathlib import Path
 
 from autopipe.cluster import datasheets, efficiency
 from autopipe.cluster.cluster import Cluster, Device, Group, Link, NodeGroup, check
-from autopipe.errors import AutopipeError
+from autopipe.errors import AutopipeError, PlanError
 from autopipe.util import codec
 
 
@@ -84,11 +84,29 @@ def _from_file(path: Path) -> Cluster:
     try:
         cluster = codec.load(Cluster, path, root="cluster")
         check(cluster)
+        _check_units(cluster)
     except AutopipeError as error:
         error.hint = error.hint or _EXAMPLE
         raise
     return cluster
 
+
+def _check_units(cluster: Cluster) -> None:
+    """Refuse figures that no device has: TFLOP/s, GB, GB/s or us where the file has plain units."""
+    for n, node in enumerate(cluster.nodes):
+        for g, group in enumerate(node.groups):
+            device, at = group.device, f"cluster.nodes[{n}].groups[{g}].device"
+            rates = [(f"{at}.flops.{dtype}", rate) for dtype, rate in device.flops.items()]
+            for place, rate in [*rates, (f"{at}.bandwidth", device.bandwidth)]:
+                if rate < LEAST_RATE:
+                    raise PlanError(f"{place}: expected at least 1e6 a second, found {rate:g}")
+            if device.memory < LEAST_MEMORY:
+                raise PlanError(f"{at}.memory: expected at least 1e6 bytes, found {device.memory}")
+            if device.launch > LONGEST:
+                raise PlanError(f"{at}.launch: expected less than 1 s, found {device.launch:g} s")
+
+
+LEAST_RATE, LEAST_MEMORY, LONGEST = 1e6, 1e6, 1.0
 
 _EXAMPLE = (
     "`autopipe probe -o FILE` writes a whole one; figures are in seconds, bytes, bytes a second "

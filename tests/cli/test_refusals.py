@@ -138,6 +138,11 @@ def test_an_argument_that_cannot_be_met(
         ("launch", -1e-6, "launch: expected at least 0, found -1e-06"),
         ("flops", {"fp32": -1e12}, "flops.fp32: expected more than 0, found -1000000000000.0"),
         ("flops", {}, "flops: expected at least one entry, found none"),
+        # Bug: a step of 44,687,921 s was planned without a word.
+        ("memory", 80, "memory: expected at least 1e6 bytes, found 80"),
+        ("flops", {"fp32": 19.5}, "flops.fp32: expected at least 1e6 a second, found 19.5"),
+        ("bandwidth", 2000, "bandwidth: expected at least 1e6 a second, found 2000"),
+        ("launch", 6, "launch: expected less than 1 s, found 6 s"),
     ],
 )
 def test_a_figure_of_a_cluster_file(
