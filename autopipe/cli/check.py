@@ -176,13 +176,15 @@ def _print(result: Comparison) -> None:
     from rich.table import Table
 
     from autopipe.checking.comparison import share
+    from autopipe.util.numbers import count
 
     mesh, batch = result.plan.mesh, result.plan.batch
     out = Console(highlight=False)
     zero = f", ZeRO-{result.plan.zero}" if result.plan.zero else ""
     compiled = ", compiled" if result.plan.compiled else ""
     out.print(
-        f"pp={mesh.pp} dp={mesh.dp} tp={mesh.tp}, {batch.micro_batches} micro-batches, "
+        f"pp={mesh.pp} dp={mesh.dp} tp={mesh.tp}, "
+        f"{count(batch.micro_batches, 'micro-batch', 'micro-batches')}, "
         f"{result.plan.schedule}, {result.plan.precision}{zero}{compiled}; {batch.rows} rows"
     )
     if result.again:

@@ -75,6 +75,9 @@ def binding(problem: Problem, best: Scored, roomy: Scored | None) -> str:
     mean = sum(seconds) / len(seconds)
     entry = ranks_of(problem, config)[slowest] if config.turns else slowest
     pace = f"stage {entry} sets the pace with {numbers.seconds(seconds[slowest])} a micro-batch"
+    own = found.stages[slowest]
+    if own.transfer_seconds and own.period > own.forward_seconds + own.backward_seconds:
+        pace += ", transfers and all"
     if config.pp > 1 and mean > 0:
         pace += f", {percent(seconds[slowest] / mean - 1)} above the mean stage"
     reduce = found.spent["reducing gradients"]

@@ -168,3 +168,9 @@ def test_and_those_that_nobody_can_use() -> None:
     assert PLANNERS["dynamic"](problem).binding.startswith(
         "1 of 3 devices stays idle, as a batch of 2 rows is no faster on more; "
     )
+
+
+def test_a_pace_that_transfers_set_says_so() -> None:
+    """100 bytes at 25 a second take longer than the second that a stage computes."""
+    problem = line((1.0, 1.0), crossing=(100,), link=Link(0.0, 25.0))
+    assert "a micro-batch, transfers and all" in PLANNERS["dynamic"](problem).binding
