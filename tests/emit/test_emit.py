@@ -539,4 +539,6 @@ def test_a_mistake_is_told_in_a_sentence(
     programs_ = tmp_path / "out" / "programs.txt"
     programs_.write_text(programs_.read_text().replace(" 0STEP", ""))
     said = end(start(sys.executable, "out/train.py", "--steps", "1", folder=tmp_path))
-    assert said.error == f"{programs_}: rank 0 lacks 0STEP"
+    wrong, hint = said.error.split("\n\n")
+    assert wrong == f"{programs_}: rank 0 lacks 0STEP"
+    assert hint == "hint: mend the file, or emit it again, with --force"
