@@ -98,6 +98,11 @@ class Device:
     rough: tuple[str, ...] = ()
     host: float = 0.0
 
+    @property
+    def is_gpu(self) -> bool:
+        """All that is no CPU is one: what datasheets name, and what was measured as none."""
+        return self.kind != "cpu"
+
     def __str__(self) -> str:
         rates = ", ".join(f"{dtype} {rate / 1e12:.3g}" for dtype, rate in self.flops.items())
         return (
@@ -167,8 +172,13 @@ class Cluster:
 
     @property
     def has_gpus(self) -> bool:
-        """Whether some device is one: all that is no CPU."""
-        return any(device.kind != "cpu" for device in self.devices)
+        """Whether some device is one."""
+        return any(device.is_gpu for device in self.devices)
+
+    @property
+    def all_gpus(self) -> bool:
+        """Whether each device is one."""
+        return all(device.is_gpu for device in self.devices)
 
     @property
     def row(self) -> list[Device]:

@@ -8,7 +8,6 @@ high, for matrices half of which is zero. `autopipe probe` measures instead of r
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -383,11 +382,6 @@ DEVICES: dict[str, Datasheet] = {
         steady=STEADY_NEWER,
     ),
 }
-
-
-def are_gpus(devices: Iterable[Device]) -> bool:
-    """Whether all devices are GPUs: those of the datasheets, and what was measured as none."""
-    return all(device.kind != "cpu" for device in devices)
 
 
 @cache

@@ -164,7 +164,7 @@ def legend(plan: Plan, unit: str, *, parts: bool = True) -> dict[str, str]:
 
 def margins(plan: Plan) -> str | None:
     """The bytes of the devices that tensors may fill, and why not all of them."""
-    rooms = {d.kind: d.memory for d in plan.cluster.devices if d.kind != "cpu"}
+    rooms = {d.kind: d.memory for d in plan.cluster.devices if d.is_gpu}
     if not rooms:
         return None
     listed = ", ".join(f"{numbers.memory(room)} of {kind}" for kind, room in rooms.items())

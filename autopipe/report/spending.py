@@ -94,7 +94,7 @@ def picture(plan: Plan, columns: int) -> Iterator[str]:
 def speed(plan: Plan) -> str:
     """`8,661 tokens/s/GPU; MFU 37.5 % of 989 TFLOP/s (bf16); 32.1 GPU hours a billion tokens`."""
     step, devices = plan.prediction.step_seconds, len(plan.mesh.places)
-    shared = any(device.kind == "cpu" for device in plan.cluster.devices)
+    shared = not plan.cluster.all_gpus
     one = "process" if shared else "GPU"
     tokens, reached, work = tokens_per_second(plan), mfu(plan), plan.work
     parts = []

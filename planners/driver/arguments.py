@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.cluster.cluster import Cluster
-from autopipe.cluster.datasheets import are_gpus
 from autopipe.cluster.measured import Need
 from autopipe.cluster.spec import LocalSpec, parse
 from autopipe.errors import AutopipeError, ModelError, ScheduleError
@@ -97,17 +96,24 @@ def turns_of(asked: str | Sequence[int] | None) -> tuple[int, ...] | None:
     return tuple(map(int, parts))
 
 
+def on_gpus(cluster: Cluster | LocalSpec) -> bool:
+    """Whether stages are to run on GPUs alone: on this machine, wherever there are any."""
+    if isinstance(cluster, LocalSpec):
+        return torch.cuda.is_available() and not cluster.cpu
+    return cluster.all_gpus
+
+
 def usual_precision(cluster: Cluster | LocalSpec, model: nn.Module, say: Say) -> str:
     """The precision where nobody asks for one: bf16 for an fp32 model on GPUs that have it."""
     dtypes = {parameter.dtype for parameter in model.parameters()}
     if dtypes != {torch.float32}:
         return "fp32"
+    if not on_gpus(cluster):
+        return "fp32"
     if isinstance(cluster, LocalSpec):
-        gpus = torch.cuda.is_available() and not cluster.cpu
-        have = gpus and torch.cuda.is_bf16_supported(including_emulation=False)
+        have = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
-        devices = cluster.devices
-        have = are_gpus(devices) and all("bf16" in device.flops for device in devices)
+        have = all("bf16" in device.flops for device in cluster.devices)
     if not have:
         return "fp32"
     say("precision: bf16 with fp32 master weights; --precision asks for another")
@@ -307,7 +313,7 @@ def check_host(offload: str | Sequence[str] | None, cluster: Cluster | LocalSpec
     if offload in (None, AUTO, OFF, [AUTO], [OFF]) or isinstance(cluster, LocalSpec):
         return
     for device in cluster.devices:
-        if device.kind != "cpu" and not device.host:
+        if device.is_gpu and not device.host:
             raise AutopipeError(
                 f"offload={offload!r} was asked for, and {cluster.name} does not say how fast its "
                 f"{device.kind} copies to its host's memory",

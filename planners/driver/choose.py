@@ -25,7 +25,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from autopipe.cluster.datasheets import are_gpus
 from autopipe.errors import AutopipeError, InfeasibleError
 from autopipe.ir.opaque_ops import OPAQUE
 from autopipe.joint.joint_graph import CannotSplit
@@ -125,7 +124,7 @@ def best_of_engines(job: Job, watch: Stopwatch) -> Chosen:
 def _may_compile(job: Job) -> bool:
     """Whether all devices are GPUs, and all of the model can be compiled."""
     opaque = any(node.op in OPAQUE for node in job.traced.graph.nodes)
-    return are_gpus(job.cluster.devices) and not opaque
+    return job.cluster.all_gpus and not opaque
 
 
 def best_plan(job: Job, watch: Stopwatch, slower_than: Searched | None = None) -> Chosen:

@@ -13,10 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
-import torch
-
 from autopipe.cluster.cluster import Cluster
-from autopipe.cluster.datasheets import are_gpus
 from autopipe.cluster.spec import LocalSpec
 from autopipe.errors import AutopipeError
 from autopipe.frontend.least_rows import ONE, Least
@@ -33,6 +30,7 @@ from autopipe.ir.dataflow import Dataflow, analyse
 from autopipe.ir.graph import Graph, bytes_at
 from autopipe.planfile.contents import MICRO_BATCH
 from autopipe.planners.costs.asked_ops import words_of
+from autopipe.planners.driver.arguments import on_gpus
 from autopipe.planners.model.problem import Constraints
 from autopipe.planners.search.configs import one_of
 from autopipe.rewriting.fused_attention import fused
@@ -85,15 +83,8 @@ class PlanRequest:
     @property
     def may_fuse(self) -> bool:
         """Whether attentions may be fused: stages may run compiled, or it is asked for."""
-        compiled = self._on_gpus if self.compiled is None else self.compiled
+        compiled = on_gpus(self.cluster) if self.compiled is None else self.compiled
         return compiled if self.fuse_attention is None else self.fuse_attention
-
-    @property
-    def _on_gpus(self) -> bool:
-        """Whether stages are to run on GPUs: on this machine, wherever there are any."""
-        if isinstance(self.cluster, LocalSpec):
-            return torch.cuda.is_available() and not self.cluster.cpu
-        return are_gpus(self.cluster.devices)
 
     @property
     def sixteen_bits(self) -> SixteenBits | None:

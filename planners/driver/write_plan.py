@@ -311,7 +311,7 @@ def _mesh(cluster: Cluster, machine: Machine, decision: Decision, tp: int) -> Me
             replica, tp_rank = divmod(part, tp)
             devices = machine.means[group * config.dp + replica]
             node, local, device = cluster.device_at(devices[tp_rank])
-            name = "cpu" if device.kind == "cpu" else f"cuda:{local}"
+            name = f"cuda:{local}" if device.is_gpu else "cpu"
             rank = pp * config.dp * tp + part
             places.append(Place(rank, pp, replica, tp_rank, node, local, name))
     return Mesh(config.pp, config.dp, tp, tuple(places))

@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 from autopipe.cluster.cluster import Cluster, Link
 from autopipe.cluster.collective_time import Levels, Topology, half_sum
-from autopipe.cluster.datasheets import are_gpus
 from autopipe.cluster.tp_groups import GroupKind, tp_groups
 from autopipe.ir import op_costs, op_seconds
 from autopipe.ir.blocks import owners
@@ -206,7 +205,7 @@ def _gathering(found: PlannedStages, stage: Stage, rank: int, own: Seconds) -> S
     half = partial(half_sum, copying=plan.cluster.copying)
     scatters = _exchange(plan, rank, half, summed)
     gathers = _exchange(plan, rank, half, _read(states)) if plan.fully_sharded else 0.0
-    if not are_gpus(plan.cluster.devices):
+    if not plan.cluster.all_gpus:
         return Seconds(total(own.forward, gathers), total(own.backward, gathers, scatters))
     if not plan.fully_sharded:
         return Seconds(own.forward, largest(own.backward, scatters))

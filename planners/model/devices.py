@@ -24,7 +24,6 @@ from typing import Any
 
 from autopipe.cluster.cluster import Cluster, Link
 from autopipe.cluster.collective_time import Level, Levels, Topology, slowest
-from autopipe.cluster.datasheets import are_gpus
 from autopipe.cluster.tp_groups import GroupKind, TpGroup, distinct, nominal
 
 
@@ -161,7 +160,7 @@ def machine_of(
         cluster.copying,
         means,
         len(memory) - sum(map(len, means)),
-        are_gpus(cluster.devices),
+        cluster.all_gpus,
         tuple(kind.device.host for kind in kinds),
         tuple(kind.link for kind in kinds if kind.link is not None),
     ), tuple(kinds)
