@@ -143,8 +143,7 @@ def train(
         say(snapshot.told(range(first + 1, first + 1 + len(readings.losses))))
     bubbles: tuple[float, ...] = ()
     if recorder is not None and trace is not None:
-        world = dist.group.WORLD if len(plan.mesh.places) > 1 else None
-        bubbles = write(trace, recorder, plan, trace.stem, pipe.place.rank, world)
+        bubbles = write(trace, recorder, plan, trace.stem, pipe.place.rank, readings.world)
     return replace(readings.measured(bubbles), stopped=keeper.stopped is not None)
 
 
@@ -165,6 +164,11 @@ class _Readings:
     memory: dict[int, StagePrediction] | None = None
     latest: dict[int, StagePrediction] = field(default_factory=dict)
     last: float = 0.0
+
+    @property
+    def world(self) -> dist.ProcessGroup | None:
+        """All ranks of the run; None if there is one."""
+        return dist.group.WORLD if len(self.pipe.plan.mesh.places) > 1 else None
 
     @property
     def warming(self) -> bool:
@@ -197,8 +201,7 @@ class _Readings:
             for index, own in self.latest.items()
         )
         held = sum(stage.memory.peak for stage in (self.memory or {}).values())
-        world = dist.group.WORLD if len(pipe.plan.mesh.places) > 1 else None
-        bubble, peak = over_ranks(1 - computed / self.last, held, world)
+        bubble, peak = over_ranks(1 - computed / self.last, held, self.world)
         rate = optimizer.param_groups[0].get("lr")
         return replace(
             told,
@@ -223,8 +226,7 @@ class _Readings:
         }
         step_seconds = statistics.median(self.seconds or [self.last])
         stages, losses = _by_stage(own, self.pipe.plan), tuple(self.losses)
-        world = dist.group.WORLD if len(self.pipe.plan.mesh.places) > 1 else None
-        gpu = most_bytes(self.pipe.device, world)
+        gpu = most_bytes(self.pipe.device, self.world)
         return Measured(stages, step_seconds, losses, bubbles, gpu=gpu)
 
 

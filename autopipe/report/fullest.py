@@ -36,6 +36,11 @@ class Fullest:
 
 def fullest(plan: Plan) -> Fullest:
     """The fullest device among the first replica's first tensor-parallel ranks."""
+    return max(shares(plan), key=lambda each: each[0])[1]
+
+
+def shares(plan: Plan) -> list[tuple[float, Fullest]]:
+    """Of each of these ranks the share of its room that it fills, and how."""
     placed, limits = holders(programs.compute(plan)), plan.planner.limits
     numbered = predict.devices(plan)
     found = []
@@ -46,7 +51,7 @@ def fullest(plan: Plan) -> Fullest:
         room = min(device.memory, *limits) if len(limits) == 1 else device.memory
         known = None if len(limits) > 1 else room
         found.append((held / room, Fullest(rank, stages, held, known, device)))
-    return max(found, key=lambda each: each[0])[1]
+    return found
 
 
 def room(plan: Plan) -> str:

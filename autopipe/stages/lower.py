@@ -290,10 +290,12 @@ class _Emitter:
         Kernels of a GPU give other strides than those of the CPU that the model was traced for,
         such as attention's, and then what was a view there has to copy.
         """
-        op, flow = resolve(node.op), analyse(self.graph)
-        if op is torch.ops.aten.view.default and flow.root[Ref(node.name)] not in flow.writers:
-            return torch.ops.aten.reshape.default
-        return op
+        op = resolve(node.op)
+        if op is not torch.ops.aten.view.default:
+            return op
+        flow = analyse(self.graph)
+        written = flow.root[Ref(node.name)] in flow.writers
+        return op if written else torch.ops.aten.reshape.default
 
 
 def _identifier(text: str) -> str:

@@ -82,7 +82,7 @@ def layouts(folder: Path, cluster: str, *, cpu: bool) -> None:
     expected: list[float] = []
     print("| layout | losses of 5 steps | furthest from one rank's |\n|---|---|---|")
     for name, (ranks, constraints) in LAYOUTS.items():
-        plan, metrics = folder / "plan.json", folder / f"{len(name)}-{name[-1]}.jsonl"
+        plan, metrics = folder / "plan.json", folder / "metrics.jsonl"
         how = ("--precision", "fp32", "--no-compile", "-o", str(plan))
         where = ("--cluster", cluster.format(ranks), *constraints.split(), *how)
         command(*COMMAND, "plan", str(MODELS / "gpt.py"), *where)

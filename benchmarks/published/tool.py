@@ -97,7 +97,7 @@ def own_layout(run: Run) -> Outcome:
         AutopipeError: the tool refuses the model or the layout.
     """
     found = _layout(run, compiled=run.software.fused)
-    if not (run.software.fused and run.dropout and run.software.keeps_dropout):
+    if not (run.dropout and run.software.keeps_dropout):
         return found
     kept = _layout(run, compiled=False)
     return dataclasses.replace(found, needed=kept.needed, bytes=kept.bytes)

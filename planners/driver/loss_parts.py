@@ -17,7 +17,7 @@ from autopipe.errors import AutopipeError, InfeasibleError
 from autopipe.planfile.contents import Plan
 from autopipe.planners.driver.choose import best_of_engines, best_plan
 from autopipe.planners.driver.request import Job, Traced
-from autopipe.report.fullest import fullest
+from autopipe.report.fullest import shares
 from autopipe.rewriting.logits import heads
 from autopipe.rewriting.loss_in_parts import in_parts, usual_parts
 from autopipe.util.numbers import Amount, seconds
@@ -86,9 +86,9 @@ def _lacks_room(job: Job, plan: Plan) -> str | None:
     rows = plan.batch.microbatch_rows(plan.mesh.dp)
     every = (head.logits_bytes(rows) for head in heads(job.traced.graph))
     beside = 2 * max(every, default=0) // plan.mesh.tp
-    full, last = fullest(plan), len(plan.stages) - 1
-    held = full.held if last in full.stages else plan.stages[last].predicted.memory.peak
-    left = min(device.memory for device in job.cluster.row) * (1 + FRAGMENTED) - held
+    last = len(plan.stages) - 1
+    full = next(full for _, full in shares(plan) if last in full.stages)
+    left = full.device.memory * (1 + FRAGMENTED) - full.held
     if beside <= left:
         return None
     amount = Amount(beside)

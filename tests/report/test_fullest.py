@@ -105,3 +105,14 @@ def test_stages_of_a_device_are_added_up() -> None:
     found = fullest.holding(chain(2, 4, schedule="zb-v", chunks=2))
     assert found.startswith("in GiB: 40.0 parameters, 40.0 gradients, 20.0 optimizer state, 38.0 ")
     assert " micro-batches in flight, in all its stages), 2.0 transfers" in found
+
+
+def test_each_rank_has_its_share_and_all_its_stages() -> None:
+    """In their order, so that one finds the rank that a stage is on."""
+    plan = held(on("1xA100-80GB+1xA100-40GB", [(0, 0), (1, 0)]), 30, 25)
+    found = fullest.shares(plan)
+    assert [(full.rank, full.stages, full.held) for _, full in found] == [
+        (0, (0,), 30 * GIB),
+        (1, (1,), 25 * GIB),
+    ]
+    assert max(found, key=lambda each: each[0])[1] == fullest.fullest(plan)
