@@ -204,7 +204,7 @@ class Memory:
     `parameters` are those that the optimizer changes; `copies` are those in 16 bits beside them
     and, under ZeRO-3, what is gathered whole. `activations` are saved from forward to backward for
     all micro-batches in flight, received tensors included; `transfers` are receives posted ahead
-    and sends under way; `passing` are gradients on their way to sums, and buckets of them.
+    and sends under way; `passing` are gradients on their way: to sums, in buckets, of logits.
     """
 
     parameters: int

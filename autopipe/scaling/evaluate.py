@@ -2,7 +2,7 @@
 
 seconds   max over paths of sum(n * cost)
 bytes     at the moment with the most: sum over the rank's stages of
-          held + max(sum(n * size) + added, bucket)
+          held + max(sum(n * size) + added + passing, bucket)
 """
 
 from __future__ import annotations
@@ -34,13 +34,18 @@ def peaks(sheet: Sheet, count: Count, where: dict[str, float], micro_batches: in
     """Bytes of each rank when it is fullest."""
     sizes = [value(size, where) for size in sheet.sizes]
     return [
-        _peak(rank, moments, sizes, again=micro_batches > 1)
+        _peak(rank, moments, sizes, where, again=micro_batches > 1)
         for rank, moments in zip(sheet.ranks, count.moments, strict=True)
     ]
 
 
 def _peak(
-    rank: RankBytes, moments: Sequence[Moment], sizes: Sequence[float], *, again: bool
+    rank: RankBytes,
+    moments: Sequence[Moment],
+    sizes: Sequence[float],
+    where: dict[str, float],
+    *,
+    again: bool,
 ) -> int:
     there = max(
         ({stage: _sum(form, sizes) for stage, form in moment.items()} for moment in moments),
@@ -48,7 +53,10 @@ def _peak(
     )
     return round(
         sum(
-            own.held + max(there[stage] + (own.added if again else 0), own.bucket)
+            own.held
+            + max(
+                there[stage] + (own.added if again else 0) + value(own.passing, where), own.bucket
+            )
             for stage, own in rank.stages.items()
         )
     )

@@ -12,7 +12,7 @@ from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import BUCKET_BYTES, Batch, StagePlan
 from autopipe.scaling import links
 from autopipe.scaling.evaluate import at
-from autopipe.scaling.expressions import Expression, product, total, value
+from autopipe.scaling.expressions import ROWS, TOKENS, Expression, product, total, value
 from autopipe.scaling.moments import Numbering, moments
 from autopipe.scaling.paths import paths
 from autopipe.scaling.sheet import Count, Form, Point, RankBytes, Sheet, StageStates
@@ -30,6 +30,7 @@ class StageFormulas:
         forward, backward: seconds.
         kept, stash, fresh, again, momentary: bytes.
         sends: bytes of each tensor that it sends on, by name.
+        passing: bytes that its loss has for a moment.
         largest: bytes of its largest gradient.
         wide: bytes that gradients take more where the optimizer gets them in fp32.
     """
@@ -42,6 +43,7 @@ class StageFormulas:
     again: Expression
     momentary: Expression
     sends: Mapping[str, Expression]
+    passing: Expression
     largest: int
     wide: int
 
@@ -97,7 +99,7 @@ def sheet_of(
         costs=tuple(costs),
         computing=tuple((number, share) for number in range(2 * stages)),
         sizes=tuple(sizes),
-        ranks=tuple(_ranks(plan, formulas)),
+        ranks=tuple(_ranks(plan, formulas, stops.tokens[-1])),
         counts=made,
         flops=flops,
         peak=plan.work.peak if plan.work is not None else 0.0,
@@ -172,7 +174,8 @@ def _moments(
     )
 
 
-def _ranks(plan: Plan, formulas: Sequence[StageFormulas]) -> Iterable[RankBytes]:
+def _ranks(plan: Plan, formulas: Sequence[StageFormulas], tokens: int) -> Iterable[RankBytes]:
+    where = {ROWS: plan.batch.microbatch_rows(plan.mesh.dp), TOKENS: tokens}
     placed, numbered = holders(programs.compute(plan)), predict.devices(plan)
     row, limits = plan.cluster.row, plan.planner.limits
     for rank in range(plan.mesh.pp):
@@ -180,22 +183,24 @@ def _ranks(plan: Plan, formulas: Sequence[StageFormulas]) -> Iterable[RankBytes]
         rooms = [row[device].memory for device in own]
         room = min(rooms + [*limits] if len(limits) == 1 else rooms)
         stages = {
-            stage: _stage_bytes(plan, plan.stages[stage], formulas[stage])
+            stage: _stage_bytes(plan, plan.stages[stage], formulas[stage], where)
             for stage, holder in enumerate(placed)
             if holder == rank
         }
         yield RankBytes(stages, room)
 
 
-def _stage_bytes(plan: Plan, stage: StagePlan, formulas: StageFormulas) -> StageStates:
+def _stage_bytes(
+    plan: Plan, stage: StagePlan, formulas: StageFormulas, where: Mapping[str, float]
+) -> StageStates:
     memory = stage.predicted.memory
     held = memory.peak - memory.activations - memory.transfers
-    if plan.scatters:  # what comes and goes in a backward is as large whatever the rows
-        return StageStates(held, 0, 0)
+    if plan.scatters:  # what comes and goes of gradients is as large whatever the rows
+        return StageStates(held - round(value(formulas.passing, where)), 0, 0, formulas.passing)
     held -= memory.passing
     bucket = max(BUCKET_BYTES, formulas.largest) if plan.mesh.dp > 1 else 0
-    bucket = min(bucket, memory.gradients)
-    return StageStates(held, formulas.largest, max(bucket, formulas.wide))
+    bucket = max(min(bucket, memory.gradients), formulas.wide)
+    return StageStates(held, formulas.largest, bucket, formulas.passing)
 
 
 EXACT = 1e-6

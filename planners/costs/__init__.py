@@ -13,6 +13,7 @@ Other rooms use: `profile.Costing`, `precision_of.need`, `tp_degrees.as_one_rank
     fused_costs    formulas of ops that a compiler fuses
     saved_tensors  bytes saved for backward, observed
     watched_run    the run in which they are
+    loss_bytes     what a loss has for a moment
     block_levels   the levels of blocks: which ops run again, bytes, seconds
     gathered       what ZeRO-3 gathers in one go
     plan_memory    exact bytes of a Plan

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from autopipe.errors import InfeasibleError
-from autopipe.ir.graph import Graph
+from autopipe.ir.graph import Graph, at_batch
 from autopipe.ir.partition import Stage, in_turns
 from autopipe.ir.torch_private import fake_mode
 from autopipe.joint.dry_run_repeats import rehearse_deep
@@ -24,6 +24,7 @@ from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import Boundary
 from autopipe.planners.costs.eager_depths import choose, pipeline
 from autopipe.planners.costs.gathered import gathered_bytes
+from autopipe.planners.costs.loss_bytes import loss_bytes
 from autopipe.planners.costs.stage_memory import memory, passing, sharing
 from autopipe.planners.costs.tp_degrees import Degree
 from autopipe.planners.model.memory import excess
@@ -181,13 +182,21 @@ def with_memory(plan: Plan, held: StageBytes, optimizer_factor: float) -> Plan:
             copies += held.gathered[stage.index]
         if held.cut.whole is not None and stage is stages[-1]:
             peak, at = _with_loss(peak, at, held.cut.whole, plan)
-        passes, doing = passing(held.cut.graph, own, peak, plan)
+        passes, doing = passing(held.cut.graph, own, peak, _of_loss(held.cut, stage, plan), plan)
         if doing is not None:
             at = Instruction(doing, stage.index)
         holds = memory(held.cut.graph, own, peak, copies, passes, plan, optimizer_factor)
         predicted = replace(entry.predicted, memory=holds, fullest=str(at or ""))
         written.append(replace(entry, predicted=predicted))
     return replace(plan, stages=tuple(written))
+
+
+def _of_loss(cut: CutModel, stage: Stage, plan: Plan) -> int:
+    """Bytes that a stage's loss has for a moment."""
+    if plan.compiled:
+        return 0
+    nodes = (cut.graph.nodes[position] for position in stage.nodes)
+    return max(at_batch(size, cut.rows) for size in loss_bytes(cut.graph, nodes))
 
 
 def _with_loss(

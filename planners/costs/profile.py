@@ -31,6 +31,7 @@ from autopipe.ir.repeats import Short, Uneven, shortened
 from autopipe.planners.costs.asked_ops import within_asked, words_of
 from autopipe.planners.costs.block_levels import BlockLevels, Times, levels_of, may_run_again
 from autopipe.planners.costs.fused_costs import fused
+from autopipe.planners.costs.loss_bytes import by_unit
 from autopipe.planners.costs.precision_of import computed_in
 from autopipe.planners.costs.saved_tensors import Saving
 from autopipe.planners.costs.unit_bytes import crossings_of, largest, states
@@ -167,6 +168,7 @@ class Costing:
                     profile,
                     saved=kept.saved[profile.rows],
                     again=kept.again[profile.rows],
+                    passing=() if self.compiled else by_unit(flow.graph, units, profile.rows),
                     crossings=crossings(profile.rows),
                     levels=tuple(
                         own.at(profile.rows, forward[profile.rows], units) for own in levels

@@ -12,15 +12,13 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 
-from autopipe.cluster.efficiency import FRAGMENTED
 from autopipe.errors import AutopipeError, InfeasibleError
 from autopipe.planfile.contents import Plan
 from autopipe.planners.driver.choose import best_of_engines, best_plan
 from autopipe.planners.driver.request import Job, Traced
-from autopipe.report.fullest import shares
 from autopipe.rewriting.logits import heads
 from autopipe.rewriting.loss_in_parts import in_parts, usual_parts
-from autopipe.util.numbers import Amount, seconds
+from autopipe.util.numbers import seconds
 from autopipe.util.progress import Say
 from autopipe.util.stopwatch import Stopwatch
 
@@ -34,19 +32,10 @@ SHARE = 1 / 64
 def best_loss(job: Job, watch: Stopwatch, say: Say) -> Plan:
     """The best plan, with the loss in as many parts as were asked for, or whole or in parts.
 
-    It is said of a whole one for which a GPU may lack room.
-
     Raises:
         InfeasibleError: no plan fits.
         AutopipeError: parts were asked for, and the loss has none.
     """
-    plan = _best(job, watch, say)
-    if (risk := _lacks_room(job, plan)) is not None:
-        say(risk)
-    return plan
-
-
-def _best(job: Job, watch: Stopwatch, say: Say) -> Plan:
     asked = job.request.loss_parts
     if asked is not None:
         return best_of_engines(replace(job, traced=with_parts(job.traced, asked)), watch).plan
@@ -72,31 +61,6 @@ def _best(job: Job, watch: Stopwatch, say: Say) -> Plan:
             say(f"loss: in {parts} parts of the vocabulary: a step of {step}; {other} whole")
             return found
     return whole
-
-
-def _lacks_room(job: Job, plan: Plan) -> str | None:
-    """What to say where a GPU may lack room for what a whole loss holds while it is computed.
-
-    None of it is kept, and so in the plan's bytes: logits as the model has them and in fp32, and in
-    backward the gradients of both. An H200 held 3.7 GiB more than planned, of logits of 1.95 GiB
-    in fp32 (benchmarks/gpu).
-    """
-    if plan.loss_parts or not job.cluster.has_gpus:
-        return None
-    rows = plan.batch.microbatch_rows(plan.mesh.dp)
-    every = (head.logits_bytes(rows) for head in heads(job.traced.graph))
-    beside = 2 * max(every, default=0) // plan.mesh.tp
-    last = len(plan.stages) - 1
-    full = next(full for _, full in shares(plan) if last in full.stages)
-    left = full.device.memory * (1 + FRAGMENTED) - full.held
-    if beside <= left:
-        return None
-    amount = Amount(beside)
-    return (
-        f"loss: while it is computed whole a GPU holds about {amount.of(beside)} more than the "
-        f"plan says, and has {amount.of(max(left, 0))}: it may run out of memory; "
-        f"--loss-parts {usual_parts(job.traced.graph)} holds less"
-    )
 
 
 def with_parts(traced: Traced, parts: int) -> Traced:

@@ -17,11 +17,14 @@ import sympy
 
 from autopipe.errors import AutopipeError
 from autopipe.ir.graph import bytes_at
+from autopipe.planners.costs.loss_bytes import loss_bytes
 from autopipe.planners.costs.plan_memory import dry_run
 from autopipe.planners.costs.tp_degrees import as_first
+from autopipe.planners.formulas.from_sympy import of_sympy
 from autopipe.planners.formulas.lengths import PlannedStages
+from autopipe.planners.formulas.stage_seconds import NAMES
 from autopipe.rewriting.gpu_kernels import for_gpus
-from autopipe.scaling.expressions import ROWS, TOKENS, Expression, product, total
+from autopipe.scaling.expressions import ROWS, TOKENS, Expression, largest, product, total
 from autopipe.stages.step_programs import sizes
 from autopipe.util.progress import phase
 
@@ -43,6 +46,7 @@ class StageSizes:
 
     Attributes:
         sends: of each tensor that it sends on, by name.
+        passing: what its loss has for a moment.
         largest: of its largest gradient, as it is summed.
         wide: of what gradients take more where the optimizer gets them in fp32.
     """
@@ -53,6 +57,7 @@ class StageSizes:
     again: Expression
     momentary: Expression
     sends: dict[str, Expression]
+    passing: Expression
     largest: int
     wide: int
 
@@ -99,8 +104,8 @@ def _fitted(
         }
         sends = {what.removeprefix(SENT): f for what, f in formulas.items() if what not in OWN}
         kept, stash, fresh, again, momentary = (formulas[what] for what in OWN)
-        gradients = _gradients(found, index)
-        stages.append(StageSizes(kept, stash, fresh, again, momentary, sends, *gradients))
+        others = _passing(found, index), *_gradients(found, index)
+        stages.append(StageSizes(kept, stash, fresh, again, momentary, sends, *others))
     return stages
 
 
@@ -146,6 +151,14 @@ def _through(points: Sequence[Point], check: Point, values: tuple[int, ...]) -> 
 
 def _power(name: str, power: int) -> tuple[Expression, ...]:
     return () if not power else (name,) if power == 1 else (("^", name, float(power)),)
+
+
+def _passing(found: PlannedStages, index: int) -> Expression:
+    """`StageSizes.passing`, as `plan_memory` counts it."""
+    graph, stage = found.split.graph, found.split.stages[index]
+    nodes = (graph.nodes[position] for position in stage.nodes)
+    sizes = [] if found.plan.compiled else [*filter(None, loss_bytes(graph, nodes))]
+    return largest(*(of_sympy(size, NAMES) for size in sizes)) if sizes else 0.0
 
 
 def _gradients(found: PlannedStages, index: int) -> tuple[int, int]:

@@ -26,11 +26,13 @@ received and S bytes sent; R' and S' are those of them whose gradient goes the o
     min(window, m) * R         receives posted ahead
     min(window + 1, m) * S'    the same for gradients, and the one that backward is using
     S + min(2, m) * R'         sends under way: one leaving, and a gradient that is being made
+    g' + l                     a gradient made beside its sum; what a loss has for a moment
 
 D are the bytes that recomputed blocks do not save and that blocks offload, d the bytes of the
 largest block, held once while it is recomputed (`planners.model.recompute_sets`), v those of two
 blocks that offload (`planners.model.offload_ways`), g those of ops that a compiled stage runs
-again unasked: of the logits, mostly. ZeRO-1 divides the optimizer state by dp,
+again unasked: of the logits, mostly, g' those of the largest gradient, if m > 1, and l those of
+gradients of logits (`costs.loss_bytes`). ZeRO-1 divides the optimizer state by dp,
 and masters, 2 L of W, which are a part of it; ZeRO-2 gradients too, and has the buckets that are
 scattered (`scattered_bytes`) beside them; ZeRO-3 also parameters, Z too, and has what it gathers
 (`range_tables.gathered_bytes`) in the place of L.
@@ -121,9 +123,9 @@ def estimate(
 def _passing(ranges: Tables, config: Config) -> Bytes:
     """Bytes of gradients that come and go in a backward, beside those that are held."""
     if config.scatters:
-        return scattered_bytes(ranges.summed, ranges.largest, config.dp)
+        return ranges.passing + scattered_bytes(ranges.summed, ranges.largest, config.dp)
     # From the second micro-batch on.
-    return ranges.largest if config.micro_batches > 1 else np.zeros_like(ranges.largest)
+    return ranges.passing + (ranges.largest if config.micro_batches > 1 else 0)
 
 
 def scattered_bytes(summed: ArrayLike, largest: ArrayLike, ranks: int) -> Bytes:

@@ -96,6 +96,7 @@ class Profile:
             empty: there are none. Equally many in every profile.
         again: of each unit the bytes that its backward makes a second time, at its fullest moment,
             where stages are compiled and no block is asked to run again; empty: none does.
+        passing: of each unit the bytes that a loss has for a moment; empty: none has.
     """
 
     rows: int
@@ -107,6 +108,7 @@ class Profile:
     exchange: tuple[Seconds, ...] = ()
     levels: tuple[tuple[BlockLevel, ...], ...] = ()
     again: tuple[int, ...] = ()
+    passing: tuple[int, ...] = ()
 
 
 WHOLE: Final = -1

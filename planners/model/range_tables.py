@@ -41,7 +41,8 @@ class Tables:
     the block of the range's first and last unit, with which a forward and a backward begin.
     `tied` are those of parameters that several units in no one block use, which stay. `largest` are
     bytes of the largest gradient that one of the range's units makes, `again` the most that the
-    backward of one of them makes a second time. `parted` are those of the received bytes that may
+    backward of one of them makes a second time, `passing` the most that a loss in one of them has
+    for a moment. `parted` are those of the received bytes that may
     come in parts, and `parted_gradient` those of them whose gradient goes back
     (`planners.model.transfers`).
     """
@@ -62,6 +63,7 @@ class Tables:
     largest: Bytes
     saved: Bytes
     again: Bytes
+    passing: Bytes
     received: Bytes
     received_gradient: Bytes
     sent: Bytes
@@ -140,6 +142,7 @@ def _tables(problem: Problem, rows: int) -> Tables:
         largest=held[8],
         saved=_fill(units, _saved(units, profile.saved)),
         again=_largest(profile.again or (0,) * units),
+        passing=_largest(profile.passing or (0,) * units),
         received=_fill(units, _received(units, crossings)),
         received_gradient=_fill(units, _received(units, returning)),
         sent=_fill(units, _sent(crossings)),

@@ -24,7 +24,7 @@ function sum(form, values) {
 }
 
 /** Bytes of a rank at the moment at which it holds most. */
-function peakOf(rank, moments, sizes, again) {
+function peakOf(rank, moments, sizes, at, again) {
   let there = null;
   let most = -1;
   for (const moment of moments) {
@@ -38,7 +38,8 @@ function peakOf(rank, moments, sizes, again) {
   }
   let bytes = 0;
   for (const [stage, own] of Object.entries(rank.stages)) {
-    bytes += own.held + Math.max(there[stage] + (again ? own.added : 0), own.bucket);
+    const beside = (again ? own.added : 0) + value(own.passing, at);
+    bytes += own.held + Math.max(there[stage] + beside, own.bucket);
   }
   return Math.round(bytes);
 }
@@ -57,7 +58,7 @@ function outcome(sheet, { batch, rows, tokens, bandwidth }) {
   const busy = microBatches * sum(sheet.computing, costs);
   const sizes = sheet.sizes.map((size) => value(size, at));
   const peaks = sheet.ranks.map((rank, number) =>
-    peakOf(rank, count.moments[number], sizes, microBatches > 1),
+    peakOf(rank, count.moments[number], sizes, at, microBatches > 1),
   );
   const flops = value(sheet.flops, { b: batch, s: tokens, w: bandwidth });
   return {

@@ -12,8 +12,6 @@ from torch.nn import functional as F
 
 import autopipe
 from autopipe import AutopipeError, InfeasibleError, Plan
-from autopipe.cluster.cluster import Cluster, Link
-from autopipe.cluster.spec import parse
 from autopipe.planners.driver import loss_parts
 from autopipe.planners.driver.choose import Chosen, Searched
 from autopipe.planners.driver.request import Job
@@ -50,31 +48,6 @@ def planned(**options: Any) -> Plan:
 
 def test_a_loss_stays_whole_where_memory_does_not_matter() -> None:
     assert planned().loss_parts == 0
-
-
-def test_a_gpu_may_lack_room_for_a_loss_that_is_whole() -> None:
-    """4 rows: 262 MiB of logits in fp32, twice of which are there for a moment, and not planned."""
-    (node,) = parse("1xH100-80GB").nodes
-    (group,) = node.groups
-
-    def said(memory: int, **options: Any) -> list[str]:
-        device = replace(group.device, memory=memory)
-        cluster = Cluster(
-            "small",
-            (replace(node, groups=(replace(group, device=device),)),),
-            *[Link(1e-6, 1e9)] * 2,
-        )
-        lines: list[str] = []
-        plan = planned(cluster=cluster, micro_batches=1, say=lines.append, **options)
-        assert plan.loss_parts == options.get("loss_parts", 0)
-        return [line for line in lines if "run out of memory" in line]
-
-    held = planned(cluster="1xH100-80GB", micro_batches=1).stages[0].predicted.memory.peak
-    beside = 2 * 4 * LENGTH * WORDS * 4
-    (line,) = said(held)
-    assert line.startswith("loss: while it is computed whole a GPU holds about 524.9 MiB more")
-    assert line.endswith("--loss-parts 7 holds less")
-    assert said(held + beside) == said(held, loss_parts=7) == []
 
 
 def test_a_loss_in_parts_where_nothing_fits_otherwise() -> None:

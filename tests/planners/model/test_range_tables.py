@@ -88,6 +88,7 @@ def brute_force(problem: Problem, profile: Profile, i: int, j: int) -> tuple[flo
         max(problem.largest[i:j], default=0),
         saved(profile.saved, i, j),
         max(profile.again[i:j], default=0),
+        max(profile.passing[i:j], default=0),
         sum(c.bytes for c in profile.crossings if received(c)),
         sum(c.bytes for c in profile.crossings if received(c) and c.gradient),
         sum(c.bytes for c in profile.crossings if sent(c)),

@@ -1,0 +1,52 @@
+"""Bytes that the loss of a large vocabulary has for a moment, beside what is kept of it.
+
+    logits ----log_softmax----> logarithms (kept) ----nll_loss----> loss
+    d logits <---------------- d logarithms <----------------------          both at once
+
+What autograd keeps is observed (`saved_tensors`); this comes and goes within one op's backward. Of
+logits of 32,000 words it was nearly all that an H200 held beside a plan's bytes (benchmarks/gpu).
+Of stages that run compiled, what their kernels make on the way is counted as made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import sympy
+
+from autopipe.ir.cut_points import Units
+from autopipe.ir.dataflow import maker
+from autopipe.ir.graph import Dim, Graph, Node, TensorSpec, arguments, at_batch
+from autopipe.sharding.vocabulary_loss import wide
+
+GRADIENTS = 2
+"""Of the logarithms and of the logits; each is as large as those."""
+
+
+def loss_bytes(graph: Graph, nodes: Iterable[Node]) -> list[Dim]:
+    """Of each of the nodes the bytes that it has for a moment as a loss, in b and s; else 0."""
+    return [GRADIENTS * spec.bytes if (spec := _made(graph, node)) else 0 for node in nodes]
+
+
+def by_unit(graph: Graph, units: Units, rows: int) -> tuple[int, ...]:
+    """Of each unit the most that one of its nodes has, for so many rows."""
+    sizes = [at_batch(size, rows) for size in loss_bytes(graph, graph.nodes)]
+    return tuple(np.maximum.reduceat(sizes, units.starts).tolist())
+
+
+def _made(graph: Graph, node: Node) -> TensorSpec | None:
+    """What a node of a loss makes of its logits."""
+    if node.short == "cross_entropy_loss":
+        return graph.spec(node.values()[0])
+    if node.short == "log_softmax":
+        return node.outputs[0]
+    if node.op == "autopipe.largest.default":  # of words that tensor-parallel ranks share out
+        most = maker(graph, node.values()[0])
+        return graph.spec(most.values()[0]) if most is not None else None
+    if node.short == "vocabulary_loss":  # from a part of its columns at a time
+        given = arguments(node)
+        rows = sympy.prod(graph.spec(given["target"]).shape)
+        dtype = wide(graph.spec(given["weight"]).dtype)
+        return TensorSpec((rows, given["width"]), dtype)
+    return None
