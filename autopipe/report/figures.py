@@ -204,7 +204,7 @@ def compare(
     meanings = {
         "forward, backward": "seconds of one micro-batch",
         f"peak ({amount.unit})": "bytes at the device's fullest moment, of which activations and "
-        "transfers are parts; without gradients on their way to sums, which a run does not see",
+        "transfers are parts; without gradients on their way, which a run does not see",
     }
     if bubbles:
         meanings["bubble"] = "share of a step in which the device did not compute, as measured"

@@ -25,6 +25,7 @@ import torch
 from benchmarks.zoo import trial
 from benchmarks.zoo.odd import common
 from benchmarks.zoo.subject import Subject
+from tests.support import garbage
 
 MEMORY = 12 * 2**30
 """Bytes of addresses of one process: a model that is not tiny ends with an error of its own."""
@@ -93,7 +94,7 @@ def _warm(ways: tuple[str, ...]) -> None:
     for _ in trial.rows(next(common.subjects()), ways):
         pass
     gc.collect()
-    gc.freeze()  # no fork copies the pages of what is there by now, to count references
+    garbage.rarely()  # nor does a fork copy the pages of what is there by now, to count references
 
 
 def _done(one: Running, ways: tuple[str, ...], otherwise: str) -> Rows:

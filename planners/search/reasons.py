@@ -121,7 +121,7 @@ def nothing_fits(
 
 def _parts(held: Memory, flying: str) -> dict[str, int]:
     """Bytes by the words of a refusal; every field of `Memory` is in one of them."""
-    learned, passing = "parameters, gradients and optimizer", "gradients on their way to their sums"
+    learned, passing = "parameters, gradients and optimizer", "gradients on their way"
     words = {
         "parameters": learned,
         "gradients": learned,

@@ -20,9 +20,8 @@ def test_planned_beside_measured() -> None:
         "1        12 ms / 12 ms  25.1 ms / 25.1 ms  7.5 / 7.5    3.0 / 3.0  0.5 / 0.5\n"
         "forward, backward: seconds of one micro-batch; peak (MiB): bytes at the "
         "device's fullest moment, of\n"
-        "which activations and transfers are parts; without gradients on their way to sums, which "
-        "a run does\n"
-        "not see\n"
+        "which activations and transfers are parts; without gradients on their way, which "
+        "a run does not see\n"
         "a step, before the optimizer's: 250 ms / 1.2 s\n"
     )
 

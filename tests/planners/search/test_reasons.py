@@ -92,7 +92,7 @@ def test_the_parts_of_a_refusal_add_up_to_the_bytes_that_it_names(part: int) -> 
     assert needed and listed
     parts = [Decimal(size) for size in re.findall(r"(?<![\w.])\d+\.\d", listed[1])]
     assert len(parts) == 4, listed[1]
-    assert listed[1].endswith(" gradients on their way to their sums")
+    assert listed[1].endswith(" gradients on their way")
     assert sum(parts) == Decimal(needed[1]), sentence
 
 
