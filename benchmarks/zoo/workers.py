@@ -55,6 +55,7 @@ def tried(
         limit: seconds of a core for one model, and `WAITING` times as many on the clock; what it
             has not said by then is "timeout".
     """
+    _without_threads()
     if len(subjects) > 1:
         _warm(ways)
     fork = multiprocessing.get_context("fork")
@@ -83,14 +84,19 @@ def tried(
                 yield _done(running.pop(connection), ways, "timeout")
 
 
-def _warm(ways: tuple[str, ...]) -> None:
-    """Load what tracing, planning and running import late, 1 to 2 s, so that no fork has to.
+def _without_threads() -> None:
+    """Let backward run in this process's forks, and in theirs: ranks are forks of a model's.
 
     Backward starts a thread for each device at its first run, after which no fork can run it. None
-    is seen here: a GPU is hidden, and what fake tensors announce in its place comes later.
+    is seen here: a GPU is hidden, and what fake tensors announce in its place, where torch was
+    built with CUDA, comes later.
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
+
+
+def _warm(ways: tuple[str, ...]) -> None:
+    """Load what tracing, planning and running import late, 1 to 2 s, so that no fork has to."""
     for _ in trial.rows(next(common.subjects()), ways):
         pass
     gc.collect()
