@@ -21,6 +21,16 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
 ) -> None:
     """Write a model file to begin with, every part explained."""
+    if file.is_dir():
+        raise AutopipeError(
+            f"{file}: expected the name of a file to write, found a folder",
+            hint=f"autopipe init {file / 'model.py'}",
+        )
+    if file.suffix != ".py":
+        raise AutopipeError(
+            f"{file}: expected a name that ends in .py, as `autopipe plan` asks of a model file",
+            hint=f"autopipe init {file.with_suffix('.py')}",
+        )
     if file.exists() and not force:
         raise AutopipeError(
             f"{file} is there already",

@@ -5,5 +5,5 @@ with rates that programs reach, the links between them, and the tensor-parallel 
 Never found here: torch, models, plans, and how to measure (`runtime.probe`).
 
 Other rooms use: `cluster.Cluster`, `.Device`, `.Link`, `spec.parse`, `tp_groups.tp_groups`,
-`collective_time.Topology`, `measured.Found`, `.Need`.
+`checks.check`, `collective_time.Topology`, `measured.Found`, `.Need`.
 """

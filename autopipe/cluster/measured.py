@@ -14,7 +14,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from autopipe.cluster.cluster import Cluster, Device, Group, Kernel, Link, NodeGroup, Pace, check
+from autopipe.cluster.checks import check
+from autopipe.cluster.cluster import Cluster, Device, Group, Kernel, Link, NodeGroup, Pace
 from autopipe.cluster.collective_time import Level, all_gather, all_reduce
 from autopipe.cluster.spec import LocalSpec
 from autopipe.errors import AutopipeError

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autopipe.cluster import datasheets, efficiency
-from autopipe.cluster.cluster import Cluster, Device, Group, Link, NodeGroup, check
+from autopipe.cluster.checks import check, check_number
+from autopipe.cluster.cluster import Cluster, Device, Group, Link, NodeGroup
 from autopipe.errors import AutopipeError, PlanError
 from autopipe.util import codec
 
@@ -54,7 +55,7 @@ def parse(spec: str) -> Cluster | LocalSpec:
         return _from_file(Path(spec))
     where, colon, processes = spec.partition(":")
     if colon and where in ("local", "cpu"):
-        return LocalSpec(_count(spec, processes, "processes"), cpu=where == "cpu")
+        return LocalSpec(_processes(spec, processes), cpu=where == "cpu")
     described, _, far = spec.partition("@")
     nodes: list[NodeGroup] = []
     sheets: list[datasheets.Datasheet] = []
@@ -62,6 +63,7 @@ def parse(spec: str) -> Cluster | LocalSpec:
         found, sheet = _nodes(spec, term)
         nodes += found
         sheets.append(sheet)
+    check_number(repr(spec), sum(node.count * node.num_devices for node in nodes))
     several = len({node.site for node in nodes}) > 1
     if several != bool(far):
         raise AutopipeError(
@@ -91,22 +93,47 @@ def _from_file(path: Path) -> Cluster:
     return cluster
 
 
+LEAST_RATE, LEAST_MEMORY, LONGEST = 1e6, 1e6, 1.0
+
+LEAST_LINK = 1e5
+"""Bytes a second: slower than any line between sites, and faster than what is written in GB/s."""
+
+
 def _check_units(cluster: Cluster) -> None:
-    """Refuse figures that no device has: TFLOP/s, GB, GB/s or us where the file has plain units."""
+    """Refuse figures that nothing has: TFLOP/s, GB, GB/s or us where the file has plain units."""
     for n, node in enumerate(cluster.nodes):
         for g, group in enumerate(node.groups):
             device, at = group.device, f"cluster.nodes[{n}].groups[{g}].device"
-            rates = [(f"{at}.flops.{dtype}", rate) for dtype, rate in device.flops.items()]
-            for place, rate in [*rates, (f"{at}.bandwidth", device.bandwidth)]:
-                if rate < LEAST_RATE:
-                    raise PlanError(f"{place}: expected at least 1e6 a second, found {rate:g}")
+            for dtype, rate in device.flops.items():
+                _fast(f"{at}.flops.{dtype}", rate)
+            _fast(f"{at}.bandwidth", device.bandwidth)
+            _fast(f"{at}.host", device.host)
             if device.memory < LEAST_MEMORY:
                 raise PlanError(f"{at}.memory: expected at least 1e6 bytes, found {device.memory}")
-            if device.launch > LONGEST:
-                raise PlanError(f"{at}.launch: expected less than 1 s, found {device.launch:g} s")
+            _soon(f"{at}.launch", device.launch)
+        _check_link(f"cluster.nodes[{n}].within", node.within)
+    for name in ("within", "between", "across"):
+        _check_link(f"cluster.{name}", getattr(cluster, name))
 
 
-LEAST_RATE, LEAST_MEMORY, LONGEST = 1e6, 1e6, 1.0
+def _check_link(at: str, link: Link | None) -> None:
+    if link is not None:
+        _soon(f"{at}.latency", link.latency)
+        for name in ("bandwidth", "summing", "gathering"):
+            _fast(f"{at}.{name}", getattr(link, name), LEAST_LINK)
+
+
+def _fast(place: str, rate: float, least: float = LEAST_RATE) -> None:
+    """Refuse a rate that is too low; 0 stands for one that nobody has said."""
+    if 0 < rate < least:
+        text = f"{least:.0e}".replace("e+0", "e")
+        raise PlanError(f"{place}: expected at least {text} a second, found {rate:g}")
+
+
+def _soon(place: str, seconds: float) -> None:
+    if seconds > LONGEST:
+        raise PlanError(f"{place}: expected less than 1 s, found {seconds:g} s")
+
 
 _EXAMPLE = (
     "`autopipe probe -o FILE` writes a whole one; figures are in seconds, bytes, bytes a second "
@@ -123,6 +150,7 @@ def _nodes(spec: str, term: str) -> tuple[list[NodeGroup], datasheets.Datasheet]
     words = ("sites", "nodes", "devices in a node")[3 - len(texts) :]
     counts = [_count(spec, text, what) for text, what in zip(texts, words, strict=True)]
     sites, count, devices = (1,) * (3 - len(counts)) + tuple(counts)
+    check_number(repr(spec), sites * count * devices)
     kind = _known_kind(spec, term.strip(), form[4])
     sheet = datasheets.DEVICES[kind]
     group, within = Group(devices, _device(kind, sheet)), _link(datasheets.LINKS[sheet.within])
@@ -159,6 +187,21 @@ _FORMS = (
     "each), 4x1x2xA100-80GB@30ms,1Gbit/s (sites), local:4 (processes on this machine), cpu:4 (on "
     "its processor) or a .json file"
 )
+
+
+MOST_PROCESSES = 1024
+"""Processes that one machine starts to be measured; none has so many devices or cores to share."""
+
+
+def _processes(spec: str, text: str) -> int:
+    found = _count(spec, text, "processes")
+    if found > MOST_PROCESSES:
+        raise AutopipeError(
+            f"{spec!r}: expected at most {MOST_PROCESSES:,} processes on one machine, found "
+            f"{found:,}",
+            hint=_FORMS,
+        )
+    return found
 
 
 def _count(spec: str, text: str, what: str) -> int:

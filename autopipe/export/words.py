@@ -103,6 +103,8 @@ def check(words: Words) -> None:
         found = getattr(words, name)
         if found is not None and not (len(found) <= longest and re.fullmatch(form, found, re.A)):
             raise _refused(name, f"{letters}, at most {longest}", found)
+    if words.array is not None:
+        _check_array(words.array)
     for host in words.hosts:
         if not (len(host) <= _HOST[1] and re.fullmatch(_HOST[0], host, re.A)):
             raise _refused("hosts", _HOST[2], host)
@@ -119,6 +121,24 @@ def check(words: Words) -> None:
         raise AutopipeError(
             "--save-every and --keep are of checkpoints, and no folder was named for them",
             hint="--checkpoints FOLDER",
+        )
+
+
+def _check_array(text: str) -> None:
+    """Refuse ranges that sbatch refuses: those that run backwards, and none at a time."""
+    numbers, at_a_time, most = text.partition("%")
+    for term in numbers.split(","):
+        first, dash, last = term.partition("-")
+        if dash and int(last) < int(first):
+            raise AutopipeError(
+                f"--array: expected a range from its lower to its upper number, found {term!r} in "
+                f"{text!r}",
+                hint=f"--array {last}-{first}",
+            )
+    if at_a_time and not int(most):
+        raise AutopipeError(
+            f"--array: expected at least 1 run at a time behind %, found {most} in {text!r}",
+            hint=f"--array {numbers}%1, or {numbers} for all at once",
         )
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from autopipe.cluster import cluster
+from autopipe.cluster import checks
 from autopipe.cluster.cluster import Cluster
 from autopipe.errors import PlanError
 from autopipe.planfile import consistency, turns
@@ -247,7 +247,7 @@ def check(plan: Plan) -> None:
     def refuse(path: str, asked: str, found: str) -> None:
         raise PlanError(f"plan.{path}: expected {asked}, found {found}")
 
-    cluster.check(plan.cluster, "plan.cluster")
+    checks.check(plan.cluster, "plan.cluster")
     for name, degree in (("pp", mesh.pp), ("dp", mesh.dp), ("tp", mesh.tp)):
         if degree < 1:
             refuse(f"mesh.{name}", "a degree of at least 1", str(degree))

@@ -83,6 +83,7 @@ def of_schedule(what: str, shape: Shape) -> Timeline:
     """
     if what in SCHEDULES:
         chunks = SCHEDULES[what].chunks or shape.chunks
+        _check_size(shape, chunks)
         depths = (shape.depth,) * (shape.ranks - 1) if SCHEDULES[what].depths else ()
         compute = make(what, shape.ranks, shape.micro_batches, chunks=chunks, depths=depths)
     else:
@@ -95,6 +96,22 @@ def of_schedule(what: str, shape: Shape) -> Timeline:
     link = LinkTime(shape.latency, bandwidth=1.0, bytes=shape.wire)
     costs = Costs.even(stages, shape.forward / chunks, shape.backward / chunks, link)
     return simulate(programs, costs)
+
+
+MOST = 250_000
+"""Forwards of a step that is proved and drawn in some ten seconds."""
+
+
+def _check_size(shape: Shape, chunks: int) -> None:
+    forwards = shape.ranks * chunks * shape.micro_batches
+    if forwards > MOST:
+        on_each = f" with {chunks} stages each" if chunks > 1 else ""
+        raise ScheduleError(
+            f"--ranks {shape.ranks} --micro-batches {shape.micro_batches}: expected at most "
+            f"{MOST:,} forwards to draw, found {forwards:,}: {shape.micro_batches:,} on each of "
+            f"{shape.ranks:,} ranks{on_each}",
+            hint="fewer of either: a step repeats itself between its warm-up and its cool-down",
+        )
 
 
 def from_file(path: Path) -> Programs:

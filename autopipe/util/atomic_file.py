@@ -112,6 +112,7 @@ def check_folder(path: Path) -> None:
         AutopipeError: names the folder.
     """
     folder = path.resolve().parent
+    _check_no_file(folder, path)
     if not folder.is_dir():
         raise AutopipeError(
             f"{path} cannot be written: there is no folder {folder}",
@@ -130,9 +131,24 @@ def check_new_folder(path: Path, option: str) -> None:
         AutopipeError: it is a file, or says what the system says.
     """
     if path.exists() and not path.is_dir():
-        raise AutopipeError(f"{option} {path}: expected a folder, found a file")
+        raise AutopipeError(
+            f"{option} {path}: expected a folder, found a file", hint="name another one"
+        )
     above = path.resolve()
+    _check_no_file(above, path)
     _try(next(folder for folder in (above, *above.parents) if folder.exists()), path)
+
+
+def _check_no_file(folder: Path, path: Path) -> None:
+    """Refuse a path in which a file stands where a folder is to be."""
+    for above in (folder, *folder.parents):
+        if above.exists():
+            if not above.is_dir():
+                raise AutopipeError(
+                    f"{path} cannot be written: expected a folder at {above}, found a file",
+                    hint="name a path in another folder",
+                )
+            return
 
 
 def _try(folder: Path, path: Path) -> None:

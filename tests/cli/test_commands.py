@@ -262,6 +262,16 @@ def test_a_link_that_is_filled_by_what_it_carries(autopipe: Shell) -> None:
     assert "a step takes 20 units," in autopipe(*words, "--wire", "3").out
 
 
+def test_simulate_refuses_more_than_anyone_waits_for(autopipe: Shell) -> None:
+    """Bug: it drew for hours, until memory was full."""
+    error = autopipe("simulate", "1f1b", "--ranks", "1000000").error
+    assert error.startswith(
+        "--ranks 1000000 --micro-batches 8: expected at most 250,000 forwards to draw, found "
+        "8,000,000: 8 on each of 1,000,000 ranks"
+    )
+    assert "hint: fewer of either" in error
+
+
 def test_simulate_draws_a_plan(autopipe: Shell) -> None:
     """The step that the plan predicts; as an SVG as well."""
     autopipe.plan(2, "--pp", "2", "--batch", "8", "--micro-batches", "4")

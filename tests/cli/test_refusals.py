@@ -128,6 +128,56 @@ def test_an_argument_that_cannot_be_met(
     assert autopipe.files() == ["net.py"]
 
 
+LINK = {"latency": 1e-5, "bandwidth": 1e9}
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "sentence"),
+    [
+        # Bug: those of a device alone were looked at, and 25 GB/s planned as 25 bytes a second.
+        ("within.bandwidth", 25, "within.bandwidth: expected at least 1e5 a second, found 25"),
+        ("between.latency", 5, "between.latency: expected less than 1 s, found 5 s"),
+        ("across", {**LINK, "summing": 12.5}, "across.summing: expected at least 1e5 a second"),
+        ("nodes.0.within", {**LINK, "latency": 5}, "nodes[0].within.latency: expected less than"),
+        (
+            "nodes.0.groups.0.device.host",
+            64,
+            "nodes[0].groups[0].device.host: expected at least 1e6 a second, found 64",
+        ),
+    ],
+)
+def test_a_link_of_a_cluster_file_in_other_units(
+    place: str, value: object, sentence: str, autopipe: Shell, four: str
+) -> None:
+    data = json.loads(Path(four).read_text())
+    *parts, last = place.split(".")
+    part: Any = data
+    for word in parts:
+        part = part[int(word) if word.isdigit() else word]
+    part[last] = value
+    autopipe.write("cluster.json", json.dumps(data))
+    error = autopipe("plan", "net.py", "--cluster", "cluster.json").error
+    assert error.startswith(f"cluster.{sentence}")
+    assert "hint: `autopipe probe -o FILE`" in error
+
+
+@pytest.mark.parametrize(
+    ("cluster", "sentence"),
+    [
+        # Bug: planned for minutes, and until memory was full.
+        ("100000000x8xA100-80GB", "expected at most 1,000,000 devices, found 800,000,000"),
+        (
+            "10x90000xA100-80GB+2x90000xA100-80GB",
+            "expected at most 1,000,000 devices, found 1,080,000",
+        ),
+        ("cpu:100000000", "expected at most 1,024 processes on one machine, found 100,000,000"),
+    ],
+)
+def test_more_devices_than_anyone_has(cluster: str, sentence: str, autopipe: Shell) -> None:
+    error = autopipe("plan", "net.py", "--cluster", cluster).error
+    assert error.startswith(f"{cluster!r}: {sentence}") and "hint: " in error
+
+
 @pytest.mark.parametrize(
     ("figure", "value", "sentence"),
     [

@@ -258,6 +258,13 @@ def test_init_replaces_nothing(autopipe: Shell) -> None:
     assert "class Net(nn.Module):\n    def __init__(self):" in Path("net.py").read_text()
     assert autopipe("init", "net.py", "--force").code == 0
     assert Path("net.py").read_text().startswith('"""A model file: ')
+    assert autopipe("init", "net.txt").error == (
+        "net.txt: expected a name that ends in .py, as `autopipe plan` asks of a model file\n\n"
+        "hint: autopipe init net.py"
+    )
+    assert autopipe("init", ".").error == (
+        ".: expected the name of a file to write, found a folder\n\nhint: autopipe init model.py"
+    )
     assert autopipe("init", "gone/net.py").error.startswith(
         "gone/net.py cannot be written: there is no folder "
     )

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from autopipe.cluster import datasheets
-from autopipe.cluster.cluster import Cluster, Device, Group, Link, NodeGroup, check, left_of
+from autopipe.cluster.checks import check
+from autopipe.cluster.cluster import Cluster, Device, Group, Link, NodeGroup, left_of
 from autopipe.cluster.spec import parse
 from autopipe.errors import AutopipeError, PlanError
 from autopipe.util import codec

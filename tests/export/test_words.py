@@ -75,6 +75,20 @@ def test_a_word_with_other_letters(name: str, text: str) -> None:
     assert error.value.message.startswith(f"{option}: expected ")
 
 
+@pytest.mark.parametrize(
+    ("array", "sentence", "hint"),
+    [  # Bug: written into scripts, which sbatch refuses.
+        ("9-0", "a range from its lower to its upper number, found '9-0'", "--array 0-9"),
+        ("0-3,7-5%2", "a range from its lower to its upper number, found '7-5'", "--array 5-7"),
+        ("0-9%0", "at least 1 run at a time behind %, found 0 in '0-9%0'", "--array 0-9%1"),
+    ],
+)
+def test_an_array_that_sbatch_refuses(array: str, sentence: str, hint: str) -> None:
+    with pytest.raises(AutopipeError, match=f"^--array: expected {sentence}") as error:
+        check(Words(array=array))
+    assert error.value.hint is not None and error.value.hint.startswith(hint)
+
+
 @pytest.mark.parametrize("text", ["a\nb", "", "a\x1b[2J", "a\0", "x" * 5000])
 @pytest.mark.parametrize("name", ["checkpoints", "venv", "folder"])
 def test_a_path_of_several_lines(name: str, text: str) -> None:

@@ -69,5 +69,9 @@ def test_a_file_where_a_folder_is_to_be(tmp_path: Path) -> None:
     path.touch()
     with pytest.raises(AutopipeError, match="^--checkpoints .*: expected a folder, found a file"):
         atomic_file.check_new_folder(path, "--checkpoints")
-    with pytest.raises(AutopipeError, match="cannot be written: no file can be made in .*: Not a"):
+    with pytest.raises(AutopipeError, match=f"expected a folder at {path}, found a file"):
         atomic_file.check_new_folder(path / "kept", "--checkpoints")
+    # Bug: the hint was to make a folder, by a command that fails here.
+    with pytest.raises(AutopipeError, match="cannot be written: expected a folder at") as error:
+        atomic_file.check_folder(path / "plan.json")
+    assert error.value.hint == "name a path in another folder"

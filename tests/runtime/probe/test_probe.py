@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from autopipe.cluster.cluster import Cluster, Kernel, Link, Pace, check
+from autopipe.cluster.checks import check
+from autopipe.cluster.cluster import Cluster, Kernel, Link, Pace
 from autopipe.cluster.measured import KERNELS, Found, Need
 from autopipe.cluster.spec import LocalSpec
 from autopipe.errors import AutopipeError, LaunchError
