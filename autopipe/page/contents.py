@@ -191,9 +191,9 @@ def _headlines(plan: Plan, run: Recording | None) -> Iterator[Headline]:
     may = f"of {numbers.memory(rank.room)}" if rank.room is not None else ""
     yield Headline(numbers.memory(held), "on the fullest device", may)
     bubble = numbers.percent(plan.prediction.bubble)
-    if measured is not None and measured.bubbles:
-        mean = sum(measured.bubbles) / len(measured.bubbles)
-        yield Headline(numbers.percent(mean), "bubble, measured", f"planned {bubble}")
+    if measured is not None and measured.step_seconds:
+        found = waterfall.bubble(plan, measured)
+        yield Headline(numbers.percent(found), "bubble, measured", f"planned {bubble}")
     else:
         yield Headline(bubble, "bubble, predicted")
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from autopipe.planfile import programs
+from autopipe.planfile import turns
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.waterfall import COMPUTED
 from autopipe.report.recorded import MeasuredRun
-from autopipe.report.spending import bars
-from autopipe.schedules.instructions import holders
+from autopipe.report.spending import Bar, bars, shares
 from autopipe.util import numbers
 
 
@@ -48,21 +48,10 @@ def of_plan(
         parts: seconds of the step, as `planfile.waterfall` has them.
     """
     found = bars(plan, parts)
-    step = sum(bar.seconds for bar in found)
+    step = found[-1].before + found[-1].seconds if found else 0.0
     scale = max(step, measured.step_seconds if measured is not None else 0.0) or 1.0
     computed = sum(seconds for name, seconds in parts.items() if name in _COMPUTED)
-    planned = [
-        _bar(
-            bar.name,
-            bar.seconds,
-            bar.before,
-            step,
-            scale,
-            "computing" if bar.before + bar.seconds <= computed * (1 + 1e-9) else "waiting",
-        )
-        for bar in found
-    ]
-    return Waterfall(tuple(planned), tuple(_measured(plan, measured, scale)))
+    return Waterfall(tuple(_drawn(found, computed, scale)), tuple(_measured(plan, measured, scale)))
 
 
 _COMPUTED = {*COMPUTED, "computing"}
@@ -70,28 +59,39 @@ _COMPUTED = {*COMPUTED, "computing"}
 
 def computing(plan: Plan, measured: MeasuredRun) -> float:
     """Seconds for which the mean rank of a run computed in a step."""
-    ranks = holders(programs.compute(plan))
-    both = (stage.forward_seconds + stage.backward_seconds for stage in measured.stages)
-    return plan.batch.micro_batches * sum(both) / (max(ranks) + 1)
+    stages, count = plan.stages, plan.batch.micro_batches
+    every = (
+        turns.rounds(stages, index, count) * (own.forward_seconds + own.backward_seconds)
+        for index, own in enumerate(measured.stages)
+    )
+    return min(math.fsum(every) / plan.mesh.pp, measured.step_seconds)
+
+
+def bubble(plan: Plan, measured: MeasuredRun) -> float:
+    """The share of a measured step for which the mean rank did not compute: a run's metrics have
+    the same of each step. The bar of what it waited is as long."""
+    return 1 - computing(plan, measured) / measured.step_seconds
 
 
 def _measured(plan: Plan, measured: MeasuredRun | None, scale: float) -> Iterator[WaterfallBar]:
     if measured is None or not measured.step_seconds:
         return
-    step = measured.step_seconds
-    busy = min(computing(plan, measured), step)
-    yield _bar("computing", busy, 0.0, step, scale, "computing")
-    yield _bar("waiting", step - busy, busy, step, scale, "waiting")
-
-
-def _bar(
-    name: str, seconds: float, before: float, step: float, scale: float, kind: str
-) -> WaterfallBar:
-    return WaterfallBar(
-        name,
-        numbers.seconds(seconds),
-        numbers.percent(seconds / step) if step else "",
-        kind,
-        round(100 * before / scale, 3),
-        round(100 * seconds / scale, 3),
+    busy = computing(plan, measured)
+    waits = measured.step_seconds - busy
+    yield from _drawn(
+        [Bar("computing", busy, 0.0), Bar("waiting (the bubble)", waits, busy)], busy, scale
     )
+
+
+def _drawn(found: Sequence[Bar], computed: float, scale: float) -> Iterator[WaterfallBar]:
+    """Bars of a step, of whose seconds the first `computed` are computing."""
+    for bar, share in zip(found, shares(found), strict=True):
+        inside = bar.before + bar.seconds <= computed * (1 + 1e-9)
+        yield WaterfallBar(
+            bar.name,
+            numbers.seconds(bar.seconds),
+            share,
+            "computing" if inside else "waiting",
+            round(100 * bar.before / scale, 3),
+            round(100 * bar.seconds / scale, 3),
+        )

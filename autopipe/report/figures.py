@@ -81,8 +81,13 @@ def figures(plan: Plan, *, all_of_them: bool = False) -> Figures:
         )
         for stage, rank in zip(plan.stages, ranks, strict=True)
     ]
+    bytes_at = len(formats) - len(PARTS)
     texts = [
-        (kind, *(shown(each) for shown, each in zip(formats, row, strict=True)))
+        (
+            kind,
+            *(shown(each) for shown, each in zip(formats[: bytes_at + 1], row, strict=False)),
+            *amount.adding_up(row[bytes_at + 1 :]),  # their sum is the peak before them
+        )
         for kind, row in zip(kinds, found, strict=True)
     ]
     runs = [[*run] for _, run in groupby(range(len(texts)), key=texts.__getitem__)]
@@ -90,6 +95,8 @@ def figures(plan: Plan, *, all_of_them: bool = False) -> Figures:
     def row(stages: Sequence[int]) -> tuple[str, ...]:
         own = [] if alone else [ranges(sorted({ranks[stage] for stage in stages}))]
         kind = [" / ".join(dict.fromkeys(kinds[stage] for stage in stages))] if any(kinds) else []
+        if len({texts[stage] for stage in stages}) == 1:
+            return (ranges(stages), *own, *kind, *texts[stages[0]][1:])
         columns = zip(formats, zip(*(found[stage] for stage in stages), strict=True), strict=True)
         return (ranges(stages), *own, *kind, *(_span(shown, each) for shown, each in columns))
 

@@ -7,7 +7,7 @@ other ops                                         ███████  690 ms 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from autopipe.planfile.contents import Plan
@@ -74,6 +74,15 @@ def bars(plan: Plan, parts: Mapping[str, float] | None = None) -> list[Bar]:
     return found
 
 
+def shares(found: Sequence[Bar]) -> list[str]:
+    """The share of each in the step, as `37.6 %`; they add up to 100.0 %."""
+    step = sum(bar.seconds for bar in found)
+    if not step:
+        return [""] * len(found)
+    printed = numbers.adding_up([100 * bar.seconds / step for bar in found], 1)
+    return [f"{share} %" for share in printed]
+
+
 def picture(plan: Plan, columns: int) -> Iterator[str]:
     """A line for each part of a step, of at most so many columns; none if a step takes no time."""
     found = bars(plan)
@@ -82,13 +91,12 @@ def picture(plan: Plan, columns: int) -> Iterator[str]:
         return
     yield paper.paragraph(TITLE + ":", columns)
     times = [numbers.seconds(bar.seconds) for bar in found]
-    shares = numbers.adding_up([100 * bar.seconds / step for bar in found], 1)
     margin, end = max(len(bar.name) for bar in found) + 2, max(map(len, times)) + 2
     room = columns - margin - end - len("  100.0 %")
-    for bar, time, share in zip(found, times, shares, strict=True):
+    for bar, time, share in zip(found, times, shares(found), strict=True):
         first, last = (round(at / step * room) for at in (bar.before, bar.before + bar.seconds))
         drawn = " " * min(first, room - 1) + "█" * max(1, last - first)
-        yield f"{bar.name:<{margin}}{drawn:<{room}}{time:>{end}}{share:>7} %"
+        yield f"{bar.name:<{margin}}{drawn:<{room}}{time:>{end}}{share:>9}"
 
 
 def speed(plan: Plan) -> str:

@@ -4,16 +4,19 @@ import re
 from dataclasses import replace
 from html.parser import HTMLParser
 
+import pytest
+
 from autopipe.page import losses
 from autopipe.page.contents import contents_of
 from autopipe.page.steps import MOST_BOXES
+from autopipe.page.waterfall import bubble
 from autopipe.page.write import page
 from autopipe.planfile import predict
 from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import Memory
 from autopipe.report.recorded import MeasuredRun, Recording, Slice
 from autopipe.schedules.instructions import parse
-from tests.support.plans import chain, example_plan
+from tests.support.plans import chain, example_plan, in_turns
 
 TERMS = ("split", "schedule", "predicted", "speed", "memory", "holding", "recompute")
 
@@ -102,6 +105,35 @@ def test_a_run_stands_beside_its_plan() -> None:
     assert "most of the difference is computing" in text
     assert text.count('class="lane"') == 4, "two ranks, planned and measured"
     assert "backward of micro-batch 0, stage 1: 500\N{NO-BREAK SPACE}ms" in text
+
+
+def test_the_bubble_is_what_the_bars_say_of_waiting() -> None:
+    """One definition: the card had the last steps' by their traces, the bar all steps' seconds."""
+    plan = predict.with_prediction(chain(2, 4))
+    run = run_of(plan)
+    assert run.measured is not None
+    traced = replace(run.measured, bubbles=(0.01, 0.02))
+    found = contents_of(plan, "run", run=replace(run, measured=traced))
+    (bubble,) = (line for line in found.headlines if line.words.startswith("bubble"))
+    assert bubble.figure == bubble.beside.removeprefix("planned ") == "20 %", "all took twice"
+    computing, waiting = found.waterfall.measured
+    assert (computing.share, waiting.share) == ("80.0 %", "20.0 %")
+    assert waiting.name == "waiting (the bubble)"
+    planned = [bar for bar in found.waterfall.planned if bar.kind == "waiting"]
+    assert sum(bar.width for bar in planned) == pytest.approx(waiting.width / 2, abs=0.01)
+
+
+def test_printed_shares_of_a_step_add_up() -> None:
+    shares = [bar.share for bar in contents_of(example_plan(), "plan").waterfall.planned]
+    assert sum(round(10 * float(share.removesuffix(" %"))) for share in shares) == 1000
+
+
+def test_a_rank_that_takes_turns_computes_its_own_micro_batches_alone() -> None:
+    plan = predict.with_prediction(in_turns())
+    run = run_of(plan)
+    assert run.measured is not None
+    share = bubble(plan, run.measured)
+    assert share == pytest.approx(plan.prediction.bubble)
 
 
 def test_what_a_run_does_not_see_is_not_missing_in_it() -> None:
