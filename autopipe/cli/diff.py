@@ -50,11 +50,14 @@ def diff(
 def _data(found: Difference) -> dict[str, list[dict[str, object]]]:
     return {
         part: [
-            {key: value for key, value in asdict(entry).items() if key != "shown"}
+            {key: value for key, value in asdict(entry).items() if key not in _FOR_PEOPLE}
             for entry in entries
         ]
         for part, entries in (("what", found.what), ("how", found.how))
     }
+
+
+_FOR_PEOPLE = ("label", "shown")
 
 
 def _lines(found: Difference, first: Path, second: Path, columns: int) -> Iterator[str]:
@@ -81,13 +84,13 @@ def _table(entries: tuple[Entry, ...], names: tuple[str, str], columns: int) -> 
     """A line for each entry; where a text is too long for its column, lines for each plan."""
     from autopipe.report import paper
 
-    width = max(len(entry.name) for entry in entries)
+    width = max(len(entry.label) for entry in entries)
     room = max(12, (columns - width - 6) // 2)
     for entry in entries:
         one, other = entry.shown
         if max(len(one), len(other)) <= room:
-            yield f"  {entry.name:<{width}}  {one:<{room}}  {other}".rstrip()
+            yield f"  {entry.label:<{width}}  {one:<{room}}  {other}".rstrip()
             continue
-        yield f"  {entry.name}"
+        yield f"  {entry.label}"
         for name, text in zip(names, entry.shown, strict=True):
             yield paper.paragraph(f"    {name}: {text}", columns, " " * 6, lines=LONGEST)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 from autopipe.planfile.again import folded, offloaded, repeated
 from autopipe.planfile.contents import MICRO_BATCH, Plan
@@ -21,14 +22,16 @@ class Entry:
     """One thing in which plans may differ, with both values.
 
     Attributes:
-        name: in the words of `autopipe plan`.
+        name: in the words of `autopipe plan`; for programs, which find it by that.
         first, second: as numbers and texts; seconds and bytes.
-        shown: both, as people read them.
+        label: what it is, as people read it.
+        shown: both values, as people read them.
     """
 
     name: str
     first: Value
     second: Value
+    label: str
     shown: tuple[str, str]
 
 
@@ -68,8 +71,47 @@ _Said = tuple[str, Value, str]
 
 def _differing(pairs: Iterator[tuple[_Said, _Said]]) -> Iterator[Entry]:
     for (name, first, one), (_, second, other) in pairs:
-        if first != second:
-            yield Entry(name, first, second, (one, other))
+        if first == second:
+            continue
+        if one == other and isinstance(first, tuple) and isinstance(second, tuple):
+            # As many, and not the same: which of them.
+            one, other = _apart(first, second), _apart(second, first)
+        yield Entry(name, first, second, _LABELS.get(name, name), (one, other))
+
+
+_LABELS = {
+    "loss over": "what the loss is a mean over",
+    "grad_dtype": "dtype of gradients' sums",
+    "optimizer_dtype": "dtype of what the optimizer changes",
+    "products": "dtype of matrix products",
+    "pp": "pipeline stages (pp)",
+    "dp": "replicas (dp)",
+    "tp": "tensor parts (tp)",
+    "places (node.device)": "devices of the ranks",
+    "programs": "schedule's written programs",
+    "windows": "receives posted ahead (window)",
+    "depths": "in flight beyond 1f1b's (depth)",
+    "ZeRO": "dealt out over replicas (ZeRO)",
+    "loss parts": "loss computed from the vocabulary",
+    "tensor states": "tensors that are dealt out by tp",
+    "compiled": "stages compiled",
+    "recompute": "runs again in backward (recompute)",
+    "offload": "kept in the host's memory (offload)",
+}
+"""What people read of a thing whose name is a field's."""
+
+_DEALT_OUT = {
+    0: "0: nothing",
+    1: "1: optimizer state",
+    2: "2: gradients too",
+    3: "3: parameters too",
+}
+
+
+def _apart(own: tuple[str, ...], others: tuple[str, ...]) -> str:
+    """What only one of two has; all of it where they have the same in another order."""
+    known = set(others)
+    return ", ".join([each for each in own if each not in known] or own)
 
 
 def _what(plan: Plan) -> Iterator[_Said]:
@@ -94,7 +136,7 @@ def _how(plan: Plan) -> Iterator[_Said]:
     for name, value in (("pp", mesh.pp), ("dp", mesh.dp), ("tp", mesh.tp)):
         yield name, value, str(value)
     places = tuple(f"{place.node}.{place.local}" for place in mesh.places)
-    yield "places (node.device)", places, ", ".join(places)
+    yield "places (node.device)", places, _folded_places(plan)
     cuts = tuple(stage.first for stage in plan.stages)
     yield "stages begin at", cuts, ", ".join(cuts)
     yield from _texts(plan, "schedule")
@@ -103,8 +145,8 @@ def _how(plan: Plan) -> Iterator[_Said]:
     yield "micro-batches", batch.micro_batches, f"{batch.micro_batches} of {rows} rows"
     for word in ("window", "depth"):
         found = tuple(str(getattr(boundary, word)) for boundary in plan.boundaries)
-        yield f"{word}s", found, ", ".join(found)
-    yield "ZeRO", plan.zero, str(plan.zero)
+        yield f"{word}s", found, _between(found)
+    yield "ZeRO", plan.zero, _DEALT_OUT[plan.zero]
     again = tuple(block for stage in plan.stages for block in stage.recompute)
     said = "; ".join(own.where() for own in repeated(plan, plan.stages))
     yield "recompute", again, said or "nothing"
@@ -116,7 +158,8 @@ def _how(plan: Plan) -> Iterator[_Said]:
         if sent.part_of is not None
     )
     yield "sent in parts", parts, numbers.count(len(parts), "tensor") if parts else "nothing"
-    yield "loss parts", plan.loss_parts, str(plan.loss_parts)
+    parts_of_loss = f"in {plan.loss_parts} parts" if plan.loss_parts else "all at once"
+    yield "loss parts", plan.loss_parts, parts_of_loss
     yield "fused attention", plan.fused_attention, "yes" if plan.fused_attention else "no"
     yield "compiled", str(plan.compiled), "yes" if plan.compiled else "no"
     tensors = tuple(
@@ -124,11 +167,37 @@ def _how(plan: Plan) -> Iterator[_Said]:
         for place, states in [("", plan.states), *((f"{b.name}: ", b.states) for b in plan.blocks)]
         for state in states
     )
-    yield "tensor states", tensors, f"{numbers.count(len(tensors), 'tensor')} not replicated"
+    yield "tensor states", tensors, numbers.count(len(tensors), "tensor") if tensors else "none"
     yield "predicted step", prediction.step_seconds, numbers.seconds(prediction.step_seconds)
     yield "predicted bubble", prediction.bubble, numbers.percent(prediction.bubble)
     peak = max(stage.predicted.memory.peak for stage in plan.stages)
     yield "predicted bytes of the fullest stage", peak, numbers.memory(peak)
+
+
+def _between(found: tuple[str, ...]) -> str:
+    """A number for each two neighbouring stages; one where it is the same for all."""
+    if not found:
+        return "one stage alone"
+    if len(set(found)) > 1:
+        return ", ".join(found)
+    return f"{found[0]}, at each of {len(found)} cuts" if len(found) > 1 else found[0]
+
+
+def _folded_places(plan: Plan) -> str:
+    """Of each node its devices in the order of ranks, equal neighbours folded: `nodes 0-1: 0-7`."""
+    on: dict[int, list[int]] = {}
+    for place in plan.mesh.places:
+        on.setdefault(place.node, []).append(place.local)
+    rows = groupby(on.items(), key=lambda entry: entry[1])
+    return "; ".join(
+        f"node{'s' if len(nodes) > 1 else ''} {numbers.ranges(nodes)}: {_devices(own)}"
+        for own, entries in rows
+        for nodes in [[node for node, _ in entries]]
+    )
+
+
+def _devices(own: list[int]) -> str:
+    return numbers.ranges(own) if own == sorted(own) else ", ".join(map(str, own))
 
 
 def _texts(plan: Plan, *names: str) -> Iterator[_Said]:

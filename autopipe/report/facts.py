@@ -185,13 +185,22 @@ def crossing(plan: Plan) -> str | None:
             f"the busiest wire carries them for {numbers.seconds(found.busy)}"
         )
     if found.sums:
-        parts.append(f"{numbers.gigabytes(found.sums)} to sum the gradients of parameters")
+        parts.append(f"{numbers.gigabytes(found.sums)} {_SUMMING[plan.zero]}")
     else:
         parts.append(
             "summing the gradients of all parameters there would send "
             f"{numbers.gigabytes(found.sum_of_all)}"
         )
     return f"a step sends between {found.places} {found.kind} ({found.link}): {'; '.join(parts)}"
+
+
+_SUMMING = {
+    0: "to sum the gradients of parameters",
+    1: "to scatter the gradients of parameters and gather these (ZeRO-1)",
+    2: "to scatter the gradients of parameters in every micro-batch and gather these (ZeRO-2)",
+    3: "to gather parameters twice and scatter their gradients in every micro-batch (ZeRO-3)",
+}
+"""What replicas send each other, by the plan's ZeRO stage."""
 
 
 # --- why

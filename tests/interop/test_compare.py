@@ -85,6 +85,35 @@ def test_it_ends_as_diff_does(autopipe: Shell) -> None:
     assert autopipe("diff", "a.json", "none.json").error.startswith("none.json: no such file")
 
 
+AGAIN, AWAY = "runs again in backward (recompute)", "kept in the host's memory (offload)"
+
+
+def test_each_difference_is_said_for_people(autopipe: Shell) -> None:
+    """Bug: `windows 2`, `depths 0`, `ZeRO 0 3` and nothing at all for a plan of one stage."""
+    deep = replace(PLAN, boundaries=(replace(PLAN.boundaries[0], window=3, depth=2),))
+    dealt = tuple(replace(stage, zero=3) for stage in PLAN.stages)
+    PLAN.save("a.json")
+    replace(deep, stages=dealt).save("b.json")
+    chain(1, 4).save("c.json")
+    lines = autopipe("diff", "a.json", "b.json").out.splitlines()[3:]
+    assert [re.split("  +", line)[1:] for line in lines] == [
+        ["receives posted ahead (window)", "2", "3"],
+        ["in flight beyond 1f1b's (depth)", "0", "2"],
+        ["dealt out over replicas (ZeRO)", "0: nothing", "3: parameters too"],
+    ]
+    one = autopipe("diff", "a.json", "c.json").out
+    assert re.search(r"pipeline stages \(pp\) +2 +1\n", one)
+    assert re.search(r"receives posted ahead \(window\) +2 +one stage alone\n", one)
+
+
+def test_as_many_and_not_the_same_says_which() -> None:
+    """Bug: `1 written program` in both columns."""
+    lines = ("rank 0: 0F0 0B0", "rank 1: 1F0 1B0")
+    other = replace(PLAN, programs=(lines[0], "rank 1: 1F0"))
+    (entry,) = compare(replace(PLAN, programs=lines), other).how
+    assert entry.shown == ("rank 1: 1F0 1B0", "rank 1: 1F0")
+
+
 def test_what_runs_again_is_said_by_blocks(autopipe: Shell) -> None:
     """In one line, however many nodes that is."""
     blocks = (BlockClass("h.0", tuple(f"h.{n}" for n in range(33))),)
@@ -94,7 +123,7 @@ def test_what_runs_again_is_said_by_blocks(autopipe: Shell) -> None:
     replace(PLAN, blocks=blocks, stages=nothing).save("a.json")
     replace(PLAN, blocks=blocks, stages=some).save("b.json")
     last = autopipe("diff", "a.json", "b.json").out.splitlines()[-1]
-    assert re.split("  +", last) == ["", "recompute", "nothing", "h.32; attention of h.0-31"]
+    assert re.split("  +", last) == ["", AGAIN, "nothing", "h.32; attention of h.0-31"]
 
 
 def test_what_blocks_offload_is_said(autopipe: Shell) -> None:
@@ -102,7 +131,7 @@ def test_what_blocks_offload_is_said(autopipe: Shell) -> None:
     PLAN.save("a.json")
     replace(PLAN, stages=away).save("b.json")
     last = autopipe("diff", "a.json", "b.json").out.splitlines()[-1]
-    assert re.split("  +", last) == ["", "offload", "nothing", "h.0-1, h.4"]
+    assert re.split("  +", last) == ["", AWAY, "nothing", "h.0-1, h.4"]
 
 
 def test_what_is_too_long_for_a_column_has_lines_of_its_own(autopipe: Shell) -> None:

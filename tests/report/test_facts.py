@@ -67,6 +67,35 @@ def test_what_is_not_as_usual() -> None:
     assert (said(slow, "window")[:4], said(slow, "depth")[:4]) == ("3 2:", "1 0:")
 
 
+@pytest.mark.parametrize(
+    ("zero", "words"),
+    [
+        (0, "to sum the gradients of parameters"),
+        (1, "to scatter the gradients of parameters and gather these (ZeRO-1)"),
+        # Bug: what ZeRO-3 gathers was called a sum too.
+        (3, "to gather parameters twice and scatter their gradients in every micro-batch (ZeRO-3)"),
+    ],
+)
+def test_what_replicas_send_between_nodes(zero: int, words: str) -> None:
+    plan = on("2x1xA100-80GB", [(0, 0), (1, 0)])
+    (stage, *_) = plan.stages
+    held = replace(stage.predicted, memory=replace(stage.predicted.memory, gradients=2 * 10**9))
+    mesh = replace(
+        plan.mesh,
+        pp=1,
+        dp=2,
+        places=tuple(replace(place, pp=0, dp=place.rank) for place in plan.mesh.places),
+    )
+    plan = replace(
+        plan,
+        mesh=mesh,
+        boundaries=(),
+        stages=(replace(stage, zero=zero, sends=(), predicted=held),),
+    )
+    told = facts.crossing(plan)
+    assert told is not None and told.endswith(f" GB {words}")
+
+
 def test_a_plan_that_meets_its_bound_has_no_gap() -> None:
     plan = example_plan()
     met = replace(plan, planner=replace(plan.planner, step_seconds=0.0155, bound_seconds=0.0155))
