@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopipe.cli.run_report import report
+from autopipe.cli.run_report import INTERRUPTED, loss_told, report
 from autopipe.errors import AutopipeError
 from autopipe.terminal import console
 from autopipe.terminal.commands import PlanArgument, command
@@ -118,11 +118,13 @@ def run(
 
     pod = None if local is not None else pods.pod_from(os.environ)
     world = None if pod is not None else launch.world_from(os.environ)
-    with voice.one_voice(world, debug=console.debug()):
+    leads = world is None or world.rank == 0
+    keeps = checkpoints is not None or not leads
+    with loss_told(keeps=keeps), voice.one_voice(world, debug=console.debug()):
         loaded = Plan.load(plan)
         snapshot = _snapshot(memory_snapshot, record, loaded, steps)
         if record is not None:
-            recorded.begin(record, leads=world is None or world.rank == 0, resume=resume)
+            recorded.begin(record, leads=leads, resume=resume)
             metrics, trace = metrics or record / recorded.METRICS, trace or record / recorded.TRACE
         check_folder(trace)
         if save is not None:
@@ -144,7 +146,7 @@ def run(
             raise typer.Exit(launch.spawn(local, sys.argv[1:], forwarded=signals, log_dir=log_dir))
         if kept is not None:
             asked.listen(alone=world is None)
-        if world is None or world.rank == 0:
+        if leads:
             say_edits(loaded)
         _train(
             loaded,
@@ -164,7 +166,7 @@ def run(
             snapshot=snapshot,
         )
         if world is None and asked.interrupted():
-            raise typer.Exit(130)  # as shells have it: what was to follow does not
+            raise typer.Exit(INTERRUPTED)  # as shells have it: what was to follow does not
 
 
 def _destinations(

@@ -1,15 +1,42 @@
-"""What a run has measured, beside what its plan predicts, and what it has written."""
+"""What a run has measured, beside what its plan predicts, and what it has written or lost."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import typer
 
 from autopipe.terminal.console import say, tell
 
 if TYPE_CHECKING:  # it imports torch
     from autopipe.planfile.contents import Plan
     from autopipe.runtime.train import Measured
+
+
+INTERRUPTED = 130
+
+LOST = (
+    "Ctrl-C: ended at once, and what was trained is not kept\n\n"
+    "hint: with --checkpoints FOLDER a Ctrl-C saves first, and --resume goes on from it"
+)
+
+
+@contextmanager
+def loss_told(*, keeps: bool) -> Iterator[None]:
+    """Say of a run that a Ctrl-C has ended in the block that nothing of it is kept, if it is so.
+
+    Args:
+        keeps: it saves checkpoints; or somebody else tells.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, typer.Exit) as ended:
+        if not keeps and getattr(ended, "exit_code", INTERRUPTED) == INTERRUPTED:
+            tell(LOST)
+        raise
 
 
 def report(

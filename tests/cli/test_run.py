@@ -142,6 +142,22 @@ def test_options_of_a_run(autopipe: Shell, monkeypatch: pytest.MonkeyPatch) -> N
         assert expected.items() <= given.items()
 
 
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_ctrl_c_says_what_is_lost(
+    keeps: bool, autopipe: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process by itself; bug: it ended without a word."""
+    autopipe.plan(1, "--batch", "4")
+
+    def interrupted(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("autopipe.cli.run._train", interrupted)
+    said = autopipe("run", "plan.json", *(["--checkpoints", "kept"] if keeps else []))
+    assert said.code == 130
+    assert ("what was trained is not kept" in said.err) == (not keeps)
+
+
 def test_a_learning_rate_that_falls(autopipe: Shell) -> None:
     """A scheduler in the model file is stepped with every step: at rate 0 nothing changes."""
     falls = """

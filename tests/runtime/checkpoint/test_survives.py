@@ -121,6 +121,22 @@ def test_ctrl_c_stops_all(folder: Path) -> None:
     assert kept[-1] == f"step-{int(found[1]):08}" and "Traceback" not in said.err
 
 
+def test_ctrl_c_without_checkpoints_says_what_is_lost(folder: Path) -> None:
+    """Bug: it ended without a word."""
+    endless = ("--epochs", "1000", "--steps", "5000", "--log-every", "1", "--local", "2")
+    run = start(sys.executable, "-m", "autopipe", "run", "plan.json", *endless, folder=folder)
+    assert run.stderr is not None
+    for line in run.stderr:
+        if line.startswith("step 3/"):
+            break
+    run.send_signal(signal.SIGINT)
+    said = end(run)
+    assert said.code == 130, said.err
+    *_, told, _, hint = said.err.splitlines()
+    assert told == "Ctrl-C: ended at once, and what was trained is not kept"
+    assert hint.startswith("hint: with --checkpoints FOLDER a Ctrl-C saves first")
+
+
 def test_torchrun_restarts(folder: Path, undisturbed: dict[int, str]) -> None:
     """Its workers of the second attempt are given the store of the first one."""
     command = (*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", *RUN)
