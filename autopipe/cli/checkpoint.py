@@ -189,12 +189,16 @@ def _one_before(folder: Path) -> Iterator[None]:
 
 
 def _info(stored: Stored, json: bool) -> None:
+    from autopipe.runtime.checkpoint.folder import PLAN
+
     facts = _facts(stored)
     if json:
         console.show(facts)
         return
     for name, value in facts.items():
         shown = numbers.memory(value) if name.endswith("bytes") else f"{value}"
+        if value is None:
+            shown = f"not known: {stored.folder / PLAN} is gone"
         print(f"{name.replace('_', ' '):16} {shown}")
 
 
@@ -204,15 +208,19 @@ def _facts(stored: Stored) -> dict[str, Any]:
     from autopipe.runtime.checkpoint.optimizer import kind_of
     from autopipe.runtime.checkpoint.whole import tensors
 
-    plan = Plan.load(stored.folder / PLAN)
+    path = stored.folder / PLAN
+    plan = Plan.load(path) if path.exists() else None  # its tensors are there all the same
     every = tensors(stored)
     model = [tensor for tensor in every if not tensor.state]
-    mesh = plan.mesh
+    made_by = None
+    if plan is not None:
+        mesh = plan.mesh
+        made_by = f"tp {mesh.tp} x pp {mesh.pp} x dp {mesh.dp}, ZeRO-{plan.zero}, {plan.schedule}"
     return {
         "folder": str(stored.folder),
         "step": stored.step,
-        "plan": f"tp {mesh.tp} x pp {mesh.pp} x dp {mesh.dp}, ZeRO-{plan.zero}, {plan.schedule}",
-        "precision": plan.precision,
+        "plan": made_by,
+        "precision": plan.precision if plan is not None else None,
         "ranks": len(stored.manifests),
         "tensors": len(model),
         "model_bytes": sum(tensor.bytes for tensor in model),

@@ -32,6 +32,12 @@ def step_name(step: int) -> str:
     return f"step-{step:08}"
 
 
+def step_of(folder: Path) -> int | None:
+    """The step that a checkpoint is of by its name; None: somebody has given it another one."""
+    match = _WHOLE.fullmatch(folder.resolve().name)
+    return int(match[1]) if match else None
+
+
 def partial_name(step: int, run: str) -> str:
     """The name that it has while it is written by the run with these digits."""
     return f"{step_name(step)}.{run}.partial"

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from autopipe.errors import CheckpointError, DamagedError
 from autopipe.runtime.checkpoint import manifest
-from autopipe.runtime.checkpoint.folder import manifest_name, tensors_name
+from autopipe.runtime.checkpoint.folder import manifest_name, step_of, tensors_name
 from autopipe.runtime.checkpoint.layout import OwnTensor, Piece, Shape
 from autopipe.runtime.checkpoint.manifest import NAMES, Chunk, Manifest
 
@@ -47,7 +47,10 @@ class Stored:
             DamagedError: the sentence names the file.
             CheckpointError: there is no checkpoint.
         """
+        named = step_of(folder)
         if not (folder / manifest_name(0)).exists():
+            if named is not None and folder.is_dir():
+                raise DamagedError(f"{folder} has lost {manifest_name(0)}, or never had it")
             raise CheckpointError(
                 f"{folder} is no checkpoint: it has no {manifest_name(0)}",
                 hint="a checkpoint is a folder step-NNNNNNNN, as --checkpoints writes it",
@@ -71,6 +74,11 @@ class Stored:
                 size = os.fstat(file).st_size
             if size != one.chunks.bytes:
                 raise DamagedError(f"{path} has {size} bytes, expected {one.chunks.bytes}")
+        if named not in (None, first.chunks.step):
+            raise DamagedError(
+                f"{folder} is of step {named} by its name, and of step {first.chunks.step} by "
+                f"{manifest_name(0)} in it"
+            )
         return cls(folder, every)
 
     @property

@@ -93,6 +93,15 @@ def test_info(stages: int, shell: Shell) -> None:
     assert "optimizer        AdamW\n" in shell("checkpoint", "info", "kept").out
 
 
+def test_info_of_one_whose_plan_is_gone(shell: Shell) -> None:
+    """Its tensors are there, which a run goes on from; it was an error about a plan asked for."""
+    (shell.folder / "kept/step-00000003/plan.json").unlink()
+    facts = json.loads(shell("checkpoint", "info", "kept", "--json").out)
+    assert (facts["plan"], facts["precision"], facts["tensors"]) == (None, None, 28)
+    told = shell("checkpoint", "info", "kept").out
+    assert "plan             not known: kept/step-00000003/plan.json is gone\n" in told
+
+
 BEFORE = "kept/step-00000002 is the one before it"
 
 

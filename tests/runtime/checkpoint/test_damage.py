@@ -4,6 +4,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ def run(tmp_path: Path) -> Run:
     return made
 
 
-TENSORS, MANIFEST = "rank-0.safetensors", "rank-0.json"
+TENSORS, MANIFEST, FIRST = "rank-0.safetensors", "rank-0.json", "step-00000001"
 
 
 def flip(path: Path, at: int) -> None:
@@ -44,13 +45,23 @@ def replaced_by_a_pipe(path: Path) -> None:
     os.mkfifo(path)
 
 
-DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a bit of a tensor": (lambda newest: flip(newest / TENSORS, -7), "has another checksum"),
     "a bit of a manifest": (lambda newest: flip(newest / MANIFEST, 300), f"{MANIFEST}"),
     "tensors cut short": (lambda newest: cut(newest / TENSORS, 400), "has 400 bytes, expected"),
     "a manifest cut short": (lambda newest: cut(newest / MANIFEST, 300), "is no manifest of a"),
     "an empty manifest": (lambda newest: cut(newest / MANIFEST, 0), "is no manifest of a"),
     "no tensors": (lambda newest: (newest / TENSORS).unlink(), "No such file or directory"),
+    # Bug: the run ended, and the one before was not used.
+    "no manifest of the first rank": (
+        lambda newest: (newest / MANIFEST).unlink(),
+        f"has lost {MANIFEST}, or never had it",
+    ),
+    # Bug: it trained from step 1 on, and could save none of its steps.
+    "another step": (
+        lambda newest: (shutil.rmtree(newest), shutil.copytree(newest.parent / FIRST, newest)),
+        "is of step 3 by its name, and of step 1 by rank-0.json in it",
+    ),
     "a pipe, which never ends": (lambda newest: replaced_by_a_pipe(newest / TENSORS), "is no file"),
     "a manifest of 100000 brackets": (
         lambda newest: (newest / MANIFEST).write_text("[" * 100_000),
