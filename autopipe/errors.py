@@ -80,7 +80,15 @@ class RowsFixed(Uncaptured):
 
 
 class PlanError(AutopipeError):
-    """A plan file is truncated, of another format, of another model, or contradicts itself."""
+    """A plan file is truncated, of another format, of another model, or contradicts itself.
+
+    A message that begins with a place in the plan has a hint in any case.
+    """
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        if hint is None and message.startswith("plan."):
+            hint = "mend that place in the plan file, or make the plan again with `autopipe plan`"
+        super().__init__(message, hint=hint)
 
 
 class InfeasibleError(AutopipeError):

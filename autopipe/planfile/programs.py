@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from autopipe.errors import PlanError
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from autopipe.errors import PlanError, ScheduleError
 from autopipe.planfile.contents import Plan
 from autopipe.schedules import user_schedule
 from autopipe.schedules.instructions import Programs, holders
@@ -18,6 +21,22 @@ def compute(plan: Plan) -> Programs:
         ScheduleError: there is no such schedule, or not for so many stages.
         PlanError: the lines of `plan.programs` are for another pipeline than the plan's.
     """
+    with _at("plan.programs" if plan.programs else "plan.schedule"):
+        return computed(plan)
+
+
+@contextmanager
+def _at(place: str) -> Iterator[None]:
+    """Errors of a schedule in the block begin with where in the plan it is from."""
+    try:
+        yield
+    except ScheduleError as error:
+        hint = error.hint or PlanError(f"{place}:").hint
+        raise ScheduleError(f"{place}: {error.message}", hint=hint) from error
+
+
+def computed(plan: Plan) -> Programs:
+    """As `compute`, for lines that are from elsewhere: errors name no place in the plan."""
     m = plan.batch.micro_batches
     if not plan.programs:
         depths = [boundary.depth for boundary in plan.boundaries]
@@ -53,18 +72,17 @@ def edges(plan: Plan) -> tuple[Edge, ...]:
     )
 
 
-def step(plan: Plan, computed: Programs | None = None) -> Programs:
+def step(plan: Plan, alone: Programs | None = None) -> Programs:
     """A plan's step with its transfers: what its ranks run.
 
     Args:
-        computed: `compute` of the plan, where it is at hand.
+        alone: `compute` of the plan, where it is at hand.
 
     Raises:
         ScheduleError, PlanError: as `compute`.
     """
     windows = [boundary.window for boundary in plan.boundaries]
-    compute_alone = computed or compute(plan)
-    return insert(compute_alone, edges(plan), windows, sends_ahead(plan), plan.turns)
+    return insert(alone or compute(plan), edges(plan), windows, sends_ahead(plan), plan.turns)
 
 
 def sends_ahead(plan: Plan) -> int:

@@ -107,7 +107,9 @@ def make(
         raise ScheduleError(
             f"schedule {name} puts {schedule.chunks} "
             f"stage{'' if schedule.chunks == 1 else 's'} on each rank, found {chunks}",
-            hint="interleaved takes any number from 2 on",
+            hint="1f1b is for one stage on each rank"
+            if chunks == 1
+            else "interleaved takes any number from 2 on",
         )
     if depths and not schedule.depths:
         raise ScheduleError(

@@ -9,8 +9,9 @@ lack a transfer or wait for each other.
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,6 +28,7 @@ from autopipe.frontend import user_lines
 from autopipe.ir.graph import Ref
 from autopipe.planfile import programs as of_plan
 from autopipe.planfile.contents import Plan, stage_file
+from autopipe.runtime.launch.words import is_echo
 from autopipe.schedules import deadlock
 from autopipe.schedules.instructions import COMPUTE, Programs, format_programs, parse_programs
 from autopipe.stages.dry_run import CrossingTensor
@@ -71,7 +73,7 @@ class Emitted:
             programs = parse_programs("\n".join(lines))
             found = tuple(tuple(i for i in program if i.kind in COMPUTE) for program in programs)
             plan = replace(plan, programs=tuple(format_programs(found).splitlines()))
-            compute = of_plan.compute(plan)
+            compute = of_plan.computed(plan)
             check_whole(programs, of_plan.step(plan, compute))
             deadlock.check(programs)
         return cls(folder, plan, compute, programs)
@@ -108,7 +110,7 @@ class Emitted:
             )
         kind = getattr(source, f"Stage{index}", None)
         if not isinstance(kind, type) or not issubclass(kind, nn.Module):
-            raise PlanError(f"{path}: it has no class Stage{index}, an nn.Module")
+            raise PlanError(f"{path}: it has no class Stage{index}, an nn.Module", hint=_MEND)
         with _told(path), torch.device("meta"):
             module = kind()
         states = _states(lowered.module)
@@ -120,6 +122,7 @@ class Emitted:
             with _told(path):
                 return replace(lowered, module=graph_of(module))
         expected = [boundaries[ref] for ref in lowered.stage.outgoing]
+        module.forward = _placed(path, module.forward)
         module.register_forward_hook(partial(_check_results, path, expected))
         # No GraphModule: whoever works on the code of a stage asks for one.
         return replace(lowered, module=cast(fx.GraphModule, module))
@@ -148,13 +151,16 @@ def _read(path: Path) -> str:
         ) from None
 
 
+_MEND = "mend the file, or emit it again, with --force"
+
+
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
     """Errors in the block begin with the file's name."""
     try:
         yield
     except AutopipeError as error:
-        hint = error.hint or "mend the file, or emit it again, with --force"
+        hint = error.hint or _MEND
         raise type(error)(f"{path}: {error.message}", hint=hint) from error
 
 
@@ -176,6 +182,25 @@ def _told(path: Path) -> Iterator[None]:
             f"{place or path}: {path.name} cannot be run: {type(error).__name__}: {error}",
             hint="mend that line, or emit the file again, with --force",
         ) from error
+
+
+def _placed(path: Path, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A stage's forward, whose errors name the line of the file; those of a peer that has died and
+    of memory that is full are no errors of the file."""
+
+    @functools.wraps(forward)
+    def told(*given: Any) -> Any:
+        beside: Exception | None = None
+        with _told(path):
+            try:
+                return forward(*given)
+            except Exception as error:
+                if not (is_echo(error) or isinstance(error, MemoryError | torch.OutOfMemoryError)):
+                    raise
+                beside = error
+        raise beside
+
+    return told
 
 
 def _run(path: Path, device: torch.device) -> ModuleType:
@@ -207,7 +232,9 @@ def _check_states(path: Path, found: Mapping[str, Tensor], expected: Mapping[str
         if own is None or wrong or _spec(own) != _spec(tensor):
             kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
             has = f"declares {name!r} as {_spec(own)}" if own is not None else f"lacks {name!r}"
-            raise PlanError(f"{path}: it {has}; the stage has it as a {kind} {_spec(tensor)}")
+            raise PlanError(
+                f"{path}: it {has}; the stage has it as a {kind} {_spec(tensor)}", hint=_MEND
+            )
 
 
 def _check_results(
@@ -217,14 +244,16 @@ def _check_results(
     if not isinstance(results, tuple) or len(results) < len(expected):
         raise PlanError(
             f"{path}: forward gives a {type(results).__name__}; expected a tuple whose first "
-            f"{len(expected)} are sent on"
+            f"{len(expected)} are sent on",
+            hint=_MEND,
         )
     for number, (tensor, boundary) in enumerate(zip(results, expected, strict=False)):
         if tensor.shape != boundary.shape or tensor.dtype != boundary.dtype:
             room = dtypes.name_of(boundary.dtype)
             raise PlanError(
                 f"{path}: result {number} of forward is {_spec(tensor)}; the stages that it goes "
-                f"to expect {room}{list(boundary.shape)}"
+                f"to expect {room}{list(boundary.shape)}",
+                hint=_MEND,
             )
 
 

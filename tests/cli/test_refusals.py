@@ -611,7 +611,7 @@ def test_batches_of_rows_that_do_not_divide(autopipe: Shell) -> None:
         ),
         ("--epochs 2", {}, "--epochs 2: "),
         ("", {"precision": "fp8"}, "plan.precision: 'fp8' was asked for; this version runs 'fp32'"),
-        ("", {"schedule": "zb-h3"}, "there is no schedule 'zb-h3'"),
+        ("", {"schedule": "zb-h3"}, "plan.schedule: there is no schedule 'zb-h3'"),
         (
             "",
             {"programs": ["rank 0: 0F0 0F1 0B0 0B1"]},

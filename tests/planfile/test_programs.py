@@ -8,7 +8,7 @@ import pytest
 
 from autopipe.errors import PlanError, ScheduleError
 from autopipe.planfile import programs
-from autopipe.planfile.contents import Plan
+from autopipe.planfile.contents import Plan, check
 from autopipe.planfile.parts import Boundary
 from autopipe.schedules.instructions import format_programs, holders
 from autopipe.schedules.registry import make
@@ -88,3 +88,20 @@ def test_a_step_has_transfers_between_ranks() -> None:
         "rank 0: 0POST_B0<1 0F0 0SEND_F0>1 0WAIT_B0<1 0FREE_F0>1 0REDUCE 0B0 0STEP",
         "rank 1: 1POST_F0<0 1WAIT_F0<0 1F0 1REDUCE 1B0 1SEND_B0>0 1FREE_B0>0 1STEP",
     ]
+
+
+def test_an_edit_that_cannot_be_is_told_with_its_place_and_a_hint() -> None:
+    """Bug: neither: `rank 0: 0B0 is missing; ...`, and no word of what to do."""
+    plan = chain(2, 4)
+    with pytest.raises(ScheduleError) as lines:
+        programs.compute(replace(plan, programs=("rank 0: 0F0",)))
+    assert lines.value.message.startswith("plan.programs: rank 0: 0B0 is missing")
+    assert lines.value.hint == (
+        "mend that place in the plan file, or make the plan again with `autopipe plan`"
+    )
+    with pytest.raises(ScheduleError, match="^plan.schedule: there is no schedule 'mine'") as name:
+        programs.compute(replace(plan, schedule="mine"))
+    assert "the schedules are naive, " in str(name.value.hint)
+    with pytest.raises(PlanError, match=r"^plan.boundaries: expected 1") as parts:
+        check(replace(plan, boundaries=()))
+    assert parts.value.hint == lines.value.hint

@@ -291,7 +291,7 @@ def test_make_calls_the_generator_of_a_name():
         (
             {"name": "zb-v"},
             "schedule zb-v puts 2 stages on each rank, found 1\n"
-            "hint: interleaved takes any number from 2 on",
+            "hint: 1f1b is for one stage on each rank",
         ),
         (
             {"name": "1f1b", "chunks": 2},
