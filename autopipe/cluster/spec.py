@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from autopipe.cluster import datasheets, efficiency
+from autopipe.cluster import checks, datasheets, efficiency
 from autopipe.cluster.checks import check, check_number
 from autopipe.cluster.cluster import Cluster, Device, Group, Link, NodeGroup
 from autopipe.errors import AutopipeError, PlanError
@@ -160,6 +160,7 @@ def _nodes(spec: str, term: str) -> tuple[list[NodeGroup], datasheets.Datasheet]
     ], sheet
 
 
+_FIGURE = r"\d+(?:\.\d*)?|\.\d+"
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 _BYTES = {"bit": 0.125, "b": 1.0}
 
@@ -167,7 +168,9 @@ _BYTES = {"bit": 0.125, "b": 1.0}
 def _far(spec: str, text: str) -> Link:
     """A link between sites: `30ms,1Gbit/s`, also `100MB/s`. No share is taken off."""
     form = re.fullmatch(
-        r"\s*([\d.]+)\s*(s|ms|us)\s*,\s*([\d.]+)\s*([KMGT]?)(bit|B)/s\s*", text, re.IGNORECASE
+        rf"\s*({_FIGURE})\s*(s|ms|us)\s*,\s*({_FIGURE})\s*([KMGT]?)(bit|B)/s\s*",
+        text,
+        re.IGNORECASE,
     )
     if form is None:
         raise AutopipeError(
@@ -179,7 +182,13 @@ def _far(spec: str, text: str) -> Link:
         raise AutopipeError(
             f"{spec!r}: expected a rate above 0 behind @, found {form[3]}", hint="30ms,1Gbit/s"
         )
-    return Link(float(form[1]) * _SECONDS[form[2].lower()], rate)
+    waits = float(form[1]) * _SECONDS[form[2].lower()]
+    if waits > checks.LONGEST:
+        raise AutopipeError(
+            f"{spec!r}: expected a latency of at most {checks.LONGEST:g} s, found {waits:g} s",
+            hint="30ms,1Gbit/s",
+        )
+    return Link(waits, rate)
 
 
 _FORMS = (
@@ -195,13 +204,22 @@ MOST_PROCESSES = 1024
 
 def _processes(spec: str, text: str) -> int:
     found = _count(spec, text, "processes")
+    check_processes(repr(spec), found)
+    return found
+
+
+def check_processes(asked: str, found: int) -> None:
+    """Refuse more processes than one machine has a use for.
+
+    Raises:
+        AutopipeError: begins with what was `asked`.
+    """
     if found > MOST_PROCESSES:
         raise AutopipeError(
-            f"{spec!r}: expected at most {MOST_PROCESSES:,} processes on one machine, found "
+            f"{asked}: expected at most {MOST_PROCESSES:,} processes on one machine, found "
             f"{found:,}",
-            hint=_FORMS,
+            hint="a process for each device, or for each core of a processor",
         )
-    return found
 
 
 def _count(spec: str, text: str, what: str) -> int:

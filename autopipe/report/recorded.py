@@ -80,7 +80,9 @@ def begin(folder: Path, *, leads: bool, resume: bool) -> None:
         AutopipeError: it has another run, or cannot be made.
     """
     if folder.exists() and not folder.is_dir():
-        raise AutopipeError(f"--record {folder}: expected a folder, found a file")
+        raise AutopipeError(
+            f"--record {folder}: expected a folder, found a file", hint="name another one"
+        )
     atomic_file.check_folder(folder)
     if not leads:
         return
@@ -92,7 +94,10 @@ def begin(folder: Path, *, leads: bool, resume: bool) -> None:
     try:
         folder.mkdir(exist_ok=True)
     except OSError as error:
-        raise AutopipeError(f"--record {folder} cannot be made: {error.strerror}") from error
+        raise AutopipeError(
+            f"--record {folder} cannot be made: {error.strerror}",
+            hint="name a place in which you may write",
+        ) from error
 
 
 def end(

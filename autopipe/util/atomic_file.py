@@ -68,9 +68,14 @@ def folder(path: Path) -> Iterator[Path]:
         if path.exists():
             os.replace(path, old)
         os.replace(beside, path)
-    except OSError as error:
+    except (OSError, AutopipeError) as told:
         if old.exists() and not path.exists():
             os.replace(old, path)
+        # What could not be written in the folder beside is told as of the one that was asked for.
+        error = told if isinstance(told, OSError) else told.__cause__
+        inside = isinstance(told, OSError) or told.message.startswith(str(beside))
+        if not (inside and isinstance(error, OSError)):
+            raise
         raise AutopipeError(
             f"{path} cannot be written: {error.strerror}",
             hint=_hint(error, "is the folder above it there, and are you allowed to write in it?"),

@@ -150,6 +150,21 @@ def as_one_rank(
     return Degree(tp, traced, blocks, sharding, local, analyse(graph), own)
 
 
+def check_dims(graph: Graph, tp: int) -> None:
+    """Refuse a degree by which no dim of a parameter divides, before anything is measured for it.
+
+    Raises:
+        InfeasibleError: it is such a degree.
+    """
+    if not any(
+        isinstance(size, int) and size % tp == 0
+        for state in graph.states.values()
+        if state.kind == "parameter"
+        for size in state.spec.shape
+    ):
+        raise _undivided(graph, tp, max(tp, 8))
+
+
 def check_heads(graph: Graph, tp: int) -> None:
     """Refuse a degree that is asked for and leaves every attention whole on every rank.
 
@@ -192,18 +207,22 @@ def _check_divides(flow: Dataflow, sharding: Sharding, cluster: Cluster) -> None
         lies.sharded and model.divides(State(name), lies) for name, lies in sharding.states.items()
     ):
         return
+    raise _undivided(graph, sharding.ranks, cluster.num_devices)
+
+
+def _undivided(graph: Graph, tp: int, most: int) -> InfeasibleError:
+    """No parameter divides into `tp` parts; the hint has degrees up to `most` that do."""
     sizes = {
         int(size)
         for state in graph.states.values()
         if state.kind == "parameter" and len(state.spec.shape) > 1
         for size in state.spec.shape
     }
-    most = cluster.num_devices
     dividing = [n for n in range(2, most + 1) if any(size % n == 0 for size in sizes)]
     shown = ", ".join(map(str, sorted(sizes, reverse=True)[:6]))
-    raise InfeasibleError(
-        f"tp={sharding.ranks} was asked for, and no parameter divides into {sharding.ranks} equal "
-        f"parts: their matrices have dims of {shown}",
+    return InfeasibleError(
+        f"tp={tp} was asked for, and no parameter divides into {tp} equal parts: their "
+        f"matrices have dims of {shown}",
         hint=f"tp of {', '.join(map(str, dividing[:6]))}" if dividing else "leave tp out",
     )
 

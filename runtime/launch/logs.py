@@ -42,7 +42,10 @@ class Logs:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise LaunchError(f"--log-dir {folder} cannot be made: {error.strerror}") from error
+            raise LaunchError(
+                f"--log-dir {folder} cannot be made: {error.strerror}",
+                hint="name a folder, or a place for one in which you may write",
+            ) from error
 
     def path(self, rank: str) -> Path:
         """Where a rank's output is."""

@@ -36,7 +36,7 @@ from autopipe.cluster.measured import (
     cluster_of,
     figures,
 )
-from autopipe.cluster.spec import LocalSpec
+from autopipe.cluster.spec import LocalSpec, check_processes
 from autopipe.errors import AutopipeError, LaunchError
 from autopipe.runtime.probe import chains, microbench
 from autopipe.runtime.probe.workers import cores, measure
@@ -63,7 +63,12 @@ def this_machine(processes: int | None = None, *, cpu: bool = False) -> LocalSpe
 
     Args:
         cpu: on its processor, whether or not it has GPUs.
+
+    Raises:
+        AutopipeError: more processes than one machine has a use for.
     """
+    if processes is not None:
+        check_processes(f"--processes {processes}", processes)
     gpus = 0 if cpu else torch.cuda.device_count()
     return LocalSpec(processes or gpus or 2, cpu)
 

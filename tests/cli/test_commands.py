@@ -215,6 +215,13 @@ def test_probe_writes_a_cluster_file(autopipe: Shell, monkeypatch: pytest.Monkey
     assert autopipe("plan", "net.py", "--cluster", "three.json").code == 0
     assert autopipe("probe", "--processes", "4", "--cpu").err == "measuring cpu:4\n"
     assert autopipe("probe", "--cpu").err == "measuring cpu:2\n"
+    assert autopipe("probe", "--processes", "5000").error.startswith(
+        "--processes 5000: expected at most 1,024 processes on one machine, found 5,000"
+    )
+    # Bug: it measured for half a minute first.
+    said = autopipe("probe", "-o", "gone/three.json")
+    assert said.code == 2 and "measuring" not in said.err
+    assert said.error.startswith("gone/three.json cannot be written: there is no folder ")
 
 
 # --- simulate

@@ -74,6 +74,15 @@ def test_a_preset_is_the_share_of_the_datasheet_that_programs_reach() -> None:
             "'2x2xL4@1ms,1GB/s': expected a link behind @ if there are several sites, found a link "
             "and one site",
         ),
+        # Bugs: a ValueError, and hours from one site to the other.
+        (
+            "2x1x1xL4@1.2.3ms,1GB/s",
+            "'2x1x1xL4@1.2.3ms,1GB/s': expected latency and rate behind @, found '1.2.3ms,1GB/s'",
+        ),
+        (
+            "2x1x1xL4@5000s,1GB/s",
+            "'2x1x1xL4@5000s,1GB/s': expected a latency of at most 3600 s, found 5000 s",
+        ),
         ("2x1x1xL4@1", "'2x1x1xL4@1': expected latency and rate behind @, found '1'"),
         ("2x1x1xL4@1ms,0B/s", "'2x1x1xL4@1ms,0B/s': expected a rate above 0 behind @, found 0"),
         ("", "no cluster is described by ''"),

@@ -64,6 +64,18 @@ def test_a_place_that_takes_files(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_in_a_folder_is_told_as_of_the_folder_that_was_asked_for(tmp_path: Path) -> None:
+    """Bug: the name of the folder beside was told, which is gone by then."""
+    path = tmp_path / "out"
+    with pytest.raises(AutopipeError) as error, atomic_file.folder(path) as beside:
+        atomic_file.write("text", beside / "no where" / "file")
+    assert error.value.message == f"{path} cannot be written: No such file or directory"
+    other = AutopipeError("of another thing")
+    with pytest.raises(AutopipeError, match="^of another thing$"), atomic_file.folder(path):
+        raise other from OSError(2, "of another file")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_file_where_a_folder_is_to_be(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.touch()

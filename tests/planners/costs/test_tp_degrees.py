@@ -14,6 +14,7 @@ from autopipe.ir.graph import Graph
 from autopipe.planners.costs.tp_degrees import (
     Degree,
     as_one_rank,
+    check_dims,
     check_heads,
     degrees,
     sending_seconds,
@@ -73,6 +74,15 @@ def test_a_degree_that_divides_nothing() -> None:
         "tp=7 was asked for, and no parameter divides into 7 equal parts"
     )
     assert said.hint is not None and said.hint.startswith("tp of 2, 3, 4, 6")
+
+
+def test_a_degree_that_divides_no_dim_is_refused_before_anything_is_measured() -> None:
+    """Bug: `costs --tp 100` had a hundred processes measure this machine for it first."""
+    graph = traced("gpt").graph
+    check_dims(graph, 2)
+    with pytest.raises(InfeasibleError, match="^tp=7 was asked for, and no parameter") as refused:
+        check_dims(graph, 7)
+    assert refused.value.hint == "tp of 2, 3, 4, 6, 8"
 
 
 class Heads(nn.Module):
