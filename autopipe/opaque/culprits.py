@@ -52,8 +52,8 @@ def _deepest(error: BaseException, paths: dict[int, str]) -> list[FrameType]:
 
 def _site(frame: FrameType, paths: dict[int, str]) -> Site | None:
     """The call that a frame runs, if it is one of a module's forward or of a user's method."""
-    module: Any = frame.f_locals.get("self")
-    name = frame.f_code.co_name
+    own_name, name = frame.f_code.co_varnames[:1], frame.f_code.co_name
+    module: Any = frame.f_locals.get(own_name[0]) if own_name else None  # most write `self`
     if not isinstance(module, nn.Module) or id(module) not in paths:
         return None
     own = next((kind for kind in type(module).__mro__ if name in vars(kind)), None)

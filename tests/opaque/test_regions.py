@@ -51,6 +51,16 @@ class Differentiated(Net):
         return hidden + torch.func.grad(lambda h: self.middle(h).tanh().sum())(hidden)
 
 
+class UnderAnotherName(Net):
+    """Calls itself otherwise than `self`, as some do."""
+
+    def inside(m, hidden):  # noqa: N805
+        return hidden + m.mapped(hidden)
+
+    def mapped(m, hidden):  # noqa: N805
+        return torch.vmap(lambda row: m.middle.weight @ row + row.norm())(hidden)
+
+
 class InnerGradient(Net):
     def inside(self, hidden):
         made = self.middle(hidden)
@@ -246,6 +256,7 @@ class AtMost(Net):
 WORK = [
     AtMost,
     Mapped,
+    UnderAnotherName,
     Differentiated,
     InnerGradient,
     TensorHook,
