@@ -79,9 +79,8 @@ def in_a_trace(error: Exception, loss: Callable[..., Any] | None) -> CaptureErro
             hint="nn.ModuleList, nn.ModuleDict, nn.ParameterList and register_buffer make them the "
             "model's",
         )
-    in_loss = _passes(error, loss)
-    whose, kind = ("loss(outputs, batch)", CaptureError) if in_loss else ("the model", Uncaptured)
-    return kind(
+    whose = "loss(outputs, batch)" if _passes(error, loss) else "the model"
+    return Uncaptured(
         f"{_at(error)}{whose} cannot be captured: {_told(error)}",
         hint="while a model is captured its tensors have shapes and no values: nothing outside "
         "torch can compute with them",

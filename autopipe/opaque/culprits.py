@@ -16,8 +16,8 @@ from torch import nn
 from autopipe.errors import Uncaptured
 from autopipe.ir.torch_private import module_backward_hooks
 from autopipe.opaque.scripted import Scripted
-from autopipe.opaque.sites import Site
-from autopipe.planfile.regions import COMPILED, WHOLE
+from autopipe.opaque.sites import LossCall, Site
+from autopipe.planfile.regions import COMPILED, LOSS, WHOLE
 
 
 def sites_of(error: Uncaptured, models: Sequence[nn.Module]) -> list[Site]:
@@ -29,7 +29,9 @@ def sites_of(error: Uncaptured, models: Sequence[nn.Module]) -> list[Site]:
     """
     paths = {id(module): path for model in models for path, module in model.named_modules()}
     found = [site for frame in _deepest(error, paths) if (site := _site(frame, paths)) is not None]
-    if not found and error.module:
+    if not found and error.module == LOSS:
+        found.append(Site("", LOSS))
+    elif not found and error.module:
         path = error.module
         while path:
             found.insert(0, Site(path, WHOLE))
@@ -54,6 +56,8 @@ def _site(frame: FrameType, paths: dict[int, str]) -> Site | None:
     """The call that a frame runs, if it is one of a module's forward or of a user's method."""
     own_name, name = frame.f_code.co_varnames[:1], frame.f_code.co_name
     module: Any = frame.f_locals.get(own_name[0]) if own_name else None  # most write `self`
+    if isinstance(module, LossCall):
+        return Site("", LOSS)
     if not isinstance(module, nn.Module) or id(module) not in paths:
         return None
     own = next((kind for kind in type(module).__mro__ if name in vars(kind)), None)

@@ -6,7 +6,7 @@ that it leaves in an attribute for others, as `self.aux_loss`, becomes a result 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,9 @@ from torch.overrides import TorchFunctionMode
 from autopipe.errors import CaptureError
 from autopipe.frontend import user_lines
 from autopipe.ir.tensors import tensors_in
+from autopipe.ir.torch_private import no_function_modes, version
 from autopipe.opaque.sites import Site, Wider
+from autopipe.planfile.regions import LOSS
 
 
 class Origins(TorchFunctionMode):
@@ -41,6 +43,7 @@ class Origins(TorchFunctionMode):
         self._site: Site | None = None
         self._states: dict[str, None] = {}
         self._given: set[int] = set()
+        self._foreign: dict[int, tuple[Tensor, int]] = {}
 
     @contextmanager
     def within(
@@ -48,8 +51,11 @@ class Origins(TorchFunctionMode):
     ) -> Iterator[None]:
         """The call of a site runs within; parameters and buffers that it reads go to `states`."""
         self._site, self._states, self._given = site, states, set(map(id, given))
+        self._foreign = {}
         try:
             yield
+            if any(version(tensor) != before for tensor, before in self._foreign.values()):
+                raise Wider(site, "it writes a tensor that it keeps")
         finally:
             self._site = None
 
@@ -63,6 +69,8 @@ class Origins(TorchFunctionMode):
         self._left |= {id(tensor): (tensor, name, read) for name, tensor in left.items()}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._site is not None and self._site.method == LOSS:
+            self._note(tensors_in((args, kwargs or {})))
         made = func(*args, **(kwargs or {}))
         looks = getattr(func, "__name__", "") == "__get__" and not isinstance(made, Tensor)
         for tensor in () if looks else tensors_in((args, kwargs or {})):  # not at shapes, dtypes
@@ -76,6 +84,13 @@ class Origins(TorchFunctionMode):
             else:
                 self._inside[key] = tensor, self._site
         return made
+
+    def _note(self, tensors: Iterable[Tensor]) -> None:
+        """Note tensors that the loss keeps, before it may write them: no rank has the others'."""
+        for tensor in tensors:
+            if not any(id(tensor) in known for known in (self._given, self._inside, self._outside)):
+                with no_function_modes():
+                    self._foreign.setdefault(id(tensor), (tensor, version(tensor)))
 
     def _check(self, tensor: Tensor) -> None:
         key = id(tensor)
@@ -91,7 +106,13 @@ class Origins(TorchFunctionMode):
                 "parameters when the model was built; no graph has the way back to them",
                 hint="compute it in forward",
             )
+        elif key in self._given or key in self._inside:
+            return
+        elif self._site.method == LOSS and tensor.requires_grad:
+            raise Wider(self._site, "it reads a parameter, or what was made of one")
         elif key in self._names:
+            if self._site.method == LOSS:
+                raise Wider(self._site, f"it reads the model's {self._names[key]!r}")
             self._states[self._names[key]] = None
-        elif key in self._outside and key not in self._given:
+        elif key in self._outside:
             raise Wider(self._site, "it reads a tensor of other code that it is not given")

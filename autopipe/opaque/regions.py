@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from autopipe.errors import CaptureError
 from autopipe.frontend import user_lines
 from autopipe.frontend.construct import fake_copy
+from autopipe.frontend.loss import Loss
 from autopipe.ir import opaque_ops
 from autopipe.ir.graph import REGION_OP, Graph, Node
 from autopipe.ir.torch_patches import one_process
@@ -37,7 +38,7 @@ from autopipe.opaque.sites import Site, SiteCall, call, standing_in, state_of
 from autopipe.opaque.sparse import owned, to_device
 from autopipe.opaque.states import differ, put
 from autopipe.opaque.trees import distinct_tensors, from_text, parts_of, returned, to_text, whole_of
-from autopipe.planfile.regions import Region, Result
+from autopipe.planfile.regions import LOSS, Region, Result
 
 _library = torch.library.Library("autopipe", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
@@ -60,12 +61,14 @@ class Running:
         model: the model whose code runs, with other tensors in the place of its own.
         training: whether it runs as in training.
         number: tells it from regions of the same name in other traces of this process.
+        loss: the user's, which a region may be.
     """
 
     region: Region
     model: nn.Module
     training: bool
     number: int
+    loss: Loss | None = None
 
     @property
     def key(self) -> str:
@@ -73,9 +76,11 @@ class Running:
         return f"{self.number}:{self.region.name}"
 
 
-def known(regions: Sequence[Region], model: nn.Module, *, training: bool) -> tuple[Running, ...]:
-    """Let the op know regions of a model."""
-    found = tuple(Running(region, model, training, next(_numbers)) for region in regions)
+def known(
+    regions: Sequence[Region], model: nn.Module, loss: Loss | None = None, *, training: bool
+) -> tuple[Running, ...]:
+    """Let the op know regions of a model and its loss."""
+    found = tuple(Running(region, model, training, next(_numbers), loss) for region in regions)
     _running.update({running.key: running for running in found})
     for one in found:
         if not one.region.states:  # in a trace its tensors may have values where others have none,
@@ -234,7 +239,7 @@ def _called(running: Running, tensors: Sequence[Tensor], written: Sequence[Tenso
     put(model, region.finds)
     before = {path: {**vars(module)} for path, module in inner.items()}
     with one_process() if torch.distributed.is_initialized() else nullcontext():
-        made = call(model, _site(region))(*args, **kwargs)
+        made = _code(running, model, tensors)(*args, **kwargs)
     for name, own, (copied, known) in zip(region.written, written, versions, strict=True):
         now = state_of(model, name)
         beside = now is copied and version(now) == known  # as batch norm writes its statistics
@@ -264,6 +269,16 @@ def _called(running: Running, tensors: Sequence[Tensor], written: Sequence[Tenso
         if tensor.requires_grad:
             tensor.register_hook(restore)  # type: ignore[no-untyped-call]
     return found
+
+
+def _code(running: Running, model: nn.Module, tensors: Sequence[Tensor]) -> Callable[..., Any]:
+    """What a call runs: the user's loss itself, or a module or a method of the copied model."""
+    if running.region.method != LOSS:
+        return call(model, _site(running.region))
+    assert running.loss is not None, "a trace without a loss has no region of it"
+    if isinstance(running.loss, nn.Module) and tensors:
+        running.loss.to(tensors[0].device)
+    return running.loss
 
 
 def _set(inner: Mapping[str, nn.Module], values: Mapping[str, Mapping[str, Any]]) -> None:

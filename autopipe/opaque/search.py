@@ -17,7 +17,7 @@ from torch import nn
 from autopipe.errors import Uncaptured
 from autopipe.opaque.culprits import made_so, sites_of
 from autopipe.opaque.sites import Site, Wider, outermost, with_siblings
-from autopipe.planfile.regions import WHOLE, Region
+from autopipe.planfile.regions import LOSS, WHOLE, Region
 
 T = TypeVar("T")
 
@@ -35,11 +35,12 @@ class _Trouble:
     error: Uncaptured
     around: list[Site]
     wider: str = ""
+    tried: tuple[Site, ...] = ()
 
     def sites(self, model: nn.Module) -> dict[Site, str]:
         """The innermost call that may still do, and its siblings; why they cannot be captured."""
         if not self.around:
-            raise _refusal(self.error, self.wider)
+            raise _refusal(self.error, self.wider, self.tried)
         return dict.fromkeys(with_siblings(model, self.around[0]), self.error.message)
 
 
@@ -68,7 +69,8 @@ def with_regions(
             return trace(measure(sites, why) if sites else ())
         except Wider as wider:
             one = next(one for one in troubles if wider.site in one.sites(model))
-            one.wider = f"{one.around.pop(0)} cannot, for {wider}"
+            one.tried += (one.around.pop(0),)
+            one.wider = f"{one.tried[-1]} cannot, for {wider}"
         except Uncaptured as error:
             around = [site for site in sites_of(error, [model, *twins()]) if site not in sites]
             if not around:
@@ -86,8 +88,14 @@ def _modules_around(site: Site) -> list[Site]:
     return [Site(".".join(parts[:n]), WHOLE) for n in range(len(parts), 0, -1)]
 
 
-def _refusal(error: Uncaptured, wider: str) -> Uncaptured:
+def _refusal(error: Uncaptured, wider: str, sites: Sequence[Site] = ()) -> Uncaptured:
     first = f"{error.hint}; or " if error.hint else ""
+    if any(site.method == LOSS for site in sites):
+        return type(error)(
+            error.message,
+            hint=f"{first}let the loss compute with what it is given alone, the outputs and the "
+            f"batch, and give a scalar: it then runs as it is ({wider})",
+        )
     return type(error)(
         error.message,
         hint=f"{first}move these lines to a method, or to a module, that takes tensors and gives "

@@ -3,7 +3,8 @@
     with standing_in(model, [Site("encoder.moe", "forward")], stand_in):
         model(x)        encoder.moe(h)  ->  stand_in(SiteCall(site, 0, run), (h,), {})
 
-`SiteCall.run(h)` is the call itself: the module with its hooks, or the method.
+`SiteCall.run(h)` is the call itself: the module with its hooks, or the method. The loss is a site
+as well, `Site("", LOSS)`, of a model that runs `with_loss`.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from autopipe.frontend.loss import Loss
 from autopipe.ir.torch_private import hooks_put_aside
-from autopipe.planfile.regions import WHOLE
+from autopipe.planfile.regions import LOSS, WHOLE
 
 
 class Site(NamedTuple):
@@ -30,12 +32,38 @@ class Site(NamedTuple):
     def holds(self, other: Site) -> bool:
         """Whether the other's calls are surely inside of this one's."""
         inside = not self.module or f"{other.module}.".startswith(f"{self.module}.")
-        return self != other and self.method == WHOLE and inside
+        return self != other and self.method == WHOLE and inside and other.method != LOSS
 
     def __str__(self) -> str:
-        """`the module 'encoder.moe'`, `the method route of 'encoder'`."""
+        """`the module 'encoder.moe'`, `route() of the module 'encoder'`, `the loss`."""
+        if self.method == LOSS:
+            return "the loss"
         module = f"module {self.module!r}" if self.module else "model"
         return f"the {module}" if self.method == WHOLE else f"{self.method}() of the {module}"
+
+
+class LossCall:
+    """A loss as something that a model has, and whose call a traceback shows."""
+
+    def __init__(self, loss: Loss) -> None:
+        self.__wrapped__ = loss  # as functools.wraps has it: where it begins is read off
+
+    def __call__(self, outputs: Any, batch: Any) -> Any:
+        """What the loss gives."""
+        return self.__wrapped__(outputs, batch)
+
+
+@contextmanager
+def with_loss(model: nn.Module, loss: Loss | None) -> Iterator[None]:
+    """Within, the model has its loss as a method, for `standing_in`."""
+    if loss is None or LOSS in vars(model):
+        yield
+        return
+    vars(model)[LOSS] = LossCall(loss)
+    try:
+        yield
+    finally:
+        del vars(model)[LOSS]
 
 
 class Wider(Exception):

@@ -23,7 +23,7 @@ from autopipe.ir.torch_private import version
 from autopipe.opaque.sites import Site
 from autopipe.opaque.sparse import is_sparse
 from autopipe.opaque.trees import Unlike, from_text, parts_of, to_text, whole_of
-from autopipe.planfile.regions import WHOLE
+from autopipe.planfile.regions import LOSS, NOTHING, WHOLE
 
 
 def named(model: nn.Module) -> dict[str, Tensor]:
@@ -52,7 +52,9 @@ LOOKUPS = frozenset(
 
 
 def states_of(model: nn.Module, site: Site) -> list[str]:
-    """The names of the parameters and buffers that a call may read."""
+    """The names of the parameters and buffers that a call may read; the loss reads none."""
+    if site.method == LOSS:
+        return []
     module = model.get_submodule(site.module)
     prefix = f"{site.module}." if site.module else ""
     names, whole = first_names(model), site.method == WHOLE
@@ -133,6 +135,8 @@ class SetBefore:
 
     def before(self, site: Site) -> str:
         """The plain values that a site's modules have of these and may read, as text."""
+        if site.method == LOSS:
+            return NOTHING
         named = self._model.get_submodule(site.module).named_modules(prefix=site.module)
         paths = {module: path for path, module in named}
         found = {

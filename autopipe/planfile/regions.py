@@ -3,6 +3,7 @@
     encoder.moe             the call of a module, hooks included
     encoder.route()         the call of a method
     encoder.route()#1       the second call of it in a forward
+    loss()                  the loss function
 
 Nobody looks inside: what a plan says of it was measured in calls of the model with its weights.
 """
@@ -13,6 +14,9 @@ from dataclasses import dataclass
 
 WHOLE = "forward"
 """The method that stands for the whole call of a module."""
+
+LOSS = "loss()"
+"""The method, of the model itself, that stands for the loss function: no method is called so."""
 
 COMPILED = "torch.jit has compiled it"
 """Why a scripted or traced module runs as it is. From its second call on torch.jit computes with
@@ -43,7 +47,7 @@ class Region:
 
     Attributes:
         module: the module's path; "" is the model itself.
-        method: the name of the method; `WHOLE`: the module is called.
+        method: the name of the method; `WHOLE`: the module is called; `LOSS`: the loss is.
         call: which call in one forward, from 0 on.
         why: what cannot be captured in there, with the user's line.
         given, gives: its arguments and what it returns, as `opaque.trees.to_text` writes them.
@@ -85,6 +89,8 @@ class Region:
     @property
     def name(self) -> str:
         """The call as a plan and the graph show it: `encoder.route()#1`."""
+        if self.method == LOSS:
+            return LOSS
         method = "" if self.method == WHOLE and self.module else f"{self.method}()"
         place = ".".join(filter(None, (self.module, method)))
         return f"{place}#{self.call}" if self.call else place

@@ -36,7 +36,9 @@ from autopipe.ir.torch_patches import (
 from autopipe.ir.torch_private import quiet
 from autopipe.opaque import branches, packed
 from autopipe.opaque.regions import Running, as_ops
+from autopipe.opaque.sites import with_loss
 from autopipe.planfile.parts import InputSpec, Read
+from autopipe.planfile.regions import LOSS
 from autopipe.tracing.low_precision import cast
 from autopipe.tracing.stubs import standing_in
 from autopipe.tracing.user_checkpoints import marking
@@ -102,9 +104,10 @@ class Program(nn.Module):
         batch = batches.rebuild(self.batch, leaves)
         args, kwargs = batches.bind(self.model, batch, self.loss)
         if self._eager:
-            with one_process():
+            with one_process(), with_loss(self.model, self.loss):
                 return self._results(batch, args, kwargs)
         with (
+            with_loss(self.model, self.loss),
             one_process() as self.asked_for_others,
             as_ops(self.model, self.regions, self._rows(tensors)),
             leaving_modules_alone(),
@@ -128,7 +131,7 @@ class Program(nn.Module):
             outputs = cast(outputs, self.kept, torch.float32)
         left = left_by(self.model, self.twins if self.loss is not None else ())
         with left, self._buffers_written_by_loss():
-            loss = outputs_to_loss(outputs, batch, self.loss, self.model)
+            loss = outputs_to_loss(outputs, batch, vars(self.model).get(LOSS), self.model)
         found = tuple(loss) if isinstance(loss, SumCount) else (loss,)
         if self._with_outputs:
             own = batches.flatten(plain_tree(outputs))

@@ -23,7 +23,7 @@ from autopipe.frontend.transformers_adapter import eager_branches
 from autopipe.ir.torch_patches import replacing
 from autopipe.ir.torch_private import version
 from autopipe.opaque.measure import Fails, Runs, measured
-from autopipe.opaque.sites import Site, Wider
+from autopipe.opaque.sites import Site, Wider, with_loss
 from autopipe.planfile.parts import InputSpec
 from autopipe.planfile.regions import Region
 from autopipe.tracing.export import Program
@@ -74,6 +74,7 @@ class Measuring:
             libraries_hushed(heard=False),
             Generators().restored(),
             replacing(torch.cond, _as_code),
+            with_loss(model, program.loss),
         ):
             if model.training != program.training:
                 model.train(program.training)

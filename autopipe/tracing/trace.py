@@ -162,7 +162,7 @@ class _Tracing:
     def use(self, regions: Sequence[Region]) -> None:
         """Let these calls be ops of the trace."""
         program = self.program
-        program.regions = known(regions, program.model, training=program.training)
+        program.regions = known(regions, program.model, program.loss, training=program.training)
 
     def recorded(self, real: Callable[[], nn.Module] | None) -> Trace:
         """The trace, with the reads of a first run, and with regions where it needs them."""

@@ -31,6 +31,7 @@ from autopipe.ir.dataflow import Dataflow, analyse
 from autopipe.ir.graph import (
     BATCH,
     READ_OP,
+    REGION_OP,
     Arg,
     Graph,
     Input,
@@ -60,6 +61,9 @@ MOST_BYTES = 2**28
 
 CLOSE = 1e-6
 """Tolerance, as a share of the larger value: float64 sums in another order differ by less."""
+
+ALIKE = 1e-4
+"""Tolerance for shares, quotients of differences: a loss that runs as it is gives 32 bits."""
 
 Leaves: TypeAlias = Mapping[str, batch.Leaf]
 Make: TypeAlias = Callable[..., Tensor]
@@ -195,7 +199,7 @@ def _refusal(values: Values, others: Values, labels: LabelCounts | None, place: 
     elif uneven:
         what = "one of its terms is a mean over labels, of which rows have unequally many"
         hint = _TOGETHER
-    elif _close(_share_of_the_first(values), _share_of_the_first(others)):
+    elif abs(_share_of_the_first(values) - _share_of_the_first(others)) < ALIKE:
         what = "rows weigh unequally in it, as in a mean over unequally many tokens"
         hint = f"return autopipe.SumCount(total, count); {_OTHERWISE}"
     else:
@@ -297,6 +301,8 @@ class _Tail:
             args = [value(arg) for arg in node.args]
             if "dropout" in node.op:
                 args[2] = False  # (input, p, train)
+            if node.op == REGION_OP:
+                args[-1] = self.graph.regions[str(args[-1])].key
             made = resolve(node.op)(*args, **{key: value(a) for key, a in node.kwargs.items()})
             known.update(zip(refs, made if node.packed else (made,), strict=True))
         return tuple(float(value(output)) for output in self.graph.outputs)
