@@ -21,6 +21,7 @@ from autopipe.eager.kept import left_by, restoring
 from autopipe.errors import CaptureError, ModelError
 from autopipe.frontend import batch as batches
 from autopipe.frontend import refusals
+from autopipe.frontend.extremes import chosen_by_tensors
 from autopipe.frontend.loss import Loss, SumCount, outputs_to_loss, plain_tree
 from autopipe.frontend.quiet import libraries_hushed
 from autopipe.frontend.transformers_adapter import eager_branches, without_cache
@@ -113,6 +114,7 @@ class Program(nn.Module):
             leaving_modules_alone(),
             averaging_by_tensors(),
             counting_rows(),
+            chosen_by_tensors(),
             inference_without_gradients(),
             not_compiling(),
             unsaid.RefusedCalls(),

@@ -1,0 +1,80 @@
+"""Python's `min` and `max` of tensors, in a trace: what eager computes, and no branch.
+
+    min(self.decay, (1 + n) / (10 + n))     where(b < a, b, a)      of equals a, as Python has it
+    total / max(mask.sum(), 1)              clamp(a, min=1)
+
+Python asks whether one is less than the other, which would be a branch that a later micro-batch may
+not take: a decay that rises to its limit. torch.export has functions of its own in their place
+(`minimum`, whose gradient is another one where both are equal), which a run that records what
+Python reads has not; and one in the place of `math.pow`, that gives a tensor for Python's number.
+"""
+
+from __future__ import annotations
+
+import builtins
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopipe.ir.torch_patches import patched
+
+_OWN = {"min": builtins.min, "max": builtins.max}
+_POWER = math.pow
+
+
+@contextmanager
+def chosen_by_tensors() -> Iterator[None]:
+    """Within, `min` and `max` of two tensors of one element, or of one and a number, are ops."""
+
+    def extreme(name: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
+        def asked(*args: Any, **kwargs: Any) -> Any:
+            if not any(isinstance(arg, Tensor) for arg in args):
+                return otherwise(*args, **kwargs)
+            found = _chosen(name, *args) if len(args) == 2 and not kwargs else None
+            return _OWN[name](*args, **kwargs) if found is None else found
+
+        return asked
+
+    def power(x: Any, y: Any) -> Any:
+        tensors = isinstance(x, Tensor) or isinstance(y, Tensor)
+        return _POWER(x, y) if tensors else otherwise(x, y)
+
+    otherwise = math.pow
+    with ExitStack() as until:
+        for name in _OWN:
+            instead = extreme(name, getattr(builtins, name))
+            until.enter_context(patched(builtins, name, instead))
+        until.enter_context(patched(math, "pow", power))
+        yield
+
+
+def _chosen(name: str, a: Any, b: Any) -> Tensor | None:
+    """The less or the greater of the two, and the first of equals; None: Python itself asks."""
+    given = [value for value in (a, b) if isinstance(value, Tensor)]
+    one = given[0]
+    if any(t.numel() != 1 or t.dtype in (torch.bool, *_COMPLEX) for t in given):
+        return None
+    if len(given) == 1:
+        number = b if one is a else a
+        if not _as_exact(number, one):
+            return None
+        if one is a:
+            return one.clamp(max=number) if name == "min" else one.clamp(min=number)
+        a = torch.full_like(one, number)
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return None
+    return torch.where(b < a if name == "min" else b > a, b, a)
+
+
+_COMPLEX = (torch.complex64, torch.complex128)
+
+
+def _as_exact(number: Any, beside: Tensor) -> bool:
+    """Whether a number is as good as a tensor of that dtype in all that follows."""
+    if isinstance(number, bool) or beside.ndim:
+        return False
+    return isinstance(number, int) or (isinstance(number, float) and beside.is_floating_point())
