@@ -4,9 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
+import autopipe
 from autopipe import Pipe
+from tests.support.inprocess import machine
 from tests.support.pipes import drawn, piped, planned
 
 MODEL = "linear"
@@ -67,3 +70,46 @@ def test_masters_come_and_go(
         assert state.dtype == (torch.float32 if stays else dtype), key
         assert torch.equal(state, had[key].to(state.dtype)), key
     step(again, other, 2)
+
+
+class Spectral(nn.Module):
+    """As Fourier neural operators have it: the weights of frequencies are complex."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.modes = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.irfft(torch.fft.rfft(x) * self.modes, n=4)
+
+
+def test_complex_parameters_are_saved_and_go_on(tmp_path: Path) -> None:
+    """Bug: neither a file nor a checkpoint could be written, after the training."""
+
+    def inputs(rows: int) -> dict[str, Tensor]:
+        return {"x": torch.arange(4.0 * rows).reshape(rows, 4)}
+
+    def loss(made: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return (made - batch["x"]).square().mean()
+
+    plan = autopipe.plan(Spectral, inputs, loss=loss, cluster=machine(1), batch_size=4)
+    losses: dict[str, list[float]] = {"whole": [], "resumed": []}
+    for kind, saves in (("whole", False), ("resumed", True)):
+        pipe = autopipe.parallelize(Spectral(), plan, loss=loss)
+        optimizer = torch.optim.Adam(pipe.parameters(), lr=0.1)
+        for _ in range(3):
+            losses[kind].append(float(pipe.step(inputs(4))))
+            optimizer.step()
+            if saves:
+                pipe.save(tmp_path / "kept", optimizer)
+                pipe = autopipe.parallelize(Spectral(), plan, loss=loss)
+                optimizer = torch.optim.Adam(pipe.parameters(), lr=0.1)
+                pipe.load(tmp_path / "kept", optimizer)
+    assert losses["whole"] == losses["resumed"]
+    pipe.save(tmp_path / "model.safetensors")
+    found = load_file(tmp_path / "model.safetensors")["modes"]
+    assert torch.equal(found, next(pipe.parameters()).detach())
+    weights = tmp_path / "model.safetensors"
+    begun = autopipe.parallelize(Spectral, plan, loss=loss, weights=weights)
+    assert torch.equal(found, next(begun.parameters()).detach())
