@@ -55,7 +55,7 @@ def chosen_by_tensors() -> Iterator[None]:
 def _chosen(name: str, a: Any, b: Any) -> Tensor | None:
     """The less or the greater of the two, and the first of equals; None: Python itself asks."""
     given = [value for value in (a, b) if isinstance(value, Tensor)]
-    one = given[0]
+    one: Tensor = given[0]
     if any(t.numel() != 1 or t.dtype in (torch.bool, *_COMPLEX) for t in given):
         return None
     if len(given) == 1:
@@ -63,7 +63,8 @@ def _chosen(name: str, a: Any, b: Any) -> Tensor | None:
         if not _as_exact(number, one):
             return None
         if one is a:
-            return one.clamp(max=number) if name == "min" else one.clamp(min=number)
+            limits = {"max" if name == "min" else "min": number}
+            return torch.clamp(one, **limits)
         a = torch.full_like(one, number)
     if a.shape != b.shape or a.dtype != b.dtype:
         return None
