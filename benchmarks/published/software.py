@@ -11,7 +11,10 @@ Profiles are chosen from what the row itself says, never from how far off its pr
 A row of fused kernels, by hand or by a compiler, is planned with compiled stages, others with eager
 ones. Compiled stages of autopipe run dropout again rather than keep what it made; Megatron-LM keeps
 its mask and its result, of scores too, 34 + 5 as/h bytes of a layer's sbh in all (Korthikanti et
-al., 2022, section 4.1), which is what eager stages keep: its bytes are those of eager ones. A
+al., 2022, section 4.1), which is what eager stages keep: its bytes are those of eager ones. Of
+logits these have two gradients at once, which a kernel for the whole loss has not: Megatron-LM's
+(`core/tensor_parallel/cross_entropy.py`) writes them over what it has kept, llm-foundry's, whose
+default is flash-attention's (`loss_fn: fused_crossentropy`), makes one in 16 bits. A
 pipeline of software that deals its layers out evenly is planned with even cuts, the planner
 `uniform`; cuts of others are the planner's.
 """
@@ -37,6 +40,7 @@ class Software:
             layer each where their number divides so alone.
         deepspeed: whether the optimizer is DeepSpeed's, in a pipeline of Megatron-DeepSpeed's.
         keeps_dropout: whether fused kernels keep what a dropout made.
+        fused_loss: whether a kernel makes the gradient of logits from what it has kept of them.
     """
 
     name: str
@@ -44,9 +48,10 @@ class Software:
     even: bool = True
     deepspeed: bool = False
     keeps_dropout: bool = False
+    fused_loss: bool = False
 
 
-MEGATRON = Software("megatron", fused=True, keeps_dropout=True)
+MEGATRON = Software("megatron", fused=True, keeps_dropout=True, fused_loss=True)
 COMPILED = Software("compiled", fused=True)
 EAGER = Software("eager", fused=False)
 
@@ -63,6 +68,7 @@ softmax, as `fused` alone, says nothing of other ops."""
 
 _OWN_CUTS = r"\(alpa\)|aleph-alpha"
 _DEEPSPEED = r"deepspeed|bigscience"
+_FUSED_LOSS = r"llm-foundry"
 
 
 def software_of(row: Row) -> Software:
@@ -79,7 +85,9 @@ def software_of(row: Row) -> Software:
     """
     said = " ".join(row.get(name) or "" for name in (*_FIELDS, "schedule", "source")).lower()
     even, deepspeed = not re.search(_OWN_CUTS, said), bool(re.search(_DEEPSPEED, said))
-    return replace(_profile(row), even=even, deepspeed=deepspeed)
+    profile = _profile(row)
+    fused_loss = profile.fused_loss or bool(re.search(_FUSED_LOSS, said))
+    return replace(profile, even=even, deepspeed=deepspeed, fused_loss=fused_loss)
 
 
 def _profile(row: Row) -> Software:

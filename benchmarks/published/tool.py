@@ -123,7 +123,17 @@ def _layout(run: Run, *, compiled: bool) -> Outcome:
             fuse_attention=False,  # the module writes it out where the run's software did
             sequence_parallel=run.sequence_parallel,
         )
-    return outcome(plan, cluster)
+    return _with_its_loss(run, plan, outcome(plan, cluster))
+
+
+def _with_its_loss(run: Run, plan: Plan, found: Outcome) -> Outcome:
+    """Without the two gradients of logits in fp32 that a run's fused loss does not have."""
+    has_loss = len(plan.stages) - 1 in fullest(plan).stages
+    if not run.software.fused_loss or plan.compiled or not has_loss:
+        return found
+    gradients = 2 * 4 * run.micro_batch * run.model.seq * run.model.vocab // run.tp
+    parts = {**found.bytes, "passing": found.bytes["passing"] - gradients}
+    return dataclasses.replace(found, needed=found.needed - gradients, bytes=parts)
 
 
 def free_choice(run: Run) -> Outcome:

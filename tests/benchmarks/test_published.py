@@ -312,3 +312,12 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert planned["error"] == pytest.approx(planned["predicted_step_s"] / 0.5 - 1, abs=1e-4)
     assert sum(planned["bytes"].values()) == planned["needed_bytes"]
     assert run() == [said, *summary]
+
+
+def test_a_fused_loss_has_not_two_gradients_of_its_logits() -> None:
+    """llm-foundry's makes one in 16 bits; plain PyTorch has two in fp32, of 393 MiB together."""
+    alone = {"layers": 2, "tp": 1, "pp": 1, "n_gpus": 1, "gbs": 2, "opt_shard": "FSDP"}
+    plain = tool.own_layout(read(row(**alone)))
+    fused = tool.own_layout(read(row(**alone, source="mosaicml/llm-foundry")))
+    assert plain.needed - fused.needed == 2 * 4 * 2 * 512 * 50304
+    assert fused.seconds == plain.seconds
