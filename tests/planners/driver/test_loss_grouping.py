@@ -267,7 +267,8 @@ def test_a_model_file_or_an_option_says_what_the_loss_is_over(shell):
     assert shell(*ask).code == 0
     shell.edit(lambda plan: plan.update(loss_over="token"))
     assert shell("explain", "plan.json").error == (
-        "plan.loss_over: expected one of rows, micro-batch, batch, found token"
+        "plan.loss_over: expected one of rows, micro-batch, batch, found token\n\n"
+        "hint: mend that place in the plan file, or make the plan again with `autopipe plan`"
     )
     shell.write("net.py", changed(".mean()", ".sum()") + 'loss_over = "token"\n')
     assert shell(*ask).error == (
