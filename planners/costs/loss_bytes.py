@@ -10,7 +10,7 @@ Of stages that run compiled, what their kernels make on the way is counted as ma
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import sympy
@@ -24,15 +24,25 @@ GRADIENTS = 2
 """Of the logarithms and of the logits; each is as large as those."""
 
 
-def loss_bytes(graph: Graph, nodes: Iterable[Node]) -> list[Dim]:
-    """Of each of the nodes the bytes that it has for a moment as a loss, in b and s; else 0."""
-    return [GRADIENTS * spec.bytes if (spec := _made(graph, node)) else 0 for node in nodes]
+def loss_bytes(graph: Graph, positions: Iterable[int], *, compiled: bool) -> list[Dim]:
+    """Of each of the nodes the bytes that it has for a moment as a loss, in b and s; else 0.
+
+    Args:
+        compiled: whether stages run compiled; then none has any.
+    """
+    found = (None if compiled else _made(graph, graph.nodes[position]) for position in positions)
+    return [GRADIENTS * spec.bytes if spec is not None else 0 for spec in found]
 
 
-def by_unit(graph: Graph, units: Units, rows: int) -> tuple[int, ...]:
-    """Of each unit the most that one of its nodes has, for so many rows."""
-    sizes = [at_batch(size, rows) for size in loss_bytes(graph, graph.nodes)]
-    return tuple(np.maximum.reduceat(sizes, units.starts).tolist())
+def passing_of(graph: Graph, units: Units, *, compiled: bool) -> Callable[[int], tuple[int, ...]]:
+    """For so many rows the most that a node of each unit has."""
+    sizes = loss_bytes(graph, range(len(graph.nodes)), compiled=compiled)
+
+    def at(rows: int) -> tuple[int, ...]:
+        each = [at_batch(size, rows) for size in sizes]
+        return tuple(np.maximum.reduceat(each, units.starts).tolist())
+
+    return at
 
 
 def _made(graph: Graph, node: Node) -> TensorSpec | None:

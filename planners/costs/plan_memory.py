@@ -193,10 +193,8 @@ def with_memory(plan: Plan, held: StageBytes, optimizer_factor: float) -> Plan:
 
 def _of_loss(cut: CutModel, stage: Stage, plan: Plan) -> int:
     """Bytes that a stage's loss has for a moment."""
-    if plan.compiled:
-        return 0
-    nodes = (cut.graph.nodes[position] for position in stage.nodes)
-    return max(at_batch(size, cut.rows) for size in loss_bytes(cut.graph, nodes))
+    sizes = loss_bytes(cut.graph, stage.nodes, compiled=plan.compiled)
+    return max(at_batch(size, cut.rows) for size in sizes)
 
 
 def _with_loss(

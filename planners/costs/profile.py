@@ -31,7 +31,7 @@ from autopipe.ir.repeats import Short, Uneven, shortened
 from autopipe.planners.costs.asked_ops import within_asked, words_of
 from autopipe.planners.costs.block_levels import BlockLevels, Times, levels_of, may_run_again
 from autopipe.planners.costs.fused_costs import fused
-from autopipe.planners.costs.loss_bytes import by_unit
+from autopipe.planners.costs.loss_bytes import passing_of
 from autopipe.planners.costs.precision_of import computed_in
 from autopipe.planners.costs.saved_tensors import Saving
 from autopipe.planners.costs.unit_bytes import crossings_of, largest, states
@@ -153,6 +153,7 @@ class Costing:
                 pass
         parameters, frozen, constants, _ = states(flow, units, kept.low)
         crossings = crossings_of(flow, units, kept.made_in, self.dividing)
+        passing = passing_of(flow.graph, units, compiled=self.compiled)
         levels = levels_of(short, inside, kept.levels, self.rows[0], self._may)
         if self._words:  # all of these ops, and no choice
             levels = [replace(own, found=own.found[-1:]) for own in levels]
@@ -168,7 +169,7 @@ class Costing:
                     profile,
                     saved=kept.saved[profile.rows],
                     again=kept.again[profile.rows],
-                    passing=() if self.compiled else by_unit(flow.graph, units, profile.rows),
+                    passing=passing(profile.rows),
                     crossings=crossings(profile.rows),
                     levels=tuple(
                         own.at(profile.rows, forward[profile.rows], units) for own in levels

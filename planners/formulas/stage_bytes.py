@@ -156,8 +156,7 @@ def _power(name: str, power: int) -> tuple[Expression, ...]:
 def _passing(found: PlannedStages, index: int) -> Expression:
     """`StageSizes.passing`, as `plan_memory` counts it."""
     graph, stage = found.split.graph, found.split.stages[index]
-    nodes = (graph.nodes[position] for position in stage.nodes)
-    sizes = [] if found.plan.compiled else [*filter(None, loss_bytes(graph, nodes))]
+    sizes = [*filter(None, loss_bytes(graph, stage.nodes, compiled=found.plan.compiled))]
     return largest(*(of_sympy(size, NAMES) for size in sizes)) if sizes else 0.0
 
 

@@ -92,7 +92,9 @@ def head(loss: str) -> tuple[Graph, dict[str, Tensor]]:
 
 
 def most(graph: Graph) -> int:
-    return max(at_batch(size, ROWS) for size in loss_bytes(graph, graph.nodes))
+    return max(
+        at_batch(size, ROWS) for size in loss_bytes(graph, range(len(graph.nodes)), compiled=False)
+    )
 
 
 @pytest.mark.parametrize("loss", LOSSES)
