@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from autopipe.cluster.cluster import Cluster, Device, Link
-from autopipe.errors import AutopipeError
+from autopipe.errors import AutopipeError, PlanError
 
 
 def check(cluster: Cluster, path: str = "cluster") -> None:
@@ -19,15 +21,51 @@ def check(cluster: Cluster, path: str = "cluster") -> None:
         _filled(f"{here}.groups", node.groups)
         for j, group in enumerate(node.groups):
             _positive(f"{here}.groups[{j}].count", group.count)
-            _check_device(f"{here}.groups[{j}].device", group.device)
-        _check_link(f"{here}.within", node.within)
     check_number(path, sum(node.count * node.num_devices for node in cluster.nodes))
-    for name in ("within", "between", "across"):
-        _check_link(f"{path}.{name}", getattr(cluster, name))
+    for at, part in _parts(cluster, path):
+        if isinstance(part, Device):
+            _check_device(at, part)
+        else:
+            _check_link(at, part)
     if cluster.across is None and len({node.site for node in cluster.nodes}) > 1:
         raise AutopipeError(
             f"{path}.across: expected the link between sites, as nodes stand at several; found none"
         )
+
+
+def check_units(cluster: Cluster) -> None:
+    """Refuse figures that nothing has: TFLOP/s, GB, GB/s or us where a file has plain units.
+
+    Raises:
+        PlanError: the figure by its path.
+    """
+    for at, part in _parts(cluster, "cluster"):
+        if isinstance(part, Device):
+            for dtype, rate in part.flops.items():
+                _fast(f"{at}.flops.{dtype}", rate)
+            _fast(f"{at}.bandwidth", part.bandwidth)
+            _fast(f"{at}.host", part.host)
+            if part.memory < LEAST_MEMORY:
+                raise PlanError(f"{at}.memory: expected at least 1e6 bytes, found {part.memory}")
+            _soon(f"{at}.launch", part.launch)
+        else:
+            _soon(f"{at}.latency", part.latency)
+            for name in ("bandwidth", "summing", "gathering"):
+                _fast(f"{at}.{name}", getattr(part, name), LEAST_LINK)
+
+
+def _parts(cluster: Cluster, path: str) -> Iterator[tuple[str, Device | Link]]:
+    """Its devices and links, each with its path, in the order of a file."""
+    for i, node in enumerate(cluster.nodes):
+        here = f"{path}.nodes[{i}]"
+        for j, group in enumerate(node.groups):
+            yield f"{here}.groups[{j}].device", group.device
+        if node.within is not None:
+            yield f"{here}.within", node.within
+    for name in ("within", "between", "across"):
+        link = getattr(cluster, name)
+        if link is not None:
+            yield f"{path}.{name}", link
 
 
 MOST_DEVICES = 1_000_000
@@ -62,12 +100,11 @@ def _check_device(path: str, device: Device) -> None:
             _not_negative(f"{path}.kernels.{name}.{way}.rate", pace.rate)
 
 
-def _check_link(path: str, link: Link | None) -> None:
-    if link is not None:
-        _not_negative(f"{path}.latency", link.latency, LONGEST)
-        _positive(f"{path}.bandwidth", link.bandwidth)
-        _not_negative(f"{path}.summing", link.summing)
-        _not_negative(f"{path}.gathering", link.gathering)
+def _check_link(path: str, link: Link) -> None:
+    _not_negative(f"{path}.latency", link.latency, LONGEST)
+    _positive(f"{path}.bandwidth", link.bandwidth)
+    _not_negative(f"{path}.summing", link.summing)
+    _not_negative(f"{path}.gathering", link.gathering)
 
 
 def _filled(path: str, entries: tuple[object, ...] | dict[str, float]) -> None:
@@ -95,3 +132,22 @@ def _not_negative(path: str, found: float, most: float = MOST) -> None:
         raise AutopipeError(f"{path}: expected at least 0, found {found}")
     if found > most:
         raise AutopipeError(f"{path}: expected at most {most:g}, found {found:g}")
+
+
+LEAST_RATE, LEAST_MEMORY, SOON = 1e6, 1e6, 1.0
+"""A second, bytes, seconds: figures of devices beyond these are in other units."""
+
+LEAST_LINK = 1e5
+"""Bytes a second: slower than any line between sites, and faster than what is written in GB/s."""
+
+
+def _fast(place: str, rate: float, least: float = LEAST_RATE) -> None:
+    """Refuse a rate that is too low; 0 stands for one that nobody has said."""
+    if 0 < rate < least:
+        text = f"{least:.0e}".replace("e+0", "e")
+        raise PlanError(f"{place}: expected at least {text} a second, found {rate:g}")
+
+
+def _soon(place: str, seconds: float) -> None:
+    if seconds > SOON:
+        raise PlanError(f"{place}: expected less than 1 s, found {seconds:g} s")

@@ -14,10 +14,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from autopipe.cluster import checks, datasheets, efficiency
-from autopipe.cluster.checks import check, check_number
+from autopipe.cluster import datasheets, efficiency
+from autopipe.cluster.checks import LONGEST, check, check_number, check_units
 from autopipe.cluster.cluster import Cluster, Device, Group, Link, NodeGroup
-from autopipe.errors import AutopipeError, PlanError
+from autopipe.errors import AutopipeError
 from autopipe.util import codec
 
 
@@ -86,53 +86,11 @@ def _from_file(path: Path) -> Cluster:
     try:
         cluster = codec.load(Cluster, path, root="cluster")
         check(cluster)
-        _check_units(cluster)
+        check_units(cluster)
     except AutopipeError as error:
         error.hint = error.hint or _EXAMPLE
         raise
     return cluster
-
-
-LEAST_RATE, LEAST_MEMORY, LONGEST = 1e6, 1e6, 1.0
-
-LEAST_LINK = 1e5
-"""Bytes a second: slower than any line between sites, and faster than what is written in GB/s."""
-
-
-def _check_units(cluster: Cluster) -> None:
-    """Refuse figures that nothing has: TFLOP/s, GB, GB/s or us where the file has plain units."""
-    for n, node in enumerate(cluster.nodes):
-        for g, group in enumerate(node.groups):
-            device, at = group.device, f"cluster.nodes[{n}].groups[{g}].device"
-            for dtype, rate in device.flops.items():
-                _fast(f"{at}.flops.{dtype}", rate)
-            _fast(f"{at}.bandwidth", device.bandwidth)
-            _fast(f"{at}.host", device.host)
-            if device.memory < LEAST_MEMORY:
-                raise PlanError(f"{at}.memory: expected at least 1e6 bytes, found {device.memory}")
-            _soon(f"{at}.launch", device.launch)
-        _check_link(f"cluster.nodes[{n}].within", node.within)
-    for name in ("within", "between", "across"):
-        _check_link(f"cluster.{name}", getattr(cluster, name))
-
-
-def _check_link(at: str, link: Link | None) -> None:
-    if link is not None:
-        _soon(f"{at}.latency", link.latency)
-        for name in ("bandwidth", "summing", "gathering"):
-            _fast(f"{at}.{name}", getattr(link, name), LEAST_LINK)
-
-
-def _fast(place: str, rate: float, least: float = LEAST_RATE) -> None:
-    """Refuse a rate that is too low; 0 stands for one that nobody has said."""
-    if 0 < rate < least:
-        text = f"{least:.0e}".replace("e+0", "e")
-        raise PlanError(f"{place}: expected at least {text} a second, found {rate:g}")
-
-
-def _soon(place: str, seconds: float) -> None:
-    if seconds > LONGEST:
-        raise PlanError(f"{place}: expected less than 1 s, found {seconds:g} s")
 
 
 _EXAMPLE = (
@@ -183,9 +141,9 @@ def _far(spec: str, text: str) -> Link:
             f"{spec!r}: expected a rate above 0 behind @, found {form[3]}", hint="30ms,1Gbit/s"
         )
     waits = float(form[1]) * _SECONDS[form[2].lower()]
-    if waits > checks.LONGEST:
+    if waits > LONGEST:
         raise AutopipeError(
-            f"{spec!r}: expected a latency of at most {checks.LONGEST:g} s, found {waits:g} s",
+            f"{spec!r}: expected a latency of at most {LONGEST:g} s, found {waits:g} s",
             hint="30ms,1Gbit/s",
         )
     return Link(waits, rate)
