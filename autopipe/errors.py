@@ -79,6 +79,10 @@ class RowsFixed(Uncaptured):
     """A trace holds for some numbers of rows alone."""
 
 
+MEND_PLAN = "mend that place in the plan file, or make the plan again with `autopipe plan`"
+"""The hint of an error that names a place in a plan."""
+
+
 class PlanError(AutopipeError):
     """A plan file is truncated, of another format, of another model, or contradicts itself.
 
@@ -87,7 +91,7 @@ class PlanError(AutopipeError):
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         if hint is None and message.startswith("plan."):
-            hint = "mend that place in the plan file, or make the plan again with `autopipe plan`"
+            hint = MEND_PLAN
         super().__init__(message, hint=hint)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopipe.cli.run_report import INTERRUPTED, loss_told, report
+from autopipe.cli.run_report import INTERRUPTED, report, telling_what_is_lost
 from autopipe.errors import AutopipeError
 from autopipe.terminal import console
 from autopipe.terminal.commands import PlanArgument, command
@@ -120,7 +120,7 @@ def run(
     world = None if pod is not None else launch.world_from(os.environ)
     leads = world is None or world.rank == 0
     keeps = checkpoints is not None or not leads
-    with loss_told(keeps=keeps), voice.one_voice(world, debug=console.debug()):
+    with telling_what_is_lost(keeps=keeps), voice.one_voice(world, debug=console.debug()):
         loaded = Plan.load(plan)
         snapshot = _snapshot(memory_snapshot, record, loaded, steps)
         if record is not None:

@@ -25,7 +25,7 @@ LOST = (
 
 
 @contextmanager
-def loss_told(*, keeps: bool) -> Iterator[None]:
+def telling_what_is_lost(*, keeps: bool) -> Iterator[None]:
     """Say of a run that a Ctrl-C has ended in the block that nothing of it is kept, if it is so.
 
     Args:

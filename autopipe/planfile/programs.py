@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from autopipe.errors import PlanError, ScheduleError
+from autopipe.errors import MEND_PLAN, PlanError, ScheduleError
 from autopipe.planfile.contents import Plan
 from autopipe.schedules import user_schedule
 from autopipe.schedules.instructions import Programs, holders
@@ -31,7 +31,7 @@ def _at(place: str) -> Iterator[None]:
     try:
         yield
     except ScheduleError as error:
-        hint = error.hint or PlanError(f"{place}:").hint
+        hint = error.hint or MEND_PLAN
         raise ScheduleError(f"{place}: {error.message}", hint=hint) from error
 
 

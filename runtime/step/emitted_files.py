@@ -190,15 +190,13 @@ def _placed(path: Path, forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def told(*given: Any) -> Any:
-        beside: Exception | None = None
-        with _told(path):
-            try:
-                return forward(*given)
-            except Exception as error:
-                if not (is_echo(error) or isinstance(error, MemoryError | torch.OutOfMemoryError)):
-                    raise
-                beside = error
-        raise beside
+        try:
+            return forward(*given)
+        except Exception as error:  # whatever has been written there
+            if is_echo(error) or isinstance(error, MemoryError | torch.OutOfMemoryError):
+                raise
+            with _told(path):
+                raise
 
     return told
 

@@ -54,10 +54,10 @@ class Differentiated(Net):
 class UnderAnotherName(Net):
     """Calls itself otherwise than `self`, as some do."""
 
-    def inside(m, hidden):  # noqa: N805
+    def inside(m, hidden):  # noqa: N805 (as they write it)
         return hidden + m.mapped(hidden)
 
-    def mapped(m, hidden):  # noqa: N805
+    def mapped(m, hidden):  # noqa: N805 (as they write it)
         return torch.vmap(lambda row: m.middle.weight @ row + row.norm())(hidden)
 
 

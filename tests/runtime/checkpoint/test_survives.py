@@ -104,10 +104,10 @@ def test_a_signal_to_one_rank_stops_all(
     assert list(losses(one)) == list(range(6, STEPS + 1))
 
 
-def test_ctrl_c_stops_all(folder: Path) -> None:
-    """As at a terminal: it says what stopped it, keeps the last step, and ends with 130."""
-    endless = (*RUN, "--epochs", "1000", "--steps", "5000")
-    run = start(sys.executable, *endless, "--local", "2", folder=folder)
+def interrupted(*command: str, folder: Path) -> Said:
+    """A run without an end that a Ctrl-C, as at a terminal, ends in its third step."""
+    endless = ("--epochs", "1000", "--steps", "5000", "--local", "2")
+    run = start(sys.executable, *command, *endless, folder=folder)
     assert run.stderr is not None
     for line in run.stderr:
         if line.startswith("step 3/"):
@@ -115,6 +115,12 @@ def test_ctrl_c_stops_all(folder: Path) -> None:
     run.send_signal(signal.SIGINT)
     said = end(run)
     assert said.code == 130, said.err
+    return said
+
+
+def test_ctrl_c_stops_all(folder: Path) -> None:
+    """It says what stopped it, keeps the last step, and ends with 130."""
+    said = interrupted(*RUN, folder=folder)
     found = re.search(r"^SIGINT \(Ctrl-C\): saved and stopped after step (\d+);", said.err, re.M)
     assert found is not None, said.err
     kept = sorted(path.name for path in (folder / "kept").iterdir())
@@ -123,15 +129,7 @@ def test_ctrl_c_stops_all(folder: Path) -> None:
 
 def test_ctrl_c_without_checkpoints_says_what_is_lost(folder: Path) -> None:
     """Bug: it ended without a word."""
-    endless = ("--epochs", "1000", "--steps", "5000", "--log-every", "1", "--local", "2")
-    run = start(sys.executable, "-m", "autopipe", "run", "plan.json", *endless, folder=folder)
-    assert run.stderr is not None
-    for line in run.stderr:
-        if line.startswith("step 3/"):
-            break
-    run.send_signal(signal.SIGINT)
-    said = end(run)
-    assert said.code == 130, said.err
+    said = interrupted("-m", "autopipe", "run", "plan.json", "--log-every", "1", folder=folder)
     *_, told, _, hint = said.err.splitlines()
     assert told == "Ctrl-C: ended at once, and what was trained is not kept"
     assert hint.startswith("hint: with --checkpoints FOLDER a Ctrl-C saves first")
