@@ -57,10 +57,10 @@ def replacing_custom_functions(replacement: Callable[..., Any]) -> Iterator[None
     torch.export inlines the forward of a custom Function and loses its backward; no hook of torch
     tells that one is applied. `apply(*args, **kwargs)` is what would have been called.
     """
-    apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+    apply = vars(torch.autograd.Function)["apply"]  # a method of C since torch 2.14
 
     def asked(cls: type, *args: Any, **kwargs: Any) -> Any:
-        return replacement(cls, partial(apply, cls), args, kwargs)
+        return replacement(cls, apply.__get__(None, cls), args, kwargs)
 
     with patched(torch.autograd.Function, "apply", classmethod(asked)):
         yield

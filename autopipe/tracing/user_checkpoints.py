@@ -99,6 +99,7 @@ def _unseen(pack: Callable[[Tensor], object]) -> Callable[[Tensor], object]:
         with no_function_modes():
             return pack(tensor)
 
+    run.__dict__ = pack.__dict__  # a checkpoint notes the hooks around it there, and removes them
     return run
 
 
