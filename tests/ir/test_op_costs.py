@@ -25,7 +25,9 @@ from tests.support.staged import trace_model
 from tests.support.zoo import ZOO
 
 ROWS = 3
-ATTENTION = "scaled_dot_product_attention"  # on a CPU torch's counter leaves it out
+ATTENTION = "scaled_dot_product_attention"
+"""Left out: of a causal one torch's counter takes the half that is masked too, or, on a CPU before
+torch 2.15, nothing."""
 
 
 def counted(graph, *, without=(ATTENTION,)):
@@ -40,12 +42,20 @@ def counted(graph, *, without=(ATTENTION,)):
 
 
 def by_torch(run):
-    """(forward, backward) operations that FlopCounterMode sees."""
+    """(forward, backward) operations that FlopCounterMode sees, but for those of attention."""
+
+    def total(mode):
+        return sum(
+            n
+            for op, n in mode.get_flop_counts()["Global"].items()
+            if "scaled_dot_product" not in str(op)
+        )
+
     with FlopCounterMode(display=False) as forward:
         loss = run()
     with FlopCounterMode(display=False) as backward:
         loss.backward()
-    return forward.get_total_flops(), backward.get_total_flops()
+    return total(forward), total(backward)
 
 
 @pytest.mark.parametrize("name", ["gpt", "gpt2", "llama", "whisper", "unet", "resnet", "frozen"])

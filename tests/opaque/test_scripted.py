@@ -16,7 +16,7 @@ from tests.support.odd_models import Net, built, inputs, square, unlike
 from tests.support.staged import lowered, split, trace_model
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit"),
     pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),  # Block's branch, on a size
 ]
 

@@ -151,6 +151,7 @@ def test_large_logits_do_not_overflow() -> None:
     assert max(map(off, found, expected)) < 1e-6
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # opcheck's own
 def test_torch_accepts_the_op() -> None:
     """Its schema, its fake version, its registration for autograd and for torch.compile."""
     x, weight, bias, target = drawn()

@@ -160,7 +160,7 @@ def test_what_a_first_call_writes_into_a_config_is_no_obstacle(kind, monkeypatch
     planned(built(kind))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_a_scripted_part_is_compared_as_all_others_are():
     """Bug: the names of its buffers were asked for in a way that only nn.Module answers."""
 
