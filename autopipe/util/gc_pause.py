@@ -48,6 +48,7 @@ def in_a_program() -> None:
     global _in_a_program
     _in_a_program = True
     gc.freeze()
+    atexit.register(_free_triton)
 
 
 def until_exit() -> None:
@@ -55,7 +56,25 @@ def until_exit() -> None:
     global _ends_soon
     _ends_soon = True
     gc.disable()
-    atexit.register(gc.freeze)  # else Python looks through everything once more then
+    atexit.register(skip_last_search)
+
+
+def skip_last_search() -> None:
+    """Spare Python the search of all objects at its end, which takes a second after large models.
+
+    Where triton is loaded it is made all the same (`_free_triton`).
+    """
+    gc.freeze()
+    _free_triton()
+
+
+def _free_triton() -> None:
+    """Let Python's last search free what triton has made, if it is loaded.
+
+    Its bindings print a hundred lines about objects of theirs that are left (triton 3.9).
+    """
+    if "triton" in sys.modules:
+        gc.unfreeze()
 
 
 def end(code: int) -> None:

@@ -22,7 +22,6 @@ of warning, and that time limit.
 
 from __future__ import annotations
 
-import gc
 import json
 import mmap
 import os
@@ -42,6 +41,7 @@ from autopipe.runtime.launch.messages import Message
 from autopipe.runtime.launch.words import is_echo, sentence
 from autopipe.schedules.instructions import Instruction
 from autopipe.schedules.phrases import describe
+from autopipe.util import gc_pause
 
 WAIT = 10.0
 """Seconds that a rank waits for a verdict. More than the hub needs to reach any."""
@@ -187,7 +187,7 @@ class Watchdog:
         if control is None or self._sidecar is None or os.getpid() != self._process:
             return  # a child of the rank may have inherited this object
         if self._failed is not None:
-            gc.freeze()  # or Python's last search of all that torch holds keeps the others waiting
+            gc_pause.skip_last_search()  # it would keep the others waiting
         else:
             self._say(control, {"bye": True})
             try:

@@ -71,18 +71,32 @@ def test_what_somebody_else_has_frozen_stays_so() -> None:
     assert all(id(one) in searched for one in mine)
 
 
+LOADED = "sys.modules['triton'] = gc"
+
 ENDING = """
-import atexit, gc
+import atexit, gc, sys
 atexit.register(lambda: print(gc.isenabled(), gc.get_freeze_count() > 0))  # runs last
-from autopipe.util.gc_pause import until_exit
-until_exit()
+from autopipe.util import gc_pause
+{}
 """
 
 
+def ending(calls: str) -> list[str]:
+    """At the end of a process with these calls: whether the collector is on, and objects frozen."""
+    run = [sys.executable, "-c", ENDING.format(calls)]
+    return subprocess.run(run, capture_output=True, text=True, check=True).stdout.split()
+
+
 def test_a_command_that_ends_soon_searches_no_more() -> None:
-    run = [sys.executable, "-c", ENDING]
-    ended = subprocess.run(run, capture_output=True, text=True, check=True)
-    assert ended.stdout.split() == ["False", "True"]
+    assert ending("gc_pause.until_exit()") == ["False", "True"]
+
+
+@pytest.mark.parametrize("call", ["in_a_program", "until_exit", "skip_last_search"])
+def test_what_triton_has_made_is_searched_for(call: str) -> None:
+    """Bug: under torch 2.15 each command and each rank that failed ended with a hundred lines of
+    what triton's bindings had left."""
+    frozen = [ending(f"{triton}; gc_pause.{call}()")[1] for triton in ("pass", LOADED)]
+    assert frozen == ["True", "False"]
 
 
 HARD = """
