@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from autopipe.errors import CaptureError
 from autopipe.ir.dataflow import written_parameters
-from autopipe.ir.graph import Graph
+from autopipe.ir.graph import Graph, Ref, State, Value
 from autopipe.ir.op_costs import RULES
 from autopipe.ir.op_seconds import rate_name
 from autopipe.ir.torch_private import tree_map
@@ -139,11 +139,32 @@ def check_operands(graph: Graph, dtype: torch.dtype) -> None:
         mixed = found == [MASTER, dtype] if node.short.endswith("norm") else len(found) > 1
         if mixed and (node.short in RULES or node.short.endswith("norm")):
             first, second, *_ = map(dtypes.name_of, found)
+            buffer = next(filter(None, (_wide_buffer(graph, v) for v in node.values())), None)
+            kept = None if buffer is None else f"the buffer {buffer!r} stays in float32"
             raise CaptureError(
                 f"{node.place + ': ' if node.place else ''}{node.short} gets {first} and {second}: "
-                f"parameters are of {dtypes.name_of(dtype)} here, and the model casts its input",
+                f"parameters are of {dtypes.name_of(dtype)} here, and "
+                f"{kept or 'the model casts its input'}",
                 hint=_hint(graph, dtype),
             )
+
+
+def _wide_buffer(graph: Graph, value: Value) -> str | None:
+    """The fp32 buffer that a value is computed with in fp32; None: it is cast to that, or is not.
+
+    Where a tensor of 16 bits meets one of fp32 torch computes in fp32, and nobody has cast it.
+    """
+    pending, seen = [value], set[Value]()
+    while pending:
+        value = pending.pop()
+        if value in seen or graph.spec(value).dtype != MASTER:
+            continue
+        seen.add(value)
+        if isinstance(value, State) and graph.states[value.name].kind == "buffer":
+            return value.name
+        if isinstance(value, Ref):
+            pending += graph.nodes[graph.index[value.node]].values()
+    return None
 
 
 def check_followers(graph: Graph, dtype: torch.dtype) -> None:

@@ -124,6 +124,26 @@ def test_a_model_that_mixes_dtypes_by_itself_is_refused_with_its_line():
     assert "the precision bf16-autocast" in said
 
 
+def test_a_product_with_what_a_buffer_has_made_wide_is_refused_with_the_buffers_name():
+    """Bug: it said that the model casts its input, and nobody does: a mean kept in fp32 is taken
+    from a tensor of bf16, and torch computes the difference in fp32."""
+
+    class Centred(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.register_buffer("mean", torch.zeros(4))
+
+        def forward(self, x):
+            return self.down((self.up(x) - self.mean).relu()).mean()
+
+    with pytest.raises(CaptureError) as error:
+        trace_model(Centred(), lambda rows: {"x": torch.randn(rows, 4)}, kept=SixteenBits(BF16))
+    said = str(error.value)
+    assert "parameters are of bfloat16 here, and the buffer 'mean' stays in float32" in said
+    assert "cast to the weight's dtype" in said
+
+
 def test_a_teacher_in_16_bits_is_refused():
     """Bug: 0.99 * old + 0.01 * new was rounded to bf16, in which most steps are nothing."""
 
