@@ -120,26 +120,16 @@ def check_recompute(
             hint=f"its blocks are {', '.join(there)}" if there else "it has none",
         )
     flow = analyse(graph)
-    for block, positions in runs_of(graph, stage, blocks):
-        path = "" if block is None else block.path
-        if path in recompute and (reason := obstacle(flow, positions)):
-            _refuse(stage, path, reason)
-    for position in range(stage.first, stage.stop):
-        name = graph.nodes[position].name
-        if name in recompute and (reason := obstacle(flow, [position])):
-            _refuse(stage, name, reason)
-
-
-def _refuse(stage: Stage, path: str, reason: str) -> None:
-    """Raise the error for a block that cannot be recomputed with equal results.
-
-    Raises:
-        PlanError: always.
-    """
-    raise PlanError(
-        f"stage {stage.index}: block {path!r} cannot be recomputed: {reason}",
-        hint=f"leave {path!r} out of what is recomputed",
-    )
+    parts = [(b.path, p) for b, p in runs_of(graph, stage, blocks) if b is not None]
+    parts += [(graph.nodes[p].name, [p]) for p in range(stage.first, stage.stop)]
+    found = ((name, obstacle(flow, p)) for name, p in parts if name in recompute)
+    refused = {name: reason for name, reason in found if reason is not None}
+    if refused:
+        first, every = next(iter(refused)), ", ".join(map(repr, refused))
+        raise PlanError(
+            f"stage {stage.index}: block {first!r} cannot be recomputed: {refused[first]}",
+            hint=f"leave {every} out of what is recomputed",
+        )
 
 
 def _has_home(graph: Graph, block: Block, positions: Sequence[int]) -> bool:
