@@ -40,6 +40,28 @@ ALL = "all"
 """The word for every block of the model."""
 
 
+def words_of_option(
+    what: str, asked: str | Sequence[str] | None, alone: Collection[str]
+) -> list[str]:
+    """The words that an option was given, of which it takes several.
+
+    Args:
+        alone: words that speak for all blocks, and so contradict any other word.
+
+    Raises:
+        PlanError: one of these stands beside another word.
+    """
+    words = [asked] if isinstance(asked, str) else [*(asked or ())]
+    one = next((word for word in words if word in alone), None)
+    other = next((word for word in words if word != one), None)
+    if one is not None and other is not None:
+        raise PlanError(
+            f"{what}={one} was asked for, and {what}={other} too, which contradict each other",
+            hint=f"leave out one of the two: {one} stands alone",
+        )
+    return words
+
+
 def blocks_meant(
     blocks: Sequence[Block], asked: Sequence[str], what: str = "recompute"
 ) -> tuple[str, ...]:
@@ -51,7 +73,7 @@ def blocks_meant(
         what: they are asked for.
 
     Raises:
-        PlanError: there is no such block or class.
+        PlanError: there is no such block or class, or no block at all.
     """
     members = classes(tuple(blocks))
     chosen: set[str] = set()
@@ -61,11 +83,17 @@ def blocks_meant(
             for block in blocks
             if word in (ALL, block.path) or block.path.startswith(word + ".")
         }
+        if not blocks:
+            raise PlanError(
+                f"{what}: {word!r} was asked for, and the model has no blocks: modules of one "
+                "class, one after the other",
+                hint=f"leave {what} out",
+            )
         if not meant:
             known = ", ".join(f"{name} ({len(paths)} of them)" for name, paths in members.items())
             raise PlanError(
                 f"{what}: the model has no block and no class of blocks {word!r}",
-                hint=f"{ALL}, or of a class {known}" if known else "this model has no blocks",
+                hint=f"{ALL}, or of a class {known}",
             )
         chosen |= meant
     return tuple(block.path for block in blocks if block.path in chosen)

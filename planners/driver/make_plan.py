@@ -42,7 +42,7 @@ from autopipe.planners.driver.request import Job, PlanRequest, Traced, as_optimi
 from autopipe.planners.model.problem import Constraints
 from autopipe.stages.bind import check_runs
 from autopipe.stages.loss_cut import apart
-from autopipe.stages.recompute import blocks_meant
+from autopipe.stages.recompute import blocks_meant, words_of_option
 from autopipe.tracing import user_checkpoints
 from autopipe.tracing.source import Source, bare, keeping_default_dtype, trace_source
 from autopipe.tracing.trace import Trace
@@ -319,7 +319,7 @@ def _recompute(
     to run again in the others (`asked_ops`); None: neither says."""
     if request.recompute is None:
         return user_checkpoints.wanted(flow, blocks, say)
-    asked = [request.recompute] if isinstance(request.recompute, str) else request.recompute
+    asked = words_of_option("recompute", request.recompute, [NOTHING])
     words = [word for word in asked if is_for_ops(word)]
     check_meant(flow, blocks, words)
     named = [word for word in asked if word not in (NOTHING, *words)]
@@ -334,11 +334,9 @@ def _offload(request: PlanRequest, blocks: Sequence[Block]) -> Collection[str] |
     Raises:
         PlanError: there is no such block, or the same is asked to run again.
     """
-    asked, again = (
-        [words] if isinstance(words, str) else [*(words or ())]
-        for words in (request.offload, request.recompute)
-    )
-    if asked == [arguments.AUTO]:
+    asked = words_of_option("offload", request.offload, [arguments.AUTO, arguments.OFF])
+    again = words_of_option("recompute", request.recompute, [NOTHING])
+    if arguments.AUTO in asked:
         return None
     both = [word for word in asked if word in again]
     if both:

@@ -66,7 +66,16 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> str:
             "zb-h1 and zero=3 do not go together: it gathers for both halves of a backward at once"
             "\n\nhint: the schedule 1f1b, or zero=1",
         ),
-        ("--recompute all", "recompute: the model has no block and no class of blocks 'all'"),
+        (
+            "--recompute all",
+            "recompute: 'all' was asked for, and the model has no blocks: modules of one class, "
+            "one after the other\n\nhint: leave recompute out",
+        ),
+        (
+            "--recompute none --recompute all",
+            "recompute=none was asked for, and recompute=all too, which contradict each other"
+            "\n\nhint: leave out one of the two: none stands alone",
+        ),
         (
             "--cluster 8xA100-81GB",
             "'8xA100-81GB': no device 'A100-81GB' is known\n\nhint: did you ",

@@ -138,6 +138,18 @@ def test_a_block_that_offloads_runs_nothing_again() -> None:
             PlanError,
             "offload=all was asked for, and recompute=all too",
         ),
+        (
+            {"offload": ["off", "all"]},
+            gpus(1e9),
+            PlanError,
+            "offload=off was asked for, and offload=all too, which contradict each other",
+        ),
+        (
+            {"offload": ["1", "auto"]},
+            gpus(1e9),
+            PlanError,
+            "offload=auto was asked for, and offload=1 too, which contradict each other",
+        ),
         ({"offload": "all"}, gpus(0.0), AutopipeError, "two does not say how fast its made up"),
         (
             {"offload": "all", "schedule": "zb-h1"},
