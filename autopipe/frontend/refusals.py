@@ -1,6 +1,7 @@
 """The errors for a model that cannot be traced, each with the user's line and a hint.
 
 raised by the model's own code      it fails on two rows, as it would without autopipe
+raised by a step of the model       on a batch that no rank could train on
 rows that are no symbol any more    the line that fixes their number
 anything else, while it is traced   the line, and that values are not known there
 """
@@ -17,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from autopipe.errors import CaptureError, RowsFixed, Uncaptured
+from autopipe.errors import CaptureError, ModelError, RowsFixed, Uncaptured
 from autopipe.frontend import user_lines
 from autopipe.ir.torch_private import DynamicOutputShapeException
 
@@ -63,6 +64,27 @@ def of_its_own(
     return CaptureError(
         f"{_at(error)}{whose} raises {_told(error)} (it is traced with two rows)", hint=hint
     )
+
+
+def on_every_rank(error: Exception) -> ModelError | None:
+    """The error for a model that no rank could train, from what one step of its own raises; None:
+    another machine may do better, one with a kernel that this processor lacks."""
+    if isinstance(error, IndexError):
+        return ModelError(
+            f"{user_lines.of_error(error) or 'the model'}: on a batch as `inputs` gives it, it "
+            f"raises {_told(error)}",
+            hint="a token, a label, or a position in a long row is beyond the table it is looked "
+            "up in",
+        )
+    if "modified by an inplace operation" in str(error):
+        return ModelError(
+            "the model or its loss writes in place over a tensor that backward needs: "
+            f"{str(error).partition(' Hint:')[0]}",
+            hint="make a new tensor there: x = x + y, and not x.add_(y) or x += y; "
+            "loss.backward() under torch.autograd.detect_anomaly() shows the line that made what "
+            "is written over",
+        )
+    return None
 
 
 def in_a_trace(error: Exception, loss: Callable[..., Any] | None) -> CaptureError:

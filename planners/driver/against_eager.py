@@ -26,11 +26,11 @@ from torch import Tensor, nn
 from autopipe.eager.assigned_buffers import as_before, buffers_of, put
 from autopipe.eager.counts import AHEAD, FURTHER, Counts
 from autopipe.eager.kept import caches_put_back, restoring
-from autopipe.errors import AutopipeError, CaptureError, ModelError
+from autopipe.errors import AutopipeError, CaptureError
 from autopipe.frontend import batch
 from autopipe.frontend.quiet import libraries_hushed
+from autopipe.frontend.refusals import on_every_rank
 from autopipe.frontend.transformers_adapter import eager_branches
-from autopipe.frontend.user_lines import of_error
 from autopipe.ir.blocks import find_blocks
 from autopipe.ir.dataflow import analyse, is_random, written_parameters
 from autopipe.ir.graph import Graph, at_batch
@@ -67,6 +67,7 @@ def check(request: PlanRequest, skeleton: nn.Module, traced: Trace, example: Any
 
     Raises:
         CaptureError: they differ; names what, by how much, and the user's line where it begins.
+        ModelError: the model cannot be trained on such a batch (`on_every_rank`).
     """
     with ExitStack() as until:
         until.enter_context(torch.random.fork_rng(devices=[]))
@@ -144,9 +145,9 @@ def _both(
         weights = Weights(model)
         try:
             eager = _outcome(run, model, batches, weights)
-        except IndexError as error:
-            raise _beyond(error) from error
         except Exception as error:  # whatever the model's own code raises
+            if (refused := on_every_rank(error)) is not None:
+                raise refused from error
             say(f"the graph is not compared with the model, which raises {type(error).__name__}")
             return None
         ahead = _far_ahead(run, model, batches, weights) if traced.unsteady else {}
@@ -161,15 +162,6 @@ def _both(
             ) from error
         say(f"the graph is compared with the model in one micro-batch alone: {why}")
         return eager, _of_graph(traced, model, before, batches[:1], weights), ahead
-
-
-def _beyond(error: IndexError) -> ModelError:
-    """The error for a batch that the model cannot run: no rank could."""
-    return ModelError(
-        f"{of_error(error) or 'the model'}: on a batch as `inputs` gives it, it raises "
-        f"{type(error).__name__}: {error}",
-        hint="a token, a label, or a position in a long row is beyond the table it is looked up in",
-    )
 
 
 def _dense_buffers(model: nn.Module) -> dict[str, Tensor]:

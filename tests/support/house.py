@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "emit": "util schedules planfile ir frontend tracing sharding stages",
     "planners.model": "util cluster schedules planfile",
     "planners.search": "util schedules planfile planners.model",
-    "runtime.launch": "schedules",
+    "runtime.launch": "util schedules",
     "runtime.comm": "schedules planfile sharding runtime.launch",
     "runtime.parameters": "util planfile ir frontend tracing sharding stages",
     "runtime.checkpoint": "util planfile ir runtime.parameters",

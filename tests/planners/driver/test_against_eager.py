@@ -300,6 +300,26 @@ def test_a_batch_that_the_model_cannot_run_is_refused():
     )
 
 
+class WritesOver(Net):
+    """Backward of the sigmoid needs its result, which is another one by then."""
+
+    def inside(self, hidden):
+        return hidden.sigmoid_().add_(hidden).mul_(0.5)
+
+
+def test_a_tensor_that_backward_needs_is_written_over():
+    """Bug: it was planned, its first steps, which are measured, were wrong, the third failed."""
+    with pytest.raises(ModelError) as refused:
+        planned(built(WritesOver))
+    first, hint = str(refused.value).split("\n")
+    assert first.startswith(
+        "the model or its loss writes in place over a tensor that backward needs: one of the "
+        "variables needed for gradient computation has been modified by an inplace operation"
+    )
+    assert first.endswith("is at version 3; expected version 1 instead.")
+    assert hint.startswith("hint: make a new tensor there: x = x + y, and not x.add_(y)")
+
+
 def test_a_large_model_is_not_run(monkeypatch):
     monkeypatch.setattr(against_eager, "_both", None)
     monkeypatch.setattr(against_eager, "MOST_FLOPS", 0)
