@@ -16,11 +16,11 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from autopipe.errors import CaptureError, ModelError, RowsFixed, Uncaptured
 from autopipe.frontend import user_lines
-from autopipe.ir.torch_private import DynamicOutputShapeException
+from autopipe.ir.torch_private import DynamicOutputShapeException, version
 
 
 def depends_on_values(place: str, module: str = "") -> Uncaptured:
@@ -77,14 +77,35 @@ def on_every_rank(error: Exception) -> ModelError | None:
             "up in",
         )
     if "modified by an inplace operation" in str(error):
-        return ModelError(
-            "the model or its loss writes in place over a tensor that backward needs: "
-            f"{str(error).partition(' Hint:')[0]}",
-            hint="make a new tensor there: x = x + y, and not x.add_(y) or x += y; "
-            "loss.backward() under torch.autograd.detect_anomaly() shows the line that made what "
-            "is written over",
-        )
+        return written_over(str(error).partition(" Hint:")[0])
     return None
+
+
+def written_over(what: str) -> ModelError:
+    """The error for a tensor that autograd has saved and that is another one in backward."""
+    return ModelError(
+        f"the model or its loss writes in place over a tensor that backward needs: {what}",
+        hint="make a new tensor there: x = x + y, and not x.add_(y) or x += y; loss.backward() "
+        "under torch.autograd.detect_anomaly() shows the line that made what is written over",
+    )
+
+
+def as_saved(tensor: Tensor, written: int) -> Tensor:
+    """A tensor that was saved through hooks, whose versions torch does not check.
+
+    Args:
+        tensor: it, or an alias by `detach`.
+        written: its `version` when it was saved.
+
+    Raises:
+        ModelError: it was written in place since.
+    """
+    if version(tensor) != written:
+        raise written_over(
+            f"one of {list(tensor.shape)} is at version {version(tensor)}; expected version "
+            f"{written} instead."
+        )
+    return tensor
 
 
 def in_a_trace(error: Exception, loss: Callable[..., Any] | None) -> CaptureError:

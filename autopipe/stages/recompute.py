@@ -28,11 +28,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from autopipe.errors import PlanError
+from autopipe.frontend.refusals import as_saved
 from autopipe.ir.blocks import Block, classes, owners
 from autopipe.ir.dataflow import analyse, obstacle
 from autopipe.ir.graph import Graph, State
 from autopipe.ir.partition import Stage
-from autopipe.ir.torch_private import share_members, storage_key
+from autopipe.ir.torch_private import share_members, storage_key, version
 from autopipe.stages import precision, rng
 from autopipe.stages.op_tape import AGAIN, marking
 
@@ -210,7 +211,7 @@ class _Run:
         self._saved = 0
         self._arguments: _Held | None = None
         self._given: tuple[nn.Parameter | bool, ...] = ()
-        self._values: dict[int, Tensor | _Held] = {}
+        self._values: dict[int, tuple[Tensor | _Held, int]] = {}
 
     def number(self, tensor: Tensor) -> tuple[_Run, int]:
         """Replace a saved tensor by this run and the tensor's number."""
@@ -231,21 +232,22 @@ class _Run:
         """The saved tensor of this number; a second request recomputes the block once more."""
         if number not in self._values:
             self._values = self._again()
-        held = self._values.pop(number)
-        return held if isinstance(held, Tensor) else held.tensors[0]
+        held, written = self._values.pop(number)
+        return as_saved(held if isinstance(held, Tensor) else held.tensors[0], written)
 
-    def _again(self) -> dict[int, Tensor | _Held]:
-        """Run the block and take what it saves, by number; the arguments are held already."""
+    def _again(self) -> dict[int, tuple[Tensor | _Held, int]]:
+        """Run the block and take what it saves and its version, by number; the arguments are held
+        already."""
         assert self._arguments is not None
         kept = self._arguments.tensors
         arguments = [
             given if isinstance(given, nn.Parameter) else tensor.detach().requires_grad_(given)
             for tensor, given in zip(kept, self._given, strict=True)
         ]
-        made: list[Tensor] = []
+        made: list[tuple[Tensor, int]] = []
 
         def collect(tensor: Tensor) -> None:
-            made.append(tensor.detach())
+            made.append((tensor.detach(), version(tensor)))
             if len(made) == self._saved:
                 raise _Enough
 
@@ -263,8 +265,8 @@ class _Run:
         assert len(made) == self._saved, f"{len(made)} tensors saved again of {self._saved}"
         held = {storage_key(tensor) for tensor in kept}
         return {
-            number: tensor if storage_key(tensor) in held else _Held(tensor)
-            for number, tensor in enumerate(made)
+            number: (tensor if storage_key(tensor) in held else _Held(tensor), written)
+            for number, (tensor, written) in enumerate(made)
         }
 
 

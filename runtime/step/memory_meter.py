@@ -14,7 +14,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from autopipe.ir.torch_private import storage_key, viewed
+from autopipe.frontend.refusals import as_saved
+from autopipe.ir.torch_private import storage_key, version, viewed
 
 
 class Meter:
@@ -66,7 +67,7 @@ class _Counted:
     def __init__(self, meter: Meter, stage: int, tensor: Tensor) -> None:
         # A detached alias. A saved output would hold its grad_fn, which holds this object: a cycle,
         # and `__del__` would never run.
-        self.tensor = tensor.detach()
+        self.tensor, self.written = tensor.detach(), version(tensor)
         self._meter = meter
         self._stage = stage
         self._key = storage_key(tensor)
@@ -78,4 +79,4 @@ class _Counted:
 
 
 def _unpack(kept: Tensor | _Counted) -> Tensor:
-    return kept.tensor if isinstance(kept, _Counted) else kept
+    return as_saved(kept.tensor, kept.written) if isinstance(kept, _Counted) else kept

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from autopipe.errors import PlanError
+from autopipe.errors import ModelError, PlanError
 from autopipe.ir.blocks import Block, find_blocks
 from autopipe.ir.opaque_ops import observing
 from autopipe.stages.lower import lower
@@ -158,6 +158,18 @@ def test_bytes_worked_by_hand(asked, saved, most):
         loss.backward()
     assert kept.most - saved * FLOAT == most * FLOAT
     assert kept.now == 0
+
+
+class WritesOver(nn.Module):
+    def forward(self, x):
+        return x.sigmoid().add_(1.0).sin()
+
+
+def test_what_a_block_writes_over_is_told_as_without_a_second_run():
+    """The second run saves the sigmoid, goes on to what sin needs, and gave the sum for both."""
+    result = Recomputed(WritesOver())(torch.ones(2, requires_grad=True)).sum()
+    with pytest.raises(ModelError, match="at version 1; expected version 0 instead"):
+        result.backward()
 
 
 def test_without_gradients_a_block_is_a_block():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from autopipe.errors import ModelError
 from autopipe.runtime.step.memory_meter import Meter
 from autopipe.stages import step_programs
 from tests.support.inprocess import ROWS, Cut, cut, run
@@ -34,6 +35,15 @@ def test_a_storage_is_counted_once_until_backward_lets_go() -> None:
     del result
     assert meter.now[0, "activations"] == 0
     assert meter.at_peak[0, "activations"] == 20 * FLOAT
+
+
+def test_what_is_written_over_is_told_as_without_a_meter() -> None:
+    """Torch checks no versions where hooks save: the gradient was one of the new values."""
+    meter, x = Meter(), torch.ones(10, requires_grad=True)
+    with meter.keeping(0, [x]):
+        result = x.sigmoid().add_(1.0).sum()
+    with pytest.raises(ModelError, match="at version 1; expected version 0 instead"):
+        result.backward()
 
 
 def test_owned_storages_are_somebody_elses() -> None:
