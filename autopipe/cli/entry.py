@@ -18,6 +18,7 @@ from autopipe.errors import AutopipeError
 from autopipe.terminal import console, usage
 from autopipe.terminal.commands import EXAMPLES, FUNCTIONS, app, with_talk
 from autopipe.terminal.console import tell
+from autopipe.util.version import untried_torch
 
 # The commands, in the order of use, which is that of `--help`.
 from autopipe.cli import init as init  # isort: skip
@@ -142,4 +143,6 @@ def _end(error: Exception) -> None:
         found = watchdog.verdict(error)  # it has the rank, the step and the instruction
         what = found.text if found is not None else f"{voice.who()}{sentence(error)}"
         tell(f"error: {what}\n\nhint: --debug shows where")
+    if (untried := untried_torch()) is not None:
+        tell(f"note: {untried}")
     sys.exit(voice.code(error))
