@@ -17,6 +17,8 @@ from benchmarks.zoo.compare import compared
 from benchmarks.zoo.one_process import Result
 from tests.support.long import chosen
 
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+
 WAYS = ("pp4", "tp2")
 
 PART = (
