@@ -11,7 +11,7 @@ except metadata.PackageNotFoundError:  # a checkout that was never installed
     VERSION = "(not installed as a package)"
 
 NEWEST_TORCH = (2, 15)
-"""Of the versions that all tests were run with; a newer one may trace models otherwise."""
+"""The newest that tests were run with; a newer one may trace models otherwise."""
 
 
 def untried_torch() -> str | None:
