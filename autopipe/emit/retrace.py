@@ -38,7 +38,7 @@ def graph_of(module: nn.Module) -> fx.GraphModule:
         inner = block.block if isinstance(block, Recomputed) else block
         piece: nn.Module = fx.GraphModule(inner, _trace(inner), type(inner).__name__)
         parent, _, leaf = target.rpartition(".")
-        traced = Recomputed(piece) if isinstance(block, Recomputed) else piece
+        traced = Recomputed(piece, *block.statistics) if isinstance(block, Recomputed) else piece
         setattr(module.get_submodule(parent), leaf, traced)
     return fx.GraphModule(module, graph, type(module).__name__)
 

@@ -91,7 +91,7 @@ class _Part:
     target: str
     path: str
     code: fx.Graph
-    recomputed: bool
+    recomputed: Recomputed | None
     owns: bool = True
     given: tuple[Expression, ...] = ()
 
@@ -150,7 +150,8 @@ class _Writer:
             code = piece_of(called).graph
             first = next(n.meta[NODE_NAME] for n in code.nodes if NODE_NAME in n.meta)
             path = owner[graph.index[first]]
-            part = _Part(str(node.target), path, code, isinstance(called, Recomputed))
+            again = called if isinstance(called, Recomputed) else None
+            part = _Part(str(node.target), path, code, again)
             part.owns = part.home not in homes
             homes.add(part.home)
             yield part
@@ -161,7 +162,7 @@ class _Writer:
         lines = body.write(part.code, *_arguments(["x"] * len(_placeholders(part.code))))
         states = self._assignments(part.home) if part.owns else []
         same = tuple(lines), flat(Call("", tuple(body.results)))
-        known = part.home, part.recomputed, same
+        known = part.home, part.recomputed is not None, same
         if known in self.instances:
             return self.instances[known][0]
         key = same, tuple(states)
@@ -173,9 +174,9 @@ class _Writer:
         made: Expression = Call(cls.name, (text(part.home),) if cls.draws else ())
         if not part.owns:
             made = Call(f"{flat(made)}.sharing", (member(in_graph_module(part.home)),))
-        if part.recomputed:
+        if part.recomputed is not None:
             self.words.add("Recomputed")
-            made = Call("Recomputed", (made,))
+            made = Call("Recomputed", (made, *map(text, part.recomputed.statistics)))
         self.instances[known] = part.target, made
         return part.target
 

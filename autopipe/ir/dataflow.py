@@ -146,10 +146,15 @@ _WRITES_STATISTICS = {"batch_norm": "training", "instance_norm": "use_input_stat
 def written_by(node: Node) -> list[Value]:
     """The values that a node writes in place, running statistics among them."""
     names = written_arguments(resolve(node.op), node.args, node.kwargs)
+    return [*values_in(tuple(names)), *_written_statistics(node)]
+
+
+def _written_statistics(node: Node) -> list[Value]:
+    """The running statistics that a node writes, and does not compute with."""
     flag = _WRITES_STATISTICS.get(node.short)
-    if flag is not None and (given := arguments(node))[flag]:
-        names += given["running_mean"], given["running_var"]
-    return [value for value in values_in(tuple(names))]
+    if flag is None or not (given := arguments(node))[flag]:
+        return []
+    return [*values_in((given["running_mean"], given["running_var"]))]
 
 
 def is_random(node: Node) -> bool:
@@ -286,9 +291,46 @@ def rewritten_reads(graph: Graph) -> Mapping[str, frozenset[Value]]:
     return found
 
 
-def obstacle(flow: Dataflow, positions: Sequence[int]) -> str | None:
-    """Why the nodes at `positions` cannot be recomputed with equal results; None: they can."""
+def statistics(flow: Dataflow, positions: Sequence[int], home: str) -> frozenset[State]:
+    """The states that the nodes at `positions` write and whose values reach no result of theirs.
+
+    The running statistics of batch norms in training, and the counts of their calls. A second run
+    may write copies of them.
+
+    Args:
+        home: what the names of the states begin with, in whose module the nodes stand.
+    """
+    own = set(positions)
+    reached: set[State] = set()
+    for root, writers in flow.writers.items():
+        if not isinstance(root, State) or not root.name.startswith(home) or not own >= {*writers}:
+            continue
+        readers = {p for v, users in flow.users.items() if flow.root[v] == root for p in users}
+        if all(_only_writes(flow, p, root) for p in readers & own):
+            reached.add(root)
+    return frozenset(reached)
+
+
+def _only_writes(flow: Dataflow, position: int, state: State) -> bool:
+    """Whether what a node makes of a state is in the state's memory, or is statistics."""
+    node = flow.graph.nodes[position]
+    if any(flow.root[value] == state for value in _written_statistics(node)):
+        computed = [
+            *values_in(tuple(arguments(node)[name] for name in ("input", "weight", "bias")))
+        ]
+        return all(flow.root[value] != state for value in computed)
+    made = [Ref(node.name, n) for n, spec in enumerate(node.outputs) if spec is not None]
+    return bool(made) and all(flow.root[value] == state for value in made)
+
+
+def obstacle(flow: Dataflow, positions: Sequence[int], home: str | None = None) -> str | None:
+    """Why the nodes at `positions` cannot be recomputed with equal results; None: they can.
+
+    Args:
+        home: as for `statistics`, of which the second run writes copies; None: it would write them.
+    """
     inside = {flow.graph.nodes[position].name for position in positions}
+    copied = statistics(flow, positions, home) if home is not None else frozenset()
     for position in positions:
         node = flow.graph.nodes[position]
         if node.op == REGION_OP:
@@ -297,7 +339,7 @@ def obstacle(flow: Dataflow, positions: Sequence[int]) -> str | None:
             return f"{node.name} ({node.op}) reads or keeps what only its kernel knows"
         for value in node.values():
             root = flow.root[value]
-            if isinstance(root, Ref) and root.node in inside:
+            if isinstance(root, Ref) and root.node in inside or root in copied:
                 continue
             for writer in flow.writers.get(root, ()):
                 # A state written anywhere is another one when the next micro-batch has come by.

@@ -55,7 +55,7 @@ from autopipe.stages.node_calls import (
     under_autocast,
 )
 from autopipe.stages.precision import copied, low, read_as_copies, saves_wide
-from autopipe.stages.recompute import Recomputed, check_recompute, runs_of
+from autopipe.stages.recompute import Recomputed, check_recompute, runs_of, written_again
 from autopipe.stages.rng import draw
 
 
@@ -130,7 +130,9 @@ def lower(
         piece = emitter.piece(
             root.get_submodule(own), home, nodes, {*after, *values_in(tuple(results))}
         )
-        pieces[path] = Recomputed(piece.module) if block.path in recompute else piece.module
+        pieces[path] = piece.module
+        if block.path in recompute:
+            pieces[path] = Recomputed(piece.module, *written_again(graph, block, positions))
         for value in piece.arguments:
             emitter.load(outer, value, env, prefix="")
         call = outer.call_module(path, tuple(env[v] for v in piece.arguments))

@@ -15,25 +15,28 @@ arguments, and, for a moment in backward, the tensors that the second run saves.
 of `torch.utils.checkpoint` with `use_reentrant=False`.)
 
 The second run has the first one's arithmetic and random stream, in whichever thread backward runs
-(on a GPU not the caller's).
+(on a GPU not the caller's). It writes copies of a batch norm's running statistics: the first run
+has counted the micro-batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
 
 from autopipe.errors import PlanError
 from autopipe.frontend.refusals import as_saved
 from autopipe.ir.blocks import Block, classes, owners
-from autopipe.ir.dataflow import analyse, obstacle
+from autopipe.ir.dataflow import analyse, obstacle, statistics
 from autopipe.ir.graph import Graph, State
 from autopipe.ir.partition import Stage
-from autopipe.ir.torch_private import share_members, storage_key, version
+from autopipe.ir.torch_private import in_graph_module, share_members, storage_key, version
 from autopipe.stages import precision, rng
 from autopipe.stages.op_tape import AGAIN, marking
 
@@ -149,9 +152,10 @@ def check_recompute(
             hint=f"its blocks are {', '.join(there)}" if there else "it has none",
         )
     flow = analyse(graph)
-    parts = [(b.path, p) for b, p in runs_of(graph, stage, blocks) if b is not None]
-    parts += [(graph.nodes[p].name, [p]) for p in range(stage.first, stage.stop)]
-    found = ((name, obstacle(flow, p)) for name, p in parts if name in recompute)
+    own = [(b, p) for b, p in runs_of(graph, stage, blocks) if b is not None]
+    parts: list[tuple[str, list[int], str | None]] = [(b.path, p, b.prefix) for b, p in own]
+    parts += [(graph.nodes[p].name, [p], None) for p in range(stage.first, stage.stop)]
+    found = ((name, obstacle(flow, p, home)) for name, p, home in parts if name in recompute)
     refused = {name: reason for name, reason in found if reason is not None}
     if refused:
         first, every = next(iter(refused)), ", ".join(map(repr, refused))
@@ -170,24 +174,36 @@ def _has_home(graph: Graph, block: Block, positions: Sequence[int]) -> bool:
     )
 
 
+def written_again(graph: Graph, block: Block, positions: Sequence[int]) -> tuple[str, ...]:
+    """The names, in a block's module, of the states of which its second run writes copies."""
+    found = statistics(analyse(graph), positions, block.prefix)
+    below = len(in_graph_module(block.prefix))
+    return tuple(sorted(in_graph_module(state.name)[below:] for state in found))
+
+
 class Recomputed(nn.Module):
     """A recomputed block; parameters keep their names, without a prefix.
 
-    `block` is the module inside. Without gradients, a call just runs the block.
+    Without gradients, a call just runs the block.
+
+    Attributes:
+        block: the module inside.
+        statistics: the names of its states of which the second run writes copies.
     """
 
     block: nn.Module
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: nn.Module, *statistics: str) -> None:
         super().__init__()
         self.__dict__["block"] = block  # not a submodule: its parts are this module's own
+        self.statistics = statistics
         share_members(self, block)
 
     def forward(self, *arguments: Tensor) -> Any:
         """The block's results; backward recomputes the tensors that it needs."""
         if not torch.is_grad_enabled():
             return self.block(*arguments)
-        run = _Run(self.block)
+        run = _Run(self.block, self.statistics)
         with saved_tensors_hooks(run.number, _value):
             results = self.block(*arguments)
         run.keep(arguments)
@@ -204,8 +220,9 @@ class _Enough(BaseException):
 class _Run:
     """One forward of a block, with everything that its second run needs."""
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: nn.Module, statistics: Sequence[str]) -> None:
         self._block = block
+        self._statistics = statistics
         self._arithmetic = precision.current()
         self._stream = rng.current()
         self._saved = 0
@@ -244,9 +261,14 @@ class _Run:
             given if isinstance(given, nn.Parameter) else tensor.detach().requires_grad_(given)
             for tensor, given in zip(kept, self._given, strict=True)
         ]
+        own = {name: attrgetter(name)(self._block) for name in self._statistics}
+        copies = {name: state.clone() for name, state in own.items()}
+        copied = {storage_key(copies[name]): state for name, state in own.items()}
         made: list[tuple[Tensor, int]] = []
 
         def collect(tensor: Tensor) -> None:
+            # Statistics are saved, and not read: they are there without the copy.
+            tensor = copied.get(storage_key(tensor), tensor)
             made.append((tensor.detach(), version(tensor)))
             if len(made) == self._saved:
                 raise _Enough
@@ -259,7 +281,7 @@ class _Run:
             marking(AGAIN, True),
         ):
             try:
-                self._block(*arguments)
+                functional_call(self._block, copies, tuple(arguments))
             except _Enough:
                 pass
         assert len(made) == self._saved, f"{len(made)} tensors saved again of {self._saved}"

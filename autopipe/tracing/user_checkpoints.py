@@ -251,7 +251,7 @@ def wanted(
     for block in blocks:
         own = range(block.first, block.stop)
         part = [position for position in own if position in asked]
-        reason = obstacle(flow, own)
+        reason = obstacle(flow, own, block.prefix)
         if len(part) == len(own) and reason is None:
             again.append(block.path)
         elif part:

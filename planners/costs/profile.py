@@ -206,7 +206,8 @@ class Costing:
         return [
             block
             for block in self.blocks
-            if block.path in asked or obstacle(self.flow, range(block.first, block.stop)) is None
+            if block.path in asked
+            or obstacle(self.flow, range(block.first, block.stop), block.prefix) is None
         ]
 
     @property

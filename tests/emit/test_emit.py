@@ -112,6 +112,7 @@ PLANS: dict[str, Callable[[], Case]] = {
     "encoder and decoder": lambda: case("t5", 3),
     "interleaved, dropout": lambda: case("dropout", 2, "interleaved", chunks=2),
     "zb-v, in place": lambda: case("resnet", 2, "zb-v"),
+    "recompute, batch norm": lambda: case("resnet", 2, recompute=("all",)),
     "zb-h1, opaque": lambda: case("lstm", 2, "zb-h1"),
     "bf16": lambda: case("dropout", 2, precision="bf16-autocast"),
     "a loss in parts": lambda: case("gpt2", 2, "zb-h1", loss_parts=3),
@@ -121,7 +122,7 @@ PLANS: dict[str, Callable[[], Case]] = {
 }
 
 
-ALWAYS = ("eager-1f1b", "skip connections", "a loss in parts")
+ALWAYS = ("eager-1f1b", "skip connections", "a loss in parts", "recompute, batch norm")
 """The others run in the long run."""
 
 

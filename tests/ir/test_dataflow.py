@@ -6,7 +6,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autopipe.ir.dataflow import analyse, gradient_values, is_random
+from autopipe.ir.blocks import find_blocks
+from autopipe.ir.dataflow import analyse, gradient_values, is_random, obstacle, statistics
 from autopipe.ir.graph import Input, Ref, State
 from tests.support.inprocess import traced
 from tests.support.staged import trace_model
@@ -82,6 +83,30 @@ def test_batch_norm_writes_its_statistics_though_its_schema_does_not_say_so():
     assert flow.writers[State("down.0.1.running_mean")] == (where,)
     assert flow.writers[State("down.0.1.running_var")] == (where,)
     assert State("down.0.1.num_batches_tracked") in flow.writers
+
+
+def test_statistics_are_what_a_block_writes_and_no_result_of_it_reads():
+    """A second run may write copies of them, in the module that they belong to."""
+    flow = traced("resnet")[1]
+    block = find_blocks(flow.graph)[0]
+    own = range(block.first, block.stop)
+    found = {state.name for state in statistics(flow, own, block.prefix)}
+    kept = ("num_batches_tracked", "running_mean", "running_var")
+    assert found == {
+        name for name in flow.graph.states if name.startswith("blocks.0.") and name.endswith(kept)
+    }
+    assert obstacle(flow, own, block.prefix) is None and obstacle(flow, own) is not None
+    assert not statistics(flow, own, "elsewhere.")
+
+
+def test_an_average_that_is_computed_with_is_no_statistics():
+    def run(model, x):
+        model.table.mul_(0.9).add_(x.mean(0))
+        return model.layer(x * model.table)
+
+    flow = flow_of(run)
+    assert State("table") in flow.writers
+    assert not statistics(flow, range(len(flow.graph.nodes)), "")
 
 
 # What any stage can make again.

@@ -71,8 +71,8 @@ def whole(found, model, asked=("all",), precision="fp32", rows=2):
 @pytest.mark.parametrize(
     "name",
     chosen(
-        ("gpt", "dropout", "gpt2", "llama", "t5", "whisper", "mask"),
-        now=("dropout", "gpt2", "mask"),
+        ("gpt", "dropout", "gpt2", "llama", "t5", "whisper", "mask", "resnet"),
+        now=("dropout", "gpt2", "mask", "resnet"),
     ),
 )
 def test_gradients_are_bit_for_bit_the_same(name, precision):
@@ -255,16 +255,76 @@ def refusal(found, model, asked=("all",)):
     return str(caught.value)
 
 
-def test_a_block_that_counts_its_calls_is_refused():
-    """Batch norm would count each micro-batch twice, and average it twice.
+class Normed(nn.Module):
+    """x [b, 8] -> [b, 8]"""
 
-    All such blocks are named at once: whoever left one out was told of the next.
-    """
-    assert refusal(traced("resnet"), ZOO["resnet"].model()) == (
-        "stage 0: block 'blocks.0' cannot be recomputed: blocks.0.body.0.1/add_/0 reads "
-        "[blocks.0.body.0.1.num_batches_tracked], which blocks.0.body.0.1/add_/0 writes\n"
-        "hint: leave 'blocks.0', 'blocks.1', 'blocks.2', 'blocks.3' out of what is recomputed"
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Linear(32, 8)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.norm(self.up(x))))
+
+
+def test_a_micro_batch_is_counted_once_in_running_statistics():
+    """The second run writes copies: torch.utils.checkpoint averages each micro-batch twice."""
+    found, model = found_of(in_a_row, Normed)
+    once = copy.deepcopy(model)
+    module, _ = whole(found, model, rows=4)
+    for x in torch.randn(3, 4, 8).unbind():
+        (loss,) = module(x)
+        loss.backward()
+        once(x).backward()
+    kept = dict(model.named_buffers())
+    assert kept["blocks.0.norm.num_batches_tracked"] == 3
+    for name, buffer in once.named_buffers():
+        assert torch.equal(kept[name], buffer), name
+    for name, parameter in once.named_parameters():
+        assert torch.equal(model.get_parameter(name).grad, parameter.grad), name
+
+
+def test_copies_of_statistics_are_not_kept():
+    """Batch norm saves them for its backward, which does not read them."""
+    found, model = found_of(in_a_row, Normed)
+    module, _ = whole(found, model, rows=4)
+    x = torch.randn(4, 8)
+    kept = SavedStorages([*model.parameters(), *model.buffers(), x])
+    with observing(kept.keep):
+        (loss,) = module(x)
+    arguments = kept.now
+    with observing(kept.keep):
+        loss.backward()
+    # Of the last block: what the product before the norm made, tanh, and the batch's mean and
+    # deviation; by then square has let go of its [4, 8].
+    assert kept.most - arguments == FLOAT * (2 * 4 * 32 + 2 * 32 - 4 * 8)
+
+
+def test_a_block_that_computes_with_what_it_counts_is_refused():
+    """All such blocks are named at once: whoever left one out was told of the next."""
+
+    class Counting(Normed):
+        def forward(self, x):
+            return super().forward(x) / self.norm.num_batches_tracked
+
+    found, model = found_of(in_a_row, Counting)
+    assert refusal(found, model) == (
+        "stage 0: block 'blocks.0' cannot be recomputed: blocks.0.norm/add_/0 reads "
+        "[blocks.0.norm.num_batches_tracked], which blocks.0.norm/add_/0 writes\n"
+        "hint: leave 'blocks.0', 'blocks.1', 'blocks.2' out of what is recomputed"
     )
+
+
+def test_a_block_that_computes_with_an_average_of_its_own_is_refused():
+    class Centred(Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(8))
+
+        def forward(self, x):
+            self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
+            return super().forward(x - self.mean)
+
+    assert "reads [blocks.0.mean]" in refusal(*found_of(in_a_row, Centred))
 
 
 def test_a_block_whose_argument_changes_later_is_refused():
