@@ -1,11 +1,12 @@
 """`check_plan` and `check_model`: two steps of a split model beside the unsplit one.
 
 a plan, or a model file and words
-    fewer_ranks, smaller_models    what fits on this machine           (`fit`, `shrink`)
+    fewer_ranks, sized             what fits on this machine           (`fit`, `sized`)
     same_cuts, planned             its plan                            (`small_plan`)
     spawn                          a process for each rank             (`split`)
     compared                       beside plain PyTorch here           (`unsplit`, `compare`)
     first_node                     where a difference begins           -> Comparison
+    second_look                    in fp64, if rounding may decide
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,14 +26,15 @@ from autopipe.checking import split, subject
 from autopipe.checking.compare import TensorRow, compared, orders_kept, rounding
 from autopipe.checking.comparison import Comparison
 from autopipe.checking.first_node import first_node
-from autopipe.checking.fit import Degrees, fewer_ranks, smaller_models
+from autopipe.checking.fit import Degrees, fewer_ranks
 from autopipe.checking.random_ops import Unmatched, Unrepeatable, random_nodes, repeatable
-from autopipe.checking.shrink import shrunk, skeleton, tokens
-from autopipe.checking.small_plan import planned, same_cuts, words_of
+from autopipe.checking.second_look import may_be_rounding, second_look
+from autopipe.checking.shrink import shrunk
+from autopipe.checking.sized import Sized, sized
+from autopipe.checking.small_plan import in_double, planned, same_cuts, words_of
 from autopipe.checking.subject import CheckJob, Smaller
 from autopipe.checking.unsplit import Unsplit
 from autopipe.errors import ModelError
-from autopipe.frontend import batch as batches
 from autopipe.frontend import model_file
 from autopipe.frontend.model_file import ModelFile
 from autopipe.frontend.quiet import libraries_hushed
@@ -55,35 +57,6 @@ MISTAKE = 2
 
 Spawn = Callable[[int, Sequence[str]], int]
 """Runs `autopipe` with these arguments in so many processes; the first code that is not 0."""
-
-
-@dataclass(frozen=True)
-class Sized:
-    """A model file as it is checked, with its plan.
-
-    Attributes:
-        file: made smaller.
-        wanted: the degrees before they were reduced.
-        degrees: those of `plan`.
-    """
-
-    file: ModelFile
-    smaller: Smaller
-    plan: Plan
-    wanted: Degrees
-    degrees: Degrees
-
-    @property
-    def reduced(self) -> tuple[str, ...]:
-        """What was made smaller, one phrase each."""
-        found = self.degrees.told(self.wanted)
-        if self.smaller.layers:
-            found.append(f"at most {self.smaller.layers} of each row of equal layers")
-        if self.smaller.length:
-            found.append(f"rows of {self.smaller.length} tokens")
-        if self.smaller.width > 1:
-            found.append(f"widths divided by {self.smaller.width}")
-        return tuple(found)
 
 
 def check_plan(
@@ -150,22 +123,38 @@ def _check(
     say: Say,
     start: Spawn | None,
 ) -> Comparison:
-    """Find what fits, plan that, and compare; without dropout where that cannot be compared."""
+    """Find what fits, plan that, and compare; without dropout where that cannot be compared, and
+    in fp64 where rounding may decide."""
     source = str(Path(source).resolve()) if Path(source).is_file() else source
+
+    def changed(case: Sized, **how: bool) -> Sized:
+        other = replace(case.smaller, **how)
+        plan = made(other, case.degrees)
+        return replace(case, smaller=other, file=shrunk(file, other), plan=plan)
+
+    def double(case: Sized) -> Sized:
+        wide = changed(case, double=True)
+        return replace(wide, plan=in_double(case.plan, wide.plan))
+
+    def looked_at(case: Sized, *notes: str) -> Comparison:
+        def compare(case: Sized) -> Comparison:
+            return _compare(source, case, (*_notes(case.plan), *notes), say, start)
+
+        found = compare(case)
+        if not may_be_rounding(found):
+            return found
+        say(f"{found.sentence.splitlines()[0]}: once more in fp64, as rounding may decide")
+        return second_look(found, lambda: compare(double(case)))
+
     with keeping_default_dtype():
-        sized = _sized(file, wanted, few, made, say)
-        notes = _notes(sized.plan)
+        first = sized(file, wanted, few, made, say)
         try:
-            return _compare(source, sized, notes, say, start)
+            return looked_at(first)
         except Unrepeatable:
-            calm = replace(sized.smaller, calm=True)
             say("dropout is off: its random numbers are none that one process could draw too")
-        notes = (*notes, "dropout is off: one process cannot draw the numbers that ranks draw")
-        quiet = replace(
-            sized, smaller=calm, file=shrunk(file, calm), plan=made(calm, sized.degrees)
-        )
+        calm = "dropout is off: one process cannot draw the numbers that ranks draw"
         try:
-            return _compare(source, quiet, notes, say, start)
+            return looked_at(changed(first, calm=True), calm)
         except Unrepeatable:
             raise ModelError(
                 "the model draws random numbers, other than dropout's, that cannot be drawn again "
@@ -174,55 +163,21 @@ def _check(
             ) from None
 
 
-def _sized(
-    file: ModelFile,
-    wanted: Degrees,
-    few: Degrees,
-    made: Callable[[Smaller, Degrees], Plan],
-    say: Say,
-) -> Sized:
-    """The model and its plan, as small as they have to be, and no smaller.
-
-    Raises:
-        AutopipeError: nothing fits; or what fits cannot be planned.
-    """
-    error: ModelError | None = None
-    length = tokens(batches.flatten(file.inputs(2)))
-    for smaller, degrees in smaller_models(partial(skeleton, file), few, length):
-        try:
-            plan = made(smaller, degrees)
-        except ModelError as refused:
-            if smaller == Smaller():
-                raise
-            say(f"a smaller model cannot be planned: {refused.message}")
-            error = error or refused
-            continue
-        found = Sized(shrunk(file, smaller), smaller, plan, wanted, degrees)
-        if found.reduced:
-            say(f"reduced: {', '.join(found.reduced)}")
-        return found
-    raise ModelError(
-        "the model does not fit into a check on this machine, and made smaller it cannot be planned"
-        + (f": {error.message}" if error is not None else ""),
-        hint="check a smaller configuration of it: a model() with fewer layers and less width",
-    )
-
-
 def _compare(
-    source: str, sized: Sized, notes: tuple[str, ...], say: Say, start: Spawn | None
+    source: str, case: Sized, notes: tuple[str, ...], say: Say, start: Spawn | None
 ) -> Comparison:
     """Run both sides, and compare them.
 
     Raises:
         Unrepeatable: the model draws random numbers that cannot be compared.
     """
-    plan, file = sized.plan, sized.file
-    found = Comparison(plan, sized.reduced, notes)
+    plan, file = case.plan, case.file
+    found = Comparison(plan, case.reduced, notes)
     ranks = len(plan.mesh.places)
     traced = cache(partial(_traced, file, plan))
     with TemporaryDirectory(prefix="autopipe-check-") as name:
         folder = Path(name)
-        subject.write(folder, CheckJob(source, sized.smaller), plan, file)
+        subject.write(folder, CheckJob(source, case.smaller), plan, file)
         drawn = subject.read(folder)[2]
         names = partial(_names, traced)
         _check_statistics(plan, traced)
@@ -248,7 +203,7 @@ def _compare(
             except Unmatched:
                 return _unmatched(found, traced())
         found = replace(found, rows=tuple(rows))
-        return found if found.right else replace(found, first=_first(rows, sized, traced, drawn[0]))
+        return found if found.right else replace(found, first=_first(rows, case, traced, drawn[0]))
 
 
 def _unmatched(found: Comparison, traced: Trace) -> Comparison:
@@ -266,9 +221,9 @@ def _unmatched(found: Comparison, traced: Trace) -> Comparison:
     return replace(found, failure=why)
 
 
-def _first(rows: Sequence[TensorRow], sized: Sized, traced: Callable[[], Trace], batch: Any) -> Any:
+def _first(rows: Sequence[TensorRow], case: Sized, traced: Callable[[], Trace], batch: Any) -> Any:
     with phase("looking for the first differing node"), one_thread(), _as_planned():
-        return first_node(rows, traced(), sized.plan, sized.file, batch)
+        return first_node(rows, traced(), case.plan, case.file, batch)
 
 
 def _traced(file: ModelFile, plan: Plan) -> Trace:

@@ -5,6 +5,7 @@
                                                      divided by one number; heads and words stay
     length   tokens [b, 2048]      ->  [b, 64]       every dim of a batch that is as long
     calm     dropout 0.1           ->  0.0
+    double   fp32                  ->  fp64          (`second_look`)
 
 Layers are taken out of a model that was built without memory. What is left gets the values that its
 modules give themselves, or small random ones: what is checked does not depend on them.
@@ -12,7 +13,7 @@ modules give themselves, or small random ones: what is checked does not depend o
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -36,7 +37,7 @@ def shrunk(file: ModelFile, smaller: Smaller) -> ModelFile:
     return replace(
         file,
         model=lambda: _model(file.model, smaller),
-        inputs=lambda rows: shorter(file.inputs(rows), smaller.length),
+        inputs=lambda rows: _batch(file.inputs(rows), smaller),
     )
 
 
@@ -64,7 +65,7 @@ def _model(factory: Factory, smaller: Smaller) -> nn.Module:
         model = narrow()
     if smaller.calm:
         _without_dropout(model)
-    return model
+    return model.double() if smaller.double else model
 
 
 def _cut(model: nn.Module, layers: int) -> None:
@@ -120,22 +121,35 @@ def _random(fake: nn.Parameter, name: str) -> nn.Parameter:
     return nn.Parameter(values.to(fake.dtype), fake.requires_grad)
 
 
+def _batch(batch: Any, smaller: Smaller) -> Any:
+    """A batch that fits the smaller model."""
+    batch = shorter(batch, smaller.length)
+    return _mapped(batch, _double) if smaller.double else batch
+
+
+def _double(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
 def shorter(batch: Any, length: int) -> Any:
     """A batch whose rows have at most `length` tokens; 0, or no tokens: as it is."""
-    leaves = batches.flatten(batch)
-    before = tokens(leaves)
+    before = tokens(batches.flatten(batch))
     if not 0 < length < before:
         return batch
 
-    def cut(leaf: batches.Leaf) -> batches.Leaf:
-        if isinstance(leaf, Tensor):
-            for dim in range(1, leaf.ndim):
-                if leaf.shape[dim] == before:
-                    leaf = leaf.narrow(dim, 0, length)
-            return leaf.clone()
-        return leaf
+    def cut(tensor: Tensor) -> Tensor:
+        for dim in range(1, tensor.ndim):
+            if tensor.shape[dim] == before:
+                tensor = tensor.narrow(dim, 0, length)
+        return tensor.clone()
 
-    return batches.rebuild(batch, {path: cut(leaf) for path, leaf in leaves.items()})
+    return _mapped(batch, cut)
+
+
+def _mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    leaves = batches.flatten(batch)
+    made = {p: change(leaf) if isinstance(leaf, Tensor) else leaf for p, leaf in leaves.items()}
+    return batches.rebuild(batch, made)
 
 
 def tokens(leaves: dict[str, batches.Leaf]) -> int:

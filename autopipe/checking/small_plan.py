@@ -8,6 +8,7 @@ planned     another plan, of a smaller model or a smaller mesh,       under the 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from autopipe.cluster.cluster import Cluster, Device, Group, Link, NodeGroup
 from autopipe.frontend.model_file import ModelFile
 from autopipe.planfile.again import named, offloaded, repeated
 from autopipe.planfile.contents import Plan, signed
-from autopipe.planfile.parts import IN_PARTS, WHOLE, Batch, Mesh, Place
+from autopipe.planfile.parts import IN_PARTS, WHOLE, Batch, Mesh, Place, Transfer
 from autopipe.planners.driver import make_plan
 from autopipe.stages.sent_parts import in_parts_of
 from autopipe.util.progress import Say
@@ -56,6 +57,18 @@ def same_cuts(plan: Plan, degrees: Degrees) -> Plan:
             work=None,
         )
     )
+
+
+def in_double(plan: Plan, other: Plan) -> Plan:
+    """The plan for the model of fp64 that `other` was made for: its stages, to the letter."""
+
+    def wide(tensors: Iterable[Transfer]) -> tuple[Transfer, ...]:
+        return tuple(replace(t, dtype="float64") if t.dtype == "float32" else t for t in tensors)
+
+    stages = [replace(s, receives=wide(s.receives), sends=wide(s.sends)) for s in plan.stages]
+    model = ("fingerprint", "trail", "inputs", "reads", "products")
+    own = {name: getattr(other, name) for name in model}
+    return signed(replace(plan, stages=tuple(stages), **own))
 
 
 def words_of(plan: Plan) -> dict[str, Any]:

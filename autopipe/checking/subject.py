@@ -37,12 +37,14 @@ class Smaller:
         width: what the widths of a configuration of transformers are divided by.
         length: tokens kept of each row; 0: all.
         calm: dropout is off.
+        double: parameters, buffers and batches are of fp64 where they are floats.
     """
 
     layers: int = 0
     width: int = 1
     length: int = 0
     calm: bool = False
+    double: bool = False
 
 
 @dataclass(frozen=True)

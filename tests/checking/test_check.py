@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from autopipe.checking import check
+from autopipe.checking.second_look import EXACT
 from autopipe.planfile.contents import Plan
 from tests.support import warm
 from tests.support.shell import Shell
@@ -118,6 +119,38 @@ def test_a_scalar_is_a_row_of_one_replica(autopipe: Shell) -> None:
     assert autopipe("plan", "scaled.py", *asked).code == 0
     said = autopipe("check", "plan.json")
     assert (said.code, "the same: " in said.out) == (0, True), said.err
+
+
+STEEP = """
+import torch
+from torch import nn
+
+class Steep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return torch.sin(1e5 * self.down(self.up(x).tanh())).mean()
+
+model = Steep
+
+def inputs(rows):
+    return {"x": torch.randn(rows, 8)}
+"""
+
+
+def test_a_model_that_makes_much_of_rounding_is_split_right(autopipe: Shell) -> None:
+    """A sum over two ranks is 6e-8 off; 1e5 of that moves a sine. `check` called the plan wrong."""
+    (autopipe.folder / "steep.py").write_text(STEEP)
+    asked = ("--cluster", "cpu:2", "--tp", "2", "--micro-batches", "2", "--batch", "8")
+    assert autopipe("plan", "steep.py", *asked).code == 0
+    said = autopipe("check", "plan.json", "--json")
+    found = json.loads(said.out)
+    assert (said.code, found["same"]) == (0, True), said.err
+    assert "once more in fp64, as rounding may decide" in said.err
+    assert "where rounding decides" in found["notes"][-1]
+    assert max(row["off"] for row in found["rows"] if row["what"] == "gradients") < EXACT
 
 
 TEACHER = """\
