@@ -1,6 +1,7 @@
 """Run plans where the GPUs are, by the command line as a user has it.
 
-    python -m benchmarks.gpu predictions             two models on one GPU: bytes and seconds
+    python -m benchmarks.gpu predictions             two models on one GPU: bytes and seconds, and
+                                                     what a plan says that knows the GPU by its name
     python -m benchmarks.gpu layouts                 the losses of a GPT with dropout, twelve times
     python -m benchmarks.gpu layouts --cpu           the same on a processor
 
@@ -57,23 +58,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("what", choices=("predictions", "layouts"))
     parser.add_argument("--cpu", action="store_true", help="on the processor")
-    parser.add_argument("--kind", default="H100-80GB", help="the kind of GPU to plan layouts for")
+    parser.add_argument("--kind", default="H100-80GB", help="the kind of GPU")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         if given.what == "predictions":
-            predictions(Path(folder), "cpu:1" if given.cpu else "local:1")
+            named = None if given.cpu else f"1x{given.kind}"
+            predictions(Path(folder), "cpu:1" if given.cpu else "local:1", named)
         else:
             layouts(Path(folder), "cpu:{}" if given.cpu else "{}x" + given.kind, cpu=given.cpu)
 
 
-def predictions(folder: Path, cluster: str) -> None:
-    """What each model's plan foretells, and what its run measures, as the run prints it."""
+def predictions(folder: Path, cluster: str, named: str | None) -> None:
+    """What each model's plan foretells, and what its run measures, as the run prints it.
+
+    Args:
+        named: a cluster that is known from datasheets, for another plan beside it.
+    """
     for name, (model, options) in PREDICTIONS.items():
         plan = folder / "plan.json"
-        engine = options or ("--no-compile",)
-        asked = ("--cluster", cluster, "--micro-batches", "4", *engine, "-o", str(plan))
-        command(*COMMAND, "plan", str(MODELS / model), *asked)
-        print(f"\n{name}\n{command(*COMMAND, 'run', str(plan), '--steps', '8')}", flush=True)
+        print(f"\n{name}")
+        for where in (named, cluster) if named else (cluster,):
+            engine = options or ("--no-compile",)
+            asked = ("--cluster", where, "--micro-batches", "4", *engine, "-o", str(plan))
+            command(*COMMAND, "plan", str(MODELS / model), *asked)
+            told = command(*COMMAND, "explain", str(plan)).splitlines()
+            print(f"{where}: {next(line for line in told if line.startswith('predicted'))}")
+        print(command(*COMMAND, "run", str(plan), "--steps", "12"), flush=True)
 
 
 def layouts(folder: Path, cluster: str, *, cpu: bool) -> None:
