@@ -1,4 +1,4 @@
-"""The only file that uses torch's private names, above all for fake tensors (without memory).
+"""The file that uses torch's private names, above all for fake tensors (without memory).
 
 `torch.export` is public; its parts are not. autopipe needs these private names directly:
 

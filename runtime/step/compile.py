@@ -1,12 +1,15 @@
-"""Compiles the graphs of a stage with torch.compile, island by island.
+"""Compiles the graphs of a stage, island by island.
 
 Some nodes of a graph have to run as Python: random nodes, which seed their generator first; read
-checks; gradients given away; what moves to the host and back; in an evaluation, calls of blocks.
-The nodes of one block between two of these are an island, and islands are what is compiled:
+checks; gradients given away; what moves to the host and back; ops that no compiler looks into; in
+an evaluation, calls of blocks. The nodes of one block between two of these are an island, and
+islands are what is compiled (`joint.compiled_graph`):
 
     forward    [embedding, add]  h.0 [norm, linear, attention]  draw(dropout)  h.0 [add, norm, ...
     backward   ... h.0 [norm, linear, their gradients]  accumulate  accumulate ...
     h.1        the same islands, parameters being their arguments: compiled once for all its class
+
+Between islands there are only tensors: what is taken from a list of them stands where it is made.
 
 The graphs are those of `joint.split_backward`, so what is kept for backward is not the compiler's
 choice: it is what the plan has counted.
@@ -15,32 +18,28 @@ choice: it is what the plan has counted.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
-from autopipe.ir.torch_private import writes
+from autopipe.ir.opaque_ops import OPAQUE
+from autopipe.ir.torch_private import views, writes, written_arguments
 from autopipe.joint import offload
+from autopipe.joint.compiled_graph import Backend, CallSite, CompiledGraph
 from autopipe.joint.graph_writer import step_copy
 from autopipe.runtime.step.engine import accumulate
 from autopipe.stages.node_calls import python_only, take
 from autopipe.stages.op_tape import SEGMENT
 from autopipe.stages.precision import low
 
-Island = Callable[..., tuple[Tensor, ...]]
-
 _PYTHON_ONLY = frozenset({accumulate, *python_only, *offload.CALLS})
 
 
-def compile_stage(module: fx.GraphModule, backend: str = "inductor") -> None:
+def compile_stage(module: fx.GraphModule, backend: Backend = "inductor") -> None:
     """Have the islands of a lowered stage compiled for evaluation, in place, when they first run.
 
-    Sizes are integers in a stage, and so they are in its code (`dynamic=False`).
-
-    Args:
-        backend: as `torch.compile` takes it.
+    Sizes are integers in a stage, and so they are in its code.
     """
     compiler = Compiler(backend)
     for child in list(module.modules()):
@@ -49,38 +48,24 @@ def compile_stage(module: fx.GraphModule, backend: str = "inductor") -> None:
 
 
 class Compiler:
-    """Compiles the graphs of one stage; equal islands of all of them are compiled once.
+    """Compiles the graphs of one stage; equal islands of all of them are compiled once."""
 
-    Args:
-        backend: as `torch.compile` takes it.
-    """
-
-    def __init__(self, backend: str = "inductor") -> None:
+    def __init__(self, backend: Backend = "inductor") -> None:
         self._backend = backend
-        self._known: dict[object, Island] = {}
+        self._known: dict[str, tuple[str, CompiledGraph]] = {}
 
     def __call__(self, module: fx.GraphModule) -> fx.GraphModule:
         """The graph with its islands compiled, when they first run."""
         return fx.GraphModule(module, _with_islands(module, self))
 
-    def island(self, key: object, body: fx.Graph) -> Island:
-        """The compiled function of an island."""
-        if key not in self._known:
-            self._known[key] = self._compiled(body)
-        return self._known[key]
-
-    def _compiled(self, body: fx.Graph) -> Island:
-        run: Any = torch.compile(
-            fx.GraphModule(nn.Module(), body), dynamic=False, backend=self._backend
-        )
-
-        def island(*arguments: Tensor) -> tuple[Tensor, ...]:
-            results: tuple[Tensor, ...] = run(*arguments)
-            return results
-
-        # What the stage's code calls it.
-        island.__name__ = island.__qualname__ = f"island_{len(self._known)}"
-        return island
+    def island(self, body: fx.Graph, *, writes: bool) -> CallSite:
+        """What calls an island, in the one place where it stands."""
+        code = body.python_code("self").src
+        if code not in self._known:
+            graph = CompiledGraph(fx.GraphModule(nn.Module(), body), self._backend, writes=writes)
+            self._known[code] = f"island_{len(self._known)}", graph
+        name, graph = self._known[code]
+        return graph.at(name)
 
 
 def _with_islands(module: fx.GraphModule, compiler: Compiler) -> fx.Graph:
@@ -95,13 +80,13 @@ def _with_islands(module: fx.GraphModule, compiler: Compiler) -> fx.Graph:
     given_away: list[fx.Node] = []
 
     def end() -> None:
-        _call(module, graph, island, env, compiler)
+        _call(graph, island, env, compiler)
         for node in given_away:
             copy(node)
         island.clear()
         given_away.clear()
 
-    for node in module.graph.nodes:
+    for node in _in_order(module.graph.nodes):
         if node.op in ("placeholder", "get_attr") or node.target in (low, step_copy):
             copy(node)  # a state, which is an argument of the island and stands before it
             continue
@@ -117,27 +102,59 @@ def _with_islands(module: fx.GraphModule, compiler: Compiler) -> fx.Graph:
     return graph
 
 
+def _in_order(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
+    """Nodes, each followed by those that take one of its results."""
+    for node in nodes:
+        if not _takes(node):
+            yield from _with_takes(node)
+
+
+def _with_takes(node: fx.Node) -> Iterator[fx.Node]:
+    yield node
+    for user in filter(_takes, node.users):
+        yield from _with_takes(user)
+
+
+def _takes(node: fx.Node) -> bool:
+    return node.target in (take, operator.getitem)
+
+
 def _is_compiled(node: fx.Node) -> bool:
     if node.op != "call_function":
         return False
-    if node.target in (take, operator.getitem):  # it goes with what it takes from
+    if _takes(node):  # it goes with what it takes from
         source = node.args[0]
         assert isinstance(source, fx.Node)
         return _is_compiled(source)
-    return node.target not in _PYTHON_ONLY
+    return node.target not in _PYTHON_ONLY and not any(str(op) in OPAQUE for op in _called(node))
 
 
-def _writes(node: fx.Node) -> bool:
-    """Whether a node may change what stays after its island: a buffer, or a frozen parameter.
+def _called(node: fx.Node) -> list[Any]:
+    """The op that a node calls, itself or through a function of ours."""
+    return [a for a in (node.target, *node.args) if hasattr(a, "overloadpacket")]
+
+
+def _writes(node: fx.Node, inside: Collection[fx.Node]) -> bool:
+    """Whether a node may change what its island has not made: a buffer, or an argument.
 
     The kernels of batch norms write running statistics although their schemas do not say so.
     """
-    called: list[Any] = [a for a in (node.target, *node.args) if hasattr(a, "overloadpacket")]
-    return any(writes(op) or "batch_norm" in str(op) for op in called)
+    if any("batch_norm" in str(op) for op in _called(node)):
+        return True
+    if not writes(node.target):  # of what a function of ours calls, the arguments stand elsewhere
+        return any(map(writes, _called(node)))
+    written = written_arguments(node.target, node.args, node.kwargs)
+    return any(not isinstance(n, fx.Node) or _base(n) not in inside for n in written)
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """What a node is a view of, or one that may be."""
+    while _takes(node) or views(node.target):
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _call(
-    module: fx.GraphModule,
     graph: fx.Graph,
     island: Sequence[fx.Node],
     env: dict[fx.Node, fx.Node],
@@ -149,7 +166,8 @@ def _call(
         dict.fromkeys(n for node in island for n in node.all_input_nodes if n not in inside)
     )
     made = [node for node in island if any(user not in inside for user in node.users)]
-    if not made and not any(map(_writes, island)):
+    changes = any(_writes(node, inside) for node in island)
+    if not made and not changes:
         return
     body = fx.Graph()
     renamed = {node: body.placeholder(f"given_{n}") for n, node in enumerate(given)}
@@ -157,20 +175,7 @@ def _call(
         args, kwargs = fx.map_arg((node.args, node.kwargs), renamed.__getitem__)
         renamed[node] = body.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
     body.output(tuple(renamed[node] for node in made))
-    states = tuple(_state(module, node) for node in given)
-    key = body.python_code("self").src, states
-    function = compiler.island(key, body)
+    function = compiler.island(body, writes=changes)
     call = graph.call_function(function, tuple(env[node] for node in given))
     for number, node in enumerate(made):
         env[node] = graph.call_function(take, (call, number))
-
-
-def _state(module: fx.GraphModule, node: fx.Node) -> object:
-    """What is known of an argument: one body with states of other shapes is another island."""
-    while node.target in (low, step_copy):
-        node = node.all_input_nodes[0]
-    if node.op != "get_attr":
-        return None
-    *path, name = str(node.target).split(".")
-    tensor: Tensor = getattr(module.get_submodule(".".join(path)), name)
-    return tuple(tensor.shape), tensor.dtype

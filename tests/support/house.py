@@ -61,7 +61,7 @@ NO_TORCH = {
 }
 """A plan is searched for, read, drawn and proved without torch."""
 
-PRIVATE_TORCH = {"ir.torch_private", "runtime.memory_snapshot"}
+PRIVATE_TORCH = {"ir.torch_private", "joint.compiled_graph", "runtime.memory_snapshot"}
 """Files that use private names of torch, each with the reason in its first lines."""
 
 DOORS = {"__init__", "__main__"}

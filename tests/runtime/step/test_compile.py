@@ -164,10 +164,3 @@ def test_in_an_evaluation_blocks_keep_their_place():
     blocks = [made.module.get_submodule(f"blocks.{n}") for n in range(4)]
     (shared,) = calls(blocks[0])
     assert all(calls(block) == [shared] for block in blocks)
-
-
-def test_one_body_with_states_of_other_shapes_is_another_island():
-    """Else the third and fourth would be compiled anew each time their turn comes."""
-    forward, backward = graphs_of("unet")
-    called = [n for graph in (forward, backward) for n in calls(graph) if n.startswith("island")]
-    assert len(called) == len(set(called)), "no two of its parts have the same shapes"
