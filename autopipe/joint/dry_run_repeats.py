@@ -217,9 +217,9 @@ def _difference(longer: Rehearsal, least: Rehearsal, stage: int) -> dict[str, in
     """The bytes that the longer dry run has more in a stage, by field.
 
     Raises:
-        Uneven: the recomputed bytes, or momentary ones, depend on the number of groups.
+        Uneven: the bytes of `made`, or momentary ones, depend on the number of groups.
     """
-    if (longer.recomputed, longer.momentary) != (least.recomputed, least.momentary):
+    if (longer.made, longer.momentary) != (least.made, least.momentary):
         raise Uneven
     return {
         name: getattr(longer, name)[stage] - getattr(least, name)[stage]

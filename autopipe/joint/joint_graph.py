@@ -24,6 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopipe.ir.opaque_ops import OPAQUE
 from autopipe.ir.torch_private import fake_mode, quiet, views, writes, written_arguments
+from autopipe.joint.uncast import uncast
 from autopipe.stages.lower import Lowered, parameters_of
 from autopipe.stages.op_tape import MADE, Tape
 from autopipe.stages.precision import arithmetic, computing, wide_statistics
@@ -84,7 +85,7 @@ class JointGraph:
         unseeded: positions of results that need a gradient but never get one.
         results: what the stage returns: nodes, numbers, None.
         of_arguments: the node of each argument's gradient; None: it has none.
-        of_parameters: the nodes of the parameters' gradients, by name.
+        of_parameters: the nodes of the parameters' gradients, by name, before the cast (`uncast`).
     """
 
     states: Mapping[fx.Node, str]
@@ -284,7 +285,7 @@ class _Step(nn.Module):
             _drawing([n for n in calls if n not in self.ran]),
             outputs[: self.results],
             gradients[len(names) :],
-            {n: g for n, g in zip(names, gradients, strict=False) if g is not None},
+            {n: uncast(g) for n, g in zip(names, gradients, strict=False) if g is not None},
         )
 
 

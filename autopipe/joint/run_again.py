@@ -14,16 +14,16 @@ leads back through the whole stage, and what runs again is alive for one block a
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import fx
 
 from autopipe.joint.joint_graph import JointGraph, storages, written
-from autopipe.joint.least_cut import FREE, Cut, Network, Price
-from autopipe.joint.noise import chains
+from autopipe.joint.least_cut import FREE, Cut, Network, Price, chains
 from autopipe.stages.op_tape import AGAIN, ASKED, MADE, SEGMENT
 
 CHEAP = frozenset(
@@ -90,18 +90,22 @@ def is_cheap(call: fx.Node) -> bool:
 
 
 def run_again(
-    calls: Sequence[fx.Node], outputs: Iterable[fx.Node | None], again: Sequence[fx.Node]
+    calls: Sequence[fx.Node],
+    outputs: Iterable[fx.Node | None],
+    again: Sequence[fx.Node],
+    keys: Iterator[int],
 ) -> list[fx.Node]:
     """Calls of a backward, with copies of calls of `again` before the first one that reads them.
 
     Args:
         outputs: what the backward returns; these are no copies.
         again: in the order of forward.
+        keys: of storages, that no other storage has.
     """
     fixed = frozenset(outputs)
     position = {node: number for number, node in enumerate(again) if node not in fixed}
     copies: dict[fx.Node, fx.Node] = {}
-    renamed: dict[int, int] = {}
+    renamed: dict[int, int] = defaultdict(partial(next, keys))
     made: list[fx.Node] = []
     for call in calls:
         for node in sorted(_leading_to(call, position, copies), key=position.__getitem__):
@@ -115,6 +119,9 @@ def run_again(
         for read in call.all_input_nodes:
             if read in copies:
                 call.replace_input_with(read, copies[read])
+        own = call.meta[MADE].storages
+        if not own.keys().isdisjoint(renamed):  # a view of what has run again
+            call.meta[MADE] = call.meta[MADE].again(renamed, own.keys() - renamed.keys())
         made.append(call)
     return made
 
@@ -131,32 +138,3 @@ def _leading_to(
             found.add(node)
             pending += node.all_input_nodes
     return found
-
-
-def alive(calls: Sequence[fx.Node], besides: Collection[int] = ()) -> dict[fx.Node, int]:
-    """Bytes of what has run again that are alive when calls run in this order.
-
-    Args:
-        besides: storages that are counted elsewhere.
-
-    Returns:
-        the bytes at each call that runs again and makes some of them.
-    """
-    born: dict[int, int] = {}
-    last: dict[int, int] = {}
-    sizes: dict[int, int] = {}
-    for number, call in enumerate(calls):
-        if AGAIN in call.meta:
-            there = storages(call.all_input_nodes).union(besides)  # a view makes no storage
-            made = {s: n for s, n in call.meta[MADE].storages.items() if s not in there}
-            sizes |= made
-            for storage in made:
-                born.setdefault(storage, number)
-            last |= dict.fromkeys(made, number)
-        last |= {s: number for s in storages([call, *call.all_input_nodes]) if s in sizes}
-    change = np.zeros(len(calls) + 1, dtype=np.int64)
-    for storage, size in sizes.items():
-        change[born[storage]] += size
-        change[last[storage] + 1] -= size
-    bytes = change.cumsum()
-    return {calls[number]: int(bytes[number]) for number in born.values()}

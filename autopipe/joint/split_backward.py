@@ -22,9 +22,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import count
 
 from torch import fx
 
+from autopipe.joint.fullest_call import Half
 from autopipe.joint.graph_writer import GraphWriter
 from autopipe.joint.halves import halves, leading_to
 from autopipe.joint.joint_graph import (
@@ -46,10 +49,10 @@ from autopipe.joint.offload import (
     with_fetches,
     with_sends,
 )
-from autopipe.joint.run_again import alive, chosen, run_again
+from autopipe.joint.run_again import chosen, run_again
 from autopipe.joint.wanted import HALVES, Wanted
 from autopipe.stages.lower import Lowered
-from autopipe.stages.op_tape import ASKED
+from autopipe.stages.op_tape import ASKED, MADE
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,9 @@ class Joint:
         kept: bytes held from forward on.
         stash: bytes held from the first half of backward to the second.
         fresh: of the stash, what the first half has made; the rest was kept from forward.
-        again: the most bytes alive at once, in either half, of what forward has computed before.
+        made: the most bytes, in either half, of what it makes beyond those of what it has let go
+            of by then (`joint.fullest_call`), but for the gradients that it returns. Only of what
+            runs again if the graphs are not to be compiled.
         moving: the most bytes that are there at once on their way to the host, or back.
         parcels: what waits in the host's memory (`joint.offload`). Its values come last in `saved`,
             and after those of `to_input` for backward; they are not in `kept`.
@@ -103,7 +108,7 @@ class Joint:
     kept: int
     stash: int
     fresh: int
-    again: int
+    made: int
     moving: int = 0
     parcels: Parcels | None = None
 
@@ -134,7 +139,7 @@ class Held:
     kept: int
     stash: int
     fresh: int
-    again: int
+    made: int
     moving: int = 0
 
 
@@ -179,7 +184,7 @@ def split(
         sizes.kept,
         sizes.stash,
         sizes.fresh,
-        sizes.again,
+        sizes.made,
         most_moving(forward, backward, parcels) if parcels is not None else 0,
         parcels,
     )
@@ -199,7 +204,7 @@ def held(
     """
     if wanted.offload:
         joint = split(lowered, arguments, seeds, precision, wanted)
-        return Held(joint.kept, joint.stash, joint.fresh, joint.again, joint.moving)
+        return Held(joint.kept, joint.stash, joint.fresh, joint.made, joint.moving)
     return divide(differentiate(lowered, arguments, seeds, precision), wanted).held
 
 
@@ -221,6 +226,7 @@ class Division:
     counted_weight: tuple[int, ...]
     counted_stash: tuple[int, ...]
     parcels: Sequence[Parcel] = ()
+    compiled: bool = False
 
     @property
     def in_code(self) -> Parcels | None:
@@ -234,19 +240,41 @@ class Division:
     def held(self) -> Held:
         """The bytes of the counted tensors; not of those on their way."""
         fresh = bytes_of(self.stash[n] for n in self.counted_stash)
-        stash = bytes_of(self.saved[n] for n in self.counted_weight) + fresh
-        return Held(bytes_of(self.kept), stash, fresh, max(self.again.values(), default=0))
+        kept = bytes_of(self.kept)
+        for_weight = bytes_of(self.saved[n] for n in self.counted_weight)
+        first, second = self.halves
+        more = first.most() + for_weight - (kept + fresh), second.most() - (for_weight + fresh)
+        return Held(kept, for_weight + fresh, fresh, max(0, *more))
 
     @property
     def kept(self) -> list[fx.Node]:
         """One value for each storage that forward keeps."""
         return [self.saved[n] for n in self.counted]
 
-    @property
-    def again(self) -> dict[fx.Node, int]:
-        """The bytes of what has run again, at each call that runs again and makes some."""
-        handed_on = storages(self.stash)
-        return alive(self.first, handed_on) | alive(self.second, handed_on)
+    @cached_property
+    def halves(self) -> tuple[Half, Half]:
+        """The two halves, each with the bytes that it lets go of.
+
+        If they are not compiled, what they make counts as autograd's does, of which nobody looks at
+        every call: what runs again, here; the largest of the rest by `planners.costs.stage_memory`.
+        """
+        how = self.compiled, not self.compiled
+        graph = self.graph
+        states = [*graph.states, *graph.copies, *graph.arguments, *graph.seeds.values()]
+        returned = [node for node in graph.of_arguments if node is not None]
+        sent = [node for parcel in self.parcels for node in parcel]
+        others = storages([*states, *returned, *sent])
+        away = storages(graph.of_parameters.values())
+        stash = _sizes(self.stash[n] for n in self.counted_stash)
+        for_weight = _sizes(self.saved[n] for n in self.counted_weight)
+        kept = {s: n for s, n in _sizes(self.kept).items() if s not in for_weight}
+        first = Half(self.first, kept, others | for_weight.keys(), away, stash, *how)
+        return first, Half(self.second, for_weight | stash, others, away, (), *how)
+
+
+def _sizes(nodes: Iterable[fx.Node]) -> dict[int, int]:
+    """Bytes of the storages of nodes."""
+    return {s: size for node in nodes for s, size in node.meta[MADE].storages.items()}
 
 
 def divide(graph: JointGraph, wanted: Wanted) -> Division:
@@ -262,7 +290,10 @@ def divide(graph: JointGraph, wanted: Wanted) -> Division:
     if wanted.least or any(ASKED in call.meta for call in graph.forward):
         needed = [*_given(graph, first, made), *_given(graph, second, then)]
         again = chosen(graph, needed, least=wanted.least)
-        first, second = run_again(first, made, again), run_again(second, then, again)
+        keys = count(-1, -1)  # those of storages are addresses
+        first, second = (
+            run_again(calls, out, again, keys) for calls, out in ((first, made), (second, then))
+        )
     for_input, for_weight = _given(graph, first, made), _given(graph, second, then)
     read = {*for_input, *for_weight}
     saved = [node for node in (*graph.arguments, *graph.forward) if node in read]
@@ -286,6 +317,7 @@ def divide(graph: JointGraph, wanted: Wanted) -> Division:
         tuple(to_weight[n] for n in one_of_each(saved_for_weight, owned)),
         tuple(one_of_each(stash, others)),
         parcels,
+        wanted.least,
     )
 
 

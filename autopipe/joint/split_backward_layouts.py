@@ -125,23 +125,26 @@ class JointDryRun:
 
     def instead(self, stages: Sequence[Stage], rehearsal: Rehearsal) -> Rehearsal:
         """A dry run's result with the bytes that joint graphs hold in place of autograd's."""
-        saved, again = list(rehearsal.saved), list(rehearsal.recomputed)
+        saved, made = list(rehearsal.saved), list(rehearsal.made)
         momentary = list(rehearsal.momentary)
         stash, fresh = [0] * len(stages), [0] * len(stages)
+        compiled = [False] * len(stages)
         for stage in stages:
             found = self._of(stage, rehearsal, last=stage.index == len(stages) - 1)
             if found is not None:
                 i = stage.index
                 saved[i], stash[i], fresh[i] = found.kept, found.stash, found.fresh
                 # A joint graph keeps nothing that its backward does not read.
-                momentary[i], again[i] = found.moving, found.again + found.moving
+                momentary[i], made[i] = found.moving, found.made + found.moving
+                compiled[i] = self.wanted.least
         return replace(
             rehearsal,
             saved=tuple(saved),
-            recomputed=tuple(again),
+            made=tuple(made),
             momentary=tuple(momentary),
             stash=tuple(stash),
             fresh=tuple(fresh),
+            compiled=tuple(compiled),
         )
 
     def alone(self, stage: Stage) -> Rehearsal | None:
@@ -160,10 +163,11 @@ class JointDryRun:
         return Rehearsal(
             {},
             (found.kept,),
-            (found.again + found.moving,),
+            (found.made + found.moving,),
             (found.moving,),
             (found.stash,),
             (found.fresh,),
+            (self.wanted.least,),
         )
 
     def _of(self, stage: Stage, rehearsal: Rehearsal, *, last: bool) -> Held | None:

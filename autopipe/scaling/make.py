@@ -28,10 +28,11 @@ class StageFormulas:
 
     Attributes:
         forward, backward: seconds.
-        kept, stash, fresh, again, momentary: bytes.
+        kept, stash, fresh, made, momentary: bytes.
         sends: bytes of each tensor that it sends on, by name.
         passing: bytes that its loss has for a moment.
         largest: bytes of its largest gradient.
+        added: of that, if it is made beside its sum and is not in `made`.
         wide: bytes that gradients take more where the optimizer gets them in fp32.
     """
 
@@ -40,11 +41,12 @@ class StageFormulas:
     kept: Expression
     stash: Expression
     fresh: Expression
-    again: Expression
+    made: Expression
     momentary: Expression
     sends: Mapping[str, Expression]
     passing: Expression
     largest: int
+    added: int
     wide: int
 
 
@@ -132,7 +134,7 @@ def _moved(plan: Plan, formulas: Sequence[StageFormulas], channel: Channel) -> E
 
 
 def _sizes(formulas: Sequence[StageFormulas], numbering: Numbering) -> list[Expression]:
-    own = [size for f in formulas for size in (f.kept, f.stash, f.fresh, f.again, f.momentary)]
+    own = [size for f in formulas for size in (f.kept, f.stash, f.fresh, f.made, f.momentary)]
     sent = {name: size for f in formulas for name, size in f.sends.items()}
     return own + [sent[name] for name in numbering.tensors]
 
@@ -200,7 +202,7 @@ def _stage_bytes(
     held -= memory.passing
     bucket = max(BUCKET_BYTES, formulas.largest) if plan.mesh.dp > 1 else 0
     bucket = max(min(bucket, memory.gradients), formulas.wide)
-    return StageStates(held, formulas.largest, bucket, formulas.passing)
+    return StageStates(held, formulas.added, bucket, formulas.passing)
 
 
 EXACT = 1e-6

@@ -23,7 +23,7 @@ from autopipe.schedules.instructions import Flow, Program
 from autopipe.schedules.peak_memory import Sizes, walk
 
 OWN = 5
-"""Sizes of a stage itself, as `peak_memory.Sizes`: kept, stash, fresh, again, momentary."""
+"""Sizes of a stage itself, as `peak_memory.Sizes`: kept, stash, fresh, made, momentary."""
 
 
 @dataclass(frozen=True)

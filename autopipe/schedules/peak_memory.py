@@ -30,7 +30,8 @@ class Sizes:
         leaving: of each channel, the bytes of each tensor that goes to that stage.
         stash: held from I to W where backward is split.
         fresh: of the stash, what I has made; the rest was kept from F.
-        again: made besides by recomputation, at the fullest moment of a backward or of either half.
+        made: the most of what a backward, or either half, makes besides, beyond what it has let go
+            of by then.
         momentary: held besides at the fullest moment of a forward, and let go within it.
     """
 
@@ -39,7 +40,7 @@ class Sizes:
     leaving: Mapping[tuple[Flow, int], Mapping[Hashable, int]]
     stash: int = 0
     fresh: int = 0
-    again: int = 0
+    made: int = 0
     momentary: int = 0
 
 
@@ -113,16 +114,16 @@ class _Walk:
             if kind is Kind.BACKWARD or kind is Kind.BACKWARD_INPUT:
                 self.unsent[Flow.GRADIENT, k] = self.targets[Flow.GRADIENT, k]
                 begins = {
-                    "activations": sizes.fresh + sizes.again,
+                    "activations": sizes.fresh + sizes.made,
                     "transfers": self.outgoing[Flow.GRADIENT],
                 }
-                over = sizes.kept + sizes.again
+                over = sizes.kept + sizes.made
                 if self.split:
                     return begins, {"activations": over - (sizes.stash - sizes.fresh)}
                 return begins, self._last(k, over)
             if kind is Kind.BACKWARD_WEIGHT:
-                again = sizes.again if sizes.stash else 0
-                return {"activations": again}, self._last(k, sizes.stash + again)
+                made = sizes.made if sizes.stash else 0
+                return {"activations": made}, self._last(k, sizes.stash + made)
             return {}, {}
         if kind is Kind.POST:
             return {"transfers": sum(sizes.arriving[flow, peer].values())}, {}

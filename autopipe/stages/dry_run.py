@@ -1,8 +1,8 @@
 """A rehearsal: all stages of a partition run once, forward and backward, on tensors without memory.
 
-It gives what no formula gives exactly: the bytes each stage keeps for backward and makes again in
-it, and how the tensors that cross a cut look (dtype, strides, whether a gradient comes back, and in
-which strides). Layout is part of the result: a reduction over the same values in another layout
+It gives what no formula gives exactly: the bytes each stage keeps for backward and makes in it, and
+how the tensors that cross a cut look (dtype, strides, whether a gradient comes back, and in which
+strides). Layout is part of the result: a reduction over the same values in another layout
 adds in another order.
 """
 
@@ -57,27 +57,32 @@ class Rehearsal:
     Attributes:
         saved: what one micro-batch keeps from forward to backward. Parameters, buffers, the batch
             and received tensors are not among it, nor copies in low precision.
-        recomputed: how much more than `saved` is held at the fullest moment of a backward, because
-            blocks are run again in it: by then the blocks after them have let go of theirs.
+        made: how much more than `saved` is held at the fullest moment of a backward, by blocks that
+            run again or by all that compiled graphs make (`joint.fullest_call`).
 
                 saved   |#### args of 4 blocks ####|## rest ##|
                         |#### args of 4 blocks ####|      <- the rest is gone
                                           + |##### block 3 again #####|
-                                                       |-----|  recomputed
+                                                       |-----|  made
 
-        momentary: how much more than `saved` is held at the fullest moment of a forward. A branch
-            that no gradient comes back through, such as a prediction that only a mask is made of,
-            keeps what an op saves until its results are gone.
+        momentary: how much more than `saved` is held at that of a forward. A branch without a
+            gradient, as a prediction for a mask, keeps what ops save until its results are gone.
         stash, fresh: where backwards are split, what is held between the two halves, and what of it
             the first half has made (`joint.split_backward_layouts`); nothing otherwise.
+        compiled: whether the backward of each stage runs as compiled graphs; nothing: none does.
     """
 
     boundaries: Mapping[Ref, CrossingTensor]
     saved: tuple[int, ...]
-    recomputed: tuple[int, ...]
+    made: tuple[int, ...]
     momentary: tuple[int, ...]
     stash: tuple[int, ...] = ()
     fresh: tuple[int, ...] = ()
+    compiled: tuple[bool, ...] = ()
+
+    def runs_compiled(self, stage: int) -> bool:
+        """Whether a stage's backward runs as compiled graphs."""
+        return bool(self.compiled) and self.compiled[stage]
 
     def in_turns(self, turns: Sequence[int]) -> Rehearsal:
         """The same with each stage as often as ranks take turns at it; nothing: once."""
@@ -88,11 +93,12 @@ class Rehearsal:
         def taken(back: Mapping[int, Strides]) -> dict[int, Strides]:
             return {entry: back[stage] for entry, stage in enumerate(stages) if stage in back}
 
-        figures = self.saved, self.recomputed, self.momentary, self.stash, self.fresh
-        return Rehearsal(
-            {r: replace(b, gradients=taken(b.gradients)) for r, b in self.boundaries.items()},
-            *(tuple(each[stage] for stage in stages) if each else () for each in figures),
-        )
+        crossing = {r: replace(b, gradients=taken(b.gradients)) for r, b in self.boundaries.items()}
+        figures = self.saved, self.made, self.momentary, self.stash, self.fresh
+        sizes = (tuple(each[stage] for stage in stages) if each else () for each in figures)
+        saved, made, momentary, stash, fresh = sizes
+        compiled = tuple(map(self.runs_compiled, stages))
+        return Rehearsal(crossing, saved, made, momentary, stash, fresh, compiled)
 
 
 def rehearse(
@@ -194,13 +200,13 @@ class _Rehearsing:
                     ]
                     strides = dict.fromkeys(takers, boundary.strides)
                     self.boundaries[ref] = replace(boundary, gradients=strides)
-            unused, recomputed = self.unused, [0] * len(self.stages)
+            unused, made = self.unused, [0] * len(self.stages)
             if self.gradients:
-                unused, recomputed = self._backwards(keys)
+                unused, made = self._backwards(keys)
         found = Rehearsal(
             self.boundaries,
             tuple(forward.saved for forward in forwards),
-            tuple(recomputed),
+            tuple(made),
             tuple(forward.momentary for forward in forwards),
         )
         return found, unused
@@ -267,10 +273,10 @@ class _Rehearsing:
     def _backwards(self, keys: Sequence[Hashable]) -> tuple[frozenset[Arrival], list[int]]:
         """The backward of every stage from the last one on, to learn the strides of gradients.
 
-        Returns the arrivals that no gradient came to, and what `Rehearsal.recomputed` has.
+        Returns the arrivals that no gradient came to, and what `Rehearsal.made` has.
         """
         unused: set[Arrival] = set()
-        recomputed = [0] * len(self.stages)
+        made = [0] * len(self.stages)
         for stage in reversed(self.stages):
             sent = tuple(self.boundaries[ref] for ref in stage.outgoing)
             seeds = tuple(
@@ -281,7 +287,7 @@ class _Rehearsing:
             if key not in self.known:
                 live = self.live.pop(keys[stage.index], None) or self._run(stage)[1]
                 self.known[key] = _backward(live, sent)
-            recomputed[stage.index], gradients = self.known[key]
+            made[stage.index], gradients = self.known[key]
             for (ref, _), found in zip(stage.receives, gradients, strict=True):
                 boundary = self.boundaries[ref]
                 strides = dict(boundary.gradients)
@@ -290,7 +296,7 @@ class _Rehearsing:
                 elif strides.pop(stage.index, None) is not None:
                     unused.add((ref, stage.index))
                 self.boundaries[ref] = replace(boundary, gradients=strides)
-        return frozenset(unused), recomputed
+        return frozenset(unused), made
 
 
 def _backward(

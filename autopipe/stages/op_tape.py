@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -60,17 +60,17 @@ class Made:
         self.storages = {storage_key(t): t.untyped_storage().nbytes() for t in tensors}
         self.dtype: torch.dtype | None = tensors[0].dtype if tensors else None
 
-    def again(self, renamed: dict[int, int], kept: Collection[int]) -> Made:
+    def again(self, renamed: Mapping[int, int], kept: Collection[int]) -> Made:
         """The same of a node that runs a second time, with keys of its own for its storages.
 
         Args:
-            renamed: the keys of what has run a second time already; new ones are added.
+            renamed: by the key of a storage that of its second one.
             kept: storages that it only looks at, as a view does, and that are still there.
         """
         made = Made(None)
         made._held, made.dtype = self._held, self.dtype
         for key, size in self.storages.items():
-            own = key if key in kept else renamed.setdefault(key, -1 - len(renamed))
+            own = key if key in kept else renamed[key]
             made.storages[own] = size
         return made
 

@@ -67,8 +67,8 @@ def sizes(rehearsal: Rehearsal, stage: Stage) -> Sizes:
             arriving.setdefault((Flow.GRADIENT, target), {})[ref] = boundary.bytes
     i = stage.index
     stash, fresh = (rehearsal.stash[i], rehearsal.fresh[i]) if rehearsal.stash else (0, 0)
-    again, momentary = rehearsal.recomputed[i], rehearsal.momentary[i]
-    return Sizes(rehearsal.saved[i], arriving, leaving, stash, fresh, again, momentary)
+    made, momentary = rehearsal.made[i], rehearsal.momentary[i]
+    return Sizes(rehearsal.saved[i], arriving, leaving, stash, fresh, made, momentary)
 
 
 StageMoment = tuple[Counter[str], Instruction | None]

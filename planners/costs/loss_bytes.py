@@ -5,7 +5,8 @@
 
 What autograd keeps is observed (`saved_tensors`); this comes and goes within one op's backward. Of
 logits of 32,000 words it was nearly all that an H200 held beside a plan's bytes (benchmarks/gpu).
-Of stages that run compiled, what their kernels make on the way is counted as made again.
+Of a backward that runs compiled all is counted that its ops make, and this with it
+(`joint.fullest_call`); only what one op of ours has within it comes on top.
 """
 
 from __future__ import annotations
@@ -23,14 +24,18 @@ from autopipe.sharding.vocabulary_loss import wide
 GRADIENTS = 2
 """Of the logarithms and of the logits; each is as large as those."""
 
+IN_PARTS = "vocabulary_loss"
+"""Our op of a product and the loss of its result, which is never there as a whole."""
+
 
 def loss_bytes(graph: Graph, positions: Iterable[int], *, compiled: bool) -> list[Dim]:
     """Of each of the nodes the bytes that it has for a moment as a loss, in b and s; else 0.
 
     Args:
-        compiled: whether stages run compiled; then none has any.
+        compiled: whether its backward runs as compiled graphs.
     """
-    found = (None if compiled else _made(graph, graph.nodes[position]) for position in positions)
+    nodes = (graph.nodes[position] for position in positions)
+    found = (None if compiled and node.short != IN_PARTS else _made(graph, node) for node in nodes)
     return [GRADIENTS * spec.bytes if spec is not None else 0 for spec in found]
 
 
@@ -54,7 +59,7 @@ def _made(graph: Graph, node: Node) -> TensorSpec | None:
     if node.op == "autopipe.largest.default":  # of words that tensor-parallel ranks share out
         most = maker(graph, node.values()[0])
         return graph.spec(most.values()[0]) if most is not None else None
-    if node.short == "vocabulary_loss":  # from a part of its columns at a time
+    if node.short == IN_PARTS:  # from a part of its columns at a time
         given = arguments(node)
         rows = sympy.prod(graph.spec(given["target"]).shape)
         dtype = wide(graph.spec(given["weight"]).dtype)

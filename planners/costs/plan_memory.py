@@ -182,7 +182,9 @@ def with_memory(plan: Plan, held: StageBytes, optimizer_factor: float) -> Plan:
             copies += held.gathered[stage.index]
         if held.cut.whole is not None and stage is stages[-1]:
             peak, at = _with_loss(peak, at, held.cut.whole, plan)
-        passes, doing = passing(held.cut.graph, own, peak, _of_loss(held.cut, stage, plan), plan)
+        compiled = rehearsal.runs_compiled(stage.index)
+        loss = _of_loss(held.cut, stage, compiled=compiled)
+        passes, doing = passing(held.cut.graph, own, peak, loss, plan, compiled=compiled)
         if doing is not None:
             at = Instruction(doing, stage.index)
         holds = memory(held.cut.graph, own, peak, copies, passes, plan, optimizer_factor)
@@ -191,9 +193,9 @@ def with_memory(plan: Plan, held: StageBytes, optimizer_factor: float) -> Plan:
     return replace(plan, stages=tuple(written))
 
 
-def _of_loss(cut: CutModel, stage: Stage, plan: Plan) -> int:
+def _of_loss(cut: CutModel, stage: Stage, *, compiled: bool) -> int:
     """Bytes that a stage's loss has for a moment."""
-    sizes = loss_bytes(cut.graph, stage.nodes, compiled=plan.compiled)
+    sizes = loss_bytes(cut.graph, stage.nodes, compiled=compiled)
     return max(at_batch(size, cut.rows) for size in sizes)
 
 

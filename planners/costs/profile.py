@@ -168,7 +168,7 @@ class Costing:
                 replace(
                     profile,
                     saved=kept.saved[profile.rows],
-                    again=kept.again[profile.rows],
+                    made=kept.made[profile.rows],
                     passing=passing(profile.rows),
                     crossings=crossings(profile.rows),
                     levels=tuple(

@@ -34,7 +34,7 @@ from autopipe.joint.split_backward import Division, divide, needed
 from autopipe.joint.wanted import Wanted
 from autopipe.planners.costs.watched_run import POSITION, KeptStorage, watched_stage
 from autopipe.planners.model.problem import Saved
-from autopipe.stages.op_tape import MADE
+from autopipe.stages.op_tape import MADE, SEGMENT
 from autopipe.stages.precision import computing
 from autopipe.util.progress import phase
 
@@ -54,8 +54,8 @@ class Seen:
         made_in: what the nodes' results are made in, by the nodes' positions.
         copies: the parameters of which there are copies in low precision.
         levels: of compiled stages, if they are wanted.
-        again: of each node of the short graph the bytes that backward has made a second time when
-            it makes this node's so.
+        made: of each node of the short graph the most bytes of what its backward has made and still
+            needs, of compiled stages.
     """
 
     storages: tuple[Storage, ...]
@@ -63,7 +63,7 @@ class Seen:
     made_in: Mapping[int, tuple[torch.dtype | None, ...]]
     copies: tuple[str, ...]
     levels: Levels
-    again: NDArray[np.int64]
+    made: NDArray[np.int64]
 
 
 class KeptBytes(NamedTuple):
@@ -71,14 +71,14 @@ class KeptBytes(NamedTuple):
 
     Attributes:
         saved: the storages, by the rows.
-        again: as `Profile` has it, by the rows.
+        made: as `Profile` has it, by the rows.
         made_in: the dtypes of values.
         low: the parameters of which there are copies in low precision.
         levels: as `Seen` has them, at the fewest rows.
     """
 
     saved: dict[int, tuple[Saved, ...]]
-    again: dict[int, tuple[int, ...]]
+    made: dict[int, tuple[int, ...]]
     made_in: Made
     low: frozenset[str]
     levels: Levels
@@ -123,7 +123,7 @@ class Saving:
         observe = cache(partial(self._observe, rows[0]))
         first, where = observe(rows[0]), cache(partial(self._by_unit, units, again))
         sizes: dict[int, tuple[Saved, ...]] = {}
-        again_of: dict[int, tuple[int, ...]] = {}
+        made_of: dict[int, tuple[int, ...]] = {}
         lines = _lines(observe, rows, self.check)
         for size in rows:
             line = lines[size]
@@ -131,8 +131,8 @@ class Saving:
                 Saved(sum(line.bytes[number] for number in numbers), *place)
                 for place, numbers in where(line.seen.storages).items()
             )
-            of_units = np.maximum.reduceat(line.again[self.short.like], np.array(units.starts))
-            again_of[size] = tuple(of_units.tolist())
+            of_units = np.maximum.reduceat(line.made[self.short.like], np.array(units.starts))
+            made_of[size] = tuple(of_units.tolist()) if self.compiled else ()
         nodes, like = self.flow.graph.nodes, self.short.like.tolist()
         kept = self.short.kept
         made_in = {
@@ -146,7 +146,7 @@ class Saving:
             levels = eager_levels(self.short, self.precision, rows[0], self.segments, self.seconds)
         return KeptBytes(
             sizes,
-            again_of,
+            made_of,
             made_in,
             frozenset(n for n, known in self.short.states.items() if known in low),
             levels,
@@ -181,11 +181,11 @@ class Saving:
 
 
 class _SavedLine(NamedTuple):
-    """What is kept at a number of rows: bytes of a run's storages, and of what it makes again."""
+    """What is kept at a number of rows: bytes of a run's storages, and of what it makes."""
 
     seen: Seen
     bytes: Sequence[int]
-    again: NDArray[np.int64]
+    made: NDArray[np.int64]
 
 
 def _lines(
@@ -207,8 +207,8 @@ def _lines(
                 if rest.any() or off:
                     break
                 # The most of several sums: never above the line between two of its points.
-                more = -((low.again - high.again) * share[0] // share[1])
-                lines[size] = _SavedLine(low, (sizes[0] + rise).tolist(), low.again + more)
+                more = -((low.made - high.made) * share[0] // share[1])
+                lines[size] = _SavedLine(low, (sizes[0] + rise).tolist(), low.made + more)
             else:
                 return lines
         return _lines(observe, rows[1:], check) | {small: _as_it_is(low)}
@@ -216,7 +216,7 @@ def _lines(
 
 
 def _as_it_is(seen: Seen) -> _SavedLine:
-    return _SavedLine(seen, seen.bytes, seen.again)
+    return _SavedLine(seen, seen.bytes, seen.made)
 
 
 def observe_saved(
@@ -240,7 +240,7 @@ def observe_saved(
     """
     found: Levels = {}
     nodes = len(short.graph.nodes)
-    again = np.zeros(nodes, np.int64)
+    made_by = np.zeros(nodes, np.int64)
     with watched_stage(short, precision, rows, segments) as stage:
         name = f"counting what is kept of {rows} rows"
         with phase(name, of=len(stage.lowered.module.graph.nodes)) as done:
@@ -250,7 +250,7 @@ def observe_saved(
                 found = _levels(made, seconds, least=True)
                 division = divide(made, Wanted(halves=False, least=True))
                 watch.kept = _kept_by_graphs(division)
-                again = _made_again(division, nodes)
+                made_by = _made_by(division, nodes, segments)
             else:
                 with observing(watch.pack), computing(stage.arithmetic):
                     watch.run(*stage.inputs)
@@ -269,7 +269,7 @@ def observe_saved(
         },
         tuple(stage.lowered.low),
         found,
-        again,
+        made_by,
     )
 
 
@@ -315,9 +315,16 @@ def _kept_by_graphs(division: Division) -> dict[int, KeptStorage]:
     return found
 
 
-def _made_again(division: Division, nodes: int) -> NDArray[np.int64]:
-    """As `Seen.again` has it, of so many nodes."""
-    found = np.zeros(nodes, np.int64)
-    for call, size in division.again.items():
-        found[call.meta[POSITION]] = max(found[call.meta[POSITION]], size)
+def _made_by(division: Division, nodes: int, segments: Sequence[str | None]) -> NDArray[np.int64]:
+    """As `Seen.made` has it, of so many nodes.
+
+    A call of backward is of the node whose values it reads, if it reads any, else of that of the
+    call before; and in that node's block.
+    """
+    found, of = np.zeros(nodes, np.int64), list[int]()
+    for call in division.first:
+        read = [n.meta[POSITION] for n in (call, *call.all_input_nodes) if POSITION in n.meta]
+        of.append(max(read, default=of[-1] if of else nodes - 1))
+        call.meta[SEGMENT] = segments[of[-1]] if segments else None
+    np.maximum.at(found, of, division.halves[0].made())
     return found

@@ -93,24 +93,32 @@ def share_of(shape: Sequence[Dim], size: int, ranks: int) -> int:
 
 
 def passing(
-    graph: Graph, names: Iterable[str], peak: Counter[str], loss: int, plan: Plan
+    graph: Graph,
+    names: Iterable[str],
+    peak: Counter[str],
+    loss: int,
+    plan: Plan,
+    *,
+    compiled: bool,
 ) -> tuple[int, Kind | None]:
     """Bytes of `Memory.passing`, and what is done then; None: a backward.
 
-    From the second micro-batch on, each gradient is made beside the sum that it is added to. A
+    From the second micro-batch on, each gradient is made beside the sum that it is added to; of
+    compiled stages it is among what their backward makes (`joint.fullest_call`). A
     bucket is filled at the end, when the last backward has let go of what is at the peak; so are
     gradients in 16 bits cast for the optimizer. Under ZeRO-2 and 3 every backward fills
     buckets.
 
     Args:
         loss: bytes that the stage's loss has for a moment (`loss_bytes`).
+        compiled: whether the stage's backward runs as compiled graphs.
     """
     trained = [state for name in names if (state := graph.states[name]).trainable]
     gradients = [bytes_at(state.summed, 1) for state in trained]
     largest = max(gradients, default=0)
     if plan.scatters:
         return loss + int(scattered_bytes(sum(gradients), largest, plan.mesh.dp)), None
-    added = loss + (largest if plan.batch.micro_batches > 1 else 0)
+    added = loss + (largest if plan.batch.micro_batches > 1 and not compiled else 0)
     several = plan.mesh.dp > 1 or plan.turns
     bucket = min(max(BUCKET_BYTES, largest), sum(gradients)) if several else 0
     wide = 0 if plan.deals else sum(bytes_at(state.held, 1) for state in trained) - sum(gradients)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product as combinations
+from typing import NamedTuple
 
 import sympy
 
@@ -36,8 +37,15 @@ Sampled = dict[str, int]
 """Bytes of a stage by what they are: those of `OWN`, and of each tensor that it sends on, by `SENT`
 and its name."""
 
-OWN = ("kept", "stash", "fresh", "again", "momentary")
+OWN = ("kept", "stash", "fresh", "made", "momentary")
 SENT = "sent "
+
+
+class _Ran(NamedTuple):
+    """A dry run: the bytes of the stages, and whether their backwards run as compiled graphs."""
+
+    stages: list[Sampled]
+    compiled: tuple[bool, ...]
 
 
 @dataclass(frozen=True)
@@ -48,17 +56,19 @@ class StageSizes:
         sends: of each tensor that it sends on, by name.
         passing: what its loss has for a moment.
         largest: of its largest gradient, as it is summed.
+        added: of that, if it is made beside its sum and not counted in `made`.
         wide: of what gradients take more where the optimizer gets them in fp32.
     """
 
     kept: Expression
     stash: Expression
     fresh: Expression
-    again: Expression
+    made: Expression
     momentary: Expression
     sends: dict[str, Expression]
     passing: Expression
     largest: int
+    added: int
     wide: int
 
 
@@ -88,7 +98,7 @@ class NoPolynomial(AutopipeError):
 
 def _fitted(
     found: PlannedStages,
-    run: Callable[[int, int], list[Sampled]],
+    run: Callable[[int, int], _Ran],
     rows: tuple[int, int],
     lengths: tuple[int, ...],
 ) -> list[StageSizes]:
@@ -100,16 +110,19 @@ def _fitted(
     stages = []
     for index in range(len(found.plan.stages)):
         formulas = {
-            what: fit(tuple(sampled[index][what] for sampled in runs)) for what in runs[0][index]
+            what: fit(tuple(ran.stages[index][what] for ran in runs))
+            for what in runs[0].stages[index]
         }
         sends = {what.removeprefix(SENT): f for what, f in formulas.items() if what not in OWN}
-        kept, stash, fresh, again, momentary = (formulas[what] for what in OWN)
-        others = _passing(found, index), *_gradients(found, index)
-        stages.append(StageSizes(kept, stash, fresh, again, momentary, sends, *others))
+        kept, stash, fresh, made, momentary = (formulas[what] for what in OWN)
+        compiled = runs[0].compiled[index]
+        passing, (most, wide) = _passing(found, index, compiled=compiled), _gradients(found, index)
+        others = passing, most, 0 if compiled else most, wide
+        stages.append(StageSizes(kept, stash, fresh, made, momentary, sends, *others))
     return stages
 
 
-def _dry_run(found: PlannedStages, rows: int, tokens: int) -> list[Sampled]:
+def _dry_run(found: PlannedStages, rows: int, tokens: int) -> _Ran:
     """The bytes of all stages at one size."""
     ran = dry_run(found.fixed(rows, tokens), repeats_equal=True, known={}).rehearsal
     sampled = []
@@ -117,7 +130,7 @@ def _dry_run(found: PlannedStages, rows: int, tokens: int) -> list[Sampled]:
         own = sizes(ran, stage)
         sent = {f"{SENT}{ref}": ran.boundaries[ref].bytes for ref, _ in stage.sends}
         sampled.append({what: getattr(own, what) for what in OWN} | sent)
-    return sampled
+    return _Ran(sampled, ran.compiled or (False,) * len(sampled))
 
 
 def _through(points: Sequence[Point], check: Point, values: tuple[int, ...]) -> Expression:
@@ -153,10 +166,10 @@ def _power(name: str, power: int) -> tuple[Expression, ...]:
     return () if not power else (name,) if power == 1 else (("^", name, float(power)),)
 
 
-def _passing(found: PlannedStages, index: int) -> Expression:
+def _passing(found: PlannedStages, index: int, *, compiled: bool) -> Expression:
     """`StageSizes.passing`, as `plan_memory` counts it."""
     graph, stage = found.split.graph, found.split.stages[index]
-    sizes = [*filter(None, loss_bytes(graph, stage.nodes, compiled=found.plan.compiled))]
+    sizes = [*filter(None, loss_bytes(graph, stage.nodes, compiled=compiled))]
     return largest(*(of_sympy(size, NAMES) for size in sizes)) if sizes else 0.0
 
 

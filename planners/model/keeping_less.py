@@ -138,7 +138,7 @@ def _of_way(
     offloaded = sets.ways.bytes[left]
     without = memory.peak(memory.estimate(ranges, problem, place.shared(config), place.in_flight))
     held, stays = holding(place, sets.largest[numbers])
-    held = np.maximum(held - ranges.again, 0)  # beyond what is made a second time anyway
+    held = np.maximum(held - ranges.made, 0)  # beyond what is made anyway
     peaks = without - stays * offloaded + sets.ways.moving[left]
     missing = memory.excess(peaks, place.room)
     missing = np.where(missing > 0, missing + held, 0)

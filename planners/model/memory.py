@@ -22,7 +22,7 @@ received and S bytes sent; R' and S' are those of them whose gradient goes the o
     optimizer_factor * W       optimizer state
     C                          buffers
     n * (A - D + R)            activations: what is received is kept until its backward
-    max(d, g) + v              what backward makes a second time; what is on its way to the host
+    max(d, g) + v              what backward makes; what is on its way to the host
     min(window, m) * R         receives posted ahead
     min(window + 1, m) * S'    the same for gradients, and the one that backward is using
     S + min(2, m) * R'         sends under way: one leaving, and a gradient that is being made
@@ -30,12 +30,12 @@ received and S bytes sent; R' and S' are those of them whose gradient goes the o
 
 D are the bytes that recomputed blocks do not save and that blocks offload, d the bytes of the
 largest block, held once while it is recomputed (`planners.model.recompute_sets`), v those of two
-blocks that offload (`planners.model.offload_ways`), g those of ops that a compiled stage runs
-again unasked: of the logits, mostly, g' those of the largest gradient, if m > 1, and l those of
-gradients of logits (`costs.loss_bytes`). ZeRO-1 divides the optimizer state by dp,
-and masters, 2 L of W, which are a part of it; ZeRO-2 gradients too, and has the buckets that are
-scattered (`scattered_bytes`) beside them; ZeRO-3 also parameters, Z too, and has what it gathers
-(`range_tables.gathered_bytes`) in the place of L.
+blocks that offload (`planners.model.offload_ways`), g those that the backward of a compiled stage
+makes (`joint.fullest_call`): of gradients of logits, mostly. Of others, g' are those of the largest
+gradient, if m > 1, and l those of gradients of logits (`costs.loss_bytes`). ZeRO-1 divides the
+optimizer state by dp, and masters, 2 L of W, which are a part of it; ZeRO-2 gradients too, and has
+the buckets that are scattered (`scattered_bytes`) beside them; ZeRO-3 also parameters, Z too, and
+has what it gathers (`range_tables.gathered_bytes`) in the place of L.
 
 **Bound.** A stage holds at least a sum over its units,
 
@@ -110,7 +110,7 @@ def estimate(
         np.rint(problem.optimizer_factor * (share if zero else whole)).astype(np.int64),
         ranges.constants,
         np.asarray(in_flight) * (ranges.saved - dropped + ranges.received)
-        + np.maximum(held, ranges.again)
+        + np.maximum(held, ranges.made)
         + moving,
         posted * ranges.received
         + arriving * ranges.sent_gradient
@@ -125,7 +125,7 @@ def _passing(ranges: Tables, config: Config) -> Bytes:
     if config.scatters:
         return ranges.passing + scattered_bytes(ranges.summed, ranges.largest, config.dp)
     # From the second micro-batch on.
-    return ranges.passing + (ranges.largest if config.micro_batches > 1 else 0)
+    return ranges.passing + (ranges.added if config.micro_batches > 1 else 0)
 
 
 def scattered_bytes(summed: ArrayLike, largest: ArrayLike, ranks: int) -> Bytes:

@@ -94,8 +94,8 @@ class Profile:
             which tensor-parallel ranks exchange something; none at all if there are none.
         levels: of each recomputable block its levels between keeping all and running again whole;
             empty: there are none. Equally many in every profile.
-        again: of each unit the bytes that its backward makes a second time, at its fullest moment,
-            where stages are compiled and no block is asked to run again; empty: none does.
+        made: of each unit the bytes that its backward makes, at its fullest moment, where stages
+            are compiled; empty: they are not counted.
         passing: of each unit the bytes that a loss has for a moment; empty: none has.
     """
 
@@ -107,7 +107,7 @@ class Profile:
     recompute: tuple[tuple[Seconds, ...], ...] = ()
     exchange: tuple[Seconds, ...] = ()
     levels: tuple[tuple[BlockLevel, ...], ...] = ()
-    again: tuple[int, ...] = ()
+    made: tuple[int, ...] = ()
     passing: tuple[int, ...] = ()
 
 

@@ -40,9 +40,10 @@ class Tables:
     largest unit in no block: what ZeRO-3 gathers in one go. `opening` and `closing` are those of
     the block of the range's first and last unit, with which a forward and a backward begin.
     `tied` are those of parameters that several units in no one block use, which stay. `largest` are
-    bytes of the largest gradient that one of the range's units makes, `again` the most that the
-    backward of one of them makes a second time, `passing` the most that a loss in one of them has
-    for a moment. `parted` are those of the received bytes that may
+    bytes of the largest gradient that one of the range's units makes, `added` those of it where it
+    is not among `made`: the most that the backward of a unit makes, beyond what those after it have
+    let go of by then. `passing` are the most that a loss in one of them has for a moment, `parted`
+    those of the received bytes that may
     come in parts, and `parted_gradient` those of them whose gradient goes back
     (`planners.model.transfers`).
     """
@@ -61,8 +62,9 @@ class Tables:
     closing: Bytes
     tied: Bytes
     largest: Bytes
+    added: Bytes
     saved: Bytes
-    again: Bytes
+    made: Bytes
     passing: Bytes
     received: Bytes
     received_gradient: Bytes
@@ -125,6 +127,7 @@ def _tables(problem: Problem, rows: int) -> Tables:
         problem.blocks,
         problem.largest or (0,) * units,
     )
+    saved = _fill(units, _saved(units, profile.saved))
     return Tables(
         forward=tuple(map(_prefix, profile.forward)),
         backward=tuple(map(_prefix, profile.backward)),
@@ -140,8 +143,9 @@ def _tables(problem: Problem, rows: int) -> Tables:
         closing=held[6],
         tied=held[7],
         largest=held[8],
-        saved=_fill(units, _saved(units, profile.saved)),
-        again=_largest(profile.again or (0,) * units),
+        added=held[8] * (not profile.made),
+        saved=saved,
+        made=_made(profile.made or (0,) * units, saved),
         passing=_largest(profile.passing or (0,) * units),
         received=_fill(units, _received(units, crossings)),
         received_gradient=_fill(units, _received(units, returning)),
@@ -234,6 +238,19 @@ def _largest(sizes: Sequence[int]) -> Bytes:
     for first in range(len(sizes)):
         found[first, first + 1 :] = np.maximum.accumulate(sizes[first:])
     return found
+
+
+def _made(sizes: Sequence[int], saved: Bytes) -> Bytes:
+    """`Tables.made` of every range, from what the units make and what ranges save.
+
+    By the backward of a unit those after it have let go of what they alone had saved.
+    """
+    units = len(sizes)
+    beyond = np.array(sizes, dtype=np.int64)[:, None] - saved[1:]
+    there = np.arange(units)[:, None] < np.arange(units + 1)  # by unit, and end of the range
+    found = np.zeros_like(saved)
+    found[:-1] = np.maximum.accumulate(np.where(there, beyond, 0)[::-1])[::-1]
+    return np.maximum(found, 0)
 
 
 def _fill(units: int, rectangles: Iterable[_Rectangle]) -> Bytes:

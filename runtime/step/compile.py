@@ -17,23 +17,18 @@ choice: it is what the plan has counted.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any
 
 from torch import fx, nn
 
-from autopipe.ir.opaque_ops import OPAQUE
 from autopipe.ir.torch_private import views, writes, written_arguments
-from autopipe.joint import offload
 from autopipe.joint.compiled_graph import Backend, CallSite, CompiledGraph
 from autopipe.joint.graph_writer import step_copy
+from autopipe.joint.islands import called, is_compiled, takes
 from autopipe.runtime.step.engine import accumulate
-from autopipe.stages.node_calls import python_only, take
+from autopipe.stages.node_calls import take
 from autopipe.stages.op_tape import SEGMENT
 from autopipe.stages.precision import low
-
-_PYTHON_ONLY = frozenset({accumulate, *python_only, *offload.CALLS})
 
 
 def compile_stage(module: fx.GraphModule, backend: Backend = "inductor") -> None:
@@ -94,7 +89,7 @@ def _with_islands(module: fx.GraphModule, compiler: Compiler) -> fx.Graph:
             end()
         if node.target is accumulate and island:
             given_away.append(node)  # with the island: it need not end here
-        elif _is_compiled(node):
+        elif node.target is not accumulate and is_compiled(node):
             island.append(node)
         else:
             end()
@@ -105,33 +100,14 @@ def _with_islands(module: fx.GraphModule, compiler: Compiler) -> fx.Graph:
 def _in_order(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
     """Nodes, each followed by those that take one of its results."""
     for node in nodes:
-        if not _takes(node):
+        if not takes(node):
             yield from _with_takes(node)
 
 
 def _with_takes(node: fx.Node) -> Iterator[fx.Node]:
     yield node
-    for user in filter(_takes, node.users):
+    for user in filter(takes, node.users):
         yield from _with_takes(user)
-
-
-def _takes(node: fx.Node) -> bool:
-    return node.target in (take, operator.getitem)
-
-
-def _is_compiled(node: fx.Node) -> bool:
-    if node.op != "call_function":
-        return False
-    if _takes(node):  # it goes with what it takes from
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        return _is_compiled(source)
-    return node.target not in _PYTHON_ONLY and not any(str(op) in OPAQUE for op in _called(node))
-
-
-def _called(node: fx.Node) -> list[Any]:
-    """The op that a node calls, itself or through a function of ours."""
-    return [a for a in (node.target, *node.args) if hasattr(a, "overloadpacket")]
 
 
 def _writes(node: fx.Node, inside: Collection[fx.Node]) -> bool:
@@ -139,17 +115,17 @@ def _writes(node: fx.Node, inside: Collection[fx.Node]) -> bool:
 
     The kernels of batch norms write running statistics although their schemas do not say so.
     """
-    if any("batch_norm" in str(op) for op in _called(node)):
+    if any("batch_norm" in str(op) for op in called(node)):
         return True
     if not writes(node.target):  # of what a function of ours calls, the arguments stand elsewhere
-        return any(map(writes, _called(node)))
+        return any(map(writes, called(node)))
     written = written_arguments(node.target, node.args, node.kwargs)
     return any(not isinstance(n, fx.Node) or _base(n) not in inside for n in written)
 
 
 def _base(node: fx.Node) -> fx.Node:
     """What a node is a view of, or one that may be."""
-    while _takes(node) or views(node.target):
+    while takes(node) or views(node.target):
         node = node.all_input_nodes[0]
     return node
 

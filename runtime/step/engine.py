@@ -207,13 +207,13 @@ class JointEngine:
                 seed = gradients[n]
                 seed = layout.empty().zero_() if seed is None else layout.fit(seed)
                 flight.for_input.append(seed)
-            self._count(joint.again)
+            self._count(joint.made)
             made = self._input(flight.for_input)
         stash = made[len(joint.arguments) :]
         flight.for_weight += stash
         fresh = _bytes(stash[n] for n in joint.counted_stash)
         self._count(fresh)  # beside all that was kept: the most that there can be at once
-        self._count(flight.bytes_for_weight - flight.bytes - joint.again)
+        self._count(flight.bytes_for_weight - flight.bytes - joint.made)
         flight.bytes = flight.bytes_for_weight + fresh
         returned: tuple[Tensor | None, ...] = made[: len(joint.arguments)]
         return returned
@@ -224,10 +224,10 @@ class JointEngine:
             return
         if self._weight is not None:
             with _as_traced(flight.how):
-                again = self.joint.again if self.joint.stash else 0
-                self._count(again)
+                made = self.joint.made if self.joint.stash else 0
+                self._count(made)
                 self._weight(flight.for_weight)
-                self._count(-again)
+                self._count(-made)
         self._count(-flight.bytes)
 
     def _count(self, bytes: int) -> None:

@@ -4,14 +4,14 @@ import itertools
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import nn
 
 from autopipe.joint.joint_graph import Layout, differentiate, is_of_state, storages
 from autopipe.joint.run_again import CHEAP, chosen
-from autopipe.joint.split_backward import divide, split
+from autopipe.joint.split_backward import split
 from autopipe.joint.wanted import Wanted
 from autopipe.stages.lower import Lowered
-from autopipe.stages.op_tape import AGAIN, MADE
+from autopipe.stages.op_tape import MADE
 
 ROWS, WIDTH, FLOAT = 3, 8, 4
 TENSOR = ROWS * WIDTH * FLOAT
@@ -144,47 +144,3 @@ def test_no_other_choice_keeps_less(run):
     )
     assert least == KEPT[run][0]
     assert needed.isdisjoint(chosen(graph, (), least=True))
-
-
-@pytest.mark.parametrize("run", KEPT, ids=lambda run: run.__name__)
-def test_what_runs_again_is_counted_as_a_run_holds_it(run):
-    """The backward's calls on real tensors, each let go of after its last reader: the storages that
-    calls of forward have made a second time, at their most."""
-    stage = Stage(run)
-    graph = differentiate(Lowered(None, stage, ROWS), *layouts())
-    parameters = dict(stage.named_parameters())
-    values = {node: parameters[name].detach() for node, name in graph.states.items()}
-    values |= {node: torch.ones(ROWS, WIDTH) for node in (*graph.arguments, *graph.seeds.values())}
-
-    def call(node):
-        def value(read):
-            return values[read]
-
-        values[node] = node.target(*fx.map_arg(node.args, value), **fx.map_arg(node.kwargs, value))
-
-    for node in graph.forward:
-        call(node)
-    division = divide(graph, Wanted(halves=False, least=True))
-    held = {*graph.states, *graph.arguments, *graph.seeds.values(), *division.saved}
-    held |= {node for node in graph.forward if is_of_state(graph, node)}
-    values = {node: value for node, value in values.items() if node in held}
-    before, again, most = addresses(values.values()), {}, 0
-    for number, node in enumerate(division.first):
-        call(node)
-        made = addresses([values[node]])
-        if AGAIN in node.meta:
-            again |= {key: size for key, size in made.items() if key not in before}
-        most = max(most, sum(again.values()))
-        later = {read for other in division.first[number + 1 :] for read in other.all_input_nodes}
-        later |= held | set(graph.of_parameters.values()) | set(graph.of_arguments)
-        values = {node: value for node, value in values.items() if node in later}
-        there = addresses(values.values())
-        again = {key: size for key, size in again.items() if key in there}
-    assert max(division.again.values(), default=0) == most
-
-
-def addresses(values):
-    """Bytes of the storages of tensors, and of tuples of them, by where they are."""
-    tensors = [t for v in values for t in (v if isinstance(v, list | tuple) else [v])]
-    found = [t.untyped_storage() for t in tensors if isinstance(t, torch.Tensor)]
-    return {storage.data_ptr(): storage.nbytes() for storage in found}

@@ -127,5 +127,5 @@ def test_what_runs_again_runs_in_the_first_half_and_stays_for_the_second() -> No
     recomputed = joint.instead(found.stages, whole)
     assert recomputed.saved[1] < usual.saved[1]
     assert recomputed.fresh[1] > usual.fresh[1]
-    made = recomputed.fresh[1] - usual.fresh[1] + recomputed.recomputed[1]
-    assert made >= whole.recomputed[1] > 0 < recomputed.recomputed[1]
+    made = recomputed.fresh[1] - usual.fresh[1] + recomputed.made[1]
+    assert made >= whole.made[1] > 0 < recomputed.made[1]

@@ -121,7 +121,7 @@ def test_a_split_backward_lets_go_in_two_halves():
 
 
 def test_recomputation_is_a_moment_in_each_backward():
-    again = Sizes(kept=10, arriving={}, leaving={}, again=60)
+    again = Sizes(kept=10, arriving={}, leaving={}, made=60)
     assert +footprint(program("0F0 0F1 0B0 0B1"), again) == {"activations": 2 * 10 + 60}
 
 

@@ -217,7 +217,7 @@ def test_bytes_kept_and_made_again_are_those_of_real_tensors(name, share, precis
     before = kept.most = kept.now
     with observing(kept.keep):
         loss.backward()
-    assert rehearsal.recomputed == (kept.most - before,)
+    assert rehearsal.made == (kept.most - before,)
 
 
 def test_what_is_made_again_worked_by_hand():
@@ -254,11 +254,11 @@ def test_what_is_made_again_worked_by_hand():
     paths = [block.path for block in blocks]
     assert paths == ["layers.0", "layers.1"]
     plain = rehearse(found.graph, stages, blocks, ROWS)
-    assert (plain.saved, plain.recomputed) == ((3 * 48,), (0,))
+    assert (plain.saved, plain.made) == ((3 * 48,), (0,))
     both = rehearse(found.graph, stages, blocks, ROWS, recompute=paths)
-    assert (both.saved, both.recomputed) == ((2 * 48,), (0,))
+    assert (both.saved, both.made) == ((2 * 48,), (0,))
     first = rehearse(found.graph, stages, blocks, ROWS, recompute=paths[:1])
-    assert (first.saved, first.recomputed) == ((3 * 48,), (0,)), "block 1 keeps tanh 0 anyway"
+    assert (first.saved, first.made) == ((3 * 48,), (0,)), "block 1 keeps tanh 0 anyway"
 
 
 def test_mixed_precision_crosses_cuts_as_it_is():

@@ -248,7 +248,7 @@ def rich_problem(seed: int) -> Problem:
             forward=tuple(_slower(profile.forward[0], kind) for kind in range(spread)),
             backward=tuple(_slower(profile.backward[0], kind) for kind in range(spread)),
             saved=(*profile.saved, *own),
-            again=tuple(size * profile.rows for size in again),
+            made=tuple(size * profile.rows for size in again),
             passing=tuple(size * profile.rows for size in passing),
             recompute=tuple(
                 tuple(_slower(profile.forward[0][first:last], kind) for kind in range(spread))

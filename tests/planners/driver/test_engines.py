@@ -53,9 +53,12 @@ def deep():
     return nn.Sequential(*(Residual() for _ in range(32)))
 
 
-@pytest.mark.parametrize(("tp", "dp"), [(1, 8), (2, 4)])
-def test_where_only_zero_3_fits_it_is_taken(tp, dp):
-    shape = {"cluster": "1x8xA100-80GB", "pp": 1, "tp": tp, "dp": dp}
+@pytest.mark.parametrize("tp", [1, 2])
+def test_where_only_zero_3_fits_it_is_taken(tp):
+    """Between four replicas it holds no less than ZeRO-1 of what is one bucket; between eight it
+    does."""
+    dp = 8
+    shape = {"cluster": f"1x{tp * dp}xA100-80GB", "pp": 1, "tp": tp, "dp": dp}
 
     def planned(**asked):
         case = {"loss": lambda made, batch: made.square().mean(), "batch_size": 8}
@@ -123,9 +126,9 @@ def test_compiled_stages_keep_less():
         assert mine.predicted.memory.activations < its.predicted.memory.activations
 
 
-def test_what_a_compiled_backward_makes_a_second_time_is_estimated(monkeypatch):
-    """The logits in fp32, and their softmax: without them the search would choose what does not
-    fit, and search again."""
+def test_what_a_compiled_backward_makes_is_estimated(monkeypatch):
+    """Gradients of the logits and of weights: without them the search would choose what does not
+    fit, and search again. Which unit makes what is only guessed."""
     written = []
 
     def write(candidate, answer):
@@ -136,10 +139,9 @@ def test_what_a_compiled_backward_makes_a_second_time_is_estimated(monkeypatch):
     monkeypatch.setattr(refine, "write_plan", write)
     (stage,) = plan(pp=1, dp=2, tp=1, micro_batches=2, compile=True).stages
     ((problem, estimated),) = written
-    again = max(problem.profile(2).again)
-    assert 0 < again < stage.predicted.memory.activations
-    # But for scalars, which the estimate rounds up to whole units of storage.
-    assert estimated.activations == pytest.approx(stage.predicted.memory.activations, abs=64)
+    made = max(problem.profile(2).made)
+    assert 0 < made < stage.predicted.memory.activations
+    assert estimated.activations == pytest.approx(stage.predicted.memory.activations, rel=0.1)
 
 
 def test_compiled_bf16_keeps_less_than_two_thirds_of_what_autocast_does():

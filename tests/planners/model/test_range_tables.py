@@ -44,6 +44,7 @@ def fields(of: Tables) -> list[NDArray[np.generic]]:
 def brute_force(problem: Problem, profile: Profile, i: int, j: int) -> tuple[float, ...]:
     """What the stage [i, j) pays, item by item, in the order of the fields of `Tables`."""
     stage = range(i, j)
+    made_by = [(u, profile.made[u]) for u in stage if profile.made]
 
     def held(items: tuple[Shared, ...]) -> int:
         return sum(item.bytes for item in items if any(unit in stage for unit in item.units))
@@ -86,8 +87,9 @@ def brute_force(problem: Problem, profile: Profile, i: int, j: int) -> tuple[flo
         with_any(j - 1),
         held(tied[0]) - held(tied[1]),
         max(problem.largest[i:j], default=0),
+        max(problem.largest[i:j], default=0) * (not profile.made),
         saved(profile.saved, i, j),
-        max(profile.again[i:j], default=0),
+        max([0, *(made - saved(profile.saved, u + 1, j) for u, made in made_by)]),
         max(profile.passing[i:j], default=0),
         sum(c.bytes for c in profile.crossings if received(c)),
         sum(c.bytes for c in profile.crossings if received(c) and c.gradient),

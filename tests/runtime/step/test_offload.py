@@ -46,7 +46,7 @@ class Run:
     moving: int
     most_forward: int
     most_backward: int
-    again: int
+    made: int
 
 
 def run(name: str, offload: bool, *, least: bool = False, compiled: bool = False) -> Run:
@@ -80,7 +80,7 @@ def run(name: str, offload: bool, *, least: bool = False, compiled: bool = False
     assert held[-1] == 0 and after == joint.kept
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     tensors = {"loss": loss.detach(), **gradients}
-    return Run(tensors, joint.kept, joint.moving, forward, max(held), joint.again)
+    return Run(tensors, joint.kept, joint.moving, forward, max(held), joint.made)
 
 
 MODELS = "llama", "dropout", "t5", "mask", "keywords"
@@ -102,7 +102,7 @@ def test_offloading_changes_no_bit_and_the_bytes_are_those_counted(name: str, ho
     for tensor, expected in kept.tensors.items():
         assert torch.equal(moved.tensors[tensor], expected), tensor
     assert moved.kept < kept.kept
-    most = moved.most_forward - moved.kept, moved.most_backward - moved.kept - moved.again
+    most = moved.most_forward - moved.kept, moved.most_backward - moved.kept - moved.made
     assert moved.moving == max(most)
 
 
