@@ -53,13 +53,14 @@ class Half:
 
     def most(self) -> int:
         """Bytes at the fullest call: kept, and made."""
-        return int((self._there(self.kept) + self.made()).max(initial=0))
+        return int((self.there(self.kept) + self.made()).max(initial=0))
 
     def made(self) -> NDArray[np.int64]:
         """At each call the bytes of what this half has made."""
-        return self._there(self._sizes)
+        return self.there(self._sizes)
 
-    def _there(self, sizes: Mapping[int, int]) -> NDArray[np.int64]:
+    def there(self, sizes: Mapping[int, int]) -> NDArray[np.int64]:
+        """At each call the bytes of those of these storages that are there."""
         change = np.zeros(len(self.calls) + 1, dtype=np.int64)
         for storage, size in sizes.items():
             first, last = self._stay(storage)

@@ -202,10 +202,9 @@ class Memory:
 
     A device of several stages has the sum of theirs; what two of them share counts with the first.
     `parameters` are those that the optimizer changes; `copies` are those in 16 bits beside them
-    and, under ZeRO-3, what is gathered whole. `activations` are saved from forward to backward for
-    all micro-batches in flight, received tensors included, and of compiled stages what a backward
-    makes; `transfers` are receives posted ahead and sends under way; `passing` are gradients on
-    their way: in buckets, and of stages that are not compiled to sums, and of logits.
+    and, under ZeRO-3, what is gathered whole. `activations` are saved for backward by all
+    micro-batches in flight, received ones too, and made in it if compiled; `transfers` are receives
+    posted ahead and sends under way; `passing` are other gradients: to sums, in buckets, of logits.
     """
 
     parameters: int

@@ -14,7 +14,7 @@ from autopipe.joint.split_backward import divide
 from autopipe.joint.wanted import Wanted
 from autopipe.stages.lower import Lowered
 from autopipe.stages.op_tape import MADE, SEGMENT, Made
-from tests.joint.test_run_again import KEPT, ROWS, WIDTH, Stage, layouts
+from tests.support.small_stages import ROWS, RUNS, WIDTH, Stage, layouts
 
 ATEN = torch.ops.aten
 SIZE = 8
@@ -46,7 +46,7 @@ def key(node: fx.Node) -> int:
 
 def at_each_call(half: Half) -> list[int]:
     """Tensors of `SIZE` bytes: those made, and those kept and still there."""
-    there = half._there(half.kept) + half.made()
+    there = half.there(half.kept) + half.made()
     assert half.most() == there.max()
     return (there // SIZE).tolist()
 
@@ -101,7 +101,7 @@ def test_what_a_product_reads_exists(product: bool, expected: list[int]) -> None
 
 
 @pytest.mark.parametrize("least", [False, True], ids=["as autograd", "least"])
-@pytest.mark.parametrize("run", KEPT, ids=lambda run: run.__name__)
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
 def test_what_is_there_is_counted_as_a_run_holds_it(run, least: bool) -> None:
     """The backward's calls on real tensors, one by one, each result let go of after its last
     reader and each parameter's gradient where it is made."""
