@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ def check_model(model: nn.Module) -> None:
                 hint=AS_AN_OP,
             )
     for name, parameter in model.named_parameters():
-        for hook in filter(_is_users, tensor_hooks(parameter)):
+        for hook in filter(_is_users, chain(*tensor_hooks(parameter))):
             raise CaptureError(
                 f"{_at(hook)}the parameter {name!r} has a hook on its gradient, which ranks that "
                 "hold a part of it, or sum it, cannot call as one process does",

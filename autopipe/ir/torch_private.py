@@ -335,10 +335,10 @@ def module_backward_hooks(module: nn.Module) -> list[Callable[..., object]]:
     return [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
 
 
-def tensor_hooks(tensor: torch.Tensor) -> list[Callable[..., object]]:
-    """The hooks on the gradient of a tensor, also those called once it is summed."""
+def tensor_hooks(tensor: torch.Tensor) -> tuple[list[Callable[..., object]], ...]:
+    """The hooks on the gradient of a tensor: those that may change it, those after it is summed."""
     after = getattr(tensor, "_post_accumulate_grad_hooks", None)
-    return [*(tensor._backward_hooks or {}).values(), *(after or {}).values()]
+    return [*(tensor._backward_hooks or {}).values()], [*(after or {}).values()]
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -25,7 +25,7 @@ from autopipe.ir.torch_private import views, writes, written_arguments
 from autopipe.joint.compiled_graph import Backend, CallSite, CompiledGraph
 from autopipe.joint.graph_writer import step_copy
 from autopipe.joint.islands import called, is_compiled, takes
-from autopipe.runtime.step.engine import accumulate
+from autopipe.runtime.parameters.accumulate import accumulate
 from autopipe.stages.node_calls import take
 from autopipe.stages.op_tape import SEGMENT
 from autopipe.stages.precision import low

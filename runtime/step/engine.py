@@ -11,6 +11,7 @@ as soon as they are sent. The joint engine runs the graphs of `split_backward`: 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,11 +21,14 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from autopipe.joint.graph_writer import step_copy
+from autopipe.joint.joint_graph import storages
 from autopipe.joint.offload import OFFLOADER
 from autopipe.joint.split_backward import Joint
 from autopipe.runtime.comm.host_copies import HostCopies
+from autopipe.runtime.parameters.accumulate import accumulate
 from autopipe.runtime.parameters.zero3 import GatheredStage
-from autopipe.stages.op_tape import SEGMENT
+from autopipe.stages.op_tape import MADE, SEGMENT
 from autopipe.stages.precision import Arithmetic, computing, current
 
 
@@ -134,11 +138,11 @@ class _Flight:
 class JointEngine:
     """Runs the graphs that a stage's joint graph was divided into.
 
-    Parameters take their gradients through autograd's own accumulation, one by one as they are
-    made, so that hooks on them fire as in a backward.
+    Parameters take their gradients one by one as they are made, so that hooks on their sums are
+    called as in a backward (`parameters.accumulate`).
 
     Args:
-        finish: makes of each graph what runs in its place.
+        finish: compiles each graph; None: they run as they are.
         offloader: moves the parcels that the joint graph has (`joint.offload`).
 
     Attributes:
@@ -151,7 +155,7 @@ class JointEngine:
         self,
         module: nn.Module,
         joint: Joint,
-        finish: Callable[[fx.GraphModule], fx.GraphModule] = lambda graph: graph,
+        finish: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
         offloader: HostCopies | None = None,
     ) -> None:
         self.module = module
@@ -163,7 +167,9 @@ class JointEngine:
             joint = joint.moved_by(offloader)
         self.joint = joint
         weight = joint.backward_weight
-        last = _accumulating(module, joint.backward_input if weight is None else weight, joint)
+        last = joint.backward_input if weight is None else weight
+        last = _accumulating(module, last, joint, compiled=finish is not None)
+        finish = finish or _as_it_is
         self._forward = finish(joint.forward)
         self._input = finish(last if weight is None else joint.backward_input)
         self._weight = None if weight is None else finish(last)
@@ -242,25 +248,45 @@ def _as_traced(how: Arithmetic) -> Iterator[None]:
         yield
 
 
-def _accumulating(module: nn.Module, backward: fx.GraphModule, joint: Joint) -> fx.GraphModule:
+def _as_it_is(graph: fx.GraphModule) -> fx.GraphModule:
+    return graph
+
+
+def _accumulating(
+    module: nn.Module, backward: fx.GraphModule, joint: Joint, *, compiled: bool
+) -> fx.GraphModule:
     """A graph that ends with the parameters' gradients, giving each away when it is made."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     outputs = graph.graph_copy(backward.graph, copies)
     assert isinstance(outputs, tuple)
     others = len(outputs) - len(joint.parameters)
+    graph.output(outputs[:others])
+    given = []
     for name, gradient in zip(joint.parameters, outputs[others:], strict=True):
         with graph.inserting_after(gradient):
             parameter = graph.get_attr(name)
         with graph.inserting_after(parameter):
-            given = graph.call_function(accumulate, (parameter, gradient))
-        given.meta[SEGMENT] = gradient.meta.get(SEGMENT)
-    graph.output(outputs[:others])
+            given.append(graph.call_function(accumulate, (parameter, gradient)))
+        given[-1].meta[SEGMENT] = gradient.meta.get(SEGMENT)
+    if not compiled:  # a compiler may return one tensor for two that are equal
+        for call in _only_readers(graph, given):
+            call.kwargs = {"own": True}
     return fx.GraphModule(module, graph, class_name="Backward")
 
 
-def accumulate(parameter: Tensor, gradient: Tensor) -> None:
-    """Add to a parameter's gradient, hooks and all."""
-    torch.autograd.backward([get_gradient_edge(parameter)], [gradient])
+def _only_readers(graph: fx.Graph, given: Iterable[fx.Node]) -> Iterator[fx.Node]:
+    """The calls whose gradients lie in memory that the graph has made and nobody reads besides."""
+    of_storage = defaultdict[int, set[fx.Node]](set)
+    for node in graph.nodes:
+        for storage in storages([node]) if MADE in node.meta else ():
+            of_storage[storage].add(node)
+    for call in given:
+        gradient = call.args[1]
+        assert isinstance(gradient, fx.Node)
+        holders = {n for storage in storages([gradient]) for n in of_storage[storage]}
+        made_here = all(n.op == "call_function" and n.target is not step_copy for n in holders)
+        if made_here and all(holders.issuperset({*n.users} - {call}) for n in holders):
+            yield call
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

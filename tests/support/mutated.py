@@ -316,8 +316,8 @@ def exchanged() -> AbstractContextManager[Any]:
 
 @mutation("zero bubble", "a gradient that is not added up")
 def overwritten() -> AbstractContextManager[Any]:
-    def accumulate(parameter: Tensor, gradient: Tensor) -> None:
-        parameter.grad = gradient
+    def accumulate(parameter: Tensor, gradient: Tensor, *, own: bool = False) -> None:
+        parameter.grad = gradient.to(parameter.dtype)
 
     return patch.object(engine, "accumulate", accumulate)
 

@@ -3,16 +3,20 @@
 The autograd engine keeps the edges of its results, the joint engine the values its graphs name.
 """
 
+import copy
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from autopipe.joint.joint_graph import Layout
 from autopipe.joint.split_backward import split
+from autopipe.joint.wanted import Wanted
+from autopipe.runtime.parameters.accumulate import accumulate
+from autopipe.runtime.step.compile import Compiler
 from autopipe.runtime.step.engine import AutogradEngine, Engine, JointEngine
 from autopipe.stages.lower import Lowered
 
@@ -118,11 +122,10 @@ def test_no_gradient_comes_back(engine_of: EngineOf) -> None:
 
 @both
 def test_hooks_fire_once_per_micro_batch(engine_of: EngineOf) -> None:
-    """On the tensor, after accumulation, and on the node that accumulates, as DDP's do."""
+    """On the tensor, and after accumulation."""
     stage = Stage()
     engine = engine_of(stage)
     seen: list[tuple[str, float]] = []
-    node = stage.weight.view_as(stage.weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
     def after(parameter: Tensor) -> None:
         assert parameter.grad is not None
@@ -130,14 +133,124 @@ def test_hooks_fire_once_per_micro_batch(engine_of: EngineOf) -> None:
 
     stage.weight.register_hook(lambda gradient: seen.append(("tensor", gradient.item())))
     stage.weight.register_post_accumulate_grad_hook(after)
-    assert node is not None
-    node.register_hook(lambda *_: seen.append(("node", 0.0)))
     for k in range(2):
         engine.forward(k, arguments())
         engine.backward_input(k, [torch.tensor(10.0), None, None])
         engine.backward_weight(k)
-    once = [("tensor", 20.0), ("node", 0.0)]
-    assert sorted(seen) == sorted([*once, ("after", 20.0), *once, ("after", 40.0)])
+    once = ("tensor", 20.0)
+    assert seen == [once, ("after", 20.0), once, ("after", 40.0)]
+
+
+def test_hooks_on_autograds_node_fire_under_autograd() -> None:
+    """As DDP's do; a joint graph has no such node."""
+    stage = Stage()
+    engine, seen = AutogradEngine(stage), list[str]()
+    node = stage.weight.view_as(stage.weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    assert node is not None
+    node.register_hook(lambda *_: seen.append("node"))
+    engine.forward(0, arguments())
+    engine.backward_input(0, [torch.tensor(10.0), None, None])
+    assert seen == ["node"]
+
+
+class Biased(nn.Module):
+    """x -> x w + b + c + d; b and c are of the result's shape, and have one gradient: its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(3, 3))
+        self.b, self.c = nn.Parameter(torch.randn(2, 3)), nn.Parameter(torch.randn(2, 3))
+        self.d = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        return (x @ self.w + self.b + self.c + self.d,)
+
+
+Finish = Callable[[fx.GraphModule], fx.GraphModule] | None
+
+
+def biased(finish: Finish) -> tuple[Biased, JointEngine]:
+    stage = Biased()
+    layout = Layout.of(torch.empty(2, 3, requires_grad=True))
+    lowered = Lowered(None, stage, 1)  # type: ignore[arg-type]
+    joint = split(lowered, [layout], [layout], wanted=Wanted(halves=False))
+    return stage, JointEngine(stage, joint, finish)
+
+
+def given_to(engine: JointEngine) -> dict[str, bool]:
+    """Whether each parameter is given the memory of its gradient."""
+    calls = engine._input.graph.find_nodes(op="call_function", target=accumulate)
+    return {str(call.args[0].target): call.kwargs.get("own", False) for call in calls}
+
+
+def test_a_parameter_gets_memory_that_nobody_else_reads() -> None:
+    """db = dc = dy, which the stage after may still send; dw and dd are new tensors."""
+    _, engine = biased(None)
+    assert given_to(engine) == {"w": True, "b": False, "c": False, "d": True}
+
+
+def test_a_compiler_may_return_one_tensor_for_two() -> None:
+    _, engine = biased(Compiler("aot_eager"))
+    assert not any(given_to(engine).values())
+
+
+@pytest.mark.parametrize("finish", [None, Compiler("aot_eager")])
+def test_gradients_of_micro_batches_do_not_run_into_each_other(
+    finish: Finish,
+) -> None:
+    """Three micro-batches: to the bit autograd's, and what was given back stays as it was."""
+    stage, engine = biased(finish)
+    alone = copy.deepcopy(stage)
+    seeds, back = torch.randn(3, 2, 3), []
+    for k, seed in enumerate(seeds):
+        x = torch.randn(2, 3, requires_grad=True)
+        engine.forward(k, (x,))
+        (dx,) = engine.backward_input(k, [seed.clone()])
+        alone(x)[0].backward(seed)
+        back.append((dx, x.grad))
+    for mine, other in zip(stage.parameters(), alone.parameters(), strict=True):
+        assert mine.grad is not None and other.grad is not None
+        assert torch.equal(mine.grad, other.grad)
+    assert all(torch.equal(dx, expected) for dx, expected in back)
+
+
+class Lowered16(nn.Module):
+    """x -> bf16(x) bf16(w), as under autocast: dw is made in bf16, and cast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(3, 3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        return (x.bfloat16() @ self.w.bfloat16(),)
+
+
+def lowered16(finish: Finish) -> tuple[Lowered16, JointEngine]:
+    stage, x = Lowered16(), torch.empty(2, 3)
+    lowered = Lowered(None, stage, 1)  # type: ignore[arg-type]
+    seed = Layout.dense((2, 3), torch.bfloat16)
+    joint = split(lowered, [Layout.of(x)], [seed], wanted=Wanted(halves=False))
+    return stage, JointEngine(stage, joint, finish)
+
+
+def test_a_gradient_of_16_bits_is_given_away_before_its_cast() -> None:
+    _, engine = lowered16(None)
+    calls = [n.target for n in engine._input.graph.nodes if n.op == "call_function"]
+    assert accumulate in calls and torch.ops.aten._to_copy.default not in calls
+
+
+@pytest.mark.parametrize("finish", [None, Compiler("aot_eager")])
+def test_gradients_of_16_bits_are_summed_in_32(finish: Finish) -> None:
+    """To the bit what autograd makes of two micro-batches."""
+    stage, engine = lowered16(finish)
+    alone = copy.deepcopy(stage)
+    for k, seed in enumerate(torch.randn(2, 2, 3).bfloat16()):
+        x = torch.randn(2, 3)
+        engine.forward(k, (x,))
+        engine.backward_input(k, [seed])
+        alone(x)[0].backward(seed)
+    assert stage.w.grad is not None and alone.w.grad is not None
+    assert torch.equal(stage.w.grad, alone.w.grad)
 
 
 def test_a_hook_that_changes_a_gradient_is_heeded() -> None:
