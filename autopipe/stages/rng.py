@@ -7,7 +7,7 @@ dropout is bitwise the same for every number of stages, schedule, recomputation 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -70,7 +70,7 @@ def draw(op: Callable[..., Any], node: str, *args: Any, **kwargs: Any) -> Any:
             return kernel_of(op)(*args, **kwargs)
     number = seed(*key, node)
     with _generators:
-        own = _drawn_from()
+        own = _drawn_from(op, args, kwargs)
         before = [generator.get_state() for generator in own]
         try:
             for generator in own:
@@ -81,12 +81,47 @@ def draw(op: Callable[..., Any], node: str, *args: Any, **kwargs: Any) -> Any:
                 generator.set_state(state)
 
 
-def _drawn_from() -> list[torch.Generator]:
-    """The generators of this process's devices: the CPU, and its current GPU.
+_OF_THEIR_DEVICE = frozenset(
+    "dropout dropout_ native_dropout feature_dropout feature_dropout_ alpha_dropout alpha_dropout_ "
+    "feature_alpha_dropout feature_alpha_dropout_ bernoulli bernoulli_ normal_ uniform_ "
+    "exponential_ geometric_ rand_like randn_like randint_like multinomial poisson rrelu rrelu_ "
+    "scaled_dot_product_attention _scaled_dot_product_flash_attention "
+    "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention".split()
+)
+"""Ops of aten that draw from the generator of the device that their tensors are on, and no other.
 
-    `torch.manual_seed` and `fork_rng` go through all devices of the machine; on a CPU alone that
-    takes a tenth of a millisecond, in which a small dropout would be done.
+An LSTM of a GPU, for one, draws a seed for its dropout from the CPU's.
+"""
+
+
+def _drawn_from(
+    op: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str, Any]
+) -> list[torch.Generator]:
+    """The generators that an op may draw from, of this process's devices.
+
+    Each that is seeded costs: of a GPU its state is copied. Where it is not clear, it is those of
+    the CPU and of the current GPU. `torch.manual_seed` and `fork_rng` go through all devices of the
+    machine; on a CPU alone that takes a tenth of a millisecond, in which a small dropout would be
+    done.
     """
-    gpus = torch.cuda.default_generators  # none until CUDA is in use
-    here = [gpus[torch.cuda.current_device()]] if gpus else []
-    return [torch.default_generator, *here]
+    gpus: Any = torch.cuda.default_generators  # none until CUDA is in use
+    if not gpus:
+        return [torch.default_generator]
+    device = device_drawn_on(op, args, kwargs)
+    if device is None:
+        return [torch.default_generator, gpus[torch.cuda.current_device()]]
+    return [gpus[device.index] if device.type == "cuda" else torch.default_generator]
+
+
+def device_drawn_on(
+    op: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str, Any]
+) -> torch.device | None:
+    """The device whose generator an op draws from, a CPU or a GPU; None: it is not clear."""
+    namespace, _, name = str(op).partition(".")
+    if namespace != "aten" or name.partition(".")[0] not in _OF_THEIR_DEVICE:
+        return None
+    if kwargs.get("device") is not None or kwargs.get("generator") is not None:
+        return None
+    found = {a.device for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)}
+    device = found.pop() if len(found) == 1 else None
+    return device if device is not None and device.type in ("cpu", "cuda") else None

@@ -5,13 +5,16 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from autopipe.ir.torch_private import fake_mode
 from autopipe.stages.lower import lower
 from autopipe.stages.op_tape import Tape
-from autopipe.stages.rng import DRAWN, draw, stream
+from autopipe.stages.rng import DRAWN, device_drawn_on, draw, stream
 from autopipe.util.seeding import seed
 from tests.support.inprocess import traced
 from tests.support.staged import differences, split, staged_step, trace_model
 from tests.support.zoo import ZOO
+
+aten = torch.ops.aten
 
 
 def drawn(node="a", key=(0, 0, 0)):
@@ -39,6 +42,32 @@ def test_the_processes_own_generator_is_left_alone():
     before = torch.get_rng_state()
     drawn()
     assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    ("op", "device", "options", "expected"),
+    [
+        (aten.native_dropout.default, "cuda:0", {}, "cuda:0"),
+        (aten.native_dropout.default, "cpu", {}, "cpu"),
+        (aten.rand_like.default, "cuda:0", {}, "cuda:0"),
+        (aten.rand_like.default, "cuda:0", {"device": torch.device("cpu")}, None),
+        (aten.lstm.input, "cuda:0", {}, None),  # its seed comes from the CPU's generator
+        (torch.rand, "cuda:0", {}, None),  # what a function of Python's does, nobody knows
+    ],
+)
+def test_only_the_generator_that_an_op_draws_from_is_seeded(op, device, options, expected):
+    """None: it is not clear, and the CPU's and the GPU's are."""
+    with fake_mode():
+        x = torch.empty(2, device=device)
+    found = device_drawn_on(op, (x, 0.5, True), options)
+    assert found == (None if expected is None else torch.device(expected))
+
+
+def test_of_tensors_on_several_devices_or_of_none_it_is_not_clear():
+    with fake_mode():
+        here, there = torch.empty(2), torch.empty(2, device="cuda:0")
+    assert device_drawn_on(aten.bernoulli.p, (here, there), {}) is None
+    assert device_drawn_on(aten.bernoulli.p, (2, 3), {}) is None
 
 
 def test_an_error_inside_leaves_generator_and_stream_alone():
