@@ -7,7 +7,8 @@ after all else: until then all are there, and then all of them twice.
     here          dw2 (bf16)        added to its sum, gone
                                 ... dw1 (bf16)        added to its sum, gone
 
-Whoever adds a gradient to its sum casts it, one at a time.
+Whoever adds a gradient to its sum casts it, one at a time. A copy of a parameter that is of 16 bits
+itself is a view of it, and its gradient is one of the gradient, at the same late place.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from autopipe.stages.op_tape import MADE
 
 
 def uncast(gradient: fx.Node) -> fx.Node:
-    """What a gradient is a wider copy of; itself if it is none."""
+    """What a gradient is a wider copy of, or all of in the same shape; itself if it is neither."""
     source = gradient.all_input_nodes[0] if gradient.all_input_nodes else gradient
-    is_cast = gradient.target is torch.ops.aten._to_copy.default and MADE in source.meta
-    low = is_cast and source.op == "call_function" and _is_low(source.meta[MADE].dtype)
-    return source if low else gradient
-
-
-def _is_low(dtype: torch.dtype | None) -> bool:
-    return dtype in (torch.bfloat16, torch.float16)
+    if source.op != "call_function" or MADE not in source.meta:
+        return gradient
+    made = source.meta[MADE]
+    low = made.dtype in (torch.bfloat16, torch.float16)
+    cast = low and gradient.target is torch.ops.aten._to_copy.default
+    whole = (
+        gradient.target is torch.ops.aten.view.default and made.shape == gradient.meta[MADE].shape
+    )
+    return source if cast or whole else gradient

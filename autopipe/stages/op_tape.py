@@ -43,15 +43,15 @@ _running = threading.local()
 
 
 class Made:
-    """Facts about the tensors that a node made: storages and dtype.
+    """Facts about the tensors that a node made: storages, dtype and shape.
 
     Attributes:
         storages: bytes of their storages, by `storage_key`; no other storage gets the same key
             while this object lives.
-        dtype: the first tensor's; None if the node made no tensor.
+        dtype, shape: the first tensor's; None if the node made no tensor.
     """
 
-    __slots__ = ("_held", "dtype", "storages")
+    __slots__ = ("_held", "dtype", "shape", "storages")
 
     def __init__(self, value: Any) -> None:
         items = value if isinstance(value, list | tuple) else (value,)
@@ -59,6 +59,7 @@ class Made:
         self._held = [tensor.untyped_storage() for tensor in tensors]
         self.storages = {storage_key(t): t.untyped_storage().nbytes() for t in tensors}
         self.dtype: torch.dtype | None = tensors[0].dtype if tensors else None
+        self.shape: torch.Size | None = tensors[0].shape if tensors else None
 
     def again(self, renamed: Mapping[int, int], kept: Collection[int]) -> Made:
         """The same of a node that runs a second time, with keys of its own for its storages.
@@ -68,7 +69,7 @@ class Made:
             kept: storages that it only looks at, as a view does, and that are still there.
         """
         made = Made(None)
-        made._held, made.dtype = self._held, self.dtype
+        made._held, made.dtype, made.shape = self._held, self.dtype, self.shape
         for key, size in self.storages.items():
             own = key if key in kept else renamed[key]
             made.storages[own] = size
