@@ -47,9 +47,8 @@ from autopipe.ir.torch_private import (
 Backend = str | Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]
 """As `torch.compile` takes it: a name, or what makes a function of a graph and arguments."""
 
-_compiling = (
-    threading.Lock()
-)  # compilers have globals; threads (tests run one per stage) take turns
+# Compilers have globals; threads (tests run one per stage) take turns.
+_compiling = threading.Lock()
 
 
 class CompiledGraph:

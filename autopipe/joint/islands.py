@@ -60,7 +60,7 @@ def is_compiled(call: fx.Node) -> bool:
         source = call.args[0]
         assert isinstance(source, fx.Node)
         return is_compiled(source)
-    return call.target not in _PYTHON_ONLY and not any(str(op) in OPAQUE for op in called(call))
+    return call.target not in _PYTHON_ONLY and not any(str(op) in OPAQUE for op in ops_of(call))
 
 
 def takes(call: fx.Node) -> bool:
@@ -68,7 +68,7 @@ def takes(call: fx.Node) -> bool:
     return call.target in (take, operator.getitem)
 
 
-def called(call: fx.Node) -> list[Any]:
+def ops_of(call: fx.Node) -> list[Any]:
     """The op that a call runs, itself or through a function of ours."""
     return [a for a in (call.target, *call.args) if hasattr(a, "overloadpacket")]
 

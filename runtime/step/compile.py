@@ -24,7 +24,7 @@ from torch import fx, nn
 from autopipe.ir.torch_private import views, writes, written_arguments
 from autopipe.joint.compiled_graph import Backend, CallSite, CompiledGraph
 from autopipe.joint.graph_writer import step_copy
-from autopipe.joint.islands import called, is_compiled, takes
+from autopipe.joint.islands import is_compiled, ops_of, takes
 from autopipe.runtime.parameters.accumulate import accumulate
 from autopipe.stages.node_calls import take
 from autopipe.stages.op_tape import SEGMENT
@@ -115,10 +115,10 @@ def _writes(node: fx.Node, inside: Collection[fx.Node]) -> bool:
 
     The kernels of batch norms write running statistics although their schemas do not say so.
     """
-    if any("batch_norm" in str(op) for op in called(node)):
+    if any("batch_norm" in str(op) for op in ops_of(node)):
         return True
     if not writes(node.target):  # of what a function of ours calls, the arguments stand elsewhere
-        return any(map(writes, called(node)))
+        return any(map(writes, ops_of(node)))
     written = written_arguments(node.target, node.args, node.kwargs)
     return any(not isinstance(n, fx.Node) or _base(n) not in inside for n in written)
 
