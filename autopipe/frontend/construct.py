@@ -23,7 +23,7 @@ import os
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import CellType, FunctionType
 from typing import Any, cast
@@ -109,7 +109,9 @@ class _Parts:
 
     def build(self, factory: Factory) -> nn.Module:
         """Run it; the caller's random numbers are left as they were."""
-        with torch.random.fork_rng(devices=[]), self._registering(), constructing(), on_cpu():
+        instead = self.mode if self.until == "registered" else None
+        on_cpu = _OnCPU(instead)
+        with torch.random.fork_rng(devices=[]), self._registering(), constructing(), on_cpu:
             torch.manual_seed(0)  # what depends on values is the same on every rank
             model = factory()
             if isinstance(model, nn.Module):
@@ -200,11 +202,28 @@ def in_turn() -> Iterator[None]:
 
 
 class _OnCPU(TorchFunctionMode):
+    """As `on_cpu` says.
+
+    Args:
+        instead: the mode of fake tensors in which that is made which host memory has no room for,
+            as the experts of a layer in one parameter; None: torch's error is raised.
+    """
+
+    def __init__(self, instead: AbstractContextManager[object] | None = None) -> None:
+        super().__init__()
+        self.instead = instead
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args = tuple(_CPU if _is_meta(arg) else arg for arg in args)
         kwargs = {k: _CPU if _is_meta(arg) else arg for k, arg in (kwargs or {}).items()}
         with _CPU if torch.get_default_device().type == "meta" else nullcontext():
-            return func(*args, **kwargs)
+            try:
+                return func(*args, **kwargs)
+            except RuntimeError as error:
+                if self.instead is None or "can't allocate memory" not in str(error):
+                    raise
+                with self.instead:
+                    return func(*args, **kwargs)
 
 
 _CPU = torch.device("cpu")

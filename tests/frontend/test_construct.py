@@ -63,6 +63,21 @@ def test_nothing_is_built_for_real(build: Callable[[], nn.Module], dtype: torch.
     assert found == {n: (p.shape, p.stride()) for n, p in real.named_parameters()}
 
 
+class Experts(nn.Module):
+    """All experts of a layer in one parameter, as DeepSeek-V3 has them: here of 4 TiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.empty(2**10, 2**15, 2**15))
+        nn.init.normal_(self.weights)
+
+
+def test_a_parameter_may_be_larger_than_memory() -> None:
+    said: list[str] = []
+    model = build_fake(Experts, room=lambda: 0, say=said.append)
+    assert model.weights.shape == (2**10, 2**15, 2**15) and said == []
+
+
 class Reading(nn.Module):
     """Reads its weight in its own constructor."""
 
