@@ -51,13 +51,18 @@ class Cut:
         keeps: the values to keep, those from outside of the block among them.
         again: the block's calls that run again.
         paid: the groups of them.
-        bytes: of what is kept, but for what is kept whatever is chosen.
+        sizes: bytes of each value to keep, but for what is kept whatever is chosen.
     """
 
     keeps: frozenset[fx.Node]
     again: frozenset[fx.Node]
     paid: frozenset[int]
-    bytes: int
+    sizes: Mapping[fx.Node, int]
+
+    @property
+    def bytes(self) -> int:
+        """All of `sizes`."""
+        return sum(self.sizes.values())
 
 
 _Edge = tuple[int, int]
@@ -129,12 +134,13 @@ class Network:
         again = {n for n, k in self._numbers.items() if k in behind and not isinstance(n, int)}
         again = {n for n in again if self._runs(n) is not None}
         ends = {n for n, k in self._numbers.items() if k + 1 in behind and not isinstance(n, int)}
-        crossed = (edge for edge in self._edges if edge[0] not in behind and edge[1] in behind)
+        through = ((n, (k, k + 1)) for n, k in self._numbers.items() if not isinstance(n, int))
+        cut = {n: edge for n, edge in through if edge[0] not in behind and edge[1] in behind}
         return Cut(
             frozenset(ends - again),
             frozenset(again & self._calls),
             frozenset(g for g in self.groups if self._numbers[g] in behind),
-            sum(self._edges[edge] or 0 for edge in crossed),
+            {n: self._edges.get(edge) or 0 for n, edge in cut.items()},
         )
 
     def _behind(self, capacities: Mapping[_Edge, int]) -> frozenset[int]:

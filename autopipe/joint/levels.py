@@ -38,11 +38,13 @@ class OpLevel:
         again: the groups of calls that run again in backward.
         seconds: that this takes.
         kept: bytes that forward keeps, but for what it keeps at any level.
+        fixed: those of them that are as many with more rows.
     """
 
     again: frozenset[int]
     seconds: float
     kept: int
+    fixed: int = 0
 
 
 def levels(
@@ -50,6 +52,7 @@ def levels(
     needed: Iterable[fx.Node],
     group: Callable[[fx.Node], int | None],
     seconds: Mapping[int, float],
+    fixed: Callable[[fx.Node], bool],
     *,
     least: bool,
 ) -> dict[str, tuple[OpLevel, ...]]:
@@ -59,6 +62,7 @@ def levels(
         needed: the values of forward that backward reads.
         group: of a call its group; None: the call may not run again.
         seconds: of each group.
+        fixed: whether a value of forward has as many bytes with more rows.
         least: whether cheap calls run again at no cost, as in a compiled stage.
     """
 
@@ -66,24 +70,27 @@ def levels(
         return FREE if least and is_cheap(call) else group(call)
 
     return {
-        segment: hull(network, seconds)
+        segment: hull(network, seconds, fixed)
         for segment, network, _ in networks(graph, needed, price)
         if segment is not None
     }
 
 
-def hull(network: Network, seconds: Mapping[int, float]) -> tuple[OpLevel, ...]:
+def hull(
+    network: Network, seconds: Mapping[int, float], fixed: Callable[[fx.Node], bool]
+) -> tuple[OpLevel, ...]:
     """The levels of one block, the one that keeps most first.
 
     Args:
-        seconds: of each group.
+        seconds, fixed: as `levels` has them.
     """
     own = {group: seconds[group] for group in network.groups}
 
     def at(price: float | None) -> OpLevel:
         prices = {} if price is None else {g: price * s for g, s in own.items()}
         cut = network.least(prices)
-        return OpLevel(cut.paid, sum(own[g] for g in cut.paid), cut.bytes)
+        always = sum(size for value, size in cut.sizes.items() if fixed(value))
+        return OpLevel(cut.paid, sum(own[g] for g in cut.paid), cut.bytes, always)
 
     def between(slow: OpLevel, fast: OpLevel) -> list[OpLevel]:
         """The levels that keep more than `slow` and take longer than `fast`."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import NamedTuple
 
 import numpy as np
@@ -31,10 +32,16 @@ others cost the least more."""
 
 
 class _Found(NamedTuple):
-    """A level of a block: offsets of its nodes in the block, bytes dropped at the fewest rows."""
+    """A level of a block: offsets of its nodes in the block, bytes dropped at the fewest rows, and
+    those of them that are as many at more, as of weights that are gathered and kept."""
 
     offsets: tuple[int, ...]
     dropped: int
+    fixed: int
+
+    def at(self, times: Fraction) -> int:
+        """Bytes dropped at so many times the rows."""
+        return self.fixed + int((self.dropped - self.fixed) * times)
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,7 @@ class BlockLevels:
         """
         return tuple(
             BlockLevel(
-                own.dropped * rows // self.fewest,
+                own.at(Fraction(rows, self.fewest)),
                 tuple(self._by_unit(own.offsets, kind, units) for kind in forward),
             )
             for own in self.found
@@ -118,7 +125,11 @@ def levels_of(
         standing = int(short.like[block.first])
         most, *others = _most(seen.get(segments[standing] or "", ())) or (None,)
         own = tuple(
-            _Found(tuple(sorted(p - standing for p in level.again)), most.kept - level.kept)
+            _Found(
+                tuple(sorted(p - standing for p in level.again)),
+                most.kept - level.kept,
+                most.fixed - level.fixed,
+            )
             for level in others
             if most is not None
         )

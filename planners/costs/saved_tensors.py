@@ -25,7 +25,7 @@ from torch import fx
 
 from autopipe.ir.cut_points import Units
 from autopipe.ir.dataflow import Dataflow
-from autopipe.ir.graph import Ref
+from autopipe.ir.graph import Graph, Ref, shape_at
 from autopipe.ir.opaque_ops import observing
 from autopipe.ir.repeats import Short, Storage, Uneven
 from autopipe.joint.joint_graph import CannotSplit, JointGraph, storages
@@ -247,7 +247,7 @@ def observe_saved(
             watch = stage.watch(done)
             if compiled:
                 made = stage.joint(watch)
-                found = _levels(made, seconds, least=True)
+                found = _levels(short.graph, made, seconds, least=True)
                 division = divide(made, Wanted(halves=False, least=True))
                 watch.kept = _kept_by_graphs(division)
                 made_by = _made_by(division, nodes, segments)
@@ -285,16 +285,23 @@ def eager_levels(
     Empty where the graph cannot be differentiated: then only whole blocks run again.
     """
     with watched_stage(short, precision, rows, segments) as stage, suppress(CannotSplit):
-        return _levels(stage.joint(stage.watch()), seconds, least=False)
+        return _levels(short.graph, stage.joint(stage.watch()), seconds, least=False)
     return {}
 
 
-def _levels(joint: JointGraph, seconds: Mapping[int, float], *, least: bool) -> Levels:
+def _levels(
+    graph: Graph, joint: JointGraph, seconds: Mapping[int, float], *, least: bool
+) -> Levels:
     def group(call: fx.Node) -> int | None:
         position: int = call.meta[POSITION]
         return position if position in seconds else None
 
-    return levels(joint, needed(joint), group, seconds, least=least) if seconds else {}
+    def fixed(value: fx.Node) -> bool:
+        made, position = value.meta[MADE].shape, value.meta.get(POSITION)
+        specs = () if position is None else graph.nodes[position].outputs
+        return any(shape_at(s, 1) == shape_at(s, 2) == made for s in specs if s is not None)
+
+    return levels(joint, needed(joint), group, seconds, fixed, least=least) if seconds else {}
 
 
 def _kept_by_graphs(division: Division) -> dict[int, KeptStorage]:

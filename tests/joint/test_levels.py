@@ -74,7 +74,7 @@ def seconds_of(network, names):
 def told(run, *, least):
     """Of each level bytes kept, seconds, and the names of what runs again."""
     network, names = network_of(run, least=least)
-    found = hull(network, seconds_of(network, names))
+    found = hull(network, seconds_of(network, names), lambda _: False)
     return [(one.kept, one.seconds, sorted(names[g] for g in one.again)) for one in found]
 
 
@@ -112,7 +112,7 @@ def test_levels_are_the_hull_of_all_choices(run, least):
     below a line between two levels, nor keeps less than the last one."""
     network, names = network_of(run, least=least)
     seconds = seconds_of(network, names)
-    levels = hull(network, seconds)
+    levels = hull(network, seconds, lambda _: False)
     groups = sorted(network.groups)
     assert len(groups) <= 12
     sets = chain.from_iterable(combinations(groups, size) for size in range(len(groups) + 1))

@@ -272,3 +272,28 @@ def test_bytes_that_are_no_line_in_the_rows_are_observed_at_every_size():
         assert sum(saved.bytes for saved in profile.saved) == kept
         # y [b, 4], kept by the matmul, and the softmax [b, b].
         assert kept == 4 * (4 * profile.rows + profile.rows**2)
+
+
+class Mixes(nn.Module):
+    """Mixes features by shares that its weight makes, which are kept, as many at any rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64))
+
+    def forward(self, x):
+        return torch.tanh(x @ self.weight.softmax(-1))
+
+
+def test_no_level_drops_more_than_is_kept():
+    """A gathered weight, whose bytes do not grow with the rows, was taken to: a DeepSeek-V3 on
+    tensor-parallel ranks had fewer than no activations."""
+    model = nn.Sequential(*(Mixes() for _ in range(4)), nn.Linear(64, 1))
+    found = trace_model(model, lambda b: {"input": torch.randn(b, 64)}, lambda out, _: out.mean())
+    flow, blocks = analyse(found.graph), find_blocks(found.graph)
+    scarce = machine(4, 2**12)
+    problem, _ = problem_on(scarce, flow, blocks, find_units(flow), batch=64, rows=(1, 8, 64))
+    first, *_, last = problem.profiles
+    for profile in (first, last):
+        dropped = sum(max(level.dropped for level in levels) for levels in profile.levels)
+        assert 0.9 * 4 * 4 * 64 * 64 < dropped < sum(kept.bytes for kept in profile.saved)
