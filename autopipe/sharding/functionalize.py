@@ -4,8 +4,13 @@
     z = relu_(y)          ->   z = relu(y)           no later node reads y
     w = add(z, x)              w = add(z, x)
 
+    k = new_empty(8, 96)
+    copy_(k[:, :64], a)   ->   k = cat([a, b], 1)    the slices are all of k, each written once
+    copy_(k[:, 64:], b)
+
 A tensor that shares memory with a written one cannot be sharded by itself, so this pass runs before
-tensor parallelism; without sharding, ops in place save memory and stay. Names are kept.
+tensor parallelism; without sharding, ops in place save memory and stay. Names are kept; `cat` has
+that of the last copy.
 
 An op stays in place if an earlier value in the same memory is read after it, if the memory belongs
 to the batch or the model, or if the new op would give another dtype.
@@ -13,11 +18,12 @@ to the batch or the model, or if the new op would give another dtype.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from autopipe.ir import check
 from autopipe.ir.dataflow import Dataflow, analyse, gradient_values, is_random
-from autopipe.ir.graph import Graph, Node, Ref, State, Value, resolve
+from autopipe.ir.graph import Graph, Node, Ref, State, Value, arguments, resolve, swap, values_in
 from autopipe.ir.torch_private import writes
 from autopipe.sharding.strategies import is_pointwise
 
@@ -27,10 +33,95 @@ def out_of_place(graph: Graph) -> Graph:
     flow = analyse(graph)
     if not flow.writers:
         return graph
+    graph = _put_together(flow)
+    flow = analyse(graph)
     last = _last_reads(flow)
     carrying = gradient_values(graph)
     nodes = tuple(_made_new(flow, node, last, carrying) for node in graph.nodes)
     return check.after("functionalize", replace(graph, nodes=nodes))
+
+
+def _put_together(flow: Dataflow) -> Graph:
+    """The graph in which tensors that are filled slice by slice are made of what fills them."""
+    graph = flow.graph
+    values: dict[Value, Value] = {}
+    instead: dict[str, Node | None] = {}
+    for root, writers in flow.writers.items():
+        filled = _filled(flow, root, writers)
+        if isinstance(root, Ref) and filled is not None:
+            slices, made = filled
+            instead |= dict.fromkeys((root.node, *slices))
+            instead |= {graph.nodes[position].name: None for position in writers}
+            instead[made.name] = made
+            values[root] = Ref(made.name)
+    if not values:
+        return graph
+    left = (instead.get(node.name, node) for node in graph.nodes)
+    nodes = tuple(
+        replace(
+            node,
+            args=swap(node.args, values),
+            kwargs={key: swap(arg, values) for key, arg in node.kwargs.items()},
+        )
+        for node in left
+        if node is not None
+    )
+    return replace(graph, nodes=nodes, outputs=swap(graph.outputs, values))
+
+
+def _filled(flow: Dataflow, root: Value, writers: Sequence[int]) -> tuple[list[str], Node] | None:
+    """The slices of a tensor that copies fill, all of it, and the `cat` in place of the last copy.
+
+    None where it is anything else, or where anything but the copies reads it before the last one.
+    """
+    nodes, blank = flow.graph.nodes, flow.position(root)
+    if blank < 0 or nodes[blank].short not in _BLANK:
+        return None
+    whole, last = flow.graph.spec(root), nodes[writers[-1]]
+    parts: dict[int, tuple[int, Value]] = {}
+    slices, dims = [], set[int]()
+    for position in writers:
+        copied = _copied(flow, root, position)
+        if copied is None or nodes[position].grad != last.grad:
+            return None
+        slice_, source = copied
+        given = arguments(slice_)
+        dim = given["dim"] % len(whole.shape)
+        size = whole.shape[dim]
+        bounds = given["start"] or 0, given["end"]
+        if given["step"] != 1 or not all(isinstance(n, int) for n in (*bounds, size)):
+            return None
+        parts[bounds[0]] = min(bounds[1], size), source
+        slices.append(slice_.name)
+        dims.add(dim)
+    begins = sorted(parts)
+    ends = [parts[begin][0] for begin in begins]
+    readers = set(flow.users[root]) - {flow.graph.index[name] for name in slices}
+    every = len(dims) == 1 and [*begins, size] == [0, *ends] and len(parts) == len(writers)
+    if not every or min(readers, default=len(nodes)) < writers[-1]:
+        return None
+    sources = tuple(parts[begin][1] for begin in begins)
+    return slices, replace(
+        last, op="aten.cat.default", args=(sources, dim), kwargs={}, outputs=nodes[blank].outputs
+    )
+
+
+_BLANK = frozenset("empty new_empty empty_like zeros new_zeros zeros_like".split())
+"""Ops whose values nobody sees once all of the result is written."""
+
+
+def _copied(flow: Dataflow, root: Value, position: int) -> tuple[Node, Value] | None:
+    """The slice of a tensor that a node fills, and what with, if that is all that either does."""
+    graph, node = flow.graph, flow.graph.nodes[position]
+    target, source = (*values_in(node.args[:2]), None, None)[:2]
+    if node.op != "aten.copy_.default" or target is None or source is None:
+        return None
+    slice_ = graph.nodes[flow.position(target)]
+    alike = graph.spec(target) == graph.spec(source) and flow.root[source] not in flow.writers
+    used = flow.users[target] == (position,) and Ref(node.name) not in flow.users
+    if slice_.op != "aten.slice.Tensor" or slice_.args[0] != root or not (alike and used):
+        return None
+    return slice_, source
 
 
 def _last_reads(flow: Dataflow) -> dict[Value, dict[int, int]]:

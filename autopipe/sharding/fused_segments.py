@@ -59,7 +59,7 @@ def demands(model: Model) -> dict[Value, tuple[Placement, ...]]:
             order = permutation(op)
             for placement in wanted:
                 found[x][S(order[placement.dim], placement.segments)] = None
-        elif op.name in ("linear", "addmm", "mm", "matmul"):
+        elif op.name in ("linear", "addmm", "mm", "matmul", "_grouped_mm"):
             _of_weight(op, wanted, found)
         elif is_pointwise(node):
             for placement in wanted:

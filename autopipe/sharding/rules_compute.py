@@ -65,6 +65,28 @@ def matmul(op: Op) -> Iterator[Strategy]:
         yield from _product(op, x, w, rank - 2, rank - 1, None)
 
 
+@rule("_grouped_mm", "grouped_mm_fallback")
+def grouped(op: Op) -> Iterator[Strategy]:
+    """x [t, k] in groups of rows, each with its own of w [experts, k, n], gives [t, n].
+
+    Sharded by columns or by k. Rows and experts stay whole: how many rows a group has is data.
+    """
+    x, w = operands(op)
+    if (len(op.shape(x)), len(op.shape(w))) != (2, 3) or op.arguments.get("bias") is not None:
+        return
+    for placement in op.shards(w):
+        segments = placement.segments
+        if placement.dim == 2:
+            yield Strategy({w: placement}, S(1, segments))
+        elif placement.dim == 1 and op.carries:
+            yield Strategy({x: S(1, segments), w: placement}, P)
+    for placement in op.shards(x):
+        if placement.dim == 1 and op.carries:
+            yield Strategy({x: placement, w: S(1, placement.segments)}, P)
+    if x in op.model.carrying:
+        yield Strategy({x: P}, P)
+
+
 def operands(op: Op) -> tuple[Value, Value]:
     """Both tensors of a product."""
     x, w = values_in(op.node.args[:2])

@@ -203,3 +203,5 @@ def index(op: Op) -> Iterator[Strategy]:
     given = [dim for dim, at in enumerate(positions) if at is not None]
     if len(given) == 1 and len(op.shape(positions[given[0]])) == 1:
         yield from but(op, given)
+        if op.carries:
+            yield Strategy({op.inputs[0]: P}, P)

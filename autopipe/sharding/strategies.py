@@ -33,17 +33,18 @@ def strategies(model: Model, node: Node, shards: Shards) -> tuple[Strategy, ...]
     op = Op(model, node, shards)
     found = [Strategy(dict.fromkeys(op.inputs, I), I)]
     # A conversion makes another tensor, which what is written in place never reaches.
-    fixed = any(value in model.fixed for value in (*op.inputs, *op.outputs))
+    fixed = {value for value in (*op.inputs, *op.outputs) if value in model.fixed}
     if op.carries and not fixed:
         found.append(Strategy({v: op.free(v) for v in op.inputs}, R))
-    if op.outputs and node.op != READ_OP and not fixed:
+    if op.outputs and node.op != READ_OP and fixed.isdisjoint(op.outputs):
         named = RULES.get(op.name) or (pointwise if is_pointwise(node) else None)
         found += named(op) if named is not None else ()
     kept: dict[tuple[tuple[Placement, ...], Placement], Strategy] = {}
     for inputs, output in found:
         lie = {value: inputs.get(value, op.free(value)) for value in op.inputs}
         placed = [*lie.items(), *((made, output) for made in op.outputs)]
-        if all(model.can_shard(v, p) for v, p in placed if p.sharded):
+        stays = all(lie[value] == I for value in fixed.intersection(lie))
+        if stays and all(model.can_shard(v, p) for v, p in placed if p.sharded):
             kept.setdefault((tuple(lie.values()), output), Strategy(lie, output))
     return tuple(kept.values())
 

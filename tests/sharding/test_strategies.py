@@ -86,6 +86,14 @@ def squared(x: Tensor) -> Tensor:
     return square @ square
 
 
+def of_experts(x: Tensor, w: Tensor) -> Tensor:
+    """Rows of x in four groups, a matrix of w [4, 8, 16] each; halves multiplied."""
+    rows = x[..., :8].reshape(-1, 8)
+    ends = (rows[:4, 0] * 0).int()
+    gate, up = F.grouped_mm(rows.bfloat16(), w.bfloat16(), offs=ends).float().chunk(2, -1)
+    return gate.exp() * up
+
+
 def told_apart(x: Tensor, **how: object) -> Tensor:
     """Classes of [b, 4, 12]; of three kinds of labels, one does not count."""
     labels = (x[:, :, 0, 0] > 0).long() * 2
@@ -136,7 +144,7 @@ OPS: dict[str, tuple[str, Callable[..., Tensor], tuple[tuple[int, ...], ...], se
     "chunk unevenly": ("chunk", lambda x: x.chunk(5, 2)[0], (), {"SS"}),
     "pad": ("pad", lambda x: F.pad(x, (1, 2)), (), {"SS"}),
     "pad two": ("pad", lambda x: F.pad(x, (0, 0, 1, 0)), (), {"SS"}),
-    "none": ("index", lambda x: x[:, :, torch.tensor([3, 1, 1])], (), {"SIS"}),
+    "none": ("index", lambda x: x[:, :, torch.tensor([3, 1, 1])], (), {"SIS", "PIP"}),
     "sum": ("sum", lambda x: x.sum((1, -1)), (), {"SS", "SP", "PP"}),
     "sum of all": ("sum", lambda x: x.sum(), (), {"SP", "PP"}),
     "sum, kept": ("sum", lambda x: x.sum(2, keepdim=True), (), {"SS", "SP", "PP"}),
@@ -225,11 +233,19 @@ def test_of_ops_that_the_zoo_has_not(name: str) -> None:
             assert ways <= had and (ways or not had)
 
 
+def test_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(self_checks.VARIABLE, "0")  # fake tensors have no such kernel in float64
+    found = of_one(of_experts, (4, 8, 16), ranks=2)
+    assert not found.wrong, "\n".join(found.wrong)
+    assert {"RSIS", "SSIP", "PRIP"} <= found.sharded["_grouped_mm"]
+
+
 def test_most_rules_were_looked_at() -> None:
     """Beside these: names that other versions of torch give to the same, and decomposed ops."""
     seen = set(zoo(2).sharded)
     seen |= {op for op, *_ in OPS.values()}
     others = {"_unsafe_view", "t", "numpy_T", "expand_as", "mm", "conv3d", "constant_pad_nd"}
+    others |= {"_grouped_mm", "grouped_mm_fallback"}  # above
     assert set(RULES) - seen <= others | {"_softmax", "_log_softmax", "cumprod"}
 
 

@@ -16,6 +16,7 @@ All in float64: what the claim says, it says exactly.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import sympy
@@ -52,6 +53,12 @@ _POSITIVE = frozenset("log log2 sqrt rsqrt pow reciprocal log_softmax batch_norm
 """Ops with an input that must be above zero, or that are steep near it."""
 
 _WIDE = {torch.float32, torch.bfloat16, torch.float16}
+
+
+def _grouped(x: Tensor, w: Tensor, ends: Tensor, *_: object) -> Tensor:
+    """`_grouped_mm`, which has no kernel in float64."""
+    bounds = pairwise([0, *ends.tolist()])
+    return torch.cat([x[first:end] @ own for (first, end), own in zip(bounds, w, strict=True)])
 
 
 @dataclass
@@ -201,6 +208,9 @@ def _inputs(op: Op) -> dict[str, Tensor]:
                 x.view(-1)[1] = op["ignored"]
             if op.name == "embedding" and op["padding_idx"] >= 0:
                 x.view(-1)[1] = op["padding_idx"]
+            if op.name == "_grouped_mm":  # where the groups end
+                x = x.sort().values
+                x[-1] = shape_at(op.model.graph.spec(op["self"]), ROWS)[0]
             x = x.to(spec.dtype)
         found[value.name] = x
     return found
@@ -253,7 +263,7 @@ class _Run:
             values[State(name)] = tensor.clone()  # ops may write over it
         for node in graph.nodes:
             with torch.set_grad_enabled(node.grad):
-                made = resolve(node.op)(
+                made = (_grouped if node.short == "_grouped_mm" else resolve(node.op))(
                     *_given(node.args, values),
                     **{key: _given(arg, values) for key, arg in node.kwargs.items()},
                 )
