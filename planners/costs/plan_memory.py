@@ -196,7 +196,7 @@ def with_memory(plan: Plan, held: StageBytes, optimizer_factor: float) -> Plan:
 def _of_loss(cut: CutModel, stage: Stage, *, compiled: bool) -> int:
     """Bytes that a stage's loss has for a moment."""
     sizes = loss_bytes(cut.graph, stage.nodes, compiled=compiled)
-    return max(at_batch(size, cut.rows) for size in sizes)
+    return max((at_batch(size, cut.rows) for size in sizes), default=0)
 
 
 def _with_loss(

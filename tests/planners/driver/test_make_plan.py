@@ -127,6 +127,27 @@ def test_stages_join() -> None:
     assert sent == taken and sent
 
 
+class Reversed(nn.Sequential):
+    """Three layers, before which only the batch is computed with."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = super().forward(x.flip(1).cumsum(1))
+        return made
+
+
+def test_a_stage_may_have_no_node() -> None:
+    """What is made of the batch alone is made where it is read."""
+    plan = autopipe.plan(
+        Reversed(*(nn.Linear(8, 8) for _ in range(3))),
+        lambda rows: {"x": torch.ones(rows, 8)},
+        loss=lambda outputs, batch: outputs.square().mean(),
+        cluster=machine(4),
+        pp=4,
+    )
+    assert [stage.nodes for stage in plan.stages] == [0, 3, 1, 3]
+    assert plan.stages[0].predicted.memory.peak == 0
+
+
 @pytest.mark.parametrize("memory", [30_000, "30 KB"])
 def test_too_little_memory(memory: int | str) -> None:
     """The nearest plan, its stage, the bytes it needs and lacks, and what would help."""
