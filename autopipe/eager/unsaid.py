@@ -28,9 +28,9 @@ from autopipe.eager.registered import new_parameters
 from autopipe.eager.seeds import RefusedSeeds
 from autopipe.errors import CaptureError, Uncaptured
 from autopipe.frontend import user_lines
-from autopipe.frontend.refusals import depends_on_values
+from autopipe.frontend.refusals import depends_on_values, takes_a_number
 from autopipe.ir import opaque_ops
-from autopipe.ir.tensors import tensors_in
+from autopipe.ir.tensors import indexes_by_a_number, tensors_in
 from autopipe.ir.torch_patches import seeing_saved_tensors_hooks
 from autopipe.ir.torch_private import (
     is_control_flow,
@@ -249,8 +249,7 @@ def _data(tensor: Tensor, value: Tensor) -> None:
 
 def _control_flow(*args: Any, **kwargs: Any) -> None:
     raise CaptureError(
-        f"{user_lines.here()}: a loop inside the graph (while_loop and its like) cannot be split "
-        "into stages",
+        f"{user_lines.here()}: a loop inside the graph (while_loop and its like) cannot be split",
         hint="write it as a loop of Python's with a fixed number of rounds",
     )
 
@@ -289,9 +288,15 @@ def _write_one(tensor: Tensor, mask: Tensor, value: Tensor) -> None:
 
 def _write_where(tensor: Tensor, indices: Any, values: Any, *more: Any, **named: Any) -> None:
     """Refuse `x[mask] = w`, of whose gradient as many rows go to `w` as the mask has."""
+    _read_at(tensor, indices)
     masks = any(index.dtype in (torch.bool, torch.uint8) for index in tensors_in(indices))
     if masks and isinstance(values, Tensor) and values.requires_grad:
         raise depends_on_values(user_lines.here())
+
+
+def _read_at(tensor: Tensor, indices: Any) -> None:
+    if indexes_by_a_number(indices):
+        raise takes_a_number(user_lines.here())
 
 
 def _accumulated(*args: Any, **kwargs: Any) -> None:
@@ -324,6 +329,7 @@ _REFUSALS: dict[Any, Callable[..., None]] = {
     Tensor.grad_fn.__get__: _function_behind,  # type: ignore[union-attr]
     Tensor.apply_: _elementwise,
     Tensor.map_: _elementwise,
+    Tensor.__getitem__: _read_at,
     Tensor.__setitem__: _write_where,
     Tensor.index_put: _write_where,
     Tensor.index_put_: _write_where,

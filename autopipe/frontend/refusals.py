@@ -28,7 +28,18 @@ def depends_on_values(place: str, module: str = "") -> Uncaptured:
     return Uncaptured(
         f"{place}: a size here depends on the values of a tensor, so the stages cannot know what "
         "they will receive",
-        hint="pad to a fixed size, or mask with torch.where",
+        hint="pad to a fixed size, or mask with torch.where; int(k) of a tensor k that holds the "
+        "same number in every batch is a size",
+        module=module,
+    )
+
+
+def takes_a_number(place: str, module: str = "") -> Uncaptured:
+    """The error for an op of torch that reads a tensor as its index, size or factor."""
+    return Uncaptured(
+        f"{place}: torch takes a number from a tensor here, and a graph has one for good",
+        hint="int(k) or float(k) of a tensor k that holds the same number in every batch; of "
+        "others ops of tensors: x[k.reshape(1)][0], x * k, F.one_hot(k, num_classes)",
         module=module,
     )
 

@@ -39,6 +39,16 @@ def _collect_tensors(tree: object, found: list[torch.Tensor]) -> None:
         _collect_tensors(object.__getstate__(tree), found)  # an attribute's own code may raise
 
 
+def indexes_by_a_number(index: object) -> bool:
+    """Whether an index is like that of `x[:, k]` or `x[:, :k]`, with a tensor k of one number."""
+    parts = index if isinstance(index, tuple) else (index,)
+    ends = [(part.start, part.stop, part.step) for part in parts if isinstance(part, slice)]
+    if any(isinstance(end, torch.Tensor) for three in ends for end in three):
+        return True
+    numbers = [part for part in parts if isinstance(part, torch.Tensor) and part.ndim == 0]
+    return any(number.dtype != torch.bool for number in numbers)
+
+
 def of_unknown_size(tensor: torch.Tensor) -> bool:
     """Whether a size of a traced tensor is a symbol that stands for values of another tensor."""
     sizes: Sequence[Any] = tensor.shape

@@ -14,13 +14,14 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from autopipe.eager import assigned_buffers, unsaid, unsaid_modes
 from autopipe.eager.holders import Part
 from autopipe.eager.kept import left_by, restoring
 from autopipe.errors import CaptureError, ModelError
 from autopipe.frontend import batch as batches
-from autopipe.frontend import refusals
+from autopipe.frontend import refusals, user_lines
 from autopipe.frontend.extremes import chosen_by_tensors
 from autopipe.frontend.loss import Loss, SumCount, outputs_to_loss, plain_tree
 from autopipe.frontend.quiet import libraries_hushed
@@ -122,7 +123,10 @@ class Program(nn.Module):
             branches.as_ops(self.model),
             packed.as_ops(),
         ):
-            return self._results(batch, args, kwargs)
+            try:
+                return self._results(batch, args, kwargs)
+            except GuardOnDataDependentSymNode as error:  # export would print its graph for it
+                raise refusals.takes_a_number(user_lines.of_error(error)) from error
 
     def _results(self, batch: Any, args: Any, kwargs: Any) -> Any:
         if self.kept is not None:

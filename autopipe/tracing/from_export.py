@@ -29,7 +29,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from autopipe.errors import CaptureError
 from autopipe.frontend import user_lines
-from autopipe.frontend.refusals import depends_on_values
+from autopipe.frontend.refusals import depends_on_values, takes_a_number
 from autopipe.ir import check
 from autopipe.ir.blocks import Visit
 from autopipe.ir.graph import (
@@ -320,7 +320,8 @@ class _Converter:
         found = expression(size)
         if not found.free_symbols <= self.symbols.keys():  # others stand for values of tensors
             module = Visit.of(["", *scopes_of(node)][-1]).module if node else ""
-            raise depends_on_values(user_lines.of_trace(node.stack_trace if node else None), module)
+            refused = takes_a_number if "item" in str(node and node.target) else depends_on_values
+            raise refused(user_lines.of_trace(node.stack_trace if node else None), module)
         found = found.subs(self.symbols)
         return int(found) if found.is_Integer else found
 

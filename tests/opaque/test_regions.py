@@ -240,6 +240,19 @@ class Apart(Net):
         return torch.vmap(torch.tanh)(self.middle(hidden)), {"signs": hidden.detach().sign()}
 
 
+class ByANumber(Net):
+    """A tensor of one number is an index, and the end of a slice."""
+
+    def inside(self, hidden):
+        return hidden * self.row(hidden) + self.first(hidden)
+
+    def row(self, hidden):
+        return self.middle.weight[hidden[0].argmax()]
+
+    def first(self, hidden):
+        return hidden[:, : hidden[0].argmax()].sum(1, keepdim=True)
+
+
 class AtMost(Net):
     """torch.cdist takes another kernel from 26 rows on: a trace holds for fewer."""
 
@@ -264,6 +277,7 @@ WORK = [
     OldHook,
     SomeRows,
     Experts,
+    ByANumber,
 ]
 WORK += [MarkedRows, Experts, Widened, Buffers, CalledFromOutside, Twice, Layers, Apart]
 

@@ -257,6 +257,38 @@ def test_a_rank_refuses_what_its_plan_has_no_region_for(kind):
         trace_model(built(kind), inputs, square, reads=())
 
 
+class ByANumber(Net):
+    """A row of a table: that said the model reads other tensors each time it runs."""
+
+    def inside(self, hidden):
+        nearest = hidden[0].argmax()
+        return hidden * self.middle.bias[nearest]
+
+
+class UpToANumber(Net):
+    def inside(self, hidden):
+        longest = hidden[0].argmax()
+        return hidden + hidden[:, :longest].sum()
+
+
+class ClassesUnsaid(Net):
+    """That spoke of a data-dependent expression u0."""
+
+    def inside(self, hidden):
+        return hidden + nn.functional.one_hot(hidden.argmax(-1)).sum()
+
+
+@pytest.mark.parametrize("kind", [ByANumber, UpToANumber, ClassesUnsaid], ids=lambda k: k.__name__)
+def test_a_number_that_torch_takes_from_a_tensor(kind, capfd):
+    """Bug: torch printed its graph as well."""
+    with pytest.raises(
+        CaptureError, match=r"\.py:\d+.*: torch takes a number from a tensor"
+    ) as error:
+        trace_model(built(kind), inputs, square, reads=())
+    assert "hint: int(k) or float(k)" in str(error.value)
+    assert capfd.readouterr() == ("", "")
+
+
 class Halved(Net):
     def inside(self, hidden):
         with torch.no_grad():
