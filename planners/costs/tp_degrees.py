@@ -220,9 +220,9 @@ def _undivided(graph: Graph, tp: int, most: int) -> InfeasibleError:
     }
     dividing = [n for n in range(2, most + 1) if any(size % n == 0 for size in sizes)]
     shown = ", ".join(map(str, sorted(sizes, reverse=True)[:6]))
+    found = f"their matrices have dims of {shown}" if sizes else "none of them is a matrix"
     return InfeasibleError(
-        f"tp={tp} was asked for, and no parameter divides into {tp} equal parts: their "
-        f"matrices have dims of {shown}",
+        f"tp={tp} was asked for, and no parameter divides into {tp} equal parts: {found}",
         hint=f"tp of {', '.join(map(str, dividing[:6]))}" if dividing else "leave tp out",
     )
 

@@ -76,6 +76,24 @@ def test_a_degree_that_divides_nothing() -> None:
     assert said.hint is not None and said.hint.startswith("tp of 2, 3, 4, 6")
 
 
+class Flat(nn.Module):
+    """All layers in one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flat = nn.Parameter(torch.ones(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.flat.view(8, 8)).square().mean()
+
+
+def test_a_degree_where_no_parameter_is_a_matrix() -> None:
+    """Bug: `their matrices have dims of `, and nothing behind it."""
+    trace = trace_model(Flat(), lambda rows: {"x": torch.ones(rows, 8)}, None)
+    with pytest.raises(InfeasibleError, match="7 equal parts: none of them is a matrix"):
+        check_dims(trace.graph, 7)
+
+
 def test_a_degree_that_divides_no_dim_is_refused_before_anything_is_measured() -> None:
     """Bug: `costs --tp 100` had a hundred processes measure this machine for it first."""
     graph = traced("gpt").graph
