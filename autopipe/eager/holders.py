@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from autopipe.eager.contents import CONTAINERS, MOST, MOST_ELEMENTS
 from autopipe.eager.frozen import FIXED, INTERNAL, VALUES
 from autopipe.eager.iterators import Rewindable
+from autopipe.ir.tensors import attributes_of
 from autopipe.ir.torch_private import is_fake
 
 DEPTH = 5
@@ -107,7 +109,10 @@ def holders_of(*parts: Part) -> list[Holder]:
 
 
 def _of_modules(model: nn.Module) -> dict[int, Holder]:
-    return {id(module): Holder(path, vars(module)) for path, module in model.named_modules()}
+    """Those of modules, and of their parameters and buffers: `self.weight.calls += 1`."""
+    states = chain(model.named_parameters(), model.named_buffers())
+    of_states = {id(own): Holder(name, _Attributes(own, attributes_of)) for name, own in states}
+    return {id(m): Holder(path, vars(m)) for path, m in model.named_modules()} | of_states
 
 
 def _of_loss(loss: Callable[..., Any]) -> dict[int, Holder]:

@@ -39,7 +39,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopipe.errors import ModelError
 from autopipe.frontend import user_lines
-from autopipe.ir.tensors import tensors_in
+from autopipe.ir.tensors import attributes_of, tensors_in
 from autopipe.ir.torch_private import (
     constructing,
     fake_like,
@@ -268,7 +268,8 @@ def fake_copy(model: nn.Module) -> nn.Module:
             for result in tensors_in(value):
                 aliased = not isinstance(result, nn.Parameter) and storage_key(result) in trained
                 if not result.is_leaf or aliased or is_fake(result):
-                    memo[id(result)] = fake_like(mode, result.detach())
+                    memo[id(result)] = like = fake_like(mode, result.detach())
+                    vars(like).update(attributes_of(result))
             if isinstance(value, torch.jit.ScriptFunction):
                 memo[id(value)] = value
     functions = [f for module in model.modules() for f in _functions_in(vars(module))]

@@ -10,7 +10,7 @@ from typing import Any
 import sympy
 import torch
 
-from autopipe.ir.torch_private import expression
+from autopipe.ir.torch_private import expression, fake_like, fake_mode
 
 
 def tensors_in(tree: object) -> Iterator[torch.Tensor]:
@@ -37,6 +37,17 @@ def _collect_tensors(tree: object, found: list[torch.Tensor]) -> None:
             _collect_tensors(item, found)
     elif is_dataclass(tree) and not isinstance(tree, type):
         _collect_tensors(object.__getstate__(tree), found)  # an attribute's own code may raise
+
+
+def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """What code has set on a tensor, real or fake: `self.weight.scale = 2`."""
+    return {name: value for name, value in vars(tensor).items() if name not in _own_of_fakes()}
+
+
+@cache
+def _own_of_fakes() -> frozenset[str]:
+    fake = fake_like(fake_mode(), torch.nn.Parameter(torch.empty(0)))
+    return frozenset(vars(fake)) | {"_is_param"}
 
 
 def indexes_by_a_number(index: object) -> bool:

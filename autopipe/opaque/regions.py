@@ -26,6 +26,7 @@ from autopipe.frontend.construct import fake_copy
 from autopipe.frontend.loss import Loss
 from autopipe.ir import opaque_ops
 from autopipe.ir.graph import REGION_OP, Graph, Node
+from autopipe.ir.tensors import attributes_of
 from autopipe.ir.torch_patches import one_process
 from autopipe.ir.torch_private import (
     is_fake,
@@ -328,4 +329,5 @@ def _lend(homes: Homes, lent: Mapping[str, Tensor]) -> None:
     """Put tensors in the place of a copy's own."""
     for name, tensor in lent.items():
         for module, leaf in homes[name]:
+            vars(tensor).update(attributes_of(getattr(module, leaf)))
             lend(module, leaf, tensor)

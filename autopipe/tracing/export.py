@@ -27,6 +27,7 @@ from autopipe.frontend.loss import Loss, SumCount, outputs_to_loss, plain_tree
 from autopipe.frontend.quiet import libraries_hushed
 from autopipe.frontend.transformers_adapter import eager_branches, without_cache
 from autopipe.ir.graph import SEQUENCE
+from autopipe.ir.tensors import attributes_of
 from autopipe.ir.torch_patches import (
     averaging_by_tensors,
     counting_rows,
@@ -99,8 +100,14 @@ class Program(nn.Module):
         self.loss = loss
         self._fixed = {spec.path: spec.value for spec in specs if spec.dtype == "python"}
         self._tensors = [spec for spec in specs if spec.dtype != "python"]
+        own = ((name, tensor, attributes_of(tensor)) for name, tensor in _states(model))
+        self._attributes = {name: (tensor, set_) for name, tensor, set_ in own if set_}
 
     def forward(self, *tensors: Tensor) -> Any:
+        for name, tensor in _states(self.model) if self._attributes else ():
+            known, attributes = self._attributes.get(name, (tensor, {}))
+            if known is not tensor:  # export's own in its place
+                vars(tensor).update(attributes)
         paths = (spec.path for spec in self._tensors)
         leaves = {**self._fixed, **dict(zip(paths, tensors, strict=True))}
         batch = batches.rebuild(self.batch, leaves)
@@ -237,6 +244,11 @@ def capture(
             if refusals.fixes_rows(error):
                 raise refusals.fixed_rows(*refusals.line_that_fixes_rows(export)) from error
             raise refusals.in_a_trace(error, program.loss) from error
+
+
+def _states(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
 
 
 def tensors_of(leaves: Mapping[str, Any], specs: Sequence[InputSpec]) -> list[Tensor]:

@@ -77,7 +77,26 @@ class WritesData(Net):
         return hidden
 
 
-@pytest.mark.parametrize("kind", [Cumulative, RoutedIn, ReadsData, WritesData])
+class OnATensor(Net):
+    """Reads what it has set on a parameter and on a buffer: a trace had neither."""
+
+    def begin(self):
+        self.middle.weight.scale = 3.0
+        self.register_buffer("table", torch.ones(8))
+        self.table.scale = 2.0
+
+    def inside(self, hidden):
+        scale = self.middle.weight.scale if hasattr(self.middle.weight, "scale") else 1.0
+        return self.middle(hidden) * self.table * self.table.scale * scale
+
+
+class InAPart(OnATensor):
+    def inside(self, hidden):
+        chosen = hidden[hidden[:, 0] > 0]
+        return super().inside(hidden) + chosen.sum()
+
+
+@pytest.mark.parametrize("kind", [Cumulative, RoutedIn, ReadsData, WritesData, OnATensor, InAPart])
 def test_what_python_does_in_forward_is_done_by_tensors_or_left_out(kind):
     """Bugs: all were refused; Python reads a count, the gradient of a parameter, x.data."""
     assert unlike(built(kind)) == []
