@@ -20,6 +20,7 @@ from functools import partial
 from itertools import chain
 from types import FunctionType, SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,9 @@ DEPTH = 5
 _PLAIN = (*VALUES, float, complex)
 _PASSED = (*_PLAIN, *FIXED, Tensor, nn.Module, property, staticmethod, classmethod)
 """What keeps nothing, or is looked at by itself."""
+
+_OF_PYTHON = (SimpleNamespace, WeakKeyDictionary)
+"""Objects of Python's own that keep what a user sets."""
 
 _GONE = object()
 
@@ -208,7 +212,7 @@ def _inside(value: Any, *, shared: bool) -> MutableMapping[Any, Any] | None:
     if isinstance(value, tuple):
         plain = len(value) > MOST or all(isinstance(item, _PLAIN) for item in value)
         return None if plain else _Fixed(value)
-    if shared and _foreign(type(value).__module__) and not isinstance(value, SimpleNamespace):
+    if shared and _foreign(type(value).__module__) and not isinstance(value, _OF_PYTHON):
         return None
     slots = [
         name

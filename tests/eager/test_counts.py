@@ -7,6 +7,7 @@ from datetime import timedelta
 from fractions import Fraction
 from logging.handlers import BufferingHandler
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
@@ -183,6 +184,15 @@ class AskedFor(Warm):
         return bias.kept
 
 
+WEAK = WeakKeyDictionary()
+
+
+class ByAWeakKey(Warm):
+    def counted(self):
+        WEAK[self.middle] = WEAK.get(self.middle, 0) + 1
+        return WEAK[self.middle]
+
+
 class FromTheFront(Net):
     """A schedule that is consumed."""
 
@@ -203,6 +213,7 @@ class FromTheEnd(FromTheFront):
 def test_a_count_is_seen_wherever_it_is_kept(kind, size):
     """Bug: a run was trained on for good as if it were warming up."""
     where = {OnATensor: "middle.weight.kept", AskedFor: "middle.bias.kept"}.get(kind, "kept")
+    where = f"{__name__}.WEAK" if kind is ByAWeakKey else where
     assert f"keeps {where}" in refusal(built(kind))
 
 
