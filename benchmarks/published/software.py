@@ -14,9 +14,11 @@ its mask and its result, of scores too, 34 + 5 as/h bytes of a layer's sbh in al
 al., 2022, section 4.1), which is what eager stages keep: its bytes are those of eager ones. Of
 logits these have two gradients at once, which a kernel for the whole loss has not: Megatron-LM's
 (`core/tensor_parallel/cross_entropy.py`) writes them over what it has kept, llm-foundry's, whose
-default is flash-attention's (`loss_fn: fused_crossentropy`), makes one in 16 bits. A
-pipeline of software that deals its layers out evenly is planned with even cuts, the planner
-`uniform`; cuts of others are the planner's.
+default is flash-attention's (`loss_fn: fused_crossentropy`), makes one in 16 bits. torch.compile
+is given the model, torchtitan's its blocks one by one (`apply_compile`), and the loss stays
+outside: rows of it hold what an eager loss does. A pipeline of
+software that deals its layers out evenly is planned with even cuts, the planner `uniform`; cuts of
+others are the planner's.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ class Software:
         deepspeed: whether the optimizer is DeepSpeed's, in a pipeline of Megatron-DeepSpeed's.
         keeps_dropout: whether fused kernels keep what a dropout made.
         fused_loss: whether a kernel makes the gradient of logits from what it has kept of them.
+        eager_loss: whether blocks are compiled and the loss is not.
     """
 
     name: str
@@ -49,16 +52,21 @@ class Software:
     deepspeed: bool = False
     keeps_dropout: bool = False
     fused_loss: bool = False
+    eager_loss: bool = False
 
 
 MEGATRON = Software("megatron", fused=True, keeps_dropout=True, fused_loss=True)
-COMPILED = Software("compiled", fused=True)
+COMPILED = Software("compiled", fused=True, eager_loss=True)
 EAGER = Software("eager", fused=False)
 
 _FIELDS = ("software", "framework", "extra", "notes", "attention", "opt_shard")
 """Columns in which tables record it."""
 
 _COMPILED = r"compil|inductor"
+_UNCOMPILED = (
+    r"(?:no|not|non|without|w/o)[\s-]*(?:torch\W*)?compil\w*|compil\w*\W{1,3}(?:false|no|off)\b"
+)
+"""`no-compile`, `without torch.compile`, `compile=false`."""
 _FUSED = r"megatron|\bte\b|transformer.?engine|nemo|(?<!un)fused|rms kernel|distributed optimizer"
 _UNFUSED = r"fsdp|hugging"
 _ATTENTION_ALONE = r"torch|fused|flash_attention\S*"
@@ -95,7 +103,7 @@ def _profile(row: Row) -> Software:
     alone = re.fullmatch(_ATTENTION_ALONE, attention)
     others = " ".join(row.get(name) or "" for name in _FIELDS if name != "attention").lower()
     said = others if alone else f"{others} {attention}"
-    if re.search(_COMPILED, said):
+    if re.search(_COMPILED, re.sub(_UNCOMPILED, "", said)):
         return COMPILED
     if re.search(_FUSED, said):
         return MEGATRON

@@ -32,6 +32,10 @@ from benchmarks.published.zero_bubble import zb_2p
 Asked = Mapping[str, Any]
 """Arguments of `autopipe.plan`."""
 
+AGAIN = "layers.0.attention.out/linear/0", "layers.0.feed_forward.up/linear/0"
+"""Every other matmul, which torchtitan's checkpointing by op runs again
+(`activation_checkpoint.py`): of seven a layer `wk`, which is a part of `qkv` here, `wo` and `w3`."""
+
 ROOM = 100
 """How many times a device's memory a plan may fill where its layout is given."""
 
@@ -90,17 +94,23 @@ def own_layout(run: Run) -> Outcome:
 
     Devices have memory without end here, so that a layout that is said not to fit has a step too.
     Where the run's fused kernels keep what eager ones do, seconds are of compiled stages, and bytes
-    of stages that run op by op.
+    of stages that run op by op; where its loss alone is not fused, what passes within an op is.
 
     Raises:
         Unsupported: the tool has not what the run used.
         AutopipeError: the tool refuses the model or the layout.
     """
-    found = _layout(run, compiled=run.software.fused)
-    if not (run.dropout and run.software.keeps_dropout):
+    found, software = _layout(run, compiled=run.software.fused), run.software
+    keeps = run.dropout and software.keeps_dropout
+    if not keeps and not software.eager_loss:
         return found
     kept = _layout(run, compiled=False)
-    return dataclasses.replace(found, needed=kept.needed, bytes=kept.bytes)
+    if keeps:
+        return dataclasses.replace(found, needed=kept.needed, bytes=kept.bytes)
+    passing = max(kept.bytes["passing"], found.bytes["passing"])
+    parts = {**found.bytes, "passing": passing}
+    needed = found.needed - found.bytes["passing"] + passing
+    return dataclasses.replace(found, needed=needed, bytes=parts)
 
 
 def _layout(run: Run, *, compiled: bool) -> Outcome:
@@ -149,7 +159,7 @@ def free_choice(run: Run) -> Outcome:
 def unsaid(run: Run) -> list[str]:
     """What of the run cannot be said to the tool, and what is said instead."""
     cluster = _cluster(run)
-    found = ["recompute elementwise as none"] if run.recompute == "elementwise" else []
+    found: list[str] = []
     if run.sharding == 2:
         found.append("ZeRO-2 as ZeRO-1")
     if run.half and _precision(run, cluster) == "bf16":
@@ -200,9 +210,11 @@ def _schedule(run: Run, folder: Path) -> Asked:
 
 
 def _recompute(run: Run) -> str | list[str]:
-    """What runs again, as far as autopipe can: whole blocks, or their attentions."""
-    if run.recompute == "alternate":
-        return [f"layers.{n}" for n in range(0, run.model.layers, 2)]
+    """What runs again: whole blocks, or ops of all of them."""
+    if run.recompute == "alternate":  # the first layer's name would mean all of its class
+        return [f"layers.{n}" for n in range(1, run.model.layers, 2)]
+    if run.recompute == "elementwise":
+        return ["elementwise", *AGAIN]
     if run.recompute == "attention":
         return "attention"
     return "all" if run.recompute == "full" else "none"

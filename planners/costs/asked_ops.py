@@ -5,6 +5,9 @@
                    Models", 2022, section 5; Megatron-LM's `--recompute-granularity selective`)
     norms          norms, and all that modules of such a name do themselves
     activations    GELU, SiLU and their like
+    elementwise    all but products, attention in one kernel and what ranks exchange, which
+                   PyTorch's selective checkpointing saves (`torch.utils.checkpoint`,
+                   create_selective_checkpoint_contexts)
 
     q ──┐
     k ──┴─ matmul ── scale ── mask ── softmax ── dropout ──┬── matmul ──
@@ -107,6 +110,14 @@ def _attention(flow: Dataflow, inside: Mapping[int, Block]) -> Iterator[int]:
                 yield from before | after
 
 
+def _elementwise(flow: Dataflow, inside: Mapping[int, Block]) -> Iterator[int]:
+    for position in inside:
+        node = flow.graph.nodes[position]
+        kept = node.short in PRODUCTS | BETWEEN or node.short == "scaled_dot_product_attention"
+        if not kept and not is_exchange(node.name):
+            yield position
+
+
 _Way = Callable[[int], Iterable[int]]
 
 
@@ -163,5 +174,6 @@ WORDS: Mapping[str, Callable[[Dataflow, Mapping[int, Block]], Iterable[int]]] = 
     "attention": _attention,
     "norms": _named(is_norm),
     "activations": _named(is_activation),
+    "elementwise": _elementwise,
 }
 """Of each word a function that finds its nodes."""

@@ -130,6 +130,9 @@ def test_links_are_those_that_the_row_counts() -> None:
         ({"tp": 1, "pp": 1}, "eager"),
         ({"opt_shard": "FSDP FULL_SHARD (zero3)"}, "eager"),
         ({"opt_shard": "FSDP2 (zero3)", "extra": "2D compile"}, "compiled"),
+        ({"opt_shard": "FSDP2 (zero3)", "extra": "no compilation"}, "eager"),
+        ({"opt_shard": "FSDP2 (zero3)", "notes": "without torch.compile"}, "eager"),
+        ({"opt_shard": "FSDP2 (zero3)", "notes": "compile=False"}, "eager"),
         ({"tp": 1, "pp": 1, "attention": "flash (TE)"}, "megatron"),
         ({"tp": 1, "pp": 1, "attention": "unfused, ALiBi"}, "eager"),
         ({"attention": "fused"}, "eager"),  # the softmax alone
@@ -244,6 +247,28 @@ def test_rows_that_are_far_off_or_said_not_to_fit_are_shown() -> None:
     full = dataclasses.replace(full, bytes={"gradients": 2**20, "activations": 3 * 2**30})
     assert [line.split(" | ")[0] for line in far([near, off]).splitlines()[2:]] == ["| off"]
     assert misfits([near, full]).endswith("| 3 | 2 |  | activations 3 |")
+
+
+def test_recomputation_of_every_other_layer_is_half_of_all() -> None:
+    """And that of ops saves more than half of the layers, and costs less than all of them."""
+    alone = {"tp": 1, "pp": 1, "gated_ffn": 1, "arch": "llama", "attention": "flash (SDPA)"}
+    ways = {
+        word: tool.own_layout(read(row(**alone, layers=4, recompute=word)))
+        for word in ("none", "selective layer", "selective op", "full")
+    }
+    none, half, ops, full = ways.values()
+    assert half.seconds - none.seconds == pytest.approx((full.seconds - none.seconds) / 2, rel=0.02)
+    assert full.needed < half.needed < none.needed and ops.needed < none.needed
+    assert none.seconds < ops.seconds < full.seconds
+
+
+def test_compiled_blocks_leave_the_loss_as_it_is() -> None:
+    """Its logits in fp32 and their gradients are there, in whole."""
+    alone = {"tp": 1, "pp": 1, "attention": "flash (SDPA)", "opt_shard": "FSDP2 (zero3)"}
+    plain = tool.own_layout(read(row(**alone)))
+    compiled = tool.own_layout(read(row(**alone, extra="compile")))
+    assert compiled.bytes["passing"] == plain.bytes["passing"]
+    assert compiled.seconds < plain.seconds
 
 
 def test_the_free_choice_stands_beside_the_row_s_layout() -> None:

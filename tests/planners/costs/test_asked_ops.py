@@ -110,6 +110,15 @@ def test_norms_and_activations() -> None:
         assert len(every) >= len(blocks)
 
 
+def test_all_but_products_and_attention() -> None:
+    """What PyTorch's selective checkpointing runs again where products and attention are saved."""
+    found, flow, blocks = traced("llama")
+    every = meant(flow, blocks, ["elementwise"])
+    again = {found.graph.nodes[position].short for position in every}
+    assert {"silu", "mul", "add"} <= again
+    assert not again & {"linear", "scaled_dot_product_attention"}
+
+
 def test_words_and_blocks_go_together() -> None:
     made = plan(["layers.1", "attention"], compile=False)
     again = [name for stage in made.stages for name in stage.recompute]
