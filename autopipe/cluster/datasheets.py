@@ -151,7 +151,6 @@ DEVICES: dict[str, Datasheet] = {
         host="PCIe 5 x16",
         source="https://www.nvidia.com/en-us/data-center/h100/ (SXM)",
         matmul_share=794.5 / 989,
-        steady=STEADY_NEWER,
     ),
     "H200": Datasheet(
         memory=139.8 * GIB,
@@ -162,7 +161,6 @@ DEVICES: dict[str, Datasheet] = {
         host="PCIe 5 x16",
         source="https://www.nvidia.com/en-us/data-center/h200/ (SXM)",
         matmul_share=794.5 / 989,
-        steady=STEADY_NEWER,
     ),
     "V100-32GB": Datasheet(
         memory=31.7 * GIB,
@@ -240,7 +238,6 @@ DEVICES: dict[str, Datasheet] = {
         host="PCIe 5 x16",
         source="https://lenovopress.lenovo.com/lp1814 (SXM)",
         matmul_share=794.5 / 989,
-        steady=STEADY_NEWER,
     ),
     "B200": Datasheet(
         memory=178.4 * GIB,
@@ -262,6 +259,17 @@ DEVICES: dict[str, Datasheet] = {
         host="NVLink-C2C, half",
         source="https://www.nvidia.com/en-us/data-center/gb200-nvl72/",
         matmul_share=1822 / 2500,
+        steady=STEADY_NEWER,
+    ),
+    "GB300": Datasheet(
+        memory=277.0 * GIB,
+        flops={"fp32": 80e12, "bf16": 2500e12, "fp16": 2500e12},
+        bandwidth=8e12,
+        within="NVLink 5",
+        between="InfiniBand XDR",
+        host="NVLink-C2C, half",
+        source="https://www.nvidia.com/en-us/data-center/gb300-nvl72/",
+        matmul_share=1822 / 2500,  # that of GB200
         steady=STEADY_NEWER,
     ),
     "B300": Datasheet(
@@ -339,7 +347,6 @@ DEVICES: dict[str, Datasheet] = {
         host="NVLink-C2C",
         source="https://www.nvidia.com/en-us/data-center/grace-hopper-superchip/ (96 GB)",
         matmul_share=794.5 / 989,
-        steady=STEADY_NEWER,
     ),
     "MI250X": Datasheet(
         memory=64.0 * GIB,

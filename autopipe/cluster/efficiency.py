@@ -19,10 +19,19 @@ achievable matmul FLOPS.
 """
 
 STEADY, STEADY_NEWER = 0.82, 0.71
-"""Share of that rate which matmuls hold all through a training step: up to A100, and from H100 on.
+"""Share of that rate which matmuls hold all through a training step: A100, and H100 and H200 of
+700 W; those of less power, and newer devices.
 
-Power and heat slow the clocks of a device that is never idle, those of faster devices more. Fitted
-to published training runs on A100 and on H100; benchmarks/published has the errors that are left.
+Power and heat slow the clocks of a device that is never idle. Fitted to published training runs, on
+A100 and on H100 of 500 W; benchmarks/published has the errors that are left. One H100 of 700 W,
+alone and cool, held 0.92 (benchmarks/gpu), hundreds of them less.
+"""
+
+BESIDE = 0.189 / 1.189
+"""Share of the seconds of a collective that computing loses which goes on beside it.
+
+The two share a device's processors, memory and power: computing takes 18.9 % longer, the mean over
+H100, A100, MI250 and MI210 (Lee et al., 2025, arXiv:2507.03114).
 """
 
 HALF = 64.0

@@ -16,6 +16,10 @@ NVLINK = 25e9
 https://en.wikipedia.org/wiki/NVLink."""
 
 
+RACK = 64
+"""GPUs of GB200 and GB300 that NVLink joins: of the 72 of a rack (NVL72) as many as are a power of
+two, as layouts have them."""
+
 FLASH1 = 0.40, 0.30
 """Shares of a device's peak that FlashAttention 1 reaches, forward and backward: the middles of 30
 to 50 % and of 25 to 35 % (Dao, FlashAttention-2, 2023, arXiv:2307.08691, section 1)."""
@@ -29,12 +33,12 @@ def kind_of(gpu: str, memory_gb: float | None) -> str:
     Raises:
         Unsupported: there is none.
     """
-    name = re.sub(r"[^a-z0-9]", "", gpu.lower().replace("nvidia", "").replace("geforce", ""))
+    name = _plain(gpu)
     pcie = "pcie" in name
     found = []
     for kind, sheet in datasheets.DEVICES.items():
-        family = re.sub(r"-(PCIe|\d+GB).*", "", kind)
-        if name.startswith(family.lower()) and pcie >= ("PCIe" in kind):
+        family = _plain(re.sub(r"-(PCIe|\d+GB).*", "", kind))
+        if re.match(rf"{family}(?!\d)", name) and pcie >= ("PCIe" in kind):
             size = memory_gb or float((re.search(r"(\d+)\s*gb", gpu.lower()) or [0, 0])[1])
             off = (
                 abs(sheet.memory / efficiency.GIB - size) if size else sheet.memory / efficiency.GIB
@@ -43,6 +47,12 @@ def kind_of(gpu: str, memory_gb: float | None) -> str:
     if not found:
         raise Unsupported(f"device {gpu or 'not named'}")
     return min(found)[-1]
+
+
+def _plain(name: str) -> str:
+    """A device's name in small letters, its parts joined by a dash, without its maker's words."""
+    makers = "nvidia|geforce|tesla|quadro|rtx|dgx|hgx|amd|instinct"
+    return re.sub(r"[^a-z0-9]+", "-", re.sub(makers, "", name.lower())).strip("-")
 
 
 def cluster_of(
@@ -58,7 +68,9 @@ def cluster_of(
     Raises:
         Unsupported: there is no such device.
     """
-    found = spec.parse(f"{-(-devices // per_node)}x{per_node}x{kind_of(gpu, memory_gb)}")
+    kind = kind_of(gpu, memory_gb)
+    joined = max(per_node, min(RACK, devices)) if kind.startswith("GB") else per_node
+    found = spec.parse(f"{-(-devices // joined)}x{joined}x{kind}")
     assert isinstance(found, Cluster)
     inside = found.within
     generation = re.search(r"nvlink\s*(\d)", within.lower())
@@ -86,9 +98,26 @@ def devices_changed(cluster: Cluster, change: Callable[[Device], Device]) -> Clu
     return dataclasses.replace(cluster, nodes=nodes)
 
 
+HOPPER = ("H100", "H200", "H800", "GH200")
+
+ON_HOPPER = (335 / 989) / (225 / 312)
+"""What is left on H100 of a share of A100's peak for kernels that know no Hopper: by FlashAttention
+2, which reaches 335 TFLOP/s on the one and 225 on the other (Dao, 2023, section 4.1)."""
+
+
+def with_early_kernels(device: Device) -> Device:
+    """The device with the matmuls of CUDA 11, which are slower on Hopper: fitted to such runs."""
+    if not device.kind.startswith(HOPPER):
+        return device
+    slower = efficiency.STEADY_NEWER / efficiency.STEADY
+    flops = {dtype: rate * slower for dtype, rate in device.flops.items()}
+    return dataclasses.replace(device, flops=flops)
+
+
 def with_flash1(device: Device) -> Device:
     """The device with attention as fast as FlashAttention 1's."""
     peak, held = datasheets.DEVICES[device.kind].flops["bf16"], device.flops
+    peak *= ON_HOPPER if device.kind.startswith(HOPPER) else 1
     # A kernel's pace is that of fp32, which 16 bits multiply by as much as a matmul's.
     paces = (
         Pace(2 * device.launch, share * peak * held["fp32"] / held["bf16"]) for share in FLASH1

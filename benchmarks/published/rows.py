@@ -287,10 +287,9 @@ def _recompute(text: str) -> str:
         return "elementwise"
     if "layer" in text.split():
         return "alternate"
-    for word, name in (("selective", "attention"), ("full", "full"), ("yes", "full")):
-        if word in text:
-            return name
-    return "none"
+    if re.search(r"selective|core.?att", text):
+        return "attention"
+    return "full" if re.fullmatch(r"1|true|all|on|block|uniform|.*(full|yes).*", text) else "none"
 
 
 def _attention(text: str) -> str:

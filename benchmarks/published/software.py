@@ -44,6 +44,8 @@ class Software:
         keeps_dropout: whether fused kernels keep what a dropout made.
         fused_loss: whether a kernel makes the gradient of logits from what it has kept of them.
         eager_loss: whether blocks are compiled and the loss is not.
+        early: whether its kernels are older than CUDA 12 and FlashAttention 2.
+        overlaps: whether tensor-parallel ranks exchange while they multiply.
     """
 
     name: str
@@ -53,6 +55,8 @@ class Software:
     keeps_dropout: bool = False
     fused_loss: bool = False
     eager_loss: bool = False
+    early: bool = False
+    overlaps: bool = False
 
 
 MEGATRON = Software("megatron", fused=True, keeps_dropout=True, fused_loss=True)
@@ -77,6 +81,14 @@ softmax, as `fused` alone, says nothing of other ops."""
 _OWN_CUTS = r"\(alpa\)|aleph-alpha"
 _DEEPSPEED = r"deepspeed|bigscience"
 _FUSED_LOSS = r"llm-foundry"
+_EARLY = r"llm-foundry"
+"""Its benchmarks, on H100 too, ran with torch 1.13 and 2.0 for CUDA 11.7 and 11.8, and the Triton
+kernel of FlashAttention 1 (scripts/train/benchmarking: `IMAGE` of sweep.sh, `--attn_impl` of
+submit_benchmarks.py)."""
+_NEMO = r"\bnemo\b|megatron.?bridge|dgxc"
+_OVERLAPS = rf"{_NEMO}|tp.comm.overlap"
+"""NeMo's recipes turn on Transformer Engine's overlap of tensor parallelism, `tp_comm_overlap`, as
+Megatron-LM's measurements on H100 do (its README, "Training Speed and Scalability")."""
 
 
 def software_of(row: Row) -> Software:
@@ -95,7 +107,14 @@ def software_of(row: Row) -> Software:
     even, deepspeed = not re.search(_OWN_CUTS, said), bool(re.search(_DEEPSPEED, said))
     profile = _profile(row)
     fused_loss = profile.fused_loss or bool(re.search(_FUSED_LOSS, said))
-    return replace(profile, even=even, deepspeed=deepspeed, fused_loss=fused_loss)
+    return replace(
+        profile,
+        even=even,
+        deepspeed=deepspeed,
+        fused_loss=fused_loss,
+        early=bool(re.search(_EARLY, said)),
+        overlaps=bool(re.search(_OVERLAPS, f"{said} {row.get('table') or ''}".lower())),
+    )
 
 
 def _profile(row: Row) -> Software:
@@ -119,10 +138,12 @@ def low_gradients(row: Row) -> bool:
     Megatron-LM sums those of fp16 so, and turns on sums in fp32 for bf16 alone (`arguments.py`,
     accumulate_allreduce_grads_in_fp32). DeepSpeed's ZeRO sums in the model's own dtype
     (`grad_accum_dtype`, https://www.deepspeed.ai/docs/config-json/#data-type-options) unless its
-    BF16_Optimizer is used. FSDP reduces in fp32.
+    BF16_Optimizer is used. FSDP reduces in fp32. What NVIDIA publishes of NeMo sums in 16 bits
+    (NeMo, scripts/performance: `trainer.plugins.grad_reduce_in_fp32 = False`).
     """
+    said = " ".join(row.get(name) or "" for name in (*_FIELDS, "table", "source")).lower()
     precision, shard = ((row.get(name) or "").lower() for name in ("precision", "opt_shard"))
     if "fp32 grad" in precision or "bf16_optimizer" in shard or "fsdp" in shard:
         return False
     deepspeed = re.match(r"zero[ -]?[123]", shard)
-    return precision.startswith("fp16") or bool(deepspeed)
+    return precision.startswith("fp16") or bool(deepspeed or re.search(_NEMO, said))

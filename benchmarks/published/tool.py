@@ -24,7 +24,12 @@ from autopipe.planfile.contents import Plan
 from autopipe.report.fullest import fullest
 from autopipe.schedules.instructions import format_programs
 from autopipe.schedules.registry import SCHEDULES
-from benchmarks.published.cluster import cluster_of, devices_changed, with_flash1
+from benchmarks.published.cluster import (
+    cluster_of,
+    devices_changed,
+    with_early_kernels,
+    with_flash1,
+)
 from benchmarks.published.module import Transformer
 from benchmarks.published.rows import Run, Unsupported
 from benchmarks.published.zero_bubble import zb_2p
@@ -33,8 +38,8 @@ Asked = Mapping[str, Any]
 """Arguments of `autopipe.plan`."""
 
 AGAIN = "layers.0.attention.out/linear/0", "layers.0.feed_forward.up/linear/0"
-"""Every other matmul, which torchtitan's checkpointing by op runs again
-(`activation_checkpoint.py`): of seven a layer `wk`, which is a part of `qkv` here, `wo` and `w3`."""
+"""Every other matmul, which torchtitan runs again where it checkpoints by op
+(`activation_checkpoint.py`): of seven a layer `wk`, a part of `qkv` here, `wo` and `w3`."""
 
 ROOM = 100
 """How many times a device's memory a plan may fill where its layout is given."""
@@ -171,7 +176,14 @@ def unsaid(run: Run) -> list[str]:
 
 def _cluster(run: Run) -> Cluster:
     found = cluster_of(run.gpu, run.memory_gb, run.devices, run.per_node, run.within, run.between)
-    return devices_changed(found, with_flash1) if run.attention == "flash1" else found
+    if run.software.overlaps and run.sequence_parallel:
+        # Chunk by chunk beside the matmul that makes or reads them: one of tp is waited for.
+        within = dataclasses.replace(found.within, bandwidth=run.tp * found.within.bandwidth)
+        found = dataclasses.replace(found, within=within)
+    if run.software.early:
+        found = devices_changed(found, with_early_kernels)
+    first = run.attention == "flash1" or run.software.early and run.attention == "flash"
+    return devices_changed(found, with_flash1) if first else found
 
 
 def _asked(run: Run, cluster: Cluster) -> Asked:

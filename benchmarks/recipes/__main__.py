@@ -58,8 +58,7 @@ def answer(row: dict[str, str]) -> Line:
     """
     try:
         recipe = read(row)
-        per_node = min(recipe.gpus, 4 if recipe.gpu.startswith("gb") else 8)
-        cluster = cluster_of(recipe.gpu, None, recipe.gpus, per_node, "", "")
+        cluster = cluster_of(recipe.gpu, None, recipe.gpus, min(recipe.gpus, 8), "", "")
         line: Line = {"gpus": f"{recipe.gpus} {recipe.gpu}", "theirs": _theirs(recipe, cluster)}
         begun = time.monotonic()
         line["ours"] = asdict(outcome(autopipe.plan(**_question(recipe, cluster)), cluster))

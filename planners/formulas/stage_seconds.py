@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from autopipe.cluster.cluster import Cluster, Link
 from autopipe.cluster.collective_time import Levels, Topology, half_sum
+from autopipe.cluster.efficiency import BESIDE
 from autopipe.cluster.tp_groups import GroupKind, tp_groups
 from autopipe.ir import op_costs, op_seconds
 from autopipe.ir.blocks import owners
@@ -208,12 +209,19 @@ def _gathering(found: PlannedStages, stage: Stage, rank: int, own: Seconds) -> S
     if not plan.cluster.all_gpus:
         return Seconds(total(own.forward, gathers), total(own.backward, gathers, scatters))
     if not plan.fully_sharded:
-        return Seconds(own.forward, largest(own.backward, scatters))
+        return Seconds(own.forward, _beside(own.backward, 0.0, scatters))
     first, last = (_exchange(plan, rank, half, size) for size in _edges(found, stage))
     return Seconds(
-        largest(total(own.forward, first), gathers),
-        largest(total(own.backward, last), total(gathers, scatters)),
+        _beside(own.forward, first, gathers),
+        _beside(own.backward, last, total(gathers, scatters)),
     )
+
+
+def _beside(computing: Expression, first: Expression, moved: Expression) -> Expression:
+    """Seconds of computing with collectives of which the first waits and the others go on beside
+    it."""
+    slowed = total(product(1 - BESIDE, first), product(BESIDE, moved))
+    return largest(total(computing, slowed), moved)
 
 
 def _edges(found: PlannedStages, stage: Stage) -> tuple[int, int]:

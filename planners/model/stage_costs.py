@@ -30,7 +30,9 @@ ZeRO-2 and 3 have no such sum: in every micro-batch their B scatters gradients, 
 its F gather parameters, a block ahead. With G and S seconds of these, G1 of the first block of a
 forward and GL of a backward, computing of GPUs leaves of them
 
-    max(G1, G - F)   and   max(GL, G + S - B)
+    max(G1 + e (G - G1), G - F)   and   max(GL + e (G + S - GL), G + S - B)
+
+where e of the seconds are lost to computing that goes on beside them (`efficiency.BESIDE`).
 
 Of fp32 masters copies in 16 bits are gathered, which takes half as long.
 
@@ -55,6 +57,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from autopipe.cluster import efficiency
 from autopipe.cluster.collective_time import (
     Levels,
     gradient_sum,
@@ -157,9 +160,10 @@ def gathering(
         for block in (ranges.opening, ranges.closing)
     )
     backward = ranges.backward[kind] + recompute
+    both, beside = gathers + scatters, efficiency.BESIDE
     return Waits(
-        np.maximum(first, gathers - ranges.forward[kind]),
-        np.maximum(last, gathers + scatters - backward),
+        np.maximum(first + beside * (gathers - first), gathers - ranges.forward[kind]),
+        np.maximum(last + beside * (both - last), both - backward),
     )
 
 

@@ -12,7 +12,6 @@ import pytest
 from autopipe.report import schedule_page
 from benchmarks.published import deepspeed, tool, workers, zero_bubble
 from benchmarks.published.__main__ import readable
-from benchmarks.published.cluster import cluster_of, kind_of
 from benchmarks.published.rows import Run, Unsupported, read
 from benchmarks.published.scores import (
     Prediction,
@@ -92,35 +91,6 @@ def test_recomputed_work_is_counted_where_the_source_counts_it() -> None:
 def test_what_is_not_modelled_is_said(changes: dict[str, object], reason: str) -> None:
     with pytest.raises(Unsupported, match=reason):
         read(row(**changes))
-
-
-@pytest.mark.parametrize(
-    ("gpu", "kind"),
-    [
-        ("A100-SXM4-40GB", "A100-40GB"),
-        ("NVIDIA H100 80GB HBM3", "H100-80GB"),  # not 10080 GB
-        ("H100-96GB-HBM2e (500W, 2.4TB/s)", "H100-96GB"),
-        ("H100 PCIe", "H100-PCIe-80GB"),
-        ("A800-SXM4-80GB", "A800-80GB"),
-        ("GeForce RTX 4090", "RTX4090"),
-        ("GB200", "GB200"),
-    ],
-)
-def test_a_device_is_found_by_any_of_its_names(gpu: str, kind: str) -> None:
-    assert kind_of(gpu, None) == kind
-
-
-def test_an_unknown_device_is_said() -> None:
-    with pytest.raises(Unsupported, match="device TPU v4"):
-        kind_of("TPU v4", None)
-
-
-def test_links_are_those_that_the_row_counts() -> None:
-    """4 links of 25 GB/s between two devices, where a switch would give all 12; of a node's 4
-    adapters of 100 Gbit/s a device has a share; 0.88 of a link is reached."""
-    few = cluster_of("A100", None, 16, 8, "NVLink3 (4 links inter-GPU)", "4x100Gb/s")
-    assert few.within.bandwidth == pytest.approx(0.88 * 4 * 25e9)
-    assert few.between.bandwidth == pytest.approx(0.88 * 4 * 100e9 / 8 / 8)
 
 
 @pytest.mark.parametrize(
