@@ -190,7 +190,7 @@ def read(row: Row) -> Run:
         recompute=_recompute(_text(row, "recompute")),
         attention=_attention(attention),
         software=software,
-        dropout=not model.llama and not fsdp,
+        dropout=not (model.llama or fsdp or software.no_dropout),
         sharding=_sharding(shard),
         half=precision.startswith("fp16"),
         low_gradients=low_gradients(row),

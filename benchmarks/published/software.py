@@ -46,6 +46,7 @@ class Software:
         eager_loss: whether blocks are compiled and the loss is not.
         early: whether its kernels are older than CUDA 12 and FlashAttention 2.
         overlaps: whether tensor-parallel ranks exchange while they multiply.
+        no_dropout: whether it is known to have trained its model without dropout.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Software:
     eager_loss: bool = False
     early: bool = False
     overlaps: bool = False
+    no_dropout: bool = False
 
 
 MEGATRON = Software("megatron", fused=True, keeps_dropout=True, fused_loss=True)
@@ -85,6 +87,9 @@ _EARLY = r"llm-foundry"
 """Its benchmarks, on H100 too, ran with torch 1.13 and 2.0 for CUDA 11.7 and 11.8, and the Triton
 kernel of FlashAttention 1 (scripts/train/benchmarking: `IMAGE` of sweep.sh, `--attn_impl` of
 submit_benchmarks.py)."""
+_NO_DROPOUT = r"nemotron|neox|pythia|falcon"
+"""Models that are no llamas and train without dropout, by their configurations: NeMo's
+conf/training/nemotron, gpt-neox's configs/20B.yml, Pythia's, and that of tiiuae/falcon-40b."""
 _NEMO = r"\bnemo\b|megatron.?bridge|dgxc"
 _OVERLAPS = rf"{_NEMO}|tp.comm.overlap"
 """NeMo's recipes turn on Transformer Engine's overlap of tensor parallelism, `tp_comm_overlap`, as
@@ -114,6 +119,7 @@ def software_of(row: Row) -> Software:
         fused_loss=fused_loss,
         early=bool(re.search(_EARLY, said)),
         overlaps=bool(re.search(_OVERLAPS, f"{said} {row.get('table') or ''}".lower())),
+        no_dropout=bool(re.search(_NO_DROPOUT, f"{row.get('arch')} {row.get('model')}".lower())),
     )
 
 

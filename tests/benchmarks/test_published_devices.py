@@ -13,7 +13,7 @@ from benchmarks.published.cluster import (
     with_flash1,
 )
 from benchmarks.published.rows import Unsupported, read
-from tests.benchmarks.test_published import row
+from tests.support.published_rows import row
 
 
 @pytest.mark.parametrize(
@@ -74,6 +74,7 @@ def test_what_nemo_does_is_known_of_its_rows() -> None:
     assert nemo.low_gradients and nemo.software.overlaps
     assert not megatron.low_gradients and not megatron.software.overlaps
     assert read(row(notes="--tp-comm-overlap")).software.overlaps
+    assert megatron.dropout and not read(row(model="Nemotron4-15B")).dropout
 
 
 @pytest.mark.parametrize(
