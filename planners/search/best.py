@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 from autopipe.errors import InfeasibleError
@@ -127,7 +128,7 @@ def best_answer(
         for config in looked.too_full:
             scored[config] = _score(problem, choice(problem, config))
         every = [scored[config] for config in sorted(least, key=lambda config: least[config])]
-        helps = would_fit(problem, lambda changed: fastest(changed, fitting or choice))
+        helps = partial(would_fit, problem, lambda changed: fastest(changed, fitting or choice))
         raise reasons.nothing_fits(problem, every, helps, heuristic)
     for config in _nearest_of_rest(looked, untried):
         scored[config] = _score(problem, choice(problem, config))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
+from functools import cached_property
 
 from autopipe.errors import InfeasibleError
 from autopipe.planfile.parts import Memory
@@ -87,12 +88,15 @@ def binding(problem: Problem, best: Scored, roomy: Scored | None) -> str:
 
 
 def nothing_fits(
-    problem: Problem, scored: Sequence[Scored], helps: Sequence[Help], heuristic: str | None
+    problem: Problem,
+    scored: Sequence[Scored],
+    helps: Callable[[], Sequence[Help]],
+    heuristic: str | None,
 ) -> NothingFits:
     """The refusal, with the decision that comes nearest and what it lacks, by part.
 
     Args:
-        helps: changes after which a plan fits.
+        helps: finds changes after which a plan fits.
         heuristic: the planner's name if it may have missed one.
     """
     nearest = min(scored, key=lambda s: s.estimate.overflow)
@@ -112,7 +116,7 @@ def nothing_fits(
         f"no {kind} fits {amount.of(found.limit)} a device: nearest is "
         f"{nearest.decision.config}{of_tp}{again}, whose {needing} {amount.of(held.peak)}, "
         f"{numbers.memory(found.overflow)} too many ({listed}).",
-        [*([Help(EXACT)] if heuristic else []), *helps],
+        lambda: [*([Help(EXACT)] if heuristic else []), *helps()],
         f"{what} of {amount.ceiling(held.peak)}",
         problem.tp,
         found.overflow,
@@ -144,17 +148,38 @@ EXACT = "the planner `dynamic`, which places cuts by memory"
 class NothingFits(InfeasibleError):
     """No plan of a problem fits.
 
+    What helps is found when somebody asks: it takes many searches, and at another degree a plan
+    may fit.
+
     Attributes:
-        helps: changes after which one does.
         larger: the devices, or the limit, that the nearest plan wants.
         tp: the problem's tensor-parallel degree.
     """
 
     def __init__(
-        self, message: str, helps: Sequence[Help], larger: str, tp: int, shortfall: int
+        self,
+        message: str,
+        helps: Callable[[], Sequence[Help]],
+        larger: str,
+        tp: int,
+        shortfall: int,
     ) -> None:
-        super().__init__(message, hint=one_of([*helps, larger]), shortfall=shortfall)
-        self.helps, self.larger, self.tp = tuple(helps), larger, tp
+        super().__init__(message, shortfall=shortfall)
+        self._find, self.larger, self.tp = helps, larger, tp
+
+    @cached_property
+    def helps(self) -> tuple[Help, ...]:
+        """Changes after which a plan fits."""
+        return tuple(self._find())
+
+    @property
+    def hint(self) -> str | None:
+        """The changes in words, and the larger devices."""
+        return one_of([*self.helps, self.larger])
+
+    @hint.setter
+    def hint(self, hint: str | None) -> None:
+        assert hint is None, "it is found"
 
     def beside(self, others: Sequence[NothingFits], further: Sequence[Help]) -> NothingFits:
         """The same where other degrees' problems have been looked at as well: they may do with
@@ -173,4 +198,5 @@ class NothingFits(InfeasibleError):
             _, elsewhere, tp, help = fewest
             what = f"{help.what} with tp={tp}" if elsewhere else help.what
             helps.append(help._replace(what=what))
-        return NothingFits(self.message, [*further, *helps], self.larger, self.tp, self.shortfall)
+        every = [*further, *helps]
+        return NothingFits(self.message, lambda: every, self.larger, self.tp, self.shortfall)
