@@ -53,9 +53,11 @@ class _Phase:
     begun: float = field(default_factory=time.monotonic)
 
     def line(self, now: float) -> str:
-        """`measuring: 5 of 12, 6 s so far, about 8 s left`."""
+        """`measuring: 5 of 12, 6 s so far, about 8 s left`; `searching: 5 done, 6 s so far`."""
         taken = now - self.begun
         said = [f"{self.parts} of {self.of}"] if self.of else []
+        if not self.of and self.parts:
+            said.append(f"{self.parts} done")
         said.append(f"{taken:.0f} s so far")
         if self.of and 0 < self.parts < self.of:
             said.append(f"about {taken / self.parts * (self.of - self.parts):.0f} s left")

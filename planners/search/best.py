@@ -205,7 +205,8 @@ def _tried(
     scored: dict[Config, Scored] = {}
     too_full: dict[Config, int] = {}
     quickest: dict[PipelineDegrees, float] = {}
-    with phase("searching meshes and schedules", of=len(least)) as done:
+    # It ends when none that is left can win: no share of all tells how much longer it takes.
+    with phase(f"searching up to {len(least):,} meshes and schedules") as done:
         for config in sorted(least, key=lambda config: least[config]):
             if _outdone(least[config], (*incumbents, *quickest.values()), meshes):
                 break

@@ -62,6 +62,8 @@ def test_what_is_said_of_time() -> None:
     assert begun.line(106.0) == "search: 2 of 8, 6 s so far, about 18 s left"
     assert bars._Phase("search", of=8, begun=0.0).line(3.0) == "search: 0 of 8, 3 s so far"
     assert bars._Phase("tracing", of=None, begun=0.0).line(12.2) == "tracing: 12 s so far"
+    searched = bars._Phase("search", of=None, parts=171, begun=0.0)
+    assert searched.line(3.0) == "search: 171 done, 3 s so far"
 
 
 @pytest.mark.parametrize("rank", ["1", "7"])
