@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 
+from autopipe.cluster.efficiency import BESIDE
 from autopipe.planners.model.places import stages_of
 from autopipe.planners.model.problem import Config, Problem
 from autopipe.planners.model.stage_costs import exchanged
@@ -46,7 +47,8 @@ def bound(problem: Problem, config: Config, weights: Weights = weights) -> float
         group = problem.machine.groups(config.dp)[0]
         own = exchanged(read, summed, problem, config, group)
         waiting = float(2 * own.gathers + own.scatters)
-        whole = max(whole, waiting) if problem.machine.overlaps else whole + waiting
+        beside = BESIDE if problem.machine.overlaps else 1.0
+        whole = max(whole + beside * waiting, waiting)
     of_sum, of_largest = weights(problem, config)
     stages = config.pp if config.turns else stages_of(problem, config)
     return whole * (of_sum + of_largest / stages)
