@@ -167,6 +167,12 @@ def gathering(
     )
 
 
+def least_with(computing: float, moved: float, *, overlaps: bool) -> float:
+    """The least seconds of computing and of what `gathering` moves, wherever it is cut."""
+    lost = efficiency.BESIDE if overlaps else 1.0
+    return max(computing + lost * moved, moved)
+
+
 def copying(
     problem: Problem,
     place: StagePlace,

@@ -12,10 +12,9 @@ import math
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 
-from autopipe.cluster.efficiency import BESIDE
 from autopipe.planners.model.places import stages_of
 from autopipe.planners.model.problem import Config, Problem
-from autopipe.planners.model.stage_costs import exchanged
+from autopipe.planners.model.stage_costs import exchanged, least_with
 from autopipe.planners.model.step_formula import weights
 from autopipe.planners.search.configs import configs
 
@@ -47,8 +46,7 @@ def bound(problem: Problem, config: Config, weights: Weights = weights) -> float
         group = problem.machine.groups(config.dp)[0]
         own = exchanged(read, summed, problem, config, group)
         waiting = float(2 * own.gathers + own.scatters)
-        beside = BESIDE if problem.machine.overlaps else 1.0
-        whole = max(whole + beside * waiting, waiting)
+        whole = least_with(whole, waiting, overlaps=problem.machine.overlaps)
     of_sum, of_largest = weights(problem, config)
     stages = config.pp if config.turns else stages_of(problem, config)
     return whole * (of_sum + of_largest / stages)
