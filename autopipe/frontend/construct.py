@@ -110,8 +110,8 @@ class _Parts:
     def build(self, factory: Factory) -> nn.Module:
         """Run it; the caller's random numbers are left as they were."""
         instead = self.mode if self.until == "registered" else None
-        on_cpu = _OnCPU(instead)
-        with torch.random.fork_rng(devices=[]), self._registering(), constructing(), on_cpu:
+        made_here = on_cpu(instead)
+        with torch.random.fork_rng(devices=[]), self._registering(), constructing(), made_here:
             torch.manual_seed(0)  # what depends on values is the same on every rank
             model = factory()
             if isinstance(model, nn.Module):
@@ -202,14 +202,7 @@ def in_turn() -> Iterator[None]:
 
 
 class _OnCPU(TorchFunctionMode):
-    """As `on_cpu` says.
-
-    Args:
-        instead: the mode of fake tensors in which that is made which host memory has no room for,
-            as the experts of a layer in one parameter; None: torch's error is raised.
-    """
-
-    def __init__(self, instead: AbstractContextManager[object] | None = None) -> None:
+    def __init__(self, instead: AbstractContextManager[object] | None) -> None:
         super().__init__()
         self.instead = instead
 
@@ -233,9 +226,14 @@ def _is_meta(arg: object) -> bool:
     return isinstance(arg, str | torch.device) and str(arg) == "meta"
 
 
-def on_cpu() -> TorchFunctionMode:
-    """Within, tensors asked for on the meta device are made on the CPU, with values."""
-    return _OnCPU()
+def on_cpu(instead: AbstractContextManager[object] | None = None) -> TorchFunctionMode:
+    """Within, tensors asked for on the meta device are made on the CPU, with values.
+
+    Args:
+        instead: the mode of fake tensors in which that is made which host memory has no room for,
+            as the experts of a layer in one parameter; None: torch's error is raised.
+    """
+    return _OnCPU(instead)
 
 
 def fake_copy(model: nn.Module) -> nn.Module:

@@ -44,7 +44,7 @@ class OpLevel:
     again: frozenset[int]
     seconds: float
     kept: int
-    fixed: int = 0
+    fixed: int
 
 
 def levels(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import NamedTuple
 
 import numpy as np
@@ -39,9 +38,9 @@ class _Found(NamedTuple):
     dropped: int
     fixed: int
 
-    def at(self, times: Fraction) -> int:
-        """Bytes dropped at so many times the rows."""
-        return self.fixed + int((self.dropped - self.fixed) * times)
+    def at(self, rows: int, fewest: int) -> int:
+        """Bytes dropped at a number of rows."""
+        return self.fixed + (self.dropped - self.fixed) * rows // fewest
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class BlockLevels:
         """
         return tuple(
             BlockLevel(
-                own.at(Fraction(rows, self.fewest)),
+                own.at(rows, self.fewest),
                 tuple(self._by_unit(own.offsets, kind, units) for kind in forward),
             )
             for own in self.found

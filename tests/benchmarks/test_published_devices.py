@@ -3,6 +3,7 @@
 import pytest
 
 from autopipe.cluster import datasheets, efficiency, spec
+from autopipe.cluster.cluster import Cluster
 from autopipe.ir.op_costs import CAUSAL_ATTENTION
 from benchmarks.published.cluster import (
     FLASH1,
@@ -58,7 +59,9 @@ def test_links_are_those_that_the_row_counts() -> None:
 def test_kernels_that_know_no_hopper_are_slower_there() -> None:
     """FlashAttention 1 has the same share of A100's peak as it had when it was measured there."""
     for kind, left in (("A100-80GB", 1.0), ("H100-80GB", ON_HOPPER)):
-        device = spec.parse(f"1x{kind}").row[0]  # type: ignore[union-attr]
+        cluster = spec.parse(f"1x{kind}")
+        assert isinstance(cluster, Cluster)
+        device = cluster.row[0]
         peak = datasheets.DEVICES[kind].flops["bf16"]
         pace = with_flash1(device).kernels[CAUSAL_ATTENTION].forward
         in_16_bits = pace.rate * device.flops["bf16"] / device.flops["fp32"]

@@ -36,9 +36,14 @@ def arguments(value: float = 2.0) -> tuple[Tensor, Tensor]:
     return torch.tensor(value, requires_grad=True), torch.tensor(7)
 
 
+def lowered_of(stage: nn.Module) -> Lowered:
+    """A module in the place of a lowered stage: a joint graph is traced by calls of it alone."""
+    return Lowered(None, stage, 1)  # type: ignore[arg-type]  # no node of a graph stands behind it
+
+
 def joint_engine(stage: nn.Module) -> JointEngine:
     scalar = Layout((), (), torch.float32)
-    lowered = Lowered(None, stage, 1)  # type: ignore[arg-type]
+    lowered = lowered_of(stage)
     layouts = [Layout.of(tensor) for tensor in arguments()]
     return JointEngine(stage, split(lowered, layouts, [scalar, None, None]))
 
@@ -145,7 +150,7 @@ def test_hooks_on_autograds_node_fire_under_autograd() -> None:
     """As DDP's do; a joint graph has no such node."""
     stage = Stage()
     engine, seen = AutogradEngine(stage), list[str]()
-    node = stage.weight.view_as(stage.weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    node = stage.weight.view_as(stage.weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]  # a view has one
     assert node is not None
     node.register_hook(lambda *_: seen.append("node"))
     engine.forward(0, arguments())
@@ -172,7 +177,7 @@ Finish = Callable[[fx.GraphModule], fx.GraphModule] | None
 def biased(finish: Finish) -> tuple[Biased, JointEngine]:
     stage = Biased()
     layout = Layout.of(torch.empty(2, 3, requires_grad=True))
-    lowered = Lowered(None, stage, 1)  # type: ignore[arg-type]
+    lowered = lowered_of(stage)
     joint = split(lowered, [layout], [layout], wanted=Wanted(halves=False))
     return stage, JointEngine(stage, joint, finish)
 
@@ -227,7 +232,7 @@ class Lowered16(nn.Module):
 
 def lowered16(finish: Finish) -> tuple[Lowered16, JointEngine]:
     stage, x = Lowered16(), torch.empty(2, 3)
-    lowered = Lowered(None, stage, 1)  # type: ignore[arg-type]
+    lowered = lowered_of(stage)
     seed = Layout.dense((2, 3), torch.bfloat16)
     joint = split(lowered, [Layout.of(x)], [seed], wanted=Wanted(halves=False))
     return stage, JointEngine(stage, joint, finish)
@@ -277,7 +282,7 @@ class Deep(nn.Module):
 
 def deep_engine() -> JointEngine:
     x = Layout((4,), (1,), torch.float32, gradient=True)
-    lowered = Lowered(None, Deep(), 1)  # type: ignore[arg-type]
+    lowered = lowered_of(Deep())
     return JointEngine(lowered.module, split(lowered, [x], [replace(x, gradient=False)]))
 
 
@@ -333,7 +338,7 @@ def test_a_missing_gradient_beside_another_counts_as_zeros() -> None:
 
     x = Layout((4,), (1,), torch.float32, gradient=True)
     seed = replace(x, gradient=False)
-    lowered = Lowered(None, Two(), 1)  # type: ignore[arg-type]
+    lowered = lowered_of(Two())
     engine = JointEngine(lowered.module, split(lowered, [x], [seed, seed]))
     engine.forward(0, [torch.ones(4)])
     (dx,) = engine.backward_input(0, [None, torch.ones(4)])
@@ -342,7 +347,7 @@ def test_a_missing_gradient_beside_another_counts_as_zeros() -> None:
 
 def test_a_gradient_that_nobody_announced_is_not_lost_in_silence() -> None:
     x = Layout((4,), (1,), torch.float32, gradient=True)
-    lowered = Lowered(None, Deep(), 1)  # type: ignore[arg-type]
+    lowered = lowered_of(Deep())
     engine = JointEngine(lowered.module, split(lowered, [x], [None]))
     engine.forward(0, [torch.ones(4)])
     with pytest.raises(AssertionError, match=r"results \[0\] have a gradient"):
@@ -361,7 +366,7 @@ def test_a_parameters_gradient_is_its_own() -> None:
             return (x + self.weight,)
 
     x = Layout((4,), (1,), torch.float32, gradient=True)
-    lowered = Lowered(None, stage := Shift(), 1)  # type: ignore[arg-type]
+    lowered = lowered_of(stage := Shift())
     engine = JointEngine(stage, split(lowered, [x], [replace(x, gradient=False)]))
     came = torch.ones(4)
     for k in range(2):
