@@ -36,6 +36,9 @@ CHECKPOINT_HINT = 'gradient_checkpointing_enable({"use_reentrant": False})'
 _CACHES = "transformers.pytorch_utils"
 """The module that caches results by their arguments, unless a trace runs."""
 
+_EXPERTS = "transformers.integrations.moe"
+"""The module of experts, which under a trace takes a matmul that has a fake version."""
+
 _LOSSES, _CTC = "transformers.loss.loss_utils", "ForCTC"
 """The module that has a table of losses by kinds of models, and the key of one."""
 
@@ -80,9 +83,10 @@ def eager_branches() -> Iterator[None]:
 
     Under a trace it builds whole masks where eager passes `is_causal=True`: the same values, but
     another program (9 % more bytes saved for backward on llama, no flash kernel). Its
-    mixture-of-experts code is left alone: it would pick a kernel with no fake version. So is the
-    cache of tables by their sizes (DETR): a size under a trace is no key. Its CTC loss selects
-    labels by a mask; `opaque_ops.of_labels` computes the same of labels in their rows.
+    code of experts is told that a trace runs, as in fp32 eager's matmul of theirs has no fake
+    version; so is the cache of tables by their sizes (DETR), as a size under a trace is no key. Its
+    CTC loss selects labels by a mask; `opaque_ops.of_labels` computes the same of labels in their
+    rows.
     """
     with ExitStack() as until:
         losses = getattr(sys.modules.get(_LOSSES), "LOSS_MAPPING", {})
@@ -93,7 +97,7 @@ def eager_branches() -> Iterator[None]:
             losses[_CTC] = opaque_ops.of_labels
         for module, flag in _asking(len(sys.modules)):
             until.callback(setattr, module, flag, getattr(module, flag))
-            setattr(module, flag, _yes if module.__name__ == _CACHES else _no)
+            setattr(module, flag, _yes if module.__name__ in (_CACHES, _EXPERTS) else _no)
         yield
 
 
@@ -107,7 +111,7 @@ def _asking(loaded: int) -> tuple[tuple[ModuleType, str], ...]:
     return tuple(
         (module, flag)
         for name, module in list(sys.modules.items())
-        if name.startswith("transformers") and not name.startswith("transformers.integrations.moe")
+        if name.startswith("transformers")
         for flag in _ASKED_WHILE_TRACING
         if callable(getattr(module, "__dict__", {}).get(flag))
     )

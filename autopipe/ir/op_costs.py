@@ -69,6 +69,9 @@ class NodeCost:
     passes: tuple[Dim, Dim] = (sympy.Integer(0), sympy.Integer(0))
 
 
+GROUPED = "_grouped_mm", "grouped_mm_fallback"
+"""The matmuls of experts: torch's, and transformers' for dtypes of which torch's has no fake."""
+
 Specs = Sequence[TensorSpec]
 Rule = Callable[[Node, Specs, TensorSpec], Dim]
 """Computes forward operations from the node, its tensor operands in order and its first result."""
@@ -101,15 +104,10 @@ def _columns(node: Node, operands: Specs, made: TensorSpec) -> Dim:
     return 2 * results * operands[0].shape[-1]
 
 
-@rule("mm", "bmm", "matmul", "mv", "dot")
+@rule("mm", "bmm", "matmul", "mv", "dot", *GROUPED)
 def _matmul(node: Node, operands: Specs, made: TensorSpec) -> Dim:
-    """[..., m, k] x [..., k, n] -> [..., m, n]."""
-    return 2 * _elements(made) * operands[0].shape[-1]
-
-
-@rule("_grouped_mm")
-def _grouped(node: Node, operands: Specs, made: TensorSpec) -> Dim:
-    """[t, k] x [experts, k, n] -> [t, n]: each token is multiplied by one expert's matrix."""
+    """[..., m, k] x [..., k, n] -> [..., m, n]; [t, k] x [experts, k, n] -> [t, n], where each
+    token is multiplied by one expert's matrix."""
     return 2 * _elements(made) * operands[0].shape[-1]
 
 
@@ -196,7 +194,7 @@ def _dims(op: str, operands: Specs, made: TensorSpec) -> tuple[Dim, ...]:
             return _elements(operands[0]) / k, k, shapes[1][0]
         case "mm" | "bmm" | "matmul" if len(shapes[0]) > 1 and len(shapes[1]) > 1:
             return shapes[0][-2], shapes[0][-1], shapes[1][-1]
-        case "_grouped_mm" if len(shapes[1]) == 3:
+        case _ if op in GROUPED and len(shapes[1]) == 3:
             return sympy.sympify(shapes[0][-2]) / shapes[1][0], shapes[0][-1], shapes[1][-1]
         case "addmm" | "baddbmm":
             return shapes[1][-2], shapes[1][-1], shapes[2][-1]
@@ -217,7 +215,8 @@ LIKE = {
     **dict.fromkeys(("conv1d", "conv3d", "convolution"), "conv2d"),
     **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), "conv2d"),
     **dict.fromkeys(("gru", "rnn_tanh", "rnn_relu", "packed_rnn"), "lstm"),
-    **dict.fromkeys("columns addmm mm bmm matmul baddbmm _grouped_mm".split(), "linear"),
+    **dict.fromkeys("columns addmm mm bmm matmul baddbmm".split(), "linear"),
+    **dict.fromkeys(GROUPED, "linear"),
     "vocabulary_loss": "linear",
     **dict.fromkeys(("group_norm", "instance_norm", "rms_norm"), "layer_norm"),
     **dict.fromkeys(("_softmax", "_safe_softmax"), "softmax"),

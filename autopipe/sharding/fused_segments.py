@@ -12,6 +12,7 @@ from collections import defaultdict
 from itertools import pairwise
 
 from autopipe.ir.graph import Ref, Value
+from autopipe.ir.op_costs import GROUPED
 from autopipe.planfile.placements import Placement, S, through_view
 from autopipe.sharding.op import Model, Op
 from autopipe.sharding.rules_compute import operands
@@ -59,7 +60,7 @@ def demands(model: Model) -> dict[Value, tuple[Placement, ...]]:
             order = permutation(op)
             for placement in wanted:
                 found[x][S(order[placement.dim], placement.segments)] = None
-        elif op.name in ("linear", "addmm", "mm", "matmul", "_grouped_mm"):
+        elif op.name in ("linear", "addmm", "mm", "matmul", *GROUPED):
             _of_weight(op, wanted, found)
         elif is_pointwise(node):
             for placement in wanted:

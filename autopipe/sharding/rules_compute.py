@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from autopipe.ir.graph import Value, values_in
+from autopipe.ir.op_costs import GROUPED
 from autopipe.planfile.placements import I, P, Placement, S
 from autopipe.sharding.op import Op, Rule, Strategy, but, of_any
 from autopipe.util.registry import entering
@@ -65,7 +66,7 @@ def matmul(op: Op) -> Iterator[Strategy]:
         yield from _product(op, x, w, rank - 2, rank - 1, None)
 
 
-@rule("_grouped_mm", "grouped_mm_fallback")
+@rule(*GROUPED)
 def grouped(op: Op) -> Iterator[Strategy]:
     """x [t, k] in groups of rows, each with its own of w [experts, k, n], gives [t, n].
 
