@@ -134,8 +134,16 @@ class Node:
             object.__setattr__(self, "_values", found)
         return found
 
+    def reading(self, values: Mapping[Value, Value]) -> Node:
+        """The node, which reads the value of each key of `values` in the place of the key."""
+        if not any(value in values for value in self.values()):
+            return self
+        kwargs = {key: swap(arg, values) for key, arg in self.kwargs.items()}
+        return replace(self, args=swap(self.args, values), kwargs=kwargs)
+
     def __str__(self) -> str:
-        words = [show(a) for a in self.args] + [f"{k}={show(a)}" for k, a in self.kwargs.items()]
+        words = [*map(dtypes.text_of, self.args)]
+        words += [f"{key}={dtypes.text_of(arg)}" for key, arg in self.kwargs.items()]
         made = ", ".join(str(s) for s in self.outputs)
         return f"{self.name} = {self.op}({', '.join(words)}) -> {made}"
 
@@ -236,7 +244,7 @@ class Graph:
     def __str__(self) -> str:
         lines = [f"<{path}>: {spec}" for path, spec in self.inputs.items()]
         lines += [f"[{name}]: {state}" for name, state in self.states.items()]
-        return "\n".join([*lines, *map(str, self.nodes), f"return {show(self.outputs)}"])
+        return "\n".join([*lines, *map(str, self.nodes), f"return {dtypes.text_of(self.outputs)}"])
 
 
 _T = TypeVar("_T")
@@ -340,10 +348,3 @@ def shape_at(spec: TensorSpec, rows: int) -> tuple[int, ...]:
 def bytes_at(spec: TensorSpec, rows: int) -> int:
     """Bytes of the dense tensor for micro-batches of `rows` rows."""
     return math.prod(shape_at(spec, rows)) * spec.dtype.itemsize
-
-
-def show(arg: Arg) -> str:
-    """An argument as source text."""
-    if isinstance(arg, tuple):
-        return f"({', '.join(show(item) for item in arg)})"
-    return dtypes.name_of(arg)

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from autopipe.ir import check
 from autopipe.ir.blocks import Block
 from autopipe.ir.dataflow import Dataflow
-from autopipe.ir.graph import Graph, Ref, Value, swap
+from autopipe.ir.graph import Graph, Ref, Value
 from autopipe.ir.stage_classes import KEPT, Forms, Group, Row, alike
 from autopipe.util import shortcuts
 
@@ -204,16 +204,7 @@ def leave_out(graph: Graph, runs: Sequence[Run]) -> Short:
                 states.update({paths[place] + name.removeprefix(path): name for name in own})
     kept = np.flatnonzero(~gone)
     places = np.cumsum(~gone) - 1
-    nodes = tuple(
-        replace(
-            node,
-            args=swap(node.args, instead),
-            kwargs={key: swap(arg, instead) for key, arg in node.kwargs.items()},
-        )
-        if any(value in instead for value in node.values())
-        else node
-        for node in (graph.nodes[position] for position in kept)
-    )
+    nodes = tuple(graph.nodes[position].reading(instead) for position in kept)
     remaining = {name: graph.states[name] for name, known in states.items() if name == known}
     short = graph
     if runs:

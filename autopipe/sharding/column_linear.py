@@ -183,9 +183,7 @@ def fuse(graph: Graph) -> Graph:
     for node in graph.nodes:
         made = together.get(node.name, node)
         if made is node or made.op == COLUMNS:  # a layer itself stands for its conversion
-            args = swap(made.args, values)
-            kwargs = {key: swap(arg, values) for key, arg in made.kwargs.items()}
-            nodes.append(replace(made, args=args, kwargs=kwargs))
+            nodes.append(made.reading(values))
     outputs = tuple(swap(output, values) for output in graph.outputs)
     return replace(graph, nodes=tuple(nodes), outputs=outputs)
 

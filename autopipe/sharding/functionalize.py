@@ -57,15 +57,7 @@ def _put_together(flow: Dataflow) -> Graph:
     if not values:
         return graph
     left = (instead.get(node.name, node) for node in graph.nodes)
-    nodes = tuple(
-        replace(
-            node,
-            args=swap(node.args, values),
-            kwargs={key: swap(arg, values) for key, arg in node.kwargs.items()},
-        )
-        for node in left
-        if node is not None
-    )
+    nodes = tuple(node.reading(values) for node in left if node is not None)
     return replace(graph, nodes=nodes, outputs=swap(graph.outputs, values))
 
 

@@ -35,7 +35,6 @@ from autopipe.ir.graph import (
     TensorSpec,
     Value,
     once,
-    swap,
     values_in,
 )
 from autopipe.planfile.placements import (
@@ -229,9 +228,7 @@ class _Local:
         wanted, output = self.inputs(node), self.output(node)
         values = {v: self.get(v, self.model.normal(v, lies), node) for v, lies in wanted.items()}
         outputs = tuple(spec and self.spec(spec, output) for spec in node.outputs)
-        args = swap(node.args, values)
-        kwargs = {key: swap(arg, values) for key, arg in node.kwargs.items()}
-        local = replace(node, args=args, kwargs=kwargs, outputs=outputs)
+        local = replace(node.reading(values), outputs=outputs)
         if output.sharded and is_random(node):
             local = replace(local, stream=f"{node.name}#{TENSOR_PARALLEL}{self.rank}")
         if any(lies.sharded for lies in (*wanted.values(), output)):

@@ -212,14 +212,7 @@ class _Cutting:
         """The graph of the loss, over what the model has made of all rows."""
         graph = self.flow.graph
         values: dict[Value, Value] = {value: Input(e.path) for value, e in of.items()}
-        nodes = tuple(
-            replace(
-                node,
-                args=swap(node.args, values),
-                kwargs={key: swap(arg, values) for key, arg in node.kwargs.items()},
-            )
-            for node in (graph.nodes[p] for p in sorted(self.of_loss))
-        )
+        nodes = tuple(graph.nodes[position].reading(values) for position in sorted(self.of_loss))
         inputs = {**graph.inputs, **{e.path: e.spec for e in of.values()}}
         found = of_nodes(replace(graph, inputs=inputs), nodes, swap(tuple(results), values))
         read = {v.path for n in nodes for v in n.values() if isinstance(v, Input)}

@@ -177,7 +177,7 @@ def with_parts(graph: Graph, stages: Sequence[Stage], dims: Dims, held: Held, ra
             for ref, _ in stage.receives
             if (dim := dims.get((ref, to))) is not None
         }
-        nodes += [_reading(node, arrived) for node in own]
+        nodes += [node.reading(arrived) for node in own]
         leaving = ((ref, dims[ref, peer]) for ref, peer in stage.sends if (ref, peer) in dims)
         for ref, dim in dict.fromkeys(leaving):
             sent[ref, dim] = converted(f"{ref}>part({dim})", own[-1], ref, ref, held[ref], S(dim))
@@ -185,14 +185,6 @@ def with_parts(graph: Graph, stages: Sequence[Stage], dims: Dims, held: Held, ra
     whole = replace(graph, nodes=tuple(nodes), outputs=outputs)
     parts = {part: PartOf(str(ref), dim) for (ref, dim), part in sent.items()}
     return Parted(check.after("sent_parts", whole), tuple(cuts[1:]), parts, frozenset(added))
-
-
-def _reading(node: Node, arrived: Mapping[Value, Value]) -> Node:
-    """A node that reads what has been gathered."""
-    if not any(value in arrived for value in node.values()):
-        return node
-    kwargs = {key: swap(arg, arrived) for key, arg in node.kwargs.items()}
-    return replace(node, args=swap(node.args, arrived), kwargs=kwargs)
 
 
 def _conversion(

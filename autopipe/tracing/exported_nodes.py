@@ -208,9 +208,7 @@ def with_projections(graph: Graph) -> Graph:
     for node in graph.nodes:
         weight = projected.get(node.name)
         if weight is None:
-            args, kwargs = swap(node.args, values), node.kwargs
-            kwargs = {key: swap(arg, values) for key, arg in kwargs.items()}
-            nodes.append(replace(node, args=args, kwargs=kwargs))
+            nodes.append(node.reading(values))
             continue
         if weight not in values:
             rest = _after_the_tensor(node)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from autopipe.eager.frozen import frozen
 from autopipe.ir.blocks import Visit
-from autopipe.ir.graph import Node, Ref, State, Value, swap
+from autopipe.ir.graph import Node, Ref, State, Value
 from autopipe.ir.torch_private import expression, storage_key
 from autopipe.opaque.trees import Unlike, distinct_tensors, parts_of, whole_of
 from autopipe.tracing.module_makes import modes
@@ -216,10 +216,8 @@ class Span:
                 if value not in known:
                     known[value] = _own(value, home, there, states)
             alike = replace(
-                node,
+                node.reading(known),
                 name=name((*scopes, *inner), node.op),
-                args=swap(node.args, known),
-                kwargs={key: swap(arg, known) for key, arg in node.kwargs.items()},
                 scopes=(*scopes, *inner),
             )
             made.append(alike)

@@ -34,7 +34,7 @@ from autopipe.errors import CaptureError
 from autopipe.frontend import user_lines
 from autopipe.ir.blocks import Block
 from autopipe.ir.dataflow import Dataflow, analyse, obstacle, written_by
-from autopipe.ir.graph import REGION_OP, Graph, Node, Ref, State, Value, swap, values_in
+from autopipe.ir.graph import REGION_OP, Graph, Node, Ref, State, Value, values_in
 from autopipe.ir.torch_patches import seeing_grad_modes, seeing_saved_tensors_hooks
 from autopipe.ir.torch_private import no_function_modes
 from autopipe.planfile.node_names import NodeName
@@ -164,8 +164,7 @@ def _once_more(
         kind = node.scopes[-1:], node.short
         name = str(NodeName("".join(node.scopes[-1:]), node.short, ordinals[kind]))
         ordinals[kind] += 1
-        kwargs = {key: swap(arg, values) for key, arg in node.kwargs.items()}
-        yield replace(node, name=name, args=swap(node.args, values), kwargs=kwargs, grad=False)
+        yield replace(node.reading(values), name=name, grad=False)
         values |= {Ref(node.name, n): Ref(name, n) for n in range(len(node.outputs))}
 
 

@@ -21,6 +21,13 @@ def name_of(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def text_of(arg: object) -> str:
+    """An argument of an op as source text, with dtypes in it by name."""
+    if isinstance(arg, tuple):
+        return f"({', '.join(map(text_of, arg))})"
+    return name_of(arg)
+
+
 def bytes_of(name: str) -> int:
     """Bytes of one element of the dtype named `name`.
 

@@ -14,9 +14,9 @@ from autopipe.ir.graph import (
     at_batch,
     bytes_at,
     shape_at,
-    show,
     values_in,
 )
+from autopipe.util import dtypes
 
 X = TensorSpec((BATCH, 4), torch.float32)
 
@@ -43,7 +43,7 @@ def test_values_are_found_in_nested_arguments_in_order():
 def test_a_node_reads_like_a_line_of_python():
     line = node("n", (Ref("a"), 2 * BATCH), Input("x"), dtype=torch.float16, outputs=(X, None))
     assert str(line) == "n = aten.op.default((a, 2*b), <x>, dtype=float16) -> float32[b, 4], None"
-    assert show((1, (torch.bool,))) == "(1, (bool))"
+    assert dtypes.text_of((1, (torch.bool,))) == "(1, (bool))"
 
 
 def test_sizes_at_a_number_of_rows():
