@@ -298,6 +298,6 @@ def _notes(plan: Plan) -> tuple[str, ...]:
         return found
     return (
         *found,
-        f"or to twice what plain PyTorch in {plan.precision} is off from plain PyTorch in fp32; "
+        f"or to twice what rounding to {plan.precision} moves them in plain PyTorch; "
         "--precision fp32 looks closer",
     )

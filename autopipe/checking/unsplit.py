@@ -34,7 +34,7 @@ from autopipe.opaque import branches
 from autopipe.planfile.contents import BATCH, Plan
 from autopipe.rewriting.label_counts import LabelCounts
 from autopipe.runtime.step.microbatches import LabelWeights, LossWeights, Microbatches
-from autopipe.stages.precision import AUTOCAST
+from autopipe.stages.precision import AUTOCAST, copy_dtype
 from autopipe.tracing.export import Program
 from autopipe.tracing.low_precision import MASTER, kept_by, lower, parameters_in
 
@@ -96,6 +96,7 @@ class Unsplit:
         self.frozen = {n: p for n, p in self.model.named_parameters() if not p.requires_grad}
         self._of_replicas = [self._now()] * plan.mesh.dp  # never written: a replica gets copies
         self._steps = 0
+        self._before = self._of_replicas
         self.sparse: set[str] = set()
         trained = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
         self._optimizer = file.make_optimizer(
@@ -125,6 +126,7 @@ class Unsplit:
         """
         plan, low = self._plan, self._kept.dtype if self._kept is not None else None
         dp, count = self._parts
+        self._before = [*self._of_replicas]
         rows = plan.batch.rows // (dp * count)
         total: dict[str, Tensor] = {}
         results: list[tuple[Tensor, ...]] = []
@@ -161,6 +163,31 @@ class Unsplit:
         for mine, theirs in zip(self.model.parameters(), other.model.parameters(), strict=True):
             mine.copy_(theirs)
         self._of_replicas = [dict(buffers) for buffers in other._of_replicas]
+
+    def nudged(self, batch: Any, scale: float, seed: int) -> dict[str, Tensor]:
+        """The gradients of the last step once more, with parameters off by rounding.
+
+        Each is off by up to half a unit in its last place in the plan's precision, by numbers drawn
+        from `seed`. The model, its buffers and its random numbers are left as they were.
+
+        Args:
+            batch, scale: those of the last step.
+        """
+        dtype = copy_dtype(self._plan.precision) or torch.float32
+        generator, half = torch.Generator().manual_seed(seed), torch.finfo(dtype).eps / 2
+        parameters = [p for p in self.model.parameters() if p.is_floating_point()]
+        exact, after = [p.detach().clone() for p in parameters], self._of_replicas
+        self._of_replicas, self._steps = self._before, self._steps - 1
+        with torch.no_grad():
+            for parameter in parameters:
+                share = 2 * torch.rand(parameter.shape, generator=generator) - 1
+                parameter.mul_(1 + half * share)
+        gradients = self.step(batch, scale).gradients
+        with torch.no_grad():
+            for parameter, before in zip(parameters, exact, strict=True):
+                parameter.copy_(before)
+        self._of_replicas = after
+        return gradients
 
     def update(self, gradients: Mapping[str, Tensor], factor: Tensor | float) -> None:
         """Step with these gradients times `factor`; those that are not there are None."""

@@ -153,6 +153,45 @@ def test_a_model_that_makes_much_of_rounding_is_split_right(autopipe: Shell) -> 
     assert max(row["off"] for row in found["rows"] if row["what"] == "gradients") < EXACT
 
 
+ROUTED = """\
+import torch
+from torch import nn
+
+
+class Routed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(32, 128), nn.Linear(128, 32)
+        self.router = nn.Linear(32, 8, bias=False)
+        self.router.weight.data = self.router.weight.data[:1] + 1e-3 * self.router.weight.data
+        self.experts = nn.ModuleList([nn.Linear(32, 32) for _ in range(8)])
+
+    def forward(self, x):
+        x = x + self.second(self.first(x).relu())
+        chosen = self.router(x).argmax(-1)
+        made = torch.stack([expert(x) for expert in self.experts], 1)
+        return made.gather(1, chosen[:, None, None].expand(-1, 1, 32)).square().mean()
+
+
+model = Routed
+
+def inputs(rows):
+    return {"x": torch.randn(rows, 32)}
+"""
+
+
+def test_experts_whose_scores_nearly_tie(autopipe: Shell) -> None:
+    """In bf16 a sum over two ranks sends some rows to another expert, whose gradients are then off
+    by half and more. So are those of one process, once its parameters are rounded otherwise."""
+    (autopipe.folder / "routed.py").write_text(ROUTED)
+    asked = ("--cluster", "cpu:2", "--tp", "2", "--micro-batches", "2", "--batch", "64")
+    said = autopipe("check", "routed.py", *asked, "--precision", "bf16", "--json")
+    found = json.loads(said.out)
+    assert (said.code, found["same"]) == (0, True), said.err
+    assert "what rounding to bf16 moves them" in found["notes"][1]
+
+
 TEACHER = """\
 import torch
 from torch import nn
