@@ -108,8 +108,8 @@ def plan(
         list[str] | None,
         typer.Option(
             help="Run again in backward: all, none, a class of blocks, or a block; or of every "
-            "block attention, norms, activations or elementwise; or an op by a node's name. May be "
-            "repeated."
+            "block attention, norms, activations, elementwise or gathers; or an op by a node's "
+            "name. May be repeated."
         ),
     ] = None,
     offload: Annotated[

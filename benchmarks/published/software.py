@@ -46,6 +46,7 @@ class Software:
         eager_loss: whether blocks are compiled and the loss is not.
         early: whether its kernels are older than CUDA 12 and FlashAttention 2.
         overlaps: whether tensor-parallel ranks exchange while they multiply.
+        gathers: whether sequence-parallel ranks keep their parts alone of what they gather.
         no_dropout: whether it is known to have trained its model without dropout.
     """
 
@@ -58,6 +59,7 @@ class Software:
     eager_loss: bool = False
     early: bool = False
     overlaps: bool = False
+    gathers: bool = False
     no_dropout: bool = False
 
 
@@ -94,6 +96,9 @@ _NEMO = r"\bnemo\b|megatron.?bridge|dgxc"
 _OVERLAPS = rf"{_NEMO}|tp.comm.overlap"
 """NeMo's recipes turn on Transformer Engine's overlap of tensor parallelism, `tp_comm_overlap`, as
 Megatron-LM's measurements on H100 do (its README, "Training Speed and Scalability")."""
+_GATHERS = rf"{_NEMO}|megatron-lm|korthikanti"
+"""Megatron-LM's and Transformer Engine's linear layers gather once more in backward (`layers.py`,
+LinearWithGradAccumulationAndAsyncCommunication; Korthikanti et al., 2022, section 4.2.2)."""
 
 
 def software_of(row: Row) -> Software:
@@ -110,7 +115,7 @@ def software_of(row: Row) -> Software:
     """
     said = " ".join(row.get(name) or "" for name in (*_FIELDS, "schedule", "source")).lower()
     even, deepspeed = not re.search(_OWN_CUTS, said), bool(re.search(_DEEPSPEED, said))
-    profile = _profile(row)
+    profile, said_of_all = _profile(row), f"{said} {row.get('table') or ''}".lower()
     fused_loss = profile.fused_loss or bool(re.search(_FUSED_LOSS, said))
     return replace(
         profile,
@@ -118,7 +123,8 @@ def software_of(row: Row) -> Software:
         deepspeed=deepspeed,
         fused_loss=fused_loss,
         early=bool(re.search(_EARLY, said)),
-        overlaps=bool(re.search(_OVERLAPS, f"{said} {row.get('table') or ''}".lower())),
+        overlaps=bool(re.search(_OVERLAPS, said_of_all)),
+        gathers=bool(re.search(_GATHERS, said_of_all)),
         no_dropout=bool(re.search(_NO_DROPOUT, f"{row.get('arch')} {row.get('model')}".lower())),
     )
 

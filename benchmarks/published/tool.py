@@ -223,13 +223,14 @@ def _schedule(run: Run, folder: Path) -> Asked:
 
 def _recompute(run: Run) -> str | list[str]:
     """What runs again: whole blocks, or ops of all of them."""
+    gathers = ["gathers"] if run.software.gathers and run.sequence_parallel else []
     if run.recompute == "alternate":  # the first layer's name would mean all of its class
         return [f"layers.{n}" for n in range(1, run.model.layers, 2)]
     if run.recompute == "elementwise":
         return ["elementwise", *AGAIN]
     if run.recompute == "attention":
-        return "attention"
-    return "all" if run.recompute == "full" else "none"
+        return ["attention", *gathers]
+    return "all" if run.recompute == "full" else gathers or "none"
 
 
 def roomy(cluster: Cluster) -> Cluster:

@@ -8,6 +8,9 @@
     elementwise    all but products, attention in one kernel and what ranks exchange, which
                    PyTorch's selective checkpointing saves (`torch.utils.checkpoint`,
                    create_selective_checkpoint_contexts)
+    gathers        what tensor-parallel ranks gather, of which each then keeps its part: the input
+                   of a matmul behind sequence parallelism (Korthikanti et al., section 4.2.2;
+                   Megatron-LM does so always)
 
     q ──┐
     k ──┴─ matmul ── scale ── mask ── softmax ── dropout ──┬── matmul ──
@@ -36,6 +39,11 @@ from autopipe.planfile.again import (
     is_norm,
     within,
 )
+from autopipe.planfile.placements import Placement
+from autopipe.sharding.collectives import CONVERT
+
+GATHERS = "gathers"
+"""The word for ops that only the graph of a tensor-parallel rank has."""
 
 
 def meant(flow: Dataflow, blocks: Sequence[Block], words: Collection[str]) -> frozenset[int]:
@@ -72,13 +80,13 @@ def within_asked(
 def check_meant(flow: Dataflow, blocks: Sequence[Block], words: Iterable[str]) -> None:
     """Refuse a word that means nothing in this model.
 
-    What ranks of tensor parallelism exchange is not in the model's own graph, and is passed over.
+    What tensor-parallel ranks exchange is not in the model's own graph, and is passed over.
 
     Raises:
         PlanError: names it.
     """
     for word in words:
-        if not is_exchange(word) and not meant(flow, blocks, [word]):
+        if not is_exchange(word) and word != GATHERS and not meant(flow, blocks, [word]):
             raise PlanError(
                 f"recompute: {word} was asked for, and no block of the model has any",
                 hint="all, none, or the path of a block; without --recompute the planner chooses",
@@ -116,6 +124,19 @@ def _elementwise(flow: Dataflow, inside: Mapping[int, Block]) -> Iterator[int]:
         kept = node.short in PRODUCTS | BETWEEN or node.short == "scaled_dot_product_attention"
         if not kept and not is_exchange(node.name):
             yield position
+
+
+def _gathers(flow: Dataflow, inside: Mapping[int, Block]) -> Iterator[int]:
+    for position in inside:
+        node = flow.graph.nodes[position]
+        if node.op == CONVERT and not isinstance(node.args[0], State):
+            _, _, source, target, _ = node.args
+            if _sharded(source) and not _sharded(target):
+                yield position
+
+
+def _sharded(lies: object) -> bool:
+    return isinstance(lies, Placement) and lies.sharded
 
 
 _Way = Callable[[int], Iterable[int]]
@@ -175,5 +196,6 @@ WORDS: Mapping[str, Callable[[Dataflow, Mapping[int, Block]], Iterable[int]]] = 
     "norms": _named(is_norm),
     "activations": _named(is_activation),
     "elementwise": _elementwise,
+    GATHERS: _gathers,
 }
 """Of each word a function that finds its nodes."""

@@ -136,8 +136,8 @@ def plan(
             one each. None: as many as make a step faster, under 1f1b (`planfile.turns`).
         recompute: blocks to recompute in backward: "all", "none", a class of them, or paths; or of
             all others the ops "attention" (its scores, softmax and dropout), "norms",
-            "activations" or "elementwise" (all but products and attention); or an op by a node's
-            name, which means it in all blocks of a class.
+            "activations", "elementwise" (all but products and attention) or "gathers" (of tp); or
+            an op by a node's name, which means it in all blocks of a class.
             None: those that the model itself recomputes (`torch.utils.checkpoint`), or else what
             memory asks for, by block or by op.
         offload: blocks that keep what backward needs in the host's memory: "all", "off", a class

@@ -8,8 +8,8 @@ from torch.nn import functional as F
 import autopipe
 from autopipe.errors import PlanError
 from autopipe.ir.graph import Graph
-from autopipe.planfile.again import repeated
-from autopipe.planners.costs.asked_ops import check_meant, meant
+from autopipe.planfile.again import is_exchange, repeated
+from autopipe.planners.costs.asked_ops import GATHERS, check_meant, meant
 from tests.support.inprocess import traced
 from tests.support.pipes import ZOO
 
@@ -117,6 +117,18 @@ def test_all_but_products_and_attention() -> None:
     again = {found.graph.nodes[position].short for position in every}
     assert {"silu", "mul", "add"} <= again
     assert not again & {"linear", "scaled_dot_product_attention"}
+
+
+def test_what_tensor_parallel_ranks_gather() -> None:
+    """They keep their parts alone, and gather once more in backward. One rank gathers nothing."""
+    usual, made = (
+        plan(word, pp=1, tp=2, schedule=None, compile=False) for word in ("none", GATHERS)
+    )
+    mine, its = (one.stages[0].predicted for one in (made, usual))
+    assert made.stages[0].recompute and all(map(is_exchange, made.stages[0].recompute))
+    assert mine.memory.activations < its.memory.activations
+    assert mine.spent.recompute > 0
+    assert not any(stage.recompute for stage in plan(GATHERS, compile=False).stages)
 
 
 def test_words_and_blocks_go_together() -> None:
