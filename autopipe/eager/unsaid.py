@@ -30,7 +30,14 @@ from autopipe.errors import CaptureError, Uncaptured
 from autopipe.frontend import user_lines
 from autopipe.frontend.refusals import depends_on_values, takes_a_number
 from autopipe.ir import opaque_ops
-from autopipe.ir.tensors import indexes_by_a_number, tensors_in
+from autopipe.ir.tensors import (
+    OwnData,
+    indexes_by_a_number,
+    is_another_value,
+    is_one_for_all,
+    tensors_in,
+    write_one,
+)
 from autopipe.ir.torch_patches import seeing_saved_tensors_hooks
 from autopipe.ir.torch_private import (
     is_control_flow,
@@ -127,19 +134,21 @@ class RefusedCalls(TorchFunctionMode):
                 whole=True,
             )
         if func == _DATA:
-            return args[0].detach()
-        if func == _SET_DATA and _is_another_value(*args):
+            return _OWN.read(args[0])
+        if func == _SET_DATA and _OWN.is_of(*args):
+            return None
+        if func == _SET_DATA and is_another_value(*args):
             return args[0].detach().copy_(args[1].detach())
         if func is opaque_ops.PLAIN and opaque_ops.can(*args):
             return opaque_ops.ctc_loss(*args, **(kwargs or {}))
         if func is nn.functional.cross_entropy and opaque_ops.is_soft(*args, **(kwargs or {})):
             return opaque_ops.soft_cross_entropy(*args, **(kwargs or {}))
-        if func is Tensor.__setitem__ and _one_for_all(*args):
-            return _write_one(*args)
+        if func is Tensor.__setitem__ and is_one_for_all(*args):
+            return write_one(*args)
         refuse = _control_flow if is_control_flow(func) else _REFUSALS.get(func)
         if refuse is not None:
             refuse(*args, **(kwargs or {}))
-        made = func(*args, **(kwargs or {}))
+        made = _OWN.noted(func, args, func(*args, **(kwargs or {})))
         if getattr(func, "__name__", "") != "__get__":  # looks at a shape, or takes a buffer
             _check_dense((args, kwargs or {}, made))
         return made
@@ -216,12 +225,6 @@ def _elementwise(tensor: Tensor, *args: Any) -> None:
     )
 
 
-def _is_another_value(tensor: Tensor, value: Tensor) -> bool:
-    """Whether it is `teacher.data = value`: a frozen parameter, which is written then."""
-    frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-    return frozen and (tensor.shape, tensor.dtype) == (value.shape, value.dtype)
-
-
 def _parameter_data(tensor: Tensor, value: Tensor) -> None:
     if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
         raise CaptureError(
@@ -273,19 +276,6 @@ def _function_behind(tensor: Tensor) -> None:
         )
 
 
-def _one_for_all(tensor: Tensor, index: Any, value: Any) -> bool:
-    """Whether it is `x[mask] = w`, with x [b, s, h], a mask [b, s] and one trained w [h]."""
-    masks = isinstance(index, Tensor) and index.dtype == torch.bool
-    trained = isinstance(value, Tensor) and value.requires_grad
-    return masks and trained and value.dim() <= tensor.dim() - index.dim()
-
-
-def _write_one(tensor: Tensor, mask: Tensor, value: Tensor) -> None:
-    """Write the same, bit by bit; no size in its backward depends on the mask."""
-    wide = mask.reshape(*mask.shape, *[1] * (tensor.dim() - mask.dim()))
-    tensor.copy_(torch.where(wide, value, tensor))
-
-
 def _write_where(tensor: Tensor, indices: Any, values: Any, *more: Any, **named: Any) -> None:
     """Refuse `x[mask] = w`, of whose gradient as many rows go to `w` as the mask has."""
     _read_at(tensor, indices)
@@ -309,6 +299,7 @@ def _accumulated(*args: Any, **kwargs: Any) -> None:
 
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_OWN = OwnData()
 
 _EFFECTS: dict[Any, Callable[..., None]] = {
     Tensor.register_hook: _parameter_hook,
@@ -343,8 +334,10 @@ class RefusedEffects(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _DATA:  # writes through it are then seen
-            return args[0].detach()
+            return _OWN.read(args[0])
         refuse = _EFFECTS.get(func)
+        if func == _SET_DATA and _OWN.is_of(*args):
+            return None
         if refuse is not None:
             refuse(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        return _OWN.noted(func, args, func(*args, **(kwargs or {})))

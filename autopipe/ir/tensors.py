@@ -9,6 +9,7 @@ from typing import Any
 
 import sympy
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopipe.ir.torch_private import expression, fake_like, fake_mode
 
@@ -69,3 +70,55 @@ def of_unknown_size(tensor: torch.Tensor) -> bool:
 @cache
 def _of_values(size: sympy.Expr) -> bool:
     return any(symbol.name.startswith("u") for symbol in size.free_symbols)
+
+
+_AS_IT_IS = frozenset({"to", "type", "float", "cpu", "detach", "contiguous"})
+"""Methods that give a tensor's own values, where its dtype and device stay as they are."""
+
+
+class OwnData:
+    """Knows `weight.data = weight.data.to(x.device)`, which changes nothing where nothing moves.
+
+    A trace has another tensor for each `.data`, and for what `to` gives as it is.
+    """
+
+    def __init__(self) -> None:
+        self._whose = WeakTensorKeyDictionary()
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The `.data` of a tensor: one without its gradient, which shares its memory."""
+        made = tensor.detach()
+        self._whose[made] = tensor
+        return made
+
+    def noted(self, func: Any, args: Sequence[Any], made: Any) -> Any:
+        """What a call of torch gave."""
+        given = args[0] if args and getattr(func, "__name__", "") in _AS_IT_IS else None
+        known = isinstance(given, torch.Tensor) and given in self._whose
+        whose = self._whose[given] if known else None
+        if whose is not None and (made.dtype, made.device) == (whose.dtype, whose.device):
+            self._whose[made] = whose
+        return made
+
+    def is_of(self, tensor: torch.Tensor, value: torch.Tensor) -> bool:
+        """Whether a value is the `.data` that a tensor has anyway."""
+        return value is tensor or (value in self._whose and self._whose[value] is tensor)
+
+
+def is_another_value(tensor: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether it is `teacher.data = value`: a frozen parameter, which is written then."""
+    frozen = isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
+    return frozen and (tensor.shape, tensor.dtype) == (value.shape, value.dtype)
+
+
+def is_one_for_all(tensor: torch.Tensor, index: Any, value: Any) -> bool:
+    """Whether it is `x[mask] = w`, with x [b, s, h], a mask [b, s] and one trained w [h]."""
+    masks = isinstance(index, torch.Tensor) and index.dtype == torch.bool
+    trained = isinstance(value, torch.Tensor) and value.requires_grad
+    return masks and trained and value.dim() <= tensor.dim() - index.dim()
+
+
+def write_one(tensor: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> None:
+    """Write the same, bit by bit; no size in its backward depends on the mask."""
+    wide = mask.reshape(*mask.shape, *[1] * (tensor.dim() - mask.dim()))
+    tensor.copy_(torch.where(wide, value, tensor))

@@ -27,7 +27,7 @@ from autopipe.eager.assigned_buffers import as_before, buffers_of, put
 from autopipe.eager.counts import AHEAD, FURTHER, Counts
 from autopipe.eager.kept import caches_put_back, restoring
 from autopipe.errors import AutopipeError, CaptureError
-from autopipe.frontend import batch
+from autopipe.frontend import batch, unwritten
 from autopipe.frontend.quiet import libraries_hushed
 from autopipe.frontend.refusals import on_every_rank
 from autopipe.frontend.transformers_adapter import eager_branches
@@ -74,7 +74,7 @@ def check(request: PlanRequest, skeleton: nn.Module, traced: Trace, example: Any
         until.enter_context(one_thread())
         until.enter_context(eager_branches())
         until.enter_context(libraries_hushed(heard=False))
-        model = with_weights(request, skeleton, traced.graph)
+        model = with_weights(request, skeleton, traced.graph, say)
         batches = two(request.inputs, example, traced)
         both = model and _both(request, traced, model, batches, say)
     if both:
@@ -170,15 +170,20 @@ def _dense_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {n: b for n, b in model.named_buffers() if b.layout == torch.strided}
 
 
-def with_weights(request: PlanRequest, skeleton: nn.Module, graph: Graph) -> nn.Module | None:
-    """The model with its weights; None if it is too large, has no values, or is on no CPU."""
+def with_weights(
+    request: PlanRequest, skeleton: nn.Module, graph: Graph, say: Say | None = None
+) -> nn.Module | None:
+    """The model with its weights; None if it is too large, has no values, or is on no CPU.
+
+    `say` receives a line for what `model()` does not write, as `unwritten.with_numbers` does.
+    """
     flops = sum(float(at_batch(cost.forward_flops, ROWS)) for cost in costs(graph))
     if flops > MOST_FLOPS or parameter_bytes(skeleton) > MOST_BYTES:
         return None
     source = request.model
     if not isinstance(source, nn.Module):
         torch.manual_seed(0)
-        source = source()
+        source = unwritten.with_numbers(source, graph.states, say or (lambda line: None))
     tensors = [*source.parameters(), *source.buffers()]
     return None if any(is_fake(t) or t.device.type != "cpu" for t in tensors) else source
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.errors import ModelError
+from autopipe.frontend import unwritten
 from autopipe.frontend.construct import Factory, in_turn, on_cpu
 from autopipe.frontend.transformers_adapter import initialiser
 from autopipe.ir.graph import Graph, StateSpec
@@ -105,7 +106,10 @@ def _values(
         return found, origin.source
     memory = available_memory() if origin.memory is None else origin.memory
     if parameter_bytes(origin.skeleton) <= memory:
-        return found, _build_in_turn(origin.source, origin.seed)
+        model = _build_in_turn(origin.source, origin.seed)
+        own = (n for n, s in states.items() if s.kind == "parameter" and n not in found)
+        unwritten.refuse({name: model.get_parameter(name) for name in own})
+        return found, model
     wanted = [n for n, s in states.items() if s.kind == "parameter" and n not in optional]
     found |= _initialise(origin.skeleton, wanted, origin.seed, memory)
     return found, origin.skeleton
@@ -123,7 +127,7 @@ def _on(device: torch.device | str, state: StateSpec, tensor: Tensor) -> Tensor:
 
 def _build_in_turn(factory: Factory, seed: int) -> nn.Module:
     """Build the model while no other process of this machine and user does."""
-    with in_turn(), torch.random.fork_rng(devices=[]):
+    with in_turn(), torch.random.fork_rng(devices=[]), unwritten.marked():
         torch.manual_seed(seed)
         model = factory()
         if any(t.is_meta for t in (*model.parameters(), *model.buffers())):

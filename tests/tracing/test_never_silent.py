@@ -77,6 +77,21 @@ class WritesData(Net):
         return hidden
 
 
+class MovesItsWeight(Net):
+    """As losses with proxies have it: a weight is put where its input is, and was there already."""
+
+    def inside(self, hidden):
+        self.middle.weight.data = self.middle.weight.data.to(hidden.device).to(dtype=hidden.dtype)
+        self.middle.bias.data = self.middle.bias.data
+        return self.middle(hidden)
+
+
+class MovesItInAPart(MovesItsWeight):
+    def inside(self, hidden):
+        chosen = hidden[hidden[:, 0] > 0]
+        return super().inside(hidden) + chosen.sum()
+
+
 class OnATensor(Net):
     """Reads what it has set on a parameter and on a buffer: a trace had neither."""
 
@@ -96,7 +111,10 @@ class InAPart(OnATensor):
         return super().inside(hidden) + chosen.sum()
 
 
-@pytest.mark.parametrize("kind", [Cumulative, RoutedIn, ReadsData, WritesData, OnATensor, InAPart])
+MAY = [Cumulative, RoutedIn, ReadsData, WritesData, MovesItsWeight, MovesItInAPart]
+
+
+@pytest.mark.parametrize("kind", [*MAY, OnATensor, InAPart])
 def test_what_python_does_in_forward_is_done_by_tensors_or_left_out(kind):
     """Bugs: all were refused; Python reads a count, the gradient of a parameter, x.data."""
     assert unlike(built(kind)) == []

@@ -274,6 +274,27 @@ def test_a_model_that_plain_torch_cannot_run_on_these_rows_is_planned_with_a_lin
     assert "the graph is not compared with the model, which raises ArithmeticError" in said
 
 
+class HalfMade(Net):
+    """Its second weight is what memory held."""
+
+    def begin(self):
+        self.projection = nn.Parameter(torch.empty(8, 8))
+
+    def inside(self, hidden):
+        return self.middle(hidden) @ self.projection
+
+
+def test_a_weight_that_nobody_initialises_is_told_of_and_compared_with_numbers_of_its_own():
+    """Bug: it was compared with whatever memory held, often nan, and then equal to all."""
+    said = []
+    planned(lambda: built(HalfMade), said=said)
+    assert [line for line in said if "torch.empty" in line] == [
+        "model() makes the parameter 'projection' and writes no values into all of it, as by "
+        "torch.empty alone: what its memory held would be its values, others on each rank; "
+        "a run refuses that, but for one from --weights"
+    ]
+
+
 class Words(nn.Module):
     def __init__(self):
         super().__init__()

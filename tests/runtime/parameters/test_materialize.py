@@ -17,6 +17,7 @@ from autopipe.runtime.parameters.materialize import Origin, materialize
 from autopipe.tracing.source import available_memory
 from autopipe.util import numbers
 from tests.support.inprocess import Cut, cut
+from tests.support.staged import trace_model
 from tests.support.zoo import ZOO
 
 
@@ -243,3 +244,29 @@ def test_a_stage_can_be_built_only_in_turn(monkeypatch: pytest.MonkeyPatch, tmp_
     with construct.in_turn(), lock.open("w") as other:
         with pytest.raises(BlockingIOError):
             construct.fcntl.flock(other, construct.fcntl.LOCK_EX | construct.fcntl.LOCK_NB)
+
+
+class HalfMade(nn.Module):
+    """Its projection is what memory held: a bug of the model, of which one process says nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projection = nn.Parameter(torch.empty(4, 4))
+        self.unread = nn.Parameter(torch.empty(4))
+        self.cache = torch.empty(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.projection).sum()
+
+
+def test_a_parameter_that_nobody_initialises_would_be_another_on_each_rank() -> None:
+    graph = trace_model(HalfMade(), lambda rows: {"x": torch.ones(rows, 4)}).graph
+    with pytest.raises(ModelError) as refused:
+        materialize(graph, ["projection"], Origin(HalfMade, build_fake(HalfMade)))
+    assert str(refused.value) == (
+        "model() makes the parameter 'projection' and writes no values into all of it, as by "
+        "torch.empty alone: what its memory held would be its values, others on each rank\n"
+        "hint: initialise it in model(), with nn.init for example, or start from weights that "
+        "have it (--weights)"
+    )
+    assert not torch.are_deterministic_algorithms_enabled()
