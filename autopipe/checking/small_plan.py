@@ -66,7 +66,7 @@ def in_double(plan: Plan, other: Plan) -> Plan:
         return tuple(replace(t, dtype="float64") if t.dtype == "float32" else t for t in tensors)
 
     stages = [replace(s, receives=wide(s.receives), sends=wide(s.sends)) for s in plan.stages]
-    model = ("fingerprint", "trail", "inputs", "reads", "products")
+    model = ("fingerprint", "trail", "inputs", "reads", "products", "regions")
     own = {name: getattr(other, name) for name in model}
     return signed(replace(plan, stages=tuple(stages), **own))
 

@@ -20,7 +20,7 @@ traced as the ops that its kernel runs (`soft_cross_entropy`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -307,6 +307,17 @@ def of_labels(
         reduction,
         zero_infinity,
     )
+
+
+def distances(*args: Any, **kwargs: Any) -> Tensor:
+    """`torch.cdist`, which takes products where either side has more than 25 points.
+
+    A graph has it as one op, which asks for its sizes whenever it runs: a trace need not.
+    """
+    sizes = [size for points in tensors_in((args, kwargs)) for size in points.shape]
+    symbol = next((size for size in sizes if isinstance(size, torch.SymInt)), None)
+    with symbol.node.shape_env.suppress_guards() if symbol is not None else nullcontext():
+        return torch.cdist(*args, **kwargs)
 
 
 def is_soft(input: Any = None, target: Any = None, *rest: Any, **kwargs: Any) -> bool:

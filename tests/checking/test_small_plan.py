@@ -10,7 +10,7 @@ from torch import nn
 
 from autopipe.checking.fit import Degrees
 from autopipe.checking.shrink import shrunk
-from autopipe.checking.small_plan import planned, words_of
+from autopipe.checking.small_plan import in_double, planned, words_of
 from autopipe.checking.subject import Smaller
 from autopipe.frontend.model_file import ModelFile
 from autopipe.planfile.again import repeated
@@ -18,6 +18,7 @@ from autopipe.planfile.contents import Plan
 from autopipe.planfile.parts import BlockClass
 from autopipe.planners.costs.asked_ops import WORDS
 from autopipe.planners.driver import make_plan
+from autopipe.runtime.start import trace_planned
 from tests.support.plans import example_plan
 
 H = tuple(f"h.{number}" for number in range(8))
@@ -87,3 +88,29 @@ def test_a_smaller_model_runs_the_same_ops_again() -> None:
 
     ops = "norms, attention and activations"
     assert (told(plan), told(made)) == ([f"{ops} of 6 blocks"], [f"{ops} of 2 blocks"])
+
+
+class Chosen(nn.Module):
+    """Runs as it is, one op more in fp64."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = x[x > 0]
+        return (found * 2 if x.dtype == torch.float64 else found).sum()
+
+
+class Choosing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.chosen = nn.Linear(8, 8), nn.Linear(8, 8), Chosen()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean() + self.chosen(self.down(self.up(x)))
+
+
+def test_in_fp64_a_part_that_runs_as_it_is_is_that_of_fp64() -> None:
+    """Bug: ranks refused the plan for another model, and `check` said that a rounding differs."""
+    file = ModelFile("net.py", Choosing, inputs, None, None, None, None, None)
+    words, degrees = {"loss_over": "micro-batch"}, Degrees(2, 1, 1, 1, 2, 2)
+    wide = shrunk(file, Smaller(double=True))
+    plans = [planned(one, degrees, words, lambda line: None) for one in (file, wide)]
+    assert trace_planned(wide.model, None, None, in_double(*plans)).trace.graph
