@@ -133,7 +133,8 @@ class Unsplit:
         with parameters_in(self.model, low):
             program = Program(self.model, batch, self._file.loss, plan.inputs, kept=low, eager=True)
             leaves = batches.flatten(batch)
-            every = Microbatches(plan, leaves, 0, rows, dp * count)
+            # Of all replicas already, as a batch of one replica's own is.
+            every = Microbatches(plan, leaves, 0, rows, dp * count, sharded=True)
             weights = self._weights.of(every)
             for replica in range(dp):
                 self._put(self._of_replicas[replica])

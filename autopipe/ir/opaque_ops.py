@@ -314,7 +314,7 @@ def distances(*args: Any, **kwargs: Any) -> Tensor:
 
     A graph has it as one op, which asks for its sizes whenever it runs: a trace need not.
     """
-    sizes = [size for points in tensors_in((args, kwargs)) for size in points.shape]
+    sizes: list[Any] = [size for points in tensors_in((args, kwargs)) for size in points.shape]
     symbol = next((size for size in sizes if isinstance(size, torch.SymInt)), None)
     with symbol.node.shape_env.suppress_guards() if symbol is not None else nullcontext():
         return torch.cdist(*args, **kwargs)

@@ -1,49 +1,86 @@
-"""The unsplit model of a check: what rounding of its parameters does to its gradients."""
+"""The unsplit model of a check: all micro-batches of all replicas, and what rounding does to it."""
 
-from pathlib import Path
+from __future__ import annotations
+
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from autopipe.checking.compare import off
 from autopipe.checking.unsplit import Unsplit
-from autopipe.frontend import model_file
+from autopipe.frontend.model_file import ModelFile
 from autopipe.planners.driver import make_plan
+from autopipe.rewriting.label_counts import label_counts
+from autopipe.runtime.start import trace_planned
 from tests.support.inprocess import machine
 
-TIED = """\
-import torch
-from torch import nn
+
+class Balanced(nn.Module):
+    """Its loss is a mean over labels beside another term, as that of experts is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.up(x).relu()
+        return self.down(hidden), hidden.mean()
+
+
+def inputs(rows: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(rows, 8), "labels": torch.arange(rows) % 4}
+
+
+def loss(outputs: tuple[Tensor, Tensor], batch: dict[str, Any]) -> Tensor:
+    logits, balance = outputs
+    return nn.functional.cross_entropy(logits, batch["labels"]) + 0.01 * balance
+
+
+def test_a_mean_over_labels_beside_another_term_in_two_replicas() -> None:
+    """Bug: it looked for the labels of four replicas in the batch of two, and found an end."""
+    file = ModelFile("net.py", Balanced, inputs, loss, None, None, None, None)
+    plan = make_plan.plan(
+        Balanced, inputs, loss=loss, cluster=machine(2), batch_size=8, dp=2, micro_batches=2
+    )
+    labels = label_counts(trace_planned(Balanced, None, loss, plan).trace.graph)
+    assert labels is not None and labels.terms
+    batch, unsplit = inputs(8), Unsplit(file, plan, list, labels)
+    found = unsplit.step(batch, 1.0)
+    whole = loss(unsplit.model(batch["x"]), batch)
+    torch.testing.assert_close(found.loss, whole.detach())
+
 
 class Tied(nn.Module):
-    def __init__(self):
+    """Both experts have the same score for every row: the first one gets them all."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
         super().__init__()
         self.scores, self.experts, self.shared = nn.Linear(8, 2), nn.Linear(8, 2), nn.Linear(8, 2)
         for parameter in self.scores.parameters():
             parameter.data[1] = parameter.data[0]
         self.register_buffer("calls", torch.zeros(()))
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         chosen = self.scores(x).argmax(1)[:, None]
         experts, shared = self.experts(x).gather(1, chosen), self.shared(x)
         return experts.square().mean() + shared.square().mean()
 
-model = Tied
 
-def inputs(rows):
-    return {"x": torch.randn(rows, 8)}
-"""
-"""Both experts have the same score for every row: the first one gets them all."""
+def rows_of(count: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(count, 8)}
 
 
-def test_nudged_parameters_show_what_rounding_decides(tmp_path: Path) -> None:
-    (tmp_path / "tied.py").write_text(TIED)
-    file = model_file.load(str(tmp_path / "tied.py"))
-    words = {"batch_size": 16, "micro_batches": 2, "precision": "bf16"}
-    plan = make_plan.plan(file.model, file.inputs, cluster=machine(1), **words)
-    unsplit = Unsplit(file, plan, list, None)
+def test_nudged_parameters_show_what_rounding_decides() -> None:
     torch.manual_seed(0)
-    batch = file.inputs(16)
+    file = ModelFile("tied.py", Tied, rows_of, None, None, None, None, None)
+    plan = make_plan.plan(
+        Tied, rows_of, cluster=machine(1), batch_size=16, micro_batches=2, precision="bf16"
+    )
+    batch, unsplit = rows_of(16), Unsplit(file, plan, list, None)
     expected = unsplit.step(batch, 1.0)
     before = {name: tensor.clone() for name, tensor in unsplit.model.state_dict().items()}
     nudged = unsplit.nudged(batch, 1.0, seed=0)

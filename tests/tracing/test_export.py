@@ -234,7 +234,7 @@ class Distances(nn.Module):
 
 @pytest.mark.parametrize("rows", [4, 8])
 def test_the_distances_of_24_points_and_those_of_48_are_computed_as_torch_does(rows):
-    """Bug: refused, though a graph has `torch.cdist` as one op; from 26 points on it is products."""
+    """Bug: refused, though a graph has it as one op; from 26 points on it is products."""
     model, batch = Distances(), inputs(rows)
     found = staged_step(model, trace_model(model, inputs), batch, (), 1).losses
     assert torch.equal(found[0], model(**batch))
