@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -34,6 +34,7 @@ from autopipe.checking.sized import Sized, sized
 from autopipe.checking.small_plan import in_double, planned, same_cuts, words_of
 from autopipe.checking.subject import CheckJob, Smaller
 from autopipe.checking.unsplit import Unsplit
+from autopipe.eager.kept import restoring
 from autopipe.errors import ModelError
 from autopipe.frontend import model_file
 from autopipe.frontend.model_file import ModelFile
@@ -193,7 +194,7 @@ def _compare(
         if code:
             what = f"the split model does not run (exit code {code})"
             return replace(found, failure=what, refused=code == MISTAKE)
-        with phase("running the unsplit model"), one_thread(), _as_planned():
+        with phase("running the unsplit model"), one_thread(), _as_planned(), _loss_as_it_was(file):
             labels = label_counts(traced().graph) if plan.loss_over == ROWS else None
             unsplit, wide = Unsplit(file, plan, names, labels), None
             if plan.precision != "fp32" and not orders_kept(plan):
@@ -251,7 +252,12 @@ def _check_draws(file: ModelFile, plan: Plan, batch: Any, names: Callable[[], li
         Unmatched: as `Unsplit.step`.
     """
     if plan.mesh.tp > 1 or plan.loss_over == BATCH:
-        with phase("looking for random numbers"), one_thread(), _as_planned():
+        with (
+            phase("looking for random numbers"),
+            one_thread(),
+            _as_planned(),
+            _loss_as_it_was(file),
+        ):
             unsplit = Unsplit(file, plan, names, None)
             unsplit.step(batch, 1.0)
         if unsplit.draws:
@@ -280,6 +286,11 @@ def _as_planned() -> Iterator[None]:
     """Within, models take the branches that they were traced with, and libraries are quiet."""
     with eager_branches(), libraries_hushed(heard=False), torch.random.fork_rng(devices=[]):
         yield
+
+
+def _loss_as_it_was(file: ModelFile) -> AbstractContextManager[object]:
+    """Within, the loss may keep what it likes, as a mean of outputs: there is one for all runs."""
+    return nullcontext() if file.loss is None else restoring(file.loss)
 
 
 def _in_fp32(plan: Plan) -> Plan:

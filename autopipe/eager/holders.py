@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from autopipe.eager.contents import CONTAINERS, MOST, MOST_ELEMENTS
 from autopipe.eager.frozen import FIXED, INTERNAL, VALUES
 from autopipe.eager.iterators import Rewindable
+from autopipe.frontend.loss import used_by
 from autopipe.ir.tensors import attributes_of
 from autopipe.ir.torch_private import is_fake
 
@@ -78,8 +79,9 @@ Part = nn.Module | Callable[..., Any]
 
 
 def modules_among(parts: Iterable[Part]) -> list[nn.Module]:
-    """Those parts that are modules."""
-    return [part for part in parts if isinstance(part, nn.Module)]
+    """Those parts that are modules, and those that a loss uses (`frontend.loss.used_by`)."""
+    found = (used for part in parts for used in used_by(part) if isinstance(used, nn.Module))
+    return list(dict.fromkeys(found))
 
 
 def tensors_of(*parts: Part) -> list[Tensor]:
@@ -97,12 +99,14 @@ def _is_written_to(tensor: Tensor) -> bool:
 
 def holders_of(*parts: Part) -> list[Holder]:
     """All of them: those of modules, of their classes and files, and what stands in these."""
-    found: dict[int, Holder] = {}
     models = modules_among(parts)
+    found = {key: own for model in models for key, own in _of_modules(model).items()}
     for part in parts:
         own = _of_modules(part) if isinstance(part, nn.Module) else _of_loss(part)
         found = {**own, **found}  # the model's names come first
-    found |= _of_code([module for model in models for module in model.modules()])
+    functions = [used for part in parts for used in used_by(part) if isinstance(used, FunctionType)]
+    modules = [module for model in models for module in model.modules()]
+    found |= _of_code(modules, {function.__module__ for function in functions})
     pending = [(holder, DEPTH) for holder in found.values()]
     while pending:
         holder, depth = pending.pop()
@@ -132,11 +136,11 @@ def _of_loss(loss: Callable[..., Any]) -> dict[int, Holder]:
     return {id(own): Holder(type(target).__qualname__, own)} if isinstance(own, dict) else {}
 
 
-def _of_code(modules: Sequence[nn.Module]) -> dict[int, Holder]:
-    """Those of the modules' classes, of the files that these stand in, and of functions there."""
+def _of_code(modules: Sequence[nn.Module], files: set[str]) -> dict[int, Holder]:
+    """Those of the modules' classes, of files and those that these stand in, of functions there."""
     found: dict[int, Holder] = {}
     kinds = dict.fromkeys(base for module in modules for base in type(module).__mro__)
-    files = {kind.__module__ for kind in kinds if not _foreign(kind.__module__)}
+    files = {file for file in files | {kind.__module__ for kind in kinds} if not _foreign(file)}
     for file in sorted(files & sys.modules.keys()):
         own = vars(sys.modules[file])
         found[id(own)] = Holder(file, own, shared=True)

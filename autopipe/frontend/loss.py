@@ -12,8 +12,11 @@ Any other pair is ambiguous and refused: to divide one by the other might change
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
+from functools import partial
+from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -168,3 +171,43 @@ def plain_tree(outputs: Any) -> Any:
     if isinstance(outputs, tuple | list):
         return tuple(map(plain_tree, outputs))
     return outputs if isinstance(outputs, Tensor) else None
+
+
+def used_by(loss: object) -> Iterator[object]:
+    """A loss, and what it uses: functions and modules that stand in its file, or that it holds.
+
+    criterion = Criterion()
+    loss = lambda outputs, batch: criterion(outputs, batch["y"])      the function, the module
+    loss = partial(with_margin, criterion)                            both
+    """
+    pending, seen = [loss], dict[int, object]()
+    while pending:
+        used = pending.pop()
+        if id(used) in seen:
+            continue
+        seen[id(used)] = used
+        if isinstance(used, partial):
+            pending += [used.func, *used.args, *used.keywords.values()]
+        elif isinstance(used, MethodType):
+            pending += [used.__func__, used.__self__]
+        elif isinstance(used, FunctionType):
+            pending += _named_in(used)
+    yield from seen.values()
+
+
+def _named_in(function: FunctionType) -> list[object]:
+    """The modules and functions of one file that a function closes over or names."""
+    codes = [function.__code__]
+    for code in codes:  # those of functions within it too
+        codes += [inside for inside in code.co_consts if isinstance(inside, CodeType)]
+    names = dict.fromkeys(name for code in codes for name in code.co_names)
+    named = [function.__globals__[name] for name in names if name in function.__globals__]
+    with suppress(ValueError):  # nothing in it yet
+        named += [cell.cell_contents for cell in function.__closure__ or ()]
+    own = function.__module__
+    return [
+        one
+        for one in named
+        if isinstance(one, nn.Module | partial | MethodType)
+        or (isinstance(one, FunctionType) and one.__module__ == own)
+    ]

@@ -150,7 +150,7 @@ def _both(
                 raise refused from error
             say(f"the graph is not compared with the model, which raises {type(error).__name__}")
             return None
-        ahead = _far_ahead(run, model, batches, weights) if traced.unsteady else {}
+        ahead = _far_ahead(program, run, batches, weights) if traced.unsteady else {}
         try:
             return eager, _of_graph(traced, model, before, batches, weights), ahead
         except AutopipeError as error:  # a read that is another one in the second micro-batch
@@ -284,11 +284,12 @@ def _outcome(
 
 
 def _far_ahead(
-    run: _Runnable, model: nn.Module, batches: Sequence[Any], weights: Weights
+    program: Program, run: _Runnable, batches: Sequence[Any], weights: Weights
 ) -> dict[int, Outcome]:
-    """The second micro-batch once more, by how many calls later: with what the model counts set far
-    ahead, and in a few more calls (`FURTHER`); without those in which it fails."""
-    counts, found = Counts(model), dict[int, Outcome]()
+    """The second micro-batch once more, by how many calls later: with what the model and the loss
+    count set far ahead, and in a few more calls (`FURTHER`); without those in which they fail."""
+    model, parts = program.model, program.parts
+    counts, found = Counts(*parts), dict[int, Outcome]()
     frozen = [(p, p.detach().clone()) for p in model.parameters() if not p.requires_grad]
 
     def once(calls: int) -> None:
@@ -297,14 +298,14 @@ def _far_ahead(
         with suppress(Exception):  # a table of the user's may be shorter
             found[calls] = _outcome(run, model, batches[1:], weights, 1)
 
-    with restoring(model):
+    with restoring(*parts):
         _outcome(run, model, batches[1:], weights, 1)
         for calls in (each for each in AHEAD if each > FURTHER and counts.risen):
-            with restoring(model):
+            with restoring(*parts):
                 counts.ahead(calls)
                 once(calls)
         for calls in range(FURTHER + 1):
-            with as_before(model):
+            with as_before(*parts):
                 once(calls)
     return found
 

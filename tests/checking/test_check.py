@@ -273,6 +273,39 @@ def test_another_plan_runs_the_same_ops_again(autopipe: Shell) -> None:
     assert found["plan"]["recompute"] == ["activations of 4 blocks"]
 
 
+CENTRED = """
+import torch
+from torch import nn
+
+class Centre(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, outputs, batch):
+        with torch.no_grad():
+            found = (outputs - self.mean).square().mean()
+            self.mean.lerp_(outputs.mean(0), 0.5)
+        return (outputs - self.mean).square().mean() + found
+
+def model():
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+
+def inputs(rows):
+    return {"input": torch.randn(rows, 8)}
+
+loss_over = "micro-batch"
+loss = Centre()
+"""
+
+
+def test_a_loss_that_keeps_a_mean_begins_each_run_with_the_same(autopipe: Shell) -> None:
+    """Bug: a look at random numbers before tensor-parallel ranks start had moved it."""
+    (autopipe.folder / "centred.py").write_text(CENTRED)
+    said = autopipe("check", "centred.py", "--tp", "2")
+    assert said.code == 0, said.out
+
+
 @pytest.mark.parametrize(
     ("argv", "error"),
     [

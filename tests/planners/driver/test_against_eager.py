@@ -1,5 +1,6 @@
 """Planning runs a few rows through the model and its graph: what no rule foresaw differs here."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -178,7 +179,76 @@ def test_a_loss_that_counts_its_calls_is_refused():
         CALLS.append(None)
         return square(outputs, batch) * len(CALLS)
 
-    assert ": the model computes something else here in a second call" in refusal(built(Net), loss)
+    assert "it keeps" in refusal(built(Net), loss)
+
+
+class WarmsUp(nn.Module):
+    """Another term after 60 calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.step = 0
+
+    def forward(self, outputs, batch):
+        self.step += 1
+        more = outputs.abs().mean() if self.step > 60 else 0.0
+        return square(outputs, batch) + more
+
+
+STEP, CRITERION = 0, WarmsUp()
+
+
+def warms_up(outputs, batch):
+    global STEP
+    STEP += 1
+    return square(outputs, batch) + (outputs.abs().mean() if STEP > 60 else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("loss", "kept"),
+    [
+        (WarmsUp(), "step"),
+        (lambda outputs, batch: CRITERION(outputs, batch), "step"),
+        (partial(lambda criterion, *given: criterion(*given), WarmsUp()), "step"),
+        (warms_up, f"{__name__}.STEP"),
+    ],
+)
+def test_a_loss_that_warms_up_is_refused_wherever_it_counts(loss, kept):
+    """Bug: planned without a word, and trained for good as in its first 60 calls."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))  # none of its code is in this file
+
+    def rows(number):
+        return {"input": torch.ones(number, 4), "y": torch.ones(number, 4)}
+
+    with pytest.raises(CaptureError, match="more calls, or gradients are others") as error:
+        autopipe.plan(model, rows, loss=loss, cluster=machine(2), batch_size=8)
+    assert f"it keeps {kept}\n" in str(error.value)
+
+
+class Tallies(nn.Module):
+    """A metric, which adds up for a log."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.total = 0, torch.zeros(())
+
+    def forward(self, outputs):
+        self.rows += len(outputs)
+        self.total = self.total + outputs.detach().sum()
+
+
+METRIC = Tallies()
+
+
+def test_a_metric_beside_a_loss_is_no_obstacle():
+    """Bug: refused for something "outside of attributes and variables"."""
+
+    def loss(outputs, batch):
+        METRIC(outputs)
+        return square(outputs, batch)
+
+    planned(built(Net), loss)
+    assert METRIC.rows == 0, "planning leaves it as it was"
 
 
 def test_a_gradient_that_only_eager_has_is_refused_at_the_parameter_before_it(monkeypatch):
