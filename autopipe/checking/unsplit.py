@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from autopipe.checking.random_ops import Drawing, Unmatched
 from autopipe.checking.subject import SEED
 from autopipe.eager.assigned_buffers import buffers_of, put
+from autopipe.eager.holders import tensors_of
 from autopipe.frontend import batch as batches
 from autopipe.frontend.construct import on_cpu
 from autopipe.frontend.model_file import ModelFile
@@ -72,7 +73,8 @@ class Unsplit:
     Attributes:
         model: with the parameters of now.
         frozen: its parameters that are not trained. Each replica has its own, as of buffers: its
-            forward may write them, as a teacher's.
+            forward may write them, as a teacher's. So has it other tensors that the model or the
+            loss keep.
         sparse: the names of parameters whose gradients were sparse: their sums have an order of
             their own.
     """
@@ -94,6 +96,7 @@ class Unsplit:
         self._weights = LabelWeights(labels, labels)
         self._names: Sequence[str] | None = None
         self.frozen = {n: p for n, p in self.model.named_parameters() if not p.requires_grad}
+        self._beside = _beside(self.model, file)
         self._of_replicas = [self._now()] * plan.mesh.dp  # never written: a replica gets copies
         self._steps = 0
         self._before = self._of_replicas
@@ -149,14 +152,16 @@ class Unsplit:
 
     def _now(self) -> dict[str, Tensor]:
         """Copies of what forward may write."""
-        return _cloned({**buffers_of(self.model), **self.frozen})
+        return _cloned({**buffers_of(self.model), **self.frozen, **self._beside})
 
     @torch.no_grad()
     def _put(self, states: Mapping[str, Tensor]) -> None:
         """Let the model go on from such copies."""
-        put(self.model, _cloned({n: s for n, s in states.items() if n not in self.frozen}))
-        for name, parameter in self.frozen.items():
-            parameter.copy_(states[name])
+        kept = {**self.frozen, **self._beside}
+        put(self.model, _cloned({n: s for n, s in states.items() if n not in kept}))
+        for name, tensor in kept.items():
+            if not torch.equal(tensor, states[name]):  # one that is expanded cannot be written
+                tensor.copy_(states[name])
 
     @torch.no_grad()
     def follow(self, other: Unsplit) -> None:
@@ -277,6 +282,13 @@ class Unsplit:
         norm = nn.utils.get_total_norm([*total.values()])
         loss = (torch.stack(weighed).sum() / divisor).to(results[0][0].dtype)
         return WholeStep(loss, total, norm, self._of_replicas)
+
+
+def _beside(model: nn.Module, file: ModelFile) -> dict[str, Tensor]:
+    """Tensors in plain attributes of model and loss, by their number, which does not change."""
+    known = {id(buffer) for buffer in model.buffers()}
+    found = tensors_of(model, *([] if file.loss is None else [file.loss]))
+    return {f"beside {n}": own for n, own in enumerate(found) if id(own) not in known}
 
 
 def _add(total: dict[str, Tensor], more: Mapping[str, Tensor]) -> None:

@@ -92,3 +92,56 @@ def test_nudged_parameters_show_what_rounding_decides() -> None:
     again = unsplit.step(batch, 1.0)
     assert all(torch.equal(expected.gradients[n], g) for n, g in again.gradients.items())
     assert [float(own["calls"]) for own in again.buffers] == [4.0]  # two steps of two micro-batches
+
+
+class Centred(nn.Module):
+    """It keeps the mean of what it has seen in a plain attribute, which is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 4)
+        self.mean = torch.zeros(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.up(x)
+        away = found - self.mean
+        with torch.no_grad():
+            self.mean.lerp_(found.mean(0), 0.5)
+        return away
+
+
+class Scaled:
+    """A loss that keeps a mean of itself."""
+
+    def __init__(self) -> None:
+        self.mean = torch.ones(())
+
+    def __call__(self, away: Tensor, batch: dict[str, Any]) -> Tensor:
+        found = away.square().mean()
+        with torch.no_grad():
+            self.mean.lerp_(found, 0.5)
+        return found / self.mean
+
+
+def test_replicas_and_references_have_their_own_tensors_that_are_no_buffers() -> None:
+    """Bug: a right plan for two replicas differed, for the second one went on from the first."""
+    scaled = Scaled()
+    file = ModelFile("net.py", Centred, rows_of, scaled, None, None, None, None)
+    plan = make_plan.plan(
+        Centred,
+        rows_of,
+        loss=scaled,
+        loss_over="micro-batch",
+        cluster=machine(2),
+        batch_size=8,
+        dp=2,
+        micro_batches=2,
+    )
+    batch = {"x": torch.randn(4, 8).repeat(2, 1)}  # both replicas have the same rows
+    unsplit, wide = (Unsplit(file, plan, list, None) for _ in range(2))
+    found = [unsplit.step(batch, 1.0), wide.step(batch, 1.0)]
+    model, alone, total = unsplit.model, Scaled(), torch.zeros(())
+    model.mean = torch.zeros(4)
+    for rows in (batch["x"][:2], batch["x"][2:4]):
+        total += alone(model(rows), {}).detach() / 2
+    assert [float(step.loss) for step in found] == [float(total)] * 2
