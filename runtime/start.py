@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from autopipe.errors import LaunchError, ModelError
 from autopipe.frontend import batch as batches
 from autopipe.frontend.loss import Loss
+from autopipe.ir.dataflow import written_states
 from autopipe.ir.graph import StateSpec
 from autopipe.ir.partition import Stage
 from autopipe.planfile import programs
@@ -215,7 +216,8 @@ def own_states(
         optional=unused,
     )
     apart = {name: found.pop(name) for name in unused if name in found}
-    return ModelStates(traced.states, found, apart, sharding)
+    written = frozenset(written_states(traced.trace.graph))
+    return ModelStates(traced.states, found, apart, sharding, written)
 
 
 def connect(part: RankPart) -> Transport:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ class Content:
 
     Attributes:
         own: its tensors of the model.
-        names: those of all that the model's state dict has, on whichever rank.
+        names: those of all that a checkpoint has of the model, on whichever rank.
         named: what its optimizer changes, by name.
         optimizer, scheduler: None: neither saved nor loaded.
     """
@@ -40,7 +40,7 @@ class Content:
 def rank_file(
     content: Content, step: int, rank: int, ranks: int, values: Mapping[str, Any]
 ) -> RankFile:
-    """What a rank writes; tensors that the next step's forward changes, and a GPU's, are copied.
+    """What a rank writes; tensors that the next step's forward may change, and a GPU's, are copied.
 
     The others are read where they lie, until the optimizer changes them.
 
@@ -51,19 +51,20 @@ def rank_file(
         CheckpointError: a state cannot be kept; the sentence names it.
     """
     tensors = [
-        Written(own.name, "", own.kind, own.tensor, own.shape, own.pieces, own.aliases)
+        Written(own.name, "", own.kind, _still(own), own.shape, own.pieces, own.aliases)
         for own in content.own.values()
         if own.writes and own.pieces
     ]
     training: dict[str, Any] = {"values": dict(values)}
     if content.optimizer is not None:
         found = content.optimizer, content.named, content.own
-        tensors += [w for w in optimizer_state.tensors(*found) if w.state]
+        states = (w for w in optimizer_state.tensors(*found) if w.state)
+        tensors += [replace(w, tensor=_on_cpu(w.tensor)) for w in states]
         training["optimizer"] = optimizer_state.values(*found)
     if content.scheduler is not None:
         training["schedule"] = type(content.scheduler).__name__
         training["scheduler"] = scheduler_state.values(content.scheduler)
-    return RankFile(step, rank, ranks, tuple(map(_still, tensors)), training)
+    return RankFile(step, rank, ranks, tuple(tensors), training)
 
 
 def restore(content: Content, stored: Stored) -> None:
@@ -97,12 +98,11 @@ def values(stored: Stored, shard: int, shards: int) -> Mapping[str, Any]:
         return next((found for found in every if found["shard"] == [shard, shards]), every[0])
 
 
-def _still(written: Written) -> Written:
+def _still(own: OwnTensor) -> Tensor:
     """A tensor that does not change before the next step of the optimizer."""
-    if written.kind != "buffer" and written.tensor.device.type == "cpu":
-        return written
-    return Written(**{**vars(written), "tensor": _copied(written.tensor)})
+    there = _on_cpu(own.tensor)
+    return there.clone() if own.moves and there is own.tensor else there
 
 
-def _copied(tensor: Tensor) -> Tensor:
-    return tensor.cpu() if tensor.device.type != "cpu" else tensor.clone()
+def _on_cpu(tensor: Tensor) -> Tensor:
+    return tensor.cpu()  # itself, where it is there already

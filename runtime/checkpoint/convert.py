@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from autopipe.errors import CheckpointError
+from autopipe.runtime.checkpoint.layout import BESIDE
 from autopipe.runtime.checkpoint.stored import Stored
 from autopipe.runtime.checkpoint.whole import WholeTensor, tensors, windows
 from autopipe.runtime.parameters.export import FileTensor, header
@@ -173,7 +174,7 @@ def _inner(name: str) -> str:
 
 def model_of(stored: Stored) -> list[WholeTensor]:
     """The tensors of the model, wide dtypes first, so that all are aligned in a file."""
-    found = [tensor for tensor in tensors(stored) if not tensor.state]
+    found = [one for one in tensors(stored) if not one.state and one.kind != BESIDE]
     return sorted(found, key=lambda tensor: -tensor.dtype.itemsize)
 
 

@@ -27,6 +27,10 @@ from autopipe.runtime.parameters.part import RankPart
 
 Shape = tuple[int, ...]
 
+BESIDE = "beside"
+"""The kind of a tensor that forward or the loss writes and no state dict has: one in a plain
+attribute of a model or a loss, a buffer that is not persistent."""
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -44,11 +48,12 @@ class OwnTensor:
     Attributes:
         name: the graph's.
         aliases: the other names of a tied parameter.
-        kind: "parameter" or "buffer".
+        kind: "parameter" or "buffer", or BESIDE.
         tensor: what the rank holds, on its device; changed in place by a load.
         shape: of the whole tensor.
         pieces: where the rank's elements lie in it; none if it holds no elements.
         writes: whether this rank is the one that writes them.
+        moves: whether forward may change it, and not the optimizer alone.
     """
 
     name: str
@@ -58,6 +63,7 @@ class OwnTensor:
     shape: Shape
     pieces: tuple[Piece, ...]
     writes: bool
+    moves: bool = False
 
 
 def dealt(shape: Shape, placement: Placement, ranks: int, rank: int) -> tuple[Piece, ...]:
@@ -103,10 +109,10 @@ def rows_of(found: Iterable[Piece], first: int, last: int) -> tuple[Piece, ...]:
 
 
 def own_tensors(part: RankPart, own: ModelStates, held: HeldParameters) -> dict[str, OwnTensor]:
-    """What this rank holds of the model's state dict, by name, as its optimizer changes it.
+    """What this rank holds of what a run changes, by name, as its optimizer changes it.
 
     Of a parameter with an fp32 master that is the master. Constants and buffers that no state dict
-    has are left out: the model makes them.
+    has, and that nothing writes, are left out: the model makes them.
     """
     shards, rows, mesh = held.gradients.shards(), held.gradients.rows, part.plan.mesh
     found: dict[str, OwnTensor] = {}
@@ -115,7 +121,7 @@ def own_tensors(part: RankPart, own: ModelStates, held: HeldParameters) -> dict[
         alone = name in own.unused
         if name not in own.states and not alone:
             continue
-        if not in_state_dict(spec):
+        if not own.in_checkpoint(name):
             continue
         lies = own.sharding.states.get(name, I)
         shape = shape_at(spec.spec, 1) or (1,)
@@ -126,7 +132,9 @@ def own_tensors(part: RankPart, own: ModelStates, held: HeldParameters) -> dict[
         data = tensor.detach().view(1) if tensor.ndim == 0 else tensor.detach()
         holders[name] = (0,) if alone else _holders(part, name, lies, in_rows=name in rows)
         whole = shape_at(spec.spec, 1)
-        found[name] = OwnTensor(name, spec.aliases, spec.kind, data, whole, cut, writes=False)
+        kind = spec.kind if in_state_dict(spec) else BESIDE
+        moves = kind != "parameter" or name in own.written
+        found[name] = OwnTensor(name, spec.aliases, kind, data, whole, cut, False, moves)
     writers = _writers(holders, found)
     return {
         name: OwnTensor(**{**vars(own), "writes": writers[name] == part.place.rank})

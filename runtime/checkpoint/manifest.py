@@ -42,7 +42,8 @@ class Chunk:
     Attributes:
         name: the parameter or buffer, by the model's own name.
         state: of an optimizer's state for it, the key there; "" for the tensor itself.
-        kind: "parameter", "buffer" or, of a state, "like" the parameter or one "number".
+        kind: "parameter", "buffer", "beside" (`layout.BESIDE`) or, of a state, "like" the
+            parameter or one "number".
         dtype: torch's name of it, without `torch.`.
         shape: of the whole tensor.
         own: of what is in the file.

@@ -9,7 +9,7 @@ replica rows of its fp32 master, is put together first, by all ranks that have i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -43,12 +43,19 @@ class ModelStates:
             under ZeRO-1 parameters of 16 bits in the place of their masters.
         unused: those that forward does not use, on the rank that keeps them.
         sharding: how they lie over tensor-parallel ranks.
+        written: those that forward or the loss writes.
     """
 
     specs: Mapping[str, StateSpec]
     states: MutableMapping[str, Tensor]
     unused: Mapping[str, Tensor]
     sharding: Sharding
+    written: Collection[str] = ()
+
+    def in_checkpoint(self, name: str) -> bool:
+        """Whether a run that goes on needs it: what no state dict has the model makes anew, and
+        so as it was before the first step."""
+        return in_state_dict(self.specs[name]) or name in self.written
 
     def state_dict(self, master: Master) -> dict[str, Tensor]:
         """Parameters and persistent buffers, detached, each under all of its names.

@@ -19,7 +19,7 @@ from autopipe.runtime.checkpoint.layout import own_tensors
 from autopipe.runtime.checkpoint.plain import fence
 from autopipe.runtime.parameters.gradient_sum import Gradients
 from autopipe.runtime.parameters.loss_scale import LossScale
-from autopipe.runtime.parameters.model_states import ModelStates, in_state_dict
+from autopipe.runtime.parameters.model_states import ModelStates
 from autopipe.runtime.step.prepare import Rank
 from autopipe.util import atomic_file
 from autopipe.util.progress import Say
@@ -118,7 +118,7 @@ class Kept:
     ) -> Content:
         """What this rank saves, and loads into."""
         own = own_tensors(self._rank.part, self._own, self._rank.held)
-        names = {name for name, state in self._own.specs.items() if in_state_dict(state)}
+        names = {name for name in self._own.specs if self._own.in_checkpoint(name)}
         return Content(own, names, dict(self.named_parameters()), optimizer, scheduler)
 
     def values(self) -> dict[str, Any]:
