@@ -5,6 +5,8 @@
 In one process that is a bad start, and on several ranks it is another weight on each: nothing that
 compares two of them can be right. torch can write nan where it would leave memory as it is; what is
 nan after that, nobody has written.
+
+A module that `model()` gives a second time has none of its values either.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from autopipe.errors import ModelError
+from autopipe.ir.torch_private import is_fake
 
 HINT = (
     "initialise it in model(), with nn.init for example, or start from weights that have it "
@@ -72,6 +75,26 @@ def refuse(parameters: Mapping[str, Tensor]) -> None:
             raise ModelError(said(name), hint=HINT)
 
 
+def refuse_again(model: nn.Module, skeleton: nn.Module) -> None:
+    """Refuse what `model()` gives if it is the module that an earlier call has given.
+
+    Args:
+        skeleton: that of the earlier call, whose parameters are fake.
+
+    Raises:
+        ModelError: it is the same one, so its parameters have lost their values.
+    """
+    fake = {id(parameter) for parameter in skeleton.parameters()}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in fake:
+            raise ModelError(
+                f"model() gives the same {name!r} each time: the module was made before the call, "
+                "or is kept from the first one, and each rank builds it to have its own part",
+                hint="make the module inside of model(), anew in each call; what else needs it, as "
+                "a loss that is its method, finds it in a global that model() sets",
+            )
+
+
 def said(name: str) -> str:
     """The sentence for one of them."""
     return (
@@ -82,7 +105,9 @@ def said(name: str) -> str:
 
 def _has_nan(parameter: Tensor) -> bool:
     tensor = parameter.detach()
-    if tensor.device.type == "meta" or not (tensor.is_floating_point() or tensor.is_complex()):
+    if is_fake(parameter) or tensor.is_meta:
+        return False
+    if not (tensor.is_floating_point() or tensor.is_complex()):
         return False
     # A sum takes no memory; an infinite one may be nan too.
     return bool(tensor.sum().isnan()) and bool(tensor.isnan().any())

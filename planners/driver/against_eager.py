@@ -184,6 +184,7 @@ def with_weights(
     if not isinstance(source, nn.Module):
         torch.manual_seed(0)
         source = unwritten.with_numbers(source, graph.states, say or (lambda line: None))
+        unwritten.refuse_again(source, skeleton)
     tensors = [*source.parameters(), *source.buffers()]
     return None if any(is_fake(t) or t.device.type != "cpu" for t in tensors) else source
 

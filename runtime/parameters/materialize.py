@@ -107,6 +107,7 @@ def _values(
     memory = available_memory() if origin.memory is None else origin.memory
     if parameter_bytes(origin.skeleton) <= memory:
         model = _build_in_turn(origin.source, origin.seed)
+        unwritten.refuse_again(model, origin.skeleton)
         own = (n for n, s in states.items() if s.kind == "parameter" and n not in found)
         unwritten.refuse({name: model.get_parameter(name) for name in own})
         return found, model

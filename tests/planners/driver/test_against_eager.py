@@ -365,6 +365,20 @@ def test_a_weight_that_nobody_initialises_is_told_of_and_compared_with_numbers_o
     ]
 
 
+def test_a_module_that_was_made_before_the_call():
+    """Bug: a module of the whole file, or of a cached model(), ended in torch's error: the first
+    call had made it one without values."""
+    net = built(Net)
+    with pytest.raises(ModelError) as refused:
+        planned(lambda: net)
+    assert str(refused.value) == (
+        "model() gives the same 'up.weight' each time: the module was made before the call, or "
+        "is kept from the first one, and each rank builds it to have its own part\n"
+        "hint: make the module inside of model(), anew in each call; what else needs it, as a loss "
+        "that is its method, finds it in a global that model() sets"
+    )
+
+
 class Words(nn.Module):
     def __init__(self):
         super().__init__()
