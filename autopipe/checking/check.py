@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -194,7 +194,7 @@ def _compare(
         if code:
             what = f"the split model does not run (exit code {code})"
             return replace(found, failure=what, refused=code == MISTAKE)
-        with phase("running the unsplit model"), one_thread(), _as_planned(), _loss_as_it_was(file):
+        with phase("running the unsplit model"), _as_planned(file):
             labels = label_counts(traced().graph) if plan.loss_over == ROWS else None
             unsplit, wide = Unsplit(file, plan, names, labels), None
             if plan.precision != "fp32" and not orders_kept(plan):
@@ -223,7 +223,7 @@ def _unmatched(found: Comparison, traced: Trace) -> Comparison:
 
 
 def _first(rows: Sequence[TensorRow], case: Sized, traced: Callable[[], Trace], batch: Any) -> Any:
-    with phase("looking for the first differing node"), one_thread(), _as_planned():
+    with phase("looking for the first differing node"), _as_planned(case.file):
         return first_node(rows, traced(), case.plan, case.file, batch)
 
 
@@ -252,12 +252,7 @@ def _check_draws(file: ModelFile, plan: Plan, batch: Any, names: Callable[[], li
         Unmatched: as `Unsplit.step`.
     """
     if plan.mesh.tp > 1 or plan.loss_over == BATCH:
-        with (
-            phase("looking for random numbers"),
-            one_thread(),
-            _as_planned(),
-            _loss_as_it_was(file),
-        ):
+        with phase("looking for random numbers"), _as_planned(file):
             unsplit = Unsplit(file, plan, names, None)
             unsplit.step(batch, 1.0)
         if unsplit.draws:
@@ -282,15 +277,14 @@ def _check_statistics(plan: Plan, traced: Callable[[], Trace]) -> None:
 
 
 @contextmanager
-def _as_planned() -> Iterator[None]:
-    """Within, models take the branches that they were traced with, and libraries are quiet."""
-    with eager_branches(), libraries_hushed(heard=False), torch.random.fork_rng(devices=[]):
-        yield
-
-
-def _loss_as_it_was(file: ModelFile) -> AbstractContextManager[object]:
-    """Within, the loss may keep what it likes, as a mean of outputs: there is one for all runs."""
-    return nullcontext() if file.loss is None else restoring(file.loss)
+def _as_planned(file: ModelFile) -> Iterator[None]:
+    """Within, the unsplit model runs as it was traced: the branches that it takes, one thread, and
+    quiet libraries. There is one loss for all runs: what it keeps, as a mean of outputs, is put
+    back."""
+    kept = nullcontext() if file.loss is None else restoring(file.loss)
+    with one_thread(), eager_branches(), libraries_hushed(heard=False), kept:
+        with torch.random.fork_rng(devices=[]):
+            yield
 
 
 def _in_fp32(plan: Plan) -> Plan:

@@ -171,7 +171,7 @@ class Unsplit:
         self._of_replicas = [dict(buffers) for buffers in other._of_replicas]
 
     def nudged(self, batch: Any, scale: float, seed: int) -> dict[str, Tensor]:
-        """The gradients of the last step once more, with parameters off by rounding.
+        """The gradients of the last step once more, with trained parameters off by rounding.
 
         Each is off by up to half a unit in its last place in the plan's precision, by numbers drawn
         from `seed`. The model, its buffers and its random numbers are left as they were.
@@ -181,7 +181,7 @@ class Unsplit:
         """
         dtype = copy_dtype(self._plan.precision) or torch.float32
         generator, half = torch.Generator().manual_seed(seed), torch.finfo(dtype).eps / 2
-        parameters = [p for p in self.model.parameters() if p.is_floating_point()]
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
         exact, after = [p.detach().clone() for p in parameters], self._of_replicas
         self._of_replicas, self._steps = self._before, self._steps - 1
         with torch.no_grad():
