@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import partial
-from types import CodeType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from autopipe.errors import ModelError
-from autopipe.frontend.user_lines import begins
+from autopipe.frontend.user_lines import begins, codes_in
 from autopipe.util import dtypes
 
 Loss = Callable[[Any, Any], Any]
@@ -197,10 +197,7 @@ def used_by(loss: object) -> Iterator[object]:
 
 def _named_in(function: FunctionType) -> list[object]:
     """The modules and functions of one file that a function closes over or names."""
-    codes = [function.__code__]
-    for code in codes:  # those of functions within it too
-        codes += [inside for inside in code.co_consts if isinstance(inside, CodeType)]
-    names = dict.fromkeys(name for code in codes for name in code.co_names)
+    names = dict.fromkeys(n for code in codes_in(function.__code__) for n in code.co_names)
     named = [function.__globals__[name] for name in names if name in function.__globals__]
     with suppress(ValueError):  # nothing in it yet
         named += [cell.cell_contents for cell in function.__closure__ or ()]

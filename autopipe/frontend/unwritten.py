@@ -14,6 +14,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from autopipe.errors import ModelError
 from autopipe.ir.torch_private import is_fake
 
-HINT = (
+_HINT = (
     "initialise it in model(), with nn.init for example, or start from weights that have it "
     "(--weights)"
 )
@@ -32,15 +33,16 @@ def marked() -> Iterator[None]:
     """Within, memory that is made and not written is nan, where its dtype has one."""
     algorithms = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    memory: Any = torch.utils.deterministic  # whose one attribute no type checker knows
+    fills = memory.fill_uninitialized_memory
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*does not have a deterministic implem")
             torch.use_deterministic_algorithms(True, warn_only=True)
-            torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+            memory.fill_uninitialized_memory = True
             yield
     finally:
-        torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
+        memory.fill_uninitialized_memory = fills
         torch.use_deterministic_algorithms(algorithms, warn_only=warns)
 
 
@@ -60,7 +62,7 @@ def with_numbers(
             if _has_nan(parameter):
                 parameter.normal_(std=0.02)
                 if name in read:
-                    say(f"{said(name)}; a run refuses that, but for one from --weights")
+                    say(f"{_said(name)}; a run refuses that, but for one from --weights")
     return model
 
 
@@ -72,7 +74,7 @@ def refuse(parameters: Mapping[str, Tensor]) -> None:
     """
     for name, parameter in parameters.items():
         if _has_nan(parameter):
-            raise ModelError(said(name), hint=HINT)
+            raise ModelError(_said(name), hint=_HINT)
 
 
 def refuse_again(model: nn.Module, skeleton: nn.Module) -> None:
@@ -95,7 +97,7 @@ def refuse_again(model: nn.Module, skeleton: nn.Module) -> None:
             )
 
 
-def said(name: str) -> str:
+def _said(name: str) -> str:
     """The sentence for one of them."""
     return (
         f"model() makes the parameter {name!r} and writes no values into all of it, as by "

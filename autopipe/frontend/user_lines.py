@@ -1,4 +1,5 @@
-"""Find the line of the user's own code (`model.py:31`) at which something happened, and tell it."""
+"""Find the line of the user's own code (`model.py:31`) at which something happened, and tell it;
+and the code itself that stands in a function."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from autopipe.errors import AutopipeError, ModelError
@@ -147,3 +149,11 @@ def _missing(error: Exception) -> str | None:
         f"install what has {error.name} beside autopipe, or name its folder: PYTHONPATH=FOLDER "
         "autopipe ..."
     )
+
+
+def codes_in(code: object) -> Iterator[CodeType]:
+    """The code of a function, and of those within it; none of what is no code."""
+    if isinstance(code, CodeType):
+        yield code
+        for inner in code.co_consts:
+            yield from codes_in(inner)

@@ -11,13 +11,13 @@ import dis
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from autopipe.eager.contents import MOST_ELEMENTS
+from autopipe.frontend.user_lines import codes_in
 from autopipe.ir.torch_patches import seeing_sets
 from autopipe.ir.torch_private import version
 from autopipe.opaque.sites import Site
@@ -185,7 +185,7 @@ def _may_read(modules: Sequence[nn.Module], attribute: str) -> bool:
         one.argval == attribute and one.opname.startswith("LOAD_")  # getattr(self, "mode") too
         for kind in kinds
         for method in vars(kind).values()
-        for code in _nested(getattr(inspect.unwrap(_plain(method)), "__code__", None))
+        for code in codes_in(getattr(inspect.unwrap(_plain(method)), "__code__", None))
         for one in dis.get_instructions(code)
     )
 
@@ -195,18 +195,10 @@ def _plain(method: Any) -> Any:
     return getattr(method, "fget", None) or getattr(method, "__func__", method)
 
 
-def _nested(code: Any) -> Iterator[CodeType]:
-    """The code of a function, and of those within it."""
-    if isinstance(code, CodeType):
-        yield code
-        for inner in code.co_consts:
-            yield from _nested(inner)
-
-
 def _words(kind: type, method: str, known: set[str]) -> Iterator[str]:
     """The names and texts in the code of a method and of the methods whose names are in it."""
     known.add(method)
-    for one in _nested(getattr(getattr(kind, method, None), "__code__", None)):
+    for one in codes_in(getattr(getattr(kind, method, None), "__code__", None)):
         yield from (text.partition(".")[0] for text in one.co_consts if isinstance(text, str))
         for word in one.co_names:
             yield word
