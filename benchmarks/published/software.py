@@ -113,9 +113,11 @@ def software_of(row: Row) -> Software:
     which is Aleph Alpha's, counts embedding, last norm and head as layers
     (`pipe_partition_uniform`).
     """
-    said = " ".join(row.get(name) or "" for name in (*_FIELDS, "schedule", "source")).lower()
+    said = " ".join(
+        row.get(name) or "" for name in (*_FIELDS, "schedule", "source", "table")
+    ).lower()
     even, deepspeed = not re.search(_OWN_CUTS, said), bool(re.search(_DEEPSPEED, said))
-    profile, said_of_all = _profile(row), f"{said} {row.get('table') or ''}".lower()
+    profile = _profile(row)
     fused_loss = profile.fused_loss or bool(re.search(_FUSED_LOSS, said))
     return replace(
         profile,
@@ -123,8 +125,8 @@ def software_of(row: Row) -> Software:
         deepspeed=deepspeed,
         fused_loss=fused_loss,
         early=bool(re.search(_EARLY, said)),
-        overlaps=bool(re.search(_OVERLAPS, said_of_all)),
-        gathers=bool(re.search(_GATHERS, said_of_all)),
+        overlaps=bool(re.search(_OVERLAPS, said)),
+        gathers=bool(re.search(_GATHERS, said)),
         no_dropout=bool(re.search(_NO_DROPOUT, f"{row.get('arch')} {row.get('model')}".lower())),
     )
 

@@ -134,7 +134,9 @@ def own_tensors(part: RankPart, own: ModelStates, held: HeldParameters) -> dict[
         whole = shape_at(spec.spec, 1)
         kind = spec.kind if in_state_dict(spec) else BESIDE
         moves = kind != "parameter" or name in own.written
-        found[name] = OwnTensor(name, spec.aliases, kind, data, whole, cut, False, moves)
+        found[name] = OwnTensor(
+            name, spec.aliases, kind, data, whole, cut, writes=False, moves=moves
+        )
     writers = _writers(holders, found)
     return {
         name: OwnTensor(**{**vars(own), "writes": writers[name] == part.place.rank})

@@ -14,6 +14,7 @@ from autopipe.planners.driver import make_plan
 from autopipe.rewriting.label_counts import label_counts
 from autopipe.runtime.start import trace_planned
 from tests.support.inprocess import machine
+from tests.support.odd_models import Scaled
 
 
 class Balanced(nn.Module):
@@ -108,19 +109,6 @@ class Centred(nn.Module):
         with torch.no_grad():
             self.mean.lerp_(found.mean(0), 0.5)
         return away
-
-
-class Scaled:
-    """A loss that keeps a mean of itself."""
-
-    def __init__(self) -> None:
-        self.mean = torch.ones(())
-
-    def __call__(self, away: Tensor, batch: dict[str, Any]) -> Tensor:
-        found = away.square().mean()
-        with torch.no_grad():
-            self.mean.lerp_(found, 0.5)
-        return found / self.mean
 
 
 def test_replicas_and_references_have_their_own_tensors_that_are_no_buffers() -> None:

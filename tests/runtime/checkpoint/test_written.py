@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -21,6 +20,7 @@ from autopipe.runtime.checkpoint.content import rank_file
 from autopipe.runtime.checkpoint.convert import to_file
 from autopipe.runtime.checkpoint.stored import Stored
 from tests.support.inprocess import machine
+from tests.support.odd_models import Scaled
 
 
 class Student(nn.Module):
@@ -46,19 +46,6 @@ class Student(nn.Module):
             for own, followed in zip(self.teacher.parameters(), self.up.parameters(), strict=True):
                 own.lerp_(followed, 0.1)
         return away
-
-
-class Scaled:
-    """A loss that is relative to what it has been."""
-
-    def __init__(self) -> None:
-        self.before = torch.ones(())
-
-    def __call__(self, away: Tensor, batch: dict[str, Any]) -> Tensor:
-        found = away.square().mean()
-        with torch.no_grad():
-            self.before.lerp_(found, 0.5)
-        return found / self.before
 
 
 def drawn(rows: int, seed: int = 0) -> dict[str, Tensor]:
