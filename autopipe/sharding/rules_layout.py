@@ -134,6 +134,15 @@ def select(op: Op) -> Iterator[Strategy]:
             yield Strategy({x: placement}, S(moved, placement.segments))
 
 
+@rule("type_as")
+def type_as(op: Op) -> Iterator[Strategy]:
+    """A tensor as it lies, and the other, of any shape, as it lies: its dtype alone is read."""
+    x, other = op.node.args
+    own = [op.free(x), *op.shards(x), *([P] if x in op.model.carrying else ())]
+    for lies in (op.free(other), *op.shards(other)):
+        yield from (Strategy({other: lies, x: placement}, placement) for placement in own)
+
+
 @rule("cat")
 def cat(op: Op) -> Iterator[Strategy]:
     """Shards of any other dim; or the pieces become segments of this dim.

@@ -52,12 +52,12 @@ def strategies(model: Model, node: Node, shards: Shards) -> tuple[Strategy, ...]
 # Element by element
 
 _POINTWISE = frozenset(
-    "to contiguous clone alias detach dropout type_as where masked_fill zeros_like ones_like "
+    "to contiguous clone alias detach dropout where masked_fill zeros_like ones_like "
     "empty_like full_like lift_fresh_copy _to_copy bernoulli rsub silu relu6 hardswish".split()
 )
 """Pointwise ops that torch does not tag as pointwise."""
 
-_LINEAR = frozenset("to _to_copy contiguous clone alias neg type_as".split())
+_LINEAR = frozenset("to _to_copy contiguous clone alias neg".split())
 
 
 def is_pointwise(node: Node) -> bool:
