@@ -13,7 +13,7 @@ from typing import Any
 
 import sympy
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from autopipe.eager import assigned_buffers, unsaid, unsaid_modes
@@ -26,7 +26,7 @@ from autopipe.frontend.extremes import chosen_by_tensors
 from autopipe.frontend.loss import Loss, SumCount, outputs_to_loss, plain_tree
 from autopipe.frontend.quiet import libraries_hushed
 from autopipe.frontend.transformers_adapter import eager_branches, without_cache
-from autopipe.ir.graph import SEQUENCE
+from autopipe.ir.graph import SEQUENCE, short_name
 from autopipe.ir.tensors import attributes_of
 from autopipe.ir.torch_patches import (
     averaging_by_tensors,
@@ -36,11 +36,12 @@ from autopipe.ir.torch_patches import (
     not_compiling,
     one_process,
 )
-from autopipe.ir.torch_private import quiet
+from autopipe.ir.torch_private import expression, quiet
 from autopipe.opaque import branches, packed
 from autopipe.opaque.regions import Running, as_ops
 from autopipe.opaque.sites import with_loss
 from autopipe.planfile.parts import InputSpec, Read
+from autopipe.planfile.placements import BIG
 from autopipe.planfile.regions import LOSS
 from autopipe.tracing.low_precision import cast
 from autopipe.tracing.stubs import standing_in
@@ -237,7 +238,9 @@ def capture(
         known = program.all_assigned
         try:
             found = export()
-            return found if program.all_assigned == known else export()
+            found = found if program.all_assigned == known else export()
+            _keep_memory_order(found.graph_module)
+            return found
         except ModelError:
             raise
         except Exception as error:  # export raises whatever the model's own code raises
@@ -274,3 +277,58 @@ def _dynamic(spec: InputSpec, tensor: Tensor) -> dict[int, Any]:
                 known = torch.export.Dim("rows")
             found[number] = known if factor == 1 else int(factor) * known
     return found
+
+
+def _keep_memory_order(module: fx.GraphModule) -> None:
+    """Let the tensors that `as_strided` reads lie in memory as they did in the trace.
+
+        x.as_strided(sizes, strides)        x.permute(order).contiguous().as_strided(sizes, strides)
+
+    The strides count elements in memory, and there a tensor from another rank or another stage lies
+    in the order of its dims. Where it lies as it did, nothing is copied.
+
+    Raises:
+        CaptureError: it reads beyond the tensor, or writes by strides; names the user's line.
+    """
+    aten = torch.ops.aten
+    for graph in [one.graph for one in module.modules() if isinstance(one, fx.GraphModule)]:
+        for node in [one for one in graph.nodes if str(one.target).startswith("aten.as_strided")]:
+            x, sizes, strides, *offset = node.args
+            lies = x.meta["val"]
+            order = sorted(range(lies.dim()), key=lambda dim: -_number(lies.stride(dim)))
+            begin = _number(offset[0]) - _number(lies.storage_offset()) if offset else 0
+            made = node.meta["val"]
+            steps = zip(made.shape, made.stride(), strict=True)
+            end = begin + sum((_number(size) - 1) * _number(stride) for size, stride in steps)
+            dense = lies.permute(order).is_contiguous()
+            if node.target is not aten.as_strided.default or not (
+                dense and 0 <= begin and end < _number(lies.numel())
+            ):
+                op = short_name(str(node.target))
+                raise CaptureError(
+                    f"{user_lines.of_trace(node.stack_trace)}: {op}() goes by what lies in memory "
+                    "beside the tensor that it is given, and on other ranks something else lies "
+                    "there",
+                    hint="call it on the whole tensor, or on x.contiguous()",
+                )
+            with graph.inserting_before(node):
+                for op, *more in (
+                    (aten.permute.default, order),
+                    (aten.contiguous.default,),
+                    (aten.flatten.using_ints,),
+                    (aten.slice.Tensor, 0, begin),
+                )[: 4 if begin else 2]:
+                    inner = graph.call_function(op, (x, *more))
+                    inner.meta = {**node.meta, "val": op(x.meta["val"], *more)}
+                    x = inner
+            node.args = (x, sizes, strides)
+
+
+def _number(size: int | torch.SymInt | fx.Node) -> int:
+    """A size for many rows, without a guard on how many."""
+    if isinstance(size, fx.Node):
+        return _number(size.meta["val"])
+    if isinstance(size, int):
+        return size
+    found = expression(size)
+    return int(found.subs(dict.fromkeys(found.free_symbols, BIG)))

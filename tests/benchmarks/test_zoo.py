@@ -37,6 +37,7 @@ PART = (
     "odd/unet/shapes",
     "odd/in-place/shapes",
     "odd/writes-through-views/shapes",  # zeros that carry a gradient, once written
+    "odd/chunks-by-strides/shapes",  # what lies where in memory
     "odd/einsums/shapes",
     "odd/changes-its-batch/state",
     "odd/running-mean/state",  # a buffer that is assigned

@@ -218,7 +218,12 @@ OPS: dict[str, tuple[str, Callable[..., Tensor], tuple[tuple[int, ...], ...], se
     "rounded down": ("div", lambda x: torch.div(x, 0.3, rounding_mode="floor") + x, (), {"SS"}),
     "squared": ("mul", lambda x: x * x, (), {"SS"}),
     "like a larger one": ("type_as", lambda x: x * torch.tensor(2).type_as(x), (), {"ISI"}),
-    "like a smaller one": ("type_as", lambda x, w: (x > 0).type_as(w) * x, ((12,),), {"SRS", "SSS"}),
+    "like a smaller one": (
+        "type_as",
+        lambda x, w: (x > 0).type_as(w) * x,
+        ((12,),),
+        {"SRS", "SSS"},
+    ),
     "where": ("where", lambda x, w: torch.where(x > 0, x, w), ((12,),), {"SSSS", "SSRS"}),
 }
 

@@ -234,3 +234,27 @@ class Mixer(nn.Module):
             hidden = hidden + space(hidden.transpose(1, 2)).transpose(1, 2)
             hidden = hidden + F.gelu(across(hidden))
         return self.out(hidden.mean(1))
+
+
+@odd(sequences)
+class ChunksByStrides(nn.Module):
+    """Attention within chunks that overlap, made by strides in memory, as Longformer makes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+        self.v, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, LENGTH, WIDTH]: heads of 4, chunks of 4 words that begin at every second one."""
+        q, k = self._chunks(self.q(x.transpose(0, 1))), self._chunks(self.k(x.transpose(0, 1)))
+        weights = (q @ k.mT).softmax(-1)[..., 0].mean(1).view(-1, 2, 1, 4)
+        v = self.v(x).view(-1, LENGTH, 2, 4).transpose(1, 2) * weights
+        return self.out(v.transpose(1, 2).reshape(x.shape))
+
+    def _chunks(self, turned: Tensor) -> Tensor:
+        """[LENGTH, b, 2 WIDTH] -> [2 b, 2, 4, 4]"""
+        heads = turned.view(LENGTH, -1, 2, 8).permute(1, 2, 0, 3)
+        gated = (heads[..., :4] * heads[..., 4:].sigmoid()).reshape(-1, LENGTH, 4)
+        far = gated.stride(1)
+        return gated.as_strided((len(gated), 2, 4, 4), (4, 2 * far, far, 1))
