@@ -54,6 +54,8 @@ class Uncaptured(CaptureError):
         module: the path of the module whose call it is, if no frame is known.
         whole: whether the model's own forward may run as it is for it. Nothing of the model is cut
             then, so only for what cannot be written otherwise.
+        lines: whether some lines around the place may run as they are for it: not for what has an
+            effect on what comes after them.
     """
 
     def __init__(
@@ -64,11 +66,13 @@ class Uncaptured(CaptureError):
         frames: Sequence[FrameType] = (),
         module: str = "",
         whole: bool = False,
+        lines: bool = False,
     ) -> None:
         super().__init__(message, hint=hint)
         self.frames = frames
         self.module = module
         self.whole = whole
+        self.lines = lines
 
 
 class OtherBranch(Uncaptured):

@@ -31,6 +31,7 @@ def depends_on_values(place: str, module: str = "") -> Uncaptured:
         hint="pad to a fixed size, or mask with torch.where; int(k) of a tensor k that holds the "
         "same number in every batch is a size",
         module=module,
+        lines=True,
     )
 
 
@@ -41,6 +42,7 @@ def takes_a_number(place: str, module: str = "") -> Uncaptured:
         hint="int(k) or float(k) of a tensor k that holds the same number in every batch; of "
         "others ops of tensors: x[k.reshape(1)][0], x * k, F.one_hot(k, num_classes)",
         module=module,
+        lines=True,
     )
 
 
@@ -138,6 +140,7 @@ def in_a_trace(error: Exception, loss: Callable[..., Any] | None) -> CaptureErro
         f"{_at(error)}{whose} cannot be captured: {_told(error)}",
         hint="while a model is captured its tensors have shapes and no values: nothing outside "
         "torch can compute with them",
+        lines=True,
     )
 
 

@@ -23,8 +23,7 @@ from autopipe.eager.unsaid import RefusedEffects
 from autopipe.errors import CaptureError
 from autopipe.ir.tensors import tensors_in
 from autopipe.ir.torch_private import TorchDispatchMode, no_function_modes, storage_key, version
-from autopipe.opaque.inner_gradients import InnerGradients
-from autopipe.opaque.origins import Origins
+from autopipe.opaque.origins import InnerGradients, Origins
 from autopipe.opaque.sites import Site, SiteCall, Wider, left_in, standing_in
 from autopipe.opaque.sparse import bytes_of, is_sparse, owned
 from autopipe.opaque.states import ChangedStates, SetBefore, first_names, named, states_of
@@ -223,16 +222,13 @@ class _Watching:
         """Run a call, and note what it does."""
         self.last = site = call.site
         given = distinct_tensors((args, kwargs))
-        try:
-            told = to_text(parts_of((args, dict(kwargs)), given, owned(self._model)))
-        except Unlike as error:
-            raise Wider(site, str(error)) from error
+        told = self._told(site, args, kwargs, given)
         own = named(self._model)
         if any(isinstance(t, nn.Parameter) and id(t) not in self._names for t in own.values()):
             raise Wider(site, "its module has other parameters for this call (functional_call)")
         with no_function_modes():  # to look at a buffer is no read of the model's
             before = ChangedStates(self._model, self._states[site])
-        versions = [version(tensor) for tensor in given]
+        lie = [(version(tensor), storage_key(tensor)) for tensor in given]
         finds = self.sets.before(site)
         positions: dict[int, str | int] = {storage_key(t): n for t, n in self._owned(given)}
         drawn, attributes = self._generators.places(), left_in(self._model, site)
@@ -261,8 +257,10 @@ class _Watching:
                 "from rank to rank",
                 hint="draw with torch",
             )
-        if versions != [version(tensor) for tensor in given]:
+        if lie != [(version(tensor), storage_key(tensor)) for tensor in given]:
             raise Wider(site, "it writes a tensor that it is given")
+        if self._told(site, args, kwargs, given) != told:
+            raise Wider(site, "it changes a list or a dict that it is given")
         with no_function_modes():
             self._note_writes(site, seen, before.changed())
         seen.made = made
@@ -275,6 +273,17 @@ class _Watching:
         self.origins.gives(results, new, seen.left)
         self.seen[site, call.number] = seen
         return made
+
+    def _told(
+        self, site: Site, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: Sequence[Tensor]
+    ) -> str:
+        """The arguments of a call as a text; a tensor that is none of `given` has come to them."""
+        now = distinct_tensors((args, kwargs))
+        known = now if len(now) > len(given) else given
+        try:
+            return to_text(parts_of((args, dict(kwargs)), known, owned(self._model)))
+        except Unlike as error:
+            raise Wider(site, str(error)) from error
 
     def _owned(self, given: Sequence[Tensor]) -> Iterator[tuple[Tensor, str | int]]:
         for name, tensor in named(self._model).items():

@@ -74,6 +74,7 @@ def _refusal(what: str) -> Uncaptured:
     return Uncaptured(
         f"{user_lines.here()}: {what}, whose size depends on the lengths of rows",
         hint="give it to an RNN or to pad_packed_sequence, and compute on what is padded",
+        lines=True,
     )
 
 

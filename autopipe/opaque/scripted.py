@@ -5,7 +5,7 @@
                       which lends them to the compiled code for each call
 
 What torch.jit has compiled has no Python code that a trace could follow, so a `Scripted` always
-runs as it is (`culprits.made_so`).
+runs as it is (`search`).
 """
 
 from __future__ import annotations

@@ -4,20 +4,26 @@ trace        ->  refused in encoder.route(): the call of encoder.route, and of i
 measure      ->  it gives a tensor whose size depends on values: the call of encoder
 measure      ->  a `Region` for each
 trace again  ->  goes well
+
+Where no call can run as it is, a few of the lines in one can (`outlined`).
 """
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from types import FrameType
+from typing import Any, TypeVar
 
 from torch import nn
 
 from autopipe.errors import Uncaptured
-from autopipe.opaque.culprits import made_so, sites_of
-from autopipe.opaque.sites import Site, Wider, outermost, with_siblings
-from autopipe.planfile.regions import LOSS, WHOLE, Region
+from autopipe.ir.torch_private import module_backward_hooks
+from autopipe.opaque import outlined
+from autopipe.opaque.scripted import Scripted
+from autopipe.opaque.sites import LossCall, Site, Wider, outermost, with_siblings
+from autopipe.planfile.regions import COMPILED, LOSS, WHOLE, Region
 
 T = TypeVar("T")
 
@@ -59,7 +65,7 @@ def with_regions(
         CaptureError: not even its largest parts can run as they are.
     """
     troubles = [
-        _Trouble(Uncaptured(why), _modules_around(site)) for site, why in made_so(model).items()
+        _Trouble(Uncaptured(why), _modules_around(site)) for site, why in _made_so(model).items()
     ]
     shared: list[Site] = []
     for _ in range(MOST):
@@ -72,7 +78,12 @@ def with_regions(
             one.tried += (one.around.pop(0),)
             one.wider = f"{one.tried[-1]} cannot, for {wider}"
         except Uncaptured as error:
-            around = [site for site in sites_of(error, [model, *twins()]) if site not in sites]
+            run = [model, *twins()]
+            around = [
+                site
+                for site in (*_sites_of(error, run), *_lines_of(error, run))
+                if site not in sites
+            ]
             if not around:
                 raise _refusal(error, "") from error
             if around[0] in why:  # within a wider one, and called from outside of it too
@@ -101,3 +112,86 @@ def _refusal(error: Uncaptured, wider: str, sites: Sequence[Site] = ()) -> Uncap
         hint=f"{first}move these lines to a method, or to a module, that takes tensors and gives "
         f"tensors of fixed sizes: it then runs as it is{f' ({wider})' if wider else ''}",
     )
+
+
+# Where an error was, by its frames
+
+
+def _sites_of(error: Uncaptured, models: Sequence[nn.Module]) -> list[Site]:
+    """The calls around the place of an error, the innermost first; the model's own is left out
+    unless the error says otherwise.
+
+    Args:
+        models: the model, and others of the same modules that may have run in its place.
+    """
+    paths = _paths(models)
+    found = [site for frame, _ in _deepest(error, paths) if (site := _site(frame, paths))]
+    if not found and error.module == LOSS:
+        found.append(Site("", LOSS))
+    elif not found and error.module:
+        path = error.module
+        while path:
+            found.insert(0, Site(path, WHOLE))
+            path = path.rpartition(".")[0]
+    own = Site("", WHOLE)
+    return [site for site in dict.fromkeys(reversed(found)) if error.whole or site != own]
+
+
+def _paths(models: Sequence[nn.Module]) -> dict[int, str]:
+    return {id(module): path for model in models for path, module in model.named_modules()}
+
+
+def _deepest(error: BaseException, paths: dict[int, str]) -> list[tuple[FrameType, int]]:
+    """Of the frames that an error and its causes went through those in the model, the most; with
+    the lines that they were at."""
+    best = [(frame, frame.f_lineno) for frame in getattr(error, "frames", ())]
+    one: BaseException | None = error
+    while one is not None:
+        frames = traceback.walk_tb(one.__traceback__)
+        mine = [(frame, line) for frame, line in frames if _site(frame, paths) is not None]
+        best = mine if len(mine) > len(best) else best
+        one = one.__cause__ or one.__context__
+    return best
+
+
+def _lines_of(error: Uncaptured, models: Sequence[nn.Module]) -> list[Site]:
+    """The lines around the place of an error that can be a method, the innermost first."""
+    if not error.lines:
+        return []
+    paths = _paths(models)
+    kinds = {path: type(module) for model in models for path, module in model.named_modules()}
+    found = dict[Site, None]()
+    for frame, line in reversed(_deepest(error, paths)):
+        site = _site(frame, paths)
+        if site is not None and site.method != LOSS:
+            names = outlined.candidates(kinds[site.module], frame.f_code, line)
+            found |= dict.fromkeys(Site(site.module, name) for name in names)
+    return list(found)
+
+
+def _site(frame: FrameType, paths: dict[int, str]) -> Site | None:
+    """The call that a frame runs, if it is one of a module's forward or of a user's method."""
+    own_name, name = frame.f_code.co_varnames[:1], frame.f_code.co_name
+    module: Any = frame.f_locals.get(own_name[0]) if own_name else None  # most write `self`
+    if isinstance(module, LossCall):
+        return Site("", LOSS)
+    if not isinstance(module, nn.Module) or id(module) not in paths:
+        return None
+    own = next((kind for kind in type(module).__mro__ if name in vars(kind)), None)
+    if own is None or not callable(vars(own)[name]):
+        return None
+    torchs = own.__module__.partition(".")[0] == "torch"
+    if name != WHOLE and (torchs or name.startswith("__")):
+        return None
+    return Site(paths[id(module)], name)
+
+
+def _made_so(model: nn.Module) -> dict[Site, str]:
+    """The modules that no trace can look into, whatever they are given: why, by their sites."""
+    found = {}
+    for path, module in model.named_modules():
+        if isinstance(module, Scripted):
+            found[Site(path, WHOLE)] = COMPILED
+        if path and module_backward_hooks(module):
+            found[Site(path, WHOLE)] = f"{path} has a backward hook"
+    return found

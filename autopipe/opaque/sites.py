@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from autopipe.frontend.loss import Loss
 from autopipe.ir.torch_private import hooks_put_aside
+from autopipe.opaque import outlined
 from autopipe.planfile.regions import LOSS, WHOLE
 
 
@@ -102,7 +103,7 @@ def standing_in(model: nn.Module, sites: Sequence[Site], stand_in: StandIn) -> I
 def _one(
     module: nn.Module, site: Site, numbers: Counter[Site], inside: list[Site], stand_in: StandIn
 ) -> Iterator[None]:
-    own, before = getattr(module, site.method), vars(module).get(site.method)
+    own, before = _method(module, site.method), vars(module).get(site.method)
     whole = site.method == WHOLE
     aside = ExitStack()
 
@@ -143,7 +144,14 @@ def _one(
 def call(model: nn.Module, site: Site) -> Callable[..., Any]:
     """The call of a site: the module with its hooks, or the method."""
     module = model.get_submodule(site.module)
-    found: Callable[..., Any] = module if site.method == WHOLE else getattr(module, site.method)
+    return module if site.method == WHOLE else _method(module, site.method)
+
+
+def _method(module: nn.Module, name: str) -> Callable[..., Any]:
+    """A method, which may be lines of another one."""
+    if outlined.is_outlined(name):
+        outlined.outline(type(module), name)
+    found: Callable[..., Any] = getattr(module, name)
     return found
 
 

@@ -197,27 +197,40 @@ def test_torchs_functions_are_left_as_they_were():
     assert str(inspect.signature(pack_padded_sequence)).count("=") == 2
 
 
-# What is refused, each with the line marked `# here`.
-
-
 class ReadsData(Net):
     def forward(self, x, lengths):
-        packed = pack_padded_sequence(self.up(x), lengths, True, False)
-        return self.down(packed.data).mean() + self.rnn(packed)[1][0].sum()  # here
+        hidden = self.up(x).relu()
+        packed = pack_padded_sequence(hidden, lengths, True, False)
+        total = self.down(packed.data).sum() + self.rnn(packed)[1][0].sum()
+        return self.down(hidden) + total
 
 
 class TakesApart(Net):
     def forward(self, x, lengths):
-        data, sizes, *_ = pack_padded_sequence(self.up(x), lengths, True, False)  # here
-        return self.down(data).mean()
+        hidden = self.up(x).relu()
+        data, sizes, *_ = pack_padded_sequence(hidden, lengths, True, False)
+        return self.down(hidden) + data.mean() * len(sizes)
 
 
 @pytest.mark.parametrize("kind", [ReadsData, TakesApart], ids=lambda kind: kind.__name__)
-def test_looking_at_what_is_packed_is_refused_with_its_line(kind):
-    lines, first = inspect.getsourcelines(kind)
+def test_lines_that_look_at_what_is_packed_run_as_they_are(kind):
+    model = built(kind)
+    (running,) = trace_model(model, inputs, square).graph.regions.values()
+    assert "forward_lines_" in running.region.method
+    assert "packed sequence" in running.region.why
+    assert unlike(model) == []
+
+
+class GivesData(Net):
+    def forward(self, x, lengths):
+        return self.down(pack_padded_sequence(self.up(x), lengths, True, False).data)  # here
+
+
+def test_giving_what_is_packed_is_refused_with_its_line():
+    lines, first = inspect.getsourcelines(GivesData)
     line = next(first + n for n, text in enumerate(lines) if "# here" in text)
     with pytest.raises(CaptureError) as error:
-        trace_model(built(kind), inputs, square)
+        trace_model(built(GivesData), inputs, lambda outputs, batch: outputs.mean())
     assert str(error.value).startswith(f"{__file__}:{line}: ")
     assert "packed sequence" in str(error.value) and "\nhint: give it to an RNN" in str(error.value)
 

@@ -27,6 +27,7 @@ from tests.support.odd_models import (
     eager,
     inputs,
     planned,
+    refusal,
     square,
     unlike,
 )
@@ -921,3 +922,66 @@ def test_a_class_that_this_process_does_not_have_is_named():
 
     with pytest.raises(Unlike, match="Local, a class within a function"):
         to_text(Struct(Local, {"hidden": Slot(0)}))
+
+
+class Grows(Net):
+    """A method puts what it finds into a list that it is given."""
+
+    def inside(self, hidden):
+        self.grow(kept := [], hidden)
+        return self.middle(hidden) * len(kept)
+
+    def grow(self, kept, hidden):
+        kept += [row.sum() for row in hidden[hidden.sum(1) > -9]]
+
+
+class SetsTheData(Net):
+    def inside(self, hidden):
+        hidden = self.middle(hidden)
+        self.doubled(hidden)
+        return hidden
+
+    def doubled(self, hidden):
+        hidden.data = hidden.data * 2
+
+
+class ReadsALine(Net):
+    """The model's own forward picks by values, and what it makes of it has a fixed size."""
+
+    def forward(self, x):
+        hidden = self.up(x).relu()
+        pool = nn.Identity()
+        picked = pool(hidden[hidden > 0.1])
+        mean = picked.mean()
+        return self.down(self.inside(hidden) * mean)
+
+
+@pytest.mark.parametrize("kind", [Grows, SetsTheData])
+def test_a_call_that_changes_what_it_is_given_is_widened(kind):
+    """Bug: the graph had the list, or the tensor, as it was before; planning's look found it."""
+    names = [
+        one.region.name for one in trace_model(built(kind), inputs, square).graph.regions.values()
+    ]
+    assert names == ["inside()"]
+    assert unlike(built(kind)) == []
+
+
+def test_a_few_lines_run_as_they_are_where_no_call_can():
+    """From where `pool` is made, which no op can be given."""
+    model = built(ReadsALine)
+    (running,) = trace_model(model, inputs, square).graph.regions.values()
+    assert running.region.name == "forward_lines_3_to_5()"
+    assert [result.shape for result in running.region.results] == [()]
+    assert unlike(model, cuts=["middle/linear/0"]) == []
+
+
+class DrawsTheSame(Net):
+    def forward(self, x):
+        hidden, state = self.up(x), torch.get_rng_state()
+        hidden = torch.dropout(hidden, 0.5, True)
+        torch.set_rng_state(state)
+        return self.down(hidden + torch.dropout(hidden, 0.5, True))
+
+
+def test_lines_with_an_effect_on_what_comes_after_them_are_refused():
+    assert "forward sets the state of torch's random numbers" in str(refusal(built(DrawsTheSame)))

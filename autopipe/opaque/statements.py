@@ -1,0 +1,283 @@
+"""What some statements of a function read, write and leave: whether they can be a method.
+
+    picked = h[mask]                            given  h, mask, x
+    last = picked.view(len(x), 2, -1)[:, 1]
+    return self.head(last)                      gives  last, which is read here; picked is not
+
+They can if nothing but names that surely have values goes in, and no jump comes out.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass
+
+_LOOPS = (ast.For, ast.While)
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
+_LATE = (*_SCOPES, ast.GeneratorExp)
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+
+
+@dataclass(frozen=True)
+class Excerpt:
+    """Statements in the lines `first` to `last` of a file, as a method.
+
+    Attributes:
+        given, gives: the names of its arguments, besides the module, and of its results.
+        returns: whether the last statement returns from the function.
+    """
+
+    first: int
+    last: int
+    given: tuple[str, ...]
+    gives: tuple[str, ...]
+    returns: bool
+
+
+@dataclass(frozen=True)
+class Spot:
+    """A statement: `block[index]`, in a block of the statement `of`, if of any."""
+
+    block: list[ast.stmt]
+    index: int
+    of: ast.stmt | None
+
+
+def me(tree: ast.FunctionDef) -> str:
+    """The name that a method has for its module; most write `self`."""
+    return [*tree.args.posonlyargs, *tree.args.args][0].arg
+
+
+def can_be_taken_from(tree: ast.FunctionDef) -> bool:
+    """Whether a function is a method from which statements can be taken."""
+    strange = (ast.Global, ast.Nonlocal, ast.Yield, ast.YieldFrom, ast.Await, ast.Delete)
+    return (
+        bool(tree.args.posonlyargs or tree.args.args)
+        and me(tree) not in _Names(tree.body).written
+        and not any(isinstance(node, strange) for node in ast.walk(tree))
+    )
+
+
+def excerpts_around(tree: ast.FunctionDef, line: int) -> Iterator[Excerpt]:
+    """The statements around a line that can be a method, the fewest first."""
+    path = _path(tree.body, line)
+    for depth in range(len(path), 0, -1):
+        for begin, end in _growing(path[depth - 1]):
+            excerpt = _excerpt(tree, path[:depth], begin, end)
+            if excerpt is not None:
+                yield excerpt
+
+
+def excerpt_at(tree: ast.FunctionDef, first: int, last: int) -> Excerpt | None:
+    """The statements in just these lines; None if there are none that can be a method."""
+    path = _path(tree.body, first)
+    for depth, place in enumerate(path, 1):
+        end = _end(place, first, last)
+        if end is not None:
+            return _excerpt(tree, path[:depth], place.index, end)
+    return None
+
+
+def put_call(tree: ast.FunctionDef, excerpt: Excerpt, call: ast.stmt) -> list[ast.stmt]:
+    """Put a statement in the place of those of an excerpt, which are given back."""
+    for place in _path(tree.body, excerpt.first):
+        end = _end(place, excerpt.first, excerpt.last)
+        if end is not None:
+            taken = place.block[place.index : end]
+            place.block[place.index : end] = [ast.copy_location(call, taken[0])]
+            return taken
+    raise AssertionError("an excerpt is of this function")
+
+
+def _end(place: Spot, first: int, last: int) -> int | None:
+    """Behind which statement of a block the lines end that begin with `place`, if there is one."""
+    if place.block[place.index].lineno != first:
+        return None
+    ends = (n for n in range(place.index, len(place.block)) if place.block[n].end_lineno == last)
+    return max(ends, default=-1) + 1 or None
+
+
+def _blocks(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
+    if not isinstance(statement, _SCOPES):
+        for part in (*getattr(statement, "handlers", ()), *getattr(statement, "cases", ())):
+            yield part.body
+        for field in ("body", "orelse", "finalbody"):
+            yield getattr(statement, field, [])
+
+
+def _path(block: list[ast.stmt], line: int, of: ast.stmt | None = None) -> list[Spot]:
+    """The statements around a line, the outermost first."""
+    for number, one in enumerate(block):
+        if one.lineno <= line <= (one.end_lineno or one.lineno):
+            deeper = (_path(inner, line, one) for inner in _blocks(one))
+            return [Spot(block, number, of), *next(filter(None, deeper), [])]
+    return []
+
+
+def _growing(place: Spot) -> Iterator[tuple[int, int]]:
+    """Neighbours of a statement: itself, up to the last that reads what it has written, and so on.
+
+    Each again from where what they are given is written, which may be no tensor.
+    """
+    block, index = place.block, place.index
+    end, follows = index + 1, _Names([block[index]]).written
+    while True:
+        yield index, end
+        given = _Names(block[index:end]).read
+        writers = [n for n in range(index) if _Names([block[n]]).written & given]
+        if writers:
+            yield writers[-1], end
+        readers = [n for n in range(index, len(block)) if _Names([block[n]]).read & follows]
+        known = end, follows
+        end = max([index, *readers]) + 1
+        follows = follows.union(*(_Names([block[n]]).written for n in readers))
+        if (end, follows) == known:
+            return
+
+
+def _excerpt(tree: ast.FunctionDef, path: Sequence[Spot], begin: int, end: int) -> Excerpt | None:
+    """The statements from `begin` to `end` of a block, whose path is given, if they can be one."""
+    taken = path[-1].block[begin:end]
+    returns = isinstance(taken[-1], ast.Return)
+    names, bound = _Names(taken), _bound_before(tree, path, begin)
+    if _leaves(taken[:-1] if returns else taken) or _share_cells(tree, taken, names):
+        return None
+    gives = set() if returns else names.written & _read_after(path, end)
+    given = _read_first(taken, frozenset()) & (_arguments(tree) | _Names(tree.body).written)
+    given |= gives - (_surely(taken) or set())
+    if not given <= bound:
+        return None
+    last = taken[-1].end_lineno or taken[-1].lineno
+    given.discard(me(tree))
+    return Excerpt(taken[0].lineno, last, tuple(sorted(given)), tuple(sorted(gives)), returns)
+
+
+def _leaves(statements: Sequence[ast.stmt], *, in_loop: bool = False) -> bool:
+    """Whether statements may return, or go on elsewhere in a loop around them."""
+    for one in statements:
+        jumps = isinstance(one, ast.Break | ast.Continue) and not in_loop
+        if isinstance(one, ast.Return) or jumps:
+            return True
+        inside = in_loop or isinstance(one, _LOOPS)
+        if any(_leaves(block, in_loop=inside) for block in _blocks(one)):
+            return True
+    return False
+
+
+def _arguments(tree: ast.FunctionDef) -> set[str]:
+    return {argument.arg for argument in ast.walk(tree.args) if isinstance(argument, ast.arg)}
+
+
+def _bound_before(tree: ast.FunctionDef, path: Sequence[Spot], begin: int) -> set[str]:
+    """Names that surely have values when the statements from `begin` on run."""
+    found = _arguments(tree)
+    for place in path:
+        if isinstance(place.of, ast.For):
+            found |= _Names([place.of.target]).written
+        elif isinstance(place.of, ast.With):
+            found |= _Names(place.of.items).written
+        upto = begin if place is path[-1] else place.index
+        found |= _surely(place.block[:upto]) or set()
+    return found
+
+
+def _read_after(path: Sequence[Spot], end: int) -> set[str]:
+    """Names that may be read once the statements before `end` have run."""
+    later: list[ast.stmt] = []
+    for place in path:
+        later += place.block[end if place is path[-1] else place.index + 1 :]
+        if isinstance(place.of, (*_LOOPS, ast.Try)):
+            later.append(place.of)
+    return _Names(later).read
+
+
+def _share_cells(tree: ast.FunctionDef, taken: Sequence[ast.stmt], names: _Names) -> bool:
+    """Whether a function, when it is called, reads what is written on the other side of an excerpt.
+
+    `late = lambda: h + 1` has the h that is there when `late` is called.
+    """
+    rest = _Names(tree.body, but=taken)
+    inside = {id(node) for one in taken for node in ast.walk(one)}
+    late = (node for one in tree.body for node in ast.walk(one) if isinstance(node, _LATE))
+    return any(
+        _Names([node]).read & (rest if id(node) in inside else names).written for node in late
+    )
+
+
+def _read_first(statements: Sequence[ast.stmt], known: Set[str]) -> set[str]:
+    """Names that statements may read before they have written them."""
+    found = set[str]()
+    for one in statements:
+        blocks = [*_blocks(one)]
+        inner = known | (_Names([one.target]).written if isinstance(one, ast.For) else set())
+        if isinstance(one, ast.With):
+            inner |= _Names(one.items).written
+        heads = _Names([one], but=[each for block in blocks for each in block])
+        found |= (heads.read - known).union(*(_read_first(block, inner) for block in blocks))
+        known |= _surely([one]) or set()
+    return found
+
+
+def _surely(statements: Sequence[ast.stmt]) -> set[str] | None:
+    """Names that have values behind statements; None where nothing comes behind them."""
+    found = set[str]()
+    for one in statements:
+        match one:
+            case ast.Return() | ast.Raise() | ast.Break() | ast.Continue():
+                return None
+            case ast.If():
+                ways = [way for way in map(_surely, (one.body, one.orelse)) if way is not None]
+                if not ways:
+                    return None
+                found |= set.intersection(*ways)
+            case ast.With():
+                found |= _Names(one.items).written | (_surely(one.body) or set())
+            case ast.For() | ast.While() | ast.Try() | ast.Match():
+                pass
+            case _:
+                found |= _Names([one]).written
+    return found
+
+
+class _Names(ast.NodeVisitor):
+    """The names that nodes, `but` some statements, read and write in the function around them."""
+
+    def __init__(self, nodes: Sequence[ast.AST], but: Sequence[ast.stmt] = ()) -> None:
+        self._but = but
+        self.read: set[str] = set()
+        self.written: set[str] = set()
+        for node in nodes:
+            self.visit(node)
+
+    def visit_Name(self, node: ast.Name) -> None:
+        """`x`, read or written."""
+        (self.read if isinstance(node.ctx, ast.Load) else self.written).add(node.id)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        """`x += 1` reads x too."""
+        self.generic_visit(node)
+        if isinstance(node.target, ast.Name):
+            self.read.add(node.target.id)
+
+    def generic_visit(self, node: ast.AST) -> None:
+        """What is within; a function or a comprehension has names of its own."""
+        if node in self._but:
+            return
+        if isinstance(node, ast.alias):
+            self.written.add((node.asname or node.name).partition(".")[0])
+        elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
+            self.written.add(node.name)
+        elif isinstance(node, ast.MatchMapping) and node.rest:
+            self.written.add(node.rest)
+        if not isinstance(node, (*_SCOPES, *_COMPREHENSIONS)):
+            super().generic_visit(node)
+            return
+        inner = _Names([*ast.iter_child_nodes(node)])
+        own = {one.arg for one in ast.walk(node) if isinstance(one, ast.arg)}
+        kept = {one.target.id for one in ast.walk(node) if isinstance(one, ast.NamedExpr)}
+        if isinstance(node, _COMPREHENSIONS):
+            self.written |= kept
+        elif not isinstance(node, ast.Lambda):
+            self.written.add(node.name)
+        self.read |= inner.read - own - (inner.written - kept)

@@ -1,0 +1,187 @@
+"""Lines of a method that are a method of their own: the function computes what it did."""
+
+import functools
+import types
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopipe.errors import CaptureError
+from autopipe.opaque import outlined
+
+
+def plain(forward: Callable[..., object]) -> Callable[..., object]:
+    """A decorator that says whose it is."""
+
+    @functools.wraps(forward)
+    def wrapper(*args: object, **kwargs: object) -> object:
+        return forward(*args, **kwargs)
+
+    return wrapper
+
+
+class Base(nn.Module):
+    def scaled(self, x):
+        return 2 * x
+
+
+def made(offset):
+    class Odd(Base):
+        """All that stands in the way of taking statements out of a function."""
+
+        def __init__(self):
+            super().__init__()
+            self.__own = 3
+            self.calls = []
+
+        def scaled(self, x):
+            return 5 * x
+
+        @plain
+        def forward(self, x: "no annotation is read", *more, flag=True, **named):  # noqa: F722
+            """With a text."""
+            if flag:
+                picked = x[x > 0]
+                total = picked.sum()
+            else:
+                total = x.sum()
+                picked = None
+            for number in range(3):
+                if number == 2:
+                    break
+                total = total + number * offset
+                total += self.__own
+            else:
+                total = -total
+            with torch.enable_grad():
+                scaled = super().scaled(total)
+            names = [number * part for number, part in enumerate(more)]
+            late = lambda: scaled + len(names)  # noqa: E731
+            try:
+                found = named["key"]
+            except KeyError as error:
+                found = len(str(error))
+            match found:
+                case int(whole):
+                    scaled = scaled + whole
+                case _:
+                    pass
+            if (half := scaled / 2) is None:
+                return None
+            while found > 0:
+                found -= 1
+                if found == 1:
+                    continue
+                half = half + found
+            x = x + half
+            self.calls.append(flag)
+            return x, late(), picked if flag else names
+
+    return Odd
+
+
+INPUTS = [
+    ((torch.tensor([1.0, -2.0, 3.0]),), {}),
+    ((torch.tensor([1.0, -2.0, 3.0]), 4, 5), {"flag": False, "key": 3}),
+    ((torch.tensor([-1.0]),), {"key": 2}),
+]
+
+
+def outcome(model: nn.Module) -> list[object]:
+    return [model(*args, **kwargs) for args, kwargs in INPUTS]
+
+
+def lines_of(kind: type) -> tuple[types.CodeType, range]:
+    code = kind.forward.__wrapped__.__code__
+    lines = [line for _, _, line in code.co_lines() if line is not None]
+    return code, range(min(lines), max(lines) + 1)
+
+
+def test_whatever_lines_are_taken_the_function_computes_what_it_did() -> None:
+    kind = made(offset=7)
+    code, lines = lines_of(kind)
+    names = dict.fromkeys(n for line in lines for n in outlined.candidates(kind, code, line))
+    assert len(names) > 15
+    model = kind()
+    expected = outcome(made(offset=7)())
+    for name in names:
+        outlined.outline(kind, name)
+        assert str(outcome(model)) == str(expected), name
+        assert any(name in one.co_names for one in [kind.forward.__wrapped__.__code__])
+
+
+class Pooled(nn.Module):
+    def forward(self, h, mask):
+        scale = nn.Identity()
+        picked = h[mask]
+        deep = scale(picked)
+        last = deep.view(h.shape[0], 2, -1)[:, 1]
+        return last + 1
+
+    def looped(self, h):
+        for _ in range(2):
+            picked = h[h > 0]
+            h = picked.sum() + h
+        return h
+
+    def maybe(self, h, other):
+        if other:
+            picked = h[h > 0]
+        return picked if other else h
+
+
+def candidates(method: str, number: int) -> list[str]:
+    """Of the line that is `number` lines below the method's first."""
+    code = vars(Pooled)[method].__code__
+    return outlined.candidates(Pooled, code, code.co_firstlineno + number)
+
+
+def test_the_fewest_lines_come_first() -> None:
+    """h[mask], with what reads it, then with what reads that, and from where scale is made."""
+    assert candidates("forward", 2) == [
+        "forward_lines_3_to_3",
+        *("forward_lines_3_to_4", "forward_lines_2_to_4"),
+        *("forward_lines_3_to_5", "forward_lines_2_to_5"),
+        *("forward_lines_3_to_6", "forward_lines_2_to_6"),
+    ]
+
+
+def test_a_name_without_a_value_in_one_branch_is_no_argument() -> None:
+    """`picked` has none where `other` is false: no lines that may read it then can be a method."""
+    assert candidates("maybe", 2) == ["maybe_lines_3_to_3"]
+
+
+def test_a_name_that_the_next_round_of_a_loop_reads_is_a_result() -> None:
+    assert candidates("looped", 2)[:2] == ["looped_lines_3_to_3", "looped_lines_3_to_4"]
+    outlined.outline(Pooled, "looped_lines_3_to_4")
+    assert Pooled().looped(torch.ones(2)).tolist() == [9, 9]
+
+
+def test_lines_that_overlap_take_each_others_place() -> None:
+    h, mask = torch.arange(8.0).view(2, 4), torch.ones(2, 4, dtype=torch.bool)
+    for name in ("forward_lines_3_to_4", "forward_lines_3_to_5", "forward_lines_3_to_4"):
+        outlined.outline(Pooled, name)
+        assert Pooled.forward.__code__.co_names.count(name) == 1
+        assert Pooled()(h, mask).tolist() == [[3, 4], [7, 8]]
+
+
+def test_an_error_has_the_line_of_the_file() -> None:
+    outlined.outline(Pooled, "forward_lines_3_to_5")
+    with pytest.raises(RuntimeError) as raised:
+        Pooled()(torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.bool))
+    line = Pooled.forward.__code__.co_firstlineno + 4
+    assert raised.traceback[-1].lineno + 1 == line
+
+
+def test_lines_that_are_no_longer_there() -> None:
+    with pytest.raises(CaptureError, match=r"lines 3 to 40 of .*Pooled\.forward\(\) run as"):
+        outlined.outline(Pooled, "forward_lines_3_to_40")
+
+
+def test_a_method_without_source_has_none() -> None:
+    made_here: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {}
+    exec("def forward(self, x):\n    return x[x > 0]", made_here)
+    kind = type("Made", (nn.Module,), {"forward": made_here["forward"]})
+    assert outlined.candidates(kind, made_here["forward"].__code__, 2) == []
