@@ -43,8 +43,34 @@ TASKS = {
 }
 """The tasks whose tables are read, in this order."""
 
-ONLY_NEW = {"classification", "backbone", "audio", "depth", "image-text"}
-"""Tasks for which only those families are tried that no task before has tried."""
+HEADS = {
+    "tokens": "TOKEN_CLASSIFICATION",
+    "question": "QUESTION_ANSWERING",
+    "choice": "MULTIPLE_CHOICE",
+    "next-sentence": "NEXT_SENTENCE_PREDICTION",
+    "pretraining": "PRETRAINING",
+    "masked-image": "MASKED_IMAGE_MODELING",
+    "image-to-image": "IMAGE_TO_IMAGE",
+    "frames": "AUDIO_FRAME_CLASSIFICATION",
+    "x-vector": "AUDIO_XVECTOR",
+    "spectrogram": "TEXT_TO_SPECTROGRAM",
+    "waveform": "TEXT_TO_WAVEFORM",
+    "instances": "INSTANCE_SEGMENTATION",
+    "matting": "IMAGE_MATTING",
+    "normals": "NORMAL_ESTIMATION",
+    "keypoints": "KEYPOINT_DETECTION",
+    "pose": "POSE_ESTIMATION",
+    "mask": "MASK_GENERATION",
+    "characters": "TEXT_RECOGNITION",
+    "visual-question": "VISUAL_QUESTION_ANSWERING",
+    "document-question": "DOCUMENT_QUESTION_ANSWERING",
+    "retrieval": "RETRIEVAL",
+    "series": "TIME_SERIES_PREDICTION",
+    "series-regression": "TIME_SERIES_REGRESSION",
+    "series-classification": "TIME_SERIES_CLASSIFICATION",
+    "decision": "DECISION",
+}
+"""Further heads of families that are tried, and families that have no other; with `every` alone."""
 
 LONG_ENOUGH = 10.0
 """Seconds of a core in which a tiny configuration is found, or is not."""
@@ -57,20 +83,18 @@ SAID = 8
 """Of what attempts raised, so many sentences."""
 
 
-def subjects() -> Iterator[Subject]:
-    """Every architecture of the tables, each class once."""
+def subjects(every: bool = True) -> Iterator[Subject]:
+    """Every architecture of the tables, each class once; without `every` those of `TASKS`."""
     classes: set[str] = set()
-    families: set[str] = set()
-    for task, word in TASKS.items():
+    for task, word in {**TASKS, **(HEADS if every else {})}.items():
         table = getattr(modeling_auto, f"MODEL_FOR_{word}_MAPPING_NAMES", {})
         homes: dict[str, list[str]] = defaultdict(list)
         for family, name in table.items():
             homes[name[0] if isinstance(name, tuple | list) else name].append(family)
         for name, of_it in homes.items():
             family = _home(name, of_it)
-            if name not in classes and not (task in ONLY_NEW and family in families):
+            if name not in classes:
                 yield Subject(f"transformers/{family}/{task}", partial(found, family, name, task))
-            families |= set(of_it)
         classes |= homes.keys()
 
 

@@ -19,6 +19,15 @@ from transformers import PreTrainedConfig
 from benchmarks.zoo.hub.rules import LENGTH
 from benchmarks.zoo.subject import MOST_ROWS, Batch, integers, noise
 
+TEXT = {
+    *("causal", "masked", "sequence-to-sequence", "classification", "tokens", "question", "choice"),
+    *("next-sentence", "pretraining"),
+}
+"""Tasks whose batches are tokens before anything else."""
+
+ANSWERS = ("start_positions", "end_positions", "next_sentence_label", "sentence_order_label")
+"""What a head is trained on beside, or without, `labels`."""
+
 
 def offered(model: nn.Module, config: PreTrainedConfig, task: str) -> Iterator[Batch]:
     """Batches of `MOST_ROWS` rows that a model may take, the likeliest first."""
@@ -28,9 +37,10 @@ def offered(model: nn.Module, config: PreTrainedConfig, task: str) -> Iterator[B
     sizes = Sizes(config)
     main = str(getattr(model, "main_input_name", "input_ids"))
     makers = _makers(sizes, task)
-    text = {"input_ids", "labels", *(["attention_mask"] if task != "causal" else [])}
+    answers = {"labels", *({*ANSWERS} & names)}
+    text = {"input_ids", *answers, *(["attention_mask"] if task != "causal" else [])}
     wishes: list[set[str]] = []
-    if task in ("causal", "masked", "sequence-to-sequence", "classification"):
+    if task in TEXT:
         wishes += [text, {main, "labels"}]
     elif task == "image-text":
         yield from _with_images(model, config, sizes, names)
@@ -55,7 +65,7 @@ def offered(model: nn.Module, config: PreTrainedConfig, task: str) -> Iterator[B
         {"flattened_patches", "decoder_input_ids"},
     ):
         wishes += [{main, "labels"} | more, {main} | more]
-    for some in (makers, *({**makers, **others} for others in _others(sizes, names))):
+    for some in (makers, *({**makers, **others} for others in _others(sizes, names, task))):
         tried: list[set[str]] = []
         for wish in wishes:
             wanted = ((wish & names if main in names else wish) | needed) & some.keys()
@@ -120,6 +130,10 @@ def _makers(sizes: Sizes, task: str) -> Makers:
         "flattened_patches": partial(_patches, sizes.find("patch_embed_hidden_size", default=64)),
         "image_attention_mask": lambda: torch.ones(MOST_ROWS, LENGTH, 1, dtype=torch.long),
         "labels": partial(_labels, sizes, task),
+        "start_positions": partial(integers, low=0, below=LENGTH, seed=3),
+        "end_positions": partial(integers, low=0, below=LENGTH, seed=4),
+        "next_sentence_label": partial(integers, low=0, below=2, seed=3),
+        "sentence_order_label": partial(integers, low=0, below=2, seed=3),
     }
 
 
@@ -137,10 +151,21 @@ def _patches(width: int) -> Tensor:
     return torch.cat([places.expand(MOST_ROWS, -1, -1), noise(len(places), width)], -1)
 
 
-def _others(sizes: Sizes, names: set[str]) -> Iterator[Makers]:
+def _others(sizes: Sizes, names: set[str], task: str) -> Iterator[Makers]:
     """Other shapes of the same entries, of which few families take one."""
     words = partial(integers, below=sizes.words)
     channels, side, _ = sizes.image
+    if task == "choice":
+        yield {
+            "input_ids": partial(words, 2, LENGTH, seed=1),
+            "attention_mask": lambda: torch.ones(MOST_ROWS, 2, LENGTH, dtype=torch.long),
+        }
+    if task == "classification" and (end := sizes.find("eos_token_id")):
+        yield {
+            "input_ids": lambda: words(LENGTH, seed=1).index_fill(1, torch.tensor(LENGTH - 1), end)
+        }
+    if task == "tokens":
+        yield {"labels": partial(integers, low=0, below=2, seed=3)}
     if "spatial_shapes" in names:
         patch = sizes.find("patch_size", default=8)
         across = side // patch
@@ -182,8 +207,10 @@ def _waves(sizes: Sizes) -> tuple[int, ...]:
 
 def _labels(sizes: Sizes, task: str) -> Any:
     words = partial(integers, below=sizes.words)
-    if task in ("causal", "masked", "image-text"):
+    if task in ("causal", "masked", "image-text", "pretraining"):
         return words(LENGTH, seed=1)
+    if task == "tokens":
+        return integers(LENGTH, low=0, below=2, seed=3)
     if task == "sequence-to-sequence":
         return words(LENGTH - 7, seed=3)
     if task in ("speech-text", "image-to-text"):
