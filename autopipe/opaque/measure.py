@@ -27,7 +27,7 @@ from autopipe.opaque.origins import InnerGradients, Origins
 from autopipe.opaque.sites import Site, SiteCall, Wider, left_in, standing_in
 from autopipe.opaque.sparse import bytes_of, is_sparse, owned
 from autopipe.opaque.states import ChangedStates, SetBefore, first_names, named, states_of
-from autopipe.opaque.trees import Unlike, distinct_tensors, parts_of, returned, to_text
+from autopipe.opaque.trees import Unlike, distinct_tensors, parts_of, returned, to_text, whole_of
 from autopipe.planfile.regions import WHOLE, Region, Result
 from autopipe.util.dtypes import name_of
 
@@ -40,7 +40,8 @@ class _Seen:
     """What one call has shown, in one run; `given` and `finds` as a `Region` has them.
 
     `made` is what it returns; `left` has the tensors in attributes that others read after it;
-    `written` has the bytes of the buffers that it writes.
+    `written` has the bytes of the buffers that it writes; `strided` the storages whose elements it
+    counts in memory.
     """
 
     given: str
@@ -56,6 +57,7 @@ class _Seen:
     keeps: set[str | int] = field(default_factory=set)
     launches: int = 0
     looked: bool = True
+    strided: set[int] = field(default_factory=set)
 
     @property
     def gives(self) -> str:
@@ -261,11 +263,13 @@ class _Watching:
             raise Wider(site, "it writes a tensor that it is given")
         if self._told(site, args, kwargs, given) != told:
             raise Wider(site, "it changes a list or a dict that it is given")
+        if any(storage_key(t) in seen.strided and not t.is_contiguous() for t in given):
+            raise Wider(site, "as_strided() goes by how a tensor that it is given lies in memory")
         with no_function_modes():
             self._note_writes(site, seen, before.changed())
-        seen.made = made
         try:
-            results, _ = seen.results, seen.gives
+            results = distinct_tensors(made)  # what comes after may change a list or a dict of them
+            seen.made = whole_of(parts_of(made, results), results)
         except Unlike as error:
             raise Wider(site, str(error)) from error
         now = left_in(self._model, site)
@@ -333,6 +337,8 @@ class _Ops(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         self._seen.launches += 1
         self._seen.random |= torch.Tag.nondeterministic_seeded in func.tags
+        if func is torch.ops.aten.as_strided.default:
+            self._seen.strided.add(storage_key(args[0]))
         count = flop_registry.get(func.overloadpacket)
         if count is not None:
             self._seen.flops += int(count(*args, **(kwargs or {}), out_val=made))

@@ -144,7 +144,7 @@ def _excerpt(tree: ast.FunctionDef, path: Sequence[Spot], begin: int, end: int) 
     if _leaves(taken[:-1] if returns else taken) or _share_cells(tree, taken, names):
         return None
     gives = set() if returns else names.written & _read_after(path, end)
-    given = _read_first(taken, frozenset()) & (_arguments(tree) | _Names(tree.body).written)
+    given = _read_first(taken) & (_arguments(tree) | _Names(tree.body).written)
     given |= gives - (_surely(taken) or set())
     if not given <= bound:
         return None
@@ -184,12 +184,12 @@ def _bound_before(tree: ast.FunctionDef, path: Sequence[Spot], begin: int) -> se
 
 def _read_after(path: Sequence[Spot], end: int) -> set[str]:
     """Names that may be read once the statements before `end` have run."""
-    later: list[ast.stmt] = []
+    found = set[str]()
     for place in path:
-        later += place.block[end if place is path[-1] else place.index + 1 :]
-        if isinstance(place.of, (*_LOOPS, ast.Try)):
-            later.append(place.of)
-    return _Names(later).read
+        rest = place.block[end if place is path[-1] else place.index + 1 :]
+        found |= _read_first([*rest, *([place.of] if isinstance(place.of, _LOOPS) else [])])
+        found |= _Names([place.of]).read if isinstance(place.of, ast.Try) else set()
+    return found
 
 
 def _share_cells(tree: ast.FunctionDef, taken: Sequence[ast.stmt], names: _Names) -> bool:
@@ -205,7 +205,7 @@ def _share_cells(tree: ast.FunctionDef, taken: Sequence[ast.stmt], names: _Names
     )
 
 
-def _read_first(statements: Sequence[ast.stmt], known: Set[str]) -> set[str]:
+def _read_first(statements: Sequence[ast.stmt], known: Set[str] = frozenset()) -> set[str]:
     """Names that statements may read before they have written them."""
     found = set[str]()
     for one in statements:

@@ -956,7 +956,18 @@ class ReadsALine(Net):
         return self.down(self.inside(hidden) * mean)
 
 
-@pytest.mark.parametrize("kind", [Grows, SetsTheData])
+class CountsInMemory(Net):
+    """From another rank its argument would come in the order of its dims."""
+
+    def inside(self, hidden):
+        return self.windows(self.middle(hidden).view(-1, 2, 4).transpose(1, 2))
+
+    def windows(self, turned):
+        total = turned[turned > 0].sum()
+        return turned.as_strided((len(turned), 2, 4), (8, 2, 1)).flatten(1) * total
+
+
+@pytest.mark.parametrize("kind", [Grows, SetsTheData, CountsInMemory])
 def test_a_call_that_changes_what_it_is_given_is_widened(kind):
     """Bug: the graph had the list, or the tensor, as it was before; planning's look found it."""
     names = [
@@ -973,6 +984,41 @@ def test_a_few_lines_run_as_they_are_where_no_call_can():
     assert running.region.name == "forward_lines_3_to_5()"
     assert [result.shape for result in running.region.results] == [()]
     assert unlike(model, cuts=["middle/linear/0"]) == []
+
+
+class Rounds(Net):
+    """What a line picks is no result of it where the next round picks anew before it reads it."""
+
+    def forward(self, x):
+        hidden = self.up(x).relu()
+        for _ in range(2):
+            picked = hidden[hidden > 0.1]
+            total = picked.sum()
+            hidden = self.middle(hidden) * total
+        return self.down(hidden)
+
+
+def test_a_line_in_a_loop_is_a_call_in_each_round():
+    model = built(Rounds)
+    names = [one.region.name for one in trace_model(model, inputs, square).graph.regions.values()]
+    assert names == ["forward_lines_4_to_5()", "forward_lines_4_to_5()#1"]
+    assert unlike(model) == []
+
+
+class AddsToIt(Net):
+    def forward(self, x):
+        hidden = self.up(x).relu()
+        found = self.first(hidden)
+        found["out"] = self.down(hidden)
+        return found["out"] * found["total"]
+
+    def first(self, hidden):
+        return {"total": hidden[hidden > 0.1].sum()}
+
+
+def test_what_a_call_gives_is_what_it_was_when_it_gave_it():
+    """Bug: a dict that forward adds to was measured at the end, and each micro-batch had others."""
+    assert unlike(built(AddsToIt)) == []
 
 
 class DrawsTheSame(Net):
