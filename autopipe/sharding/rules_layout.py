@@ -137,7 +137,7 @@ def select(op: Op) -> Iterator[Strategy]:
 @rule("type_as")
 def type_as(op: Op) -> Iterator[Strategy]:
     """A tensor as it lies, and the other, of any shape, as it lies: its dtype alone is read."""
-    x, other = op.node.args
+    x, other = op["self"], op["other"]
     own = [op.free(x), *op.shards(x), *([P] if x in op.model.carrying else ())]
     for lies in (op.free(other), *op.shards(other)):
         yield from (Strategy({other: lies, x: placement}, placement) for placement in own)

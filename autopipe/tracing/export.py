@@ -304,11 +304,11 @@ def _keep_memory_order(module: fx.GraphModule) -> None:
             if node.target is not aten.as_strided.default or not (
                 dense and 0 <= begin and end < _number(lies.numel())
             ):
-                op = short_name(str(node.target))
+                name = short_name(str(node.target))
                 raise CaptureError(
-                    f"{user_lines.of_trace(node.stack_trace)}: {op}() goes by what lies in memory "
-                    "beside the tensor that it is given, and on other ranks something else lies "
-                    "there",
+                    f"{user_lines.of_trace(node.stack_trace)}: {name}() goes by what lies in "
+                    "memory beside the tensor that it is given, and on other ranks something else "
+                    "lies there",
                     hint="call it on the whole tensor, or on x.contiguous()",
                 )
             with graph.inserting_before(node):
