@@ -199,7 +199,7 @@ def _compiled(
 
 
 def _method(host: ast.FunctionDef, name: str, excerpt: Excerpt) -> ast.FunctionDef:
-    """A excerpt as a method, which `host` calls from now on."""
+    """An excerpt as a method, which `host` calls from now on."""
     asked = ast.Attribute(ast.Name(me(host), ast.Load()), name, ast.Load())
     call = ast.Call(asked, [ast.Name(one, ast.Load()) for one in excerpt.given], [])
     if excerpt.returns:

@@ -18,6 +18,9 @@ _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 _LATE = (*_SCOPES, ast.GeneratorExp)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
+_LOOKS_AROUND = {"locals", "vars", "dir", "eval", "exec"}
+"""Functions to which all names of the function around them are there."""
+
 
 @dataclass(frozen=True)
 class Excerpt:
@@ -52,9 +55,11 @@ def me(tree: ast.FunctionDef) -> str:
 def can_be_taken_from(tree: ast.FunctionDef) -> bool:
     """Whether a function is a method from which statements can be taken."""
     strange = (ast.Global, ast.Nonlocal, ast.Yield, ast.YieldFrom, ast.Await, ast.Delete)
+    names = _Names(tree.body)
     return (
         bool(tree.args.posonlyargs or tree.args.args)
-        and me(tree) not in _Names(tree.body).written
+        and me(tree) not in names.written
+        and names.read.isdisjoint(_LOOKS_AROUND)
         and not any(isinstance(node, strange) for node in ast.walk(tree))
     )
 
@@ -187,8 +192,11 @@ def _read_after(path: Sequence[Spot], end: int) -> set[str]:
     found = set[str]()
     for place in path:
         rest = place.block[end if place is path[-1] else place.index + 1 :]
-        found |= _read_first([*rest, *([place.of] if isinstance(place.of, _LOOPS) else [])])
-        found |= _Names([place.of]).read if isinstance(place.of, ast.Try) else set()
+        found |= _read_first(rest)
+        if isinstance(place.of, _LOOPS):  # its next round, which may begin before all of the rest
+            found |= _read_first([place.of])
+        elif isinstance(place.of, ast.Try):
+            found |= _Names([place.of]).read
     return found
 
 
@@ -259,6 +267,11 @@ class _Names(ast.NodeVisitor):
         self.generic_visit(node)
         if isinstance(node.target, ast.Name):
             self.read.add(node.target.id)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        """`x: int` gives x no value."""
+        if node.value is not None:
+            self.generic_visit(node)
 
     def generic_visit(self, node: ast.AST) -> None:
         """What is within; a function or a comprehension has names of its own."""

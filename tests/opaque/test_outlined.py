@@ -131,6 +131,21 @@ class Pooled(nn.Module):
             picked = h[h > 0]
         return picked if other else h
 
+    def continued(self, h):
+        picked, found = h, 0
+        for number in range(3):
+            total = picked.sum()
+            found = found + total
+            picked = h[h > number]
+            if number == 1:
+                continue
+            picked = h + total
+        return found
+
+    def looks_around(self, h):
+        picked = h[h > 0]
+        return locals()["picked"]
+
 
 def candidates(method: str, number: int) -> list[str]:
     """Of the line that is `number` lines below the method's first."""
@@ -157,6 +172,19 @@ def test_a_name_that_the_next_round_of_a_loop_reads_is_a_result() -> None:
     assert candidates("looped", 2)[:2] == ["looped_lines_3_to_3", "looped_lines_3_to_4"]
     outlined.outline(Pooled, "looped_lines_3_to_4")
     assert Pooled().looped(torch.ones(2)).tolist() == [9, 9]
+
+
+def test_a_round_may_end_before_the_rest_of_it() -> None:
+    """`picked` is written again below, and yet the next round reads what the lines have given."""
+    names = dict.fromkeys(name for line in range(10) for name in candidates("continued", line))
+    assert "continued_lines_6_to_6" in names
+    for name in names:
+        outlined.outline(Pooled, name)
+        assert Pooled().continued(torch.arange(4.0)) == 6 + 30 + 5, name
+
+
+def test_a_function_that_looks_at_all_its_names_stays_whole() -> None:
+    assert candidates("looks_around", 1) == []
 
 
 def test_lines_that_overlap_take_each_others_place() -> None:
