@@ -123,7 +123,8 @@ def _path(block: list[ast.stmt], line: int, of: ast.stmt | None = None) -> list[
 def _growing(place: Spot) -> Iterator[tuple[int, int]]:
     """Neighbours of a statement: itself, up to the last that reads what it has written, and so on.
 
-    Each again from where what they are given is written, which may be no tensor.
+    Each again from where what they are given is written, which may be no tensor. At last all that
+    follows it: an attribute is written and read by no name.
     """
     block, index = place.block, place.index
     end, follows = index + 1, _Names([block[index]]).written
@@ -138,6 +139,7 @@ def _growing(place: Spot) -> Iterator[tuple[int, int]]:
         end = max([index, *readers]) + 1
         follows = follows.union(*(_Names([block[n]]).written for n in readers))
         if (end, follows) == known:
+            yield index, len(block)
             return
 
 

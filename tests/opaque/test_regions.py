@@ -1005,6 +1005,21 @@ def test_a_line_in_a_loop_is_a_call_in_each_round():
     assert unlike(model) == []
 
 
+class KeepsWhatItPicks(Net):
+    def forward(self, x):
+        hidden = self.up(x).relu()
+        self.picked = hidden[hidden > 0.1]
+        total = hidden.sum()
+        return self.down(hidden) * self.picked.sum() * total
+
+
+def test_lines_that_read_an_attribute_go_with_those_that_write_it():
+    model = built(KeepsWhatItPicks)
+    (running,) = trace_model(model, inputs, square).graph.regions.values()
+    assert running.region.name == "forward_lines_3_to_5()"
+    assert unlike(model) == []
+
+
 class AddsToIt(Net):
     def forward(self, x):
         hidden = self.up(x).relu()
