@@ -161,13 +161,8 @@ class Square(torch.autograd.Function):
             id="loss raises",
         ),
         pytest.param(
-            changed(UP, UP + "        y.detach().numpy()\n"),
-            f"{{path}}:{FORWARD + 1} `y.detach().numpy()`: the model cannot be captured: ",
-            id="numpy",
-        ),
-        pytest.param(
-            changed(UP, UP + "        y = y * y[y > 0].mean()\n"),
-            f"{{path}}:{FORWARD + 1} `y = y * y[y > 0].mean()`: a size here depends on the",
+            changed(UP, UP + "        return y[y > 0][:, None, None]\n"),
+            f"{{path}}:{FORWARD + 1} `return y[y > 0][:, None, None]`: a size here depends on the",
             id="a size that depends on values",
         ),
         pytest.param(
@@ -201,6 +196,17 @@ def test_a_model_file_that_is_wrong(text: str, sentence: str, autopipe: Shell, f
     found = autopipe("plan", "net.py", "--cluster", four).error
     assert found.startswith(sentence.replace("{path}", str(autopipe.folder / "net.py")))
     assert autopipe.files() == ["net.py"]
+
+
+@pytest.mark.parametrize("line", ["y = y * y[y > 0].mean()", "print(y.detach().numpy().shape)"])
+def test_a_line_that_no_trace_can_look_into(line: str, autopipe: Shell, four: str) -> None:
+    autopipe.write("net.py", changed(UP, f"{UP}        {line}\n"))
+    found = autopipe("plan", "net.py", "--cluster", four, "-o", "plan.json")
+    assert found.code == 0, found.err
+    assert f"forward_lines_3_to_3() runs as it is, and is not looked into: {autopipe.folder}" in (
+        found.err
+    )
+    assert f"net.py:{FORWARD + 1} `" in found.err
 
 
 def test_no_model_file(autopipe: Shell) -> None:
