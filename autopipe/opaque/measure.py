@@ -261,15 +261,17 @@ class _Watching:
             )
         if lie != [(version(tensor), storage_key(tensor)) for tensor in given]:
             raise Wider(site, "it writes a tensor that it is given")
-        if self._told(site, args, kwargs, given) != told:
+        after = distinct_tensors((args, kwargs))
+        if [*map(id, after)] != [*map(id, given)] or self._told(site, args, kwargs, after) != told:
             raise Wider(site, "it changes a list or a dict that it is given")
         if any(storage_key(t) in seen.strided and not t.is_contiguous() for t in given):
             raise Wider(site, "as_strided() goes by how a tensor that it is given lies in memory")
         with no_function_modes():
             self._note_writes(site, seen, before.changed())
         try:
-            results = distinct_tensors(made)  # what comes after may change a list or a dict of them
-            seen.made = whole_of(parts_of(made, results), results)
+            own_results = distinct_tensors(made)  # in lists and dicts that later code may change
+            seen.made = whole_of(parts_of(made, own_results), own_results)
+            results, _ = seen.results, seen.gives
         except Unlike as error:
             raise Wider(site, str(error)) from error
         now = left_in(self._model, site)
@@ -281,11 +283,9 @@ class _Watching:
     def _told(
         self, site: Site, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: Sequence[Tensor]
     ) -> str:
-        """The arguments of a call as a text; a tensor that is none of `given` has come to them."""
-        now = distinct_tensors((args, kwargs))
-        known = now if len(now) > len(given) else given
+        """The arguments of a call, with the tensors in them, as a text."""
         try:
-            return to_text(parts_of((args, dict(kwargs)), known, owned(self._model)))
+            return to_text(parts_of((args, dict(kwargs)), given, owned(self._model)))
         except Unlike as error:
             raise Wider(site, str(error)) from error
 

@@ -18,10 +18,10 @@ import linecache
 import re
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from copy import deepcopy
 from functools import cache
 from types import CodeType, FunctionType
-from typing import Any
 
 from autopipe.errors import CaptureError
 from autopipe.frontend.user_lines import codes_in
@@ -131,17 +131,11 @@ def _function(kind: type, name: str, code: CodeType | None = None) -> FunctionTy
             own = one.__code__
             if own is code or (code is None and own.co_name == name):
                 return one
-            pending += [cell.cell_contents for cell in one.__closure__ or () if _is_full(cell)]
+            for cell in one.__closure__ or ():
+                with suppress(ValueError):  # nothing in it yet
+                    pending.append(cell.cell_contents)
         pending += [getattr(one, "__wrapped__", None), getattr(one, "func", None)]
     return None
-
-
-def _is_full(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018 (an empty cell raises)
-    except ValueError:
-        return False
-    return True
 
 
 def _tree(function: FunctionType) -> ast.FunctionDef | None:

@@ -11,10 +11,10 @@ Where no call can run as it is, a few of the lines in one can (`outlined`).
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
-from typing import Any, TypeVar
+from types import CodeType, FrameType
+from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
@@ -78,10 +78,10 @@ def with_regions(
             one.tried += (one.around.pop(0),)
             one.wider = f"{one.tried[-1]} cannot, for {wider}"
         except Uncaptured as error:
-            run = [model, *twins()]
+            frames = _deepest(error, [model, *twins()])
             around = [
                 site
-                for site in (*_sites_of(error, run), *_lines_of(error, run))
+                for site in (*_sites_of(error, frames), *_lines_of(error, frames))
                 if site not in sites
             ]
             if not around:
@@ -117,15 +117,40 @@ def _refusal(error: Uncaptured, wider: str, sites: Sequence[Site] = ()) -> Uncap
 # Where an error was, by its frames
 
 
-def _sites_of(error: Uncaptured, models: Sequence[nn.Module]) -> list[Site]:
-    """The calls around the place of an error, the innermost first; the model's own is left out
-    unless the error says otherwise.
+class _Frame(NamedTuple):
+    """A call in the model that an error went through: the code that runs, and its line."""
+
+    site: Site
+    kind: type
+    code: CodeType
+    line: int
+
+
+def _deepest(error: Uncaptured, models: Sequence[nn.Module]) -> list[_Frame]:
+    """Of the frames that an error and its causes went through those in the model, the most.
 
     Args:
         models: the model, and others of the same modules that may have run in its place.
     """
-    paths = _paths(models)
-    found = [site for frame, _ in _deepest(error, paths) if (site := _site(frame, paths))]
+    paths = {id(module): path for model in models for path, module in model.named_modules()}
+
+    def in_model(frames: Iterable[tuple[FrameType, int]]) -> list[_Frame]:
+        found = (_frame(frame, line, paths) for frame, line in frames)
+        return [one for one in found if one is not None]
+
+    best = in_model((frame, frame.f_lineno) for frame in error.frames)
+    one: BaseException | None = error
+    while one is not None:
+        mine = in_model(traceback.walk_tb(one.__traceback__))
+        best = mine if len(mine) > len(best) else best
+        one = one.__cause__ or one.__context__
+    return best
+
+
+def _sites_of(error: Uncaptured, frames: Sequence[_Frame]) -> list[Site]:
+    """The calls around the place of an error, the innermost first; the model's own is left out
+    unless the error says otherwise."""
+    found = [frame.site for frame in frames]
     if not found and error.module == LOSS:
         found.append(Site("", LOSS))
     elif not found and error.module:
@@ -137,44 +162,23 @@ def _sites_of(error: Uncaptured, models: Sequence[nn.Module]) -> list[Site]:
     return [site for site in dict.fromkeys(reversed(found)) if error.whole or site != own]
 
 
-def _paths(models: Sequence[nn.Module]) -> dict[int, str]:
-    return {id(module): path for model in models for path, module in model.named_modules()}
-
-
-def _deepest(error: BaseException, paths: dict[int, str]) -> list[tuple[FrameType, int]]:
-    """Of the frames that an error and its causes went through those in the model, the most; with
-    the lines that they were at."""
-    best = [(frame, frame.f_lineno) for frame in getattr(error, "frames", ())]
-    one: BaseException | None = error
-    while one is not None:
-        frames = traceback.walk_tb(one.__traceback__)
-        mine = [(frame, line) for frame, line in frames if _site(frame, paths) is not None]
-        best = mine if len(mine) > len(best) else best
-        one = one.__cause__ or one.__context__
-    return best
-
-
-def _lines_of(error: Uncaptured, models: Sequence[nn.Module]) -> list[Site]:
+def _lines_of(error: Uncaptured, frames: Sequence[_Frame]) -> list[Site]:
     """The lines around the place of an error that can be a method, the innermost first."""
-    if not error.lines:
-        return []
-    paths = _paths(models)
-    kinds = {path: type(module) for model in models for path, module in model.named_modules()}
-    found = dict[Site, None]()
-    for frame, line in reversed(_deepest(error, paths)):
-        site = _site(frame, paths)
-        if site is not None and site.method != LOSS:
-            names = outlined.candidates(kinds[site.module], frame.f_code, line)
-            found |= dict.fromkeys(Site(site.module, name) for name in names)
-    return list(found)
+    names = (
+        Site(frame.site.module, name)
+        for frame in (reversed(frames) if error.lines else ())
+        if frame.site.method != LOSS
+        for name in outlined.candidates(frame.kind, frame.code, frame.line)
+    )
+    return list(dict.fromkeys(names))
 
 
-def _site(frame: FrameType, paths: dict[int, str]) -> Site | None:
-    """The call that a frame runs, if it is one of a module's forward or of a user's method."""
+def _frame(frame: FrameType, line: int, paths: Mapping[int, str]) -> _Frame | None:
+    """A frame, if it runs a module's forward, a user's method or the loss."""
     own_name, name = frame.f_code.co_varnames[:1], frame.f_code.co_name
     module: Any = frame.f_locals.get(own_name[0]) if own_name else None  # most write `self`
     if isinstance(module, LossCall):
-        return Site("", LOSS)
+        return _Frame(Site("", LOSS), LossCall, frame.f_code, line)
     if not isinstance(module, nn.Module) or id(module) not in paths:
         return None
     own = next((kind for kind in type(module).__mro__ if name in vars(kind)), None)
@@ -183,7 +187,7 @@ def _site(frame: FrameType, paths: dict[int, str]) -> Site | None:
     torchs = own.__module__.partition(".")[0] == "torch"
     if name != WHOLE and (torchs or name.startswith("__")):
         return None
-    return Site(paths[id(module)], name)
+    return _Frame(Site(paths[id(module)], name), type(module), frame.f_code, line)
 
 
 def _made_so(model: nn.Module) -> dict[Site, str]:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
 _LOOPS = (ast.For, ast.While)
+_TRIES = (ast.Try, ast.TryStar)
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 _LATE = (*_SCOPES, ast.GeneratorExp)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
@@ -76,31 +77,31 @@ def excerpts_around(tree: ast.FunctionDef, line: int) -> Iterator[Excerpt]:
 
 def excerpt_at(tree: ast.FunctionDef, first: int, last: int) -> Excerpt | None:
     """The statements in just these lines; None if there are none that can be a method."""
-    path = _path(tree.body, first)
-    for depth, place in enumerate(path, 1):
-        end = _end(place, first, last)
-        if end is not None:
-            return _excerpt(tree, path[:depth], place.index, end)
-    return None
+    path, end = _at(tree, first, last)
+    return _excerpt(tree, path, path[-1].index, end) if path else None
 
 
 def put_call(tree: ast.FunctionDef, excerpt: Excerpt, call: ast.stmt) -> list[ast.stmt]:
     """Put a statement in the place of those of an excerpt, which are given back."""
-    for place in _path(tree.body, excerpt.first):
-        end = _end(place, excerpt.first, excerpt.last)
-        if end is not None:
-            taken = place.block[place.index : end]
-            place.block[place.index : end] = [ast.copy_location(call, taken[0])]
-            return taken
-    raise AssertionError("an excerpt is of this function")
+    path, end = _at(tree, excerpt.first, excerpt.last)
+    block, begin = path[-1].block, path[-1].index
+    taken = block[begin:end]
+    block[begin:end] = [ast.copy_location(call, taken[0])]
+    return taken
 
 
-def _end(place: Spot, first: int, last: int) -> int | None:
-    """Behind which statement of a block the lines end that begin with `place`, if there is one."""
-    if place.block[place.index].lineno != first:
-        return None
-    ends = (n for n in range(place.index, len(place.block)) if place.block[n].end_lineno == last)
-    return max(ends, default=-1) + 1 or None
+def _at(tree: ast.FunctionDef, first: int, last: int) -> tuple[list[Spot], int]:
+    """The path to the first of the statements in just these lines, and the index behind the last.
+
+    The path is empty if there are none.
+    """
+    path = _path(tree.body, first)
+    for depth, place in enumerate(path, 1):
+        block = place.block
+        ends = [n for n in range(place.index, len(block)) if block[n].end_lineno == last]
+        if block[place.index].lineno == first and ends:
+            return path[:depth], ends[-1] + 1
+    return [], 0
 
 
 def _blocks(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
@@ -197,7 +198,7 @@ def _read_after(path: Sequence[Spot], end: int) -> set[str]:
         found |= _read_first(rest)
         if isinstance(place.of, _LOOPS):  # its next round, which may begin before all of the rest
             found |= _read_first([place.of])
-        elif isinstance(place.of, ast.Try):
+        elif isinstance(place.of, _TRIES):
             found |= _Names([place.of]).read
     return found
 
@@ -243,7 +244,7 @@ def _surely(statements: Sequence[ast.stmt]) -> set[str] | None:
                 found |= set.intersection(*ways)
             case ast.With():
                 found |= _Names(one.items).written | (_surely(one.body) or set())
-            case ast.For() | ast.While() | ast.Try() | ast.Match():
+            case ast.For() | ast.While() | ast.Try() | ast.TryStar() | ast.Match():
                 pass
             case _:
                 found |= _Names([one]).written

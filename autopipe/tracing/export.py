@@ -290,38 +290,38 @@ def _keep_memory_order(module: fx.GraphModule) -> None:
     Raises:
         CaptureError: it reads beyond the tensor, or writes by strides; names the user's line.
     """
-    aten = torch.ops.aten
-    for graph in [one.graph for one in module.modules() if isinstance(one, fx.GraphModule)]:
-        for node in [one for one in graph.nodes if str(one.target).startswith("aten.as_strided")]:
-            x, sizes, strides, *offset = node.args
-            lies = x.meta["val"]
-            order = sorted(range(lies.dim()), key=lambda dim: -_number(lies.stride(dim)))
-            begin = _number(offset[0]) - _number(lies.storage_offset()) if offset else 0
-            made = node.meta["val"]
-            steps = zip(made.shape, made.stride(), strict=True)
-            end = begin + sum((_number(size) - 1) * _number(stride) for size, stride in steps)
-            dense = lies.permute(order).is_contiguous()
-            if node.target is not aten.as_strided.default or not (
-                dense and 0 <= begin and end < _number(lies.numel())
-            ):
-                name = short_name(str(node.target))
-                raise CaptureError(
-                    f"{user_lines.of_trace(node.stack_trace)}: {name}() goes by what lies in "
-                    "memory beside the tensor that it is given, and on other ranks something else "
-                    "lies there",
-                    hint="call it on the whole tensor, or on x.contiguous()",
-                )
-            with graph.inserting_before(node):
-                for op, *more in (
-                    (aten.permute.default, order),
-                    (aten.contiguous.default,),
-                    (aten.flatten.using_ints,),
-                    (aten.slice.Tensor, 0, begin),
-                )[: 4 if begin else 2]:
-                    inner = graph.call_function(op, (x, *more))
-                    inner.meta = {**node.meta, "val": op(x.meta["val"], *more)}
-                    x = inner
-            node.args = (x, sizes, strides)
+    for inner in module.modules():
+        for node in [*inner.graph.nodes] if isinstance(inner, fx.GraphModule) else ():
+            if str(node.target).startswith("aten.as_strided"):
+                _read_in_order(node)
+
+
+def _read_in_order(node: fx.Node) -> None:
+    aten, made = torch.ops.aten, node.meta["val"]
+    arguments: Any = node.args
+    x, sizes, strides, *offset = arguments
+    lies = x.meta["val"]
+    order = sorted(range(lies.dim()), key=lambda dim: -_number(lies.stride(dim)))
+    begin = _number(offset[0]) - _number(lies.storage_offset()) if offset else 0
+    steps = zip(made.shape, made.stride(), strict=True)
+    end = begin + sum((_number(size) - 1) * _number(stride) for size, stride in steps)
+    within = 0 <= begin and end < _number(lies.numel()) and lies.permute(order).is_contiguous()
+    if node.target is not aten.as_strided.default or not within:
+        name = short_name(str(node.target))
+        raise CaptureError(
+            f"{user_lines.of_trace(node.stack_trace)}: {name}() goes by what lies in memory beside "
+            "the tensor that it is given, and on other ranks something else lies there",
+            hint="call it on the whole tensor, or on x.contiguous()",
+        )
+    ops: list[Any] = [(aten.permute.default, order), (aten.contiguous.default,)]
+    if begin:
+        ops += [(aten.flatten.using_ints,), (aten.slice.Tensor, 0, begin)]
+    with node.graph.inserting_before(node):
+        for op, *more in ops:
+            lies = op(lies, *more)
+            x = node.graph.call_function(op, (x, *more))
+            x.meta = {**node.meta, "val": lies}
+    node.args = (x, sizes, strides)
 
 
 def _number(size: int | torch.SymInt | fx.Node) -> int:

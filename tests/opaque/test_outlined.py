@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from autopipe.errors import CaptureError
 from autopipe.opaque import outlined
+from tests.support.odd_models import Net, built, inputs, refusal, square, unlike
+from tests.support.staged import trace_model
 
 
 def plain(forward: Callable[..., object]) -> Callable[..., object]:
@@ -40,7 +42,7 @@ def made(offset):
             return 5 * x
 
         @plain
-        def forward(self, x: "no annotation is read", *more, flag=True, **named):  # noqa: F722
+        def forward(self, x: "no annotation is read", *more, flag=True, **named):  # noqa: F722 (no type)
             """With a text."""
             if flag:
                 picked = x[x > 0]
@@ -58,7 +60,7 @@ def made(offset):
             with torch.enable_grad():
                 scaled = super().scaled(total)
             names = [number * part for number, part in enumerate(more)]
-            late = lambda: scaled + len(names)  # noqa: E731
+            late = lambda: scaled + len(names)  # noqa: E731 (no def)
             try:
                 found = named["key"]
             except KeyError as error:
@@ -213,3 +215,72 @@ def test_a_method_without_source_has_none() -> None:
     exec("def forward(self, x):\n    return x[x > 0]", made_here)
     kind = type("Made", (nn.Module,), {"forward": made_here["forward"]})
     assert outlined.candidates(kind, made_here["forward"].__code__, 2) == []
+
+
+# In a model
+
+
+class ReadsALine(Net):
+    """The model's own forward picks by values, and what it makes of it has a fixed size."""
+
+    def forward(self, x):
+        hidden = self.up(x).relu()
+        pool = nn.Identity()
+        picked = pool(hidden[hidden > 0.1])
+        mean = picked.mean()
+        return self.down(self.inside(hidden) * mean)
+
+
+def test_a_few_lines_run_as_they_are_where_no_call_can():
+    """From where `pool` is made, which no op can be given."""
+    model = built(ReadsALine)
+    (running,) = trace_model(model, inputs, square).graph.regions.values()
+    assert running.region.name == "forward_lines_3_to_5()"
+    assert [result.shape for result in running.region.results] == [()]
+    assert unlike(model, cuts=["middle/linear/0"]) == []
+
+
+class Rounds(Net):
+    """What a line picks is no result of it where the next round picks anew before it reads it."""
+
+    def forward(self, x):
+        hidden = self.up(x).relu()
+        for _ in range(2):
+            picked = hidden[hidden > 0.1]
+            total = picked.sum()
+            hidden = self.middle(hidden) * total
+        return self.down(hidden)
+
+
+def test_a_line_in_a_loop_is_a_call_in_each_round():
+    model = built(Rounds)
+    names = [one.region.name for one in trace_model(model, inputs, square).graph.regions.values()]
+    assert names == ["forward_lines_4_to_5()", "forward_lines_4_to_5()#1"]
+    assert unlike(model) == []
+
+
+class KeepsWhatItPicks(Net):
+    def forward(self, x):
+        hidden = self.up(x).relu()
+        self.picked = hidden[hidden > 0.1]
+        total = hidden.sum()
+        return self.down(hidden) * self.picked.sum() * total
+
+
+def test_lines_that_read_an_attribute_go_with_those_that_write_it():
+    model = built(KeepsWhatItPicks)
+    (running,) = trace_model(model, inputs, square).graph.regions.values()
+    assert running.region.name == "forward_lines_3_to_5()"
+    assert unlike(model) == []
+
+
+class DrawsTheSame(Net):
+    def forward(self, x):
+        hidden, state = self.up(x), torch.get_rng_state()
+        hidden = torch.dropout(hidden, 0.5, True)
+        torch.set_rng_state(state)
+        return self.down(hidden + torch.dropout(hidden, 0.5, True))
+
+
+def test_lines_with_an_effect_on_what_comes_after_them_are_refused():
+    assert "forward sets the state of torch's random numbers" in str(refusal(built(DrawsTheSame)))
