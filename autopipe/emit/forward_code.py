@@ -142,11 +142,13 @@ class Body:
     def name(self, node: str) -> str:
         """The preferred name of a graph node's value in this code.
 
-        What only a rank's graph has is named after a node: `h.3/add/1>I`, `h.3/linear/0/[bias]>P`.
+        What only a rank's graph has is named after a node, `h.3/add/1>I`, `h.3/linear/0/[bias]>P`,
+        or after an entry of the batch, `<labels>>S(1)`.
         """
         found = re.match(r"(.*?/\d+)(?!\w)(.*)", node)
         made = found and NodeName.of(found[1])
-        assert found is not None and made is not None
+        if found is None or made is None:
+            return identifier("_".join(re.findall(r"\w+", node)))
         call = self.path.removeprefix(self.home)
         words = made.module.removeprefix(self.home).split(".")
         words = [word.removesuffix(call) for word in words]

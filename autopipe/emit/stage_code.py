@@ -235,14 +235,13 @@ class _Writer:
         for number, result in enumerate(body.results[len(stage.outgoing) :]):
             spec = made[len(stage.outgoing) + number]
             rows.append((flat(result), spec, "the count" if number else "the loss"))
-        sides = ["takes", *[""] * (taken - 1)] if taken else []
-        sides += ["gives", *[""] * (len(rows) - taken - 1)]
+        sides = [*["takes"][:taken], *[""] * (taken - 1)]
+        sides += [*["gives"][: len(rows) - taken], *[""] * (len(rows) - taken - 1)]
         lines = table([(side, *row) for side, row in zip(sides, rows, strict=True)], 4)
         return [
             f'"""Stage {stage.index} of {around.stages}, run by rank {around.rank} of a pipeline.',
             "",
-            *lines,
-            "",
+            *([*lines, ""] if lines else []),
             "Sizes are those of a micro-batch of ROWS rows. Whoever runs this puts the parameters",
             "and buffers of the model in place; they are declared under the model's names.",
             '"""',

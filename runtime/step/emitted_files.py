@@ -25,7 +25,8 @@ from torch import Tensor, fx, nn
 from autopipe.emit.retrace import graph_of
 from autopipe.errors import AutopipeError, PlanError, ScheduleError
 from autopipe.frontend import user_lines
-from autopipe.ir.graph import Ref
+from autopipe.ir.graph import Ref, TensorSpec
+from autopipe.ir.torch_private import in_graph_module
 from autopipe.planfile import programs as of_plan
 from autopipe.planfile.contents import Plan, stage_file
 from autopipe.runtime.launch.words import is_echo
@@ -82,6 +83,7 @@ class Emitted:
         self,
         lowered: Lowered,
         boundaries: Mapping[Ref, CrossingTensor],
+        held: Mapping[str, TensorSpec],
         device: torch.device,
         *,
         part: int = 0,
@@ -91,6 +93,8 @@ class Emitted:
 
         Args:
             boundaries: the tensors that cross cuts, which the module is to give as they are.
+            held: each state as the file declares it, by its name in the graph: a master in fp32
+                also where this rank has its copy in 16 bits.
             part: the tensor-parallel coordinate.
             as_graph: traced, as a GraphModule, for those who work on its code.
 
@@ -114,7 +118,8 @@ class Emitted:
         with _told(path), torch.device("meta"):
             module = kind()
         states = _states(lowered.module)
-        _check_states(path, _states(module), states)
+        specs = {in_graph_module(name): str(held[name]) for name in lowered.stage.states}
+        _check_states(path, _states(module), states, specs)
         for name, tensor in states.items():
             owner, _, leaf = name.rpartition(".")
             setattr(module.get_submodule(owner), leaf, tensor)
@@ -217,7 +222,12 @@ def _states(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def _check_states(path: Path, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+def _check_states(
+    path: Path,
+    found: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    specs: Mapping[str, str],
+) -> None:
     for name in found:
         if name not in expected:
             raise PlanError(
@@ -227,11 +237,11 @@ def _check_states(path: Path, found: Mapping[str, Tensor], expected: Mapping[str
     for name, tensor in expected.items():
         own = found.get(name)
         wrong = own is None or isinstance(own, nn.Parameter) != isinstance(tensor, nn.Parameter)
-        if own is None or wrong or _spec(own) != _spec(tensor):
+        if own is None or wrong or _spec(own) != specs[name]:
             kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
             has = f"declares {name!r} as {_spec(own)}" if own is not None else f"lacks {name!r}"
             raise PlanError(
-                f"{path}: it {has}; the stage has it as a {kind} {_spec(tensor)}", hint=_MEND
+                f"{path}: it {has}; the stage has it as a {kind} {specs[name]}", hint=_MEND
             )
 
 

@@ -220,6 +220,7 @@ def _lower(rank: Rank, task: _Task, stage: Stage) -> Lowered:
     return task.emitted.read(
         lowered,
         task.rehearsal.boundaries,
+        {name: split.graph.states[name].held for name in stage.states},
         part.device,
         part=part.place.tp,
         as_graph=plan.compiled or by_op(plan) or plan.fully_sharded or bool(offloaded(plan)),

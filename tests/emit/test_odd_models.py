@@ -1,0 +1,57 @@
+"""Files of plans for models that are no transformers. Bug stories: `emit` fell over each."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import autopipe
+from autopipe.emit.emit import stages
+from autopipe.emit.forward_code import Body
+from tests.support import inprocess
+from tests.support.odd_models import built
+
+
+def test_labels_that_tensor_parallel_ranks_deal_out_have_a_name() -> None:
+    """Such a conversion is named after an entry of the batch, where others are after a node."""
+    body = Body(inprocess.traced("gpt")[0].graph)
+    assert body.name("<y>>S(1)") == "y_S_1"
+    assert body.name("h.3/add/1>S(1)") == "h_3_add_1_S_1"
+
+
+class Tagger(nn.Module):
+    """Too few ops for four stages of equal length: one of them has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(12, 16)
+        self.mix = nn.Linear(16, 16)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.mix(self.words(words)).tanh() @ self.words.weight.T
+
+
+def sentences(rows: int) -> dict[str, Tensor]:
+    words = torch.arange(rows * 6).reshape(rows, 6) % 12
+    return {"words": words, "tags": words.flip(1)}
+
+
+def tag_loss(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(outputs.flatten(0, 1), batch["tags"].flatten())
+
+
+def test_a_stage_that_takes_nothing_and_gives_nothing() -> None:
+    plan = autopipe.plan(
+        built(Tagger),
+        sentences,
+        loss=tag_loss,
+        cluster=inprocess.close_together(4),
+        batch_size=8,
+        pp=2,
+        tp=2,
+        micro_batches=2,
+        schedule="zb-v",
+        precision="bf16-autocast",
+    )
+    files = stages(built(Tagger), plan, tag_loss)
+    empty = [text for text in files.values() if "return ()" in text]
+    assert empty and not any("takes" in text or "gives" in text for text in empty)
