@@ -25,7 +25,7 @@ def need(graph: Graph, precision: str) -> Need:
     formulas = op_costs.costs(graph)
     names = [op_seconds.rate_name(dtype) for dtype in computed_in(graph, formulas, precision)]
     pairs = [*zip(formulas, names, strict=True)]
-    dtypes = {dtype for formula, dtype in pairs if formula.dims}
+    dtypes = {dtype for formula, dtype in pairs if formula.dims or formula.model_flops != 0}
     kernels = {kernel_in(formula.kernel, dtype) for formula, dtype in pairs}
     return Need(tuple(sorted(dtypes)), tuple(sorted(kernels & {*KERNELS})))
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import Tensor
 
 from autopipe.cluster.measured import EVERYTHING, KERNELS, Found, Need, Record, checked, figures
 from autopipe.errors import AutopipeError
+from autopipe.ir import op_costs
 from autopipe.planners.costs.precision_of import need
 from tests.support.inprocess import measured, traced
+from tests.support.odd_models import Net, built, inputs, square
+from tests.support.staged import trace_model
 
 
 def test_figures_of_a_need() -> None:
@@ -27,6 +32,24 @@ def test_the_need_of_a_model() -> None:
     low = ("causal attention in bf16", *kernels[1:])
     assert need(graph, "bf16-autocast") == Need(("bf16",), low)
     assert need(graph, "fp16-autocast").dtypes == ("fp16",)
+
+
+class Force(Net):
+    """A gradient that is taken within forward: of all its products one op is made."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            (force,) = torch.autograd.grad(super().forward(x).sum(), x, create_graph=True)
+        return force[:, :4]
+
+
+def test_the_need_of_products_within_an_op() -> None:
+    """MFU counts them by the rate of their dtype. Bug story: the MFU of a gradient penalty in bf16
+    fell over a rate that nobody had measured."""
+    graph = trace_model(built(Force), inputs, square).graph
+    assert not any(cost.dims for cost in op_costs.costs(graph))
+    assert need(graph, "fp32").dtypes == ("fp32",)
 
 
 def test_what_a_machine_can_have() -> None:
