@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -23,7 +23,7 @@ from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from autopipe.errors import AutopipeError, CaptureError, Uncaptured
 from autopipe.frontend import user_lines
-from autopipe.ir.torch_patches import replacing_custom_functions
+from autopipe.ir.torch_patches import patched, replacing_custom_functions
 from autopipe.ir.torch_private import (
     TorchDispatchMode,
     no_function_modes,
@@ -116,6 +116,17 @@ def as_ops() -> Iterator[None]:
         yield
 
 
+_APPLY = vars(torch.autograd.Function)["apply"]
+
+
+def as_written() -> AbstractContextManager[object]:
+    """Within, custom Functions apply themselves also where `as_ops` is around: a part of the model
+    that runs as it is has them, and hooks on gradients, as its user wrote them."""
+    if vars(torch.autograd.Function)["apply"] is _APPLY:
+        return nullcontext()
+    return patched(torch.autograd.Function, "apply", _APPLY)
+
+
 def _draws(applied: _Applied, tensors: Sequence[Tensor]) -> bool:
     """Whether a Function draws random numbers, which come from a stream of its own then.
 
@@ -194,6 +205,9 @@ def _checkpointed(function: Callable[..., Any], keep_numbers: bool, *args: Any) 
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=keep_numbers)
 
 
+_OF_PROCESSES = "torch.distributed.", "torch.nn.parallel."
+
+
 def _check(kind: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     if kind.__name__ == "BackwardHookFunction":
         raise CaptureError(
@@ -202,7 +216,7 @@ def _check(kind: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
             "is in no graph",
             hint="set it on the modules it is meant for, which then run as they are",
         )
-    if kind.__module__.startswith("torch."):
+    if kind.__module__.startswith(_OF_PROCESSES) or kind.__name__ == "SyncBatchNorm":
         raise CaptureError(
             f"{user_lines.here()}: {kind.__module__}.{kind.__qualname__} is torch's own, and not "
             "for one process alone",

@@ -34,6 +34,7 @@ from autopipe.ir.torch_private import (
     no_saved_tensors_hooks,
     version,
 )
+from autopipe.opaque.custom_functions import as_written
 from autopipe.opaque.results import as_measured, at_rows, inverse
 from autopipe.opaque.sites import Site, SiteCall, call, standing_in, state_of
 from autopipe.opaque.sparse import owned, to_device
@@ -179,7 +180,7 @@ def _run(
             kept = [tensors[number] for number in running.region.keeps]
             opaque_ops.keep(kept, saved, made)
         return made
-    with nullcontext() if running.region.seen else no_saved_tensors_hooks():
+    with as_written(), nullcontext() if running.region.seen else no_saved_tensors_hooks():
         made = _called(running, tensors, written)
     return as_measured(running.region, made, tensors, rows)
 

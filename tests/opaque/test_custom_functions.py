@@ -343,3 +343,42 @@ def test_a_number_that_only_backward_reads_is_part_of_the_call(monkeypatch):
     """Bug: forward made the same calls each time, so the strength of the first one was kept."""
     monkeypatch.setattr(against_eager, "MOST_BYTES", 0)
     assert "the model keeps ByStrength.strength from one call to the" in refusal(built(Anneals))
+
+
+class HookedWhereValuesAreRead(Net):
+    """A part with a backward hook, which runs as it is, in a model whose values Python reads."""
+
+    def begin(self):
+        self.middle.register_full_backward_hook(lambda module, inner, outer: (inner[0] * 0.5,))
+
+    def inside(self, hidden):
+        hidden = self.middle(hidden)
+        return hidden if hidden.abs().max() < 1e6 else hidden / 2
+
+
+class Normalised(Net):
+    """A Function of torch's own, which it applies in Python."""
+
+    def inside(self, hidden):
+        return nn.CrossMapLRN2d(3)(self.middle(hidden)[:, :, None, None])[:, :, 0, 0]
+
+
+@pytest.mark.parametrize("kind", [HookedWhereValuesAreRead, Normalised])
+def test_functions_that_torch_applies(kind):
+    """Bugs: the hook was said to be one on every module; torch's own was "not for one process"."""
+    assert unlike(built(kind)) == []
+
+
+class Mixed(Net):
+    """Mixup: of each micro-batch a share is drawn by Beta, whose Function is torch's own."""
+
+    def inside(self, hidden):
+        share = torch.distributions.Beta(0.4, 0.4).sample()
+        return share * hidden + (1 - share) * self.middle(hidden)
+
+
+def test_a_draw_of_beta_has_a_stream_of_its_own():
+    """Bug: it was refused as what is for several processes."""
+    graph = trace_model(built(Mixed), inputs, square).graph
+    (drawn,) = (node for node in graph.nodes if is_random(node))
+    assert drawn.op == "autopipe.function.default"

@@ -92,6 +92,13 @@ class MovesItInAPart(MovesItsWeight):
         return super().inside(hidden) + chosen.sum()
 
 
+class CastsByWord(Net):
+    """`x.data.type()` gives a word, as code of torch 0.4 has it; it was taken for a tensor."""
+
+    def inside(self, hidden):
+        return self.middle(hidden) + torch.arange(8).type(hidden.data.type())
+
+
 class OnATensor(Net):
     """Reads what it has set on a parameter and on a buffer: a trace had neither."""
 
@@ -111,7 +118,7 @@ class InAPart(OnATensor):
         return super().inside(hidden) + chosen.sum()
 
 
-MAY = [Cumulative, RoutedIn, ReadsData, WritesData, MovesItsWeight, MovesItInAPart]
+MAY = [Cumulative, RoutedIn, ReadsData, WritesData, MovesItsWeight, MovesItInAPart, CastsByWord]
 
 
 @pytest.mark.parametrize("kind", [*MAY, OnATensor, InAPart])
