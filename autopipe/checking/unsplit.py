@@ -277,9 +277,10 @@ class Unsplit:
             total = {name: gradient.float() for name, gradient in total.items()}
         for gradient in total.values():
             gradient.mul_(factor / scale)
-        if scale != 1.0 and not all(bool(g.isfinite().all()) for g in total.values()):
-            total = {}  # fp16 has overflowed: a step that is passed over
         norm = nn.utils.get_total_norm([*total.values()])
+        if scale != 1.0 and not all(bool(g.isfinite().all()) for g in total.values()):
+            # fp16 has overflowed: a step that is passed over, whose norm a pipe calls infinite.
+            total, norm = {}, torch.tensor(torch.inf)
         loss = (torch.stack(weighed).sum() / divisor).to(results[0][0].dtype)
         return WholeStep(loss, total, norm, self._of_replicas)
 

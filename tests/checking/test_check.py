@@ -93,6 +93,16 @@ def inputs(batch_size):
 """
 
 
+def test_a_step_of_fp16_that_overflows_is_passed_over_on_both_sides(autopipe: Shell) -> None:
+    """Bug: its norm, infinite where it is split and 0 where it is not, was said to differ."""
+    autopipe.write("net.py", LAYERS.replace("square().mean()", "square().mean() * 64"))
+    autopipe.plan(2, "--pp", "2", "--batch", "8", "--micro-batches", "2", "--precision", "fp16")
+    said = autopipe("check", "plan.json", "--json")
+    assert said.code == 0, said.err
+    norms = [row for row in json.loads(said.out)["rows"] if row["what"] == "clipped norm"]
+    assert [(row["equal"], row["off"]) for row in norms] == [(2, 0.0), (2, 0.0)]
+
+
 SCALED = """
 import torch
 from torch import nn
