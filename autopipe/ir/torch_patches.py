@@ -256,11 +256,11 @@ def seeing_grad_modes(changed: Callable[[bool | None], None]) -> Iterator[None]:
 
 
 def _is_torchs(frame: FrameType) -> bool:
-    """Whether code is torch's own; a decorator's is its function's."""
+    """Whether code is torch's own; not its distributions, which ask too from torch 2.15 on."""
     file = frame.f_globals.get("__name__", "")
-    if file == "torch.utils._contextlib":
+    if file == "torch.utils._contextlib":  # a decorator's code counts as its function's
         file = getattr(frame.f_locals.get("func"), "__module__", "")
-    return str(file).partition(".")[0] == "torch"
+    return f"{file}.".startswith("torch.") and not str(file).startswith("torch.distributions")
 
 
 @contextmanager
