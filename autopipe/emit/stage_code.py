@@ -235,8 +235,7 @@ class _Writer:
         for number, result in enumerate(body.results[len(stage.outgoing) :]):
             spec = made[len(stage.outgoing) + number]
             rows.append((flat(result), spec, "the count" if number else "the loss"))
-        sides = [*["takes"][:taken], *[""] * (taken - 1)]
-        sides += [*["gives"][: len(rows) - taken], *[""] * (len(rows) - taken - 1)]
+        sides = ["gives" * (n == taken) or "takes" * (n == 0) for n in range(len(rows))]
         lines = table([(side, *row) for side, row in zip(sides, rows, strict=True)], 4)
         return [
             f'"""Stage {stage.index} of {around.stages}, run by rank {around.rank} of a pipeline.',

@@ -94,9 +94,10 @@ class OwnData:
     def noted(self, func: Any, args: Sequence[Any], made: Any) -> Any:
         """What a call of torch gave."""
         given = args[0] if args and getattr(func, "__name__", "") in _AS_IT_IS else None
-        tensors = isinstance(given, torch.Tensor) and isinstance(made, torch.Tensor)
-        known = tensors and given in self._whose  # `x.data.type()` is a word
+        known = isinstance(given, torch.Tensor) and given in self._whose
         whose = self._whose[given] if known else None
+        if not isinstance(made, torch.Tensor):  # `x.data.type()` is a word
+            return made
         if whose is not None and (made.dtype, made.device) == (whose.dtype, whose.device):
             self._whose[made] = whose
         return made

@@ -117,6 +117,7 @@ def as_ops() -> Iterator[None]:
 
 
 _APPLY = vars(torch.autograd.Function)["apply"]
+"""What applies a Function where nobody has put anything in its place."""
 
 
 def as_written() -> AbstractContextManager[object]:
@@ -205,7 +206,12 @@ def _checkpointed(function: Callable[..., Any], keep_numbers: bool, *args: Any) 
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=keep_numbers)
 
 
-_OF_PROCESSES = "torch.distributed.", "torch.nn.parallel."
+_OF_PROCESSES = (
+    "torch.distributed.",
+    "torch.nn.parallel.",
+    "torch.nn.modules._functions.SyncBatchNorm",
+)
+"""Where the Functions of torch stand that wait for other processes, by the beginnings of names."""
 
 
 def _check(kind: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -216,10 +222,10 @@ def _check(kind: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
             "is in no graph",
             hint="set it on the modules it is meant for, which then run as they are",
         )
-    if kind.__module__.startswith(_OF_PROCESSES) or kind.__name__ == "SyncBatchNorm":
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if name.startswith(_OF_PROCESSES):
         raise CaptureError(
-            f"{user_lines.here()}: {kind.__module__}.{kind.__qualname__} is torch's own, and not "
-            "for one process alone",
+            f"{user_lines.here()}: {name} is torch's own, and not for one process alone",
             hint="leave what is for several processes to autopipe",
         )
     if _closes_over_tensors(kind):

@@ -508,7 +508,8 @@ def torchrun(*argv: str, folder: Path) -> Said:
     ("how", "launch"),
     [
         pytest.param(("--pp", "2"), torchrun, marks=pytest.mark.long),
-        (  # with the same environment; ranks hold copies of what the files declare as masters
+        (("--dp", "2", "--zero", "3"), partial(ranks, 2)),  # with the same environment
+        (  # ranks hold copies of what the files declare as masters
             ("--dp", "2", "--zero", "3", "--precision", "bf16"),
             partial(ranks, 2),
         ),
@@ -518,7 +519,7 @@ def torchrun(*argv: str, folder: Path) -> Said:
             marks=pytest.mark.long,
         ),
     ],
-    ids=["torchrun", "zero 3, bf16", "zero 1, bf16"],
+    ids=["torchrun", "zero 3", "zero 3, bf16", "zero 1, bf16"],
 )
 def test_torchrun_does_what_run_does(
     how: Sequence[str],

@@ -42,7 +42,7 @@ def made(offset):
             return 5 * x
 
         @plain
-        def forward(self, x: "no annotation is read", *more, flag=True, **named):  # noqa: F722 (no type)
+        def forward(self, x: "no annotation is read", *more, flag=True, **named):  # noqa: F722 (a text on purpose)
             """With a text."""
             if flag:
                 picked = x[x > 0]
@@ -60,7 +60,7 @@ def made(offset):
             with torch.enable_grad():
                 scaled = super().scaled(total)
             names = [number * part for number, part in enumerate(more)]
-            late = lambda: scaled + len(names)  # noqa: E731 (no def)
+            late = lambda: scaled + len(names)  # noqa: E731 (a lambda on purpose)
             try:
                 found = named["key"]
             except KeyError as error:
