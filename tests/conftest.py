@@ -1,13 +1,15 @@
 """What every test stands on: no network, one thread a process, long files at the start.
 
-Tests marked `long` run where AUTOPIPE_LONG=1 asks for them (`make test-long`);
-`tests/support/long.py` says what else the long run makes whole.
+Tests marked `long`, and most cases of a `sweep`, run where AUTOPIPE_LONG=1 asks for them
+(`make test-long`); `tests/support/long.py` says what else the long run makes whole.
 """
 
 import atexit
 import os
 import shutil
 import tempfile
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -71,13 +73,26 @@ test_chaos, which promises seconds, is done before test_watchdog makes the machi
 """
 
 
+def left_to_the_long_run(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """What is marked `long`, and of a `sweep(of=4)` three of every four cases."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        if sweep := item.get_closest_marker("sweep"):
+            test = item.nodeid.partition("[")[0]
+            seen[test] += 1
+            if (seen[test] - 1) % sweep.kwargs["of"]:
+                yield item
+                continue
+        if item.get_closest_marker("long"):
+            yield item
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not LONG:
-        kept = [item for item in items if item.get_closest_marker("long") is None]
-        if left := [item for item in items if item.get_closest_marker("long") is not None]:
-            left[0].config.hook.pytest_deselected(items=left)
-            items[:] = kept
+    if left := [] if LONG else [*left_to_the_long_run(items)]:
+        left[0].config.hook.pytest_deselected(items=left)
+        gone = {*left}
+        items[:] = [item for item in items if item not in gone]
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.relative_to(TESTS).as_posix(), len(places)))
 

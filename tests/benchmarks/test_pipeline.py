@@ -54,6 +54,7 @@ def test_a_row_compares_round_by_round() -> None:
     assert found["depths"] == ()  # 1f1b has none, whatever eager-1f1b has
 
 
+@pytest.mark.long
 def test_both_sides_run_in_one_process_group() -> None:
     schedules = ["1f1b", "eager-1f1b", "interleaved"]
     rows = run("-p", "2", "-m", "4", "--ms", "1", "--rounds", "2", "--schedules", *schedules)
@@ -64,6 +65,7 @@ def test_both_sides_run_in_one_process_group() -> None:
     assert len(rows[1]["depths"]) == 1  # chosen for the one boundary
 
 
+@pytest.mark.long
 def test_bytes_are_counted_at_the_allocator() -> None:
     """A rank's layers save 8 tensors of a micro-batch: each linear its input, each gelu its own."""
     ours, theirs = run("-p", "2", "-m", "4", "--ms", "1", "--compute", "matmul", "--memory")

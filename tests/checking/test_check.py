@@ -122,6 +122,7 @@ def inputs(rows):
 """
 
 
+@pytest.mark.long
 def test_a_scalar_is_a_row_of_one_replica(autopipe: Shell) -> None:
     """Bug: the temperature of a contrastive loss was compared as if all replicas had it whole."""
     (autopipe.folder / "scaled.py").write_text(SCALED)

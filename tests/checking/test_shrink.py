@@ -38,6 +38,7 @@ def llama() -> nn.Module:
     return LlamaForCausalLM(CONFIG)
 
 
+@pytest.mark.long
 def test_a_model_that_is_the_first_to_import_its_library() -> None:
     """In a rank nobody has built it before."""
     program = """

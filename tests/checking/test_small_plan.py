@@ -73,6 +73,7 @@ def inputs(rows: int) -> tuple[torch.Tensor]:
     return (torch.arange(rows * 256).reshape(rows, 32, 8).sin(),)
 
 
+@pytest.mark.long
 def test_a_smaller_model_runs_the_same_ops_again() -> None:
     """Of six layers two are left, on this machine's CPU; `explain` has one sentence for both."""
     file = ModelFile("net.py", Net, inputs, None, None, None, None, None)

@@ -215,6 +215,7 @@ def sealed(body: dict[str, Any]) -> str:
     return json.dumps({"sum": f"{zlib.crc32(canonical.encode()):08x}", **body})
 
 
+@pytest.mark.long
 def test_checkpoint(autopipe: Shell) -> None:
     """Info, verify and convert, of one with a file that is another."""
     run = Run(autopipe.folder / "whole")

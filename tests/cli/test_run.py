@@ -214,6 +214,7 @@ def test_every_launcher_trains_alike(planned: Path) -> None:
     assert local.out.splitlines()[-1] == torchrun.out.splitlines()[-1]
 
 
+@pytest.mark.long
 def test_a_slow_device_that_comes_first_holds_a_later_stage(planned: Path) -> None:
     """A plan may deal devices out in another order than the launcher, which counts node by node."""
     plan = json.loads((planned / "pp2.json").read_text())

@@ -55,6 +55,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_plans(tmp_path_factory.mktemp("plans"))
 
 
+@pytest.mark.sweep(of=4)
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
@@ -173,6 +174,7 @@ warnings.warn_explicit("of a library", FutureWarning, torch.__file__, 1)
 """
 
 
+@pytest.mark.long
 def test_a_library_warns_under_debug_only(tmp_path: Path) -> None:
     """What the user's own file warns of is shown in any case."""
     from tests.support.shell import NET
@@ -273,6 +275,7 @@ def test_init_replaces_nothing(autopipe: Shell) -> None:
 # --- from any folder
 
 
+@pytest.mark.sweep(of=2)
 @pytest.mark.parametrize("example", ["gpt.py", "mini_gpt/model.py"])
 def test_an_example_by_its_path(example: str, autopipe: Shell) -> None:
     """`Shell` stands in a folder of its own."""

@@ -63,6 +63,7 @@ class InAFunction(Net):
         return self.middle(hidden) * self.scale()
 
 
+@pytest.mark.sweep(of=4)
 @pytest.mark.parametrize(
     "kind, name",
     [

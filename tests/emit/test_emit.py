@@ -126,6 +126,7 @@ ALWAYS = ("eager-1f1b", "skip connections", "a loss in parts", "recompute, batch
 """The others run in the long run."""
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize("plan", chosen(PLANS, now=ALWAYS))
 def test_files_run_as_the_plan_does(plan: str, tmp_path: Path) -> None:
     """Losses, gradients, buffers: bit by bit; and no formatter or linter has a remark."""
@@ -137,6 +138,7 @@ def test_files_run_as_the_plan_does(plan: str, tmp_path: Path) -> None:
         assert told.returncode == 0, told.stdout
 
 
+@pytest.mark.long
 def test_files_of_a_plan_with_master_weights(tmp_path: Path) -> None:
     """The graph has parameters of 16 bits, as when it was planned; it was refused as another."""
     made = case("gpt", 2, precision="bf16").emit(tmp_path / "out")
@@ -303,6 +305,7 @@ def edit(gpt: Path, tmp_path: Path) -> Callable[..., Path]:
 Edit = Callable[..., Path]
 
 
+@pytest.mark.long
 def test_another_order_of_programs_runs(edit: Edit) -> None:
     """Rank 0 computes two forwards before it sends the first: later, and the same numbers."""
     folder = edit("programs.txt", "0F0 0SEND_F0>1 0F1", "0F0 0F1 0SEND_F0>1")
@@ -360,6 +363,7 @@ def test_a_stage_runs_as_edited(edit: Edit) -> None:
     assert equal(found, {name: 2 * tensor for name, tensor in before.items()})
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
@@ -442,6 +446,7 @@ def test_another_plan_is_refused(edit: Edit) -> None:
 # The folder
 
 
+@pytest.mark.long
 def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     folder, made = tmp_path / "out", case("gpt", 2)
     folder.mkdir()
@@ -457,6 +462,7 @@ def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.long
 def test_a_folder_that_cannot_be_written_is_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,6 +68,7 @@ def words(file: ModelFile) -> int:
     return int(file.inputs(2)["input_ids"].shape[1])
 
 
+@pytest.mark.long
 def test_it_is_planned_and_trained_from_its_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -132,6 +133,7 @@ def test_refusals(
     assert hint in (refused.value.hint or "")
 
 
+@pytest.mark.long
 def test_experts_that_transformers_stacks_as_it_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

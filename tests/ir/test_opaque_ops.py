@@ -57,6 +57,7 @@ def test_istft_is_planned_and_split(kind):
     assert unlike(built(kind), cuts=["relu/0", "istft/0"]) == []
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize("kind", [Spectrum, LastStep, LastOfGRU])
 def test_the_bytes_that_are_kept_are_those_of_a_real_run(kind):
     """Bug: an LSTM's result was counted twice where the next op saves it as it is."""

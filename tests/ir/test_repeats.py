@@ -54,6 +54,7 @@ def test_a_layer_whose_weight_is_used_elsewhere_stands_for_nobody() -> None:
     assert all(("layers.3",) not in run.paths for run in short.runs)
 
 
+@pytest.mark.sweep(of=2)
 @pytest.mark.parametrize(
     ("model", "paths"),
     [

@@ -305,6 +305,7 @@ def same(made, expected):
 WAYS = [Wanted(halves, least) for halves in (True, False) for least in (False, True)]
 
 
+@pytest.mark.sweep(of=4)
 @pytest.mark.parametrize("wanted", WAYS, ids=str)
 @pytest.mark.parametrize(
     "name", chosen(NAMES, now=("dropout", "unet", "gpt2", "frozen", "counted"))

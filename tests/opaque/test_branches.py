@@ -103,6 +103,7 @@ class InAPartThatRunsAsItIs(Net):
 WORK = [OfTheModel, InEachBlock, Trees, OnASize, InAPartThatRunsAsItIs]
 
 
+@pytest.mark.sweep(of=2)
 @pytest.mark.parametrize("kind", WORK, ids=lambda kind: kind.__name__)
 def test_it_computes_what_eager_computes(kind):
     """Loss, every gradient and every buffer of three micro-batches, in one stage and in two."""

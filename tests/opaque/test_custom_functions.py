@@ -110,6 +110,7 @@ class WithoutGradient(Net):
         return Reversed.apply(self.middle(hidden), 2.0) + kept
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize(
     "kind", [Adversary, Straight, Several, WithSettings, WithoutGradient, Reentrant]
 )
@@ -225,6 +226,7 @@ AS_IT_IS = {
 }
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize("kind", AS_IT_IS, ids=lambda kind: kind.__name__)
 def test_what_would_hide_something_in_the_op_runs_as_it_is(kind):
     """Bug: all were refused, and `AroundIt` ended in a traceback. A parameter in a method that it

@@ -53,6 +53,7 @@ class Criterion(nn.Module):
 LOSSES = [chosen, matched, branches, Criterion()]
 
 
+@pytest.mark.sweep(of=2)
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda one: getattr(one, "__name__", "module"))
 def test_it_computes_what_eager_computes(loss):
     """Bug: all were refused, with a hint to do what the module already does."""

@@ -135,6 +135,7 @@ class First(Net):
 WORK = [Net, Sorted, BothWays, Plain, Projected, TimeFirst, Longest, FromAMask, Full, First]
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize("kind", WORK, ids=lambda kind: kind.__name__)
 def test_every_bit_is_that_of_the_model(kind):
     """Loss, gradients: three micro-batches with rows of other lengths, in one stage and in two."""

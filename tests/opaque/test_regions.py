@@ -282,6 +282,7 @@ WORK = [
 WORK += [MarkedRows, Experts, Widened, Buffers, CalledFromOutside, Twice, Layers, Apart]
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.filterwarnings("ignore:Using a non-full backward hook:FutureWarning")
 @pytest.mark.parametrize("kind", WORK, ids=lambda kind: kind.__name__)
 def test_it_computes_what_eager_computes(kind):
@@ -357,6 +358,7 @@ def test_a_rank_traces_the_same_graph_from_the_record_alone(kind):
     assert fingerprint(again.graph) == fingerprint(traced.graph)
 
 
+@pytest.mark.sweep(of=2)
 @pytest.mark.parametrize("kind", [SomeRows, InnerGradient, TensorHook, Apart])
 def test_bytes_kept_for_backward_are_those_that_were_measured(kind):
     """The dry run has no values. Where bytes depend on them it has the most of a few runs."""

@@ -153,6 +153,7 @@ class BranchesInside(Net):
 WORK = [AScript, ATrace, InEachBlock, Backbone, Loaded, Tied, APartByItself, Hooked, Several]
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize("kind", [*WORK, BranchesInside], ids=lambda kind: kind.__name__)
 def test_it_computes_what_eager_computes(kind):
     """Loss, every gradient and every buffer of three micro-batches, in one stage and in two."""

@@ -75,6 +75,7 @@ class Between(Net):
         return self.middle(hidden.relu().to_sparse().to_dense())
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize("kind", [Made, OfABuffer, OfAnAttribute, Given, Between])
 def test_a_call_that_computes_with_sparse_tensors_runs_as_it_is(kind):
     """Bug: "the model raises NotImplementedError: Cannot access storage of SparseTensorImpl"."""

@@ -191,6 +191,7 @@ def odd_plans() -> list[Plan]:
     ]
 
 
+@pytest.mark.sweep(of=4)
 @pytest.mark.parametrize("plan", odd_plans())
 @pytest.mark.parametrize("columns", [60, 80, 100])
 def test_nothing_is_wider_than_the_page_or_cut(plan: Plan, columns: int) -> None:

@@ -143,6 +143,7 @@ def grouped(m: Model, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 WRITTEN = [plain, nanogpt, lowest, gpt2, other_way_round, added, bmm, annotated, multihead, grouped]
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize("attend", WRITTEN, ids=lambda attend: attend.__name__)
 def test_becomes_one_op_and_computes_the_same(attend: Attend) -> None:
     """Loss and gradients are the model's own to rounding, and no [s, s] of heads is left."""
@@ -280,6 +281,7 @@ STAYS = [read_twice, learnt_bias, not_so_low, two_masks, scaled_after, over_quer
 STAYS += [capped, keys_as_they_are, values_first, routed, lowest_added, alibi]
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize("attend", STAYS, ids=lambda attend: attend.__name__)
 def test_stays_as_it_is(attend: Attend) -> None:
     _, trace = traced(attend)
@@ -312,6 +314,7 @@ def squares(y: Tensor, batch: Any) -> Tensor:
     return y.square().mean()
 
 
+@pytest.mark.long
 def test_compiled_stages_are_planned_and_cut_with_it() -> None:
     """A run knows the model by the graph as traced, and fuses what the plan says."""
     compiled, other = planned(compile=True), planned()
@@ -323,6 +326,7 @@ def test_compiled_stages_are_planned_and_cut_with_it() -> None:
     assert held[0] + 2 * scores < held[1]  # of each block's scores those after the softmax, a row
 
 
+@pytest.mark.long
 def test_it_is_done_or_left_as_it_is_asked_for() -> None:
     assert not planned(compile=True, fuse_attention=False).fused_attention
     assert planned(fuse_attention=True).fused_attention

@@ -108,6 +108,7 @@ def plan() -> Plan:
     )
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize(("loss", "expected"), COUNTED.values(), ids=COUNTED)
 def test_labels_of_each_row_are_counted(loss: Loss, expected: list[int], plan: Plan) -> None:
     """Counts, and what the losses of single rows are divided by."""
@@ -120,6 +121,7 @@ def test_labels_of_each_row_are_counted(loss: Loss, expected: list[int], plan: P
     assert [unit * weight for weight in weights.losses] == pytest.approx(divisors)
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize(("loss", "expected"), COUNTED.values(), ids=COUNTED)
 def test_weighted_losses_are_that_of_the_batch(loss: Loss, expected: list[int]) -> None:
     """The equation of the module's docstring, of three rows that have labels."""

@@ -160,6 +160,7 @@ def without_gradient(m: Model, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(logits, y.flatten()) + x.mean()
 
 
+@pytest.mark.sweep(of=4)
 @pytest.mark.parametrize(
     "run",
     [

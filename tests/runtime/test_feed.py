@@ -223,6 +223,7 @@ def run(planned: Path, body: str, *more: str) -> Any:
     return ranks(2, *argv, folder=planned)
 
 
+@pytest.mark.sweep(of=2)
 @pytest.mark.parametrize(
     ("body", "sentence"),
     [

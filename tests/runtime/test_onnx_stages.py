@@ -55,6 +55,7 @@ def tensors(outputs: Any) -> dict[str, torch.Tensor]:
     return {name: x for name, x in dict(outputs).items() if isinstance(x, torch.Tensor)}
 
 
+@pytest.mark.sweep(of=2)
 @pytest.mark.parametrize("degrees", [{"pp": 2}, {"tp": 2}], ids=str)
 @pytest.mark.parametrize("name", chosen(EXPORTED, now=["frozen"]))
 def test_a_chain_gives_what_the_model_gives(
@@ -82,6 +83,7 @@ def test_a_folder_that_is_there_is_left_alone(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.long
 def test_weights_are_the_files(tmp_path: Path) -> None:
     """Without `weights` the model is built as it builds itself, by the seed."""
     file, plan = planned("frozen", pp=2)

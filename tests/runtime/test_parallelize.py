@@ -36,6 +36,7 @@ def test_a_gpu_that_is_not_there(plan: Plan, monkeypatch: pytest.MonkeyPatch) ->
         piped("gpt", replace(plan, mesh=replace(plan.mesh, places=(place,))))
 
 
+@pytest.mark.sweep(of=2)
 @pytest.mark.parametrize("other", ["dropout", "counted"])
 def test_a_plan_of_another_model(plan: Plan, other: str) -> None:
     """The first line that differs is named; with the plan's model it would be another."""

@@ -310,6 +310,7 @@ def some_edges(num_stages, rng):
     ]
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize("name", [*SCHEDULES, "evaluation"])
 def test_every_schedule_runs_with_every_window_and_skip_connection(name):
     """With 1 to 10 micro-batches; with every third number by default."""

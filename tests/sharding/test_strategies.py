@@ -228,6 +228,7 @@ OPS: dict[str, tuple[str, Callable[..., Tensor], tuple[tuple[int, ...], ...], se
 }
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize("name", OPS)
 def test_of_ops_that_the_zoo_has_not(name: str) -> None:
     """On 2 ranks and on 4; on 2 by default."""

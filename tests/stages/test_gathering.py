@@ -183,6 +183,7 @@ WAYS = {
 }
 
 
+@pytest.mark.sweep(of=4)
 @pytest.mark.parametrize(
     ("name", "way"),
     [

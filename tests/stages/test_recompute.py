@@ -67,6 +67,7 @@ def whole(found, model, asked=("all",), precision="fp32", rows=2):
     return made.module, made.low
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize("precision", ["fp32", "bf16-autocast"])
 @pytest.mark.parametrize(
     "name",

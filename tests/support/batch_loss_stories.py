@@ -115,7 +115,7 @@ def a_batch_loss_of_one_micro_batch_is_equal_bit_by_bit() -> None:
         assert torch.equal(parameter.grad, model.get_parameter(name).grad), name
 
 
-@story(2)
+@story(2, long=True)
 def a_batch_loss_over_replicas_and_tensor_parts() -> None:
     """Embeddings are gathered over replicas; a replica may be given its rows alone."""
     plan = planned("negatives", 1, 2, 2, **BATCH)
@@ -151,7 +151,7 @@ def memory_of_a_batch_loss() -> None:
     measured_as_planned("clip", 4, "1f1b", "fp32", **BATCH)
 
 
-@story(4)
+@story(4, long=True)
 def a_batch_loss_in_two_replicas_of_a_pipeline() -> None:
     """Plain, and under ZeRO-1 and ZeRO-3."""
     for zero, micro_batches in ((0, 2), (1, 2), (3, 2)):

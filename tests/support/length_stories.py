@@ -61,7 +61,7 @@ def lengths_of_tied_stages() -> None:
     beside("gpt2", piped("gpt2", planned("gpt2", 2, 1, 2, "zb-h1")), bitwise=False)
 
 
-@story(2)
+@story(2, long=True)
 def lengths_over_tensor_parts_and_replicas() -> None:
     beside("gpt", piped("gpt", planned("gpt", 1, 1, 2, tp=2)), bitwise=False)
     beside("gpt", piped("gpt", planned("gpt", 1, 2, 2)), bitwise=False)
@@ -89,7 +89,7 @@ def replicas_may_have_rows_of_unlike_length() -> None:
         pipe.step(cut(whole, (7, 9)[pipe.place.dp]))
 
 
-@story(2)
+@story(2, long=True)
 def longer_rows_and_evaluation() -> None:
     pipe, case = piped("gpt", planned("gpt", 2, 1, 2)), ZOO["gpt"]
     batch = drawn("gpt", pipe.plan.batch.rows, 0)

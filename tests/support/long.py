@@ -1,6 +1,7 @@
 """What `make test` runs a sample of, and `make test-long` runs whole.
 
     for seed in sampled(range(200), of=5):          seeds 0, 5, 10, ...: 40 of 200
+    @pytest.mark.sweep(of=5)                        of a test's cases the first, sixth, ...
     @pytest.mark.long                               a test, or a case of one, for the long run alone
     share(40, of=5)                                 a share of 40 that a sample must reach: 8
 

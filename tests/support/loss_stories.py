@@ -9,7 +9,7 @@ from tests.support.pipe_stories import measured_as_planned
 from tests.support.pipes import ZOO, close, piped, planned, story, together, whole_loss
 
 
-@story(2)
+@story(2, long=True)
 def parts_of_a_loss_in_a_pipeline() -> None:
     """Tied weights, then an untied head in halves of a backward; evaluation, with logits or not."""
     together("gpt2", piped("gpt2", planned("gpt2", 2, 1, 4, loss_parts=3)))
@@ -26,7 +26,7 @@ def parts_of_a_loss_in_a_pipeline() -> None:
     close(found["logits"], model(batch["input_ids"]).logits, "logits")
 
 
-@story(2)
+@story(2, long=True)
 def memory_of_a_loss_in_parts() -> None:
     for schedule, precision in sampled((("zb-h1", "bf16"), ("1f1b", "fp32")), of=2):
         measured_as_planned("llama", 4, schedule, precision, loss_parts=3)
@@ -56,7 +56,7 @@ def labels_of_a_batch_weigh_alike() -> None:
         together(name, pipe)
 
 
-@story(2)
+@story(2, long=True)
 def labels_on_replicas_and_shards_weigh_alike() -> None:
     """Of one micro-batch each; with gradients in shards; under a vocabulary in halves."""
     together("gaps", piped("gaps", planned("gaps", 1, 2, 1)))

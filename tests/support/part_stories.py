@@ -132,7 +132,7 @@ def files_send_parts_too() -> None:
     files_run_as_planned("skipping", in_parts("skipping", 2, "1f1b"))
 
 
-@story(4)
+@story(4, long=True)
 def parts_of_a_tensor_whose_gradient_is_a_partial_sum() -> None:
     """It is reduce-scattered, and goes back in parts: the order of sums is another."""
     together("llama", piped("llama", in_parts("llama", 2, "1f1b", on=close_together)))

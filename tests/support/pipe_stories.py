@@ -87,7 +87,7 @@ def memory_of_masters_that_are_dealt_out() -> None:
         measured_as_planned(name, 2, "1f1b", "bf16", dp=2, **more)
 
 
-@story(4)
+@story(4, long=True)
 def memory_of_parameters_in_shards() -> None:
     """ZeRO-3: what is gathered at once too, eager and compiled; GPT-2's tied embedding stands in
     both stages, and in both of one rank under interleaved."""
@@ -129,7 +129,7 @@ def measured_as_planned(
             assert mine == asked, f"{said}: measured {mine}, planned {asked}"
 
 
-@story(2)
+@story(2, long=True)
 def memory_of_blocks_that_offload() -> None:
     """What waits in the host's memory is not counted, what is on its way is; with recomputation
     beside it, compiled, and with stages of two sizes."""
@@ -184,7 +184,7 @@ def what_a_model_gives_in_evaluation() -> None:
         close(found, expected, name)
 
 
-@story(2)
+@story(2, long=True)
 def evaluation_leaves_training_untouched() -> None:
     """Buffers, gradients, dropout's numbers: one pipe evaluates, the other does not."""
     for name in ("dropout", "unet", "calls"):

@@ -219,7 +219,7 @@ def recomputed_blocks_in_shards() -> None:
     together("gpt", piped("gpt", plan), steps=2)
 
 
-@story(2)
+@story(2, long=True)
 def what_runs_again_or_is_compiled_in_shards() -> None:
     """Parameters are gathered by the graphs of a stage, whoever runs them."""
     again = planned("gpt", 1, 2, 2, zero=3, recompute="activations")
@@ -236,7 +236,7 @@ def what_autograd_runs_in_shards() -> None:
     together("lstm", piped("lstm", planned("lstm", 1, 2, 2, zero=3)), steps=2)
 
 
-@story(4)
+@story(4, long=True)
 def one_process_under_autocast() -> None:
     """bf16: what one process computes in, up to roundings of sums that are cut elsewhere."""
     for schedule, zero in sampled((("interleaved", 3), ("zb-h1", 1), ("1f1b", 0)), of=3):

@@ -22,6 +22,7 @@ def from_constructor(name: str) -> Trace:
     return trace(build_fake(case.model), case.inputs(2), specs, case.loss, real=case.model)
 
 
+@pytest.mark.sweep(of=4)
 @pytest.mark.parametrize("name", chosen(ZOO, now=("unet", "mask", "keywords", "dict")))
 def test_a_model_and_its_constructor_have_one_trace(name: str) -> None:
     case = ZOO[name]

@@ -47,7 +47,7 @@ def turns_at_a_stage() -> None:
         together(name, piped(name, in_turns(name, turns, **more)))
 
 
-@story(3)
+@story(3, long=True)
 def turns_of_other_engines() -> None:
     """Compiled graphs, whose bytes and gradients are those of the plan; in 16 bits with masters."""
     with without_inductor():
@@ -58,7 +58,7 @@ def turns_of_other_engines() -> None:
     close(pipe.step(batch), alone.step(batch), "loss in bf16", 1e-2)
 
 
-@story(3)
+@story(3, long=True)
 def evaluation_in_turns() -> None:
     """Loss and outputs, in the order of the rows, of batches of any number of micro-batches."""
     plan, model = in_turns("gpt", (1, 2)), ZOO["gpt"].model().eval()
@@ -94,14 +94,14 @@ def files_of_turns() -> None:
     files_run_as_planned("gpt", in_turns("gpt", (1, 2)))
 
 
-@story(4)
+@story(4, long=True)
 def turns_in_the_middle() -> None:
     """Skips over a stage that two ranks have, and a stage after one of three."""
     for turns in sampled(((1, 2, 1), (1, 3), (2, 2)), of=2):
         together("skipping", piped("skipping", in_turns("skipping", turns)))
 
 
-@story(8)
+@story(8, long=True)
 def turns_beside_other_axes() -> None:
     """Replicas of such a pipeline, and tensor-parallel ranks in each of its ranks."""
     for more in sampled(({"dp": 2, "zero": 1}, {"tp": 2}), of=2):

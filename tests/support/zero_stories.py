@@ -59,14 +59,14 @@ def same_as_whole(name: str, plan: Plan, *zeros: int) -> None:
             close(tensor, weights[key], said + key, 0.0 if exact else 1e-5)
 
 
-@story(4)
+@story(4, long=True)
 def shards_of_parts_change_no_bit() -> None:
     """Each tensor-parallel rank's own part of a matrix, dealt out to its replicas."""
     for precision in sampled(("fp32", "bf16"), of=2):
         same_as_whole("gpt", planned("gpt", 1, 2, 1, tp=2, precision=precision), 2, 3)
 
 
-@story(4)
+@story(4, long=True)
 def shards_of_partial_gradients() -> None:
     """Tokens are sharded between the layers, so that a norm's gradient is in parts on
     tensor-parallel ranks; replicas deal it out, and what they have is then summed."""
@@ -98,7 +98,7 @@ def gradients_of_stages_in_shards() -> None:
     same_as_whole("gpt", planned("gpt", 2, 2, 1), 2)
 
 
-@story(4)
+@story(4, long=True)
 def memory_of_shards_of_parts() -> None:
     """To the byte, but for AdamW's counters and for what is there only while it is gathered."""
     cases = (("gpt", "fp32", 3), ("llama", "fp32", 2), ("gpt2", "bf16", 2), ("llama", "bf16", 3))

@@ -72,6 +72,7 @@ class Decorated(Net):
             return self.middle(hidden).float() + self.target(hidden).float()
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize("kind", [Target, Called, OnAgain, Across, Decorated])
 def test_what_no_grad_holds_has_no_gradient(kind):
     """Bug: it had, and all gradients before it were off, by up to 40 %."""

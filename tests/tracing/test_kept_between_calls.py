@@ -32,6 +32,7 @@ class Written(Averaged):
         self.average.copy_(value)
 
 
+@pytest.mark.sweep(of=2)
 @pytest.mark.parametrize("kind", [AssignedTwice, RegisteredAgain, Written, OfAPart])
 def test_a_buffer_that_is_assigned_keeps_its_value_from_one_micro_batch_to_the_next(kind):
     """Bug: `self.average = ...` gives the name another tensor, which is in no graph.

@@ -98,6 +98,7 @@ def border():
     return float(sum(sums) / 2)
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize("kind", [FixedPoint, BySign, Deep])
 def test_a_branch_that_changes_with_the_rows_runs_as_it_is(kind, monkeypatch):
     """Bug: the run ended with "Python read False from a tensor here when the model was traced"."""

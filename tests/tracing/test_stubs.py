@@ -351,6 +351,7 @@ KINDS = {
 """For how many of six blocks a stand-in stands."""
 
 
+@pytest.mark.sweep(of=4)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_blocks(monkeypatch, kind):
     shared, stood_in, whole = traces(monkeypatch, lambda: Stack(kind), inputs, mean)
@@ -460,6 +461,7 @@ MODELS = {
 }
 
 
+@pytest.mark.sweep(of=4)
 @pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
 def test_models(monkeypatch, kind):
     shared, stood_in, whole = traces(monkeypatch, kind, inputs, mean)
@@ -467,6 +469,7 @@ def test_models(monkeypatch, kind):
     assert stood_in == MODELS[kind]
 
 
+@pytest.mark.sweep(of=2)
 @pytest.mark.parametrize("options", [{"symbolic": False}, {"reads": ()}], ids=str)
 def test_at_fixed_rows_and_from_a_record(monkeypatch, options):
     shared, stood_in, whole = traces(monkeypatch, lambda: Stack(Block), inputs, mean, **options)

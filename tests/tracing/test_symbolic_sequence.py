@@ -72,6 +72,7 @@ def traced(name: str) -> Lengths:
     return trace_lengths(case.model(), example, specs, case.loss)
 
 
+@pytest.mark.sweep(of=2)
 @pytest.mark.parametrize(
     "name", chosen(("dropout", "gpt2", "llama", "t5", "mask"), now=("dropout",))
 )

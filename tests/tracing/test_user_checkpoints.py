@@ -75,6 +75,7 @@ RUNS = {
 }
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize(("run", "numbers"), RUNS.values(), ids=RUNS)
 def test_checkpointed_blocks_are_asked_for(run, numbers):
     wanted, said = found_of(Net(run))

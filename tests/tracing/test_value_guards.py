@@ -288,6 +288,7 @@ def told(m, h):
     logging.getLogger("tests").info("norm %s", h.norm().item())
 
 
+@pytest.mark.sweep(of=2)
 @pytest.mark.parametrize("look", [kept, held, printed, told])
 def test_a_number_that_nothing_depends_on_is_not_checked(look, capsys):
     """Nor does it need the weights; and a run reads nothing."""
@@ -333,6 +334,7 @@ USED = {
 }
 
 
+@pytest.mark.sweep(of=4)
 @pytest.mark.parametrize("look", USED.values(), ids=USED)
 def test_a_number_that_something_depends_on_is_checked(look):
     with pytest.raises(CaptureError, match="depends on the model's weights"):

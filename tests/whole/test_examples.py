@@ -62,6 +62,7 @@ def test_gpt_sees_the_same_rows_however_many_shards(gpt: dict[str, Any], num_sha
 LEARN = EXAMPLES / "learn"
 
 
+@pytest.mark.long
 def test_the_story_of_a_pipeline_ends_with_the_same_loss_each_time(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

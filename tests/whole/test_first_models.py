@@ -368,6 +368,7 @@ def one_process(source: str) -> tuple[list[float], list[dict[str, torch.Tensor]]
     return losses, gradients
 
 
+@pytest.mark.sweep(of=4)
 @pytest.mark.parametrize(
     "name", chosen(STORIES, now=("bf16", "default dtype", "transformers' ViT", "odd"))
 )

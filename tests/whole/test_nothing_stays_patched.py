@@ -110,6 +110,7 @@ def test_after_a_constructor_that_raises() -> None:
         autopipe.plan(model, cluster=machine(1), inputs=CASE.inputs, batch_size=4)
 
 
+@pytest.mark.long
 def test_after_a_plan_for_another_model() -> None:
     plan = planned()
     with pytest.raises(autopipe.PlanError):

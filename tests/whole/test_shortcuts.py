@@ -66,6 +66,7 @@ def test_every_shortcut_has_its_worker() -> None:
     assert set(WORKERS) == set(shortcuts.NAMES)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", chosen(WORKERS, now=("repeated costs",)))
 def test_a_shortcut_is_taken_unless_it_is_off(name: str) -> None:
     plan, calls = planned()
@@ -74,5 +75,6 @@ def test_a_shortcut_is_taken_unless_it_is_off(name: str) -> None:
     assert other == plan
 
 
+@pytest.mark.long
 def test_a_plan_without_any_shortcut_is_the_same() -> None:
     assert planned(*shortcuts.NAMES)[0] == planned()[0]

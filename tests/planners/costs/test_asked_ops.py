@@ -78,6 +78,7 @@ def names(graph: Graph, positions: frozenset[int], block: str) -> set[str]:
     return {name.removeprefix(f"{block}.") for name in own if name.startswith(f"{block}.")}
 
 
+@pytest.mark.sweep(of=2)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_attention_is_from_its_first_product_to_its_second(compiled: bool) -> None:
     """The views between them cost nothing and are not told. Compiled stages run what only moves

@@ -168,6 +168,7 @@ def test_where_nobody_says_which_blocks_run_again_all_that_can_may():
     assert (len(paths), none.constraints.recompute) == (4, ())
 
 
+@pytest.mark.sweep(of=2)
 @pytest.mark.parametrize("name", ["mask", "gpt"])
 def test_ways_to_keep_less_are_looked_for_where_memory_may_be_short(name, monkeypatch):
     """Where it is ample the planner decides the same without them, in a fifth less time."""

@@ -99,6 +99,7 @@ KEPT = {
 }
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize("kind", KEPT, ids=lambda kind: kind.__name__)
 def test_what_is_kept_in_an_attribute_is_refused_by_its_name(kind):
     """The graph is that of a first call; from the second micro-batch on it would be another one."""
@@ -108,6 +109,7 @@ def test_what_is_kept_in_an_attribute_is_refused_by_its_name(kind):
     assert f"it keeps {KEPT[kind]}\nhint: keep it in a buffer" in said
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize("kind", KEPT, ids=lambda kind: kind.__name__)
 def test_so_it_is_where_the_model_is_too_large_to_be_run(kind, monkeypatch):
     monkeypatch.setattr(against_eager, "MOST_BYTES", 0)
@@ -153,6 +155,7 @@ class LooksOnceBesideANorm(Net):
 LOOKS = [LooksOnce, LooksOnceBesideANorm]
 
 
+@pytest.mark.sweep(of=2)
 @pytest.mark.parametrize("kind", LOOKS, ids=lambda kind: kind.__name__)
 def test_what_a_first_call_writes_into_a_config_is_no_obstacle(kind, monkeypatch):
     """Models of transformers note what kind of labels they were given."""
@@ -484,6 +487,7 @@ class EachHundredth(Warm):
         return self.middle(hidden) * (2 if self.calls % 100 == 0 else 1)
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize("kind", [Phase, EachFourth, EachHundredth])
 def test_so_is_a_phase_and_what_comes_again(kind):
     """Bug: a count was looked at 10, 1000 and 100 000 calls ahead, and nowhere between."""

@@ -23,6 +23,7 @@ def plan(cluster=GPUS, name="gpt", **asked):
     return autopipe.plan(case.model, case.inputs, loss=case.loss, **asked)
 
 
+@pytest.mark.long
 def test_on_gpus_stages_are_compiled():
     made = plan()
     assert made.compiled and made.zero < 3
@@ -53,6 +54,7 @@ def deep():
     return nn.Sequential(*(Residual() for _ in range(32)))
 
 
+@pytest.mark.sweep(of=2)
 @pytest.mark.parametrize("tp", [1, 2])
 def test_where_only_zero_3_fits_it_is_taken(tp):
     """Between four replicas it holds no less than ZeRO-1 of what is one bucket; between eight it
@@ -144,6 +146,7 @@ def test_what_a_compiled_backward_makes_is_estimated(monkeypatch):
     assert estimated.activations == pytest.approx(stage.predicted.memory.activations, rel=0.1)
 
 
+@pytest.mark.long
 def test_compiled_bf16_keeps_less_than_two_thirds_of_what_autocast_does():
     """The demo's GPT, a step of 32 rows on one device. Autocast has an fp32 residual stream, and
     keeps each matrix product's operands in 16 bits besides; without compiling, bf16 alone saves

@@ -60,6 +60,7 @@ def planned(model: nn.Module, pp: int = 1, **how: object) -> Plan:
     return autopipe.plan(model, inputs, loss=square, cluster=machine(pp), pp=pp, **{**KNOWN, **how})
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_split_it_computes_what_the_model_does(kind: type[Net], tmp_path) -> None:
     model = built(kind)

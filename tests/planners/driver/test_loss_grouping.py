@@ -91,6 +91,7 @@ FINE = {
 }
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize("loss", FINE.values(), ids=FINE)
 def test_a_mean_over_rows_is_taken_as_it_is(loss):
     assert checked(loss) == []
@@ -142,6 +143,7 @@ def test_any_other_loss_is_refused_with_its_values(loss, what, hint):
         assert abs(float(whole) - (one + two) / 2) > 1e-3
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize("sharpness", [0.5, 1, 2, 8, 16])
 def test_in_batch_negatives_are_no_unequal_weights(sharpness):
     """Even where the value of all rows lies between those of the halves by chance."""

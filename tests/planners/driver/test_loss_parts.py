@@ -50,6 +50,7 @@ def test_a_loss_stays_whole_where_memory_does_not_matter() -> None:
     assert planned().loss_parts == 0
 
 
+@pytest.mark.long
 def test_a_loss_in_parts_where_nothing_fits_otherwise() -> None:
     """50,000 words are seven parts of 8192; the plan says so, and holds no logits."""
     said: list[str] = []
@@ -64,6 +65,7 @@ def test_a_loss_in_parts_where_nothing_fits_otherwise() -> None:
         planned(memory="8MiB")
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize(("asked", "parts"), [("3", 3), (3, 3), (0, 0)])
 def test_so_many_parts_as_asked_for(asked: int | str, parts: int) -> None:
     """The plan is of the same model: its fingerprint is that of the graph as traced."""

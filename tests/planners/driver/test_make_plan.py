@@ -76,6 +76,7 @@ def test_the_same_problem_is_the_same_bytes(
     assert Plan.load(tmp_path / "one").planner.bound_seconds > 0
 
 
+@pytest.mark.long
 def test_a_pair_is_as_slow_as_the_device_that_is_slower_in_this_precision() -> None:
     """One of them is quicker in bf16 alone; a quicker partner in fp32 is no help to it."""
     slow = Device("slow", 2**30, {"fp32": 1e9, "bf16": 1e12}, 1e10, 1e-6, "made up for tests")
@@ -100,6 +101,7 @@ def test_the_weights_are_never_touched() -> None:
     assert model.training and not any(p.grad is not None for p in model.parameters())
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize(
     ("pp", "dp", "micro_batches"), [(1, 1, 1), (1, 2, 4), (2, 1, 8), (3, 1, 2), (3, 2, 4)]
 )
@@ -250,6 +252,7 @@ def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {place.device for place in plan.mesh.places} == {"cpu"}
 
 
+@pytest.mark.long
 def test_a_cluster_nobody_has() -> None:
     plan = planned(cluster="2x2xA100-80GB", pp=2, dp=2)
     where = [(place.node, place.local, place.device) for place in plan.mesh.places]
@@ -557,6 +560,7 @@ def test_a_device_has_room_for_all_its_stages(schedule: str) -> None:
         assert max(sums) < least
 
 
+@pytest.mark.long
 def test_a_parameter_of_two_stages_of_a_rank_is_held_once() -> None:
     """GPT-2's embedding is its head: under zb-v rank 0 has the first stage and the last.
 
@@ -754,6 +758,7 @@ def test_two_parameters_in_one_memory() -> None:
         planned(model=Shared(), inputs=lambda rows: {"x": torch.ones(rows, 32)}, loss=None)
 
 
+@pytest.mark.long
 def test_a_refusal_speaks_of_other_degrees() -> None:
     """What fits at another tp, where one was asked for; else the fewest devices of any degree."""
     shape: dict[str, Any] = {"pp": 1, "micro_batches": 2}
@@ -764,6 +769,7 @@ def test_a_refusal_speaks_of_other_degrees() -> None:
     assert free(tp=2, **shape, memory=limit).mesh.tp == 2
 
 
+@pytest.mark.long
 def test_a_refusal_speaks_of_blocks_that_were_not_to_run_again() -> None:
     """And of micro-batches of other sizes than those asked for: each fits, as it says."""
 

@@ -69,6 +69,7 @@ def memory_of(plan: Plan) -> int:
     return max(stage.predicted.memory.peak for stage in plan.stages)
 
 
+@pytest.mark.long
 def test_where_memory_is_short_a_fast_link_takes_what_blocks_keep_and_a_slow_one_does_not() -> None:
     """Four layers a stage, eight micro-batches of 2 rows x 32 tokens in flight. A layer keeps of
     each token a norm's input, its 4 x 64 numbers before and after GELU, and more: some 160 kB a
@@ -167,6 +168,7 @@ def test_what_cannot_be_is_refused(
     assert refusal.value.hint
 
 
+@pytest.mark.long
 def test_what_only_autograd_can_run_offloads_nothing_and_is_refused_where_it_is_asked_for() -> None:
     """An LSTM keeps what only its real kernel knows."""
 

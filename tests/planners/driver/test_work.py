@@ -51,6 +51,7 @@ ATTENDING = 3 * (2 * B * S * H * 3 * H + 2 * B * S * H * V + 2 * (2 * B * S * S 
 """A forward and twice as much in backward: q, k, v; logits; scores and their sum, half of them."""
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize(
     ("precision", "dtype", "peak"),
     [("bf16", "bf16", 312e12), ("fp16-autocast", "fp16", 312e12), ("fp32", "fp32", 19.5e12)],
@@ -100,6 +101,7 @@ def test_peaks_are_measured_where_one_device_has_no_datasheet() -> None:
     assert work(Counter(), [[own]], 0) is None, "a model that multiplies no matrices"
 
 
+@pytest.mark.sweep(of=4)
 @pytest.mark.parametrize(
     "options",
     [

@@ -58,6 +58,7 @@ def test_a_decoder_block_by_hand() -> None:
     assert each.kept == 4 * floats * b * s
 
 
+@pytest.mark.long
 def test_the_whole_is_its_parts_and_its_nodes() -> None:
     found = formulas("t5")
     assert Amounts.sum(found.nodes.values()) == found.total
@@ -140,6 +141,7 @@ def test_a_model_without_a_sequence_has_formulas_in_its_rows() -> None:
     assert found.at([1, 2])["kept"].tolist() == [108544 + 900, 2 * 108544 + 900]
 
 
+@pytest.mark.long
 def test_what_is_no_polynomial_has_no_formula() -> None:
     """An LSTM's workspace grows by whole tiles of a kernel; its operations have one."""
     found = formulas("lstm")
@@ -169,6 +171,7 @@ def test_a_run_of_another_size_must_be_as_foretold() -> None:
     assert found.nodes["exp/0"].forward_flops == b * s**3
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize(
     ("options", "said"),
     [

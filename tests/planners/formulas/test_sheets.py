@@ -36,6 +36,7 @@ assert isinstance(NODES, Cluster)
 BANDWIDTH = links.farthest(NODES).link.bandwidth
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize(
     "point",
     [
@@ -70,6 +71,7 @@ def test_a_rival_is_another_plan_and_its_sheet_is_proved() -> None:
     assert at(rival, Point(own, rival.rows, rival.tokens, BANDWIDTH)) is not None
 
 
+@pytest.mark.long
 def test_a_sheet_knows_of_tensors_that_go_in_parts() -> None:
     """It is proved: at the plan's own sizes its seconds and bytes are the plan's."""
     own, case = in_parts("gpt", 2, "1f1b"), ZOO["gpt"]

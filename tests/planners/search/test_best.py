@@ -64,6 +64,7 @@ def test_what_an_exact_planner_finds_is_its_own_bound(make: Callable[[int], Prob
         assert found.bound_seconds == found.estimate.step_seconds
 
 
+@pytest.mark.sweep(of=2)
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_the_next_best_is_the_best_of_all_other_meshes(make: Callable[[int], Problem]) -> None:
     """Every other mesh is asked for by itself, of the oracle."""
@@ -151,6 +152,7 @@ def test_the_answer_says_what_binds_and_what_else_there_was() -> None:
     }
 
 
+@pytest.mark.sweep(of=2)
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_rivals_that_are_no_faster_change_nothing(make: Callable[[int], Problem]) -> None:
     """What is as good as the best two known is found; what is told of the others still holds."""
@@ -231,6 +233,7 @@ def test_the_most_that_a_device_may_hold_is_held_to_the_byte() -> None:
         assert other.estimate.step_seconds >= found.estimate.step_seconds * (1 - 1e-9)
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_one_mesh_alone_is_what_asking_for_it_gives(planner: str) -> None:
     for seed in sampled(range(10), of=3):

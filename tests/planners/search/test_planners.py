@@ -121,6 +121,7 @@ def same(dynamic: Found, exhaustive: Found) -> None:
     assert meshes(dynamic.alternatives) == meshes(exhaustive.alternatives)
 
 
+@pytest.mark.sweep(of=2)
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("first", range(0, 200, 50))
 def test_dynamic_is_exhaustive(make: str, first: int) -> None:
@@ -130,6 +131,7 @@ def test_dynamic_is_exhaustive(make: str, first: int) -> None:
         same(found_in("dynamic", make, seed), found_in("exhaustive", make, seed))
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize("transfers", [None, *TRANSFERS])
 def test_where_tensors_may_go_in_parts(transfers: str | None) -> None:
     """To each stage by the faster way, or by that which is asked for. 40 problems, 2 by default."""
@@ -157,6 +159,7 @@ def test_where_sums_of_gradients_are_long(make: str) -> None:
         same(found_by("dynamic", problem), found_by("exhaustive", problem))
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("make", MAKERS)
 def test_under_every_schedule_that_is_asked_for(make: str, schedule: str) -> None:
@@ -170,6 +173,7 @@ def test_under_every_schedule_that_is_asked_for(make: str, schedule: str) -> Non
         same(found_by("dynamic", asked), found_by("exhaustive", asked))
 
 
+@pytest.mark.sweep(of=4)
 @pytest.mark.parametrize("seed", [21, 56, 98, 133])
 def test_where_blocks_may_offload_what_they_keep(seed: int) -> None:
     """Four problems in whose fastest plans some do; of one stage, of two and of three."""
@@ -178,6 +182,7 @@ def test_where_blocks_may_offload_what_they_keep(seed: int) -> None:
     assert isinstance(dynamic, Answer) and any(dynamic.decision.offload)
 
 
+@pytest.mark.sweep(of=4)
 @pytest.mark.parametrize("zeros", [(1,), (2,), (3,)])
 @pytest.mark.parametrize("again", [None, 0, 1, 2])
 def test_where_zero_and_what_runs_again_are_asked_for(
@@ -269,6 +274,7 @@ def test_exhaustive_is_the_best_of_all_that_the_estimate_scores(make: str) -> No
     assert tried >= share(30, of=8)
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize("make", MAKERS)
 def test_uniform_is_never_better_than_dynamic(make: str) -> None:
     """On 150 problems of each kind, 30 by default."""
@@ -280,6 +286,7 @@ def test_uniform_is_never_better_than_dynamic(make: str) -> None:
             assert uniform.bound_seconds <= dynamic.estimate.step_seconds * (1 + 1e-9)
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_the_same_problem_has_the_same_answer(planner: str) -> None:
     """Made again from its seed, so that nothing that is remembered of it is met again.

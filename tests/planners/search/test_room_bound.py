@@ -52,6 +52,7 @@ def test_a_tensor_from_an_earlier_unit_is_kept_or_received() -> None:
     assert left_over(replace(problem, profiles=(profile,)), Config(2, 1, 4, 0, "1f1b")) == 0
 
 
+@pytest.mark.sweep(of=2)
 @pytest.mark.parametrize("make", [random_problem, rich_problem], ids=["plain", "rich"])
 def test_what_is_told_to_have_no_room_has_none(make) -> None:
     """Whatever the cuts, the order of devices, what runs again, the schedule and ZeRO stage.

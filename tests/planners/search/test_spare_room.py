@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from autopipe.errors import InfeasibleError
 from autopipe.planners.model.estimate import estimate
 from autopipe.planners.model.problem import Constraints, Decision, Problem
@@ -28,6 +30,7 @@ def tight(seed: int) -> tuple[Problem, Decision] | None:
     return (problem, found) if any(found.recompute) else None
 
 
+@pytest.mark.long
 def test_fewer_stages_recompute_and_all_fits() -> None:
     changed = 0
     for case in filter(None, map(tight, range(60))):

@@ -107,6 +107,7 @@ def test_a_run_says_so_and_goes_on(disk: Path) -> None:
     assert losses(again) == {step: losses(full)[step] for step in (3, 4, 5)}
 
 
+@pytest.mark.long
 def test_a_model_that_has_no_room(disk: Path) -> None:
     """`--save` and `checkpoint convert`: an error, and nothing that looks like a model."""
     folder = save_killed_net(disk.parent)

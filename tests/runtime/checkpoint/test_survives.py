@@ -79,6 +79,7 @@ def test_killed_at_a_random_moment(
     assert [path for path in (folder / "kept").iterdir() if path.suffix == ".partial"] == []
 
 
+@pytest.mark.long
 def test_a_signal_to_one_rank_stops_all(
     folder: Path, undisturbed: dict[int, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,6 +128,7 @@ def test_ctrl_c_stops_all(folder: Path) -> None:
     assert kept[-1] == f"step-{int(found[1]):08}" and "Traceback" not in said.err
 
 
+@pytest.mark.long
 def test_ctrl_c_without_checkpoints_says_what_is_lost(folder: Path) -> None:
     """Bug: it ended without a word."""
     said = interrupted("-m", "autopipe", "run", "plan.json", "--log-every", "1", folder=folder)
@@ -135,6 +137,7 @@ def test_ctrl_c_without_checkpoints_says_what_is_lost(folder: Path) -> None:
     assert hint.startswith("hint: with --checkpoints FOLDER a Ctrl-C saves first")
 
 
+@pytest.mark.long
 def test_torchrun_restarts(folder: Path, undisturbed: dict[int, str]) -> None:
     """Its workers of the second attempt are given the store of the first one."""
     command = (*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", *RUN)

@@ -251,6 +251,7 @@ def namespace() -> Iterator[str]:
         subprocess.run(["ip", "link", "del", here], capture_output=True)
 
 
+@pytest.mark.long
 def test_a_cable_that_is_pulled(tmp_path: Path, namespace: str) -> None:
     """No connection is closed and no packet comes: each side ends by itself, and says why."""
     pull = f"os.system('ip -n {namespace} link set autopipe1 down'); {WAITS}"

@@ -142,6 +142,7 @@ def busy() -> Iterator[None]:
             process.wait()
 
 
+@pytest.mark.long
 @linux
 def test_a_rank_that_is_only_busy(tmp_path: Path) -> None:
     """12 s in C with the GIL held, on a machine that does ten other things: no reason to worry."""

@@ -75,6 +75,7 @@ def measure(
     return workers.measure(LocalSpec(processes), names, 16.0, lines.append), lines
 
 
+@pytest.mark.long
 def test_the_figures_are_those_of_some_computer(monkeypatch: pytest.MonkeyPatch) -> None:
     need = Need(("fp32", "bf16"), ("gelu", "linear"))
     names = figures(need, 2, False)
@@ -151,6 +152,7 @@ def test_what_torch_cannot_do_is_left_out(monkeypatch: pytest.MonkeyPatch) -> No
     assert found["tanh"].values
 
 
+@pytest.mark.long
 def test_a_plan_is_made_whatever_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -171,6 +173,7 @@ def test_a_plan_is_made_whatever_hangs(
     assert "memory: " in said.err and "fp32: " not in said.err.split("rough")[0]
 
 
+@pytest.mark.long
 def test_gpus_are_hidden_from_what_measures_the_processor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -202,6 +205,7 @@ def test_without_a_temporary_folder_nothing_is_measured(monkeypatch: pytest.Monk
     assert found == {"fp32": Found((), why)}
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 def test_ctrl_c_leaves_no_process_and_no_record(tmp_path: Path) -> None:
     """While every process hangs in a figure."""

@@ -89,6 +89,7 @@ def test_predicted_is_measured_whatever_the_schedule(name: str, schedule: str) -
     held_as_predicted(cut(name, 4, split=split), schedule, 5, chunks=chunks)
 
 
+@pytest.mark.sweep(of=4)
 @pytest.mark.parametrize("precision", ["fp32", "bf16-autocast"])
 @pytest.mark.parametrize("recompute", [(), ("all",)])
 @pytest.mark.parametrize("name", chosen(("gpt", "gpt2", "llama", "dropout"), now=("gpt2",)))

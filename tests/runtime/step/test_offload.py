@@ -87,6 +87,7 @@ MODELS = "llama", "dropout", "t5", "mask", "keywords"
 LATER = pytest.mark.long
 
 
+@pytest.mark.sweep(of=4)
 @pytest.mark.parametrize(
     ("how", "name"),
     [

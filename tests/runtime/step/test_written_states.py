@@ -120,6 +120,7 @@ def pipelined(kind, engine_of):
     return Step.of(losses, own), dict(own.named_parameters()), eager(model), model
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 @pytest.mark.parametrize(
