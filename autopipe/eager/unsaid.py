@@ -228,16 +228,9 @@ def _elementwise(tensor: Tensor, *args: Any) -> None:
 
 
 def _parameter_data(tensor: Tensor, value: Tensor) -> None:
-    if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
-        raise CaptureError(
-            f"{user_lines.here()}: forward sets the .data of a parameter, which the optimizer "
-            "trains",
-            hint="change it in the optimizer's step, or compute with a changed copy: "
-            "self.weight.clamp(...)",
-        )
     if isinstance(tensor, nn.Parameter):
         raise CaptureError(
-            f"{user_lines.here()}: forward sets the .data of a frozen parameter of "
+            f"{user_lines.here()}: forward sets the .data of a parameter of "
             f"{tuple(tensor.shape)} {tensor.dtype} to a tensor of {tuple(value.shape)} "
             f"{value.dtype}",
             hint="keep its shape and dtype, and write it in place: parameter.data.copy_(value)",

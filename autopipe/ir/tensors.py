@@ -108,9 +108,9 @@ class OwnData:
 
 
 def is_another_value(tensor: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether it is `teacher.data = value`: a frozen parameter, which is written then."""
-    frozen = isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
-    return frozen and (tensor.shape, tensor.dtype) == (value.shape, value.dtype)
+    """Whether it is `weight.data = value`: a parameter, which is written then."""
+    parameter = isinstance(tensor, torch.nn.Parameter)
+    return parameter and (tensor.shape, tensor.dtype) == (value.shape, value.dtype)
 
 
 def is_one_for_all(tensor: torch.Tensor, index: Any, value: Any) -> bool:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
-from collections.abc import Collection, Container, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, cast
@@ -24,14 +23,10 @@ from autopipe.ir.graph import (
     Node,
     Ref,
     State,
-    Value,
     arguments,
-    short_name,
-    swap,
     values_in,
 )
 from autopipe.ir.torch_private import is_fake, storage_key, writes
-from autopipe.planfile.node_names import NodeName
 
 LOSS_SCOPE = "loss()"
 """The scope of what the loss function computes; no module can be called that."""
@@ -168,101 +163,6 @@ def constant_of(
             hint="make it an nn.Parameter of the model, or read it by .detach()",
         )
     return value
-
-
-PROJECTIONS = {
-    f"aten.{name}_.default": f"aten.{name}.default"
-    for name in ("clamp", "clamp_min", "clamp_max", "relu", "abs", "nan_to_num")
-}
-"""Ops in place that change each entry by itself, and nothing the second time -> the same op."""
-
-
-def with_projections(graph: Graph) -> Graph:
-    """The graph in which a parameter that forward projects in place is projected for its readers.
-
-        w.data.clamp_(-1, 1)            d = detach(w);  c = clamp(d, -1, 1);  v = c + (w - d)
-        linear(x, w)                    linear(x, v)
-
-    w - d is 0, so v is the projected parameter in every bit, and its gradient is that of w. The
-    parameter itself is changed before the optimizer changes it (`StateSpec.projection`).
-
-    Raises:
-        CaptureError: forward writes a parameter that is trained otherwise; names the user's line.
-    """
-    projected = _projected(graph)
-    _check_writes(graph, projected)
-    if not projected:
-        return graph
-    ordinals = Counter((node.scopes[-1:], node.short) for node in graph.nodes)
-    nodes: list[Node] = []
-    values: dict[Value, Value] = {}
-    states = dict(graph.states)
-
-    def append(like: Node, op: str, *args: Arg) -> Ref:
-        key = like.scopes[-1:], short_name(op)
-        name = str(NodeName("".join(key[0]), key[1], ordinals[key]))
-        ordinals[key] += 1
-        nodes.append(replace(like, name=name, op=op, args=args, kwargs={}, grad=True))
-        return Ref(name)
-
-    for node in graph.nodes:
-        weight = projected.get(node.name)
-        if weight is None:
-            nodes.append(node.reading(values))
-            continue
-        if weight not in values:
-            rest = _after_the_tensor(node)
-            states[weight.name] = replace(states[weight.name], projection=(node.op, rest))
-            read = append(node, "aten.detach.default", weight)
-            changed = append(node, PROJECTIONS[node.op], read, *rest)
-            zero = append(node, "aten.sub.Tensor", weight, read)
-            values[weight] = append(node, "aten.add.Tensor", changed, zero)
-        (written,) = node.values()
-        if swap(written, values) != values[weight]:  # its .data, which has no gradient afterwards
-            values[written] = append(node, "aten.detach.default", values[weight])
-        values[Ref(node.name)] = swap(written, values)
-    found = replace(graph, nodes=tuple(nodes), outputs=swap(graph.outputs, values), states=states)
-    return replace(found, nodes=live_nodes(found.nodes, found.outputs))
-
-
-def _projected(graph: Graph) -> dict[str, State]:
-    """The nodes that project a trained parameter, which nothing has read before, by their names."""
-    found: dict[str, State] = {}
-    how: dict[State, tuple[str, tuple[Arg, ...]]] = {}
-    names: dict[Value, State] = {State(n): State(n) for n, s in graph.states.items() if s.trainable}
-    read = set[State]()
-    for node in graph.nodes:
-        weight = names.get(node.args[0]) if node.args else None  # type: ignore[call-overload]
-        if weight is not None and node.op == "aten.detach.default":
-            names[Ref(node.name)] = weight
-            continue
-        if weight is not None and node.op in PROJECTIONS and len(node.values()) == 1:
-            what = node.op, _after_the_tensor(node)
-            if how.get(weight) == what or weight not in read | how.keys():
-                how[weight], found[node.name], names[Ref(node.name)] = what, weight, weight
-                continue
-        read |= {names[value] for value in node.values() if value in names}
-    return found
-
-
-def _after_the_tensor(node: Node) -> tuple[Arg, ...]:
-    return tuple(arguments(node).values())[1:]
-
-
-def _check_writes(graph: Graph, allowed: Container[str]) -> None:
-    """Refuse other writes into parameters that are trained, or into what shares their memory."""
-    root = analyse(graph).root
-    for node in graph.nodes:
-        for written in map(root.__getitem__, written_by(node)):
-            if node.name in allowed or not isinstance(written, State):
-                continue
-            if graph.states[written.name].trainable:
-                raise CaptureError(
-                    f"{node.place}: forward writes the parameter {written.name!r}, which the "
-                    "optimizer trains, in place",
-                    hint="change it in the optimizer's step, or compute with a changed copy: "
-                    "self.weight.clamp(...)",
-                )
 
 
 def check_statistics(graph: Graph) -> Graph:

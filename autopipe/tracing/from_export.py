@@ -50,6 +50,7 @@ from autopipe.ir.torch_private import expression, is_control_flow, sparse_argume
 from autopipe.opaque.trees import Unlike
 from autopipe.planfile.node_names import NodeName
 from autopipe.planfile.parts import InputSpec
+from autopipe.rewriting.projections import with_projections
 from autopipe.tracing.exported_nodes import (
     check_statistics,
     constant_of,
@@ -61,7 +62,6 @@ from autopipe.tracing.exported_nodes import (
     names_by_storage,
     scopes_of,
     with_copies_beside,
-    with_projections,
 )
 from autopipe.tracing.stubs import BEGIN, END, STAND_IN, Span
 from autopipe.tracing.user_checkpoints import GRAD, MARK
@@ -99,7 +99,9 @@ def convert(
     """
     converter = _Converter(exported, model, specs, names_by_storage(twins))
     graph = check.after("from_export", converter.convert())
-    graph = check.after("projections", check_statistics(with_projections(graph)))
+    graph = with_projections(graph)
+    graph = replace(graph, nodes=live_nodes(graph.nodes, graph.outputs))
+    graph = check.after("projections", check_statistics(graph))
     return check.after("assigned buffers", with_copies_beside(graph, assigned))
 
 

@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autopipe.ir.graph import Graph, StateSpec, TensorSpec, shape_at
+from autopipe.errors import ModelError
+from autopipe.ir.graph import Graph, State, StateSpec, TensorSpec, resolve, shape_at
 from autopipe.planfile.parts import Place
 from autopipe.planfile.placements import I, Sharding
 from autopipe.runtime.parameters.export import FileTensor, export
@@ -56,6 +58,68 @@ class ModelStates:
         """Whether a run that goes on needs it: what no state dict has the model makes anew, and
         so as it was before the first step."""
         return in_state_dict(self.specs[name]) or name in self.written
+
+    @torch.no_grad()
+    def project(
+        self, parameters: Mapping[str, Tensor], rows: Mapping[str, tuple[int, int]], rank: int
+    ) -> None:
+        """Change parameters as forward does before it reads them (`StateSpec.projection`).
+
+        Not masters: forward changes the copies that it reads, which are made anew in every step.
+
+        Args:
+            parameters: this rank's, or its rows of them, by name.
+            rows: the rows [first, last) of those that it has rows of.
+            rank: tensor-parallel.
+
+        Raises:
+            ModelError: forward multiplies by other numbers than 0 and 1, which it would do again
+                in each micro-batch; or norms are to be limited of which ranks have parts.
+        """
+        for name, parameter in parameters.items():
+            spec = self.specs.get(name)
+            if spec is None or spec.projection is None or spec.master is not None:
+                continue
+            op, rest = spec.projection
+            if op == "aten.renorm_.default":
+                self._check_norms(name, int(str(rest[1])) % parameter.ndim, name in rows)
+            for buffer in [arg for arg in rest if isinstance(arg, State)]:
+                if "mul" in op:
+                    self._check_mask(name, buffer.name)
+                own = self._beside(name, buffer.name, rank)
+                if name in rows:
+                    first, last = rows[name]
+                    own = (own if own.ndim else own.view(1))[first:last]
+                rest = tuple(own if arg == buffer else arg for arg in rest)
+            resolve(op)(parameter, *rest)
+
+    def _beside(self, name: str, buffer: str, rank: int) -> Tensor:
+        """A buffer of a parameter's shape, or the part beside this rank's part of the parameter."""
+        lies, other = (self.sharding.states.get(n, I) for n in (name, buffer))
+        if other.sharded and other == lies:
+            return self.states[buffer]
+        whole = self._whole(buffer, lambda _: None).expand(shape_at(self.specs[name].spec, 1))
+        if not lies.sharded:
+            return whole
+        return collectives.own_part(whole, lies, self.sharding.ranks, rank)
+
+    def _check_mask(self, name: str, buffer: str) -> None:
+        mask = self.states[buffer]
+        if not bool(((mask == 0) | (mask == 1)).all()):
+            raise ModelError(
+                f"forward multiplies the parameter {name!r} in place by the buffer {buffer!r}, "
+                "which holds other numbers than 0 and 1: each micro-batch would do so once more",
+                hint=f"compute with a product, and leave the parameter: weight * self.{buffer.rpartition('.')[2]}",
+            )
+
+    def _check_norms(self, name: str, dim: int, in_rows: bool) -> None:
+        lies = self.sharding.states.get(name, I)
+        if (in_rows and dim) or (lies.sharded and lies.dim != dim):
+            raise ModelError(
+                f"forward limits the norms of the parameter {name!r} along dim {dim}, and no rank "
+                "has all of what it takes a norm of",
+                hint="plan with --zero 0 and --tp 1",
+            )
 
     def state_dict(self, master: Master) -> dict[str, Tensor]:
         """Parameters and persistent buffers, detached, each under all of its names.

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from autopipe.errors import AutopipeError
 from autopipe.frontend import batch as batches
-from autopipe.ir.graph import resolve
 from autopipe.ir.partition import Stage
 from autopipe.planfile.parts import StagePrediction
 from autopipe.planfile.placements import I
@@ -184,21 +183,8 @@ class Pipe(Kept):
         loss = passes(executor, split, parts, scale)
         if self.loss_scale is not None:
             self.kept = self.loss_scale.unscale(list(self.parameters()), self._world)
-        self._project()
+        self._own.project(dict(self.named_parameters()), self._gradients.rows, self.place.tp)
         return loss
-
-    @torch.no_grad()
-    def _project(self) -> None:
-        """Change parameters as forward does in place, before the optimizer changes them.
-
-        Not masters: forward changes the copies that it reads, which are made anew in every step.
-        """
-        states = self._split.graph.states
-        for name, parameter in self.named_parameters():
-            state = states.get(name)
-            if state is not None and state.projection is not None and state.master is None:
-                op, rest = state.projection
-                resolve(op)(parameter, *rest)
 
     def _one_pass(
         self, executor: Executor, split: Split, parts: Microbatches, scale: float

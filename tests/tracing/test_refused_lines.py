@@ -69,7 +69,7 @@ class Assigned(Net):
 
 class Replaced(Net):
     def inside(self, hidden):
-        self.middle.weight.data = self.middle.weight.detach().clamp(-0.1, 0.1)  # here
+        self.middle.weight.data = self.middle.weight.detach() * 0.5
         return self.middle(hidden)
 
 
@@ -164,14 +164,13 @@ REFUSED = {
     CountsAndReads: "Python reads 1 from a tensor in a first call of the model and 2 in a second",
     DrawsAndReads: "Python reads 0.",
     InitialisesItself: "Python reads 0 from a tensor in a first call of the model and 1 in a",
-    ReplacedFrozen: "forward sets the .data of a frozen parameter of (8, 8) torch.float32 to a",
+    ReplacedFrozen: "forward sets the .data of a parameter of (8, 8) torch.float32 to a tensor",
     HookEachTime: "forward sets a hook on a parameter, one more in every micro-batch",
     ParameterHook: "the parameter 'middle.weight' has a hook on its gradient",
     AfterSumming: "the parameter 'middle.weight' has a hook on its gradient",
     Saved: "hooks on saved tensors are in no graph",
     Frozen: "forward sets requires_grad=False on a parameter of shape (8, 8)",
     Assigned: "forward sets requires_grad=False on a parameter of shape (8, 8)",
-    Replaced: "forward sets the .data of a parameter, which the optimizer trains",
     ReadsGradient: "forward reads the gradient of a parameter",
     Seeded: "the model draws random numbers after a seed that it sets itself",
     Generator: "the model draws random numbers from a generator of its own",
@@ -318,6 +317,24 @@ class ClampedTwice(Net):
         return self.middle(hidden)
 
 
+class SeenBefore(Net):
+    """What is made of the weight in the first micro-batch is of another than in the second."""
+
+    def inside(self, hidden):
+        wide = self.middle.weight.data.clamp(-0.2, 0.2)
+        self.middle.weight.data.clamp_(-0.1, 0.1)
+        return self.middle(hidden) * wide.square().mean()
+
+
+class MaskedByItself(Net):
+    """The mask is of the weight that an optimizer has changed."""
+
+    def inside(self, hidden):
+        weight = self.middle.weight
+        weight.data.masked_fill_(weight.abs() < 0.1, 0.0)
+        return self.middle(hidden)
+
+
 class ZeroesARow(Net):
     def inside(self, hidden):
         with torch.no_grad():
@@ -348,6 +365,7 @@ WRITES = "forward writes the parameter 'middle.weight', which the optimizer trai
 
 OTHERS = {
     **dict.fromkeys((Halved, HalvedData, ClampedLate, ClampedTwice, ZeroesARow), WRITES),
+    **dict.fromkeys((Replaced, SeenBefore, MaskedByItself), WRITES),
     Scaled: "a tensor of shape (8,) that requires a gradient comes in here from outside",
     Grows: "the buffer 'average' is assigned a tensor torch.float32 of shape (16,), and was ",
     FromOutside: "the buffer 'head.calls' is assigned, and not in the forward of its own module",

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from autopipe.errors import CaptureError
+from autopipe.ir.graph import State
 from tests.support.odd_models import Net, built, inputs, square, unlike
 from tests.support.staged import trace_model
 
@@ -53,6 +54,68 @@ class ClampedData(Net):
         hidden = self.middle(hidden)
         self.middle.weight.data.clamp_(-0.1, 0.1)
         return self.middle(hidden) * seen.abs().max()
+
+
+class Masked(Net):
+    """As PixelCNN has it: the taps of its convolutions that would see what is to come."""
+
+    def begin(self):
+        self.register_buffer("mask", torch.ones(8, 8).tril())
+
+    def inside(self, hidden):
+        self.middle.weight.data *= self.mask
+        return self.middle(hidden)
+
+
+class MaskedAnew(Masked):
+    """Another tensor in `.data`, of the same values; one mask for all rows, and no number."""
+
+    def begin(self):
+        self.register_buffer("mask", torch.arange(8) % 3 > 0)
+
+    def inside(self, hidden):
+        self.middle.weight.data = self.mask * self.middle.weight.data
+        return self.middle(hidden)
+
+
+class FilledByABuffer(MaskedAnew):
+    def inside(self, hidden):
+        with torch.no_grad():
+            self.middle.weight.masked_fill_(self.mask, 0.0)
+        return self.middle(hidden)
+
+
+class ClampedAnew(Net):
+    def inside(self, hidden):
+        self.middle.weight.data = self.middle.weight.detach().clamp(-0.1, 0.1)
+        return self.middle(hidden)
+
+
+class Renormed(Net):
+    """As EEGNet has it: no filter's norm is more than so much."""
+
+    def inside(self, hidden):
+        weight = self.middle.weight
+        weight.data = torch.renorm(weight.data, p=2, dim=0, maxnorm=0.5)
+        return self.middle(hidden)
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        (Masked, ("mul_", (State("mask"),))),
+        (MaskedAnew, ("mul_", (State("mask"),))),
+        (FilledByABuffer, ("masked_fill_", (State("mask"), 0.0))),
+        (ClampedAnew, ("clamp_", (-0.1, 0.1))),
+        (Renormed, ("renorm_", (2, 0, 0.5))),
+    ],
+)
+def test_a_weight_that_forward_masks_or_limits_is_so_for_its_readers(kind, how):
+    """Bug: all but clamping by numbers was refused, with a hint that says to clamp."""
+    assert unlike(built(kind)) == []
+    assert unlike(built(kind), cuts=["relu/1"]) == []
+    op, rest = trace_model(built(kind), inputs, square).graph.states["middle.weight"].projection
+    assert (op.split(".")[1], rest) == how
 
 
 @pytest.mark.parametrize("kind", [Clamped, ClampedData])
@@ -169,6 +232,7 @@ class UsesWhatItWrote(Net):
 UNDER_NO_GRAD = (Clamps, Masks, ScalesAPart, Rounds, ClampsInto, UsesWhatItWrote)
 
 
+@pytest.mark.sweep(of=3)
 @pytest.mark.parametrize("kind", UNDER_NO_GRAD, ids=lambda kind: kind.__name__)
 def test_a_write_under_no_grad_leaves_gradients_as_they_were(kind):
     """Bug: an op in place returns what it writes, and a trace gives later readers its result: they

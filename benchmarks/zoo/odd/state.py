@@ -278,3 +278,40 @@ class MovedByData(Net):
         for own, other in pairs:
             own.data = own.data * 0.9 + other.data * 0.1
         return self.first(hidden) - self.teacher(hidden)
+
+
+class _MaskedConv(nn.Conv1d):
+    """A convolution of PixelCNN's: no tap sees what is to come."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 16, 3, padding=1)
+        self.register_buffer("mask", torch.tensor([1.0, 1.0, 0.0]).expand(16, 16, 3).clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data *= self.mask
+        return super().forward(x)
+
+
+@odd()
+class MaskedTaps(Net):
+    """As PixelCNN is written: each call masks the weights themselves, in their .data."""
+
+    def begin(self) -> None:
+        self.one, self.two = _MaskedConv(), _MaskedConv()
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        seen = hidden[..., None].expand(*hidden.shape, 4).flatten(0, -3)
+        return self.two(self.one(seen).relu()).mean(-1).reshape(hidden.shape)
+
+
+@odd()
+class LimitedNorms(Net):
+    """As EEGNet is written: no row of the weight may have a norm of more than a half."""
+
+    def begin(self) -> None:
+        self.limited = nn.Linear(16, 16)
+
+    def inside(self, hidden: Tensor) -> Tensor:
+        weight = self.limited.weight
+        weight.data = torch.renorm(weight.data, p=2, dim=0, maxnorm=0.5)
+        return self.limited(hidden)

@@ -134,23 +134,33 @@ def test_a_step_is_measured_after_it_has_run() -> None:
     )
 
 
-class Clipped(nn.Module):
-    """Forward clips a weight, as a Wasserstein GAN's critic does."""
+class Changed(nn.Module):
+    """Forward changes a weight: clips it as a Wasserstein GAN's critic does, limits the norms of
+    its rows as EEGNet does, or masks it as PixelCNN does."""
 
-    def __init__(self) -> None:
+    def __init__(self, how: str) -> None:
         super().__init__()
         self.layer = nn.Linear(6, 6)
+        self.register_buffer("mask", torch.ones(6, 6).tril())
+        self.how = how
 
     def forward(self, x: Tensor) -> Tensor:
-        self.layer.weight.data.clamp_(-0.1, 0.1)
+        weight = self.layer.weight
+        if self.how == "clips":
+            weight.data.clamp_(-0.1, 0.1)
+        elif self.how == "limits":
+            weight.data = torch.renorm(weight.data, p=2, dim=0, maxnorm=0.2)
+        else:
+            weight.data *= self.mask
         out: Tensor = self.layer(x).square().mean()
         return out
 
 
-def test_a_weight_that_forward_clips_is_clipped_before_the_optimizer_changes_it() -> None:
-    """In the first step from up to 0.4 to 0.1; then by as much as an optimizer's step."""
+@pytest.mark.parametrize("how", ["clips", "limits", "masks"])
+def test_a_weight_that_forward_changes_is_changed_before_the_optimizer_changes_it(how: str) -> None:
+    """In the first step clipped from up to 0.4 to 0.1; then by as much as an optimizer's step."""
     torch.manual_seed(0)
-    model = Clipped()
+    model = Changed(how)
 
     def inputs(rows: int) -> dict[str, Tensor]:
         return {"x": torch.arange(6.0 * rows).reshape(rows, 6).sin()}

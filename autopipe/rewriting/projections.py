@@ -1,0 +1,194 @@
+"""Parameters that forward changes before it reads them: clamped, masked, of a limited norm.
+
+    w.data.clamp_(-1, 1)          a Wasserstein GAN's critic
+    w.data *= self.mask           PixelCNN; a pruned layer
+    w.data = torch.renorm(...)    EEGNet
+
+Each micro-batch would change them once more. What changes nothing the second time, a projection,
+may as well be done for each reader, and to the parameter itself once a step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from autopipe.errors import CaptureError
+from autopipe.ir.dataflow import analyse, written_by
+from autopipe.ir.graph import Arg, Graph, Node, Ref, State, Value, arguments, short_name, swap
+from autopipe.planfile.node_names import NodeName
+from autopipe.util import dtypes
+
+_NUMBERS = "clamp clamp_min clamp_max relu abs nan_to_num renorm"
+"""Ops of a tensor and numbers. `renorm` leaves norms 1e-7 under what it is told, so that a second
+time changes nothing but a last bit (aten/src/ATen/native/native: `maxnorm / (norm + 1e-7)`)."""
+
+_MASKS = {"mul": "Tensor", "masked_fill": "Scalar"}
+"""Ops of a tensor and a buffer. The runtime refuses to multiply by other numbers than 0 and 1."""
+
+PROJECTIONS = {f"aten.{name}_.default": f"aten.{name}.default" for name in _NUMBERS.split()} | {
+    f"aten.{name}_.{overload}": f"aten.{name}.{overload}" for name, overload in _MASKS.items()
+}
+"""Ops in place that change nothing the second time -> the same op."""
+
+_RENORM = "aten.renorm_.default"
+_IN_PLACE = {op: in_place for in_place, op in PROJECTIONS.items()}
+
+
+@dataclass(frozen=True)
+class _Projection:
+    """What a node does to a parameter that nothing has read before: an op of `PROJECTIONS`."""
+
+    weight: State
+    op: str
+    rest: tuple[Arg, ...]
+
+
+def with_projections(graph: Graph) -> Graph:
+    """The graph in which a parameter that forward projects in place is projected for its readers.
+
+        w.data.clamp_(-1, 1)            d = detach(w);  c = clamp(d, -1, 1);  v = c + (w - d)
+        linear(x, w)                    linear(x, v)
+
+    w - d is 0, so v is the projected parameter in every bit, and its gradient is that of w. The
+    parameter itself is changed before the optimizer changes it (`StateSpec.projection`). Nodes
+    that nothing reads any more are left in the graph.
+
+    Raises:
+        CaptureError: forward writes a parameter that is trained otherwise; names the user's line.
+    """
+    projected = dict(_projected(graph))
+    _check_writes(graph, projected)
+    if not projected:
+        return graph
+    ordinals = Counter((node.scopes[-1:], node.short) for node in graph.nodes)
+    nodes: list[Node] = []
+    values: dict[Value, Value] = {}
+    states = dict(graph.states)
+
+    def append(like: Node, op: str, *args: Arg, **changed: Any) -> Ref:
+        key = like.scopes[-1:], short_name(op)
+        name = str(NodeName("".join(key[0]), key[1], ordinals[key]))
+        ordinals[key] += 1
+        new = replace(like, name=name, op=op, args=args, kwargs={}, grad=True)
+        nodes.append(replace(new, **changed))
+        return Ref(name)
+
+    def in_dtype_of(weight: State, mask: Arg, node: Node) -> Arg:
+        """A mask in the dtype of the parameter, which a product in place does not change."""
+        dtype = graph.spec(weight).dtype
+        if not isinstance(mask, State) or graph.spec(mask).dtype in (dtype, torch.bool):
+            return mask
+        spec = replace(graph.spec(mask), dtype=dtype)
+        to = {"kwargs": {"dtype": dtype}, "outputs": (spec,)}
+        return append(node, "aten._to_copy.default", mask, **to)
+
+    for node in graph.nodes:
+        found = projected.get(node.name)
+        if found is None:
+            nodes.append(node.reading(values))
+            continue
+        weight, rest = found.weight, found.rest
+        if weight not in values:
+            states[weight.name] = replace(states[weight.name], projection=(found.op, rest))
+            read = append(node, "aten.detach.default", weight)
+            beside = [in_dtype_of(weight, arg, node) for arg in rest]
+            changed = append(node, PROJECTIONS[found.op], read, *beside)
+            zero = append(node, "aten.sub.Tensor", weight, read)
+            values[weight] = append(node, "aten.add.Tensor", changed, zero)
+        written = node.values()[0]
+        if swap(written, values) != values[weight]:  # its .data, which has no gradient afterwards
+            values[written] = append(node, "aten.detach.default", values[weight])
+        values[Ref(node.name)] = swap(written, values)
+    return replace(graph, nodes=tuple(nodes), outputs=swap(graph.outputs, values), states=states)
+
+
+def _projected(graph: Graph) -> Iterator[tuple[str, _Projection]]:
+    """The names of nodes that project a trained parameter which nothing has read before.
+
+    A result that is copied over the parameter, `w.data = w.data * mask`, is read from it before.
+    """
+    root = analyse(graph).root
+    written = {root[value] for node in graph.nodes for value in written_by(node)}
+    fixed = {State(n) for n, s in graph.states.items() if s.kind == "buffer"} - written
+    names: dict[Value, State] = {State(n): State(n) for n, s in graph.states.items() if s.trainable}
+    made: dict[Value, _Projection] = {}
+    done: dict[State, _Projection] = {}
+    read: dict[State, list[_Projection | None]] = {weight: [] for weight in names.values()}
+    for node in graph.nodes:
+        tensor = node.args[0] if node.args else None
+        weight = names.get(tensor)  # type: ignore[call-overload]
+        if node.op == "aten.detach.default" and weight is not None:
+            names[Ref(node.name)] = weight
+            continue
+        if node.op == "aten.detach.default" and tensor in made:
+            made[Ref(node.name)] = made[tensor]
+            continue
+        found = None
+        if node.op in PROJECTIONS:
+            found = _projection(node, node.op, names, fixed)
+        elif node.op == "aten.copy_.default" and weight is not None:
+            found = made.get(node.args[1])  # type: ignore[call-overload]
+        if found is not None and found.weight == weight:
+            if done.get(weight, found) == found and all(one == found for one in read[weight]):
+                done[weight], names[Ref(node.name)] = found, weight
+                _check_precision(graph, node, found)
+                yield node.name, found
+                continue
+        copy = _projection(node, _IN_PLACE[node.op], names, fixed) if node.op in _IN_PLACE else None
+        if copy is not None:
+            made[Ref(node.name)] = copy
+        for reader in {names[value] for value in node.values() if value in names} - done.keys():
+            read[reader].append(copy)
+
+
+def _projection(
+    node: Node, op: str, names: Mapping[Value, State], fixed: Container[Value]
+) -> _Projection | None:
+    """What an op of `PROJECTIONS` makes of a parameter by numbers, or by a buffer as it is.
+
+    Args:
+        op: that of the node, in place.
+        names: the parameters, and what shares their memory.
+        fixed: the buffers that nothing writes.
+    """
+    tensor, *rest = arguments(node).values()
+    if op == "aten.mul_.Tensor" and tensor in fixed:
+        tensor, rest = rest[0], [tensor]
+    weight = names.get(tensor)
+    masks = short_name(op).removesuffix("_") in _MASKS
+    if weight is None or (masks and rest[0] not in fixed):
+        return None
+    return _Projection(weight, op, tuple(rest))
+
+
+def _check_precision(graph: Graph, node: Node, found: _Projection) -> None:
+    """Refuse to limit norms in 16 bits, where a limited norm is rounded to more than its limit."""
+    dtype = graph.states[found.weight.name].spec.dtype
+    if found.op == _RENORM and dtype.itemsize < 4:
+        raise CaptureError(
+            f"{node.place}: forward limits norms of the parameter {found.weight.name!r}, which in "
+            f"{dtypes.name_of(dtype)} changes it once more in every micro-batch",
+            hint="--precision bf16-autocast, which leaves parameters in fp32; or limit them in "
+            "the optimizer's step",
+        )
+
+
+def _check_writes(graph: Graph, allowed: Container[str]) -> None:
+    """Refuse other writes into parameters that are trained, or into what shares their memory."""
+    root = analyse(graph).root
+    for node in graph.nodes:
+        for written in map(root.__getitem__, written_by(node)):
+            if node.name in allowed or not isinstance(written, State):
+                continue
+            if graph.states[written.name].trainable:
+                raise CaptureError(
+                    f"{node.place}: forward writes the parameter {written.name!r}, which the "
+                    "optimizer trains, in place",
+                    hint="change it in the optimizer's step, or compute with a changed copy: "
+                    "self.weight.clamp(...)",
+                )
