@@ -25,11 +25,18 @@ class AutopipeError(Exception):
     """The base class: `except autopipe.AutopipeError` catches every error that a user can fix.
 
     Args:
-        message: one sentence: what was asked, what was found, the place.
+        message: one sentence: what was asked, what was found, the place; without the `: ` after a
+            place that is not known.
         hint: what to try next; printed on its own line after `hint:`.
+
+    >>> place = ""
+    >>> print(AutopipeError(f"{place}: no graph has this", hint="write it with ops of torch"))
+    no graph has this
+    hint: write it with ops of torch
     """
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
+        message = message.removeprefix(": ")
         super().__init__(message)
         self.message = message
         self.hint = hint

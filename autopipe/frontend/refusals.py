@@ -79,16 +79,31 @@ def of_its_own(
     )
 
 
-def on_every_rank(error: Exception) -> ModelError | None:
+_DTYPES_DIFFER = re.compile(
+    "the same dtype|expected scalar type|type .* should be the same|dtypes match|Found dtype|"
+    "can't be cast to"
+)
+"""What torch says of dtypes that do not go together. Tensors without memory pass most of it."""
+
+
+def on_every_rank(error: Exception, *, cpu: bool = False) -> ModelError | None:
     """The error for a model that no rank could train, from what one step of its own raises; None:
-    another machine may do better, one with a kernel that this processor lacks."""
+    another machine may do better, one with a kernel that this processor lacks.
+
+    Args:
+        cpu: whether ranks run on processors too.
+    """
+    told = f"{_at(error)}on a batch as `inputs` gives it, the model raises {_told(error)}"
     if isinstance(error, IndexError):
-        return ModelError(
-            f"{user_lines.of_error(error) or 'the model'}: on a batch as `inputs` gives it, it "
-            f"raises {_told(error)}",
-            hint="a token, a label, or a position in a long row is beyond the table it is looked "
-            "up in",
+        hint = (
+            "a token, a label, or a position in a long row is beyond the table it is looked up in"
         )
+        return ModelError(told, hint=hint)
+    if _DTYPES_DIFFER.search(str(error)):
+        cast = "cast what `inputs` gives, or where the two meet: x.to(self.weight.dtype)"
+        return ModelError(told, hint=cast)
+    if cpu and "not implemented for" in str(error):
+        return ModelError(told, hint="--precision fp32, or a cluster of GPUs that have the kernel")
     if "modified by an inplace operation" in str(error):
         return written_over(str(error).partition(" Hint:")[0])
     return None
@@ -211,6 +226,13 @@ _FIXING = tuple(
     map(re.compile, (r"set_replacement \S+ = \d", r"eval Eq\(Mod\(", r"eval \S+ <=? \d", "eval "))
 )
 """What it says of a condition, the likeliest to fix the rows first."""
+
+
+def reason(error: Exception) -> str:
+    """What an exception says, in a line with the user's place."""
+    place = user_lines.of_error(error)
+    return _told(error) + (f" at {place}" if place else "")
+
 
 _SIZES = "torch.fx.experimental.symbolic_shapes"
 """The name of torch's log of conditions on sizes."""

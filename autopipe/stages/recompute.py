@@ -21,7 +21,7 @@ has counted the micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -67,7 +67,10 @@ def words_of_option(
 
 
 def blocks_meant(
-    blocks: Sequence[Block], asked: Sequence[str], what: str = "recompute"
+    blocks: Sequence[Block],
+    asked: Sequence[str],
+    what: str = "recompute",
+    others: Iterable[str] = (),
 ) -> tuple[str, ...]:
     """The paths of the blocks that words mean, in the graph's order.
 
@@ -75,6 +78,7 @@ def blocks_meant(
         asked: "all", names of block classes, or paths of blocks or of modules that contain blocks.
             A class is named after its first member; its name means all members.
         what: they are asked for.
+        others: words that might have been meant, for the hint.
 
     Raises:
         PlanError: there is no such block or class, or no block at all.
@@ -87,20 +91,25 @@ def blocks_meant(
             for block in blocks
             if word in (ALL, block.path) or block.path.startswith(word + ".")
         }
-        if not blocks:
-            raise PlanError(
-                f"{what}: {word!r} was asked for, and the model has no blocks: modules of one "
-                "class, one after the other",
-                hint=f"leave {what} out",
-            )
+        check_blocks(blocks, word, what)
         if not meant:
             known = ", ".join(f"{name} ({len(paths)} of them)" for name, paths in members.items())
             raise PlanError(
                 f"{what}: the model has no block and no class of blocks {word!r}",
-                hint=f"{ALL}, or of a class {known}",
+                hint=f"{', '.join([ALL, *others])}, or of a class {known}",
             )
         chosen |= meant
     return tuple(block.path for block in blocks if block.path in chosen)
+
+
+def check_blocks(blocks: Sequence[Block], word: str, what: str = "recompute") -> None:
+    """Refuse a word that means something in blocks, of a model without any."""
+    if not blocks:
+        raise PlanError(
+            f"{what}: {word!r} was asked for, and the model has no blocks: modules of one class, "
+            "one after the other",
+            hint=f"leave {what} out",
+        )
 
 
 def within(

@@ -41,6 +41,7 @@ from autopipe.planfile.again import (
 )
 from autopipe.planfile.placements import Placement
 from autopipe.sharding.collectives import CONVERT
+from autopipe.stages.recompute import check_blocks
 
 GATHERS = "gathers"
 """The word for ops that only the graph of a tensor-parallel rank has."""
@@ -83,13 +84,16 @@ def check_meant(flow: Dataflow, blocks: Sequence[Block], words: Iterable[str]) -
     What tensor-parallel ranks exchange is not in the model's own graph, and is passed over.
 
     Raises:
-        PlanError: names it.
+        PlanError: names it; or the model has no blocks at all.
     """
     for word in words:
+        check_blocks(blocks, word)
         if not is_exchange(word) and word != GATHERS and not meant(flow, blocks, [word]):
+            had = [other for other in WORDS if meant(flow, blocks, [other])]
             raise PlanError(
                 f"recompute: {word} was asked for, and no block of the model has any",
-                hint="all, none, or the path of a block; without --recompute the planner chooses",
+                hint=f"{', '.join(['all', 'none', *had])}, or the path of a block; without "
+                "--recompute the planner chooses",
             )
 
 

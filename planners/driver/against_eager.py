@@ -29,7 +29,7 @@ from autopipe.eager.kept import caches_put_back, restoring
 from autopipe.errors import AutopipeError, CaptureError
 from autopipe.frontend import batch, unwritten
 from autopipe.frontend.quiet import libraries_hushed
-from autopipe.frontend.refusals import on_every_rank
+from autopipe.frontend.refusals import on_every_rank, reason
 from autopipe.frontend.transformers_adapter import eager_branches
 from autopipe.ir.blocks import find_blocks
 from autopipe.ir.dataflow import analyse, is_random, written_parameters
@@ -38,6 +38,7 @@ from autopipe.ir.op_costs import costs
 from autopipe.ir.partition import partition
 from autopipe.ir.torch_private import TorchDispatchMode, is_fake
 from autopipe.planfile.parts import InputSpec
+from autopipe.planners.driver.arguments import on_gpus
 from autopipe.planners.driver.examples import ROWS, two
 from autopipe.planners.driver.outcomes import TOLERANCE, Outcome, compare, compare_ahead
 from autopipe.planners.driver.request import PlanRequest
@@ -124,8 +125,7 @@ def check_at_lengths(
 def _both(
     request: PlanRequest, traced: Trace, model: nn.Module, batches: Sequence[Any], say: Say
 ) -> tuple[Outcome, Outcome, dict[int, Outcome]] | None:
-    """What the model makes of two micro-batches, what its graph does, and what the model does with
-    its counts far ahead; None: it is not told."""
+    """What model and graph make of two micro-batches, and the model with its counts far ahead."""
     kept = KEPT.get(request.precision)
     followers = {name: model.get_parameter(name) for name in written_parameters(traced.graph)}
     with ExitStack() as until:
@@ -146,9 +146,9 @@ def _both(
         try:
             eager = _outcome(run, model, batches, weights)
         except Exception as error:  # whatever the model's own code raises
-            if (refused := on_every_rank(error)) is not None:
+            if refused := on_every_rank(error, cpu=not on_gpus(request.cluster)):
                 raise refused from error
-            say(f"the graph is not compared with the model, which raises {type(error).__name__}")
+            say(f"the graph is not compared with the model, which raises {reason(error)}")
             return None
         ahead = _far_ahead(program, run, batches, weights) if traced.unsteady else {}
         try:

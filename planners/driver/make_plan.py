@@ -27,7 +27,7 @@ from autopipe.ir.blocks import Block, find_blocks
 from autopipe.ir.dataflow import Dataflow, analyse
 from autopipe.planfile.contents import BATCH, ROWS, Plan, signed
 from autopipe.planfile.parts import InputSpec
-from autopipe.planners.costs.asked_ops import check_meant, is_for_ops
+from autopipe.planners.costs.asked_ops import WORDS, check_meant, is_for_ops
 from autopipe.planners.costs.precision_of import need
 from autopipe.planners.costs.tp_degrees import check_heads
 from autopipe.planners.driver import (
@@ -324,7 +324,7 @@ def _recompute(
     words = [word for word in asked if is_for_ops(word)]
     check_meant(flow, blocks, words)
     named = [word for word in asked if word not in (NOTHING, *words)]
-    return (*blocks_meant(blocks, named), *words)
+    return (*blocks_meant(blocks, named, others=WORDS), *words)
 
 
 def _offload(request: PlanRequest, blocks: Sequence[Block]) -> Collection[str] | None:

@@ -104,12 +104,12 @@ class ModelStates:
         return collectives.own_part(whole, lies, self.sharding.ranks, rank)
 
     def _check_mask(self, name: str, buffer: str) -> None:
-        mask = self.states[buffer]
+        mask, attribute = self.states[buffer], buffer.rpartition(".")[2]
         if not bool(((mask == 0) | (mask == 1)).all()):
             raise ModelError(
                 f"forward multiplies the parameter {name!r} in place by the buffer {buffer!r}, "
                 "which holds other numbers than 0 and 1: each micro-batch would do so once more",
-                hint=f"compute with a product, and leave the parameter: weight * self.{buffer.rpartition('.')[2]}",
+                hint=f"compute with a product, and leave the parameter: weight * self.{attribute}",
             )
 
     def _check_norms(self, name: str, dim: int, in_rows: bool) -> None:

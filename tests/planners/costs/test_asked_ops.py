@@ -153,13 +153,29 @@ def test_a_node_is_meant_in_all_blocks_of_its_class() -> None:
         check_meant(flow, blocks, ["lm_head/linear/0"])
 
 
-def test_what_a_model_does_not_have_is_refused() -> None:
-    case = ZOO["unet"]
-    with pytest.raises(PlanError, match="attention was asked for, and no block"):
+@pytest.mark.parametrize(
+    ("name", "word", "said", "hint"),
+    [
+        ("unet", "attention", "'attention' was asked for, and the model has no blocks", "leave"),
+        ("resnet", "attention", "attention was asked for, and no block", "all, none, norms, "),
+        (
+            "resnet",
+            "norm",
+            "the model has no block and no class of blocks 'norm'",
+            "all, attention, ",
+        ),
+    ],
+)
+def test_what_a_model_does_not_have_is_refused(name: str, word: str, said: str, hint: str) -> None:
+    """With the words that mean something in this model, or those that there are."""
+    case = ZOO[name]
+    with pytest.raises(PlanError) as refused:
         autopipe.plan(
-            case.model, case.inputs, loss=case.loss, batch_size=8, recompute="attention",
+            case.model, case.inputs, loss=case.loss, batch_size=8, recompute=word,
             cluster="1x2xA100-80GB",
         )  # fmt: skip
+    assert refused.value.message.startswith(f"recompute: {said}")
+    assert str(refused.value.hint).startswith(hint)
 
 
 def test_ops_run_again_under_zero_3() -> None:

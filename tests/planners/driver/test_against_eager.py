@@ -9,6 +9,7 @@ from torch import nn
 
 import autopipe
 from autopipe.errors import CaptureError, ModelError
+from autopipe.frontend.refusals import on_every_rank
 from autopipe.planners.driver import against_eager
 from autopipe.planners.driver.outcomes import Outcome, compare
 from tests.support.inprocess import machine
@@ -344,7 +345,8 @@ def test_a_model_that_plain_torch_cannot_run_on_these_rows_is_planned_with_a_lin
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(against_eager, "with_weights", late)
         planned(model, said=said)
-    assert "the graph is not compared with the model, which raises ArithmeticError" in said
+    raised = "the graph is not compared with the model, which raises ArithmeticError at "
+    assert [line for line in said if line.startswith(raised) and "`raise ArithmeticError`" in line]
 
 
 class HalfMade(Net):
@@ -403,9 +405,33 @@ def test_a_batch_that_the_model_cannot_run_is_refused():
     line = Words.forward.__code__.co_firstlineno + 1
     assert str(refused.value) == (
         f"{__file__}:{line} `return self.head(self.table(words)).square().mean()`: on a batch as "
-        "`inputs` gives it, it raises IndexError: index out of range in self\n"
+        "`inputs` gives it, the model raises IndexError: index out of range in self\n"
         "hint: a token, a label, or a position in a long row is beyond the table it is looked up in"
     )
+
+
+def test_dtypes_that_do_not_go_together_are_refused():
+    """Bug: planned with a line, as tensors without memory are multiplied whatever their dtypes."""
+    with pytest.raises(ModelError) as refused:
+        autopipe.plan(
+            lambda: nn.Linear(4, 4),
+            lambda rows: torch.ones(rows, 4, dtype=torch.int8),
+            loss=lambda outputs, batch: outputs.mean(),
+            cluster=machine(1),
+            batch_size=4,
+        )
+    assert refused.value.message == (
+        "on a batch as `inputs` gives it, the model raises RuntimeError: mat1 and mat2 must have "
+        "the same dtype, but got Char and Float"
+    )
+    assert refused.value.hint.startswith("cast what `inputs` gives, or where the two meet")
+
+
+def test_a_kernel_that_processors_lack_is_a_refusal_where_processors_run_the_model():
+    lacking = NotImplementedError("\"avg_pool3d_out_frame\" not implemented for 'BFloat16'")
+    assert on_every_rank(lacking) is None
+    refused = on_every_rank(lacking, cpu=True)
+    assert refused.hint == "--precision fp32, or a cluster of GPUs that have the kernel"
 
 
 class WritesOver(Net):
