@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from autopipe.errors import AutopipeError, InfeasibleError
+from autopipe.ir.graph import REGION_OP
 from autopipe.ir.opaque_ops import OPAQUE
 from autopipe.joint.joint_graph import CannotSplit
 from autopipe.planfile.contents import Plan
@@ -110,7 +111,7 @@ def best_of_engines(job: Job, watch: Stopwatch) -> Chosen:
             return best_plan(job.on_engine(compiled=job.request.compiled), watch)
         except CannotSplit as error:
             raise AutopipeError(
-                f"compiled stages were asked for, and this model has none: {error}",
+                f"compiled stages were asked for, and {_not_compiled(job) or error}",
                 hint="leave out --compile",
             ) from error
     if not _may_compile(job):
@@ -125,6 +126,19 @@ def _may_compile(job: Job) -> bool:
     """Whether all devices are GPUs, and all of the model can be compiled."""
     opaque = any(node.op in OPAQUE for node in job.traced.graph.nodes)
     return job.cluster.all_gpus and not opaque
+
+
+def _not_compiled(job: Job) -> str:
+    """The first op of the model that no compiler looks into, and where it stands; "": none."""
+    graph = job.traced.graph
+    node = next((node for node in graph.nodes if node.op in OPAQUE), None)
+    if node is None:
+        return ""
+    if node.op == REGION_OP:
+        region = graph.regions[str(node.args[-1])].region
+        return f"{region.name} is not compiled, since it runs as it is: {region.why}"
+    place = f"{node.place}: " if node.place else ""
+    return f"{place}no compiler looks into {node.op}"
 
 
 def best_plan(job: Job, watch: Stopwatch, slower_than: Searched | None = None) -> Chosen:

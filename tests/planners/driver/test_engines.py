@@ -118,8 +118,34 @@ def test_an_lstm_is_not_compiled():
 
 
 def test_asked_for_what_cannot_be():
-    with pytest.raises(AutopipeError, match="aten.lstm.input"):
+    with pytest.raises(AutopipeError, match=r"and \S+: no compiler looks into aten.lstm"):
         plan(name="lstm", precision="fp32", compile=True)
+
+
+class Counting(nn.Module):
+    """Its rows are counted in Python: no trace of two rows holds for others."""
+
+    def forward(self, x):
+        return torch.stack([row * row for row in x])
+
+
+def test_asked_for_where_a_part_runs_as_it_is():
+    """The sentence has the user's own line, not the name that the part has in a graph."""
+    with pytest.raises(AutopipeError) as refusal:
+        autopipe.plan(
+            lambda: nn.Sequential(nn.Linear(8, 8), Counting(), nn.Linear(8, 8)),
+            lambda rows: {"input": torch.randn(rows, 8)},
+            loss=lambda outputs, batch: outputs.square().mean(),
+            cluster=processes(2),
+            batch_size=8,
+            pp=2,
+            compile=True,
+        )
+    said = str(refusal.value)
+    assert said.startswith(
+        "compiled stages were asked for, and 1 is not compiled, since it runs as"
+    )
+    assert "test_engines.py:" in said
 
 
 def test_compiled_stages_keep_less():
