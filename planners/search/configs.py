@@ -167,13 +167,26 @@ def _meshes(problem: Problem) -> list[tuple[int, int]]:
     stages = len(asked.turns or ())
     possible = [mesh for mesh in meshes if (stages or mesh[0] * chunks) <= units]
     if not possible:
-        pp, dp = meshes[0] if meshes else (asked.pp or 1, asked.dp or 1)
-        raise InfeasibleError(
-            f"pp={pp} dp={dp} needs a model of at least {pp * chunks} units, one a stage; "
-            f"this one has {units} to cut between",
-            hint=f"pp of at most {units // chunks}",
-        )
+        raise _too_few_units(problem, *(meshes or [(asked.pp or 1, asked.dp or 1)])[0], chunks)
     return possible
+
+
+def _too_few_units(problem: Problem, pp: int, dp: int, chunks: int) -> InfeasibleError:
+    """Why a mesh has more stages than a model has units.
+
+    Args:
+        chunks: stages on each rank. Where there are several, the schedule is part of the reason.
+    """
+    hints = [f"pp of at most {most}"] if (most := problem.units // chunks) else []
+    several = ""
+    if chunks > 1:
+        several = f" by {one_of(schedules(problem))}, with {chunks} stages on each rank,"
+        hints.append("a schedule of one stage on each rank, as 1f1b")
+    return InfeasibleError(
+        f"pp={pp} dp={dp}{several} needs a model of at least {pp * chunks} units, one a stage; "
+        f"this one has {problem.units} to cut between",
+        hint="; or ".join(hints),
+    )
 
 
 def _check_halves(problem: Problem) -> None:

@@ -169,8 +169,15 @@ def test_ties_are_won_by_what_comes_first() -> None:
         ),
         (
             Constraints(pp=2, schedule="interleaved", chunks=3),
-            "pp=2 dp=3 needs a model of at least 6 units, one a stage; this one has 5",
-            "pp of at most 1",
+            "pp=2 dp=3 by interleaved, with 3 stages on each rank, needs a model of at least 6 "
+            "units, one a stage; this one has 5",
+            "pp of at most 1; or a schedule of one stage on each rank, as 1f1b",
+        ),
+        (
+            Constraints(pp=2, schedule="interleaved", chunks=6),
+            "pp=2 dp=3 by interleaved, with 6 stages on each rank, needs a model of at least 12 "
+            "units, one a stage; this one has 5",
+            "a schedule of one stage on each rank, as 1f1b",
         ),
         (
             Constraints(pp=3, dp=2, micro_batches=5),
