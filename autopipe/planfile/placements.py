@@ -22,8 +22,8 @@ al., 2019, arXiv:1909.08053, section 3); P to S and S to R are those of sequence
 SPMD programs have come to elsewhere: the "varying" and "invariant" of JAX's shard_map with their
 partial sums.
 
-An op on I alone is right, whatever it does; so is one on R alone, as backward is linear in the
-gradient it is given.
+An op on I alone is right, whatever it does; so is one on R alone where its backward is linear in
+the gradient it is given. torch's own are; a user's Function need not be (`sharding.strategies`).
 
 **Segments.** A fused weight is several matrices in one: rows of q, k and v. S(0, 3) has three equal
 segments, and each rank a part of each; S(0, 8+2+2) has segments of these lengths.

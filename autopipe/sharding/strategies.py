@@ -10,6 +10,7 @@ A strategy gives the placements of an op's tensors when each rank runs it on its
 
 (The first two are Megatron-LM's, arXiv:1909.08053, section 3.) Every op has two strategies more:
 all I, and all R. An op that is not in the table has those only: it is replicated, never wrong.
+What runs a user's own backward has the first alone (`_OWN_BACKWARD`).
 """
 
 from __future__ import annotations
@@ -18,11 +19,17 @@ from collections.abc import Iterator
 
 import torch
 
-from autopipe.ir.graph import READ_OP, Node, resolve
+from autopipe.ir.graph import READ_OP, REGION_OP, Node, resolve
+from autopipe.ir.opaque_ops import COND_OP, FUNCTION_OP
 from autopipe.planfile.placements import I, P, Placement, R, S
 from autopipe.sharding.op import Model, Op, Rule, Shards, Strategy
 from autopipe.sharding.rules_compute import LAYERS
 from autopipe.sharding.rules_layout import SHAPES
+
+_OWN_BACKWARD = frozenset((FUNCTION_OP, REGION_OP, COND_OP))
+"""Ops with backwards that users write: Functions of autograd, hooks on gradients. They may clamp a
+gradient, normalise it, or add a penalty to it, as L2Wrap of RWKV does. Of a partial sum, which is
+what a rank has of a gradient under R, that is something else: they get the whole one."""
 
 RULES: dict[str, Rule] = SHAPES | LAYERS
 """The rule of each op. `strategies` adds the replicated strategies and those of pointwise ops."""
@@ -34,7 +41,7 @@ def strategies(model: Model, node: Node, shards: Shards) -> tuple[Strategy, ...]
     found = [Strategy(dict.fromkeys(op.inputs, I), I)]
     # A conversion makes another tensor, which what is written in place never reaches.
     fixed = {value for value in (*op.inputs, *op.outputs) if value in model.fixed}
-    if op.carries and not fixed:
+    if op.carries and not fixed and node.op not in _OWN_BACKWARD:
         found.append(Strategy({v: op.free(v) for v in op.inputs}, R))
     if op.outputs and node.op != READ_OP and fixed.isdisjoint(op.outputs):
         named = RULES.get(op.name) or (pointwise if is_pointwise(node) else None)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autopipe.ir.dataflow import analyse
+from autopipe.ir.graph import REGION_OP
+from autopipe.ir.opaque_ops import FUNCTION_OP
 from autopipe.planfile.placements import I, P, Placement, R, S
 from autopipe.sharding.op import Model, Op, Strategy
 from autopipe.sharding.strategies import RULES, strategies
@@ -304,3 +307,45 @@ def test_what_is_written_in_place_lies_one_way_alone() -> None:
     for node in touching:
         (only,) = strategies(model, node, lambda value: ())
         assert only.output == I and set(only.inputs.values()) == {I}, node.name
+
+
+class Clamp(torch.autograd.Function):
+    """Gives x; in backward a gradient of at most 0.1."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.clamp(-0.1, 0.1)
+
+
+class ByFunction(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = Clamp.apply(x)
+        return found
+
+
+class ByHook(nn.Module):
+    """The same; a part that runs as it is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = x.clone()
+        kept.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+        return kept
+
+
+def squares(outputs: Tensor, batch: object) -> Tensor:
+    return outputs.square().mean()
+
+
+@pytest.mark.parametrize("kind", [ByFunction, ByHook])
+def test_a_backward_that_users_write_gets_the_whole_gradient(kind: type[nn.Module]) -> None:
+    """Bug: two ranks clamped a summand of a gradient each, to a sum of up to twice as much. All R,
+    as any op may have it, was one of the strategies: there gradients are such summands."""
+    model = nn.Sequential(nn.Linear(12, 12), kind(), nn.Linear(12, 12))
+    graph = trace_model(model, lambda rows: (noise(rows, 12),), squares).graph
+    (node,) = (node for node in graph.nodes if node.op in (FUNCTION_OP, REGION_OP))
+    (only,) = strategies(Model(analyse(graph), 2), node, lambda value: ())
+    assert only.output == I and set(only.inputs.values()) == {I}
