@@ -47,6 +47,7 @@ from autopipe.planfile.placements import Placement
 from autopipe.rewriting.gpu_kernels import kernel_of
 from autopipe.stages.node_calls import (
     NODE_NAME,
+    PLACE,
     check_read,
     draw_under_autocast,
     opaque_under_autocast,
@@ -221,7 +222,7 @@ class _Emitter:
                 self.load(into, value, env, prefix)
             args, kwargs = self._arguments(into, node, env)
             call = self._call(into, node, args, kwargs)
-            call.meta[NODE_NAME] = node.name
+            call.meta[NODE_NAME], call.meta[PLACE] = node.name, node.place
             if not node.packed:
                 env[Ref(node.name)] = call
                 continue

@@ -5,11 +5,14 @@ Emitted files call them too, by `runtime.emitted`.
 
 from __future__ import annotations
 
+import linecache
+import re
+import traceback
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from autopipe.ir.opaque_ops import run as run_opaque
 from autopipe.planfile.parts import Read
@@ -21,6 +24,27 @@ from autopipe.tracing.value_guards import check
 
 NODE_NAME = "autopipe_node"
 """The key in an fx node's meta under which its graph node's name stands."""
+
+
+PLACE = "autopipe_place"
+"""The key in an fx node's meta under which the user's line stands that it was traced from."""
+
+
+def place_of(error: BaseException) -> str:
+    """The user's line whose op in a stage's code has raised an error; "": nobody knows.
+
+    A module of torch.fx runs as Python that it has written itself, one line for each of its nodes:
+    `embedding = torch.ops.aten.embedding.default(weight, tokens);  weight = tokens = None`.
+    """
+    place = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        module, code = frame.f_locals.get("self"), frame.f_code
+        if not isinstance(module, fx.GraphModule) or code is not type(module).forward.__code__:
+            continue
+        written = linecache.getline(code.co_filename, line, frame.f_globals)
+        name = re.split(r"\W", written.strip(), maxsplit=1)[0]
+        place = next((n.meta.get(PLACE, "") for n in module.graph.nodes if n.name == name), "")
+    return place
 
 
 def take(values: Any, position: int) -> Any:

@@ -26,7 +26,20 @@ def is_echo(error: BaseException) -> bool:
     )  # fmt: skip
 
 
+_IN_MODEL = "in the model at "
+
+
+def place(error: BaseException, line: str) -> None:
+    """Note the line of the user's model, `model.py:12`, whose op has raised an error."""
+    error.add_note(f"{_IN_MODEL}{line}")
+
+
 def sentence(error: BaseException) -> str:
-    """`ZeroDivisionError: division by zero`; of a longer message the first line."""
+    """`IndexError: index out of range, in the model at model.py:12`; of a message the first line.
+
+    The place stands there if it was noted (`place`).
+    """
     first = next(iter(str(error).strip().splitlines()), "")
-    return f"{type(error).__name__}: {first}"
+    notes: list[str] = getattr(error, "__notes__", [])
+    where = next((f", {note}" for note in notes if note.startswith(_IN_MODEL)), "")
+    return f"{type(error).__name__}: {first}{where}"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from time import perf_counter
 from typing import Any, Protocol
@@ -20,11 +21,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from autopipe.errors import AutopipeError
 from autopipe.runtime.comm.transport import Transport
+from autopipe.runtime.launch.words import is_echo, place
 from autopipe.runtime.step.memory_meter import Meter
 from autopipe.runtime.step.stage import StageRun, StepInput
 from autopipe.schedules.instructions import Instruction, Kind, Program
 from autopipe.sharding.column_linear import all_sums_finished
+from autopipe.stages.node_calls import place_of
 from autopipe.stages.precision import FP32, Arithmetic
 
 
@@ -49,6 +53,19 @@ Results = dict[int, tuple[Tensor, ...]]
 
 Record = Callable[[Instruction, float, float], None]
 """Told after a run when each instruction began and ended, in seconds of `perf_counter`."""
+
+
+@contextmanager
+def _placed() -> Iterator[None]:
+    """Within, an error that a stage's code raises has a note of the user's line."""
+    try:
+        yield
+    except AutopipeError:
+        raise  # which says itself where
+    except Exception as error:
+        if not is_echo(error) and (line := place_of(error)):
+            place(error, line)
+        raise
 
 
 class Clock(Protocol):
@@ -157,7 +174,7 @@ class Executor:
         for run in self.stages.values():
             run.begin(how)
         marks = [mark()]
-        with all_sums_finished():
+        with all_sums_finished(), _placed():
             for position, call in enumerate(self._calls):
                 if watch is not None:
                     watch(position)

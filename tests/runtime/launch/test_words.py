@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from autopipe.runtime.launch.words import is_echo, sentence
+from autopipe.runtime.launch.words import is_echo, place, sentence
 
 
 def chained(error: BaseException, cause: BaseException) -> BaseException:
@@ -36,3 +36,10 @@ def test_errors_that_only_tell_of_another_rank(error: BaseException, echo: bool)
 def test_the_first_line_of_an_error() -> None:
     assert sentence(ValueError("\nrows differ\n  3\n  4")) == "ValueError: rows differ"
     assert sentence(KeyError()) == "KeyError: "
+
+
+def test_the_users_line_that_was_noted_stands_behind_it() -> None:
+    error = IndexError("index out of range")
+    place(error, "model.py:12")
+    error.add_note("rank 1 failed")  # what others note is told elsewhere
+    assert sentence(error) == "IndexError: index out of range, in the model at model.py:12"

@@ -1,5 +1,6 @@
 """The loop over a rank's program: which stage it calls, what it tells, and how it fails."""
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from autopipe.runtime.comm.threads import local_network
+from autopipe.runtime.launch.words import sentence
 from autopipe.runtime.step.executor import Executor
 from autopipe.schedules.instructions import Instruction, Kind
 from tests.support import inprocess
@@ -124,3 +126,14 @@ def test_an_error_in_one_stage_ends_all() -> None:
     made[1].stages[1].engine.forward = fail  # type: ignore[method-assign]
     with pytest.raises((RuntimeError, FloatingPointError), match="in stage 1"):
         step(made, split, ZOO["gpt"].inputs(2 * ROWS), 1 / 2)
+
+
+def test_an_error_of_an_op_has_the_users_line() -> None:
+    """What a stage runs is code that torch.fx has written: nobody looks for his mistake there."""
+    split = cut("gpt", 1)
+    made, _ = ready(split, split.programs("1f1b", 1))
+    batch = {name: tensor + 1_000_000 for name, tensor in ZOO["gpt"].inputs(ROWS).items()}
+    with pytest.raises(IndexError) as found:
+        step(made, split, batch, 1)
+    said = sentence(found.value)
+    assert re.fullmatch(r"IndexError: index out of range in self, in the model at .+\.py:\d+", said)
