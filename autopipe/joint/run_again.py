@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from autopipe.joint.joint_graph import JointGraph, storages, written
-from autopipe.joint.least_cut import FREE, Cut, Network, Price, chains
+from autopipe.joint.least_cut import FREE, Cut, Network, Price, chains, maker
 from autopipe.stages.op_tape import AGAIN, ASKED, MADE, SEGMENT
 
 CHEAP = frozenset(
@@ -112,10 +112,14 @@ def run_again(
             kept = storages(copies.get(read, read) for read in node.all_input_nodes)
             with node.graph.inserting_before(call):
                 twin = node.graph.node_copy(node, lambda read: copies.get(read, read))
-            twin.meta |= {MADE: node.meta[MADE].again(renamed, kept), SEGMENT: call.meta[SEGMENT]}
+            source = maker(twin)
+            taken = source is not twin and AGAIN in source.meta
+            segment = source.meta[SEGMENT] if taken else call.meta[SEGMENT]
+            twin.meta |= {MADE: node.meta[MADE].again(renamed, kept), SEGMENT: segment}
             twin.meta[AGAIN] = True
             copies[node] = twin
-            made.append(twin)
+            # A result that another block reads later is taken where it is made, as all others are.
+            made.insert(made.index(source) + 1 if taken else len(made), twin)
         for read in call.all_input_nodes:
             if read in copies:
                 call.replace_input_with(read, copies[read])

@@ -4,13 +4,14 @@ import itertools
 
 import pytest
 import torch
+from torch import nn
 
-from autopipe.joint.joint_graph import differentiate, is_of_state, storages
+from autopipe.joint.joint_graph import Layout, differentiate, is_of_state, storages
 from autopipe.joint.run_again import CHEAP, chosen
 from autopipe.joint.split_backward import split
 from autopipe.joint.wanted import Wanted
 from autopipe.stages.lower import Lowered
-from autopipe.stages.op_tape import MADE
+from autopipe.stages.op_tape import MADE, SEGMENT
 from tests.support.small_stages import (
     FLOAT,
     ROWS,
@@ -26,6 +27,7 @@ from tests.support.small_stages import (
     residual_sum,
     written_in_place,
 )
+from tests.support.staged import lowered, trace_model
 
 KEPT = {
     norm_and_product: (0, "x came from elsewhere; the norm runs again"),
@@ -98,3 +100,43 @@ def test_no_other_choice_keeps_less(run):
     )
     assert least == KEPT[run][0]
     assert needed.isdisjoint(chosen(graph, (), least=True))
+
+
+class Block(nn.Module):
+    """Reads a norm that stands before it, which therefore runs again in its backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.linear = nn.Parameter(torch.ones(8)), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.linear(x * self.scale).tanh()
+
+
+class NormsOutside(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(2))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x):
+        for norm, block in zip(self.norms, self.blocks, strict=True):
+            x = x + block(norm(x))
+        return x.square().mean()
+
+
+def test_results_of_one_op_are_taken_where_it_runs_again():
+    """Bug: the norm ran again where the block reads its result, and its mean and variance were
+    taken where the norm's own backward reads them: islands of a compiler gave the three as one
+    value, which is none of a tensor, and the first step ended in an AssertionError."""
+    model = NormsOutside()
+    found = trace_model(model, lambda rows: {"x": torch.randn(rows, 8)})
+    (stage,) = lowered(found, model, [], 2)
+    given = [Layout.dense((2, 8), torch.float32)]
+    joint = split(stage, given, [Layout.dense((), torch.float32)], wanted=Wanted(False, True))
+    twice = [n for n in joint.backward_input.graph.nodes if "native_layer_norm.d" in str(n.target)]
+    assert len(twice) == 2
+    for norm in twice:
+        parts = [norm.next, norm.next.next, norm.next.next.next]
+        assert {*parts} == {*norm.users}
+        assert {part.meta[SEGMENT] for part in parts} == {norm.meta[SEGMENT]}
