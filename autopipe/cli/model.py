@@ -30,7 +30,10 @@ def trace(model: ModelArgument) -> None:
 def costs(
     model: ModelArgument,
     precision: Annotated[
-        str, typer.Option(help="fp32; bf16 or fp16, with fp32 master weights; or bf16-autocast.")
+        str,
+        typer.Option(
+            help="fp32; bf16, fp16: with fp32 master weights; bf16-autocast, fp16-autocast."
+        ),
     ] = "fp32",
     tp: Annotated[
         int, typer.Option(min=1, help="Tensor-parallel ranks: the share of the first one is told.")

@@ -57,7 +57,7 @@ def plan(
     precision: Annotated[
         str | None,
         typer.Option(
-            help="fp32; bf16, fp16: with fp32 master weights; or bf16-autocast. "
+            help="fp32; bf16, fp16: with fp32 master weights; bf16-autocast, fp16-autocast. "
             "Default: bf16 on GPUs that have it."
         ),
     ] = None,
