@@ -205,6 +205,7 @@ def _info(stored: Stored, json: bool) -> None:
 def _facts(stored: Stored) -> dict[str, Any]:
     from autopipe.planfile.contents import Plan
     from autopipe.runtime.checkpoint.folder import PLAN
+    from autopipe.runtime.checkpoint.layout import REPLICA
     from autopipe.runtime.checkpoint.optimizer import kind_of
     from autopipe.runtime.checkpoint.whole import tensors
 
@@ -225,7 +226,7 @@ def _facts(stored: Stored) -> dict[str, Any]:
         "tensors": len(model),
         "model_bytes": sum(tensor.bytes for tensor in model),
         "optimizer": kind_of(stored),
-        "optimizer_bytes": sum(tensor.bytes for tensor in every if tensor.state),
+        "optimizer_bytes": sum(t.bytes for t in every if t.state and t.kind != REPLICA),
     }
 
 

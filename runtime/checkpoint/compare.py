@@ -7,14 +7,22 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from autopipe.runtime.checkpoint.layout import REPLICA
 from autopipe.runtime.checkpoint.stored import Stored
 from autopipe.runtime.checkpoint.whole import WholeTensor, tensors, windows
 from autopipe.util.progress import phase
 
 
 def differences(one: Stored, other: Stored) -> Iterator[str]:
-    """A sentence for each tensor, of model or optimizer, that the two have not alike."""
+    """A sentence for each tensor, of model or optimizer, that the two have not alike.
+
+    Values of its own in another replica than the first are compared where both have that replica.
+    """
     ours, theirs = ({tensor.key: tensor for tensor in tensors(each)} for each in (one, other))
+    for mine, others in ((ours, theirs), (theirs, ours)):
+        for key in [key for key, tensor in mine.items() if tensor.kind == REPLICA]:
+            if key not in others:
+                del mine[key]
     if one.step != other.step:
         yield f"the step is {one.step} and {other.step}"
     with phase("comparing", of=len(ours | theirs)) as done:

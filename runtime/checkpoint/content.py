@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from autopipe.errors import CheckpointError
 from autopipe.runtime.checkpoint import optimizer as optimizer_state
 from autopipe.runtime.checkpoint import scheduler as scheduler_state
-from autopipe.runtime.checkpoint.layout import OwnTensor
+from autopipe.runtime.checkpoint.layout import REPLICA, OwnTensor
 from autopipe.runtime.checkpoint.plain import fence
 from autopipe.runtime.checkpoint.stored import Stored
 from autopipe.runtime.checkpoint.write import RankFile, Written
@@ -51,7 +51,15 @@ def rank_file(
         CheckpointError: a state cannot be kept; the sentence names it.
     """
     tensors = [
-        Written(own.name, "", own.kind, _still(own), own.shape, own.pieces, own.aliases)
+        Written(
+            own.name,
+            own.replica,
+            REPLICA if own.replica else own.kind,
+            _still(own),
+            own.shape,
+            own.pieces,
+            own.aliases,
+        )  # fmt: skip
         for own in content.own.values()
         if own.writes and own.pieces
     ]
@@ -81,7 +89,8 @@ def restore(content: Content, stored: Stored) -> None:
             hint="give this run a folder of its own",
         )
     for own in content.own.values():
-        stored.fill(own)
+        # A plan of other replicas begins with the first one's, as one of a single replica does.
+        stored.fill(own, own.replica if (own.name, own.replica) in stored.chunks else "")
     if content.optimizer is not None:
         content.optimizer.state.clear()
         with fence(f"{stored.folder}: the optimizer's state"):

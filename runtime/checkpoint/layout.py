@@ -6,7 +6,8 @@
 
 All follows from the plan: no rank asks another one. Several ranks may hold the same pieces, the
 replicas under ZeRO 0 for example; these deal the tensors out among themselves, largest first, so
-that each tensor is written once and each rank writes about equally much.
+that each tensor is written once and each rank writes about equally much. What forward writes, as
+running statistics or a queue of keys, is each replica's own, and is written once for each.
 
 A tensor without dims is treated as one of a single row everywhere here.
 """
@@ -31,6 +32,9 @@ BESIDE = "beside"
 """The kind of a tensor that forward or the loss writes and no state dict has: one in a plain
 attribute of a model or a loss, a buffer that is not persistent."""
 
+REPLICA = "replica"
+"""The kind of a tensor that forward has written in another replica than the first."""
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -54,6 +58,8 @@ class OwnTensor:
         pieces: where the rank's elements lie in it; none if it holds no elements.
         writes: whether this rank is the one that writes them.
         moves: whether forward may change it, and not the optimizer alone.
+        replica: of what forward writes in another replica than the first `replica 1 of 2`, under
+            which a checkpoint has it as if it were a state of the tensor.
     """
 
     name: str
@@ -64,6 +70,7 @@ class OwnTensor:
     pieces: tuple[Piece, ...]
     writes: bool
     moves: bool = False
+    replica: str = ""
 
 
 def dealt(shape: Shape, placement: Placement, ranks: int, rank: int) -> tuple[Piece, ...]:
@@ -130,13 +137,16 @@ def own_tensors(part: RankPart, own: ModelStates, held: HeldParameters) -> dict[
             cut = rows_of(cut, *rows[name])
         tensor = own.unused[name] if alone else shards.get(name, own.states[name])
         data = tensor.detach().view(1) if tensor.ndim == 0 else tensor.detach()
-        holders[name] = (0,) if alone else _holders(part, name, lies, in_rows=name in rows)
+        apart = name in own.written and name not in rows
+        dps = (part.place.dp,) if apart or name in rows else range(mesh.dp)
+        holders[name] = (0,) if alone else _holders(part, name, lies, dps, in_rows=name in rows)
         whole = shape_at(spec.spec, 1)
         kind = spec.kind if in_state_dict(spec) else BESIDE
         moves = kind != "parameter" or name in own.written
         found[name] = OwnTensor(
-            name, spec.aliases, kind, data, whole, cut, writes=False, moves=moves
-        )
+            name, spec.aliases, kind, data, whole, cut, writes=False, moves=moves,
+            replica=f"replica {part.place.dp} of {mesh.dp}" if apart and part.place.dp else "",
+        )  # fmt: skip
     writers = _writers(holders, found)
     return {
         name: OwnTensor(**{**vars(own), "writes": writers[name] == part.place.rank})
@@ -144,18 +154,17 @@ def own_tensors(part: RankPart, own: ModelStates, held: HeldParameters) -> dict[
     }
 
 
-def _holders(part: RankPart, name: str, lies: Placement, *, in_rows: bool) -> tuple[int, ...]:
-    """The ranks that hold the very elements that this one does, ascending."""
+def _holders(
+    part: RankPart, name: str, lies: Placement, dps: Sequence[int], *, in_rows: bool
+) -> tuple[int, ...]:
+    """The ranks of these replicas that hold the very elements that this one does, ascending."""
     mesh, here = part.plan.mesh, part.place
     stages = (stage for stage in part.split.stages if name in stage.states)
     pps: Sequence[int] = sorted({part.placed[stage.index] for stage in stages})
-    dps: Sequence[int] = range(mesh.dp)
     tps: Sequence[int] = (here.tp,) if lies.sharded else range(mesh.tp)
-    if in_rows:
-        dps = (here.dp,)
-        if not part.plan.scatters:  # ZeRO-1 deals rows out over stages that are tied, too
-            pps = (here.pp,)
-            tps = (here.tp,) if lies == R else tps
+    if in_rows and not part.plan.scatters:  # ZeRO-1 deals rows out over stages that are tied, too
+        pps = (here.pp,)
+        tps = (here.tp,) if lies == R else tps
     return tuple(mesh.rank(pp, dp, tp) for pp in pps for dp in dps for tp in tps)
 
 

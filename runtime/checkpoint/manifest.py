@@ -41,9 +41,10 @@ class Chunk:
 
     Attributes:
         name: the parameter or buffer, by the model's own name.
-        state: of an optimizer's state for it, the key there; "" for the tensor itself.
-        kind: "parameter", "buffer", "beside" (`layout.BESIDE`) or, of a state, "like" the
-            parameter or one "number".
+        state: of an optimizer's state for it, the key there; "" for the tensor itself; for what
+            it is in another replica than the first `replica 1 of 2`.
+        kind: "parameter", "buffer", "beside" (`layout.BESIDE`), "replica" (`layout.REPLICA`) or, of
+            a state, "like" the parameter or one "number".
         dtype: torch's name of it, without `torch.`.
         shape: of the whole tensor.
         own: of what is in the file.

@@ -25,11 +25,12 @@ from torch import Tensor
 from autopipe.errors import CheckpointError, DamagedError
 from autopipe.runtime.checkpoint import manifest
 from autopipe.runtime.checkpoint.folder import manifest_name, step_of, tensors_name
-from autopipe.runtime.checkpoint.layout import OwnTensor, Piece, Shape
+from autopipe.runtime.checkpoint.layout import REPLICA, OwnTensor, Piece, Shape
 from autopipe.runtime.checkpoint.manifest import NAMES, Chunk, Manifest
 
 Key = tuple[str, str]
-"""The name of a parameter or buffer, and the key of an optimizer's state for it, or ""."""
+"""The name of a parameter or buffer, and the key of an optimizer's state for it, or ""; or that of
+its values in another replica than the first."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,8 @@ class Stored:
     def states(self) -> Mapping[str, Sequence[str]]:
         """The keys of the optimizer's state for each parameter that has some."""
         every: dict[str, list[str]] = {}
-        for name, state in self.chunks:
-            if state:
+        for (name, state), found in self.chunks.items():
+            if state and found[0][1].kind != REPLICA:
                 every.setdefault(name, []).append(state)
         return every
 
