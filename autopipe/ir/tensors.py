@@ -11,7 +11,9 @@ import sympy
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from autopipe.ir.torch_private import expression, fake_like, fake_mode
+from autopipe.ir.torch_private import TorchDispatchMode, expression, fake_like, fake_mode
+
+Strides = tuple[int, ...]
 
 
 def tensors_in(tree: object) -> Iterator[torch.Tensor]:
@@ -124,3 +126,50 @@ def write_one(tensor: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> 
     """Write the same, bit by bit; no size in its backward depends on the mask."""
     wide = mask.reshape(*mask.shape, *[1] * (tensor.dim() - mask.dim()))
     tensor.copy_(torch.where(wide, value, tensor))
+
+
+def dense_strides(tensor: torch.Tensor) -> Strides:
+    """The strides of a tensor's dense copy: its own where it has no gaps and no overlaps."""
+    return torch.empty_like(tensor).stride()
+
+
+def is_row_major(shape: Sequence[int], *strides: Strides) -> bool:
+    """Whether all of these strides are those of a tensor that nothing has transposed."""
+    return {*strides} == {torch.empty(shape, device="meta").stride()}
+
+
+_ROW_MAJOR = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in (
+        "native_layer_norm_backward",
+        *("native_batch_norm", "_native_batch_norm_legit", "native_batch_norm_backward"),
+        *("_log_softmax_backward_data", "mse_loss_backward", "smooth_l1_loss_backward"),
+        "huber_loss_backward",
+    )
+)
+"""Ops whose kernels lay out their first result by themselves (aten/src/ATen/native: `empty_like`
+with `LEGACY_CONTIGUOUS_MEMORY_FORMAT`). Fake ones keep the layout of an operand."""
+
+
+class RowMajor(TorchDispatchMode):
+    """Gives results on fake tensors the layout that real kernels give them (`_ROW_MAJOR`)."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func not in _ROW_MAJOR:
+            return made
+        if isinstance(made, torch.Tensor):
+            return _row_major(made)
+        first, *rest = made
+        return (first if first is None else _row_major(first), *rest)
+
+
+def _row_major(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor like a fake one, whose dims lie in their order; images may lie channels last."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+    if last is not None and tensor.is_contiguous(memory_format=last):
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)

@@ -9,7 +9,8 @@ adds in another order.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -22,14 +23,14 @@ from autopipe.ir.graph import Graph, Ref, shape_at
 from autopipe.ir.opaque_ops import observing
 from autopipe.ir.partition import Stage
 from autopipe.ir.stage_classes import kind_of
+from autopipe.ir.tensors import RowMajor, Strides, dense_strides, is_row_major
 from autopipe.ir.torch_private import fake_mode
 from autopipe.stages.lower import lower
+from autopipe.stages.node_calls import arrived
 from autopipe.stages.precision import arithmetic, computing, saves_wide, wide_statistics
 from autopipe.stages.recompute import check_recompute, within
 from autopipe.stages.saved_storages import SavedStorages
 from autopipe.util.progress import phase
-
-Strides = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -124,9 +125,15 @@ def rehearse(
         PlanError: a block to recompute would not do the same again.
     """
     known = {} if known is None else known
-    run = partial(_Rehearsing, graph, stages, blocks, rows, gradients, recompute, precision, known)
-    found, unused = run(frozenset()).run()
-    return run(unused).run()[0] if unused else found
+    run = partial(_Rehearsing, graph, stages, blocks, rows, gradients, recompute, precision)
+    found, unused = run(known, frozenset()).run()
+    if unused:
+        found = run(known, unused).run()[0]
+    crossing = found.boundaries.values()
+    if all(is_row_major(b.shape, b.strides, *b.gradients.values()) for b in crossing):
+        return found
+    # Some are transposed by fake kernels, of which real ones might lay out some otherwise.
+    return run(known.setdefault(RowMajor, {}), unused, RowMajor).run()[0]
 
 
 Arrival = tuple[Ref, int]
@@ -149,7 +156,7 @@ class _Forward:
 class _Live:
     """A forward that has been run, and its one backward not yet."""
 
-    arrivals: tuple[Tensor, ...]
+    gradients: tuple[list[Tensor], ...]
     results: tuple[Tensor, ...]
     loss: Tensor | None
     kept: SavedStorages
@@ -174,6 +181,7 @@ class _Rehearsing:
     precision: str
     known: Known
     unused: frozenset[Arrival]
+    layouts: Callable[[], AbstractContextManager[object]] = nullcontext
     boundaries: dict[Ref, CrossingTensor] = field(default_factory=dict)
     live: dict[Hashable, _Live] = field(default_factory=dict)
 
@@ -181,6 +189,7 @@ class _Rehearsing:
         """The rehearsal, and the arrivals to which no gradient flowed back."""
         with (
             fake_mode(),
+            self.layouts(),
             wide_statistics(saves_wide(self.graph.nodes, self.precision)),
             torch.set_grad_enabled(self.gradients),
             phase("rehearsing stages", of=len(self.stages)) as done,
@@ -236,16 +245,9 @@ class _Rehearsing:
         states = {name: fake_state(graph, name) for name in stage.states}
         again = within(self.graph, stage, self.blocks, self.recompute)
         lowered = lower(
-            graph,
-            stage,
-            self.blocks,
-            states,
-            None,
-            rows,
-            last=last,
-            recompute=again,
-            precision=self.precision,
-        )
+            graph, stage, self.blocks, states, None, rows,
+            last=last, recompute=again, precision=self.precision,
+        )  # fmt: skip
         how = arithmetic(self.precision, "cpu", [states[name] for name in lowered.low])
         copies = how.copies.values()
         received = [_arrival(self.boundaries[ref], stage.index) for ref, _ in stage.receives]
@@ -254,8 +256,9 @@ class _Rehearsing:
             for path in stage.inputs
         ]
         kept = SavedStorages((*states.values(), *received, *inputs, *copies))
+        own = [arrived(tensor) for tensor in received]
         with observing(kept.keep), computing(how):
-            made = lowered.module(*received, *inputs)
+            made = lowered.module(*(tensor for tensor, _ in own), *inputs)
         outgoing = tuple(made[: len(stage.outgoing)])
         # What only a branch without a gradient had saved is gone by now: the scores that groups of
         # experts are picked by, say.
@@ -268,7 +271,7 @@ class _Rehearsing:
             kept.most - kept.now,
         )
         loss = made[len(outgoing)] if last else None
-        return found, _Live(tuple(received), outgoing, loss, kept)
+        return found, _Live(tuple(gradients for _, gradients in own), outgoing, loss, kept)
 
     def _backwards(self, keys: Sequence[Hashable]) -> tuple[frozenset[Arrival], list[int]]:
         """The backward of every stage from the last one on, to learn the strides of gradients.
@@ -316,8 +319,7 @@ def _backward(
         with observing(live.kept.keep):
             torch.autograd.backward(roots, seeds)
         more = live.kept.most - before
-    arrived = (tensor.grad for tensor in live.arrivals)
-    return more, tuple(None if grad is None else dense_strides(grad) for grad in arrived)
+    return more, tuple(dense_strides(found[0]) if found else None for found in live.gradients)
 
 
 def _summed(boundary: CrossingTensor) -> Tensor:
@@ -343,8 +345,3 @@ def fake_state(graph: Graph, name: str) -> Tensor:
 def _arrival(boundary: CrossingTensor, stage: int) -> Tensor:
     tensor = torch.empty_strided(boundary.shape, boundary.strides, dtype=boundary.dtype)
     return tensor.requires_grad_(stage in boundary.gradients)
-
-
-def dense_strides(tensor: Tensor) -> Strides:
-    """The strides of a tensor's dense copy: its own where it has no gaps and no overlaps."""
-    return torch.empty_like(tensor).stride()

@@ -47,6 +47,32 @@ def place_of(error: BaseException) -> str:
     return place
 
 
+class Arrived(torch.autograd.Function):
+    """Passes a tensor on that a stage receives, and hands out its gradient as backward makes it.
+
+    In the `.grad` of a leaf, autograd lays a gradient out as the leaf lies ("gradient layout
+    contract"); in the whole model nothing does, and sums in another layout add in another order.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, found: list[Tensor]) -> Tensor:
+        ctx.found = found
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        ctx.found.append(gradient)
+        return None, None
+
+
+def arrived(tensor: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """A received tensor for a stage to read, and a list that backward puts its gradient into."""
+    found: list[Tensor] = []
+    if tensor.requires_grad:
+        tensor = Arrived.apply(tensor, found)  # type: ignore[no-untyped-call]
+    return tensor, found
+
+
 def take(values: Any, position: int) -> Any:
     """One of the results of a block or of an op that has several."""
     return values[position]

@@ -28,6 +28,7 @@ from autopipe.joint.split_backward import Joint
 from autopipe.runtime.comm.host_copies import HostCopies
 from autopipe.runtime.parameters.accumulate import accumulate
 from autopipe.runtime.parameters.zero3 import GatheredStage
+from autopipe.stages.node_calls import arrived
 from autopipe.stages.op_tape import MADE, SEGMENT
 from autopipe.stages.precision import Arithmetic, computing, current
 
@@ -63,25 +64,25 @@ class AutogradEngine:
     """Runs a stage's module under autograd."""
 
     module: nn.Module
-    _kept: dict[int, tuple[list[GradientEdge | None], tuple[Tensor, ...]]] = field(
+    _kept: dict[int, tuple[list[GradientEdge | None], tuple[list[Tensor], ...]]] = field(
         default_factory=dict
     )
 
     def forward(self, microbatch: int, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        results: tuple[Tensor, ...] = self.module(*arguments)
+        own = [arrived(argument) for argument in arguments]
+        results: tuple[Tensor, ...] = self.module(*(tensor for tensor, _ in own))
         if torch.is_grad_enabled():
             edges = [
                 get_gradient_edge(r) if isinstance(r, Tensor) and r.requires_grad else None
                 for r in results
             ]
-            leaves = tuple(arguments)
-            self._kept[microbatch] = edges, leaves
+            self._kept[microbatch] = edges, tuple(found for _, found in own)
         return results
 
     def backward_input(
         self, microbatch: int, gradients: Sequence[Tensor | None]
     ) -> tuple[Tensor | None, ...]:
-        edges, leaves = self._kept.pop(microbatch)
+        edges, found = self._kept.pop(microbatch)
         roots = [
             (edge, gradient)
             for edge, gradient in zip(edges, gradients, strict=True)
@@ -89,7 +90,7 @@ class AutogradEngine:
         ]
         if roots:
             torch.autograd.backward([edge for edge, _ in roots], [seed for _, seed in roots])
-        return tuple(leaf.grad for leaf in leaves)
+        return tuple(gradient[0] if gradient else None for gradient in found)
 
     def backward_weight(self, microbatch: int) -> None:
         """Nothing is left: autograd has done it in `backward_input`."""

@@ -12,7 +12,9 @@ from autopipe.ir.dataflow import analyse
 from autopipe.ir.graph import Ref
 from autopipe.ir.opaque_ops import observing
 from autopipe.ir.partition import legal_cuts
-from autopipe.stages.dry_run import dense_strides, rehearse
+from autopipe.ir.tensors import RowMajor, dense_strides, tensors_in
+from autopipe.ir.torch_private import fake_mode
+from autopipe.stages.dry_run import rehearse
 from autopipe.stages.lower import lower
 from autopipe.stages.precision import arithmetic, computing
 from autopipe.stages.saved_storages import SavedStorages
@@ -43,9 +45,9 @@ class Observed:
             self.strides[ref] = dense_strides(tensor)
         for (ref, _), tensor in zip(stage.receives, arrived, strict=True):
             if tensor.requires_grad:
-                tensor.register_post_accumulate_grad_hook(
-                    lambda leaf, ref=ref: self.gradients.update(
-                        {(ref, stage.index): dense_strides(leaf.grad)}
+                tensor.register_hook(  # in its `.grad` it lies as the leaf does
+                    lambda gradient, ref=ref: self.gradients.update(
+                        {(ref, stage.index): dense_strides(gradient)}
                     )
                 )
         return results
@@ -294,3 +296,72 @@ def test_a_storage_that_two_nodes_keep_is_kept_once_and_anothers_not_at_all():
     assert kept.now == kept.most == 8 * 4
     y.backward()
     assert (kept.now, kept.most) == (0, 8 * 4)
+
+
+def turned(*shape):
+    """Random numbers that lie in another order than their dims."""
+    return torch.randn(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2)
+
+
+def layer_norm(x, gradient):
+    _, mean, scale = torch.ops.aten.native_layer_norm(x, [6], None, None, 1e-5)
+    given = gradient, x, [6], mean, scale, None, None, [True, False, False]
+    return torch.ops.aten.native_layer_norm_backward(*given)[0]
+
+
+def batch_norm(x, gradient):
+    made, mean, scale = torch.ops.aten.native_batch_norm(x, None, None, None, None, True, 0.1, 1e-5)
+    given = gradient, x, None, None, None, mean, scale, True, 1e-5, [True, False, False]
+    return made, torch.ops.aten.native_batch_norm_backward(*given)[0]
+
+
+KERNELS = {
+    "layer_norm": layer_norm,
+    "batch_norm": batch_norm,
+    "log_softmax": lambda x, g: torch.ops.aten._log_softmax_backward_data(g, x, -1, x.dtype),
+    "mse": lambda x, g: torch.ops.aten.mse_loss_backward(torch.ones(()), x, g, 1),
+    "smooth_l1": lambda x, g: torch.ops.aten.smooth_l1_loss_backward(torch.ones(()), x, g, 1, 1.0),
+    "huber": lambda x, g: torch.ops.aten.huber_loss_backward(torch.ones(()), x, g, 1, 1.0),
+}
+
+
+@pytest.mark.parametrize("run", KERNELS.values(), ids=KERNELS)
+def test_results_lie_as_those_of_real_kernels(run):
+    """Bug: torch's fake kernels keep the layout of an operand, and these lay out anew. A gradient
+    that crossed a cut was copied to another layout, in which sums have another last bit."""
+    x, gradient = turned(2, 5, 6), turned(2, 5, 6)
+    real = run(x, gradient)
+    with fake_mode() as mode, RowMajor():
+        fake = run(*(mode.from_tensor(tensor) for tensor in (x, gradient)))
+    assert [t.stride() for t in tensors_in(real)] == [t.stride() for t in tensors_in(fake)]
+
+
+class Patches(nn.Module):
+    """As DiT has it: what flows between its blocks lies channels first, as its patches do."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches = nn.Conv2d(3, 8, 2, 2)
+        self.scales = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.linears = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, image):
+        x = self.patches(image).flatten(2).transpose(1, 2)
+        for scale, linear in zip(self.scales, self.linears, strict=True):
+            scaled = F.layer_norm(x, (8,)) * scale(x.mean(1)).unsqueeze(1)
+            x = x + linear(scaled).tanh() * 3
+        return x.square().mean()
+
+
+def test_gradients_cross_as_they_lie():
+    """Bug: a gradient was laid out as what it is the gradient of, as autograd does in a `.grad`."""
+    model, batch = Patches(), torch.randn(ROWS, 3, 12, 12)
+    found = trace_model(model, lambda rows: {"image": torch.randn(rows, 3, 12, 12)})
+    for cut in legal_cuts(analyse(found.graph)):
+        real = Observed(found, model, [cut], {"image": batch})
+        shapes = {
+            ref: boundary.shape for ref, boundary in rehearsed(found, [cut]).boundaries.items()
+        }
+        backward = {key: shapes[key[0]] for key in real.gradients}
+        predicted = gradient_strides(rehearsed(found, [cut]))
+        assert that_matter(predicted, backward) == that_matter(real.gradients, backward), cut
