@@ -160,7 +160,8 @@ def _check(
             raise ModelError(
                 "the model draws random numbers, other than dropout's, that cannot be drawn again "
                 "in one process: its split cannot be compared with it",
-                hint="check it with these random numbers switched off in model()",
+                hint="check it with these random numbers switched off in model()"
+                + ("; or at --tp 1, where each is drawn once" if first.plan.mesh.tp > 1 else ""),
             ) from None
 
 

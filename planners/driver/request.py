@@ -261,10 +261,14 @@ def micro_batch_rows(
     if rows % parts and there_are:
         over = f" over {into}" if into else ""
         equal = f"{into} equal parts" if size is None else f"micro-batches of {size} rows{over}"
-        below = rows - rows % parts
+        below, fewer = rows - rows % parts, rows / ((constraints.dp or 1) * (size or 1))
+        other = ""
+        if constraints.micro_batches and fewer.is_integer():
+            count = max(n for n in range(1, constraints.micro_batches) if fewer % n == 0)
+            other = f"--micro-batches {count}, or "
         raise AutopipeError(
             f"a batch of {rows} rows does not divide into {equal}",
-            hint=f"a batch of {f'{below} or ' if below else ''}{below + parts} rows does",
+            hint=f"{other}a batch of {f'{below} or ' if below else ''}{below + parts} rows",
         )
     sizes = set()
     for dp in range(1, devices + 1):

@@ -109,22 +109,22 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> str:
         (
             "--dp 3",
             "a batch of 32 rows does not divide into dp=3 equal parts\n\n"
-            "hint: a batch of 30 or 33 rows does",
+            "hint: a batch of 30 or 33 rows",
         ),
         (
             "--batch 10 --dp 4",
             "a batch of 10 rows does not divide into dp=4 equal parts\n\n"
-            "hint: a batch of 8 or 12 rows does",
+            "hint: a batch of 8 or 12 rows",
         ),
         (
             "--batch 10 --dp 2 --micro-batches 3",
             "a batch of 10 rows does not divide into dp=2 x micro_batches=3 equal parts\n\n"
-            "hint: a batch of 6 or 12 rows does",
+            "hint: --micro-batches 1, or a batch of 6 or 12 rows",
         ),
         (
             "--batch 2 --micro-batches 3",
             "a batch of 2 rows does not divide into micro_batches=3 equal parts\n\n"
-            "hint: a batch of 3 rows does",
+            "hint: --micro-batches 2, or a batch of 3 rows",
         ),
         ("-o gone/plan.json", "gone/plan.json cannot be written: there is no folder "),
     ],
