@@ -134,7 +134,7 @@ def _made_new(
     carrying: frozenset[Ref | State],
 ) -> Node:
     """The node with its op out of place, or the unchanged node."""
-    twin = node.op.replace("_.", ".", 1)
+    twin = _TWINS.get(node.op, node.op.replace("_.", ".", 1))
     if twin == node.op or writes(resolve(node.op)) != (0,) or not node.outputs:
         return node
     written, made = node.args[0], node.outputs[0]
@@ -152,6 +152,16 @@ def _made_new(
         return node
     new = replace(node, op=twin)
     return new if _exists(twin) and is_pointwise(new) else node
+
+
+_TWINS = {
+    "aten.pow_.Scalar": "aten.pow.Tensor_Scalar",
+    "aten.pow_.Tensor": "aten.pow.Tensor_Tensor",
+    "aten.float_power_.Scalar": "aten.float_power.Tensor_Scalar",
+    "aten.float_power_.Tensor": "aten.float_power.Tensor_Tensor",
+    "aten.floor_divide_.Tensor": "aten.floor_divide.default",
+}
+"""Those whose overload of the same name takes other arguments: `pow.Scalar` is 2**x, not x**2."""
 
 
 def _exists(op: str) -> bool:

@@ -57,6 +57,14 @@ def test_becomes_new(then: Callable[[Tensor], Tensor], expected: str) -> None:
     assert ops(then) == expected
 
 
+@pytest.mark.parametrize("exponent", [3, torch.tensor([1.0, 2.0, 3.0, 4.0])])
+def test_powers_are_those_of_the_tensor(exponent: float | Tensor) -> None:
+    """Barlow Twins' loss: `pow_.Scalar` is x**3 and `pow.Scalar` 3**x, which takes no tensor x."""
+    trace = trace_model(Model(lambda y: y.pow_(exponent)), lambda rows: {"x": torch.ones(rows, 4)})
+    (power,) = [node for node in out_of_place(trace.graph).nodes if node.short == "pow"]
+    assert power.op.startswith("aten.pow.Tensor_")
+
+
 @pytest.mark.parametrize(
     ("then", "expected"),
     [
